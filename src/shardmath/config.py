@@ -1,0 +1,81 @@
+"""Every variable that steers shardmath, in one typed table; the only reader of the environment.
+
+A variable is a field of `Settings`: its name is `SHARDMATH_` + the field's name in capitals, its type
+the field's, its default the field's, and its sentence the field's metadata. An unknown `SHARDMATH_*`
+name warns with the nearest known one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+__all__ = ["PREFIX", "Settings", "environment", "table"]
+
+PREFIX = "SHARDMATH_"
+
+
+def _variable(default: Any, sentence: str) -> Any:
+    return field(default=default, metadata={"sentence": sentence})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The values in force, read once when a context is made."""
+
+    timeout: float = _variable(60.0, "Seconds that an operation waits for its peers.")
+    startup_timeout: float = _variable(120.0, "Seconds that start-up waits for all ranks.")
+    notice: float = _variable(5.0, "Seconds after which a wait says on stderr whom it waits for.")
+    transport: str = _variable("auto", "Transport to use; auto takes the first that is available.")
+    fake_hosts: int = _variable(1, "Pretend that the ranks of this machine sit on so many hosts.")
+    segment_bytes: int = _variable(64 << 20, "Smallest segment by which the symmetric heap grows.")
+    rank: int = _variable(-1, "This process's rank; set by the launcher.")
+    size: int = _variable(-1, "The number of ranks; set by the launcher.")
+    job: str = _variable("", "The job's secret name; set by the launcher.")
+    launcher_fd: int = _variable(-1, "Descriptor of the launcher's socket; set by the launcher.")
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> Settings:
+        """Read the `SHARDMATH_*` variables.
+
+        Raises ValueError, naming the variable, when a value is not of the variable's type.
+        """
+        environ = environment() if environ is None else environ
+        known = {PREFIX + f.name.upper(): f for f in fields(cls)}
+        values: dict[str, Any] = {}
+        for name, text in environ.items():
+            if not name.startswith(PREFIX):
+                continue
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"; did you mean {near[0]}?" if near else ""
+                warnings.warn(f"unknown variable {name}{hint}", stacklevel=2)
+                continue
+            entry = known[name]
+            kind = type(entry.default)
+            try:
+                values[entry.name] = kind(text)
+            except ValueError:
+                raise ValueError(f"{name}={text!r} is not {_article(kind)}") from None
+        return cls(**values)
+
+
+def environment() -> Mapping[str, str]:
+    """The process's environment: the one place where it is read."""
+    return os.environ
+
+
+def table() -> list[tuple[str, str, str, str]]:
+    """Rows of (variable, type, default, sentence), for the documentation and the command line."""
+    return [
+        (PREFIX + f.name.upper(), type(f.default).__name__, str(f.default), f.metadata["sentence"])
+        for f in fields(Settings)
+    ]
+
+
+def _article(kind: type) -> str:
+    return {"int": "an integer", "float": "a number", "str": "a string"}[kind.__name__]

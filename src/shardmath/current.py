@@ -1,0 +1,58 @@
+"""Which context is current: the one piece of module state in the package.
+
+It stands at the bottom so that pure geometry can ask for the number of ranks when a caller leaves it
+out, while everything that a context is made of stays above. The value is per thread and per task.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import Protocol
+
+__all__ = ["CurrentContext", "default", "get", "override", "restore", "set_default"]
+
+
+class CurrentContext(Protocol):
+    """What the lower layers may ask of the current context."""
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        ...
+
+
+_default: list[CurrentContext | None] = [None]
+_stack: ContextVar[tuple[CurrentContext, ...]] = ContextVar("shardmath_contexts", default=())
+
+
+def get() -> CurrentContext | None:
+    """The innermost `with` context, else the default one, else None."""
+    stack = _stack.get()
+    return stack[-1] if stack else _default[0]
+
+
+def default() -> CurrentContext | None:
+    """The context that `initialize` made, or None."""
+    return _default[0]
+
+
+def set_default(context: CurrentContext | None) -> None:
+    """Make `context` the default one, for every thread."""
+    _default[0] = context
+
+
+def override(context: CurrentContext) -> None:
+    """Make `context` current until the matching `restore`."""
+    _stack.set((*_stack.get(), context))
+
+
+def restore(context: CurrentContext) -> None:
+    """Undo the innermost `override`, which must have been of `context`."""
+    stack = _stack.get()
+    assert stack and stack[-1] is context, "contexts must be left in the order they were entered"
+    _stack.set(stack[:-1])
