@@ -1,0 +1,93 @@
+"""The few verbs through which everything above speaks to an array library.
+
+A library is one subclass in one file. No verb imports the library for the user: whoever holds an
+array of it, or its module, has imported it already.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from shardmath.arrays.dtypes import DType
+from shardmath.arrays.spec import ArraySpec
+
+__all__ = ["HostArray", "Library", "raw_view"]
+
+HostArray = np.ndarray[Any, np.dtype[Any]]
+
+
+class Library(ABC):
+    """One array library. Instances have no state; `name` is the name of the module users import."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def owns_type(self, kind: type) -> bool:
+        """Whether instances of the class `kind` are arrays of this library."""
+
+    def owns(self, x: object) -> bool:
+        """Whether `x` is an array of this library."""
+        return self.owns_type(type(x))
+
+    @abstractmethod
+    def spec(self, x: Any) -> ArraySpec:
+        """What `x` is. Raises ValueError where its dtype or layout is unsupported."""
+
+    @abstractmethod
+    def pointer(self, x: Any) -> int:
+        """The address of the element with index 0 along every axis."""
+
+    @abstractmethod
+    def host_view(self, x: Any, *, writable: bool = False) -> HostArray:
+        """A NumPy array on the memory of `x`, with its shape, strides and true dtype.
+
+        What can be read but has no such memory (a torch tensor that is lazily conjugated or
+        negated) is resolved into a copy. With `writable=True` the result is never a copy:
+        ValueError where `x` is read-only, lazy, or has several indices for one element. Raises
+        ValueError when the memory is not the host's.
+        """
+
+    @abstractmethod
+    def from_host(self, host: HostArray) -> Any:
+        """An array of this library on the memory of `host`, which it keeps alive.
+
+        Raises ValueError where the library cannot express `host`'s strides or dtype.
+        """
+
+    @abstractmethod
+    def empty(
+        self, shape: Sequence[int], dtype: DType | str, order: Literal["C", "F"] = "C"
+    ) -> Any:
+        """A new host array with undefined elements."""
+
+    @abstractmethod
+    def default_dtype(self) -> DType:
+        """The type of an array that is made without naming one."""
+
+
+def raw_view(host: HostArray) -> HostArray:
+    """The memory of `host`, strides kept, as a type of the same size that NumPy copies fast.
+
+    Copies between two raw views move bits: unsigned integers for elements of 1, 2, 4 and 8 bytes,
+    complex128 for 16, void for any other size.
+    """
+    itemsize = host.dtype.itemsize
+    raw = _RAW[itemsize] if itemsize in _RAW else np.dtype(f"V{itemsize}")
+    return host.view(raw)
+
+
+_RAW: dict[int, np.dtype[Any]] = {
+    **{size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)},
+    16: np.dtype(np.complex128),
+}
+
+
+def overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether two indices surely share an element: an axis longer than 1 takes no step."""
+    return 0 not in shape and any(
+        extent > 1 and stride == 0 for extent, stride in zip(shape, strides, strict=True)
+    )

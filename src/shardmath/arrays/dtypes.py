@@ -1,0 +1,120 @@
+"""What an element is: one name for a data type, whichever library it comes from.
+
+Two arrays hold the same kind of elements exactly when their `DType` are equal. A NumPy type that no
+rank computes with (dates, text, bytes, long double, foreign byte order) is opaque: kind "V", named
+by its NumPy type string, and may be moved but not multiplied.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+import numpy as np
+
+from shardmath.errors import BackendUnavailable
+
+__all__ = ["NAMES", "DType", "accumulator", "of", "to_numpy"]
+
+Kind = Literal["f", "c", "i", "u", "b", "V"]
+
+
+@dataclass(frozen=True)
+class DType:
+    """A data type: canonical name, bytes per element, and kind.
+
+    `kind` is NumPy's letter: f float (the narrow ones too), c complex, i and u integers, b bool,
+    V opaque.
+    """
+
+    name: str
+    itemsize: int
+    kind: Kind
+
+    def __str__(self) -> str:
+        return self.name
+
+
+_KNOWN: dict[str, DType] = {
+    dtype.name: dtype
+    for dtype in (
+        DType("bool", 1, "b"),
+        *(DType(f"int{8 * size}", size, "i") for size in (1, 2, 4, 8)),
+        *(DType(f"uint{8 * size}", size, "u") for size in (1, 2, 4, 8)),
+        DType("float8_e4m3fn", 1, "f"),
+        DType("float8_e5m2", 1, "f"),
+        DType("float16", 2, "f"),
+        DType("bfloat16", 2, "f"),
+        DType("float32", 4, "f"),
+        DType("float64", 8, "f"),
+        DType("complex64", 8, "c"),
+        DType("complex128", 16, "c"),
+    )
+}
+NAMES = tuple(_KNOWN)
+# The types that NumPy lacks; ml_dtypes registers them under the same names.
+_EXTENDED = frozenset({"bfloat16", "float8_e4m3fn", "float8_e5m2"})
+_WIDENED = _EXTENDED | {"float16"}
+
+
+@lru_cache(maxsize=256)
+def of(dtype: Any) -> DType:
+    """The `DType` of a name, a NumPy dtype or scalar type, a Python type, or a torch dtype.
+
+    Raises ValueError, naming what was given, when it is no data type or holds Python objects or
+    named fields.
+    """
+    if isinstance(dtype, DType):
+        return dtype
+    if isinstance(dtype, str) and dtype in _KNOWN:
+        return _KNOWN[dtype]
+    if type(dtype).__module__ == "torch":
+        name = str(dtype).removeprefix("torch.")
+        if name in _KNOWN:
+            return _KNOWN[name]
+        raise ValueError(f"{dtype} is not supported; supported are {', '.join(_KNOWN)}")
+    if dtype is None:  # np.dtype(None) is float64
+        raise ValueError("None is not a data type")
+    try:
+        return _of_numpy(np.dtype(dtype))
+    except TypeError:
+        raise ValueError(f"{dtype!r} is not a data type") from None
+
+
+def to_numpy(dtype: Any) -> np.dtype[Any]:
+    """The NumPy dtype of anything that `of` takes.
+
+    Raises BackendUnavailable for bfloat16 and float8 when ml_dtypes is not installed.
+    """
+    name = of(dtype).name
+    if name not in _EXTENDED:
+        return np.dtype(name)
+    try:
+        import ml_dtypes
+    except ImportError:
+        raise BackendUnavailable(
+            f"{name} on the host needs ml_dtypes: pip install 'ml_dtypes>=0.5'"
+        ) from None
+    extended: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
+    return extended
+
+
+def accumulator(dtype: Any) -> DType:
+    """The type to sum in: float32 for every float narrower than that, else the type itself."""
+    own = of(dtype)
+    return _KNOWN["float32"] if own.name in _WIDENED else own
+
+
+def _of_numpy(dtype: np.dtype[Any]) -> DType:
+    if dtype.isnative and dtype.name in _KNOWN:
+        return _KNOWN[dtype.name]
+    foreign = (
+        dtype.kind == "V" and dtype.type is not np.void
+    )  # an extension type that we do not know
+    if dtype.hasobject or dtype.names or dtype.subdtype or dtype.itemsize == 0 or foreign:
+        raise ValueError(
+            f"{dtype!r} is not supported: elements must be plain values without named fields; "
+            "a view as bytes, such as x.view('V12'), can be moved"
+        )
+    return DType(dtype.str, dtype.itemsize, "V")

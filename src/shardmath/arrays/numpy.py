@@ -1,0 +1,65 @@
+"""NumPy arrays: the library that is always there, and the one that the host computes with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from shardmath.arrays import dtypes
+from shardmath.arrays.base import HostArray, Library, overlaps
+from shardmath.arrays.dtypes import DType
+from shardmath.arrays.spec import ArraySpec
+
+__all__ = ["NumPy"]
+
+
+class NumPy(Library):
+    """`numpy.ndarray` and its subclasses, masked arrays excepted: they hold a second array."""
+
+    name: ClassVar[str] = "numpy"
+
+    def owns_type(self, kind: type) -> bool:
+        """Whether `kind` derives from ndarray and is no masked array."""
+        return issubclass(kind, np.ndarray) and not any(
+            base.__module__.startswith("numpy.ma") for base in kind.__mro__
+        )
+
+    def spec(self, x: HostArray) -> ArraySpec:
+        """The spec; ValueError also for strides that are no multiple of the itemsize."""
+        dtype = dtypes.of(x.dtype)
+        size = dtype.itemsize
+        if any(stride % size for stride in x.strides) and x.size > 1:
+            raise ValueError(
+                f"strides of {x.strides} bytes are not multiples of {size}, the bytes per element "
+                f"of {dtype}; pass numpy.ascontiguousarray(x)"
+            )
+        strides = tuple(stride // size for stride in x.strides)
+        return ArraySpec(self.name, dtype.name, x.shape, strides, "cpu", size)
+
+    def pointer(self, x: HostArray) -> int:
+        """The address of the first element."""
+        return int(x.ctypes.data)
+
+    def host_view(self, x: HostArray, *, writable: bool = False) -> HostArray:
+        """`x` itself, as a plain ndarray."""
+        if writable and not x.flags.writeable:
+            raise ValueError("this numpy array is read-only, and the call writes into it")
+        if writable and overlaps(x.shape, x.strides):
+            raise ValueError("this numpy array is a broadcast view, and the call writes into it")
+        return np.asarray(x)
+
+    def from_host(self, host: HostArray) -> HostArray:
+        """`host` itself."""
+        return host
+
+    def empty(
+        self, shape: Sequence[int], dtype: DType | str, order: Literal["C", "F"] = "C"
+    ) -> HostArray:
+        """A new ndarray with undefined elements."""
+        return np.empty(tuple(shape), dtypes.to_numpy(dtype), order)
+
+    def default_dtype(self) -> DType:
+        """float64."""
+        return dtypes.of("float64")

@@ -1,0 +1,80 @@
+"""What one rank knows of an array without touching its elements: the spec that ranks compare.
+
+A spec is plain data: it holds no reference to the array, prints in one line, and says the same
+for every library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["ArraySpec", "Order", "order_of"]
+
+Order = Literal["C", "F", "both", "strided"]
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """An array's library, dtype name, shape, strides in elements, device, and bytes per element.
+
+    `library` is the name that `library_named` takes; `device` is "cpu" or like "cuda:0".
+    """
+
+    library: str
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    device: str
+    itemsize: int
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        count = 1
+        for extent in self.shape:
+            count *= extent
+        return count
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements, gaps between them not counted."""
+        return self.size * self.itemsize
+
+    @property
+    def order(self) -> Order:
+        """How the elements lie in memory; see `order_of`."""
+        return order_of(self.shape, self.strides)
+
+    def __str__(self) -> str:
+        return f"{self.library} {self.dtype} {self.shape} order {self.order} on {self.device}"
+
+
+def order_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> Order:
+    """Whether `strides`, in elements, are those of a gap-free array: "C", "F", "both" or "strided".
+
+    Axes of extent 1 are ignored, since no step is taken along them. An array with no elements, one
+    element, or one axis longer than 1 and contiguous, is "both".
+    """
+    if 0 in shape:
+        return "both"
+    axes = [(extent, stride) for extent, stride in zip(shape, strides, strict=True) if extent != 1]
+    is_c, is_f = _packed(reversed(axes)), _packed(axes)
+    if is_c and is_f:
+        return "both"
+    return "C" if is_c else "F" if is_f else "strided"
+
+
+def _packed(axes: Iterable[tuple[int, int]]) -> bool:
+    expected = 1
+    for extent, stride in axes:
+        if stride != expected:
+            return False
+        expected *= extent
+    return True

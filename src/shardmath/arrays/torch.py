@@ -1,0 +1,112 @@
+"""PyTorch tensors on the host. Tensors on a GPU have a spec; their memory is reached elsewhere.
+
+torch is imported only inside verbs, and whoever calls them holds a tensor or the module: it has
+been imported already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from shardmath.arrays import dtypes
+from shardmath.arrays.base import HostArray, Library, overlaps
+from shardmath.arrays.dtypes import DType
+from shardmath.arrays.spec import ArraySpec
+
+__all__ = ["Torch"]
+
+# torch and NumPy exchange these through integers of the same size: NumPy has no such types itself.
+_CARRIER = {"bfloat16": "int16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
+
+
+class Torch(Library):
+    """`torch.Tensor` and its subclasses with ordinary strided memory."""
+
+    name: ClassVar[str] = "torch"
+
+    def owns_type(self, kind: type) -> bool:
+        """Whether `kind` derives from torch.Tensor, judged by name: no import."""
+        return any(
+            base.__name__ == "Tensor" and base.__module__ == "torch" for base in kind.__mro__
+        )
+
+    def spec(self, x: Any) -> ArraySpec:
+        """The spec; a tensor on a GPU has one too."""
+        _require_strided(x)
+        dtype = dtypes.of(x.dtype)
+        return ArraySpec(
+            self.name, dtype.name, tuple(x.shape), x.stride(), str(x.device), dtype.itemsize
+        )
+
+    def pointer(self, x: Any) -> int:
+        """The address of the first element, on its device."""
+        return int(x.data_ptr())
+
+    def host_view(self, x: Any, *, writable: bool = False) -> HostArray:
+        """A NumPy array on the memory of `x`, detached from any gradient."""
+        import torch
+
+        _require_strided(x)
+        if x.device.type != "cpu":
+            raise ValueError(
+                f"this torch tensor is on {x.device}, and the call needs host memory; pass x.cpu()"
+            )
+        if writable and (x.is_conj() or x.is_neg()):
+            raise ValueError("this torch tensor is a lazy conjugate, and the call writes into it")
+        if writable and overlaps(tuple(x.shape), x.stride()):
+            raise ValueError("this torch tensor is an expanded view, and the call writes into it")
+        dtype = dtypes.of(x.dtype)
+        tensor = x.detach().resolve_conj().resolve_neg()
+        carrier = _CARRIER.get(dtype.name)
+        if carrier is None:
+            return np.asarray(tensor.numpy())
+        host: HostArray = tensor.view(getattr(torch, carrier)).numpy()
+        return host.view(dtypes.to_numpy(dtype))
+
+    def from_host(self, host: HostArray) -> Any:
+        """A tensor on the memory of `host`; ValueError for negative strides or read-only memory."""
+        import torch
+
+        dtype = dtypes.of(host.dtype)
+        native = getattr(torch, dtype.name, None)
+        if native is None:
+            raise ValueError(f"torch has no data type like numpy's {host.dtype}")
+        if any(stride < 0 for stride in host.strides):
+            raise ValueError(f"torch has no negative strides; numpy's are {host.strides}")
+        if not host.flags.writeable:
+            raise ValueError("torch has no read-only tensors, and this numpy array is read-only")
+        carrier = _CARRIER.get(dtype.name)
+        if carrier is None:
+            return torch.from_numpy(host)
+        return torch.from_numpy(host.view(carrier)).view(native)
+
+    def empty(
+        self, shape: Sequence[int], dtype: DType | str, order: Literal["C", "F"] = "C"
+    ) -> Any:
+        """A new CPU tensor with undefined elements."""
+        import torch
+
+        native = getattr(torch, dtypes.of(dtype).name, None)
+        if native is None:
+            raise ValueError(f"torch has no data type {dtypes.of(dtype)}")
+        if order == "C":
+            return torch.empty(tuple(shape), dtype=native, device="cpu")
+        reverse = tuple(range(len(shape)))[::-1]
+        return torch.empty(tuple(shape)[::-1], dtype=native, device="cpu").permute(reverse)
+
+    def default_dtype(self) -> DType:
+        """The data type that torch defaults to, float32 unless the user set another."""
+        import torch
+
+        return dtypes.of(torch.get_default_dtype())
+
+
+def _require_strided(x: Any) -> None:
+    if str(x.layout) != "torch.strided" or x.device.type == "meta":
+        raise ValueError(
+            f"a torch tensor of layout {x.layout} on {x.device} has no strided memory; "
+            "pass an ordinary dense tensor"
+        )
