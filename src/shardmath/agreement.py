@@ -1,0 +1,77 @@
+"""All ranks agree, or all ranks raise the same error.
+
+Each rank describes its call in plain data. One exchange gathers the descriptions, and one pure function
+of all of them, the same everywhere, returns what was agreed or raises. An error on one rank travels
+instead of its description, so that no peer is left waiting; nothing after agreement may fail on one
+rank only.
+"""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from shardmath import errors, wire
+from shardmath.errors import CollectiveMismatch
+from shardmath.symmetric.board import Board
+
+__all__ = ["agree", "require_equal"]
+
+Agreed = TypeVar("Agreed")
+
+_DESCRIBED, _REFUSED = b"+", b"-"
+_NAMES = (
+    "ValueError TypeError RuntimeError MemoryError NotImplementedError KeyError IndexError "
+    "OverflowError ImportError OSError AttributeError"
+)
+_TRAVELLING: dict[str, type[Exception]] = {
+    **{name: getattr(builtins, name) for name in _NAMES.split()},
+    **{name: getattr(errors, name) for name in errors.__all__},
+}
+
+
+def agree(
+    board: Board,
+    operation: str,
+    describe: Callable[[], Any],
+    check: Callable[[list[Any]], Agreed],
+) -> Agreed:
+    """`check` of every rank's `describe()`, in rank order. Collective.
+
+    Raises on every rank what `describe` raised on the first rank where it did (its message preceded
+    by that rank), or what `check` raises, or CollectiveMismatch when the operations differ.
+    """
+    mistake: Exception | None = None
+    try:
+        message = _DESCRIBED + wire.encode(describe())
+    except Exception as error:
+        mistake = error
+        message = _REFUSED + wire.encode((_travelling_name(error), str(error)))
+    messages = board.exchange(operation, message)
+    for rank, text in enumerate(messages):
+        if text[:1] == _REFUSED:
+            raise _rebuilt(rank, text[1:]) from mistake
+    return check([wire.decode(text[1:]) for text in messages])
+
+
+def require_equal(what: str, values: Sequence[Any]) -> Any:
+    """The one value that all ranks gave. Raises CollectiveMismatch, naming a rank that differs."""
+    for rank, value in enumerate(values):
+        if value != values[0]:
+            raise CollectiveMismatch(
+                f"{what} must be equal on all ranks: rank 0 has {values[0]}, rank {rank} has {value}"
+            )
+    return values[0]
+
+
+def _travelling_name(error: Exception) -> str:
+    for kind in type(error).__mro__:
+        if _TRAVELLING.get(kind.__name__) is kind:
+            return kind.__name__
+    return "RuntimeError"
+
+
+def _rebuilt(rank: int, data: bytes) -> Exception:
+    name, text = wire.decode(data)
+    return _TRAVELLING.get(name, RuntimeError)(f"rank {rank}: {text}")

@@ -1,0 +1,361 @@
+"""A context: the ranks that compute together, their board, and their symmetric memory.
+
+`initialize` makes the default context and `new_context` one more; `split` derives contexts on subsets of
+the ranks, which share the parent's transport and heap and have a board of their own. A context made
+current with `with` is the one that operators use. Only the board's words are needed to leave: closing
+a context never waits for a peer.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from typing import Any, TypeVar
+
+from shardmath import agreement, current
+from shardmath.config import Settings
+from shardmath.errors import BackendUnavailable, OpTimeout, RankFailure
+from shardmath.group import as_process_group
+from shardmath.group.base import ProcessGroup
+from shardmath.symmetric.board import Board, board_bytes
+from shardmath.symmetric.heap import Block, Heap, Location
+from shardmath.symmetric.waiting import Patience
+from shardmath.transport.base import Bytes
+from shardmath.transport.host import HostTransport, export_memory, map_memory
+from shardmath.transport.mesh import Mesh
+
+__all__ = [
+    "DistributedContext",
+    "finalize",
+    "get_context",
+    "initialize",
+    "new_context",
+    "require_context",
+]
+
+Agreed = TypeVar("Agreed")
+
+_BACKENDS = ("host", "mpi", "cuda", "nvshmem", "nccl")
+_contexts: weakref.WeakSet[DistributedContext] = weakref.WeakSet()
+_numbers = itertools.count()
+
+
+class _Machinery:
+    """What a context and those split from it share: connections, transport and heap."""
+
+    def __init__(self, group: ProcessGroup, settings: Settings) -> None:
+        self.settings = settings
+        self.mesh = Mesh(group, settings.startup_timeout)
+        self.transport = HostTransport(self.mesh)
+        self.heap = Heap(self.transport, rank=group.rank, segment_bytes=settings.segment_bytes)
+
+    def board(self, ranks: Sequence[int], rank: int, tag: str) -> Board:
+        """A board for `ranks` (numbers of this mesh), of which this process is `rank`.
+
+        Collective among them: the first makes the memory and hands it to the others.
+        """
+        mesh, size = self.mesh, len(ranks)
+        if rank == 0:
+            fd, memory = export_memory("shardmath-board", board_bytes(size))
+            for peer in ranks[1:]:
+                mesh.send(peer, tag, fd)
+            os.close(fd)
+        else:
+            memory = map_memory(mesh.receive(ranks[0], tag))
+        names = [f"pid {mesh.pids[r]} on {mesh.hosts[r]}" for r in ranks]
+        patience = Patience.of(self.settings.timeout, self.settings.notice, mesh.size)
+        return Board(
+            memory,
+            rank=rank,
+            size=size,
+            watch=mesh.watch,
+            watch_ranks=ranks,
+            names=names,
+            patience=patience,
+        )
+
+    def close(self) -> None:
+        self.transport.close()
+        self.mesh.close()
+
+
+class DistributedContext:
+    """The ranks that compute together, as seen by one of them.
+
+    `rank`, `size`; `device_id` ("cpu", or the index of a CUDA device); `process_group`, which was used
+    to start; `heap`, this rank's symmetric memory; `board`, the words that the ranks share.
+    `nvshmem_available` and `nccl_comm` are there for programs written for nvmath.distributed.
+    """
+
+    nvshmem_available = False
+    nccl_comm = None
+
+    def __init__(
+        self,
+        machinery: _Machinery,
+        board: Board,
+        *,
+        ranks: Sequence[int],
+        device_id: int | str,
+        process_group: ProcessGroup | None,
+        parent: DistributedContext | None = None,
+        name: str = "board",
+    ) -> None:
+        self.device_id = device_id
+        self.process_group = process_group
+        self.board = board
+        self.rank = board.rank
+        self.size = board.size
+        self.number = next(_numbers)  # names the context within this process
+        self.heap = machinery.heap
+        self._machinery = machinery
+        self._ranks = tuple(ranks)  # each rank's number in the mesh
+        self._parent = parent
+        self._name = name  # the same on all its ranks, and no other context's
+        self._splits = 0
+        self._shares = itertools.count()
+        self._closed: str | None = None
+        self._caches: dict[str, Any] = {}
+        _contexts.add(self)
+
+    def __repr__(self) -> str:
+        state = f" ({self._closed})" if self._closed else ""
+        return f"DistributedContext(rank {self.rank} of {self.size} on {self.device_id}){state}"
+
+    # -- agreement ---------------------------------------------------------------------------------
+
+    def agree(
+        self,
+        operation: str,
+        describe: Callable[[], Any],
+        check: Callable[[list[Any]], Agreed],
+    ) -> Agreed:
+        """See `agreement.agree`. Collective."""
+        self.require_open()
+        return agreement.agree(self.board, operation, describe, check)
+
+    def barrier(self) -> None:
+        """Wait until every rank has called it; what was written before is seen after. Collective."""
+        self.require_open()
+        self.board.exchange("barrier", b"")
+
+    # -- memory ------------------------------------------------------------------------------------
+
+    def announce(self, block: Block) -> None:
+        """Let every peer attach the segment of `block`. Local; must precede the exchange that says
+        where the block lies."""
+        self._machinery.transport.announce(block.location.segment, self._ranks)
+
+    def peer_bytes(self, rank: int, location: Location, nbytes: int) -> Bytes | None:
+        """Memory of `rank`, which it has announced, in this process; None where it has no address."""
+        transport, peer = self._machinery.transport, self._ranks[rank]
+        if rank != self.rank:
+            transport.attach(peer, location.segment)
+        return transport.view(peer, location.segment, location.offset, nbytes)
+
+    def next_share(self) -> int:
+        """The number of the next object that the ranks of this context share, the same on all."""
+        return next(self._shares)
+
+    def cache(self, name: str, make: Callable[[], Any]) -> Any:
+        """This context's object of that name, made when first asked for; it ends with the context."""
+        if name not in self._caches:
+            self._caches[name] = make()
+        return self._caches[name]
+
+    # -- groups ------------------------------------------------------------------------------------
+
+    def split(self, color: int | None, key: int = 0) -> DistributedContext | None:
+        """A context of the ranks that gave the same `color`, ordered by (`key`, rank). Collective.
+
+        None for a rank that gave None. The new context shares this one's memory, and lives on its
+        own board: both can be used in any order.
+        """
+
+        def describe() -> tuple[int | None, int]:
+            if color is not None and (isinstance(color, bool) or not isinstance(color, int)):
+                raise TypeError(f"color is an integer or None, not {color!r}")
+            return color, key
+
+        choices = self.agree("split", describe, lambda specs: specs)
+        self._splits += 1
+        if color is None:
+            return None
+        members = sorted((k, r) for r, (c, k) in enumerate(choices) if c == color)
+        ranks = [r for _, r in members]
+        mesh_ranks = [self._ranks[r] for r in ranks]
+        name = f"{self._name}.{self._splits}.{color}"
+        board = self._machinery.board(mesh_ranks, ranks.index(self.rank), name)
+        return DistributedContext(
+            self._machinery,
+            board,
+            ranks=mesh_ranks,
+            device_id=self.device_id,
+            process_group=None,
+            parent=self,
+            name=name,
+        )
+
+    # -- life --------------------------------------------------------------------------------------
+
+    def __enter__(self) -> DistributedContext:
+        self.require_open()
+        current.override(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        current.restore(self)
+
+    def require_open(self) -> None:
+        """Raise RuntimeError when the context can no longer be used, saying why."""
+        if self._closed:
+            raise RuntimeError(f"this context cannot be used: {self._closed}")
+
+    def close(self, why: str = "it was closed") -> None:
+        """End the context on this rank. Never waits; peers that still wait for this rank are told."""
+        if self._closed:
+            return
+        self._closed = why
+        self.board.leave()
+        self.heap.forget(self.number)
+        self._caches.clear()
+        if self._parent is None:
+            for context in list(_contexts):
+                if context._machinery is self._machinery:
+                    context.close(why)
+            self._machinery.close()
+        if current.default() is self:
+            current.set_default(None)
+
+
+def initialize(
+    device_id: int | str,
+    process_group: Any = None,
+    backends: Sequence[str] | None = None,
+) -> DistributedContext:
+    """Make the default context, and return it. Collective.
+
+    `device_id`: "cpu", or the index of this rank's CUDA device. `process_group`: an mpi4py
+    communicator, a torch.distributed group or a ProcessGroup; None reads what the launcher has set
+    (shardmath, torchrun, mpiexec, Slurm), and without one there is one rank. `backends` is accepted
+    for programs written for nvmath.distributed; the transport is chosen by trying.
+
+    Raises RuntimeError when there is a default context already, TypeError or ValueError for a bad
+    argument, BootstrapError when the ranks cannot find each other.
+    Source: nvmath.distributed.initialize.
+    """
+    if current.default() is not None:
+        raise RuntimeError("shardmath is initialized already; call finalize() first")
+    context = new_context(device_id, process_group, backends)
+    current.set_default(context)
+    return context
+
+
+def new_context(
+    device_id: int | str,
+    process_group: Any = None,
+    backends: Sequence[str] | None = None,
+) -> DistributedContext:
+    """A context that is not the default one: for `with`, or to pass on. Arguments as `initialize`."""
+    settings = Settings.from_environment()
+    group = as_process_group(process_group, settings)
+    _watch_process()
+    with ExitStack() as undo:
+        machinery = _Machinery(group, settings)
+        undo.callback(machinery.close)
+        ranks = range(group.nranks)
+        board = machinery.board(ranks, group.rank, "board")
+        agreement.agree(
+            board,
+            "initialize",
+            lambda: _described_device(device_id, backends),
+            lambda kinds: agreement.require_equal("the kind of device_id", kinds),
+        )
+        undo.pop_all()
+    return DistributedContext(
+        machinery, board, ranks=ranks, device_id=device_id, process_group=group
+    )
+
+
+def finalize() -> None:
+    """End the default context. Collective; does nothing when there is none.
+
+    Peers that have ended, or that do not come in time, are not waited for.
+    Source: nvmath.distributed.finalize.
+    """
+    context = current.default()
+    if not isinstance(context, DistributedContext):
+        return
+    try:
+        with suppress(RankFailure, OpTimeout):
+            context.board.exchange("finalize", b"")
+    finally:
+        context.close("finalize() has ended it")
+
+
+def get_context() -> DistributedContext | None:
+    """The current context: the innermost `with` one, else the one `initialize` made, else None."""
+    context = current.get()
+    return context if isinstance(context, DistributedContext) else None
+
+
+def require_context() -> DistributedContext:
+    """The current context. Raises RuntimeError, saying what to call, when there is none."""
+    context = get_context()
+    if context is None:
+        raise RuntimeError(
+            'shardmath is not initialized: call shardmath.initialize("cpu") (or with the index of a '
+            "CUDA device) on every rank first"
+        )
+    context.require_open()
+    return context
+
+
+def _described_device(device_id: object, backends: Sequence[str] | None) -> str:
+    """The kind of device, "cpu" or "cuda"; raises for what is neither, and for unknown backends."""
+    if backends is not None:
+        names = [backends] if isinstance(backends, str) else list(backends)
+        unknown = [name for name in names if name not in _BACKENDS]
+        if unknown or isinstance(backends, str):
+            raise ValueError(
+                f"backends is a sequence of names among {', '.join(_BACKENDS)}, not {backends!r}"
+            )
+    if device_id == "cpu":
+        return "cpu"
+    if isinstance(device_id, str):
+        raise ValueError(f'device_id is "cpu" or the index of a CUDA device, not {device_id!r}')
+    if isinstance(device_id, bool) or not hasattr(type(device_id), "__index__"):
+        raise TypeError(f'device_id is "cpu" or the index of a CUDA device, not {device_id!r}')
+    raise BackendUnavailable(
+        f'device_id={device_id}: this version computes on cores only; pass device_id="cpu"'
+    )
+
+
+def _watch_process() -> None:
+    """Once per process: leave at exit, and keep a forked child from using the parent's contexts."""
+    if not _watching:
+        _watching.append(True)
+        atexit.register(_at_exit)
+        os.register_at_fork(after_in_child=_in_forked_child)
+
+
+_watching: list[bool] = []
+
+
+def _at_exit() -> None:
+    crashed = getattr(sys, "last_value", None)
+    for context in list(_contexts):
+        if crashed is not None and not context._closed:
+            context.board.fail(f"{type(crashed).__name__}: {crashed}")
+        context.close("the process is ending")
+
+
+def _in_forked_child() -> None:
+    for context in list(_contexts):
+        context._closed = "this process was forked after initialize(); initialize it anew"
+    current.set_default(None)

@@ -1,0 +1,300 @@
+"""The board: a page of control words that all ranks of a group map, and what they do with it.
+
+Each rank writes only its own row and reads the others'. Every word counts up and never returns, so a
+reader can be late, and a wait can be repeated. A row holds
+
+    word 0  exchange   how many rounds of exchange this rank has published
+    word 1  barrier    how many barriers this rank has reached
+    word 2  state      RUNNING, LEFT, FAILED or MISMATCHED
+    word 8  operation  the name of the operation under way, for other ranks' messages
+    then two mailboxes, used in turn by even and odd rounds
+
+Two mailboxes suffice: a rank publishes round s+2 only after it has finished s+1, for which every peer
+had published s+1, which a peer does only after it has read all of round s.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+from collections.abc import Callable, Sequence
+
+from shardmath.errors import CollectiveMismatch, RankFailure
+from shardmath.symmetric.waiting import Patience, caller_line, wait_until
+from shardmath.transport.watch import PeerWatch
+
+__all__ = ["Board", "board_bytes"]
+
+_EXCHANGE, _BARRIER, _STATE = 0, 1, 2
+_OPERATION = 64  # byte offset in a row
+_OPERATION_BYTES = 64
+_MAIL = 128  # byte offset of the first mailbox
+_MAIL_BYTES = 4096
+_LENGTH_BYTES = 8
+_CHUNK = _MAIL_BYTES - _LENGTH_BYTES
+_ROW = _MAIL + 2 * _MAIL_BYTES
+_RUNNING, _LEFT, _FAILED, _MISMATCHED = 0, 1, 2, 3
+_MESSAGE_LIMIT = 64 << 20
+
+# On x86-64 stores become visible in program order. Elsewhere a fence must come between the data and
+# the word that announces it, and between a word and the data read after it; a switch of threads in
+# the kernel holds one.
+_ORDERED = platform.machine() in ("x86_64", "AMD64")
+
+
+def board_bytes(size: int) -> int:
+    """Bytes of a board for `size` ranks, in whole pages."""
+    return -(-size * _ROW // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+class Board:
+    """This rank's side of the board of one group.
+
+    Collective methods: `exchange`, `barrier`. Each raises RankFailure when a peer ends or leaves, and
+    OpTimeout when one does not come; after that the board has `failed`, and says so to the peers.
+    """
+
+    def __init__(
+        self,
+        memory: mmap.mmap,
+        *,
+        rank: int,
+        size: int,
+        watch: PeerWatch | None,
+        watch_ranks: Sequence[int],
+        names: Sequence[str],
+        patience: Patience,
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self.patience = patience
+        self._bytes = memoryview(memory)
+        self._words = self._bytes.cast("Q")
+        self._row = rank * _ROW
+        self._base = rank * _ROW // 8
+        self._peers = [r for r in range(size) if r != rank]
+        self._word_of = [r * _ROW // 8 for r in range(size)]
+        self._watch = watch
+        self._watch_ranks = list(watch_ranks)
+        self._names = list(names)
+        self._rounds = 0
+        self._barriers = 0
+        self._operation = "start"
+        self.failure: str | None = None
+
+    # -- what the ranks do together ------------------------------------------------------------
+
+    def exchange(self, operation: str, message: bytes) -> list[bytes]:
+        """Every rank's message, in rank order. Collective.
+
+        `operation` must be equal on all ranks: CollectiveMismatch, on all of them, when it is not.
+        """
+        self._require_usable()
+        self.operation = operation
+        if self.size == 1:
+            return [message]
+        head = operation.encode()[:_OPERATION_BYTES] + b"\0" + message
+        texts = self._gather(head)
+        messages: list[bytes] = []
+        operations: list[str] = []
+        for text in texts:
+            name, _, body = text.partition(b"\0")
+            operations.append(name.decode(errors="replace"))
+            messages.append(body)
+        if any(name != operations[0] for name in operations):
+            calls = "; ".join(f"rank {r} called {name}" for r, name in enumerate(operations))
+            raise CollectiveMismatch(f"the ranks called different operations: {calls}")
+        return messages
+
+    def _gather(self, text: bytes) -> list[bytes]:
+        """All ranks' texts, in as many rounds as the longest needs."""
+        parts = self._round(len(text).to_bytes(_LENGTH_BYTES, "little") + text[:_CHUNK])
+        lengths = [int.from_bytes(part[:_LENGTH_BYTES], "little") for part in parts]
+        longest = max(lengths)
+        if longest > _MESSAGE_LIMIT:
+            rank = lengths.index(longest)
+            raise CollectiveMismatch(f"rank {rank} announced a message of {longest} bytes")
+        whole = [part[_LENGTH_BYTES:] for part in parts]
+        for start in range(_CHUNK, longest, _CHUNK):
+            more = self._round(bytes(_LENGTH_BYTES) + text[start : start + _CHUNK])
+            whole = [a + b[_LENGTH_BYTES:] for a, b in zip(whole, more, strict=True)]
+        return [text[:length] for text, length in zip(whole, lengths, strict=True)]
+
+    def _round(self, chunk: bytes) -> list[bytes]:
+        """One round: publish a chunk, then read everybody's.
+
+        The chunk is written before the word, by the same core in the same order; a reader loads the
+        word before the chunk. So whoever sees the round sees its chunk.
+        """
+        self._rounds += 1
+        mailbox = _MAIL + (self._rounds & 1) * _MAIL_BYTES
+        at = self._row + mailbox
+        self._bytes[at : at + len(chunk)] = chunk
+        self._publish(_EXCHANGE, self._rounds)
+        self._await(_EXCHANGE, self._rounds)
+        chunks = []
+        for rank in range(self.size):
+            at = rank * _ROW + mailbox
+            length = int.from_bytes(self._bytes[at : at + _LENGTH_BYTES], "little")
+            end = at + _LENGTH_BYTES + (min(length, _CHUNK) if length else _CHUNK)
+            chunks.append(bytes(self._bytes[at:end]))
+        return chunks
+
+    def barrier(self, operation: str = "barrier", timeout: float | None = None) -> None:
+        """Wait until every rank has called it. Collective.
+
+        What a rank wrote before, every rank sees after. A barrier that timed out has still announced
+        this rank's arrival, and the next call waits for the same one again.
+        """
+        self._require_usable()
+        self.operation = operation
+        if self._words[self._base + _BARRIER] == self._barriers:
+            self._publish(_BARRIER, self._barriers + 1)
+        self._await(_BARRIER, self._barriers + 1, timeout)
+        self._barriers += 1
+
+    # -- states --------------------------------------------------------------------------------
+
+    @property
+    def operation(self) -> str:
+        """What this rank is doing, as peers see it in messages."""
+        return self._operation
+
+    @operation.setter
+    def operation(self, name: str) -> None:
+        if name is not self._operation:
+            self._operation = name
+            text = name.encode()[:_OPERATION_BYTES].ljust(_OPERATION_BYTES, b"\0")
+            at = self._row + _OPERATION
+            self._bytes[at : at + _OPERATION_BYTES] = text
+
+    def leave(self) -> None:
+        """Tell the peers that this rank takes part no more: it has finished."""
+        if self._words[self._base + _STATE] == _RUNNING:
+            self._publish(_STATE, _LEFT)
+
+    def _settle(self, error: BaseException) -> None:
+        """After an error in a wait: no later operation can be in step with the peers."""
+        if isinstance(error, CollectiveMismatch):
+            self._publish(_STATE, _MISMATCHED)
+        self.fail(str(error) or type(error).__name__)
+
+    def fail(self, why: str) -> None:
+        """Tell the peers that this rank gave an operation up; no later one can be in step."""
+        if self.failure is None:
+            self.failure = why
+            if self._words[self._base + _STATE] == _RUNNING:
+                self._publish(_STATE, _FAILED)
+
+    def verdict(self, late: Sequence[int]) -> Exception | None:
+        """Why one of the ranks waited for will never arrive: the exception to raise, or None.
+
+        A late peer that has published a round of exchange that this rank has not is itself waiting,
+        for this rank, in another operation: both would wait for ever.
+        """
+        words = self._words
+        crossed = [r for r in late if words[self._word_of[r] + _EXCHANGE] > self._rounds]
+        crossed += [r for r in late if words[self._word_of[r] + _STATE] == _MISMATCHED]
+        if crossed:
+            calls = "; ".join(f"rank {r} is in {self._operation_of(r)}" for r in crossed)
+            return CollectiveMismatch(
+                f"{self.here()}: the ranks called different operations: {calls}"
+            )
+        dead = self._watch.dead() if self._watch is not None else frozenset()
+        found: dict[int, str] = {}
+        for rank in late:
+            state = words[self._word_of[rank] + _STATE]
+            if self._watch_ranks[rank] in dead:
+                found[rank] = "died"
+            elif state in (_LEFT, _FAILED):
+                found[rank] = "has left" if state == _LEFT else "gave up"
+        if not found:
+            return None
+        reasons = "; ".join(
+            f"rank {r} ({self._names[r]}) {what}; its last operation was {self._operation_of(r)}"
+            for r, what in found.items()
+        )
+        return RankFailure(f"{self.here()}: {reasons}", sorted(found))
+
+    def here(self) -> str:
+        """This rank, its operation and the user's line, for a message."""
+        return f"rank {self.rank} in {self._operation}, {caller_line()}"
+
+    # -- words ---------------------------------------------------------------------------------
+
+    def _publish(self, word: int, value: int) -> None:
+        if not _ORDERED:
+            os.sched_yield()
+        self._words[self._base + word] = value
+
+    def _await(self, word: int, target: int, timeout: float | None = None) -> None:
+        """Wait until every peer's `word` is at least `target`."""
+        words = self._words
+        late = [at for r in self._peers if words[at := self._word_of[r] + word] < target]
+        if late:
+            self._await_late(word, target, late, timeout)
+        if not _ORDERED:
+            os.sched_yield()
+
+    def _await_late(self, word: int, target: int, late: list[int], timeout: float | None) -> None:
+        words = self._words
+
+        def arrived() -> bool:
+            while late and words[late[-1]] >= target:
+                late.pop()
+            return not late
+
+        def missing() -> list[int]:
+            return [r for r in self._peers if words[self._word_of[r] + word] < target]
+
+        try:
+            wait_until(
+                arrived,
+                patience=self.patience,
+                missing=missing,
+                verdict=self.verdict,
+                doing=lambda: f"{self.here()}, #{target}",
+                timeout=timeout,
+            )
+        except BaseException as error:
+            if word == _EXCHANGE or not isinstance(error, TimeoutError):
+                self._settle(error)
+            raise
+
+    def wait(
+        self,
+        arrived: Callable[[], bool],
+        missing: Callable[[], Sequence[int]],
+        operation: str,
+        timeout: float | None = None,
+    ) -> None:
+        """Wait for anything else that peers write: as `waiting.wait_until`, in this board's words.
+
+        A timeout here leaves the board usable: nothing was announced.
+        """
+        self._require_usable()
+        self.operation = operation
+        try:
+            wait_until(
+                arrived,
+                patience=self.patience,
+                missing=missing,
+                verdict=self.verdict,
+                doing=self.here,
+                timeout=timeout,
+            )
+        except CollectiveMismatch as error:
+            self._settle(error)
+            raise
+
+    def _operation_of(self, rank: int) -> str:
+        at = rank * _ROW + _OPERATION
+        return bytes(self._bytes[at : at + _OPERATION_BYTES]).rstrip(b"\0").decode(errors="replace")
+
+    def _require_usable(self) -> None:
+        if self.failure is not None:
+            raise RankFailure(
+                f"rank {self.rank}: an earlier operation of this context failed ({self.failure}); "
+                "finalize and initialize again among the ranks that remain"
+            )

@@ -1,0 +1,258 @@
+"""The symmetric heap: this rank's segments, and the blocks that arrays live in.
+
+Allocation is local and needs no peer: offsets may differ by rank, and ranks tell each other where a
+block lies when they use it together. Freeing is local too. A block that peers know of returns to use
+only after every rank of each of its groups has marked it and an exchange that carried the marks has
+passed, so a late reader never sees memory that has been given to another array. The garbage collector
+only ever appends to a list.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from shardmath.errors import HeapExhausted
+from shardmath.symmetric.ranges import FreeRanges, aligned
+from shardmath.transport.base import Bytes, Transport
+
+__all__ = ["Block", "Buffer", "Heap", "Location"]
+
+GRANULE = 2 << 20  # memory is committed, and given back, by so many bytes
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where a block lies in its owner's memory."""
+
+    segment: int
+    offset: int
+
+
+class Block:
+    """`nbytes` of the heap.
+
+    `shared` holds the marks, (group, number), that every rank of the group must set before the block
+    can be reused. `freed`: the user has freed it. `unused`: no array of this rank refers to it.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "address",
+        "freed",
+        "location",
+        "nbytes",
+        "room",
+        "shared",
+        "unused",
+    )
+
+    def __init__(self, location: Location, nbytes: int, room: int, address: int) -> None:
+        self.location = location
+        self.nbytes = nbytes
+        self.room = room
+        self.address = address
+        self.freed = False
+        self.unused = False
+        self.shared: set[tuple[int, int]] = set()
+
+    def __repr__(self) -> str:
+        return f"Block({self.nbytes} bytes at {self.location.segment}:{self.location.offset})"
+
+
+class Buffer:
+    """What an array on a block keeps alive; NumPy takes memory from it. Its end marks the block."""
+
+    def __init__(self, block: Block, segment: Bytes) -> None:
+        self.block = block
+        self._segment = segment  # keeps the mapping
+        self.__array_interface__: dict[str, Any] = {
+            "shape": (block.nbytes,),
+            "typestr": "|u1",
+            "data": (block.address, False),
+            "version": 3,
+        }
+
+
+class _OwnSegment:
+    """The books of one segment: which ranges are free, and which granules have memory."""
+
+    def __init__(self, view: Bytes) -> None:
+        self.view = view
+        self.nbytes = len(view)
+        self.address = int(view.__array_interface__["data"][0])
+        self.ranges = FreeRanges(self.nbytes)
+        self.committed = bytearray(-(-self.nbytes // GRANULE))
+
+    def uncommitted(self, offset: int, nbytes: int) -> list[tuple[int, int]]:
+        """The (offset, size) runs that a block at `offset` still needs memory for."""
+        runs: list[tuple[int, int]] = []
+        for granule in range(offset // GRANULE, -(-(offset + nbytes) // GRANULE)):
+            if self.committed[granule]:
+                continue
+            start = granule * GRANULE
+            size = min(GRANULE, self.nbytes - start)
+            if runs and sum(runs[-1]) == start:
+                runs[-1] = (runs[-1][0], runs[-1][1] + size)
+            else:
+                runs.append((start, size))
+        return runs
+
+    def note(self, offset: int, nbytes: int, *, committed: bool) -> None:
+        """Record that the granules of a run have memory, or have none."""
+        first, last = offset // GRANULE, -(-(offset + nbytes) // GRANULE)
+        self.committed[first:last] = bytes([committed]) * (last - first)
+
+
+class Heap:
+    """This rank's part of the symmetric memory that `transport` reaches."""
+
+    def __init__(self, transport: Transport, *, rank: int, segment_bytes: int) -> None:
+        self.transport = transport
+        self.rank = rank
+        self._segment_bytes = segment_bytes
+        self._segments: list[_OwnSegment] = []
+        self._addresses: list[int] = []  # sorted; _blocks in step
+        self._blocks: list[Block] = []
+        self._dropped: deque[Block] = deque()
+        self._limbo: dict[Block, None] = {}  # in order of arrival
+        self._lock = threading.RLock()
+
+    @property
+    def used(self) -> int:
+        """Bytes in blocks, those that wait for marks included."""
+        with self._lock:
+            self.recycle()
+            return sum(segment.nbytes - segment.ranges.free for segment in self._segments)
+
+    def allocate(self, nbytes: int) -> Buffer:
+        """A buffer of `nbytes`; a cache line at least is reserved. Local.
+
+        Raises HeapExhausted, and leaves the heap as it was, when memory does not suffice.
+        """
+        room = aligned(max(nbytes, 1))
+        with self._lock:
+            self.recycle()
+            location = self._take(room)
+            if location is None:
+                self._grow(room)
+                location = self._take(room)
+                assert location is not None, "a new segment holds what it was made for"
+            segment = self._segments[location.segment]
+            try:
+                self._commit(location, room)
+            except HeapExhausted:
+                segment.ranges.give(location.offset, room)
+                raise
+            block = Block(location, nbytes, room, segment.address + location.offset)
+            at = bisect_right(self._addresses, block.address)
+            self._addresses.insert(at, block.address)
+            self._blocks.insert(at, block)
+        buffer = Buffer(block, segment.view)
+        weakref.finalize(buffer, self._dropped.append, block).atexit = False
+        return buffer
+
+    def find(self, address: int) -> Block | None:
+        """The block that holds `address`, freed or not, or None for ordinary memory."""
+        with self._lock:
+            at = bisect_right(self._addresses, address) - 1
+            if at < 0:
+                return None
+            block = self._blocks[at]
+            return block if address < block.address + block.room else None
+
+    def free(self, block: Block) -> None:
+        """The user needs `block` no more: give its memory back as soon as no peer can read it."""
+        with self._lock:
+            block.freed = True
+            self._limbo[block] = None
+            self.recycle()
+
+    # -- marks: what the ranks of a group tell each other ------------------------------------------
+
+    def marks(self, group: int) -> list[int]:
+        """The numbers of this rank's blocks of `group` that it no longer uses."""
+        with self._lock:
+            self._collect()
+            return [n for block in self._limbo for g, n in block.shared if g == group]
+
+    def honour(self, group: int, marks: Iterable[Iterable[int]]) -> None:
+        """Drop the marks that every rank of `group` has set, given all ranks' `marks`."""
+        common = set.intersection(*(set(numbers) for numbers in marks))
+        with self._lock:
+            for block in self._limbo:
+                block.shared -= {(group, number) for number in common}
+            self.recycle()
+
+    def forget(self, group: int) -> None:
+        """`group` has ended: no mark of it is awaited any more."""
+        with self._lock:
+            for block in self._blocks:
+                block.shared = {mark for mark in block.shared if mark[0] != group}
+
+    def recycle(self) -> None:
+        """Reuse what is unused and awaited by no peer."""
+        with self._lock:
+            self._collect()
+            waiting: dict[Block, None] = {}
+            for block in self._limbo:
+                if block.shared:
+                    waiting[block] = None
+                elif block.unused:
+                    self._reuse(block)
+                elif block.freed:
+                    self._decommit(block)  # addresses stay until the last array is gone
+            self._limbo = waiting
+
+    def _collect(self) -> None:
+        """Take over what the garbage collector has marked."""
+        while self._dropped:
+            block = self._dropped.popleft()
+            block.unused = True
+            self._limbo[block] = None
+
+    def _reuse(self, block: Block) -> None:
+        at = bisect_right(self._addresses, block.address) - 1
+        del self._addresses[at], self._blocks[at]
+        self._segments[block.location.segment].ranges.give(block.location.offset, block.room)
+
+    # -- segments ----------------------------------------------------------------------------------
+
+    def _take(self, room: int) -> Location | None:
+        for index, segment in enumerate(self._segments):
+            offset = segment.ranges.take(room)
+            if offset is not None:
+                return Location(index, offset)
+        return None
+
+    def _grow(self, room: int) -> None:
+        """Add a segment as large as all before it together, so that there are never many."""
+        total = sum(segment.nbytes for segment in self._segments)
+        wanted = aligned(max(room, self._segment_bytes, total), GRANULE)
+        try:
+            made = self.transport.reserve(wanted)
+        except HeapExhausted:
+            made = self.transport.reserve(aligned(room, GRANULE))
+        view = self.transport.view(self.rank, made.index, 0, made.nbytes)
+        assert view is not None, "a rank has an address for its own memory"
+        self._segments.append(_OwnSegment(view))
+
+    def _commit(self, location: Location, room: int) -> None:
+        segment = self._segments[location.segment]
+        for offset, size in segment.uncommitted(location.offset, room):
+            self.transport.commit(location.segment, offset, size)
+            segment.note(offset, size, committed=True)
+
+    def _decommit(self, block: Block) -> None:
+        """Give back the granules that lie wholly inside a block."""
+        location = block.location
+        first = aligned(location.offset, GRANULE)
+        last = (location.offset + block.room) // GRANULE * GRANULE
+        if first < last:
+            self.transport.decommit(location.segment, first, last - first)
+            self._segments[location.segment].note(first, last - first, committed=False)

@@ -1,0 +1,67 @@
+"""Which byte ranges of one segment are free: best fit, neighbours merged.
+
+Pure bookkeeping over integers. Every offset and size is a multiple of `ALIGNMENT`, so that every array
+starts on its own cache line and a block's end never shares one with the next block.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+
+__all__ = ["ALIGNMENT", "FreeRanges", "aligned"]
+
+ALIGNMENT = 256
+
+
+def aligned(nbytes: int, to: int = ALIGNMENT) -> int:
+    """`nbytes` rounded up to a multiple of `to`."""
+    return -(-nbytes // to) * to
+
+
+class FreeRanges:
+    """The free ranges of a segment of `nbytes`, all free at first."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._by_offset: list[tuple[int, int]] = [(0, nbytes)]  # (offset, size), sorted, apart
+        self._by_size: list[tuple[int, int]] = [(nbytes, 0)]  # (size, offset), sorted
+
+    @property
+    def free(self) -> int:
+        """Bytes free in all."""
+        return sum(size for size, _ in self._by_size)
+
+    def take(self, nbytes: int) -> int | None:
+        """The offset of `nbytes` now taken from the smallest range that holds them, or None."""
+        at = bisect_left(self._by_size, (nbytes, 0))
+        if at == len(self._by_size):
+            return None
+        size, offset = self._by_size[at]
+        self._remove(offset, size)
+        if size > nbytes:
+            self._insert(offset + nbytes, size - nbytes)
+        return offset
+
+    def give(self, offset: int, nbytes: int) -> None:
+        """Make a taken range free again, merged with free neighbours."""
+        at = bisect_left(self._by_offset, (offset, 0))
+        if at < len(self._by_offset):
+            after, size = self._by_offset[at]
+            assert offset + nbytes <= after, "a free range was freed again"
+            if offset + nbytes == after:
+                self._remove(after, size)
+                nbytes += size
+        if at > 0:
+            before, size = self._by_offset[at - 1]
+            assert before + size <= offset, "a free range was freed again"
+            if before + size == offset:
+                self._remove(before, size)
+                offset, nbytes = before, nbytes + size
+        self._insert(offset, nbytes)
+
+    def _insert(self, offset: int, nbytes: int) -> None:
+        insort(self._by_offset, (offset, nbytes))
+        insort(self._by_size, (nbytes, offset))
+
+    def _remove(self, offset: int, nbytes: int) -> None:
+        del self._by_offset[bisect_left(self._by_offset, (offset, nbytes))]
+        del self._by_size[bisect_left(self._by_size, (nbytes, offset))]

@@ -1,0 +1,1 @@
+"""How can a peer reach this memory? One file per answer, each with the verbs of `base.Transport`."""

@@ -1,0 +1,187 @@
+"""Memory of one machine's processes: anonymous segments, mapped by every rank that is given them.
+
+A segment is a sealed memfd: it has no name, cannot shrink under a reader, and ends with the last
+process that maps it, so a process killed at any moment leaves nothing behind. Segments are sparse;
+`commit` allocates their pages, after checking that the machine and its control groups can afford them,
+so that exhaustion is an error rather than a signal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from shardmath.errors import CollectiveMismatch, HeapExhausted
+from shardmath.transport.base import Bytes, Probe, Segment, Transport
+from shardmath.transport.mesh import Mesh
+
+__all__ = ["HostTransport", "available_memory", "export_memory", "map_memory"]
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+
+
+class HostTransport(Transport):
+    """Segments of the ranks that `mesh` connects."""
+
+    name: ClassVar[str] = "host"
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._own: list[tuple[int, Segment]] = []  # (descriptor, segment)
+        self._announced: set[tuple[int, int]] = set()  # (peer, index of an own segment)
+        self._maps: dict[tuple[int, int], mmap.mmap] = {}
+        self._bytes: dict[tuple[int, int], Bytes] = {}
+
+    @classmethod
+    def probe(cls) -> Probe:
+        """Available on Linux with memfd and pidfd."""
+        missing = [name for name in ("memfd_create", "pidfd_open") if not hasattr(os, name)]
+        if missing:
+            return Probe(cls.name, False, f"this system has no {' and no '.join(missing)}")
+        return Probe(cls.name, True)
+
+    def reserve(self, nbytes: int) -> Segment:
+        """See Transport."""
+        rank, index = self._mesh.rank, len(self._own)
+        fd, mapping = export_memory(f"shardmath-{rank}-{index}", nbytes)
+        segment = Segment(rank, index, nbytes)
+        self._own.append((fd, segment))
+        self._keep(segment, mapping)
+        return segment
+
+    def commit(self, index: int, offset: int, nbytes: int) -> None:
+        """See Transport. `offset` and `nbytes` are multiples of the page size."""
+        have = available_memory()
+        fd = self._own[index][0]
+        if nbytes > have:
+            raise _exhausted(nbytes, have)
+        try:
+            os.posix_fallocate(fd, offset, nbytes)
+        except OSError:
+            self.decommit(index, offset, nbytes)
+            raise _exhausted(nbytes, have) from None
+
+    def decommit(self, index: int, offset: int, nbytes: int) -> None:
+        """See Transport."""
+        self._maps[self._mesh.rank, index].madvise(mmap.MADV_REMOVE, offset, nbytes)
+
+    def announce(self, index: int, peers: Iterable[int]) -> None:
+        """See Transport."""
+        fd = self._own[index][0]
+        for peer in peers:
+            if peer != self._mesh.rank and (peer, index) not in self._announced:
+                self._mesh.send(peer, f"segment {index}", fd)
+                self._announced.add((peer, index))
+
+    def attach(self, rank: int, index: int) -> Segment:
+        """See Transport."""
+        if (rank, index) not in self._maps:
+            fd = self._mesh.receive(rank, f"segment {index}")
+            mapping = map_memory(fd)
+            self._keep(Segment(rank, index, len(mapping)), mapping)
+        return Segment(rank, index, len(self._maps[rank, index]))
+
+    def view(self, rank: int, index: int, offset: int, nbytes: int) -> Bytes:
+        """See Transport."""
+        whole = self._bytes[rank, index]
+        if not 0 <= offset <= offset + nbytes <= len(whole):
+            raise CollectiveMismatch(
+                f"rank {rank} announced bytes {offset} to {offset + nbytes} of its segment {index}, "
+                f"which has {len(whole)}"
+            )
+        return whole[offset : offset + nbytes]
+
+    def _keep(self, segment: Segment, mapping: mmap.mmap) -> None:
+        self._maps[segment.rank, segment.index] = mapping
+        self._bytes[segment.rank, segment.index] = np.frombuffer(mapping, np.uint8)
+
+    def close(self) -> None:
+        """See Transport."""
+        for fd, _ in self._own:
+            os.close(fd)
+        self._own.clear()
+        self._bytes.clear()
+        self._maps.clear()
+
+
+def export_memory(name: str, nbytes: int) -> tuple[int, mmap.mmap]:
+    """A sparse anonymous segment: its descriptor, and its mapping here."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, nbytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        return fd, _mapped(fd, nbytes)
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def map_memory(fd: int) -> mmap.mmap:
+    """Map a peer's segment and close its descriptor.
+
+    The size is the descriptor's own, never what the peer says, and the seal is checked: a segment
+    that its owner could shrink would kill whoever reads it.
+    """
+    try:
+        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+            raise CollectiveMismatch("a peer sent a segment that is not sealed")
+        return _mapped(fd, os.fstat(fd).st_size)
+    finally:
+        os.close(fd)
+
+
+def _mapped(fd: int, nbytes: int) -> mmap.mmap:
+    try:
+        mapping = mmap.mmap(fd, nbytes, mmap.MAP_SHARED)
+    except (OSError, ValueError, OverflowError):
+        raise HeapExhausted(
+            f"cannot map {nbytes:,} bytes: the address space (ulimit -v) is exhausted",
+            need=nbytes,
+        ) from None
+    with contextlib.suppress(OSError):
+        mapping.madvise(mmap.MADV_HUGEPAGE)  # fewer page faults where the system allows it
+    return mapping
+
+
+def available_memory() -> int:
+    """Bytes that this process may still commit: the machine's, its control groups'."""
+    bounds = [_machine_memory()]
+    bounds.extend(_control_group_memory())
+    return max(0, min(bounds))
+
+
+def _machine_memory() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _control_group_memory() -> list[int]:
+    """What each control group above this process leaves (version 2)."""
+    bounds: list[int] = []
+    with contextlib.suppress(OSError, ValueError):
+        own = Path("/proc/self/cgroup").read_text().splitlines()[-1].split("::", 1)[-1]
+        folder = Path("/sys/fs/cgroup") / own.lstrip("/")
+        while folder != Path("/sys/fs"):
+            with contextlib.suppress(OSError, ValueError):
+                limit = int((folder / "memory.max").read_text())  # "max" is no integer: no limit
+                bounds.append(limit - int((folder / "memory.current").read_text()))
+            folder = folder.parent
+    return bounds
+
+
+def _exhausted(need: int, have: int) -> HeapExhausted:
+    return HeapExhausted(
+        f"symmetric memory needs {need:,} bytes more, and {have:,} are available; "
+        "free arrays, or use more ranks on more memory",
+        need=need,
+        have=have,
+    )
