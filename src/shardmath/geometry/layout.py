@@ -10,14 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING
 
 from shardmath.errors import BindDistributionError
 from shardmath.geometry.coverage import owner_sets
+from shardmath.geometry.distribution import Distribution
+from shardmath.geometry.drawing import draw
+from shardmath.geometry.inference import check_alike
+from shardmath.geometry.integers import integers
 from shardmath.geometry.spans import Spans
-
-if TYPE_CHECKING:
-    from shardmath.geometry.distribution import Distribution
 
 __all__ = ["Layout"]
 
@@ -50,14 +50,9 @@ class Layout:
         Raises BindDistributionError, naming the ranks, when the ranks hold different distributions,
         when a part does not fit, when boxes overlap, or when an index has no owner.
         """
-        shape = tuple(global_shape)
+        shape = integers(global_shape, "global_shape", least=0)
         size = len(distributions)
-        for rank, other in enumerate(distributions):
-            if not other.alike(distributions[0]):
-                raise BindDistributionError(
-                    f"rank {rank} holds {other!r} where rank 0 holds {distributions[0]!r}; "
-                    "every rank must give the same distribution (or its own Box)"
-                )
+        check_alike(distributions)
         parts = tuple(d.part(rank, shape, size=size) for rank, d in enumerate(distributions))
         layout = cls(shape, parts)
         if distributions and distributions[0].per_rank:
@@ -74,7 +69,7 @@ class Layout:
         """`axis` split into `size` parts, of which the first `extent % size` hold one more."""
         columns: list[Sequence[Spans] | None] = [None] * len(global_shape)
         extent = global_shape[axis]
-        columns[axis] = [even_part(extent, size, k) for k in range(size)]
+        columns[axis] = [Spans.even(extent, size, k) for k in range(size)]
         return cls.product(global_shape, columns, size=size)
 
     @classmethod
@@ -85,14 +80,12 @@ class Layout:
 
         For example rows as in c, and all of k: `product((m, k), [c.column(0), None], size=c.size)`.
         """
+        shape = integers(global_shape, "global_shape", least=0)
         full = [
             [Spans.interval(0, extent)] * size if column is None else column
-            for extent, column in zip(global_shape, columns, strict=True)
+            for extent, column in zip(shape, columns, strict=True)
         ]
-        return cls(
-            tuple(global_shape),
-            tuple(tuple(column[rank] for column in full) for rank in range(size)),
-        )
+        return cls(shape, tuple(tuple(column[r] for column in full) for r in range(size)))
 
     @property
     def size(self) -> int:
@@ -217,6 +210,10 @@ class Layout:
             f"{', cyclic' if cyclic else ''}{kind}"
         )
 
+    def draw(self) -> str:
+        """A text drawing of the ranks on the global array; * where several ranks own an element."""
+        return draw(self.global_shape, dict(enumerate(self.parts)))
+
     def __str__(self) -> str:
         return self.describe()
 
@@ -241,13 +238,6 @@ class Layout:
                 raise BindDistributionError(
                     f"the parts of ranks {names} overlap at index {index} ({held})"
                 )
-
-
-def even_part(extent: int, size: int, k: int) -> Spans:
-    """Part `k` of `extent` indices in `size` parts: the first `extent % size` hold one more."""
-    base, more = divmod(extent, size)
-    lo = k * base + min(k, more)
-    return Spans.interval(lo, lo + base + (k < more))
 
 
 def _empty(part: Part) -> bool:

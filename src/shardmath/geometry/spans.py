@@ -87,6 +87,21 @@ class Spans:
         """The indices lo, ..., hi - 1; empty when `hi <= lo`."""
         return cls(lo, max(hi - lo, 0), 0, hi)
 
+    @classmethod
+    def even(cls, extent: int, parts: int, k: int) -> Spans:
+        """Part `k` of `extent` indices in even parts: `extent // parts` of them, perhaps none.
+
+        The first `extent % parts` parts hold one more.
+        """
+        base, more = divmod(extent, parts)
+        lo = k * base + min(k, more)
+        return cls.interval(lo, lo + base + (k < more))
+
+    @classmethod
+    def cyclic(cls, extent: int, block: int, parts: int, k: int) -> Spans:
+        """Part `k` when blocks of `block` indices are dealt to `parts` parts in turn."""
+        return cls(k * block, block, parts * block, extent)
+
     @property
     def length(self) -> int:
         """How many indices there are."""
