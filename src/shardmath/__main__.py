@@ -13,18 +13,18 @@ __all__ = ["main"]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status. A rank that `run` starts returns from here as well."""
-    from shardmath.launch import run
+    from shardmath.launch.program import Program, add_arguments, run
 
     parser = argparse.ArgumentParser(prog="python -m shardmath", description=__doc__)
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
-    run.add_arguments(commands.add_parser("run", help="start a program on several ranks"))
+    add_arguments(commands.add_parser("run", help="start a program on several ranks"))
     commands.add_parser("env", help="list the variables that steer shardmath")
     options = parser.parse_args(arguments)
     if options.command == "env":
         return _print_variables()
-    program = run.Program(options.program, tuple(options.arguments), options.is_module)
-    return run.run(program, options.n, threads=options.threads)
+    program = Program(options.program, tuple(options.arguments), options.is_module)
+    return run(program, options.n, threads=options.threads)
 
 
 def _print_variables() -> int:

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from shardmath.launch.spawn import spawn
+from shardmath.launch.function import spawn
 
 __all__ = ["spawn"]

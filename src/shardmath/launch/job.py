@@ -14,6 +14,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 from shardmath.launch.failure import Failure, died
@@ -72,12 +73,12 @@ class Job:
         them: they end the job.
         """
         for rank in self.ranks:
-            self._register(rank.stdout, lambda r=rank: self._read_output(r, r.stdout, self.stdout))
-            self._register(rank.stderr, lambda r=rank: self._read_output(r, r.stderr, self.stderr))
-            self._register(rank.report, lambda r=rank: self._read_report(r))
-            self._register(rank.pidfd, lambda r=rank: self._bury(r))
+            self._register(rank.stdout, partial(self._read_output, rank, rank.stdout, self.stdout))
+            self._register(rank.stderr, partial(self._read_output, rank, rank.stderr, self.stderr))
+            self._register(rank.report, partial(self._read_report, rank))
+            self._register(rank.pidfd, partial(self._bury, rank))
         if wake is not None:
-            self._register(wake, lambda: self._read_signals(wake))
+            self._register(wake, partial(self._read_signals, wake))
         in_time = True
         try:
             while self._alive:
@@ -98,7 +99,7 @@ class Job:
         self._ending = True
         self._plan = [(now + delay, signum) for delay, signum in steps]
 
-    def _register(self, descriptor: int, action: Callable[[], None]) -> None:
+    def _register(self, descriptor: int, action: Callable[[], object]) -> None:
         os.set_blocking(descriptor, False)
         self._selector.register(descriptor, selectors.EVENT_READ, action)
 

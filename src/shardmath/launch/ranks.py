@@ -20,7 +20,7 @@ import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final, TextIO
+from typing import Final, Literal, TextIO
 
 from shardmath import config, current
 from shardmath.group.links import star
@@ -150,7 +150,8 @@ def _fork_one(
     if leads_group:
         with contextlib.suppress(OSError):  # the rank does the same, and may be gone already
             os.setpgid(pid, pid)
-    started.append(Rank(number, pid, os.pidfd_open(pid), *reading, leads_group))
+    stdout, stderr, report = reading
+    started.append(Rank(number, pid, os.pidfd_open(pid), stdout, stderr, report, leads_group))
     return None
 
 
@@ -178,7 +179,7 @@ def _take_streams(stdout: int, stderr: int, share_stdin: bool) -> None:
     faulthandler.enable(2)  # a crash in native code shows where Python was
 
 
-def _text_stream(number: int, present: TextIO, mode: str) -> TextIO:
+def _text_stream(number: int, present: TextIO, mode: Literal["r", "w"]) -> TextIO:
     """`present` if it is Python's own stream on descriptor `number`, else a new one.
 
     A notebook or a test puts objects of its own there, which write elsewhere.
@@ -219,7 +220,7 @@ def _close(sockets: list[list[socket.socket]]) -> None:
 
 @contextlib.contextmanager
 def _signals_held_back() -> Iterator[None]:
-    """Deliver no signal inside; on leaving, in the starter and in each rank, what came meanwhile."""
+    """Deliver no signal inside; what came is delivered on leaving, in the starter and in ranks."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK)
     try:
         yield

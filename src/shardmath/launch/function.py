@@ -16,7 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from shardmath import wire
 from shardmath.errors import OpTimeout
 from shardmath.launch.failure import Failure, from_exception, rebuild
 from shardmath.launch.job import FAILURE, RESULT, Job
@@ -42,6 +41,8 @@ def spawn(
     """
     if n < 1:
         raise ValueError(f"n is {n}; a job has at least one rank")
+    from shardmath import wire  # NumPy: loaded once, before the ranks are forked
+
     _refuse_cuda()
     deadline = None if timeout is None else time.monotonic() + timeout
     started = fork_ranks(n, variables=share_cores(n))
@@ -66,7 +67,7 @@ def run_after_fork(place: Place, function: Callable[..., Any], args: tuple[Any, 
     if failure is not None:
         place.report(FAILURE, failure.encode())
     with contextlib.suppress(BaseException):
-        threading._shutdown()
+        threading._shutdown()  # type: ignore[attr-defined]  # waits for the rank's threads
         atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
@@ -75,9 +76,12 @@ def run_after_fork(place: Place, function: Callable[..., Any], args: tuple[Any, 
 
 
 def _call(place: Place, function: Callable[..., Any], args: tuple[Any, ...]) -> Failure | None:
+    from shardmath import wire
+
     try:
-        if "torch" in sys.modules:
-            sys.modules["torch"].set_num_threads(1)  # OpenMP's threads do not survive a fork
+        torch: Any = sys.modules.get("torch")
+        if torch is not None:
+            torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
         result = function(*args)
         place.report(RESULT, wire.encode(result))
     except BaseException as error:
