@@ -62,7 +62,7 @@ def circumstances() -> dict[str, Any]:
 def _git(*arguments: str) -> str:
     here = Path(__file__).parent.parent
     return subprocess.run(
-        ["git", *arguments], cwd=here, capture_output=True, text=True
+        ["git", *arguments], check=False, cwd=here, capture_output=True, text=True
     ).stdout.strip()
 
 

@@ -1,6 +1,7 @@
 import time
 
 import pytest
+
 from forked import on_ranks
 from shardmath.agreement import require_equal
 from shardmath.planning import agree_plan

@@ -69,7 +69,7 @@ def refusal(error: Exception) -> bytes:
 
 
 def raise_refusal(messages: Sequence[bytes], own: Exception | None) -> None:
-    """Raise the error of the first rank that sent one; `own` is this rank's, and becomes its cause."""
+    """Raise the error of the first rank that sent one; `own`, this rank's, becomes its cause."""
     for rank, text in enumerate(messages):
         if text[:1] == _REFUSED:
             raise _rebuilt(rank, text[1:]) from own

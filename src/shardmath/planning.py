@@ -1,10 +1,10 @@
 """Agreement on a call that is made often: one small exchange once its plan is known.
 
-The first call of a kind exchanges full specs and builds a plan from all of them. Later calls exchange
-16 bytes each, the digest of the own spec; the digests of all ranks together name the plan. Every rank
-keeps and drops plans in the same order, since all take part in the same calls; a count of the plans
-made travels along, so that ranks whose books differ (one was interrupted) notice it, and start anew
-together.
+The first call of a kind exchanges full specs and builds a plan from all of them. Later calls
+exchange 16 bytes each, the digest of the own spec; the digests of all ranks together name the plan.
+Every rank keeps and drops plans in the same order, since all take part in the same calls; a count of
+the plans made travels along, so that ranks whose books differ (one was interrupted) notice it, and
+start anew together.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ __all__ = ["agree_plan"]
 
 Plan = TypeVar("Plan")
 
+_Key = tuple[str, tuple[bytes, ...]]  # operation, digests of all ranks' specs
+
 _KEPT = 256  # plans per context
 _HEAD = struct.Struct("<cI16s")  # described or refused, plans made, digest of the spec
 _DESCRIBED = b"+"
@@ -38,11 +40,11 @@ def agree_plan(
 ) -> tuple[Plan, list[bytes]]:
     """The plan of a call, and what each rank said about this one execution of it. Collective.
 
-    `describe()` returns (spec, note). The spec is plain hashable data (tuples, strings, numbers, None)
-    of which equal values mean equal calls. The note is bytes that may differ from call to call, such
-    as where operands lie. `build(specs)`, given every rank's spec in rank order, is pure: it returns
-    the plan, or raises the same error on all ranks. It runs when these specs come together for the
-    first time; the result is kept, and must not be changed.
+    `describe()` returns (spec, note). The spec is plain hashable data (tuples, strings, numbers,
+    None) of which equal values mean equal calls. The note is bytes that may differ from call to
+    call, such as where operands lie. `build(specs)`, given every rank's spec in rank order, is
+    pure: it returns the plan, or raises the same error on all ranks. It runs when these specs come
+    together for the first time; the result is kept, and must not be changed.
 
     Raises on every rank what `describe` raised on the first rank where it did, what `build` raises,
     or CollectiveMismatch when the operations differ.
@@ -63,7 +65,7 @@ def agree_plan(
     notes = [text[_HEAD.size :] for text in messages]
     if any(count != book.made for count in made):
         book.restart(max(made) + 1)
-    key = (operation, *digests)
+    key = (operation, tuple(digests))
     plan = book.find(key)
     if plan is None:
         specs = context.board.exchange(operation, wire.encode(spec))
@@ -85,7 +87,7 @@ class _Book:
 
     def __init__(self) -> None:
         self.made = 0  # equal on all ranks
-        self._plans: OrderedDict[tuple[str | bytes, ...], tuple[Any]] = OrderedDict()
+        self._plans: OrderedDict[_Key, tuple[Any]] = OrderedDict()
         self._digests: OrderedDict[tuple[str, Hashable], bytes] = OrderedDict()  # this rank's own
 
     def digest(self, operation: str, spec: Hashable) -> bytes:
@@ -96,13 +98,13 @@ class _Book:
             _keep(self._digests, (operation, spec), digest)
         return digest
 
-    def find(self, key: tuple[str | bytes, ...]) -> tuple[Any] | None:
+    def find(self, key: _Key) -> tuple[Any] | None:
         plan = self._plans.get(key)
         if plan is not None:
             self._plans.move_to_end(key)
         return plan
 
-    def keep(self, key: tuple[str | bytes, ...], plan: tuple[Any]) -> tuple[Any]:
+    def keep(self, key: _Key, plan: tuple[Any]) -> tuple[Any]:
         _keep(self._plans, key, plan)
         self.made += 1
         return plan
