@@ -40,6 +40,8 @@ class Operands:
     b: HostArray
     c: HostArray | None
     out: HostArray
+    alpha: complex | float
+    beta: complex | float | None
     blocks: tuple[Block | None, Block | None]  # of a and b, where they lie on the heap
     inputs: Mapping[str, HostArray]
 
@@ -207,8 +209,8 @@ class _Execution:
     def finish(self, sums: HostArray) -> dict[str, HostArray]:
         """alpha and beta C and the epilog; D is rounded once."""
         problem, out, c = self.problem, self.operands.out, self.operands.c
-        if problem.alpha != 1:
-            sums *= np.asarray(problem.alpha, self.wide)
+        if self.operands.alpha != 1:
+            sums *= np.asarray(self.operands.alpha, self.wide)
         if c is not None:
             self._add_c(sums, c)
         result = dtypes.to_numpy(problem.result)
@@ -216,7 +218,7 @@ class _Execution:
         return self._complete(aux, result)
 
     def _add_c(self, sums: HostArray, c: HostArray) -> None:
-        beta = np.asarray(self.problem.beta, self.wide)
+        beta = np.asarray(self.operands.beta, self.wide)
         if beta == 0:  # as BLAS: C is not read
             return
         if not self.problem.sums_c:

@@ -55,8 +55,7 @@ class Problem:
     result: str
     transpose: tuple[bool, bool]
     conjugate: tuple[bool, bool]
-    alpha: complex | float
-    beta: complex | float | None
+    has_c: bool
     sums_c: bool
     epilog: MatmulEpilog
     strategy: str | None
@@ -75,7 +74,7 @@ class Problem:
     def __str__(self) -> str:
         m, n, k = self.shape
         extra = f", epilog {self.epilog.name}" if self.epilog else ""
-        plus = " + beta c" if self.beta is not None else ""
+        plus = " + beta c" if self.has_c else ""
         return (
             f"matmul ({m} x {k}) @ ({k} x {n}){plus}, {self.dtype}"
             f"{'' if self.result == self.dtype else f' -> {self.result}'} on {self.size} ranks{extra}"
@@ -87,7 +86,7 @@ class Facts(NamedTuple):
 
     operands: tuple[Any, ...]  # (library and device, dtype, shape) of a, b, c, or None
     distributions: tuple[Any, ...]
-    scalars: tuple[Any, Any]
+    has_c: bool
     transpose: tuple[bool, bool, bool]
     conjugate: tuple[bool, bool, bool]
     options: tuple[Any, ...]
@@ -117,7 +116,7 @@ def describe(call: Call) -> Facts:
     return Facts(
         operands=tuple(None if spec is None else _fact(spec) for spec in call.operands),
         distributions=tuple(each.encode() for each in call.distributions),
-        scalars=(call.alpha, call.beta),
+        has_c=call.operands[2] is not None,
         transpose=call.transpose,
         conjugate=call.conjugate,
         options=call.options.compared(),
@@ -133,7 +132,7 @@ def check(specs: Sequence[Sequence[Any]]) -> Problem:
     first = facts[0]
     for index, name in enumerate(_NAMES):
         _check_same_kind(name, [each.operands[index] for each in facts])
-    for field in ("scalars", "transpose", "conjugate", "options", "result", "epilog"):
+    for field in ("transpose", "conjugate", "options", "result", "epilog"):
         require_equal(_SAID.get(field, field), [getattr(each, field) for each in facts])
     require_equal("the names of epilog_inputs", [[n for n, _ in each.inputs] for each in facts])
     epilog = MatmulEpilog(first.epilog)
@@ -148,7 +147,6 @@ def check(specs: Sequence[Sequence[Any]]) -> Problem:
     d = Layout.replicated(shape, len(facts)) if sums_c else _bound(facts, 2, shape)
     _check_c(facts, d)
     _check_inputs(facts, d, epilog)
-    alpha, beta = first.scalars
     return Problem(
         a=a,
         b=b,
@@ -157,15 +155,14 @@ def check(specs: Sequence[Sequence[Any]]) -> Problem:
         result=first.result,
         transpose=first.transpose[:2],
         conjugate=first.conjugate[:2],
-        alpha=alpha,
-        beta=beta,
+        has_c=first.has_c,
         sums_c=sums_c,
         epilog=epilog,
         strategy=first.options[-1],
     )
 
 
-_SAID = {"scalars": "alpha and beta", "transpose": "is_transpose", "conjugate": "is_conjugate"}
+_SAID = {"transpose": "is_transpose", "conjugate": "is_conjugate"}
 
 
 def _check_operand(name: str, spec: ArraySpec) -> None:
