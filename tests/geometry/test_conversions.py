@@ -186,7 +186,7 @@ def test_same_kind_and_bad_arguments():
         with pytest.raises(ValueError, match="not a class of distributions"):
             Slab.X.to(bad)
     for made, ndim in ((Slab(0, ndim=2), 1), (Slab.Z, 2), (Box((0, 0), (1, 1)), 1), (Slab.X, "2")):
-        with pytest.raises(ValueError, match="ndim|axes"):
+        with pytest.raises(ValueError, match=r"ndim|axes"):
             made.to(type(made), ndim=ndim)
 
 
