@@ -13,8 +13,8 @@ import itertools
 import os
 import sys
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, TypeVar
 
 from shardmath import agreement, current
@@ -143,6 +143,17 @@ class DistributedContext:
         """Wait until every rank has called it; what was written before is seen after. Collective."""
         self.require_open()
         self.board.exchange("barrier", b"")
+
+    @contextmanager
+    def executing(self, operation: str) -> Iterator[None]:
+        """What follows agreement. An error in here is this rank's alone: the peers are told at once,
+        so that they raise RankFailure instead of waiting."""
+        try:
+            yield
+        except BaseException as error:
+            self.board.operation = operation
+            self.board.fail(f"{type(error).__name__}: {error}")
+            raise
 
     # -- memory ------------------------------------------------------------------------------------
 

@@ -99,6 +99,19 @@ class MatmulOptions:
     blocking: Literal[True, "auto"] = "auto"
     strategy: str | None = None
 
+    def compared(self) -> tuple[Any, ...]:
+        """What must be equal on all ranks, the strategy last."""
+        return (
+            self.inplace,
+            self.compute_type,
+            self.scale_type,
+            self.result_type,
+            self.algo_type,
+            self.result_amax,
+            self.block_scaling,
+            self.strategy,
+        )
+
     def check(self, dtype: str) -> None:
         """Raise ValueError for a value out of range, or one that operands of `dtype` rule out."""
         if self.blocking is not True and self.blocking != "auto":
