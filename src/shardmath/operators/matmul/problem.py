@@ -1,0 +1,256 @@
+"""What is to be computed, as every rank sees it: D = F(alpha op(A) @ op(B) + beta C).
+
+`describe` turns one rank's call into plain data, and raises for what that rank can see is wrong.
+`check` turns all ranks' descriptions into one `Problem`, and raises, the same on every rank, for what
+does not fit together. Both are pure: neither touches an element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardmath import geometry
+from shardmath.agreement import require_equal
+from shardmath.arrays import ArraySpec, dtypes
+from shardmath.errors import CollectiveMismatch
+from shardmath.geometry import Distribution, Layout
+from shardmath.local.epilog import MatmulEpilog, requirements
+from shardmath.operators.matmul.options import MatmulOptions, result_dtype
+
+__all__ = ["Call", "Problem", "check", "describe"]
+
+_SUPPORTED = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
+_NAMES = ("a", "b", "c")
+_NOT_COMPARED = frozenset({"logger", "blocking", "sm_count_communication"})
+
+
+@dataclass(frozen=True)
+class Call:
+    """One rank's call, with the arrays reduced to their specs."""
+
+    operands: tuple[ArraySpec | None, ...]  # a, b, c
+    distributions: Sequence[Distribution]
+    alpha: Any
+    beta: Any
+    transpose: tuple[bool, bool, bool]
+    conjugate: tuple[bool, bool, bool]
+    options: MatmulOptions
+    epilog: MatmulEpilog
+    inputs: Mapping[str, ArraySpec]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The product that all ranks have agreed on.
+
+    `a` (m, k), `b` (k, n) and `d` (m, n) are the layouts of op(A), op(B) and D; a transpose in the
+    qualifiers is resolved in them. `sums_c`: every rank's C is added, rather than one distributed C.
+    """
+
+    a: Layout
+    b: Layout
+    d: Layout
+    dtype: str
+    result: str
+    transpose: tuple[bool, bool]
+    conjugate: tuple[bool, bool]
+    alpha: complex | float
+    beta: complex | float | None
+    sums_c: bool
+    epilog: MatmulEpilog
+    strategy: str | None
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.d.size
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(m, n, k)."""
+        (m, k), n = self.a.global_shape, self.b.global_shape[1]
+        return m, n, k
+
+    def __str__(self) -> str:
+        m, n, k = self.shape
+        extra = f", epilog {self.epilog.name}" if self.epilog else ""
+        plus = " + beta c" if self.beta is not None else ""
+        return (
+            f"matmul ({m} x {k}) @ ({k} x {n}){plus}, {self.dtype}"
+            f"{'' if self.result == self.dtype else f' -> {self.result}'} on {self.size} ranks{extra}"
+        )
+
+
+def describe(call: Call) -> dict[str, Any]:
+    """The call in plain data. Raises ValueError or TypeError for what this rank can see is wrong."""
+    a = call.operands[0]
+    assert a is not None
+    for name, spec in zip(_NAMES, call.operands, strict=True):
+        if spec is not None:
+            _check_operand(name, spec)
+    if len(call.distributions) != 3 or not all(
+        isinstance(each, Distribution) for each in call.distributions
+    ):
+        raise ValueError(
+            "distributions holds three Distribution objects, for a, b and the result, not "
+            f"{list(call.distributions)!r}"
+        )
+    _check_scalars(call, a.dtype)
+    call.options.check(a.dtype)
+    if call.options.inplace and call.operands[2] is None:
+        raise ValueError("options.inplace=True overwrites c, and no c is given")
+    return {
+        "operands": [None if s is None else _fact(s) for s in call.operands],
+        "distributions": [each.encode() for each in call.distributions],
+        "scalars": (call.alpha, call.beta),
+        "transpose": call.transpose,
+        "conjugate": call.conjugate,
+        "options": {
+            name: value for name, value in vars(call.options).items() if name not in _NOT_COMPARED
+        },
+        "result": result_dtype(call.options, a.dtype),
+        "epilog": int(call.epilog),
+        "inputs": {name: (*_fact(s), s.strides) for name, s in sorted(call.inputs.items())},
+    }
+
+
+def check(specs: list[dict[str, Any]]) -> Problem:
+    """The problem that all ranks' descriptions make. Raises ValueError where they do not fit."""
+    first = specs[0]
+    for index, name in enumerate(_NAMES):
+        _check_same_kind(name, [spec["operands"][index] for spec in specs])
+    for field in ("scalars", "transpose", "conjugate", "options", "result", "epilog"):
+        require_equal(_SAID.get(field, field), [spec[field] for spec in specs])
+    require_equal("the names of epilog_inputs", [sorted(spec["inputs"]) for spec in specs])
+    epilog = MatmulEpilog(first["epilog"])
+    a, b = (_layout(specs, index, transposed=first["transpose"][index]) for index in (0, 1))
+    if a.global_shape[1] != b.global_shape[0]:
+        raise ValueError(
+            f"op(a) is {_by(a.global_shape)} and op(b) is {_by(b.global_shape)}: the inner extents "
+            f"{a.global_shape[1]} and {b.global_shape[0]} differ"
+        )
+    shape = (a.global_shape[0], b.global_shape[1])
+    sums_c = epilog is MatmulEpilog.ALLREDUCE
+    d = Layout.replicated(shape, len(specs)) if sums_c else _bound(specs, 2, shape)
+    _check_c(specs, d)
+    _check_inputs(specs, d, epilog)
+    alpha, beta = first["scalars"]
+    return Problem(
+        a=a,
+        b=b,
+        d=d,
+        dtype=first["operands"][0][1],
+        result=first["result"],
+        transpose=first["transpose"][:2],
+        conjugate=first["conjugate"][:2],
+        alpha=alpha,
+        beta=beta,
+        sums_c=sums_c,
+        epilog=epilog,
+        strategy=first["options"]["strategy"],
+    )
+
+
+_SAID = {"scalars": "alpha and beta", "transpose": "is_transpose", "conjugate": "is_conjugate"}
+
+
+def _check_operand(name: str, spec: ArraySpec) -> None:
+    if spec.ndim != 2:
+        raise ValueError(f"{name} has {spec.ndim} axes, shape {spec.shape}; matmul takes matrices")
+    if spec.dtype not in _SUPPORTED:
+        raise ValueError(f"{name} has dtype {spec.dtype}; supported are {', '.join(_SUPPORTED)}")
+
+
+def _check_scalars(call: Call, dtype: str) -> None:
+    a, b, c = call.operands
+    if b is not None and b.dtype != dtype:
+        raise ValueError(f"a has dtype {dtype} and b has {b.dtype}; they must be equal")
+    if c is None and call.beta is not None:
+        raise ValueError("beta is given without c; pass c, or leave beta out")
+    if c is not None:
+        if call.beta is None:
+            raise ValueError("c is given without beta; pass beta too, for example beta=1")
+        expected = result_dtype(call.options, dtype)
+        if c.dtype not in (dtype, expected) or (call.options.inplace and c.dtype != expected):
+            raise ValueError(f"c has dtype {c.dtype}; the result has {expected}")
+        if call.transpose[2] or call.conjugate[2]:
+            raise ValueError("c can be neither transposed nor conjugated by its qualifiers")
+    real = dtypes.of(dtype).kind != "c"
+    if real and (call.conjugate[0] or call.conjugate[1]):
+        raise ValueError(f"a qualifier conjugates an operand of {dtype}, which is real")
+    for name, scalar in (("alpha", call.alpha), ("beta", call.beta)):
+        if real and isinstance(scalar, complex):
+            raise ValueError(f"{name}={scalar} is complex, the operands are {dtype}")
+
+
+def _fact(spec: ArraySpec) -> tuple[str, str, tuple[int, ...]]:
+    """What all layers compare of an array: its library and device, dtype, and shape."""
+    return f"{spec.library} on {spec.device}", spec.dtype, spec.shape
+
+
+def _check_same_kind(name: str, facts: list[Any]) -> None:
+    given = require_equal(f"whether {name} is given", [fact is not None for fact in facts])
+    if given:
+        require_equal(f"the library and device of {name}", [fact[0] for fact in facts])
+        require_equal(f"the dtype of {name}", [fact[1] for fact in facts])
+
+
+def _layout(specs: list[dict[str, Any]], index: int, *, transposed: bool) -> Layout:
+    """The layout of op(X), its global shape inferred from all local shapes."""
+    distributions = [geometry.decode(spec["distributions"][index]) for spec in specs]
+    local_shapes = [spec["operands"][index][2] for spec in specs]
+    try:
+        shape = geometry.infer_global_shape(distributions, local_shapes)
+        layout = Layout.bind(distributions, shape)
+    except ValueError as error:
+        raise type(error)(f"{_NAMES[index]}: {error}") from None
+    return layout.transposed() if transposed else layout
+
+
+def _bound(specs: list[dict[str, Any]], index: int, shape: tuple[int, int]) -> Layout:
+    distributions = [geometry.decode(spec["distributions"][index]) for spec in specs]
+    try:
+        return Layout.bind(distributions, shape)
+    except ValueError as error:
+        raise type(error)(f"the result, {_by(shape)}: {error}") from None
+
+
+def _check_c(specs: list[dict[str, Any]], d: Layout) -> None:
+    for rank, spec in enumerate(specs):
+        c = spec["operands"][2]
+        if c is not None and tuple(c[2]) != d.local_shape(rank):
+            raise ValueError(
+                f"rank {rank}: c has local shape {tuple(c[2])}; the result's distribution gives "
+                f"{d.local_shape(rank)}"
+            )
+
+
+def _check_inputs(specs: list[dict[str, Any]], d: Layout, epilog: MatmulEpilog) -> None:
+    dtype = specs[0]["result"]
+    for rank, spec in enumerate(specs):
+        needed = {e.name: e for e in requirements(epilog, *d.local_shape(rank), dtype).inputs}
+        given = spec["inputs"]
+        if set(needed) != set(given):
+            raise ValueError(
+                f"rank {rank}: epilog {epilog.name} takes {_list(needed)} in epilog_inputs; "
+                f"given is {_list(given)}"
+            )
+        for name, extra in needed.items():
+            where, kind, shape, strides = given[name]
+            if where != spec["operands"][0][0]:
+                raise CollectiveMismatch(
+                    f"rank {rank}: {name} is {where}, the operands are {spec['operands'][0][0]}"
+                )
+            misfit = extra.misfit(kind, tuple(shape), tuple(strides))
+            if misfit:
+                raise ValueError(f"rank {rank}: {misfit}")
+
+
+def _by(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape))
+
+
+def _list(names: Mapping[str, Any]) -> str:
+    return ", ".join(sorted(names)) or "nothing"
