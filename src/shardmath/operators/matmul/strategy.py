@@ -22,7 +22,6 @@ from math import prod
 
 from shardmath.arrays import dtypes
 from shardmath.geometry import Layout, Spans, bytes_moved
-from shardmath.geometry.layout import even_part
 from shardmath.operators.matmul.problem import Problem
 
 __all__ = ["CORES", "Cost", "Machine", "Strategy", "candidates", "choose"]
@@ -140,7 +139,7 @@ class Strategy:
 
     @cached_property
     def kind(self) -> str:
-        """The name of what this does, one of `options.KINDS`."""
+        """The name of what this does: how the operands get together."""
         move_a, move_b = self.moves_inputs
         if self.reduces:
             if self.label == "stationary a" and (move_a or move_b):
@@ -219,16 +218,16 @@ class Strategy:
 def choose(problem: Problem, machine: Machine) -> tuple[Strategy, list[tuple[Strategy, Cost]]]:
     """The strategy predicted to be fastest, and all that were compared, fastest first.
 
-    A kind named in the problem wins over a faster one. Raises ValueError when no strategy of that kind
+    A kind or label named in the problem wins over a faster one. Raises ValueError when no strategy of that kind
     exists for these distributions, listing those that do.
     """
     compared = [(each, each.cost(machine)) for each in candidates(problem)]
     compared.sort(key=lambda entry: entry[1].seconds)
     wanted = problem.strategy
-    fitting = [each for each, _ in compared if wanted in (None, each.kind)]
+    fitting = [each for each, _ in compared if wanted in (None, each.kind, each.label)]
     if not fitting:
-        kinds = ", ".join(sorted({each.kind for each, _ in compared}))
-        raise ValueError(f"no strategy {wanted!r} for these distributions; there are {kinds}")
+        names = ", ".join(dict.fromkeys(str(each) for each, _ in compared))
+        raise ValueError(f"no strategy {wanted!r} for these distributions; there are {names}")
     return fitting[0], compared
 
 
@@ -256,9 +255,9 @@ def _all(problem: Problem) -> Iterator[Strategy]:
         yield replace(
             whole,
             label=f"grid {p} x {q} x {r}",
-            rows=tuple(even_part(m, p, x) for x, _, _ in places),
-            columns=tuple(even_part(n, q, y) for _, y, _ in places),
-            depth=tuple(even_part(k, r, z) for _, _, z in places),
+            rows=tuple(Spans.even(m, p, x) for x, _, _ in places),
+            columns=tuple(Spans.even(n, q, y) for _, y, _ in places),
+            depth=tuple(Spans.even(k, r, z) for _, _, z in places),
         )
 
 
