@@ -13,13 +13,15 @@ from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from shardmath.errors import CollectiveMismatch
+
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
     Array = NDArray[Any]
 
-__all__ = ["ProcessGroup", "ReductionOp", "reduce_arrays"]
+__all__ = ["GatheringGroup", "ProcessGroup", "ReductionOp"]
 
 T = TypeVar("T")
 
@@ -90,8 +92,47 @@ class ProcessGroup(ABC):
         return f"{type(self).__name__}(rank={self.rank}, nranks={self.nranks})"
 
 
-def reduce_arrays(arrays: Sequence[Array], op: ReductionOp) -> Array:
-    """The elementwise `op` of `arrays`, taken in their order."""
+class GatheringGroup(ProcessGroup):
+    """A group whose one verb is `allgather_bytes`: arrays that differ are reported to all."""
+
+    @abstractmethod
+    def allgather_bytes(self, data: bytes) -> list[bytes]:
+        """The `data` of every rank, in the order of the ranks. Collective; sizes may differ."""
+
+    def broadcast_buffer(self, array: Array, *, root: int = 0) -> None:
+        """Fill `array` with the array of rank `root`. Collective.
+
+        Raises CollectiveMismatch on every rank when shapes or dtypes differ.
+        """
+        if not 0 <= root < self.nranks:
+            raise ValueError(f"root is {root!r}; the group has ranks 0 to {self.nranks - 1}")
+        array[...] = self._gather_arrays(array, contribute=self.rank == root)[root]
+
+    def allreduce_buffer(self, array: Array, *, op: ReductionOp) -> None:
+        """Combine `array` over the ranks, in place and in the order of the ranks. Collective.
+
+        Raises CollectiveMismatch on every rank when shapes or dtypes differ.
+        """
+        op = ReductionOp(op)
+        array[...] = _reduced(self._gather_arrays(array, contribute=True), op)
+
+    def _gather_arrays(self, array: Array, *, contribute: bool) -> list[Array]:
+        """Every rank's array; None for the ranks that do not contribute theirs."""
+        from shardmath import wire
+
+        form = (array.dtype.name, array.shape)
+        data = wire.encode((form, array if contribute else None))
+        parts: list[Any] = [wire.decode(part) for part in self.allgather_bytes(data)]
+        for rank, (other, _) in enumerate(parts):
+            if other != parts[0][0]:
+                raise CollectiveMismatch(
+                    f"rank {self.rank}: rank {rank} passed an array of dtype and shape {other}, "
+                    f"rank 0 one of {parts[0][0]}"
+                )
+        return [part for _, part in parts]
+
+
+def _reduced(arrays: Sequence[Array], op: ReductionOp) -> Array:
     import numpy as np
 
     combine: dict[ReductionOp, np.ufunc] = {
@@ -99,4 +140,4 @@ def reduce_arrays(arrays: Sequence[Array], op: ReductionOp) -> Array:
         ReductionOp.MIN: np.minimum,
         ReductionOp.MAX: np.maximum,
     }
-    return functools.reduce(combine[ReductionOp(op)], arrays)
+    return functools.reduce(combine[op], arrays)

@@ -13,22 +13,18 @@ import socket
 import struct
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
 
 from shardmath.config import Settings
-from shardmath.errors import BootstrapError, CollectiveMismatch, RankFailure
-from shardmath.group.base import ProcessGroup, ReductionOp, reduce_arrays
+from shardmath.errors import BootstrapError, RankFailure
+from shardmath.group.base import GatheringGroup
 from shardmath.group.links import Link, receive_all, send_all, tell_failure
-
-if TYPE_CHECKING:
-    from shardmath.group.base import Array
 
 __all__ = ["LocalProcessGroup"]
 
 _LENGTH = struct.Struct("<Q")
 
 
-class LocalProcessGroup(ProcessGroup):
+class LocalProcessGroup(GatheringGroup):
     """Ranks on this host that `python -m shardmath run` or `shardmath.spawn` started.
 
     `sockets` are this rank's ends of `shardmath.group.links.star`; the group owns them. Waits end
@@ -83,23 +79,6 @@ class LocalProcessGroup(ProcessGroup):
         """The number of ranks in the group."""
         return self._size
 
-    def broadcast_buffer(self, array: Array, *, root: int = 0) -> None:
-        """Fill `array` with the array of rank `root`. Collective.
-
-        Raises CollectiveMismatch on every rank when shapes or dtypes differ.
-        """
-        if not 0 <= root < self._size:
-            raise ValueError(f"root is {root!r}; the group has ranks 0 to {self._size - 1}")
-        array[...] = self._gather_arrays(array, contribute=self._rank == root)[root]
-
-    def allreduce_buffer(self, array: Array, *, op: ReductionOp) -> None:
-        """Combine `array` over the ranks, in place and in the order of the ranks. Collective.
-
-        Raises CollectiveMismatch on every rank when shapes or dtypes differ.
-        """
-        op = ReductionOp(op)
-        array[...] = reduce_arrays(self._gather_arrays(array, contribute=True), op)
-
     def allgather_bytes(self, data: bytes) -> list[bytes]:
         """The `data` of every rank, in the order of the ranks. Collective; sizes may differ.
 
@@ -145,23 +124,6 @@ class LocalProcessGroup(ProcessGroup):
         # One second more than the hub allows itself, so that its account of who is missing wins.
         answer = receive_all(self._links, self._number, deadline=deadline + 1.0)
         return _split(answer[0], self._size)
-
-    def _gather_arrays(self, array: Array, *, contribute: bool) -> list[Array]:
-        """Every rank's array; of ranks that do not contribute, an empty one."""
-        from shardmath import wire
-
-        form = (array.dtype.str, array.shape)
-        body = array if contribute else None
-        parts: list[Any] = [
-            wire.decode(part) for part in self.allgather_bytes(wire.encode((form, body)))
-        ]
-        for rank, (other, _) in enumerate(parts):
-            if other != parts[0][0]:
-                raise CollectiveMismatch(
-                    f"rank {self._rank}: rank {rank} passed an array of (dtype, shape) {other}, "
-                    f"rank 0 one of {parts[0][0]}"
-                )
-        return [part for _, part in parts]
 
 
 def _duplicate(descriptor: int, rank: int) -> socket.socket:
