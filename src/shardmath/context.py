@@ -35,6 +35,7 @@ __all__ = [
     "get_context",
     "initialize",
     "new_context",
+    "open_contexts",
     "require_context",
 ]
 
@@ -325,6 +326,13 @@ def require_context() -> DistributedContext:
         )
     context.require_open()
     return context
+
+
+def open_contexts() -> list[DistributedContext]:
+    """Every context of this process that can be used, the current one first."""
+    now = get_context()
+    others = [context for context in list(_contexts) if context is not now]
+    return [c for c in ([now] if now is not None else []) + others if not c._closed]
 
 
 def _described_device(device_id: object, backends: Sequence[str] | None) -> str:

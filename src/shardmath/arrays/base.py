@@ -59,6 +59,20 @@ class Library(ABC):
         """
 
     @abstractmethod
+    def from_bytes(
+        self, raw: HostArray, dtype: DType | str, shape: Sequence[int], strides: Sequence[int]
+    ) -> Any:
+        """An array of this library on `raw`, contiguous bytes, which it keeps alive.
+
+        `strides`, in elements, must stay within `raw`. Raises ValueError where the library lacks
+        the dtype.
+        """
+
+    @abstractmethod
+    def anchor(self, x: Any) -> int:
+        """An address in the memory that `x` is a view of, for arrays that have no element there."""
+
+    @abstractmethod
     def empty(
         self, shape: Sequence[int], dtype: DType | str, order: Literal["C", "F"] = "C"
     ) -> Any:

@@ -54,6 +54,21 @@ class NumPy(Library):
         """`host` itself."""
         return host
 
+    def from_bytes(
+        self, raw: HostArray, dtype: DType | str, shape: Sequence[int], strides: Sequence[int]
+    ) -> HostArray:
+        """An ndarray on `raw`."""
+        native = dtypes.to_numpy(dtype)
+        in_bytes = [stride * native.itemsize for stride in strides]
+        made: HostArray = np.ndarray(tuple(shape), native, buffer=raw, strides=in_bytes)
+        return made
+
+    def anchor(self, x: HostArray) -> int:
+        """Where the array starts of which `x` is a view, or a view of a view."""
+        while isinstance(x.base, np.ndarray):
+            x = x.base
+        return int(x.ctypes.data)
+
     def empty(
         self, shape: Sequence[int], dtype: DType | str, order: Literal["C", "F"] = "C"
     ) -> HostArray:

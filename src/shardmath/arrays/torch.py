@@ -83,6 +83,23 @@ class Torch(Library):
             return torch.from_numpy(host)
         return torch.from_numpy(host.view(carrier)).view(native)
 
+    def from_bytes(
+        self, raw: HostArray, dtype: DType | str, shape: Sequence[int], strides: Sequence[int]
+    ) -> Any:
+        """A tensor on `raw`; ValueError for a data type that torch lacks."""
+        import torch
+
+        known = dtypes.of(dtype)
+        native = getattr(torch, known.name, None)
+        if native is None:
+            raise ValueError(f"torch has no data type {known}")
+        whole = raw[: raw.size // known.itemsize * known.itemsize]
+        return torch.from_numpy(whole).view(native).as_strided(tuple(shape), tuple(strides))
+
+    def anchor(self, x: Any) -> int:
+        """Where the storage starts."""
+        return int(x.untyped_storage().data_ptr())
+
     def empty(
         self, shape: Sequence[int], dtype: DType | str, order: Literal["C", "F"] = "C"
     ) -> Any:

@@ -13,7 +13,7 @@ import threading
 import weakref
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,12 +39,16 @@ class Block:
 
     `shared` holds the marks, (group, number), that every rank of the group must set before the block
     can be reused. `freed`: the user has freed it. `unused`: no array of this rank refers to it.
+    `buffer()` is the Buffer while there is one; `handles` are the weakly held objects through which
+    this rank reaches the peers' blocks of the same number.
     """
 
     __slots__ = (
         "__weakref__",
         "address",
+        "buffer",
         "freed",
+        "handles",
         "location",
         "nbytes",
         "room",
@@ -60,16 +64,33 @@ class Block:
         self.freed = False
         self.unused = False
         self.shared: set[tuple[int, int]] = set()
+        self.buffer: Callable[[], Buffer | None] = _nothing
+        self.handles: list[weakref.ref[Any]] = []
+
+    @property
+    def released(self) -> bool:
+        """Whether this rank will touch neither the block nor its peers' blocks again."""
+        return self.unused or (self.freed and not any(handle() for handle in self.handles))
 
     def __repr__(self) -> str:
         return f"Block({self.nbytes} bytes at {self.location.segment}:{self.location.offset})"
 
 
+def _nothing() -> None:
+    return None
+
+
 class Buffer:
-    """What an array on a block keeps alive; NumPy takes memory from it. Its end marks the block."""
+    """What an array on a block keeps alive; NumPy takes memory from it. Its end marks the block.
+
+    `shares` holds what this rank knows of the peers' memory that was tied to the block, `group` the
+    name of the group that it was allocated for, if any.
+    """
 
     def __init__(self, block: Block, segment: Bytes) -> None:
         self.block = block
+        self.shares: dict[Any, Any] = {}
+        self.group: str | None = None
         self._segment = segment  # keeps the mapping
         self.__array_interface__: dict[str, Any] = {
             "shape": (block.nbytes,),
@@ -154,6 +175,7 @@ class Heap:
             self._addresses.insert(at, block.address)
             self._blocks.insert(at, block)
         buffer = Buffer(block, segment.view)
+        block.buffer = weakref.ref(buffer)
         weakref.finalize(buffer, self._dropped.append, block).atexit = False
         return buffer
 
@@ -179,7 +201,8 @@ class Heap:
         """The numbers of this rank's blocks of `group` that it no longer uses."""
         with self._lock:
             self._collect()
-            return [n for block in self._limbo for g, n in block.shared if g == group]
+            released = [block for block in self._limbo if block.released]
+            return [n for block in released for g, n in block.shared if g == group]
 
     def honour(self, group: int, marks: Iterable[Iterable[int]]) -> None:
         """Drop the marks that every rank of `group` has set, given all ranks' `marks`."""
