@@ -1,8 +1,8 @@
 """The call: read the arguments, agree, find the plan, run it, give the result back as it came.
 
-A plan is what all ranks have agreed on and what this rank does for it; it holds no operand, and is kept
-for the next call that looks the same on every rank. alpha and beta are not part of it: they travel with
-each call, and must be equal on all ranks.
+A plan is what all ranks have agreed on and what this rank does for it; it holds no operand, and is
+kept for the next call that looks the same on every rank. alpha and beta are not part of it: they
+travel with each call, and must be equal on all ranks.
 """
 
 from __future__ import annotations
@@ -97,7 +97,9 @@ class Plan:
     def explain(self) -> str:
         """What was chosen, its steps, and what it was compared with, predicted by counting."""
         costs = {id(each): cost for each, cost in self.compared}
-        forced = f", as options.strategy={self.problem.strategy!r} asks" * bool(self.problem.strategy)
+        forced = f", as options.strategy={self.problem.strategy!r} asks" * bool(
+            self.problem.strategy
+        )
         lines = [
             str(self.problem),
             f"chosen: {self.strategy}{forced}; predicted {costs[id(self.strategy)]}",
@@ -131,19 +133,17 @@ def agree_on_plan(context: DistributedContext, arguments: Arguments) -> tuple[Pl
     def build(specs: list[Any]) -> Plan:
         strategy, compared = choose(check(specs), CORES)
         numbers = context.cache("matmul numbers", itertools.count)
-        return Plan(
-            next(numbers), strategy, tuple(compared), host.Share(strategy, context.rank)
-        )
+        return Plan(next(numbers), strategy, tuple(compared), host.Share(strategy, context.rank))
 
     plan, notes = agree_plan(context, "matmul", described, build)
     require_equal("(alpha, beta)", [_unpack(note) for note in notes])
     return plan, calls[0]
 
 
-def run(
-    context: DistributedContext, plan: Plan, call: Call, arguments: Arguments
-) -> Any:
-    """Execute a plan on arguments that it was made for: D, or (D, outputs of the epilog). Collective."""
+def run(context: DistributedContext, plan: Plan, call: Call, arguments: Arguments) -> Any:
+    """Execute a plan on arguments that it was made for: D, or (D, outputs of the epilog).
+    Collective.
+    """
     a, c = arguments.a, arguments.c
     library = library_of(a)
     with context.executing(plan.operation):
@@ -168,7 +168,7 @@ def run(
 
 
 def scalar(name: str, value: Any) -> float | complex:
-    """alpha or beta as a Python number. Raises ValueError for what is none."""
+    """Alpha or beta as a Python number. Raises ValueError for what is none."""
     if isinstance(value, complex) or (hasattr(value, "dtype") and "complex" in str(value.dtype)):
         return complex(value)
     try:
@@ -186,8 +186,8 @@ def _qualifiers(
     names = entries.dtype.names or ()
     if entries.shape not in ((2,), (3,)) or not {"is_transpose", "is_conjugate"} <= set(names):
         raise ValueError(
-            "qualifiers is an array of two or three entries of matrix_qualifiers_dtype, for a, b and "
-            f"c; given was {given!r}"
+            "qualifiers is an array of two or three entries of matrix_qualifiers_dtype, for a, b "
+            f"and c; given was {given!r}"
         )
     flags = [(bool(e["is_transpose"]), bool(e["is_conjugate"])) for e in entries]
     flags += [(False, False)] * (3 - len(flags))

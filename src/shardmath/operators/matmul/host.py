@@ -1,8 +1,8 @@
 """Executing a matrix product on the cores: read peers' memory, multiply, add, move, finish.
 
-Each phase is separated by an exchange or a barrier, and each is one of three patterns: before reading
-what a peer wrote, after writing what a peer will read, before reusing what a peer may still read. The
-plan is the same data on every rank; only `Share`, what one rank does, differs.
+Each phase is separated by an exchange or a barrier, and each is one of three patterns: before
+reading what a peer wrote, after writing what a peer will read, before reusing what a peer may still
+read. The plan is the same data on every rank; only `Share`, what one rank does, differs.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
 from shardmath.arrays import dtypes
 from shardmath.arrays.base import HostArray
@@ -24,7 +25,7 @@ from shardmath.local.gemm import multiply
 from shardmath.operators.exposure import Exposure, Workspace
 from shardmath.operators.matmul.panels import Piece, Source, intervals
 from shardmath.operators.matmul.strategy import Strategy
-from shardmath.redistribution.host import copy_moves
+from shardmath.redistribution.host import pull
 from shardmath.symmetric.heap import Block
 
 __all__ = ["Operands", "Share", "execute"]
@@ -34,7 +35,7 @@ _PANEL_ELEMENTS = 4 << 20  # of one gathered panel: 32 MiB in float64
 
 @dataclass(frozen=True)
 class Operands:
-    """One execution's arrays: op(A) and op(B) as views, C, where D goes, and the epilog's inputs."""
+    """One execution's arrays: op(A) and op(B) as views, C, D to be filled, the epilog's inputs."""
 
     a: HostArray
     b: HostArray
@@ -130,7 +131,7 @@ class _Execution:
     # -- multiply ----------------------------------------------------------------------------------
 
     def multiply(self) -> HostArray:
-        """This rank's product, of the work's rows and columns, in the accumulator's type."""
+        """The product of the work's rows and columns, in the accumulator's type."""
         exposure = Exposure(self.context)
         for array, needed, block in zip(
             (self.operands.a, self.operands.b),
@@ -157,7 +158,7 @@ class _Execution:
         return out
 
     def _product_memory(self) -> HostArray:
-        """Where the product goes: D itself where nothing follows, else the heap if peers read it."""
+        """Where the product goes: D itself where nothing follows, the heap where peers read it."""
         shape = self.strategy.sums.local_shape(self.rank)
         if self.strategy.reduces or self.strategy.moves_result:
             return self.workspace.array("sums", shape, self.wide)
@@ -189,7 +190,7 @@ class _Execution:
         final = np.empty_like(self.operands.out, self.wide)
         name = "reduced" if self.strategy.reduces else "sums"
         array = self._shared(sums, name, self.strategy.reduced)
-        copy_moves(self.share.last_moves, array, final)
+        pull(self.share.last_moves, array, final, rank=self.rank, size=self.context.size)
         return final
 
     def _shared(self, mine: HostArray, name: str, layout: Layout) -> Callable[[int], HostArray]:
@@ -207,7 +208,7 @@ class _Execution:
     # -- finish ------------------------------------------------------------------------------------
 
     def finish(self, sums: HostArray) -> dict[str, HostArray]:
-        """alpha and beta C and the epilog; D is rounded once."""
+        """Apply alpha, beta C and the epilog; D is rounded once."""
         problem, out, c = self.problem, self.operands.out, self.operands.c
         if self.operands.alpha != 1:
             sums *= np.asarray(self.operands.alpha, self.wide)
@@ -230,9 +231,7 @@ class _Execution:
         for rank in range(self.context.size):
             sums += beta * array(rank)
 
-    def _complete(
-        self, aux: dict[str, HostArray], result: np.dtype[Any]
-    ) -> dict[str, HostArray]:
+    def _complete(self, aux: dict[str, HostArray], result: np.dtype[Any]) -> dict[str, HostArray]:
         """Bias gradients: each rank has the sums of what it holds, all ranks' add up."""
         name = self.problem.epilog.makes_bgrad
         if name is None:
@@ -296,8 +295,9 @@ class _Reader:
 
     def _piece(self, piece: Piece, lo: int, hi: int) -> HostArray:
         start = piece.k + lo - piece.lo
-        along, across = slice(start, start + hi - lo), slice(
-            piece.other, piece.other + self._source.width
+        along, across = (
+            slice(start, start + hi - lo),
+            slice(piece.other, piece.other + self._source.width),
         )
         array = self._array(piece.src)
         return array[along, across] if self._source.axis == 0 else array[across, along]
@@ -308,7 +308,8 @@ class _Reader:
         shape = (hi - lo, source.width) if source.axis == 0 else (source.width, hi - lo)
         if self._panel.shape != shape:
             self._panel = np.empty(shape, self._work.narrow)
-        copy_moves(source.gathering(lo, hi), self._array, self._panel)
+        rank, size = self._work.rank, self._work.context.size
+        pull(source.gathering(lo, hi), self._array, self._panel, rank=rank, size=size)
         self._filled = (lo, hi)
 
     def _array(self, rank: int) -> HostArray:
@@ -328,4 +329,18 @@ def _matrix_shape(layout: Layout, rank: int) -> tuple[int, int]:
 
 def _add_moves(found: Sequence[Move], source: HostArray, total: HostArray) -> None:
     """Add what the moves select in a source's array to where they land."""
-    copy_moves(found, lambda _: source, total, add=True)
+    for move in found:
+        target = _box(total, [(r.count, r.length, r.dst_start, r.dst_step) for r in move.runs])
+        target += _box(source, [(r.count, r.length, r.src_start, r.src_step) for r in move.runs])
+
+
+def _box(array: HostArray, runs: Sequence[tuple[int, int, int, int]]) -> HostArray:
+    """The blocks (count, length, start, step) of each axis, as a view with two axes for each."""
+    corner = array[tuple(slice(start, None) for _, _, start, _ in runs)]
+    shape = [extent for count, length, _, _ in runs for extent in (count, length)]
+    strides = [
+        step * stride
+        for (_, _, _, blocks), stride in zip(runs, array.strides, strict=True)
+        for step in (blocks, 1)
+    ]
+    return as_strided(corner, shape, strides)

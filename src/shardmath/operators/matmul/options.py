@@ -1,7 +1,7 @@
 """What a caller may ask of a matrix product beside its operands, checked once, here.
 
-Options are frozen; a dictionary is accepted in their place. Numbers that stand for types and algorithms
-are those of the reference, so that programs written for it need no change.
+Options are frozen; a dictionary is accepted in their place. Numbers that stand for types and
+algorithms are those of the reference, so that programs written for it need no change.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ T = TypeVar("T")
 matrix_qualifiers_dtype = np.dtype(
     [("structure", object), ("is_transpose", "<i1"), ("is_conjugate", "<i1")]
 )
+
 
 class MatmulComputeType(IntEnum):
     """The type in which products are summed; the values are cuBLAS's."""
@@ -64,13 +65,14 @@ class MatmulAlgoType(IntEnum):
 class MatmulOptions:
     """How a product is computed.
 
-    `inplace`: the result overwrites c. `compute_type`, `scale_type`, `result_type`, `algo_type`: numbers
-    of the reference, None for the default; `result_type` may ask for a wider result than the operands'.
-    `strategy` names the strategy to use instead of the one predicted to be fastest, by its kind
-    ("all-gather", "stationary-c", "reduce-scatter", "all-reduce", "replicate", "redistribute", ...) or by
-    its label in what `explain` prints ("grid 2 x 2 x 1"). `blocking`: True, or "auto" (operands in host memory always block). The other
-    fields concern GPUs.
-    Source: nvmath.distributed.linalg.advanced.MatmulOptions, and `strategy`.
+    `inplace`: the result overwrites c. `compute_type`, `scale_type`, `result_type`, `algo_type`:
+    numbers of the reference, None for the default; `result_type` may ask for a wider result than
+    the operands'. `strategy` names the strategy to use instead of the one predicted to be fastest,
+    by its kind ("all-gather", "stationary-c", "reduce-scatter", "all-reduce", "replicate",
+    "redistribute", ...) or by its label in what `explain` prints ("grid 2 x 2 x 1"). `blocking`:
+    True, or "auto" (operands in host memory always block). The other fields concern GPUs.
+
+    Source: nvmath.distributed.linalg.advanced.MatmulOptions; `strategy` is ours.
     """
 
     inplace: bool = False
@@ -117,7 +119,7 @@ class MatmulOptions:
 
 @dataclass(frozen=True)
 class MatmulEpilogPreferences:
-    """Preferences for the auxiliary output of an epilog: its type, and whether to find its maximum."""
+    """Preferences for an epilog's auxiliary output: its type, and whether to find its maximum."""
 
     aux_type: int | None = None
     aux_amax: bool = False
@@ -166,9 +168,10 @@ def result_dtype(options: MatmulOptions, dtype: str) -> str:
         return dtype
     wanted = _CUDA_TYPES.get(options.result_type)
     allowed = (dtype, "float32") if dtype in ("float16", "bfloat16") else (dtype,)
-    if wanted not in allowed:
+    if wanted is None or wanted not in allowed:
         shown = wanted or f"type number {options.result_type}"
-        raise ValueError(f"operands of {dtype} give a result of {' or '.join(allowed)}, not {shown}")
+        names = " or ".join(allowed)
+        raise ValueError(f"operands of {dtype} give a result of {names}, not {shown}")
     return wanted
 
 

@@ -1,8 +1,8 @@
 """What is to be computed, as every rank sees it: D = F(alpha op(A) @ op(B) + beta C).
 
 `describe` turns one rank's call into plain data, and raises for what that rank can see is wrong.
-`check` turns all ranks' descriptions into one `Problem`, and raises, the same on every rank, for what
-does not fit together. Both are pure: neither touches an element.
+`check` turns all ranks' descriptions into one `Problem`, and raises, the same on every rank, for
+what does not fit together. Both are pure: neither touches an element.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class Problem:
     """The product that all ranks have agreed on.
 
     `a` (m, k), `b` (k, n) and `d` (m, n) are the layouts of op(A), op(B) and D; a transpose in the
-    qualifiers is resolved in them. `sums_c`: every rank's C is added, rather than one distributed C.
+    qualifiers is resolved in them. `sums_c`: every rank's C is added, rather than one distributed
+    C.
     """
 
     a: Layout
@@ -75,10 +76,8 @@ class Problem:
         m, n, k = self.shape
         extra = f", epilog {self.epilog.name}" if self.epilog else ""
         plus = " + beta c" if self.has_c else ""
-        return (
-            f"matmul ({m} x {k}) @ ({k} x {n}){plus}, {self.dtype}"
-            f"{'' if self.result == self.dtype else f' -> {self.result}'} on {self.size} ranks{extra}"
-        )
+        kinds = self.dtype if self.result == self.dtype else f"{self.dtype} -> {self.result}"
+        return f"matmul ({m} x {k}) @ ({k} x {n}){plus}, {kinds} on {self.size} ranks{extra}"
 
 
 class Facts(NamedTuple):
@@ -96,7 +95,7 @@ class Facts(NamedTuple):
 
 
 def describe(call: Call) -> Facts:
-    """The call in plain data. Raises ValueError or TypeError for what this rank can see is wrong."""
+    """The call in plain data. Raises ValueError or TypeError for what is wrong on this rank."""
     a = call.operands[0]
     assert a is not None
     for name, spec in zip(_NAMES, call.operands, strict=True):
@@ -173,7 +172,7 @@ def _check_operand(name: str, spec: ArraySpec) -> None:
 
 
 def _check_scalars(call: Call, dtype: str) -> None:
-    a, b, c = call.operands
+    _, b, c = call.operands
     if b is not None and b.dtype != dtype:
         raise ValueError(f"a has dtype {dtype} and b has {b.dtype}; they must be equal")
     if c is None and call.beta is not None:
@@ -239,7 +238,8 @@ def _check_c(facts: Sequence[Facts], d: Layout) -> None:
 def _check_inputs(facts: Sequence[Facts], d: Layout, epilog: MatmulEpilog) -> None:
     dtype = facts[0].result
     for rank, each in enumerate(facts):
-        needed = {e.name: e for e in requirements(epilog, *d.local_shape(rank), dtype).inputs}
+        m, n = d.local_shape(rank)
+        needed = {e.name: e for e in requirements(epilog, m, n, dtype).inputs}
         given = dict(each.inputs)
         if set(needed) != set(given):
             raise ValueError(
@@ -250,7 +250,7 @@ def _check_inputs(facts: Sequence[Facts], d: Layout, epilog: MatmulEpilog) -> No
             where, kind, shape, strides = given[name]
             if where != each.operands[0][0]:
                 raise CollectiveMismatch(
-                    f"rank {rank}: {name} is {where}, the operands are {spec['operands'][0][0]}"
+                    f"rank {rank}: {name} is {where}, the operands are {each.operands[0][0]}"
                 )
             misfit = extra.misfit(kind, tuple(shape), tuple(strides))
             if misfit:
