@@ -41,8 +41,8 @@ class Operands:
     b: HostArray
     c: HostArray | None
     out: HostArray
-    alpha: complex | float
-    beta: complex | float | None
+    alpha: complex
+    beta: complex
     blocks: tuple[Block | None, Block | None]  # of a and b, where they lie on the heap
     inputs: Mapping[str, HostArray]
 

@@ -6,10 +6,9 @@ algorithms are those of the reference, so that programs written for it need no c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 
@@ -20,12 +19,9 @@ __all__ = [
     "MatmulOptions",
     "MatmulPlanPreferences",
     "MatmulQuantizationScales",
-    "coerce",
     "matrix_qualifiers_dtype",
     "result_dtype",
 ]
-
-T = TypeVar("T")
 
 matrix_qualifiers_dtype = np.dtype(
     [("structure", object), ("is_transpose", "<i1"), ("is_conjugate", "<i1")]
@@ -140,26 +136,6 @@ class MatmulQuantizationScales:
     b: Any = None
     c: Any = None
     d: Any = None
-
-
-def coerce(kind: type[T], value: Any, name: str) -> T:
-    """`value` as a `kind`: one already, a dictionary of its fields, or None for the defaults.
-
-    Raises TypeError for anything else and for unknown fields.
-    """
-    if value is None:
-        return kind()
-    if isinstance(value, kind):
-        return value
-    if isinstance(value, Mapping):
-        known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
-        unknown = sorted(set(value) - set(known))
-        if unknown:
-            raise TypeError(f"{name} has no field {unknown[0]!r}; it has {', '.join(known)}")
-        return kind(**value)
-    raise TypeError(
-        f"{name} is a {kind.__name__}, a dictionary or None, not {type(value).__name__}"
-    )
 
 
 def result_dtype(options: MatmulOptions, dtype: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from shardmath import geometry
@@ -27,17 +28,17 @@ _NAMES = ("a", "b", "c")
 
 @dataclass(frozen=True)
 class Call:
-    """One rank's call, with the arrays reduced to their specs."""
+    """One rank's call, with the arrays reduced to their specs, and alpha and beta to their kind."""
 
     operands: tuple[ArraySpec | None, ...]  # a, b, c
-    distributions: Sequence[Distribution]
-    alpha: Any
-    beta: Any
+    distributions: tuple[Any, ...]
+    complex_scalars: tuple[bool, bool]  # alpha, beta
+    has_beta: bool
     transpose: tuple[bool, bool, bool]
     conjugate: tuple[bool, bool, bool]
     options: MatmulOptions
     epilog: MatmulEpilog
-    inputs: Mapping[str, ArraySpec]
+    inputs: tuple[tuple[str, ArraySpec], ...]
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,7 @@ class Facts(NamedTuple):
     inputs: tuple[Any, ...]  # (name, (library and device, dtype, shape, strides)) of epilog inputs
 
 
+@lru_cache(maxsize=256)
 def describe(call: Call) -> Facts:
     """The call in plain data. Raises ValueError or TypeError for what is wrong on this rank."""
     a = call.operands[0]
@@ -106,7 +108,7 @@ def describe(call: Call) -> Facts:
     ):
         raise ValueError(
             "distributions holds three Distribution objects, for a, b and the result, not "
-            f"{list(call.distributions)!r}"
+            f"{call.distributions!r}"
         )
     _check_scalars(call, a.dtype)
     call.options.check(a.dtype)
@@ -121,26 +123,24 @@ def describe(call: Call) -> Facts:
         options=call.options.compared(),
         result=result_dtype(call.options, a.dtype),
         epilog=int(call.epilog),
-        inputs=tuple((name, (*_fact(s), s.strides)) for name, s in sorted(call.inputs.items())),
+        inputs=tuple((name, (*_fact(s), s.strides)) for name, s in call.inputs),
     )
+
+
+def check_operands(specs: Sequence[Sequence[Any]], rank: int) -> Facts:
+    """The facts of `rank`, after all that can be compared before an epilog is known."""
+    facts = [Facts(*spec) for spec in specs]
+    _check_factors(facts)
+    return facts[rank]
 
 
 def check(specs: Sequence[Sequence[Any]]) -> Problem:
     """The problem that all ranks' descriptions make. Raises ValueError where they do not fit."""
     facts = [Facts(*spec) for spec in specs]
     first = facts[0]
-    for index, name in enumerate(_NAMES):
-        _check_same_kind(name, [each.operands[index] for each in facts])
-    for field in ("transpose", "conjugate", "options", "result", "epilog"):
-        require_equal(_SAID.get(field, field), [getattr(each, field) for each in facts])
+    a, b = _check_factors(facts)
+    epilog = MatmulEpilog(require_equal("epilog", [each.epilog for each in facts]))
     require_equal("the names of epilog_inputs", [[n for n, _ in each.inputs] for each in facts])
-    epilog = MatmulEpilog(first.epilog)
-    a, b = (_layout(facts, index, transposed=first.transpose[index]) for index in (0, 1))
-    if a.global_shape[1] != b.global_shape[0]:
-        raise ValueError(
-            f"op(a) is {_by(a.global_shape)} and op(b) is {_by(b.global_shape)}: the inner extents "
-            f"{a.global_shape[1]} and {b.global_shape[0]} differ"
-        )
     shape = (a.global_shape[0], b.global_shape[1])
     sums_c = epilog is MatmulEpilog.ALLREDUCE
     d = Layout.replicated(shape, len(facts)) if sums_c else _bound(facts, 2, shape)
@@ -161,6 +161,22 @@ def check(specs: Sequence[Sequence[Any]]) -> Problem:
     )
 
 
+def _check_factors(facts: Sequence[Facts]) -> tuple[Layout, Layout]:
+    """The layouts of op(A) and op(B). Raises ValueError where operands or options do not fit."""
+    for index, name in enumerate(_NAMES):
+        _check_same_kind(name, [each.operands[index] for each in facts])
+    for field in ("transpose", "conjugate", "options", "result"):
+        require_equal(_SAID.get(field, field), [getattr(each, field) for each in facts])
+    transpose = facts[0].transpose
+    a, b = (_layout(facts, index, transposed=transpose[index]) for index in (0, 1))
+    if a.global_shape[1] != b.global_shape[0]:
+        raise ValueError(
+            f"op(a) is {_by(a.global_shape)} and op(b) is {_by(b.global_shape)}: the inner extents "
+            f"{a.global_shape[1]} and {b.global_shape[0]} differ"
+        )
+    return a, b
+
+
 _SAID = {"transpose": "is_transpose", "conjugate": "is_conjugate"}
 
 
@@ -175,10 +191,10 @@ def _check_scalars(call: Call, dtype: str) -> None:
     _, b, c = call.operands
     if b is not None and b.dtype != dtype:
         raise ValueError(f"a has dtype {dtype} and b has {b.dtype}; they must be equal")
-    if c is None and call.beta is not None:
+    if c is None and call.has_beta:
         raise ValueError("beta is given without c; pass c, or leave beta out")
     if c is not None:
-        if call.beta is None:
+        if not call.has_beta:
             raise ValueError("c is given without beta; pass beta too, for example beta=1")
         expected = result_dtype(call.options, dtype)
         if c.dtype not in (dtype, expected) or (call.options.inplace and c.dtype != expected):
@@ -188,9 +204,9 @@ def _check_scalars(call: Call, dtype: str) -> None:
     real = dtypes.of(dtype).kind != "c"
     if real and (call.conjugate[0] or call.conjugate[1]):
         raise ValueError(f"a qualifier conjugates an operand of {dtype}, which is real")
-    for name, scalar in (("alpha", call.alpha), ("beta", call.beta)):
-        if real and isinstance(scalar, complex):
-            raise ValueError(f"{name}={scalar} is complex, the operands are {dtype}")
+    for name, is_complex in zip(("alpha", "beta"), call.complex_scalars, strict=True):
+        if real and is_complex:
+            raise ValueError(f"{name} is complex, and the operands are {dtype}")
 
 
 def _fact(spec: ArraySpec) -> tuple[str, str, tuple[int, ...]]:
