@@ -54,8 +54,8 @@ def matmul(
 
     Raises, on every rank, ValueError or TypeError for arguments that are wrong on one rank or do
     not fit together (CollectiveMismatch, a ValueError, where ranks differ), UseAfterFree for a
-    freed operand, RuntimeError before `initialize`; c is then as it was. Source:
-    nvmath.distributed.linalg.advanced.matmul.
+    freed operand, RuntimeError before `initialize`; c is then as it was.
+    Source: nvmath.distributed.linalg.advanced.matmul.
     """
     context = require_context()
     arguments = Arguments(
@@ -222,8 +222,7 @@ class Matmul(Lifecycle):
         self._hold(**self._given(a, b, c, alpha, beta, quantization_scales, epilog_inputs))
 
     def release_operands(self) -> None:
-        """Refer to the operands no more; `reset_operands` must give all before the next execution.
-        """
+        """Refer to the operands no more; all must be reset before the next execution."""
         self._require_alive()
         self._drop()
 
