@@ -85,7 +85,8 @@ class Matmul(Lifecycle):
     exchanges them for others that look the same. It is a context manager that frees at its end.
 
     Errors are raised on every rank, as by `matmul`; InvalidMatmulState, a RuntimeError, after
-    `free`. Source: nvmath.distributed.linalg.advanced.Matmul.
+    `free`.
+    Source: nvmath.distributed.linalg.advanced.Matmul.
     """
 
     noun: ClassVar[str] = "Matmul"

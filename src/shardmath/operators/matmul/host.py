@@ -7,13 +7,12 @@ read. The plan is the same data on every rank; only `Share`, what one rank does,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numpy.lib.stride_tricks import as_strided
 
 from shardmath.arrays import dtypes
 from shardmath.arrays.base import HostArray
@@ -25,7 +24,7 @@ from shardmath.local.gemm import multiply
 from shardmath.operators.exposure import Exposure, Workspace
 from shardmath.operators.matmul.panels import Piece, Source, intervals
 from shardmath.operators.matmul.strategy import Strategy
-from shardmath.redistribution.host import pull
+from shardmath.redistribution.host import copy_moves
 from shardmath.symmetric.heap import Block
 
 __all__ = ["Operands", "Share", "execute"]
@@ -178,9 +177,8 @@ class _Execution:
             total = np.empty_like(self.operands.out, self.wide)
         total[...] = 0
         array = self._shared(sums, "sums", self.strategy.sums)
-        for src, found in enumerate(self.share.additions):
-            if found:
-                _add_moves(found, array(src), total)
+        for found in self.share.additions:
+            copy_moves(found, array, total, add=True)
         return total
 
     # -- move --------------------------------------------------------------------------------------
@@ -190,7 +188,7 @@ class _Execution:
         final = np.empty_like(self.operands.out, self.wide)
         name = "reduced" if self.strategy.reduces else "sums"
         array = self._shared(sums, name, self.strategy.reduced)
-        pull(self.share.last_moves, array, final, rank=self.rank, size=self.context.size)
+        copy_moves(self.share.last_moves, array, final, rank=self.rank)
         return final
 
     def _shared(self, mine: HostArray, name: str, layout: Layout) -> Callable[[int], HostArray]:
@@ -263,10 +261,13 @@ class _Execution:
         exposure.offer(vector, needed=True, block=self.workspace.block("vector"))
         exposure.read(self.context.board.exchange(self.operation, exposure.note()))
         total = np.zeros((need.local_shape(self.rank)[0], 1), partial.dtype)
+
+        def array(src: int) -> HostArray:
+            return exposure.array(0, src, _matrix_shape(held, src), partial.dtype)
+
         for src in [self.rank] if once else range(self.context.size):
             found = shared_part(held, need, src=src, dst=self.rank)
-            array = exposure.array(0, src, _matrix_shape(held, src), partial.dtype)
-            _add_moves(found, array, total)
+            copy_moves(found, array, total, add=True)
         return total[:, 0]
 
 
@@ -308,8 +309,8 @@ class _Reader:
         shape = (hi - lo, source.width) if source.axis == 0 else (source.width, hi - lo)
         if self._panel.shape != shape:
             self._panel = np.empty(shape, self._work.narrow)
-        rank, size = self._work.rank, self._work.context.size
-        pull(source.gathering(lo, hi), self._array, self._panel, rank=rank, size=size)
+        moved = source.gathering(lo, hi)
+        copy_moves(moved, self._array, self._panel, rank=self._work.rank)
         self._filled = (lo, hi)
 
     def _array(self, rank: int) -> HostArray:
@@ -325,22 +326,3 @@ class _Reader:
 def _matrix_shape(layout: Layout, rank: int) -> tuple[int, int]:
     rows, columns = layout.local_shape(rank)
     return rows, columns
-
-
-def _add_moves(found: Sequence[Move], source: HostArray, total: HostArray) -> None:
-    """Add what the moves select in a source's array to where they land."""
-    for move in found:
-        target = _box(total, [(r.count, r.length, r.dst_start, r.dst_step) for r in move.runs])
-        target += _box(source, [(r.count, r.length, r.src_start, r.src_step) for r in move.runs])
-
-
-def _box(array: HostArray, runs: Sequence[tuple[int, int, int, int]]) -> HostArray:
-    """The blocks (count, length, start, step) of each axis, as a view with two axes for each."""
-    corner = array[tuple(slice(start, None) for _, _, start, _ in runs)]
-    shape = [extent for count, length, _, _ in runs for extent in (count, length)]
-    strides = [
-        step * stride
-        for (_, _, _, blocks), stride in zip(runs, array.strides, strict=True)
-        for step in (blocks, 1)
-    ]
-    return as_strided(corner, shape, strides)
