@@ -33,7 +33,7 @@ from shardmath.launch.failure import Failure, died, from_exception, rebuild
 __all__ = ["Pool"]
 
 HEADER = struct.Struct("<cQ")
-LINGER = 2.0  # seconds that the others have to end after one rank has failed
+LINGER = 0.2  # seconds that the others have to end after one rank has failed
 
 
 def own_group(group: Any) -> Any:
@@ -245,8 +245,10 @@ def _collect(workers: list[_Worker], deadline: float) -> dict[int, Any]:
                 worker = key.data
                 selector.unregister(worker.channel)
                 replies[worker.rank] = _reply(worker)
-                if isinstance(replies[worker.rank], Failure):
-                    deadline = min(deadline, time.monotonic() + LINGER)
+                reply = replies[worker.rank]
+                if isinstance(reply, Failure):
+                    linger = 10 * LINGER if reply.is_consequence else LINGER
+                    deadline = min(deadline, time.monotonic() + linger)
     return replies
 
 

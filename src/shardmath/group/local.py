@@ -121,8 +121,9 @@ class LocalProcessGroup(GatheringGroup):
 
     def _spoke(self, data: bytes, deadline: float) -> list[bytes]:
         send_all(self._links, self._number, data, deadline=deadline)
-        # One second more than the hub allows itself, so that its account of who is missing wins.
-        answer = receive_all(self._links, self._number, deadline=deadline + 1.0)
+        # A little more than the hub allows itself, so that its account of who is missing wins.
+        deadline += min(1.0, 0.25 + self._timeout / 10)
+        answer = receive_all(self._links, self._number, deadline=deadline)
         return _split(answer[0], self._size)
 
 
