@@ -201,6 +201,23 @@ def test_a_signal_ends_the_job(tmp_path: Path, signum: signal.Signals) -> None:
     assert errors == f"shardmath run: ended by {signum.name}\n"
 
 
+def test_what_the_starter_ignores_stays_ignored(tmp_path: Path) -> None:
+    """As under nohup: the hang-up passes by, the request to end does not."""
+    script = write(tmp_path, f"print(os.getpid(), flush=True)\n{FOREVER}")
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with started(script) as (launcher, pidfds):
+            launcher.send_signal(signal.SIGHUP)
+            for pidfd in pidfds:
+                signal.pidfd_send_signal(pidfd, signal.SIGHUP)
+            launcher.terminate()
+            assert all_end(pidfds, within=1.0)
+            launcher.communicate(timeout=10)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert launcher.returncode == 128 + signal.SIGTERM
+
+
 def test_ctrl_c_twice_kills(tmp_path: Path) -> None:
     script = write(
         tmp_path,
