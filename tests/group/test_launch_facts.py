@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from shardmath.config import Settings
-from shardmath.errors import BackendUnavailable, BootstrapError
+from shardmath.errors import BackendUnavailable, BootstrapError, RankFailure
 from shardmath.group import (
     LaunchFacts,
+    MPIProcessGroup,
     SoloProcessGroup,
     TorchProcessGroup,
     as_process_group,
@@ -151,6 +153,32 @@ def of_torch() -> None:
 
 def test_torch_groups() -> None:
     spawn(of_torch, 1)
+
+
+def test_a_torch_peer_that_left(tmp_path: Path) -> None:
+    def function() -> str:
+        from torch import distributed
+
+        rank = Settings.from_environment().rank
+        store = distributed.FileStore(str(tmp_path / "store"), 2)
+        distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+        group = TorchProcessGroup(device_id="cpu", timeout=10.0)
+        group.allgather_bytes(b"both are here")
+        if rank == 1:
+            return "left"
+        with pytest.raises(RankFailure, match="rank 0: a gather of 2 ranks over torch failed"):
+            group.allgather_bytes(b"rank 1 is not")
+        return "noticed"
+
+    assert spawn(function, 2, timeout=20) == ["noticed", "left"]
+
+
+def test_mpi_waits_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    never = SimpleNamespace(Test=lambda: False)
+    world = SimpleNamespace(rank=1, size=2, Iallgather=lambda *_: never)
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", SimpleNamespace())
+    with pytest.raises(BootstrapError, match="rank 1: a gather of sizes of 2 ranks over MPI"):
+        MPIProcessGroup(world, timeout=0.05).allgather_bytes(b"")
 
 
 def of_mpi() -> list[str]:
