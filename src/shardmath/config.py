@@ -56,7 +56,7 @@ class Settings:
                 warnings.warn(f"unknown variable {name}{hint}", stacklevel=2)
                 continue
             entry = known[name]
-            kind: Any = type(entry.default)
+            kind = type(entry.default)
             try:
                 values[entry.name] = kind(text)
             except ValueError:
