@@ -60,6 +60,8 @@ def offer(context: DistributedContext, flat: HostArray, location: Location | Non
 
     Raises HeapExhausted when a copy has no room. Must be followed by an exchange of the notes.
     """
+    if context.size == 1:
+        return Offer(NOTHING)
     if flat.nbytes <= _INLINE_BYTES:
         return Offer(_INLINE + flat.tobytes())
     if location is not None and flat.nbytes > _LENT_IN_PLACE_BYTES:
@@ -89,10 +91,10 @@ def read_offers(
     """
     found: list[HostArray] = []
     for rank, (note, size) in enumerate(zip(notes, sizes, strict=True)):
-        if note == NOTHING or size == 0:
-            found.append(np.empty(0, dtype))
-        elif rank == context.rank and own is not None:
+        if rank == context.rank and own is not None:
             found.append(own)
+        elif note == NOTHING or size == 0:
+            found.append(np.empty(0, dtype))
         elif note[:1] == _INLINE:
             found.append(np.frombuffer(bytearray(note[1:]), dtype))  # a copy, and so aligned
         else:
