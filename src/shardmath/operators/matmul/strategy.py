@@ -1,9 +1,10 @@
 """How a product is computed: which rank multiplies what, what must move first, and what follows.
 
-A strategy gives every rank a box of the m x n x k iteration space, its work. Together the boxes cover
-the space once. All else follows from geometry: the parts of A and B that a rank needs, whether sums of
-several ranks must be added, and whether the result must move to where the caller wants it. So a strategy
-is data, costs are counted and not guessed, and every pair of distributions has at least one.
+A strategy gives every rank a box of the m x n x k iteration space, its work. Together the boxes
+cover the space once. All else follows from geometry: the parts of A and B that a rank needs,
+whether sums of several ranks must be added, and whether the result must move to where the caller
+wants it. So a strategy is data, costs are counted and not guessed, and every pair of distributions
+has at least one.
 
     work (rows, columns, depth)          needs           leaves
     ---------------------------------    ------------    -------------------------------------
@@ -22,7 +23,6 @@ from math import prod
 
 from shardmath.arrays import dtypes
 from shardmath.geometry import Layout, Spans, bytes_moved
-from shardmath.geometry.layout import even_part
 from shardmath.operators.matmul.problem import Problem
 
 __all__ = ["CORES", "Cost", "Machine", "Strategy", "candidates", "choose"]
@@ -32,8 +32,9 @@ Column = tuple[Spans, ...]  # one axis of the work, by rank
 
 @dataclass(frozen=True)
 class Machine:
-    """What one rank can do: multiply-adds counted as two operations per second, bytes per second that
-    it takes from peers, seconds that a phase costs in synchronisation."""
+    """What one rank can do: multiply-adds counted as two operations per second, bytes per second
+    that it takes from peers, seconds that a phase costs in synchronisation.
+    """
 
     flops: float  # in float64
     bandwidth: float
@@ -66,15 +67,18 @@ class Cost:
     seconds: float
 
     def __str__(self) -> str:
-        return f"{_time(self.seconds)}, {_count(self.flops)}FLOP and {_bytes(self.received)} per rank"
+        return (
+            f"{_time(self.seconds)}, {_count(self.flops)}FLOP and {_bytes(self.received)} per rank"
+        )
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """Who multiplies what. `rows`, `columns`, `depth` are the work's extent along m, n and k by rank.
+    """Who multiplies what. `rows`, `columns`, `depth` are the work's extent along m, n and k by
+    rank.
 
-    `sums` holds each rank's product before anything is added, `reduced` the complete sums, each on one
-    rank or equal on several, and `problem.d` is where they end.
+    `sums` holds each rank's product before anything is added, `reduced` the complete sums, each on
+    one rank or equal on several, and `problem.d` is where they end.
     """
 
     label: str
@@ -140,15 +144,11 @@ class Strategy:
 
     @cached_property
     def kind(self) -> str:
-        """The name of what this does, one of `options.KINDS`."""
+        """The name of what this does: how the operands get together."""
         move_a, move_b = self.moves_inputs
-        if self.reduces:
-            if self.label == "stationary a" and (move_a or move_b):
-                return "stationary-a"
-            if move_a or move_b:
-                return "redistribute"
+        if self.reduces and not (move_a or move_b):
             return "reduce-scatter" if self.problem.d.disjoint() else "all-reduce"
-        if self.moves_result:
+        if self.reduces or self.moves_result:
             return "redistribute"
         if not (move_a or move_b):
             return "local"
@@ -219,16 +219,16 @@ class Strategy:
 def choose(problem: Problem, machine: Machine) -> tuple[Strategy, list[tuple[Strategy, Cost]]]:
     """The strategy predicted to be fastest, and all that were compared, fastest first.
 
-    A kind named in the problem wins over a faster one. Raises ValueError when no strategy of that kind
-    exists for these distributions, listing those that do.
+    A kind or label named in the problem wins over a faster one. Raises ValueError when no strategy
+    of that kind exists for these distributions, listing those that do.
     """
     compared = [(each, each.cost(machine)) for each in candidates(problem)]
     compared.sort(key=lambda entry: entry[1].seconds)
     wanted = problem.strategy
-    fitting = [each for each, _ in compared if wanted in (None, each.kind)]
+    fitting = [each for each, _ in compared if wanted in (None, each.kind, each.label)]
     if not fitting:
-        kinds = ", ".join(sorted({each.kind for each, _ in compared}))
-        raise ValueError(f"no strategy {wanted!r} for these distributions; there are {kinds}")
+        names = ", ".join(dict.fromkeys(str(each) for each, _ in compared))
+        raise ValueError(f"no strategy {wanted!r} for these distributions; there are {names}")
     return fitting[0], compared
 
 
@@ -256,9 +256,9 @@ def _all(problem: Problem) -> Iterator[Strategy]:
         yield replace(
             whole,
             label=f"grid {p} x {q} x {r}",
-            rows=tuple(even_part(m, p, x) for x, _, _ in places),
-            columns=tuple(even_part(n, q, y) for _, y, _ in places),
-            depth=tuple(even_part(k, r, z) for _, _, z in places),
+            rows=tuple(Spans.even(m, p, x) for x, _, _ in places),
+            columns=tuple(Spans.even(n, q, y) for _, y, _ in places),
+            depth=tuple(Spans.even(k, r, z) for _, _, z in places),
         )
 
 
