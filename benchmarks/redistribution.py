@@ -10,7 +10,9 @@ boxes       np.copyto of the boxes that the redistribution moves: the same work 
 
 from __future__ import annotations
 
+import statistics
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +21,7 @@ import numpy as np
 import record
 from numpy.lib.stride_tricks import as_strided
 
-import shardmath
+from shardmath import context as contexts
 from shardmath.arrays import library_of
 from shardmath.context import DistributedContext
 from shardmath.distribution import (
@@ -61,9 +63,9 @@ CASES = (
 
 def run(n: int) -> list[dict[str, Any]]:
     """The rows of all cases for an n x n array of float64, as this rank measures them."""
-    context = shardmath.initialize("cpu")
+    context = contexts.initialize("cpu")
     rows = [row(context, case, n) for case in CASES]
-    shardmath.finalize()
+    contexts.finalize()
     return rows
 
 
@@ -81,16 +83,19 @@ def row(context: DistributedContext, case: Case, n: int) -> dict[str, Any]:
     plan.plan()
     moved = boxes(transfer, context.rank, operand, out)
     flat, image = operand.reshape(-1), out.reshape(-1, order="A")
-    seconds = {
-        "contiguous": measure(context, lambda: np.copyto(image, flat)),
-        "boxes": measure(context, lambda: [np.copyto(to, came) for came, to in moved]),
-        "ordinary, new": measure(context, plan.execute),
-        "ordinary, out": measure(context, lambda: plan.execute(out=out)),
+    heap = Redistribute(heap_operand, case.source, case.target)
+    heap.plan()
+    calls = {
+        "contiguous": lambda: np.copyto(image, flat),
+        "boxes": lambda: [np.copyto(to, came) for came, to in moved],
+        "heap, out": lambda: heap.execute(out=out),
+        "heap, heap out": lambda: heap.execute(out=heap_out),
+        "ordinary, out": lambda: plan.execute(out=out),
     }
-    plan.reset_operand(heap_operand)
-    seconds["heap, new"] = measure(context, plan.execute)
-    seconds["heap, out"] = measure(context, lambda: plan.execute(out=out))
-    seconds["heap, heap out"] = measure(context, lambda: plan.execute(out=heap_out))
+    if case.order == "C":
+        calls |= {"heap, new": heap.execute, "ordinary, new": plan.execute}
+    seconds = measure(context, calls)
+    heap.free()
     plan.free()
     rates = {name: out.nbytes / 1e9 / taken for name, taken in seconds.items()}
     return {
@@ -124,15 +129,20 @@ def boxes(transfer: TransferPlan, rank: int, operand: Any, out: Any) -> list[tup
     return pairs
 
 
-def measure(context: DistributedContext, call: Callable[[], object]) -> float:
-    """The median time until both ranks are done."""
-
-    def timed() -> None:
-        call()
-        context.barrier()
-
-    timed()  # the first touch of pages, and of peers' pages
-    return record.median_seconds(timed, repeats=REPEATS, before=context.barrier)
+def measure(
+    context: DistributedContext, calls: dict[str, Callable[[], object]]
+) -> dict[str, float]:
+    """The median time of each call until both ranks are done; the calls take turns."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(REPEATS + 1):
+        for name, call in calls.items():
+            context.barrier()
+            start = time.perf_counter()
+            call()
+            context.barrier()
+            if turn:  # the first touches pages, and peers' pages
+                times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(taken) for name, taken in times.items()}
 
 
 def main() -> None:
@@ -144,7 +154,10 @@ def main() -> None:
     print(f"{n} x {n} float64, {RANKS} ranks, GB/s of a rank's result")
     print(f"{'':32}" + "".join(f"{name:>16}" for name in names))
     for entry in rows:
-        print(f"{entry['case']:32}" + "".join(f"{entry['GB/s'][name]:16.2f}" for name in names))
+        print(
+            f"{entry['case']:32}"
+            + "".join(f"{entry['GB/s'].get(name, 0) or '':>16}" for name in names)
+        )
     path = record.write("redistribution", rows, n=n, ranks=RANKS, repeats=REPEATS)
     print(f"written: {path.relative_to(path.parent.parent.parent)}")
 

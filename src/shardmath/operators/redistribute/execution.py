@@ -51,7 +51,8 @@ class Arrays:
         library = library_of(operand)
         host = library.host_view(operand)
         on_heap = block_of(context, operand)
-        found = block_of(context, host) if host.size else on_heap
+        in_place = host is operand or host.size == 0
+        found = on_heap if in_place else block_of(context, host)
         block = None if found is None else found[0]
         if out is None:
             return cls(library, host, block, on_heap is not None, None, None)
