@@ -24,7 +24,7 @@ from shardmath.errors import CollectiveMismatch, RankFailure
 from shardmath.symmetric.waiting import Patience, caller_line, wait_until
 from shardmath.transport.watch import PeerWatch
 
-__all__ = ["Board", "board_bytes"]
+__all__ = ["ORDERED", "Board", "board_bytes"]
 
 _EXCHANGE, _BARRIER, _STATE = 0, 1, 2
 _OPERATION = 64  # byte offset in a row
@@ -40,7 +40,7 @@ _MESSAGE_LIMIT = 64 << 20
 # On x86-64 stores become visible in program order. Elsewhere a fence must come between the data and
 # the word that announces it, and between a word and the data read after it; a switch of threads in
 # the kernel holds one.
-_ORDERED = platform.machine() in ("x86_64", "AMD64")
+ORDERED = platform.machine() in ("x86_64", "AMD64")
 
 
 def board_bytes(size: int) -> int:
@@ -224,7 +224,7 @@ class Board:
     # -- words ---------------------------------------------------------------------------------
 
     def _publish(self, word: int, value: int) -> None:
-        if not _ORDERED:
+        if not ORDERED:
             os.sched_yield()
         self._words[self._base + word] = value
 
@@ -234,7 +234,7 @@ class Board:
         late = [at for r in self._peers if words[at := self._word_of[r] + word] < target]
         if late:
             self._await_late(word, target, late, timeout)
-        if not _ORDERED:
+        if not ORDERED:
             os.sched_yield()
 
     def _await_late(self, word: int, target: int, late: list[int], timeout: float | None) -> None:
