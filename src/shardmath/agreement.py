@@ -57,7 +57,7 @@ def agree(
 def require_equal(what: str, values: Sequence[Any]) -> Any:
     """The one value that all ranks gave. Raises CollectiveMismatch, naming a rank that differs."""
     for rank, value in enumerate(values):
-        if value != values[0]:
+        if value != values[0] and repr(value) != repr(values[0]):  # NaN equals NaN here
             raise CollectiveMismatch(
                 f"{what} must be equal on all ranks: rank 0 has {values[0]}, rank {rank} has {value}"
             )

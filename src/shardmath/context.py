@@ -15,8 +15,8 @@ import os
 import struct
 import sys
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from hashlib import blake2b
 from typing import Any, TypeVar
 
@@ -157,6 +157,17 @@ class DistributedContext:
         if all(texts):
             marks = [struct.unpack(f"={len(text) // 8}Q", text) for text in texts]
             self.heap.honour(self.number, marks)
+
+    @contextmanager
+    def executing(self, operation: str) -> Iterator[None]:
+        """What follows agreement. An error in here is this rank's alone: the peers are told at once,
+        so that they raise RankFailure instead of waiting."""
+        try:
+            yield
+        except BaseException as error:
+            self.board.operation = operation
+            self.board.fail(f"{type(error).__name__}: {error}")
+            raise
 
     # -- memory ------------------------------------------------------------------------------------
 

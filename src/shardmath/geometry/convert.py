@@ -82,7 +82,7 @@ def _candidates(given: Distribution, cls: type[Distribution], size: int) -> Iter
 
 
 def _box(given: Distribution, size: int) -> Box:
-    """The asking rank's part as a box, once every rank's part is known to be one and to be its own."""
+    """The asking rank's part as a box, once every rank's part is known to be one box."""
     if given.binding is None:
         raise _refusal(given, Box, "it is not bound to a global shape")
     if isinstance(given, Replicated) and size > 1:
@@ -99,7 +99,7 @@ def _box(given: Distribution, size: int) -> Box:
 
 
 def _same(given: Distribution, candidate: Distribution, size: int) -> bool:
-    """True when both give every rank the same part: of the bound shape, or else of every shape."""
+    """True when both give every rank the same part, of the bound shape or else of any shape."""
     if given.binding is not None:
         shapes = [given.binding.global_shape]
     else:

@@ -1,7 +1,7 @@
 """What every distribution can answer: the part of a rank, its shape, who owns an index.
 
 A distribution is an immutable value: `bind` returns a copy that knows a global shape and writes
-nothing. Every answer comes from one question, `part`: which `Spans` does a rank own along each axis?
+nothing. Every answer comes from one question, `part`: which `Spans` does a rank own, per axis?
 """
 
 from __future__ import annotations

@@ -17,6 +17,8 @@ __all__ = ["decode", "encode"]
 
 def encode(distribution: Distribution) -> tuple[Any, ...]:
     """Plain data from which `decode` makes an equal distribution. TypeError for other classes."""
+    if type(distribution) not in (Slab, Box, BlockCyclic, BlockNonCyclic, Replicated):
+        raise TypeError(f"{type(distribution).__name__} does not travel between ranks")
     held = distribution.binding
     binding = None if held is None else (held.global_shape, held.size, held.rank)
     fields: tuple[Any, ...]
@@ -33,7 +35,7 @@ def encode(distribution: Distribution) -> tuple[Any, ...]:
         case Replicated():
             fields = (distribution.ndim,)
         case _:
-            raise TypeError(f"{type(distribution).__name__} does not travel between ranks")
+            raise AssertionError(distribution)
     return (type(distribution).__name__, *fields, binding)
 
 

@@ -26,8 +26,8 @@ class ProcessGrid:
                    3 4 5               1 3 5                     [4, 2, 0]]
 
     `layout` may be left out when one extent holds all ranks. Raises ValueError when there is no
-    shape, when the layout is missing, when `process_array` does not hold every rank once, or when it
-    contradicts `shape` or `layout`; TypeError when `layout` is not a `ProcessGrid.Layout`.
+    shape, when the layout is missing, or when `process_array` does not hold every rank once or
+    contradicts the others; TypeError when `layout` is not a `ProcessGrid.Layout`.
     """
 
     class Layout(enum.IntEnum):

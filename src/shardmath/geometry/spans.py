@@ -291,8 +291,6 @@ def _join(one: Run, two: Run) -> Run | None:
         return None
     src_step = two.src_start - one.src_start - (one.count - 1) * one.src_step
     dst_step = two.dst_start - one.dst_start - (one.count - 1) * one.dst_step
-    if src_step <= 0 or dst_step <= 0:
-        return None
     for run in (one, two):
         if run.count > 1 and (run.src_step, run.dst_step) != (src_step, dst_step):
             return None

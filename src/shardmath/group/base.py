@@ -93,7 +93,7 @@ class ProcessGroup(ABC):
 
 
 class GatheringGroup(ProcessGroup):
-    """A group whose one verb is `allgather_bytes`: sizes that differ are seen, and reported to all."""
+    """A group whose one verb is `allgather_bytes`: arrays that differ are reported to all."""
 
     @abstractmethod
     def allgather_bytes(self, data: bytes) -> list[bytes]:

@@ -108,8 +108,8 @@ def from_environment(settings: Settings) -> ProcessGroup:
 
     Asked in this order: our own launcher, torchrun, Hydra and Intel MPI, Open MPI, Slurm; then
     torch.distributed and mpi4py, if the program itself has started them; else this process is
-    alone. Raises BootstrapError when the ranks cannot find each other, BackendUnavailable when the library
-    of the launcher is missing.
+    alone. Raises BootstrapError when the ranks cannot find each other, BackendUnavailable when the
+    library of the launcher is missing.
     """
     facts = LaunchFacts.from_mapping(config.environment(), pid=os.getpid())
     timeout = settings.startup_timeout

@@ -14,7 +14,6 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 __all__ = [
-    "KINDS",
     "MatmulAlgoType",
     "MatmulComputeType",
     "MatmulEpilogPreferences",
@@ -31,19 +30,6 @@ T = TypeVar("T")
 matrix_qualifiers_dtype = np.dtype(
     [("structure", object), ("is_transpose", "<i1"), ("is_conjugate", "<i1")]
 )
-
-# The kinds of strategy, which `MatmulOptions.strategy` may name.
-KINDS = (
-    "local",
-    "all-gather",
-    "stationary-c",
-    "stationary-a",
-    "reduce-scatter",
-    "all-reduce",
-    "replicate",
-    "redistribute",
-)
-
 
 class MatmulComputeType(IntEnum):
     """The type in which products are summed; the values are cuBLAS's."""
@@ -80,9 +66,9 @@ class MatmulOptions:
 
     `inplace`: the result overwrites c. `compute_type`, `scale_type`, `result_type`, `algo_type`: numbers
     of the reference, None for the default; `result_type` may ask for a wider result than the operands'.
-    `strategy` names the kind of strategy to use instead of the one predicted to be fastest: "local",
-    "all-gather", "stationary-c", "stationary-a", "reduce-scatter", "all-reduce", "replicate" or
-    "redistribute". `blocking`: True, or "auto" (operands in host memory always block). The other
+    `strategy` names the strategy to use instead of the one predicted to be fastest, by its kind
+    ("all-gather", "stationary-c", "reduce-scatter", "all-reduce", "replicate", "redistribute", ...) or by
+    its label in what `explain` prints ("grid 2 x 2 x 1"). `blocking`: True, or "auto" (operands in host memory always block). The other
     fields concern GPUs.
     Source: nvmath.distributed.linalg.advanced.MatmulOptions, and `strategy`.
     """
@@ -99,12 +85,25 @@ class MatmulOptions:
     blocking: Literal[True, "auto"] = "auto"
     strategy: str | None = None
 
+    def compared(self) -> tuple[Any, ...]:
+        """What must be equal on all ranks, the strategy last."""
+        return (
+            self.inplace,
+            self.compute_type,
+            self.scale_type,
+            self.result_type,
+            self.algo_type,
+            self.result_amax,
+            self.block_scaling,
+            self.strategy,
+        )
+
     def check(self, dtype: str) -> None:
         """Raise ValueError for a value out of range, or one that operands of `dtype` rule out."""
         if self.blocking is not True and self.blocking != "auto":
             raise ValueError(f"blocking is True or 'auto', not {self.blocking!r}")
-        if self.strategy is not None and self.strategy not in KINDS:
-            raise ValueError(f"strategy is one of {', '.join(KINDS)}, not {self.strategy!r}")
+        if self.strategy is not None and not isinstance(self.strategy, str):
+            raise TypeError(f"strategy is a name that explain() prints, not {self.strategy!r}")
         if self.algo_type is not None and self.algo_type not in set(MatmulAlgoType):
             raise ValueError(f"algo_type {self.algo_type!r} is not a MatmulAlgoType")
         if self.compute_type is not None and self.compute_type not in _COMPUTE[dtype]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardmath import geometry
 from shardmath.agreement import require_equal
@@ -23,7 +23,6 @@ __all__ = ["Call", "Problem", "check", "describe"]
 
 _SUPPORTED = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
 _NAMES = ("a", "b", "c")
-_NOT_COMPARED = frozenset({"logger", "blocking", "sm_count_communication"})
 
 
 @dataclass(frozen=True)
@@ -56,8 +55,7 @@ class Problem:
     result: str
     transpose: tuple[bool, bool]
     conjugate: tuple[bool, bool]
-    alpha: complex | float
-    beta: complex | float | None
+    has_c: bool
     sums_c: bool
     epilog: MatmulEpilog
     strategy: str | None
@@ -76,14 +74,28 @@ class Problem:
     def __str__(self) -> str:
         m, n, k = self.shape
         extra = f", epilog {self.epilog.name}" if self.epilog else ""
-        plus = " + beta c" if self.beta is not None else ""
+        plus = " + beta c" if self.has_c else ""
         return (
             f"matmul ({m} x {k}) @ ({k} x {n}){plus}, {self.dtype}"
             f"{'' if self.result == self.dtype else f' -> {self.result}'} on {self.size} ranks{extra}"
         )
 
 
-def describe(call: Call) -> dict[str, Any]:
+class Facts(NamedTuple):
+    """What ranks tell each other of a call: plain, hashable data."""
+
+    operands: tuple[Any, ...]  # (library and device, dtype, shape) of a, b, c, or None
+    distributions: tuple[Any, ...]
+    has_c: bool
+    transpose: tuple[bool, bool, bool]
+    conjugate: tuple[bool, bool, bool]
+    options: tuple[Any, ...]
+    result: str
+    epilog: int
+    inputs: tuple[Any, ...]  # (name, (library and device, dtype, shape, strides)) of epilog inputs
+
+
+def describe(call: Call) -> Facts:
     """The call in plain data. Raises ValueError or TypeError for what this rank can see is wrong."""
     a = call.operands[0]
     assert a is not None
@@ -101,31 +113,30 @@ def describe(call: Call) -> dict[str, Any]:
     call.options.check(a.dtype)
     if call.options.inplace and call.operands[2] is None:
         raise ValueError("options.inplace=True overwrites c, and no c is given")
-    return {
-        "operands": [None if s is None else _fact(s) for s in call.operands],
-        "distributions": [each.encode() for each in call.distributions],
-        "scalars": (call.alpha, call.beta),
-        "transpose": call.transpose,
-        "conjugate": call.conjugate,
-        "options": {
-            name: value for name, value in vars(call.options).items() if name not in _NOT_COMPARED
-        },
-        "result": result_dtype(call.options, a.dtype),
-        "epilog": int(call.epilog),
-        "inputs": {name: (*_fact(s), s.strides) for name, s in sorted(call.inputs.items())},
-    }
+    return Facts(
+        operands=tuple(None if spec is None else _fact(spec) for spec in call.operands),
+        distributions=tuple(each.encode() for each in call.distributions),
+        has_c=call.operands[2] is not None,
+        transpose=call.transpose,
+        conjugate=call.conjugate,
+        options=call.options.compared(),
+        result=result_dtype(call.options, a.dtype),
+        epilog=int(call.epilog),
+        inputs=tuple((name, (*_fact(s), s.strides)) for name, s in sorted(call.inputs.items())),
+    )
 
 
-def check(specs: list[dict[str, Any]]) -> Problem:
+def check(specs: Sequence[Sequence[Any]]) -> Problem:
     """The problem that all ranks' descriptions make. Raises ValueError where they do not fit."""
-    first = specs[0]
+    facts = [Facts(*spec) for spec in specs]
+    first = facts[0]
     for index, name in enumerate(_NAMES):
-        _check_same_kind(name, [spec["operands"][index] for spec in specs])
-    for field in ("scalars", "transpose", "conjugate", "options", "result", "epilog"):
-        require_equal(_SAID.get(field, field), [spec[field] for spec in specs])
-    require_equal("the names of epilog_inputs", [sorted(spec["inputs"]) for spec in specs])
-    epilog = MatmulEpilog(first["epilog"])
-    a, b = (_layout(specs, index, transposed=first["transpose"][index]) for index in (0, 1))
+        _check_same_kind(name, [each.operands[index] for each in facts])
+    for field in ("transpose", "conjugate", "options", "result", "epilog"):
+        require_equal(_SAID.get(field, field), [getattr(each, field) for each in facts])
+    require_equal("the names of epilog_inputs", [[n for n, _ in each.inputs] for each in facts])
+    epilog = MatmulEpilog(first.epilog)
+    a, b = (_layout(facts, index, transposed=first.transpose[index]) for index in (0, 1))
     if a.global_shape[1] != b.global_shape[0]:
         raise ValueError(
             f"op(a) is {_by(a.global_shape)} and op(b) is {_by(b.global_shape)}: the inner extents "
@@ -133,27 +144,25 @@ def check(specs: list[dict[str, Any]]) -> Problem:
         )
     shape = (a.global_shape[0], b.global_shape[1])
     sums_c = epilog is MatmulEpilog.ALLREDUCE
-    d = Layout.replicated(shape, len(specs)) if sums_c else _bound(specs, 2, shape)
-    _check_c(specs, d)
-    _check_inputs(specs, d, epilog)
-    alpha, beta = first["scalars"]
+    d = Layout.replicated(shape, len(facts)) if sums_c else _bound(facts, 2, shape)
+    _check_c(facts, d)
+    _check_inputs(facts, d, epilog)
     return Problem(
         a=a,
         b=b,
         d=d,
-        dtype=first["operands"][0][1],
-        result=first["result"],
-        transpose=first["transpose"][:2],
-        conjugate=first["conjugate"][:2],
-        alpha=alpha,
-        beta=beta,
+        dtype=first.operands[0][1],
+        result=first.result,
+        transpose=first.transpose[:2],
+        conjugate=first.conjugate[:2],
+        has_c=first.has_c,
         sums_c=sums_c,
         epilog=epilog,
-        strategy=first["options"]["strategy"],
+        strategy=first.options[-1],
     )
 
 
-_SAID = {"scalars": "alpha and beta", "transpose": "is_transpose", "conjugate": "is_conjugate"}
+_SAID = {"transpose": "is_transpose", "conjugate": "is_conjugate"}
 
 
 def _check_operand(name: str, spec: ArraySpec) -> None:
@@ -197,10 +206,10 @@ def _check_same_kind(name: str, facts: list[Any]) -> None:
         require_equal(f"the dtype of {name}", [fact[1] for fact in facts])
 
 
-def _layout(specs: list[dict[str, Any]], index: int, *, transposed: bool) -> Layout:
+def _layout(facts: Sequence[Facts], index: int, *, transposed: bool) -> Layout:
     """The layout of op(X), its global shape inferred from all local shapes."""
-    distributions = [geometry.decode(spec["distributions"][index]) for spec in specs]
-    local_shapes = [spec["operands"][index][2] for spec in specs]
+    distributions = [geometry.decode(each.distributions[index]) for each in facts]
+    local_shapes = [each.operands[index][2] for each in facts]
     try:
         shape = geometry.infer_global_shape(distributions, local_shapes)
         layout = Layout.bind(distributions, shape)
@@ -209,17 +218,17 @@ def _layout(specs: list[dict[str, Any]], index: int, *, transposed: bool) -> Lay
     return layout.transposed() if transposed else layout
 
 
-def _bound(specs: list[dict[str, Any]], index: int, shape: tuple[int, int]) -> Layout:
-    distributions = [geometry.decode(spec["distributions"][index]) for spec in specs]
+def _bound(facts: Sequence[Facts], index: int, shape: tuple[int, int]) -> Layout:
+    distributions = [geometry.decode(each.distributions[index]) for each in facts]
     try:
         return Layout.bind(distributions, shape)
     except ValueError as error:
         raise type(error)(f"the result, {_by(shape)}: {error}") from None
 
 
-def _check_c(specs: list[dict[str, Any]], d: Layout) -> None:
-    for rank, spec in enumerate(specs):
-        c = spec["operands"][2]
+def _check_c(facts: Sequence[Facts], d: Layout) -> None:
+    for rank, each in enumerate(facts):
+        c = each.operands[2]
         if c is not None and tuple(c[2]) != d.local_shape(rank):
             raise ValueError(
                 f"rank {rank}: c has local shape {tuple(c[2])}; the result's distribution gives "
@@ -227,11 +236,11 @@ def _check_c(specs: list[dict[str, Any]], d: Layout) -> None:
             )
 
 
-def _check_inputs(specs: list[dict[str, Any]], d: Layout, epilog: MatmulEpilog) -> None:
-    dtype = specs[0]["result"]
-    for rank, spec in enumerate(specs):
+def _check_inputs(facts: Sequence[Facts], d: Layout, epilog: MatmulEpilog) -> None:
+    dtype = facts[0].result
+    for rank, each in enumerate(facts):
         needed = {e.name: e for e in requirements(epilog, *d.local_shape(rank), dtype).inputs}
-        given = spec["inputs"]
+        given = dict(each.inputs)
         if set(needed) != set(given):
             raise ValueError(
                 f"rank {rank}: epilog {epilog.name} takes {_list(needed)} in epilog_inputs; "
@@ -239,7 +248,7 @@ def _check_inputs(specs: list[dict[str, Any]], d: Layout, epilog: MatmulEpilog) 
             )
         for name, extra in needed.items():
             where, kind, shape, strides = given[name]
-            if where != spec["operands"][0][0]:
+            if where != each.operands[0][0]:
                 raise CollectiveMismatch(
                     f"rank {rank}: {name} is {where}, the operands are {spec['operands'][0][0]}"
                 )

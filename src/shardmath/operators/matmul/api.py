@@ -1,0 +1,246 @@
+"""The call: read the arguments, agree, find the plan, run it, give the result back as it came.
+
+A plan is what all ranks have agreed on and what this rank does for it; it holds no operand, and is kept
+for the next call that looks the same on every rank. alpha and beta are not part of it: they travel with
+each call, and must be equal on all ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from shardmath.agreement import require_equal
+from shardmath.arrays import ArraySpec, Library, library_of
+from shardmath.arrays.base import HostArray
+from shardmath.context import DistributedContext
+from shardmath.local.epilog import MatmulEpilog
+from shardmath.operators.matmul import host
+from shardmath.operators.matmul.options import MatmulOptions
+from shardmath.operators.matmul.problem import Call, Facts, Problem, check, describe
+from shardmath.operators.matmul.strategy import CORES, Cost, Strategy, choose
+from shardmath.planning import agree_plan
+from shardmath.symmetric.allocation import block_of, empty_on_heap
+from shardmath.symmetric.heap import Block
+
+__all__ = ["Arguments", "Plan", "agree_on_plan", "run"]
+
+_SCALARS = struct.Struct("<dddd")
+
+
+@dataclass
+class Arguments:
+    """One rank's arguments as they were given, read once into what the layers below understand.
+
+    Raises ValueError or TypeError, on this rank, for what cannot be read.
+    """
+
+    a: Any
+    b: Any
+    c: Any
+    distributions: Any
+    alpha: Any = None
+    beta: Any = None
+    qualifiers: Any = None
+    options: MatmulOptions = field(default_factory=MatmulOptions)
+    epilog: Any = None
+    inputs: Any = None
+
+    def call(self) -> Call:
+        """The call with specs in place of arrays."""
+        operands = tuple(
+            None if x is None else library_of(x).spec(x) for x in (self.a, self.b, self.c)
+        )
+        if operands[0] is None or operands[1] is None:
+            raise ValueError("matmul needs both a and b")
+        transpose, conjugate = _qualifiers(self.qualifiers)
+        distributions = self.distributions
+        if not isinstance(distributions, Sequence):
+            raise ValueError(f"distributions is a sequence of three, not {distributions!r}")
+        return Call(
+            operands=operands,
+            distributions=distributions,
+            alpha=scalar("alpha", 1.0 if self.alpha is None else self.alpha),
+            beta=None if self.beta is None else scalar("beta", self.beta),
+            transpose=transpose,
+            conjugate=conjugate,
+            options=self.options,
+            epilog=_epilog(self.epilog),
+            inputs=_input_specs(self.inputs),
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the ranks agreed on. `number` names it, the same on all ranks."""
+
+    number: int
+    strategy: Strategy
+    compared: tuple[tuple[Strategy, Cost], ...]
+    share: host.Share
+
+    @property
+    def problem(self) -> Problem:
+        """The product."""
+        return self.strategy.problem
+
+    @property
+    def operation(self) -> str:
+        """The name under which the ranks execute it together."""
+        return f"matmul #{self.number}"
+
+    def explain(self) -> str:
+        """What was chosen, its steps, and what it was compared with, predicted by counting."""
+        costs = {id(each): cost for each, cost in self.compared}
+        forced = f", as options.strategy={self.problem.strategy!r} asks" * bool(self.problem.strategy)
+        lines = [
+            str(self.problem),
+            f"chosen: {self.strategy}{forced}; predicted {costs[id(self.strategy)]}",
+        ]
+        lines += [f"  {i}. {step}" for i, step in enumerate(self.strategy.steps(), 1)]
+        others = [entry for entry in self.compared if entry[0] is not self.strategy]
+        if others:
+            lines.append("compared with")
+            lines += [f"  {each!s:<34} {cost}" for each, cost in others]
+        return "\n".join(lines)
+
+
+def agree_on_plan(context: DistributedContext, arguments: Arguments) -> tuple[Plan, Call]:
+    """The plan for these arguments, and the call as read. Collective.
+
+    Raises the same error on every rank when the arguments of one are wrong, or do not fit together.
+    """
+    calls: list[Call] = []
+
+    def described() -> tuple[Facts, bytes]:
+        call = arguments.call()
+        facts = describe(call)
+        for array in (arguments.a, arguments.b, arguments.c):
+            if array is not None:
+                block_of(context, array)  # raises UseAfterFree
+        if call.options.inplace:
+            library_of(arguments.c).host_view(arguments.c, writable=True)
+        calls.append(call)
+        return facts, _pack(call.alpha, call.beta)
+
+    def build(specs: list[Any]) -> Plan:
+        strategy, compared = choose(check(specs), CORES)
+        numbers = context.cache("matmul numbers", itertools.count)
+        return Plan(
+            next(numbers), strategy, tuple(compared), host.Share(strategy, context.rank)
+        )
+
+    plan, notes = agree_plan(context, "matmul", described, build)
+    require_equal("(alpha, beta)", [_unpack(note) for note in notes])
+    return plan, calls[0]
+
+
+def run(
+    context: DistributedContext, plan: Plan, call: Call, arguments: Arguments
+) -> Any:
+    """Execute a plan on arguments that it was made for: D, or (D, outputs of the epilog). Collective."""
+    a, c = arguments.a, arguments.c
+    library = library_of(a)
+    with context.executing(plan.operation):
+        blocks = [_block(context, x) for x in (arguments.a, arguments.b)]
+        on_heap = None not in blocks and (c is None or _block(context, c) is not None)
+        out = c if call.options.inplace else _result(context, plan, library, call, on_heap)
+        operands = host.Operands(
+            a=_op(library, a, call.transpose[0]),
+            b=_op(library, arguments.b, call.transpose[1]),
+            c=None if c is None else library.host_view(c),
+            out=library.host_view(out, writable=True),
+            alpha=call.alpha,
+            beta=call.beta,
+            blocks=(blocks[0], blocks[1]),
+            inputs={name: library.host_view(x) for name, x in (arguments.inputs or {}).items()},
+        )
+        aux = host.execute(context, plan.share, operands, plan.operation)
+    epilog = plan.problem.epilog
+    if not (epilog.makes_aux or epilog.makes_bgrad):
+        return out
+    return out, {name: library.from_host(array) for name, array in aux.items()}
+
+
+def scalar(name: str, value: Any) -> float | complex:
+    """alpha or beta as a Python number. Raises ValueError for what is none."""
+    if isinstance(value, complex) or (hasattr(value, "dtype") and "complex" in str(value.dtype)):
+        return complex(value)
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} is a number, not {value!r}") from None
+
+
+def _qualifiers(
+    given: Any,
+) -> tuple[tuple[bool, bool, bool], tuple[bool, bool, bool]]:
+    if given is None:
+        return (False, False, False), (False, False, False)
+    entries = np.asarray(given)
+    names = entries.dtype.names or ()
+    if entries.shape not in ((2,), (3,)) or not {"is_transpose", "is_conjugate"} <= set(names):
+        raise ValueError(
+            "qualifiers is an array of two or three entries of matrix_qualifiers_dtype, for a, b and "
+            f"c; given was {given!r}"
+        )
+    flags = [(bool(e["is_transpose"]), bool(e["is_conjugate"])) for e in entries]
+    flags += [(False, False)] * (3 - len(flags))
+    (ta, ca), (tb, cb), (tc, cc) = flags
+    return (ta, tb, tc), (ca, cb, cc)
+
+
+def _epilog(given: Any) -> MatmulEpilog:
+    if given is None:
+        return MatmulEpilog.DEFAULT
+    try:
+        return MatmulEpilog(given)
+    except ValueError:
+        raise ValueError(f"epilog is a MatmulEpilog, not {given!r}") from None
+
+
+def _input_specs(inputs: Any) -> dict[str, ArraySpec]:
+    if inputs is None:
+        return {}
+    if not isinstance(inputs, Mapping):
+        raise TypeError(f"epilog_inputs is a dictionary of arrays, not {type(inputs).__name__}")
+    return {name: library_of(x).spec(x) for name, x in inputs.items()}
+
+
+def _block(context: DistributedContext, array: Any) -> Block | None:
+    found = block_of(context, array)
+    return None if found is None else found[0]
+
+
+def _op(library: Library, array: Any, transpose: bool) -> HostArray:
+    view = library.host_view(array)
+    return view.T if transpose else view
+
+
+def _result(
+    context: DistributedContext, plan: Plan, library: Library, call: Call, on_heap: bool
+) -> Any:
+    """A new local part of D, in column-major order if the operands are, on the heap if they are."""
+    a, b, c = call.operands
+    assert a is not None and b is not None
+    column = c.order == "F" if c is not None else a.order == b.order == "F"
+    order: Any = "F" if column else "C"
+    shape = plan.problem.d.local_shape(context.rank)
+    if on_heap:
+        return empty_on_heap(context, library, shape, plan.problem.result, order)
+    return library.empty(shape, plan.problem.result, order)
+
+
+def _pack(alpha: complex, beta: complex | None) -> bytes:
+    alpha, beta = complex(alpha), complex(0 if beta is None else beta)
+    return _SCALARS.pack(alpha.real, alpha.imag, beta.real, beta.imag)
+
+
+def _unpack(note: bytes) -> tuple[complex, complex]:
+    numbers = _SCALARS.unpack(note)
+    return complex(*numbers[:2]), complex(*numbers[2:])

@@ -1,0 +1,174 @@
+"""Copy on host memory: a rank pulls from its peers' local arrays what its part of the result needs.
+
+Bits are copied, never values: the element type plays no role. What is contiguous on both sides is
+copied in one piece; a transposing copy goes in tiles that stay in the first caches, since walking
+down a column fetches a cache line, and a page, for every element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from shardmath.arrays.base import HostArray
+from shardmath.geometry import Move
+from shardmath.redistribution.copies import StridedCopy, lowered
+
+__all__ = ["Window", "perform", "pull"]
+
+_LINE = 64  # bytes of a cache line: units as long as this can be copied in any order
+_CACHED = 32 << 10  # bytes of a copy that stays in the first cache in any order
+
+
+class Window:
+    """Where a local array lies in this process: the address of its first element, and its strides.
+
+    It may show a part of the array only: elements outside are never touched. `keep` is what holds
+    the memory.
+    """
+
+    __slots__ = ("address", "keep", "strides")
+
+    def __init__(self, address: int, strides: Sequence[int], keep: object) -> None:
+        self.address = address
+        self.strides = tuple(strides)
+        self.keep = keep
+
+    @classmethod
+    def of(cls, host: HostArray) -> Window:
+        """The window on all of `host`."""
+        return cls(host.__array_interface__["data"][0], host.strides, host)
+
+    def __repr__(self) -> str:
+        return f"Window({self.address:#x}, strides {self.strides})"
+
+
+def pull(
+    moves: Iterable[Move],
+    source: Callable[[int], HostArray | Window],
+    destination: HostArray,
+    *,
+    rank: int,
+    size: int,
+) -> None:
+    """Execute `moves` into `destination`, the local array of `rank` among `size` ranks.
+
+    `source(r)` is rank r's local array, on its memory. Peers must not write there meanwhile. The
+    own part comes first, then rank + 1 and onwards, so that ranks do not all read from one.
+    """
+    windows: dict[int, Window] = {}
+    itemsize = destination.dtype.itemsize
+    copies: list[StridedCopy] = []
+    for move in moves:
+        if move.src not in windows:
+            found = source(move.src)
+            windows[move.src] = found if isinstance(found, Window) else Window.of(found)
+        copies.append(lowered(move, itemsize, windows[move.src].strides, destination.strides))
+    copies.sort(key=lambda copy: (copy.src - rank) % size)
+    perform(copies, windows, Window.of(destination))
+
+
+def perform(
+    copies: Iterable[StridedCopy], sources: Mapping[int, Window], destination: Window
+) -> None:
+    """Perform `copies` in order; `sources[r]` is the window on rank r's local array."""
+    for copy in copies:
+        _copy(
+            _view(sources[copy.src], copy.src_offset, copy.src_strides, copy.shape, copy.unit),
+            _view(destination, copy.dst_offset, copy.dst_strides, copy.shape, copy.unit),
+            copy.unit,
+        )
+
+
+class _Memory:
+    """What NumPy makes an array of; the array keeps it, and so what holds the memory."""
+
+    __slots__ = ("__array_interface__", "keep")
+
+    def __init__(self, interface: dict[str, Any], keep: object) -> None:
+        self.__array_interface__ = interface
+        self.keep = keep
+
+
+def _view(
+    window: Window, offset: int, strides: Sequence[int], shape: Sequence[int], unit: int
+) -> HostArray:
+    """The units of one side of a copy, as an array of a type that NumPy copies fast."""
+    if unit in _TYPES:
+        typestr = _TYPES[unit]
+    elif unit < _LINE:
+        typestr = f"|V{unit}"
+    else:  # one memmove for each
+        typestr, shape, strides = "|u1", (*shape, unit), (*strides, 1)
+    interface = {
+        "shape": tuple(shape),
+        "strides": tuple(strides),
+        "typestr": typestr,
+        "data": (window.address + offset, False),
+        "version": 3,
+    }
+    return np.asarray(_Memory(interface, window.keep))
+
+
+_TYPES = {1: "|u1", 2: "=u2", 4: "=u4", 8: "=u8", 16: "=c16"}
+
+
+def _copy(src: HostArray, dst: HostArray, unit: int) -> None:
+    """Copy `src` to `dst`, whose last axis is its densest."""
+    if unit < _LINE and src.nbytes > _CACHED and src.ndim > 1:
+        steps = [abs(stride) for stride in src.strides]
+        dense = min(range(src.ndim), key=steps.__getitem__)
+        if steps[dense] < steps[-1]:
+            _transpose(src, dst, dense, unit)
+            return
+    np.copyto(dst, src)
+
+
+def _transpose(src: HostArray, dst: HostArray, dense: int, unit: int) -> None:
+    """Copy in tiles along axis `dense`, the densest of `src`, and the last, the densest of `dst`.
+
+    Elements pass through a scratch tile with padded rows: at a stride that is a power of two, the
+    lines of a column would fight for the same few places of the cache. Units of 16 bytes and more
+    touch so few lines each time that the detour does not pay.
+    """
+    rows, columns = _tile(unit)
+    extents = [1] * src.ndim
+    extents[-1], extents[dense] = min(rows, src.shape[-1]), min(columns, src.shape[dense])
+    room = rows * columns // (extents[-1] * extents[dense])
+    for axis in reversed(range(src.ndim)):
+        if axis not in (dense, src.ndim - 1):
+            extents[axis] = min(room, src.shape[axis])
+            room //= extents[axis]
+    scratch = None if unit >= 16 else _scratch(extents, dense, src.dtype)
+    for tile in _tiles(src.shape, extents):
+        part = src[tile]
+        if scratch is None:
+            np.copyto(dst[tile], part)
+        else:
+            held = scratch[tuple(slice(0, extent) for extent in part.shape)]
+            np.copyto(held, part)
+            np.copyto(dst[tile], held)
+
+
+def _tile(unit: int) -> tuple[int, int]:
+    """Extents along the densest axes of destination and source, as measured."""
+    if unit <= 2:
+        return 512, 512
+    return (256, 128) if unit < 16 else (64, 512)
+
+
+def _scratch(extents: Sequence[int], dense: int, dtype: np.dtype[Any]) -> HostArray:
+    """An array of shape `extents` whose axis `dense` is contiguous, its rows a line apart."""
+    others = [axis for axis in range(len(extents)) if axis != dense]
+    padded = extents[dense] + max(1, _LINE // dtype.itemsize)
+    memory = np.empty([extents[axis] for axis in others] + [padded], dtype)
+    return np.moveaxis(memory[..., : extents[dense]], -1, dense)
+
+
+def _tiles(shape: Sequence[int], extents: Sequence[int]) -> Iterator[tuple[slice, ...]]:
+    starts = [range(0, n, step) for n, step in zip(shape, extents, strict=True)]
+    for corner in product(*starts):
+        yield tuple(slice(at, at + step) for at, step in zip(corner, extents, strict=True))
