@@ -49,8 +49,11 @@ def agree(
     except Exception as error:
         mistake = error
         message = refusal(error)
-    messages = board.exchange(operation, message)
-    raise_refusal(messages, mistake)
+    try:
+        messages = board.exchange(operation, message)
+        raise_refusal(messages, mistake)
+    finally:
+        del mistake  # its traceback refers to this frame: a cycle that would keep the operands
     return check([wire.decode(text[1:]) for text in messages])
 
 

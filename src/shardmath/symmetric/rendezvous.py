@@ -18,6 +18,7 @@ import numpy as np
 from shardmath.agreement import require_equal
 from shardmath.arrays import library_of
 from shardmath.context import DistributedContext, require_context
+from shardmath.errors import UseAfterFree
 from shardmath.group import ProcessGroup, as_process_group
 from shardmath.symmetric.allocation import block_of
 from shardmath.symmetric.handle import Place, Share, SymmetricMemory, pad_bytes, pad_setting
@@ -139,9 +140,10 @@ def _share(context: DistributedContext, block: Block, offset: int) -> Share:
 
 def _group_at_allocation(tensor: Any) -> str | None:
     """The group that the tensor was allocated for; errors are for the agreement to report."""
+    context = require_context()
     try:
-        found = block_of(require_context(), tensor)
-    except ValueError:
+        found = block_of(context, tensor)
+    except (ValueError, UseAfterFree):
         return None
     buffer = None if found is None else found[0].buffer()
     return None if buffer is None else buffer.group
