@@ -103,7 +103,7 @@ def test_alloc_id(dtype):
     on_ranks(2, body)
 
 
-EXAMPLE = '''
+EXAMPLE = """
 def program(rank, world_size, group_name, store):
     from shardmath.symmetric_memory import _SymmetricMemory
 
@@ -127,7 +127,7 @@ def program(rank, world_size, group_name, store):
         buf.copy_(new_val)
         symm_mem.barrier()
     return float(t.sum()) if rank == 0 else float(buf.sum())
-'''
+"""
 
 
 @pytest.fixture

@@ -279,7 +279,7 @@ class Board:
     ) -> None:
         """Wait for anything else that peers write: as `waiting.wait_until`, in this board's words.
 
-        A timeout here leaves the board usable: nothing was announced. With a `timeout` of the
+        A timeout here leaves the board usable: nothing was announced. RankFailure ends it. With a `timeout` of the
         caller's own, a peer that waits in another operation is no error: this rank will follow.
         """
         self._require_usable()
@@ -293,7 +293,7 @@ class Board:
                 doing=self.here,
                 timeout=timeout,
             )
-        except CollectiveMismatch as error:
+        except (CollectiveMismatch, RankFailure) as error:
             self._settle(error)
             raise
 
