@@ -1,9 +1,9 @@
 """All ranks agree, or all ranks raise the same error.
 
-Each rank describes its call in plain data. One exchange gathers the descriptions, and one pure function
-of all of them, the same everywhere, returns what was agreed or raises. An error on one rank travels
-instead of its description, so that no peer is left waiting; nothing after agreement may fail on one
-rank only.
+Each rank describes its call in plain data. One exchange gathers the descriptions, and one pure
+function of all of them, the same everywhere, returns what was agreed or raises. An error on one
+rank travels instead of its description, so that no peer is left waiting; nothing after agreement
+may fail on one rank only.
 """
 
 from __future__ import annotations

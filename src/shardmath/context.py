@@ -160,13 +160,11 @@ class DistributedContext:
 
     @contextmanager
     def executing(self, operation: str) -> Iterator[None]:
-        """What follows agreement. An error in here is this rank's alone: the peers are told at once,
-        so that they raise RankFailure instead of waiting."""
+        """Around what follows agreement: an error here ends the wait of the peers at once."""
         try:
             yield
         except BaseException as error:
-            self.board.operation = operation
-            self.board.fail(f"{type(error).__name__}: {error}")
+            self.board.fail(f"{operation}: {type(error).__name__}: {error}")
             raise
 
     # -- memory ------------------------------------------------------------------------------------

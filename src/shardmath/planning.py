@@ -2,9 +2,9 @@
 
 The first call of a kind exchanges full specs and builds a plan from all of them. Later calls
 exchange 16 bytes each, the digest of the own spec; the digests of all ranks together name the plan.
-Every rank keeps and drops plans in the same order, since all take part in the same calls; a count of
-the plans made travels along, so that ranks whose books differ (one was interrupted) notice it, and
-start anew together.
+Every rank keeps and drops plans in the same order, since all take part in the same calls; a count
+of the plans made travels along, so that ranks whose books differ (one was interrupted) notice it,
+and start anew together.
 """
 
 from __future__ import annotations

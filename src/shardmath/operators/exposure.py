@@ -1,9 +1,10 @@
 """Local arrays that peers read during one execution.
 
-An array on the heap is read where it is. Any other is first copied into this context's workspace, and
-only if a peer needs it. Where each array lies and how it is strided travels as a note of a few bytes in
-an exchange that the operation makes anyway; that exchange is also the barrier after which peers may
-read. The workspace is reused by the next operation: every operation ends with a barrier of its own.
+An array on the heap is read where it is. Any other is first copied into this context's workspace,
+and only if a peer needs it. Where each array lies and how it is strided travels as a note of a few
+bytes in an exchange that the operation makes anyway; that exchange is also the barrier after which
+peers may read. The workspace is reused by the next operation: every operation ends with a barrier
+of its own.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Exposure:
         self._notes: list[bytes] = []
 
     def offer(self, array: HostArray, *, needed: bool, block: Block | None) -> None:
-        """Add an array. `needed`: some peer reads it. `block`: the heap block it lies in, if any."""
+        """Add an array. `needed`: some peer reads it. `block`: where it lies, if on the heap."""
         self._own.append(array)
         if not needed:
             self._entries.append(_ENTRY.pack(-1, 0, 0, 0))
@@ -90,7 +91,9 @@ class Exposure:
         """Take what all ranks told."""
         self._notes = notes
 
-    def array(self, slot: int, rank: int, shape: tuple[int, int], dtype: np.dtype[Any]) -> HostArray:
+    def array(
+        self, slot: int, rank: int, shape: tuple[int, int], dtype: np.dtype[Any]
+    ) -> HostArray:
         """The array that `rank` offered in `slot`, of the given local shape, in its own memory."""
         if rank == self._context.rank:
             return self._own[slot]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from shardmath.geometry import Move
 
-__all__ = ["StridedCopy", "lowered"]
+__all__ = ["StridedCopy", "lowered", "whole"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,27 +37,44 @@ def lowered(
 ) -> StridedCopy:
     """The copy that `move` is between arrays of these strides, in bytes. The move is not empty."""
     src_offset = dst_offset = 0
-    dims: list[tuple[int, int, int]] = []  # extent, stride in dst, stride in src
+    dims: list[_Dim] = []
     for run, src, dst in zip(move.runs, src_strides, dst_strides, strict=True):
         src_offset += run.src_start * src
         dst_offset += run.dst_start * dst
         dims.append((run.count, run.dst_step * dst, run.src_step * src))
         dims.append((run.length, dst, src))
-    kept = [dim for dim in dims if dim[0] != 1]
-    kept.sort(key=lambda dim: (-abs(dim[1]), -abs(dim[2])))
+    return _joined(move.src, itemsize, dims, src_offset, dst_offset)
+
+
+def whole(
+    shape: Sequence[int], itemsize: int, src_strides: Sequence[int], dst_strides: Sequence[int]
+) -> StridedCopy:
+    """The copy of a whole array, of `shape` without zeros, from rank 0."""
+    return _joined(0, itemsize, list(zip(shape, dst_strides, src_strides, strict=True)), 0, 0)
+
+
+_Dim = tuple[int, int, int]  # extent, stride in the destination, stride in the source
+
+
+def _joined(
+    rank: int, itemsize: int, dims: Sequence[_Dim], src_offset: int, dst_offset: int
+) -> StridedCopy:
+    """As few dimensions as there can be, the destination's densest last."""
+    kept = sorted(
+        (dim for dim in dims if dim[0] != 1), key=lambda dim: (-abs(dim[1]), -abs(dim[2]))
+    )
     unit = itemsize
-    joined: list[tuple[int, int, int]] = []  # from the innermost outwards
+    joined: list[_Dim] = []  # from the innermost outwards
     for extent, dst, src in reversed(kept):
         if not joined and src == dst == unit:
             unit *= extent
         elif joined and (dst, src) == _across(joined[-1]):
-            inner = joined[-1]
-            joined[-1] = (inner[0] * extent, inner[1], inner[2])
+            joined[-1] = (joined[-1][0] * extent, *joined[-1][1:])
         else:
             joined.append((extent, dst, src))
     joined.reverse()
     return StridedCopy(
-        src=move.src,
+        src=rank,
         unit=unit,
         shape=tuple(dim[0] for dim in joined),
         src_offset=src_offset,
@@ -67,7 +84,7 @@ def lowered(
     )
 
 
-def _across(dim: tuple[int, int, int]) -> tuple[int, int]:
+def _across(dim: _Dim) -> tuple[int, int]:
     """The strides that continue a dimension past its end."""
     extent, dst, src = dim
     return extent * dst, extent * src

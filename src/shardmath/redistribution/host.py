@@ -1,4 +1,4 @@
-"""Copy on host memory: a rank pulls from its peers' local arrays what its part of the result needs.
+"""Copy on host memory: a rank pulls what it needs from its peers' local arrays.
 
 Bits are copied, never values: the element type plays no role. What is contiguous on both sides is
 copied in one piece; a transposing copy goes in tiles that stay in the first caches, since walking
@@ -15,19 +15,19 @@ import numpy as np
 
 from shardmath.arrays.base import HostArray
 from shardmath.geometry import Move
-from shardmath.redistribution.copies import StridedCopy, lowered
+from shardmath.redistribution.copies import StridedCopy, lowered, whole
 
-__all__ = ["Window", "perform", "pull"]
+__all__ = ["Window", "copy_array", "copy_moves", "perform"]
 
 _LINE = 64  # bytes of a cache line: units as long as this can be copied in any order
 _CACHED = 32 << 10  # bytes of a copy that stays in the first cache in any order
 
 
 class Window:
-    """Where a local array lies in this process: the address of its first element, and its strides.
+    """Where a local array lies in this process: the address of its element 0, and its strides.
 
-    It may show a part of the array only: elements outside are never touched. `keep` is what holds
-    the memory.
+    It may show a part of the array only, in which case that address may be outside: elements that
+    are not shown are never touched. `keep` is what holds the memory.
     """
 
     __slots__ = ("address", "keep", "strides")
@@ -46,29 +46,42 @@ class Window:
         return f"Window({self.address:#x}, strides {self.strides})"
 
 
-def pull(
+def copy_moves(
     moves: Iterable[Move],
-    source: Callable[[int], HostArray | Window],
+    source: Callable[[int], HostArray],
     destination: HostArray,
     *,
-    rank: int,
-    size: int,
+    rank: int = 0,
+    add: bool = False,
 ) -> None:
-    """Execute `moves` into `destination`, the local array of `rank` among `size` ranks.
+    """Execute `moves` into `destination`, a local array of `rank`.
 
-    `source(r)` is rank r's local array, on its memory. Peers must not write there meanwhile. The
-    own part comes first, then rank + 1 and onwards, so that ranks do not all read from one.
+    `source(r)` is rank r's local array, in memory that can be read here; it is of the destination's
+    dtype. With `add` elements are added to what is there, in the order of the moves, instead of
+    replacing it. Otherwise the own part comes first, then rank + 1 and onwards, so that ranks do
+    not all read from one.
     """
-    windows: dict[int, Window] = {}
-    itemsize = destination.dtype.itemsize
+    arrays: dict[int, HostArray] = {}
     copies: list[StridedCopy] = []
     for move in moves:
-        if move.src not in windows:
-            found = source(move.src)
-            windows[move.src] = found if isinstance(found, Window) else Window.of(found)
-        copies.append(lowered(move, itemsize, windows[move.src].strides, destination.strides))
-    copies.sort(key=lambda copy: (copy.src - rank) % size)
-    perform(copies, windows, Window.of(destination))
+        if move.elements:
+            if move.src not in arrays:
+                arrays[move.src] = source(move.src)
+            strides = arrays[move.src].strides
+            copies.append(lowered(move, destination.itemsize, strides, destination.strides))
+    windows = {src: Window.of(array) for src, array in arrays.items()}
+    if add:
+        _add(copies, windows, Window.of(destination), destination.dtype)
+    else:
+        copies.sort(key=lambda copy: (copy.src < rank, copy.src))
+        perform(copies, windows, Window.of(destination))
+
+
+def copy_array(src: HostArray, dst: HostArray) -> None:
+    """Copy the bits of `src` to `dst`, of the same shape and itemsize, at any strides."""
+    if src.size:
+        copy = whole(src.shape, src.itemsize, src.strides, dst.strides)
+        perform([copy], {0: Window.of(src)}, Window.of(dst))
 
 
 def perform(
@@ -81,6 +94,20 @@ def perform(
             _view(destination, copy.dst_offset, copy.dst_strides, copy.shape, copy.unit),
             copy.unit,
         )
+
+
+def _add(
+    copies: Iterable[StridedCopy],
+    sources: Mapping[int, Window],
+    destination: Window,
+    dtype: np.dtype[Any],
+) -> None:
+    for copy in copies:
+        inner = (copy.unit // dtype.itemsize,)
+        shape, step = copy.shape + inner, (dtype.itemsize,)
+        src = _array(sources[copy.src], copy.src_offset, copy.src_strides + step, shape, dtype.str)
+        dst = _array(destination, copy.dst_offset, copy.dst_strides + step, shape, dtype.str)
+        np.add(dst, src, out=dst)
 
 
 class _Memory:
@@ -103,6 +130,12 @@ def _view(
         typestr = f"|V{unit}"
     else:  # one memmove for each
         typestr, shape, strides = "|u1", (*shape, unit), (*strides, 1)
+    return _array(window, offset, strides, shape, typestr)
+
+
+def _array(
+    window: Window, offset: int, strides: Sequence[int], shape: Sequence[int], typestr: str
+) -> HostArray:
     interface = {
         "shape": tuple(shape),
         "strides": tuple(strides),

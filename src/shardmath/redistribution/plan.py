@@ -6,14 +6,18 @@ into itself, and reads the others' local arrays in place.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from shardmath.geometry import Layout, Move, Pattern, Traffic, bytes_moved, classify, moves
+from shardmath.redistribution.copies import StridedCopy, lowered
 
 __all__ = ["TransferPlan"]
 
 Ranges = tuple[tuple[int, int], ...]
+Strides = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,31 @@ class TransferPlan:
             self._into[rank] = moves(self.src, self.dst, dst_rank=rank)
         return self._into[rank]
 
+    def copies(
+        self, rank: int, src_strides: Mapping[int, Strides], dst_strides: Strides
+    ) -> list[StridedCopy]:
+        """The moves into `rank` as copies between arrays of these strides in bytes, own part first.
+
+        `src_strides` has those of every rank that a move comes from. The answer is kept until
+        strides change.
+        """
+        key = (rank, tuple(src_strides.items()), dst_strides)
+        if self._copies.get("key") != key:
+            found = [
+                lowered(move, self.itemsize, src_strides[move.src], dst_strides)
+                for move in self.into(rank)
+            ]
+            found.sort(key=lambda copy: (copy.src < rank, copy.src))
+            self._copies.update(key=key, found=found)
+        copies: list[StridedCopy] = self._copies["found"]
+        return copies
+
+    def sources(self, rank: int) -> tuple[int, ...]:
+        """The ranks that the moves into `rank` come from."""
+        if rank not in self._sources:
+            self._sources[rank] = tuple(sorted({move.src for move in self.into(rank)}))
+        return self._sources[rank]
+
     def read_by_peers(self, rank: int) -> Ranges | None:
         """For each axis of `rank`'s local array the range (lo, hi) in which peers read.
 
@@ -66,12 +95,12 @@ class TransferPlan:
 
     def explain(self) -> str:
         """A few lines: from, to, the pattern and the bytes."""
-        sent, received = self.traffic
+        sent, received = (max(amounts, default=0) for amounts in self.traffic)
         return (
             f"redistribute {self.src.describe()}\n"
             f"          to {self.dst.describe()}\n"
-            f"{self.pattern.value}; {self.itemsize} bytes per element; at most "
-            f"{max(sent, default=0):,} bytes sent and {max(received, default=0):,} received by a rank"
+            f"{self.pattern.value}; {self.itemsize} bytes per element; a rank sends at most "
+            f"{sent:,} bytes and receives at most {received:,}"
         )
 
     def __str__(self) -> str:
@@ -94,6 +123,14 @@ class TransferPlan:
 
     @cached_property
     def _into(self) -> dict[int, tuple[Move, ...]]:
+        return {}
+
+    @cached_property
+    def _sources(self) -> dict[int, tuple[int, ...]]:
+        return {}
+
+    @cached_property
+    def _copies(self) -> dict[str, Any]:
         return {}
 
     @cached_property

@@ -1,8 +1,8 @@
 """The call: read the arguments, agree, find the plan, run it, give the result back as it came.
 
-A plan is what all ranks have agreed on and what this rank does for it; it holds no operand, and is kept
-for the next call that looks the same on every rank. alpha and beta are not part of it: they travel with
-each call, and must be equal on all ranks.
+A plan is what all ranks have agreed on and what this rank does for it; it holds no operand, and is
+kept for the next call that looks the same on every rank. alpha and beta are not part of it: they
+travel with each call, and must be equal on all ranks.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,20 +20,21 @@ from shardmath.arrays import ArraySpec, Library, library_of
 from shardmath.arrays.base import HostArray
 from shardmath.context import DistributedContext
 from shardmath.local.epilog import MatmulEpilog
+from shardmath.operators.lifecycle import check_stream, options_of
 from shardmath.operators.matmul import host
-from shardmath.operators.matmul.options import MatmulOptions
-from shardmath.operators.matmul.problem import Call, Facts, Problem, check, describe
+from shardmath.operators.matmul.options import MatmulOptions, MatmulPlanPreferences
+from shardmath.operators.matmul.problem import Call, Facts, Problem, check, check_operands, describe
 from shardmath.operators.matmul.strategy import CORES, Cost, Strategy, choose
 from shardmath.planning import agree_plan
 from shardmath.symmetric.allocation import block_of, empty_on_heap
 from shardmath.symmetric.heap import Block
 
-__all__ = ["Arguments", "Plan", "agree_on_plan", "run"]
+__all__ = ["Arguments", "Plan", "agree_on_operands", "agree_on_plan", "run"]
 
 _SCALARS = struct.Struct("<dddd")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Arguments:
     """One rank's arguments as they were given, read once into what the layers below understand.
 
@@ -47,9 +48,29 @@ class Arguments:
     alpha: Any = None
     beta: Any = None
     qualifiers: Any = None
-    options: MatmulOptions = field(default_factory=MatmulOptions)
+    scales: Any = None
+    options: Any = None
     epilog: Any = None
     inputs: Any = None
+    preferences: Any = None
+    stream: Any = None
+
+    def scalars(self) -> tuple[complex, complex]:
+        """The numbers alpha, 1 by default, and beta, 0 by default."""
+        return (
+            1.0 if self.alpha is None else scalar("alpha", self.alpha),
+            0.0 if self.beta is None else scalar("beta", self.beta),
+        )
+
+    def checked_scalars(self) -> tuple[complex, complex]:
+        """The same, as complex numbers, for ranks to compare."""
+        check_stream(self.stream)
+        alpha, beta = self.scalars()
+        return complex(alpha), complex(beta)
+
+    def facts(self) -> Facts:
+        """What to tell the peers of this call."""
+        return describe(self.call())
 
     def call(self) -> Call:
         """The call with specs in place of arrays."""
@@ -59,17 +80,21 @@ class Arguments:
         if operands[0] is None or operands[1] is None:
             raise ValueError("matmul needs both a and b")
         transpose, conjugate = _qualifiers(self.qualifiers)
-        distributions = self.distributions
-        if not isinstance(distributions, Sequence):
-            raise ValueError(f"distributions is a sequence of three, not {distributions!r}")
+        if not isinstance(self.distributions, Sequence):
+            raise ValueError(f"distributions is a sequence of three, not {self.distributions!r}")
+        if self.scales is not None:
+            raise ValueError(f"quantization_scales want float8 operands, not {operands[0].dtype}")
+        check_stream(self.stream)
+        options_of(MatmulPlanPreferences, self.preferences)
+        alpha, beta = self.scalars()
         return Call(
             operands=operands,
-            distributions=distributions,
-            alpha=scalar("alpha", 1.0 if self.alpha is None else self.alpha),
-            beta=None if self.beta is None else scalar("beta", self.beta),
+            distributions=tuple(self.distributions),
+            complex_scalars=(isinstance(alpha, complex), isinstance(beta, complex)),
+            has_beta=self.beta is not None,
             transpose=transpose,
             conjugate=conjugate,
-            options=self.options,
+            options=options_of(MatmulOptions, self.options),
             epilog=_epilog(self.epilog),
             inputs=_input_specs(self.inputs),
         )
@@ -97,7 +122,9 @@ class Plan:
     def explain(self) -> str:
         """What was chosen, its steps, and what it was compared with, predicted by counting."""
         costs = {id(each): cost for each, cost in self.compared}
-        forced = f", as options.strategy={self.problem.strategy!r} asks" * bool(self.problem.strategy)
+        forced = f", as options.strategy={self.problem.strategy!r} asks" * bool(
+            self.problem.strategy
+        )
         lines = [
             str(self.problem),
             f"chosen: {self.strategy}{forced}; predicted {costs[id(self.strategy)]}",
@@ -108,6 +135,13 @@ class Plan:
             lines.append("compared with")
             lines += [f"  {each!s:<34} {cost}" for each, cost in others]
         return "\n".join(lines)
+
+
+def agree_on_operands(context: DistributedContext, arguments: Arguments) -> Facts:
+    """Agree that the operands fit, before an epilog is known. Collective."""
+    return context.agree(
+        "Matmul", arguments.facts, lambda specs: check_operands(specs, context.rank)
+    )
 
 
 def agree_on_plan(context: DistributedContext, arguments: Arguments) -> tuple[Plan, Call]:
@@ -126,26 +160,25 @@ def agree_on_plan(context: DistributedContext, arguments: Arguments) -> tuple[Pl
         if call.options.inplace:
             library_of(arguments.c).host_view(arguments.c, writable=True)
         calls.append(call)
-        return facts, _pack(call.alpha, call.beta)
+        return facts, _pack(*arguments.scalars())
 
     def build(specs: list[Any]) -> Plan:
         strategy, compared = choose(check(specs), CORES)
         numbers = context.cache("matmul numbers", itertools.count)
-        return Plan(
-            next(numbers), strategy, tuple(compared), host.Share(strategy, context.rank)
-        )
+        return Plan(next(numbers), strategy, tuple(compared), host.Share(strategy, context.rank))
 
     plan, notes = agree_plan(context, "matmul", described, build)
     require_equal("(alpha, beta)", [_unpack(note) for note in notes])
     return plan, calls[0]
 
 
-def run(
-    context: DistributedContext, plan: Plan, call: Call, arguments: Arguments
-) -> Any:
-    """Execute a plan on arguments that it was made for: D, or (D, outputs of the epilog). Collective."""
+def run(context: DistributedContext, plan: Plan, call: Call, arguments: Arguments) -> Any:
+    """Execute a plan on arguments that it was made for: D, or (D, outputs of the epilog).
+    Collective.
+    """
     a, c = arguments.a, arguments.c
     library = library_of(a)
+    alpha, beta = arguments.scalars()
     with context.executing(plan.operation):
         blocks = [_block(context, x) for x in (arguments.a, arguments.b)]
         on_heap = None not in blocks and (c is None or _block(context, c) is not None)
@@ -155,8 +188,8 @@ def run(
             b=_op(library, arguments.b, call.transpose[1]),
             c=None if c is None else library.host_view(c),
             out=library.host_view(out, writable=True),
-            alpha=call.alpha,
-            beta=call.beta,
+            alpha=alpha,
+            beta=beta,
             blocks=(blocks[0], blocks[1]),
             inputs={name: library.host_view(x) for name, x in (arguments.inputs or {}).items()},
         )
@@ -168,7 +201,7 @@ def run(
 
 
 def scalar(name: str, value: Any) -> float | complex:
-    """alpha or beta as a Python number. Raises ValueError for what is none."""
+    """Alpha or beta as a Python number. Raises ValueError for what is none."""
     if isinstance(value, complex) or (hasattr(value, "dtype") and "complex" in str(value.dtype)):
         return complex(value)
     try:
@@ -186,8 +219,8 @@ def _qualifiers(
     names = entries.dtype.names or ()
     if entries.shape not in ((2,), (3,)) or not {"is_transpose", "is_conjugate"} <= set(names):
         raise ValueError(
-            "qualifiers is an array of two or three entries of matrix_qualifiers_dtype, for a, b and "
-            f"c; given was {given!r}"
+            "qualifiers is an array of two or three entries of matrix_qualifiers_dtype, for a, b "
+            f"and c; given was {given!r}"
         )
     flags = [(bool(e["is_transpose"]), bool(e["is_conjugate"])) for e in entries]
     flags += [(False, False)] * (3 - len(flags))
@@ -204,12 +237,12 @@ def _epilog(given: Any) -> MatmulEpilog:
         raise ValueError(f"epilog is a MatmulEpilog, not {given!r}") from None
 
 
-def _input_specs(inputs: Any) -> dict[str, ArraySpec]:
+def _input_specs(inputs: Any) -> tuple[tuple[str, ArraySpec], ...]:
     if inputs is None:
-        return {}
+        return ()
     if not isinstance(inputs, Mapping):
         raise TypeError(f"epilog_inputs is a dictionary of arrays, not {type(inputs).__name__}")
-    return {name: library_of(x).spec(x) for name, x in inputs.items()}
+    return tuple((name, library_of(x).spec(x)) for name, x in sorted(inputs.items()))
 
 
 def _block(context: DistributedContext, array: Any) -> Block | None:
@@ -236,8 +269,7 @@ def _result(
     return library.empty(shape, plan.problem.result, order)
 
 
-def _pack(alpha: complex, beta: complex | None) -> bytes:
-    alpha, beta = complex(alpha), complex(0 if beta is None else beta)
+def _pack(alpha: complex, beta: complex) -> bytes:
     return _SCALARS.pack(alpha.real, alpha.imag, beta.real, beta.imag)
 
 

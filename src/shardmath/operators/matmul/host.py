@@ -1,13 +1,13 @@
 """Executing a matrix product on the cores: read peers' memory, multiply, add, move, finish.
 
-Each phase is separated by an exchange or a barrier, and each is one of three patterns: before reading
-what a peer wrote, after writing what a peer will read, before reusing what a peer may still read. The
-plan is the same data on every rank; only `Share`, what one rank does, differs.
+Each phase is separated by an exchange or a barrier, and each is one of three patterns: before
+reading what a peer wrote, after writing what a peer will read, before reusing what a peer may still
+read. The plan is the same data on every rank; only `Share`, what one rank does, differs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -34,14 +34,14 @@ _PANEL_ELEMENTS = 4 << 20  # of one gathered panel: 32 MiB in float64
 
 @dataclass(frozen=True)
 class Operands:
-    """One execution's arrays: op(A) and op(B) as views, C, where D goes, and the epilog's inputs."""
+    """One execution's arrays: op(A) and op(B) as views, C, D to be filled, the epilog's inputs."""
 
     a: HostArray
     b: HostArray
     c: HostArray | None
     out: HostArray
-    alpha: complex | float
-    beta: complex | float | None
+    alpha: complex
+    beta: complex
     blocks: tuple[Block | None, Block | None]  # of a and b, where they lie on the heap
     inputs: Mapping[str, HostArray]
 
@@ -130,7 +130,7 @@ class _Execution:
     # -- multiply ----------------------------------------------------------------------------------
 
     def multiply(self) -> HostArray:
-        """This rank's product, of the work's rows and columns, in the accumulator's type."""
+        """The product of the work's rows and columns, in the accumulator's type."""
         exposure = Exposure(self.context)
         for array, needed, block in zip(
             (self.operands.a, self.operands.b),
@@ -157,7 +157,7 @@ class _Execution:
         return out
 
     def _product_memory(self) -> HostArray:
-        """Where the product goes: D itself where nothing follows, else the heap if peers read it."""
+        """Where the product goes: D itself where nothing follows, the heap where peers read it."""
         shape = self.strategy.sums.local_shape(self.rank)
         if self.strategy.reduces or self.strategy.moves_result:
             return self.workspace.array("sums", shape, self.wide)
@@ -177,9 +177,8 @@ class _Execution:
             total = np.empty_like(self.operands.out, self.wide)
         total[...] = 0
         array = self._shared(sums, "sums", self.strategy.sums)
-        for src, found in enumerate(self.share.additions):
-            if found:
-                _add_moves(found, array(src), total)
+        for found in self.share.additions:
+            copy_moves(found, array, total, add=True)
         return total
 
     # -- move --------------------------------------------------------------------------------------
@@ -189,7 +188,7 @@ class _Execution:
         final = np.empty_like(self.operands.out, self.wide)
         name = "reduced" if self.strategy.reduces else "sums"
         array = self._shared(sums, name, self.strategy.reduced)
-        copy_moves(self.share.last_moves, array, final)
+        copy_moves(self.share.last_moves, array, final, rank=self.rank)
         return final
 
     def _shared(self, mine: HostArray, name: str, layout: Layout) -> Callable[[int], HostArray]:
@@ -207,7 +206,7 @@ class _Execution:
     # -- finish ------------------------------------------------------------------------------------
 
     def finish(self, sums: HostArray) -> dict[str, HostArray]:
-        """alpha and beta C and the epilog; D is rounded once."""
+        """Apply alpha, beta C and the epilog; D is rounded once."""
         problem, out, c = self.problem, self.operands.out, self.operands.c
         if self.operands.alpha != 1:
             sums *= np.asarray(self.operands.alpha, self.wide)
@@ -230,9 +229,7 @@ class _Execution:
         for rank in range(self.context.size):
             sums += beta * array(rank)
 
-    def _complete(
-        self, aux: dict[str, HostArray], result: np.dtype[Any]
-    ) -> dict[str, HostArray]:
+    def _complete(self, aux: dict[str, HostArray], result: np.dtype[Any]) -> dict[str, HostArray]:
         """Bias gradients: each rank has the sums of what it holds, all ranks' add up."""
         name = self.problem.epilog.makes_bgrad
         if name is None:
@@ -264,10 +261,13 @@ class _Execution:
         exposure.offer(vector, needed=True, block=self.workspace.block("vector"))
         exposure.read(self.context.board.exchange(self.operation, exposure.note()))
         total = np.zeros((need.local_shape(self.rank)[0], 1), partial.dtype)
+
+        def array(src: int) -> HostArray:
+            return exposure.array(0, src, _matrix_shape(held, src), partial.dtype)
+
         for src in [self.rank] if once else range(self.context.size):
             found = shared_part(held, need, src=src, dst=self.rank)
-            array = exposure.array(0, src, _matrix_shape(held, src), partial.dtype)
-            _add_moves(found, array, total)
+            copy_moves(found, array, total, add=True)
         return total[:, 0]
 
 
@@ -296,8 +296,9 @@ class _Reader:
 
     def _piece(self, piece: Piece, lo: int, hi: int) -> HostArray:
         start = piece.k + lo - piece.lo
-        along, across = slice(start, start + hi - lo), slice(
-            piece.other, piece.other + self._source.width
+        along, across = (
+            slice(start, start + hi - lo),
+            slice(piece.other, piece.other + self._source.width),
         )
         array = self._array(piece.src)
         return array[along, across] if self._source.axis == 0 else array[across, along]
@@ -308,7 +309,8 @@ class _Reader:
         shape = (hi - lo, source.width) if source.axis == 0 else (source.width, hi - lo)
         if self._panel.shape != shape:
             self._panel = np.empty(shape, self._work.narrow)
-        copy_moves(source.gathering(lo, hi), self._array, self._panel)
+        moved = source.gathering(lo, hi)
+        copy_moves(moved, self._array, self._panel, rank=self._work.rank)
         self._filled = (lo, hi)
 
     def _array(self, rank: int) -> HostArray:
@@ -324,8 +326,3 @@ class _Reader:
 def _matrix_shape(layout: Layout, rank: int) -> tuple[int, int]:
     rows, columns = layout.local_shape(rank)
     return rows, columns
-
-
-def _add_moves(found: Sequence[Move], source: HostArray, total: HostArray) -> None:
-    """Add what the moves select in a source's array to where they land."""
-    copy_moves(found, lambda _: source, total, add=True)

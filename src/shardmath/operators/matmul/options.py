@@ -1,15 +1,14 @@
 """What a caller may ask of a matrix product beside its operands, checked once, here.
 
-Options are frozen; a dictionary is accepted in their place. Numbers that stand for types and algorithms
-are those of the reference, so that programs written for it need no change.
+Options are frozen; a dictionary is accepted in their place. Numbers that stand for types and
+algorithms are those of the reference, so that programs written for it need no change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 
@@ -20,16 +19,14 @@ __all__ = [
     "MatmulOptions",
     "MatmulPlanPreferences",
     "MatmulQuantizationScales",
-    "coerce",
     "matrix_qualifiers_dtype",
     "result_dtype",
 ]
 
-T = TypeVar("T")
-
 matrix_qualifiers_dtype = np.dtype(
     [("structure", object), ("is_transpose", "<i1"), ("is_conjugate", "<i1")]
 )
+
 
 class MatmulComputeType(IntEnum):
     """The type in which products are summed; the values are cuBLAS's."""
@@ -64,13 +61,14 @@ class MatmulAlgoType(IntEnum):
 class MatmulOptions:
     """How a product is computed.
 
-    `inplace`: the result overwrites c. `compute_type`, `scale_type`, `result_type`, `algo_type`: numbers
-    of the reference, None for the default; `result_type` may ask for a wider result than the operands'.
-    `strategy` names the strategy to use instead of the one predicted to be fastest, by its kind
-    ("all-gather", "stationary-c", "reduce-scatter", "all-reduce", "replicate", "redistribute", ...) or by
-    its label in what `explain` prints ("grid 2 x 2 x 1"). `blocking`: True, or "auto" (operands in host memory always block). The other
-    fields concern GPUs.
-    Source: nvmath.distributed.linalg.advanced.MatmulOptions, and `strategy`.
+    `inplace`: the result overwrites c. `compute_type`, `scale_type`, `result_type`, `algo_type`:
+    numbers of the reference, None for the default; `result_type` may ask for a wider result than
+    the operands'. `strategy` names the strategy to use instead of the one predicted to be fastest,
+    by its kind ("all-gather", "stationary-c", "reduce-scatter", "all-reduce", "replicate",
+    "redistribute", ...) or by its label in what `explain` prints ("grid 2 x 2 x 1"). `blocking`:
+    True, or "auto" (operands in host memory always block). The other fields concern GPUs.
+
+    Source: nvmath.distributed.linalg.advanced.MatmulOptions; `strategy` is ours.
     """
 
     inplace: bool = False
@@ -117,7 +115,7 @@ class MatmulOptions:
 
 @dataclass(frozen=True)
 class MatmulEpilogPreferences:
-    """Preferences for the auxiliary output of an epilog: its type, and whether to find its maximum."""
+    """Preferences for an epilog's auxiliary output: its type, and whether to find its maximum."""
 
     aux_type: int | None = None
     aux_amax: bool = False
@@ -140,35 +138,16 @@ class MatmulQuantizationScales:
     d: Any = None
 
 
-def coerce(kind: type[T], value: Any, name: str) -> T:
-    """`value` as a `kind`: one already, a dictionary of its fields, or None for the defaults.
-
-    Raises TypeError for anything else and for unknown fields.
-    """
-    if value is None:
-        return kind()
-    if isinstance(value, kind):
-        return value
-    if isinstance(value, Mapping):
-        known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
-        unknown = sorted(set(value) - set(known))
-        if unknown:
-            raise TypeError(f"{name} has no field {unknown[0]!r}; it has {', '.join(known)}")
-        return kind(**value)
-    raise TypeError(
-        f"{name} is a {kind.__name__}, a dictionary or None, not {type(value).__name__}"
-    )
-
-
 def result_dtype(options: MatmulOptions, dtype: str) -> str:
     """The name of D's type for operands of `dtype`. Raises ValueError when D cannot have it."""
     if options.result_type is None:
         return dtype
     wanted = _CUDA_TYPES.get(options.result_type)
     allowed = (dtype, "float32") if dtype in ("float16", "bfloat16") else (dtype,)
-    if wanted not in allowed:
+    if wanted is None or wanted not in allowed:
         shown = wanted or f"type number {options.result_type}"
-        raise ValueError(f"operands of {dtype} give a result of {' or '.join(allowed)}, not {shown}")
+        names = " or ".join(allowed)
+        raise ValueError(f"operands of {dtype} give a result of {names}, not {shown}")
     return wanted
 
 

@@ -1,9 +1,9 @@
 """How one rank reads an operand along k: where it lies, or gathered into panels.
 
-The part of an operand that a rank needs arrives as moves. Where each move is one dense box across the
-whole other axis, BLAS reads it in the peer's memory and nothing is copied. Otherwise the moves are
-gathered into a buffer, a panel of k at a time, so that the buffer stays small. `intervals` cuts k at
-every bound of both operands: within an interval each operand is one dense matrix.
+The part of an operand that a rank needs arrives as moves. Where each move is one dense box across
+the whole other axis, BLAS reads it in the peer's memory and nothing is copied. Otherwise the moves
+are gathered into a buffer, a panel of k at a time, so that the buffer stays small. `intervals` cuts
+k at every bound of both operands: within an interval each operand is one dense matrix.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ class Source:
     panel: int
 
     @classmethod
-    def plan(cls, held: Layout, need: Layout, rank: int, *, axis: int, panel_elements: int) -> Source:
+    def plan(
+        cls, held: Layout, need: Layout, rank: int, *, axis: int, panel_elements: int
+    ) -> Source:
         """How `rank` reads its part of `need` from the ranks that hold `held`."""
         shape = need.local_shape(rank)
         extent, width = shape[axis], shape[1 - axis]
@@ -85,7 +87,7 @@ def intervals(a: Source, b: Source) -> list[tuple[int, int]]:
 
 
 def clip(move: Move, axis: int, lo: int, hi: int) -> list[Move]:
-    """The part of a move that lands between lo and hi of the destination's `axis`, counted from lo."""
+    """What of a move lands between lo and hi of the destination's `axis`, counted from lo."""
     return [
         replace(move, runs=(*move.runs[:axis], run, *move.runs[axis + 1 :]))
         for run in _clip(move.runs[axis], lo, hi)

@@ -1,14 +1,15 @@
 """What is to be computed, as every rank sees it: D = F(alpha op(A) @ op(B) + beta C).
 
 `describe` turns one rank's call into plain data, and raises for what that rank can see is wrong.
-`check` turns all ranks' descriptions into one `Problem`, and raises, the same on every rank, for what
-does not fit together. Both are pure: neither touches an element.
+`check` turns all ranks' descriptions into one `Problem`, and raises, the same on every rank, for
+what does not fit together. Both are pure: neither touches an element.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from shardmath import geometry
@@ -27,17 +28,17 @@ _NAMES = ("a", "b", "c")
 
 @dataclass(frozen=True)
 class Call:
-    """One rank's call, with the arrays reduced to their specs."""
+    """One rank's call, with the arrays reduced to their specs, and alpha and beta to their kind."""
 
     operands: tuple[ArraySpec | None, ...]  # a, b, c
-    distributions: Sequence[Distribution]
-    alpha: Any
-    beta: Any
+    distributions: tuple[Any, ...]
+    complex_scalars: tuple[bool, bool]  # alpha, beta
+    has_beta: bool
     transpose: tuple[bool, bool, bool]
     conjugate: tuple[bool, bool, bool]
     options: MatmulOptions
     epilog: MatmulEpilog
-    inputs: Mapping[str, ArraySpec]
+    inputs: tuple[tuple[str, ArraySpec], ...]
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,8 @@ class Problem:
     """The product that all ranks have agreed on.
 
     `a` (m, k), `b` (k, n) and `d` (m, n) are the layouts of op(A), op(B) and D; a transpose in the
-    qualifiers is resolved in them. `sums_c`: every rank's C is added, rather than one distributed C.
+    qualifiers is resolved in them. `sums_c`: every rank's C is added, rather than one distributed
+    C.
     """
 
     a: Layout
@@ -75,10 +77,8 @@ class Problem:
         m, n, k = self.shape
         extra = f", epilog {self.epilog.name}" if self.epilog else ""
         plus = " + beta c" if self.has_c else ""
-        return (
-            f"matmul ({m} x {k}) @ ({k} x {n}){plus}, {self.dtype}"
-            f"{'' if self.result == self.dtype else f' -> {self.result}'} on {self.size} ranks{extra}"
-        )
+        kinds = self.dtype if self.result == self.dtype else f"{self.dtype} -> {self.result}"
+        return f"matmul ({m} x {k}) @ ({k} x {n}){plus}, {kinds} on {self.size} ranks{extra}"
 
 
 class Facts(NamedTuple):
@@ -95,8 +95,9 @@ class Facts(NamedTuple):
     inputs: tuple[Any, ...]  # (name, (library and device, dtype, shape, strides)) of epilog inputs
 
 
+@lru_cache(maxsize=256)
 def describe(call: Call) -> Facts:
-    """The call in plain data. Raises ValueError or TypeError for what this rank can see is wrong."""
+    """The call in plain data. Raises ValueError or TypeError for what is wrong on this rank."""
     a = call.operands[0]
     assert a is not None
     for name, spec in zip(_NAMES, call.operands, strict=True):
@@ -107,7 +108,7 @@ def describe(call: Call) -> Facts:
     ):
         raise ValueError(
             "distributions holds three Distribution objects, for a, b and the result, not "
-            f"{list(call.distributions)!r}"
+            f"{call.distributions!r}"
         )
     _check_scalars(call, a.dtype)
     call.options.check(a.dtype)
@@ -122,26 +123,24 @@ def describe(call: Call) -> Facts:
         options=call.options.compared(),
         result=result_dtype(call.options, a.dtype),
         epilog=int(call.epilog),
-        inputs=tuple((name, (*_fact(s), s.strides)) for name, s in sorted(call.inputs.items())),
+        inputs=tuple((name, (*_fact(s), s.strides)) for name, s in call.inputs),
     )
+
+
+def check_operands(specs: Sequence[Sequence[Any]], rank: int) -> Facts:
+    """The facts of `rank`, after all that can be compared before an epilog is known."""
+    facts = [Facts(*spec) for spec in specs]
+    _check_factors(facts)
+    return facts[rank]
 
 
 def check(specs: Sequence[Sequence[Any]]) -> Problem:
     """The problem that all ranks' descriptions make. Raises ValueError where they do not fit."""
     facts = [Facts(*spec) for spec in specs]
     first = facts[0]
-    for index, name in enumerate(_NAMES):
-        _check_same_kind(name, [each.operands[index] for each in facts])
-    for field in ("transpose", "conjugate", "options", "result", "epilog"):
-        require_equal(_SAID.get(field, field), [getattr(each, field) for each in facts])
+    a, b = _check_factors(facts)
+    epilog = MatmulEpilog(require_equal("epilog", [each.epilog for each in facts]))
     require_equal("the names of epilog_inputs", [[n for n, _ in each.inputs] for each in facts])
-    epilog = MatmulEpilog(first.epilog)
-    a, b = (_layout(facts, index, transposed=first.transpose[index]) for index in (0, 1))
-    if a.global_shape[1] != b.global_shape[0]:
-        raise ValueError(
-            f"op(a) is {_by(a.global_shape)} and op(b) is {_by(b.global_shape)}: the inner extents "
-            f"{a.global_shape[1]} and {b.global_shape[0]} differ"
-        )
     shape = (a.global_shape[0], b.global_shape[1])
     sums_c = epilog is MatmulEpilog.ALLREDUCE
     d = Layout.replicated(shape, len(facts)) if sums_c else _bound(facts, 2, shape)
@@ -162,6 +161,22 @@ def check(specs: Sequence[Sequence[Any]]) -> Problem:
     )
 
 
+def _check_factors(facts: Sequence[Facts]) -> tuple[Layout, Layout]:
+    """The layouts of op(A) and op(B). Raises ValueError where operands or options do not fit."""
+    for index, name in enumerate(_NAMES):
+        _check_same_kind(name, [each.operands[index] for each in facts])
+    for field in ("transpose", "conjugate", "options", "result"):
+        require_equal(_SAID.get(field, field), [getattr(each, field) for each in facts])
+    transpose = facts[0].transpose
+    a, b = (_layout(facts, index, transposed=transpose[index]) for index in (0, 1))
+    if a.global_shape[1] != b.global_shape[0]:
+        raise ValueError(
+            f"op(a) is {_by(a.global_shape)} and op(b) is {_by(b.global_shape)}: the inner extents "
+            f"{a.global_shape[1]} and {b.global_shape[0]} differ"
+        )
+    return a, b
+
+
 _SAID = {"transpose": "is_transpose", "conjugate": "is_conjugate"}
 
 
@@ -173,13 +188,13 @@ def _check_operand(name: str, spec: ArraySpec) -> None:
 
 
 def _check_scalars(call: Call, dtype: str) -> None:
-    a, b, c = call.operands
+    _, b, c = call.operands
     if b is not None and b.dtype != dtype:
         raise ValueError(f"a has dtype {dtype} and b has {b.dtype}; they must be equal")
-    if c is None and call.beta is not None:
+    if c is None and call.has_beta:
         raise ValueError("beta is given without c; pass c, or leave beta out")
     if c is not None:
-        if call.beta is None:
+        if not call.has_beta:
             raise ValueError("c is given without beta; pass beta too, for example beta=1")
         expected = result_dtype(call.options, dtype)
         if c.dtype not in (dtype, expected) or (call.options.inplace and c.dtype != expected):
@@ -189,9 +204,9 @@ def _check_scalars(call: Call, dtype: str) -> None:
     real = dtypes.of(dtype).kind != "c"
     if real and (call.conjugate[0] or call.conjugate[1]):
         raise ValueError(f"a qualifier conjugates an operand of {dtype}, which is real")
-    for name, scalar in (("alpha", call.alpha), ("beta", call.beta)):
-        if real and isinstance(scalar, complex):
-            raise ValueError(f"{name}={scalar} is complex, the operands are {dtype}")
+    for name, is_complex in zip(("alpha", "beta"), call.complex_scalars, strict=True):
+        if real and is_complex:
+            raise ValueError(f"{name} is complex, and the operands are {dtype}")
 
 
 def _fact(spec: ArraySpec) -> tuple[str, str, tuple[int, ...]]:
@@ -239,7 +254,8 @@ def _check_c(facts: Sequence[Facts], d: Layout) -> None:
 def _check_inputs(facts: Sequence[Facts], d: Layout, epilog: MatmulEpilog) -> None:
     dtype = facts[0].result
     for rank, each in enumerate(facts):
-        needed = {e.name: e for e in requirements(epilog, *d.local_shape(rank), dtype).inputs}
+        m, n = d.local_shape(rank)
+        needed = {e.name: e for e in requirements(epilog, m, n, dtype).inputs}
         given = dict(each.inputs)
         if set(needed) != set(given):
             raise ValueError(
@@ -250,7 +266,7 @@ def _check_inputs(facts: Sequence[Facts], d: Layout, epilog: MatmulEpilog) -> No
             where, kind, shape, strides = given[name]
             if where != each.operands[0][0]:
                 raise CollectiveMismatch(
-                    f"rank {rank}: {name} is {where}, the operands are {spec['operands'][0][0]}"
+                    f"rank {rank}: {name} is {where}, the operands are {each.operands[0][0]}"
                 )
             misfit = extra.misfit(kind, tuple(shape), tuple(strides))
             if misfit:

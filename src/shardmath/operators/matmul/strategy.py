@@ -1,9 +1,10 @@
 """How a product is computed: which rank multiplies what, what must move first, and what follows.
 
-A strategy gives every rank a box of the m x n x k iteration space, its work. Together the boxes cover
-the space once. All else follows from geometry: the parts of A and B that a rank needs, whether sums of
-several ranks must be added, and whether the result must move to where the caller wants it. So a strategy
-is data, costs are counted and not guessed, and every pair of distributions has at least one.
+A strategy gives every rank a box of the m x n x k iteration space, its work. Together the boxes
+cover the space once. All else follows from geometry: the parts of A and B that a rank needs,
+whether sums of several ranks must be added, and whether the result must move to where the caller
+wants it. So a strategy is data, costs are counted and not guessed, and every pair of distributions
+has at least one.
 
     work (rows, columns, depth)          needs           leaves
     ---------------------------------    ------------    -------------------------------------
@@ -31,8 +32,9 @@ Column = tuple[Spans, ...]  # one axis of the work, by rank
 
 @dataclass(frozen=True)
 class Machine:
-    """What one rank can do: multiply-adds counted as two operations per second, bytes per second that
-    it takes from peers, seconds that a phase costs in synchronisation."""
+    """What one rank can do: multiply-adds counted as two operations per second, bytes per second
+    that it takes from peers, seconds that a phase costs in synchronisation.
+    """
 
     flops: float  # in float64
     bandwidth: float
@@ -65,15 +67,18 @@ class Cost:
     seconds: float
 
     def __str__(self) -> str:
-        return f"{_time(self.seconds)}, {_count(self.flops)}FLOP and {_bytes(self.received)} per rank"
+        return (
+            f"{_time(self.seconds)}, {_count(self.flops)}FLOP and {_bytes(self.received)} per rank"
+        )
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """Who multiplies what. `rows`, `columns`, `depth` are the work's extent along m, n and k by rank.
+    """Who multiplies what. `rows`, `columns`, `depth` are the work's extent along m, n and k by
+    rank.
 
-    `sums` holds each rank's product before anything is added, `reduced` the complete sums, each on one
-    rank or equal on several, and `problem.d` is where they end.
+    `sums` holds each rank's product before anything is added, `reduced` the complete sums, each on
+    one rank or equal on several, and `problem.d` is where they end.
     """
 
     label: str
@@ -141,13 +146,9 @@ class Strategy:
     def kind(self) -> str:
         """The name of what this does: how the operands get together."""
         move_a, move_b = self.moves_inputs
-        if self.reduces:
-            if self.label == "stationary a" and (move_a or move_b):
-                return "stationary-a"
-            if move_a or move_b:
-                return "redistribute"
+        if self.reduces and not (move_a or move_b):
             return "reduce-scatter" if self.problem.d.disjoint() else "all-reduce"
-        if self.moves_result:
+        if self.reduces or self.moves_result:
             return "redistribute"
         if not (move_a or move_b):
             return "local"
@@ -218,8 +219,8 @@ class Strategy:
 def choose(problem: Problem, machine: Machine) -> tuple[Strategy, list[tuple[Strategy, Cost]]]:
     """The strategy predicted to be fastest, and all that were compared, fastest first.
 
-    A kind or label named in the problem wins over a faster one. Raises ValueError when no strategy of that kind
-    exists for these distributions, listing those that do.
+    A kind or label named in the problem wins over a faster one. Raises ValueError when no strategy
+    of that kind exists for these distributions, listing those that do.
     """
     compared = [(each, each.cost(machine)) for each in candidates(problem)]
     compared.sort(key=lambda entry: entry[1].seconds)
