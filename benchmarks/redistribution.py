@@ -33,7 +33,7 @@ from shardmath.distribution import (
     Slab,
 )
 from shardmath.launch import spawn
-from shardmath.redistribution import TransferPlan
+from shardmath.redistribution import TransferPlan, stream
 from shardmath.symmetric.allocation import empty_on_heap
 
 RANKS = 2
@@ -162,11 +162,10 @@ def main() -> None:
     print(f"{n} x {n} float64, {RANKS} ranks, GB/s of a rank's result")
     print(f"{'':32}" + "".join(f"{name:>16}" for name in names) + "   heap, out / contiguous")
     for entry in rows:
-        print(
-            f"{entry['case']:32}"
-            + "".join(f"{entry['GB/s'].get(name, 0) or '':>16}" for name in names)
-        )
-    path = record.write("redistribution", rows, n=n, ranks=RANKS, repeats=REPEATS)
+        cells = "".join(f"{entry['GB/s'].get(name, ''):>16}" for name in names)
+        print(f"{entry['case']:32}{cells}{entry['heap, out / contiguous']:25.2f}")
+    facts = {"n": n, "ranks": RANKS, "repeats": REPEATS, "compiled": stream.built() is not None}
+    path = record.write("redistribution", rows, **facts)
     print(f"written: {path.relative_to(path.parent.parent.parent)}")
 
 

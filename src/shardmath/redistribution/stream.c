@@ -25,20 +25,21 @@ static void stream_line(char *dst, const __m128i line[4]) {
         _mm_stream_si128((__m128i *)dst + i, line[i]);
 }
 
-/* One line of each of four pages. All are loaded before any is stored: a load waits for an earlier store
- * to the same offset in another page, which the processor cannot tell from the same address. */
-static void stream_pages(char *dst, const char *src) {
+/* One line of each of four stretches, which begin `apart` bytes apart. All are loaded before any is
+ * stored: a load waits for an earlier store to the same offset in another page, which the processor
+ * cannot tell from the same address. */
+static void stream_lines(char *dst, const char *src, size_t apart) {
     __m128i line[STREAMS][4];
-    for (int page = 0; page < STREAMS; page++) {
-        _mm_prefetch(src + page * PAGE + 4 * LINE, _MM_HINT_T0); /* needs no valid address */
-        load_line(line[page], src + page * PAGE);
+    for (int i = 0; i < STREAMS; i++) {
+        _mm_prefetch(src + i * apart + 4 * LINE, _MM_HINT_T0); /* needs no valid address */
+        load_line(line[i], src + i * apart);
     }
-    for (int page = 0; page < STREAMS; page++)
-        stream_line(dst + page * PAGE, line[page]);
+    for (int i = 0; i < STREAMS; i++)
+        stream_line(dst + i * apart, line[i]);
 }
 
-/* Copy `n` contiguous bytes. Whole lines of the destination are streamed, of four pages at a time where
- * there are as many, so that the memory answers from several banks. */
+/* Copy `n` contiguous bytes. Whole lines of the destination are streamed, from four stretches of up to a
+ * page in turn, so that several banks of the memory are at work. */
 static void copy_row(char *dst, const char *src, size_t n) {
     size_t head = (LINE - (uintptr_t)dst % LINE) % LINE;
     if (n < head + LINE) {
@@ -47,9 +48,14 @@ static void copy_row(char *dst, const char *src, size_t n) {
     }
     memcpy(dst, src, head);
     dst += head, src += head, n -= head;
-    for (; n >= STREAMS * PAGE; dst += STREAMS * PAGE, src += STREAMS * PAGE, n -= STREAMS * PAGE)
-        for (size_t at = 0; at < PAGE; at += LINE)
-            stream_pages(dst + at, src + at);
+    while (n >= STREAMS * LINE) {
+        size_t apart = n / STREAMS / LINE * LINE;
+        if (apart > PAGE)
+            apart = PAGE;
+        for (size_t at = 0; at < apart; at += LINE)
+            stream_lines(dst + at, src + at, apart);
+        dst += STREAMS * apart, src += STREAMS * apart, n -= STREAMS * apart;
+    }
     for (; n >= LINE; dst += LINE, src += LINE, n -= LINE) {
         __m128i line[4];
         load_line(line, src);
