@@ -180,7 +180,7 @@ def test_free_is_a_hint_and_local(package):
             said(lambda: free_symmetric_memory(second))[0],
             said(lambda: block_of(context, third))[0],
         ]
-        del first, second, third
+        first = second = third = None
         assert context.heap.used == 0
         return outcomes
 

@@ -1,7 +1,7 @@
 """Ranks that may be killed or stopped: started, watched and collected one by one.
 
-A rank runs `body(group)` and reports one line of plain data, or how it ended. Times are those of the
-monotonic clock, which all processes share.
+A rank runs `body(group)` and reports one line of plain data, or how it ended. Times are those of
+the monotonic clock, which all processes share.
 """
 
 from __future__ import annotations
