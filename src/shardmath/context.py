@@ -131,6 +131,7 @@ class DistributedContext:
         # A context that is dropped without `close` is left too: its memory is awaited by nobody.
         self._dropping = weakref.finalize(self, _leave, board, self.heap, self.number)
         self._dropping.atexit = False
+        self._outlived: list[Any] = []  # what peers may still read of contexts that have ended
         _contexts.add(self)
 
     def __repr__(self) -> str:
@@ -194,6 +195,14 @@ class DistributedContext:
             self._caches[name] = make()
         return self._caches[name]
 
+    def keep_for_readers(self, memory: Any) -> None:
+        """Let `memory`, of which this rank does not wait for the readers, outlive this context.
+
+        It stays until the next split of the parent, by when all ranks have finished here.
+        """
+        if self._parent is not None:
+            weakref.finalize(self, self._parent._outlived.append, memory).atexit = False
+
     # -- groups ------------------------------------------------------------------------------------
 
     def split(self, color: int | None, key: int = 0) -> DistributedContext | None:
@@ -209,6 +218,7 @@ class DistributedContext:
             return color, key
 
         choices = self.agree("split", describe, lambda specs: specs)
+        self._outlived.clear()
         self._splits += 1
         if color is None:
             return None
