@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from shardmath import config, current, wire
+from shardmath import context as contexts
 from shardmath.errors import ShardmathError
 from shardmath.group.links import star
 from shardmath.group.local import LocalProcessGroup
 
-__all__ = ["Job", "Raised", "left_behind"]
+__all__ = ["Job", "Raised", "left_behind", "on_ranks"]
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,28 @@ class Job:
         if kind == "returned":
             return value
         return Raised(*value)
+
+
+def on_ranks(size: int, body: Callable[[Any], Any], timeout: float = 30.0) -> list[Any]:
+    """`body(context)` on new ranks with a default context: the results in rank order.
+
+    AssertionError, with all tracebacks, when a body raises.
+    """
+
+    def told(group: Any) -> tuple[str, Any]:
+        try:
+            context = contexts.initialize("cpu", group)
+            result = body(context)
+            contexts.finalize()
+            return "", result
+        except BaseException:
+            return traceback.format_exc(), None
+
+    with Job(size, told) as job:
+        outcomes = [job.outcome(rank, timeout) or ("it died", None) for rank in range(size)]
+    texts = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(outcomes) if text]
+    assert not texts, "\n".join(texts)
+    return [result for _, result in outcomes]
 
 
 def _be_rank(rank: int, size: int, sockets: Any, writing: int, body: Callable[[Any], Any]) -> None:

@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from forked import on_ranks
-from mortal import Job, Raised
+from mortal import Job, Raised, on_ranks
 from shardmath import context as contexts
 from shardmath import wire
 from shardmath.errors import HeapExhausted, UseAfterFree

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from forked import on_ranks
+from mortal import on_ranks
 from shardmath.arrays import library_of_package
 from shardmath.context import finalize
 from shardmath.errors import CollectiveMismatch, HeapExhausted, UseAfterFree

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from forked import on_ranks
+from mortal import on_ranks
 from shardmath import symmetric_memory
 from shardmath.group.base import GatheringGroup
 from shardmath.symmetric.allocation import allocate_symmetric_memory as allocate

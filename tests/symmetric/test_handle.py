@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from forked import on_ranks
+from mortal import on_ranks
 from shardmath.arrays import library_of, library_of_package
 from shardmath.errors import OpTimeout
 from shardmath.symmetric.allocation import allocate_symmetric_memory as allocate

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from forked import on_ranks
+from mortal import on_ranks
 from shardmath import symmetric_memory as symm_mem
 from shardmath.context import get_context
 from shardmath.errors import BackendUnavailable, CollectiveMismatch
