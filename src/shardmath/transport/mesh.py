@@ -2,8 +2,9 @@
 
 The sockets are abstract Unix sockets: no name in the file system, nothing that outlives a process,
 nothing reachable from another host. A connection is accepted only from this user, from the process
-that announced itself through the group, with the key that it was given there. What travels afterwards
-is a short tag and one descriptor; tags are compared with what is expected, never interpreted.
+that announced itself through the group, with the key that it was given there. What travels
+afterwards is a short tag and one descriptor; tags are compared with what is expected, never
+interpreted.
 """
 
 from __future__ import annotations
@@ -107,7 +108,8 @@ class Mesh:
         """Accept one connection; one that is not a peer's is closed and forgotten."""
         missing = [r for r in range(self.rank + 1, self.size) if r not in self._sockets]
         remaining = max(0.0, deadline - time.monotonic())
-        ready = select.select([listener, *watch.descriptors], [], [], remaining)[0]
+        waited_for = [listener.fileno(), *watch.descriptors]
+        ready = select.select(waited_for, [], [], remaining)[0]
         self._require_alive(watch.dead())
         if not ready:
             raise BootstrapError(

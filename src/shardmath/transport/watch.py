@@ -1,7 +1,8 @@
 """Which peers of this host are still alive.
 
-A peer is watched by its pidfd, which becomes readable the moment the process ends, even as a zombie.
-Where process ids are not visible (containers with their own), the end of its socket says the same.
+A peer is watched by its pidfd, which becomes readable the moment the process ends, even as a
+zombie. Where process ids are not visible (containers with their own), the end of its socket says
+the same.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ __all__ = ["PeerWatch"]
 
 
 class PeerWatch:
-    """Watches peers, given as rank -> (process id or 0, descriptor of a socket to the peer or -1)."""
+    """Watches peers: rank -> (process id or 0, descriptor of a socket to the peer or -1)."""
 
     def __init__(self, peers: Mapping[int, tuple[int, int]]) -> None:
         self._poll = select.poll()
