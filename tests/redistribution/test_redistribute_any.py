@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib
 
-import cases
 import numpy as np
 import pytest
+import redistribution_cases as cases
 from hypothesis import HealthCheck, given, settings
 
 from shardmath.arrays import library_named

@@ -6,9 +6,9 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import cases
 import numpy as np
 import pytest
+import redistribution_cases as cases
 
 from shardmath.redistribution import host, stream
 from shardmath.redistribution.copies import StridedCopy

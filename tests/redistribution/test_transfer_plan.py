@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 
-import cases
 import numpy as np
 import pytest
+import redistribution_cases as cases
 
 from shardmath.geometry import (
     BlockCyclic,
