@@ -16,6 +16,7 @@ __all__ = [
     "CollectiveMismatch",
     "ConvertDistributionError",
     "HeapExhausted",
+    "InvalidFFTState",
     "InvalidMatmulState",
     "InvalidRedistributeState",
     "OpTimeout",
@@ -76,6 +77,10 @@ class BindDistributionError(ShardmathError, ValueError):
 
 class ConvertDistributionError(ShardmathError, ValueError):
     """Two kinds of distribution cannot describe the same layout."""
+
+
+class InvalidFFTState(ShardmathError, RuntimeError):
+    """An `FFT` was used after `free`."""
 
 
 class InvalidMatmulState(ShardmathError, RuntimeError):

@@ -51,6 +51,10 @@ class Workspace:
         """The block of a buffer that `array` has made."""
         return self._buffers[name].block
 
+    def buffer(self, name: str) -> Buffer:
+        """The buffer itself that `array` has made."""
+        return self._buffers[name]
+
     def release(self) -> None:
         """Give all buffers back."""
         self._buffers.clear()
