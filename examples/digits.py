@@ -50,11 +50,13 @@ def main() -> None:
 
     whole = redistribute(distances, Slab.X, Replicated())  # for the comparison alone
     if context.rank == 0:
-        print(f"{len(digits.data)} digits of 8 x 8 pixels, as row slabs on {context.size} ranks")
+        print(f"{len(digits.data)} digits of 8 x 8 pixels, rows split over {context.size} rank(s)")
         show_rows("training", len(training), context.size)
         show_rows("test", len(test), context.size)
         print(f"\n{explained}\n")
-        compare(whole, training, training_labels, test, test_labels, correct[0], seconds)
+        took = f"{seconds * 1e3:.0f} ms on {context.size} rank(s)"
+        print(f"shardmath    {score(correct[0], len(test))}, in {took}")
+        compare(whole, training, training_labels, test, test_labels)
     shardmath.finalize()
 
 
@@ -87,26 +89,20 @@ def show_rows(name: str, count: int, size: int) -> None:
 
 
 def compare(
-    distances: Any,
-    training: Any,
-    training_labels: Any,
-    test: Any,
-    test_labels: Any,
-    correct: int,
-    seconds: float,
+    distances: Any, training: Any, training_labels: Any, test: Any, test_labels: Any
 ) -> None:
-    """Print the result beside that of plain NumPy, which sums the squares of the differences."""
-    start = time.perf_counter()
+    """Print the same figure from plain NumPy, which sums the squares of all differences."""
     plain = np.stack([((training - image) ** 2).sum(axis=1) for image in test])
-    plain_correct = np.sum(nearest_labels(plain, training_labels) == test_labels)
-    plain_seconds = time.perf_counter() - start
-    for name, right, took in [
-        ("shardmath", correct, seconds),
-        ("plain NumPy", plain_correct, plain_seconds),
-    ]:
-        share = f"{right / len(test):.2%}"
-        print(f"{name:12} {right} of {len(test)} right = {share}   {took * 1e3:6.1f} ms")
-    print(f"largest difference of the two distance matrices: {np.abs(distances - plain).max()}")
+    correct = np.sum(nearest_labels(plain, training_labels) == test_labels)
+    print(f"plain NumPy  {score(correct, len(test))}")
+    print(
+        f"largest difference between the two distance matrices: {np.abs(distances - plain).max()}"
+    )
+
+
+def score(correct: int, count: int) -> str:
+    """How many labels are right, in words."""
+    return f"{correct} of {count} labels right, {correct / count:.2%}"
 
 
 if __name__ == "__main__":
