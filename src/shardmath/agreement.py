@@ -29,6 +29,7 @@ _TRAVELLING: dict[str, type[Exception]] = {
     **{name: getattr(builtins, name) for name in _NAMES.split()},
     **{name: getattr(errors, name) for name in errors.__all__},
 }
+_FACTS = ("need", "have", "ranks")  # what our exceptions carry besides words
 
 
 def agree(
@@ -48,8 +49,11 @@ def agree(
     except Exception as error:
         mistake = error
         message = refusal(error)
-    messages = board.exchange(operation, message)
-    raise_refusal(messages, mistake)
+    try:
+        messages = board.exchange(operation, message)
+        raise_refusal(messages, mistake)
+    finally:
+        del mistake  # its traceback refers to this frame: a cycle that would keep the operands
     return check([wire.decode(text[1:]) for text in messages])
 
 
@@ -65,7 +69,8 @@ def require_equal(what: str, values: Sequence[Any]) -> Any:
 
 def refusal(error: Exception) -> bytes:
     """What a rank sends instead of its description: the error that it met."""
-    return _REFUSED + wire.encode((_travelling_name(error), str(error)))
+    facts = {name: getattr(error, name) for name in _FACTS if hasattr(error, name)}
+    return _REFUSED + wire.encode((_travelling_name(error), str(error), facts))
 
 
 def raise_refusal(messages: Sequence[bytes], own: Exception | None) -> None:
@@ -83,5 +88,9 @@ def _travelling_name(error: Exception) -> str:
 
 
 def _rebuilt(rank: int, data: bytes) -> Exception:
-    name, text = wire.decode(data)
-    return _TRAVELLING.get(name, RuntimeError)(f"rank {rank}: {text}")
+    name, text, facts = wire.decode(data)
+    error = _TRAVELLING.get(name, RuntimeError)(f"rank {rank}: {text}")
+    for fact, value in facts.items():
+        if fact in _FACTS and hasattr(error, fact):
+            setattr(error, fact, value)
+    return error

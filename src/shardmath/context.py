@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import operator
 import os
+import struct
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from hashlib import blake2b
 from typing import Any, TypeVar
 
 from shardmath import agreement, current
@@ -55,12 +58,14 @@ class _Machinery:
         self.transport = HostTransport(self.mesh)
         self.heap = Heap(self.transport, rank=group.rank, segment_bytes=settings.segment_bytes)
 
-    def board(self, ranks: Sequence[int], rank: int, tag: str) -> Board:
+    def board(self, ranks: Sequence[int], rank: int, name: str) -> Board:
         """A board for `ranks` (numbers of this mesh), of which this process is `rank`.
 
-        Collective among them: the first makes the memory and hands it to the others.
+        Collective among them: the first makes the memory and hands it to the others. No two boards
+        have the same `name`.
         """
         mesh, size = self.mesh, len(ranks)
+        tag = "board " + blake2b(name.encode(), digest_size=24).hexdigest()
         if rank == 0:
             fd, memory = export_memory("shardmath-board", board_bytes(size))
             for peer in ranks[1:]:
@@ -119,6 +124,7 @@ class DistributedContext:
         self._parent = parent
         self._name = name  # the same on all its ranks, and no other context's
         self._splits = 0
+        self._subsets: dict[tuple[int, ...], list[DistributedContext]] = {}
         self._shares = itertools.count()
         self._closed: str | None = None
         self._caches: dict[str, Any] = {}
@@ -141,9 +147,16 @@ class DistributedContext:
         return agreement.agree(self.board, operation, describe, check)
 
     def barrier(self) -> None:
-        """Wait until every rank has called it; what was written before is seen after. Collective."""
+        """Wait until every rank has called it; what was written before is seen after. Collective.
+
+        Memory that every rank has dropped returns to use here.
+        """
         self.require_open()
-        self.board.exchange("barrier", b"")
+        own = self.heap.marks(self.number)
+        texts = self.board.exchange("barrier", struct.pack(f"={len(own)}Q", *own))
+        if all(texts):
+            marks = [struct.unpack(f"={len(text) // 8}Q", text) for text in texts]
+            self.heap.honour(self.number, marks)
 
     @contextmanager
     def executing(self, operation: str) -> Iterator[None]:
@@ -197,10 +210,33 @@ class DistributedContext:
         if color is None:
             return None
         members = sorted((k, r) for r, (c, k) in enumerate(choices) if c == color)
-        ranks = [r for _, r in members]
+        return self._derive([r for _, r in members], f"split {self._splits} color {color}")
+
+    def subset(self, ranks: Sequence[int]) -> DistributedContext:
+        """A context of these ranks of this one, in this order. Collective among them alone.
+
+        The same ranks in the same order get the same context again, unless it has been closed,
+        which all of them must do then. Raises ValueError when `ranks` names a rank twice, one that
+        does not exist, or not this one.
+        """
+        self.require_open()
+        chosen = tuple(operator.index(rank) for rank in ranks)
+        strangers = [rank for rank in chosen if not 0 <= rank < self.size]
+        if strangers or len(set(chosen)) < len(chosen) or self.rank not in chosen:
+            raise ValueError(
+                f"rank {self.rank} of {self.size} belongs to no subset {chosen}; name ranks of "
+                "this context, each once, this one among them"
+            )
+        made = self._subsets.setdefault(chosen, [])
+        if not made or made[-1]._closed:
+            made.append(self._derive(chosen, f"subset {chosen} number {len(made)}"))
+        return made[-1]
+
+    def _derive(self, ranks: Sequence[int], label: str) -> DistributedContext:
+        """A context of `ranks`, which all of them make under the same label."""
         mesh_ranks = [self._ranks[r] for r in ranks]
-        name = f"{self._name}.{self._splits}.{color}"
-        board = self._machinery.board(mesh_ranks, ranks.index(self.rank), name)
+        name = f"{self._name} / {label}"
+        board = self._machinery.board(mesh_ranks, list(ranks).index(self.rank), name)
         return DistributedContext(
             self._machinery,
             board,

@@ -79,6 +79,10 @@ class Library(ABC):
         """A new host array with undefined elements."""
 
     @abstractmethod
+    def host_device(self) -> Any:
+        """The host, in the library's own words."""
+
+    @abstractmethod
     def default_dtype(self) -> DType:
         """The type of an array that is made without naming one."""
 

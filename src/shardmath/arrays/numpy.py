@@ -69,6 +69,10 @@ class NumPy(Library):
         """A new ndarray with undefined elements."""
         return np.empty(tuple(shape), dtypes.to_numpy(dtype), order)
 
+    def host_device(self) -> str:
+        """The word "cpu"."""
+        return "cpu"
+
     def default_dtype(self) -> DType:
         """float64."""
         return dtypes.of("float64")

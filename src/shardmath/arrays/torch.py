@@ -114,6 +114,12 @@ class Torch(Library):
         reverse = tuple(range(len(shape)))[::-1]
         return torch.empty(tuple(shape)[::-1], dtype=native, device="cpu").permute(reverse)
 
+    def host_device(self) -> Any:
+        """A torch.device."""
+        import torch
+
+        return torch.device("cpu")
+
     def default_dtype(self) -> DType:
         """The data type that torch defaults to, float32 unless the user set another."""
         import torch

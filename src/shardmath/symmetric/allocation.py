@@ -1,9 +1,9 @@
 """Arrays on the symmetric heap: made, recognised and freed.
 
-An array on the heap is an ordinary NumPy array or torch tensor; what makes it symmetric is where its
-memory lies, so it is recognised by address, as is every view of it. Its memory lives as long as any
-of them. Allocation agrees with the peers, so that an error on one rank is raised on all; freeing, by
-hand or by the garbage collector, concerns this rank alone.
+An array on the heap is an ordinary NumPy array or torch tensor; what makes it symmetric is where
+its memory lies, so it is recognised by address, as is every view of it. Its memory lives as long as
+any of them. Allocation agrees with the peers, so that an error on one rank is raised on all;
+freeing, by hand or by the garbage collector, concerns this rank alone.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ __all__ = [
     "extent_of",
     "free_symmetric_memory",
     "is_symmetric",
+    "strided_on_heap",
 ]
 
 _Place = tuple[Block, int]
@@ -48,13 +49,13 @@ def allocate_symmetric_memory(
     skip_symmetric_check: bool = False,
     logger: Logger | None = None,
 ) -> Any:
-    """An uninitialised array of `shape` on the symmetric heap. Collective, unless the check is skipped.
+    """An uninitialised array of `shape` on the symmetric heap. Collective, unless told otherwise.
 
-    `package` is the module numpy or torch; `dtype` None means float64 for numpy and torch's default.
-    `axis_order` is "C", "F", or the axes from the one whose elements are adjacent to the outermost:
-    "C" of three axes is (2, 1, 0). The ranks' shapes may differ as long as their bytes are equal;
-    with `make_symmetric` every rank reserves as many bytes as the rank that needs most. With
-    `skip_symmetric_check` nothing is compared, sizes may differ, and the call is local.
+    `package` is the module numpy or torch; `dtype` None means float64 for numpy, for torch its
+    default. `axis_order` is "C", "F", or the axes from the one whose elements are adjacent to the
+    outermost: "C" of three axes is (2, 1, 0). The ranks' shapes may differ as long as their bytes
+    are equal; with `make_symmetric` every rank reserves as many bytes as the rank that needs most.
+    With `skip_symmetric_check` nothing is compared, sizes may differ, and the call is local.
 
     Raises on all ranks ValueError for another package, a bad shape, dtype or axis order, both flags
     at once, and bytes that differ (naming ranks and bytes); HeapExhausted when a rank lacks memory.
@@ -133,20 +134,34 @@ def empty_on_heap(
     order: Literal["C", "F"] = "C",
 ) -> Any:
     """A new uninitialised array on the heap. Local. Raises HeapExhausted."""
-    request = _Request(library, tuple(shape), dtype_of(dtype), _strides(tuple(shape), order))
-    return request.array(context.heap.allocate(request.nbytes))
+    strides = _strides(tuple(shape), order)
+    return strided_on_heap(context.heap, library, shape, dtype_of(dtype), strides)
+
+
+def strided_on_heap(
+    heap: Heap, library: Library, shape: Sequence[int], dtype: DType, strides: Sequence[int]
+) -> Any:
+    """A new uninitialised array with these strides, in elements. Local. Raises HeapExhausted."""
+    buffer = heap.allocate(extent_of(shape, strides) * dtype.itemsize)
+    return array_on(buffer, library, dtype, shape, strides)
 
 
 def array_on(
-    library: Library, owner: Any, dtype: DType, shape: Sequence[int], strides: Sequence[int], at: int
+    owner: Any,
+    library: Library,
+    dtype: DType,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    *,
+    start: int = 0,
 ) -> Any:
-    """An array on the memory of `owner`, `at` bytes from its start, that keeps `owner` alive.
+    """An array on the memory of `owner`, from byte `start` on, that keeps `owner` alive.
 
-    `owner` offers NumPy's array interface as contiguous bytes.
+    `owner` offers contiguous bytes through NumPy's array interface; `strides` are in elements.
     """
     raw: Any = np.asarray(owner)
-    # An array without elements may stand at the end, where torch would take no address from it.
-    return library.from_bytes(raw[at:] if math.prod(shape) else raw, dtype, shape, strides)
+    # An array without elements may start at the end, where torch would have no address for it.
+    return library.from_bytes(raw[start:] if math.prod(shape) else raw, dtype, shape, strides)
 
 
 def extent_of(shape: Sequence[int], strides: Sequence[int]) -> int:
@@ -177,7 +192,7 @@ class _Request:
         return extent_of(self.shape, self.strides) * self.dtype.itemsize
 
     def array(self, buffer: Buffer) -> Any:
-        return array_on(self.library, buffer, self.dtype, self.shape, self.strides, 0)
+        return array_on(buffer, self.library, self.dtype, self.shape, self.strides)
 
     def __str__(self) -> str:
         return f"{self.library.name} {self.dtype} {self.shape}, {self.nbytes:,} bytes"
@@ -220,8 +235,8 @@ def _require_equal_bytes(sizes: list[int]) -> None:
     for rank, nbytes in enumerate(sizes):
         if nbytes != sizes[0]:
             raise CollectiveMismatch(
-                f"the ranks ask for different sizes: rank 0 for {sizes[0]:,} bytes, rank {rank} for "
-                f"{nbytes:,}; pass make_symmetric=True to reserve the largest on every rank, or "
+                f"the ranks ask for different sizes: rank 0 for {sizes[0]:,} bytes, rank {rank} "
+                f"for {nbytes:,}; pass make_symmetric=True to reserve the largest on every rank, or "
                 "skip_symmetric_check=True to let sizes differ"
             )
 
@@ -255,7 +270,7 @@ def _strides(shape: tuple[int, ...], axis_order: Any) -> tuple[int, ...]:
             axes = []
         if sorted(axes) != list(range(ndim)):
             raise ValueError(
-                f"axis_order is a permutation of the {ndim} axes of {shape}, not {axis_order!r}"
+                f"axis_order is a permutation of the axes 0 to {ndim - 1}, not {axis_order!r}"
             )
     strides = [1] * ndim
     step = 1

@@ -24,7 +24,7 @@ from shardmath.errors import CollectiveMismatch, RankFailure
 from shardmath.symmetric.waiting import Patience, caller_line, wait_until
 from shardmath.transport.watch import PeerWatch
 
-__all__ = ["Board", "board_bytes"]
+__all__ = ["ORDERED", "Board", "board_bytes"]
 
 _EXCHANGE, _BARRIER, _STATE = 0, 1, 2
 _OPERATION = 64  # byte offset in a row
@@ -40,7 +40,7 @@ _MESSAGE_LIMIT = 64 << 20
 # On x86-64 stores become visible in program order. Elsewhere a fence must come between the data and
 # the word that announces it, and between a word and the data read after it; a switch of threads in
 # the kernel holds one.
-_ORDERED = platform.machine() in ("x86_64", "AMD64")
+ORDERED = platform.machine() in ("x86_64", "AMD64")
 
 
 def board_bytes(size: int) -> int:
@@ -188,27 +188,35 @@ class Board:
                 self._publish(_STATE, _FAILED)
 
     def verdict(self, late: Sequence[int]) -> Exception | None:
-        """Why one of the ranks waited for will never arrive: the exception to raise, or None.
+        """Why one of the ranks waited for will never arrive: the exception to raise, or None."""
+        return self._crossed(late) or self._gone(late)
 
-        A late peer that has published a round of exchange that this rank has not is itself waiting,
-        for this rank, in another operation: both would wait for ever.
+    def _crossed(self, late: Sequence[int]) -> Exception | None:
+        """A late peer that has published a round of exchange that this rank has not is itself
+        waiting, for this rank, in another operation: both would wait for ever.
         """
         words = self._words
         crossed = [r for r in late if words[self._word_of[r] + _EXCHANGE] > self._rounds]
         crossed += [r for r in late if words[self._word_of[r] + _STATE] == _MISMATCHED]
-        if crossed:
-            calls = "; ".join(f"rank {r} is in {self._operation_of(r)}" for r in crossed)
-            return CollectiveMismatch(
-                f"{self.here()}: the ranks called different operations: {calls}"
-            )
+        if not crossed:
+            return None
+        calls = "; ".join(f"rank {r} is in {self._operation_of(r)}" for r in crossed)
+        return CollectiveMismatch(f"{self.here()}: the ranks called different operations: {calls}")
+
+    def _gone(self, late: Sequence[int]) -> Exception | None:
+        """A late peer has ended or given up. One that died without a word is the cause; those that
+        gave up, or have ended after saying so, are named only when there is no such peer.
+        """
         dead = self._watch.dead() if self._watch is not None else frozenset()
-        found: dict[int, str] = {}
+        died: dict[int, str] = {}
+        quitters: dict[int, str] = {}
         for rank in late:
-            state = words[self._word_of[rank] + _STATE]
-            if self._watch_ranks[rank] in dead:
-                found[rank] = "died"
-            elif state in (_LEFT, _FAILED):
-                found[rank] = "has left" if state == _LEFT else "gave up"
+            state = self._words[self._word_of[rank] + _STATE]
+            if state in (_LEFT, _FAILED):
+                quitters[rank] = "has left" if state == _LEFT else "gave up"
+            elif self._watch_ranks[rank] in dead:
+                died[rank] = "died"
+        found = died or quitters
         if not found:
             return None
         reasons = "; ".join(
@@ -224,7 +232,7 @@ class Board:
     # -- words ---------------------------------------------------------------------------------
 
     def _publish(self, word: int, value: int) -> None:
-        if not _ORDERED:
+        if not ORDERED:
             os.sched_yield()
         self._words[self._base + word] = value
 
@@ -234,7 +242,7 @@ class Board:
         late = [at for r in self._peers if words[at := self._word_of[r] + word] < target]
         if late:
             self._await_late(word, target, late, timeout)
-        if not _ORDERED:
+        if not ORDERED:
             os.sched_yield()
 
     def _await_late(self, word: int, target: int, late: list[int], timeout: float | None) -> None:
@@ -271,7 +279,8 @@ class Board:
     ) -> None:
         """Wait for anything else that peers write: as `waiting.wait_until`, in this board's words.
 
-        A timeout here leaves the board usable: nothing was announced.
+        A timeout here leaves the board usable: nothing was announced. RankFailure ends it. With a `timeout` of the
+        caller's own, a peer that waits in another operation is no error: this rank will follow.
         """
         self._require_usable()
         self.operation = operation
@@ -280,11 +289,11 @@ class Board:
                 arrived,
                 patience=self.patience,
                 missing=missing,
-                verdict=self.verdict,
+                verdict=self.verdict if timeout is None else self._gone,
                 doing=self.here,
                 timeout=timeout,
             )
-        except CollectiveMismatch as error:
+        except (CollectiveMismatch, RankFailure) as error:
             self._settle(error)
             raise
 

@@ -160,6 +160,7 @@ class Heap:
         with self._lock:
             self.recycle()
             location = self._take(room)
+            grown = location is None
             if location is None:
                 self._grow(room)
                 location = self._take(room)
@@ -169,6 +170,9 @@ class Heap:
                 self._commit(location, room)
             except HeapExhausted:
                 segment.ranges.give(location.offset, room)
+                if grown:
+                    self._segments.pop()
+                    self.transport.release()
                 raise
             block = Block(location, nbytes, room, segment.address + location.offset)
             at = bisect_right(self._addresses, block.address)
@@ -194,6 +198,13 @@ class Heap:
             block.freed = True
             self._limbo[block] = None
             self.recycle()
+
+    def restore(self, block: Block) -> None:
+        """Take back a `free` of a block whose buffer is still held. Raises HeapExhausted."""
+        with self._lock:
+            self._commit(block.location, block.room)
+            block.freed = False
+            self._limbo.pop(block, None)
 
     # -- marks: what the ranks of a group tell each other ------------------------------------------
 

@@ -63,6 +63,10 @@ class Transport(ABC):
         """
 
     @abstractmethod
+    def release(self) -> None:
+        """Take back the last `reserve`, of a segment that no peer was told of."""
+
+    @abstractmethod
     def commit(self, index: int, offset: int, nbytes: int) -> None:
         """Back a range of an own segment with memory, or raise HeapExhausted."""
 

@@ -56,6 +56,14 @@ class HostTransport(Transport):
         self._keep(segment, mapping)
         return segment
 
+    def release(self) -> None:
+        """See Transport."""
+        fd, segment = self._own.pop()
+        key = (segment.rank, segment.index)
+        assert not any(index == segment.index for _, index in self._announced), segment
+        del self._bytes[key], self._maps[key]
+        os.close(fd)
+
     def commit(self, index: int, offset: int, nbytes: int) -> None:
         """See Transport. `offset` and `nbytes` are multiples of the page size."""
         have = available_memory()
@@ -115,7 +123,10 @@ def export_memory(name: str, nbytes: int) -> tuple[int, mmap.mmap]:
     """A sparse anonymous segment: its descriptor, and its mapping here."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        os.ftruncate(fd, nbytes)
+        try:
+            os.ftruncate(fd, nbytes)
+        except (OSError, OverflowError):
+            raise _exhausted(nbytes, available_memory()) from None
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
         return fd, _mapped(fd, nbytes)
     except BaseException:
