@@ -8,6 +8,9 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 PIP := $(PYTHON) -m pip --python $(RUN) --quiet --disable-pip-version-check
 
+# Those that need no GPU; each prints a table and writes benchmarks/results/*.json.
+BENCHMARKS := $(filter-out benchmarks/record.py benchmarks/gpu%,$(wildcard benchmarks/*.py))
+
 .PHONY: help demo test check bench clean
 .DELETE_ON_ERROR:
 
@@ -27,7 +30,7 @@ check: $(VENV)/.has-test $(VENV)/.has-lint
 	$(RUN) -m pytest tests/test_layers.py
 
 bench: $(VENV)/.has-test
-	@for file in benchmarks/bench_*.py; do echo; echo "== $$file"; $(RUN) "$$file" || exit; done
+	@for file in $(BENCHMARKS); do echo; echo "== $$file"; $(RUN) "$$file" || exit; done
 
 clean:
 	rm -rf $(VENV) .*_cache .hypothesis build dist src/*.egg-info
