@@ -128,6 +128,7 @@ class DistributedContext:
         self._shares = itertools.count()
         self._closed: str | None = None
         self._caches: dict[str, Any] = {}
+        self._outlived: list[Any] = []  # what peers may still read of contexts that have ended
         _contexts.add(self)
 
     def __repr__(self) -> str:
@@ -191,6 +192,14 @@ class DistributedContext:
             self._caches[name] = make()
         return self._caches[name]
 
+    def keep_for_readers(self, memory: Any) -> None:
+        """Let `memory`, of which this rank does not wait for the readers, outlive this context.
+
+        It stays until the next split of the parent, by when all ranks have finished here.
+        """
+        if self._parent is not None:
+            weakref.finalize(self, self._parent._outlived.append, memory).atexit = False
+
     # -- groups ------------------------------------------------------------------------------------
 
     def split(self, color: int | None, key: int = 0) -> DistributedContext | None:
@@ -206,6 +215,7 @@ class DistributedContext:
             return color, key
 
         choices = self.agree("split", describe, lambda specs: specs)
+        self._outlived.clear()
         self._splits += 1
         if color is None:
             return None

@@ -28,11 +28,16 @@ _ORDINARY, _ALLOCATES = 1, 2
 
 @dataclass(frozen=True)
 class Arrays:
-    """One rank's arrays for one execution: views of operand and `out`, and the operand's block."""
+    """One rank's arrays for one execution, as NumPy views.
+
+    `block` is where the view of the operand lies on the heap; `on_heap`: the operand itself does. A
+    lazily conjugated tensor has a view elsewhere.
+    """
 
     library: Library
     operand: HostArray
     block: Block | None
+    on_heap: bool
     out: HostArray | None
     given: Any  # the user's `out`
 
@@ -45,14 +50,17 @@ class Arrays:
         """
         library = library_of(operand)
         host = library.host_view(operand)
-        block = _block(context, host)
+        on_heap = block_of(context, operand)
+        in_place = host is operand or host.size == 0
+        found = on_heap if in_place else block_of(context, host)
+        block = None if found is None else found[0]
         if out is None:
-            return cls(library, host, block, None, None)
+            return cls(library, host, block, on_heap is not None, None, None)
         target = library_of(out).host_view(out, writable=True)
-        _block(context, target)
+        block_of(context, out)  # raises UseAfterFree
         if _overlap(host, target):
             raise ValueError("out overlaps the operand: a redistribution cannot be done in place")
-        return cls(library, host, block, target, out)
+        return cls(library, host, block, on_heap is not None, target, out)
 
     def note(self, context: DistributedContext) -> bytes:
         """What this rank says of this execution: flags, and where its operand is on the heap."""
@@ -142,14 +150,9 @@ def _pull(
 def _result(context: DistributedContext, problem: Problem, arrays: Arrays) -> Any:
     """A new local array for the result, on the heap if the operand is."""
     shape = problem.transfer.dst.local_shape(context.rank)
-    if arrays.block is None:
+    if not arrays.on_heap:
         return arrays.library.empty(shape, problem.dtype, problem.order)
     return empty_on_heap(context, arrays.library, shape, problem.dtype, problem.order)
-
-
-def _block(context: DistributedContext, host: HostArray) -> Block | None:
-    found = block_of(context, host)
-    return None if found is None else found[0]
 
 
 def _overlap(one: HostArray, other: HostArray) -> bool:

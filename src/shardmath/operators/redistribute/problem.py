@@ -17,6 +17,7 @@ from shardmath.agreement import require_equal
 from shardmath.arrays import ArraySpec
 from shardmath.errors import CollectiveMismatch
 from shardmath.geometry import Distribution, Layout
+from shardmath.geometry.inference import check_alike
 from shardmath.operators.lifecycle import check_blocking
 from shardmath.redistribution import TransferPlan
 
@@ -151,9 +152,19 @@ def _source(encoded: Sequence[Any], shapes: Sequence[Sequence[int]]) -> Layout:
 def _target(encoded: Sequence[Any], shape: tuple[int, ...]) -> Layout:
     distributions = [geometry.decode(each) for each in encoded]
     try:
+        check_alike(distributions)
+        for rank, distribution in enumerate(distributions):
+            _check_part(distribution, rank, shape, len(distributions))
         return Layout.bind(distributions, shape)
     except ValueError as error:
         raise type(error)(f"output_distribution: {error}") from None
+
+
+def _check_part(distribution: Distribution, rank: int, shape: tuple[int, ...], size: int) -> None:
+    try:
+        distribution.part(rank, shape, size=size)
+    except ValueError as error:
+        raise type(error)(f"rank {rank}: {error}") from None
 
 
 def _order(orders: Sequence[str]) -> Literal["C", "F"]:
