@@ -69,7 +69,8 @@ def main() -> None:
         check(context)
         passed.append(f"{library} {context.rank} of {context.size}")
         shardmath.finalize()
-    print("; ".join(passed))
+    # In one piece, so that the ranks' lines cannot mix.
+    sys.stdout.write("; ".join(passed) + "\n")
 
 
 if __name__ == "__main__":
