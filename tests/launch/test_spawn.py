@@ -123,9 +123,9 @@ def test_timeout_names_the_ranks() -> None:
 
     before = time.monotonic()
     with pytest.raises(OpTimeout, match="ranks 0, 2") as caught:
-        spawn(function, 3, timeout=0.2)
+        spawn(function, 3, timeout=1.5)
     assert caught.value.ranks == (0, 2)
-    assert time.monotonic() - before < 2
+    assert time.monotonic() - before < 5
 
 
 def test_output_is_prefixed(capsys: pytest.CaptureFixture[str]) -> None:
