@@ -23,7 +23,7 @@ from samples import (
 from shardmath.collectives import all_reduce, reduce_scatter, twoshot
 
 SHAPES = ((), (0,), (1,), (7, 9), (3, 0, 2), (5, 1, 8))
-# Sizes about the limits: notes of 2 KB, copies of 64 KB, one shot of 1 MB, blocks of 4 MB.
+# Sizes about the limits: notes of 2 KB, copies of 64 KB, one shot of 1 MB, blocks of 2 MB.
 LENGTHS = (511, 512, 513, 16385, 262143, 262145, 1048577, 2500003)
 
 
