@@ -128,6 +128,9 @@ class DistributedContext:
         self._shares = itertools.count()
         self._closed: str | None = None
         self._caches: dict[str, Any] = {}
+        # A context that is dropped without `close` is left too: its memory is awaited by nobody.
+        self._dropping = weakref.finalize(self, _leave, board, self.heap, self.number)
+        self._dropping.atexit = False
         self._outlived: list[Any] = []  # what peers may still read of contexts that have ended
         _contexts.add(self)
 
@@ -273,12 +276,16 @@ class DistributedContext:
             raise RuntimeError(f"this context cannot be used: {self._closed}")
 
     def close(self, why: str = "it was closed") -> None:
-        """End the context on this rank. Never waits; peers that still wait for this rank are told."""
+        """End the context on this rank. Never waits; peers that still wait for this rank are told.
+
+        Says that this rank reads no peer's memory through it any more.
+        """
         if self._closed:
             return
         self._closed = why
         self.board.leave()
-        self.heap.forget(self.number)
+        self._dropping.detach()
+        self.heap.forget(self.number, self.board.ended)
         self._caches.clear()
         if self._parent is None:
             for context in list(_contexts):
@@ -370,6 +377,11 @@ def require_context() -> DistributedContext:
         )
     context.require_open()
     return context
+
+
+def _leave(board: Board, heap: Heap, number: int) -> None:
+    board.leave()
+    heap.forget(number, board.ended)
 
 
 def open_contexts() -> list[DistributedContext]:

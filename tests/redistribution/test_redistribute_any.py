@@ -162,6 +162,31 @@ def test_objects_and_groups_do_not_disturb_each_other(contexts):
     assert contexts.run(interleave, ranks=5) == [3, 2, 3, 2, 3]
 
 
+def overwrite(context, store, turns):
+    """Each rank changes its operand as soon as `execute` has returned; no peer may see that."""
+    rank, size = context.rank, context.size
+    library = library_named("numpy")
+    blank = np.zeros((size * 64, 90))
+    operand, _, _ = placed(context, library, cases.part_of(blank, Slab.X, rank, size), store)
+    out = np.array(cases.part_of(blank, Slab.Y, rank, size))
+    with context:
+        plan = Redistribute(operand, Slab.X, Slab.Y)
+        plan.plan()
+        wrong = 0
+        for turn in range(turns):
+            operand[...] = turn
+            plan.execute(out=out)
+            operand[...] = -1
+            wrong += not (out == turn).all()
+        plan.free()
+    return wrong
+
+
+@pytest.mark.parametrize("store", ["heap C", "C"])
+def test_operands_may_be_overwritten_after_each_execution(contexts, store):
+    assert contexts.run(overwrite, store, 200, ranks=4) == [0] * 4
+
+
 def reshape_boxes(context):
     rank = context.rank
     array = cases.global_array((9, 6), "f4")

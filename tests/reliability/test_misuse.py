@@ -4,12 +4,12 @@ import os
 import resource
 import signal
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from forked import on_ranks
-from mortal import Job, Raised
+from mortal import Job, Raised, on_ranks
 from shardmath import context as contexts
 from shardmath import wire
 from shardmath.errors import HeapExhausted, UseAfterFree
@@ -113,7 +113,7 @@ def test_a_forked_child_cannot_use_the_parents_context_and_does_it_no_harm():
                 lambda: allocate(3, np),
                 lambda: rendezvous(array),
                 lambda: free_symmetric_memory(array),
-                lambda: handle.barrier(),
+                handle.barrier,
                 lambda: handle.wait_signal(0),
                 context.barrier,
                 contexts.finalize,
@@ -133,7 +133,8 @@ def test_a_forked_child_cannot_use_the_parents_context_and_does_it_no_harm():
 def test_an_address_space_limit_is_heap_exhausted_on_all_ranks():
     def body(context):
         before = context.heap.used
-        used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        used = pages * resource.getpagesize()
         if context.rank == 1:
             resource.setrlimit(resource.RLIMIT_AS, (used + 40 * MIB, resource.RLIM_INFINITY))
         try:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from forked import on_ranks
+from mortal import on_ranks
 from shardmath.symmetric.allocation import allocate_symmetric_memory as allocate
 from shardmath.symmetric.allocation import free_symmetric_memory
 from shardmath.symmetric.rendezvous import rendezvous

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from forked import on_ranks
+from mortal import on_ranks
 from shardmath.arrays import library_of_package
 from shardmath.context import finalize
 from shardmath.errors import CollectiveMismatch, HeapExhausted, UseAfterFree
@@ -180,7 +180,7 @@ def test_free_is_a_hint_and_local(package):
             said(lambda: free_symmetric_memory(second))[0],
             said(lambda: block_of(context, third))[0],
         ]
-        del first, second, third
+        first = second = third = None
         assert context.heap.used == 0
         return outcomes
 

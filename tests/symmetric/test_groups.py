@@ -1,5 +1,6 @@
 """Rendezvous of sub-groups, overlapping groups and foreign groups, in any order."""
 
+import gc
 import itertools
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from forked import on_ranks
+from mortal import on_ranks
 from shardmath import symmetric_memory
 from shardmath.group.base import GatheringGroup
 from shardmath.symmetric.allocation import allocate_symmetric_memory as allocate
@@ -48,6 +49,36 @@ def test_subsets_keep_the_order_given_and_are_the_same_again():
                 context.subset(ranks)
 
     on_ranks(3, body)
+
+
+@pytest.mark.parametrize("ending", ["close", "drop"])
+def test_memory_shared_through_a_group_that_has_ended_is_reused(ending):
+    def body(context):
+        part = context.split(0)
+        array = mine(context, 7 + context.rank)
+        handle = rendezvous(array, part)
+        assert values(handle) == [7, 8]
+        view = handle.get_buffer(1 - context.rank, (4,), "int64")
+        if context.rank == 0:  # rank 1 still has its view
+            part.close()
+            del array, handle, view
+            part = None
+        context.barrier()
+        for number in range(5):
+            mine(context, number)
+        kept = context.heap.used
+        context.barrier()
+        if context.rank == 1:
+            assert view.tolist() == [7] * 4
+            del array, handle, view
+            if ending == "close":
+                part.close()
+            del part
+            gc.collect()
+        context.barrier()
+        return kept > 0, context.heap.used
+
+    assert on_ranks(2, body) == [(True, 0)] * 2
 
 
 def test_nested_splits_and_subsets():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from forked import on_ranks
+from mortal import on_ranks
 from shardmath.arrays import library_of, library_of_package
 from shardmath.errors import OpTimeout
 from shardmath.symmetric.allocation import allocate_symmetric_memory as allocate
@@ -17,11 +17,11 @@ from shardmath.symmetric.handle import SymmetricMemory
 from shardmath.symmetric.rendezvous import rendezvous
 
 PACKAGES = [np, torch]
-TABLE = (
-    "rank world_size device buffer_ptrs buffer_ptrs_dev signal_pad_ptrs signal_pad_ptrs_dev "
-    "buffer_size signal_pad_size offset multicast_ptr get_buffer get_remote_tensor get_signal_pad "
-    "barrier put_signal wait_signal"
-).split()
+TABLE = """
+    rank world_size device buffer_ptrs buffer_ptrs_dev signal_pad_ptrs signal_pad_ptrs_dev
+    buffer_size signal_pad_size offset multicast_ptr get_buffer get_remote_tensor get_signal_pad
+    barrier put_signal wait_signal
+"""
 
 
 def outcome(call):
@@ -45,7 +45,7 @@ def uneven(context, package, dtype="float32"):
 
 
 def test_the_table_of_the_reference_is_there():
-    assert [name for name in TABLE if not hasattr(SymmetricMemory, name)] == []
+    assert [name for name in TABLE.split() if not hasattr(SymmetricMemory, name)] == []
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -233,7 +233,7 @@ def test_a_timeout_names_the_ranks_and_leaves_everything_usable():
         return handle.get_buffer(handle.rank, (1,), "float32")
 
     timeouts = [("OpTimeout", [1]), ("OpTimeout", [1, 2]), ("OpTimeout", [2])]
-    assert on_ranks(3, body) == [[list_of for list_of in timeouts], [], []]
+    assert on_ranks(3, body) == [timeouts, [], []]
     assert issubclass(OpTimeout, TimeoutError)
 
 
@@ -311,7 +311,7 @@ def test_a_freed_array_cannot_be_used_and_its_memory_stays_for_views_of_peers():
         handle.barrier()
         assert view.min() == view.max() == 1
         failure = raised(lambda: rendezvous(array))
-        del array, handle, view
+        array = handle = view = None
         context.barrier()
         return failure, context.heap.used
 

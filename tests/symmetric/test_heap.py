@@ -67,6 +67,19 @@ def test_a_shared_block_waits_for_all_marks(heap):
     assert heap.used == 0
 
 
+def test_a_group_that_was_left_is_forgotten_once_it_has_ended(heap):
+    ended = []
+    buffer = heap.allocate(100)
+    buffer.block.shared |= {(1, 5), (2, 5)}
+    heap.forget(1, lambda: bool(ended))
+    del buffer
+    assert heap.marks(1) == [5] and heap.used > 0
+    ended.append(True)
+    assert heap.marks(1) == [] and heap.marks(2) == [5]
+    heap.forget(2, lambda: True)
+    assert heap.used == 0
+
+
 def test_a_freed_block_is_not_marked_while_a_handle_lives(heap):
     class Handle:
         pass

@@ -40,11 +40,11 @@ def test_ranges_taken_never_overlap_and_given_ones_merge(steps):
             owner[first : first + units] = [number] * units
             held.append((offset, units))
         elif held:
-            offset, units = held.pop(pick % len(held))
-            ranges.give(offset, units * ALIGNMENT)
+            offset, size = held.pop(pick % len(held))
+            ranges.give(offset, size * ALIGNMENT)
             first = offset // ALIGNMENT
-            owner[first : first + units] = [None] * units
+            owner[first : first + size] = [None] * size
         assert ranges.free == owner.count(None) * ALIGNMENT
-    for offset, units in held:
-        ranges.give(offset, units * ALIGNMENT)
+    for offset, size in held:
+        ranges.give(offset, size * ALIGNMENT)
     assert ranges.take(UNITS * ALIGNMENT) == 0, "all is one range again"

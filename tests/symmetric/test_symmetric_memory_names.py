@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from forked import on_ranks
+from mortal import on_ranks
 from shardmath import symmetric_memory as symm_mem
 from shardmath.context import get_context
 from shardmath.errors import BackendUnavailable, CollectiveMismatch
@@ -32,7 +32,7 @@ def test_forms_of_empty():
         (lambda: symm_mem.empty(torch.Size((2, 0)), package=torch), torch.Tensor, "32", (2, 0)),
         (lambda: symm_mem.empty(5, device=torch.device("cpu")), torch.Tensor, "float32", (5,)),
         (lambda: symm_mem.empty(5, device="cpu", package=np), np.ndarray, "float64", (5,)),
-        (lambda: symm_mem.empty(), np.ndarray, "float64", ()),
+        (symm_mem.empty, np.ndarray, "float64", ()),
     ]
 
     def body(context):
@@ -244,9 +244,9 @@ def test_backends():
 
 
 def test_the_class_has_the_static_functions_of_torchs():
-    names = (
-        "set_group_info empty_strided_p2p rendezvous has_multicast_support set_backend get_backend "
-        "is_symm_mem_tensor memset32 stream_write_value32"
-    ).split()
-    for name in names:
+    names = """
+        set_group_info empty_strided_p2p rendezvous has_multicast_support set_backend get_backend
+        is_symm_mem_tensor memset32 stream_write_value32
+    """
+    for name in names.split():
         assert inspect.isfunction(getattr(_SymmetricMemory, name))

@@ -9,17 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import product
+from math import prod
 from typing import Any
 
 import numpy as np
 
 from shardmath.arrays.base import HostArray
 from shardmath.geometry import Move
+from shardmath.redistribution import stream
 from shardmath.redistribution.copies import StridedCopy, lowered, whole
 
 __all__ = ["Window", "copy_array", "copy_moves", "perform"]
 
 _LINE = 64  # bytes of a cache line: units as long as this can be copied in any order
+_ROW = 1 << 10  # bytes of a unit that is worth streaming
+_STREAMED = 32 << 20  # bytes from which on nobody will find them in a cache of the own core
 _CACHED = 32 << 10  # bytes of a copy that stays in the first cache in any order
 
 
@@ -88,12 +92,22 @@ def perform(
     copies: Iterable[StridedCopy], sources: Mapping[int, Window], destination: Window
 ) -> None:
     """Perform `copies` in order; `sources[r]` is the window on rank r's local array."""
+    copies = list(copies)
+    streamed = stream.built() if _bytes_in_rows(copies) >= _STREAMED else None
     for copy in copies:
+        if streamed is not None and copy.unit >= _ROW:
+            window = sources[copy.src]
+            if streamed(copy, window.address, destination.address):
+                continue
         _copy(
             _view(sources[copy.src], copy.src_offset, copy.src_strides, copy.shape, copy.unit),
             _view(destination, copy.dst_offset, copy.dst_strides, copy.shape, copy.unit),
             copy.unit,
         )
+
+
+def _bytes_in_rows(copies: Sequence[StridedCopy]) -> int:
+    return sum(copy.unit * prod(copy.shape) for copy in copies if copy.unit >= _ROW)
 
 
 def _add(

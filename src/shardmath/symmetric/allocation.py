@@ -236,8 +236,8 @@ def _require_equal_bytes(sizes: list[int]) -> None:
         if nbytes != sizes[0]:
             raise CollectiveMismatch(
                 f"the ranks ask for different sizes: rank 0 for {sizes[0]:,} bytes, rank {rank} "
-                f"for {nbytes:,}; pass make_symmetric=True to reserve the largest on every rank, or "
-                "skip_symmetric_check=True to let sizes differ"
+                f"for {nbytes:,}; pass make_symmetric=True to reserve the largest on every rank, "
+                "or skip_symmetric_check=True to let sizes differ"
             )
 
 

@@ -7,6 +7,7 @@ reader can be late, and a wait can be repeated. A row holds
     word 1  barrier    how many barriers this rank has reached
     word 2  state      RUNNING, LEFT, FAILED or MISMATCHED
     word 8  operation  the name of the operation under way, for other ranks' messages
+    reason, written before the state becomes FAILED: why, and which ranks are to blame
     then two mailboxes, used in turn by even and odd rounds
 
 Two mailboxes suffice: a rank publishes round s+2 only after it has finished s+1, for which every peer
@@ -20,7 +21,7 @@ import os
 import platform
 from collections.abc import Callable, Sequence
 
-from shardmath.errors import CollectiveMismatch, RankFailure
+from shardmath.errors import CollectiveMismatch, OpTimeout, RankFailure
 from shardmath.symmetric.waiting import Patience, caller_line, wait_until
 from shardmath.transport.watch import PeerWatch
 
@@ -29,7 +30,9 @@ __all__ = ["ORDERED", "Board", "board_bytes"]
 _EXCHANGE, _BARRIER, _STATE = 0, 1, 2
 _OPERATION = 64  # byte offset in a row
 _OPERATION_BYTES = 64
-_MAIL = 128  # byte offset of the first mailbox
+_REASON = 128
+_REASON_BYTES = 512
+_MAIL = _REASON + _REASON_BYTES  # byte offset of the first mailbox
 _MAIL_BYTES = 4096
 _LENGTH_BYTES = 8
 _CHUNK = _MAIL_BYTES - _LENGTH_BYTES
@@ -174,18 +177,41 @@ class Board:
         if self._words[self._base + _STATE] == _RUNNING:
             self._publish(_STATE, _LEFT)
 
+    def ended(self) -> bool:
+        """Whether every rank has left, has given up or is dead."""
+        states = [self._words[word + _STATE] for word in self._word_of]
+        running = [rank for rank, state in enumerate(states) if state == _RUNNING]
+        dead = self._watch.dead() if running and self._watch is not None else frozenset()
+        return all(self._watch_ranks[rank] in dead for rank in running)
+
     def _settle(self, error: BaseException) -> None:
         """After an error in a wait: no later operation can be in step with the peers."""
         if isinstance(error, CollectiveMismatch):
             self._publish(_STATE, _MISMATCHED)
-        self.fail(str(error) or type(error).__name__)
+        late = isinstance(error, OpTimeout)
+        self.fail(str(error) or type(error).__name__, getattr(error, "ranks", ()), late=late)
 
-    def fail(self, why: str) -> None:
-        """Tell the peers that this rank gave an operation up; no later one can be in step."""
+    def fail(self, why: str, blamed: Sequence[int] = (), *, late: bool = False) -> None:
+        """Tell the peers that this rank gave an operation up; no later one can be in step.
+
+        `blamed` are the ranks whose fault it was, if not this one's; `late`: they did not come.
+        """
         if self.failure is None:
             self.failure = why
             if self._words[self._base + _STATE] == _RUNNING:
+                ranks = " ".join(map(str, blamed))
+                text = f"{'late' if late else ''}|{ranks}|{why}".encode()[:_REASON_BYTES]
+                at = self._row + _REASON
+                self._bytes[at : at + len(text)] = text
                 self._publish(_STATE, _FAILED)
+
+    def _reason_of(self, rank: int) -> tuple[bool, list[int], str]:
+        """What a rank that has failed wrote in `fail`."""
+        at = rank * _ROW + _REASON
+        text = bytes(self._bytes[at : at + _REASON_BYTES]).rstrip(b"\0").decode(errors="replace")
+        late, _, rest = text.partition("|")
+        ranks, _, why = rest.partition("|")
+        return bool(late), [int(r) for r in ranks.split() if r.isdigit()], why
 
     def verdict(self, late: Sequence[int]) -> Exception | None:
         """Why one of the ranks waited for will never arrive: the exception to raise, or None."""
@@ -204,26 +230,33 @@ class Board:
         return CollectiveMismatch(f"{self.here()}: the ranks called different operations: {calls}")
 
     def _gone(self, late: Sequence[int]) -> Exception | None:
-        """A late peer has ended or given up. One that died without a word is the cause; those that
-        gave up, or have ended after saying so, are named only when there is no such peer.
+        """A late peer has ended or given up.
+
+        One that died without a word is the cause. Else one that gave up says whose fault it was,
+        and the error is the same as there; unless it was this rank's, or its own.
         """
+        states = {rank: self._words[self._word_of[rank] + _STATE] for rank in late}
         dead = self._watch.dead() if self._watch is not None else frozenset()
-        died: dict[int, str] = {}
-        quitters: dict[int, str] = {}
+        died = [r for r in late if states[r] == _RUNNING and self._watch_ranks[r] in dead]
+        if died:
+            return self._failure_of(died, "died")
         for rank in late:
-            state = self._words[self._word_of[rank] + _STATE]
-            if state in (_LEFT, _FAILED):
-                quitters[rank] = "has left" if state == _LEFT else "gave up"
-            elif self._watch_ranks[rank] in dead:
-                died[rank] = "died"
-        found = died or quitters
-        if not found:
-            return None
+            if states[rank] == _FAILED:
+                was_late, ranks, why = self._reason_of(rank)
+                blamed = [r for r in ranks if r != self.rank]
+                text = f"{self.here()}: rank {rank} ({self._names[rank]}) gave up: {why}"
+                if was_late and blamed:
+                    return OpTimeout(text, blamed)
+                return RankFailure(text, blamed or [rank])
+        left = [rank for rank in late if states[rank] == _LEFT]
+        return self._failure_of(left, "has left") if left else None
+
+    def _failure_of(self, ranks: list[int], what: str) -> RankFailure:
         reasons = "; ".join(
             f"rank {r} ({self._names[r]}) {what}; its last operation was {self._operation_of(r)}"
-            for r, what in found.items()
+            for r in ranks
         )
-        return RankFailure(f"{self.here()}: {reasons}", sorted(found))
+        return RankFailure(f"{self.here()}: {reasons}", ranks)
 
     def here(self) -> str:
         """This rank, its operation and the user's line, for a message."""

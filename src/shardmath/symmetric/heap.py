@@ -113,15 +113,11 @@ class _OwnSegment:
     def uncommitted(self, offset: int, nbytes: int) -> list[tuple[int, int]]:
         """The (offset, size) runs that a block at `offset` still needs memory for."""
         runs: list[tuple[int, int]] = []
-        for granule in range(offset // GRANULE, -(-(offset + nbytes) // GRANULE)):
-            if self.committed[granule]:
-                continue
-            start = granule * GRANULE
-            size = min(GRANULE, self.nbytes - start)
-            if runs and sum(runs[-1]) == start:
-                runs[-1] = (runs[-1][0], runs[-1][1] + size)
-            else:
-                runs.append((start, size))
+        at, last = offset // GRANULE, -(-(offset + nbytes) // GRANULE)
+        while (first := self.committed.find(0, at, last)) >= 0:
+            at = self.committed.find(1, first, last)
+            at = last if at < 0 else at
+            runs.append((first * GRANULE, min(at * GRANULE, self.nbytes) - first * GRANULE))
         return runs
 
     def note(self, offset: int, nbytes: int, *, committed: bool) -> None:
@@ -141,6 +137,7 @@ class Heap:
         self._addresses: list[int] = []  # sorted; _blocks in step
         self._blocks: list[Block] = []
         self._dropped: deque[Block] = deque()
+        self._left: deque[tuple[int, Callable[[], bool]]] = deque()
         self._limbo: dict[Block, None] = {}  # in order of arrival
         self._lock = threading.RLock()
 
@@ -223,11 +220,13 @@ class Heap:
                 block.shared -= {(group, number) for number in common}
             self.recycle()
 
-    def forget(self, group: int) -> None:
-        """`group` has ended: no mark of it is awaited any more."""
-        with self._lock:
-            for block in self._blocks:
-                block.shared = {mark for mark in block.shared if mark[0] != group}
+    def forget(self, group: int, ended: Callable[[], bool]) -> None:
+        """This rank has left `group`; once `ended()`, no mark of it is awaited any more.
+
+        Until then a peer may read what it knows through the group. Only appends to a list: the
+        garbage collector may call it.
+        """
+        self._left.append((group, ended))
 
     def recycle(self) -> None:
         """Reuse what is unused and awaited by no peer."""
@@ -244,7 +243,14 @@ class Heap:
             self._limbo = waiting
 
     def _collect(self) -> None:
-        """Take over what the garbage collector has marked."""
+        """Take over what the garbage collector has marked, and the groups that have ended."""
+        for _ in range(len(self._left)):
+            group, ended = self._left.popleft()
+            if not ended():
+                self._left.append((group, ended))
+                continue
+            for block in self._blocks:
+                block.shared = {mark for mark in block.shared if mark[0] != group}
         while self._dropped:
             block = self._dropped.popleft()
             block.unused = True

@@ -107,7 +107,8 @@ class Mesh:
         """Accept one connection; one that is not a peer's is closed and forgotten."""
         missing = [r for r in range(self.rank + 1, self.size) if r not in self._sockets]
         remaining = max(0.0, deadline - time.monotonic())
-        ready = select.select([listener, *watch.descriptors], [], [], remaining)[0]
+        waited_for = [listener.fileno(), *watch.descriptors]
+        ready = select.select(waited_for, [], [], remaining)[0]
         self._require_alive(watch.dead())
         if not ready:
             raise BootstrapError(

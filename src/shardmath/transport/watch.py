@@ -14,7 +14,7 @@ __all__ = ["PeerWatch"]
 
 
 class PeerWatch:
-    """Watches peers, given as rank -> (process id or 0, descriptor of a socket to the peer or -1)."""
+    """Watches peers: rank -> (process id or 0, descriptor of a socket to the peer or -1)."""
 
     def __init__(self, peers: Mapping[int, tuple[int, int]]) -> None:
         self._poll = select.poll()

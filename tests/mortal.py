@@ -1,7 +1,7 @@
 """Ranks that may be killed or stopped: started, watched and collected one by one.
 
-A rank runs `body(group)` and reports one line of plain data, or how it ended. Times are those of the
-monotonic clock, which all processes share.
+A rank runs `body(group)` and reports one line of plain data, or how it ended. Times are those of
+the monotonic clock, which all processes share.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from shardmath import config, current, wire
+from shardmath import context as contexts
 from shardmath.errors import ShardmathError
 from shardmath.group.links import star
 from shardmath.group.local import LocalProcessGroup
 
-__all__ = ["Job", "Raised", "left_behind"]
+__all__ = ["Job", "Raised", "left_behind", "on_ranks"]
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,28 @@ class Job:
         return Raised(*value)
 
 
+def on_ranks(size: int, body: Callable[[Any], Any], timeout: float = 30.0) -> list[Any]:
+    """`body(context)` on new ranks with a default context: the results in rank order.
+
+    AssertionError, with all tracebacks, when a body raises.
+    """
+
+    def told(group: Any) -> tuple[str, Any]:
+        try:
+            context = contexts.initialize("cpu", group)
+            result = body(context)
+            contexts.finalize()
+            return "", result
+        except BaseException:
+            return traceback.format_exc(), None
+
+    with Job(size, told) as job:
+        outcomes = [job.outcome(rank, timeout) or ("it died", None) for rank in range(size)]
+    texts = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(outcomes) if text]
+    assert not texts, "\n".join(texts)
+    return [result for _, result in outcomes]
+
+
 def _be_rank(rank: int, size: int, sockets: Any, writing: int, body: Callable[[Any], Any]) -> None:
     current.forget()
     try:
@@ -136,5 +159,6 @@ class left_behind:  # noqa: N801  (a context manager)
         self._children = set(
             Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
         ) | getattr(self, "_children", set())
-        found = {str(p) for p in Path("/dev/shm").iterdir()}
+        # MPICH leaves segments of its own behind, which a launcher's test may do at this moment.
+        found = {str(p) for p in Path("/dev/shm").iterdir() if not p.name.startswith("mpich")}
         return found | {str(p) for p in Path("/tmp").iterdir() if "shardmath" in p.name}
