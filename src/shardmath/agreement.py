@@ -62,7 +62,8 @@ def require_equal(what: str, values: Sequence[Any]) -> Any:
     for rank, value in enumerate(values):
         if value != values[0] and repr(value) != repr(values[0]):  # NaN equals NaN here
             raise CollectiveMismatch(
-                f"{what} must be equal on all ranks: rank 0 has {values[0]}, rank {rank} has {value}"
+                f"{what} must be equal on all ranks: rank 0 has {values[0]}, "
+                f"rank {rank} has {value}"
             )
     return values[0]
 

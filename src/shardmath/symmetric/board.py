@@ -1,7 +1,7 @@
 """The board: a page of control words that all ranks of a group map, and what they do with it.
 
-Each rank writes only its own row and reads the others'. Every word counts up and never returns, so a
-reader can be late, and a wait can be repeated. A row holds
+Each rank writes only its own row and reads the others'. Every word counts up and never returns, so
+a reader can be late, and a wait can be repeated. A row holds
 
     word 0  exchange   how many rounds of exchange this rank has published
     word 1  barrier    how many barriers this rank has reached
@@ -10,8 +10,8 @@ reader can be late, and a wait can be repeated. A row holds
     reason, written before the state becomes FAILED: why, and which ranks are to blame
     then two mailboxes, used in turn by even and odd rounds
 
-Two mailboxes suffice: a rank publishes round s+2 only after it has finished s+1, for which every peer
-had published s+1, which a peer does only after it has read all of round s.
+Two mailboxes suffice: a rank publishes round s+2 only after it has finished s+1, for which every
+peer had published s+1, which a peer does only after it has read all of round s.
 """
 
 from __future__ import annotations
@@ -54,8 +54,9 @@ def board_bytes(size: int) -> int:
 class Board:
     """This rank's side of the board of one group.
 
-    Collective methods: `exchange`, `barrier`. Each raises RankFailure when a peer ends or leaves, and
-    OpTimeout when one does not come; after that the board has `failed`, and says so to the peers.
+    Collective methods: `exchange`, `barrier`. Each raises RankFailure when a peer ends or leaves,
+    and OpTimeout when one does not come; after that the board has `failed`, and says so to the
+    peers.
     """
 
     def __init__(
@@ -147,8 +148,8 @@ class Board:
     def barrier(self, operation: str = "barrier", timeout: float | None = None) -> None:
         """Wait until every rank has called it. Collective.
 
-        What a rank wrote before, every rank sees after. A barrier that timed out has still announced
-        this rank's arrival, and the next call waits for the same one again.
+        What a rank wrote before, every rank sees after. A barrier that timed out has still
+        announced this rank's arrival, and the next call waits for the same one again.
         """
         self._require_usable()
         self.operation = operation
@@ -312,8 +313,9 @@ class Board:
     ) -> None:
         """Wait for anything else that peers write: as `waiting.wait_until`, in this board's words.
 
-        A timeout here leaves the board usable: nothing was announced. RankFailure ends it. With a `timeout` of the
-        caller's own, a peer that waits in another operation is no error: this rank will follow.
+        A timeout here leaves the board usable: nothing was announced. RankFailure ends it. With a
+        `timeout` of the caller's own, a peer that waits in another operation is no error: this rank
+        will follow.
         """
         self._require_usable()
         self.operation = operation

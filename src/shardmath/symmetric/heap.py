@@ -1,10 +1,10 @@
 """The symmetric heap: this rank's segments, and the blocks that arrays live in.
 
 Allocation is local and needs no peer: offsets may differ by rank, and ranks tell each other where a
-block lies when they use it together. Freeing is local too. A block that peers know of returns to use
-only after every rank of each of its groups has marked it and an exchange that carried the marks has
-passed, so a late reader never sees memory that has been given to another array. The garbage collector
-only ever appends to a list.
+block lies when they use it together. Freeing is local too. A block that peers know of returns to
+use only after every rank of each of its groups has marked it and an exchange that carried the marks
+has passed, so a late reader never sees memory that has been given to another array. The garbage
+collector only ever appends to a list.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Location:
 class Block:
     """`nbytes` of the heap.
 
-    `shared` holds the marks, (group, number), that every rank of the group must set before the block
-    can be reused. `freed`: the user has freed it. `unused`: no array of this rank refers to it.
-    `buffer()` is the Buffer while there is one; `handles` are the weakly held objects through which
-    this rank reaches the peers' blocks of the same number.
+    `shared` holds the marks, (group, number), that every rank of the group must set before the
+    block can be reused. `freed`: the user has freed it. `unused`: no array of this rank refers to
+    it. `buffer()` is the Buffer while there is one; `handles` are the weakly held objects through
+    which this rank reaches the peers' blocks of the same number.
     """
 
     __slots__ = (

@@ -2,8 +2,8 @@
 
 A segment is a sealed memfd: it has no name, cannot shrink under a reader, and ends with the last
 process that maps it, so a process killed at any moment leaves nothing behind. Segments are sparse;
-`commit` allocates their pages, after checking that the machine and its control groups can afford them,
-so that exhaustion is an error rather than a signal.
+`commit` allocates their pages, after checking that the machine and its control groups can afford
+them, so that exhaustion is an error rather than a signal.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ class HostTransport(Transport):
         whole = self._bytes[rank, index]
         if not 0 <= offset <= offset + nbytes <= len(whole):
             raise CollectiveMismatch(
-                f"rank {rank} announced bytes {offset} to {offset + nbytes} of its segment {index}, "
-                f"which has {len(whole)}"
+                f"rank {rank} announced bytes {offset} to {offset + nbytes} of its segment "
+                f"{index}, which has {len(whole)}"
             )
         return whole[offset : offset + nbytes]
 

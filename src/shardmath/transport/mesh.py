@@ -2,8 +2,9 @@
 
 The sockets are abstract Unix sockets: no name in the file system, nothing that outlives a process,
 nothing reachable from another host. A connection is accepted only from this user, from the process
-that announced itself through the group, with the key that it was given there. What travels afterwards
-is a short tag and one descriptor; tags are compared with what is expected, never interpreted.
+that announced itself through the group, with the key that it was given there. What travels
+afterwards is a short tag and one descriptor; tags are compared with what is expected, never
+interpreted.
 """
 
 from __future__ import annotations

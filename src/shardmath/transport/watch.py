@@ -1,7 +1,8 @@
 """Which peers of this host are still alive.
 
-A peer is watched by its pidfd, which becomes readable the moment the process ends, even as a zombie.
-Where process ids are not visible (containers with their own), the end of its socket says the same.
+A peer is watched by its pidfd, which becomes readable the moment the process ends, even as a
+zombie. Where process ids are not visible (containers with their own), the end of its socket says
+the same.
 """
 
 from __future__ import annotations
