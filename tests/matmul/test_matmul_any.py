@@ -74,7 +74,9 @@ def run_case(context, plain):
     ops = [op(x, t, j) for x, t, j in zip(whole, case.transpose, case.conjugate, strict=False)]
     want, bound = (
         cases.part_of(x, dists[2], rank, size)
-        for x in cases.expected(*ops, None if case.beta is None else whole[2], case.alpha, case.beta)
+        for x in cases.expected(
+            *ops, None if case.beta is None else whole[2], case.alpha, case.beta
+        )
     )
     host = result.host if result else a._library.host_view(got)
     assert type(got) is type(a.array)

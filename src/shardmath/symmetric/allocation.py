@@ -138,7 +138,12 @@ def empty_on_heap(
 
 
 def array_on(
-    library: Library, owner: Any, dtype: DType, shape: Sequence[int], strides: Sequence[int], at: int
+    library: Library,
+    owner: Any,
+    dtype: DType,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    at: int,
 ) -> Any:
     """An array on the memory of `owner`, `at` bytes from its start, that keeps `owner` alive.
 
