@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 
+import matmul_cases as cases
 import numpy as np
 from hypothesis import HealthCheck, given, settings
 
-import matmul_cases as cases
 from shardmath.linalg.advanced import Matmul, MatmulOptions, matmul, matrix_qualifiers_dtype
 
 SETTINGS = settings(

@@ -157,7 +157,6 @@ class Matmul(Lifecycle):
 
         `release_workspace` gives the memory that the context keeps for operations back.
         """
-
         arguments = self._arguments(stream=stream)
 
         def ready() -> tuple[Plan, Call]:
