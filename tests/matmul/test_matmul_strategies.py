@@ -25,7 +25,7 @@ GRID = ProcessGrid(shape=(2, 2), layout=ProcessGrid.Layout.ROW_MAJOR)
 CYCLIC = BlockCyclic(GRID, (64, 64))
 
 
-def problem(shape, a, b, d, dtype="float64", strategy=None):
+def problem(shape, a, b, d, *, dtype="float64", strategy=None):
     """`a`, `b`, `d`: what each rank holds of op(A), op(B) and D."""
     m, n, k = shape
     return Problem(

@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from shardmath.arrays import library_of
 from shardmath.context import require_context
 from shardmath.errors import InvalidMatmulState, ShardmathError
 from shardmath.geometry import Distribution
 from shardmath.operators.lifecycle import Lifecycle
 from shardmath.operators.matmul.api import Arguments, Plan, agree_on_operands, agree_on_plan, run
 from shardmath.operators.matmul.options import MatmulOptions, MatmulPlanPreferences
-from shardmath.operators.matmul.problem import Call, Facts, describe
+from shardmath.operators.matmul.problem import Call, Facts, describe, place_of
 from shardmath.operators.workspace import Workspace
 
 __all__ = ["Matmul", "matmul"]
@@ -196,6 +197,7 @@ class Matmul(Lifecycle):
             if not given:
                 raise ValueError("reset_operands was given nothing to reset")
             self._require_complete(given)
+            self._require_same_library(given)
             self._require_alike(self._arguments(**given, stream=stream).facts())
 
         self._together("reset_operands", described, lambda _: None)
@@ -252,6 +254,13 @@ class Matmul(Lifecycle):
                 f"the operands were released; reset_operands needs {', '.join(missing)} too"
             )
 
+    def _require_same_library(self, given: Mapping[str, Any]) -> None:
+        expected = self._facts.operands[0][0]
+        for name in set("abc") & set(given):
+            place = place_of(library_of(given[name]).spec(given[name]))
+            if place != expected:
+                raise TypeError(f"{name} is {place}; this Matmul was made for {expected}")
+
     def _require_alike(self, facts: Facts) -> None:
         """Raise unless operands described by `facts` can take the place of the first ones."""
         if facts is self._facts:
@@ -259,8 +268,6 @@ class Matmul(Lifecycle):
         for name, new, old in zip("abc", facts.operands, self._facts.operands, strict=True):
             if new == old:
                 continue
-            if new[0] != old[0]:
-                raise TypeError(f"{name} is {new[0]}; this Matmul was made for {old[0]}")
             raise ValueError(
                 f"{name} has dtype {new[1]} and shape {new[2]}; this Matmul was made for "
                 f"{old[1]} and {old[2]}"

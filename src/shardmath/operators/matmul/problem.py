@@ -19,7 +19,7 @@ from shardmath.geometry import Distribution, Layout
 from shardmath.local.epilog import MatmulEpilog, requirements
 from shardmath.operators.matmul.options import MatmulOptions, result_dtype
 
-__all__ = ["Call", "Problem", "check", "describe"]
+__all__ = ["Call", "Problem", "check", "check_operands", "describe", "place_of"]
 
 _SUPPORTED = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
 _NAMES = ("a", "b", "c")
@@ -102,10 +102,8 @@ def describe(call: Call) -> Facts:
     for name, spec in zip(_NAMES, call.operands, strict=True):
         if spec is not None:
             _check_operand(name, spec)
-            if (spec.library, spec.device) != (a.library, a.device):
-                raise ValueError(
-                    f"a is {a.library} on {a.device} and {name} {spec.library} on {spec.device}"
-                )
+            if place_of(spec) != place_of(a):
+                raise ValueError(f"a is {place_of(a)}, and {name} is {place_of(spec)}")
     dtypes.to_numpy(a.dtype)  # raises where bfloat16 lacks the library that has it
     for name, spec in call.inputs:
         if spec.library != a.library:
@@ -215,7 +213,12 @@ def _check_scalars(call: Call, dtype: str) -> None:
 
 def _fact(spec: ArraySpec) -> tuple[str, str, tuple[int, ...]]:
     """What all layers compare of an array: its library and device, dtype, and shape."""
-    return f"{spec.library} on {spec.device}", spec.dtype, spec.shape
+    return place_of(spec), spec.dtype, spec.shape
+
+
+def place_of(spec: ArraySpec) -> str:
+    """The library and device of an array, in words."""
+    return f"{spec.library} on {spec.device}"
 
 
 def _check_same_kind(name: str, facts: list[Any]) -> None:
