@@ -105,10 +105,16 @@ class MatmulOptions:
         for name in ("inplace", "result_amax", "block_scaling"):
             if not isinstance(getattr(self, name), (bool, np.bool_)):
                 raise ValueError(f"{name} is True or False, not {getattr(self, name)!r}")
-        for name in ("compute_type", "scale_type", "result_type", "algo_type"):
+        for name in (
+            "compute_type",
+            "scale_type",
+            "result_type",
+            "algo_type",
+            "sm_count_communication",
+        ):
             number = getattr(self, name)
             if number is not None and not isinstance(number, (int, np.integer)):
-                raise ValueError(f"{name} is a number of the reference's, not {number!r}")
+                raise ValueError(f"{name} is a whole number or None, not {number!r}")
         if self.strategy is not None and not isinstance(self.strategy, str):
             raise TypeError(f"strategy is a name that explain() prints, not {self.strategy!r}")
         if self.algo_type is not None and self.algo_type not in set(MatmulAlgoType):
