@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import math
+import re
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -253,5 +253,7 @@ def decoded(case, rank):
     return [decode(each[rank]) for each in case.distributions]
 
 
-def flops(case):
-    return 2 * math.prod((case.m, case.n, case.k))
+def strategies_of(explained):
+    """The (label, kind) of the strategies that explain() lists, the chosen one first."""
+    lines = re.findall(r"^(?:chosen:|  (?=\S+ \())\s*(\S+) \((.*?)\)", explained, re.M)
+    return [(label, kind) for kind, label in lines]

@@ -347,5 +347,5 @@ def test_options_are_frozen_and_left_alone():
 
 
 def test_without_a_context():
-    with pytest.raises(RuntimeError, match="call shardmath.initialize"):
+    with pytest.raises(RuntimeError, match=r"call shardmath\.initialize"):
         matmul(np.eye(2), np.eye(2), distributions=[X, X, X])
