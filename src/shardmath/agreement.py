@@ -75,10 +75,14 @@ def refusal(error: Exception) -> bytes:
 
 
 def raise_refusal(messages: Sequence[bytes], own: Exception | None) -> None:
-    """Raise the error of the first rank that sent one; `own`, this rank's, becomes its cause."""
+    """Raise the error of the first rank that sent one; `own`, this rank's, becomes its cause.
+
+    Where `own` says the same, as when all ranks make one mistake, it would only be shown twice.
+    """
     for rank, text in enumerate(messages):
         if text[:1] == _REFUSED:
-            raise _rebuilt(rank, text[1:]) from own
+            same = own is None or text == refusal(own)
+            raise _rebuilt(rank, text[1:]) from (None if same else own)
 
 
 def _travelling_name(error: Exception) -> str:
