@@ -150,6 +150,11 @@ class DistributedContext:
         self.require_open()
         return agreement.agree(self.board, operation, describe, check)
 
+    def gather(self, operation: str, describe: Callable[[], bytes]) -> list[bytes]:
+        """See `agreement.gather`. Collective."""
+        self.require_open()
+        return agreement.gather(self.board, operation, describe)
+
     def barrier(self) -> None:
         """Wait until every rank has called it; what was written before is seen after. Collective.
 
@@ -175,7 +180,8 @@ class DistributedContext:
 
     def announce(self, block: Block) -> None:
         """Let every peer attach the segment of `block`. Local; must precede the exchange that says
-        where the block lies."""
+        where the block lies.
+        """
         self._machinery.transport.announce(block.location.segment, self._ranks)
 
     def peer_bytes(self, rank: int, location: Location, nbytes: int) -> Bytes | None:
