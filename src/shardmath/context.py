@@ -150,6 +150,11 @@ class DistributedContext:
         self.require_open()
         return agreement.agree(self.board, operation, describe, check)
 
+    def gather(self, operation: str, describe: Callable[[], bytes]) -> list[bytes]:
+        """See `agreement.gather`. Collective."""
+        self.require_open()
+        return agreement.gather(self.board, operation, describe)
+
     def barrier(self) -> None:
         """Wait until every rank has called it; what was written before is seen after. Collective.
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from arrangements import part_of
 from shardmath.collectives import all_reduce
 from shardmath.distribution import BlockCyclic, Box, ProcessGrid, Replicated, Slab, redistribute
 from shardmath.linalg.advanced import (
@@ -34,7 +35,7 @@ class Call:
         self.context = context
         rng = np.random.default_rng(3)
         self.whole = [cases.random_matrix(rng, shape, dtype) for shape in ((M, K), (K, N), (M, N))]
-        part = [np.array(cases.part_of(x, X, context.rank, context.size)) for x in self.whole]
+        part = [np.array(part_of(x, X, context.rank, context.size)) for x in self.whole]
         self.a, self.b, self.c = part
         self.kept = self.c.copy()
         self.named = {
@@ -70,7 +71,7 @@ class Call:
 
     def check_result(self):
         a, b, c = self.whole
-        want = cases.part_of(2 * a @ b + c, X, self.context.rank, self.context.size)
+        want = part_of(2 * a @ b + c, X, self.context.rank, self.context.size)
         want = want + np.arange(len(want))[:, None]
         np.testing.assert_allclose(self.c, want, atol=1e-10)
 

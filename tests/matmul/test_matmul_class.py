@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from arrangements import part_of
 from shardmath.distribution import Slab
 from shardmath.errors import CollectiveMismatch, InvalidMatmulState, UseAfterFree
 from shardmath.linalg.advanced import Matmul, MatmulEpilog, MatmulOptions
@@ -29,7 +30,7 @@ class Operands:
         self.a, self.b, self.c = (np.array(self.part(x)) for x in self.whole)
 
     def part(self, x):
-        return cases.part_of(x, Slab.X, self.rank, self.size)
+        return part_of(x, Slab.X, self.rank, self.size)
 
     def want(self, alpha=1, beta=0):
         a, b, c = self.whole

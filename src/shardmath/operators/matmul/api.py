@@ -7,6 +7,7 @@ travel with each call, and must be equal on all ranks.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,8 @@ from shardmath.symmetric.allocation import block_of, empty_on_heap
 from shardmath.symmetric.heap import Block
 
 __all__ = ["Arguments", "Plan", "agree_on_operands", "agree_on_plan", "run"]
+
+_SCALARS = struct.Struct("<dddd")
 
 
 @dataclass(frozen=True)
@@ -166,17 +169,15 @@ def run(
     """
     made: list[tuple[Any, host.Execution]] = []
 
-    def prepare() -> tuple[Any, ...]:
+    def prepare() -> bytes:
         plan, call = ready()
         out, operands = _operands(context, plan, call, arguments)
         made.append((out, host.Execution(context, plan.share, operands, operation)))
-        return (operands.alpha, operands.beta), made[0][1].prepare()
+        return _packed(operands.alpha, operands.beta) + made[0][1].prepare()
 
-    def check(specs: list[Any]) -> list[Any]:
-        require_equal("(alpha, beta)", [scalars for scalars, _ in specs])
-        return [shown for _, shown in specs]
-
-    shown = context.agree(operation, prepare, check)
+    notes = context.gather(operation, prepare)
+    require_equal("(alpha, beta)", [_unpacked(note) for note in notes])
+    shown = [note[_SCALARS.size :] for note in notes]
     out, execution = made[0]
     with context.executing(operation):
         aux = execution.run(shown)
@@ -228,6 +229,15 @@ def scalar(name: str, value: Any) -> float | complex:
     except (TypeError, ValueError, OverflowError):
         pass
     raise ValueError(f"{name} is a number, not {value!r}")
+
+
+def _packed(alpha: complex, beta: complex) -> bytes:
+    return _SCALARS.pack(alpha.real, alpha.imag, beta.real, beta.imag)
+
+
+def _unpacked(note: bytes) -> tuple[complex, complex]:
+    numbers = _SCALARS.unpack_from(note)
+    return complex(*numbers[:2]), complex(*numbers[2:])
 
 
 def _qualifiers(
