@@ -1,9 +1,9 @@
 """A context: the ranks that compute together, their board, and their symmetric memory.
 
-`initialize` makes the default context and `new_context` one more; `split` derives contexts on subsets of
+`initialize` makes the default context and `new_context` another; `split` gives contexts of some of
 the ranks, which share the parent's transport and heap and have a board of their own. A context made
-current with `with` is the one that operators use. Only the board's words are needed to leave: closing
-a context never waits for a peer.
+current with `with` is the one that operators use. Only the board's words are needed to leave:
+closing a context never waits for a peer.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ class _Machinery:
 class DistributedContext:
     """The ranks that compute together, as seen by one of them.
 
-    `rank`, `size`; `device_id` ("cpu", or the index of a CUDA device); `process_group`, which was used
-    to start; `heap`, this rank's symmetric memory; `board`, the words that the ranks share.
+    `rank`, `size`; `device_id` ("cpu", or the index of a CUDA device); `process_group`, used to
+    start; `heap`, this rank's symmetric memory; `board`, the words that the ranks share.
     `nvshmem_available` and `nccl_comm` are there for programs written for nvmath.distributed.
     """
 
@@ -150,6 +150,11 @@ class DistributedContext:
         self.require_open()
         return agreement.agree(self.board, operation, describe, check)
 
+    def gather(self, operation: str, describe: Callable[[], bytes]) -> list[bytes]:
+        """See `agreement.gather`. Collective."""
+        self.require_open()
+        return agreement.gather(self.board, operation, describe)
+
     def barrier(self) -> None:
         """Wait until every rank has called it; what was written before is seen after. Collective.
 
@@ -175,11 +180,12 @@ class DistributedContext:
 
     def announce(self, block: Block) -> None:
         """Let every peer attach the segment of `block`. Local; must precede the exchange that says
-        where the block lies."""
+        where the block lies.
+        """
         self._machinery.transport.announce(block.location.segment, self._ranks)
 
     def peer_bytes(self, rank: int, location: Location, nbytes: int) -> Bytes | None:
-        """Memory of `rank`, which it has announced, in this process; None where it has no address."""
+        """Memory of `rank`, which it has announced, as seen here; None where it has no address."""
         transport, peer = self._machinery.transport, self._ranks[rank]
         if rank != self.rank:
             transport.attach(peer, location.segment)
@@ -190,7 +196,7 @@ class DistributedContext:
         return next(self._shares)
 
     def cache(self, name: str, make: Callable[[], Any]) -> Any:
-        """This context's object of that name, made when first asked for; it ends with the context."""
+        """This context's object of that name, made when first asked for, ended with the context."""
         if name not in self._caches:
             self._caches[name] = make()
         return self._caches[name]
@@ -324,7 +330,7 @@ def new_context(
     process_group: Any = None,
     backends: Sequence[str] | None = None,
 ) -> DistributedContext:
-    """A context that is not the default one: for `with`, or to pass on. Arguments as `initialize`."""
+    """A context that is not the default one: for `with`, or to pass on. Arguments: `initialize`."""
     settings = Settings.from_environment()
     group = as_process_group(process_group, settings)
     _watch_process()
@@ -372,8 +378,8 @@ def require_context() -> DistributedContext:
     context = get_context()
     if context is None:
         raise RuntimeError(
-            'shardmath is not initialized: call shardmath.initialize("cpu") (or with the index of a '
-            "CUDA device) on every rank first"
+            'shardmath is not initialized: call shardmath.initialize("cpu") (or with the index of '
+            "a CUDA device) on every rank first"
         )
     context.require_open()
     return context

@@ -15,7 +15,7 @@ import numpy as np
 from shardmath.arrays.dtypes import DType
 from shardmath.arrays.spec import ArraySpec
 
-__all__ = ["HostArray", "Library", "raw_view"]
+__all__ = ["HostArray", "Library", "raw_view", "share_memory"]
 
 HostArray = np.ndarray[Any, np.dtype[Any]]
 
@@ -102,6 +102,16 @@ _RAW: dict[int, np.dtype[Any]] = {
     **{size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)},
     16: np.dtype(np.complex128),
 }
+
+
+def share_memory(one: HostArray, other: HostArray) -> bool:
+    """Whether two arrays have an element in common; where that is too hard to tell, true."""
+    if not np.may_share_memory(one, other):
+        return False
+    try:
+        return np.shares_memory(one, other, max_work=10_000)  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        return True
 
 
 def overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:

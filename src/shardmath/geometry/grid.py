@@ -55,7 +55,10 @@ class ProcessGrid:
                 raise ValueError("a process grid needs a shape or a process_array")
             extents = _grid_shape(shape)
             if layout is None and max(extents) != prod(extents):
-                raise ValueError(f"a grid of shape {extents} needs a layout")
+                raise ValueError(
+                    f"a grid of shape {extents} needs a layout: with ProcessGrid.Layout.ROW_MAJOR "
+                    "ranks 0, 1, ... lie along the last axis, with COL_MAJOR along the first"
+                )
             ranks = _fill(extents, layout)
         else:
             extents, ranks = _read(process_array)

@@ -46,6 +46,10 @@ class Window:
         """The window on all of `host`."""
         return cls(host.__array_interface__["data"][0], host.strides, host)
 
+    def array(self, shape: Sequence[int], dtype: np.dtype[Any]) -> HostArray:
+        """The local array, of that shape and dtype. Only elements that are shown may be read."""
+        return _array(self, 0, self.strides, shape, f"|V{dtype.itemsize}").view(dtype)
+
     def __repr__(self) -> str:
         return f"Window({self.address:#x}, strides {self.strides})"
 

@@ -14,11 +14,11 @@ from shardmath.context import DistributedContext, require_context
 from shardmath.errors import InvalidFFTState, ShardmathError
 from shardmath.geometry import Layout
 from shardmath.local.fft import Norm
-from shardmath.operators.exposure import Workspace
 from shardmath.operators.fft.call import Call, plan_of, spec_of
 from shardmath.operators.fft.host import Arrays, Plan, execute
 from shardmath.operators.fft.options import FFTDirection, FFTOptions
 from shardmath.operators.lifecycle import Lifecycle, check_stream
+from shardmath.operators.workspace import Workspace
 from shardmath.planning import agree_plan
 
 __all__ = ["FFT", "fft", "ifft", "irfft", "rfft"]

@@ -22,10 +22,10 @@ from shardmath.arrays.base import HostArray
 from shardmath.context import DistributedContext
 from shardmath.local.fft import engine_for, transform
 from shardmath.local.threads import threads_per_rank
-from shardmath.operators.exposure import Workspace
 from shardmath.operators.fft.passes import BLOCK_BYTES, Block, Pass, passes
 from shardmath.operators.fft.problem import Problem
 from shardmath.operators.fft.strategy import Strategy
+from shardmath.operators.workspace import Workspace
 from shardmath.redistribution import Exposed, Window, expose, perform, stage, window_on
 from shardmath.redistribution.exposure import staged_bytes
 from shardmath.symmetric.allocation import block_of, empty_on_heap
@@ -206,7 +206,7 @@ class _Execution:
         )
         if written:
             workspace = Workspace.of(self._context)
-            copy = workspace.array("fft operand", operand.shape, operand.dtype, "C")
+            copy = workspace.array("fft operand", operand.shape, operand.dtype)
             np.copyto(copy, operand)
             self._inputs.append(copy)
             return expose(self._context, copy, workspace.block("fft operand")).pack()
@@ -220,8 +220,7 @@ class _Execution:
             return b""
         workspace = Workspace.of(self._context)
         nbytes = staged_bytes(ranges, operand.dtype.itemsize)
-        workspace.array("fft operand", (nbytes,), np.uint8)
-        return stage(self._context, operand, ranges, workspace.buffer("fft operand")).pack()
+        return stage(self._context, operand, ranges, workspace.buffer("fft operand", nbytes)).pack()
 
     def _expose(self, each: Pass, place: int) -> bytes:
         if not each.transfer.crosses:

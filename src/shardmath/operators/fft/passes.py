@@ -22,7 +22,7 @@ from shardmath.redistribution import StridedCopy, TransferPlan, lowered
 
 __all__ = ["Block", "Pass", "passes"]
 
-BLOCK_BYTES = 1 << 20  # of a block: half of the second cache of a core
+BLOCK_BYTES = 2 << 20  # of a block: the second cache of a core, or about that
 _LINE = 64  # bytes of a cache line
 
 Order = Literal["C", "F"]

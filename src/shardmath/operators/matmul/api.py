@@ -7,9 +7,8 @@ travel with each call, and must be equal on all ranks.
 
 from __future__ import annotations
 
-import itertools
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +16,9 @@ import numpy as np
 
 from shardmath.agreement import require_equal
 from shardmath.arrays import ArraySpec, Library, library_of
-from shardmath.arrays.base import HostArray
+from shardmath.arrays.base import HostArray, share_memory
 from shardmath.context import DistributedContext
+from shardmath.geometry import Distribution
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.operators.lifecycle import check_stream, options_of
 from shardmath.operators.matmul import host
@@ -62,12 +62,6 @@ class Arguments:
             0.0 if self.beta is None else scalar("beta", self.beta),
         )
 
-    def checked_scalars(self) -> tuple[complex, complex]:
-        """The same, as complex numbers, for ranks to compare."""
-        check_stream(self.stream)
-        alpha, beta = self.scalars()
-        return complex(alpha), complex(beta)
-
     def facts(self) -> Facts:
         """What to tell the peers of this call."""
         return describe(self.call())
@@ -80,16 +74,14 @@ class Arguments:
         if operands[0] is None or operands[1] is None:
             raise ValueError("matmul needs both a and b")
         transpose, conjugate = _qualifiers(self.qualifiers)
-        if not isinstance(self.distributions, Sequence):
-            raise ValueError(f"distributions is a sequence of three, not {self.distributions!r}")
         if self.scales is not None:
             raise ValueError(f"quantization_scales want float8 operands, not {operands[0].dtype}")
         check_stream(self.stream)
-        options_of(MatmulPlanPreferences, self.preferences)
+        options_of(MatmulPlanPreferences, self.preferences).check()
         alpha, beta = self.scalars()
         return Call(
             operands=operands,
-            distributions=tuple(self.distributions),
+            distributions=_distributions(self.distributions),
             complex_scalars=(isinstance(alpha, complex), isinstance(beta, complex)),
             has_beta=self.beta is not None,
             transpose=transpose,
@@ -102,9 +94,8 @@ class Arguments:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the ranks agreed on. `number` names it, the same on all ranks."""
+    """What the ranks agreed on, and what this rank does."""
 
-    number: int
     strategy: Strategy
     compared: tuple[tuple[Strategy, Cost], ...]
     share: host.Share
@@ -113,11 +104,6 @@ class Plan:
     def problem(self) -> Problem:
         """The product."""
         return self.strategy.problem
-
-    @property
-    def operation(self) -> str:
-        """The name under which the ranks execute it together."""
-        return f"matmul #{self.number}"
 
     def explain(self) -> str:
         """What was chosen, its steps, and what it was compared with, predicted by counting."""
@@ -139,9 +125,15 @@ class Plan:
 
 def agree_on_operands(context: DistributedContext, arguments: Arguments) -> Facts:
     """Agree that the operands fit, before an epilog is known. Collective."""
-    return context.agree(
-        "Matmul", arguments.facts, lambda specs: check_operands(specs, context.rank)
-    )
+
+    def described() -> tuple[Facts, tuple[complex, complex]]:
+        return arguments.facts(), arguments.scalars()
+
+    def check(specs: list[Any]) -> Facts:
+        require_equal("(alpha, beta)", [scalars for _, scalars in specs])
+        return check_operands([facts for facts, _ in specs], context.rank)
+
+    return context.agree("Matmul", described, check)
 
 
 def agree_on_plan(context: DistributedContext, arguments: Arguments) -> tuple[Plan, Call]:
@@ -152,62 +144,100 @@ def agree_on_plan(context: DistributedContext, arguments: Arguments) -> tuple[Pl
     calls: list[Call] = []
 
     def described() -> tuple[Facts, bytes]:
-        call = arguments.call()
-        facts = describe(call)
-        for array in (arguments.a, arguments.b, arguments.c):
-            if array is not None:
-                block_of(context, array)  # raises UseAfterFree
-        if call.options.inplace:
-            library_of(arguments.c).host_view(arguments.c, writable=True)
-        calls.append(call)
-        return facts, _pack(*arguments.scalars())
+        calls.append(arguments.call())
+        return describe(calls[0]), b""
 
     def build(specs: list[Any]) -> Plan:
         strategy, compared = choose(check(specs), CORES)
-        numbers = context.cache("matmul numbers", itertools.count)
-        return Plan(next(numbers), strategy, tuple(compared), host.Share(strategy, context.rank))
+        return Plan(strategy, tuple(compared), host.Share(strategy, context.rank))
 
-    plan, notes = agree_plan(context, "matmul", described, build)
-    require_equal("(alpha, beta)", [_unpack(note) for note in notes])
+    plan, _ = agree_plan(context, "matmul", described, build)
     return plan, calls[0]
 
 
-def run(context: DistributedContext, plan: Plan, call: Call, arguments: Arguments) -> Any:
+def run(
+    context: DistributedContext,
+    operation: str,
+    arguments: Arguments,
+    ready: Callable[[], tuple[Plan, Call]],
+) -> Any:
     """Execute a plan on arguments that it was made for: D, or (D, outputs of the epilog).
     Collective.
+
+    `ready()` is the plan, and the call that the arguments make. What it raises on one rank is
+    raised on all, as is want of memory, before any element has been written.
     """
-    a, c = arguments.a, arguments.c
-    library = library_of(a)
-    alpha, beta = arguments.scalars()
-    with context.executing(plan.operation):
-        blocks = [_block(context, x) for x in (arguments.a, arguments.b)]
-        on_heap = None not in blocks and (c is None or _block(context, c) is not None)
-        out = c if call.options.inplace else _result(context, plan, library, call, on_heap)
-        operands = host.Operands(
-            a=_op(library, a, call.transpose[0]),
-            b=_op(library, arguments.b, call.transpose[1]),
-            c=None if c is None else library.host_view(c),
-            out=library.host_view(out, writable=True),
-            alpha=alpha,
-            beta=beta,
-            blocks=(blocks[0], blocks[1]),
-            inputs={name: library.host_view(x) for name, x in (arguments.inputs or {}).items()},
-        )
-        aux = host.execute(context, plan.share, operands, plan.operation)
-    epilog = plan.problem.epilog
+    made: list[tuple[Any, host.Execution]] = []
+
+    def prepare() -> bytes:
+        plan, call = ready()
+        out, operands = _operands(context, plan, call, arguments)
+        made.append((out, host.Execution(context, plan.share, operands, operation)))
+        return _packed(operands.alpha, operands.beta) + made[0][1].prepare()
+
+    notes = context.gather(operation, prepare)
+    require_equal("(alpha, beta)", [_unpacked(note) for note in notes])
+    shown = [note[_SCALARS.size :] for note in notes]
+    out, execution = made[0]
+    with context.executing(operation):
+        aux = execution.run(shown)
+    epilog = execution.problem.epilog
     if not (epilog.makes_aux or epilog.makes_bgrad):
         return out
+    library = library_of(arguments.a)
     return out, {name: library.from_host(array) for name, array in aux.items()}
+
+
+def _operands(
+    context: DistributedContext, plan: Plan, call: Call, arguments: Arguments
+) -> tuple[Any, host.Operands]:
+    """D, in the library of a, and all arrays as the execution sees them.
+
+    Raises UseAfterFree for a freed operand, ValueError when D is c and cannot be written to or
+    overlaps a or b, HeapExhausted when D finds no room.
+    """
+    library = library_of(arguments.a)
+    a, b = library.host_view(arguments.a), library.host_view(arguments.b)
+    c = None if arguments.c is None else library.host_view(arguments.c)
+    blocks = [None if x is None else _block(context, x) for x in (a, b, c)]
+    alpha, beta = arguments.scalars()
+    if call.options.inplace:
+        out, target = arguments.c, library.host_view(arguments.c, writable=True)
+        if share_memory(target, a) or share_memory(target, b):
+            raise ValueError("c shares memory with a or b, and options.inplace=True overwrites it")
+    else:
+        out = _result(context, plan, library, call, None not in blocks[: 2 + (c is not None)])
+        target = library.host_view(out, writable=True)
+    return out, host.Operands(
+        a=a.T if call.transpose[0] else a,
+        b=b.T if call.transpose[1] else b,
+        c=c,
+        out=target,
+        alpha=alpha,
+        beta=beta,
+        blocks=(blocks[0], blocks[1]),
+        inputs={name: library.host_view(x) for name, x in (arguments.inputs or {}).items()},
+    )
 
 
 def scalar(name: str, value: Any) -> float | complex:
     """Alpha or beta as a Python number. Raises ValueError for what is none."""
-    if isinstance(value, complex) or (hasattr(value, "dtype") and "complex" in str(value.dtype)):
-        return complex(value)
+    is_complex = isinstance(value, complex) or "complex" in str(getattr(value, "dtype", ""))
     try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise ValueError(f"{name} is a number, not {value!r}") from None
+        if not isinstance(value, (str, bytes)):
+            return complex(value) if is_complex else float(value)
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise ValueError(f"{name} is a number, not {value!r}")
+
+
+def _packed(alpha: complex, beta: complex) -> bytes:
+    return _SCALARS.pack(alpha.real, alpha.imag, beta.real, beta.imag)
+
+
+def _unpacked(note: bytes) -> tuple[complex, complex]:
+    numbers = _SCALARS.unpack_from(note)
+    return complex(*numbers[:2]), complex(*numbers[2:])
 
 
 def _qualifiers(
@@ -228,6 +258,19 @@ def _qualifiers(
     return (ta, tb, tc), (ca, cb, cc)
 
 
+def _distributions(given: Any) -> tuple[Distribution, ...]:
+    if (
+        not isinstance(given, Sequence)
+        or len(given) != 3
+        or not all(isinstance(each, Distribution) for each in given)
+    ):
+        raise ValueError(
+            "distributions holds three Distribution objects, for a, b and the result, not "
+            f"{given!r}"
+        )
+    return tuple(given)
+
+
 def _epilog(given: Any) -> MatmulEpilog:
     if given is None:
         return MatmulEpilog.DEFAULT
@@ -245,14 +288,10 @@ def _input_specs(inputs: Any) -> tuple[tuple[str, ArraySpec], ...]:
     return tuple((name, library_of(x).spec(x)) for name, x in sorted(inputs.items()))
 
 
-def _block(context: DistributedContext, array: Any) -> Block | None:
-    found = block_of(context, array)
+def _block(context: DistributedContext, host_array: HostArray) -> Block | None:
+    """Where an array lies on the heap: of its memory, since a lazy tensor is read from a copy."""
+    found = block_of(context, host_array)
     return None if found is None else found[0]
-
-
-def _op(library: Library, array: Any, transpose: bool) -> HostArray:
-    view = library.host_view(array)
-    return view.T if transpose else view
 
 
 def _result(
@@ -267,12 +306,3 @@ def _result(
     if on_heap:
         return empty_on_heap(context, library, shape, plan.problem.result, order)
     return library.empty(shape, plan.problem.result, order)
-
-
-def _pack(alpha: complex, beta: complex) -> bytes:
-    return _SCALARS.pack(alpha.real, alpha.imag, beta.real, beta.imag)
-
-
-def _unpack(note: bytes) -> tuple[complex, complex]:
-    numbers = _SCALARS.unpack(note)
-    return complex(*numbers[:2]), complex(*numbers[2:])

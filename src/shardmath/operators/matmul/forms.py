@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from shardmath.agreement import require_equal
+from shardmath.arrays import library_of
 from shardmath.context import require_context
 from shardmath.errors import InvalidMatmulState, ShardmathError
 from shardmath.geometry import Distribution
-from shardmath.operators.exposure import Workspace
 from shardmath.operators.lifecycle import Lifecycle
 from shardmath.operators.matmul.api import Arguments, Plan, agree_on_operands, agree_on_plan, run
 from shardmath.operators.matmul.options import MatmulOptions, MatmulPlanPreferences
-from shardmath.operators.matmul.problem import Facts
+from shardmath.operators.matmul.problem import Call, Facts, describe, place_of
+from shardmath.operators.workspace import Workspace
 
 __all__ = ["Matmul", "matmul"]
 
@@ -74,7 +74,7 @@ def matmul(
         stream=stream,
     )
     plan, call = agree_on_plan(context, arguments)
-    return run(context, plan, call, arguments)
+    return run(context, "matmul", arguments, lambda: (plan, call))
 
 
 class Matmul(Lifecycle):
@@ -113,17 +113,10 @@ class Matmul(Lifecycle):
             "qualifiers": qualifiers,
             "options": options,
         }
-        operands = {
-            "a": a,
-            "b": b,
-            "c": c,
-            "alpha": alpha,
-            "beta": beta,
-            "scales": quantization_scales,
-            "inputs": None,
-        }
+        self._scalars: dict[str, Any] = {"alpha": alpha, "beta": beta}
+        operands = {"a": a, "b": b, "c": c, "scales": quantization_scales, "inputs": None}
         self._facts = agree_on_operands(
-            context, Arguments(**operands, **self._fixed, stream=stream)
+            context, Arguments(**operands, **self._fixed, **self._scalars, stream=stream)
         )
         self._plan: Plan | None = None
         super().__init__(context, operands)
@@ -165,15 +158,17 @@ class Matmul(Lifecycle):
 
         `release_workspace` gives the memory that the context keeps for operations back.
         """
-
-        def ready() -> tuple[complex, complex]:
-            self._require_ready()
-            return self._arguments(stream=stream).checked_scalars()
-
-        self._together("execute", ready, lambda pairs: require_equal("(alpha, beta)", pairs))
-        assert self._plan is not None
         arguments = self._arguments(stream=stream)
-        result = run(self.context, self._plan, arguments.call(), arguments)
+
+        def ready() -> tuple[Plan, Call]:
+            self._require_ready()
+            assert self._plan is not None
+            call = arguments.call()
+            self._require_alike(describe(call))
+            return self._plan, call
+
+        self._require_open()
+        result = run(self.context, f"Matmul.execute #{self.number}", arguments, ready)
         if release_workspace:
             Workspace.of(self.context).release()
         return result
@@ -192,19 +187,21 @@ class Matmul(Lifecycle):
     ) -> None:
         """Use other operands, of the same library, dtype and shape, from now on. Collective.
 
-        What is None stays; after `release_operands` all must be given. Strides may differ. Raises
-        ValueError (TypeError for another library) on every rank, and nothing is then changed.
+        What is None stays; after `release_operands` all arrays must be given. Strides may differ.
+        Raises ValueError (TypeError for another library) on every rank, and nothing is then
+        changed.
         """
         given = self._given(a, b, c, alpha, beta, quantization_scales, epilog_inputs)
 
-        def describe() -> None:
+        def described() -> None:
             if not given:
                 raise ValueError("reset_operands was given nothing to reset")
             self._require_complete(given)
+            self._require_same_library(given)
             self._require_alike(self._arguments(**given, stream=stream).facts())
 
-        self._together("reset_operands", describe, lambda _: None)
-        self._hold(**given)
+        self._together("reset_operands", described, lambda _: None)
+        self._take(given)
 
     def reset_operands_unchecked(
         self,
@@ -218,20 +215,21 @@ class Matmul(Lifecycle):
         epilog_inputs: Mapping[str, Any] | None = None,
         stream: Any = None,
     ) -> None:
-        """As `reset_operands`, without comparing anything. Local."""
+        """As `reset_operands`, but local: what does not fit is raised by the next `execute`."""
         self._require_alive()
-        self._hold(**self._given(a, b, c, alpha, beta, quantization_scales, epilog_inputs))
+        self._take(self._given(a, b, c, alpha, beta, quantization_scales, epilog_inputs))
 
     def release_operands(self) -> None:
-        """Refer to the operands no more; all must be reset before the next execution."""
+        """Refer to the arrays no more; all must be reset before the next execution. Local."""
         self._require_alive()
         self._drop()
 
-    def _release(self) -> None:
-        self._plan = None
-
     def _arguments(self, **changes: Any) -> Arguments:
-        return Arguments(**{**self._operands, **self._fixed, **changes})
+        return Arguments(**{**self._operands, **self._fixed, **self._scalars, **changes})
+
+    def _take(self, given: Mapping[str, Any]) -> None:
+        self._scalars.update({name: given[name] for name in self._scalars if name in given})
+        self._hold(**{name: x for name, x in given.items() if name not in self._scalars})
 
     @staticmethod
     def _given(*values: Any) -> dict[str, Any]:
@@ -248,7 +246,7 @@ class Matmul(Lifecycle):
             raise ValueError("c is given, and this Matmul was made without c")
         if self._held:
             return
-        needed = ["a", "b", *(["c", "beta"] if self._facts.has_c else [])]
+        needed = ["a", "b", *(["c"] if self._facts.has_c else [])]
         needed += ["inputs"] if self._facts.inputs else []
         missing = [name for name in needed if name not in given]
         if missing:
@@ -256,13 +254,20 @@ class Matmul(Lifecycle):
                 f"the operands were released; reset_operands needs {', '.join(missing)} too"
             )
 
+    def _require_same_library(self, given: Mapping[str, Any]) -> None:
+        expected = self._facts.operands[0][0]
+        for name in sorted({"a", "b", "c"} & set(given)):
+            place = place_of(library_of(given[name]).spec(given[name]))
+            if place != expected:
+                raise TypeError(f"{name} is {place}; this Matmul was made for {expected}")
+
     def _require_alike(self, facts: Facts) -> None:
-        """Raise unless operands described by `facts` can take the place of the present ones."""
+        """Raise unless operands described by `facts` can take the place of the first ones."""
+        if facts is self._facts:
+            return
         for name, new, old in zip("abc", facts.operands, self._facts.operands, strict=True):
             if new == old:
                 continue
-            if new[0] != old[0]:
-                raise TypeError(f"{name} is {new[0]}; this Matmul was made for {old[0]}")
             raise ValueError(
                 f"{name} has dtype {new[1]} and shape {new[2]}; this Matmul was made for "
                 f"{old[1]} and {old[2]}"

@@ -2,12 +2,13 @@
 
 Each phase is separated by an exchange or a barrier, and each is one of three patterns: before
 reading what a peer wrote, after writing what a peer will read, before reusing what a peer may still
-read. The plan is the same data on every rank; only `Share`, what one rank does, differs.
+read. The plan is the same data on every rank; only `Share`, what one rank does, differs. All heap
+memory is taken in `prepare`, while ranks can still refuse together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,19 +18,22 @@ import numpy as np
 from shardmath.arrays import dtypes
 from shardmath.arrays.base import HostArray
 from shardmath.context import DistributedContext
-from shardmath.geometry import Layout, Move, bytes_moved, moves
+from shardmath.geometry import Layout, Move, moves
 from shardmath.local import epilog as epilogs
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.gemm import multiply
-from shardmath.operators.exposure import Exposure, Workspace
 from shardmath.operators.matmul.panels import Piece, Source, intervals
 from shardmath.operators.matmul.strategy import Strategy
-from shardmath.redistribution.host import copy_moves
+from shardmath.operators.workspace import Workspace
+from shardmath.redistribution import Exposed, copy_moves, expose, stage, window_on
+from shardmath.redistribution.exposure import staged_bytes
 from shardmath.symmetric.heap import Block
 
-__all__ = ["Operands", "Share", "execute"]
+__all__ = ["Execution", "Operands", "Share"]
 
 _PANEL_ELEMENTS = 4 << 20  # of one gathered panel: 32 MiB in float64
+
+_ArrayOf = Callable[[int], HostArray]  # the array of a rank, in memory that can be read here
 
 
 @dataclass(frozen=True)
@@ -56,20 +60,10 @@ class Share:
     @cached_property
     def sources(self) -> tuple[Source, Source]:
         """How this rank reads op(A), along its axis 1, and op(B), along its axis 0."""
-        s, problem = self.strategy, self.strategy.problem
-        plan = Source.plan
+        a, b = self.strategy.transfers
         return (
-            plan(problem.a, s.a, self.rank, axis=1, panel_elements=_PANEL_ELEMENTS),
-            plan(problem.b, s.b, self.rank, axis=0, panel_elements=_PANEL_ELEMENTS),
-        )
-
-    @cached_property
-    def read_by_peers(self) -> tuple[bool, bool]:
-        """Whether peers read this rank's part of A, of B."""
-        s, problem = self.strategy, self.strategy.problem
-        return (
-            bool(bytes_moved(problem.a, s.a, 1).sent[self.rank]),
-            bool(bytes_moved(problem.b, s.b, 1).sent[self.rank]),
+            Source.plan(a, self.rank, axis=1, panel_elements=_PANEL_ELEMENTS),
+            Source.plan(b, self.rank, axis=0, panel_elements=_PANEL_ELEMENTS),
         )
 
     @cached_property
@@ -95,23 +89,8 @@ def shared_part(held: Layout, need: Layout, *, src: int, dst: int) -> tuple[Move
     return tuple(found)
 
 
-def execute(
-    context: DistributedContext, share: Share, operands: Operands, operation: str
-) -> dict[str, HostArray]:
-    """Fill `operands.out` with this rank's part of D; return the epilog's outputs. Collective."""
-    work = _Execution(context, share, operands, operation)
-    sums = work.multiply()
-    if share.strategy.reduces:
-        sums = work.add(sums)
-    if share.strategy.moves_result:
-        sums = work.move(sums)
-    aux = work.finish(sums)
-    context.board.barrier(operation)  # before reusing what a peer may still read
-    return aux
-
-
-class _Execution:
-    """The state of one execution on one rank."""
+class Execution:
+    """One execution on one rank: `prepare`, tell the peers, `run`."""
 
     def __init__(
         self, context: DistributedContext, share: Share, operands: Operands, operation: str
@@ -127,33 +106,80 @@ class _Execution:
         self.wide = dtypes.to_numpy(dtypes.accumulator(self.narrow))
         self.workspace = Workspace.of(context)
 
-    # -- multiply ----------------------------------------------------------------------------------
+    # -- prepare -----------------------------------------------------------------------------------
 
-    def multiply(self) -> HostArray:
+    def prepare(self) -> bytes:
+        """Take all heap memory, and show what peers read of op(A) and op(B). Local.
+
+        Returns what to tell the peers. Raises HeapExhausted; no peer has been told anything then.
+        """
+        strategy, problem, rank = self.strategy, self.problem, self.rank
+        if strategy.reduces or strategy.moves_result:
+            self.workspace.array("sums", strategy.sums.local_shape(rank), self.wide)
+        if strategy.reduces and strategy.moves_result:
+            self.workspace.array("reduced", strategy.reduced.local_shape(rank), self.wide)
+        if problem.sums_c and problem.has_c:
+            self.workspace.array("c", problem.d.local_shape(rank), self.wide)
+        if problem.epilog.makes_bgrad:
+            longest = max(*self.operands.a.shape, *self.operands.b.shape, *self.operands.out.shape)
+            self.workspace.array("vector", (longest,), self.wide)
+        a, b = self._show(0), self._show(1)
+        return bytes([len(a)]) + a + b
+
+    def _show(self, index: int) -> bytes:
+        """Show what peers read of an operand, in place if it is on the heap; nothing if nothing."""
+        ranges = self.strategy.transfers[index].read_by_peers(self.rank)
+        if ranges is None:
+            return b""
+        array = (self.operands.a, self.operands.b)[index]
+        block = self.operands.blocks[index]
+        if block is not None:
+            return expose(self.context, array, block).pack()
+        buffer = self.workspace.buffer("ab"[index], staged_bytes(ranges, array.itemsize))
+        return stage(self.context, array, ranges, buffer).pack()
+
+    # -- run ---------------------------------------------------------------------------------------
+
+    def run(self, shown: Sequence[bytes]) -> dict[str, HostArray]:
+        """Fill `operands.out` with this rank's part of D; return the epilog's outputs. Collective.
+
+        `shown` is what all ranks have told: the exchange that carried it is the barrier before
+        reading what a peer wrote.
+        """
+        sums = self._multiply(shown)
+        if self.strategy.reduces:
+            sums = self._add(sums)
+        if self.strategy.moves_result:
+            sums = self._move(sums)
+        aux = self._finish(sums)
+        self.context.board.barrier(self.operation)  # before reusing what a peer may still read
+        return aux
+
+    def _multiply(self, shown: Sequence[bytes]) -> HostArray:
         """The product of the work's rows and columns, in the accumulator's type."""
-        exposure = Exposure(self.context)
-        for array, needed, block in zip(
-            (self.operands.a, self.operands.b),
-            self.share.read_by_peers,
-            self.operands.blocks,
-            strict=True,
-        ):
-            exposure.offer(array, needed=needed, block=block)
-        # Before reading what a peer wrote: its operands are in place once it has said where.
-        exposure.read(self.context.board.exchange(self.operation, exposure.note()))
         a, b = self.share.sources
         out = self._product_memory()
         if a.extent == 0 or out.size == 0:
             out[...] = 0
             return out
-        readers = (
-            _Reader(self, exposure, 0, a, self.problem.a),
-            _Reader(self, exposure, 1, b, self.problem.b),
+        of_a = [text[1 : 1 + text[0]] for text in shown]
+        of_b = [text[1 + text[0] :] for text in shown]
+        left = _Reader(
+            self.rank, a, self._arrays(of_a, self.problem.a, self.operands.a), self.narrow
+        )
+        right = _Reader(
+            self.rank, b, self._arrays(of_b, self.problem.b, self.operands.b), self.narrow
         )
         conj_a, conj_b = self.problem.conjugate
         for index, (lo, hi) in enumerate(intervals(a, b)):
-            left, right = (reader.matrix(lo, hi) for reader in readers)
-            multiply(left, right, out, accumulate=index > 0, conj_a=conj_a, conj_b=conj_b)
+            multiply(
+                left.matrix(lo, hi),
+                right.matrix(lo, hi),
+                out,
+                accumulate=index > 0,
+                conj_a=conj_a,
+                conj_b=conj_b,
+            )
         return out
 
     def _product_memory(self) -> HostArray:
@@ -162,17 +188,36 @@ class _Execution:
         if self.strategy.reduces or self.strategy.moves_result:
             return self.workspace.array("sums", shape, self.wide)
         out = self.operands.out
-        plain = self.operands.c is None and out.dtype == self.wide and out.shape == shape
+        plain = self.operands.c is None and out.dtype == self.wide
         return out if plain else np.empty_like(out, self.wide)
 
-    # -- add ---------------------------------------------------------------------------------------
+    def _arrays(self, shown: Sequence[bytes], layout: Layout, mine: HostArray) -> _ArrayOf:
+        """How to get the array that each rank has shown, of its part of `layout`."""
+        found = {self.rank: mine}
 
-    def add(self, sums: HostArray) -> HostArray:
+        def array(rank: int) -> HostArray:
+            if rank not in found:
+                shape = layout.local_shape(rank)
+                if 0 in shape:
+                    return np.empty(shape, mine.dtype)
+                window = window_on(self.context, rank, Exposed.unpack(shown[rank]))
+                found[rank] = window.array(shape, mine.dtype)
+            return found[rank]
+
+        return array
+
+    def _shared(self, mine: HostArray, name: str, layout: Layout) -> _ArrayOf:
+        """Show an array in buffer `name` of the workspace; return how to get every rank's."""
+        exposed = expose(self.context, mine, self.workspace.block(name))
+        # After writing what a peer will read, and before reading what a peer wrote.
+        shown = self.context.board.exchange(self.operation, exposed.pack())
+        return self._arrays(shown, layout, mine)
+
+    def _add(self, sums: HostArray) -> HostArray:
         """The complete sums of this rank's part, added in rank order: the same bits every time."""
         shape = self.strategy.reduced.local_shape(self.rank)
-        name = "reduced"
         if self.strategy.moves_result:
-            total = self.workspace.array(name, shape, self.wide)
+            total = self.workspace.array("reduced", shape, self.wide)
         else:
             total = np.empty_like(self.operands.out, self.wide)
         total[...] = 0
@@ -181,9 +226,7 @@ class _Execution:
             copy_moves(found, array, total, add=True)
         return total
 
-    # -- move --------------------------------------------------------------------------------------
-
-    def move(self, sums: HostArray) -> HostArray:
+    def _move(self, sums: HostArray) -> HostArray:
         """The complete sums, brought to where the caller wants them."""
         final = np.empty_like(self.operands.out, self.wide)
         name = "reduced" if self.strategy.reduces else "sums"
@@ -191,21 +234,7 @@ class _Execution:
         copy_moves(self.share.last_moves, array, final, rank=self.rank)
         return final
 
-    def _shared(self, mine: HostArray, name: str, layout: Layout) -> Callable[[int], HostArray]:
-        """Expose an array of the workspace; return how to get every rank's."""
-        exposure = Exposure(self.context)
-        exposure.offer(mine, needed=True, block=self.workspace.block(name))
-        # After writing what a peer will read, and before reading what a peer wrote.
-        exposure.read(self.context.board.exchange(self.operation, exposure.note()))
-
-        def array(rank: int) -> HostArray:
-            return exposure.array(0, rank, _matrix_shape(layout, rank), self.wide)
-
-        return array
-
-    # -- finish ------------------------------------------------------------------------------------
-
-    def finish(self, sums: HostArray) -> dict[str, HostArray]:
+    def _finish(self, sums: HostArray) -> dict[str, HostArray]:
         """Apply alpha, beta C and the epilog; D is rounded once."""
         problem, out, c = self.problem, self.operands.out, self.operands.c
         if self.operands.alpha != 1:
@@ -257,14 +286,8 @@ class _Execution:
         """The ranks' vectors added where they overlap; with `once`, replicas count once."""
         vector = self.workspace.array("vector", (len(partial), 1), partial.dtype)
         vector[:, 0] = partial
-        exposure = Exposure(self.context)
-        exposure.offer(vector, needed=True, block=self.workspace.block("vector"))
-        exposure.read(self.context.board.exchange(self.operation, exposure.note()))
+        array = self._shared(vector, "vector", held)
         total = np.zeros((need.local_shape(self.rank)[0], 1), partial.dtype)
-
-        def array(src: int) -> HostArray:
-            return exposure.array(0, src, _matrix_shape(held, src), partial.dtype)
-
         for src in [self.rank] if once else range(self.context.size):
             found = shared_part(held, need, src=src, dst=self.rank)
             copy_moves(found, array, total, add=True)
@@ -274,16 +297,12 @@ class _Execution:
 class _Reader:
     """Dense matrices of one operand, interval by interval of k."""
 
-    def __init__(
-        self, work: _Execution, exposure: Exposure, slot: int, source: Source, held: Layout
-    ) -> None:
-        self._work = work
-        self._exposure = exposure
-        self._slot = slot
+    def __init__(self, rank: int, source: Source, array: _ArrayOf, dtype: np.dtype[Any]) -> None:
+        self._rank = rank
         self._source = source
-        self._held = held
+        self._array = array
         self._filled = (0, 0)
-        self._panel = np.empty((0, 0), work.narrow)
+        self._panel = np.empty((0, 0), dtype)
 
     def matrix(self, lo: int, hi: int) -> HostArray:
         """Indices lo to hi of k: in a peer's memory, or in the panel that holds them."""
@@ -292,37 +311,21 @@ class _Reader:
                 return self._piece(piece, lo, hi)
         if not self._filled[0] <= lo < self._filled[1]:
             self._fill(lo // self._source.panel * self._source.panel)
-        return self._panel[self._cut(lo - self._filled[0], hi - self._filled[0])]
+        return self._panel[self._cut(lo - self._filled[0], hi - self._filled[0], slice(None))]
 
     def _piece(self, piece: Piece, lo: int, hi: int) -> HostArray:
         start = piece.k + lo - piece.lo
-        along, across = (
-            slice(start, start + hi - lo),
-            slice(piece.other, piece.other + self._source.width),
-        )
-        array = self._array(piece.src)
-        return array[along, across] if self._source.axis == 0 else array[across, along]
+        across = slice(piece.other, piece.other + self._source.width)
+        return self._array(piece.src)[self._cut(start, start + hi - lo, across)]
 
     def _fill(self, lo: int) -> None:
         source = self._source
         hi = min(lo + source.panel, source.extent)
         shape = (hi - lo, source.width) if source.axis == 0 else (source.width, hi - lo)
         if self._panel.shape != shape:
-            self._panel = np.empty(shape, self._work.narrow)
-        moved = source.gathering(lo, hi)
-        copy_moves(moved, self._array, self._panel, rank=self._work.rank)
+            self._panel = np.empty(shape, self._panel.dtype)
+        copy_moves(source.gathering(lo, hi), self._array, self._panel, rank=self._rank)
         self._filled = (lo, hi)
 
-    def _array(self, rank: int) -> HostArray:
-        shape = _matrix_shape(self._held, rank)
-        return self._exposure.array(self._slot, rank, shape, self._work.narrow)
-
-    def _cut(self, lo: int, hi: int) -> tuple[slice, slice]:
-        if self._source.axis == 0:
-            return slice(lo, hi), slice(None)
-        return slice(None), slice(lo, hi)
-
-
-def _matrix_shape(layout: Layout, rank: int) -> tuple[int, int]:
-    rows, columns = layout.local_shape(rank)
-    return rows, columns
+    def _cut(self, lo: int, hi: int, across: slice) -> tuple[slice, slice]:
+        return (slice(lo, hi), across) if self._source.axis == 0 else (across, slice(lo, hi))

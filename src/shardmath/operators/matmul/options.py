@@ -6,11 +6,14 @@ algorithms are those of the reference, so that programs written for it need no c
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Literal
 
 import numpy as np
+
+from shardmath.operators.lifecycle import check_blocking, options_of
 
 __all__ = [
     "MatmulAlgoType",
@@ -98,8 +101,20 @@ class MatmulOptions:
 
     def check(self, dtype: str) -> None:
         """Raise ValueError for a value out of range, or one that operands of `dtype` rule out."""
-        if self.blocking is not True and self.blocking != "auto":
-            raise ValueError(f"blocking is True or 'auto', not {self.blocking!r}")
+        check_blocking(self.blocking)
+        for name in ("inplace", "result_amax", "block_scaling"):
+            if not isinstance(getattr(self, name), (bool, np.bool_)):
+                raise ValueError(f"{name} is True or False, not {getattr(self, name)!r}")
+        for name in (
+            "compute_type",
+            "scale_type",
+            "result_type",
+            "algo_type",
+            "sm_count_communication",
+        ):
+            number = getattr(self, name)
+            if number is not None and not isinstance(number, (int, np.integer)):
+                raise ValueError(f"{name} is a whole number or None, not {number!r}")
         if self.strategy is not None and not isinstance(self.strategy, str):
             raise TypeError(f"strategy is a name that explain() prints, not {self.strategy!r}")
         if self.algo_type is not None and self.algo_type not in set(MatmulAlgoType):
@@ -108,6 +123,11 @@ class MatmulOptions:
             names = ", ".join(MatmulComputeType(value).name for value in sorted(_COMPUTE[dtype]))
             raise ValueError(
                 f"compute_type {self.compute_type!r} does not suit operands of {dtype}; use {names}"
+            )
+        if self.scale_type is not None and self.scale_type not in _SCALE[dtype]:
+            names = " or ".join(_CUDA_TYPES[value] for value in sorted(_SCALE[dtype]))
+            raise ValueError(
+                f"scale_type {self.scale_type!r} does not suit operands of {dtype}; use {names}"
             )
         if self.result_amax or self.block_scaling:
             raise ValueError(f"result_amax and block_scaling want float8 operands, not {dtype}")
@@ -123,9 +143,15 @@ class MatmulEpilogPreferences:
 
 @dataclass(frozen=True)
 class MatmulPlanPreferences:
-    """Preferences for planning a product."""
+    """Preferences for planning a product; a dictionary may stand for `epilog`'s."""
 
-    epilog: MatmulEpilogPreferences | None = None
+    epilog: MatmulEpilogPreferences | Mapping[str, Any] | None = None
+
+    def check(self) -> None:
+        """Raise ValueError for what wants float8, TypeError for what is no preference."""
+        epilog = options_of(MatmulEpilogPreferences, self.epilog)
+        if epilog.aux_type is not None or epilog.aux_amax:
+            raise ValueError("aux_type and aux_amax want a float8 auxiliary output")
 
 
 @dataclass(frozen=True)
@@ -170,4 +196,12 @@ _COMPUTE = {
     "complex64": _SINGLE | _FAST,
     "float64": _DOUBLE,
     "complex128": _DOUBLE,
+}
+_SCALE = {
+    "float16": frozenset({0, 2}),
+    "bfloat16": frozenset({0}),
+    "float32": frozenset({0}),
+    "complex64": frozenset({4}),
+    "float64": frozenset({1}),
+    "complex128": frozenset({5}),
 }

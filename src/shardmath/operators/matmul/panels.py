@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from shardmath.geometry import Layout, Move, Run, moves
+from shardmath.geometry import Move, Run
+from shardmath.redistribution import TransferPlan
 
 __all__ = ["Piece", "Source", "clip", "intervals"]
 
@@ -48,15 +49,13 @@ class Source:
     panel: int
 
     @classmethod
-    def plan(
-        cls, held: Layout, need: Layout, rank: int, *, axis: int, panel_elements: int
-    ) -> Source:
-        """How `rank` reads its part of `need` from the ranks that hold `held`."""
-        shape = need.local_shape(rank)
+    def plan(cls, transfer: TransferPlan, rank: int, *, axis: int, panel_elements: int) -> Source:
+        """How `rank` reads what `transfer` brings it."""
+        shape = transfer.dst.local_shape(rank)
         extent, width = shape[axis], shape[1 - axis]
         if not extent or not width:
             return cls(axis, extent, width, (), (), 0)
-        found = moves(held, need, dst_rank=rank)
+        found = transfer.into(rank)
         pieces = _pieces(found, axis, width)
         if len(pieces) == 1 or (pieces and extent >= _THIN * len(pieces)):
             return cls(axis, extent, width, pieces, (), 0)

@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 from shardmath import geometry
 from shardmath.agreement import require_equal
 from shardmath.arrays import ArraySpec, dtypes
-from shardmath.errors import CollectiveMismatch
 from shardmath.geometry import Distribution, Layout
 from shardmath.local.epilog import MatmulEpilog, requirements
 from shardmath.operators.matmul.options import MatmulOptions, result_dtype
 
-__all__ = ["Call", "Problem", "check", "describe"]
+__all__ = ["Call", "Problem", "check", "check_operands", "describe", "place_of"]
 
 _SUPPORTED = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
 _NAMES = ("a", "b", "c")
@@ -31,7 +30,7 @@ class Call:
     """One rank's call, with the arrays reduced to their specs, and alpha and beta to their kind."""
 
     operands: tuple[ArraySpec | None, ...]  # a, b, c
-    distributions: tuple[Any, ...]
+    distributions: tuple[Distribution, ...]
     complex_scalars: tuple[bool, bool]  # alpha, beta
     has_beta: bool
     transpose: tuple[bool, bool, bool]
@@ -103,13 +102,12 @@ def describe(call: Call) -> Facts:
     for name, spec in zip(_NAMES, call.operands, strict=True):
         if spec is not None:
             _check_operand(name, spec)
-    if len(call.distributions) != 3 or not all(
-        isinstance(each, Distribution) for each in call.distributions
-    ):
-        raise ValueError(
-            "distributions holds three Distribution objects, for a, b and the result, not "
-            f"{call.distributions!r}"
-        )
+            if place_of(spec) != place_of(a):
+                raise ValueError(f"a is {place_of(a)}, and {name} is {place_of(spec)}")
+    dtypes.to_numpy(a.dtype)  # raises where bfloat16 lacks the library that has it
+    for name, spec in call.inputs:
+        if spec.library != a.library:
+            raise TypeError(f"{name} is a {spec.library} array, and a is of {a.library}")
     _check_scalars(call, a.dtype)
     call.options.check(a.dtype)
     if call.options.inplace and call.operands[2] is None:
@@ -143,7 +141,9 @@ def check(specs: Sequence[Sequence[Any]]) -> Problem:
     require_equal("the names of epilog_inputs", [[n for n, _ in each.inputs] for each in facts])
     shape = (a.global_shape[0], b.global_shape[1])
     sums_c = epilog is MatmulEpilog.ALLREDUCE
-    d = Layout.replicated(shape, len(facts)) if sums_c else _bound(facts, 2, shape)
+    d = _bound(facts, 2, shape)
+    if sums_c:
+        d = Layout.replicated(shape, len(facts))
     _check_c(facts, d)
     _check_inputs(facts, d, epilog)
     return Problem(
@@ -185,6 +185,8 @@ def _check_operand(name: str, spec: ArraySpec) -> None:
         raise ValueError(f"{name} has {spec.ndim} axes, shape {spec.shape}; matmul takes matrices")
     if spec.dtype not in _SUPPORTED:
         raise ValueError(f"{name} has dtype {spec.dtype}; supported are {', '.join(_SUPPORTED)}")
+    if spec.device != "cpu":
+        raise ValueError(f"{name} is on {spec.device}; this version computes on cores only")
 
 
 def _check_scalars(call: Call, dtype: str) -> None:
@@ -211,7 +213,12 @@ def _check_scalars(call: Call, dtype: str) -> None:
 
 def _fact(spec: ArraySpec) -> tuple[str, str, tuple[int, ...]]:
     """What all layers compare of an array: its library and device, dtype, and shape."""
-    return f"{spec.library} on {spec.device}", spec.dtype, spec.shape
+    return place_of(spec), spec.dtype, spec.shape
+
+
+def place_of(spec: ArraySpec) -> str:
+    """The library and device of an array, in words."""
+    return f"{spec.library} on {spec.device}"
 
 
 def _check_same_kind(name: str, facts: list[Any]) -> None:
@@ -263,11 +270,7 @@ def _check_inputs(facts: Sequence[Facts], d: Layout, epilog: MatmulEpilog) -> No
                 f"given is {_list(given)}"
             )
         for name, extra in needed.items():
-            where, kind, shape, strides = given[name]
-            if where != each.operands[0][0]:
-                raise CollectiveMismatch(
-                    f"rank {rank}: {name} is {where}, the operands are {each.operands[0][0]}"
-                )
+            _, kind, shape, strides = given[name]
             misfit = extra.misfit(kind, tuple(shape), tuple(strides))
             if misfit:
                 raise ValueError(f"rank {rank}: {misfit}")

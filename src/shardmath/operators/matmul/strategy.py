@@ -24,6 +24,7 @@ from math import prod
 from shardmath.arrays import dtypes
 from shardmath.geometry import Layout, Spans, bytes_moved
 from shardmath.operators.matmul.problem import Problem
+from shardmath.redistribution import TransferPlan
 
 __all__ = ["CORES", "Cost", "Machine", "Strategy", "candidates", "choose"]
 
@@ -102,6 +103,15 @@ class Strategy:
         )
 
     @cached_property
+    def transfers(self) -> tuple[TransferPlan, TransferPlan]:
+        """What moves of op(A), and of op(B), from where they are to where they are needed."""
+        problem, itemsize = self.problem, dtypes.of(self.problem.dtype).itemsize
+        return (
+            TransferPlan(problem.a, self.a, itemsize),
+            TransferPlan(problem.b, self.b, itemsize),
+        )
+
+    @cached_property
     def sums(self) -> Layout:
         """Each rank's product; where parts overlap they are to be added if `reduces`."""
         return Layout.product(
@@ -113,7 +123,7 @@ class Strategy:
         """Whether k is split, so that the products of several ranks add up."""
         k = self.problem.shape[2]
         return any(
-            part.length != k and any(self.sums.local_shape(rank))
+            part.length != k and all(self.sums.local_shape(rank))
             for rank, part in enumerate(self.depth)
         )
 
@@ -133,14 +143,11 @@ class Strategy:
         """Whether the complete sums must change ranks at the end."""
         return not self.reduced.same_as(self.problem.d)
 
-    @cached_property
+    @property
     def moves_inputs(self) -> tuple[bool, bool]:
         """Whether some rank needs a part of op(A), of op(B), that it does not own."""
-        problem = self.problem
-        return (
-            any(bytes_moved(problem.a, self.a, 1).received),
-            any(bytes_moved(problem.b, self.b, 1).received),
-        )
+        a, b = self.transfers
+        return a.crosses, b.crosses
 
     @cached_property
     def kind(self) -> str:
@@ -160,16 +167,9 @@ class Strategy:
         """What the busiest rank does, by counting."""
         problem, ranks = self.problem, range(self.problem.size)
         wide = dtypes.to_numpy(dtypes.accumulator(dtypes.to_numpy(problem.dtype))).itemsize
-        narrow = dtypes.of(problem.dtype).itemsize
         work = [2.0 * r.length * c.length * d.length for r, c, d in zip(*self._work, strict=True)]
-        received = [
-            a + b
-            for a, b in zip(
-                bytes_moved(problem.a, self.a, narrow).received,
-                bytes_moved(problem.b, self.b, narrow).received,
-                strict=True,
-            )
-        ]
+        a, b = (transfer.traffic.received for transfer in self.transfers)
+        received = [a[r] + b[r] for r in ranks]
         phases = 1
         if self.reduces:
             phases += 1
