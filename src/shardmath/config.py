@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-__all__ = ["PREFIX", "Settings", "environment", "table"]
+__all__ = ["PREFIX", "Settings", "environment", "export", "table"]
 
 PREFIX = "SHARDMATH_"
 
@@ -35,8 +35,8 @@ class Settings:
     segment_bytes: int = _variable(64 << 20, "Smallest segment by which the symmetric heap grows.")
     rank: int = _variable(-1, "This process's rank; set by the launcher.")
     size: int = _variable(-1, "The number of ranks; set by the launcher.")
-    job: str = _variable("", "The job's secret name; set by the launcher.")
-    launcher_fd: int = _variable(-1, "Descriptor of the launcher's socket; set by the launcher.")
+    launcher_fd: str = _variable("", "Descriptors of this rank's sockets; set by the launcher.")
+    pid: int = _variable(-1, "The process that is the rank: its children are none; set likewise.")
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Settings:
@@ -67,6 +67,11 @@ class Settings:
 def environment() -> Mapping[str, str]:
     """The process's environment: the one place where it is read."""
     return os.environ
+
+
+def export(values: Mapping[str, str]) -> None:
+    """Set variables of this process and of its children: for a rank that has just been started."""
+    os.environ.update(values)
 
 
 def table() -> list[tuple[str, str, str, str]]:

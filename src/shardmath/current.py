@@ -9,7 +9,7 @@ from __future__ import annotations
 from contextvars import ContextVar
 from typing import Protocol
 
-__all__ = ["CurrentContext", "default", "get", "override", "restore", "set_default"]
+__all__ = ["CurrentContext", "default", "forget", "get", "override", "restore", "set_default"]
 
 
 class CurrentContext(Protocol):
@@ -56,3 +56,14 @@ def restore(context: CurrentContext) -> None:
     stack = _stack.get()
     assert stack and stack[-1] is context, "contexts must be left in the order they were entered"
     _stack.set(stack[:-1])
+
+
+def forget() -> tuple[CurrentContext, ...]:
+    """Make no context current, as in a process that has just been forked; return those that were.
+
+    The caller keeps them: they belong to the parent, and must not be finalised here.
+    """
+    inherited = _stack.get() + tuple(filter(None, _default))
+    _stack.set(())
+    _default[0] = None
+    return inherited

@@ -1,76 +1,179 @@
 """Plain data as bytes and back: what ranks say to each other, with nothing executable in it.
 
-The form is JSON, with a one-key object for each type that JSON lacks, and raw bytes in base64. Only
-plain data travels: None, bool, int, float, complex, str, bytes, tuple, list, dict with string keys,
-and NumPy arrays and scalars of ordinary dtypes. Nothing a peer sends can run code here.
+The form is JSON, with a one-key object for each type that JSON lacks; the elements of larger arrays
+follow the JSON as they lie in memory. Only plain data travels: None, bool, int, float, complex,
+str, bytes, tuple, list, dict with string keys, NumPy arrays and scalars of numbers and strings, and
+torch CPU tensors. Nothing that a peer sends can run code here.
+
+    length of the JSON (8 bytes) · JSON · the arrays, one after the other
 """
 
 from __future__ import annotations
 
 import base64
+import importlib
 import json
+import struct
 from typing import Any
 
 import numpy as np
 
 __all__ = ["decode", "encode"]
 
+_LENGTH = struct.Struct("<Q")
+_INLINE = 256  # bytes; smaller arrays stand in the JSON itself
+
 
 def encode(value: Any) -> bytes:
     """The bytes of `value`. Raises TypeError for anything that is not plain data."""
-    return json.dumps(_pack(value), separators=(",", ":")).encode()
+    blobs: list[bytes] = []
+    text = json.dumps(_pack(value, blobs), separators=(",", ":")).encode()
+    return b"".join((_LENGTH.pack(len(text)), text, *blobs))
 
 
 def decode(data: bytes) -> Any:
     """The value that `encode` was given. Raises ValueError when `data` is not of its form."""
+    view = memoryview(data)
     try:
-        return _unpack(json.loads(data))
-    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        (length,) = _LENGTH.unpack_from(view)
+        start = _LENGTH.size
+        blobs = _Blobs(view[start + length :])
+        value = _unpack(json.loads(bytes(view[start : start + length])), blobs)
+        blobs.finish()
+        return value
+    except (KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
         raise ValueError(f"malformed message: {error}") from None
 
 
-def _pack(value: Any) -> Any:
+def _pack(value: Any, blobs: list[bytes]) -> Any:
+    packed: Any
     if value is None or isinstance(value, (bool, str)) or type(value) in (int, float):
-        return value
-    if isinstance(value, list):
-        return [_pack(item) for item in value]
-    if isinstance(value, tuple):
-        return {"tuple": [_pack(item) for item in value]}
-    if isinstance(value, dict):
+        packed = value
+    elif isinstance(value, list):
+        packed = [_pack(item, blobs) for item in value]
+    elif isinstance(value, tuple):
+        packed = {"tuple": [_pack(item, blobs) for item in value]}
+    elif isinstance(value, dict):
         if not all(isinstance(key, str) for key in value):
             raise TypeError("only dictionaries with string keys travel between ranks")
-        return {"dict": {key: _pack(item) for key, item in value.items()}}
-    if isinstance(value, (bytes, bytearray, memoryview)):
-        return {"bytes": base64.b64encode(value).decode()}
-    if isinstance(value, complex):
-        return {"complex": [value.real, value.imag]}
-    if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufcSUV":
-        array = np.asarray(value)
-        payload = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
+        packed = {"dict": {key: _pack(item, blobs) for key, item in value.items()}}
+    elif isinstance(value, (bytes, bytearray, memoryview)):
+        packed = {"bytes": _pack_raw(bytes(value), blobs)}
+    elif isinstance(value, complex) and not isinstance(value, np.generic):
+        packed = {"complex": [value.real, value.imag]}
+    elif isinstance(value, (np.ndarray, np.generic)) and _dtype_name(value.dtype):
         kind = "array" if isinstance(value, np.ndarray) else "scalar"
-        return {kind: [array.dtype.str, list(array.shape), payload]}
-    raise TypeError(
-        f"{type(value).__module__}.{type(value).__qualname__} does not travel between ranks; "
-        "send numbers, strings, bytes, tuples, lists, dictionaries or NumPy arrays"
-    )
+        raw = _pack_raw(value.tobytes(), blobs)
+        packed = {kind: [_dtype_name(value.dtype), list(value.shape), raw]}
+    elif type(value).__module__.split(".")[0] == "torch" and hasattr(value, "untyped_storage"):
+        packed = {"tensor": _pack_tensor(value, blobs)}
+    else:
+        raise TypeError(
+            f"{type(value).__module__}.{type(value).__qualname__} does not travel between ranks; "
+            "send numbers, strings, bytes, tuples, lists, dictionaries, NumPy arrays or torch CPU "
+            "tensors"
+        )
+    return packed
 
 
-def _unpack(value: Any) -> Any:
+def _pack_raw(raw: bytes, blobs: list[bytes]) -> Any:
+    """Small content as text, larger content as its size; it then follows the JSON."""
+    if len(raw) <= _INLINE:
+        return base64.b64encode(raw).decode()
+    blobs.append(raw)
+    return len(raw)
+
+
+def _pack_tensor(tensor: Any, blobs: list[bytes]) -> list[Any]:
+    if tensor.device.type != "cpu" or tensor.is_sparse or tensor.is_quantized:
+        raise TypeError(
+            f"a torch tensor on {tensor.device} with layout {tensor.layout} does not travel "
+            "between ranks; send a dense CPU tensor"
+        )
+    torch = importlib.import_module("torch")
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    raw = plain.view(torch.uint8).numpy().tobytes()
+    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), _pack_raw(raw, blobs)]
+
+
+def _dtype_name(dtype: np.dtype[Any]) -> str | None:
+    """How the dtype is written; None for one that does not travel (objects, records, dates)."""
+    if dtype.kind in "biufcSU":
+        return dtype.str
+    if dtype.type.__module__ == "ml_dtypes":
+        return dtype.name
+    return None
+
+
+class _Blobs:
+    """The arrays after the JSON, taken in order."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+
+    def take(self, raw: Any) -> bytearray:
+        if isinstance(raw, str):
+            return bytearray(base64.b64decode(raw, validate=True))
+        if not isinstance(raw, int) or not 0 <= raw <= len(self._data):
+            raise ValueError("malformed message: it is shorter than it says")
+        taken, self._data = self._data[:raw], self._data[raw:]
+        return bytearray(taken)
+
+    def finish(self) -> None:
+        if len(self._data):
+            raise ValueError("malformed message: it is longer than it says")
+
+
+def _unpack(value: Any, blobs: _Blobs) -> Any:
     if isinstance(value, list):
-        return [_unpack(item) for item in value]
+        return [_unpack(item, blobs) for item in value]
     if not isinstance(value, dict):
         return value
     ((kind, body),) = value.items()
-    if kind == "tuple":
-        return tuple(_unpack(item) for item in body)
-    if kind == "dict":
-        return {key: _unpack(item) for key, item in body.items()}
-    if kind == "bytes":
-        return base64.b64decode(body)
-    if kind == "complex":
-        return complex(*body)
-    if kind in ("array", "scalar"):
-        dtype, shape, payload = body
-        array = np.frombuffer(base64.b64decode(payload), np.dtype(dtype)).reshape(shape).copy()
-        return array if kind == "array" else array[()]
-    raise ValueError(f"malformed message: unknown kind {kind!r}")
+    result: Any
+    match kind:
+        case "tuple":
+            result = tuple(_unpack(item, blobs) for item in body)
+        case "dict":
+            result = {key: _unpack(item, blobs) for key, item in body.items()}
+        case "bytes":
+            result = bytes(blobs.take(body))
+        case "complex":
+            result = complex(*body)
+        case "array":
+            result = _unpack_array(body, blobs)
+        case "scalar":
+            result = _unpack_array(body, blobs)[()]
+        case "tensor":
+            result = _unpack_tensor(body, blobs)
+        case _:
+            raise ValueError(f"malformed message: unknown kind {kind!r}")
+    return result
+
+
+def _unpack_array(body: Any, blobs: _Blobs) -> Any:
+    name, shape, raw = body
+    if name[0] not in "<>|":
+        importlib.import_module("ml_dtypes")  # it registers the names of its dtypes
+    dtype = np.dtype(name)
+    if dtype.hasobject:
+        raise ValueError(f"malformed message: dtype {name!r}")
+    return np.frombuffer(blobs.take(raw), dtype).reshape(_checked_shape(shape))
+
+
+def _unpack_tensor(body: Any, blobs: _Blobs) -> Any:
+    name, shape, raw = body
+    torch = importlib.import_module("torch")
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"malformed message: dtype {name!r}")
+    content = blobs.take(raw)
+    if not content:
+        return torch.empty(_checked_shape(shape), dtype=dtype)
+    return torch.frombuffer(content, dtype=torch.uint8).view(dtype).reshape(_checked_shape(shape))
+
+
+def _checked_shape(shape: Any) -> tuple[int, ...]:
+    if not all(type(extent) is int and extent >= 0 for extent in shape):
+        raise ValueError(f"malformed message: shape {shape!r}")
+    return tuple(shape)

@@ -1,0 +1,39 @@
+"""The command line: `python -m shardmath run`, `env`, `--version`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from shardmath import __version__
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status. A rank that `run` starts returns from here as well."""
+    from shardmath.launch.program import Program, add_arguments, run
+
+    parser = argparse.ArgumentParser(prog="python -m shardmath", description=__doc__)
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    add_arguments(commands.add_parser("run", help="start a program on several ranks"))
+    commands.add_parser("env", help="list the variables that steer shardmath")
+    options = parser.parse_args(arguments)
+    if options.command == "env":
+        return _print_variables()
+    program = Program(options.program, tuple(options.arguments), options.is_module)
+    return run(program, options.n, threads=options.threads)
+
+
+def _print_variables() -> int:
+    from shardmath import config
+
+    for name, kind, default, sentence in config.table():
+        print(f"{name:26} {kind:6} {default:>10}  {sentence}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+"""Who are the ranks? Start-up and agreement of a few bytes, never data.
+
+Every group offers `ProcessGroup`'s members. Importing the package imports no library of the user's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardmath.config import Settings
+from shardmath.group.base import ProcessGroup, ReductionOp
+from shardmath.group.environment import LaunchFacts, from_environment
+from shardmath.group.local import LocalProcessGroup
+from shardmath.group.mpi import MPIProcessGroup
+from shardmath.group.solo import SoloProcessGroup
+from shardmath.group.torch import TorchProcessGroup
+
+__all__ = [
+    "LaunchFacts",
+    "LocalProcessGroup",
+    "MPIProcessGroup",
+    "ProcessGroup",
+    "ReductionOp",
+    "SoloProcessGroup",
+    "TorchProcessGroup",
+    "as_process_group",
+    "from_environment",
+]
+
+
+def as_process_group(
+    obj: Any, settings: Settings | None = None, *, device_id: Any = "cpu"
+) -> ProcessGroup:
+    """The group that `obj` means: None asks the environment, a `ProcessGroup` is itself.
+
+    An mpi4py communicator and a torch.distributed process group are wrapped; `device_id` is for the
+    latter. Raises TypeError for anything else.
+    """
+    settings = Settings.from_environment() if settings is None else settings
+    if obj is None:
+        return from_environment(settings)
+    if isinstance(obj, ProcessGroup):
+        return obj
+    # Known by the class's name: whoever has such an object has imported its library.
+    names = {(kind.__module__.split(".")[0], kind.__name__) for kind in type(obj).__mro__}
+    if ("mpi4py", "Comm") in names:
+        return MPIProcessGroup(obj, timeout=settings.startup_timeout)
+    if ("torch", "ProcessGroup") in names:
+        return TorchProcessGroup(
+            device_id=device_id, torch_process_group=obj, timeout=settings.startup_timeout
+        )
+    raise TypeError(
+        f"process_group is a {type(obj).__module__}.{type(obj).__qualname__}; expected None, an "
+        "mpi4py communicator, a torch.distributed process group or a shardmath ProcessGroup"
+    )

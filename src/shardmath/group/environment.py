@@ -1,0 +1,227 @@
+"""Find the ranks from the environment: who started this process, and which rank it is.
+
+Detection is pure (`LaunchFacts.from_mapping`); `from_environment` then connects the ranks with the
+library that the launcher belongs to. A job of several ranks never falls apart into several jobs of
+one: where the launcher and the library disagree about the size, start-up fails.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardmath import config
+from shardmath.config import Settings
+from shardmath.errors import BackendUnavailable, BootstrapError
+from shardmath.group.base import ProcessGroup
+from shardmath.group.local import LocalProcessGroup
+from shardmath.group.mpi import MPIProcessGroup
+from shardmath.group.solo import SoloProcessGroup
+from shardmath.group.torch import TorchProcessGroup
+
+__all__ = ["LaunchFacts", "from_environment"]
+
+
+@dataclass(frozen=True)
+class _Convention:
+    """The variables by which one kind of launcher names a rank.
+
+    Of several names for one thing the first that is set counts. All `required` must be set.
+    """
+
+    launcher: str
+    rank: str
+    size: tuple[str, ...]
+    local_rank: str
+    local_size: tuple[str, ...]
+    required: tuple[str, ...] = ()
+
+
+_P = config.PREFIX
+# The order matters: a launcher of ours may run inside a job of another, and torchrun inside Slurm.
+_CONVENTIONS = (
+    _Convention(
+        "shardmath", f"{_P}RANK", (f"{_P}SIZE",), f"{_P}RANK", (f"{_P}SIZE",), (f"{_P}LAUNCHER_FD",)
+    ),
+    _Convention(
+        "torchrun",
+        "RANK",
+        ("WORLD_SIZE",),
+        "LOCAL_RANK",
+        ("LOCAL_WORLD_SIZE",),
+        ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"),
+    ),
+    _Convention("hydra", "PMI_RANK", ("PMI_SIZE",), "MPI_LOCALRANKID", ("MPI_LOCALNRANKS",)),
+    _Convention(
+        "openmpi",
+        "OMPI_COMM_WORLD_RANK",
+        ("OMPI_COMM_WORLD_SIZE",),
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    ),
+    _Convention(
+        "slurm",
+        "SLURM_PROCID",
+        ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+        "SLURM_LOCALID",
+        (),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class LaunchFacts:
+    """What the environment says of this process. `launcher` is None when nobody started ranks.
+
+    `local_rank` and `local_size` count the ranks of this host; -1 where the launcher does not say.
+    """
+
+    launcher: str | None = None
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+
+    @classmethod
+    def from_mapping(cls, environ: Mapping[str, str], *, pid: int) -> LaunchFacts:
+        """The facts for process `pid` with variables `environ`.
+
+        Raises BootstrapError, naming the variables, when they make no sense.
+        """
+        owner = environ.get(f"{_P}PID")
+        for convention in _CONVENTIONS:
+            # What a rank of ours starts inherits its variables, and is no rank.
+            if convention.launcher == "shardmath" and owner != str(pid):
+                continue
+            facts = _read(convention, environ)
+            if facts is not None:
+                return facts
+        return cls()
+
+
+def from_environment(settings: Settings) -> ProcessGroup:
+    """The group of all ranks that were started together with this process. Collective.
+
+    Asked in this order: our own launcher, torchrun, Hydra and Intel MPI, Open MPI, Slurm; then
+    torch.distributed and mpi4py, if the program itself has started them; else this process is
+    alone. Raises BootstrapError when the ranks cannot find each other, BackendUnavailable when the
+    library of the launcher is missing.
+    """
+    facts = LaunchFacts.from_mapping(config.environment(), pid=os.getpid())
+    timeout = settings.startup_timeout
+    if facts.launcher == "shardmath":
+        descriptors = _descriptors(settings.launcher_fd)
+        return LocalProcessGroup.from_descriptors(
+            facts.rank, facts.size, descriptors, timeout=timeout
+        )
+    if facts.launcher == "torchrun" and facts.size > 1:
+        return _checked(_torch_group(timeout), facts)
+    if facts.launcher is not None and facts.size > 1:
+        return _checked(_mpi_group(facts, timeout), facts)
+    running = _running_library(timeout)
+    return running if running is not None and running.nranks > 1 else SoloProcessGroup()
+
+
+def _read(convention: _Convention, environ: Mapping[str, str]) -> LaunchFacts | None:
+    size = _first(convention.size, environ)
+    names = (convention.rank, size, *convention.required)
+    if size is None or not all(name in environ for name in names):
+        return None
+    rank_value, size_value = _number(convention.rank, environ), _number(size, environ)
+    if not 0 <= rank_value < size_value:
+        raise BootstrapError(
+            f"{convention.rank}={rank_value} and {size}={size_value}: "
+            "a rank is at least 0 and less than the size"
+        )
+    local_size = _first(convention.local_size, environ)
+    return LaunchFacts(
+        convention.launcher,
+        rank_value,
+        size_value,
+        _number(convention.local_rank, environ) if convention.local_rank in environ else -1,
+        _number(local_size, environ) if local_size is not None else -1,
+    )
+
+
+def _first(names: tuple[str, ...], environ: Mapping[str, str]) -> str | None:
+    return next((name for name in names if name in environ), None)
+
+
+def _number(name: str, environ: Mapping[str, str]) -> int:
+    try:
+        return int(environ[name])
+    except ValueError:
+        raise BootstrapError(f"{name}={environ[name]!r} is not an integer") from None
+
+
+def _descriptors(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",") if part]
+    except ValueError:
+        raise BootstrapError(f"{_P}LAUNCHER_FD={text!r} is not a list of descriptors") from None
+
+
+def _torch_group(timeout: float) -> ProcessGroup:
+    """The default group of torch.distributed, started over gloo if the program has not done it."""
+    distributed = _library("torch.distributed", "torch", "torchrun started this process")
+    if not distributed.is_initialized():
+        from datetime import timedelta
+
+        distributed.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+    return TorchProcessGroup(device_id=_torch_device(distributed), timeout=timeout)
+
+
+def _torch_device(distributed: Any) -> Any:
+    """`"cpu"` if the default group can talk about CPU tensors, else the current CUDA device."""
+    if "cpu" in distributed.get_backend_config():
+        return "cpu"
+    return sys.modules["torch"].cuda.current_device()
+
+
+def _mpi_group(facts: LaunchFacts, timeout: float) -> ProcessGroup:
+    try:
+        mpi = _library("mpi4py.MPI", "mpi4py mpich", f"{facts.launcher} started this process")
+    except BackendUnavailable as error:
+        if facts.launcher != "slurm":
+            raise
+        raise BootstrapError(
+            f"rank {facts.rank}: Slurm started {facts.size} ranks, and mpi4py is not there to join "
+            "them: install it for the cluster's MPI, or start the program with torchrun, or on one "
+            "host with python -m shardmath run"
+        ) from error
+    return MPIProcessGroup(mpi.COMM_WORLD, timeout=timeout)
+
+
+def _library(module: str, package: str, why: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise BackendUnavailable(
+            f"{why}, and {module} cannot be imported ({error}): pip install {package}"
+        ) from error
+
+
+def _checked(group: ProcessGroup, facts: LaunchFacts) -> ProcessGroup:
+    """`group`, if it is as large as the launcher says."""
+    if group.nranks != facts.size:
+        raise BootstrapError(
+            f"rank {facts.rank}: {facts.launcher} started {facts.size} ranks, but "
+            f"{type(group).__name__} counts {group.nranks}; was the library built for another "
+            "launcher, or is this a batch script that should call its launcher?"
+        )
+    return group
+
+
+def _running_library(timeout: float) -> ProcessGroup | None:
+    """The group of a library that the program itself has started with several ranks."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return TorchProcessGroup(device_id=_torch_device(distributed), timeout=timeout)
+    mpi: Any = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        return MPIProcessGroup(mpi.COMM_WORLD, timeout=timeout)
+    return None

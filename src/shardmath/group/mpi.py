@@ -1,0 +1,67 @@
+"""The ranks of an MPI communicator, through the user's mpi4py.
+
+Only buffers travel: mpi4py's object calls would unpickle what a peer sends. Every wait polls a
+non-blocking request, so that it can end at a deadline.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from shardmath.config import Settings
+from shardmath.errors import BootstrapError
+from shardmath.group.base import GatheringGroup
+
+__all__ = ["MPIProcessGroup"]
+
+_SPINS = 1000  # polls without a pause: most exchanges end within them
+_PAUSE = 0.0005
+
+
+class MPIProcessGroup(GatheringGroup):
+    """The ranks of an mpi4py communicator. Waits end after `timeout` seconds."""
+
+    def __init__(self, mpi_comm: Any, *, timeout: float | None = None) -> None:
+        self._comm = mpi_comm
+        self._mpi: Any = sys.modules["mpi4py.MPI"]
+        self._timeout = Settings.from_environment().startup_timeout if timeout is None else timeout
+
+    @property
+    def rank(self) -> int:
+        """The process's number in the communicator."""
+        return int(self._comm.rank)
+
+    @property
+    def nranks(self) -> int:
+        """The communicator's size."""
+        return int(self._comm.size)
+
+    def allgather_bytes(self, data: bytes) -> list[bytes]:
+        """The `data` of every rank, in the order of the ranks. Collective; sizes may differ."""
+        import numpy as np
+
+        sizes = np.zeros(self.nranks, np.int64)
+        own = np.array([len(data)], np.int64)
+        self._wait(self._comm.Iallgather(own, sizes), "gather of sizes")
+        gathered = bytearray(int(sizes.sum()))
+        counts = sizes.tolist()
+        byte = self._mpi.BYTE
+        self._wait(self._comm.Iallgatherv([data, byte], [gathered, counts, byte]), "gather")
+        ends = np.cumsum(sizes).tolist()
+        return [bytes(gathered[end - count : end]) for end, count in zip(ends, counts, strict=True)]
+
+    def _wait(self, request: Any, what: str) -> None:
+        deadline = time.monotonic() + self._timeout
+        polls = 0
+        while not request.Test():
+            polls += 1
+            if polls < _SPINS:
+                continue
+            if time.monotonic() >= deadline:
+                raise BootstrapError(
+                    f"rank {self.rank}: a {what} of {self.nranks} ranks over MPI did not complete "
+                    f"in {self._timeout} s; SHARDMATH_STARTUP_TIMEOUT sets the limit"
+                )
+            time.sleep(_PAUSE)

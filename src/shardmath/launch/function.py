@@ -1,0 +1,119 @@
+"""`spawn`: one function on n ranks forked from this process, for notebooks and scripts.
+
+Ranks are forked, so closures work and the parent's data is there without a copy. A rank never
+returns into the parent's code: it ends in `os._exit`, whatever the function does.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from shardmath.errors import OpTimeout
+from shardmath.launch.failure import Failure, from_exception, rebuild
+from shardmath.launch.job import FAILURE, RESULT, Job
+from shardmath.launch.output import Prefixer
+from shardmath.launch.ranks import Place, fork_ranks, share_cores
+
+__all__ = ["run_after_fork", "spawn"]
+
+
+def spawn(
+    function: Callable[..., Any], n: int, *args: Any, timeout: float | None = None
+) -> list[Any]:
+    """Call `function(*args)` on `n` ranks of this host; their results, in the order of the ranks.
+
+    Each rank is a fork of this process, where `shardmath.initialize()` finds its rank. Results are
+    plain data, NumPy arrays and torch CPU tensors. What ranks print appears with their number in
+    front. NumPy's global random state is the parent's on every rank: seed by rank.
+
+    The first rank that fails ends all. What it raised is raised here, with the rank in the message
+    and its traceback as a note: the same class if that is a built-in or shardmath's, RankFailure if
+    the rank died, else RuntimeError. Raises OpTimeout after `timeout` seconds, TypeError when a
+    result cannot travel, RuntimeError when this process has used CUDA, which no fork survives.
+    """
+    if n < 1:
+        raise ValueError(f"n is {n}; a job has at least one rank")
+    from shardmath import wire  # NumPy: loaded once, before the ranks are forked
+
+    _refuse_cuda()
+    deadline = None if timeout is None else time.monotonic() + timeout
+    started = fork_ranks(n, variables=share_cores(n))
+    if isinstance(started, Place):
+        run_after_fork(started, function, args)
+    job = Job(started, _text_prefixer(1), _text_prefixer(2), needs_results=True)
+    if not job.watch(deadline=deadline):
+        late = [rank for rank in range(n) if rank not in job.results]
+        names = ", ".join(map(str, late))
+        raise OpTimeout(f"spawn: {timeout} s have passed; not finished: ranks {names}", late)
+    failure = job.first_failure
+    if failure is not None:
+        raise rebuild(failure)
+    return [wire.decode(job.results[rank]) for rank in range(n)]
+
+
+def run_after_fork(place: Place, function: Callable[..., Any], args: tuple[Any, ...]) -> NoReturn:
+    """Be a rank: call the function, report how it went, end this process."""
+    atexit._clear()  # the parent's exit hooks are the parent's
+    failure = _call(place, function, args)
+    status = 0 if failure is None else failure.status or 1
+    if failure is not None:
+        place.report(FAILURE, failure.encode())
+    with contextlib.suppress(BaseException):
+        threading._shutdown()  # type: ignore[attr-defined]  # waits for the rank's threads
+        atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(status)
+
+
+def _call(place: Place, function: Callable[..., Any], args: tuple[Any, ...]) -> Failure | None:
+    from shardmath import wire
+
+    try:
+        torch: Any = sys.modules.get("torch")
+        if torch is not None:
+            torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
+        result = function(*args)
+        place.report(RESULT, wire.encode(result))
+    except BaseException as error:
+        return from_exception(place.rank, error, hide=(__file__,))
+    return None
+
+
+def _refuse_cuda() -> None:
+    torch: Any = sys.modules.get("torch")
+    if _holds_cuda() or (torch is not None and torch.cuda.is_initialized()):
+        raise RuntimeError(
+            "spawn forks this process, which has used CUDA, and CUDA does not survive a fork; call "
+            "spawn before any GPU work, or put the function into a script for "
+            "python -m shardmath run"
+        )
+
+
+def _holds_cuda() -> bool:
+    """Whether any library in this process has started CUDA: the driver keeps its device open."""
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if link.readlink().name == "nvidia-uvm":
+                return True
+    return False
+
+
+def _text_prefixer(descriptor: int) -> Prefixer:
+    """Lines to this process's Python stream, which in a notebook is not the descriptor."""
+
+    def write(data: bytes) -> None:
+        stream = sys.stdout if descriptor == 1 else sys.stderr
+        stream.write(data.decode("utf-8", "replace"))
+        stream.flush()
+
+    return Prefixer(write)

@@ -1,0 +1,148 @@
+"""`python -m shardmath run`: one program on n ranks of this host, with no MPI and no torch.
+
+The launcher never imports NumPy: its first line of the program comes as fast as Python's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import runpy
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardmath.launch.failure import Failure, from_exception
+from shardmath.launch.job import FAILURE, Job
+from shardmath.launch.output import Prefixer
+from shardmath.launch.ranks import Place, fork_ranks, share_cores
+
+__all__ = ["Program", "add_arguments", "run"]
+
+_HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A script or a module, and the arguments that it finds in `sys.argv`."""
+
+    name: str
+    arguments: tuple[str, ...] = ()
+    is_module: bool = False
+
+    def execute(self) -> None:
+        """Run it as `__main__`, as `python` would."""
+        if self.is_module:
+            sys.argv = ["-m", *self.arguments]
+            runpy.run_module(self.name, run_name="__main__", alter_sys=True)
+        else:
+            path = str(Path(self.name).resolve())
+            sys.argv = [path, *self.arguments]
+            if not sys.flags.safe_path:
+                sys.path[0] = str(Path(path).parent)
+            runpy.run_path(path, run_name="__main__")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `run`."""
+    parser.add_argument("-n", type=_positive, default=1, metavar="N", help="number of ranks")
+    parser.add_argument(
+        "--threads",
+        type=_positive,
+        metavar="T",
+        help="threads of each rank's libraries (default: this machine's cores, shared)",
+    )
+    parser.add_argument("-m", dest="is_module", action="store_true", help="run a module")
+    parser.add_argument("program", metavar="script.py", help="the script, or the module's name")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
+
+
+def run(program: Program, size: int, *, threads: int | None = None) -> int:
+    """Run `program` on `size` ranks; the exit status for this process, launcher or rank.
+
+    The launcher's is 0, the status of the first failing rank (128 + n for signal n), or 128 + n
+    when signal n ended the launcher. The status of a rank is its program's.
+    """
+    if not program.is_module and not Path(program.name).exists():
+        print(f"shardmath run: there is no file {program.name!r}", file=sys.stderr)
+        return 2
+    started = fork_ranks(size, variables=share_cores(size, threads), share_stdin=True)
+    if isinstance(started, Place):
+        return _be_rank(started, program)
+    job = Job(started, Prefixer(_writer(1)), Prefixer(_writer(2)))
+    with _signals_to_descriptor() as wake:
+        try:
+            job.watch(wake=wake)
+        except BrokenPipeError:  # whoever read the output has gone, as `head` does
+            return 128 + signal.SIGPIPE
+    if job.interrupt is not None:
+        _say(f"ended by {signal.Signals(job.interrupt).name}")
+        return 128 + job.interrupt
+    failure = job.first_failure
+    if failure is None:
+        return 0
+    _say(_last_words(failure))
+    return failure.status
+
+
+def _be_rank(place: Place, program: Program) -> int:
+    """Run the program in this process; what nothing catches goes to the launcher, to print last."""
+    try:
+        program.execute()
+    except SystemExit as error:
+        failure = from_exception(place.rank, error)
+        if failure.status == 0:
+            return 0
+    except BaseException as error:
+        hide = (__file__, runpy.__file__ or "", "<frozen runpy>")
+        failure = from_exception(place.rank, error, hide=hide)
+    else:
+        return 0
+    place.report(FAILURE, failure.encode())
+    return failure.status
+
+
+def _last_words(failure: Failure) -> str:
+    return f"{failure}\n{failure.text.rstrip()}" if failure.text else str(failure)
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(BrokenPipeError):
+        _writer(2)(f"shardmath run: {text}\n".encode("utf-8", "backslashreplace"))
+
+
+def _writer(descriptor: int) -> Callable[[bytes], None]:
+    def write(data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(descriptor, view) :]
+
+    return write
+
+
+@contextlib.contextmanager
+def _signals_to_descriptor() -> Iterator[int]:
+    """A descriptor that yields the number of each signal that asks this process to end."""
+    reading, writing = socket.socketpair()
+    writing.setblocking(False)
+    before = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
+    handlers = {signum: signal.signal(signum, lambda *_: None) for signum in _HANDLED}
+    try:
+        yield reading.fileno()
+    finally:
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
+        signal.set_wakeup_fd(before)
+        reading.close()
+        writing.close()
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
