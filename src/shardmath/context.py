@@ -10,24 +10,29 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import operator
 import os
 import sys
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardmath import agreement, current
 from shardmath.config import Settings
-from shardmath.errors import BackendUnavailable, OpTimeout, RankFailure
+from shardmath.errors import OpTimeout, RankFailure
 from shardmath.group import as_process_group
 from shardmath.group.base import ProcessGroup
 from shardmath.symmetric.board import Board, board_bytes
-from shardmath.symmetric.heap import Block, Heap, Location
+from shardmath.symmetric.heap import Block, Buffer, Heap, Location
 from shardmath.symmetric.waiting import Patience
-from shardmath.transport.base import Bytes
+from shardmath.transport.base import Bytes, Transport
 from shardmath.transport.host import HostTransport, export_memory, map_memory
 from shardmath.transport.mesh import Mesh
+
+if TYPE_CHECKING:
+    from shardmath.cuda.device import Device
+    from shardmath.symmetric.team import Team
 
 __all__ = [
     "DistributedContext",
@@ -46,13 +51,32 @@ _numbers = itertools.count()
 
 
 class _Machinery:
-    """What a context and those split from it share: connections, transport and heap."""
+    """What a context and those split from it share: connections, transport and heap.
+
+    `transport` and `heap` are there after `open`.
+    """
+
+    transport: Transport
+    heap: Heap
+    device: Device | None = None  # None for ranks that compute on cores
 
     def __init__(self, group: ProcessGroup, settings: Settings) -> None:
         self.settings = settings
         self.mesh = Mesh(group, settings.startup_timeout)
-        self.transport = HostTransport(self.mesh)
-        self.heap = Heap(self.transport, rank=group.rank, segment_bytes=settings.segment_bytes)
+
+    def open(self, ordinal: int | None) -> None:
+        """Make the transport for a CUDA device, or for the host's cores. Local."""
+        if ordinal is None:
+            self.transport = HostTransport(self.mesh)
+        else:
+            from shardmath.cuda.device import Device
+            from shardmath.transport.cuda import CudaTransport
+
+            self.device = Device.of(ordinal)
+            self.transport = CudaTransport(self.mesh, self.device)
+        self.heap = Heap(
+            self.transport, rank=self.mesh.rank, segment_bytes=self.settings.segment_bytes
+        )
 
     def board(self, ranks: Sequence[int], rank: int, tag: str) -> Board:
         """A board for `ranks` (numbers of this mesh), of which this process is `rank`.
@@ -79,8 +103,43 @@ class _Machinery:
             patience=patience,
         )
 
+    def team(self, board: Board, ranks: Sequence[int]) -> Team | None:
+        """The GPU side of a group: None on cores. Collective.
+
+        That every device reaches every other's memory is found out here, by mapping it.
+        """
+        if self.device is None:
+            return None
+        from shardmath.symmetric.team import Team, pad_bytes
+
+        device, transport, nbytes = self.device, self.transport, pad_bytes(len(ranks))
+        pads: list[Buffer] = []
+
+        def describe() -> tuple[int, int]:
+            pads.append(self.heap.allocate(nbytes))
+            block = pads[0].block
+            device.zero(block.address, nbytes)
+            transport.announce(block.location.segment, ranks)
+            return block.location.segment, block.location.offset
+
+        places = agreement.agree(board, "initialize: pads", describe, lambda places: places)
+
+        def attach() -> list[int | None]:
+            for peer, (segment, _) in zip(ranks, places, strict=True):
+                if peer != self.mesh.rank:
+                    transport.attach(peer, segment)
+            return []
+
+        agreement.agree(board, "initialize: peer access", attach, lambda _: None)
+        addresses = [
+            transport.address(peer, segment, offset, nbytes) or 0
+            for peer, (segment, offset) in zip(ranks, places, strict=True)
+        ]
+        return Team(device, board, pads[0], addresses)
+
     def close(self) -> None:
-        self.transport.close()
+        if hasattr(self, "transport"):
+            self.transport.close()
         self.mesh.close()
 
 
@@ -88,7 +147,8 @@ class DistributedContext:
     """The ranks that compute together, as seen by one of them.
 
     `rank`, `size`; `device_id` ("cpu", or the index of a CUDA device); `process_group`, which was used
-    to start; `heap`, this rank's symmetric memory; `board`, the words that the ranks share.
+    to start; `heap`, this rank's symmetric memory; `board`, the words that the ranks share; `team`,
+    what their GPUs share, None on cores.
     `nvshmem_available` and `nccl_comm` are there for programs written for nvmath.distributed.
     """
 
@@ -99,6 +159,7 @@ class DistributedContext:
         self,
         machinery: _Machinery,
         board: Board,
+        team: Team | None,
         *,
         ranks: Sequence[int],
         device_id: int | str,
@@ -109,6 +170,7 @@ class DistributedContext:
         self.device_id = device_id
         self.process_group = process_group
         self.board = board
+        self.team = team
         self.rank = board.rank
         self.size = board.size
         self.number = next(_numbers)  # names the context within this process
@@ -158,6 +220,13 @@ class DistributedContext:
             transport.attach(peer, location.segment)
         return transport.view(peer, location.segment, location.offset, nbytes)
 
+    def peer_address(self, rank: int, location: Location, nbytes: int) -> int | None:
+        """Where memory of `rank`, which it has announced, lies for this rank's cores or its GPU."""
+        transport, peer = self._machinery.transport, self._ranks[rank]
+        if rank != self.rank:
+            transport.attach(peer, location.segment)
+        return transport.address(peer, location.segment, location.offset, nbytes)
+
     def next_share(self) -> int:
         """The number of the next object that the ranks of this context share, the same on all."""
         return next(self._shares)
@@ -194,6 +263,7 @@ class DistributedContext:
         return DistributedContext(
             self._machinery,
             board,
+            self._machinery.team(board, mesh_ranks),
             ranks=mesh_ranks,
             device_id=self.device_id,
             process_group=None,
@@ -222,6 +292,7 @@ class DistributedContext:
             return
         self._closed = why
         self.board.leave()
+        self.team = None
         self.heap.forget(self.number)
         self._caches.clear()
         if self._parent is None:
@@ -270,15 +341,22 @@ def new_context(
         undo.callback(machinery.close)
         ranks = range(group.nranks)
         board = machinery.board(ranks, group.rank, "board")
+
+        def describe() -> str:
+            ordinal = _ordinal(device_id, backends)
+            machinery.open(ordinal)
+            return "cpu" if ordinal is None else "cuda"
+
         agreement.agree(
             board,
             "initialize",
-            lambda: _described_device(device_id, backends),
+            describe,
             lambda kinds: agreement.require_equal("the kind of device_id", kinds),
         )
+        team = machinery.team(board, ranks)
         undo.pop_all()
     return DistributedContext(
-        machinery, board, ranks=ranks, device_id=device_id, process_group=group
+        machinery, board, team, ranks=ranks, device_id=device_id, process_group=group
     )
 
 
@@ -316,8 +394,9 @@ def require_context() -> DistributedContext:
     return context
 
 
-def _described_device(device_id: object, backends: Sequence[str] | None) -> str:
-    """The kind of device, "cpu" or "cuda"; raises for what is neither, and for unknown backends."""
+def _ordinal(device_id: object, backends: Sequence[str] | None) -> int | None:
+    """The index of a CUDA device, or None for "cpu"; raises for what is neither, and for unknown
+    backends."""
     if backends is not None:
         names = [backends] if isinstance(backends, str) else list(backends)
         unknown = [name for name in names if name not in _BACKENDS]
@@ -326,14 +405,12 @@ def _described_device(device_id: object, backends: Sequence[str] | None) -> str:
                 f"backends is a sequence of names among {', '.join(_BACKENDS)}, not {backends!r}"
             )
     if device_id == "cpu":
-        return "cpu"
+        return None
     if isinstance(device_id, str):
         raise ValueError(f'device_id is "cpu" or the index of a CUDA device, not {device_id!r}')
     if isinstance(device_id, bool) or not hasattr(type(device_id), "__index__"):
         raise TypeError(f'device_id is "cpu" or the index of a CUDA device, not {device_id!r}')
-    raise BackendUnavailable(
-        f'device_id={device_id}: this version computes on cores only; pass device_id="cpu"'
-    )
+    return operator.index(device_id)  # type: ignore[arg-type]
 
 
 def _watch_process() -> None:

@@ -58,11 +58,30 @@ class Library(ABC):
         Raises ValueError where the library cannot express `host`'s strides or dtype.
         """
 
+    def on_device(
+        self,
+        buffer: Any,
+        shape: Sequence[int],
+        dtype: DType | str,
+        strides: Sequence[int],
+        device: str,
+    ) -> Any:
+        """An array of this library on the memory of `device`, such as "cuda:0".
+
+        `buffer`, which it keeps alive, has a `__cuda_array_interface__` of bytes; `strides` are in elements. Raises
+        ValueError where the library has no arrays on GPUs.
+        """
+        raise ValueError(f"{self.name} has no arrays on GPUs; pass the module cupy or torch")
+
     @abstractmethod
     def empty(
-        self, shape: Sequence[int], dtype: DType | str, order: Literal["C", "F"] = "C"
+        self,
+        shape: Sequence[int],
+        dtype: DType | str,
+        order: Literal["C", "F"] = "C",
+        device: str = "cpu",
     ) -> Any:
-        """A new host array with undefined elements."""
+        """A new array with undefined elements; ValueError where the library has none on `device`."""
 
     @abstractmethod
     def default_dtype(self) -> DType:

@@ -14,7 +14,9 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Bytes", "Probe", "Segment", "Transport"]
+from shardmath.errors import CollectiveMismatch
+
+__all__ = ["Bytes", "Probe", "Segment", "Transport", "require_within"]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -49,6 +51,8 @@ class Transport(ABC):
     """
 
     name: ClassVar[str]
+    interface: ClassVar[str]  # the protocol by which array libraries take its memory
+    spare_bytes: ClassVar[int]  # the most that a segment should exceed what was asked for
 
     @classmethod
     @abstractmethod
@@ -57,9 +61,9 @@ class Transport(ABC):
 
     @abstractmethod
     def reserve(self, nbytes: int) -> Segment:
-        """A new segment of this rank, of at least `nbytes`; pages are committed by `commit`.
+        """A new segment of this rank, of at least `nbytes`; its memory is there after `commit`.
 
-        Raises HeapExhausted when the address space does not suffice; nothing is then reserved.
+        Raises HeapExhausted when there is no room for it; nothing is then reserved.
         """
 
     @abstractmethod
@@ -79,9 +83,30 @@ class Transport(ABC):
         """Map a segment that `rank` has announced. Cheap when it is mapped already."""
 
     @abstractmethod
+    def address(self, rank: int, index: int, offset: int, nbytes: int) -> int | None:
+        """Where bytes of an attached segment lie for this process and its device, or None.
+
+        Raises CollectiveMismatch when the segment does not hold them.
+        """
+
+    @abstractmethod
+    def lease(self, index: int) -> object:
+        """What keeps an own segment mapped for as long as it is referred to."""
+
+    @abstractmethod
     def view(self, rank: int, index: int, offset: int, nbytes: int) -> Bytes | None:
-        """The bytes of an attached segment in this process, or None where there is no address."""
+        """The bytes of an attached segment as an array of this process, or None where there are none
+        that its cores can read."""
 
     @abstractmethod
     def close(self) -> None:
         """Drop all descriptors. Mappings that arrays still use stay until the arrays go."""
+
+
+def require_within(segment: Segment, offset: int, nbytes: int) -> None:
+    """Raise CollectiveMismatch unless `segment` holds the bytes that its owner has announced."""
+    if not 0 <= offset <= offset + nbytes <= segment.nbytes:
+        raise CollectiveMismatch(
+            f"rank {segment.rank} announced bytes {offset} to {offset + nbytes} of its segment "
+            f"{segment.index}, which has {segment.nbytes}"
+        )
