@@ -16,7 +16,7 @@ from shardmath import errors, wire
 from shardmath.errors import CollectiveMismatch
 from shardmath.symmetric.board import Board
 
-__all__ = ["agree", "require_equal"]
+__all__ = ["agree", "raise_refusal", "refusal", "require_equal"]
 
 Agreed = TypeVar("Agreed")
 
@@ -47,11 +47,9 @@ def agree(
         message = _DESCRIBED + wire.encode(describe())
     except Exception as error:
         mistake = error
-        message = _REFUSED + wire.encode((_travelling_name(error), str(error)))
+        message = refusal(error)
     messages = board.exchange(operation, message)
-    for rank, text in enumerate(messages):
-        if text[:1] == _REFUSED:
-            raise _rebuilt(rank, text[1:]) from mistake
+    raise_refusal(messages, mistake)
     return check([wire.decode(text[1:]) for text in messages])
 
 
@@ -63,6 +61,18 @@ def require_equal(what: str, values: Sequence[Any]) -> Any:
                 f"{what} must be equal on all ranks: rank 0 has {values[0]}, rank {rank} has {value}"
             )
     return values[0]
+
+
+def refusal(error: Exception) -> bytes:
+    """What a rank sends instead of its description: the error that it met."""
+    return _REFUSED + wire.encode((_travelling_name(error), str(error)))
+
+
+def raise_refusal(messages: Sequence[bytes], own: Exception | None) -> None:
+    """Raise the error of the first rank that sent one; `own`, this rank's, becomes its cause."""
+    for rank, text in enumerate(messages):
+        if text[:1] == _REFUSED:
+            raise _rebuilt(rank, text[1:]) from own
 
 
 def _travelling_name(error: Exception) -> str:

@@ -14,8 +14,8 @@ import operator
 import os
 import sys
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardmath import agreement, current
@@ -205,6 +205,15 @@ class DistributedContext:
         """Wait until every rank has called it; what was written before is seen after. Collective."""
         self.require_open()
         self.board.exchange("barrier", b"")
+
+    @contextmanager
+    def executing(self, operation: str) -> Iterator[None]:
+        """Around what follows agreement: an error here ends the wait of the peers at once."""
+        try:
+            yield
+        except BaseException as error:
+            self.board.fail(f"{operation}: {type(error).__name__}: {error}")
+            raise
 
     # -- memory ------------------------------------------------------------------------------------
 

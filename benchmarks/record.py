@@ -1,0 +1,71 @@
+"""What every benchmark needs: medians, and a JSON file that says where and when they were taken."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def median_seconds(
+    call: Callable[[], object], *, repeats: int, before: Callable[[], object] | None = None
+) -> float:
+    """The median time of `call` over `repeats`; `before` (such as a barrier) is not counted."""
+    times = []
+    for _ in range(repeats):
+        if before is not None:
+            before()
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def write(name: str, rows: Iterable[dict[str, Any]], **facts: Any) -> Path:
+    """Write `results/<name>.json`: the rows, the facts, and where they were measured."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    record = {"benchmark": name, **circumstances(), **facts, "rows": list(rows)}
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    return path
+
+
+def circumstances() -> dict[str, Any]:
+    """Date, commit, machine and versions, of the libraries that are loaded."""
+    loaded = {
+        name: sys.modules.get(name) for name in ("shardmath", "numpy", "scipy", "torch", "mpi4py")
+    }
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": _git("rev-parse", "--short", "HEAD")
+        + ("+" if _git("status", "--short", "src") else ""),
+        "machine": {
+            "system": platform.system(),
+            "cpu": _cpu(),
+            "cores": len(os.sched_getaffinity(0)),
+        },
+        "python": platform.python_version(),
+        "versions": {k: str(getattr(m, "__version__", "")) for k, m in loaded.items() if m},
+    }
+
+
+def _git(*arguments: str) -> str:
+    here = Path(__file__).parent.parent
+    return subprocess.run(
+        ["git", *arguments], check=False, cwd=here, capture_output=True, text=True
+    ).stdout.strip()
+
+
+def _cpu() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if "model name" in line), "")

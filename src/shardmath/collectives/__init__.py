@@ -1,0 +1,10 @@
+"""Ranks move and combine arrays together: broadcast, gather, scatter, reduce, all to all.
+
+Every function takes ordinary arrays and arrays on the symmetric heap, of any strides, and agrees on
+the call before any element moves.
+"""
+
+from shardmath.collectives.moving import all_gather, all_to_all, broadcast
+from shardmath.collectives.reducing import all_reduce, reduce_scatter
+
+__all__ = ["all_gather", "all_reduce", "all_to_all", "broadcast", "reduce_scatter"]

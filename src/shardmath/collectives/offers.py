@@ -1,0 +1,111 @@
+"""What a rank lets its peers read during one call, and how they find it.
+
+An offer is a note in the exchange that agrees on the call. Few bytes travel in the note itself. More
+are staged on the heap, in two halves used in turn: a half is written again only in the second call
+after, whose predecessor's exchange every peer has entered, and so has read what was there; no rank
+waits at the end of a call. Large operands are lent: read where they lie, or from a copy on the heap;
+then the owner waits for its readers at the end of the call.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import numpy as np
+
+from shardmath.arrays.base import HostArray, raw_view
+from shardmath.context import DistributedContext
+from shardmath.symmetric.heap import Buffer, Location
+
+__all__ = ["NOTHING", "Offer", "offer", "read_offers", "wait_for_readers"]
+
+_INLINE_BYTES = 2 << 10  # sent in the note
+_STAGED_BYTES = 1 << 20  # staged; above, lent
+_LENT_IN_PLACE_BYTES = 64 << 10  # below, a copy costs less than waiting for readers
+_WHERE = struct.Struct("<cqq")
+_INLINE, _STAGED, _LENT = b"i", b"s", b"l"
+NOTHING = b""
+
+
+class Offer:
+    """This rank's offer: the `note` to send; it keeps a lent copy alive."""
+
+    def __init__(self, note: bytes, lent: Buffer | None = None) -> None:
+        self.note = note
+        self._lent = lent
+
+
+class _Stage:
+    """The two halves in which operands wait for peers."""
+
+    def __init__(self) -> None:
+        self._halves: list[Buffer | None] = [None, None]
+        self._turn = 0
+
+    def take(self, context: DistributedContext, nbytes: int) -> Buffer:
+        """Memory for one call. An exchange must pass between two calls of this."""
+        self._turn ^= 1
+        half = self._halves[self._turn]
+        if half is None or half.block.nbytes < nbytes:
+            # No peer reads the old half any more; see the module's docstring.
+            self._halves[self._turn] = None
+            room = 1 << max(nbytes - 1, (64 << 10) - 1).bit_length()
+            half = self._halves[self._turn] = context.heap.allocate(room)
+        return half
+
+
+def offer(context: DistributedContext, flat: HostArray, location: Location | None) -> Offer:
+    """Offer the elements of `flat`; `location` is where they lie when that is on the heap. Local.
+
+    Raises HeapExhausted when a copy has no room. Must be followed by an exchange of the notes.
+    """
+    if context.size == 1:
+        return Offer(NOTHING)
+    if flat.nbytes <= _INLINE_BYTES:
+        return Offer(_INLINE + flat.tobytes())
+    if location is not None and flat.nbytes > _LENT_IN_PLACE_BYTES:
+        return Offer(_WHERE.pack(_LENT, location.segment, location.offset))
+    if flat.nbytes <= _STAGED_BYTES:
+        stage: _Stage = context.cache("collectives.stage", _Stage)
+        buffer, kind = stage.take(context, flat.nbytes), _STAGED
+    else:
+        buffer, kind = context.heap.allocate(flat.nbytes), _LENT
+    memory = np.asarray(buffer)[: flat.nbytes].view(raw_view(flat).dtype)
+    np.copyto(memory, raw_view(flat))
+    context.announce(buffer.block)
+    where = buffer.block.location
+    return Offer(_WHERE.pack(kind, where.segment, where.offset), buffer)
+
+
+def read_offers(
+    context: DistributedContext,
+    notes: Sequence[bytes],
+    sizes: Sequence[int],
+    own: HostArray | None,
+    dtype: np.dtype[np.generic],
+) -> list[HostArray]:
+    """Every rank's elements, `sizes` of them, as arrays on the memory where they lie.
+
+    `own` stands for this rank's. A rank that offered nothing has none.
+    """
+    found: list[HostArray] = []
+    for rank, (note, size) in enumerate(zip(notes, sizes, strict=True)):
+        if rank == context.rank and own is not None:
+            found.append(own)
+        elif note == NOTHING or size == 0:
+            found.append(np.empty(0, dtype))
+        elif note[:1] == _INLINE:
+            found.append(np.frombuffer(bytearray(note[1:]), dtype))  # a copy, and so aligned
+        else:
+            _, segment, offset = _WHERE.unpack(note)
+            memory = context.peer_bytes(rank, Location(segment, offset), size * dtype.itemsize)
+            assert memory is not None, "the host transport has an address for every peer"
+            found.append(memory.view(dtype))
+    return found
+
+
+def wait_for_readers(context: DistributedContext, notes: Sequence[bytes]) -> None:
+    """Before reusing what a peer may still read: end a call in which anything was lent."""
+    if any(note[:1] == _LENT for note in notes):
+        context.board.barrier(context.board.operation)

@@ -1,0 +1,215 @@
+"""What a caller hands in, as the collectives see it: flat elements, and a spec that ranks compare.
+
+Nothing is written here, and every complaint is an exception of the door: it is raised inside
+`describe`, and so reaches all ranks.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from shardmath.arrays import Library, library_of, raw_view
+from shardmath.arrays.base import HostArray
+from shardmath.arrays.spec import ArraySpec
+from shardmath.context import DistributedContext
+from shardmath.errors import UseAfterFree
+from shardmath.symmetric.heap import Location
+
+__all__ = [
+    "Operand",
+    "Output",
+    "Shape",
+    "as_axis",
+    "as_counts",
+    "as_index",
+    "column_view",
+    "heap_location",
+    "output_spec",
+    "require_outputs_fit",
+    "slab_counts",
+    "starts",
+]
+
+Shape = tuple[int, ...]
+OutputSpec = tuple[str, str, Shape] | None
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One rank's array: its library, its spec, and its elements in C order.
+
+    `location` says where `flat` lies on the heap; None where it is ordinary memory or a copy.
+    """
+
+    library: Library
+    spec: ArraySpec
+    flat: HostArray
+    location: Location | None
+
+    @classmethod
+    def of(cls, x: Any, context: DistributedContext) -> Operand:
+        """The operand `x`. Raises ValueError for what is no array of the host's memory."""
+        library = library_of(x)
+        spec = library.spec(x)
+        view = library.host_view(x)
+        location = heap_location(context, library.pointer(x)) if spec.size else None
+        own = view.ctypes.data == library.pointer(x)  # a lazy conjugate is resolved into a copy
+        if spec.order in ("C", "both") and own:
+            return cls(library, spec, _flat(view), location)
+        return cls(library, spec, _flat(_packed(view)), None)
+
+    def apart(self, out: HostArray | None) -> Operand:
+        """This operand on memory that writing into `out` does not change."""
+        if out is None or not self.spec.size or not np.may_share_memory(out, self.flat):
+            return self
+        return Operand(self.library, self.spec, self.flat.copy(), None)
+
+
+@dataclass(frozen=True)
+class Output:
+    """The array that receives a result: `flat` are its elements in C order, to be written.
+
+    Where `array` is not C-ordered, `flat` is memory of its own, which `finish` copies over.
+    """
+
+    array: Any
+    view: HostArray
+    flat: HostArray
+
+    @classmethod
+    def of(cls, out: Any, library: Library, shape: Shape, dtype: str) -> Output:
+        """The user's `out`, which has been agreed on; a new C-ordered array where it is None."""
+        array = library.empty(shape, dtype) if out is None else out
+        view = library.host_view(array, writable=True)
+        if view.flags.c_contiguous:
+            return cls(array, view, _flat(view))
+        return cls(array, view, np.empty(view.size, view.dtype))
+
+    @property
+    def direct(self) -> bool:
+        """Whether `flat` is the memory of the array itself."""
+        return self.view.flags.c_contiguous
+
+    def finish(self) -> Any:
+        """The array, with all its elements in place."""
+        if not self.direct:
+            np.copyto(raw_view(self.view), raw_view(self.flat.reshape(self.view.shape)))
+        return self.array
+
+
+def output_spec(out: Any, context: DistributedContext) -> tuple[OutputSpec, HostArray | None]:
+    """What `out` is, for all ranks to check, and its memory.
+
+    Raises ValueError when it cannot be written, UseAfterFree when it has been freed.
+    """
+    if out is None:
+        return None, None
+    library = library_of(out)
+    spec = library.spec(out)
+    view = library.host_view(out, writable=True)
+    block = context.heap.find(library.pointer(out)) if spec.size else None
+    if block is not None and block.freed:
+        raise UseAfterFree("out lies in symmetric memory that has been freed")
+    return (library.name, spec.dtype, spec.shape), view
+
+
+def heap_location(context: DistributedContext, address: int) -> Location | None:
+    """Where `address` lies on this rank's heap, which peers may read from now on; else None.
+
+    Raises UseAfterFree when the block there has been freed.
+    """
+    block = context.heap.find(address)
+    if block is None:
+        return None
+    if block.freed:
+        raise UseAfterFree("an operand lies in symmetric memory that has been freed")
+    context.announce(block)
+    return Location(block.location.segment, block.location.offset + address - block.address)
+
+
+def as_index(what: str, value: Any, bound: int, *, negative: bool = False) -> int:
+    """`value` as an index below `bound`; negative ones count from the end where that is allowed."""
+    try:
+        index = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{what} is an integer, not {value!r}") from None
+    low = -bound if negative else 0
+    if isinstance(value, bool) or not low <= index < bound:
+        raise ValueError(f"{what} is an integer from {low} to {bound - 1}, not {value!r}")
+    return index % bound
+
+
+def as_axis(axis: Any, ndim: int) -> int:
+    """`axis` as an index of one of `ndim` axes, counted from the end where it is negative."""
+    if ndim == 0:
+        raise ValueError(f"axis={axis!r}: an array of no axes cannot be divided along one")
+    return as_index("axis", axis, ndim, negative=True)
+
+
+def as_counts(
+    what: str, counts: Sequence[int] | None, size: int, total: int | None
+) -> Shape | None:
+    """`counts`, one per rank, as a tuple that adds up to `total` where that is known."""
+    if counts is None:
+        return None
+    try:
+        numbers = tuple(operator.index(n) for n in counts)
+    except TypeError:
+        raise TypeError(f"{what} is a sequence of {size} integers, not {counts!r}") from None
+    if len(numbers) != size or any(n < 0 for n in numbers):
+        raise ValueError(f"{what} holds {size} numbers >= 0, one per rank, not {list(numbers)}")
+    if total is not None and sum(numbers) != total:
+        raise ValueError(f"{what} {list(numbers)} add up to {sum(numbers)}; the axis has {total}")
+    return numbers
+
+
+def slab_counts(extent: int, size: int) -> Shape:
+    """`extent` divided among `size` ranks: the first extent % size have one more."""
+    return tuple(extent // size + (rank < extent % size) for rank in range(size))
+
+
+def starts(counts: Sequence[int]) -> list[int]:
+    """Where each part begins, and where the last one ends."""
+    return [sum(counts[:part]) for part in range(len(counts) + 1)]
+
+
+def column_view(flat: HostArray, shape: Shape, axis: int) -> tuple[HostArray, int]:
+    """C-ordered elements as a matrix in which a range of `axis` is a range of columns.
+
+    Returns the matrix, of as many rows as the axes before `axis` have indices, and the number of
+    columns that one index of `axis` takes.
+    """
+    rows = columns = 1
+    for extent in shape[:axis]:
+        rows *= extent
+    for extent in shape[axis + 1 :]:
+        columns *= extent
+    return flat.reshape(rows, shape[axis] * columns), columns
+
+
+def require_outputs_fit(
+    outputs: Sequence[OutputSpec], libraries: Sequence[str], dtype: str, shapes: Sequence[Shape]
+) -> None:
+    """Raise ValueError where a rank's `out` is not what its result will be."""
+    for rank, (out, library, shape) in enumerate(zip(outputs, libraries, shapes, strict=True)):
+        if out is not None and out != (library, dtype, shape):
+            raise ValueError(
+                f"rank {rank}: out is a {out[0]} array of {out[1]} {out[2]}; "
+                f"the result is a {library} array of {dtype} {shape}"
+            )
+
+
+def _flat(view: HostArray) -> HostArray:
+    return view.reshape(-1)
+
+
+def _packed(view: HostArray) -> HostArray:
+    """The elements in C order, on memory of their own."""
+    packed = np.empty(view.shape, view.dtype)
+    np.copyto(raw_view(packed), raw_view(view))
+    return packed

@@ -1,0 +1,122 @@
+"""How elements of several ranks become one: operations, the types they compute in, and the fold.
+
+Ranks are combined in their order, by the operation's NumPy function; floats narrower than float32 in
+float32, and rounded once at the end. Each element of a result is folded by one rank, or by all in
+the same way, so that every rank holds the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from shardmath.arrays import dtypes
+from shardmath.arrays.base import HostArray, raw_view
+
+__all__ = ["OPERATIONS", "Reduction", "fold", "pieces"]
+
+OPERATIONS: dict[str, np.ufunc] = {
+    "sum": np.add,
+    "min": np.minimum,
+    "max": np.maximum,
+    "product": np.multiply,
+    "mean": np.add,
+}
+
+# Elements combined at a time: their partial results stay in a core's nearest cache.
+_CHUNK_BYTES = 128 << 10
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """An operation on elements of one type: names of the types of the result and of the sums."""
+
+    op: str
+    dtype: str
+    result: str
+    accumulator: str
+
+    @classmethod
+    @lru_cache(maxsize=256)
+    def of(cls, op: object, dtype: str) -> Reduction:
+        """The reduction of elements of `dtype` by `op`.
+
+        The mean of integers and of bool is float64, as numpy.mean's; every other result has the
+        operands' type, so that integers wrap, and the sum of bool is "or", the product "and".
+        Raises ValueError for an unknown operation, and for one that the type does not have.
+        """
+        if not isinstance(op, str) or op not in OPERATIONS:
+            raise ValueError(f"op is one of {', '.join(OPERATIONS)}, not {op!r}")
+        kind = dtypes.of(dtype).kind
+        if kind == "V":
+            raise ValueError(f"elements of type {dtype} can be moved, but have no {op}")
+        if kind == "c" and op in ("min", "max"):
+            raise ValueError(f"complex numbers have no order: op={op!r} of {dtype}")
+        if op == "mean" and kind in "iub":
+            return cls(op, dtype, "float64", "float64")
+        return cls(op, dtype, dtype, dtypes.accumulator(dtype).name)
+
+
+def fold(reduction: Reduction, inputs: Sequence[HostArray], outputs: Sequence[HostArray]) -> None:
+    """Combine `inputs`, one per rank and in their order, into each of `outputs`.
+
+    All are two-dimensional and of one shape. An output may be the very memory of an input.
+    """
+    rows, columns = inputs[0].shape
+    wide = dtypes.to_numpy(reduction.accumulator)
+    limit = max(1, _CHUNK_BYTES // wide.itemsize)
+    partial = np.empty(min(rows * columns, max(limit, 1)), wide)
+    with np.errstate(all="ignore"):  # NaN and infinities are results, and no rank may warn alone
+        for piece in pieces(rows, columns, limit):
+            _fold_piece(reduction, [x[piece] for x in inputs], [y[piece] for y in outputs], partial)
+
+
+def pieces(rows: int, columns: int, limit: int) -> Iterator[tuple[slice, slice]]:
+    """Index pairs that cover `rows` x `columns`, each of at most `limit` elements.
+
+    Whole rows together where they are short, else parts of one row.
+    """
+    if rows == 0 or columns == 0:
+        return
+    across = min(columns, limit)
+    down = max(1, limit // columns)
+    for top in range(0, rows, down):
+        for left in range(0, columns, across):
+            yield slice(top, min(top + down, rows)), slice(left, min(left + across, columns))
+
+
+def _fold_piece(
+    reduction: Reduction,
+    inputs: Sequence[HostArray],
+    outputs: Sequence[HostArray],
+    partial: HostArray,
+) -> None:
+    """As `fold`. Partial results lie apart: an output may be an input that is still to be read."""
+    combine = OPERATIONS[reduction.op]
+    first, *rest = inputs
+    so_far = partial[: first.size].reshape(first.shape)
+    if reduction.accumulator != reduction.dtype:
+        np.copyto(so_far, first, casting="unsafe")
+        for x in rest:
+            combine(so_far, x.astype(so_far.dtype), out=so_far)
+    elif reduction.op != "mean" and rest:
+        *middle, last = rest
+        for x in middle:
+            first = combine(first, x, out=so_far)
+        so_far = combine(first, last, out=outputs[0])
+    else:
+        np.copyto(so_far, first)
+        for x in rest:
+            combine(so_far, x, out=so_far)
+    if reduction.op == "mean":
+        np.divide(so_far, so_far.dtype.type(len(inputs)), out=so_far)
+    for y in outputs:
+        if y is so_far:
+            continue
+        if y.dtype == so_far.dtype:
+            np.copyto(raw_view(y), raw_view(so_far))
+        else:
+            np.copyto(y, so_far, casting="unsafe")

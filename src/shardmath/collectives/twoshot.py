@@ -1,0 +1,244 @@
+"""all_reduce of long operands: each rank folds one part of all of them, and hands it to the others.
+
+An operand on the heap is folded where it lies; of any other, one block at a time is staged. A result
+whose array is on the heap is written there by the rank that folds it; any other is fetched from a
+slot. Blocks flow through with one barrier each:
+
+    between barriers k and k+1:   fetch block k-1   fold block k   stage block k+1
+
+There are two stages and two slots, used by even and odd blocks, and each is written between one pair
+of barriers, read between the next, and written again after that. So one barrier is all three: after
+writing what a peer will read, before reading what a peer wrote, before reusing what a peer may
+still read. Where everything is on the heap there is one block.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from shardmath.arrays import dtypes, library_of, raw_view
+from shardmath.arrays.base import HostArray
+from shardmath.collectives.operand import Operand, heap_location
+from shardmath.collectives.reduction import Reduction, fold
+from shardmath.context import DistributedContext
+from shardmath.symmetric.heap import Buffer, Location
+
+__all__ = ["Parts", "aligned", "combine", "publish"]
+
+_BLOCK_BYTES = 4 << 20  # of one stage; measured, 1 to 32 MB differ by a fifth
+_LINE_ELEMENTS = 64  # parts begin at whole cache lines
+_NOTE = struct.Struct("<6q")
+_NOWHERE = (-1, -1)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How blocks of `block` elements, and each rank's part of one, lie in a rank's ring.
+
+    Two stages of `block` elements of `source`, then two slots of `part` elements of `target`.
+    """
+
+    block: int
+    part: int
+    source: np.dtype[Any]
+    target: np.dtype[Any]
+
+    @classmethod
+    def of(cls, reduction: Reduction, size: int) -> Layout:
+        source, target = dtypes.to_numpy(reduction.dtype), dtypes.to_numpy(reduction.result)
+        block = _BLOCK_BYTES // max(source.itemsize, target.itemsize)
+        return cls(block, _part(block, size), source, target)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a ring."""
+        return 2 * (self.block * self.source.itemsize + self.part * self.target.itemsize)
+
+    def views(self, ring: HostArray) -> tuple[list[HostArray], list[HostArray]]:
+        """The stages and the slots of a rank's ring."""
+        stage = self.block * self.source.itemsize
+        slot = self.part * self.target.itemsize
+        return (
+            [ring[i * stage : (i + 1) * stage].view(self.source) for i in (0, 1)],
+            [ring[2 * stage + i * slot :][:slot].view(self.target) for i in (0, 1)],
+        )
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What this rank has published: the note that says where; its ring, kept alive."""
+
+    note: bytes
+    ring: Buffer
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class _Peer:
+    """One rank's memory as this rank sees it; None for what it stages, and for what it fetches."""
+
+    operand: HostArray | None
+    result: HostArray | None
+    stages: list[HostArray]
+    slots: list[HostArray]
+
+
+def aligned(out: HostArray | None, operand: Operand) -> bool:
+    """Whether `out` is the memory of the operand, element by element: the call is in place."""
+    return (
+        out is not None
+        and out.flags.c_contiguous
+        and out.ctypes.data == operand.flat.ctypes.data
+        and out.itemsize == operand.flat.itemsize
+    )
+
+
+def publish(context: DistributedContext, operand: Operand, out: Any, reduction: Reduction) -> Parts:
+    """Make the operand, or its first block, readable for the peers. Local.
+
+    Must be followed by the exchange of the notes. Raises HeapExhausted when there is no room.
+    """
+    layout = Layout.of(reduction, context.size)
+    rings: dict[int, Buffer] = context.cache("collectives.rings", dict)
+    ring = rings.get(layout.nbytes)
+    if ring is None:
+        ring = rings[layout.nbytes] = context.heap.allocate(layout.nbytes)
+    context.announce(ring.block)
+    result = None
+    if out is not None and _is_flat(out):
+        result = heap_location(context, library_of(out).pointer(out))
+    if operand.location is None:
+        stages, _ = layout.views(np.asarray(ring))
+        first = operand.flat[: layout.block]
+        _copy(stages[0][: first.size], first)
+    note = _NOTE.pack(*_words(operand.location), *_words(result), *_words(ring.block.location))
+    return Parts(note, ring, layout)
+
+
+def combine(
+    context: DistributedContext,
+    reduction: Reduction,
+    operand: HostArray,
+    result: HostArray,
+    *,
+    made: Parts,
+    notes: Sequence[bytes],
+) -> None:
+    """Fold the operands of all ranks, of which `operand` is this one's, into `result`."""
+    peers = [_peer(context, rank, note, operand.size, made) for rank, note in enumerate(notes)]
+    whole = all(peer.operand is not None and peer.result is not None for peer in peers)
+    block = operand.size if whole else made.layout.block
+    flow = _Flow(context.rank, reduction, operand, result, peers, block)
+    count = -(-operand.size // block)
+    for number in range(count):
+        if number:
+            flow.fetch(number - 1)
+        flow.fold(number)
+        if number + 1 < count:
+            flow.stage(number + 1)
+        context.board.barrier("all_reduce")
+    flow.fetch(count - 1)
+
+
+@dataclass(frozen=True)
+class _Flow:
+    """One call under way on this rank, `me`: what happens to each block."""
+
+    me: int
+    reduction: Reduction
+    operand: HostArray
+    result: HostArray
+    peers: Sequence[_Peer]
+    block: int
+
+    def part(self, rank: int, number: int) -> tuple[int, int, int]:
+        """Where block `number` begins, and the range of it that `rank` folds."""
+        start = number * self.block
+        extent = min(self.block, self.operand.size - start)
+        part = _part(self.block, len(self.peers))
+        return start, min(rank * part, extent), min((rank + 1) * part, extent)
+
+    def fold(self, number: int) -> None:
+        """Fold this rank's part of a block, and write it wherever it is awaited."""
+        start, low, high = self.part(self.me, number)
+        here = slice(start + low, start + high)
+        inputs, outputs = [], [self.result[here]]
+        fetched = False
+        for rank, peer in enumerate(self.peers):
+            if rank == self.me:
+                inputs.append(self.operand[here])
+                continue
+            if peer.operand is not None:
+                inputs.append(peer.operand[here])
+            else:
+                inputs.append(peer.stages[number & 1][low:high])
+            if peer.result is not None:
+                outputs.append(peer.result[here])
+            else:
+                fetched = True
+        if fetched:
+            outputs.append(self.peers[self.me].slots[number & 1][: high - low])
+        fold(self.reduction, [each[None] for each in inputs], [each[None] for each in outputs])
+
+    def stage(self, number: int) -> None:
+        """Copy a block to where peers read it, but for the part that this rank folds."""
+        own = self.peers[self.me]
+        if own.operand is None:
+            start, low, high = self.part(self.me, number)
+            source = self.operand[start : start + self.block]
+            into = own.stages[number & 1]
+            _copy(into[:low], source[:low])
+            _copy(into[high : source.size], source[high:])
+
+    def fetch(self, number: int) -> None:
+        """Copy the parts of a block that peers have folded."""
+        if self.peers[self.me].result is not None:
+            return
+        for rank, peer in enumerate(self.peers):
+            start, low, high = self.part(rank, number)
+            if rank != self.me:
+                into = self.result[start + low : start + high]
+                _copy(into, peer.slots[number & 1][: high - low])
+
+
+def _copy(into: HostArray, source: HostArray) -> None:
+    np.copyto(raw_view(into), raw_view(source))
+
+
+def _peer(context: DistributedContext, rank: int, note: bytes, count: int, made: Parts) -> _Peer:
+    words = _NOTE.unpack(note)
+    layout = made.layout
+
+    def memory(where: tuple[int, int], nbytes: int) -> HostArray | None:
+        if where == _NOWHERE:
+            return None
+        return context.peer_bytes(rank, Location(*where), nbytes)
+
+    operand = memory(words[0:2], count * layout.source.itemsize)
+    result = memory(words[2:4], count * layout.target.itemsize)
+    ring = memory(words[4:6], layout.nbytes)
+    assert ring is not None, "every rank has published a ring"
+    return _Peer(
+        None if operand is None else operand.view(layout.source),
+        None if result is None else result.view(layout.target),
+        *layout.views(ring),
+    )
+
+
+def _part(block: int, size: int) -> int:
+    """How many elements of a block each rank folds; the last ones may have fewer, or none."""
+    each = -(-block // size)
+    return -(-each // _LINE_ELEMENTS) * _LINE_ELEMENTS
+
+
+def _words(location: Location | None) -> tuple[int, int]:
+    return _NOWHERE if location is None else (location.segment, location.offset)
+
+
+def _is_flat(out: Any) -> bool:
+    return library_of(out).spec(out).order in ("C", "both")

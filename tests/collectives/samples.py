@@ -1,0 +1,146 @@
+"""Operands for the tests: elements of every type, arrays in every form, and what to compare with."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from itertools import product
+
+import ml_dtypes
+import numpy as np
+import torch
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+DTYPES = (
+    "bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 "
+    "float16 bfloat16 float32 float64 complex64 complex128"
+).split()
+OPS = "sum min max product mean".split()
+FORMS = "plain fortran strided reversed heap torch torch_strided torch_heap".split()
+SPECIALS = (np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-45, 1.5)
+SENTINEL = 77
+_UFUNC = {
+    "sum": np.add,
+    "mean": np.add,
+    "min": np.minimum,
+    "max": np.maximum,
+    "product": np.multiply,
+}
+
+
+def numpy_dtype(name):
+    return BFLOAT16 if name == "bfloat16" else np.dtype(name)
+
+
+def reduces(op, dtype):
+    return not (dtype.startswith("complex") and op in ("min", "max"))
+
+
+def values(dtype, shape, rank, seed=0):
+    """Rank `rank`'s elements; any rank can compute them."""
+    generator = np.random.default_rng([seed, rank])
+    wide = generator.integers(-9, 9, shape) + 0.25 * generator.integers(0, 4, shape)
+    if dtype == "bool":
+        return np.asarray(wide > 0)
+    if dtype.startswith("complex"):
+        wide = wide + 1j * generator.integers(-9, 9, shape)
+    if dtype.startswith("uint"):
+        wide = np.abs(wide)
+    return np.asarray(wide).astype(numpy_dtype(dtype))
+
+
+def special_values(dtype, rank, size):
+    """Rank `rank`'s column of all combinations of special values over `size` ranks."""
+    table = np.array(list(product(SPECIALS, repeat=size)))
+    return table[:, rank].astype(numpy_dtype(dtype))
+
+
+def reduced(op, parts):
+    """The oracle: NumPy, rank after rank."""
+    dtype, wide = parts[0].dtype, parts[0].dtype
+    if dtype in (BFLOAT16, np.dtype("float16")):
+        wide = np.dtype("float32")
+    if op == "mean" and dtype.kind in "iub":
+        dtype = wide = np.dtype("float64")
+    with np.errstate(all="ignore"):
+        total = functools.reduce(_UFUNC[op], [part.astype(wide) for part in parts])
+        if op == "mean":
+            total = np.divide(total, len(parts), dtype=wide)
+        return np.asarray(total).astype(dtype)
+
+
+def formed(form, elements, context):
+    """An array of that form with these elements."""
+    if form.startswith("torch"):
+        host = formed({"torch": "plain", "torch_heap": "heap"}.get(form, "strided"), elements, context)
+        if host.dtype == BFLOAT16:
+            return torch.from_numpy(host.view(np.int16)).view(torch.bfloat16)
+        return torch.from_numpy(host)
+    if form == "heap":
+        raw = np.asarray(context.heap.allocate(elements.nbytes))
+        array = raw[: elements.nbytes].view(elements.dtype).reshape(elements.shape)
+    elif form == "fortran":
+        array = np.empty(elements.shape, elements.dtype, "F")
+    elif form == "strided":
+        array = np.empty([2 * n + 1 for n in elements.shape], elements.dtype)
+        array = array[tuple(slice(0, 2 * n, 2) for n in elements.shape)]
+    elif form == "reversed":
+        array = np.empty(elements.shape, elements.dtype)
+        array = array[tuple(slice(None, None, -1) for _ in elements.shape)]
+    else:
+        array = np.empty(elements.shape, elements.dtype)
+    array[...] = elements
+    return array
+
+
+def elements_of(array):
+    """The elements of any library's array as NumPy's."""
+    if not isinstance(array, torch.Tensor):
+        return np.asarray(array)
+    if array.dtype == torch.bfloat16:
+        return array.view(torch.int16).numpy().view(BFLOAT16)
+    return array.numpy()
+
+
+def framed(shape, dtype, library="numpy"):
+    """A strided array amid sentinels, and a function that says whether they are untouched."""
+    whole = np.full([2 * n + 3 for n in shape], SENTINEL).astype(numpy_dtype(dtype))
+    inside = tuple(slice(1, 2 * n + 1, 2) for n in shape)
+    pattern = whole.copy()
+
+    def untouched(also_inside=False):
+        now = whole.copy()
+        if not also_inside:
+            now[inside] = pattern[inside]
+        return now.tobytes() == pattern.tobytes()
+
+    view = whole[inside]
+    if library == "torch":
+        if view.dtype == BFLOAT16:
+            return torch.from_numpy(whole.view(np.int16)).view(torch.bfloat16)[inside], untouched
+        return torch.from_numpy(view), untouched
+    return view, untouched
+
+
+def same(found, wanted):
+    """Equal in shape, dtype, values, NaN and the sign of zero."""
+    found, wanted = np.asarray(found), np.asarray(wanted)
+    if found.shape != wanted.shape or found.dtype != wanted.dtype:
+        return False
+    if found.dtype in (BFLOAT16, np.dtype("float16")):
+        found, wanted = found.astype(np.float32), wanted.astype(np.float32)
+    if not np.array_equal(found, wanted, equal_nan=found.dtype.kind in "fc"):
+        return False
+    if found.dtype.kind != "f":
+        return True
+    real = ~np.isnan(found)
+    return bool((np.signbit(found) == np.signbit(wanted))[real].all())
+
+
+def close(found, wanted):
+    """As `same`, but products of complex numbers may be rounded otherwise in other chunks."""
+    return found.dtype == wanted.dtype and np.allclose(found, wanted, rtol=1e-5, equal_nan=True)
+
+
+def digest(array):
+    return hashlib.sha256(np.ascontiguousarray(elements_of(array)).tobytes()).hexdigest()[:16]
