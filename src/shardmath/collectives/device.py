@@ -21,9 +21,8 @@ from shardmath.symmetric.team import Team
 if TYPE_CHECKING:
     from shardmath.context import DistributedContext
 
-__all__ = ["OPERATIONS", "DeviceCollectives", "Launch", "choose_all_reduce"]
+__all__ = ["DeviceCollectives", "Launch", "choose_all_reduce"]
 
-OPERATIONS = ("sum", "product", "minimum", "maximum")
 BULK_CHANNEL = 63  # of the barriers around large pushes
 
 _PACKET = 16
@@ -186,7 +185,8 @@ class DeviceCollectives:
         self, launch: Launch, dtype: DType, operation: str, tail: bytes, stream: int
     ) -> None:
         self.team.check()
-        defines = (f"ELEMENT={dtype.name}", f"OPERATION={operation}")
+        element = "boolean" if dtype.name == "bool" else dtype.name
+        defines = (f"ELEMENT={element}", f"OPERATION={operation}")
         kernel = self.team.kernel("reduce", launch.function, defines)
         argument = Argument(self._packed() + tail)
         kernel.launch(stream, launch.blocks, launch.threads, argument)

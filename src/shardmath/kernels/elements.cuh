@@ -61,6 +61,11 @@ struct Wide<bfloat16> {
     }
 };
 
+// One of the door's bool: a byte of its own, so that sums and products are "or" and "and".
+struct boolean {
+    unsigned char bits;
+};
+
 // Whether a packet of such elements has a pattern that stands for "empty"; see cells.cuh.
 template <class Element>
 struct IsFloat {
@@ -84,6 +89,9 @@ struct sum {
     static __device__ T combine(T a, T b) {
         return a + b;
     }
+    static __device__ boolean combine(boolean a, boolean b) {
+        return {(unsigned char)(a.bits | b.bits)};
+    }
     template <class Real>
     static __device__ complex_of<Real> combine(complex_of<Real> a, complex_of<Real> b) {
         return {a.real + b.real, a.imag + b.imag};
@@ -94,21 +102,47 @@ struct product {
     static __device__ T combine(T a, T b) {
         return a * b;
     }
+    static __device__ boolean combine(boolean a, boolean b) {
+        return {(unsigned char)(a.bits & b.bits)};
+    }
     template <class Real>
     static __device__ complex_of<Real> combine(complex_of<Real> a, complex_of<Real> b) {
         return {a.real * b.real - a.imag * b.imag, a.real * b.imag + a.imag * b.real};
     }
 };
-struct minimum {
+struct min {
     template <class T>
     static __device__ T combine(T a, T b) {
         return a <= b || a != a ? a : b;
     }
+    static __device__ boolean combine(boolean a, boolean b) { return product::combine(a, b); }
 };
-struct maximum {
+struct max {
     template <class T>
     static __device__ T combine(T a, T b) {
         return a >= b || a != a ? a : b;
+    }
+    static __device__ boolean combine(boolean a, boolean b) { return sum::combine(a, b); }
+};
+
+// A mean is a sum that is divided once; `parts` is how many were added.
+template <class Op>
+struct Finish {
+    template <class T>
+    static __device__ T apply(T all, int) {
+        return all;
+    }
+};
+struct mean : sum {};
+template <>
+struct Finish<mean> {
+    template <class T>
+    static __device__ T apply(T all, int parts) {
+        return all / (T)parts;
+    }
+    template <class Real>
+    static __device__ complex_of<Real> apply(complex_of<Real> all, int parts) {
+        return {all.real / (Real)parts, all.imag / (Real)parts};
     }
 };
 

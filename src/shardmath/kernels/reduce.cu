@@ -1,14 +1,14 @@
 // Reductions over the ranks on cells: all_reduce in one shot and in two, and reduce_scatter.
 //
-// Compiled with ELEMENT (a type of elements.cuh) and OPERATION (sum, product, minimum, maximum). The ranks'
+// Compiled with ELEMENT (a type of elements.cuh) and OPERATION (sum, product, min, max, mean). The ranks'
 // elements are combined in the order of the ranks, wherever that happens: the result has the same bits on
 // all ranks, and every time. Operands are ordinary memory of any alignment of their elements.
 #include "cells.cuh"
 
 using namespace shardmath;
 
-typedef ELEMENT Element;
-typedef OPERATION Op;
+typedef shardmath::ELEMENT Element;
+typedef shardmath::OPERATION Op;
 typedef Wire<IsFloat<Element>::value> Travel;
 constexpr int kBytes = Travel::kBytes;
 static_assert(kBytes % sizeof(Element) == 0 || sizeof(Element) == 16, "a packet holds whole elements");
@@ -30,7 +30,7 @@ struct Combined {
         Packet packet = {0, 0};
         Element* elements = (Element*)&packet;
 #pragma unroll
-        for (int i = 0; i < kElements; ++i) elements[i] = Wide<Element>::narrow(value[i]);
+        for (int i = 0; i < kElements; ++i) elements[i] = Wide<Element>::narrow(Finish<Op>::apply(value[i], kRanks));
         return packet;
     }
 };

@@ -201,6 +201,11 @@ class Board:
             return CollectiveMismatch(
                 f"{self.here()}: the ranks called different operations: {calls}"
             )
+        return self.gone(late)
+
+    def gone(self, late: Sequence[int]) -> RankFailure | None:
+        """The exception for those of the ranks that have ended, left or given up, or None."""
+        words = self._words
         dead = self._watch.dead() if self._watch is not None else frozenset()
         found: dict[int, str] = {}
         for rank in late:

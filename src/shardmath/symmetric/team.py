@@ -142,7 +142,7 @@ class Team:
             for rank in ranks
             for operation, expected, seen in [late[rank].tolist()]
         ]
-        gone = self._board.verdict(ranks)
+        gone = self._board.gone(ranks)
         if gone is not None:
             return gone
         return OpTimeout(
