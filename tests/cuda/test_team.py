@@ -220,6 +220,7 @@ def test_constants_are_the_kernels():
         ("kChannels", team.CHANNELS),
         ("kBlocks", team.BLOCKS),
         ("kThreads", device._MOST_THREADS),
-        ("kPhases", 2),
+        ("kPhases", device._PHASES),
+        ("kSets", device._SETS),
     ):
         assert f"constexpr int {name} = {value};" in text

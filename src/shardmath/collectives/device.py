@@ -27,6 +27,7 @@ BULK_CHANNEL = 63  # of the barriers around large pushes
 
 _PACKET = 16
 _MOST_THREADS = 512  # kThreads
+_SETS, _PHASES = 3, 2  # kSets, kPhases
 _MOST_BLOCKS = 132
 _ONE_SHOT_BYTES = 96 << 10  # up to here every rank combines everything itself
 _PIECE, _STAGES, _AHEAD = 16 << 10, 12, 6
@@ -79,7 +80,7 @@ class DeviceCollectives:
     def _made(cls, context: DistributedContext) -> DeviceCollectives:
         team = context.team
         assert team is not None, "a context of GPUs"
-        nbytes = _MOST_BLOCKS * 2 * 2 * team.size * _MOST_THREADS * _PACKET
+        nbytes = _MOST_BLOCKS * _SETS * _PHASES * team.size * _MOST_THREADS * _PACKET
         buffers: list[Buffer] = []
 
         def describe() -> tuple[int, int]:
@@ -117,7 +118,8 @@ class DeviceCollectives:
         nbytes = count * dtype.itemsize
         launch = launch or choose_all_reduce(nbytes, self.team.size)
         tail = struct.pack("QQQ", source, target, nbytes)
-        self._reduce(launch, dtype, operation, tail, stream)
+        whole = (source | target | nbytes) % _PACKET == 0
+        self._reduce(launch, dtype, operation, whole, tail, stream)
 
     def reduce_scatter(
         self,
@@ -136,7 +138,8 @@ class DeviceCollectives:
         words = (source, target, most, *_starts(sizes), *sizes)
         tail = struct.pack(f"{len(words)}Q", *words)
         launch = _grid("reduce_scatter", -(-most // _PACKET))
-        self._reduce(launch, dtype, operation, tail, stream)
+        whole = not any(word % _PACKET for word in words)
+        self._reduce(launch, dtype, operation, whole, tail, stream)
 
     def all_gather(self, source: int, target: int, sizes: Sequence[int], stream: int) -> None:
         """Put every rank's `sizes[rank]` bytes at `source`, in order, into everybody's `target`."""
@@ -178,22 +181,30 @@ class DeviceCollectives:
         words = (source, target, most, *starts, *sent, *_starts(received), *received)
         launch = _grid("exchange", -(-most // (_PACKET // 2)))
         argument = Argument(self._packed() + struct.pack(f"{len(words)}Q", *words))
-        kernel = self.team.kernel("exchange", launch.function)
+        whole = not any(word % (_PACKET // 2) for word in words)
+        kernel = self.team.kernel("exchange", launch.function, (f"WHOLE={whole:d}",))
         kernel.launch(stream, launch.blocks, launch.threads, argument)
 
     def _reduce(
-        self, launch: Launch, dtype: DType, operation: str, tail: bytes, stream: int
+        self,
+        launch: Launch,
+        dtype: DType,
+        operation: str,
+        whole: bool,
+        tail: bytes,
+        stream: int,
     ) -> None:
         self.team.check()
         element = "boolean" if dtype.name == "bool" else dtype.name
-        defines = (f"ELEMENT={element}", f"OPERATION={operation}")
+        defines = (f"ELEMENT={element}", f"OPERATION={operation}", f"WHOLE={whole:d}")
         kernel = self.team.kernel("reduce", launch.function, defines)
         argument = Argument(self._packed() + tail)
         kernel.launch(stream, launch.blocks, launch.threads, argument)
 
     def _packed(self) -> bytes:
         """The struct `Cells`."""
-        return self.team.packed() + struct.pack(f"{self.team.size}Q", *self._places)
+        places = [self._places[rank] for rank in self._rotated()]
+        return self.team.packed() + struct.pack(f"{self.team.size}Q", *places)
 
     # -- straight into symmetric memory --------------------------------------------------------------
 

@@ -5,10 +5,11 @@
 // A cell is empty (all ones) or full. Its one writer is a thread of a peer, its one reader the same thread of
 // the owner, who empties it right after reading. Threads of one rank never wait for each other.
 //
-// Reuse. A collective is a row of turns, and a block uses two sets of cells in turn. Nobody completes a
-// turn before everybody has entered it; so a peer that writes in turn t + 2 has completed t + 1, which the
-// reader entered after it had emptied the cells of turn t. A fence between turns, or the end of the kernel,
-// makes that emptying visible first.
+// Reuse. A collective is a row of turns, and a block uses three sets of cells in turn. In each turn every
+// thread that takes part hears from every peer, even from one that has nothing to say; and it sends nothing
+// of turn t + 2 before it has completed turn t. So a peer that writes into the cells of turn t has heard from
+// the reader in turn t + 1 or later, which the reader began to answer after it had emptied them. A fence
+// between turns, or the end of the kernel, makes the emptying visible first.
 //
 // Floats fill all 16 bytes: all ones is a NaN, and a packet that ends with it travels as a neighbouring
 // NaN. Other data may have any bits: it fills 8 bytes, and the number of the turn stands beside it.
@@ -49,8 +50,9 @@ template <>
 struct Wire<true> {
     static constexpr int kBytes = 16;
     static __device__ Packet seal(Packet p, u64) {
-        // The last word is never all ones: that NaN becomes its neighbour, on its sender too.
-        if ((p.high >> 32) == 0xffffffffu) p.high -= 1ull << 32;
+        // The last word is never all ones: that NaN becomes its neighbour.
+        const u32 last = (u32)(p.high >> 32);
+        p.high = (u64)(last < 0xfffffffeu ? last : 0xfffffffeu) << 32 | (u32)p.high;
         return p;
     }
     static __device__ bool full(Packet p, u64) { return (p.high >> 32) != 0xffffffffu; }
@@ -62,106 +64,131 @@ struct Wire<false> {
     static __device__ bool full(Packet p, u64 turn) { return p.high == turn; }
 };
 
-// Every rank's cells, [block][turn & 1][phase][from][thread].
+constexpr int kSets = 3;
+constexpr int kPhases = 2;
+
+// Every rank's cells, [block][set][phase][from][thread]: to[i] are those of rank (rank + 1 + i) % size. A rank
+// sends to its own cells too: that is cheaper than an exception for its own packet everywhere.
 struct Cells {
     Team team;
-    Packet* of[kRanks];
-    static constexpr int kPhases = 2;
+    Packet* to[kRanks];
 
-    __device__ Packet* cell(int rank, u64 turn, int phase, int from) const {
-        const u64 row = ((blockIdx.x * 2 + (turn & 1)) * kPhases + phase) * kRanks + from;
-        return of[rank] + row * kThreads + threadIdx.x;
+    __device__ Packet* own() const { return to[kRanks - 1]; }
+};
+
+// The rank that to[i] belongs to.
+__device__ inline u32 rank_at(const Cells& cells, int i) {
+    const u32 rank = cells.team.rank + 1 + i;
+    return rank < kRanks ? rank : rank - kRanks;
+}
+
+// One thread's place in the turns of its block.
+struct Turn {
+    u64 number;
+    u32 set;
+
+    __device__ explicit Turn(const Team& team) {
+        number = team.own().turn[blockIdx.x] + 1;
+        set = (u32)(number % kSets);
+    }
+    __device__ Turn next() const {
+        Turn later = *this;
+        later.number += 1;
+        later.set = set + 1 == kSets ? 0 : set + 1;
+        return later;
+    }
+    // The thread's cell for packets from rank 0, counted from a rank's first cell.
+    __device__ u32 cell(int phase) const {
+        return ((blockIdx.x * kSets + set) * kPhases + phase) * kRanks * kThreads + threadIdx.x;
     }
 };
 
-// Poll the cells of the peers for which `expected(rank)` until all are full, and empty them. Other entries of
-// `packets` are left alone. False when that takes too long.
-template <class Wire, class Expected>
-__device__ inline bool receive(const Cells& cells, u64 turn, int phase, Packet (&packets)[kRanks],
-                               Expected expected) {
-    const int rank = cells.team.rank;
+// Called by all threads of a block, with the turn after its last.
+__device__ inline void finish(const Team& team, const Turn& after) {
+    __syncthreads();
+    if (threadIdx.x == 0) team.own().turn[blockIdx.x] = after.number - 1;
+}
+
+// Send a packet to every rank: `pick(i)` to the one of to[i].
+template <class Pick>
+__device__ inline void send(const Cells& cells, const Turn& turn, int phase, Pick pick) {
+    const u32 place = turn.cell(phase) + cells.team.rank * kThreads;
+#pragma unroll
+    for (int i = 0; i < kRanks; ++i) store_cell(cells.to[i] + place, pick(i));
+}
+
+// Poll this thread's cells until all are full, and empty them. False when that takes too long.
+template <class Wire>
+__device__ inline bool receive(const Cells& cells, const Turn& turn, int phase, Packet (&packets)[kRanks]) {
+    Packet* const first = cells.own() + turn.cell(phase);
     Deadline deadline;
     for (;;) {
-        Packet seen[kRanks];
         bool full = true;
 #pragma unroll
-        for (int from = 0; from < kRanks; ++from)
-            if (from != rank && expected(from)) seen[from] = load_cell(cells.cell(rank, turn, phase, from));
+        for (int from = 0; from < kRanks; ++from) packets[from] = load_cell(first + from * kThreads);
 #pragma unroll
-        for (int from = 0; from < kRanks; ++from)
-            if (from != rank && expected(from)) full &= Wire::full(seen[from], turn);
-        if (full) {
-#pragma unroll
-            for (int from = 0; from < kRanks; ++from) {
-                if (from == rank || !expected(from)) continue;
-                packets[from] = seen[from];
-                store_cell(cells.cell(rank, turn, phase, from), {~0ull, ~0ull});
-            }
-            return true;
-        }
+        for (int from = 0; from < kRanks; ++from) full &= Wire::full(packets[from], turn.number);
+        if (full) break;
         if (deadline.passed(cells.team)) {
-#pragma unroll
+#pragma unroll 1
             for (int from = 0; from < kRanks; ++from)
-                if (from != rank && expected(from) && !Wire::full(seen[from], turn))
-                    expire(cells.team, from, kCollective, blockIdx.x, turn, turn - 1);
+                if (!Wire::full(load_cell(first + from * kThreads), turn.number))
+                    expire(cells.team, from, kCollective, blockIdx.x, turn.number, turn.number - 1);
             return false;
         }
     }
-}
-
-struct Everyone {
-    __device__ bool operator()(int) const { return true; }
-};
-
-// Put this rank's own packet among the others. (A comparison for each entry keeps them in registers.)
-__device__ inline void include(Packet (&packets)[kRanks], int rank, Packet own) {
 #pragma unroll
-    for (int i = 0; i < kRanks; ++i) {
-        packets[i].low = i == rank ? own.low : packets[i].low;
-        packets[i].high = i == rank ? own.high : packets[i].high;
-    }
+    for (int from = 0; from < kRanks; ++from) store_cell(first + from * kThreads, {~0ull, ~0ull});
+    return true;
 }
 
-// The turn that a block is in; `finish` is called by all its threads when they have taken part in `turns`.
-__device__ inline u64 first_turn(const Team& team) { return team.own().turn[blockIdx.x] + 1; }
-__device__ inline void finish(const Team& team, u64 next) {
-    __syncthreads();
-    if (threadIdx.x == 0) team.own().turn[blockIdx.x] = next - 1;
-}
+// -- operands ------------------------------------------------------------------------------------------
 
-// -- memory of any alignment ---------------------------------------------------------------------------
+// Bytes in packets of kBytes. With kWhole, address and size are multiples of kBytes; else `Unit` divides them.
+template <int kBytes, class Unit, bool kWhole>
+struct Stretch {
+    char* start;
+    u64 nbytes;
 
-// `nbytes` (up to kBytes) from `address`, zeros behind them. `unit` divides the address and nbytes.
-template <int kBytes, class Unit>
-__device__ inline Packet read(const char* address, int nbytes) {
-    Packet p = {0, 0};
-    if (nbytes == kBytes && ((u64)address & (kBytes - 1)) == 0) {
-        if (kBytes == 16) {
+    __device__ u32 packets() const { return (u32)((nbytes + kBytes - 1) / kBytes); }
+
+    // The packet at `at`; zeros from the end on.
+    __device__ Packet read(u32 at) const {
+        Packet p = {0, 0};
+        const char* address = start + (u64)at * kBytes;
+        if (at >= packets()) return p;
+        if (kWhole || is_whole(at)) {
+            if (kBytes == 8) return {*(const u64*)address, 0};
             const ulonglong2 whole = *(const ulonglong2*)address;
             return {whole.x, whole.y};
         }
-        return {*(const u64*)address, 0};
-    }
-    Unit* units = (Unit*)&p;
+        Unit* units = (Unit*)&p;
 #pragma unroll
-    for (int i = 0; i < kBytes / (int)sizeof(Unit); ++i)
-        if (i * (int)sizeof(Unit) < nbytes) units[i] = ((const Unit*)address)[i];
-    return p;
-}
+        for (int i = 0; i < kBytes / (int)sizeof(Unit); ++i)
+            if ((u64)at * kBytes + i * sizeof(Unit) < nbytes) units[i] = ((const Unit*)address)[i];
+        return p;
+    }
 
-template <int kBytes, class Unit>
-__device__ inline void write(char* address, int nbytes, Packet p) {
-    if (nbytes == kBytes && ((u64)address & (kBytes - 1)) == 0) {
-        if (kBytes == 16)
-            *(ulonglong2*)address = make_ulonglong2(p.low, p.high);
-        else
-            *(u64*)address = p.low;
-        return;
-    }
-    const Unit* units = (const Unit*)&p;
+    // Put a packet there; what lies beyond the end is dropped.
+    __device__ void write(u32 at, Packet p) const {
+        char* address = start + (u64)at * kBytes;
+        if (at >= packets()) return;
+        if (kWhole || is_whole(at)) {
+            if (kBytes == 8)
+                *(u64*)address = p.low;
+            else
+                *(ulonglong2*)address = make_ulonglong2(p.low, p.high);
+            return;
+        }
+        const Unit* units = (const Unit*)&p;
 #pragma unroll
-    for (int i = 0; i < kBytes / (int)sizeof(Unit); ++i)
-        if (i * (int)sizeof(Unit) < nbytes) ((Unit*)address)[i] = units[i];
-}
+        for (int i = 0; i < kBytes / (int)sizeof(Unit); ++i)
+            if ((u64)at * kBytes + i * sizeof(Unit) < nbytes) ((Unit*)address)[i] = units[i];
+    }
+
+    __device__ bool is_whole(u32 at) const {
+        return ((u64)start & (kBytes - 1)) == 0 && ((u64)at + 1) * kBytes <= nbytes;
+    }
+};
 
 }  // namespace shardmath

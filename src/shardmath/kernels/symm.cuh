@@ -103,7 +103,7 @@ struct Deadline {
 };
 
 // Note that a wait for `src` has come to its end. The first note for a rank stays.
-__device__ inline void expire(const Team& team, int src, u32 operation, u32 place, u64 expected, u64 seen) {
+__device__ __noinline__ inline void expire(const Team& team, int src, u32 operation, u32 place, u64 expected, u64 seen) {
     Late& late = team.status->late[src];
     if (load_relaxed(&late.operation) == 0) {
         store_relaxed(&late.expected, expected);
