@@ -8,7 +8,6 @@ process that made it.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import importlib
 import os
@@ -29,11 +28,12 @@ from shardmath.errors import OpTimeout
 from shardmath.group import LocalProcessGroup, SoloProcessGroup
 from shardmath.group.links import star
 from shardmath.launch.failure import Failure, died, from_exception, rebuild
+from shardmath.launch.ranks import die_with
 
 __all__ = ["Pool"]
 
 HEADER = struct.Struct("<cQ")
-LINGER = 2.0  # seconds that the others have to end after one rank has failed
+LINGER = 0.2  # seconds that the others have to end after one rank has failed
 
 
 def own_group(group: Any) -> Any:
@@ -139,7 +139,7 @@ def _fork(size: int, setup: Callable[[Any], Any]) -> list[_Worker]:
         pid = os.fork()
         if pid == 0:
             try:
-                _die_with(parent)
+                die_with(parent)
                 ours.close()
                 for worker in workers:
                     worker.channel.close()
@@ -165,12 +165,6 @@ def _fork(size: int, setup: Callable[[Any], Any]) -> list[_Worker]:
 def _close(sockets: list[socket.socket]) -> None:
     for sock in sockets:
         sock.close()
-
-
-def _die_with(parent: int) -> None:
-    ctypes.CDLL(None).prctl(1, ctypes.c_ulong(signal.SIGKILL))
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def _serve(
@@ -245,8 +239,10 @@ def _collect(workers: list[_Worker], deadline: float) -> dict[int, Any]:
                 worker = key.data
                 selector.unregister(worker.channel)
                 replies[worker.rank] = _reply(worker)
-                if isinstance(replies[worker.rank], Failure):
-                    deadline = min(deadline, time.monotonic() + LINGER)
+                reply = replies[worker.rank]
+                if isinstance(reply, Failure):
+                    linger = 10 * LINGER if reply.is_consequence else LINGER
+                    deadline = min(deadline, time.monotonic() + linger)
     return replies
 
 

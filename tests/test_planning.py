@@ -1,10 +1,26 @@
+"""Agreement on repeated calls: when plans are built, found, dropped and refused."""
+
+from __future__ import annotations
+
 import time
+from collections.abc import Iterator
 
 import pytest
 
-from forked import on_ranks
+from ranks import Pool
 from shardmath.agreement import require_equal
+from shardmath.context import new_context
 from shardmath.planning import agree_plan
+
+
+def make_context(group):
+    return new_context("cpu", group)
+
+
+@pytest.fixture(scope="module")
+def contexts() -> Iterator[Pool]:
+    with Pool(3, make_context) as ranks:
+        yield ranks
 
 
 class Counted:
@@ -26,98 +42,101 @@ def said(call):
         return f"{type(error).__name__}: {error}"
 
 
+def repeat(context):
+    build = Counted()
+    for turn in range(5):
+        note = bytes([context.rank, turn])
+        plan, notes = agree_plan(context, "op", lambda n=note: (("a", context.rank), n), build)
+        assert plan == tuple(("a", r) for r in range(context.size))
+        assert notes == [bytes([r, turn]) for r in range(context.size)]
+    return build.calls
+
+
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_plan_is_built_once_and_the_notes_of_each_call_travel(size):
-    def body(context):
-        build = Counted()
-        for turn in range(5):
-            note = bytes([context.rank, turn])
-            plan, notes = agree_plan(context, "op", lambda n=note: (("a", context.rank), n), build)
-            assert plan == tuple(("a", r) for r in range(size))
-            assert notes == [bytes([r, turn]) for r in range(size)]
-        return build.calls
-
-    assert on_ranks(size, body) == [1] * size
+def test_a_plan_is_built_once_and_the_notes_of_each_call_travel(contexts, size):
+    assert contexts.run(repeat, ranks=size) == [1] * size
 
 
-def test_plans_are_told_apart_by_the_specs_of_all_ranks_and_by_the_operation():
-    def body(context):
-        build = Counted()
-        for _ in range(3):
-            for operation in ("op", "po"):
-                for length in (1, 2):  # only rank 1's spec changes
-                    spec = ("a", length if context.rank else 0)
-                    plan, _ = agree_plan(context, operation, lambda s=spec: (s, b""), build)
-                    assert plan == (("a", 0), ("a", length))
-        return build.calls
-
-    assert on_ranks(2, body) == [4, 4]
+def alternate(context):
+    build = Counted()
+    for _ in range(3):
+        for operation in ("this", "that"):
+            for length in (1, 2):  # only rank 1's spec changes
+                spec = ("b", length if context.rank else 0)
+                plan, _ = agree_plan(context, operation, lambda s=spec: (s, b""), build)
+                assert plan == (("b", 0), ("b", length))
+    return build.calls
 
 
-def test_an_error_on_one_rank_or_of_all_specs_is_raised_on_all_and_nothing_is_left():
-    def body(context):
-        build = Counted()
+def test_plans_are_told_apart_by_the_specs_of_all_ranks_and_by_the_operation(contexts):
+    assert contexts.run(alternate, ranks=2) == [4, 4]
 
-        def describe():
-            if context.rank == 1:
-                raise KeyError("no")
-            return ("a",), b""
 
-        refused = said(lambda: agree_plan(context, "op", describe, build))
-        differ = said(
-            lambda: agree_plan(context, "op", lambda: (("a", "b")[context.rank], b""), build)
-        )
-        unhashable = said(
-            lambda: agree_plan(context, "op", lambda: ([] if context.rank == 0 else (), b""), build)
-        )
-        fine = said(lambda: agree_plan(context, "op", lambda: (("a",), b""), build)[0])
-        crossed = said(lambda: agree_plan(context, f"op{context.rank}", lambda: ((), b""), build))
-        return refused, differ, unhashable, fine, crossed
+def err(context):
+    build, rank = Counted(), context.rank
 
-    first, second = on_ranks(2, body)
-    assert first == second
-    refused, differ, unhashable, fine, crossed = first
-    assert refused.startswith("KeyError") and "rank 1" in refused
-    assert (
-        differ
-        == "CollectiveMismatch: the kind must be equal on all ranks: rank 0 has a, rank 1 has b"
+    def describe():
+        if rank == 1:
+            raise KeyError("no")
+        return ("a",), b""
+
+    return (
+        said(lambda: agree_plan(context, "op", describe, build)),
+        said(lambda: agree_plan(context, "op", lambda: (("a", "b")[rank], b""), build)),
+        said(lambda: agree_plan(context, "op", lambda: (() if rank else [], b""), build)),
+        said(lambda: agree_plan(context, f"op{rank}", lambda: ((), b""), build)),
+        said(lambda: agree_plan(context, "op", lambda: (("a",), b""), build)[0]),
     )
+
+
+def test_an_error_on_one_rank_or_of_all_specs_is_raised_on_all_and_nothing_is_left(contexts):
+    first, second = contexts.run(err, ranks=2)
+    assert first == second
+    refused, differ, unhashable, crossed, fine = first
+    assert refused.startswith("KeyError") and "rank 1" in refused
+    assert differ.startswith("CollectiveMismatch: the kind must be equal on all ranks")
     assert unhashable.startswith("TypeError: rank 0: ")
-    assert fine == "(('a',), ('a',))"
     assert "rank 0 called op0; rank 1 called op1" in crossed
+    assert fine == "(('a',), ('a',))"
 
 
-def test_books_that_differ_are_begun_anew():
-    def body(context):
-        build = Counted()
-        call = lambda: agree_plan(context, "op", lambda: (("a",), b""), build)  # noqa: E731
-        call()
-        if context.rank == 1:  # as after an interrupt between exchange and keeping
-            context.cache("plans", None).restart(0)
-        call()
-        call()
-        return build.calls
+def interrupt(context):
+    build = Counted()
 
-    assert on_ranks(2, body) == [2, 2]
+    def call():
+        return agree_plan(context, "interrupted", lambda: (("a",), b""), build)
 
-
-def test_many_plans_do_not_stay():
-    def body(context):
-        for turn in range(600):
-            agree_plan(context, "op", lambda t=turn: ((t,), b""), tuple)
-        book = context.cache("plans", None)
-        return len(book._plans), len(book._digests)
-
-    assert on_ranks(2, body) == [(256, 256)] * 2
+    call()
+    if context.rank == 1:  # as after an interrupt between the exchange and keeping the plan
+        context.cache("plans", None).restart(0)
+    call()
+    call()
+    return build.calls
 
 
-def test_agreeing_again_is_quick():
-    def body(context):
-        times = []
-        for _ in range(300):
-            start = time.perf_counter()
-            agree_plan(context, "op", lambda: (("a", 1, (2, 3)), b"12345678"), tuple)
-            times.append(time.perf_counter() - start)
-        return sorted(times)[150]
+def test_books_that_differ_are_begun_anew(contexts):
+    assert contexts.run(interrupt, ranks=2) == [2, 2]
 
-    assert max(on_ranks(2, body)) < 1e-3  # some 10 us where each rank has a core
+
+def fill(context):
+    for turn in range(600):
+        agree_plan(context, "op", lambda t=turn: ((t,), b""), tuple)
+    book = context.cache("plans", None)
+    return len(book._plans), len(book._digests)
+
+
+def test_many_plans_do_not_stay(contexts):
+    assert contexts.run(fill, ranks=2) == [(256, 256)] * 2
+
+
+def hurry(context):
+    times = []
+    for _ in range(300):
+        start = time.perf_counter()
+        agree_plan(context, "op", lambda: (("a", 1, (2, 3)), b"12345678"), tuple)
+        times.append(time.perf_counter() - start)
+    return sorted(times)[30]
+
+
+def test_agreeing_again_is_quick(contexts):
+    assert max(contexts.run(hurry, ranks=2)) < 500e-6  # 10 us where each rank has a core

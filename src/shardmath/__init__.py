@@ -1,3 +1,73 @@
-"""Matrix multiplication, FFT and redistribution on arrays that are split across processes."""
+"""Matrix multiplication, FFT and redistribution on arrays that are split across processes.
+
+Importing this package starts nothing and imports nothing heavy: every name below is found in its
+module when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from shardmath import collectives, distribution, errors, linalg, reshape, symmetric_memory
+    from shardmath.context import (
+        DistributedContext,
+        finalize,
+        get_context,
+        initialize,
+        new_context,
+    )
+    from shardmath.group import MPIProcessGroup, ProcessGroup, TorchProcessGroup
+    from shardmath.launch import spawn
+    from shardmath.symmetric.allocation import allocate_symmetric_memory, free_symmetric_memory
+
+_HOME = {
+    "DistributedContext": "context",
+    "MPIProcessGroup": "group",
+    "ProcessGroup": "group",
+    "TorchProcessGroup": "group",
+    "allocate_symmetric_memory": "symmetric.allocation",
+    "finalize": "context",
+    "free_symmetric_memory": "symmetric.allocation",
+    "get_context": "context",
+    "initialize": "context",
+    "new_context": "context",
+    "spawn": "launch",
+}
+_MODULES = ("collectives", "distribution", "errors", "linalg", "reshape", "symmetric_memory")
+
+__all__ = [
+    "DistributedContext",
+    "MPIProcessGroup",
+    "ProcessGroup",
+    "TorchProcessGroup",
+    "__version__",
+    "allocate_symmetric_memory",
+    "collectives",
+    "distribution",
+    "errors",
+    "finalize",
+    "free_symmetric_memory",
+    "get_context",
+    "initialize",
+    "linalg",
+    "new_context",
+    "reshape",
+    "spawn",
+    "symmetric_memory",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(f"shardmath.{_HOME[name]}"), name)
+    if name in _MODULES:
+        return importlib.import_module(f"shardmath.{name}")
+    raise AttributeError(f"module 'shardmath' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,9 +1,9 @@
 """All ranks agree, or all ranks raise the same error.
 
-Each rank describes its call in plain data. One exchange gathers the descriptions, and one pure function
-of all of them, the same everywhere, returns what was agreed or raises. An error on one rank travels
-instead of its description, so that no peer is left waiting; nothing after agreement may fail on one
-rank only.
+Each rank describes its call in plain data. One exchange gathers the descriptions, and one pure
+function of all of them, the same everywhere, returns what was agreed or raises. An error on one
+rank travels instead of its description, so that no peer is left waiting; nothing after agreement
+may fail on one rank only.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ _TRAVELLING: dict[str, type[Exception]] = {
     **{name: getattr(builtins, name) for name in _NAMES.split()},
     **{name: getattr(errors, name) for name in errors.__all__},
 }
+_FACTS = ("need", "have", "ranks")  # what our exceptions carry besides words
 
 
 def agree(
@@ -48,31 +49,40 @@ def agree(
     except Exception as error:
         mistake = error
         message = refusal(error)
-    messages = board.exchange(operation, message)
-    raise_refusal(messages, mistake)
+    try:
+        messages = board.exchange(operation, message)
+        raise_refusal(messages, mistake)
+    finally:
+        del mistake  # its traceback refers to this frame: a cycle that would keep the operands
     return check([wire.decode(text[1:]) for text in messages])
 
 
 def require_equal(what: str, values: Sequence[Any]) -> Any:
     """The one value that all ranks gave. Raises CollectiveMismatch, naming a rank that differs."""
     for rank, value in enumerate(values):
-        if value != values[0]:
+        if value != values[0] and repr(value) != repr(values[0]):  # NaN equals NaN here
             raise CollectiveMismatch(
-                f"{what} must be equal on all ranks: rank 0 has {values[0]}, rank {rank} has {value}"
+                f"{what} must be equal on all ranks: rank 0 has {values[0]}, "
+                f"rank {rank} has {value}"
             )
     return values[0]
 
 
 def refusal(error: Exception) -> bytes:
     """What a rank sends instead of its description: the error that it met."""
-    return _REFUSED + wire.encode((_travelling_name(error), str(error)))
+    facts = {name: getattr(error, name) for name in _FACTS if hasattr(error, name)}
+    return _REFUSED + wire.encode((_travelling_name(error), str(error), facts))
 
 
 def raise_refusal(messages: Sequence[bytes], own: Exception | None) -> None:
-    """Raise the error of the first rank that sent one; `own`, this rank's, becomes its cause."""
+    """Raise the error of the first rank that sent one; `own`, this rank's, becomes its cause.
+
+    Where `own` says the same, as when all ranks make one mistake, it would only be shown twice.
+    """
     for rank, text in enumerate(messages):
         if text[:1] == _REFUSED:
-            raise _rebuilt(rank, text[1:]) from own
+            same = own is None or text == refusal(own)
+            raise _rebuilt(rank, text[1:]) from (None if same else own)
 
 
 def _travelling_name(error: Exception) -> str:
@@ -83,5 +93,9 @@ def _travelling_name(error: Exception) -> str:
 
 
 def _rebuilt(rank: int, data: bytes) -> Exception:
-    name, text = wire.decode(data)
-    return _TRAVELLING.get(name, RuntimeError)(f"rank {rank}: {text}")
+    name, text, facts = wire.decode(data)
+    error = _TRAVELLING.get(name, RuntimeError)(f"rank {rank}: {text}")
+    for fact, value in facts.items():
+        if fact in _FACTS and hasattr(error, fact):
+            setattr(error, fact, value)
+    return error

@@ -1,8 +1,8 @@
 """Every variable that steers shardmath, in one typed table; the only reader of the environment.
 
-A variable is a field of `Settings`: its name is `SHARDMATH_` + the field's name in capitals, its type
-the field's, its default the field's, and its sentence the field's metadata. An unknown `SHARDMATH_*`
-name warns with the nearest known one.
+A variable is a field of `Settings`: its name is `SHARDMATH_` + the field's name in capitals, its
+type the field's, its default the field's, and its sentence the field's metadata. An unknown
+`SHARDMATH_*` name warns with the nearest known one.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -58,11 +58,11 @@ class Settings:
                 warnings.warn(f"unknown variable {name}{hint}", stacklevel=2)
                 continue
             entry = known[name]
-            kind = type(entry.default)
+            kind: Callable[[str], Any] = type(entry.default)
             try:
                 values[entry.name] = kind(text)
             except ValueError:
-                raise ValueError(f"{name}={text!r} is not {_article(kind)}") from None
+                raise ValueError(f"{name}={text!r} is not {_ARTICLES[kind.__name__]}") from None
         return cls(**values)
 
 
@@ -94,5 +94,4 @@ def table() -> list[tuple[str, str, str, str]]:
     ]
 
 
-def _article(kind: type) -> str:
-    return {"int": "an integer", "float": "a number", "str": "a string"}[kind.__name__]
+_ARTICLES = {"int": "an integer", "float": "a number", "str": "a string"}

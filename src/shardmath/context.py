@@ -12,6 +12,7 @@ import atexit
 import itertools
 import operator
 import os
+import struct
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -23,15 +24,12 @@ from shardmath.config import Settings
 from shardmath.errors import OpTimeout, RankFailure
 from shardmath.group import as_process_group
 from shardmath.group.base import ProcessGroup
-from shardmath.symmetric.board import Board, board_bytes
-from shardmath.symmetric.heap import Block, Buffer, Heap, Location
-from shardmath.symmetric.waiting import Patience
-from shardmath.transport.base import Bytes, Transport
-from shardmath.transport.host import HostTransport, export_memory, map_memory
-from shardmath.transport.mesh import Mesh
+from shardmath.machinery import Machinery
+from shardmath.symmetric.board import Board
+from shardmath.symmetric.heap import Block, Heap, Location
+from shardmath.transport.base import Bytes
 
 if TYPE_CHECKING:
-    from shardmath.cuda.device import Device
     from shardmath.symmetric.team import Team
 
 __all__ = [
@@ -40,6 +38,7 @@ __all__ = [
     "get_context",
     "initialize",
     "new_context",
+    "open_contexts",
     "require_context",
 ]
 
@@ -48,99 +47,6 @@ Agreed = TypeVar("Agreed")
 _BACKENDS = ("host", "mpi", "cuda", "nvshmem", "nccl")
 _contexts: weakref.WeakSet[DistributedContext] = weakref.WeakSet()
 _numbers = itertools.count()
-
-
-class _Machinery:
-    """What a context and those split from it share: connections, transport and heap.
-
-    `transport` and `heap` are there after `open`.
-    """
-
-    transport: Transport
-    heap: Heap
-    device: Device | None = None  # None for ranks that compute on cores
-
-    def __init__(self, group: ProcessGroup, settings: Settings) -> None:
-        self.settings = settings
-        self.mesh = Mesh(group, settings.startup_timeout)
-
-    def open(self, ordinal: int | None) -> None:
-        """Make the transport for a CUDA device, or for the host's cores. Local."""
-        if ordinal is None:
-            self.transport = HostTransport(self.mesh)
-        else:
-            from shardmath.cuda.device import Device
-            from shardmath.transport.cuda import CudaTransport
-
-            self.device = Device.of(ordinal)
-            self.transport = CudaTransport(self.mesh, self.device)
-        self.heap = Heap(
-            self.transport, rank=self.mesh.rank, segment_bytes=self.settings.segment_bytes
-        )
-
-    def board(self, ranks: Sequence[int], rank: int, tag: str) -> Board:
-        """A board for `ranks` (numbers of this mesh), of which this process is `rank`.
-
-        Collective among them: the first makes the memory and hands it to the others.
-        """
-        mesh, size = self.mesh, len(ranks)
-        if rank == 0:
-            fd, memory = export_memory("shardmath-board", board_bytes(size))
-            for peer in ranks[1:]:
-                mesh.send(peer, tag, fd)
-            os.close(fd)
-        else:
-            memory = map_memory(mesh.receive(ranks[0], tag))
-        names = [f"pid {mesh.pids[r]} on {mesh.hosts[r]}" for r in ranks]
-        patience = Patience.of(self.settings.timeout, self.settings.notice, mesh.size)
-        return Board(
-            memory,
-            rank=rank,
-            size=size,
-            watch=mesh.watch,
-            watch_ranks=ranks,
-            names=names,
-            patience=patience,
-        )
-
-    def team(self, board: Board, ranks: Sequence[int]) -> Team | None:
-        """The GPU side of a group: None on cores. Collective.
-
-        That every device reaches every other's memory is found out here, by mapping it.
-        """
-        if self.device is None:
-            return None
-        from shardmath.symmetric.team import Team, pad_bytes
-
-        device, transport, nbytes = self.device, self.transport, pad_bytes(len(ranks))
-        pads: list[Buffer] = []
-
-        def describe() -> tuple[int, int]:
-            pads.append(self.heap.allocate(nbytes))
-            block = pads[0].block
-            device.zero(block.address, nbytes)
-            transport.announce(block.location.segment, ranks)
-            return block.location.segment, block.location.offset
-
-        places = agreement.agree(board, "initialize: pads", describe, lambda places: places)
-
-        def attach() -> list[int | None]:
-            for peer, (segment, _) in zip(ranks, places, strict=True):
-                if peer != self.mesh.rank:
-                    transport.attach(peer, segment)
-            return []
-
-        agreement.agree(board, "initialize: peer access", attach, lambda _: None)
-        addresses = [
-            transport.address(peer, segment, offset, nbytes) or 0
-            for peer, (segment, offset) in zip(ranks, places, strict=True)
-        ]
-        return Team(device, board, pads[0], addresses)
-
-    def close(self) -> None:
-        if hasattr(self, "transport"):
-            self.transport.close()
-        self.mesh.close()
 
 
 class DistributedContext:
@@ -157,7 +63,7 @@ class DistributedContext:
 
     def __init__(
         self,
-        machinery: _Machinery,
+        machinery: Machinery,
         board: Board,
         team: Team | None,
         *,
@@ -180,9 +86,14 @@ class DistributedContext:
         self._parent = parent
         self._name = name  # the same on all its ranks, and no other context's
         self._splits = 0
+        self._subsets: dict[tuple[int, ...], list[DistributedContext]] = {}
         self._shares = itertools.count()
         self._closed: str | None = None
         self._caches: dict[str, Any] = {}
+        # A context that is dropped without `close` is left too: its memory is awaited by nobody.
+        self._dropping = weakref.finalize(self, _leave, board, self.heap, self.number)
+        self._dropping.atexit = False
+        self._outlived: list[Any] = []  # what peers may still read of contexts that have ended
         _contexts.add(self)
 
     def __repr__(self) -> str:
@@ -202,9 +113,16 @@ class DistributedContext:
         return agreement.agree(self.board, operation, describe, check)
 
     def barrier(self) -> None:
-        """Wait until every rank has called it; what was written before is seen after. Collective."""
+        """Wait until every rank has called it; what was written before is seen after. Collective.
+
+        Memory that every rank has dropped returns to use here.
+        """
         self.require_open()
-        self.board.exchange("barrier", b"")
+        own = self.heap.marks(self.number)
+        texts = self.board.exchange("barrier", struct.pack(f"={len(own)}Q", *own))
+        if all(texts):
+            marks = [struct.unpack(f"={len(text) // 8}Q", text) for text in texts]
+            self.heap.honour(self.number, marks)
 
     @contextmanager
     def executing(self, operation: str) -> Iterator[None]:
@@ -246,6 +164,14 @@ class DistributedContext:
             self._caches[name] = make()
         return self._caches[name]
 
+    def keep_for_readers(self, memory: Any) -> None:
+        """Let `memory`, of which this rank does not wait for the readers, outlive this context.
+
+        It stays until the next split of the parent, by when all ranks have finished here.
+        """
+        if self._parent is not None:
+            weakref.finalize(self, self._parent._outlived.append, memory).atexit = False
+
     # -- groups ------------------------------------------------------------------------------------
 
     def split(self, color: int | None, key: int = 0) -> DistributedContext | None:
@@ -261,14 +187,38 @@ class DistributedContext:
             return color, key
 
         choices = self.agree("split", describe, lambda specs: specs)
+        self._outlived.clear()
         self._splits += 1
         if color is None:
             return None
         members = sorted((k, r) for r, (c, k) in enumerate(choices) if c == color)
-        ranks = [r for _, r in members]
+        return self._derive([r for _, r in members], f"split {self._splits} color {color}")
+
+    def subset(self, ranks: Sequence[int]) -> DistributedContext:
+        """A context of these ranks of this one, in this order. Collective among them alone.
+
+        The same ranks in the same order get the same context again, unless it has been closed,
+        which all of them must do then. Raises ValueError when `ranks` names a rank twice, one that
+        does not exist, or not this one.
+        """
+        self.require_open()
+        chosen = tuple(operator.index(rank) for rank in ranks)
+        strangers = [rank for rank in chosen if not 0 <= rank < self.size]
+        if strangers or len(set(chosen)) < len(chosen) or self.rank not in chosen:
+            raise ValueError(
+                f"rank {self.rank} of {self.size} belongs to no subset {chosen}; name ranks of "
+                "this context, each once, this one among them"
+            )
+        made = self._subsets.setdefault(chosen, [])
+        if not made or made[-1]._closed:
+            made.append(self._derive(chosen, f"subset {chosen} number {len(made)}"))
+        return made[-1]
+
+    def _derive(self, ranks: Sequence[int], label: str) -> DistributedContext:
+        """A context of `ranks`, which all of them make under the same label."""
         mesh_ranks = [self._ranks[r] for r in ranks]
-        name = f"{self._name}.{self._splits}.{color}"
-        board = self._machinery.board(mesh_ranks, ranks.index(self.rank), name)
+        name = f"{self._name} / {label}"
+        board = self._machinery.board(mesh_ranks, list(ranks).index(self.rank), name)
         return DistributedContext(
             self._machinery,
             board,
@@ -296,13 +246,17 @@ class DistributedContext:
             raise RuntimeError(f"this context cannot be used: {self._closed}")
 
     def close(self, why: str = "it was closed") -> None:
-        """End the context on this rank. Never waits; peers that still wait for this rank are told."""
+        """End the context on this rank. Never waits; peers that still wait for this rank are told.
+
+        Says that this rank reads no peer's memory through it any more.
+        """
         if self._closed:
             return
         self._closed = why
         self.board.leave()
         self.team = None
-        self.heap.forget(self.number)
+        self._dropping.detach()
+        self.heap.forget(self.number, self.board.ended)
         self._caches.clear()
         if self._parent is None:
             for context in list(_contexts):
@@ -346,7 +300,7 @@ def new_context(
     group = as_process_group(process_group, settings)
     _watch_process()
     with ExitStack() as undo:
-        machinery = _Machinery(group, settings)
+        machinery = Machinery(group, settings)
         undo.callback(machinery.close)
         ranks = range(group.nranks)
         board = machinery.board(ranks, group.rank, "board")
@@ -403,9 +357,23 @@ def require_context() -> DistributedContext:
     return context
 
 
+def _leave(board: Board, heap: Heap, number: int) -> None:
+    board.leave()
+    heap.forget(number, board.ended)
+
+
+def open_contexts() -> list[DistributedContext]:
+    """Every context of this process that can be used, the current one first."""
+    now = get_context()
+    others = [context for context in list(_contexts) if context is not now]
+    return [c for c in ([now] if now is not None else []) + others if not c._closed]
+
+
 def _ordinal(device_id: object, backends: Sequence[str] | None) -> int | None:
-    """The index of a CUDA device, or None for "cpu"; raises for what is neither, and for unknown
-    backends."""
+    """The index of a CUDA device, or None for "cpu".
+
+    Raises for what is neither, and for unknown backends.
+    """
     if backends is not None:
         names = [backends] if isinstance(backends, str) else list(backends)
         unknown = [name for name in names if name not in _BACKENDS]

@@ -1,7 +1,8 @@
 """Which context is current: the one piece of module state in the package.
 
-It stands at the bottom so that pure geometry can ask for the number of ranks when a caller leaves it
-out, while everything that a context is made of stays above. The value is per thread and per task.
+It stands at the bottom so that pure geometry can ask for the number of ranks when a caller leaves
+it out, while everything that a context is made of stays above. The value is per thread and per
+task.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ class CurrentContext(Protocol):
 
     @property
     def rank(self) -> int:
-        """This process's rank."""
+        """The rank of the process."""
         ...
 
     @property

@@ -59,8 +59,11 @@ def agree_plan(
     except Exception as error:
         mistake = error
         message = refusal(error)
-    messages = context.board.exchange(operation, message)
-    raise_refusal(messages, mistake)
+    try:
+        messages = context.board.exchange(operation, message)
+        raise_refusal(messages, mistake)
+    finally:
+        del mistake  # its traceback refers to this frame: a cycle that would keep the operands
     digests, made = _heads(messages)
     notes = [text[_HEAD.size :] for text in messages]
     if any(count != book.made for count in made):

@@ -21,6 +21,7 @@ import numpy as np
 __all__ = ["decode", "encode"]
 
 _LENGTH = struct.Struct("<Q")
+_SIGNS = (ValueError, KeyError, TypeError, AttributeError, RecursionError, ImportError)
 _INLINE = 256  # bytes; smaller arrays stand in the JSON itself
 
 
@@ -41,7 +42,7 @@ def decode(data: bytes) -> Any:
         value = _unpack(json.loads(bytes(view[start : start + length])), blobs)
         blobs.finish()
         return value
-    except (KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
+    except (*_SIGNS, struct.error) as error:
         raise ValueError(f"malformed message: {error}") from None
 
 
@@ -115,13 +116,13 @@ class _Blobs:
         if isinstance(raw, str):
             return bytearray(base64.b64decode(raw, validate=True))
         if not isinstance(raw, int) or not 0 <= raw <= len(self._data):
-            raise ValueError("malformed message: it is shorter than it says")
+            raise ValueError("it is shorter than it says")
         taken, self._data = self._data[:raw], self._data[raw:]
         return bytearray(taken)
 
     def finish(self) -> None:
         if len(self._data):
-            raise ValueError("malformed message: it is longer than it says")
+            raise ValueError("it is longer than it says")
 
 
 def _unpack(value: Any, blobs: _Blobs) -> Any:
@@ -147,7 +148,7 @@ def _unpack(value: Any, blobs: _Blobs) -> Any:
         case "tensor":
             result = _unpack_tensor(body, blobs)
         case _:
-            raise ValueError(f"malformed message: unknown kind {kind!r}")
+            raise ValueError(f"unknown kind {kind!r}")
     return result
 
 
@@ -157,7 +158,7 @@ def _unpack_array(body: Any, blobs: _Blobs) -> Any:
         importlib.import_module("ml_dtypes")  # it registers the names of its dtypes
     dtype = np.dtype(name)
     if dtype.hasobject:
-        raise ValueError(f"malformed message: dtype {name!r}")
+        raise ValueError(f"dtype {name!r}")
     return np.frombuffer(blobs.take(raw), dtype).reshape(_checked_shape(shape))
 
 
@@ -166,7 +167,7 @@ def _unpack_tensor(body: Any, blobs: _Blobs) -> Any:
     torch = importlib.import_module("torch")
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"malformed message: dtype {name!r}")
+        raise ValueError(f"dtype {name!r}")
     content = blobs.take(raw)
     if not content:
         return torch.empty(_checked_shape(shape), dtype=dtype)
@@ -175,5 +176,5 @@ def _unpack_tensor(body: Any, blobs: _Blobs) -> Any:
 
 def _checked_shape(shape: Any) -> tuple[int, ...]:
     if not all(type(extent) is int and extent >= 0 for extent in shape):
-        raise ValueError(f"malformed message: shape {shape!r}")
+        raise ValueError(f"shape {shape!r}")
     return tuple(shape)

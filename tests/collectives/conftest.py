@@ -16,6 +16,7 @@ def make_context(group):
 
 @pytest.fixture(scope="session")
 def contexts() -> Iterator[Pool]:
-    """Six ranks that stay: `contexts.run(function, *args, ranks=k)` calls function(context, ...)."""
+    """Six ranks that stay: `contexts.run(function, *args, ranks=k)` calls function(context,
+    ...)."""
     with Pool(6, make_context) as ranks:
         yield ranks

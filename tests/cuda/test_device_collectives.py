@@ -96,9 +96,18 @@ def check_all_reduce(context, names, counts, ops):
                 for shift, launch in enumerate((*plans, Launch("one_shot", 2, 96))):
                     if nbytes > 1 << 20 and shift == 2:
                         continue
-                    source, target = Memory(parts[context.rank], shift), Memory(np.zeros_like(wanted), shift)
+                    source, target = (
+                        Memory(parts[context.rank], shift),
+                        Memory(np.zeros_like(wanted), shift),
+                    )
                     moves.all_reduce(
-                        source.address, target.address, count, dtypes.of(dtype), op, 0, launch=launch
+                        source.address,
+                        target.address,
+                        count,
+                        dtypes.of(dtype),
+                        op,
+                        0,
+                        launch=launch,
                     )
                     context.team.synchronize(0)
                     if not same(target.take(), wanted):
@@ -162,7 +171,10 @@ def check_moves(context):
 
     for unit in (0, 1, 13, 8000, 100003):
         for shift in (0, 5):
-            data = [np.random.default_rng([unit, r]).integers(0, 256, unit * (r + 1) * size, np.uint8) for r in range(size)]
+            data = [
+                np.random.default_rng([unit, r]).integers(0, 256, unit * (r + 1) * size, np.uint8)
+                for r in range(size)
+            ]
             # all_gather: rank r has unit * r bytes
             sizes = [unit * r for r in range(size)]
             source = Memory(data[rank], shift)
@@ -179,7 +191,7 @@ def check_moves(context):
             moves.all_to_all(source.address, target.address, table, 0)
             tell(("all_to_all", unit), target, wanted)
             for root in {0, size - 1}:
-                wanted = data[root][: unit]
+                wanted = data[root][:unit]
                 target = Memory(np.zeros_like(wanted), shift)
                 moves.broadcast(source.address, target.address, unit, root, 0)
                 tell(("broadcast", unit, root), target, wanted)
@@ -236,7 +248,9 @@ def check_pushes(context):
             context.peer_address(r, Location(*place), 2 * nbytes + 64)
             for r, place in enumerate(found)
         ]
-        data = [np.random.default_rng([unit, r]).integers(0, 256, nbytes, np.uint8) for r in range(size)]
+        data = [
+            np.random.default_rng([unit, r]).integers(0, 256, nbytes, np.uint8) for r in range(size)
+        ]
         source = Memory(data[rank])
         moves.barrier(0)
         moves.push_to_all(source.address, [b + rank * unit for b in bases], unit, 0)

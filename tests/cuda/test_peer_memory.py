@@ -91,7 +91,11 @@ def check_shapes(context, library):
         del buffer
         gc.collect()
         spec = kind.spec(x)
-        if (spec.dtype, spec.shape) != (dtype, shape) or (x.size if library == "cupy" else x.numel()) and spec.strides != strides:
+        if (
+            (spec.dtype, spec.shape) != (dtype, shape)
+            or (x.size if library == "cupy" else x.numel())
+            and spec.strides != strides
+        ):
             wrong.append((dtype, str(spec)))
         if 0 not in shape:
             x[...] = 3

@@ -15,7 +15,7 @@ import numpy as np
 from shardmath.arrays.dtypes import DType
 from shardmath.arrays.spec import ArraySpec
 
-__all__ = ["HostArray", "Library", "raw_view"]
+__all__ = ["HostArray", "Library", "raw_view", "share_memory"]
 
 HostArray = np.ndarray[Any, np.dtype[Any]]
 
@@ -68,10 +68,24 @@ class Library(ABC):
     ) -> Any:
         """An array of this library on the memory of `device`, such as "cuda:0".
 
-        `buffer`, which it keeps alive, has a `__cuda_array_interface__` of bytes; `strides` are in elements. Raises
-        ValueError where the library has no arrays on GPUs.
+        `buffer`, which it keeps alive, has a `__cuda_array_interface__` of bytes; `strides` are in
+        elements. Raises ValueError where the library has no arrays on GPUs.
         """
         raise ValueError(f"{self.name} has no arrays on GPUs; pass the module cupy or torch")
+
+    @abstractmethod
+    def from_bytes(
+        self, raw: HostArray, dtype: DType | str, shape: Sequence[int], strides: Sequence[int]
+    ) -> Any:
+        """An array of this library on `raw`, contiguous bytes, which it keeps alive.
+
+        `strides`, in elements, must stay within `raw`. Raises ValueError where the library lacks
+        the dtype.
+        """
+
+    @abstractmethod
+    def anchor(self, x: Any) -> int:
+        """An address in the memory that `x` is a view of, for arrays that have no element there."""
 
     @abstractmethod
     def empty(
@@ -81,7 +95,11 @@ class Library(ABC):
         order: Literal["C", "F"] = "C",
         device: str = "cpu",
     ) -> Any:
-        """A new array with undefined elements; ValueError where the library has none on `device`."""
+        """A new array with undefined elements; ValueError where there is none on `device`."""
+
+    @abstractmethod
+    def host_device(self) -> Any:
+        """The host, in the library's own words."""
 
     @abstractmethod
     def default_dtype(self) -> DType:
@@ -103,6 +121,16 @@ _RAW: dict[int, np.dtype[Any]] = {
     **{size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)},
     16: np.dtype(np.complex128),
 }
+
+
+def share_memory(one: HostArray, other: HostArray) -> bool:
+    """Whether two arrays have an element in common; where that is too hard to tell, true."""
+    if not np.may_share_memory(one, other):
+        return False
+    try:
+        return np.shares_memory(one, other, max_work=10_000)  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        return True
 
 
 def overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:

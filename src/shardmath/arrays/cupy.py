@@ -1,4 +1,7 @@
-"""CuPy arrays: memory of one GPU. CuPy is imported only inside verbs, by whoever has imported it."""
+"""CuPy arrays: memory of one GPU.
+
+CuPy is imported only inside verbs, and whoever calls them has imported it already.
+"""
 
 from __future__ import annotations
 
@@ -44,12 +47,23 @@ class CuPy(Library):
     def host_view(self, x: Any, *, writable: bool = False) -> HostArray:
         """ValueError: the memory is the GPU's."""
         raise ValueError(
-            f"this cupy array is on cuda:{x.device.id}, and the call needs host memory; pass x.get()"
+            f"this cupy array is on cuda:{x.device.id}, and the call needs host memory; "
+            "pass x.get()"
         )
 
     def from_host(self, host: HostArray) -> Any:
         """ValueError: CuPy's arrays are never in host memory."""
         raise ValueError("cupy has no arrays in host memory; initialize with a CUDA device")
+
+    def from_bytes(
+        self, raw: HostArray, dtype: DType | str, shape: Sequence[int], strides: Sequence[int]
+    ) -> Any:
+        """ValueError, as `from_host`."""
+        return self.from_host(raw)
+
+    def anchor(self, x: Any) -> int:
+        """Where the allocation starts."""
+        return int(x.data.mem.ptr)
 
     def on_device(
         self,
@@ -81,6 +95,10 @@ class CuPy(Library):
             raise ValueError(f"cupy has no arrays on {device}")
         with cupy.cuda.Device(int(device.removeprefix("cuda:"))):
             return cupy.empty(tuple(shape), dtypes.to_numpy(dtype), order)
+
+    def host_device(self) -> Any:
+        """The host, which has none of its arrays."""
+        return "cpu"
 
     def default_dtype(self) -> DType:
         """float64."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from functools import lru_cache
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -28,19 +30,11 @@ class NumPy(Library):
 
     def spec(self, x: HostArray) -> ArraySpec:
         """The spec; ValueError also for strides that are no multiple of the itemsize."""
-        dtype = dtypes.of(x.dtype)
-        size = dtype.itemsize
-        if any(stride % size for stride in x.strides) and x.size > 1:
-            raise ValueError(
-                f"strides of {x.strides} bytes are not multiples of {size}, the bytes per element "
-                f"of {dtype}; pass numpy.ascontiguousarray(x)"
-            )
-        strides = tuple(stride // size for stride in x.strides)
-        return ArraySpec(self.name, dtype.name, x.shape, strides, "cpu", size)
+        return _spec(x.dtype, x.shape, x.strides)
 
     def pointer(self, x: HostArray) -> int:
         """The address of the first element."""
-        return int(x.ctypes.data)
+        return int(x.__array_interface__["data"][0])
 
     def host_view(self, x: HostArray, *, writable: bool = False) -> HostArray:
         """`x` itself, as a plain ndarray."""
@@ -54,6 +48,21 @@ class NumPy(Library):
         """`host` itself."""
         return host
 
+    def from_bytes(
+        self, raw: HostArray, dtype: DType | str, shape: Sequence[int], strides: Sequence[int]
+    ) -> HostArray:
+        """An ndarray on `raw`."""
+        native = dtypes.to_numpy(dtype)
+        in_bytes = [stride * native.itemsize for stride in strides]
+        made: HostArray = np.ndarray(tuple(shape), native, buffer=raw, strides=in_bytes)
+        return made
+
+    def anchor(self, x: HostArray) -> int:
+        """Where the array starts of which `x` is a view, or a view of a view."""
+        while isinstance(x.base, np.ndarray):
+            x = x.base
+        return int(x.__array_interface__["data"][0])
+
     def empty(
         self,
         shape: Sequence[int],
@@ -66,6 +75,24 @@ class NumPy(Library):
             raise ValueError(f"numpy has no arrays on {device}")
         return np.empty(tuple(shape), dtypes.to_numpy(dtype), order)
 
+    def host_device(self) -> str:
+        """The word "cpu"."""
+        return "cpu"
+
     def default_dtype(self) -> DType:
         """float64."""
         return dtypes.of("float64")
+
+
+@lru_cache(maxsize=1024)
+def _spec(of: np.dtype[Any], shape: tuple[int, ...], strides: tuple[int, ...]) -> ArraySpec:
+    """The spec of every array that looks like this: a program passes the same few for ever."""
+    dtype = dtypes.of(of)
+    size = dtype.itemsize
+    if any(stride % size for stride in strides) and math.prod(shape) > 1:
+        raise ValueError(
+            f"strides of {strides} bytes are not multiples of {size}, the bytes per element "
+            f"of {dtype}; pass numpy.ascontiguousarray(x)"
+        )
+    steps = tuple(stride // size for stride in strides)
+    return ArraySpec(NumPy.name, dtype.name, shape, steps, "cpu", size)

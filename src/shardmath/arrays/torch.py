@@ -83,6 +83,23 @@ class Torch(Library):
             return torch.from_numpy(host)
         return torch.from_numpy(host.view(carrier)).view(native)
 
+    def from_bytes(
+        self, raw: HostArray, dtype: DType | str, shape: Sequence[int], strides: Sequence[int]
+    ) -> Any:
+        """A tensor on `raw`; ValueError for a data type that torch lacks."""
+        import torch
+
+        known = dtypes.of(dtype)
+        native = getattr(torch, known.name, None)
+        if native is None:
+            raise ValueError(f"torch has no data type {known}")
+        whole = raw[: raw.size // known.itemsize * known.itemsize]
+        return torch.from_numpy(whole).view(native).as_strided(tuple(shape), tuple(strides))
+
+    def anchor(self, x: Any) -> int:
+        """Where the storage starts."""
+        return int(x.untyped_storage().data_ptr())
+
     def on_device(
         self,
         buffer: Any,
@@ -119,6 +136,12 @@ class Torch(Library):
             return torch.empty(tuple(shape), dtype=native, device=device)
         reverse = tuple(range(len(shape)))[::-1]
         return torch.empty(tuple(shape)[::-1], dtype=native, device=device).permute(reverse)
+
+    def host_device(self) -> Any:
+        """A torch.device."""
+        import torch
+
+        return torch.device("cpu")
 
     def default_dtype(self) -> DType:
         """The data type that torch defaults to, float32 unless the user set another."""

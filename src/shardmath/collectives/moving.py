@@ -45,11 +45,12 @@ def broadcast(
     """The array of rank `root`, on every rank. Collective.
 
     `x` has the same shape, dtype and library on all ranks; ranks other than `root` may pass None.
-    Returns `out` where it is given (it may be `x`), else a new C-ordered array of the root's library.
+    Returns `out` where it is given (it may be `x`), else a new C-ordered array of the root's
+    library.
 
-    Raises on all ranks: CollectiveMismatch when operands or `root` differ, ValueError for an `out` of
-    another shape, dtype or library, or read-only, for a `root` that is no rank, and when the root
-    passes None.
+    Raises on all ranks: CollectiveMismatch when operands or `root` differ, ValueError for an `out`
+    of another shape, dtype or library, or read-only, for a `root` that is no rank, and when the
+    root passes None.
     """
     context = context or require_context()
     own: list[tuple[Operand | None, Offer]] = []
@@ -119,8 +120,8 @@ def all_gather(
     `out` where it is given, else a new C-ordered array of the library of `x`.
 
     Raises on all ranks: CollectiveMismatch when dtype, library, axis, or another extent differ,
-    ValueError for an axis that `x` does not have, and for an `out` of another shape, dtype or library,
-    or read-only.
+    ValueError for an axis that `x` does not have, and for an `out` of another shape, dtype or
+    library, or read-only.
     """
     context = context or require_context()
     own: list[tuple[Operand, Offer]] = []

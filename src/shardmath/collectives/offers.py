@@ -1,10 +1,10 @@
 """What a rank lets its peers read during one call, and how they find it.
 
-An offer is a note in the exchange that agrees on the call. Few bytes travel in the note itself. More
-are staged on the heap, in two halves used in turn: a half is written again only in the second call
-after, whose predecessor's exchange every peer has entered, and so has read what was there; no rank
-waits at the end of a call. Large operands are lent: read where they lie, or from a copy on the heap;
-then the owner waits for its readers at the end of the call.
+An offer is a note in the exchange that agrees on the call. Few bytes travel in the note itself.
+More are staged on the heap, in two halves used in turn: a half is written again only in the second
+call after, whose predecessor's exchange every peer has entered, and so has read what was there; no
+rank waits at the end of a call. Large operands are lent: read where they lie, or from a copy on the
+heap; then the owner waits for its readers at the end of the call.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NOTHING = b""
 
 
 class Offer:
-    """This rank's offer: the `note` to send; it keeps a lent copy alive."""
+    """What one rank offers: the `note` to send; it keeps a lent copy alive."""
 
     def __init__(self, note: bytes, lent: Buffer | None = None) -> None:
         self.note = note
@@ -37,11 +37,12 @@ class Offer:
 
 
 class _Stage:
-    """The two halves in which operands wait for peers."""
+    """The two halves in which operands of one context wait for peers."""
 
-    def __init__(self) -> None:
+    def __init__(self, context: DistributedContext) -> None:
         self._halves: list[Buffer | None] = [None, None]
         self._turn = 0
+        context.keep_for_readers(self._halves)
 
     def take(self, context: DistributedContext, nbytes: int) -> Buffer:
         """Memory for one call. An exchange must pass between two calls of this."""
@@ -67,7 +68,7 @@ def offer(context: DistributedContext, flat: HostArray, location: Location | Non
     if location is not None and flat.nbytes > _LENT_IN_PLACE_BYTES:
         return Offer(_WHERE.pack(_LENT, location.segment, location.offset))
     if flat.nbytes <= _STAGED_BYTES:
-        stage: _Stage = context.cache("collectives.stage", _Stage)
+        stage: _Stage = context.cache("collectives.stage", lambda: _Stage(context))
         buffer, kind = stage.take(context, flat.nbytes), _STAGED
     else:
         buffer, kind = context.heap.allocate(flat.nbytes), _LENT

@@ -64,7 +64,7 @@ class Operand:
         return cls(library, spec, _flat(_packed(view)), None)
 
     def apart(self, out: HostArray | None) -> Operand:
-        """This operand on memory that writing into `out` does not change."""
+        """The operand on memory that writing into `out` does not change."""
         if out is None or not self.spec.size or not np.may_share_memory(out, self.flat):
             return self
         return Operand(self.library, self.spec, self.flat.copy(), None)

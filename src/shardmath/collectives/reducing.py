@@ -42,15 +42,16 @@ def all_reduce(
 ) -> Any:
     """The elements of all ranks combined, on every rank, with the same bits. Collective.
 
-    `x` has the same shape, dtype and library on all ranks. `op` is "sum", "min", "max", "product" or
-    "mean": ranks are combined in their order, as by numpy.add, minimum, maximum, multiply (so NaN
-    wins, integers wrap, and bool is combined by "or" and "and"); float16, bfloat16 and float8 are
-    combined in float32 and rounded once. The result has the dtype of `x`, but the mean of integers
-    and of bool is float64. Returns `out` where it is given (it may be `x`), else a new C-ordered array.
+    `x` has the same shape, dtype and library on all ranks. `op` is "sum", "min", "max", "product"
+    or "mean": ranks are combined in their order, as by numpy.add, minimum, maximum, multiply (so
+    NaN wins, integers wrap, and bool is combined by "or" and "and"); float16, bfloat16 and float8
+    are combined in float32 and rounded once. The result has the dtype of `x`, but the mean of
+    integers and of bool is float64. Returns `out` where it is given (it may be `x`), else a new
+    C-ordered array.
 
-    Raises on all ranks: CollectiveMismatch when shape, dtype, library or op differ; ValueError for an
-    unknown op, for the min and max of complex numbers, and for an `out` of another shape, dtype or
-    library, or read-only.
+    Raises on all ranks: CollectiveMismatch when shape, dtype, library or op differ; ValueError for
+    an unknown op, for the min and max of complex numbers, and for an `out` of another shape, dtype
+    or library, or read-only.
     """
     context = context or require_context()
     own: list[tuple[Operand, Offer | twoshot.Parts]] = []
@@ -109,12 +110,12 @@ def reduce_scatter(
     out: Any = None,
     context: DistributedContext | None = None,
 ) -> Any:
-    """This rank's part, along `axis`, of the elements of all ranks combined. Collective.
+    """The own part, along `axis`, of the elements of all ranks combined. Collective.
 
-    `x` has the same shape, dtype and library on all ranks; `op` and the dtype of the result are as in
-    `all_reduce`. Rank r receives `counts[r]` indices of the axis; without `counts`, it is divided as
-    evenly as possible, the first ranks having one more. Returns `out` where it is given, else a new
-    C-ordered array.
+    `x` has the same shape, dtype and library on all ranks; `op` and the dtype of the result are as
+    in `all_reduce`. Rank r receives `counts[r]` indices of the axis; without `counts`, it is
+    divided as evenly as possible, the first ranks having one more. Returns `out` where it is given,
+    else a new C-ordered array.
 
     Raises on all ranks: CollectiveMismatch when shape, dtype, library, op, axis or counts differ;
     ValueError for counts that do not add up, an axis that `x` does not have, and where `all_reduce`

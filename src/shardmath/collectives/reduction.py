@@ -1,8 +1,8 @@
 """How elements of several ranks become one: operations, the types they compute in, and the fold.
 
-Ranks are combined in their order, by the operation's NumPy function; floats narrower than float32 in
-float32, and rounded once at the end. Each element of a result is folded by one rank, or by all in
-the same way, so that every rank holds the same bits.
+Ranks are combined in their order, by the operation's NumPy function; floats narrower than float32
+in float32, and rounded once at the end. Each element of a result is folded by one rank, or by all
+in the same way, so that every rank holds the same bits.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """all_reduce of long operands: each rank folds one part of all of them, and hands it to the others.
 
-An operand on the heap is folded where it lies; of any other, one block at a time is staged. A result
-whose array is on the heap is written there by the rank that folds it; any other is fetched from a
-slot. Blocks flow through with one barrier each:
+An operand on the heap is folded where it lies; of any other, one block at a time is staged. A
+result whose array is on the heap is written there by the rank that folds it; any other is fetched
+from a slot. Blocks flow through with one barrier each:
 
     between barriers k and k+1:   fetch block k-1   fold block k   stage block k+1
 
-There are two stages and two slots, used by even and odd blocks, and each is written between one pair
-of barriers, read between the next, and written again after that. So one barrier is all three: after
-writing what a peer will read, before reading what a peer wrote, before reusing what a peer may
-still read. Where everything is on the heap there is one block.
+There are two stages and two slots, used by even and odd blocks, and each is written between one
+pair of barriers, read between the next, and written again after that. So one barrier is all three:
+after writing what a peer will read, before reading what a peer wrote, before reusing what a peer
+may still read. Where everything is on the heap there is one block.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from shardmath.symmetric.heap import Buffer, Location
 
 __all__ = ["Parts", "aligned", "combine", "publish"]
 
-_BLOCK_BYTES = 4 << 20  # of one stage; measured, 1 to 32 MB differ by a fifth
+_BLOCK_BYTES = 2 << 20  # of one stage; measured, 1 to 32 MB do not differ clearly
 _LINE_ELEMENTS = 64  # parts begin at whole cache lines
 _NOTE = struct.Struct("<6q")
 _NOWHERE = (-1, -1)
@@ -108,6 +108,7 @@ def publish(context: DistributedContext, operand: Operand, out: Any, reduction: 
     ring = rings.get(layout.nbytes)
     if ring is None:
         ring = rings[layout.nbytes] = context.heap.allocate(layout.nbytes)
+        context.keep_for_readers(ring)
     context.announce(ring.block)
     result = None
     if out is not None and _is_flat(out):

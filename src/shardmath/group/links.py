@@ -20,7 +20,16 @@ from typing import Final
 
 from shardmath.errors import BootstrapError, RankFailure
 
-__all__ = ["FRAME_LIMIT", "Link", "receive_all", "send_all", "star", "tell_failure"]
+__all__ = [
+    "FRAME_LIMIT",
+    "Link",
+    "receive_all",
+    "receive_sockets",
+    "send_all",
+    "send_sockets",
+    "star",
+    "tell_failure",
+]
 
 FRAME_LIMIT: Final = (
     1 << 28
@@ -30,6 +39,7 @@ _HEADER = struct.Struct("<4sB3xIQ")
 _MAGIC = b"SMG1"
 _DATA, _FAILURE = 0, 1
 _CHUNK = 1 << 20
+_PER_MESSAGE = 200  # descriptors; the kernel takes 253
 
 
 def star(size: int) -> list[list[socket.socket]]:
@@ -176,6 +186,36 @@ def receive_all(links: Sequence[Link], number: int, *, deadline: float) -> dict[
         if ended:
             ranks = sorted({rank for error in ended for rank in error.ranks})
             raise RankFailure(f"rank {links[0].rank}: {_names(ranks)} ended", ranks)
+    return received
+
+
+def send_sockets(link: Link, sockets: Sequence[socket.socket], *, deadline: float) -> None:
+    """Hand `sockets` over to the peer and close them here. A peer that has gone gets none."""
+    for start in range(0, len(sockets), _PER_MESSAGE):
+        batch = [sock.fileno() for sock in sockets[start : start + _PER_MESSAGE]]
+        if not _poll([link], select.POLLOUT, deadline):
+            raise _late([link], "take its sockets")
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            socket.send_fds(link.socket, [b"S"], batch)
+    for sock in sockets:
+        sock.close()
+
+
+def receive_sockets(link: Link, count: int, *, deadline: float) -> list[socket.socket]:
+    """The `count` sockets that the peer hands over."""
+    received: list[socket.socket] = []
+    while len(received) < count:
+        if not _poll([link], select.POLLIN, deadline):
+            raise _late([link], "send this rank's sockets")
+        _, descriptors, _, _ = socket.recv_fds(
+            link.socket, 1, min(_PER_MESSAGE, count - len(received)), socket.MSG_CMSG_CLOEXEC
+        )
+        if not descriptors:
+            raise RankFailure(
+                f"rank {link.rank}: rank {link.peer} ended while this rank waited for it",
+                (link.peer,),
+            )
+        received += [socket.socket(fileno=descriptor) for descriptor in descriptors]
     return received
 
 

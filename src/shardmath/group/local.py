@@ -16,12 +16,21 @@ from collections.abc import Sequence
 
 from shardmath.config import Settings
 from shardmath.errors import BootstrapError, RankFailure
-from shardmath.group.base import GatheringGroup
-from shardmath.group.links import Link, receive_all, send_all, tell_failure
+from shardmath.group.base import GatheringGroup, parts_of
+from shardmath.group.links import (
+    Link,
+    receive_all,
+    receive_sockets,
+    send_all,
+    send_sockets,
+    star,
+    tell_failure,
+)
 
 __all__ = ["LocalProcessGroup"]
 
 _LENGTH = struct.Struct("<Q")
+_CARD = struct.Struct("<?qq")  # has a color, color, key
 
 
 class LocalProcessGroup(GatheringGroup):
@@ -100,11 +109,43 @@ class LocalProcessGroup(GatheringGroup):
         self._number += 1
         return gathered
 
+    def split(self, color: int | None, *, key: int = 0) -> LocalProcessGroup | None:
+        """The group of the ranks that pass the same `color`; None if that is None. Collective.
+
+        It has sockets of its own: the two groups serve at the same time.
+        """
+        card = _CARD.pack(color is not None, color or 0, key)
+        cards = [_CARD.unpack(data) for data in self.allgather_bytes(card)]
+        parts = parts_of([(number if given else None, order) for given, number, order in cards])
+        mine = next((part for part in parts if self._rank in part), [])
+        sockets = self._deal(parts) if self._rank == 0 else self._take(mine)
+        if not mine:
+            return None
+        return LocalProcessGroup(mine.index(self._rank), len(mine), sockets, timeout=self._timeout)
+
     def close(self) -> None:
         """Close this rank's sockets: peers that wait for it raise RankFailure."""
         for link in self._links:
             link.socket.close()
         self._broken = self._broken or "it was closed"
+
+    def _deal(self, parts: list[list[int]]) -> list[socket.socket]:
+        """Make every part's sockets, send them to their ranks, and return the hub's own."""
+        own: list[socket.socket] = []
+        deadline = time.monotonic() + self._timeout
+        for part in parts:
+            for rank, sockets in zip(part, star(len(part)), strict=True):
+                if rank == 0:
+                    own = sockets
+                elif sockets:
+                    send_sockets(self._links[rank - 1], sockets, deadline=deadline)
+        return own
+
+    def _take(self, part: list[int]) -> list[socket.socket]:
+        """Receive this rank's sockets of `part`."""
+        count = len(part) - 1 if part[:1] == [self._rank] else min(1, max(0, len(part) - 1))
+        deadline = time.monotonic() + self._timeout
+        return receive_sockets(self._links[0], count, deadline=deadline)
 
     def _hub(self, data: bytes, deadline: float) -> list[bytes]:
         try:
@@ -121,8 +162,9 @@ class LocalProcessGroup(GatheringGroup):
 
     def _spoke(self, data: bytes, deadline: float) -> list[bytes]:
         send_all(self._links, self._number, data, deadline=deadline)
-        # One second more than the hub allows itself, so that its account of who is missing wins.
-        answer = receive_all(self._links, self._number, deadline=deadline + 1.0)
+        # A little more than the hub allows itself, so that its account of who is missing wins.
+        deadline += min(1.0, 0.25 + self._timeout / 10)
+        answer = receive_all(self._links, self._number, deadline=deadline)
         return _split(answer[0], self._size)
 
 

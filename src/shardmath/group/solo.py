@@ -37,6 +37,10 @@ class SoloProcessGroup(ProcessGroup):
         """Leave `array` as it is."""
         ReductionOp(op)
 
+    def split(self, color: int | None, *, key: int = 0) -> SoloProcessGroup | None:
+        """The group itself, or None if `color` is None."""
+        return None if color is None else self
+
     def allgather_bytes(self, data: bytes) -> list[bytes]:
         """`data`, alone in a list."""
         return [bytes(data)]

@@ -61,11 +61,6 @@ class Job:
         """The failure that ended the job: the earliest that is a cause, else the earliest."""
         return min(self.failures, key=lambda failure: failure.order, default=None)
 
-    @property
-    def running(self) -> list[int]:
-        """The ranks that have not ended."""
-        return sorted(self._alive)
-
     def watch(self, *, deadline: float | None = None, wake: int | None = None) -> bool:
         """Wait until every rank has ended; False when `deadline` came first, and all were killed.
 
@@ -105,7 +100,7 @@ class Job:
 
     def _step(self, deadline: float | None) -> None:
         """Wait for the next event or the next planned signal, and act on it."""
-        moments = [when for when, _ in self._plan[:1]] + ([deadline] if deadline else [])
+        moments = [when for when, _ in self._plan[:1]] + ([] if deadline is None else [deadline])
         left = max(0.0, min(moments) - time.monotonic()) if moments else None
         prompting = self._terminal and self.stdout.is_open(0)
         if prompting:

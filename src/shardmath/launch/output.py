@@ -7,6 +7,7 @@ it is flushed.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from typing import Final
@@ -18,7 +19,7 @@ LINE_LIMIT: Final = (
 )  # bytes; a longer line is written in parts, so that memory stays bounded
 
 # "\r" at the very end stays pending: it may be the first half of "\r\n".
-_LINE = re.compile(rb"[^\r\n]*(?:\r\n|\n|\r(?!\Z))")
+_END = re.compile(rb"\r\n|\n|\r(?!\Z)")
 
 
 class Prefixer:
@@ -32,8 +33,9 @@ class Prefixer:
     def feed(self, rank: int, data: bytes) -> None:
         """Take `data` from `rank` and write the lines that it completes."""
         pending = self._pending.pop(rank, b"") + data
-        lines = _LINE.findall(pending)
-        rest = pending[sum(map(len, lines)) :]
+        ends = [0, *(match.end() for match in _END.finditer(pending))]
+        lines = [pending[start:end] for start, end in itertools.pairwise(ends)]
+        rest = pending[ends[-1] :]
         if len(rest) > LINE_LIMIT:
             lines.append(rest + b"\n")
             rest = b""

@@ -130,7 +130,8 @@ def _signals_to_descriptor() -> Iterator[int]:
     reading, writing = socket.socketpair()
     writing.setblocking(False)
     before = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
-    handlers = {signum: signal.signal(signum, lambda *_: None) for signum in _HANDLED}
+    heard = [signum for signum in _HANDLED if signal.getsignal(signum) is not signal.SIG_IGN]
+    handlers = {signum: signal.signal(signum, lambda *_: None) for signum in heard}
     try:
         yield reading.fileno()
     finally:

@@ -25,7 +25,7 @@ from typing import Final, Literal, TextIO
 from shardmath import config, current
 from shardmath.group.links import star
 
-__all__ = ["REPORT_HEADER", "Place", "Rank", "fork_ranks", "share_cores"]
+__all__ = ["REPORT_HEADER", "Place", "Rank", "die_with", "fork_ranks", "share_cores"]
 
 REPORT_HEADER: Final = struct.Struct("<cQ")  # kind, length
 
@@ -87,7 +87,8 @@ def fork_ranks(
     standard input; all others read nothing. Starts no rank if it raises.
     """
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()  # or else every rank would write what is buffered here once more
+        if stream is not None:
+            stream.flush()  # or else every rank would write what is buffered here once more
     sockets = star(size)
     started: list[Rank] = []
     try:
@@ -133,7 +134,7 @@ def _fork_one(
         pid = os.fork()
     if pid == 0:
         try:
-            _die_with(parent)
+            die_with(parent)
             if leads_group:
                 os.setpgid(0, 0)
             for rank in started:
@@ -155,7 +156,7 @@ def _fork_one(
     return None
 
 
-def _die_with(parent: int) -> None:
+def die_with(parent: int) -> None:
     """Have the kernel kill this process when the thread of `parent` that started it ends."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL)) != 0:
@@ -179,7 +180,7 @@ def _take_streams(stdout: int, stderr: int, share_stdin: bool) -> None:
     faulthandler.enable(2)  # a crash in native code shows where Python was
 
 
-def _text_stream(number: int, present: TextIO, mode: Literal["r", "w"]) -> TextIO:
+def _text_stream(number: int, present: TextIO | None, mode: Literal["r", "w"]) -> TextIO:
     """`present` if it is Python's own stream on descriptor `number`, else a new one.
 
     A notebook or a test puts objects of its own there, which write elsewhere.
@@ -195,9 +196,10 @@ def _text_stream(number: int, present: TextIO, mode: Literal["r", "w"]) -> TextI
 def _settle(number: int, sockets: list[list[socket.socket]], report: int) -> Place:
     """Keep of the starter's state what belongs to rank `number`, and say so in its environment."""
     signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
-        signal.signal(signum, signal.SIG_DFL)
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+        if signal.getsignal(signum) is not signal.SIG_IGN:  # which nohup and shells set on purpose
+            by_default = signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL
+            signal.signal(signum, by_default)
     mine = [sock.detach() for sock in sockets[number]]
     config.export(
         {

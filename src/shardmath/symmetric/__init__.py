@@ -1,1 +1,1 @@
-"""Where is this object on rank r? The board of control words, the heap, and handles on its arrays."""
+"""Where is this object on rank r? The board of control words, the heap, handles on its arrays."""

@@ -1,16 +1,17 @@
 """The board: a page of control words that all ranks of a group map, and what they do with it.
 
-Each rank writes only its own row and reads the others'. Every word counts up and never returns, so a
-reader can be late, and a wait can be repeated. A row holds
+Each rank writes only its own row and reads the others'. Every word counts up and never returns, so
+a reader can be late, and a wait can be repeated. A row holds
 
     word 0  exchange   how many rounds of exchange this rank has published
     word 1  barrier    how many barriers this rank has reached
     word 2  state      RUNNING, LEFT, FAILED or MISMATCHED
     word 8  operation  the name of the operation under way, for other ranks' messages
+    reason, written before the state becomes FAILED: why, and which ranks are to blame
     then two mailboxes, used in turn by even and odd rounds
 
-Two mailboxes suffice: a rank publishes round s+2 only after it has finished s+1, for which every peer
-had published s+1, which a peer does only after it has read all of round s.
+Two mailboxes suffice: a rank publishes round s+2 only after it has finished s+1, for which every
+peer had published s+1, which a peer does only after it has read all of round s.
 """
 
 from __future__ import annotations
@@ -20,16 +21,18 @@ import os
 import platform
 from collections.abc import Callable, Sequence
 
-from shardmath.errors import CollectiveMismatch, RankFailure
+from shardmath.errors import CollectiveMismatch, OpTimeout, RankFailure
 from shardmath.symmetric.waiting import Patience, caller_line, wait_until
 from shardmath.transport.watch import PeerWatch
 
-__all__ = ["Board", "board_bytes"]
+__all__ = ["ORDERED", "Board", "board_bytes"]
 
 _EXCHANGE, _BARRIER, _STATE = 0, 1, 2
 _OPERATION = 64  # byte offset in a row
 _OPERATION_BYTES = 64
-_MAIL = 128  # byte offset of the first mailbox
+_REASON = 128
+_REASON_BYTES = 512
+_MAIL = _REASON + _REASON_BYTES  # byte offset of the first mailbox
 _MAIL_BYTES = 4096
 _LENGTH_BYTES = 8
 _CHUNK = _MAIL_BYTES - _LENGTH_BYTES
@@ -40,7 +43,7 @@ _MESSAGE_LIMIT = 64 << 20
 # On x86-64 stores become visible in program order. Elsewhere a fence must come between the data and
 # the word that announces it, and between a word and the data read after it; a switch of threads in
 # the kernel holds one.
-_ORDERED = platform.machine() in ("x86_64", "AMD64")
+ORDERED = platform.machine() in ("x86_64", "AMD64")
 
 
 def board_bytes(size: int) -> int:
@@ -51,8 +54,9 @@ def board_bytes(size: int) -> int:
 class Board:
     """This rank's side of the board of one group.
 
-    Collective methods: `exchange`, `barrier`. Each raises RankFailure when a peer ends or leaves, and
-    OpTimeout when one does not come; after that the board has `failed`, and says so to the peers.
+    Collective methods: `exchange`, `barrier`. Each raises RankFailure when a peer ends or leaves,
+    and OpTimeout when one does not come; after that the board has `failed`, and says so to the
+    peers.
     """
 
     def __init__(
@@ -144,8 +148,8 @@ class Board:
     def barrier(self, operation: str = "barrier", timeout: float | None = None) -> None:
         """Wait until every rank has called it. Collective.
 
-        What a rank wrote before, every rank sees after. A barrier that timed out has still announced
-        this rank's arrival, and the next call waits for the same one again.
+        What a rank wrote before, every rank sees after. A barrier that timed out has still
+        announced this rank's arrival, and the next call waits for the same one again.
         """
         self._require_usable()
         self.operation = operation
@@ -174,53 +178,86 @@ class Board:
         if self._words[self._base + _STATE] == _RUNNING:
             self._publish(_STATE, _LEFT)
 
+    def ended(self) -> bool:
+        """Whether every rank has left, has given up or is dead."""
+        states = [self._words[word + _STATE] for word in self._word_of]
+        running = [rank for rank, state in enumerate(states) if state == _RUNNING]
+        dead = self._watch.dead() if running and self._watch is not None else frozenset()
+        return all(self._watch_ranks[rank] in dead for rank in running)
+
     def _settle(self, error: BaseException) -> None:
         """After an error in a wait: no later operation can be in step with the peers."""
         if isinstance(error, CollectiveMismatch):
             self._publish(_STATE, _MISMATCHED)
-        self.fail(str(error) or type(error).__name__)
+        late = isinstance(error, OpTimeout)
+        self.fail(str(error) or type(error).__name__, getattr(error, "ranks", ()), late=late)
 
-    def fail(self, why: str) -> None:
-        """Tell the peers that this rank gave an operation up; no later one can be in step."""
+    def fail(self, why: str, blamed: Sequence[int] = (), *, late: bool = False) -> None:
+        """Tell the peers that this rank gave an operation up; no later one can be in step.
+
+        `blamed` are the ranks whose fault it was, if not this one's; `late`: they did not come.
+        """
         if self.failure is None:
             self.failure = why
             if self._words[self._base + _STATE] == _RUNNING:
+                ranks = " ".join(map(str, blamed))
+                text = f"{'late' if late else ''}|{ranks}|{why}".encode()[:_REASON_BYTES]
+                at = self._row + _REASON
+                self._bytes[at : at + len(text)] = text
                 self._publish(_STATE, _FAILED)
 
-    def verdict(self, late: Sequence[int]) -> Exception | None:
-        """Why one of the ranks waited for will never arrive: the exception to raise, or None.
+    def _reason_of(self, rank: int) -> tuple[bool, list[int], str]:
+        """What a rank that has failed wrote in `fail`."""
+        at = rank * _ROW + _REASON
+        text = bytes(self._bytes[at : at + _REASON_BYTES]).rstrip(b"\0").decode(errors="replace")
+        late, _, rest = text.partition("|")
+        ranks, _, why = rest.partition("|")
+        return bool(late), [int(r) for r in ranks.split() if r.isdigit()], why
 
-        A late peer that has published a round of exchange that this rank has not is itself waiting,
-        for this rank, in another operation: both would wait for ever.
+    def verdict(self, late: Sequence[int]) -> Exception | None:
+        """Why one of the ranks waited for will never arrive: the exception to raise, or None."""
+        return self._crossed(late) or self.gone(late)
+
+    def _crossed(self, late: Sequence[int]) -> Exception | None:
+        """A late peer that has published a round of exchange that this rank has not is itself
+        waiting, for this rank, in another operation: both would wait for ever.
         """
         words = self._words
         crossed = [r for r in late if words[self._word_of[r] + _EXCHANGE] > self._rounds]
         crossed += [r for r in late if words[self._word_of[r] + _STATE] == _MISMATCHED]
-        if crossed:
-            calls = "; ".join(f"rank {r} is in {self._operation_of(r)}" for r in crossed)
-            return CollectiveMismatch(
-                f"{self.here()}: the ranks called different operations: {calls}"
-            )
-        return self.gone(late)
-
-    def gone(self, late: Sequence[int]) -> RankFailure | None:
-        """The exception for those of the ranks that have ended, left or given up, or None."""
-        words = self._words
-        dead = self._watch.dead() if self._watch is not None else frozenset()
-        found: dict[int, str] = {}
-        for rank in late:
-            state = words[self._word_of[rank] + _STATE]
-            if self._watch_ranks[rank] in dead:
-                found[rank] = "died"
-            elif state in (_LEFT, _FAILED):
-                found[rank] = "has left" if state == _LEFT else "gave up"
-        if not found:
+        if not crossed:
             return None
+        calls = "; ".join(f"rank {r} is in {self._operation_of(r)}" for r in crossed)
+        return CollectiveMismatch(f"{self.here()}: the ranks called different operations: {calls}")
+
+    def gone(self, late: Sequence[int]) -> Exception | None:
+        """The exception to raise where a late peer has ended or given up, else None.
+
+        One that died without a word is the cause. Else one that gave up says whose fault it was,
+        and the error is the same as there; unless it was this rank's, or its own.
+        """
+        states = {rank: self._words[self._word_of[rank] + _STATE] for rank in late}
+        dead = self._watch.dead() if self._watch is not None else frozenset()
+        died = [r for r in late if states[r] == _RUNNING and self._watch_ranks[r] in dead]
+        if died:
+            return self._failure_of(died, "died")
+        for rank in late:
+            if states[rank] == _FAILED:
+                was_late, ranks, why = self._reason_of(rank)
+                blamed = [r for r in ranks if r != self.rank]
+                text = f"{self.here()}: rank {rank} ({self._names[rank]}) gave up: {why}"
+                if was_late and blamed:
+                    return OpTimeout(text, blamed)
+                return RankFailure(text, blamed or [rank])
+        left = [rank for rank in late if states[rank] == _LEFT]
+        return self._failure_of(left, "has left") if left else None
+
+    def _failure_of(self, ranks: list[int], what: str) -> RankFailure:
         reasons = "; ".join(
             f"rank {r} ({self._names[r]}) {what}; its last operation was {self._operation_of(r)}"
-            for r, what in found.items()
+            for r in ranks
         )
-        return RankFailure(f"{self.here()}: {reasons}", sorted(found))
+        return RankFailure(f"{self.here()}: {reasons}", ranks)
 
     def here(self) -> str:
         """This rank, its operation and the user's line, for a message."""
@@ -229,7 +266,7 @@ class Board:
     # -- words ---------------------------------------------------------------------------------
 
     def _publish(self, word: int, value: int) -> None:
-        if not _ORDERED:
+        if not ORDERED:
             os.sched_yield()
         self._words[self._base + word] = value
 
@@ -239,7 +276,7 @@ class Board:
         late = [at for r in self._peers if words[at := self._word_of[r] + word] < target]
         if late:
             self._await_late(word, target, late, timeout)
-        if not _ORDERED:
+        if not ORDERED:
             os.sched_yield()
 
     def _await_late(self, word: int, target: int, late: list[int], timeout: float | None) -> None:
@@ -276,7 +313,9 @@ class Board:
     ) -> None:
         """Wait for anything else that peers write: as `waiting.wait_until`, in this board's words.
 
-        A timeout here leaves the board usable: nothing was announced.
+        A timeout here leaves the board usable: nothing was announced. RankFailure ends it. With a
+        `timeout` of the caller's own, a peer that waits in another operation is no error: this rank
+        will follow.
         """
         self._require_usable()
         self.operation = operation
@@ -285,11 +324,11 @@ class Board:
                 arrived,
                 patience=self.patience,
                 missing=missing,
-                verdict=self.verdict,
+                verdict=self.verdict if timeout is None else self.gone,
                 doing=self.here,
                 timeout=timeout,
             )
-        except CollectiveMismatch as error:
+        except (CollectiveMismatch, RankFailure) as error:
             self._settle(error)
             raise
 

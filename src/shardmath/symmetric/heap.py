@@ -1,10 +1,10 @@
 """The symmetric heap: this rank's segments, and the blocks that arrays live in.
 
 Allocation is local and needs no peer: offsets may differ by rank, and ranks tell each other where a
-block lies when they use it together. Freeing is local too. A block that peers know of returns to use
-only after every rank of each of its groups has marked it and an exchange that carried the marks has
-passed, so a late reader never sees memory that has been given to another array. The garbage collector
-only ever appends to a list.
+block lies when they use it together. Freeing is local too. A block that peers know of returns to
+use only after every rank of each of its groups has marked it and an exchange that carried the marks
+has passed, so a late reader never sees memory that has been given to another array. The garbage
+collector only ever appends to a list.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import threading
 import weakref
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,14 +37,18 @@ class Location:
 class Block:
     """`nbytes` of the heap.
 
-    `shared` holds the marks, (group, number), that every rank of the group must set before the block
-    can be reused. `freed`: the user has freed it. `unused`: no array of this rank refers to it.
+    `shared` holds the marks, (group, number), that every rank of the group must set before the
+    block can be reused. `freed`: the user has freed it. `unused`: no array of this rank refers to
+    it. `buffer()` is the Buffer while there is one; `handles` are the weakly held objects through
+    which this rank reaches the peers' blocks of the same number.
     """
 
     __slots__ = (
         "__weakref__",
         "address",
+        "buffer",
         "freed",
+        "handles",
         "location",
         "nbytes",
         "room",
@@ -60,20 +64,34 @@ class Block:
         self.freed = False
         self.unused = False
         self.shared: set[tuple[int, int]] = set()
+        self.buffer: Callable[[], Buffer | None] = _nothing
+        self.handles: list[weakref.ref[Any]] = []
+
+    @property
+    def released(self) -> bool:
+        """Whether this rank will touch neither the block nor its peers' blocks again."""
+        return self.unused or (self.freed and not any(handle() for handle in self.handles))
 
     def __repr__(self) -> str:
         return f"Block({self.nbytes} bytes at {self.location.segment}:{self.location.offset})"
+
+
+def _nothing() -> None:
+    return None
 
 
 class Buffer:
     """What an array on a block keeps alive. Its end marks the block.
 
     Array libraries take its bytes by the protocol of the transport: `__array_interface__` on hosts,
-    `__cuda_array_interface__` on GPUs.
+    `__cuda_array_interface__` on GPUs. `shares` holds what this rank knows of the peers' memory that
+    was tied to the block, `group` the name of the group that it was allocated for, if any.
     """
 
     def __init__(self, block: Block, lease: object, interface: str) -> None:
         self.block = block
+        self.shares: dict[Any, Any] = {}
+        self.group: str | None = None
         self._lease = lease  # keeps the mapping
         description: dict[str, Any] = {
             "shape": (block.nbytes,),
@@ -82,7 +100,8 @@ class Buffer:
             "strides": None,
             "version": 3,
         }
-        setattr(self, interface, description)
+        self.interface = interface
+        vars(self)[interface] = description
 
 
 class _OwnSegment:
@@ -98,15 +117,11 @@ class _OwnSegment:
     def uncommitted(self, offset: int, nbytes: int) -> list[tuple[int, int]]:
         """The (offset, size) runs that a block at `offset` still needs memory for."""
         runs: list[tuple[int, int]] = []
-        for granule in range(offset // GRANULE, -(-(offset + nbytes) // GRANULE)):
-            if self.committed[granule]:
-                continue
-            start = granule * GRANULE
-            size = min(GRANULE, self.nbytes - start)
-            if runs and sum(runs[-1]) == start:
-                runs[-1] = (runs[-1][0], runs[-1][1] + size)
-            else:
-                runs.append((start, size))
+        at, last = offset // GRANULE, -(-(offset + nbytes) // GRANULE)
+        while (first := self.committed.find(0, at, last)) >= 0:
+            at = self.committed.find(1, first, last)
+            at = last if at < 0 else at
+            runs.append((first * GRANULE, min(at * GRANULE, self.nbytes) - first * GRANULE))
         return runs
 
     def note(self, offset: int, nbytes: int, *, committed: bool) -> None:
@@ -126,6 +141,7 @@ class Heap:
         self._addresses: list[int] = []  # sorted; _blocks in step
         self._blocks: list[Block] = []
         self._dropped: deque[Block] = deque()
+        self._left: deque[tuple[int, Callable[[], bool]]] = deque()
         self._limbo: dict[Block, None] = {}  # in order of arrival
         self._lock = threading.RLock()
 
@@ -145,6 +161,7 @@ class Heap:
         with self._lock:
             self.recycle()
             location = self._take(room)
+            grown = location is None
             if location is None:
                 self._grow(room)
                 location = self._take(room)
@@ -154,12 +171,16 @@ class Heap:
                 self._commit(location, room)
             except HeapExhausted:
                 segment.ranges.give(location.offset, room)
+                if grown:
+                    self._segments.pop()
+                    self.transport.release()
                 raise
             block = Block(location, nbytes, room, segment.address + location.offset)
             at = bisect_right(self._addresses, block.address)
             self._addresses.insert(at, block.address)
             self._blocks.insert(at, block)
         buffer = Buffer(block, segment.lease, self.transport.interface)
+        block.buffer = weakref.ref(buffer)
         weakref.finalize(buffer, self._dropped.append, block).atexit = False
         return buffer
 
@@ -179,13 +200,21 @@ class Heap:
             self._limbo[block] = None
             self.recycle()
 
+    def restore(self, block: Block) -> None:
+        """Take back a `free` of a block whose buffer is still held. Raises HeapExhausted."""
+        with self._lock:
+            self._commit(block.location, block.room)
+            block.freed = False
+            self._limbo.pop(block, None)
+
     # -- marks: what the ranks of a group tell each other ------------------------------------------
 
     def marks(self, group: int) -> list[int]:
         """The numbers of this rank's blocks of `group` that it no longer uses."""
         with self._lock:
             self._collect()
-            return [n for block in self._limbo for g, n in block.shared if g == group]
+            released = [block for block in self._limbo if block.released]
+            return [n for block in released for g, n in block.shared if g == group]
 
     def honour(self, group: int, marks: Iterable[Iterable[int]]) -> None:
         """Drop the marks that every rank of `group` has set, given all ranks' `marks`."""
@@ -195,11 +224,13 @@ class Heap:
                 block.shared -= {(group, number) for number in common}
             self.recycle()
 
-    def forget(self, group: int) -> None:
-        """`group` has ended: no mark of it is awaited any more."""
-        with self._lock:
-            for block in self._blocks:
-                block.shared = {mark for mark in block.shared if mark[0] != group}
+    def forget(self, group: int, ended: Callable[[], bool]) -> None:
+        """This rank has left `group`; once `ended()`, no mark of it is awaited any more.
+
+        Until then a peer may read what it knows through the group. Only appends to a list: the
+        garbage collector may call it.
+        """
+        self._left.append((group, ended))
 
     def recycle(self) -> None:
         """Reuse what is unused and awaited by no peer."""
@@ -216,7 +247,14 @@ class Heap:
             self._limbo = waiting
 
     def _collect(self) -> None:
-        """Take over what the garbage collector has marked."""
+        """Take over what the garbage collector has marked, and the groups that have ended."""
+        for _ in range(len(self._left)):
+            group, ended = self._left.popleft()
+            if not ended():
+                self._left.append((group, ended))
+                continue
+            for block in self._blocks:
+                block.shared = {mark for mark in block.shared if mark[0] != group}
         while self._dropped:
             block = self._dropped.popleft()
             block.unused = True

@@ -1,7 +1,7 @@
 """Which byte ranges of one segment are free: best fit, neighbours merged.
 
-Pure bookkeeping over integers. Every offset and size is a multiple of `ALIGNMENT`, so that every array
-starts on its own cache line and a block's end never shares one with the next block.
+Pure bookkeeping over integers. Every offset and size is a multiple of `ALIGNMENT`, so that every
+array starts on its own cache line and a block's end never shares one with the next block.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """How a rank waits for another: with a deadline, an eye on the peer's life, and words for it all.
 
 A wait first spins, since peers mostly arrive within microseconds; then lets others have the core;
-then sleeps, ever longer up to a millisecond, and only then looks whether the peers are alive, whether
-one has left, and whether time is up. So the common case costs a few loads and no system call.
+then sleeps, ever longer up to a millisecond, and only then looks whether the peers are alive,
+whether one has left, and whether time is up. So the common case costs a few loads and no system
+call.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _LAST_SLEEP = 1e-3
 
 @dataclass(frozen=True)
 class Patience:
-    """How long to wait: `timeout` seconds in all, a notice after `notice`, `spins` polls at first."""
+    """How long to wait: `timeout` seconds, with a notice after `notice`; at first `spins` polls."""
 
     timeout: float
     notice: float

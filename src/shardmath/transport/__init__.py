@@ -1,1 +1,1 @@
-"""How can a peer reach this memory? One file per answer, each with the verbs of `base.Transport`."""
+"""How can a peer reach this memory? One file per answer, with the verbs of `base.Transport`."""

@@ -1,7 +1,7 @@
 """The verbs that every transport supplies, and the facts that it tells about itself.
 
-Layers above ask the table for a view or an address; they never ask which transport they have. A peer
-without an address answers None, and is then reached by `put` and `get` alone.
+Layers above ask the table for a view or an address; they never ask which transport they have. A
+peer without an address answers None, and is then reached by `put` and `get` alone.
 """
 
 from __future__ import annotations
@@ -65,6 +65,10 @@ class Transport(ABC):
 
         Raises HeapExhausted when there is no room for it; nothing is then reserved.
         """
+
+    @abstractmethod
+    def release(self) -> None:
+        """Take back the last `reserve`, of a segment that no peer was told of."""
 
     @abstractmethod
     def commit(self, index: int, offset: int, nbytes: int) -> None:

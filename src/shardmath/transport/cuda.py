@@ -92,6 +92,11 @@ class CudaTransport(Transport):
         self._own += 1
         return segment
 
+    def release(self) -> None:
+        """See Transport."""
+        self._own -= 1
+        del self._segments[self._mesh.rank, self._own]
+
     def commit(self, index: int, offset: int, nbytes: int) -> None:
         """Does nothing: `reserve` has done it."""
 

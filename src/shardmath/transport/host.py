@@ -2,8 +2,8 @@
 
 A segment is a sealed memfd: it has no name, cannot shrink under a reader, and ends with the last
 process that maps it, so a process killed at any moment leaves nothing behind. Segments are sparse;
-`commit` allocates their pages, after checking that the machine and its control groups can afford them,
-so that exhaustion is an error rather than a signal.
+`commit` allocates their pages, after checking that the machine and its control groups can afford
+them, so that exhaustion is an error rather than a signal.
 """
 
 from __future__ import annotations
@@ -57,6 +57,14 @@ class HostTransport(Transport):
         self._own.append((fd, segment))
         self._keep(segment, mapping)
         return segment
+
+    def release(self) -> None:
+        """See Transport."""
+        fd, segment = self._own.pop()
+        key = (segment.rank, segment.index)
+        assert not any(index == segment.index for _, index in self._announced), segment
+        del self._bytes[key], self._maps[key]
+        os.close(fd)
 
     def commit(self, index: int, offset: int, nbytes: int) -> None:
         """See Transport. `offset` and `nbytes` are multiples of the page size."""
@@ -122,7 +130,10 @@ def export_memory(name: str, nbytes: int) -> tuple[int, mmap.mmap]:
     """A sparse anonymous segment: its descriptor, and its mapping here."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        os.ftruncate(fd, nbytes)
+        try:
+            os.ftruncate(fd, nbytes)
+        except (OSError, OverflowError):
+            raise _exhausted(nbytes, available_memory()) from None
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
         return fd, _mapped(fd, nbytes)
     except BaseException:

@@ -2,8 +2,9 @@
 
 The sockets are abstract Unix sockets: no name in the file system, nothing that outlives a process,
 nothing reachable from another host. A connection is accepted only from this user, from the process
-that announced itself through the group, with the key that it was given there. What travels afterwards
-is a short tag and one descriptor; tags are compared with what is expected, never interpreted.
+that announced itself through the group, with the key that it was given there. What travels
+afterwards is a short tag and one descriptor; tags are compared with what is expected, never
+interpreted.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import select
 import socket
 import struct
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 from shardmath import wire
@@ -29,6 +30,7 @@ _HELLO = struct.Struct("=16sI")  # key, rank
 _CREDENTIALS = struct.Struct("=iii")  # pid, uid, gid
 _TAG_BYTES = 64
 _SIZE = struct.Struct("=Q")  # in front of the tag: bytes of the memory, where it cannot say itself
+_GRACE = 0.2  # seconds: a dying process closes its sockets first, and counts as dead later
 
 
 def host_identity() -> str:
@@ -64,16 +66,20 @@ class Mesh:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind(name)
             listener.listen(self.size)
-            card = (host_identity(), os.getpid(), name, key, socket.gethostname())
+            space = str(Path("/proc/self/ns/pid").readlink())
+            card = (host_identity(), os.getpid(), name, key, socket.gethostname(), space)
             cards = [wire.decode(data) for data in group.allgather_bytes(wire.encode(card))]
             self._require_one_host([c[0] for c in cards])
             self.pids = [int(c[1]) for c in cards]
             self.hosts = [str(c[4]) for c in cards]
             deadline = time.monotonic() + self._timeout
-            for peer in range(self.rank):
-                self._sockets[peer] = self._call(str(cards[peer][2]), cards[peer][3])
-            while len(self._sockets) < self.size - 1:
-                self._answer(listener, key, deadline)
+            # Until there are sockets to watch, peers are watched by what they say of themselves.
+            visible = [r for r in range(self.size) if cards[r][5] == space and r != self.rank]
+            with closing(PeerWatch({r: (self.pids[r], -1) for r in visible})) as watch:
+                for peer in range(self.rank):
+                    self._sockets[peer] = self._call(str(cards[peer][2]), cards[peer][3], watch)
+                while len(self._sockets) < self.size - 1:
+                    self._answer(listener, key, deadline, watch)
 
     def _require_one_host(self, identities: list[str]) -> None:
         strangers = [r for r, host in enumerate(identities) if host != identities[0]]
@@ -83,7 +89,7 @@ class Mesh:
                 "rank 0; the host transport reaches the memory of one machine only"
             )
 
-    def _call(self, name: str, key: bytes) -> socket.socket:
+    def _call(self, name: str, key: bytes, watch: PeerWatch) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             connection.settimeout(self._timeout)
@@ -91,16 +97,22 @@ class Mesh:
             connection.send(_HELLO.pack(key, self.rank))
         except OSError as error:
             connection.close()
+            self._require_alive(watch.wait(_GRACE))
             raise BootstrapError(
                 f"rank {self.rank} cannot reach a peer's socket: {error}"
             ) from None
         return connection
 
-    def _answer(self, listener: socket.socket, key: bytes, deadline: float) -> None:
+    def _answer(
+        self, listener: socket.socket, key: bytes, deadline: float, watch: PeerWatch
+    ) -> None:
         """Accept one connection; one that is not a peer's is closed and forgotten."""
         missing = [r for r in range(self.rank + 1, self.size) if r not in self._sockets]
-        remaining = deadline - time.monotonic()
-        if remaining <= 0 or not select.select([listener], [], [], remaining)[0]:
+        remaining = max(0.0, deadline - time.monotonic())
+        waited_for = [listener.fileno(), *watch.descriptors]
+        ready = select.select(waited_for, [], [], remaining)[0]
+        self._require_alive(watch.dead())
+        if not ready:
             raise BootstrapError(
                 f"rank {self.rank} waited {self._timeout:.0f} s at start-up for ranks {missing}"
             )
@@ -118,6 +130,11 @@ class Mesh:
                 self._sockets[peer] = connection
                 return
         connection.close()
+
+    def _require_alive(self, dead: frozenset[int]) -> None:
+        if dead:
+            names = ", ".join(f"rank {r} (pid {self.pids[r]})" for r in sorted(dead))
+            raise RankFailure(f"rank {self.rank} at start-up: {names} died", sorted(dead))
 
     def _is_process_of(self, connection: socket.socket, peer: int) -> bool:
         raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
@@ -172,10 +189,12 @@ class Mesh:
         return arrived.pop(wanted)
 
     def _lost(self, rank: int, doing: str, error: object) -> RankFailure:
+        dead = self.watch.wait(_GRACE)  # a peer that ended because another died is not the cause
+        also = f"; dead are ranks {sorted(dead)}" if dead - {rank} else ""
         return RankFailure(
             f"rank {self.rank} lost rank {rank} (pid {self.pids[rank]} on {self.hosts[rank]}) "
-            f"while {doing}: {error}",
-            [rank],
+            f"while {doing}: {error}{also}",
+            sorted(dead) or [rank],
         )
 
     def _close_sockets(self) -> None:

@@ -1,7 +1,8 @@
 """Which peers of this host are still alive.
 
-A peer is watched by its pidfd, which becomes readable the moment the process ends, even as a zombie.
-Where process ids are not visible (containers with their own), the end of its socket says the same.
+A peer is watched by its pidfd, which becomes readable the moment the process ends, even as a
+zombie. Where process ids are not visible (containers with their own), the end of its socket says
+the same.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ __all__ = ["PeerWatch"]
 
 
 class PeerWatch:
-    """Watches peers, given as rank -> (process id or 0, descriptor of a socket to the peer)."""
+    """Watches peers: rank -> (process id or 0, descriptor of a socket to the peer or -1)."""
 
     def __init__(self, peers: Mapping[int, tuple[int, int]]) -> None:
         self._poll = select.poll()
@@ -33,10 +34,17 @@ class PeerWatch:
                 return
             self._pidfds.append(fd)
             self._poll.register(fd, select.POLLIN)
+        elif socket_fd < 0:
+            return
         else:
             fd = socket_fd
             self._poll.register(fd, 0)  # POLLHUP is always reported
         self._rank_of[fd] = rank
+
+    @property
+    def descriptors(self) -> list[int]:
+        """The pidfds: readable when their process has ended. For `select`."""
+        return list(self._pidfds)
 
     def dead(self) -> frozenset[int]:
         """The ranks whose process has ended. Never blocks; about a microsecond."""
@@ -44,6 +52,12 @@ class PeerWatch:
             self._dead.add(self._rank_of[fd])
             self._poll.unregister(fd)
         return frozenset(self._dead)
+
+    def wait(self, seconds: float) -> frozenset[int]:
+        """The same, after waiting for a first one for up to `seconds`."""
+        if not self._dead:
+            self._poll.poll(seconds * 1000)
+        return self.dead()
 
     def dead_among(self, ranks: Iterable[int]) -> list[int]:
         """Those of `ranks` whose process has ended."""

@@ -1,0 +1,49 @@
+# The project's commands. They need Python 3.11 or later, pip and make; all else goes into .venv.
+#
+#   make demo    handwritten digits, on 4 ranks        make check   lint, types, layers
+#   make test    all tests                             make bench   figures, beside their baselines
+
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+PIP := $(PYTHON) -m pip --python $(RUN) --quiet --disable-pip-version-check
+
+# Those that need no GPU; each prints a table and writes benchmarks/results/*.json.
+BENCHMARKS := $(filter-out benchmarks/record.py benchmarks/gpu%,$(wildcard benchmarks/*.py))
+
+.PHONY: help demo test check bench clean
+.DELETE_ON_ERROR:
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+demo: $(VENV)/.has-demo
+	@$(RUN) -m shardmath run -n 4 examples/digits.py
+
+test: $(VENV)/.has-test
+	@$(RUN) -m pytest
+
+check: $(VENV)/.has-test $(VENV)/.has-lint
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+	$(RUN) -m pytest tests/test_layers.py
+
+bench: $(VENV)/.has-test
+	@for file in $(BENCHMARKS); do echo; echo "== $$file"; $(RUN) "$$file" || exit; done
+
+clean:
+	rm -rf $(VENV) .*_cache .hypothesis build dist src/*.egg-info
+
+# One extra of pyproject.toml, with the package itself as it stands in src. Installed once, and again
+# when pyproject.toml changes.
+$(VENV)/.has-%: pyproject.toml $(RUN)
+	@echo "installing shardmath[$*] into $(VENV)"
+	@$(PIP) install --editable '.[$*]'
+	@touch $@
+
+# Without a pip of its own: $(PYTHON)'s installs into it, which is faster, and needs no ensurepip.
+$(RUN):
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit( \
+	    "shardmath needs Python 3.11 or later; this is " + sys.version + " (make PYTHON=... names another)")'
+	@$(PYTHON) -m venv --without-pip $(VENV)

@@ -1,0 +1,173 @@
+"""Redistribution on 2 ranks, beside two processes that copy the same bytes in the same run.
+
+`python benchmarks/redistribution.py [MiB of the global array]`. A rate is the bytes of one rank's
+result per second, both ranks at work. Baselines, on each rank's own ordinary memory:
+
+contiguous  np.copyto of one contiguous array. From some size on (here 3/8 of the last cache) the C
+            library writes such an array past the caches, and does not read what it overwrites.
+boxes       np.copyto of the boxes that the redistribution moves: the same work without peers.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import record
+from numpy.lib.stride_tricks import as_strided
+
+from shardmath import context as contexts
+from shardmath.arrays import library_of
+from shardmath.context import DistributedContext
+from shardmath.distribution import (
+    BlockCyclic,
+    Distribution,
+    Layout,
+    ProcessGrid,
+    Redistribute,
+    Slab,
+)
+from shardmath.launch import spawn
+from shardmath.redistribution import TransferPlan, stream
+from shardmath.symmetric.allocation import empty_on_heap
+
+RANKS = 2
+REPEATS = 9
+CYCLIC = BlockCyclic(ProcessGrid(shape=(RANKS, 1)), (64, 64))
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is redistributed: from, to, and the memory order of the result."""
+
+    name: str
+    source: Distribution
+    target: Distribution
+    order: Any = "C"
+
+
+CASES = (
+    Case("slab X -> slab Y", Slab.X, Slab.Y),
+    Case("slab Y -> slab X", Slab.Y, Slab.X),
+    Case("2x1 block-cyclic 64 -> slab X", CYCLIC, Slab.X),
+    Case("2x1 block-cyclic 64 -> slab Y", CYCLIC, Slab.Y),
+    Case("slab X, C -> slab X, F", Slab.X, Slab.X, "F"),
+    Case("slab X, C -> slab Y, F", Slab.X, Slab.Y, "F"),
+)
+
+
+def run(n: int) -> list[dict[str, Any]]:
+    """The rows of all cases for an n x n array of float64, as this rank measures them."""
+    context = contexts.initialize("cpu")
+    rows = [row(context, case, n) for case in CASES]
+    contexts.finalize()
+    return rows
+
+
+def row(context: DistributedContext, case: Case, n: int) -> dict[str, Any]:
+    """Rates in GB/s."""
+    layouts = [Layout.bind([each] * RANKS, (n, n)) for each in (case.source, case.target)]
+    transfer = TransferPlan(*layouts, 8)
+    before, after = (layout.local_shape(context.rank) for layout in layouts)
+    operand, out = np.ones(before), np.zeros(after, order=case.order)
+    library = library_of(operand)
+    heap_operand = empty_on_heap(context, library, before, "float64")
+    heap_out = empty_on_heap(context, library, after, "float64", case.order)
+    heap_operand[...], heap_out[...] = operand, 0
+    plan = Redistribute(operand, case.source, case.target)
+    plan.plan()
+    moved = boxes(transfer, context.rank, operand, out)
+    flat, image = operand.reshape(-1), out.reshape(-1, order="A")
+    heap = Redistribute(heap_operand, case.source, case.target)
+    heap.plan()
+    calls = {
+        "contiguous": lambda: np.copyto(image, flat),
+        "boxes": lambda: [np.copyto(to, came) for came, to in moved],
+        "heap, out": lambda: heap.execute(out=out),
+        "heap, heap out": lambda: heap.execute(out=heap_out),
+        "ordinary, out": lambda: plan.execute(out=out),
+    }
+    if case.order == "C":
+        calls |= {"heap, new": heap.execute, "ordinary, new": plan.execute}
+    times = measure(context, calls)
+    heap.free()
+    plan.free()
+    rates = {name: out.nbytes / 1e9 / statistics.median(t) for name, t in times.items()}
+    best = {name: out.nbytes / 1e9 / min(t) for name, t in times.items()}
+    return {
+        "case": case.name,
+        "pattern": transfer.pattern.value,
+        "MiB sent by a rank": transfer.traffic.sent[context.rank] >> 20,
+        "GB/s": {name: round(rate, 2) for name, rate in rates.items()},
+        "best GB/s": {name: round(rate, 2) for name, rate in best.items()},
+        "heap, out / contiguous": ratio(times, "contiguous"),
+        "heap, out / boxes": ratio(times, "boxes"),
+    }
+
+
+def boxes(transfer: TransferPlan, rank: int, operand: Any, out: Any) -> list[tuple[Any, Any]]:
+    """The moves into `rank`, all taken from its own operand: as large as that of the peer."""
+    pairs = []
+    for move in transfer.into(rank):
+        sides = []
+        for array, side in ((operand, "src"), (out, "dst")):
+            corner = tuple(slice(getattr(run, f"{side}_start"), None) for run in move.runs)
+            dims = [
+                pair
+                for run, stride in zip(move.runs, array.strides, strict=True)
+                for pair in (
+                    (run.count, getattr(run, f"{side}_step") * stride),
+                    (run.length, stride),
+                )
+            ]
+            shape, strides = zip(*dims, strict=True)
+            sides.append(as_strided(array[corner], shape, strides))
+        pairs.append((sides[0], sides[1]))
+    return pairs
+
+
+def measure(
+    context: DistributedContext, calls: dict[str, Callable[[], object]]
+) -> dict[str, list[float]]:
+    """The times of each call until both ranks are done. The calls take turns, for fairness."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(REPEATS + 1):
+        for name, call in calls.items():
+            context.barrier()
+            start = time.perf_counter()
+            call()
+            context.barrier()
+            if turn:  # the first touches pages, and peers' pages
+                times[name].append(time.perf_counter() - start)
+    return times
+
+
+def ratio(times: dict[str, list[float]], baseline: str) -> float:
+    """How many times as fast as the baseline: the median over turns, each with the same load."""
+    pairs = zip(times[baseline], times["heap, out"], strict=True)
+    return round(statistics.median(base / own for base, own in pairs), 2)
+
+
+def main() -> None:
+    """Measure, print a table, write results/redistribution.json."""
+    mebibytes = int(sys.argv[1]) if len(sys.argv) > 1 else 512
+    n = int((mebibytes * (1 << 20) / 8) ** 0.5)
+    rows = spawn(run, RANKS, n)[0]
+    names = list(rows[0]["GB/s"])
+    print(f"{n} x {n} float64, {RANKS} ranks, GB/s of a rank's result")
+    print(f"{'':32}" + "".join(f"{name:>16}" for name in names) + "   heap, out / contiguous")
+    for entry in rows:
+        cells = "".join(f"{entry['GB/s'].get(name, ''):>16}" for name in names)
+        print(f"{entry['case']:32}{cells}{entry['heap, out / contiguous']:25.2f}")
+    facts = {"n": n, "ranks": RANKS, "repeats": REPEATS, "compiled": stream.built() is not None}
+    path = record.write("redistribution", rows, **facts)
+    print(f"written: {path.relative_to(path.parent.parent.parent)}")
+
+
+if __name__ == "__main__":
+    main()

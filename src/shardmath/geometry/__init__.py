@@ -1,0 +1,36 @@
+"""Who owns which indices of a global array, and which moves turn one layout into another.
+
+Pure integers: nothing here knows an array library, a communicator or a device, so every rank can
+compute what every other rank owns.
+"""
+
+from shardmath.geometry.distribution import Binding, Distribution
+from shardmath.geometry.distributions import BlockCyclic, BlockNonCyclic, Box, Replicated, Slab
+from shardmath.geometry.encoding import decode
+from shardmath.geometry.grid import ProcessGrid
+from shardmath.geometry.inference import infer_global_shape
+from shardmath.geometry.layout import Layout
+from shardmath.geometry.moves import Move, Pattern, Traffic, bytes_moved, classify, moves
+from shardmath.geometry.spans import Run, Spans
+
+__all__ = [
+    "Binding",
+    "BlockCyclic",
+    "BlockNonCyclic",
+    "Box",
+    "Distribution",
+    "Layout",
+    "Move",
+    "Pattern",
+    "ProcessGrid",
+    "Replicated",
+    "Run",
+    "Slab",
+    "Spans",
+    "Traffic",
+    "bytes_moved",
+    "classify",
+    "decode",
+    "infer_global_shape",
+    "moves",
+]

@@ -1,0 +1,374 @@
+"""The distributions by name: Slab, Box, BlockCyclic, BlockNonCyclic and Replicated.
+
+Each says only which part of each axis a rank holds; everything else is in `Distribution`. Uneven
+and empty parts are ordinary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from shardmath import current
+from shardmath.errors import BindDistributionError
+from shardmath.geometry.distribution import Distribution, _global_index
+from shardmath.geometry.grid import ProcessGrid
+from shardmath.geometry.integers import integer, integers
+from shardmath.geometry.spans import Spans
+
+__all__ = ["BlockCyclic", "BlockNonCyclic", "Box", "Replicated", "Slab"]
+
+
+@dataclass(frozen=True, repr=False, slots=True)
+class Slab(Distribution):
+    """One axis in even parts, in rank order: the first `extent % size` ranks hold one more.
+
+        Slab.X on 2 ranks  0 0 0 0    Slab.Y  0 0 1 1
+                           1 1 1 1            0 0 1 1
+
+    Raises ValueError when `partition_dim` is no integer, negative, or not below `ndim`.
+    """
+
+    partition_dim: int
+    ndim: int | None = None
+
+    X: ClassVar[Slab]
+    Y: ClassVar[Slab]
+    Z: ClassVar[Slab]
+
+    def __post_init__(self) -> None:
+        dim = integer(self.partition_dim, "partition_dim", least=0)
+        ndim = None if self.ndim is None else integer(self.ndim, "ndim", least=1)
+        if ndim is not None and dim >= ndim:
+            raise ValueError(f"partition_dim {dim} is not an axis of an array of {ndim} axes")
+        object.__setattr__(self, "partition_dim", dim)
+        object.__setattr__(self, "ndim", ndim)
+
+    @property
+    def name(self) -> str:
+        """X, Y or Z for the first three axes, the number of the axis for others."""
+        return "XYZ"[self.partition_dim] if self.partition_dim < 3 else str(self.partition_dim)
+
+    def _place(self, rank: int, ndim: int, size: int) -> tuple[tuple[int, int], ...]:
+        return tuple((rank, size) if axis == self.partition_dim else (0, 1) for axis in range(ndim))
+
+    def _key(self) -> tuple[Any, ...]:
+        return (self.partition_dim,)
+
+    def _expression(self) -> str:
+        return f"Slab({self.partition_dim}{_ndim(self.ndim)})"
+
+    def _widened(self, ndim: int) -> Self:
+        return type(self)(self.partition_dim, ndim)
+
+    def _bound_fields(self, shape: tuple[int, ...]) -> dict[str, object]:
+        return {"ndim": len(shape)}
+
+    def _check(self, shape: tuple[int, ...], size: int | None) -> None:
+        Distribution._check(self, shape, size)
+        if self.partition_dim >= len(shape):
+            raise BindDistributionError(
+                f"{self!r} needs at least {self.partition_dim + 1} axes, the global shape {shape} "
+                f"has {len(shape)}"
+            )
+
+
+Slab.X, Slab.Y, Slab.Z = Slab(0), Slab(1), Slab(2)
+
+
+@dataclass(frozen=True, repr=False, slots=True)
+class Box(Distribution):
+    """One rank's box: the indices lower <= i < upper along each axis; it may be empty.
+
+    Every rank holds its own, and none knows the others'. Unpacks to (lower, upper). Raises
+    ValueError when lower and upper are no integers, of different length, negative, or when
+    upper < lower.
+    """
+
+    lower: tuple[int, ...]
+    upper: tuple[int, ...]
+
+    def __init__(self, lower: Sequence[int], upper: Sequence[int]) -> None:
+        lo, hi = integers(lower, "lower", least=0), integers(upper, "upper")
+        if len(lo) != len(hi):
+            raise ValueError(f"lower {lo} and upper {hi} differ in length")
+        if not all(a <= b for a, b in zip(lo, hi, strict=True)):
+            raise ValueError(f"upper {hi} must not be less than lower {lo}")
+        object.__setattr__(self, "binding", None)
+        object.__setattr__(self, "lower", lo)
+        object.__setattr__(self, "upper", hi)
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return len(self.lower)
+
+    @property
+    def box_shape(self) -> tuple[int, ...]:
+        """The extents of the box."""
+        return tuple(b - a for a, b in zip(self.lower, self.upper, strict=True))
+
+    @property
+    def per_rank(self) -> bool:
+        """True: a box speaks of its own rank only."""
+        return True
+
+    def __iter__(self) -> Iterator[tuple[int, ...]]:
+        return iter((self.lower, self.upper))
+
+    def __getitem__(self, item: int) -> tuple[int, ...]:
+        return (self.lower, self.upper)[item]
+
+    def __len__(self) -> int:
+        return 2
+
+    def owner(
+        self,
+        index: Sequence[int],
+        global_shape: Sequence[int] | None = None,
+        *,
+        size: int | None = None,
+    ) -> int | tuple[int, ...]:
+        """The rank of this box where the box holds the index.
+
+        Raises RuntimeError where it does not, or where the box's rank is not known.
+        """
+        held = self.binding.global_shape if self.binding else None
+        shape = held if global_shape is None else integers(global_shape, "global_shape", least=0)
+        at = integers(index, "index") if shape is None else _global_index(index, shape)
+        rank = self._this_rank()
+        if rank is None:
+            raise RuntimeError(f"{self!r} does not know its rank: bind it with rank=")
+        if len(at) != self.ndim or not all(
+            lo <= i < hi for i, lo, hi in zip(at, self.lower, self.upper, strict=True)
+        ):
+            raise RuntimeError(f"{self!r} of rank {rank} does not know which rank owns {at}")
+        return rank
+
+    def draw(self, global_shape: Sequence[int] | None = None, *, size: int | None = None) -> str:
+        """A text drawing of this box on the global array; indices of other ranks are dots."""
+        from shardmath.geometry.drawing import draw
+
+        shape = self._known_shape(global_shape)
+        self._check(shape, None)
+        rank = self._this_rank()
+        return draw(shape, {-1 if rank is None else rank: self._part(0, shape, 1)})
+
+    def infer_global_shape(self, local_shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
+        """Raises RuntimeError: it takes all ranks' boxes, as the function of that name does."""
+        raise RuntimeError(f"{self!r} knows one rank only: use geometry.infer_global_shape")
+
+    def alike(self, other: Distribution) -> bool:
+        """True for every box: each rank holds another one."""
+        return isinstance(other, Box) and self.ndim == other.ndim
+
+    def _this_rank(self) -> int | None:
+        if self.binding is not None and self.binding.rank is not None:
+            return self.binding.rank
+        context = current.get()
+        return None if context is None else context.rank
+
+    def _known_part(
+        self, rank: int, global_shape: Sequence[int] | None, size: int | None
+    ) -> tuple[Spans, ...]:
+        number = integer(rank, "rank", least=0)
+        if size is not None and number >= size:
+            raise ValueError(f"rank {number} is not one of {size} ranks")
+        if global_shape is not None:
+            self._check(integers(global_shape, "global_shape", least=0), size)
+        mine = self._this_rank()
+        if mine is not None and number != mine:
+            raise RuntimeError(
+                f"{self!r} is the box of rank {mine}; the box of rank {number} is not known here"
+            )
+        return self._part(number, (), 1)
+
+    def _part(self, rank: int, shape: tuple[int, ...], size: int) -> tuple[Spans, ...]:
+        return tuple(Spans.interval(lo, hi) for lo, hi in zip(self.lower, self.upper, strict=True))
+
+    def _check(self, shape: tuple[int, ...], size: int | None) -> None:
+        Distribution._check(self, shape, size)
+        if not all(hi <= extent for hi, extent in zip(self.upper, shape, strict=True)):
+            raise BindDistributionError(f"{self!r} reaches past the global shape {shape}")
+
+    def _place(self, rank: int, ndim: int, size: int) -> tuple[tuple[int, int], ...]:
+        raise AssertionError("a box is placed by its corners")
+
+    def _key(self) -> tuple[Any, ...]:
+        return (self.lower, self.upper)
+
+    def _expression(self) -> str:
+        return f"Box({self.lower}, {self.upper})"
+
+    def _widened(self, ndim: int) -> Self:
+        more = ndim - self.ndim
+        return type(self)(self.lower + (0,) * more, self.upper + (1,) * more)
+
+
+@dataclass(frozen=True, repr=False, slots=True)
+class BlockCyclic(Distribution):
+    """Blocks dealt in turn to the coordinates of a process grid, along every axis.
+
+        grid 2 x 1, blocks 1 x 2  0 0 0 0    grid 1 x 2  0 0 1 1 0 0
+                                  1 1 1 1                0 0 1 1 0 0
+                                  0 0 0 0                0 0 1 1 0 0
+
+    The first block of each axis goes to the coordinate `first_process` (default: all 0). Raises
+    ValueError when the block sizes are not one positive integer per axis of the grid, or when
+    `first_process` is not a coordinate; TypeError when the grid is not a `ProcessGrid`.
+    """
+
+    process_grid: ProcessGrid
+    block_sizes: tuple[int, ...]  # of a BlockNonCyclic: () until bound, then its largest part
+    first_process: tuple[int, ...]
+
+    def __init__(
+        self,
+        process_grid: ProcessGrid,
+        block_sizes: Sequence[int],
+        *,
+        first_process: Sequence[int] | None = None,
+    ) -> None:
+        self._set_grid(process_grid, first_process)
+        blocks = integers(block_sizes, "block_sizes", least=1)
+        if len(blocks) != process_grid.ndim:
+            raise ValueError(f"block_sizes {blocks} must hold one size per axis of {process_grid}")
+        object.__setattr__(self, "block_sizes", blocks)
+
+    def _set_grid(self, grid: ProcessGrid, first_process: Sequence[int] | None) -> None:
+        if not isinstance(grid, ProcessGrid):
+            raise TypeError(f"process_grid must be a ProcessGrid, not {grid!r}")
+        first = (
+            (0,) * grid.ndim
+            if first_process is None
+            else integers(first_process, "first_process", least=0)
+        )
+        if len(first) != grid.ndim or not all(
+            c < p for c, p in zip(first, grid.shape, strict=True)
+        ):
+            raise ValueError(f"first_process {first} is not a coordinate of {grid}")
+        object.__setattr__(self, "binding", None)
+        object.__setattr__(self, "process_grid", grid)
+        object.__setattr__(self, "first_process", first)
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return self.process_grid.ndim
+
+    @property
+    def grid_size(self) -> int:
+        """The number of ranks of the grid."""
+        return self.process_grid.size
+
+    def _place(self, rank: int, ndim: int, size: int) -> tuple[tuple[int, int], ...]:
+        grid = self.process_grid
+        return tuple(
+            ((c - first) % p, p)
+            for c, first, p in zip(
+                grid.coordinate(rank), self.first_process, grid.shape, strict=True
+            )
+        )
+
+    def _part(self, rank: int, shape: tuple[int, ...], size: int) -> tuple[Spans, ...]:
+        places = self._place(rank, len(shape), size)
+        return tuple(
+            Spans.cyclic(extent, block, parts, k)
+            for extent, block, (k, parts) in zip(shape, self.block_sizes, places, strict=True)
+        )
+
+    def _key(self) -> tuple[Any, ...]:
+        return (self.process_grid, self.block_sizes, self.first_process)
+
+    def _expression(self) -> str:
+        return f"BlockCyclic({self.process_grid}, {self.block_sizes}{self._first()})"
+
+    def _first(self) -> str:
+        return f", first_process={self.first_process}" if any(self.first_process) else ""
+
+    def _widened(self, ndim: int) -> Self:
+        more = ndim - self.ndim
+        return type(self)(
+            self.process_grid.promoted(ndim),
+            self.block_sizes + (1,) * more,
+            first_process=self.first_process + (0,) * more,
+        )
+
+
+@dataclass(frozen=True, repr=False, slots=True)
+class BlockNonCyclic(BlockCyclic):
+    """One block per coordinate of a process grid, along every axis in even parts.
+
+        4 x 5 on a 2 x 2 grid  0 0 0 1 1    Along an axis of P coordinates the first extent % P of
+                               0 0 0 1 1    them, counted from `first_process`, hold one index more
+                               2 2 2 3 3    than the others: the rule of Slab, per axis.
+                               2 2 2 3 3
+
+    Raises ValueError when `first_process` is not a coordinate of the grid; TypeError when the grid
+    is not a `ProcessGrid`.
+    """
+
+    def __init__(
+        self, process_grid: ProcessGrid, *, first_process: Sequence[int] | None = None
+    ) -> None:
+        self._set_grid(process_grid, first_process)
+        object.__setattr__(self, "block_sizes", ())
+
+    def _part(self, rank: int, shape: tuple[int, ...], size: int) -> tuple[Spans, ...]:
+        return Distribution._part(self, rank, shape, size)
+
+    def _bound_fields(self, shape: tuple[int, ...]) -> dict[str, object]:
+        pairs = zip(shape, self.process_grid.shape, strict=True)
+        return {"block_sizes": tuple(-(-extent // p) for extent, p in pairs)}
+
+    def _key(self) -> tuple[Any, ...]:
+        return (self.process_grid, self.first_process)
+
+    def _expression(self) -> str:
+        return f"BlockNonCyclic({self.process_grid}{self._first()})"
+
+    def _widened(self, ndim: int) -> Self:
+        first = self.first_process + (0,) * (ndim - self.ndim)
+        return type(self)(self.process_grid.promoted(ndim), first_process=first)
+
+
+@dataclass(frozen=True, repr=False, slots=True)
+class Replicated(Distribution):
+    """Every rank holds everything."""
+
+    ndim: int | None = None
+
+    def __post_init__(self) -> None:
+        ndim = None if self.ndim is None else integer(self.ndim, "ndim", least=0)
+        object.__setattr__(self, "ndim", ndim)
+
+    def owner(
+        self,
+        index: Sequence[int],
+        global_shape: Sequence[int] | None = None,
+        *,
+        size: int | None = None,
+    ) -> int | tuple[int, ...]:
+        """All ranks, ascending. Raises IndexError when the index is outside the global shape."""
+        _global_index(index, self._known_shape(global_shape))
+        return tuple(range(self._known_size(size)))
+
+    def _place(self, rank: int, ndim: int, size: int) -> tuple[tuple[int, int], ...]:
+        return ((0, 1),) * ndim
+
+    def _key(self) -> tuple[Any, ...]:
+        return ()
+
+    def _expression(self) -> str:
+        return f"Replicated({'' if self.ndim is None else f'ndim={self.ndim}'})"
+
+    def _widened(self, ndim: int) -> Self:
+        return type(self)(ndim)
+
+    def _bound_fields(self, shape: tuple[int, ...]) -> dict[str, object]:
+        return {"ndim": len(shape)}
+
+
+def _ndim(ndim: int | None) -> str:
+    return "" if ndim is None else f", ndim={ndim}"

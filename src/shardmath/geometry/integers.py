@@ -1,0 +1,32 @@
+"""The integers that a user gives: ranks, extents, shapes, of Python's or a library's type.
+
+Everything past this door holds plain `int`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+
+__all__ = ["integer", "integers"]
+
+
+def integer(value: object, name: str, *, least: int | None = None) -> int:
+    """`value` as an int. Raises ValueError when it is none, is a bool, or is less than `least`."""
+    if type(value) is not int:
+        try:
+            if isinstance(value, bool):
+                raise TypeError
+            value = operator.index(value)  # type: ignore[arg-type]
+        except TypeError:
+            raise ValueError(f"{name} must be an integer, not {value!r}") from None
+    if least is not None and value < least:
+        raise ValueError(f"{name} must be at least {least}, not {value}")
+    return value
+
+
+def integers(values: object, name: str, *, least: int | None = None) -> tuple[int, ...]:
+    """`values`, an iterable of integers, as a tuple of int. Raises ValueError as `integer` does."""
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+        raise ValueError(f"{name} must be a sequence of integers, not {values!r}")
+    return tuple([integer(value, name, least=least) for value in values])

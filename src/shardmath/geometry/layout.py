@@ -1,0 +1,252 @@
+"""Which part of a global array every rank owns: one product of `Spans` per rank.
+
+A `Layout` knows every rank, unlike a `Distribution` such as a box, which may know only its own. It
+is a value: two layouts are equal exactly when every rank owns the same indices along every axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from shardmath.errors import BindDistributionError
+from shardmath.geometry.coverage import owner_sets
+from shardmath.geometry.distribution import Distribution
+from shardmath.geometry.drawing import draw
+from shardmath.geometry.inference import check_alike
+from shardmath.geometry.integers import integers
+from shardmath.geometry.spans import Spans
+
+__all__ = ["Layout"]
+
+Part = tuple[Spans, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The parts of all ranks: `parts[rank][axis]` is a `Spans`.
+
+    Raises ValueError when a part has another number of axes than the global shape, or exceeds it.
+    """
+
+    global_shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+    def __post_init__(self) -> None:
+        for rank, part in enumerate(self.parts):
+            if len(part) != self.ndim or any(
+                s.stop > extent for s, extent in zip(part, self.global_shape, strict=True)
+            ):
+                raise ValueError(
+                    f"rank {rank}: part {_show(part)} does not fit in {self.global_shape}"
+                )
+
+    @classmethod
+    def bind(cls, distributions: Sequence[Distribution], global_shape: Sequence[int]) -> Layout:
+        """The layout that `distributions`, one per rank, make of an array of `global_shape`.
+
+        Raises BindDistributionError, naming the ranks, when the ranks hold different distributions,
+        when a part does not fit, when boxes overlap, or when an index has no owner.
+        """
+        shape = integers(global_shape, "global_shape", least=0)
+        size = len(distributions)
+        check_alike(distributions)
+        parts = tuple(d.part(rank, shape, size=size) for rank, d in enumerate(distributions))
+        layout = cls(shape, parts)
+        if distributions and distributions[0].per_rank:
+            layout._check_tiling()
+        return layout
+
+    @classmethod
+    def replicated(cls, global_shape: Sequence[int], size: int) -> Layout:
+        """Every one of `size` ranks owns everything."""
+        return cls.product(global_shape, [None] * len(global_shape), size=size)
+
+    @classmethod
+    def slab(cls, global_shape: Sequence[int], size: int, *, axis: int) -> Layout:
+        """`axis` split into `size` parts, of which the first `extent % size` hold one more."""
+        columns: list[Sequence[Spans] | None] = [None] * len(global_shape)
+        extent = global_shape[axis]
+        columns[axis] = [Spans.even(extent, size, k) for k in range(size)]
+        return cls.product(global_shape, columns, size=size)
+
+    @classmethod
+    def product(
+        cls, global_shape: Sequence[int], columns: Sequence[Sequence[Spans] | None], *, size: int
+    ) -> Layout:
+        """Rank r owns `columns[axis][r]` along each axis; None stands for the whole axis.
+
+        For example rows as in c, and all of k: `product((m, k), [c.column(0), None], size=c.size)`.
+        """
+        shape = integers(global_shape, "global_shape", least=0)
+        full = [
+            [Spans.interval(0, extent)] * size if column is None else column
+            for extent, column in zip(shape, columns, strict=True)
+        ]
+        return cls(shape, tuple(tuple(column[r] for column in full) for r in range(size)))
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self.parts)
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return len(self.global_shape)
+
+    @property
+    def elements(self) -> int:
+        """The number of elements of the global array."""
+        return prod(self.global_shape)
+
+    def spans(self, rank: int) -> Part:
+        """What `rank` owns along each axis."""
+        return self.parts[rank]
+
+    def column(self, axis: int) -> tuple[Spans, ...]:
+        """What every rank owns along `axis`."""
+        return tuple(part[axis] for part in self.parts)
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """The shape of `rank`'s part."""
+        return tuple(s.length for s in self.parts[rank])
+
+    def owners(self, index: Sequence[int]) -> tuple[int, ...]:
+        """The ranks that own the element at a global index, ascending.
+
+        Raises IndexError when the index is outside the global shape.
+        """
+        if len(index) != self.ndim or not all(
+            0 <= i < extent for i, extent in zip(index, self.global_shape, strict=True)
+        ):
+            raise IndexError(f"index {tuple(index)} of an array of shape {self.global_shape}")
+        return tuple(
+            rank
+            for rank, part in enumerate(self.parts)
+            if all(i in s for i, s in zip(index, part, strict=True))
+        )
+
+    def transposed(self, axes: Sequence[int] | None = None) -> Layout:
+        """The layout of the transposed array: axis i is this one's `axes[i]`; None reverses.
+
+        Raises ValueError when `axes` is not a permutation.
+        """
+        order = tuple(range(self.ndim))[::-1] if axes is None else tuple(axes)
+        if sorted(order) != list(range(self.ndim)):
+            raise ValueError(f"axes {order} do not permute the {self.ndim} axes")
+        return Layout(
+            tuple(self.global_shape[i] for i in order),
+            tuple(tuple(part[i] for i in order) for part in self.parts),
+        )
+
+    def same_as(self, other: Layout) -> bool:
+        """True when every rank owns the same elements: equal, but for where empty parts lie."""
+        if self.global_shape != other.global_shape or self.size != other.size:
+            return False
+        pairs = zip(self.parts, other.parts, strict=True)
+        return all(one == two or (_empty(one) and _empty(two)) for one, two in pairs)
+
+    @cached_property
+    def partitioned_axes(self) -> tuple[int, ...]:
+        """The axes along which some rank does not own everything."""
+        return tuple(
+            axis
+            for axis, extent in enumerate(self.global_shape)
+            if any(part[axis].length != extent for part in self.parts)
+        )
+
+    @property
+    def is_replicated(self) -> bool:
+        """True when every rank owns everything (always so for one rank that covers)."""
+        return not self.partitioned_axes
+
+    @cached_property
+    def uniform(self) -> bool:
+        """True when all local shapes are equal."""
+        return len({self.local_shape(rank) for rank in range(self.size)}) <= 1
+
+    @cached_property
+    def owner_sets(self) -> Mapping[int, tuple[int, ...]]:
+        """Each set of ranks that owns some element, as a bit mask, with one such index."""
+        return owner_sets(self.global_shape, self.parts)
+
+    def covers(self) -> bool:
+        """True when every element has an owner."""
+        return 0 not in self.owner_sets
+
+    def disjoint(self) -> bool:
+        """True when every element has exactly one owner."""
+        return all(mask.bit_count() == 1 for mask in self.owner_sets)
+
+    @cached_property
+    def groups(self) -> tuple[tuple[int, ...], ...] | None:
+        """The ranks that own the same part, by part; None when parts overlap without being equal.
+
+        Ranks with empty parts are left out. Disjoint layouts have groups of one rank.
+        """
+        by_part: dict[Part, list[int]] = {}
+        for rank, part in enumerate(self.parts):
+            if not _empty(part):
+                by_part.setdefault(part, []).append(rank)
+        masks = {sum(1 << rank for rank in ranks) for ranks in by_part.values()}
+        if not all(mask == 0 or mask in masks for mask in self.owner_sets):
+            return None
+        return tuple(tuple(ranks) for ranks in by_part.values())
+
+    def describe(self) -> str:
+        """One line: the global shape, the ranks, how each axis is split."""
+        if self.is_replicated:
+            return f"{_shape(self.global_shape)} on {self.size} ranks, replicated"
+        split = ", ".join(
+            f"axis {axis} in {len(set(self.column(axis)))}" for axis in self.partitioned_axes
+        )
+        kind = "" if self.uniform else ", uneven"
+        cyclic = any(s.period for part in self.parts for s in part)
+        return (
+            f"{_shape(self.global_shape)} on {self.size} ranks, {split}"
+            f"{', cyclic' if cyclic else ''}{kind}"
+        )
+
+    def draw(self) -> str:
+        """A text drawing of the ranks on the global array; * where several ranks own an element."""
+        return draw(self.global_shape, dict(enumerate(self.parts)))
+
+    def __str__(self) -> str:
+        return self.describe()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.global_shape, self.parts))
+
+    def _check_tiling(self) -> None:
+        """Raise BindDistributionError unless every element has exactly one owner."""
+        for mask, index in self.owner_sets.items():
+            if mask == 0:
+                raise BindDistributionError(
+                    f"no rank owns index {index} of the global shape {self.global_shape}"
+                )
+            if mask.bit_count() > 1:
+                ranks = [rank for rank in range(self.size) if mask >> rank & 1]
+                names = " and ".join(str(rank) for rank in ranks)
+                held = "; ".join(f"rank {r}: {_show(self.parts[r])}" for r in ranks[:2])
+                raise BindDistributionError(
+                    f"the parts of ranks {names} overlap at index {index} ({held})"
+                )
+
+
+def _empty(part: Part) -> bool:
+    return not all(s.block for s in part)
+
+
+def _show(part: Part) -> str:
+    return "[" + ", ".join(str(s) for s in part) + "]"
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return " x ".join(str(extent) for extent in shape) or "scalar"

@@ -1,0 +1,229 @@
+"""Which elements go from which rank to which when one layout becomes another.
+
+A move is a product of runs: one strided box, copied from the source's local array to the
+destination's. Over all moves into a rank, every element of its part is written exactly once, from
+exactly one source; every rank computes the same moves, so sender and receiver need not talk.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import NamedTuple
+
+from shardmath.geometry.coverage import Atom, atoms
+from shardmath.geometry.layout import Layout
+from shardmath.geometry.spans import Run, Spans
+
+__all__ = ["Move", "Pattern", "Traffic", "bytes_moved", "classify", "moves"]
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One strided box from rank `src` to rank `dst`: one `Run` per axis."""
+
+    src: int
+    dst: int
+    runs: tuple[Run, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The elements moved along each axis."""
+        return tuple(run.count * run.length for run in self.runs)
+
+    @property
+    def elements(self) -> int:
+        """The elements moved."""
+        return prod(self.shape)
+
+    def __str__(self) -> str:
+        return f"{self.src} -> {self.dst}: " + ", ".join(str(run) for run in self.runs)
+
+
+class Pattern(enum.Enum):
+    """What a redistribution is, seen over all ranks; the first meaning that holds."""
+
+    LOCAL = "local"  # no element changes its rank
+    ALL_GATHER = "all-gather"  # every rank ends with everything
+    GATHER = "gather"  # one rank ends with everything, the others with nothing
+    SCATTER = "scatter"  # one rank began with everything, the others with nothing
+    ALL_TO_ALL = "all-to-all"  # one owner per element, at most one move between any two ranks
+    GENERAL = "general"  # anything else: replicas, or several strided boxes between two ranks
+
+
+class Traffic(NamedTuple):
+    """Bytes that leave and that enter each rank; what stays on a rank is not counted."""
+
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+
+
+def moves(
+    src: Layout, dst: Layout, *, dst_rank: int | None = None, src_rank: int | None = None
+) -> tuple[Move, ...]:
+    """The moves that turn `src` into `dst`: all, or those into `dst_rank`, or out of `src_rank`.
+
+    Where several ranks own the data, a rank takes what it has itself, and otherwise the owners
+    share the destinations evenly. Ascending by destination, then by source where there is one owner
+    per element. Raises ValueError when the global shapes or sizes differ, or when an element that
+    `dst` needs has no owner in `src`.
+    """
+    _check(src, dst)
+    return tuple(
+        Move(s, d, runs)
+        for d in (range(dst.size) if dst_rank is None else (dst_rank,))
+        for s, columns in _sources(src, dst, d, src_rank)
+        for runs in product(*columns)
+    )
+
+
+def bytes_moved(src: Layout, dst: Layout, itemsize: int) -> Traffic:
+    """The bytes that each rank sends and receives when `src` becomes `dst`.
+
+    Raises ValueError as `moves` does.
+    """
+    _check(src, dst)
+    sent, received = [0] * src.size, [0] * dst.size
+    for d in range(dst.size):
+        for s, columns in _sources(src, dst, d, None):
+            if s != d:
+                count = prod(sum(run.elements for run in runs) for runs in columns) * itemsize
+                sent[s] += count
+                received[d] += count
+    return Traffic(tuple(sent), tuple(received))
+
+
+def classify(src: Layout, dst: Layout) -> Pattern:
+    """The pattern of the redistribution from `src` to `dst`. Raises ValueError as `moves` does."""
+    _check(src, dst)
+    ranks = range(dst.size)
+    if all(_holds(src.spans(rank), dst.spans(rank)) for rank in ranks):
+        return Pattern.LOCAL
+    if dst.is_replicated:
+        return Pattern.ALL_GATHER
+    everything = dst.elements
+    if sorted(prod(dst.local_shape(rank)) for rank in ranks)[-2:] == [0, everything]:
+        return Pattern.GATHER
+    if sorted(prod(src.local_shape(rank)) for rank in ranks)[-2:] == [0, everything]:
+        return Pattern.SCATTER
+    if src.disjoint() and dst.disjoint() and _one_move_per_pair(src, dst):
+        return Pattern.ALL_TO_ALL
+    return Pattern.GENERAL
+
+
+def _check(src: Layout, dst: Layout) -> None:
+    if src.global_shape != dst.global_shape or src.size != dst.size:
+        raise ValueError(f"no moves between different arrays: {src.describe()}; {dst.describe()}")
+
+
+def _sources(
+    src: Layout, dst: Layout, d: int, only: int | None
+) -> Iterator[tuple[int, list[tuple[Run, ...]]]]:
+    """(source, runs per axis) for every source of rank `d`; only from rank `only` if given."""
+    part = dst.spans(d)
+    need = prod(s.length for s in part)
+    if need == 0:
+        return
+    groups = src.groups
+    if groups is None:
+        yield from _overlapping_sources(src, dst, d, only)
+        return
+    found = 0
+    for group in groups:
+        if only is not None and only not in group:
+            continue
+        columns = _meet(src.spans(group[0]), part)
+        if columns is None:
+            continue
+        s = group[0] if len(group) == 1 else _choose(group, src.spans(group[0]), dst, d)
+        if only is None or s == only:
+            yield s, columns
+        found += prod(sum(run.elements for run in runs) for runs in columns)
+    if only is None and found != need:
+        raise ValueError(f"rank {d} needs {need} elements of which {found} have an owner")
+
+
+def _meet(src: Sequence[Spans], dst: Sequence[Spans]) -> list[tuple[Run, ...]] | None:
+    """The runs of each axis from one part to another; None when they share nothing."""
+    columns = []
+    for one, two in zip(src, dst, strict=True):
+        runs = one.intersect(two)
+        if not runs:
+            return None
+        columns.append(runs)
+    return columns
+
+
+def _choose(group: Sequence[int], part: Sequence[Spans], dst: Layout, d: int) -> int:
+    """Which rank of `group`, all of which own `part`, serves rank `d`.
+
+    Itself if it can; otherwise the takers from outside the group go round the group in turn.
+    """
+    if d in group:
+        return d
+    turn = 0
+    members = set(group)
+    for other in range(d):
+        takes = other not in members and all(
+            one.shared(two) for one, two in zip(part, dst.spans(other), strict=True)
+        )
+        turn += takes
+    return group[turn % len(group)]
+
+
+def _overlapping_sources(
+    src: Layout, dst: Layout, d: int, only: int | None
+) -> Iterator[tuple[int, list[tuple[Run, ...]]]]:
+    """As `_sources`, for parts that overlap without being equal: atom by atom, each with one owner.
+
+    Correct for every layout; the other path gives fewer and longer runs where it applies.
+    """
+    axes: list[list[tuple[Atom, int]]] = []
+    for axis, extent in enumerate(src.global_shape):
+        column = src.column(axis)
+        mine = 1 << src.size
+        axes.append(
+            [
+                (atom, atom.mask & ~mine)
+                for atom in atoms([*column, dst.spans(d)[axis]], extent)
+                if atom.mask & mine
+            ]
+        )
+    for cell in product(*axes):
+        mask = -1
+        for _, held in cell:
+            mask &= held
+        owners = [rank for rank in range(src.size) if mask >> rank & 1]
+        if not owners:
+            index = tuple(atom.start for atom, _ in cell)
+            raise ValueError(f"rank {d} needs index {index}, which has no owner")
+        s = d if d in owners else owners[d % len(owners)]
+        if only is None or s == only:
+            columns = zip(cell, src.spans(s), dst.spans(d), strict=True)
+            yield s, [(_run(atom, one, two),) for (atom, _), one, two in columns]
+
+
+def _run(atom: Atom, src: Spans, dst: Spans) -> Run:
+    """The run that copies an atom from the local axis of `src` to that of `dst`."""
+    src_start, dst_start = src.before(atom.start), dst.before(atom.start)
+    src_step = src.before(atom.start + atom.step) - src_start
+    dst_step = dst.before(atom.start + atom.step) - dst_start
+    return Run(atom.count, atom.length, src_start, src_step, dst_start, dst_step)
+
+
+def _holds(src: Sequence[Spans], dst: Sequence[Spans]) -> bool:
+    """True when everything in the part `dst` is also in the part `src`."""
+    if not all(s.block for s in dst):
+        return True
+    return all(one.shared(two) == two.length for one, two in zip(src, dst, strict=True))
+
+
+def _one_move_per_pair(src: Layout, dst: Layout) -> bool:
+    return all(
+        prod(len(one.intersect(two)) for one, two in zip(a, b, strict=True)) <= 1
+        for a in src.parts
+        for b in dst.parts
+    )

@@ -1,0 +1,298 @@
+"""Which global indices one rank owns along one axis, and how two such sets meet.
+
+Every named distribution is, per rank and axis, one `Spans`: equal blocks at a constant period, cut
+at a stop. The fields are kept in a normal form, so that two `Spans` are equal exactly when they
+hold the same indices. Nothing enumerates blocks: work is bounded by one common period of two sets.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+__all__ = ["Run", "Spans"]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """`count` blocks of `length` elements that two ranks share along one axis.
+
+    Block i starts at `src_start + i * src_step` in the source's local axis and at
+    `dst_start + i * dst_step` in the destination's. Steps are 0 when `count` is 1.
+    """
+
+    count: int
+    length: int
+    src_start: int
+    src_step: int
+    dst_start: int
+    dst_step: int
+
+    @property
+    def elements(self) -> int:
+        """How many elements the run holds: `count * length`."""
+        return self.count * self.length
+
+    def __str__(self) -> str:
+        if self.count == 1:
+            src = f"{self.src_start}:{self.src_start + self.length}"
+            return f"{src} -> {self.dst_start}:{self.dst_start + self.length}"
+        return (
+            f"{self.count} x {self.length} at {self.src_start}+{self.src_step}i"
+            f" -> {self.dst_start}+{self.dst_step}i"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """The indices in [start + i * period, start + i * period + block), i >= 0, below `stop`.
+
+    A period of 0 means one block. Normal form: an empty set is `Spans(0, 0, 0, 0)`, one block has
+    period 0, and `stop` is the last index + 1. Raises ValueError for negative fields and for blocks
+    that overlap (a period smaller than the block, but not 0).
+    """
+
+    start: int
+    block: int
+    period: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        start, block, period, stop = self.start, self.block, self.period, self.stop
+        if start < 0 or block < 0 or period < 0 or 0 < period < block:
+            raise ValueError(
+                f"start={start}, block={block}, period={period}: none may be negative, and the "
+                "period must be 0 (one block) or at least the block"
+            )
+        if block == 0 or start >= stop:
+            start = block = period = stop = 0
+        elif period == 0:
+            stop = min(stop, start + block)
+            block = stop - start
+        else:
+            last = (stop - 1 - start) // period
+            stop = min(stop, start + last * period + block)
+            if last == 0 or period == block:
+                block, period = stop - start, 0
+        write = object.__setattr__
+        write(self, "start", start)
+        write(self, "block", block)
+        write(self, "period", period)
+        write(self, "stop", stop)
+
+    @classmethod
+    def interval(cls, lo: int, hi: int) -> Spans:
+        """The indices lo, ..., hi - 1; empty when `hi <= lo`."""
+        return cls(lo, max(hi - lo, 0), 0, hi)
+
+    @classmethod
+    def even(cls, extent: int, parts: int, k: int) -> Spans:
+        """Part `k` of `extent` indices in even parts: `extent // parts` of them, perhaps none.
+
+        The first `extent % parts` parts hold one more.
+        """
+        base, more = divmod(extent, parts)
+        lo = k * base + min(k, more)
+        return cls.interval(lo, lo + base + (k < more))
+
+    @classmethod
+    def cyclic(cls, extent: int, block: int, parts: int, k: int) -> Spans:
+        """Part `k` when blocks of `block` indices are dealt to `parts` parts in turn."""
+        return cls(k * block, block, parts * block, extent)
+
+    @property
+    def length(self) -> int:
+        """How many indices there are."""
+        if self.period == 0:
+            return self.block
+        full, rest = divmod(self.stop - self.start, self.period)
+        return full * self.block + rest
+
+    @property
+    def count(self) -> int:
+        """How many blocks there are, the last of which may be short."""
+        if self.period == 0:
+            return 1 if self.block else 0
+        return -((self.start - self.stop) // self.period)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __contains__(self, index: int) -> bool:
+        if not self.start <= index < self.stop:
+            return False
+        return self.period == 0 or (index - self.start) % self.period < self.block
+
+    def ranges(self) -> Iterator[tuple[int, int]]:
+        """The blocks as (lo, hi), ascending."""
+        if self.period == 0:
+            if self.block:
+                yield self.start, self.stop
+            return
+        for lo in range(self.start, self.stop, self.period):
+            yield lo, min(lo + self.block, self.stop)
+
+    def before(self, index: int) -> int:
+        """How many owned indices are smaller than `index`."""
+        if index <= self.start:
+            return 0
+        if index >= self.stop:
+            return self.length
+        if self.period == 0:
+            return index - self.start
+        full, rest = divmod(index - self.start, self.period)
+        return full * self.block + min(rest, self.block)
+
+    def local(self, index: int) -> int | None:
+        """The position of a global index in the rank's local axis; None where it is not owned."""
+        return self.before(index) if index in self else None
+
+    def global_index(self, local: int) -> int:
+        """The global index at position `local`. Raises IndexError outside 0 <= local < length."""
+        if not 0 <= local < self.length:
+            raise IndexError(f"position {local} of a local axis of {self.length}")
+        if self.period == 0:
+            return self.start + local
+        full, rest = divmod(local, self.block)
+        return self.start + full * self.period + rest
+
+    def cut_after(self, index: int) -> int | None:
+        """The smallest start or end of a block that is greater than `index`; None past the last."""
+        if index >= self.stop:
+            return None
+        if index < self.start:
+            return self.start
+        if self.period == 0:
+            return self.stop
+        full, rest = divmod(index - self.start, self.period)
+        lo = self.start + full * self.period
+        return min(lo + self.block, self.stop) if rest < self.block else lo + self.period
+
+    def intersect(self, other: Spans) -> tuple[Run, ...]:
+        """The indices in both, as runs from this local axis (source) to the other's (destination).
+
+        Their number is bounded by the blocks in one common period of the two, whatever the extent.
+        """
+        return _intersect(self, other)
+
+    def shared(self, other: Spans) -> int:
+        """How many indices are in both."""
+        return _shared(self, other)
+
+    def __str__(self) -> str:
+        if not self.block:
+            return "empty"
+        head = f"{self.start}:{self.start + self.block}"
+        return f"{head} every {self.period} to {self.stop}" if self.period else head
+
+
+# A piece is (lo, length, count, step): count equal blocks at a constant step, in global indices.
+_Piece = tuple[int, int, int, int]
+
+
+@lru_cache(maxsize=1 << 14)
+def _intersect(src: Spans, dst: Spans) -> tuple[Run, ...]:
+    lo, hi = max(src.start, dst.start), min(src.stop, dst.stop)
+    if lo >= hi:
+        return ()
+    src_is_coarse = src.period == 0 or (dst.period != 0 and src.period >= dst.period)
+    coarse, fine = (src, dst) if src_is_coarse else (dst, src)
+    pieces = _periodic(coarse, fine, lo, hi) if coarse.period else _within(fine, lo, hi)
+    runs: list[Run] = []
+    for start, length, count, step in pieces:
+        src_start, dst_start = src.before(start), dst.before(start)
+        run = Run(count, length, src_start, 0, dst_start, 0)
+        if count > 1:
+            src_step = src.before(start + step) - src_start
+            dst_step = dst.before(start + step) - dst_start
+            if src_step == length == dst_step:
+                run = Run(1, length * count, src_start, 0, dst_start, 0)
+            else:
+                run = Run(count, length, src_start, src_step, dst_start, dst_step)
+        joined = _join(runs[-1], run) if runs else None
+        if joined is None:
+            runs.append(run)
+        else:
+            runs[-1] = joined
+    return tuple(runs)
+
+
+@lru_cache(maxsize=1 << 14)
+def _shared(one: Spans, other: Spans) -> int:
+    return sum(run.elements for run in _intersect(one, other))
+
+
+def _within(fine: Spans, lo: int, hi: int) -> Iterator[_Piece]:
+    """The blocks of `fine` in [lo, hi), which lies in [fine.start, fine.stop): at most 3 pieces."""
+    if fine.period == 0:
+        yield lo, hi - lo, 1, 0
+        return
+    start, block, period = fine.start, fine.block, fine.period
+    first, cut = divmod(lo - start, period)
+    if cut:
+        if cut < block:
+            yield lo, min(block - cut, hi - lo), 1, 0
+        first += 1
+    last, rest = divmod(hi - start, period)
+    full = last + (rest >= block) - first
+    if full > 0:
+        yield start + first * period, block, full, period if full > 1 else 0
+    if 0 < rest < block and last >= first:
+        yield start + last * period, rest, 1, 0
+
+
+def _periodic(coarse: Spans, fine: Spans, lo: int, hi: int) -> Iterator[_Piece]:
+    """The pieces of both in [lo, hi): the coarse blocks of one common period, then repeated.
+
+    Only the first and the last coarse block can be cut by lo and hi; they stand alone.
+    """
+    start, block, period = coarse.start, coarse.block, coarse.period
+    common = math.lcm(period, fine.period)
+    first, cut = divmod(lo - start, period)
+    if cut:
+        if cut < block:
+            yield from _within(fine, lo, min(lo - cut + block, hi))
+        first += 1
+    last, rest = divmod(hi - start, period)
+    full = last + (rest >= block) - first
+    pattern = common // period
+    for i in range(min(full, pattern)):
+        repeats = 1 + (full - 1 - i) // pattern
+        at = start + (first + i) * period
+        for piece in _within(fine, at, at + block):
+            yield from _repeat(piece, repeats, common)
+    if 0 < rest < block and last >= first:
+        yield from _within(fine, start + last * period, hi)
+
+
+def _repeat(piece: _Piece, repeats: int, common: int) -> Iterator[_Piece]:
+    """A piece and its copies at multiples of `common`, in as few pieces as one step allows."""
+    lo, length, count, step = piece
+    if count == 1:
+        yield lo, length, repeats, common
+    elif count <= repeats:
+        for i in range(count):
+            yield lo + i * step, length, repeats, common
+    else:
+        for i in range(repeats):
+            yield lo + i * common, length, count, step
+
+
+def _join(one: Run, two: Run) -> Run | None:
+    """One run that holds both, `two` coming after `one`; None where there is none."""
+    if one.count == two.count == 1:
+        src_gap = two.src_start - one.src_start
+        dst_gap = two.dst_start - one.dst_start
+        if src_gap == dst_gap == one.length:
+            return Run(1, one.length + two.length, one.src_start, 0, one.dst_start, 0)
+    if one.length != two.length:
+        return None
+    src_step = two.src_start - one.src_start - (one.count - 1) * one.src_step
+    dst_step = two.dst_start - one.dst_start - (one.count - 1) * one.dst_step
+    for run in (one, two):
+        if run.count > 1 and (run.src_step, run.dst_step) != (src_step, dst_step):
+            return None
+    count = one.count + two.count
+    return Run(count, one.length, one.src_start, src_step, one.dst_start, dst_step)

@@ -1,0 +1,58 @@
+"""The ranks that share a key-value store, such as torch.distributed's: start-up through it.
+
+Bytes are all that goes through the store: a key per rank and round, written once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardmath.errors import BootstrapError
+from shardmath.group.base import GatheringGroup
+
+__all__ = ["StoreProcessGroup"]
+
+
+class StoreProcessGroup(GatheringGroup):
+    """`size` ranks, which meet under `name` in a store with `set(key, bytes)` and `get(key)`.
+
+    `get` waits for the key, for as long as the store is set to.
+    """
+
+    def __init__(self, store: Any, name: str, rank: int, size: int) -> None:
+        if not 0 <= rank < size:
+            raise ValueError(f"rank {rank} of {size} in group {name!r}")
+        self._store = store
+        self._name = name
+        self._rank = rank
+        self._size = size
+        self._rounds = 0
+
+    @property
+    def rank(self) -> int:
+        """The process's number in the group."""
+        return self._rank
+
+    @property
+    def nranks(self) -> int:
+        """The number of ranks in the group."""
+        return self._size
+
+    def allgather_bytes(self, data: bytes) -> list[bytes]:
+        """The `data` of every rank, in the order of the ranks. Collective; sizes may differ.
+
+        Raises BootstrapError when the store fails, or a rank does not come.
+        """
+        self._rounds += 1
+        prefix = f"shardmath/{self._name}/{self._rounds}"
+        gathered: list[bytes] = []
+        try:
+            self._store.set(f"{prefix}/{self._rank}", bytes(data))
+            for rank in range(self._size):
+                gathered.append(bytes(self._store.get(f"{prefix}/{rank}")))
+        except Exception as error:
+            raise BootstrapError(
+                f"rank {self._rank} waited in the store for rank {len(gathered)} of group "
+                f"{self._name!r}: {error}"
+            ) from None
+        return gathered

@@ -1,0 +1,305 @@
+"""The epilogs of a matrix product: what happens to one rank's sums on their way into D.
+
+Everything is computed in the accumulator's type and rounded once, tile by tile, so no temporary has
+the size of D. Column j of a ReLU mask holds row i's bit at position i % 8 of byte i // 8; a bit is
+set where the input of ReLU is greater than 0. GELU is the tanh approximation. Semantics and shapes
+are those of cuBLASLt.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Literal
+
+import numpy as np
+
+from shardmath.arrays import dtypes
+from shardmath.arrays.base import HostArray, raw_view
+
+__all__ = [
+    "Extra",
+    "MatmulEpilog",
+    "Requirements",
+    "apply",
+    "column_sums",
+    "requirements",
+    "row_sums",
+]
+
+Activation = Literal["relu", "gelu"]
+
+_RELU, _BIAS, _DRELU, _BGRAD, _GELU, _DGELU, _AUX = 2, 4, 8, 16, 32, 64, 128
+
+
+class MatmulEpilog(IntEnum):
+    """What is done with alpha A B + beta C before it becomes D; the values are cuBLASLt's."""
+
+    DEFAULT = 0
+    ALLREDUCE = 1
+    RELU = 2
+    BIAS = 4
+    RELU_BIAS = 6
+    GELU = 32
+    GELU_BIAS = 36
+    RELU_AUX = 130
+    RELU_AUX_BIAS = 134
+    DRELU = 136
+    DRELU_BGRAD = 152
+    GELU_AUX = 160
+    GELU_AUX_BIAS = 164
+    DGELU = 192
+    DGELU_BGRAD = 208
+    BGRADA = 256
+    BGRADB = 512
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether bias[i] is added to row i."""
+        return bool(self & _BIAS)
+
+    @property
+    def activation(self) -> Activation | None:
+        """The function applied to each element."""
+        return "relu" if self & _RELU else "gelu" if self & _GELU else None
+
+    @property
+    def gradient(self) -> Activation | None:
+        """The function whose derivative, taken at the auxiliary input, multiplies each element."""
+        return "relu" if self & _DRELU else "gelu" if self & _DGELU else None
+
+    @property
+    def makes_aux(self) -> str | None:
+        """The name of the output that keeps what the derivative will need."""
+        return f"{self.activation}_aux" if self.activation and self & _AUX else None
+
+    @property
+    def needs_aux(self) -> str | None:
+        """The name of the auxiliary input."""
+        return f"{self.gradient}_aux" if self.gradient else None
+
+    @property
+    def makes_bgrad(self) -> str | None:
+        """The name of the output that sums rows of D, rows of A, or columns of B."""
+        if self in (MatmulEpilog.BGRADA, MatmulEpilog.BGRADB):
+            return self.name.lower()
+        return f"d{self.gradient}_bgrad" if self & _BGRAD else None
+
+
+@dataclass(frozen=True)
+class Extra:
+    """An array that an epilog reads or makes beside A, B, C and D.
+
+    `shapes` lists the accepted ones, the canonical first. `column_major` says that each column must
+    be contiguous; columns may be further apart than their length.
+    """
+
+    name: str
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: str
+    column_major: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The canonical shape."""
+        return self.shapes[0]
+
+    def misfit(self, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> str | None:
+        """Why an array (dtype name, shape, strides in elements) cannot serve, or None if it can."""
+        if dtype != self.dtype:
+            return f"{self.name} has dtype {dtype}; expected is {self.dtype}"
+        if shape not in self.shapes:
+            expected = " or ".join(map(str, self.shapes))
+            return f"{self.name} has shape {shape}; expected is {expected}"
+        if self.column_major and shape[0] > 1 and 0 not in shape and strides[0] != 1:
+            return f"{self.name} has strides {strides}; expected are contiguous columns"
+        return None
+
+
+@dataclass(frozen=True)
+class Requirements:
+    """The arrays that an epilog reads, by name in `epilog_inputs`, and those that it makes."""
+
+    inputs: tuple[Extra, ...] = ()
+    outputs: tuple[Extra, ...] = ()
+
+
+def requirements(epilog: MatmulEpilog, m: int, n: int, dtype: Any) -> Requirements:
+    """The extra arrays of `epilog` for a local D of shape (m, n) and type `dtype`.
+
+    Raises ValueError where the epilog has no meaning for the type: activations, and their
+    derivatives, want real floating numbers.
+    """
+    kind, name = dtypes.of(dtype).kind, dtypes.of(dtype).name
+    if (epilog.activation or epilog.gradient) and kind != "f":
+        raise ValueError(f"epilog {epilog.name} wants a real floating type; given is {name}")
+    aux = {
+        "relu_aux": Extra("relu_aux", ((_up(-(-m // 8), 16), n),), "uint8", column_major=True),
+        "gelu_aux": Extra("gelu_aux", ((_up(m, 8), n),), name, column_major=True),
+    }
+    inputs, outputs = [], []
+    if epilog.has_bias:
+        inputs.append(Extra("bias", ((m,), (m, 1)), name))
+    if epilog.needs_aux:
+        inputs.append(aux[epilog.needs_aux])
+    if epilog.makes_aux:
+        outputs.append(aux[epilog.makes_aux])
+    if epilog.makes_bgrad:
+        extent = n if epilog is MatmulEpilog.BGRADB else m
+        outputs.append(Extra(epilog.makes_bgrad, ((extent,),), name))
+    return Requirements(tuple(inputs), tuple(outputs))
+
+
+def apply(
+    epilog: MatmulEpilog,
+    acc: HostArray,
+    inputs: Mapping[str, HostArray],
+    *,
+    dtype: Any,
+    out: HostArray | None = None,
+) -> tuple[HostArray, dict[str, HostArray]]:
+    """Return (D, outputs by name) of the local sums `acc` (m, n); inputs as `requirements` says.
+
+    `dtype` is D's. D is `out` where given, which may be `acc` itself; otherwise it is new, in the
+    order of `acc`. A row sum of D covers this rank's columns only and stays in the type of `acc`,
+    for ranks to add before rounding. BGRADA and BGRADB do not concern D: see `row_sums` and
+    `column_sums`.
+    """
+    m, n = acc.shape
+    made = requirements(epilog, m, n, dtype)
+    if out is None:
+        out = np.empty_like(acc, dtypes.to_numpy(dtype))
+    if epilog in _UNTOUCHED:
+        if out is not acc:
+            out[...] = acc
+        return out, {}
+    aux: dict[str, HostArray] = {
+        extra.name: np.zeros(extra.shape, acc.dtype)
+        if extra.name == epilog.makes_bgrad
+        else np.zeros(extra.shape, dtypes.to_numpy(extra.dtype), "F")
+        for extra in made.outputs
+    }
+    bias = inputs["bias"].reshape(m, 1) if epilog.has_bias else None
+    for tile in _tiles(m, n):
+        x = acc[tile].copy(order="K")
+        if bias is not None:
+            x += bias[tile[0]].astype(acc.dtype)
+        if epilog.makes_aux:
+            _keep(epilog, aux[epilog.makes_aux], tile, x)
+        if epilog.activation:
+            x = _ACTIVATE[epilog.activation](x)
+        if epilog.needs_aux:
+            _differentiate(epilog, inputs[epilog.needs_aux], tile, x)
+        if epilog.makes_bgrad:
+            aux[epilog.makes_bgrad][tile[0]] += x.sum(axis=1)
+        out[tile] = x
+    return out, aux
+
+
+def row_sums(a: HostArray) -> HostArray:
+    """The sums (m,) of the rows of a local part of A, in its accumulator's type: BGRADA's share."""
+    return np.asarray(a.sum(axis=1, dtype=dtypes.to_numpy(dtypes.accumulator(a.dtype))))
+
+
+def column_sums(b: HostArray) -> HostArray:
+    """The sums (n,) of the columns of a local part of B, in its accumulator's type."""
+    return row_sums(b.T)
+
+
+_UNTOUCHED = frozenset(
+    {MatmulEpilog.DEFAULT, MatmulEpilog.ALLREDUCE, MatmulEpilog.BGRADA, MatmulEpilog.BGRADB}
+)
+_TILE = 1 << 16  # elements: a few arrays of them stay in a core's second-level cache
+_C0, _C1 = math.sqrt(2 / math.pi), 0.044715
+
+
+def _tiles(m: int, n: int) -> Iterator[tuple[slice, slice]]:
+    """Nearly square tiles that cover (m, n), so that no order of any array costs much.
+
+    Each starts at a row that is a multiple of 8, so that no byte of a mask lies in two tiles.
+    """
+    side = _up(max(1, min(m, math.isqrt(_TILE))), 8)
+    columns = max(1, min(n, _TILE // side))
+    rows = _up(_TILE // columns, 8)
+    for top in range(0, m, rows):
+        for left in range(0, n, columns):
+            yield slice(top, min(top + rows, m)), slice(left, min(left + columns, n))
+
+
+def _keep(epilog: MatmulEpilog, aux: HostArray, tile: tuple[slice, slice], x: HostArray) -> None:
+    """Keep of `x`, the input of the activation, what its derivative needs."""
+    rows, columns = tile
+    if epilog.activation == "relu":
+        positive = np.ascontiguousarray((x > 0).T)  # bits are packed fast along contiguous rows
+        aux.T[columns, _bytes_of(rows)] = np.packbits(positive, axis=1, bitorder="little")
+    else:
+        aux[rows, columns] = x
+
+
+def _differentiate(
+    epilog: MatmulEpilog, aux: HostArray, tile: tuple[slice, slice], x: HostArray
+) -> None:
+    """Multiply tile `x`, a gradient, by the activation's derivative."""
+    rows, columns = tile
+    if epilog.gradient == "gelu":
+        x *= _gelu_slope(aux[rows, columns].astype(x.dtype))
+        return
+    packed = aux.T[columns, _bytes_of(rows)]
+    raw = raw_view(x)
+    keep = np.empty_like(raw)
+    keep[...] = np.unpackbits(packed, axis=1, count=len(x), bitorder="little").T
+    np.negative(keep, out=keep)  # all bits, or none
+    raw &= keep  # not a product: a masked infinity becomes 0
+
+
+def _bytes_of(rows: slice) -> slice:
+    return slice(rows.start // 8, -(-rows.stop // 8))
+
+
+def _relu(x: HostArray) -> HostArray:
+    np.maximum(x, 0, out=x)
+    return x
+
+
+def _gelu(x: HostArray) -> HostArray:
+    """GELU in its tanh form: x (1 + tanh(u)) / 2 = x / (1 + exp(-2 u)), u = c0 x (1 + c1 x^2)."""
+    with np.errstate(over="ignore", invalid="ignore"):  # an infinite exponential gives the limit, 0
+        e: HostArray = x * x
+        e *= -2 * _C0 * _C1
+        e -= 2 * _C0
+        e *= x
+        np.exp(e, out=e)
+        e += 1
+        np.divide(x, e, out=e)
+    return e
+
+
+def _gelu_slope(x: HostArray) -> HostArray:
+    """The derivative of `_gelu`: p (1 + 2 (1 - p) x u'), where p = 1 / (1 + e), e = exp(-2 u).
+
+    Written with 1 - p = e p, which loses no digits where p is near 0 or 1.
+    """
+    x = np.clip(x, -10, 10)  # flat from there on, and e just fits float32
+    square = x * x
+    e: HostArray = square * (-2 * _C0 * _C1)
+    e -= 2 * _C0
+    e *= x
+    np.exp(e, out=e)
+    p = 1 / (1 + e)
+    square *= 6 * _C0 * _C1
+    square += 2 * _C0
+    e *= p
+    e *= square
+    e *= x
+    e += 1
+    e *= p
+    return e
+
+
+_ACTIVATE = {"relu": _relu, "gelu": _gelu}
+
+
+def _up(extent: int, multiple: int) -> int:
+    return -(-extent // multiple) * multiple

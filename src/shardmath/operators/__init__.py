@@ -1,0 +1,1 @@
+"""Operators on distributed arrays: agree, choose a strategy, plan, execute."""

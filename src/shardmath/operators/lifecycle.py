@@ -1,0 +1,142 @@
+"""The life of an operator object: made with operands, planned, executed, reset, freed.
+
+An object owns what its plan needs, never its operands: it only refers to them until they are reset
+or released. Whatever is wrong with a call on one rank is raised on all: checks of state run inside
+the agreement that the call begins with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any, ClassVar, Self, TypeVar
+
+from shardmath.context import DistributedContext
+from shardmath.errors import ShardmathError
+
+__all__ = ["Lifecycle", "check_blocking", "check_stream", "options_of"]
+
+T = TypeVar("T")
+
+
+class Lifecycle:
+    """What all operator classes share. A subclass names itself (`noun`) and its `invalid` error.
+
+    `context` is the one it was made in, `number` its name there, the same on all ranks, and
+    `_operands` the operands by name, None where there is none (released, or never given).
+    """
+
+    noun: ClassVar[str]
+    invalid: ClassVar[type[ShardmathError]]
+
+    def __init__(self, context: DistributedContext, operands: Mapping[str, Any]) -> None:
+        """Call after the ranks have agreed on the object: from then on it exists on all of them."""
+        self.context = context
+        self.number = context.next_share()
+        self._operands = dict(operands)
+        self._held = True
+        self._planned = False
+        self._freed = False
+
+    def __repr__(self) -> str:
+        state = "freed" if self._freed else "planned" if self._planned else "not planned"
+        return f"<{self.noun} #{self.number}, {state}>"
+
+    def __enter__(self) -> Self:
+        self._require_alive()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.free()
+
+    def free(self) -> None:
+        """Give back what the plan holds. Local. A second call does nothing; other methods raise."""
+        if not self._freed:
+            self._freed = True
+            self._release()
+            self._drop()
+
+    def _release(self) -> None:
+        """Give back the plan's resources. For subclasses."""
+
+    def _drop(self) -> None:
+        """Refer to the operands no more."""
+        self._operands = dict.fromkeys(self._operands)
+        self._held = False
+
+    def _hold(self, **operands: Any) -> None:
+        """Refer to these operands from now on."""
+        self._operands.update(operands)
+        self._held = True
+
+    def _together(
+        self, method: str, describe: Callable[[], Any], check: Callable[[list[Any]], T]
+    ) -> T:
+        """Agree at the start of a method; `describe` runs if this is not freed. Collective."""
+        self._require_open()
+
+        def described() -> Any:
+            self._require_alive()
+            return describe()
+
+        return self.context.agree(f"{self.noun}.{method} #{self.number}", described, check)
+
+    def _require_open(self) -> None:
+        """Raise unless the context is open. To be called before an agreement."""
+        try:
+            self.context.require_open()
+        except RuntimeError:
+            self._require_alive()  # what was freed says so, even when its context has ended
+            raise
+
+    def _require_alive(self) -> None:
+        if self._freed:
+            raise self.invalid(f"this {self.noun} was freed; make a new one")
+
+    def _require_ready(self) -> None:
+        """Raise unless it can be executed."""
+        self._require_alive()
+        if not self._planned:
+            raise RuntimeError(f"this {self.noun} is not planned yet; call plan() before execute()")
+        if not self._held:
+            raise RuntimeError(
+                f"this {self.noun} has no operands: they were released; reset them first"
+            )
+
+
+def check_stream(stream: Any) -> None:
+    """Raise TypeError unless `stream` is None, a stream's address, or a stream object.
+
+    Operands in host memory have no stream: what is accepted here is not used.
+    """
+    known = ("__cuda_stream__", "cuda_stream", "ptr")
+    if stream is None or (isinstance(stream, int) and not isinstance(stream, bool)):
+        return
+    if not any(hasattr(stream, name) for name in known):
+        raise TypeError(
+            f"stream is None, an integer or a CUDA stream object, not {type(stream).__name__}"
+        )
+
+
+def check_blocking(blocking: Any) -> None:
+    """Raise ValueError unless `blocking` is True or "auto"."""
+    if blocking is not True and not (isinstance(blocking, str) and blocking == "auto"):
+        raise ValueError(f'blocking is True or "auto", not {blocking!r}')
+
+
+def options_of(kind: type[T], value: Any) -> T:
+    """`value` as a `kind`: one already, a dictionary of its fields, or None for the defaults.
+
+    Raises TypeError for anything else and for unknown fields.
+    """
+    if value is None:
+        return kind()
+    if isinstance(value, kind):
+        return value
+    if isinstance(value, Mapping):
+        known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+        unknown = sorted(str(name) for name in set(value) - set(known))
+        if unknown:
+            raise TypeError(f"options has no field {unknown[0]!r}; it has {', '.join(known)}")
+        return kind(**value)
+    raise TypeError(f"options is a {kind.__name__}, a dictionary or None, not {value!r}")

@@ -1,0 +1,279 @@
+"""The two forms of a matrix product: `matmul`, one call, and `Matmul`, planned once.
+
+Both read their arguments inside the agreement, so a mistake on one rank is raised on all. The
+function finds the plan of an earlier call that looked the same on every rank; the class keeps its
+own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from shardmath.arrays import library_of
+from shardmath.context import require_context
+from shardmath.errors import InvalidMatmulState, ShardmathError
+from shardmath.geometry import Distribution
+from shardmath.operators.lifecycle import Lifecycle
+from shardmath.operators.matmul.api import Arguments, Plan, agree_on_operands, agree_on_plan, run
+from shardmath.operators.matmul.options import MatmulOptions, MatmulPlanPreferences
+from shardmath.operators.matmul.problem import Call, Facts, describe, place_of
+from shardmath.operators.workspace import Workspace
+
+__all__ = ["Matmul", "matmul"]
+
+
+def matmul(
+    a: Any,
+    b: Any,
+    /,
+    c: Any = None,
+    *,
+    distributions: Sequence[Distribution],
+    alpha: Any = None,
+    beta: Any = None,
+    epilog: Any = None,
+    epilog_inputs: Mapping[str, Any] | None = None,
+    qualifiers: Any = None,
+    quantization_scales: Any = None,
+    options: MatmulOptions | Mapping[str, Any] | None = None,
+    preferences: MatmulPlanPreferences | Mapping[str, Any] | None = None,
+    stream: Any = None,
+) -> Any:
+    """F(alpha op(a) @ op(b) + beta c), where F is the epilog. Collective.
+
+    a (m, k), b (k, n) and c (m, n) are this rank's parts of global matrices, in any order or
+    strides, on the symmetric heap or not; `distributions` says how a, b and the result, which c
+    shares, are split, in any combination. `qualifiers` (an array of `matrix_qualifiers_dtype` for
+    a, b, c) transposes or conjugates a and b. float16, bfloat16, float32, float64, complex64 and
+    complex128 are summed in at least float32. alpha is 1 and beta, which c requires, has no
+    default.
+
+    Returns this rank's part of the result, in the library of a, on the heap if all operands are;
+    with an epilog that has outputs, (result, dictionary of outputs by name).
+
+    Raises, on every rank, ValueError or TypeError for arguments that are wrong on one rank or do
+    not fit together (CollectiveMismatch, a ValueError, where ranks differ), UseAfterFree for a
+    freed operand, RuntimeError before `initialize`; c is then as it was.
+    Source: nvmath.distributed.linalg.advanced.matmul.
+    """
+    context = require_context()
+    arguments = Arguments(
+        a=a,
+        b=b,
+        c=c,
+        distributions=distributions,
+        alpha=alpha,
+        beta=beta,
+        qualifiers=qualifiers,
+        scales=quantization_scales,
+        options=options,
+        epilog=epilog,
+        inputs=epilog_inputs,
+        preferences=preferences,
+        stream=stream,
+    )
+    plan, call = agree_on_plan(context, arguments)
+    return run(context, "matmul", arguments, lambda: (plan, call))
+
+
+class Matmul(Lifecycle):
+    """A matrix product that is planned once and executed many times. Collective to make.
+
+    The arguments are those of `matmul`, whose epilog is given to `plan`. The object refers to its
+    operands: what is written into them is seen by the next `execute`, and `reset_operands`
+    exchanges them for others that look the same. It is a context manager that frees at its end.
+
+    Errors are raised on every rank, as by `matmul`; InvalidMatmulState, a RuntimeError, after
+    `free`.
+    Source: nvmath.distributed.linalg.advanced.Matmul.
+    """
+
+    noun: ClassVar[str] = "Matmul"
+    invalid: ClassVar[type[ShardmathError]] = InvalidMatmulState
+
+    def __init__(
+        self,
+        a: Any,
+        b: Any,
+        /,
+        c: Any = None,
+        *,
+        distributions: Sequence[Distribution],
+        alpha: Any = None,
+        beta: Any = None,
+        qualifiers: Any = None,
+        quantization_scales: Any = None,
+        options: MatmulOptions | Mapping[str, Any] | None = None,
+        stream: Any = None,
+    ) -> None:
+        context = require_context()
+        self._fixed: dict[str, Any] = {
+            "distributions": distributions,
+            "qualifiers": qualifiers,
+            "options": options,
+        }
+        self._scalars: dict[str, Any] = {"alpha": alpha, "beta": beta}
+        operands = {"a": a, "b": b, "c": c, "scales": quantization_scales, "inputs": None}
+        self._facts = agree_on_operands(
+            context, Arguments(**operands, **self._fixed, **self._scalars, stream=stream)
+        )
+        self._plan: Plan | None = None
+        super().__init__(context, operands)
+
+    def plan(
+        self,
+        *,
+        preferences: MatmulPlanPreferences | Mapping[str, Any] | None = None,
+        epilog: Any = None,
+        epilog_inputs: Mapping[str, Any] | None = None,
+        stream: Any = None,
+    ) -> None:
+        """Agree on how to compute, with an epilog and its inputs if given. Collective.
+
+        A further call plans anew. Raises ValueError or TypeError on every rank, as `matmul` does.
+        """
+        self._together("plan", self._require_held, lambda _: None)
+        asked = {"epilog": epilog, "preferences": preferences}
+        arguments = self._arguments(inputs=epilog_inputs, stream=stream, **asked)
+        plan, _ = agree_on_plan(self.context, arguments)
+        self._fixed.update(asked)
+        self._hold(inputs=epilog_inputs)
+        self._facts = arguments.facts()
+        self._plan, self._planned = plan, True
+
+    def explain(self) -> str:
+        """The chosen strategy, its steps, predicted bytes, flops and time, and the alternatives.
+
+        Local. Raises RuntimeError before `plan`.
+        """
+        self._require_alive()
+        if self._plan is None:
+            raise RuntimeError("this Matmul is not planned yet; call plan() before explain()")
+        return self._plan.explain()
+
+    def execute(self, *, release_workspace: bool = False, stream: Any = None) -> Any:
+        """The product, as `matmul` returns it; a new result each time, or c if in place.
+        Collective.
+
+        `release_workspace` gives the memory that the context keeps for operations back.
+        """
+        arguments = self._arguments(stream=stream)
+
+        def ready() -> tuple[Plan, Call]:
+            self._require_ready()
+            assert self._plan is not None
+            call = arguments.call()
+            self._require_alike(describe(call))
+            return self._plan, call
+
+        self._require_open()
+        result = run(self.context, f"Matmul.execute #{self.number}", arguments, ready)
+        if release_workspace:
+            Workspace.of(self.context).release()
+        return result
+
+    def reset_operands(
+        self,
+        *,
+        a: Any = None,
+        b: Any = None,
+        c: Any = None,
+        alpha: Any = None,
+        beta: Any = None,
+        quantization_scales: Any = None,
+        epilog_inputs: Mapping[str, Any] | None = None,
+        stream: Any = None,
+    ) -> None:
+        """Use other operands, of the same library, dtype and shape, from now on. Collective.
+
+        What is None stays; after `release_operands` all arrays must be given. Strides may differ.
+        Raises ValueError (TypeError for another library) on every rank, and nothing is then
+        changed.
+        """
+        given = self._given(a, b, c, alpha, beta, quantization_scales, epilog_inputs)
+
+        def described() -> None:
+            if not given:
+                raise ValueError("reset_operands was given nothing to reset")
+            self._require_complete(given)
+            self._require_same_library(given)
+            self._require_alike(self._arguments(**given, stream=stream).facts())
+
+        self._together("reset_operands", described, lambda _: None)
+        self._take(given)
+
+    def reset_operands_unchecked(
+        self,
+        *,
+        a: Any = None,
+        b: Any = None,
+        c: Any = None,
+        alpha: Any = None,
+        beta: Any = None,
+        quantization_scales: Any = None,
+        epilog_inputs: Mapping[str, Any] | None = None,
+        stream: Any = None,
+    ) -> None:
+        """As `reset_operands`, but local: what does not fit is raised by the next `execute`."""
+        self._require_alive()
+        self._take(self._given(a, b, c, alpha, beta, quantization_scales, epilog_inputs))
+
+    def release_operands(self) -> None:
+        """Refer to the arrays no more; all must be reset before the next execution. Local."""
+        self._require_alive()
+        self._drop()
+
+    def _arguments(self, **changes: Any) -> Arguments:
+        return Arguments(**{**self._operands, **self._fixed, **self._scalars, **changes})
+
+    def _take(self, given: Mapping[str, Any]) -> None:
+        self._scalars.update({name: given[name] for name in self._scalars if name in given})
+        self._hold(**{name: x for name, x in given.items() if name not in self._scalars})
+
+    @staticmethod
+    def _given(*values: Any) -> dict[str, Any]:
+        names = ("a", "b", "c", "alpha", "beta", "scales", "inputs")
+        pairs = zip(names, values, strict=True)
+        return {name: value for name, value in pairs if value is not None}
+
+    def _require_held(self) -> None:
+        if not self._held:
+            raise RuntimeError("this Matmul has no operands: they were released; reset them first")
+
+    def _require_complete(self, given: Mapping[str, Any]) -> None:
+        if "c" in given and not self._facts.has_c:
+            raise ValueError("c is given, and this Matmul was made without c")
+        if self._held:
+            return
+        needed = ["a", "b", *(["c"] if self._facts.has_c else [])]
+        needed += ["inputs"] if self._facts.inputs else []
+        missing = [name for name in needed if name not in given]
+        if missing:
+            raise ValueError(
+                f"the operands were released; reset_operands needs {', '.join(missing)} too"
+            )
+
+    def _require_same_library(self, given: Mapping[str, Any]) -> None:
+        expected = self._facts.operands[0][0]
+        for name in sorted({"a", "b", "c"} & set(given)):
+            place = place_of(library_of(given[name]).spec(given[name]))
+            if place != expected:
+                raise TypeError(f"{name} is {place}; this Matmul was made for {expected}")
+
+    def _require_alike(self, facts: Facts) -> None:
+        """Raise unless operands described by `facts` can take the place of the first ones."""
+        if facts is self._facts:
+            return
+        for name, new, old in zip("abc", facts.operands, self._facts.operands, strict=True):
+            if new == old:
+                continue
+            raise ValueError(
+                f"{name} has dtype {new[1]} and shape {new[2]}; this Matmul was made for "
+                f"{old[1]} and {old[2]}"
+            )
+        new_inputs = [(name, fact[:3]) for name, fact in facts.inputs]
+        if new_inputs != [(name, fact[:3]) for name, fact in self._facts.inputs]:
+            raise ValueError(
+                f"epilog_inputs are {new_inputs}; this Matmul was planned for {self._facts.inputs}"
+            )

@@ -1,0 +1,207 @@
+"""What a caller may ask of a matrix product beside its operands, checked once, here.
+
+Options are frozen; a dictionary is accepted in their place. Numbers that stand for types and
+algorithms are those of the reference, so that programs written for it need no change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Literal
+
+import numpy as np
+
+from shardmath.operators.lifecycle import check_blocking, options_of
+
+__all__ = [
+    "MatmulAlgoType",
+    "MatmulComputeType",
+    "MatmulEpilogPreferences",
+    "MatmulOptions",
+    "MatmulPlanPreferences",
+    "MatmulQuantizationScales",
+    "matrix_qualifiers_dtype",
+    "result_dtype",
+]
+
+matrix_qualifiers_dtype = np.dtype(
+    [("structure", object), ("is_transpose", "<i1"), ("is_conjugate", "<i1")]
+)
+
+
+class MatmulComputeType(IntEnum):
+    """The type in which products are summed; the values are cuBLAS's."""
+
+    COMPUTE_16F = 64
+    COMPUTE_16F_PEDANTIC = 65
+    COMPUTE_32F = 68
+    COMPUTE_32F_PEDANTIC = 69
+    COMPUTE_64F = 70
+    COMPUTE_64F_PEDANTIC = 71
+    COMPUTE_32I = 72
+    COMPUTE_32I_PEDANTIC = 73
+    COMPUTE_32F_FAST_16F = 74
+    COMPUTE_32F_FAST_16BF = 75
+    COMPUTE_32F_FAST_TF32 = 77
+    COMPUTE_32F_EMULATED_16BFX9 = 78
+    COMPUTE_64F_EMULATED_FIXEDPOINT = 79
+
+
+class MatmulAlgoType(IntEnum):
+    """The algorithms of the reference. Accepted as a hint; `MatmulOptions.strategy` is ours."""
+
+    DEFAULT = 0
+    SPLIT_P2P = 1
+    SPLIT_MULTICAST = 2
+    ATOMIC_P2P = 3
+    ATOMIC_MULTICAST = 4
+    NO_OVERLAP = 5
+
+
+@dataclass(frozen=True)
+class MatmulOptions:
+    """How a product is computed.
+
+    `inplace`: the result overwrites c. `compute_type`, `scale_type`, `result_type`, `algo_type`:
+    numbers of the reference, None for the default; `result_type` may ask for a wider result than
+    the operands'. `strategy` names the strategy to use instead of the one predicted to be fastest,
+    by its kind ("all-gather", "stationary-c", "reduce-scatter", "all-reduce", "replicate",
+    "redistribute", ...) or by its label in what `explain` prints ("grid 2 x 2 x 1"). `blocking`:
+    True, or "auto" (operands in host memory always block). The other fields concern GPUs.
+
+    Source: nvmath.distributed.linalg.advanced.MatmulOptions; `strategy` is ours.
+    """
+
+    inplace: bool = False
+    compute_type: int | None = None
+    scale_type: int | None = None
+    result_type: int | None = None
+    algo_type: int | None = None
+    result_amax: bool = False
+    block_scaling: bool = False
+    sm_count_communication: int | None = None
+    logger: Any = None
+    blocking: Literal[True, "auto"] = "auto"
+    strategy: str | None = None
+
+    def compared(self) -> tuple[Any, ...]:
+        """What must be equal on all ranks, the strategy last."""
+        return (
+            self.inplace,
+            self.compute_type,
+            self.scale_type,
+            self.result_type,
+            self.algo_type,
+            self.result_amax,
+            self.block_scaling,
+            self.strategy,
+        )
+
+    def check(self, dtype: str) -> None:
+        """Raise ValueError for a value out of range, or one that operands of `dtype` rule out."""
+        check_blocking(self.blocking)
+        for name in ("inplace", "result_amax", "block_scaling"):
+            if not isinstance(getattr(self, name), (bool, np.bool_)):
+                raise ValueError(f"{name} is True or False, not {getattr(self, name)!r}")
+        for name in (
+            "compute_type",
+            "scale_type",
+            "result_type",
+            "algo_type",
+            "sm_count_communication",
+        ):
+            number = getattr(self, name)
+            if number is not None and not isinstance(number, (int, np.integer)):
+                raise ValueError(f"{name} is a whole number or None, not {number!r}")
+        if self.strategy is not None and not isinstance(self.strategy, str):
+            raise TypeError(f"strategy is a name that explain() prints, not {self.strategy!r}")
+        if self.algo_type is not None and self.algo_type not in set(MatmulAlgoType):
+            raise ValueError(f"algo_type {self.algo_type!r} is not a MatmulAlgoType")
+        if self.compute_type is not None and self.compute_type not in _COMPUTE[dtype]:
+            names = ", ".join(MatmulComputeType(value).name for value in sorted(_COMPUTE[dtype]))
+            raise ValueError(
+                f"compute_type {self.compute_type!r} does not suit operands of {dtype}; use {names}"
+            )
+        if self.scale_type is not None and self.scale_type not in _SCALE[dtype]:
+            names = " or ".join(_CUDA_TYPES[value] for value in sorted(_SCALE[dtype]))
+            raise ValueError(
+                f"scale_type {self.scale_type!r} does not suit operands of {dtype}; use {names}"
+            )
+        if self.result_amax or self.block_scaling:
+            raise ValueError(f"result_amax and block_scaling want float8 operands, not {dtype}")
+
+
+@dataclass(frozen=True)
+class MatmulEpilogPreferences:
+    """Preferences for an epilog's auxiliary output: its type, and whether to find its maximum."""
+
+    aux_type: int | None = None
+    aux_amax: bool = False
+
+
+@dataclass(frozen=True)
+class MatmulPlanPreferences:
+    """Preferences for planning a product; a dictionary may stand for `epilog`'s."""
+
+    epilog: MatmulEpilogPreferences | Mapping[str, Any] | None = None
+
+    def check(self) -> None:
+        """Raise ValueError for what wants float8, TypeError for what is no preference."""
+        epilog = options_of(MatmulEpilogPreferences, self.epilog)
+        if epilog.aux_type is not None or epilog.aux_amax:
+            raise ValueError("aux_type and aux_amax want a float8 auxiliary output")
+
+
+@dataclass(frozen=True)
+class MatmulQuantizationScales:
+    """Scales of float8 operands and result."""
+
+    a: Any = None
+    b: Any = None
+    c: Any = None
+    d: Any = None
+
+
+def result_dtype(options: MatmulOptions, dtype: str) -> str:
+    """The name of D's type for operands of `dtype`. Raises ValueError when D cannot have it."""
+    if options.result_type is None:
+        return dtype
+    wanted = _CUDA_TYPES.get(options.result_type)
+    allowed = (dtype, "float32") if dtype in ("float16", "bfloat16") else (dtype,)
+    if wanted is None or wanted not in allowed:
+        shown = wanted or f"type number {options.result_type}"
+        names = " or ".join(allowed)
+        raise ValueError(f"operands of {dtype} give a result of {names}, not {shown}")
+    return wanted
+
+
+_CUDA_TYPES = {
+    0: "float32",
+    1: "float64",
+    2: "float16",
+    4: "complex64",
+    5: "complex128",
+    14: "bfloat16",
+}
+
+_SINGLE = frozenset({68, 69})
+_FAST = frozenset({74, 75, 77, 78})
+_DOUBLE = frozenset({70, 71, 79})
+_COMPUTE = {
+    "float16": _SINGLE | {64, 65},
+    "bfloat16": _SINGLE,
+    "float32": _SINGLE | _FAST,
+    "complex64": _SINGLE | _FAST,
+    "float64": _DOUBLE,
+    "complex128": _DOUBLE,
+}
+_SCALE = {
+    "float16": frozenset({0, 2}),
+    "bfloat16": frozenset({0}),
+    "float32": frozenset({0}),
+    "complex64": frozenset({4}),
+    "float64": frozenset({1}),
+    "complex128": frozenset({5}),
+}

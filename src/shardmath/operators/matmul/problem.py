@@ -1,0 +1,284 @@
+"""What is to be computed, as every rank sees it: D = F(alpha op(A) @ op(B) + beta C).
+
+`describe` turns one rank's call into plain data, and raises for what that rank can see is wrong.
+`check` turns all ranks' descriptions into one `Problem`, and raises, the same on every rank, for
+what does not fit together. Both are pure: neither touches an element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from shardmath import geometry
+from shardmath.agreement import require_equal
+from shardmath.arrays import ArraySpec, dtypes
+from shardmath.geometry import Distribution, Layout
+from shardmath.local.epilog import MatmulEpilog, requirements
+from shardmath.operators.matmul.options import MatmulOptions, result_dtype
+
+__all__ = ["Call", "Problem", "check", "check_operands", "describe", "place_of"]
+
+_SUPPORTED = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
+_NAMES = ("a", "b", "c")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One rank's call, with the arrays reduced to their specs, and alpha and beta to their kind."""
+
+    operands: tuple[ArraySpec | None, ...]  # a, b, c
+    distributions: tuple[Distribution, ...]
+    complex_scalars: tuple[bool, bool]  # alpha, beta
+    has_beta: bool
+    transpose: tuple[bool, bool, bool]
+    conjugate: tuple[bool, bool, bool]
+    options: MatmulOptions
+    epilog: MatmulEpilog
+    inputs: tuple[tuple[str, ArraySpec], ...]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The product that all ranks have agreed on.
+
+    `a` (m, k), `b` (k, n) and `d` (m, n) are the layouts of op(A), op(B) and D; a transpose in the
+    qualifiers is resolved in them. `sums_c`: every rank's C is added, rather than one distributed
+    C.
+    """
+
+    a: Layout
+    b: Layout
+    d: Layout
+    dtype: str
+    result: str
+    transpose: tuple[bool, bool]
+    conjugate: tuple[bool, bool]
+    has_c: bool
+    sums_c: bool
+    epilog: MatmulEpilog
+    strategy: str | None
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.d.size
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(m, n, k)."""
+        (m, k), n = self.a.global_shape, self.b.global_shape[1]
+        return m, n, k
+
+    def __str__(self) -> str:
+        m, n, k = self.shape
+        extra = f", epilog {self.epilog.name}" if self.epilog else ""
+        plus = " + beta c" if self.has_c else ""
+        kinds = self.dtype if self.result == self.dtype else f"{self.dtype} -> {self.result}"
+        return f"matmul ({m} x {k}) @ ({k} x {n}){plus}, {kinds} on {self.size} ranks{extra}"
+
+
+class Facts(NamedTuple):
+    """What ranks tell each other of a call: plain, hashable data."""
+
+    operands: tuple[Any, ...]  # (library and device, dtype, shape) of a, b, c, or None
+    distributions: tuple[Any, ...]
+    has_c: bool
+    transpose: tuple[bool, bool, bool]
+    conjugate: tuple[bool, bool, bool]
+    options: tuple[Any, ...]
+    result: str
+    epilog: int
+    inputs: tuple[Any, ...]  # (name, (library and device, dtype, shape, strides)) of epilog inputs
+
+
+@lru_cache(maxsize=256)
+def describe(call: Call) -> Facts:
+    """The call in plain data. Raises ValueError or TypeError for what is wrong on this rank."""
+    a = call.operands[0]
+    assert a is not None
+    for name, spec in zip(_NAMES, call.operands, strict=True):
+        if spec is not None:
+            _check_operand(name, spec)
+            if place_of(spec) != place_of(a):
+                raise ValueError(f"a is {place_of(a)}, and {name} is {place_of(spec)}")
+    dtypes.to_numpy(a.dtype)  # raises where bfloat16 lacks the library that has it
+    for name, spec in call.inputs:
+        if spec.library != a.library:
+            raise TypeError(f"{name} is a {spec.library} array, and a is of {a.library}")
+    _check_scalars(call, a.dtype)
+    call.options.check(a.dtype)
+    if call.options.inplace and call.operands[2] is None:
+        raise ValueError("options.inplace=True overwrites c, and no c is given")
+    return Facts(
+        operands=tuple(None if spec is None else _fact(spec) for spec in call.operands),
+        distributions=tuple(each.encode() for each in call.distributions),
+        has_c=call.operands[2] is not None,
+        transpose=call.transpose,
+        conjugate=call.conjugate,
+        options=call.options.compared(),
+        result=result_dtype(call.options, a.dtype),
+        epilog=int(call.epilog),
+        inputs=tuple((name, (*_fact(s), s.strides)) for name, s in call.inputs),
+    )
+
+
+def check_operands(specs: Sequence[Sequence[Any]], rank: int) -> Facts:
+    """The facts of `rank`, after all that can be compared before an epilog is known."""
+    facts = [Facts(*spec) for spec in specs]
+    _check_factors(facts)
+    return facts[rank]
+
+
+def check(specs: Sequence[Sequence[Any]]) -> Problem:
+    """The problem that all ranks' descriptions make. Raises ValueError where they do not fit."""
+    facts = [Facts(*spec) for spec in specs]
+    first = facts[0]
+    a, b = _check_factors(facts)
+    epilog = MatmulEpilog(require_equal("epilog", [each.epilog for each in facts]))
+    require_equal("the names of epilog_inputs", [[n for n, _ in each.inputs] for each in facts])
+    shape = (a.global_shape[0], b.global_shape[1])
+    sums_c = epilog is MatmulEpilog.ALLREDUCE
+    d = _bound(facts, 2, shape)
+    if sums_c:
+        d = Layout.replicated(shape, len(facts))
+    _check_c(facts, d)
+    _check_inputs(facts, d, epilog)
+    return Problem(
+        a=a,
+        b=b,
+        d=d,
+        dtype=first.operands[0][1],
+        result=first.result,
+        transpose=first.transpose[:2],
+        conjugate=first.conjugate[:2],
+        has_c=first.has_c,
+        sums_c=sums_c,
+        epilog=epilog,
+        strategy=first.options[-1],
+    )
+
+
+def _check_factors(facts: Sequence[Facts]) -> tuple[Layout, Layout]:
+    """The layouts of op(A) and op(B). Raises ValueError where operands or options do not fit."""
+    for index, name in enumerate(_NAMES):
+        _check_same_kind(name, [each.operands[index] for each in facts])
+    for field in ("transpose", "conjugate", "options", "result"):
+        require_equal(_SAID.get(field, field), [getattr(each, field) for each in facts])
+    transpose = facts[0].transpose
+    a, b = (_layout(facts, index, transposed=transpose[index]) for index in (0, 1))
+    if a.global_shape[1] != b.global_shape[0]:
+        raise ValueError(
+            f"op(a) is {_by(a.global_shape)} and op(b) is {_by(b.global_shape)}: the inner extents "
+            f"{a.global_shape[1]} and {b.global_shape[0]} differ"
+        )
+    return a, b
+
+
+_SAID = {"transpose": "is_transpose", "conjugate": "is_conjugate"}
+
+
+def _check_operand(name: str, spec: ArraySpec) -> None:
+    if spec.ndim != 2:
+        raise ValueError(f"{name} has {spec.ndim} axes, shape {spec.shape}; matmul takes matrices")
+    if spec.dtype not in _SUPPORTED:
+        raise ValueError(f"{name} has dtype {spec.dtype}; supported are {', '.join(_SUPPORTED)}")
+    if spec.device != "cpu":
+        raise ValueError(f"{name} is on {spec.device}; this version computes on cores only")
+
+
+def _check_scalars(call: Call, dtype: str) -> None:
+    _, b, c = call.operands
+    if b is not None and b.dtype != dtype:
+        raise ValueError(f"a has dtype {dtype} and b has {b.dtype}; they must be equal")
+    if c is None and call.has_beta:
+        raise ValueError("beta is given without c; pass c, or leave beta out")
+    if c is not None:
+        if not call.has_beta:
+            raise ValueError("c is given without beta; pass beta too, for example beta=1")
+        expected = result_dtype(call.options, dtype)
+        if c.dtype not in (dtype, expected) or (call.options.inplace and c.dtype != expected):
+            raise ValueError(f"c has dtype {c.dtype}; the result has {expected}")
+        if call.transpose[2] or call.conjugate[2]:
+            raise ValueError("c can be neither transposed nor conjugated by its qualifiers")
+    real = dtypes.of(dtype).kind != "c"
+    if real and (call.conjugate[0] or call.conjugate[1]):
+        raise ValueError(f"a qualifier conjugates an operand of {dtype}, which is real")
+    for name, is_complex in zip(("alpha", "beta"), call.complex_scalars, strict=True):
+        if real and is_complex:
+            raise ValueError(f"{name} is complex, and the operands are {dtype}")
+
+
+def _fact(spec: ArraySpec) -> tuple[str, str, tuple[int, ...]]:
+    """What all layers compare of an array: its library and device, dtype, and shape."""
+    return place_of(spec), spec.dtype, spec.shape
+
+
+def place_of(spec: ArraySpec) -> str:
+    """The library and device of an array, in words."""
+    return f"{spec.library} on {spec.device}"
+
+
+def _check_same_kind(name: str, facts: list[Any]) -> None:
+    given = require_equal(f"whether {name} is given", [fact is not None for fact in facts])
+    if given:
+        require_equal(f"the library and device of {name}", [fact[0] for fact in facts])
+        require_equal(f"the dtype of {name}", [fact[1] for fact in facts])
+
+
+def _layout(facts: Sequence[Facts], index: int, *, transposed: bool) -> Layout:
+    """The layout of op(X), its global shape inferred from all local shapes."""
+    distributions = [geometry.decode(each.distributions[index]) for each in facts]
+    local_shapes = [each.operands[index][2] for each in facts]
+    try:
+        shape = geometry.infer_global_shape(distributions, local_shapes)
+        layout = Layout.bind(distributions, shape)
+    except ValueError as error:
+        raise type(error)(f"{_NAMES[index]}: {error}") from None
+    return layout.transposed() if transposed else layout
+
+
+def _bound(facts: Sequence[Facts], index: int, shape: tuple[int, int]) -> Layout:
+    distributions = [geometry.decode(each.distributions[index]) for each in facts]
+    try:
+        return Layout.bind(distributions, shape)
+    except ValueError as error:
+        raise type(error)(f"the result, {_by(shape)}: {error}") from None
+
+
+def _check_c(facts: Sequence[Facts], d: Layout) -> None:
+    for rank, each in enumerate(facts):
+        c = each.operands[2]
+        if c is not None and tuple(c[2]) != d.local_shape(rank):
+            raise ValueError(
+                f"rank {rank}: c has local shape {tuple(c[2])}; the result's distribution gives "
+                f"{d.local_shape(rank)}"
+            )
+
+
+def _check_inputs(facts: Sequence[Facts], d: Layout, epilog: MatmulEpilog) -> None:
+    dtype = facts[0].result
+    for rank, each in enumerate(facts):
+        m, n = d.local_shape(rank)
+        needed = {e.name: e for e in requirements(epilog, m, n, dtype).inputs}
+        given = dict(each.inputs)
+        if set(needed) != set(given):
+            raise ValueError(
+                f"rank {rank}: epilog {epilog.name} takes {_list(needed)} in epilog_inputs; "
+                f"given is {_list(given)}"
+            )
+        for name, extra in needed.items():
+            _, kind, shape, strides = given[name]
+            misfit = extra.misfit(kind, tuple(shape), tuple(strides))
+            if misfit:
+                raise ValueError(f"rank {rank}: {misfit}")
+
+
+def _by(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape))
+
+
+def _list(names: Mapping[str, Any]) -> str:
+    return ", ".join(sorted(names)) or "nothing"

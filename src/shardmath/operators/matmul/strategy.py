@@ -1,0 +1,297 @@
+"""How a product is computed: which rank multiplies what, what must move first, and what follows.
+
+A strategy gives every rank a box of the m x n x k iteration space, its work. Together the boxes
+cover the space once. All else follows from geometry: the parts of A and B that a rank needs,
+whether sums of several ranks must be added, and whether the result must move to where the caller
+wants it. So a strategy is data, costs are counted and not guessed, and every pair of distributions
+has at least one.
+
+    work (rows, columns, depth)          needs           leaves
+    ---------------------------------    ------------    -------------------------------------
+    stationary C: as D is, all of k      rows of A,      D itself
+                                         columns of B
+    stationary A: as A is, all of n      rows of B       partial sums: reduce
+    a grid p x q x r of the space        panels          blocks of C: reduce if r > 1, then move
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+
+from shardmath.arrays import dtypes
+from shardmath.geometry import Layout, Spans, bytes_moved
+from shardmath.operators.matmul.problem import Problem
+from shardmath.redistribution import TransferPlan
+
+__all__ = ["CORES", "Cost", "Machine", "Strategy", "candidates", "choose"]
+
+Column = tuple[Spans, ...]  # one axis of the work, by rank
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What one rank can do: multiply-adds counted as two operations per second, bytes per second
+    that it takes from peers, seconds that a phase costs in synchronisation.
+    """
+
+    flops: float  # in float64
+    bandwidth: float
+    latency: float
+
+    def rate(self, dtype: str) -> float:
+        """Floating-point operations per second in `dtype`."""
+        return self.flops * _SPEED[dtype]
+
+
+# Relative to float64 on cores: complex products cost four real ones, halves are widened first.
+_SPEED = {
+    "float64": 1.0,
+    "float32": 2.0,
+    "float16": 1.5,
+    "bfloat16": 1.5,
+    "complex64": 2.0,
+    "complex128": 1.0,
+}
+# One core of a server of 2024 with the vendor's frequency limits in force; only ratios decide.
+CORES = Machine(flops=5e10, bandwidth=6e9, latency=2e-5)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The rank that does most: operations, bytes taken from peers, and predicted seconds."""
+
+    flops: float
+    received: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"{_time(self.seconds)}, {_count(self.flops)}FLOP and {_bytes(self.received)} per rank"
+        )
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """Who multiplies what. `rows`, `columns`, `depth` are the work's extent along m, n and k by
+    rank.
+
+    `sums` holds each rank's product before anything is added, `reduced` the complete sums, each on
+    one rank or equal on several, and `problem.d` is where they end.
+    """
+
+    label: str
+    problem: Problem
+    rows: Column
+    columns: Column
+    depth: Column
+
+    @cached_property
+    def a(self) -> Layout:
+        """The parts of op(A) that the ranks need."""
+        return Layout.product(
+            self.problem.a.global_shape, [self.rows, self.depth], size=self.problem.size
+        )
+
+    @cached_property
+    def b(self) -> Layout:
+        """The parts of op(B) that the ranks need."""
+        return Layout.product(
+            self.problem.b.global_shape, [self.depth, self.columns], size=self.problem.size
+        )
+
+    @cached_property
+    def transfers(self) -> tuple[TransferPlan, TransferPlan]:
+        """What moves of op(A), and of op(B), from where they are to where they are needed."""
+        problem, itemsize = self.problem, dtypes.of(self.problem.dtype).itemsize
+        return (
+            TransferPlan(problem.a, self.a, itemsize),
+            TransferPlan(problem.b, self.b, itemsize),
+        )
+
+    @cached_property
+    def sums(self) -> Layout:
+        """Each rank's product; where parts overlap they are to be added if `reduces`."""
+        return Layout.product(
+            self.problem.d.global_shape, [self.rows, self.columns], size=self.problem.size
+        )
+
+    @cached_property
+    def reduces(self) -> bool:
+        """Whether k is split, so that the products of several ranks add up."""
+        k = self.problem.shape[2]
+        return any(
+            part.length != k and all(self.sums.local_shape(rank))
+            for rank, part in enumerate(self.depth)
+        )
+
+    @cached_property
+    def reduced(self) -> Layout:
+        """Where the complete sums stand before they move to where the caller wants them."""
+        if not self.reduces:
+            return self.sums
+        d = self.problem.d
+        if d.disjoint():
+            return d
+        longer = 0 if d.global_shape[0] >= d.global_shape[1] else 1
+        return Layout.slab(d.global_shape, d.size, axis=longer)
+
+    @cached_property
+    def moves_result(self) -> bool:
+        """Whether the complete sums must change ranks at the end."""
+        return not self.reduced.same_as(self.problem.d)
+
+    @property
+    def moves_inputs(self) -> tuple[bool, bool]:
+        """Whether some rank needs a part of op(A), of op(B), that it does not own."""
+        a, b = self.transfers
+        return a.crosses, b.crosses
+
+    @cached_property
+    def kind(self) -> str:
+        """The name of what this does: how the operands get together."""
+        move_a, move_b = self.moves_inputs
+        if self.reduces and not (move_a or move_b):
+            return "reduce-scatter" if self.problem.d.disjoint() else "all-reduce"
+        if self.reduces or self.moves_result:
+            return "redistribute"
+        if not (move_a or move_b):
+            return "local"
+        if self.a.is_replicated and self.b.is_replicated:
+            return "replicate"
+        return "stationary-c" if move_a and move_b else "all-gather"
+
+    def cost(self, machine: Machine) -> Cost:
+        """What the busiest rank does, by counting."""
+        problem, ranks = self.problem, range(self.problem.size)
+        wide = dtypes.to_numpy(dtypes.accumulator(dtypes.to_numpy(problem.dtype))).itemsize
+        work = [2.0 * r.length * c.length * d.length for r, c, d in zip(*self._work, strict=True)]
+        a, b = (transfer.traffic.received for transfer in self.transfers)
+        received = [a[r] + b[r] for r in ranks]
+        phases = 1
+        if self.reduces:
+            phases += 1
+            received = [received[r] + wide * self._added(r) for r in ranks]
+        if self.moves_result:
+            phases += 1
+            moved = bytes_moved(self.reduced, problem.d, wide).received
+            received = [received[r] + moved[r] for r in ranks]
+        times = [
+            work[r] / machine.rate(problem.dtype) + received[r] / machine.bandwidth for r in ranks
+        ]
+        return Cost(max(work), max(received), max(times) + phases * machine.latency)
+
+    @property
+    def _work(self) -> tuple[Column, Column, Column]:
+        return self.rows, self.columns, self.depth
+
+    def _added(self, rank: int) -> int:
+        """Elements of other ranks' products that `rank` reads to complete its sums."""
+        mine = self.reduced.spans(rank)
+        return sum(
+            prod(one.shared(two) for one, two in zip(self.sums.spans(src), mine, strict=True))
+            for src in range(self.problem.size)
+            if src != rank and self.depth[src].length
+        )
+
+    def steps(self) -> list[str]:
+        """What happens, in order, one line each."""
+        move_a, move_b = self.moves_inputs
+        lines = []
+        for name, moved, layout in (("a", move_a, self.a), ("b", move_b, self.b)):
+            if moved:
+                how = "all of" if layout.is_replicated else "panels of"
+                lines.append(f"take {how} {name} from peers: {layout.local_shape(0)} on rank 0")
+        m, n, k = (column[0].length for column in self._work)
+        lines.append(f"multiply {m} x {n} x {k} on rank 0")
+        if self.reduces:
+            lines.append(f"add the ranks' products, each rank its part: {self.reduced.describe()}")
+        if self.moves_result:
+            lines.append(f"move the result to where it is wanted: {self.problem.d.describe()}")
+        return lines
+
+    def __str__(self) -> str:
+        return f"{self.kind} ({self.label})"
+
+
+def choose(problem: Problem, machine: Machine) -> tuple[Strategy, list[tuple[Strategy, Cost]]]:
+    """The strategy predicted to be fastest, and all that were compared, fastest first.
+
+    A kind or label named in the problem wins over a faster one. Raises ValueError when no strategy
+    of that kind exists for these distributions, listing those that do.
+    """
+    compared = [(each, each.cost(machine)) for each in candidates(problem)]
+    compared.sort(key=lambda entry: entry[1].seconds)
+    wanted = problem.strategy
+    fitting = [each for each, _ in compared if wanted in (None, each.kind, each.label)]
+    if not fitting:
+        names = ", ".join(dict.fromkeys(str(each) for each, _ in compared))
+        raise ValueError(f"no strategy {wanted!r} for these distributions; there are {names}")
+    return fitting[0], compared
+
+
+def candidates(problem: Problem) -> list[Strategy]:
+    """The strategies worth comparing, without repetition."""
+    found: dict[tuple[Column, Column, Column], Strategy] = {}
+    for strategy in _all(problem):
+        found.setdefault((strategy.rows, strategy.columns, strategy.depth), strategy)
+    return list(found.values())
+
+
+def _all(problem: Problem) -> Iterator[Strategy]:
+    m, n, k = problem.shape
+    whole = Strategy("", problem, _whole(m, problem), _whole(n, problem), _whole(k, problem))
+    rows, columns = problem.d.column(0), problem.d.column(1)
+    yield replace(whole, label="stationary c", rows=rows, columns=columns)
+    if problem.a.disjoint():
+        rows, depth = problem.a.column(0), problem.a.column(1)
+        yield replace(whole, label="stationary a", rows=rows, depth=depth)
+    if problem.b.disjoint():
+        depth, columns = problem.b.column(0), problem.b.column(1)
+        yield replace(whole, label="stationary b", depth=depth, columns=columns)
+    for p, q, r in _grids(problem.size):
+        places = [(x, y, z) for x in range(p) for y in range(q) for z in range(r)]
+        yield replace(
+            whole,
+            label=f"grid {p} x {q} x {r}",
+            rows=tuple(Spans.even(m, p, x) for x, _, _ in places),
+            columns=tuple(Spans.even(n, q, y) for _, y, _ in places),
+            depth=tuple(Spans.even(k, r, z) for _, _, z in places),
+        )
+
+
+def _whole(extent: int, problem: Problem) -> Column:
+    return (Spans.interval(0, extent),) * problem.size
+
+
+def _grids(size: int) -> Iterator[tuple[int, int, int]]:
+    for p in _divisors(size):
+        for q in _divisors(size // p):
+            yield p, q, size // p // q
+
+
+def _divisors(number: int) -> Sequence[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def _time(seconds: float) -> str:
+    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return f"{seconds / 1e-6:.3g} us"
+
+
+def _count(number: float) -> str:
+    for prefix, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= scale:
+            return f"{number / scale:.3g} {prefix}"
+    return f"{number:.0f} "
+
+
+def _bytes(number: float) -> str:
+    for unit, scale in (("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10)):
+        if number >= scale:
+            return f"{number / scale:.3g} {unit}"
+    return f"{number:.0f} B"

@@ -1,0 +1,232 @@
+"""`redistribute` and `Redistribute`: a call, and an object planned once and executed often."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from shardmath.agreement import require_equal
+from shardmath.arrays import ArraySpec, library_of
+from shardmath.context import DistributedContext, require_context
+from shardmath.errors import InvalidRedistributeState
+from shardmath.geometry import Distribution
+from shardmath.operators.lifecycle import Lifecycle, check_stream, options_of
+from shardmath.operators.redistribute.execution import Arrays, Staging, execute
+from shardmath.operators.redistribute.problem import (
+    Description,
+    Problem,
+    RedistributeOptions,
+    check,
+    describe,
+    misfit,
+)
+from shardmath.planning import agree_plan
+
+__all__ = ["Redistribute", "redistribute"]
+
+
+def redistribute(
+    operand: Any,
+    /,
+    input_distribution: Distribution,
+    output_distribution: Distribution,
+    *,
+    sync_symmetric_memory: bool = True,
+    options: RedistributeOptions | dict[str, Any] | None = None,
+    stream: Any = None,
+    out: Any = None,
+) -> Any:
+    """Split an array otherwise; return this rank's part of it. Collective.
+
+    `operand` is this rank's local array: any number of axes, any element type and strides. A `Box`
+    is this rank's own; any other distribution is the same on all ranks. The result is `out` if
+    given; otherwise a new array of the operand's library, in its memory order, and on the symmetric
+    heap if the operand is there. `sync_symmetric_memory` is accepted for programs written for
+    nvmath.distributed: agreement orders the ranks anyway.
+
+    Raises the same error on all ranks, before anything is written. ValueError: library, dtype,
+    number of axes or options differ between ranks; local shapes do not fit the distributions; boxes
+    overlap or leave gaps; `out` has another library, dtype or shape, is read-only, or overlaps the
+    operand. TypeError: no distribution, unknown options, no stream. RuntimeError: before
+    `initialize`, or after the array was freed.
+    Source: nvmath.distributed.distribution.redistribute; `out` is ours.
+    """
+    context = require_context()
+    call = _Call(
+        operand,
+        source=input_distribution,
+        target=output_distribution,
+        options=options,
+        stream=stream,
+        out=out,
+    )
+    problem, notes = agree_plan(context, "redistribute", lambda: call.described(context), check)
+    call.log(problem)
+    return execute(context, problem, call.arrays, notes, Staging(context))
+
+
+class Redistribute(Lifecycle):
+    """A redistribution that is planned once and executed many times.
+
+        with Redistribute(x, Slab.X, Slab.Y) as redistribution:
+            redistribution.plan()
+            y = redistribution.execute()
+
+    Arguments and errors as `redistribute`. All methods but `reset_operand_unchecked`,
+    `release_operand` and `free` are collective: an error on one rank is raised on all. After `free`
+    they raise InvalidRedistributeState.
+    Source: nvmath.distributed.distribution.Redistribute.
+    """
+
+    noun: ClassVar[str] = "Redistribute"
+    invalid = InvalidRedistributeState
+
+    def __init__(
+        self,
+        operand: Any,
+        /,
+        input_distribution: Distribution,
+        output_distribution: Distribution,
+        *,
+        options: RedistributeOptions | dict[str, Any] | None = None,
+        stream: Any = None,
+    ) -> None:
+        context = require_context()
+        call = _Call(
+            operand,
+            source=input_distribution,
+            target=output_distribution,
+            options=options,
+            stream=stream,
+        )
+        self._problem: Problem
+        self._problem, _ = agree_plan(context, self.noun, lambda: call.described(context), check)
+        super().__init__(context, {"operand": operand})
+        call.log(self._problem)
+        self._shape = call.arrays.operand.shape
+        self._staging = Staging(context)
+
+    def explain(self) -> str:
+        """What moves, in a few lines. Local."""
+        return self._problem.explain()
+
+    def plan(self, stream: Any = None) -> None:
+        """Make it ready for `execute`; a second call does nothing. Collective."""
+        self._together("plan", lambda: check_stream(stream), list)
+        self._planned = True
+
+    def execute(
+        self,
+        stream: Any = None,
+        release_workspace: bool = False,
+        sync_symmetric_memory: bool = True,
+        out: Any = None,
+    ) -> Any:
+        """The redistributed array: `out`, or a new one. Collective.
+
+        With `release_workspace` the memory through which an ordinary operand passes is given back.
+        Raises RuntimeError before `plan` and after `release_operand`; errors of `out` as
+        `redistribute`.
+        """
+        read: list[Arrays] = []
+
+        def described() -> tuple[tuple[int], bytes]:
+            self._require_ready()
+            check_stream(stream)
+            operand = self._operands["operand"]
+            self._check_shape(library_of(operand).spec(operand))
+            wrong = None
+            if out is not None:
+                wrong = misfit(self._problem, self.context.rank, library_of(out).spec(out))
+            if wrong:
+                raise ValueError(wrong)
+            read.append(Arrays.read(self.context, operand, out))
+            return (self.number,), read[0].note(self.context)
+
+        self._require_open()
+        _, notes = agree_plan(
+            self.context,
+            f"{self.noun}.execute",
+            described,
+            lambda specs: require_equal(f"the {self.noun} object", specs),
+        )
+        try:
+            return execute(self.context, self._problem, read[0], notes, self._staging)
+        finally:
+            if release_workspace:
+                self._staging.release()
+
+    def reset_operand(self, operand: Any, *, stream: Any = None) -> None:
+        """Execute on `operand` from now on; strides and memory may differ from before. Collective.
+
+        Raises ValueError for None and for another dtype, device or shape, TypeError for another
+        library.
+        """
+
+        def described() -> None:
+            check_stream(stream)
+            if operand is None:
+                raise ValueError(
+                    "reset_operand needs an operand; release_operand drops the old one"
+                )
+            spec = library_of(operand).spec(operand)
+            if spec.library != self._problem.library:
+                raise TypeError(
+                    f"the operand is of {spec.library}, the plan is for {self._problem.library}"
+                )
+            self._check_shape(spec)
+
+        self._together("reset_operand", described, list)
+        self._hold(operand=operand)
+
+    def reset_operand_unchecked(self, operand: Any, *, stream: Any = None) -> None:
+        """As `reset_operand`, without agreement: `execute` finds what is wrong. Local."""
+        self._require_alive()
+        self._hold(operand=operand)
+
+    def release_operand(self) -> None:
+        """Refer to the operand no more; the next step is `reset_operand`. Local."""
+        self._require_alive()
+        self._drop()
+
+    def _check_shape(self, spec: ArraySpec) -> None:
+        problem = self._problem
+        given = (spec.library, spec.device, spec.dtype, spec.shape)
+        expected = (problem.library, problem.device, problem.dtype, self._shape)
+        for what, one, other in zip(
+            ("library", "device", "dtype", "shape"), given, expected, strict=True
+        ):
+            if one != other:
+                raise ValueError(f"the operand has {what} {one}, the plan is for {other}")
+
+    def _release(self) -> None:
+        self._staging.release()
+
+
+@dataclass(kw_only=True)
+class _Call:
+    """One rank's arguments, and what was read from them."""
+
+    operand: Any = field(kw_only=False)
+    source: Any
+    target: Any
+    options: Any
+    stream: Any
+    out: Any = None
+    arrays: Arrays = field(init=False)
+
+    def described(self, context: DistributedContext) -> tuple[Description, bytes]:
+        """The call in plain data, and the note of this execution. Raises what is wrong with it."""
+        options = options_of(RedistributeOptions, self.options)
+        check_stream(self.stream)
+        spec = library_of(self.operand).spec(self.operand)
+        out = None if self.out is None else library_of(self.out).spec(self.out)
+        description = describe(spec, self.source, self.target, options, out)
+        self.arrays = Arrays.read(context, self.operand, self.out)
+        return description, self.arrays.note(context)
+
+    def log(self, problem: Problem) -> None:
+        """Tell the user's logger what was planned."""
+        logger = options_of(RedistributeOptions, self.options).logger
+        if logger is not None:
+            logger.info("%s", problem.explain())

@@ -1,0 +1,172 @@
+"""What is to be redistributed, as every rank sees it.
+
+`describe` turns one rank's call into plain data, and raises for what that rank can see is wrong.
+`check` turns all ranks' descriptions into one `Problem`, and raises, the same on every rank, for
+what does not fit together. Both are pure: neither touches an element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from logging import Logger
+from typing import Any, Literal
+
+from shardmath import geometry
+from shardmath.agreement import require_equal
+from shardmath.arrays import ArraySpec
+from shardmath.errors import CollectiveMismatch
+from shardmath.geometry import Distribution, Layout
+from shardmath.geometry.inference import check_alike
+from shardmath.operators.lifecycle import check_blocking
+from shardmath.redistribution import TransferPlan
+
+__all__ = ["Description", "Problem", "RedistributeOptions", "check", "describe", "misfit"]
+
+
+@dataclass(frozen=True)
+class RedistributeOptions:
+    """`logger` is told what is planned. `blocking`: True or "auto"; host operands always block.
+
+    Raises TypeError for a logger that is none, ValueError for another `blocking`.
+    Source: nvmath.distributed.distribution.RedistributeOptions.
+    """
+
+    logger: Logger | None = None
+    blocking: Literal[True, "auto"] = "auto"
+
+    def __post_init__(self) -> None:
+        if self.logger is not None and not isinstance(self.logger, Logger):
+            raise TypeError(f"logger is a logging.Logger or None, not {self.logger!r}")
+        check_blocking(self.blocking)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The redistribution that all ranks have agreed on.
+
+    `transfer` is what moves; `library`, `device` and `dtype` are the arrays', and `order` the
+    memory order of results.
+    """
+
+    transfer: TransferPlan
+    library: str
+    device: str
+    dtype: str
+    order: Literal["C", "F"]
+
+    def explain(self) -> str:
+        """What moves, in a few lines."""
+        return (
+            f"{self.transfer.explain()}\n{self.library} {self.dtype}, results in {self.order} order"
+        )
+
+    def __str__(self) -> str:
+        return self.explain()
+
+
+# (operand, input distribution, output distribution, blocking, out), where an array is
+# (library, device, dtype, itemsize, local shape, order) and a distribution what it encodes to.
+Description = tuple[Any, ...]
+
+
+def describe(
+    operand: ArraySpec,
+    input_distribution: Distribution,
+    output_distribution: Distribution,
+    options: RedistributeOptions,
+    out: ArraySpec | None,
+) -> Description:
+    """The call in plain data. Raises TypeError for a distribution that is none."""
+    for name, given in (
+        ("input_distribution", input_distribution),
+        ("output_distribution", output_distribution),
+    ):
+        if not isinstance(given, Distribution):
+            raise TypeError(f"{name} is a distribution such as Slab.X or a Box, not {given!r}")
+    return (
+        _facts(operand),
+        input_distribution.encode(),
+        output_distribution.encode(),
+        options.blocking,
+        None if out is None else _facts(out),
+    )
+
+
+def check(descriptions: Sequence[Description]) -> Problem:
+    """The problem that all ranks' descriptions make. Raises ValueError where they do not fit."""
+    operands, sources, targets, blocking, outs = zip(*descriptions, strict=True)
+    for index, what in ((0, "library"), (1, "device"), (2, "dtype"), (3, "itemsize")):
+        require_equal(f"the {what} of the operand", [operand[index] for operand in operands])
+    require_equal("the number of axes of the operand", [len(operand[4]) for operand in operands])
+    require_equal("options.blocking", blocking)
+    src = _source(sources, [operand[4] for operand in operands])
+    dst = _target(targets, src.global_shape)
+    library, device, dtype, itemsize, *_ = operands[0]
+    problem = Problem(
+        transfer=TransferPlan(src, dst, itemsize),
+        library=library,
+        device=device,
+        dtype=dtype,
+        order=_order([operand[5] for operand in operands]),
+    )
+    for rank, out in enumerate(outs):
+        wrong = None if out is None else misfit(problem, rank, out)
+        if wrong:
+            raise CollectiveMismatch(f"rank {rank}: {wrong}")
+    return problem
+
+
+def misfit(problem: Problem, rank: int, out: ArraySpec | Sequence[Any]) -> str | None:
+    """What is wrong with `out` on `rank`, in words, or None."""
+    library, device, dtype, _, shape, _ = _facts(out) if isinstance(out, ArraySpec) else out
+    expected = (
+        problem.library,
+        problem.device,
+        problem.dtype,
+        problem.transfer.dst.local_shape(rank),
+    )
+    given = (library, device, dtype, tuple(shape))
+    for what, one, other in zip(
+        ("library", "device", "dtype", "shape"), given, expected, strict=True
+    ):
+        if one != other:
+            return f"out has {what} {one}, the result has {other}"
+    return None
+
+
+def _facts(spec: ArraySpec) -> tuple[Any, ...]:
+    return (spec.library, spec.device, spec.dtype, spec.itemsize, spec.shape, spec.order)
+
+
+def _source(encoded: Sequence[Any], shapes: Sequence[Sequence[int]]) -> Layout:
+    """The operand's layout, its global shape inferred from all local shapes."""
+    distributions = [geometry.decode(each) for each in encoded]
+    try:
+        shape = geometry.infer_global_shape(distributions, shapes)
+        return Layout.bind(distributions, shape)
+    except ValueError as error:
+        raise type(error)(f"input_distribution: {error}") from None
+
+
+def _target(encoded: Sequence[Any], shape: tuple[int, ...]) -> Layout:
+    distributions = [geometry.decode(each) for each in encoded]
+    try:
+        check_alike(distributions)
+        for rank, distribution in enumerate(distributions):
+            _check_part(distribution, rank, shape, len(distributions))
+        return Layout.bind(distributions, shape)
+    except ValueError as error:
+        raise type(error)(f"output_distribution: {error}") from None
+
+
+def _check_part(distribution: Distribution, rank: int, shape: tuple[int, ...], size: int) -> None:
+    try:
+        distribution.part(rank, shape, size=size)
+    except ValueError as error:
+        raise type(error)(f"rank {rank}: {error}") from None
+
+
+def _order(orders: Sequence[str]) -> Literal["C", "F"]:
+    """F where some operand is column-major and none says otherwise."""
+    return "F" if "F" in orders and {"C", "strided"}.isdisjoint(orders) else "C"

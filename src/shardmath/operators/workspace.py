@@ -1,0 +1,55 @@
+"""Heap memory that operations of one context pass data through, kept from one to the next.
+
+Operations of a context follow one another, and each ends with a barrier of its own: whoever takes
+a buffer of the workspace may write into it, since no peer reads it any more.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from shardmath.arrays.base import HostArray
+from shardmath.context import DistributedContext
+from shardmath.symmetric.heap import Block, Buffer
+
+__all__ = ["Workspace"]
+
+
+class Workspace:
+    """Heap buffers by name, grown when needed, kept until released."""
+
+    def __init__(self, context: DistributedContext) -> None:
+        self._context = context
+        self._buffers: dict[str, Buffer] = {}
+
+    @classmethod
+    def of(cls, context: DistributedContext) -> Workspace:
+        """The one of a context."""
+        workspace: Workspace = context.cache("workspace", lambda: cls(context))
+        return workspace
+
+    def buffer(self, name: str, nbytes: int) -> Buffer:
+        """At least `nbytes` of memory under that name. Local. Raises HeapExhausted."""
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.block.nbytes < nbytes:
+            self._buffers.pop(name, None)  # its memory first, then more
+            del buffer
+            buffer = self._buffers[name] = self._context.heap.allocate(nbytes)
+        return buffer
+
+    def array(self, name: str, shape: tuple[int, ...], dtype: Any) -> HostArray:
+        """An uninitialized array in the buffer of that name."""
+        dtype = np.dtype(dtype)
+        nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        buffer = self.buffer(name, nbytes)
+        return np.ndarray(shape, dtype, np.asarray(buffer)[:nbytes].data)
+
+    def block(self, name: str) -> Block:
+        """The block of a buffer that has been asked for."""
+        return self._buffers[name].block
+
+    def release(self) -> None:
+        """Give all buffers back."""
+        self._buffers.clear()

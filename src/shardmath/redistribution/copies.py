@@ -1,0 +1,90 @@
+"""A move as the machine sees it: one strided copy between two local arrays, in bytes.
+
+Still pure: addresses come later. Dimensions are dropped and joined until the fewest remain, so that
+whatever performs the copy has the longest possible inner loop; the last dimension is the one along
+which the destination is densest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardmath.geometry import Move
+
+__all__ = ["StridedCopy", "lowered", "whole"]
+
+
+@dataclass(frozen=True, slots=True)
+class StridedCopy:
+    """`shape` units of `unit` bytes, from rank `src`'s local array to the own one.
+
+    Offsets and strides are bytes, from the element with index 0 along every axis. A unit is
+    contiguous in both: one element, or as many as lie side by side.
+    """
+
+    src: int
+    unit: int
+    shape: tuple[int, ...]
+    src_offset: int
+    src_strides: tuple[int, ...]
+    dst_offset: int
+    dst_strides: tuple[int, ...]
+
+
+def lowered(
+    move: Move, itemsize: int, src_strides: Sequence[int], dst_strides: Sequence[int]
+) -> StridedCopy:
+    """The copy that `move` is between arrays of these strides, in bytes. The move is not empty."""
+    src_offset = dst_offset = 0
+    dims: list[_Dim] = []
+    for run, src, dst in zip(move.runs, src_strides, dst_strides, strict=True):
+        src_offset += run.src_start * src
+        dst_offset += run.dst_start * dst
+        dims.append((run.count, run.dst_step * dst, run.src_step * src))
+        dims.append((run.length, dst, src))
+    return _joined(move.src, itemsize, dims, src_offset, dst_offset)
+
+
+def whole(
+    shape: Sequence[int], itemsize: int, src_strides: Sequence[int], dst_strides: Sequence[int]
+) -> StridedCopy:
+    """The copy of a whole array, of `shape` without zeros, from rank 0."""
+    return _joined(0, itemsize, list(zip(shape, dst_strides, src_strides, strict=True)), 0, 0)
+
+
+_Dim = tuple[int, int, int]  # extent, stride in the destination, stride in the source
+
+
+def _joined(
+    rank: int, itemsize: int, dims: Sequence[_Dim], src_offset: int, dst_offset: int
+) -> StridedCopy:
+    """As few dimensions as there can be, the destination's densest last."""
+    kept = sorted(
+        (dim for dim in dims if dim[0] != 1), key=lambda dim: (-abs(dim[1]), -abs(dim[2]))
+    )
+    unit = itemsize
+    joined: list[_Dim] = []  # from the innermost outwards
+    for extent, dst, src in reversed(kept):
+        if not joined and src == dst == unit:
+            unit *= extent
+        elif joined and (dst, src) == _across(joined[-1]):
+            joined[-1] = (joined[-1][0] * extent, *joined[-1][1:])
+        else:
+            joined.append((extent, dst, src))
+    joined.reverse()
+    return StridedCopy(
+        src=rank,
+        unit=unit,
+        shape=tuple(dim[0] for dim in joined),
+        src_offset=src_offset,
+        src_strides=tuple(dim[2] for dim in joined),
+        dst_offset=dst_offset,
+        dst_strides=tuple(dim[1] for dim in joined),
+    )
+
+
+def _across(dim: _Dim) -> tuple[int, int]:
+    """The strides that continue a dimension past its end."""
+    extent, dst, src = dim
+    return extent * dst, extent * src

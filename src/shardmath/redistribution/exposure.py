@@ -1,0 +1,97 @@
+"""How a rank shows its local array to its peers, and how they find it in their own address space.
+
+An array on the heap is shown where it is. Of any other, the part that peers read is first copied to
+the heap. What travels is a few numbers; the exchange that carries them is also the barrier after
+which peers may read.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+from shardmath.arrays.base import HostArray
+from shardmath.context import DistributedContext
+from shardmath.redistribution.host import Window, copy_array
+from shardmath.symmetric.heap import Block, Buffer, Location
+
+__all__ = ["Exposed", "expose", "stage", "staged_bytes", "window_on"]
+
+Ranges = Sequence[tuple[int, int]]
+
+_HEAD = struct.Struct("<IQQq")
+
+
+@dataclass(frozen=True, slots=True)
+class Exposed:
+    """`nbytes` at `location` of a rank's memory hold its local array, or the part that is read.
+
+    Element 0 is, or would be, `origin` bytes from there. Strides are bytes.
+    """
+
+    location: Location
+    nbytes: int
+    origin: int
+    strides: tuple[int, ...]
+
+    def pack(self) -> bytes:
+        """The bytes that `unpack` takes."""
+        at = self.location
+        head = _HEAD.pack(at.segment, at.offset, self.nbytes, self.origin)
+        return head + struct.pack(f"<{len(self.strides)}q", *self.strides)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Exposed:
+        """What a peer packed. Raises struct.error for data of another form."""
+        segment, offset, nbytes, origin = _HEAD.unpack_from(data)
+        strides = struct.unpack(f"<{(len(data) - _HEAD.size) // 8}q", data[_HEAD.size :])
+        return cls(Location(segment, offset), nbytes, origin, strides)
+
+
+def expose(context: DistributedContext, host: HostArray, block: Block) -> Exposed:
+    """Show `host`, which lies in `block`, in place. Local; to be told in an exchange."""
+    context.announce(block)
+    reach = [(n - 1) * stride for n, stride in zip(host.shape, host.strides, strict=True)]
+    if host.size == 0:
+        return Exposed(block.location, 0, 0, host.strides)
+    low = sum(step for step in reach if step < 0)
+    high = sum(step for step in reach if step > 0) + host.itemsize
+    first = int(host.__array_interface__["data"][0]) - block.address + low
+    location = Location(block.location.segment, block.location.offset + first)
+    return Exposed(location, high - low, -low, host.strides)
+
+
+def staged_bytes(ranges: Ranges, itemsize: int) -> int:
+    """The bytes that `stage` needs."""
+    return prod(hi - lo for lo, hi in ranges) * itemsize
+
+
+def stage(context: DistributedContext, host: HostArray, ranges: Ranges, buffer: Buffer) -> Exposed:
+    """Copy the `ranges` of each axis of `host` to `buffer`, and show them. Local; as `expose`.
+
+    The copy is dense, its axes in the order of the array's, so that it runs at memory speed.
+    """
+    extents = [hi - lo for lo, hi in ranges]
+    strides = [0] * host.ndim
+    step = host.itemsize
+    for axis in sorted(range(host.ndim), key=lambda axis: (abs(host.strides[axis]), -axis)):
+        strides[axis] = step
+        step *= extents[axis]
+    part = host[tuple(slice(lo, hi) for lo, hi in ranges)]
+    dense = np.ndarray(extents, host.dtype, np.asarray(buffer)[:step].data, 0, strides)
+    copy_array(part, dense)
+    context.announce(buffer.block)
+    origin = -sum(lo * stride for (lo, _), stride in zip(ranges, strides, strict=True))
+    return Exposed(buffer.block.location, step, origin, tuple(strides))
+
+
+def window_on(context: DistributedContext, rank: int, exposed: Exposed) -> Window:
+    """What `rank` shows, in this process. Raises CollectiveMismatch when it has no such memory."""
+    view = context.peer_bytes(rank, exposed.location, exposed.nbytes)
+    assert view is not None, "ranks of one host have an address for each other's memory"
+    address = int(view.__array_interface__["data"][0]) + exposed.origin
+    return Window(address, exposed.strides, view)

@@ -1,0 +1,225 @@
+"""Copy on host memory: a rank pulls what it needs from its peers' local arrays.
+
+Bits are copied, never values: the element type plays no role. What is contiguous on both sides is
+copied in one piece; a transposing copy goes in tiles that stay in the first caches, since walking
+down a column fetches a cache line, and a page, for every element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import product
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from shardmath.arrays.base import HostArray
+from shardmath.geometry import Move
+from shardmath.redistribution import stream
+from shardmath.redistribution.copies import StridedCopy, lowered, whole
+
+__all__ = ["Window", "copy_array", "copy_moves", "perform"]
+
+_LINE = 64  # bytes of a cache line: units as long as this can be copied in any order
+_ROW = 1 << 10  # bytes of a unit that is worth streaming
+_STREAMED = 32 << 20  # bytes from which on nobody will find them in a cache of the own core
+_CACHED = 32 << 10  # bytes of a copy that stays in the first cache in any order
+
+
+class Window:
+    """Where a local array lies in this process: the address of its element 0, and its strides.
+
+    It may show a part of the array only, in which case that address may be outside: elements that
+    are not shown are never touched. `keep` is what holds the memory.
+    """
+
+    __slots__ = ("address", "keep", "strides")
+
+    def __init__(self, address: int, strides: Sequence[int], keep: object) -> None:
+        self.address = address
+        self.strides = tuple(strides)
+        self.keep = keep
+
+    @classmethod
+    def of(cls, host: HostArray) -> Window:
+        """The window on all of `host`."""
+        return cls(host.__array_interface__["data"][0], host.strides, host)
+
+    def array(self, shape: Sequence[int], dtype: np.dtype[Any]) -> HostArray:
+        """The local array, of that shape and dtype. Only elements that are shown may be read."""
+        return _array(self, 0, self.strides, shape, f"|V{dtype.itemsize}").view(dtype)
+
+    def __repr__(self) -> str:
+        return f"Window({self.address:#x}, strides {self.strides})"
+
+
+def copy_moves(
+    moves: Iterable[Move],
+    source: Callable[[int], HostArray],
+    destination: HostArray,
+    *,
+    rank: int = 0,
+    add: bool = False,
+) -> None:
+    """Execute `moves` into `destination`, a local array of `rank`.
+
+    `source(r)` is rank r's local array, in memory that can be read here; it is of the destination's
+    dtype. With `add` elements are added to what is there, in the order of the moves, instead of
+    replacing it. Otherwise the own part comes first, then rank + 1 and onwards, so that ranks do
+    not all read from one.
+    """
+    arrays: dict[int, HostArray] = {}
+    copies: list[StridedCopy] = []
+    for move in moves:
+        if move.elements:
+            if move.src not in arrays:
+                arrays[move.src] = source(move.src)
+            strides = arrays[move.src].strides
+            copies.append(lowered(move, destination.itemsize, strides, destination.strides))
+    windows = {src: Window.of(array) for src, array in arrays.items()}
+    if add:
+        _add(copies, windows, Window.of(destination), destination.dtype)
+    else:
+        copies.sort(key=lambda copy: (copy.src < rank, copy.src))
+        perform(copies, windows, Window.of(destination))
+
+
+def copy_array(src: HostArray, dst: HostArray) -> None:
+    """Copy the bits of `src` to `dst`, of the same shape and itemsize, at any strides."""
+    if src.size:
+        copy = whole(src.shape, src.itemsize, src.strides, dst.strides)
+        perform([copy], {0: Window.of(src)}, Window.of(dst))
+
+
+def perform(
+    copies: Iterable[StridedCopy], sources: Mapping[int, Window], destination: Window
+) -> None:
+    """Perform `copies` in order; `sources[r]` is the window on rank r's local array."""
+    copies = list(copies)
+    streamed = stream.built() if _bytes_in_rows(copies) >= _STREAMED else None
+    for copy in copies:
+        if streamed is not None and copy.unit >= _ROW:
+            window = sources[copy.src]
+            if streamed(copy, window.address, destination.address):
+                continue
+        _copy(
+            _view(sources[copy.src], copy.src_offset, copy.src_strides, copy.shape, copy.unit),
+            _view(destination, copy.dst_offset, copy.dst_strides, copy.shape, copy.unit),
+            copy.unit,
+        )
+
+
+def _bytes_in_rows(copies: Sequence[StridedCopy]) -> int:
+    return sum(copy.unit * prod(copy.shape) for copy in copies if copy.unit >= _ROW)
+
+
+def _add(
+    copies: Iterable[StridedCopy],
+    sources: Mapping[int, Window],
+    destination: Window,
+    dtype: np.dtype[Any],
+) -> None:
+    for copy in copies:
+        inner = (copy.unit // dtype.itemsize,)
+        shape, step = copy.shape + inner, (dtype.itemsize,)
+        src = _array(sources[copy.src], copy.src_offset, copy.src_strides + step, shape, dtype.str)
+        dst = _array(destination, copy.dst_offset, copy.dst_strides + step, shape, dtype.str)
+        np.add(dst, src, out=dst)
+
+
+class _Memory:
+    """What NumPy makes an array of; the array keeps it, and so what holds the memory."""
+
+    __slots__ = ("__array_interface__", "keep")
+
+    def __init__(self, interface: dict[str, Any], keep: object) -> None:
+        self.__array_interface__ = interface
+        self.keep = keep
+
+
+def _view(
+    window: Window, offset: int, strides: Sequence[int], shape: Sequence[int], unit: int
+) -> HostArray:
+    """The units of one side of a copy, as an array of a type that NumPy copies fast."""
+    if unit in _TYPES:
+        typestr = _TYPES[unit]
+    elif unit < _LINE:
+        typestr = f"|V{unit}"
+    else:  # one memmove for each
+        typestr, shape, strides = "|u1", (*shape, unit), (*strides, 1)
+    return _array(window, offset, strides, shape, typestr)
+
+
+def _array(
+    window: Window, offset: int, strides: Sequence[int], shape: Sequence[int], typestr: str
+) -> HostArray:
+    interface = {
+        "shape": tuple(shape),
+        "strides": tuple(strides),
+        "typestr": typestr,
+        "data": (window.address + offset, False),
+        "version": 3,
+    }
+    return np.asarray(_Memory(interface, window.keep))
+
+
+_TYPES = {1: "|u1", 2: "=u2", 4: "=u4", 8: "=u8", 16: "=c16"}
+
+
+def _copy(src: HostArray, dst: HostArray, unit: int) -> None:
+    """Copy `src` to `dst`, whose last axis is its densest."""
+    if unit < _LINE and src.nbytes > _CACHED and src.ndim > 1:
+        steps = [abs(stride) for stride in src.strides]
+        dense = min(range(src.ndim), key=steps.__getitem__)
+        if steps[dense] < steps[-1]:
+            _transpose(src, dst, dense, unit)
+            return
+    np.copyto(dst, src)
+
+
+def _transpose(src: HostArray, dst: HostArray, dense: int, unit: int) -> None:
+    """Copy in tiles along axis `dense`, the densest of `src`, and the last, the densest of `dst`.
+
+    Elements pass through a scratch tile with padded rows: at a stride that is a power of two, the
+    lines of a column would fight for the same few places of the cache. Units of 16 bytes and more
+    touch so few lines each time that the detour does not pay.
+    """
+    rows, columns = _tile(unit)
+    extents = [1] * src.ndim
+    extents[-1], extents[dense] = min(rows, src.shape[-1]), min(columns, src.shape[dense])
+    room = rows * columns // (extents[-1] * extents[dense])
+    for axis in reversed(range(src.ndim)):
+        if axis not in (dense, src.ndim - 1):
+            extents[axis] = min(room, src.shape[axis])
+            room //= extents[axis]
+    scratch = None if unit >= 16 else _scratch(extents, dense, src.dtype)
+    for tile in _tiles(src.shape, extents):
+        part = src[tile]
+        if scratch is None:
+            np.copyto(dst[tile], part)
+        else:
+            held = scratch[tuple(slice(0, extent) for extent in part.shape)]
+            np.copyto(held, part)
+            np.copyto(dst[tile], held)
+
+
+def _tile(unit: int) -> tuple[int, int]:
+    """Extents along the densest axes of destination and source, as measured."""
+    if unit <= 2:
+        return 512, 512
+    return (256, 128) if unit < 16 else (64, 512)
+
+
+def _scratch(extents: Sequence[int], dense: int, dtype: np.dtype[Any]) -> HostArray:
+    """An array of shape `extents` whose axis `dense` is contiguous, its rows a line apart."""
+    others = [axis for axis in range(len(extents)) if axis != dense]
+    padded = extents[dense] + max(1, _LINE // dtype.itemsize)
+    memory = np.empty([extents[axis] for axis in others] + [padded], dtype)
+    return np.moveaxis(memory[..., : extents[dense]], -1, dense)
+
+
+def _tiles(shape: Sequence[int], extents: Sequence[int]) -> Iterator[tuple[slice, ...]]:
+    starts = [range(0, n, step) for n, step in zip(shape, extents, strict=True)]
+    for corner in product(*starts):
+        yield tuple(slice(at, at + step) for at, step in zip(corner, extents, strict=True))

@@ -1,0 +1,138 @@
+"""What one redistribution moves: a plan that is data, prints in a few lines, and needs no ranks.
+
+All ranks derive the same plan from the same two layouts. Each rank pulls: it executes the moves
+into itself, and reads the others' local arrays in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from shardmath.geometry import Layout, Move, Pattern, Traffic, bytes_moved, classify, moves
+from shardmath.redistribution.copies import StridedCopy, lowered
+
+__all__ = ["TransferPlan"]
+
+Ranges = tuple[tuple[int, int], ...]
+Strides = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TransferPlan:
+    """The redistribution of an array of `itemsize`-byte elements from layout `src` to layout `dst`.
+
+    Raises ValueError when the global shapes or the numbers of ranks differ.
+    """
+
+    src: Layout
+    dst: Layout
+    itemsize: int
+
+    def __post_init__(self) -> None:
+        if self.src.global_shape != self.dst.global_shape or self.src.size != self.dst.size:
+            raise ValueError(
+                f"a redistribution changes neither the global shape nor the ranks: "
+                f"{self.src.describe()}; {self.dst.describe()}"
+            )
+
+    @cached_property
+    def pattern(self) -> Pattern:
+        """What the redistribution is, seen over all ranks."""
+        return classify(self.src, self.dst)
+
+    @cached_property
+    def traffic(self) -> Traffic:
+        """The bytes that each rank sends and receives; what stays on a rank is not counted."""
+        return bytes_moved(self.src, self.dst, self.itemsize)
+
+    @property
+    def crosses(self) -> bool:
+        """True when any byte changes its rank; otherwise ranks need not wait for each other."""
+        return any(self.traffic.received)
+
+    def into(self, rank: int) -> tuple[Move, ...]:
+        """The moves that `rank` executes: all that end in its part."""
+        if rank not in self._into:
+            self._into[rank] = moves(self.src, self.dst, dst_rank=rank)
+        return self._into[rank]
+
+    def copies(
+        self, rank: int, src_strides: Mapping[int, Strides], dst_strides: Strides
+    ) -> list[StridedCopy]:
+        """The moves into `rank` as copies between arrays of these strides in bytes, own part first.
+
+        `src_strides` has those of every rank that a move comes from. The answer is kept until
+        strides change.
+        """
+        key = (rank, tuple(src_strides.items()), dst_strides)
+        if self._copies.get("key") != key:
+            found = [
+                lowered(move, self.itemsize, src_strides[move.src], dst_strides)
+                for move in self.into(rank)
+            ]
+            found.sort(key=lambda copy: (copy.src < rank, copy.src))
+            self._copies.update(key=key, found=found)
+        copies: list[StridedCopy] = self._copies["found"]
+        return copies
+
+    def sources(self, rank: int) -> tuple[int, ...]:
+        """The ranks that the moves into `rank` come from."""
+        if rank not in self._sources:
+            self._sources[rank] = tuple(sorted({move.src for move in self.into(rank)}))
+        return self._sources[rank]
+
+    def read_by_peers(self, rank: int) -> Ranges | None:
+        """For each axis of `rank`'s local array the range (lo, hi) in which peers read.
+
+        None when they read nothing.
+        """
+        if rank not in self._read:
+            self._read[rank] = self._bounds(rank)
+        return self._read[rank]
+
+    def explain(self) -> str:
+        """A few lines: from, to, the pattern and the bytes."""
+        sent, received = (max(amounts, default=0) for amounts in self.traffic)
+        return (
+            f"redistribute {self.src.describe()}\n"
+            f"          to {self.dst.describe()}\n"
+            f"{self.pattern.value}; {self.itemsize} bytes per element; a rank sends at most "
+            f"{sent:,} bytes and receives at most {received:,}"
+        )
+
+    def __str__(self) -> str:
+        return self.explain()
+
+    def _bounds(self, rank: int) -> Ranges | None:
+        out = [m for m in moves(self.src, self.dst, src_rank=rank) if m.dst != rank]
+        if not out:
+            return None
+        axes = zip(*(move.runs for move in out), strict=True)
+        return tuple(
+            (
+                min(run.src_start for run in runs),
+                max(run.src_start + (run.count - 1) * run.src_step + run.length for run in runs),
+            )
+            for runs in axes
+        )
+
+    # What has been worked out so far; a plan is compared and printed by its fields alone.
+
+    @cached_property
+    def _into(self) -> dict[int, tuple[Move, ...]]:
+        return {}
+
+    @cached_property
+    def _sources(self) -> dict[int, tuple[int, ...]]:
+        return {}
+
+    @cached_property
+    def _copies(self) -> dict[str, Any]:
+        return {}
+
+    @cached_property
+    def _read(self) -> dict[int, Ranges | None]:
+        return {}

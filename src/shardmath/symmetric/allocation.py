@@ -1,0 +1,313 @@
+"""Arrays on the symmetric heap: made, recognised and freed.
+
+An array on the heap is an ordinary NumPy array or torch tensor; what makes it symmetric is where
+its memory lies, so it is recognised by address, as is every view of it. Its memory lives as long as
+any of them. Allocation agrees with the peers, so that an error on one rank is raised on all;
+freeing, by hand or by the garbage collector, concerns this rank alone.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from logging import Logger
+from types import ModuleType
+from typing import Any, Literal
+
+import numpy as np
+
+from shardmath.agreement import require_equal
+from shardmath.arrays import DType, Library, library_of, library_of_package
+from shardmath.arrays.dtypes import of as dtype_of
+from shardmath.context import DistributedContext, open_contexts, require_context
+from shardmath.errors import CollectiveMismatch, UseAfterFree
+from shardmath.symmetric.heap import Block, Buffer, Heap
+
+__all__ = [
+    "allocate_symmetric_memory",
+    "array_on",
+    "block_of",
+    "empty_on_heap",
+    "extent_of",
+    "free_symmetric_memory",
+    "is_symmetric",
+    "strided_on_heap",
+]
+
+_Place = tuple[Block, int]
+
+
+def allocate_symmetric_memory(
+    shape: int | Sequence[int],
+    package: ModuleType,
+    *,
+    dtype: Any = None,
+    axis_order: Literal["C", "F"] | Sequence[int] = "C",
+    make_symmetric: bool = False,
+    skip_symmetric_check: bool = False,
+    logger: Logger | None = None,
+) -> Any:
+    """An uninitialised array of `shape` on the symmetric heap. Collective, unless told otherwise.
+
+    `package` is the module numpy or torch; `dtype` None means float64 for numpy, for torch its
+    default. `axis_order` is "C", "F", or the axes from the one whose elements are adjacent to the
+    outermost: "C" of three axes is (2, 1, 0). The ranks' shapes may differ as long as their bytes
+    are equal; with `make_symmetric` every rank reserves as many bytes as the rank that needs most.
+    With `skip_symmetric_check` nothing is compared, sizes may differ, and the call is local.
+
+    Raises on all ranks ValueError for another package, a bad shape, dtype or axis order, both flags
+    at once, and bytes that differ (naming ranks and bytes); HeapExhausted when a rank lacks memory.
+    RuntimeError before `initialize`.
+    Source: nvmath.distributed.allocate_symmetric_memory.
+    """
+    context = require_context()
+
+    def request() -> _Request:
+        return _Request.of(shape, package, dtype, axis_order)
+
+    if skip_symmetric_check and not make_symmetric:
+        asked = request()
+        array = asked.array(context.heap.allocate(asked.nbytes))
+    else:
+        both = make_symmetric and skip_symmetric_check
+        asked, array = _allocate_together(context, request, make_symmetric, both)
+    if logger is not None:
+        logger.info("allocated %s on the symmetric heap of rank %d", asked, context.rank)
+    return array
+
+
+def free_symmetric_memory(*tensors: Any) -> None:
+    """Give the memory of `tensors` back now, rather than when their last reference goes. Local.
+
+    A hint: an array that nobody refers to any more is freed by itself. Memory that peers may still
+    read returns to use when they have dropped it too. Afterwards the arrays, and all views of them,
+    must not be used; shardmath raises UseAfterFree where they are passed to it.
+
+    Raises TypeError for an array in ordinary memory, UseAfterFree (a RuntimeError) for one that was
+    freed before, RuntimeError before `initialize`; nothing is freed then.
+    Source: nvmath.distributed.free_symmetric_memory.
+    """
+    if not tensors:
+        return
+    require_context()
+    doomed: dict[Block, Heap] = {}
+    for position, tensor in enumerate(tensors):
+        heap, block = _owner_of(position, tensor)
+        if block.freed or block in doomed:
+            raise UseAfterFree(f"argument {position} was freed before")
+        doomed[block] = heap
+    for block, heap in doomed.items():
+        buffer = block.buffer()
+        if buffer is not None:
+            buffer.shares.clear()
+        heap.free(block)
+
+
+def is_symmetric(array: Any) -> bool:
+    """Whether `array` lies on the symmetric heap of an open context, freed or not. Local.
+
+    Raises ValueError when it is no array.
+    """
+    library = library_of(array)
+    return any(_find(context.heap, library, array) is not None for context in open_contexts())
+
+
+def block_of(context: DistributedContext, array: Any) -> _Place | None:
+    """The block that `array` lies in, and the byte offset there of its element (0, 0, ...).
+
+    None for ordinary memory, which includes the memory of peers, and arrays that reach beyond their
+    block. Raises UseAfterFree when the block was freed, ValueError when `array` is no array.
+    """
+    found = _find(context.heap, library_of(array), array)
+    if found is not None and found[0].freed:
+        raise UseAfterFree("this array was freed with free_symmetric_memory")
+    return found
+
+
+def empty_on_heap(
+    context: DistributedContext,
+    library: Library,
+    shape: Sequence[int],
+    dtype: DType | str,
+    order: Literal["C", "F"] = "C",
+) -> Any:
+    """A new uninitialised array on the heap. Local. Raises HeapExhausted."""
+    strides = _strides(tuple(shape), order)
+    return strided_on_heap(context.heap, library, shape, dtype_of(dtype), strides)
+
+
+def strided_on_heap(
+    heap: Heap, library: Library, shape: Sequence[int], dtype: DType, strides: Sequence[int]
+) -> Any:
+    """A new uninitialised array with these strides, in elements. Local. Raises HeapExhausted."""
+    buffer = heap.allocate(extent_of(shape, strides) * dtype.itemsize)
+    return array_on(buffer, library, dtype, shape, strides)
+
+
+def array_on(
+    owner: Any,
+    library: Library,
+    dtype: DType,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    *,
+    start: int = 0,
+) -> Any:
+    """An array on the memory of `owner`, from byte `start` on, that keeps `owner` alive.
+
+    `owner` offers contiguous bytes through NumPy's array interface; `strides` are in elements.
+    """
+    raw: Any = np.asarray(owner)
+    # An array without elements may start at the end, where torch would have no address for it.
+    return library.from_bytes(raw[start:] if math.prod(shape) else raw, dtype, shape, strides)
+
+
+def extent_of(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """How many elements an array spans from its first to its last, gaps included."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What one rank asks for. `strides` are in elements, none of them negative."""
+
+    library: Library
+    shape: tuple[int, ...]
+    dtype: DType
+    strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, shape: Any, package: Any, dtype: Any, axis_order: Any) -> _Request:
+        library = library_of_package(package)
+        extents = _extents(shape)
+        known = library.default_dtype() if dtype is None else dtype_of(dtype)
+        return cls(library, extents, known, _strides(extents, axis_order))
+
+    @property
+    def nbytes(self) -> int:
+        return extent_of(self.shape, self.strides) * self.dtype.itemsize
+
+    def array(self, buffer: Buffer) -> Any:
+        return array_on(buffer, self.library, self.dtype, self.shape, self.strides)
+
+    def __str__(self) -> str:
+        return f"{self.library.name} {self.dtype} {self.shape}, {self.nbytes:,} bytes"
+
+
+def _allocate_together(
+    context: DistributedContext, request: Any, make_symmetric: bool, both: bool
+) -> tuple[_Request, Any]:
+    """The request and its array, allocated before the ranks agree: what fails, fails on all."""
+    made: list[tuple[_Request, Any]] = []
+
+    def describe() -> tuple[int, bool, list[int]]:
+        if both:
+            raise ValueError("make_symmetric compares sizes, which skip_symmetric_check forbids")
+        asked: _Request = request()
+        made.append((asked, asked.array(context.heap.allocate(asked.nbytes))))
+        return asked.nbytes, bool(make_symmetric), context.heap.marks(context.number)
+
+    def check(specs: list[tuple[int, bool, list[int]]]) -> tuple[list[int], list[list[int]]]:
+        sizes, flags, marks = map(list, zip(*specs, strict=True))
+        require_equal("make_symmetric", flags)
+        if not flags[0]:
+            _require_equal_bytes(sizes)
+        return sizes, marks
+
+    sizes, marks = context.agree("allocate_symmetric_memory", describe, check)
+    context.heap.honour(context.number, marks)
+    asked, array = made.pop()
+    if len(set(sizes)) > 1:
+        del array
+        array = context.agree(
+            "allocate_symmetric_memory, padded",
+            lambda: made.append((asked, asked.array(context.heap.allocate(max(sizes))))),
+            lambda _: made.pop()[1],
+        )
+    return asked, array
+
+
+def _require_equal_bytes(sizes: list[int]) -> None:
+    for rank, nbytes in enumerate(sizes):
+        if nbytes != sizes[0]:
+            raise CollectiveMismatch(
+                f"the ranks ask for different sizes: rank 0 for {sizes[0]:,} bytes, rank {rank} "
+                f"for {nbytes:,}; pass make_symmetric=True to reserve the largest on every rank, "
+                "or skip_symmetric_check=True to let sizes differ"
+            )
+
+
+def _extents(shape: Any) -> tuple[int, ...]:
+    try:
+        single = operator.index(shape)
+    except TypeError:
+        try:
+            extents = tuple(operator.index(extent) for extent in shape)
+        except TypeError:
+            raise TypeError(f"shape is an integer or a sequence of them, not {shape!r}") from None
+    else:
+        extents = (single,)
+    if any(extent < 0 for extent in extents):
+        raise ValueError(f"no extent of a shape is negative; given was {extents}")
+    return extents
+
+
+def _strides(shape: tuple[int, ...], axis_order: Any) -> tuple[int, ...]:
+    """The strides in elements; `axis_order` lists the axes from the fastest on."""
+    ndim = len(shape)
+    if isinstance(axis_order, str):
+        if axis_order not in ("C", "F"):
+            raise ValueError(f'axis_order is "C", "F" or a permutation, not {axis_order!r}')
+        axes = list(range(ndim)) if axis_order == "F" else list(range(ndim))[::-1]
+    else:
+        try:
+            axes = [operator.index(axis) for axis in axis_order]
+        except TypeError:
+            axes = []
+        if sorted(axes) != list(range(ndim)):
+            raise ValueError(
+                f"axis_order is a permutation of the axes 0 to {ndim - 1}, not {axis_order!r}"
+            )
+    strides = [1] * ndim
+    step = 1
+    for axis in axes:
+        strides[axis] = step
+        step *= max(shape[axis], 1)
+    return tuple(strides)
+
+
+def _find(heap: Heap, library: Library, array: Any) -> _Place | None:
+    spec = library.spec(array)
+    if spec.device != "cpu":
+        return None
+    pointer = library.pointer(array)
+    if spec.size == 0:
+        block = heap.find(library.anchor(array))
+        return None if block is None else (block, 0)
+    block = heap.find(pointer)
+    if block is None:
+        return None
+    reach = [(n - 1) * stride for n, stride in zip(spec.shape, spec.strides, strict=True)]
+    offset = pointer - block.address
+    first = offset + sum(step for step in reach if step < 0) * spec.itemsize
+    last = offset + (sum(step for step in reach if step > 0) + 1) * spec.itemsize
+    return (block, offset) if first >= 0 and last <= block.nbytes else None
+
+
+def _owner_of(position: int, tensor: Any) -> tuple[Heap, Block]:
+    try:
+        library = library_of(tensor)
+        for context in open_contexts():
+            found = _find(context.heap, library, tensor)
+            if found is not None:
+                return context.heap, found[0]
+    except ValueError as error:
+        raise TypeError(f"argument {position} is not on the symmetric heap: {error}") from None
+    raise TypeError(
+        f"argument {position} is in ordinary memory, and its owner frees it; free_symmetric_memory "
+        "takes what allocate_symmetric_memory returned, and views of it"
+    )

@@ -1,0 +1,383 @@
+"""The handle that `rendezvous` returns: every rank's memory under one roof, with signals between.
+
+A handle keeps this rank's array alive, and every view that it gives out keeps the handle alive. A
+rank marks a block as dropped only when array, handle and views are all gone there, so no view ever
+shows memory that its owner has given to another array.
+
+The pad of a rank is one block: first the user's slots, then words of our own.
+
+    uint32  slot (channel, src) = size * channel + src     0: free, 1: signalled
+    uint64  word (channel)                                 how many barriers this rank has reached
+
+A slot is written to 1 by one rank, only while it is 0, and to 0 by the other, only while it is 1; a
+word is written by its owner alone. So plain loads and stores suffice; see board.py for their order.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from shardmath.arrays import DType, Library
+from shardmath.arrays.dtypes import of as dtype_of
+from shardmath.context import DistributedContext
+from shardmath.errors import UseAfterFree
+from shardmath.symmetric.allocation import array_on
+from shardmath.symmetric.board import ORDERED
+from shardmath.symmetric.heap import Buffer
+from shardmath.transport.base import Bytes
+
+__all__ = ["Place", "Share", "SymmetricMemory", "change_pad_setting", "pad_bytes", "pad_setting"]
+
+_SLOT, _WORD = 4, 8
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one rank's array lies: its block of `nbytes`, the array's offset in it, and its pad."""
+
+    segment: int
+    offset: int
+    nbytes: int
+    array_offset: int
+    pad_segment: int
+    pad_offset: int
+    pad_size: int
+
+
+def pad_bytes(slots_bytes: int, size: int) -> int:
+    """Bytes of a whole pad whose slots take `slots_bytes`, for `size` ranks."""
+    return _words_start(slots_bytes) + _WORD * (slots_bytes // (_SLOT * size))
+
+
+def _words_start(slots_bytes: int) -> int:
+    return -(-slots_bytes // _WORD) * _WORD
+
+
+@dataclass
+class Share:
+    """What a rendezvous has established, on this rank: it lives as long as this rank's buffer.
+
+    `memory` and `pads` hold the ranks' blocks and pads as bytes in this process; None where a
+    rank's memory has no address here.
+    """
+
+    number: int
+    places: list[Place]
+    memory: list[Bytes | None]
+    pads: list[Bytes | None]
+    pad_buffer: Buffer
+    handles: dict[str, weakref.ref[SymmetricMemory]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        slots = self.places[0].pad_size
+        start = _words_start(slots)
+        self.slots: list[Any] = [_words(pad, 0, slots, "I") for pad in self.pads]
+        self.words: list[Any] = [_words(pad, start, None, "Q") for pad in self.pads]
+        self.reached: dict[int, int] = {}  # barriers completed, by channel
+        self.buffer_table = np.array([_address(view) for view in self.memory], np.uint64)
+        self.pad_table = np.array([_address(view) for view in self.pads], np.uint64)
+
+    def handle(
+        self, context: DistributedContext, buffer: Buffer, library: Library
+    ) -> SymmetricMemory:
+        """The handle for arrays of `library`: the same object while anything refers to it."""
+        known = self.handles.get(library.name)
+        handle = known() if known is not None else None
+        if handle is None:
+            handle = SymmetricMemory(context, self, buffer, library)
+            self.handles[library.name] = weakref.ref(handle)
+            alive = [one for one in buffer.block.handles if one() is not None]
+            buffer.block.handles = [*alive, self.handles[library.name]]
+        return handle
+
+
+def _words(
+    pad: Bytes | None, start: int, end: int | None, kind: Literal["I", "Q"]
+) -> memoryview[int] | None:
+    return None if pad is None else pad[start:end].data.cast(kind)
+
+
+def _address(view: Bytes | None) -> int:
+    return 0 if view is None else int(view.__array_interface__["data"][0])
+
+
+class _Reach:
+    """Memory of some rank as an owner of arrays: it keeps the mapping and the handle alive."""
+
+    def __init__(self, view: Bytes, handle: SymmetricMemory) -> None:
+        self._kept = (view, handle)
+        self.__array_interface__ = view.__array_interface__
+
+
+class _PadSetting(type):
+    """Makes `signal_pad_size` of the class the setting for later ones, of a handle its own."""
+
+    _setting = 9216  # 32 blocks of 72 ranks' slots, torch's figure
+
+    @property
+    def signal_pad_size(cls) -> int:
+        """Bytes of signal slots that each rank gets at its next rendezvous; equal on all ranks."""
+        return _PadSetting._setting
+
+    @signal_pad_size.setter
+    def signal_pad_size(cls, nbytes: int) -> None:
+        change_pad_setting(nbytes)
+
+
+def pad_setting() -> int:
+    """Bytes of signal slots that this rank brings to its next rendezvous."""
+    return _PadSetting._setting
+
+
+def change_pad_setting(nbytes: int) -> None:
+    """Set it. Raises ValueError when it is not a positive multiple of 4."""
+    size = operator.index(nbytes)
+    if size <= 0 or size % _SLOT:
+        raise ValueError(f"a signal pad has a positive multiple of {_SLOT} bytes, not {size}")
+    _PadSetting._setting = size
+
+
+class SymmetricMemory(metaclass=_PadSetting):
+    """Every rank's memory behind one array, and signals between the ranks. Made by `rendezvous`.
+
+    Views are arrays of the library of the array that was brought to the rendezvous, on the peer's
+    memory itself: writing into one writes into the peer's array. Who reads after whom is ordered by
+    `barrier`, or by `put_signal` and `wait_signal`. Every wait ends: after `timeout_ms`, or after
+    SHARDMATH_TIMEOUT when that is 0, with OpTimeout, which names the ranks and leaves the handle
+    usable; or with RankFailure when a peer has ended.
+
+    Source: torch.distributed._symmetric_memory.
+    """
+
+    def __init__(
+        self, context: DistributedContext, share: Share, buffer: Buffer, library: Library
+    ) -> None:
+        self._context = context
+        self._share = share
+        self._buffer = buffer
+        self._library = library
+
+    def __repr__(self) -> str:
+        return (
+            f"SymmetricMemory(rank {self.rank} of {self.world_size}, "
+            f"buffers of {self.buffer_sizes} bytes)"
+        )
+
+    # -- what it is --------------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """The number of this process in the group of the rendezvous."""
+        return self._context.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks in the group of the rendezvous."""
+        return self._context.size
+
+    @property
+    def device(self) -> Any:
+        """Where the memory is: a torch.device for torch tensors, else the word "cpu"."""
+        return self._library.host_device()
+
+    @property
+    def buffer_ptrs(self) -> list[int]:
+        """The address here of each rank's allocation; 0 where it has none. Excludes `offset`."""
+        return [int(address) for address in self._share.buffer_table]
+
+    @property
+    def buffer_ptrs_dev(self) -> int:
+        """The address of an array of the `buffer_ptrs`, for compiled code; the handle's own."""
+        return int(self._share.buffer_table.ctypes.data)
+
+    @property
+    def signal_pad_ptrs(self) -> list[int]:
+        """The address here of each rank's signal pad."""
+        return [int(address) for address in self._share.pad_table]
+
+    @property
+    def signal_pad_ptrs_dev(self) -> int:
+        """The address of an array of the `signal_pad_ptrs`, for compiled code."""
+        return int(self._share.pad_table.ctypes.data)
+
+    @property
+    def buffer_size(self) -> int:
+        """Bytes of this rank's allocation."""
+        return self._share.places[self.rank].nbytes
+
+    @property
+    def buffer_sizes(self) -> list[int]:
+        """Bytes of each rank's allocation: they may differ."""
+        return [place.nbytes for place in self._share.places]
+
+    @property
+    def signal_pad_size(self) -> int:
+        """Bytes of the signal slots of each rank."""
+        return self._share.places[self.rank].pad_size
+
+    @property
+    def offset(self) -> int:
+        """Bytes from the start of this rank's allocation to its array."""
+        return self._share.places[self.rank].array_offset
+
+    @property
+    def multicast_ptr(self) -> int:
+        """0: the host has no multicast."""
+        return 0
+
+    # -- views -------------------------------------------------------------------------------------
+
+    def get_buffer(
+        self, rank: int, sizes: Sequence[int], dtype: Any, storage_offset: int | None = 0
+    ) -> Any:
+        """An array of `sizes` on `rank`'s memory, `storage_offset` elements into its allocation.
+
+        Raises RuntimeError when it would reach beyond the allocation, ValueError for a rank that
+        does not exist, UseAfterFree when this rank's array was freed.
+        """
+        self._require_array()
+        place = self._share.places[self._peer(rank)]
+        skipped = operator.index(storage_offset or 0) * dtype_of(dtype).itemsize
+        memory = self._share.memory[rank]
+        return self._view(memory, sizes, dtype_of(dtype), start=skipped, limit=place.nbytes)
+
+    def get_remote_tensor(self, peer: int, sizes: Sequence[int], dtype: Any) -> Any:
+        """An array of `sizes` on `peer`'s memory, from where the array that it brought starts.
+
+        Raises as `get_buffer`.
+        """
+        self._require_array()
+        place = self._share.places[self._peer(peer)]
+        memory, start = self._share.memory[peer], place.array_offset
+        return self._view(memory, sizes, dtype_of(dtype), start=start, limit=place.nbytes)
+
+    def get_signal_pad(
+        self,
+        rank: int,
+        sizes: Sequence[int] = (),
+        dtype: Any = None,
+        storage_offset: int | None = 0,
+    ) -> Any:
+        """An array on `rank`'s signal pad, uint32 unless `dtype` is given.
+
+        Without `sizes`, all of the pad from `storage_offset` on, in one dimension. Raises as
+        `get_buffer`.
+        """
+        wanted = dtype_of("uint32" if dtype is None else dtype)
+        size, skipped = self._share.places[self._peer(rank)].pad_size, storage_offset or 0
+        shape = sizes or [max(0, size // wanted.itemsize - skipped)]
+        start = skipped * wanted.itemsize
+        return self._view(self._share.pads[rank], shape, wanted, start=start, limit=size)
+
+    def _view(
+        self, memory: Bytes | None, sizes: Sequence[int], dtype: DType, *, start: int, limit: int
+    ) -> Any:
+        """A row-major array from byte `start` of a rank's memory on, of which it has `limit`."""
+        shape = tuple(operator.index(extent) for extent in sizes)
+        if start < 0 or any(extent < 0 for extent in shape):
+            raise ValueError(f"sizes {shape} and the offset, {start} bytes, must not be negative")
+        end = start + math.prod(shape) * dtype.itemsize
+        if end > limit:
+            raise RuntimeError(
+                f"{dtype} {shape} from byte {start} on ends at byte {end}; the rank has {limit}"
+            )
+        if memory is None:
+            raise RuntimeError("the memory of this rank has no address in this process")
+        strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+        return array_on(_Reach(memory, self), self._library, dtype, shape, strides, start=start)
+
+    def _require_array(self) -> None:
+        if self._buffer.block.freed:
+            raise UseAfterFree("this rank's array was freed with free_symmetric_memory")
+
+    def _peer(self, rank: int) -> int:
+        if not 0 <= operator.index(rank) < self.world_size:
+            raise ValueError(f"rank {rank} does not exist; the handle has {self.world_size} ranks")
+        return rank
+
+    # -- signals -----------------------------------------------------------------------------------
+
+    def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
+        """Wait until every rank has called it for this channel. Collective.
+
+        What a rank wrote before, every rank sees after. It uses no slot of the pads. After
+        OpTimeout this rank has still arrived, and its next call waits for the same barrier again.
+        """
+        self._require_channel(channel)
+        share, words = self._share, self._share.words
+        target = share.reached.get(channel, 0) + 1
+        _order()  # after writing what peers will read: before the word that announces it
+        words[self.rank][channel] = target
+
+        def missing() -> list[int]:
+            return [r for r in range(self.world_size) if words[r][channel] < target]
+
+        self._wait(lambda: not missing(), missing, "barrier", channel, timeout_ms)
+        share.reached[channel] = target
+
+    def put_signal(self, dst_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
+        """Signal `dst_rank`, after waiting until it has consumed this channel's last signal."""
+        self._require_channel(channel)
+        slots, slot = self._share.slots[self._peer(dst_rank)], channel * self.world_size + self.rank
+        self._wait(
+            lambda: slots[slot] == 0,
+            lambda: [dst_rank],
+            f"put_signal to rank {dst_rank}",
+            channel,
+            timeout_ms,
+        )
+        _order()
+        slots[slot] = 1
+
+    def wait_signal(self, src_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
+        """Wait for a signal of `src_rank` on this channel, and consume it.
+
+        What `src_rank` wrote before its `put_signal`, this rank sees after.
+        """
+        self._require_channel(channel)
+        slots, slot = self._share.slots[self.rank], channel * self.world_size + self._peer(src_rank)
+        self._wait(
+            lambda: slots[slot] == 1,
+            lambda: [src_rank],
+            f"wait_signal from rank {src_rank}",
+            channel,
+            timeout_ms,
+        )
+        slots[slot] = 0  # before reusing what the source wrote: it may write anew from now on
+
+    def _wait(
+        self,
+        arrived: Callable[[], bool],
+        missing: Callable[[], list[int]],
+        operation: str,
+        channel: int,
+        timeout_ms: int,
+    ) -> None:
+        self._context.require_open()
+        if timeout_ms < 0:
+            raise ValueError(f"timeout_ms is 0, for SHARDMATH_TIMEOUT, or more; not {timeout_ms}")
+        if not arrived():
+            name = f"{operation}, channel {channel}"
+            self._context.board.wait(arrived, missing, name, timeout_ms / 1000 or None)
+        _order()  # before reading what peers wrote
+
+    def _require_channel(self, channel: int) -> None:
+        channels = self.signal_pad_size // (_SLOT * self.world_size)
+        if not 0 <= operator.index(channel) < channels:
+            raise ValueError(
+                f"channel {channel} does not exist: a pad of {self.signal_pad_size} bytes has "
+                f"{channels} channels for {self.world_size} ranks; see set_signal_pad_size"
+            )
+
+
+def _order() -> None:
+    if not ORDERED:
+        os.sched_yield()

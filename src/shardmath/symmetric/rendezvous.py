@@ -1,0 +1,183 @@
+"""Rendezvous: the ranks of a group tell each other where their arrays lie, and get a handle.
+
+It is always at least one exchange, in which each rank names the share that it has for this array.
+If all name the same one, its handle is returned; else all make a new one. So whatever a rank has
+kept or dropped, all ranks do the same thing. What may fail on one rank (memory for a pad, mapping a
+peer's segment) happens before an exchange, which tells all.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+from dataclasses import astuple
+from typing import Any
+
+import numpy as np
+
+from shardmath.agreement import require_equal
+from shardmath.arrays import library_of
+from shardmath.context import DistributedContext, require_context
+from shardmath.errors import UseAfterFree
+from shardmath.group import ProcessGroup, as_process_group
+from shardmath.symmetric.allocation import block_of
+from shardmath.symmetric.handle import Place, Share, SymmetricMemory, pad_bytes, pad_setting
+from shardmath.symmetric.heap import Block, Buffer, Location
+
+__all__ = ["is_registered", "register_group", "rendezvous"]
+
+
+def rendezvous(tensor: Any, group: Any = None) -> SymmetricMemory:
+    """The handle on the memory behind every rank's `tensor`. Collective among the ranks of `group`.
+
+    `group` is None for the current context (or the group that the tensor was allocated for), a
+    DistributedContext, a ProcessGroup, a torch.distributed group, an mpi4py communicator, or a name
+    given to `set_group_info` or by torch.distributed. Shapes, dtypes, sizes and libraries may
+    differ by rank. The same tensors get the same handle again.
+
+    Raises on all ranks: ValueError when a rank's tensor is in ordinary memory, UseAfterFree when it
+    was freed, HeapExhausted, CollectiveMismatch when the ranks' signal pad sizes differ.
+    Source: torch.distributed._symmetric_memory.rendezvous.
+    """
+    context = _context_of(_group_at_allocation(tensor) if group is None else group)
+    found: list[tuple[Block, int, Buffer]] = []
+
+    def describe() -> tuple[int | None, list[int]]:
+        block, offset, buffer = _located(context, tensor)
+        found.append((block, offset, buffer))
+        share = buffer.shares.get((context.number, offset))
+        return None if share is None else share.number, context.heap.marks(context.number)
+
+    def check(specs: list[tuple[int | None, list[int]]]) -> tuple[bool, list[list[int]]]:
+        numbers = {number for number, _ in specs}
+        return len(numbers) == 1 and None not in numbers, [marks for _, marks in specs]
+
+    known, marks = context.agree("rendezvous", describe, check)
+    context.heap.honour(context.number, marks)
+    block, offset, buffer = found.pop()
+    if not known:
+        buffer.shares[context.number, offset] = _share(context, block, offset)
+    share: Share = buffer.shares[context.number, offset]
+    return share.handle(context, buffer, library_of(tensor))
+
+
+def register_group(name: str, group: ProcessGroup | DistributedContext) -> None:
+    """Let `rendezvous` find `group` by `name` in the current context.
+
+    Raises RuntimeError when the name is taken.
+    """
+    names: dict[str, Any] = require_context().cache("group names", dict)
+    if name in names:
+        raise RuntimeError(f"the group name {name!r} is registered already")
+    names[name] = group
+
+
+def is_registered(name: str) -> bool:
+    """Whether the current context knows a group of that name."""
+    return name in require_context().cache("group names", dict)
+
+
+def _located(context: DistributedContext, tensor: Any) -> tuple[Block, int, Buffer]:
+    found = block_of(context, tensor)
+    buffer = None if found is None else found[0].buffer()
+    if found is None or buffer is None:
+        raise ValueError(
+            "the tensor is in ordinary memory, which peers cannot reach; make it with "
+            "shardmath.allocate_symmetric_memory or shardmath.symmetric_memory.empty"
+        )
+    return *found, buffer
+
+
+def _share(context: DistributedContext, block: Block, offset: int) -> Share:
+    """A new share, the same on all ranks. Collective."""
+    pads: list[Buffer] = []
+
+    def tell() -> tuple[int, ...]:
+        slots = pad_setting()
+        pad = context.heap.allocate(pad_bytes(slots, context.size))
+        np.asarray(pad)[:] = 0  # before peers know of it
+        pads.append(pad)
+        context.announce(block)
+        context.announce(pad.block)
+        where, at = block.location, pad.block.location
+        place = Place(
+            where.segment, where.offset, block.nbytes, offset, at.segment, at.offset, slots
+        )
+        return astuple(place)
+
+    def told(specs: list[tuple[int, ...]]) -> list[Place]:
+        places = [Place(*spec) for spec in specs]
+        require_equal("the size of the signal pad", [place.pad_size for place in places])
+        return places
+
+    places = context.agree("rendezvous, places", tell, told)
+    pad = pads.pop()
+    made: list[Share] = []
+
+    def reach() -> None:
+        memory = [
+            context.peer_bytes(rank, Location(place.segment, place.offset), place.nbytes)
+            for rank, place in enumerate(places)
+        ]
+        nbytes = pad_bytes(places[0].pad_size, context.size)
+        peer_pads = [
+            context.peer_bytes(rank, Location(place.pad_segment, place.pad_offset), nbytes)
+            for rank, place in enumerate(places)
+        ]
+        made.append(Share(-1, places, memory, peer_pads, pad))
+
+    context.agree("rendezvous, reach", reach, lambda _: None)
+    share = made.pop()
+    # Two marks: array and pad may be dropped at different times.
+    share.number, pad_number = context.next_share(), context.next_share()
+    block.shared.add((context.number, share.number))
+    pad.block.shared.add((context.number, pad_number))
+    return share
+
+
+# -- which ranks -----------------------------------------------------------------------------------
+
+
+def _group_at_allocation(tensor: Any) -> str | None:
+    """The group that the tensor was allocated for; errors are for the agreement to report."""
+    context = require_context()
+    try:
+        found = block_of(context, tensor)
+    except (ValueError, UseAfterFree):
+        return None
+    buffer = None if found is None else found[0].buffer()
+    return None if buffer is None else buffer.group
+
+
+def _context_of(group: Any) -> DistributedContext:
+    """The context that computes for `group`. Collective among its ranks, the first time."""
+    context = None if isinstance(group, DistributedContext) else require_context()
+    if isinstance(group, str):
+        assert context is not None
+        group = _named(context, group)
+    if isinstance(group, DistributedContext):
+        return group
+    assert context is not None
+    if group is None:
+        return context
+    known: dict[int, tuple[Any, DistributedContext]] = context.cache("groups", dict)
+    if id(group) not in known:
+        texts = as_process_group(group).allgather_bytes(context.rank.to_bytes(4, "little"))
+        ranks = [int.from_bytes(text, "little") for text in texts]
+        same = ranks == list(range(context.size))
+        # The group is kept, so that its id stays its own.
+        known[id(group)] = (group, context if same else context.subset(ranks))
+    return known[id(group)][1]
+
+
+def _named(context: DistributedContext, name: str) -> Any:
+    names: dict[str, Any] = context.cache("group names", dict)
+    if name in names:
+        return names[name]
+    torch_groups: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    if torch_groups is not None:
+        with suppress(RuntimeError, LookupError, ValueError):
+            return torch_groups._resolve_process_group(name)
+    raise ValueError(
+        f"no group is called {name!r}; tell its ranks with set_group_info, or pass the group itself"
+    )

@@ -1,0 +1,243 @@
+"""Symmetric memory under torch's names, for NumPy arrays and torch tensors on this machine's cores.
+
+    t = symmetric_memory.empty(1024, dtype=np.float32)
+    handle = symmetric_memory.rendezvous(t)
+    peer = handle.get_buffer(1 - handle.rank, (1024,), np.float32)     # rank 1's memory: no copy
+    handle.barrier()
+
+Allocation is local; `rendezvous` is collective. `_SymmetricMemory` offers the same functions as
+static methods, so that a program written for torch's class runs after its import line is changed.
+Source: torch.distributed._symmetric_memory.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+from shardmath.arrays import Library, library_named, library_of, library_of_package
+from shardmath.arrays.dtypes import of as dtype_of
+from shardmath.context import get_context, initialize, require_context
+from shardmath.errors import BackendUnavailable
+from shardmath.group.store import StoreProcessGroup
+from shardmath.symmetric.allocation import block_of, empty_on_heap, is_symmetric, strided_on_heap
+from shardmath.symmetric.handle import SymmetricMemory, change_pad_setting, pad_setting
+from shardmath.symmetric.persistent import persistent_array
+from shardmath.symmetric.rendezvous import is_registered, register_group, rendezvous
+
+__all__ = [
+    "SymmetricMemory",
+    "empty",
+    "empty_strided_p2p",
+    "get_backend",
+    "get_signal_pad_size",
+    "get_symm_mem_workspace",
+    "has_multicast_support",
+    "is_nvshmem_available",
+    "is_symm_mem_tensor",
+    "memset32",
+    "rendezvous",
+    "set_backend",
+    "set_group_info",
+    "set_signal_pad_size",
+    "stream_write_value32",
+]
+
+_BACKEND = "HOST"
+
+
+def empty(
+    *size: Any, dtype: Any = None, device: Any = None, package: ModuleType | None = None
+) -> Any:
+    """A new uninitialised array on the symmetric heap, `empty(2, 3)` or `empty((2, 3))`. Local.
+
+    Its library is `package`, else that of `dtype`, else that of `device`, else NumPy; `dtype` None
+    means the library's default. Raises HeapExhausted, ValueError for a bad argument,
+    BackendUnavailable for another device than the host, RuntimeError before `initialize`.
+    """
+    shape = size[0] if len(size) == 1 and not hasattr(size[0], "__index__") else size
+    library = _library(package, dtype, device)
+    wanted = library.default_dtype() if dtype is None else dtype_of(dtype)
+    return empty_on_heap(require_context(), library, _integers("size", shape), wanted)
+
+
+def empty_strided_p2p(
+    size: Sequence[int],
+    stride: Sequence[int],
+    dtype: Any,
+    device: Any = None,
+    group_name: str | None = None,
+    alloc_id: int | None = None,
+) -> Any:
+    """A new uninitialised array on the symmetric heap with strides in elements. Local.
+
+    Its library is that of `dtype`, or of `device`. `group_name` is the group of a `rendezvous` that
+    names none; it may also stand in the place of `device`. Memory with an `alloc_id` is kept: the
+    same number gives the same address again, once the array that had it is gone.
+
+    Raises as `empty`, and RuntimeError for an `alloc_id` that is in use or had another size.
+    """
+    context = require_context()
+    if group_name is None and isinstance(device, str) and is_registered(device):
+        device, group_name = None, device
+    library, wanted = _library(None, dtype, device), dtype_of(dtype)
+    shape, strides = _integers("size", size), _integers("stride", stride)
+    if len(shape) != len(strides):
+        raise ValueError(f"size {shape} and stride {strides} must have the same length")
+    if alloc_id is not None:
+        return persistent_array(
+            context, library, shape, wanted, strides, number=alloc_id, group=group_name
+        )
+    array = strided_on_heap(context.heap, library, shape, wanted, strides)
+    found = block_of(context, array)
+    buffer = None if found is None else found[0].buffer()
+    assert buffer is not None, "a new array lies on the heap"
+    buffer.group = group_name
+    return array
+
+
+def set_group_info(group_name: str, rank: int, world_size: int, store: Any = None) -> None:
+    """Name a group of which this process is `rank`, for `rendezvous`.
+
+    `store` (torch.distributed's, or anything with its `set` and `get`) is where the group's ranks
+    find each other; without one the group has all ranks of the current context. Before `initialize`
+    the ranks given make the default context, through the store: the call is then collective.
+
+    Raises RuntimeError when the name is taken, or without context and store; ValueError when there
+    is no store and the ranks are not the context's.
+    """
+    if store is not None:
+        group = StoreProcessGroup(store, group_name, rank, world_size)
+        if get_context() is None:
+            register_in = initialize("cpu", group)
+            register_group(group_name, register_in)
+        else:
+            register_group(group_name, group)
+        return
+    context = require_context()
+    if (rank, world_size) != (context.rank, context.size):
+        raise ValueError(
+            f"rank {rank} of {world_size} is not this context's rank {context.rank} of "
+            f"{context.size}; pass the store in which the group's ranks find each other"
+        )
+    register_group(group_name, context)
+
+
+def is_symm_mem_tensor(tensor: Any) -> bool:
+    """Whether `tensor` lies on the symmetric heap. Local."""
+    return is_symmetric(tensor)
+
+
+def get_symm_mem_workspace(group_name: Any, min_size: int) -> SymmetricMemory:
+    """The handle on a buffer of at least `min_size` bytes, kept for the group. Collective.
+
+    It grows when asked for more; earlier handles keep the earlier buffer. Its views are torch
+    tensors where torch has been imported, else NumPy arrays. Raises as `rendezvous`.
+    """
+    context = require_context()
+    kept: dict[Any, Any] = context.cache("workspaces", dict)
+    present = kept.get(group_name)
+    if present is None or library_of(present).spec(present).nbytes < min_size:
+        library = library_named("torch" if "torch" in sys.modules else "numpy")
+        present = empty_on_heap(context, library, (min_size,), "uint8")
+    handle = rendezvous(present, group_name)
+    kept[group_name] = present
+    return handle
+
+
+def get_signal_pad_size() -> int:
+    """Bytes of the signal pad that this rank brings to its next rendezvous; 9216 at first."""
+    return pad_setting()
+
+
+def set_signal_pad_size(size: int) -> None:
+    """Set the bytes of later signal pads, equal on all ranks: a multiple of 4.
+
+    A pad has `size // (4 * world_size)` channels. Raises ValueError.
+    """
+    change_pad_setting(size)
+
+
+def set_backend(name: str) -> None:
+    """Accept "HOST", the one backend there is; ValueError for any other."""
+    if str(name).upper() != _BACKEND:
+        raise ValueError(f'the backend is "{_BACKEND}", this machine\'s memory; not {name!r}')
+
+
+def get_backend(device: Any) -> str | None:
+    """The name HOST for the host, None for any other device."""
+    return _BACKEND if _kind_of(device) == "cpu" else None
+
+
+def has_multicast_support(device_type: Any = "cpu", device_idx: int = 0) -> bool:
+    """False: no device here reaches several peers with one store."""
+    return False
+
+
+def is_nvshmem_available() -> bool:
+    """False: this version reaches the host's memory only."""
+    return False
+
+
+def memset32(tensor: Any, offset: int, val: int, count: int = 1) -> Any:
+    """Write `val` to `count` elements of a contiguous 1-D uint32 array from `offset` on; return it.
+
+    Raises ValueError for another array, a range that it does not have, or a value beyond 32 bits.
+    """
+    library = library_of(tensor)
+    spec = library.spec(tensor)
+    if spec.ndim != 1 or spec.dtype != "uint32" or spec.order == "strided":
+        raise ValueError(f"a contiguous 1-D uint32 array was expected, not {spec}")
+    if offset < 0 or count < 1 or offset + count > spec.size or not 0 <= val < 1 << 32:
+        raise ValueError(
+            f"cannot write {val} to elements {offset} to {offset + count} of {spec.size} uint32"
+        )
+    library.host_view(tensor, writable=True)[offset : offset + count] = val
+    return tensor
+
+
+def stream_write_value32(tensor: Any, offset: int, val: int) -> Any:
+    """Write `val` to one element, as `memset32`; the host has one stream, the program's order."""
+    return memset32(tensor, offset, val)
+
+
+class _SymmetricMemory(SymmetricMemory):
+    """The functions of this module as static methods, where torch's programs look for them."""
+
+    empty_strided_p2p = staticmethod(empty_strided_p2p)
+    get_backend = staticmethod(get_backend)
+    has_multicast_support = staticmethod(has_multicast_support)
+    is_symm_mem_tensor = staticmethod(is_symm_mem_tensor)
+    memset32 = staticmethod(memset32)
+    rendezvous = staticmethod(rendezvous)
+    set_backend = staticmethod(set_backend)
+    set_group_info = staticmethod(set_group_info)
+    stream_write_value32 = staticmethod(stream_write_value32)
+
+
+def _integers(what: str, values: Any) -> tuple[int, ...]:
+    try:
+        integers = tuple(operator.index(value) for value in values)
+    except TypeError:
+        raise TypeError(f"{what} is a sequence of integers, not {values!r}") from None
+    if any(value < 0 for value in integers):
+        raise ValueError(f"no {what} is negative; given was {integers}")
+    return integers
+
+
+def _library(package: ModuleType | None, dtype: Any, device: Any) -> Library:
+    if device is not None and _kind_of(device) != "cpu":
+        raise BackendUnavailable(
+            f"this version computes on cores only; pass {'cpu'!r}, not {device}"
+        )
+    if package is not None:
+        return library_of_package(package)
+    asked = "torch" in (type(dtype).__module__, type(device).__module__)
+    return library_named("torch" if asked else "numpy")
+
+
+def _kind_of(device: Any) -> str:
+    return str(getattr(device, "type", device)).partition(":")[0]

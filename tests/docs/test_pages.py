@@ -1,0 +1,118 @@
+"""What README.md, docs/ and examples/ show is what happens.
+
+A ```python block runs under our launcher, on n ranks if its first line says n=; the ```text block
+after it is what it prints, lines in any order. In a ```console block "$ make demo" is followed by
+what it prints. Times differ from run to run, and are left out.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import subprocess
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+import configuration
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SIZES = {"digits": [1, 3], "notebook": [1]}  # other examples run on 1, 3 and 4 ranks
+EXAMPLES = [
+    (path, size)
+    for path in sorted((ROOT / "examples").glob("*.py"))
+    for size in SIZES.get(path.stem, [1, 3, 4])
+]
+FENCE = re.compile(r"^( *)```(\w*)([^\n]*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+TIME = re.compile(r"\b\d+(\.\d+)? (ms|us|s)\b")
+LAUNCHER = [sys.executable, "-m", "shardmath", "run"]
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its language, what follows that in its first line, and its text."""
+
+    page: Path
+    line: int
+    language: str
+    note: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page.name}:{self.line}"
+
+
+def blocks(page: Path) -> list[Block]:
+    text = page.read_text()
+    return [
+        Block(page, text[: m.start()].count("\n") + 1, m[2], m[3].strip(), textwrap.dedent(m[4]))
+        for m in FENCE.finditer(text)
+    ]
+
+
+def programs() -> list[tuple[Block, Block | None]]:
+    """Every python block, with the text block that comes next, if it is the very next one."""
+    found = []
+    for page in PAGES:
+        for block, after in itertools.pairwise([*blocks(page), None]):
+            if block and block.language == "python":
+                found.append((block, after if after and after.language == "text" else None))
+    return found
+
+
+def output(command: list[str]) -> list[str]:
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    return stable(done.stdout)
+
+
+def stable(text: str) -> list[str]:
+    """The lines without times and without blanks at their ends."""
+    return [TIME.sub("some time", line).rstrip() for line in text.splitlines()]
+
+
+@pytest.mark.parametrize(("block", "printed"), programs(), ids=str)
+def test_blocks_run(block: Block, printed: Block | None, tmp_path: Path) -> None:
+    path = tmp_path / "block.py"
+    path.write_text(block.text)
+    ranks = re.fullmatch(r"n=(\d+)", block.note)
+    assert ranks or not block.note
+    many = ranks is not None and ranks[1] != "1"
+    lines = output([*LAUNCHER, "-n", ranks[1], str(path)] if many else [sys.executable, str(path)])
+    if printed is not None:
+        assert sorted(lines) == sorted(stable(printed.text))
+
+
+def test_the_readme_shows_the_demo() -> None:
+    (console,) = [block for block in blocks(ROOT / "README.md") if block.language == "console"]
+    demo, test = console.text.split("$ make ")[1:]
+    assert test == "test\n"
+    name, _, printed = demo.partition("\n")
+    assert name == "demo"
+    assert "-m shardmath run -n 4 examples/digits.py" in (ROOT / "Makefile").read_text()
+    assert output([*LAUNCHER, "-n", "4", "examples/digits.py"]) == stable(printed)
+
+
+@pytest.mark.parametrize(("example", "size"), EXAMPLES, ids=lambda x: getattr(x, "stem", str(x)))
+def test_examples_run(example: Path, size: int) -> None:
+    """They check their results themselves."""
+    start = [*LAUNCHER, "-n", str(size)] if size > 1 else [sys.executable]
+    assert output([*start, str(example)])
+
+
+def test_links_lead_somewhere() -> None:
+    missing = []
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            if not (page.parent / target).exists():
+                missing.append(f"{page.name}: {target}")
+    assert not missing
+
+
+def test_configuration_is_up_to_date() -> None:
+    assert configuration.PAGE.read_text() == configuration.page()

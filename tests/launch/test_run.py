@@ -1,0 +1,332 @@
+"""`python -m shardmath run`: what the user sees, and how a job ends."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from launched import RUN, all_end, run, started, write
+
+FOREVER = """
+while True:
+    signal.pause()
+"""
+
+
+def test_every_rank_runs_the_script_as_python_would(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("name = 'beside the script'\n")
+    script = write(
+        tmp_path,
+        """
+        import beside
+        print(sys.argv[1:], __name__, __file__, sys.path[0], beside.name)
+        kept = open(f"{sys.argv[1]}.{rank}", "w")
+        kept.write("never closed")
+        """,
+    )
+    done = run(script, str(tmp_path / "out"), "-x", "--n=5", ranks=3)
+    line = f"['{tmp_path}/out', '-x', '--n=5'] __main__ {script} {tmp_path} beside the script"
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(done.stdout.splitlines()) == [f"[{rank}] {line}" for rank in range(3)]
+    assert {(tmp_path / f"out.{rank}").read_text() for rank in range(3)} == {"never closed"}
+
+
+def test_a_module_and_the_environment(tmp_path: Path) -> None:
+    write(tmp_path, "print(sys.argv[1:], __name__, os.environ['SHARDMATH_SIZE'])", "program.py")
+    paths = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    done = run("program", "a", ranks=2, options=["-m"], environ={"PYTHONPATH": paths})
+    assert sorted(done.stdout.splitlines()) == [f"[{r}] ['a'] __main__ 2" for r in range(2)]
+    assert done.returncode == 0
+
+
+SHARE = str(max(1, len(os.sched_getaffinity(0)) // 2))
+
+
+@pytest.mark.parametrize(
+    ("options", "environ", "expected"),
+    [([], {}, SHARE), ([], {"OMP_NUM_THREADS": "7"}, "7"), (["--threads", "3"], {}, "3")],
+)
+def test_cores_are_shared_unless_the_user_says(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
+    environ: dict[str, str],
+    expected: str,
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    script = write(tmp_path, "print(os.environ['OMP_NUM_THREADS'])")
+    done = run(script, ranks=2, options=options, environ=environ)
+    assert sorted(done.stdout.splitlines()) == [f"[0] {expected}", f"[1] {expected}"]
+
+
+def test_lines_stay_whole(tmp_path: Path) -> None:
+    script = write(
+        tmp_path,
+        """
+        for number in range(500):
+            print(str(rank) * 300, number)
+        sys.stdout.write("10%\\r20%\\r")
+        sys.stdout.write("no end")
+        """,
+    )
+    done = run(script, ranks=3)
+    lines = done.stdout.splitlines()
+    for rank in range(3):
+        mine = [line for line in lines if line.startswith(f"[{rank}] ")]
+        text = str(rank) * 300
+        assert mine == [
+            *(f"[{rank}] {text} {number}" for number in range(500)),
+            *(f"[{rank}] {part}" for part in ("10%", "20%", "no end")),
+        ]
+    assert len(lines) == 3 * 503
+
+
+def test_standard_input_is_rank_0s(tmp_path: Path) -> None:
+    script = write(tmp_path, "print(repr(sys.stdin.read()))")
+    done = run(script, ranks=2, stdin="one\ntwo\n")
+    assert sorted(done.stdout.splitlines()) == [r"[0] 'one\ntwo\n'", "[1] ''"]
+
+
+ENDS = [
+    # what rank 2 does, the job's status, the last line, how many tracebacks
+    ("raise ValueError('bad')", 1, "ValueError: bad", 1),
+    ("raise MemoryError('too much')", 1, "MemoryError: too much", 1),
+    ("raise KeyboardInterrupt", 130, "KeyboardInterrupt", 1),
+    ("sys.exit(3)", 3, "rank 2 exited with status 3", 0),
+    ("sys.exit('a reason')", 1, "a reason", 0),
+    ("os._exit(7)", 7, "rank 2 exited with status 7", 0),
+    ("os.kill(os.getpid(), signal.SIGKILL)", 137, "rank 2 was killed by SIGKILL", 0),
+    ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "rank 2 was killed by SIGSEGV", 0),
+    ("os.abort()", 134, "rank 2 was killed by SIGABRT", 0),
+    ("os.kill(os.getpid(), signal.SIGTERM)", 143, "rank 2 was killed by SIGTERM", 0),
+]
+
+
+@pytest.mark.parametrize(("action", "status", "last", "tracebacks"), ENDS)
+def test_the_first_failing_rank_ends_the_job(
+    tmp_path: Path, action: str, status: int, last: str, tracebacks: int
+) -> None:
+    script = write(tmp_path, f"if rank == 2:\n    {action}\n{FOREVER}")
+    done = run(script, ranks=4)
+    assert done.returncode == status
+    assert done.stderr.splitlines()[-1].endswith(last)
+    assert done.stderr.count("Traceback") == tracebacks
+    assert "shardmath run: rank 2 " in done.stderr
+    assert "launch/" not in done.stderr or status in (134, 139)  # faulthandler shows all frames
+
+
+def test_a_syntax_error_is_shown_without_our_frames(tmp_path: Path) -> None:
+    done = run(write(tmp_path, "x = = 1\n"), ranks=2)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "SyntaxError: invalid syntax"
+    assert "runpy" not in done.stderr
+
+
+def test_a_dead_rank_is_named_and_not_those_who_noticed(tmp_path: Path) -> None:
+    script = write(
+        tmp_path,
+        """
+        from shardmath.group import as_process_group
+        group = as_process_group(None)
+        group.allgather_bytes(b"all are here")
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        group.allgather_bytes(b"rank 1 is not")
+        """,
+    )
+    done = run(script, ranks=3)
+    assert done.returncode == 137
+    assert done.stderr == "shardmath run: rank 1 was killed by SIGKILL\n"
+
+
+def test_a_rank_that_left_is_noticed(tmp_path: Path) -> None:
+    """No rank failed of its own: the first consequence is the failure, shown once and last."""
+    script = write(
+        tmp_path,
+        """
+        from shardmath.group import as_process_group
+        group = as_process_group(None)
+        if rank != 1:
+            group.allgather_bytes(b"")
+        """,
+    )
+    done = run(script, ranks=3)
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") == 1
+    assert "RankFailure: rank" in done.stderr.splitlines()[-1]
+
+
+def test_ranks_that_ignore_sigterm_are_killed(tmp_path: Path) -> None:
+    script = write(
+        tmp_path,
+        """
+        from shardmath.group import as_process_group
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        as_process_group(None).allgather_bytes(b"all ignore it")
+        if rank == 0:
+            raise RuntimeError("over")
+        """
+        + FOREVER.replace("\n", "\n        "),
+    )
+    before = time.monotonic()
+    assert run(script, ranks=2).returncode == 1
+    assert 1.5 < time.monotonic() - before < 6
+
+
+def test_no_orphans_when_the_launcher_is_killed(tmp_path: Path) -> None:
+    script = write(
+        tmp_path, f"signal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint(os.getpid())\n{FOREVER}"
+    )
+    for _ in range(5):
+        with started(script, ranks=4) as (launcher, pidfds):
+            launcher.kill()
+            assert all_end(pidfds, within=1.0)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_job(tmp_path: Path, signum: signal.Signals) -> None:
+    script = write(tmp_path, f"print(os.getpid())\n{FOREVER}")
+    with started(script) as (launcher, pidfds):
+        launcher.send_signal(signum)
+        assert all_end(pidfds, within=1.0)
+        _, errors = launcher.communicate(timeout=10)
+    assert launcher.returncode == 128 + signum
+    assert errors == f"shardmath run: ended by {signum.name}\n"
+
+
+def test_what_the_starter_ignores_stays_ignored(tmp_path: Path) -> None:
+    """As under nohup: the hang-up passes by, the request to end does not."""
+    script = write(tmp_path, f"print(os.getpid(), flush=True)\n{FOREVER}")
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with started(script) as (launcher, pidfds):
+            launcher.send_signal(signal.SIGHUP)
+            for pidfd in pidfds:
+                signal.pidfd_send_signal(pidfd, signal.SIGHUP)
+            launcher.terminate()
+            assert all_end(pidfds, within=1.0)
+            launcher.communicate(timeout=10)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert launcher.returncode == 128 + signal.SIGTERM
+
+
+def test_ctrl_c_twice_kills(tmp_path: Path) -> None:
+    script = write(
+        tmp_path,
+        """
+        signal.signal(signal.SIGINT, lambda *_: print("interrupted"))
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        print(os.getpid())
+        """
+        + FOREVER.replace("\n", "\n        "),
+    )
+    with started(script) as (launcher, pidfds):
+        launcher.send_signal(signal.SIGINT)
+        assert launcher.stdout is not None
+        assert sorted(launcher.stdout.readline() for _ in pidfds) == [
+            f"[{rank}] interrupted\n" for rank in range(3)
+        ]
+        launcher.send_signal(signal.SIGINT)
+        assert all_end(pidfds, within=1.0)
+        launcher.communicate(timeout=10)
+    assert launcher.returncode == 130
+
+
+def test_on_a_terminal_rank_0_asks_and_ctrl_c_interrupts_once(tmp_path: Path) -> None:
+    script = write(
+        tmp_path,
+        """
+        if rank == 0:
+            print("hello", input("name? "))
+        """
+        + FOREVER.replace("\n", "\n        "),
+    )
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, [*RUN, "-n", "2", script])
+    seen = b""
+    for expected, answer in ((b"[0] name? ", b"Ada\n"), (b"hello Ada\r\n", b"\x03")):
+        while expected not in seen:
+            seen += os.read(terminal, 1024)
+        os.write(terminal, answer)
+    with os.fdopen(terminal, "rb", buffering=0) as rest:
+        try:
+            while data := rest.read(1024):
+                seen += data
+        except OSError:  # the terminal's other side is closed
+            pass
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
+    assert seen.count(b"ended by SIGINT") == 1
+    assert b"Traceback" not in seen
+
+
+def test_a_reader_that_goes_away_ends_the_job(tmp_path: Path) -> None:
+    script = write(tmp_path, "while True:\n    print('more')\n")
+    with subprocess.Popen(
+        [*RUN, "-n", "2", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as job:
+        assert job.stdout is not None and job.stderr is not None
+        assert re.fullmatch(rb"\[\d\] more\n", job.stdout.readline())
+        job.stdout.close()
+        assert job.stderr.read() == b""
+        assert job.wait(timeout=10) == 141
+
+
+def test_bad_calls(tmp_path: Path) -> None:
+    missing = run(str(tmp_path / "none.py"))
+    assert missing.returncode == 2 and "there is no file" in missing.stderr
+    assert run("x.py", ranks=0).returncode == 2
+
+
+def test_start_is_fast(tmp_path: Path) -> None:
+    """Goal 0.5 s on 2 idle cores; the bound leaves room for a busy machine."""
+    script = write(tmp_path, "print(time.monotonic())")
+    before = time.monotonic()
+    done = run(script, ranks=4)
+    last = max(float(line.split()[1]) for line in done.stdout.splitlines())
+    assert last - before < 1.5
+
+
+def test_the_launcher_imports_no_numpy() -> None:
+    code = "import shardmath.__main__, shardmath.launch.program, sys; print('numpy' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+def test_what_a_rank_starts_is_no_rank(tmp_path: Path) -> None:
+    script = write(
+        tmp_path,
+        """
+        import subprocess
+        from shardmath.group import as_process_group
+        print(as_process_group(None))
+        if len(sys.argv) == 1:
+            subprocess.run([sys.executable, __file__, "again"], check=True)
+        """,
+    )
+    lines = sorted(run(script, ranks=2).stdout.splitlines())
+    assert lines == [
+        "[0] LocalProcessGroup(rank=0, nranks=2)",
+        "[0] SoloProcessGroup(rank=0, nranks=1)",
+        "[1] LocalProcessGroup(rank=1, nranks=2)",
+        "[1] SoloProcessGroup(rank=0, nranks=1)",
+    ]
+
+
+def test_env_and_version() -> None:
+    for arguments, expected in ((["env"], "SHARDMATH_TIMEOUT"), (["--version"], "0.1.0")):
+        done = subprocess.run(
+            [sys.executable, "-m", "shardmath", *arguments],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert expected in done.stdout

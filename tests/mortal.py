@@ -1,0 +1,164 @@
+"""Ranks that may be killed or stopped: started, watched and collected one by one.
+
+A rank runs `body(group)` and reports one line of plain data, or how it ended. Times are those of
+the monotonic clock, which all processes share.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardmath import config, current, wire
+from shardmath import context as contexts
+from shardmath.errors import ShardmathError
+from shardmath.group.links import star
+from shardmath.group.local import LocalProcessGroup
+
+__all__ = ["Job", "Raised", "left_behind", "on_ranks"]
+
+
+@dataclass(frozen=True)
+class Raised:
+    """How a rank failed: the exception's class, the ranks that it names, its text, and when."""
+
+    kind: str
+    ranks: tuple[int, ...]
+    text: str
+    when: float
+
+
+class Job:
+    """`size` forked ranks, each of which runs `body(group)`. `pids` names the processes."""
+
+    def __init__(
+        self, size: int, body: Callable[[Any], Any], variables: Mapping[str, str] | None = None
+    ) -> None:
+        self.started = time.monotonic()
+        self.pids: list[int] = []
+        self._pipes: list[int] = []
+        ends = star(size)
+        for rank in range(size):
+            reading, writing = os.pipe()
+            pid = os.fork()
+            if pid == 0:
+                for other, sockets in enumerate(ends):
+                    for sock in sockets if other != rank else ():
+                        sock.close()
+                for pipe in self._pipes:
+                    os.close(pipe)
+                config.export(variables or {})
+                _be_rank(rank, size, ends[rank], writing, body)
+            os.close(writing)
+            self.pids.append(pid)
+            self._pipes.append(reading)
+        for sockets in ends:
+            for sock in sockets:
+                sock.close()
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pid in self.pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        for pipe in self._pipes:
+            os.close(pipe)
+
+    def signal(self, rank: int, number: int) -> float:
+        """Send a signal to a rank; when it was sent."""
+        when = time.monotonic()
+        os.kill(self.pids[rank], number)
+        return when
+
+    def outcome(self, rank: int, timeout: float = 20.0) -> Any:
+        """What the rank returned, a `Raised`, or None for a rank that died without a word."""
+        text = b""
+        deadline = time.monotonic() + timeout
+        while True:
+            left = deadline - time.monotonic()
+            ready = select.select([self._pipes[rank]], [], [], max(0.0, left))[0]
+            assert ready, f"rank {rank} hangs"
+            chunk = os.read(self._pipes[rank], 1 << 16)
+            if not chunk:
+                break
+            text += chunk
+        if not text:
+            return None
+        kind, value = wire.decode(text)
+        if kind == "returned":
+            return value
+        return Raised(*value)
+
+
+def on_ranks(size: int, body: Callable[[Any], Any], timeout: float = 30.0) -> list[Any]:
+    """`body(context)` on new ranks with a default context: the results in rank order.
+
+    AssertionError, with all tracebacks, when a body raises.
+    """
+
+    def told(group: Any) -> tuple[str, Any]:
+        try:
+            context = contexts.initialize("cpu", group)
+            result = body(context)
+            contexts.finalize()
+            return "", result
+        except BaseException:
+            return traceback.format_exc(), None
+
+    with Job(size, told) as job:
+        outcomes = [job.outcome(rank, timeout) or ("it died", None) for rank in range(size)]
+    texts = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(outcomes) if text]
+    assert not texts, "\n".join(texts)
+    return [result for _, result in outcomes]
+
+
+def _be_rank(rank: int, size: int, sockets: Any, writing: int, body: Callable[[Any], Any]) -> None:
+    current.forget()
+    try:
+        result = ("returned", body(LocalProcessGroup(rank, size, sockets)))
+    except BaseException as error:
+        when = time.monotonic()
+        if not isinstance(error, (ShardmathError, ValueError, RuntimeError)):
+            traceback.print_exc()
+        ranks = tuple(getattr(error, "ranks", ()))
+        result = ("raised", (type(error).__name__, ranks, str(error), when))
+    with contextlib.suppress(OSError):
+        os.write(writing, wire.encode(result))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+class left_behind:  # noqa: N801  (a context manager)
+    """Asserts that nothing new is in /dev/shm and /tmp that names us, and no child is left."""
+
+    def __enter__(self) -> None:
+        self._before = self._names()
+
+    def __exit__(self, kind: Any, *_: object) -> None:
+        if kind is not None:
+            return
+        new = self._names() - self._before
+        assert not new, new
+        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+        assert not set(children.split()) - self._children, children
+
+    def _names(self) -> set[str]:
+        self._children = set(
+            Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        ) | getattr(self, "_children", set())
+        # MPICH leaves segments of its own behind, which a launcher's test may do at this moment.
+        found = {str(p) for p in Path("/dev/shm").iterdir() if not p.name.startswith("mpich")}
+        return found | {str(p) for p in Path("/tmp").iterdir() if "shardmath" in p.name}

@@ -1,0 +1,76 @@
+"""The compiled copy against NumPy's, at every alignment; and the package without it."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import redistribution_cases as cases
+
+from shardmath.redistribution import host, stream
+from shardmath.redistribution.copies import StridedCopy
+
+SOURCE = Path(stream.__file__).parent / "stream.c"
+
+
+@pytest.fixture(scope="module")
+def streamer(tmp_path_factory):
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler here: the package works without stream.c")
+    made = tmp_path_factory.mktemp("stream") / "stream.so"
+    command = [compiler, "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
+    subprocess.run([*command, str(SOURCE), "-o", str(made)], check=True)
+    return stream.load(made)
+
+
+@pytest.mark.parametrize("unit", [0, 1, 63, 64, 65, 127, 1000, 4096, 16384, 16447, 70001])
+@pytest.mark.parametrize("rows", [(), (3,), (2, 3)])
+def test_rows_at_every_alignment(streamer, unit, rows):
+    room = 6 * (unit + 96) + 300
+    rng = np.random.default_rng(unit)
+    memory = rng.integers(0, 250, room, dtype="u1")
+    step = unit + 29
+    strides = (3 * step, step)[2 - len(rows) :]
+    starts = [sum(i * s for i, s in zip(at, strides, strict=True)) for at in np.ndindex(*rows)]
+    for src_at, dst_at in ((0, 0), (1, 64), (17, 5), (64, 63), (48, 16)):
+        target = np.full(room, 0xFF, "u1")
+        box = StridedCopy(0, unit, rows, src_at, strides, dst_at, strides)
+        if not streamer(box, memory.ctypes.data, target.ctypes.data):
+            assert (target == 0xFF).all()  # a machine without streaming stores
+            continue
+        want = np.full(room, 0xFF, "u1")
+        for start in starts:
+            piece = memory[src_at + start : src_at + start + unit]
+            want[dst_at + start : dst_at + start + unit] = piece
+        assert (target == want).all()
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_large_copies_with_and_without_it(streamer, monkeypatch, compiled):
+    used = []
+
+    def counted(*arguments):
+        used.append(arguments)
+        return streamer(*arguments)
+
+    monkeypatch.setattr(host.stream, "built", lambda: counted if compiled else None)
+    monkeypatch.setattr(host, "_STREAMED", 1 << 16)
+    array = cases.global_array((90, 300), "f8")
+    for one, two in (("C", "C"), ("strided", "C"), ("C", "F"), ("F", "strided"), ("F", "F")):
+        source, _ = cases.stored(array, one, np.empty)
+        target, whole = cases.stored(np.zeros_like(array), two, np.empty)
+        host.copy_array(source[:, 3:], target[:, 3:])
+        host.copy_array(source[:, :3], target[:, :3])
+        assert target.tobytes() == array.tobytes()
+        assert cases.untouched(target, whole)
+    assert bool(used) == compiled
+
+
+def test_what_is_no_library_is_not_loaded(tmp_path):
+    path = tmp_path / "no.so"
+    path.write_bytes(b"no library")
+    assert stream.load(path) is None

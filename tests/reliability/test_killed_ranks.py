@@ -1,0 +1,102 @@
+"""R1 and R4, short: a rank is killed or stopped at a random moment; the others say so, soon."""
+
+import gc
+import mmap
+import random
+import select
+import signal
+import time
+
+import numpy as np
+import pytest
+
+from mortal import Job, Raised, left_behind
+from shardmath import context as contexts
+from shardmath.symmetric.allocation import allocate_symmetric_memory as allocate
+from shardmath.symmetric.rendezvous import rendezvous
+
+SOON = 1.0
+
+
+# How many steps each rank has made; shared with the ranks, which are forks.
+PROGRESS = memoryview(mmap.mmap(-1, 64)).cast("Q")
+
+
+def busy(group):
+    """Everything that ranks do together, until a peer fails."""
+    context = contexts.initialize("cpu", group)
+    kept = []
+    for number in range(1 << 30):
+        array = allocate(1000 + number % 7, np)
+        array[:] = number
+        handle = rendezvous(array)
+        kept = [*kept[-5:], handle.get_buffer((context.rank + 1) % context.size, (10,), "f8")]
+        handle.barrier()
+        assert kept[-1][0] == number
+        handle.put_signal((context.rank + 1) % context.size, 2)
+        handle.wait_signal((context.rank - 1) % context.size, 2)
+        context.board.barrier("phase")
+        context.agree("step", lambda n=number: (n, "x" * (n % 5000)), len)
+        context.barrier()
+        gc.collect(0)
+        PROGRESS[context.rank] = number
+
+
+def wait_for_start(size):
+    """Return when every rank has made a step."""
+    deadline = time.monotonic() + 20
+    while not all(PROGRESS[:size]):
+        assert time.monotonic() < deadline
+        select.select([], [], [], 0.001)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_survivor_names_the_killed_rank_within_a_second(seed):
+    random_ = random.Random(seed)
+    size = 2 + seed % 3
+    victim = random_.randrange(size)
+    starting = seed % 4 == 0  # start-up takes about 10 ms
+    moment = random_.uniform(0, 0.015) if starting else random_.uniform(0, 0.1)
+    PROGRESS[:] = memoryview(bytes(64)).cast("Q")
+    with left_behind():
+        with Job(size, busy) as job:
+            if not starting:
+                wait_for_start(size)
+            select.select([], [], [], moment)
+            killed = job.signal(victim, signal.SIGKILL)
+            outcomes = {rank: job.outcome(rank) for rank in range(size)}
+        assert outcomes.pop(victim) is None
+        for rank, outcome in outcomes.items():
+            assert isinstance(outcome, Raised), outcome
+            assert outcome.kind == "RankFailure", outcome
+            if not starting:
+                assert outcome.ranks == (victim,), (rank, outcome)
+                assert str(job.pids[victim]) in outcome.text
+            # At start-up a rank may already see others end because of the first.
+            assert victim in outcome.ranks and f"rank {victim}" in outcome.text, (rank, outcome)
+            assert outcome.when - killed < SOON
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_stopped_rank_is_a_timeout_that_names_it(seed):
+    deadline = 1.0
+    random_ = random.Random(seed)
+    size, victim = 3, random_.randrange(3)
+    PROGRESS[:] = memoryview(bytes(64)).cast("Q")
+    with left_behind(), Job(size, busy, {"SHARDMATH_TIMEOUT": str(deadline)}) as job:
+        wait_for_start(size)
+        select.select([], [], [], random_.uniform(0, 0.05))
+        stopped = job.signal(victim, signal.SIGSTOP)
+        survivors = [rank for rank in range(size) if rank != victim]
+        outcomes = [job.outcome(rank) for rank in survivors]
+        # A survivor may be late for the other, because it waits for the stopped one itself.
+        assert (victim,) in [outcome.ranks for outcome in outcomes]
+        for outcome in outcomes:
+            assert outcome.kind == "OpTimeout" and victim in outcome.ranks, outcome
+            waited = outcome.when - stopped
+            assert deadline * 0.9 <= waited <= deadline * 1.1 + 0.4, waited
+        job.signal(victim, signal.SIGCONT)
+        awoken = time.monotonic()
+        outcome = job.outcome(victim)
+        assert outcome.kind == "RankFailure" and victim not in outcome.ranks
+        assert outcome.when - awoken < SOON

@@ -1,0 +1,185 @@
+"""R7 and R9, short: each misuse and each shortage is a named exception, and no more than that."""
+
+import os
+import resource
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mortal import Job, Raised, on_ranks
+from shardmath import context as contexts
+from shardmath import wire
+from shardmath.errors import HeapExhausted, UseAfterFree
+from shardmath.symmetric.allocation import allocate_symmetric_memory as allocate
+from shardmath.symmetric.allocation import free_symmetric_memory
+from shardmath.symmetric.rendezvous import rendezvous
+
+MIB = 1 << 20
+
+
+def name_of(call):
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__
+    return "nothing"
+
+
+def test_use_after_free_and_double_free():
+    def body(context):
+        array = allocate((4, 4), np)
+        handle = rendezvous(array)
+        handle.barrier()
+        if context.rank == 0:  # on one rank only
+            free_symmetric_memory(array[1:])
+            assert name_of(lambda: free_symmetric_memory(array)) == "UseAfterFree"
+            assert name_of(lambda: handle.get_buffer(1, (1,), "f8")) == "UseAfterFree"
+        else:
+            assert handle.get_buffer(0, (4, 4), "f8").shape == (4, 4)
+        context.barrier()
+        assert name_of(lambda: rendezvous(array)) == "UseAfterFree"
+        handle.barrier()
+        return issubclass(UseAfterFree, RuntimeError)
+
+    assert on_ranks(2, body) == [True, True]
+
+
+@pytest.mark.parametrize("ending", ["finalize", "kill"])
+def test_a_view_outlives_its_owner(ending):
+    def body(group):
+        context = contexts.initialize("cpu", group)
+        array = allocate(300000, np)
+        array[:] = 7 + context.rank
+        handle = rendezvous(array)
+        view = handle.get_buffer(1, (300000,), "f8")
+        handle.barrier()
+        if context.rank == 1:
+            if ending == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            contexts.finalize()
+            return "finalized"
+        failure = name_of(context.barrier) if ending == "kill" else None
+        contexts.finalize()
+        del array, handle
+        assert view.min() == view.max() == 8.0
+        view[:] = 1.0
+        return (failure, float(view.sum()))
+
+    with Job(2, body) as job:
+        outcome, other = job.outcome(0), job.outcome(1)
+    expected = "RankFailure" if ending == "kill" else None
+    assert outcome == (expected, 300000.0)
+    assert other == (None if ending == "kill" else "finalized")
+
+
+def test_calls_after_finalize_and_a_second_initialize():
+    def body(context):
+        part = context.subset((0, 1))
+        array = allocate(3, np)
+        handle = rendezvous(array, part)
+        again = name_of(lambda: contexts.initialize("cpu"))
+        contexts.finalize()
+        contexts.finalize()
+        calls = [
+            lambda: allocate(3, np),
+            lambda: rendezvous(array),
+            lambda: rendezvous(array, part),
+            lambda: free_symmetric_memory(array),
+            handle.barrier,
+            lambda: handle.put_signal(0),
+            context.barrier,
+            part.barrier,
+            lambda: context.split(0),
+            lambda: context.subset((0, 1)),
+        ]
+        return [again, *map(name_of, calls)]
+
+    assert on_ranks(2, body) == [["RuntimeError"] * 11] * 2
+
+
+def test_a_forked_child_cannot_use_the_parents_context_and_does_it_no_harm():
+    def body(context):
+        array = allocate(3, np)
+        array[:] = 1
+        handle = rendezvous(array)
+        handle.barrier()
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            calls = [
+                lambda: allocate(3, np),
+                lambda: rendezvous(array),
+                lambda: free_symmetric_memory(array),
+                handle.barrier,
+                lambda: handle.wait_signal(0),
+                context.barrier,
+                contexts.finalize,
+            ]
+            os.write(writing, wire.encode([name_of(call) for call in calls]))
+            os._exit(0)
+        os.close(writing)
+        names = wire.decode(os.read(reading, 1 << 16))
+        os.waitpid(child, 0)
+        handle.barrier()
+        context.barrier()
+        return names
+
+    assert on_ranks(2, body) == [["RuntimeError"] * 6 + ["nothing"]] * 2
+
+
+def test_an_address_space_limit_is_heap_exhausted_on_all_ranks():
+    def body(context):
+        before = context.heap.used
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        used = pages * resource.getpagesize()
+        if context.rank == 1:
+            resource.setrlimit(resource.RLIMIT_AS, (used + 40 * MIB, resource.RLIM_INFINITY))
+        try:
+            allocate(100 * MIB, np, dtype="int8")
+            raise AssertionError("it has 40 MiB")
+        except HeapExhausted as error:
+            text, need = str(error), error.need
+        assert text.startswith("rank 1: ") and need >= 100 * MIB
+        assert context.heap.used == before
+        small = allocate(10 * MIB, np, dtype="int8")  # a smaller segment still fits
+        small[:] = 1
+        # Rank 0's segment is larger than what rank 1 can map: known to both at the rendezvous.
+        nbytes = 90 * MIB if context.rank == 0 else 1
+        large = allocate(nbytes, np, dtype="int8", skip_symmetric_check=True)
+        used = context.heap.used
+        assert name_of(lambda: rendezvous(large)) == "HeapExhausted"
+        assert context.heap.used == used
+        context.barrier()
+        return int(small.sum())
+
+    assert on_ranks(2, body) == [10 * MIB] * 2
+
+
+def test_more_than_the_machine_has_is_refused_at_once():
+    def body(context):
+        start = time.monotonic()
+        with pytest.raises(HeapExhausted) as caught:
+            allocate(1 << 40, np, dtype="int8")
+        assert caught.value.need >= 1 << 40 > caught.value.have > 0
+        assert time.monotonic() - start < 1.0
+        assert context.heap.used == 0 and len(context.heap._segments) == 0
+        return len(allocate(MIB, np))
+
+    assert on_ranks(2, body) == [MIB, MIB]
+
+
+def test_mortal_ranks_report_what_they_raise():
+    """The helper itself: a test that cannot see a failure would prove nothing."""
+
+    def body(group):
+        if group.rank:
+            raise ValueError("no")
+        return [1, 2]
+
+    with Job(2, body) as job:
+        assert job.outcome(0) == [1, 2]
+        outcome = job.outcome(1)
+    assert isinstance(outcome, Raised) and (outcome.kind, outcome.text) == ("ValueError", "no")

@@ -1,0 +1,141 @@
+"""The heap of one rank: blocks, marks, growth; what fails leaves it as it was."""
+
+import gc
+
+import numpy as np
+import pytest
+
+from shardmath.errors import HeapExhausted
+from shardmath.group import SoloProcessGroup
+from shardmath.symmetric import heap as heap_module
+from shardmath.symmetric.heap import Heap
+from shardmath.transport.host import HostTransport
+from shardmath.transport.mesh import Mesh
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def heap():
+    mesh = Mesh(SoloProcessGroup(), 10.0)
+    transport = HostTransport(mesh)
+    yield Heap(transport, rank=0, segment_bytes=4 * MIB)
+    transport.close()
+    mesh.close()
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 7, 8, 9, 255, 256, 257, 5 * MIB])
+def test_a_block_is_writable_found_and_returned(heap, nbytes):
+    buffer = heap.allocate(nbytes)
+    array = np.asarray(buffer)
+    array[:] = 7
+    block = buffer.block
+    assert array.shape == (nbytes,) and block.nbytes == nbytes
+    assert block.address % 256 == 0 and block.buffer() is buffer
+    assert heap.find(block.address) is block
+    assert heap.find(block.address + block.room - 1) is block
+    assert heap.find(block.address + block.room) is None
+    assert heap.find(block.address - 1) is None
+    assert heap.used == block.room
+    del buffer, array
+    assert heap.used == 0 and heap.find(block.address) is None
+
+
+def test_it_grows_and_neighbours_keep_their_contents(heap):
+    arrays = [np.asarray(heap.allocate(n)) for n in (100, 3 * MIB, 3 * MIB, 9 * MIB, 1)]
+    for number, array in enumerate(arrays):
+        array[:] = number
+    assert [int(a.min()) for a in arrays] == [int(a.max()) for a in arrays] == [0, 1, 2, 3, 4]
+    del arrays[1], array
+    again = np.asarray(heap.allocate(3 * MIB))
+    again[:] = 9
+    assert [int(a.max()) for a in arrays] == [0, 2, 3, 4]
+
+
+def test_a_shared_block_waits_for_all_marks(heap):
+    buffer = heap.allocate(100)
+    block = buffer.block
+    block.shared |= {(1, 5), (2, 6)}
+    assert heap.marks(1) == []
+    del buffer
+    assert heap.marks(1) == [5] and heap.marks(2) == [6]
+    heap.honour(1, [[5], []])
+    assert heap.marks(1) == [5], "the other rank has not marked it"
+    heap.honour(1, [[5, 9], [5]])
+    assert heap.marks(1) == [] and heap.used == block.room
+    heap.honour(2, [[6], [6]])
+    assert heap.used == 0
+
+
+def test_a_group_that_was_left_is_forgotten_once_it_has_ended(heap):
+    ended = []
+    buffer = heap.allocate(100)
+    buffer.block.shared |= {(1, 5), (2, 5)}
+    heap.forget(1, lambda: bool(ended))
+    del buffer
+    assert heap.marks(1) == [5] and heap.used > 0
+    ended.append(True)
+    assert heap.marks(1) == [] and heap.marks(2) == [5]
+    heap.forget(2, lambda: True)
+    assert heap.used == 0
+
+
+def test_a_freed_block_is_not_marked_while_a_handle_lives(heap):
+    class Handle:
+        pass
+
+    import weakref
+
+    handle = Handle()
+    buffer = heap.allocate(100)
+    buffer.block.shared.add((1, 5))
+    buffer.block.handles = [weakref.ref(handle)]
+    heap.free(buffer.block)
+    assert heap.marks(1) == []
+    del handle
+    assert heap.marks(1) == [5]
+
+
+def test_a_freed_block_gives_its_memory_back_and_keeps_its_address(heap):
+    buffer = heap.allocate(8 * MIB)
+    block, array = buffer.block, np.asarray(buffer)
+    array[:] = 1
+    heap.free(block)
+    assert int(array.max()) == 0, "pages are gone"
+    assert heap.used == block.room and heap.find(block.address) is block
+    heap.restore(block)
+    array[:] = 2
+    assert not block.freed and heap.used == block.room
+    del buffer, array
+    assert heap.used == 0
+
+
+def test_reference_cycles_are_collected(heap):
+    buffer = heap.allocate(100)
+    ring = [np.asarray(buffer)]
+    ring.append(ring)
+    del buffer, ring
+    gc.collect()
+    assert heap.used == 0
+
+
+@pytest.mark.parametrize("nbytes", [1 << 44, 1 << 62, 1 << 70])
+def test_too_large_a_request_leaves_the_heap_as_it_was(heap, nbytes):
+    small = heap.allocate(100)
+    before = (heap.used, len(heap._segments))
+    with pytest.raises(HeapExhausted) as caught:
+        heap.allocate(nbytes)
+    assert caught.value.need >= nbytes
+    assert (heap.used, len(heap._segments)) == before
+    assert len(np.asarray(heap.allocate(100))) == 100
+    assert small.block.nbytes == 100
+
+
+def test_more_than_is_available_is_refused(heap, monkeypatch):
+    monkeypatch.setattr("shardmath.transport.host.available_memory", lambda: 3 * MIB)
+    kept = heap.allocate(MIB)
+    with pytest.raises(HeapExhausted) as caught:
+        heap.allocate(64 * MIB)
+    assert caught.value.have == 3 * MIB and caught.value.need >= 62 * MIB
+    assert len(heap._segments) == 1 and heap.used == kept.block.room
+    assert heap_module.GRANULE == 2 * MIB

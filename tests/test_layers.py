@@ -1,0 +1,183 @@
+"""The house stands as docs/architecture.md draws it: its table of layers is read from there.
+
+A module imports only what stands above it in the table's order of rows, or in its own unit; imports
+inside functions and for type checkers count.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "shardmath"
+FILES = sorted(SOURCE.rglob("*.py"))
+LONGEST_FILE = 400
+LONGEST_FUNCTION = 60
+
+# (importing module, imported unit): why it may look up.
+UPWARD: dict[tuple[str, str], str] = {}
+# Files that are longer than they should be, and how long they may be.
+LONG_FILES = {
+    "context": 430,  # start, splitting and the end of contexts are to become a file of their own
+}
+
+FORBIDDEN_MODULES = {"cloudpickle", "dill", "marshal", "pickle", "shelve"}
+FORBIDDEN_CALLS = {"eval", "exec"}
+ENVIRONMENT = {"environ", "environb", "getenv", "putenv", "unsetenv"}
+
+
+def layers() -> dict[str, int]:
+    """Each unit (a module or folder, dotted) of the table, and the number of its row."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    _, _, table = text.partition("| layer | units |")
+    rows = table.partition("\n\n")[0].splitlines()[2:]
+    return {
+        unit.strip("` "): number
+        for number, row in enumerate(rows)
+        for unit in row.split("|")[2].split(",")
+    }
+
+
+LAYERS = layers()
+
+
+def dotted(path: Path) -> str:
+    """The module's name without `shardmath.`, "" for the package itself."""
+    parts = path.relative_to(SOURCE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts) or "__init__"
+
+
+def unit_of(module: str) -> str | None:
+    """The unit of the table that a module belongs to: the one that names it most exactly."""
+    names = [module.rsplit(".", cut)[0] for cut in range(module.count(".") + 1)]
+    return next((name for name in names if name in LAYERS), None)
+
+
+def imported_modules(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, module) of every import of this package, "from package import name" by name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            package, _, module = name.partition(".")
+            if package == "shardmath":
+                yield node.lineno, module if unit_of(module) else "__init__"
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+def where(path: Path, line: int) -> str:
+    return f"{path.relative_to(ROOT)}:{line}"
+
+
+def test_the_table_names_what_there_is() -> None:
+    modules = {dotted(path) for path in FILES}
+    assert not [module for module in modules if unit_of(module) is None]
+    assert not [unit for unit in LAYERS if not (SOURCE / unit.replace(".", "/")).is_dir()
+                and unit not in modules]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", FILES, ids=dotted)
+def test_imports_go_downward(path: Path) -> None:
+    own = unit_of(dotted(path))
+    assert own is not None
+    upward = []
+    for line, module in imported_modules(parse(path)):
+        unit = unit_of(module)
+        assert unit is not None
+        if unit != own and LAYERS[unit] >= LAYERS[own] and (dotted(path), unit) not in UPWARD:
+            upward.append(f"{where(path, line)} imports {module}")
+    assert not upward
+
+
+def test_nothing_unpickles_or_runs_text() -> None:
+    found = []
+    for path in FILES:
+        for node in ast.walk(parse(path)):
+            names: list[str] = []
+            if isinstance(node, ast.Import):
+                names = [alias.name.split(".")[0] for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [(node.module or "").split(".")[0]]
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                names = [name for name in FORBIDDEN_CALLS if name == node.func.id]
+            elif isinstance(node, ast.keyword) and node.arg == "allow_pickle":
+                names = ["allow_pickle"]
+            bad = FORBIDDEN_MODULES | FORBIDDEN_CALLS | {"allow_pickle"}
+            found += [f"{where(path, node.lineno)}: {name}" for name in names if name in bad]
+    assert not found
+
+
+def test_groups_never_pickle() -> None:
+    """mpi4py pickles what its lower-case methods carry, torch what its object functions carry."""
+    found = []
+    for path in [SOURCE / "group" / "mpi.py", SOURCE / "group" / "torch.py"]:
+        for node in ast.walk(parse(path)):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            of_comm = isinstance(node.func.value, ast.Attribute) and node.func.value.attr == "_comm"
+            if "object" in node.func.attr or (of_comm and node.func.attr.islower()):
+                found.append(f"{where(path, node.lineno)}: {node.func.attr}")
+    assert not found
+
+
+def test_only_config_reads_the_environment() -> None:
+    found = []
+    for path in FILES:
+        for node in ast.walk(parse(path)):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                if node.value.id == "os" and node.attr in ENVIRONMENT:
+                    found.append((dotted(path), node.lineno))
+            elif isinstance(node, ast.ImportFrom) and node.module == "os":
+                found += [(dotted(path), node.lineno) for a in node.names if a.name in ENVIRONMENT]
+    assert {module for module, _ in found} == {"config"}, found
+
+
+def test_files_and_functions_are_short() -> None:
+    long = []
+    for path in FILES:
+        count = len(path.read_text().splitlines())
+        if count > LONG_FILES.get(dotted(path), LONGEST_FILE):
+            long.append(f"{where(path, 1)} has {count} lines")
+        for node in ast.walk(parse(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                assert node.end_lineno is not None
+                count = node.end_lineno - node.lineno + 1
+                if count > LONGEST_FUNCTION:
+                    long.append(f"{where(path, node.lineno)} {node.name} has {count} lines")
+    assert not long
+
+
+HEAVY = ["cuda", "cupy", "mpi4py", "numpy", "scipy", "sklearn", "torch"]
+
+
+@pytest.mark.parametrize(
+    ("program", "loaded"),
+    [
+        ("import shardmath; dir(shardmath)", []),
+        ("import shardmath.geometry", []),
+        ("import shardmath.launch.program", []),
+        ("import shardmath as s; s.initialize('cpu'); s.linalg, s.symmetric_memory", ["numpy"]),
+    ],
+)
+def test_importing_starts_nothing(program: str, loaded: list[str]) -> None:
+    program += f"\nimport sys\nprint(*[name for name in {HEAVY} if name in sys.modules])"
+    path = str(SOURCE.parent)
+    result = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {path!r})\n{program}"],
+        capture_output=True, text=True, check=True, timeout=30,
+    )  # fmt: skip
+    assert result.stdout.split() == loaded
