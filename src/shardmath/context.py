@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+
 from shardmath import agreement, current
 from shardmath.config import Settings
 from shardmath.errors import OpTimeout, RankFailure
@@ -26,8 +28,8 @@ from shardmath.group import as_process_group
 from shardmath.group.base import ProcessGroup
 from shardmath.machinery import Machinery
 from shardmath.symmetric.board import Board
-from shardmath.symmetric.heap import Block, Heap, Location
-from shardmath.transport.base import Bytes
+from shardmath.symmetric.heap import Block, Buffer, Heap, Location
+from shardmath.transport.base import Bytes, DeviceBytes, Memory
 
 if TYPE_CHECKING:
     from shardmath.symmetric.team import Team
@@ -141,7 +143,12 @@ class DistributedContext:
         self._machinery.transport.announce(block.location.segment, self._ranks)
 
     def peer_bytes(self, rank: int, location: Location, nbytes: int) -> Bytes | None:
-        """Memory of `rank`, which it has announced, in this process; None where it has no address."""
+        """Memory of `rank`, which it has announced, for cores; None where they have no address."""
+        memory = self.peer_memory(rank, location, nbytes)
+        return None if isinstance(memory, DeviceBytes) else memory
+
+    def peer_memory(self, rank: int, location: Location, nbytes: int) -> Memory | None:
+        """Memory of `rank`, which it has announced, for arrays to lie on; None without an address."""
         transport, peer = self._machinery.transport, self._ranks[rank]
         if rank != self.rank:
             transport.attach(peer, location.segment)
@@ -153,6 +160,13 @@ class DistributedContext:
         if rank != self.rank:
             transport.attach(peer, location.segment)
         return transport.address(peer, location.segment, location.offset, nbytes)
+
+    def zero(self, buffer: Buffer) -> None:
+        """Set memory of this rank's heap to zero."""
+        if self._machinery.device is not None:
+            self._machinery.device.zero(buffer.block.address, buffer.block.nbytes)
+        else:
+            np.asarray(buffer)[:] = 0
 
     def next_share(self) -> int:
         """The number of the next object that the ranks of this context share, the same on all."""

@@ -17,17 +17,8 @@ LIBRARIES = ("cupy", "torch")
 def on_peer(context, library, rank, place, nbytes):
     """Bytes of a peer as an array, without an owner."""
 
-    class Raw:
-        __cuda_array_interface__ = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (context.peer_address(rank, Location(*place), nbytes), False),
-            "strides": None,
-            "version": 3,
-        }
-
-    device = f"cuda:{context.device_id}"
-    return library_named(library).on_device(Raw(), (nbytes,), "uint8", (1,), device)
+    raw = context.peer_memory(rank, Location(*place), nbytes)
+    return library_named(library).on_device(raw, "uint8", (nbytes,), (1,))
 
 
 def host(x):
@@ -44,7 +35,7 @@ def check_peers(context, library, nbytes):
     imported(library)
     device = f"cuda:{context.device_id}"
     buffer = context.heap.allocate(nbytes)
-    own = library_named(library).on_device(buffer, (nbytes,), "uint8", (1,), device)
+    own = library_named(library).on_device(buffer, "uint8", (nbytes,), (1,))
     own[...] = context.rank + 1
     spec = library_named(library).spec(own)
     assert (spec.device, spec.shape, spec.dtype) == (device, (nbytes,), "uint8")
@@ -87,7 +78,7 @@ def check_shapes(context, library):
         kind = library_named(library)
         nbytes = int(np.prod(shape)) * 16
         buffer = context.heap.allocate(nbytes)
-        x = kind.on_device(buffer, shape, dtype, strides, device)
+        x = kind.on_device(buffer, dtype, shape, strides)
         del buffer
         gc.collect()
         spec = kind.spec(x)

@@ -217,10 +217,10 @@ def test_constants_are_the_kernels():
 
     text = "".join(path.read_text() for path in KERNELS.glob("*.cuh"))
     for name, value in (
-        ("kChannels", team.CHANNELS),
         ("kBlocks", team.BLOCKS),
         ("kThreads", device._MOST_THREADS),
         ("kPhases", device._PHASES),
         ("kSets", device._SETS),
     ):
         assert f"constexpr int {name} = {value};" in text
+    assert f"#define SHARDMATH_CHANNELS {team.CHANNELS}  " in text

@@ -60,16 +60,18 @@ class Library(ABC):
 
     def on_device(
         self,
-        buffer: Any,
-        shape: Sequence[int],
+        owner: Any,
         dtype: DType | str,
+        shape: Sequence[int],
         strides: Sequence[int],
-        device: str,
+        *,
+        start: int = 0,
     ) -> Any:
-        """An array of this library on the memory of `device`, such as "cuda:0".
+        """An array of this library on GPU memory, from byte `start` of `owner` on.
 
-        `buffer`, which it keeps alive, has a `__cuda_array_interface__` of bytes; `strides` are in
-        elements. Raises ValueError where the library has no arrays on GPUs.
+        `owner`, which it keeps alive, has a `__cuda_array_interface__` of bytes and says its
+        `device`, such as "cuda:0"; `strides` are in elements. Raises ValueError where the library
+        has no arrays on GPUs, or lacks the dtype.
         """
         raise ValueError(f"{self.name} has no arrays on GPUs; pass the module cupy or torch")
 
@@ -96,6 +98,10 @@ class Library(ABC):
         device: str = "cpu",
     ) -> Any:
         """A new array with undefined elements; ValueError where there is none on `device`."""
+
+    def device(self, name: str) -> Any:
+        """A device such as "cuda:0", in the library's own words."""
+        return name
 
     @abstractmethod
     def host_device(self) -> Any:

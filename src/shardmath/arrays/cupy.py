@@ -67,17 +67,19 @@ class CuPy(Library):
 
     def on_device(
         self,
-        buffer: Any,
-        shape: Sequence[int],
+        owner: Any,
         dtype: DType | str,
+        shape: Sequence[int],
         strides: Sequence[int],
-        device: str,
+        *,
+        start: int = 0,
     ) -> Any:
         """See Library."""
         import cupy
 
         native = dtypes.to_numpy(dtype)
-        raw = cupy.asarray(buffer)
+        with cupy.cuda.Device(int(owner.device.removeprefix("cuda:"))):
+            raw = cupy.asarray(owner)[start if 0 not in shape else 0 :]
         steps = tuple(stride * native.itemsize for stride in strides)
         return cupy.ndarray(tuple(shape), native, memptr=raw.data, strides=steps)
 

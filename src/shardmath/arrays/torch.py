@@ -102,11 +102,12 @@ class Torch(Library):
 
     def on_device(
         self,
-        buffer: Any,
-        shape: Sequence[int],
+        owner: Any,
         dtype: DType | str,
+        shape: Sequence[int],
         strides: Sequence[int],
-        device: str,
+        *,
+        start: int = 0,
     ) -> Any:
         """See Library."""
         import torch
@@ -115,7 +116,7 @@ class Torch(Library):
         native = getattr(torch, kind.name, None)
         if native is None:
             raise ValueError(f"torch has no data type {kind}")
-        raw = torch.as_tensor(buffer, device=device)
+        raw = torch.as_tensor(owner, device=owner.device)[start if 0 not in shape else 0 :]
         whole = raw[: raw.numel() // kind.itemsize * kind.itemsize].view(native)
         return whole.as_strided(tuple(shape), tuple(strides))
 
@@ -136,6 +137,12 @@ class Torch(Library):
             return torch.empty(tuple(shape), dtype=native, device=device)
         reverse = tuple(range(len(shape)))[::-1]
         return torch.empty(tuple(shape)[::-1], dtype=native, device=device).permute(reverse)
+
+    def device(self, name: str) -> Any:
+        """A torch.device."""
+        import torch
+
+        return torch.device(name)
 
     def host_device(self) -> Any:
         """A torch.device."""

@@ -32,3 +32,29 @@ extern "C" __global__ void wait_signal(const __grid_constant__ SignalArgument a)
     if (wait(a.team, &own.signal[a.channel][a.peer], next, a.peer, kSignal, a.channel))
         own.taken[a.channel][a.peer] = next;
 }
+
+struct FlagArgument {
+    Team team;
+    u32* slot;
+    u32 channel;
+    int peer;
+};
+
+__device__ inline u32 load_flag(const u32* slot) {
+    u32 value;
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(slot) : "memory");
+    return value;
+}
+
+__device__ inline void change_flag(const FlagArgument& a, u32 from, Operation operation) {
+    Deadline deadline;
+    while (load_flag(a.slot) != from)
+        if (deadline.passed(a.team)) return expire(a.team, a.peer, operation, a.channel, from, !from);
+    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(a.slot), "r"(from ^ 1) : "memory");
+}
+
+// torch's semaphore of one bit: the peer's slot goes from 0 to 1, once the peer has lowered it.
+extern "C" __global__ void raise_flag(const __grid_constant__ FlagArgument a) { change_flag(a, 0, kFlag); }
+
+// And this rank's own from 1 to 0, once the peer has raised it.
+extern "C" __global__ void lower_flag(const __grid_constant__ FlagArgument a) { change_flag(a, 1, kSignal); }

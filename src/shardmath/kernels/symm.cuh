@@ -11,7 +11,10 @@
 #pragma once
 
 #ifndef SHARDMATH_RANKS
-#define SHARDMATH_RANKS 8  // how many ranks a Team has room for; the host compiles with the exact number
+#define SHARDMATH_RANKS 8  // the number of ranks; the host compiles with the right one
+#endif
+#ifndef SHARDMATH_CHANNELS
+#define SHARDMATH_CHANNELS 64  // independent barriers and signals of one team
 #endif
 
 namespace shardmath {
@@ -20,10 +23,10 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 
 constexpr int kRanks = SHARDMATH_RANKS;
-constexpr int kChannels = 64;   // independent barriers and signals of one team
+constexpr int kChannels = SHARDMATH_CHANNELS;
 constexpr int kBlocks = 512;    // the most blocks that a kernel on cells has
 
-enum Operation : u32 { kBarrier = 1, kSignal = 2, kCollective = 3, kUser = 4 };
+enum Operation : u32 { kBarrier = 1, kSignal = 2, kCollective = 3, kUser = 4, kFlag = 5 };
 
 // What the host reads after a wait has expired. In host memory, written by one kernel at a time.
 struct Late {

@@ -88,7 +88,7 @@ class Buffer:
     was tied to the block, `group` the name of the group that it was allocated for, if any.
     """
 
-    def __init__(self, block: Block, lease: object, interface: str) -> None:
+    def __init__(self, block: Block, lease: object, interface: str, device: str) -> None:
         self.block = block
         self.shares: dict[Any, Any] = {}
         self.group: str | None = None
@@ -101,6 +101,7 @@ class Buffer:
             "version": 3,
         }
         self.interface = interface
+        self.device = device
         vars(self)[interface] = description
 
 
@@ -179,7 +180,7 @@ class Heap:
             at = bisect_right(self._addresses, block.address)
             self._addresses.insert(at, block.address)
             self._blocks.insert(at, block)
-        buffer = Buffer(block, segment.lease, self.transport.interface)
+        buffer = Buffer(block, segment.lease, self.transport.interface, self.transport.device)
         block.buffer = weakref.ref(buffer)
         weakref.finalize(buffer, self._dropped.append, block).atexit = False
         return buffer

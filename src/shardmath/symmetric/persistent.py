@@ -24,6 +24,7 @@ class _Lease:
 
     def __init__(self, buffer: Buffer) -> None:
         self._buffer = buffer
+        self.device = buffer.device
         vars(self)[buffer.interface] = getattr(buffer, buffer.interface)
 
 

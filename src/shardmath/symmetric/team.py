@@ -25,14 +25,20 @@ from shardmath.symmetric.heap import Buffer
 
 __all__ = ["BLOCKS", "CHANNELS", "Team", "pad_bytes"]
 
-CHANNELS = 64  # kChannels
+CHANNELS = 64  # of a context's team
 BLOCKS = 512  # kBlocks
-_OPERATIONS = {1: "barrier", 2: "wait_signal", 3: "a collective", 4: "a kernel of the user's"}
+_OPERATIONS = {
+    1: "barrier",
+    2: "wait_signal",
+    3: "a collective",
+    4: "a kernel of the user's",
+    5: "put_signal",
+}
 
 
-def pad_bytes(size: int) -> int:
+def pad_bytes(size: int, channels: int = CHANNELS) -> int:
     """Bytes of one rank's `Pad` in a team of `size` ranks."""
-    return 8 * (4 * CHANNELS * size + CHANNELS + BLOCKS + 1)
+    return 8 * (4 * channels * size + channels + BLOCKS + 1)
 
 
 class Team:
@@ -43,8 +49,17 @@ class Team:
     channel is used by one stream at a time; different channels are independent.
     """
 
-    def __init__(self, device: Device, board: Board, own: Buffer, pads: Sequence[int]) -> None:
+    def __init__(
+        self,
+        device: Device,
+        board: Board,
+        own: Buffer,
+        pads: Sequence[int],
+        *,
+        channels: int = CHANNELS,
+    ) -> None:
         self.device = device
+        self.channels = channels
         self.rank = board.rank
         self.size = board.size
         self.pads = tuple(pads)
@@ -54,10 +69,14 @@ class Team:
         self._status, self._status_address = _host_words(device, 1 + 3 * self.size)
         self._arguments: dict[tuple[Any, ...], Argument] = {}
 
+    def another(self, own: Buffer, pads: Sequence[int], channels: int) -> Team:
+        """A team of the same ranks with pads of its own."""
+        return Team(self.device, self._board, own, pads, channels=channels)
+
     @property
     def defines(self) -> tuple[str, ...]:
         """What a kernel that includes symm.cuh is compiled with."""
-        return (f"SHARDMATH_RANKS={self.size}",)
+        return (f"SHARDMATH_RANKS={self.size}", f"SHARDMATH_CHANNELS={self.channels}")
 
     def kernel(
         self, file: str, function: str, defines: Sequence[str] = (), *, shared: int = 0
@@ -93,6 +112,21 @@ class Team:
         """Make `stream` wait for one more signal of rank `src`."""
         self._signal("wait_signal", src, stream, channel, timeout)
 
+    def flag(
+        self,
+        function: str,
+        peer: int,
+        stream: int,
+        *,
+        slot: int,
+        channel: int,
+        timeout: float | None = None,
+    ) -> None:
+        """`raise_flag` or `lower_flag` of signals.cu, on the 32-bit word at address `slot`."""
+        self.check()
+        argument = Argument(self.packed(timeout) + struct.pack("QIi", slot, channel, peer))
+        self.kernel("signals", function).launch(stream, 1, 1, argument)
+
     def _signal(
         self, function: str, peer: int, stream: int, channel: int, timeout: float | None
     ) -> None:
@@ -111,8 +145,8 @@ class Team:
         return self._arguments[key]
 
     def _require(self, channel: int) -> None:
-        if not 0 <= channel < CHANNELS:
-            raise ValueError(f"channel {channel}: there are {CHANNELS}, numbered from 0")
+        if not 0 <= channel < self.channels:
+            raise ValueError(f"channel {channel}: there are {self.channels}, numbered from 0")
 
     # -- errors ------------------------------------------------------------------------------------
 
@@ -135,7 +169,9 @@ class Team:
             self.device.synchronize()
         late = self._status[1:].reshape(self.size, 3).copy()
         self._status[:] = 0
-        call("cuMemsetD8", self.pads[self.rank] + pad_bytes(self.size) - 8, 0, 8)  # Pad.failed
+        call(
+            "cuMemsetD8", self.pads[self.rank] + pad_bytes(self.size, self.channels) - 8, 0, 8
+        )  # Pad.failed
         ranks = [rank for rank in range(self.size) if late[rank, 0]]
         reasons = [
             f"rank {rank} had come to {seen} of {expected} in {_place(int(operation))}"

@@ -9,16 +9,42 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from shardmath.errors import CollectiveMismatch
 
-__all__ = ["Bytes", "Probe", "Segment", "Transport", "require_within"]
+__all__ = [
+    "Bytes",
+    "DeviceBytes",
+    "Memory",
+    "Probe",
+    "Segment",
+    "Transport",
+    "require_within",
+]
 
 Bytes = npt.NDArray[np.uint8]
+
+
+class DeviceBytes:
+    """Bytes of a GPU's memory for the array libraries. Keeps nothing alive by itself."""
+
+    def __init__(self, address: int, nbytes: int, device: str) -> None:
+        self.address = address
+        self.device = device
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+Memory = Bytes | DeviceBytes
 
 
 @dataclass(frozen=True)
@@ -53,6 +79,7 @@ class Transport(ABC):
     name: ClassVar[str]
     interface: ClassVar[str]  # the protocol by which array libraries take its memory
     spare_bytes: ClassVar[int]  # the most that a segment should exceed what was asked for
+    device: str  # where the memory is: "cpu", or like "cuda:0"
 
     @classmethod
     @abstractmethod
@@ -98,9 +125,8 @@ class Transport(ABC):
         """What keeps an own segment mapped for as long as it is referred to."""
 
     @abstractmethod
-    def view(self, rank: int, index: int, offset: int, nbytes: int) -> Bytes | None:
-        """The bytes of an attached segment as an array of this process, or None where there are none
-        that its cores can read."""
+    def view(self, rank: int, index: int, offset: int, nbytes: int) -> Memory | None:
+        """The bytes of an attached segment, for arrays to lie on, or None without an address."""
 
     @abstractmethod
     def close(self) -> None:

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import bindings, call, call_for_memory
 from shardmath.errors import BackendUnavailable, CudaError, HeapExhausted
-from shardmath.transport.base import Probe, Segment, Transport, require_within
+from shardmath.transport.base import DeviceBytes, Probe, Segment, Transport, require_within
 from shardmath.transport.mesh import Mesh
 
 __all__ = ["CudaTransport", "Mapping"]
@@ -59,7 +59,8 @@ class CudaTransport(Transport):
     spare_bytes: ClassVar[int] = 1 << 30  # a segment has all its memory from the start
 
     def __init__(self, mesh: Mesh, device: Device) -> None:
-        self.device = device
+        self.device = device.name
+        self._device = device
         self._mesh = mesh
         self._segments: dict[tuple[int, int], _Held] = {}
         self._own = 0
@@ -84,11 +85,11 @@ class CudaTransport(Transport):
 
     def reserve(self, nbytes: int) -> Segment:
         """See Transport. All of it has memory at once."""
-        self.device.activate()
+        self._device.activate()
         nbytes = -(-nbytes // GRANULE) * GRANULE
-        handle = call_for_memory(nbytes, "cuMemCreate", nbytes, _properties(self.device), 0)
+        handle = call_for_memory(nbytes, "cuMemCreate", nbytes, _properties(self._device), 0)
         segment = Segment(self._mesh.rank, self._own, nbytes)
-        self._hold(segment, Mapping(self.device, handle, nbytes))
+        self._hold(segment, Mapping(self._device, handle, nbytes))
         self._own += 1
         return segment
 
@@ -108,7 +109,7 @@ class CudaTransport(Transport):
         missing = [p for p in peers if p != self._mesh.rank and (p, index) not in self._announced]
         if not missing:
             return
-        self.device.activate()
+        self._device.activate()
         held = self._segments[self._mesh.rank, index]
         handle = call("cuMemRetainAllocationHandle", held.mapping.address)
         fd = -1
@@ -128,12 +129,12 @@ class CudaTransport(Transport):
         if held is not None:
             return held.segment
         fd, nbytes = self._mesh.receive_sized(rank, f"segment {index}")
-        self.device.activate()
+        self._device.activate()
         try:
-            mapping = Mapping(self.device, _imported(fd), nbytes)
+            mapping = Mapping(self._device, _imported(fd), nbytes)
         except CudaError as error:
             raise BackendUnavailable(
-                f"device {self.device.ordinal} of rank {self._mesh.rank} cannot reach the memory of "
+                f"device {self._device.ordinal} of rank {self._mesh.rank} cannot reach the memory of "
                 f"rank {rank}: {error}"
             ) from None
         segment = Segment(rank, index, nbytes)
@@ -150,8 +151,9 @@ class CudaTransport(Transport):
         """See Transport."""
         return self._segments[self._mesh.rank, index].mapping
 
-    def view(self, rank: int, index: int, offset: int, nbytes: int) -> None:
-        """None: cores do not read a GPU's memory."""
+    def view(self, rank: int, index: int, offset: int, nbytes: int) -> DeviceBytes:
+        """See Transport."""
+        return DeviceBytes(self.address(rank, index, offset, nbytes), nbytes, self.device)
 
     def _hold(self, segment: Segment, mapping: Mapping) -> None:
         self._segments[segment.rank, segment.index] = _Held(segment, mapping)
@@ -160,7 +162,7 @@ class CudaTransport(Transport):
         """See Transport. Waits for the kernels that may still use the memory; each is bounded."""
         if self._segments:
             with suppress(CudaError):
-                self.device.synchronize()
+                self._device.synchronize()
         self._segments.clear()
 
 

@@ -33,6 +33,7 @@ class HostTransport(Transport):
     name: ClassVar[str] = "host"
     interface: ClassVar[str] = "__array_interface__"
     spare_bytes: ClassVar[int] = 1 << 62  # segments are sparse: the spare costs nothing
+    device = "cpu"
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
