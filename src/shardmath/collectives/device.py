@@ -28,8 +28,10 @@ BULK_CHANNEL = 63  # of the barriers around large pushes
 _PACKET = 16
 _MOST_THREADS = 512  # kThreads
 _SETS, _PHASES = 3, 2  # kSets, kPhases
-_MOST_BLOCKS = 132
-_ONE_SHOT_BYTES = 96 << 10  # up to here every rank combines everything itself
+_MOST_BLOCKS = 264  # two on each multiprocessor of an H100
+_SPREAD = 64  # blocks, before there are more threads in each
+_ONE_SHOT_BYTES = 128 << 10  # up to here every rank combines everything itself
+_COPY_ENGINE_BYTES = 8 << 20  # to one rank: a copy engine takes 10 us to start, and is faster
 _PIECE, _STAGES, _AHEAD = 16 << 10, 12, 6
 
 
@@ -53,7 +55,7 @@ def choose_all_reduce(nbytes: int, size: int) -> Launch:
 def _grid(function: str, packets: int) -> Launch:
     """Spread over the multiprocessors first, then over the threads of each."""
     threads = 128
-    while threads < _MOST_THREADS and packets > threads * _MOST_BLOCKS:
+    while threads < _MOST_THREADS and packets > threads * _SPREAD:
         threads *= 2
     return Launch(function, max(1, min(_MOST_BLOCKS, -(-packets // threads))), threads)
 
@@ -195,6 +197,7 @@ class DeviceCollectives:
         stream: int,
     ) -> None:
         self.team.check()
+        assert launch.blocks <= _MOST_BLOCKS and launch.threads <= _MOST_THREADS, launch
         element = "boolean" if dtype.name == "bool" else dtype.name
         defines = (f"ELEMENT={element}", f"OPERATION={operation}", f"WHOLE={whole:d}")
         kernel = self.team.kernel("reduce", launch.function, defines)
@@ -223,6 +226,23 @@ class DeviceCollectives:
         words = [max(sizes), *(word for column in columns for word in column)]
         tail = struct.pack(f"{len(words)}Q", *words)
         self._push("scatter", tail, max(sizes) * self.team.size, stream)
+
+    def move(
+        self, sources: Sequence[int], targets: Sequence[int], sizes: Sequence[int], stream: int
+    ) -> None:
+        """Copy `sizes[r]` bytes at `sources[r]` to `targets[r]` in rank r's memory; multiples of 16.
+
+        With a barrier on either side: before, since the owners may still use the targets; after,
+        since they will read them. Collective.
+        """
+        self.barrier(stream)
+        if max(sizes) < _COPY_ENGINE_BYTES:
+            self.push_to_each(sources, targets, sizes, stream)
+        else:
+            for peer in self._rotated():
+                if sizes[peer]:
+                    call("cuMemcpyAsync", targets[peer], sources[peer], sizes[peer], stream)
+        self.barrier(stream)
 
     def _rotated(self) -> list[int]:
         """All ranks, beginning behind this one and ending with it: no two ranks begin alike."""
