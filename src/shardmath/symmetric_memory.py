@@ -20,11 +20,13 @@ from typing import Any
 
 from shardmath.arrays import Library, library_named, library_of, library_of_package
 from shardmath.arrays.dtypes import of as dtype_of
-from shardmath.context import get_context, initialize, require_context
+from shardmath.context import get_context, require_context
 from shardmath.errors import BackendUnavailable
 from shardmath.group.store import StoreProcessGroup
+from shardmath.startup import initialize
 from shardmath.symmetric.allocation import block_of, empty_on_heap, is_symmetric, strided_on_heap
-from shardmath.symmetric.handle import SymmetricMemory, change_pad_setting, pad_setting
+from shardmath.symmetric.handle import SymmetricMemory
+from shardmath.symmetric.padding import change_pad_setting, pad_setting
 from shardmath.symmetric.persistent import persistent_array
 from shardmath.symmetric.rendezvous import is_registered, register_group, rendezvous
 
@@ -229,9 +231,11 @@ def _integers(what: str, values: Any) -> tuple[int, ...]:
 
 
 def _library(package: ModuleType | None, dtype: Any, device: Any) -> Library:
-    if device is not None and _kind_of(device) != "cpu":
+    context = get_context()
+    kind = "cpu" if context is None or context.team is None else "cuda"
+    if device is not None and _kind_of(device) != kind:
         raise BackendUnavailable(
-            f"this version computes on cores only; pass {'cpu'!r}, not {device}"
+            f"this context's memory is on {kind!r}, not on {device}; see shardmath.initialize"
         )
     if package is not None:
         return library_of_package(package)

@@ -157,8 +157,11 @@ def array_on(
 ) -> Any:
     """An array on the memory of `owner`, from byte `start` on, that keeps `owner` alive.
 
-    `owner` offers contiguous bytes through NumPy's array interface; `strides` are in elements.
+    `owner` offers contiguous bytes through NumPy's array interface, or through CUDA's and then says
+    its `device`; `strides` are in elements.
     """
+    if hasattr(owner, "__cuda_array_interface__"):
+        return library.on_device(owner, dtype, shape, strides, start=start)
     raw: Any = np.asarray(owner)
     # An array without elements may start at the end, where torch would have no address for it.
     return library.from_bytes(raw[start:] if math.prod(shape) else raw, dtype, shape, strides)
@@ -282,8 +285,6 @@ def _strides(shape: tuple[int, ...], axis_order: Any) -> tuple[int, ...]:
 
 def _find(heap: Heap, library: Library, array: Any) -> _Place | None:
     spec = library.spec(array)
-    if spec.device != "cpu":
-        return None
     pointer = library.pointer(array)
     if spec.size == 0:
         block = heap.find(library.anchor(array))

@@ -216,7 +216,7 @@ class Board:
 
     def verdict(self, late: Sequence[int]) -> Exception | None:
         """Why one of the ranks waited for will never arrive: the exception to raise, or None."""
-        return self._crossed(late) or self._gone(late)
+        return self._crossed(late) or self.gone(late)
 
     def _crossed(self, late: Sequence[int]) -> Exception | None:
         """A late peer that has published a round of exchange that this rank has not is itself
@@ -230,8 +230,8 @@ class Board:
         calls = "; ".join(f"rank {r} is in {self._operation_of(r)}" for r in crossed)
         return CollectiveMismatch(f"{self.here()}: the ranks called different operations: {calls}")
 
-    def _gone(self, late: Sequence[int]) -> Exception | None:
-        """A late peer has ended or given up.
+    def gone(self, late: Sequence[int]) -> Exception | None:
+        """The exception to raise where a late peer has ended or given up, else None.
 
         One that died without a word is the cause. Else one that gave up says whose fault it was,
         and the error is the same as there; unless it was this rank's, or its own.
@@ -324,7 +324,7 @@ class Board:
                 arrived,
                 patience=self.patience,
                 missing=missing,
-                verdict=self.verdict if timeout is None else self._gone,
+                verdict=self.verdict if timeout is None else self.gone,
                 doing=self.here,
                 timeout=timeout,
             )
