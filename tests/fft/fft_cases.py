@@ -53,6 +53,7 @@ def cases(draw):
         "library": library,
         "dtype": draw(st.sampled_from(REAL if kind == "R2C" else COMPLEX)),
         "stores": [draw(st.sampled_from(stores)) for _ in range(size)],
+        "block": draw(st.sampled_from([64, 700, 2 << 20])),
         "out": draw(st.sampled_from(["none", "none", "operand", *stores])),
     }
 

@@ -12,6 +12,8 @@ import shardmath
 from arrangements import part_of
 from shardmath.arrays import library_named
 from shardmath.geometry import decode
+from shardmath.operators.fft import passes
+from shardmath.operators.fft.call import plan_of
 from shardmath.symmetric.allocation import empty_on_heap, is_symmetric
 
 FUNCTIONS = {"C2C": "fft", "C2C inverse": "ifft", "R2C": "rfft", "C2R": "irfft"}
@@ -51,6 +53,8 @@ def untouched(whole, shape):
 
 def run_case(context, case):
     rank, size = context.rank, context.size
+    passes.BLOCK_BYTES = case["block"]  # small arrays in many blocks and passes, as large ones are
+    plan_of.cache_clear()
     library = library_named(case["library"])
     array = fft_cases.operand_of(case)
     full = fft_cases.wanted(case, array)

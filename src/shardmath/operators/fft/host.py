@@ -22,7 +22,7 @@ from shardmath.arrays.base import HostArray
 from shardmath.context import DistributedContext
 from shardmath.local.fft import engine_for, transform
 from shardmath.local.threads import threads_per_rank
-from shardmath.operators.fft.passes import BLOCK_BYTES, Block, Pass, passes
+from shardmath.operators.fft.passes import Block, Pass, passes
 from shardmath.operators.fft.problem import Problem
 from shardmath.operators.fft.strategy import Strategy
 from shardmath.operators.workspace import Workspace
@@ -324,8 +324,8 @@ class _Work:
         if self.each.stays and self.each.kind == "R2C":
             return self.source[block]  # real input is not overwritten
         shape = tuple(cut.stop - cut.start for cut in block)
-        large = target.nbytes > 4 * BLOCK_BYTES and self.each.kind == "C2C"
-        taken = target if large else scratch(shape)
+        in_place = self.each.kind == "C2C" and self.each.exceeds(target.nbytes)
+        taken = target if in_place else scratch(shape)
         self._gather(number, block, taken)
         return taken
 

@@ -63,6 +63,10 @@ class Pass:
             self._blocks[rank] = list(self._cut(self.layout.local_shape(rank)))
         return self._blocks[rank]
 
+    def exceeds(self, nbytes: int) -> bool:
+        """Whether a block of so many bytes, one that cannot be cut, is too large for a cache."""
+        return nbytes > 4 * BLOCK_BYTES
+
     def whole(self, block: Block) -> Block:
         """The same block after the transform, which may have changed the length of an axis."""
         if self.kind == "C2C":
