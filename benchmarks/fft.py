@@ -135,9 +135,7 @@ class Plain:
         made = scipy.fft.fft(self.turned, axis=0, overwrite_x=True)
         if not self.back:
             return made
-        self.comm.Alltoallw(
-            (made, ones, zeros, self.other), (self.result, ones, zeros, self.slab)
-        )
+        self.comm.Alltoallw((made, ones, zeros, self.other), (self.result, ones, zeros, self.slab))
         return self.result
 
 

@@ -80,6 +80,11 @@ def describe(
 ) -> Description:
     """The call in plain data. Raises ValueError, or TypeError for a distribution that is none."""
     given, wanted = distribution_pair(distribution)
+    for each in (given, wanted):
+        if each is not None and each.ndim not in (None, operand.ndim):
+            raise ValueError(
+                f"distribution: {each!r} has {each.ndim} axes, the operand has shape {operand.shape}"
+            )
     if norm not in _NORMS:
         raise ValueError(f'norm is None, "backward", "ortho" or "forward", not {norm!r}')
     if options.inplace and out is not None:

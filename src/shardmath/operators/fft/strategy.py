@@ -27,6 +27,9 @@ __all__ = ["Move", "Step", "Strategy", "Transform", "choose"]
 # One core of a server of 2024, reading its peers' memory; only ratios decide.
 _FLOPS = 2.5e9
 _BANDWIDTH = 6e9  # bytes per second
+# Other moves are fused with the transforms after them. The last has none and is a pass of its own,
+# reading and writing; before the first, an operand that is not on the heap is copied there.
+_FIRST_MOVE, _LAST_MOVE = 1.0, 2.0
 _LATENCY = 1e-5  # seconds that an exchange costs in synchronisation
 
 
@@ -120,10 +123,11 @@ class Strategy:
 
 def choose(problem: Problem) -> Strategy:
     """The strategy with the smallest predicted time. Pure: every rank finds the same."""
+    real, ends = problem.kind != "C2C", (_FIRST_MOVE, _LAST_MOVE)
     if problem.kind == "C2R":
-        steps = _Search(problem.target, problem.source, problem.axes, real=True).run()
-        return Strategy(problem, tuple(step.reversed() for step in reversed(steps)))
-    search = _Search(problem.source, problem.target, problem.axes, real=problem.kind == "R2C")
+        backwards = _Search(problem.target, problem.source, problem.axes, real, ends[::-1]).run()
+        return Strategy(problem, tuple(step.reversed() for step in reversed(backwards)))
+    search = _Search(problem.source, problem.target, problem.axes, real, ends)
     return Strategy(problem, tuple(search.run()))
 
 
@@ -141,7 +145,15 @@ class _Place:
 class _Search:
     """Dijkstra's algorithm over (place, axes that are done); ties go to what was found first."""
 
-    def __init__(self, source: Layout, target: Layout, axes: tuple[int, ...], *, real: bool):
+    def __init__(
+        self,
+        source: Layout,
+        target: Layout,
+        axes: tuple[int, ...],
+        real: bool,
+        ends: tuple[float, float],
+    ) -> None:
+        self._ends = ends  # passes over memory that a first, a last move costs
         self._axes = axes
         self._real = axes[-1] if real else None
         self._shapes = (source.global_shape, target.global_shape)
@@ -171,10 +183,20 @@ class _Search:
                 continue
             finished.add(state)
             for following, step in self._next(state):
-                cost = seconds + (step.seconds(8) if step is not None else 0.0)
+                cost = seconds + self._seconds(step, not steps, len(state[1]) == len(self._axes))
                 more = steps if step is None else (*steps, step)
                 heapq.heappush(queue, (cost, next(number), following, more))
         raise AssertionError("some place has each axis whole")
+
+    def _seconds(self, step: Step | None, first: bool, last: bool) -> float:
+        """Predicted for a step, which is the first, or follows when all axes are done."""
+        if step is None:
+            return 0.0
+        if isinstance(step, Transform):
+            return step.seconds(8)
+        turns = self._ends[0] * first + self._ends[1] * last
+        largest = max(math.prod(step.dst.local_shape(rank)) for rank in range(step.dst.size))
+        return step.seconds(8) + turns * 8 * largest / _BANDWIDTH
 
     def _next(
         self, state: tuple[int, frozenset[int], bool]
