@@ -13,7 +13,9 @@ Forward transforms to slab Y; "and back" ends in slab X again. The ranks are sta
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -113,7 +115,7 @@ class Plain:
 
         def types(shape: tuple[int, ...], axis: int) -> list[Any]:
             made = []
-            for lo, hi in zip(cuts, cuts[1:], strict=False):
+            for lo, hi in itertools.pairwise(cuts):
                 part, start = list(shape), [0, 0, 0]
                 part[axis], start[axis] = hi - lo, lo
                 made.append(kind.Create_subarray(shape, part, start).Commit())
@@ -155,8 +157,6 @@ def mpi4py_fft(comm: Any, x: Any, n: int) -> Callable[[], object] | None:
 
 def one_process(context: Any, n: int, dtype: str) -> Callable[[], object]:
     """scipy.fft on rank 0, where the whole array fits; the others do nothing."""
-    import os
-
     import scipy.fft
 
     if context.rank:

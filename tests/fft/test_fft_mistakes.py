@@ -86,7 +86,7 @@ MISTAKES = {
     "no pair": (lambda r: {"distribution": [Slab.X]}, ValueError, "pair"),
     "three distributions": (lambda r: {"distribution": [Slab.X] * 3}, ValueError, "pair"),
     "a pair of names": (lambda r: {"distribution": ("X", "Y")}, TypeError, "'X'"),
-    "three axes for two": (lambda r: {"distribution": Slab(0, 3)}, ValueError, "Slab(0"),
+    "three axes for two": (lambda r: {"distribution": Slab(0, 3)}, ValueError, "the operand 2"),
     "grid of four": (
         lambda r: {"distribution": BlockCyclic(ProcessGrid(shape=(4, 1)), (2, 2))},
         ValueError,

@@ -83,7 +83,7 @@ def describe(
     for each in (given, wanted):
         if each is not None and each.ndim not in (None, operand.ndim):
             raise ValueError(
-                f"distribution: {each!r} has {each.ndim} axes, the operand has shape {operand.shape}"
+                f"distribution: {each!r} has {each.ndim} axes, the operand {operand.ndim}"
             )
     if norm not in _NORMS:
         raise ValueError(f'norm is None, "backward", "ortho" or "forward", not {norm!r}')
