@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mortal import Job, Raised, on_ranks
-from shardmath import context as contexts
+from shardmath import startup
 from shardmath import wire
 from shardmath.errors import HeapExhausted, UseAfterFree
 from shardmath.symmetric.allocation import allocate_symmetric_memory as allocate
@@ -50,7 +50,7 @@ def test_use_after_free_and_double_free():
 @pytest.mark.parametrize("ending", ["finalize", "kill"])
 def test_a_view_outlives_its_owner(ending):
     def body(group):
-        context = contexts.initialize("cpu", group)
+        context = startup.initialize("cpu", group)
         array = allocate(300000, np)
         array[:] = 7 + context.rank
         handle = rendezvous(array)
@@ -59,10 +59,10 @@ def test_a_view_outlives_its_owner(ending):
         if context.rank == 1:
             if ending == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
-            contexts.finalize()
+            startup.finalize()
             return "finalized"
         failure = name_of(context.barrier) if ending == "kill" else None
-        contexts.finalize()
+        startup.finalize()
         del array, handle
         assert view.min() == view.max() == 8.0
         view[:] = 1.0
@@ -80,9 +80,9 @@ def test_calls_after_finalize_and_a_second_initialize():
         part = context.subset((0, 1))
         array = allocate(3, np)
         handle = rendezvous(array, part)
-        again = name_of(lambda: contexts.initialize("cpu"))
-        contexts.finalize()
-        contexts.finalize()
+        again = name_of(lambda: startup.initialize("cpu"))
+        startup.finalize()
+        startup.finalize()
         calls = [
             lambda: allocate(3, np),
             lambda: rendezvous(array),
@@ -116,7 +116,7 @@ def test_a_forked_child_cannot_use_the_parents_context_and_does_it_no_harm():
                 handle.barrier,
                 lambda: handle.wait_signal(0),
                 context.barrier,
-                contexts.finalize,
+                startup.finalize,
             ]
             os.write(writing, wire.encode([name_of(call) for call in calls]))
             os._exit(0)
