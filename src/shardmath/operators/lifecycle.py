@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from functools import lru_cache
 from typing import Any, ClassVar, Self, TypeVar
 
 from shardmath.context import DistributedContext
@@ -130,7 +131,8 @@ def options_of(kind: type[T], value: Any) -> T:
     Raises TypeError for anything else and for unknown fields.
     """
     if value is None:
-        return kind()
+        default: T = _default(kind)  # type: ignore[arg-type]
+        return default
     if isinstance(value, kind):
         return value
     if isinstance(value, Mapping):
@@ -140,3 +142,9 @@ def options_of(kind: type[T], value: Any) -> T:
             raise TypeError(f"options has no field {unknown[0]!r}; it has {', '.join(known)}")
         return kind(**value)
     raise TypeError(f"options is a {kind.__name__}, a dictionary or None, not {value!r}")
+
+
+@lru_cache(maxsize=32)
+def _default(kind: type[Any]) -> Any:
+    """The one object of a kind of frozen options that has no field set."""
+    return kind()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,8 +34,7 @@ __all__ = ["Arguments", "Plan", "agree_on_operands", "agree_on_plan", "run"]
 _SCALARS = struct.Struct("<dddd")
 
 
-@dataclass(frozen=True)
-class Arguments:
+class Arguments(NamedTuple):
     """One rank's arguments as they were given, read once into what the layers below understand.
 
     Raises ValueError or TypeError, on this rank, for what cannot be read.
@@ -259,16 +258,16 @@ def _qualifiers(
 
 
 def _distributions(given: Any) -> tuple[Distribution, ...]:
-    if (
-        not isinstance(given, Sequence)
-        or len(given) != 3
-        or not all(isinstance(each, Distribution) for each in given)
-    ):
+    found = tuple(given) if isinstance(given, (list, tuple, Sequence)) else ()
+    known = len(found) == 3
+    for each in found:
+        known = known and isinstance(each, Distribution)
+    if not known:
         raise ValueError(
             "distributions holds three Distribution objects, for a, b and the result, not "
             f"{given!r}"
         )
-    return tuple(given)
+    return found
 
 
 def _epilog(given: Any) -> MatmulEpilog:

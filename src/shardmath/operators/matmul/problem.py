@@ -25,8 +25,7 @@ _SUPPORTED = ("float16", "bfloat16", "float32", "float64", "complex64", "complex
 _NAMES = ("a", "b", "c")
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """One rank's call, with the arrays reduced to their specs, and alpha and beta to their kind."""
 
     operands: tuple[ArraySpec | None, ...]  # a, b, c
