@@ -219,17 +219,16 @@ class DistributedContext:
         """
 
         def describe() -> tuple[int | None, int]:
-            if color is not None and (isinstance(color, bool) or not isinstance(color, int)):
-                raise TypeError(f"color is an integer or None, not {color!r}")
-            return color, key
+            return None if color is None else _whole("color", color), _whole("key", key)
 
         choices = self.agree("split", describe, lambda specs: specs)
         self._outlived.clear()
         self._splits += 1
-        if color is None:
+        own, _ = choices[self.rank]
+        if own is None:
             return None
-        members = sorted((k, r) for r, (c, k) in enumerate(choices) if c == color)
-        return self._derive([r for _, r in members], f"split {self._splits} color {color}")
+        members = sorted((k, r) for r, (c, k) in enumerate(choices) if c == own)
+        return self._derive([r for _, r in members], f"split {self._splits} color {own}")
 
     def subset(self, ranks: Sequence[int]) -> DistributedContext:
         """A context of these ranks of this one, in this order. Collective among them alone.
@@ -239,7 +238,7 @@ class DistributedContext:
         does not exist, or not this one.
         """
         self.require_open()
-        chosen = tuple(operator.index(rank) for rank in ranks)
+        chosen = tuple(_whole("a rank of a subset", rank) for rank in ranks)
         strangers = [rank for rank in chosen if not 0 <= rank < self.size]
         if strangers or len(set(chosen)) < len(chosen) or self.rank not in chosen:
             raise ValueError(
@@ -415,6 +414,15 @@ def _described_device(device_id: object, backends: Sequence[str] | None) -> str:
     raise BackendUnavailable(
         f'device_id={device_id}: this version computes on cores only; pass device_id="cpu"'
     )
+
+
+def _whole(what: str, value: object) -> int:
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        pass
+    raise TypeError(f"{what} is an integer, not {value!r}")
 
 
 def _watch_process() -> None:

@@ -88,8 +88,9 @@ def empty_strided_p2p(
     if len(shape) != len(strides):
         raise ValueError(f"size {shape} and stride {strides} must have the same length")
     if alloc_id is not None:
+        number = _integer("alloc_id", alloc_id)
         return persistent_array(
-            context, library, shape, wanted, strides, number=alloc_id, group=group_name
+            context, library, shape, wanted, strides, number=number, group=group_name
         )
     array = strided_on_heap(context.heap, library, shape, wanted, strides)
     found = block_of(context, array)
@@ -109,6 +110,8 @@ def set_group_info(group_name: str, rank: int, world_size: int, store: Any = Non
     Raises RuntimeError when the name is taken, or without context and store; ValueError when there
     is no store and the ranks are not the context's.
     """
+    if not isinstance(group_name, str):
+        raise TypeError(f"group_name is a string, not {group_name!r}")
     if store is not None:
         group = StoreProcessGroup(store, group_name, rank, world_size)
         if get_context() is None:
@@ -191,6 +194,7 @@ def memset32(tensor: Any, offset: int, val: int, count: int = 1) -> Any:
     spec = library.spec(tensor)
     if spec.ndim != 1 or spec.dtype != "uint32" or spec.order == "strided":
         raise ValueError(f"a contiguous 1-D uint32 array was expected, not {spec}")
+    offset, val, count = _integer("offset", offset), _integer("val", val), _integer("count", count)
     if offset < 0 or count < 1 or offset + count > spec.size or not 0 <= val < 1 << 32:
         raise ValueError(
             f"cannot write {val} to elements {offset} to {offset + count} of {spec.size} uint32"
@@ -226,6 +230,13 @@ def _integers(what: str, values: Any) -> tuple[int, ...]:
     if any(value < 0 for value in integers):
         raise ValueError(f"no {what} is negative; given was {integers}")
     return integers
+
+
+def _integer(what: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{what} is an integer, not {value!r}") from None
 
 
 def _library(package: ModuleType | None, dtype: Any, device: Any) -> Library:

@@ -58,13 +58,16 @@ def allocate_symmetric_memory(
     With `skip_symmetric_check` nothing is compared, sizes may differ, and the call is local.
 
     Raises on all ranks ValueError for another package, a bad shape, dtype or axis order, both flags
-    at once, and bytes that differ (naming ranks and bytes); HeapExhausted when a rank lacks memory.
+    at once, and bytes that differ (naming ranks and bytes); TypeError for a shape that is no
+    integers and a logger that is none; HeapExhausted when a rank lacks memory.
     RuntimeError before `initialize`.
     Source: nvmath.distributed.allocate_symmetric_memory.
     """
     context = require_context()
 
     def request() -> _Request:
+        if logger is not None and not isinstance(logger, Logger):
+            raise TypeError(f"logger is a logging.Logger or None, not {logger!r}")
         return _Request.of(shape, package, dtype, axis_order)
 
     if skip_symmetric_check and not make_symmetric:

@@ -19,7 +19,7 @@ import math
 import operator
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -139,7 +139,7 @@ def pad_setting() -> int:
 
 def change_pad_setting(nbytes: int) -> None:
     """Set it. Raises ValueError when it is not a positive multiple of 4."""
-    size = operator.index(nbytes)
+    size = _integer("the size of a signal pad", nbytes)
     if size <= 0 or size % _SLOT:
         raise ValueError(f"a signal pad has a positive multiple of {_SLOT} bytes, not {size}")
     _PadSetting._setting = size
@@ -245,9 +245,10 @@ class SymmetricMemory(metaclass=_PadSetting):
         """
         self._require_array()
         place = self._share.places[self._peer(rank)]
-        skipped = operator.index(storage_offset or 0) * dtype_of(dtype).itemsize
+        wanted = dtype_of(dtype)
+        skipped = _integer("storage_offset", storage_offset or 0) * wanted.itemsize
         memory = self._share.memory[rank]
-        return self._view(memory, sizes, dtype_of(dtype), start=skipped, limit=place.nbytes)
+        return self._view(memory, sizes, wanted, start=skipped, limit=place.nbytes)
 
     def get_remote_tensor(self, peer: int, sizes: Sequence[int], dtype: Any) -> Any:
         """An array of `sizes` on `peer`'s memory, from where the array that it brought starts.
@@ -272,7 +273,8 @@ class SymmetricMemory(metaclass=_PadSetting):
         `get_buffer`.
         """
         wanted = dtype_of("uint32" if dtype is None else dtype)
-        size, skipped = self._share.places[self._peer(rank)].pad_size, storage_offset or 0
+        size = self._share.places[self._peer(rank)].pad_size
+        skipped = _integer("storage_offset", storage_offset or 0)
         shape = sizes or [max(0, size // wanted.itemsize - skipped)]
         start = skipped * wanted.itemsize
         return self._view(self._share.pads[rank], shape, wanted, start=start, limit=size)
@@ -281,7 +283,9 @@ class SymmetricMemory(metaclass=_PadSetting):
         self, memory: Bytes | None, sizes: Sequence[int], dtype: DType, *, start: int, limit: int
     ) -> Any:
         """A row-major array from byte `start` of a rank's memory on, of which it has `limit`."""
-        shape = tuple(operator.index(extent) for extent in sizes)
+        if not isinstance(sizes, Iterable) or isinstance(sizes, str):
+            raise TypeError(f"sizes is a sequence of integers, not {sizes!r}")
+        shape = tuple(_integer("an extent of sizes", extent) for extent in sizes)
         if start < 0 or any(extent < 0 for extent in shape):
             raise ValueError(f"sizes {shape} and the offset, {start} bytes, must not be negative")
         end = start + math.prod(shape) * dtype.itemsize
@@ -299,7 +303,7 @@ class SymmetricMemory(metaclass=_PadSetting):
             raise UseAfterFree("this rank's array was freed with free_symmetric_memory")
 
     def _peer(self, rank: int) -> int:
-        if not 0 <= operator.index(rank) < self.world_size:
+        if not 0 <= _integer("rank", rank) < self.world_size:
             raise ValueError(f"rank {rank} does not exist; the handle has {self.world_size} ranks")
         return rank
 
@@ -362,7 +366,7 @@ class SymmetricMemory(metaclass=_PadSetting):
         timeout_ms: int,
     ) -> None:
         self._context.require_open()
-        if timeout_ms < 0:
+        if _integer("timeout_ms", timeout_ms) < 0:
             raise ValueError(f"timeout_ms is 0, for SHARDMATH_TIMEOUT, or more; not {timeout_ms}")
         if not arrived():
             name = f"{operation}, channel {channel}"
@@ -371,11 +375,18 @@ class SymmetricMemory(metaclass=_PadSetting):
 
     def _require_channel(self, channel: int) -> None:
         channels = self.signal_pad_size // (_SLOT * self.world_size)
-        if not 0 <= operator.index(channel) < channels:
+        if not 0 <= _integer("channel", channel) < channels:
             raise ValueError(
                 f"channel {channel} does not exist: a pad of {self.signal_pad_size} bytes has "
                 f"{channels} channels for {self.world_size} ranks; see set_signal_pad_size"
             )
+
+
+def _integer(what: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{what} is an integer, not {value!r}") from None
 
 
 def _order() -> None:
