@@ -18,7 +18,7 @@ import numpy as np
 import record
 from threadpoolctl import threadpool_limits
 
-from shardmath import context as contexts
+from shardmath import startup
 from shardmath.context import DistributedContext
 from shardmath.distribution import BlockCyclic, Distribution, ProcessGrid, Slab
 from shardmath.launch import spawn
@@ -52,10 +52,10 @@ DTYPES = ("float64", "float32")
 
 def run(n: int) -> dict[str, list[dict[str, Any]]]:
     """All rows, as this rank measures them."""
-    context = contexts.initialize("cpu")
+    context = startup.initialize("cpu")
     large = [row for dtype in DTYPES for row in large_products(context, n, dtype)]
     small = small_products(context)
-    contexts.finalize()
+    startup.finalize()
     return {"large": large, "small": small}
 
 

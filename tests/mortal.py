@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from shardmath import config, current, wire
-from shardmath import context as contexts
+from shardmath import startup as contexts
 from shardmath.errors import ShardmathError
 from shardmath.group.links import star
 from shardmath.group.local import LocalProcessGroup

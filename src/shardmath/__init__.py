@@ -13,15 +13,10 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from shardmath import collectives, distribution, errors, linalg, reshape, symmetric_memory
-    from shardmath.context import (
-        DistributedContext,
-        finalize,
-        get_context,
-        initialize,
-        new_context,
-    )
+    from shardmath.context import DistributedContext, get_context
     from shardmath.group import MPIProcessGroup, ProcessGroup, TorchProcessGroup
     from shardmath.launch import spawn
+    from shardmath.startup import finalize, initialize, new_context
     from shardmath.symmetric.allocation import allocate_symmetric_memory, free_symmetric_memory
 
 _HOME = {
@@ -30,11 +25,11 @@ _HOME = {
     "ProcessGroup": "group",
     "TorchProcessGroup": "group",
     "allocate_symmetric_memory": "symmetric.allocation",
-    "finalize": "context",
+    "finalize": "startup",
     "free_symmetric_memory": "symmetric.allocation",
     "get_context": "context",
-    "initialize": "context",
-    "new_context": "context",
+    "initialize": "startup",
+    "new_context": "startup",
     "spawn": "launch",
 }
 _MODULES = ("collectives", "distribution", "errors", "linalg", "reshape", "symmetric_memory")

@@ -87,12 +87,15 @@ def _refusal(error: Exception) -> bytes:
 def _raise_refusal(messages: Sequence[bytes], own: Exception | None) -> None:
     """Raise the error of the first rank that sent one; `own`, this rank's, becomes its cause.
 
-    Where `own` says the same, as when all ranks make one mistake, it would only be shown twice.
+    What every rank sent is said of every rank. Where `own` says the same as what is raised, it
+    would only be shown twice.
     """
     for rank, text in enumerate(messages):
         if text[:1] == _REFUSED:
+            everywhere = len(messages) > 1 and all(other == text for other in messages)
             same = own is None or text == _refusal(own)
-            raise _rebuilt(rank, text[1:]) from (None if same else own)
+            who = "every rank" if everywhere else f"rank {rank}"
+            raise _rebuilt(who, text[1:]) from (None if same else own)
 
 
 def _travelling_name(error: Exception) -> str:
@@ -102,9 +105,9 @@ def _travelling_name(error: Exception) -> str:
     return "RuntimeError"
 
 
-def _rebuilt(rank: int, data: bytes) -> Exception:
+def _rebuilt(who: str, data: bytes) -> Exception:
     name, text, facts = wire.decode(data)
-    error = _TRAVELLING.get(name, RuntimeError)(f"rank {rank}: {text}")
+    error = _TRAVELLING.get(name, RuntimeError)(f"{who}: {text}")
     for fact, value in facts.items():
         if fact in _FACTS and hasattr(error, fact):
             setattr(error, fact, value)

@@ -13,9 +13,10 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
-__all__ = ["PREFIX", "Settings", "environment", "export", "table"]
+__all__ = ["PREFIX", "Settings", "cache_folder", "environment", "export", "table"]
 
 PREFIX = "SHARDMATH_"
 
@@ -34,6 +35,7 @@ class Settings:
     transport: str = _variable("auto", "Transport to use; auto takes the first that is available.")
     fake_hosts: int = _variable(1, "Pretend that the ranks of this machine sit on so many hosts.")
     segment_bytes: int = _variable(64 << 20, "Smallest segment by which the symmetric heap grows.")
+    cache: str = _variable("", "Folder for compiled kernels; - compiles them anew every time.")
     rank: int = _variable(-1, "This process's rank; set by the launcher.")
     size: int = _variable(-1, "The number of ranks; set by the launcher.")
     launcher_fd: str = _variable("", "Descriptors of this rank's sockets; set by the launcher.")
@@ -76,6 +78,16 @@ def environment() -> Mapping[str, str]:
 def export(values: Mapping[str, str]) -> None:
     """Set variables of this process and of its children: for a rank that has just been started."""
     os.environ.update(values)
+
+
+def cache_folder(settings: Settings) -> Path | None:
+    """Where compiled kernels are kept, or None for nowhere."""
+    if settings.cache == "-":
+        return None
+    if settings.cache:
+        return Path(settings.cache)
+    base = environment().get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+    return Path(base) / "shardmath"
 
 
 def table() -> list[tuple[str, str, str, str]]:

@@ -1,100 +1,52 @@
 """A context: the ranks that compute together, their board, and their symmetric memory.
 
-`initialize` makes the default context and `new_context` another; `split` gives contexts of some of
-the ranks, which share the parent's transport and heap and have a board of their own. A context made
-current with `with` is the one that operators use. Only the board's words are needed to leave:
-closing a context never waits for a peer.
+`startup` makes contexts; `split` and `subset` give contexts of some of the ranks, which share the
+parent's transport and heap and have a board of their own. A context made current with `with` is the
+one that operators use. Only the board's words are needed to leave: closing a context never waits
+for a peer.
 """
 
 from __future__ import annotations
 
-import atexit
 import itertools
-import operator
-import os
 import struct
-import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from hashlib import blake2b
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
 
 from shardmath import agreement, current
-from shardmath.config import Settings
-from shardmath.errors import BackendUnavailable, OpTimeout, RankFailure
-from shardmath.group import as_process_group
+from shardmath.geometry.integers import index
 from shardmath.group.base import ProcessGroup
-from shardmath.symmetric.board import Board, board_bytes
-from shardmath.symmetric.heap import Block, Heap, Location
-from shardmath.symmetric.waiting import Patience
-from shardmath.transport.base import Bytes
-from shardmath.transport.host import HostTransport, export_memory, map_memory
-from shardmath.transport.mesh import Mesh
+from shardmath.machinery import Machinery
+from shardmath.symmetric.board import Board
+from shardmath.symmetric.heap import Block, Buffer, Heap, Location
+from shardmath.transport.base import Bytes, DeviceBytes, Memory
+
+if TYPE_CHECKING:
+    from shardmath.symmetric.team import Team
 
 __all__ = [
     "DistributedContext",
-    "finalize",
     "get_context",
-    "initialize",
-    "new_context",
     "open_contexts",
     "require_context",
 ]
 
 Agreed = TypeVar("Agreed")
 
-_BACKENDS = ("host", "mpi", "cuda", "nvshmem", "nccl")
 _contexts: weakref.WeakSet[DistributedContext] = weakref.WeakSet()
 _numbers = itertools.count()
-
-
-class _Machinery:
-    """What a context and those split from it share: connections, transport and heap."""
-
-    def __init__(self, group: ProcessGroup, settings: Settings) -> None:
-        self.settings = settings
-        self.mesh = Mesh(group, settings.startup_timeout)
-        self.transport = HostTransport(self.mesh)
-        self.heap = Heap(self.transport, rank=group.rank, segment_bytes=settings.segment_bytes)
-
-    def board(self, ranks: Sequence[int], rank: int, name: str) -> Board:
-        """A board for `ranks` (numbers of this mesh), of which this process is `rank`.
-
-        Collective among them: the first makes the memory and hands it to the others. No two boards
-        have the same `name`.
-        """
-        mesh, size = self.mesh, len(ranks)
-        tag = "board " + blake2b(name.encode(), digest_size=24).hexdigest()
-        if rank == 0:
-            fd, memory = export_memory("shardmath-board", board_bytes(size))
-            for peer in ranks[1:]:
-                mesh.send(peer, tag, fd)
-            os.close(fd)
-        else:
-            memory = map_memory(mesh.receive(ranks[0], tag))
-        names = [f"pid {mesh.pids[r]} on {mesh.hosts[r]}" for r in ranks]
-        patience = Patience.of(self.settings.timeout, self.settings.notice, mesh.size)
-        return Board(
-            memory,
-            rank=rank,
-            size=size,
-            watch=mesh.watch,
-            watch_ranks=ranks,
-            names=names,
-            patience=patience,
-        )
-
-    def close(self) -> None:
-        self.transport.close()
-        self.mesh.close()
 
 
 class DistributedContext:
     """The ranks that compute together, as seen by one of them.
 
     `rank`, `size`; `device_id` ("cpu", or the index of a CUDA device); `process_group`, used to
-    start; `heap`, this rank's symmetric memory; `board`, the words that the ranks share.
+    start; `heap`, this rank's symmetric memory; `board`, the words that the ranks share; `team`,
+    what their GPUs share, None on cores.
     `nvshmem_available` and `nccl_comm` are there for programs written for nvmath.distributed.
     """
 
@@ -103,8 +55,9 @@ class DistributedContext:
 
     def __init__(
         self,
-        machinery: _Machinery,
+        machinery: Machinery,
         board: Board,
+        team: Team | None,
         *,
         ranks: Sequence[int],
         device_id: int | str,
@@ -115,6 +68,7 @@ class DistributedContext:
         self.device_id = device_id
         self.process_group = process_group
         self.board = board
+        self.team = team
         self.rank = board.rank
         self.size = board.size
         self.number = next(_numbers)  # names the context within this process
@@ -170,11 +124,12 @@ class DistributedContext:
     @contextmanager
     def executing(self, operation: str) -> Iterator[None]:
         """Around what follows agreement: an error here ends the wait of the peers at once."""
-        try:
-            yield
-        except BaseException as error:
-            self.board.fail(f"{operation}: {type(error).__name__}: {error}")
-            raise
+        with self.board.turn(operation):
+            try:
+                yield
+            except BaseException as error:
+                self.board.fail(f"{operation}: {type(error).__name__}: {error}")
+                raise
 
     # -- memory ------------------------------------------------------------------------------------
 
@@ -185,11 +140,30 @@ class DistributedContext:
         self._machinery.transport.announce(block.location.segment, self._ranks)
 
     def peer_bytes(self, rank: int, location: Location, nbytes: int) -> Bytes | None:
-        """Memory of `rank`, which it has announced, as seen here; None where it has no address."""
+        """Memory of `rank`, which it has announced, for cores; None where they have no address."""
+        memory = self.peer_memory(rank, location, nbytes)
+        return None if isinstance(memory, DeviceBytes) else memory
+
+    def peer_memory(self, rank: int, location: Location, nbytes: int) -> Memory | None:
+        """Memory of `rank`, which it has announced, for arrays to lie on; None if out of reach."""
         transport, peer = self._machinery.transport, self._ranks[rank]
         if rank != self.rank:
             transport.attach(peer, location.segment)
         return transport.view(peer, location.segment, location.offset, nbytes)
+
+    def peer_address(self, rank: int, location: Location, nbytes: int) -> int | None:
+        """Where memory of `rank`, which it has announced, lies for this rank's cores or its GPU."""
+        transport, peer = self._machinery.transport, self._ranks[rank]
+        if rank != self.rank:
+            transport.attach(peer, location.segment)
+        return transport.address(peer, location.segment, location.offset, nbytes)
+
+    def zero(self, buffer: Buffer) -> None:
+        """Set memory of this rank's heap to zero."""
+        if self._machinery.device is not None:
+            self._machinery.device.zero(buffer.block.address, buffer.block.nbytes)
+        else:
+            np.asarray(buffer)[:] = 0
 
     def next_share(self) -> int:
         """The number of the next object that the ranks of this context share, the same on all."""
@@ -219,7 +193,7 @@ class DistributedContext:
         """
 
         def describe() -> tuple[int | None, int]:
-            return None if color is None else _whole("color", color), _whole("key", key)
+            return None if color is None else index(color, "color"), index(key, "key")
 
         choices = self.agree("split", describe, lambda specs: specs)
         self._outlived.clear()
@@ -238,7 +212,9 @@ class DistributedContext:
         does not exist, or not this one.
         """
         self.require_open()
-        chosen = tuple(_whole("a rank of a subset", rank) for rank in ranks)
+        if not isinstance(ranks, Iterable):
+            raise TypeError(f"ranks is a sequence of integers, not {ranks!r}")
+        chosen = tuple(index(rank, "a rank") for rank in ranks)
         strangers = [rank for rank in chosen if not 0 <= rank < self.size]
         if strangers or len(set(chosen)) < len(chosen) or self.rank not in chosen:
             raise ValueError(
@@ -258,6 +234,7 @@ class DistributedContext:
         return DistributedContext(
             self._machinery,
             board,
+            self._machinery.team(board, mesh_ranks),
             ranks=mesh_ranks,
             device_id=self.device_id,
             process_group=None,
@@ -289,6 +266,7 @@ class DistributedContext:
             return
         self._closed = why
         self.board.leave()
+        self.team = None
         self._dropping.detach()
         self.heap.forget(self.number, self.board.ended)
         self._caches.clear()
@@ -300,70 +278,9 @@ class DistributedContext:
         if current.default() is self:
             current.set_default(None)
 
-
-def initialize(
-    device_id: int | str,
-    process_group: Any = None,
-    backends: Sequence[str] | None = None,
-) -> DistributedContext:
-    """Make the default context, and return it. Collective.
-
-    `device_id`: "cpu", or the index of this rank's CUDA device. `process_group`: an mpi4py
-    communicator, a torch.distributed group or a ProcessGroup; None reads what the launcher has set
-    (shardmath, torchrun, mpiexec, Slurm), and without one there is one rank. `backends` is accepted
-    for programs written for nvmath.distributed; the transport is chosen by trying.
-
-    Raises RuntimeError when there is a default context already, TypeError or ValueError for a bad
-    argument, BootstrapError when the ranks cannot find each other.
-    Source: nvmath.distributed.initialize.
-    """
-    if current.default() is not None:
-        raise RuntimeError("shardmath is initialized already; call finalize() first")
-    context = new_context(device_id, process_group, backends)
-    current.set_default(context)
-    return context
-
-
-def new_context(
-    device_id: int | str,
-    process_group: Any = None,
-    backends: Sequence[str] | None = None,
-) -> DistributedContext:
-    """A context that is not the default one: for `with`, or to pass on. Arguments: `initialize`."""
-    settings = Settings.from_environment()
-    group = as_process_group(process_group, settings)
-    _watch_process()
-    with ExitStack() as undo:
-        machinery = _Machinery(group, settings)
-        undo.callback(machinery.close)
-        ranks = range(group.nranks)
-        board = machinery.board(ranks, group.rank, "board")
-        agreement.agree(
-            board,
-            "initialize",
-            lambda: _described_device(device_id, backends),
-            lambda kinds: agreement.require_equal("the kind of device_id", kinds),
-        )
-        undo.pop_all()
-    return DistributedContext(
-        machinery, board, ranks=ranks, device_id=device_id, process_group=group
-    )
-
-
-def finalize() -> None:
-    """End the default context. Collective; does nothing when there is none.
-
-    Peers that have ended, or that do not come in time, are not waited for.
-    Source: nvmath.distributed.finalize.
-    """
-    context = current.default()
-    if not isinstance(context, DistributedContext):
-        return
-    try:
-        with suppress(RankFailure, OpTimeout):
-            context.board.exchange("finalize", b"")
-    finally:
-        context.close("finalize() has ended it")
+    def abandon(self, why: str) -> None:
+        """Make the context unusable in this process, and tell nobody: it is not this process's."""
+        self._closed = why
 
 
 def get_context() -> DistributedContext | None:
@@ -394,57 +311,3 @@ def open_contexts() -> list[DistributedContext]:
     now = get_context()
     others = [context for context in list(_contexts) if context is not now]
     return [c for c in ([now] if now is not None else []) + others if not c._closed]
-
-
-def _described_device(device_id: object, backends: Sequence[str] | None) -> str:
-    """The kind of device, "cpu" or "cuda"; raises for what is neither, and for unknown backends."""
-    if backends is not None:
-        names = [backends] if isinstance(backends, str) else list(backends)
-        unknown = [name for name in names if name not in _BACKENDS]
-        if unknown or isinstance(backends, str):
-            raise ValueError(
-                f"backends is a sequence of names among {', '.join(_BACKENDS)}, not {backends!r}"
-            )
-    if device_id == "cpu":
-        return "cpu"
-    if isinstance(device_id, str):
-        raise ValueError(f'device_id is "cpu" or the index of a CUDA device, not {device_id!r}')
-    if isinstance(device_id, bool) or not hasattr(type(device_id), "__index__"):
-        raise TypeError(f'device_id is "cpu" or the index of a CUDA device, not {device_id!r}')
-    raise BackendUnavailable(
-        f'device_id={device_id}: this version computes on cores only; pass device_id="cpu"'
-    )
-
-
-def _whole(what: str, value: object) -> int:
-    try:
-        if not isinstance(value, bool):
-            return operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        pass
-    raise TypeError(f"{what} is an integer, not {value!r}")
-
-
-def _watch_process() -> None:
-    """Once per process: leave at exit, and keep a forked child from using the parent's contexts."""
-    if not _watching:
-        _watching.append(True)
-        atexit.register(_at_exit)
-        os.register_at_fork(after_in_child=_in_forked_child)
-
-
-_watching: list[bool] = []
-
-
-def _at_exit() -> None:
-    crashed = getattr(sys, "last_value", None)
-    for context in list(_contexts):
-        if crashed is not None and not context._closed:
-            context.board.fail(f"{type(crashed).__name__}: {crashed}")
-        context.close("the process is ending")
-
-
-def _in_forked_child() -> None:
-    for context in list(_contexts):
-        context._closed = "this process was forked after initialize(); initialize it anew"
-    current.set_default(None)

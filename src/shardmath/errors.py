@@ -15,6 +15,7 @@ __all__ = [
     "BootstrapError",
     "CollectiveMismatch",
     "ConvertDistributionError",
+    "CudaError",
     "HeapExhausted",
     "InvalidMatmulState",
     "InvalidRedistributeState",
@@ -68,6 +69,10 @@ class BootstrapError(ShardmathError, ConnectionError):
 
 class BackendUnavailable(ShardmathError, ImportError):
     """A library that this call needs is missing; the message holds the pip line to run."""
+
+
+class CudaError(ShardmathError, RuntimeError):
+    """A call of the CUDA driver or compiler failed; the message names the call and the reason."""
 
 
 class BindDistributionError(ShardmathError, ValueError):

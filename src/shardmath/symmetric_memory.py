@@ -20,11 +20,14 @@ from typing import Any
 
 from shardmath.arrays import Library, library_named, library_of, library_of_package
 from shardmath.arrays.dtypes import of as dtype_of
-from shardmath.context import get_context, initialize, require_context
+from shardmath.context import get_context, require_context
 from shardmath.errors import BackendUnavailable
+from shardmath.geometry.integers import index
 from shardmath.group.store import StoreProcessGroup
+from shardmath.startup import initialize
 from shardmath.symmetric.allocation import block_of, empty_on_heap, is_symmetric, strided_on_heap
-from shardmath.symmetric.handle import SymmetricMemory, change_pad_setting, pad_setting
+from shardmath.symmetric.handle import SymmetricMemory
+from shardmath.symmetric.padding import change_pad_setting, pad_setting
 from shardmath.symmetric.persistent import persistent_array
 from shardmath.symmetric.rendezvous import is_registered, register_group, rendezvous
 
@@ -88,7 +91,7 @@ def empty_strided_p2p(
     if len(shape) != len(strides):
         raise ValueError(f"size {shape} and stride {strides} must have the same length")
     if alloc_id is not None:
-        number = _integer("alloc_id", alloc_id)
+        number = index(alloc_id, "alloc_id")
         return persistent_array(
             context, library, shape, wanted, strides, number=number, group=group_name
         )
@@ -194,7 +197,7 @@ def memset32(tensor: Any, offset: int, val: int, count: int = 1) -> Any:
     spec = library.spec(tensor)
     if spec.ndim != 1 or spec.dtype != "uint32" or spec.order == "strided":
         raise ValueError(f"a contiguous 1-D uint32 array was expected, not {spec}")
-    offset, val, count = _integer("offset", offset), _integer("val", val), _integer("count", count)
+    offset, val, count = index(offset, "offset"), index(val, "val"), index(count, "count")
     if offset < 0 or count < 1 or offset + count > spec.size or not 0 <= val < 1 << 32:
         raise ValueError(
             f"cannot write {val} to elements {offset} to {offset + count} of {spec.size} uint32"
@@ -232,17 +235,12 @@ def _integers(what: str, values: Any) -> tuple[int, ...]:
     return integers
 
 
-def _integer(what: str, value: Any) -> int:
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{what} is an integer, not {value!r}") from None
-
-
 def _library(package: ModuleType | None, dtype: Any, device: Any) -> Library:
-    if device is not None and _kind_of(device) != "cpu":
+    context = get_context()
+    kind = "cpu" if context is None or context.team is None else "cuda"
+    if device is not None and _kind_of(device) != kind:
         raise BackendUnavailable(
-            f"this version computes on cores only; pass {'cpu'!r}, not {device}"
+            f"this context's memory is on {kind!r}, not on {device}; see shardmath.initialize"
         )
     if package is not None:
         return library_of_package(package)

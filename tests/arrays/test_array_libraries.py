@@ -41,7 +41,9 @@ def strided(library, shape, name):
 
 
 @pytest.mark.parametrize("name", dtypes.NAMES)
-@pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.name)
+@pytest.mark.parametrize(
+    "library", [LIBRARY[name] for name in ("numpy", "torch")], ids=lambda library: library.name
+)
 @pytest.mark.parametrize("shape", [(7, 8), (9, 1), (0, 7), (1, 1)])
 def test_host_view_is_the_same_memory(library, shape, name):
     for label, x in strided(library, shape, name):
@@ -58,7 +60,9 @@ def test_host_view_is_the_same_memory(library, shape, name):
 
 
 @pytest.mark.parametrize("name", dtypes.NAMES)
-@pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.name)
+@pytest.mark.parametrize(
+    "library", [LIBRARY[name] for name in ("numpy", "torch")], ids=lambda library: library.name
+)
 def test_from_host_shares_memory_and_keeps_the_owner(library, name):
     class Owned(np.ndarray):
         """An ndarray that a weak reference can watch."""

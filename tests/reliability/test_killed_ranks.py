@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mortal import Job, Raised, left_behind
-from shardmath import context as contexts
+from shardmath import startup as contexts
 from shardmath.symmetric.allocation import allocate_symmetric_memory as allocate
 from shardmath.symmetric.rendezvous import rendezvous
 

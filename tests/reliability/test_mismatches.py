@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mortal import Job, Raised
-from shardmath import context as contexts
+from shardmath import startup as contexts
 from shardmath.agreement import require_equal
 from shardmath.symmetric.allocation import allocate_symmetric_memory as allocate
 from shardmath.symmetric.allocation import free_symmetric_memory

@@ -10,8 +10,8 @@ import torch
 
 from mortal import on_ranks
 from shardmath.arrays import library_of_package
-from shardmath.context import finalize
 from shardmath.errors import CollectiveMismatch, HeapExhausted, UseAfterFree
+from shardmath.startup import finalize
 from shardmath.symmetric.allocation import allocate_symmetric_memory as allocate
 from shardmath.symmetric.allocation import (
     block_of,

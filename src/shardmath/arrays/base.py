@@ -58,6 +58,23 @@ class Library(ABC):
         Raises ValueError where the library cannot express `host`'s strides or dtype.
         """
 
+    def on_device(
+        self,
+        owner: Any,
+        dtype: DType | str,
+        shape: Sequence[int],
+        strides: Sequence[int],
+        *,
+        start: int = 0,
+    ) -> Any:
+        """An array of this library on GPU memory, from byte `start` of `owner` on.
+
+        `owner`, which it keeps alive, has a `__cuda_array_interface__` of bytes and says its
+        `device`, such as "cuda:0"; `strides` are in elements. Raises ValueError where the library
+        has no arrays on GPUs, or lacks the dtype.
+        """
+        raise ValueError(f"{self.name} has no arrays on GPUs; pass the module cupy or torch")
+
     @abstractmethod
     def from_bytes(
         self, raw: HostArray, dtype: DType | str, shape: Sequence[int], strides: Sequence[int]
@@ -74,9 +91,17 @@ class Library(ABC):
 
     @abstractmethod
     def empty(
-        self, shape: Sequence[int], dtype: DType | str, order: Literal["C", "F"] = "C"
+        self,
+        shape: Sequence[int],
+        dtype: DType | str,
+        order: Literal["C", "F"] = "C",
+        device: str = "cpu",
     ) -> Any:
-        """A new host array with undefined elements."""
+        """A new array with undefined elements; ValueError where there is none on `device`."""
+
+    def device(self, name: str) -> Any:
+        """A device such as "cuda:0", in the library's own words."""
+        return name
 
     @abstractmethod
     def host_device(self) -> Any:

@@ -10,12 +10,13 @@ from types import ModuleType
 from typing import Any
 
 from shardmath.arrays.base import Library
+from shardmath.arrays.cupy import CuPy
 from shardmath.arrays.numpy import NumPy
 from shardmath.arrays.torch import Torch
 
 __all__ = ["LIBRARIES", "library_named", "library_of", "library_of_package"]
 
-LIBRARIES: tuple[Library, ...] = (NumPy(), Torch())
+LIBRARIES: tuple[Library, ...] = (NumPy(), Torch(), CuPy())
 
 
 def library_of(x: object) -> Library:

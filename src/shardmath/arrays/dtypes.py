@@ -76,7 +76,7 @@ def of(dtype: Any) -> DType:
 def _of(dtype: Any) -> DType:
     if isinstance(dtype, str) and dtype in _KNOWN:
         return _KNOWN[dtype]
-    if type(dtype).__module__ == "torch":
+    if type(dtype).__module__ == "torch" and type(dtype).__name__ == "dtype":
         name = str(dtype).removeprefix("torch.")
         if name in _KNOWN:
             return _KNOWN[name]

@@ -64,9 +64,15 @@ class NumPy(Library):
         return int(x.__array_interface__["data"][0])
 
     def empty(
-        self, shape: Sequence[int], dtype: DType | str, order: Literal["C", "F"] = "C"
+        self,
+        shape: Sequence[int],
+        dtype: DType | str,
+        order: Literal["C", "F"] = "C",
+        device: str = "cpu",
     ) -> HostArray:
         """A new ndarray with undefined elements."""
+        if device != "cpu":
+            raise ValueError(f"numpy has no arrays on {device}")
         return np.empty(tuple(shape), dtypes.to_numpy(dtype), order)
 
     def host_device(self) -> str:

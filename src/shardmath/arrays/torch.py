@@ -1,4 +1,4 @@
-"""PyTorch tensors on the host. Tensors on a GPU have a spec; their memory is reached elsewhere.
+"""PyTorch tensors, on the host and on GPUs. Only those of the host have a NumPy view.
 
 torch is imported only inside verbs, and whoever calls them holds a tensor or the module: it has
 been imported already.
@@ -100,19 +100,49 @@ class Torch(Library):
         """Where the storage starts."""
         return int(x.untyped_storage().data_ptr())
 
-    def empty(
-        self, shape: Sequence[int], dtype: DType | str, order: Literal["C", "F"] = "C"
+    def on_device(
+        self,
+        owner: Any,
+        dtype: DType | str,
+        shape: Sequence[int],
+        strides: Sequence[int],
+        *,
+        start: int = 0,
     ) -> Any:
-        """A new CPU tensor with undefined elements."""
+        """See Library."""
+        import torch
+
+        kind = dtypes.of(dtype)
+        native = getattr(torch, kind.name, None)
+        if native is None:
+            raise ValueError(f"torch has no data type {kind}")
+        raw = torch.as_tensor(owner, device=owner.device)[start if 0 not in shape else 0 :]
+        whole = raw[: raw.numel() // kind.itemsize * kind.itemsize].view(native)
+        return whole.as_strided(tuple(shape), tuple(strides))
+
+    def empty(
+        self,
+        shape: Sequence[int],
+        dtype: DType | str,
+        order: Literal["C", "F"] = "C",
+        device: str = "cpu",
+    ) -> Any:
+        """A new tensor with undefined elements."""
         import torch
 
         native = getattr(torch, dtypes.of(dtype).name, None)
         if native is None:
             raise ValueError(f"torch has no data type {dtypes.of(dtype)}")
         if order == "C":
-            return torch.empty(tuple(shape), dtype=native, device="cpu")
+            return torch.empty(tuple(shape), dtype=native, device=device)
         reverse = tuple(range(len(shape)))[::-1]
-        return torch.empty(tuple(shape)[::-1], dtype=native, device="cpu").permute(reverse)
+        return torch.empty(tuple(shape)[::-1], dtype=native, device=device).permute(reverse)
+
+    def device(self, name: str) -> Any:
+        """A torch.device."""
+        import torch
+
+        return torch.device(name)
 
     def host_device(self) -> Any:
         """A torch.device."""

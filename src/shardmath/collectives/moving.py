@@ -54,6 +54,8 @@ def broadcast(
     root passes None.
     """
     context = context_of(context)
+    if context.team is not None:
+        return _broadcast_on_device(context, x, root, out)
     own: list[tuple[Operand | None, Offer]] = []
 
     def describe() -> tuple[Any, bytes]:
@@ -125,6 +127,8 @@ def all_gather(
     library, or read-only.
     """
     context = context_of(context)
+    if context.team is not None:
+        return _all_gather_on_device(context, x, axis, out)
     own: list[tuple[Operand, Offer]] = []
 
     def describe() -> tuple[Any, bytes]:
@@ -192,6 +196,8 @@ def all_to_all(
     that `x` does not have, and an `out` of another shape, dtype or library, or read-only.
     """
     context = context_of(context)
+    if context.team is not None:
+        return _all_to_all_on_device(context, x, axis, send_counts, receive_counts, out)
     own: list[tuple[Operand, Offer]] = []
 
     def describe() -> tuple[Any, bytes]:
@@ -280,3 +286,84 @@ def _size(shape: Shape) -> int:
 
 def _said(kind: tuple[str, str, Shape]) -> str:
     return f"a {kind[0]} array of {kind[1]} {kind[2]}"
+
+
+def _broadcast_on_device(context: DistributedContext, x: Any, root: int, out: Any) -> Any:
+    from shardmath.collectives.on_device import DeviceOperand, device_output_spec
+
+    own: list[DeviceOperand] = []
+
+    def describe() -> tuple[Any, bytes]:
+        source = as_index("root", root, context.size)
+        into = device_output_spec(out, context)
+        if x is None:
+            if context.rank == source:
+                raise ValueError("the root of a broadcast passes an array, not None")
+            return (source, None, into), b""
+        own.append(DeviceOperand(context, x))
+        spec = own[0].spec
+        return (source, (spec.library, spec.dtype, spec.shape), into), _place(own[0])
+
+    plan, notes = agree_plan(context, "broadcast", describe, _plan_broadcast)
+    with context.executing("broadcast"):
+        if not own:
+            library = library_named(plan.library)
+            device = "cpu" if notes[plan.root] == b"cpu" else f"cuda:{context.device_id}"
+            stand_in = library.empty(plan.shape, plan.dtype, "C", device) if out is None else out
+            own.append(DeviceOperand(context, stand_in))
+        return own[0].broadcast(plan.root, plan.shape, out)
+
+
+def _place(operand: Any) -> bytes:
+    """Whether an operand of a context of GPUs is in host memory: it is told in the call's note."""
+    return b"cpu" if operand.on_host else b"cuda"
+
+
+def _all_gather_on_device(context: DistributedContext, x: Any, axis: int, out: Any) -> Any:
+    from shardmath.collectives.on_device import DeviceOperand, device_output_spec
+
+    own: list[DeviceOperand] = []
+
+    def describe() -> tuple[Any, bytes]:
+        own.append(DeviceOperand(context, x))
+        spec = own[0].spec
+        at = as_axis(axis, spec.ndim)
+        into = device_output_spec(out, context)
+        return (spec.library, spec.dtype, spec.shape, at, into), b""
+
+    plan, _ = agree_plan(context, "all_gather", describe, _plan_gather)
+    with context.executing("all_gather"):
+        ends = plan.starts[1:]
+        counts = [end - start for start, end in zip(plan.starts, ends, strict=False)]
+        before, after = plan.shape[: plan.axis], plan.shape[plan.axis + 1 :]
+        shapes = [(*before, count, *after) for count in counts]
+        return own[0].all_gather(plan.axis, shapes, plan.shape, out)
+
+
+def _all_to_all_on_device(
+    context: DistributedContext,
+    x: Any,
+    axis: int,
+    send_counts: Sequence[int] | None,
+    receive_counts: Sequence[int] | None,
+    out: Any,
+) -> Any:
+    from shardmath.collectives.on_device import DeviceOperand, device_output_spec
+
+    own: list[DeviceOperand] = []
+
+    def describe() -> tuple[Any, bytes]:
+        own.append(DeviceOperand(context, x))
+        spec = own[0].spec
+        at = as_axis(axis, spec.ndim)
+        extent = spec.shape[at]
+        sent = as_counts("send_counts", send_counts, context.size, extent)
+        expected = as_counts("receive_counts", receive_counts, context.size, None)
+        sent = slab_counts(extent, context.size) if sent is None else sent
+        into = device_output_spec(out, context)
+        return (spec.library, spec.dtype, spec.shape, at, into, sent, expected), b""
+
+    plan, _ = agree_plan(context, "all_to_all", describe, _plan_all_to_all)
+    with context.executing("all_to_all"):
+        shape = plan.results[context.rank]
+        return own[0].all_to_all(plan.axis, plan.sent, plan.operands, shape, out)

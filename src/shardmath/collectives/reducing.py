@@ -55,6 +55,8 @@ def all_reduce(
     or library, or read-only.
     """
     context = context_of(context)
+    if context.team is not None:
+        return _all_reduce_on_device(context, x, op, out)
     own: list[tuple[Operand, Offer | twoshot.Parts]] = []
 
     def describe() -> tuple[Any, bytes]:
@@ -123,6 +125,8 @@ def reduce_scatter(
     does.
     """
     context = context_of(context)
+    if context.team is not None:
+        return _reduce_scatter_on_device(context, x, op, axis, counts, out)
     own: list[tuple[Operand, Offer]] = []
 
     def describe() -> tuple[Any, bytes]:
@@ -183,3 +187,45 @@ def _require_one_reduction(
     dtype = require_equal("dtype", dtypes)
     require_equal("shape", shapes)
     return Reduction.of(require_equal("op", ops), dtype)
+
+
+def _all_reduce_on_device(context: DistributedContext, x: Any, op: str, out: Any) -> Any:
+    from shardmath.collectives.on_device import DeviceOperand, device_output_spec
+
+    own: list[DeviceOperand] = []
+
+    def describe() -> tuple[Any, bytes]:
+        operand = DeviceOperand(context, x)
+        own.append(operand)
+        spec = operand.spec
+        reduction = Reduction.of(op, spec.dtype)
+        into = device_output_spec(out, context)
+        return (spec.library, spec.dtype, spec.shape, reduction.op, into), b""
+
+    plan, _ = agree_plan(context, "all_reduce", describe, _plan_all_reduce)
+    with context.executing("all_reduce"):
+        return own[0].all_reduce(plan.reduction, out)
+
+
+def _reduce_scatter_on_device(
+    context: DistributedContext, x: Any, op: str, axis: int, counts: Sequence[int] | None, out: Any
+) -> Any:
+    from shardmath.collectives.on_device import DeviceOperand, device_output_spec
+
+    own: list[DeviceOperand] = []
+
+    def describe() -> tuple[Any, bytes]:
+        operand = DeviceOperand(context, x)
+        own.append(operand)
+        spec = operand.spec
+        reduction = Reduction.of(op, spec.dtype)
+        at = as_axis(axis, spec.ndim)
+        given = as_counts("counts", counts, context.size, spec.shape[at])
+        parts = slab_counts(spec.shape[at], context.size) if given is None else given
+        into = device_output_spec(out, context)
+        return (spec.library, spec.dtype, spec.shape, reduction.op, into, at, parts), b""
+
+    plan, _ = agree_plan(context, "reduce_scatter", describe, _plan_reduce_scatter)
+    with context.executing("reduce_scatter"):
+        shape = plan.results[context.rank]
+        return own[0].reduce_scatter(plan.reduction, plan.axis, plan.counts, shape, out)

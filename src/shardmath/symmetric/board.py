@@ -19,7 +19,9 @@ from __future__ import annotations
 import mmap
 import os
 import platform
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from shardmath.errors import CollectiveMismatch, OpTimeout, RankFailure
 from shardmath.symmetric.waiting import Patience, caller_line, wait_until
@@ -85,6 +87,7 @@ class Board:
         self._rounds = 0
         self._barriers = 0
         self._operation = "start"
+        self._lock = threading.RLock()
         self.failure: str | None = None
 
     # -- what the ranks do together ------------------------------------------------------------
@@ -94,6 +97,13 @@ class Board:
 
         `operation` must be equal on all ranks: CollectiveMismatch, on all of them, when it is not.
         """
+        self._begin(operation)
+        try:
+            return self._exchange(operation, message)
+        finally:
+            self._lock.release()
+
+    def _exchange(self, operation: str, message: bytes) -> list[bytes]:
         self._require_usable()
         self.operation = operation
         if self.size == 1:
@@ -151,12 +161,39 @@ class Board:
         What a rank wrote before, every rank sees after. A barrier that timed out has still
         announced this rank's arrival, and the next call waits for the same one again.
         """
-        self._require_usable()
-        self.operation = operation
-        if self._words[self._base + _BARRIER] == self._barriers:
-            self._publish(_BARRIER, self._barriers + 1)
-        self._await(_BARRIER, self._barriers + 1, timeout)
-        self._barriers += 1
+        self._begin(operation)
+        try:
+            self._require_usable()
+            self.operation = operation
+            if self._words[self._base + _BARRIER] == self._barriers:
+                self._publish(_BARRIER, self._barriers + 1)
+            self._await(_BARRIER, self._barriers + 1, timeout)
+            self._barriers += 1
+        finally:
+            self._lock.release()
+
+    @contextmanager
+    def turn(self, operation: str) -> Iterator[None]:
+        """Keep other threads from this board meanwhile: it serves one at a time.
+
+        Words that two threads wrote in turns would mix their calls. So a thread that finds the
+        board in use raises RuntimeError, and the board has failed, on all ranks: which of its
+        threads came first on another rank, nobody knows.
+        """
+        self._begin(operation)
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def _begin(self, operation: str) -> None:
+        if not self._lock.acquire(blocking=False):
+            self.fail(f"a second thread called {operation} during {self._operation}")
+            raise RuntimeError(
+                f"rank {self.rank}: {operation} was called while another thread is in "
+                f"{self._operation}; give each thread a context of its own, from split() or "
+                "new_context()"
+            )
 
     # -- states --------------------------------------------------------------------------------
 
@@ -216,7 +253,7 @@ class Board:
 
     def verdict(self, late: Sequence[int]) -> Exception | None:
         """Why one of the ranks waited for will never arrive: the exception to raise, or None."""
-        return self._crossed(late) or self._gone(late)
+        return self._crossed(late) or self.gone(late)
 
     def _crossed(self, late: Sequence[int]) -> Exception | None:
         """A late peer that has published a round of exchange that this rank has not is itself
@@ -230,8 +267,8 @@ class Board:
         calls = "; ".join(f"rank {r} is in {self._operation_of(r)}" for r in crossed)
         return CollectiveMismatch(f"{self.here()}: the ranks called different operations: {calls}")
 
-    def _gone(self, late: Sequence[int]) -> Exception | None:
-        """A late peer has ended or given up.
+    def gone(self, late: Sequence[int]) -> Exception | None:
+        """The exception to raise where a late peer has ended or given up, else None.
 
         One that died without a word is the cause. Else one that gave up says whose fault it was,
         and the error is the same as there; unless it was this rank's, or its own.
@@ -324,7 +361,7 @@ class Board:
                 arrived,
                 patience=self.patience,
                 missing=missing,
-                verdict=self.verdict if timeout is None else self._gone,
+                verdict=self.verdict if timeout is None else self.gone,
                 doing=self.here,
                 timeout=timeout,
             )

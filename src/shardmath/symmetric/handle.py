@@ -16,12 +16,11 @@ word is written by its owner alone. So plain loads and stores suffice; see board
 from __future__ import annotations
 
 import math
-import operator
 import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -29,12 +28,18 @@ from shardmath.arrays import DType, Library
 from shardmath.arrays.dtypes import of as dtype_of
 from shardmath.context import DistributedContext
 from shardmath.errors import UseAfterFree
+from shardmath.geometry.integers import index
 from shardmath.symmetric.allocation import array_on
 from shardmath.symmetric.board import ORDERED
 from shardmath.symmetric.heap import Buffer
-from shardmath.transport.base import Bytes
+from shardmath.symmetric.padding import PadSetting
+from shardmath.transport.base import DeviceBytes, Memory
 
-__all__ = ["Place", "Share", "SymmetricMemory", "change_pad_setting", "pad_bytes", "pad_setting"]
+if TYPE_CHECKING:
+    from shardmath.symmetric.device_handle import DeviceTables
+    from shardmath.symmetric.team import Team
+
+__all__ = ["Place", "Share", "SymmetricMemory", "pad_bytes"]
 
 _SLOT, _WORD = 4, 8
 
@@ -71,9 +76,11 @@ class Share:
 
     number: int
     places: list[Place]
-    memory: list[Bytes | None]
-    pads: list[Bytes | None]
+    memory: list[Memory | None]
+    pads: list[Memory | None]
     pad_buffer: Buffer
+    team: Team | None = None  # of GPUs: it signals where the host's words would
+    tables: DeviceTables | None = None
     handles: dict[str, weakref.ref[SymmetricMemory]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -92,60 +99,47 @@ class Share:
         known = self.handles.get(library.name)
         handle = known() if known is not None else None
         if handle is None:
-            handle = SymmetricMemory(context, self, buffer, library)
+            handle = self._kind()(context, self, buffer, library)
             self.handles[library.name] = weakref.ref(handle)
             alive = [one for one in buffer.block.handles if one() is not None]
             buffer.block.handles = [*alive, self.handles[library.name]]
         return handle
 
+    def _kind(self) -> type[SymmetricMemory]:
+        if self.team is None:
+            return SymmetricMemory
+        from shardmath.symmetric.device_handle import DeviceSymmetricMemory
+
+        return DeviceSymmetricMemory
+
 
 def _words(
-    pad: Bytes | None, start: int, end: int | None, kind: Literal["I", "Q"]
+    pad: Memory | None, start: int, end: int | None, kind: Literal["I", "Q"]
 ) -> memoryview[int] | None:
-    return None if pad is None else pad[start:end].data.cast(kind)
+    if pad is None or isinstance(pad, DeviceBytes):
+        return None
+    return pad[start:end].data.cast(kind)
 
 
-def _address(view: Bytes | None) -> int:
+def _address(view: Memory | None) -> int:
+    if isinstance(view, DeviceBytes):
+        return view.address
     return 0 if view is None else int(view.__array_interface__["data"][0])
 
 
 class _Reach:
     """Memory of some rank as an owner of arrays: it keeps the mapping and the handle alive."""
 
-    def __init__(self, view: Bytes, handle: SymmetricMemory) -> None:
+    def __init__(self, view: Memory, handle: SymmetricMemory) -> None:
         self._kept = (view, handle)
-        self.__array_interface__ = view.__array_interface__
+        if isinstance(view, DeviceBytes):
+            self.device = view.device
+            self.__cuda_array_interface__ = view.__cuda_array_interface__
+        else:
+            self.__array_interface__ = view.__array_interface__
 
 
-class _PadSetting(type):
-    """Makes `signal_pad_size` of the class the setting for later ones, of a handle its own."""
-
-    _setting = 9216  # 32 blocks of 72 ranks' slots, torch's figure
-
-    @property
-    def signal_pad_size(cls) -> int:
-        """Bytes of signal slots that each rank gets at its next rendezvous; equal on all ranks."""
-        return _PadSetting._setting
-
-    @signal_pad_size.setter
-    def signal_pad_size(cls, nbytes: int) -> None:
-        change_pad_setting(nbytes)
-
-
-def pad_setting() -> int:
-    """Bytes of signal slots that this rank brings to its next rendezvous."""
-    return _PadSetting._setting
-
-
-def change_pad_setting(nbytes: int) -> None:
-    """Set it. Raises ValueError when it is not a positive multiple of 4."""
-    size = _integer("the size of a signal pad", nbytes)
-    if size <= 0 or size % _SLOT:
-        raise ValueError(f"a signal pad has a positive multiple of {_SLOT} bytes, not {size}")
-    _PadSetting._setting = size
-
-
-class SymmetricMemory(metaclass=_PadSetting):
+class SymmetricMemory(metaclass=PadSetting):
     """Every rank's memory behind one array, and signals between the ranks. Made by `rendezvous`.
 
     Views are arrays of the library of the array that was brought to the rendezvous, on the peer's
@@ -246,7 +240,7 @@ class SymmetricMemory(metaclass=_PadSetting):
         self._require_array()
         place = self._share.places[self._peer(rank)]
         wanted = dtype_of(dtype)
-        skipped = _integer("storage_offset", storage_offset or 0) * wanted.itemsize
+        skipped = index(storage_offset or 0, "storage_offset") * wanted.itemsize
         memory = self._share.memory[rank]
         return self._view(memory, sizes, wanted, start=skipped, limit=place.nbytes)
 
@@ -274,18 +268,18 @@ class SymmetricMemory(metaclass=_PadSetting):
         """
         wanted = dtype_of("uint32" if dtype is None else dtype)
         size = self._share.places[self._peer(rank)].pad_size
-        skipped = _integer("storage_offset", storage_offset or 0)
+        skipped = index(storage_offset or 0, "storage_offset")
         shape = sizes or [max(0, size // wanted.itemsize - skipped)]
         start = skipped * wanted.itemsize
         return self._view(self._share.pads[rank], shape, wanted, start=start, limit=size)
 
     def _view(
-        self, memory: Bytes | None, sizes: Sequence[int], dtype: DType, *, start: int, limit: int
+        self, memory: Memory | None, sizes: Sequence[int], dtype: DType, *, start: int, limit: int
     ) -> Any:
         """A row-major array from byte `start` of a rank's memory on, of which it has `limit`."""
         if not isinstance(sizes, Iterable) or isinstance(sizes, str):
             raise TypeError(f"sizes is a sequence of integers, not {sizes!r}")
-        shape = tuple(_integer("an extent of sizes", extent) for extent in sizes)
+        shape = tuple(index(extent, "an extent of sizes") for extent in sizes)
         if start < 0 or any(extent < 0 for extent in shape):
             raise ValueError(f"sizes {shape} and the offset, {start} bytes, must not be negative")
         end = start + math.prod(shape) * dtype.itemsize
@@ -303,7 +297,7 @@ class SymmetricMemory(metaclass=_PadSetting):
             raise UseAfterFree("this rank's array was freed with free_symmetric_memory")
 
     def _peer(self, rank: int) -> int:
-        if not 0 <= _integer("rank", rank) < self.world_size:
+        if not 0 <= index(rank, "rank") < self.world_size:
             raise ValueError(f"rank {rank} does not exist; the handle has {self.world_size} ranks")
         return rank
 
@@ -366,27 +360,27 @@ class SymmetricMemory(metaclass=_PadSetting):
         timeout_ms: int,
     ) -> None:
         self._context.require_open()
-        if _integer("timeout_ms", timeout_ms) < 0:
-            raise ValueError(f"timeout_ms is 0, for SHARDMATH_TIMEOUT, or more; not {timeout_ms}")
+        timeout = self._seconds(timeout_ms)
         if not arrived():
-            name = f"{operation}, channel {channel}"
-            self._context.board.wait(arrived, missing, name, timeout_ms / 1000 or None)
+            self._context.board.wait(arrived, missing, f"{operation}, channel {channel}", timeout)
         _order()  # before reading what peers wrote
+
+    def synchronize(self) -> None:
+        """Wait until what this handle has been asked to do is done. On the host it always is."""
+        self._context.require_open()
+
+    def _seconds(self, timeout_ms: int) -> float | None:
+        if index(timeout_ms, "timeout_ms") < 0:
+            raise ValueError(f"timeout_ms is 0, for SHARDMATH_TIMEOUT, or more; not {timeout_ms}")
+        return timeout_ms / 1000 or None
 
     def _require_channel(self, channel: int) -> None:
         channels = self.signal_pad_size // (_SLOT * self.world_size)
-        if not 0 <= _integer("channel", channel) < channels:
+        if not 0 <= index(channel, "channel") < channels:
             raise ValueError(
                 f"channel {channel} does not exist: a pad of {self.signal_pad_size} bytes has "
                 f"{channels} channels for {self.world_size} ranks; see set_signal_pad_size"
             )
-
-
-def _integer(what: str, value: Any) -> int:
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{what} is an integer, not {value!r}") from None
 
 
 def _order() -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from shardmath.errors import HeapExhausted
 from shardmath.symmetric.ranges import FreeRanges, aligned
-from shardmath.transport.base import Bytes, Transport
+from shardmath.transport.base import Transport
 
 __all__ = ["Block", "Buffer", "Heap", "Location"]
 
@@ -81,32 +81,37 @@ def _nothing() -> None:
 
 
 class Buffer:
-    """What an array on a block keeps alive; NumPy takes memory from it. Its end marks the block.
+    """What an array on a block keeps alive. Its end marks the block.
 
-    `shares` holds what this rank knows of the peers' memory that was tied to the block, `group` the
-    name of the group that it was allocated for, if any.
+    Array libraries take its bytes by the protocol of the transport: `__array_interface__` on hosts,
+    `__cuda_array_interface__` on GPUs. `shares` holds what this rank knows of the peers' memory that
+    was tied to the block, `group` the name of the group that it was allocated for, if any.
     """
 
-    def __init__(self, block: Block, segment: Bytes) -> None:
+    def __init__(self, block: Block, lease: object, interface: str, device: str) -> None:
         self.block = block
         self.shares: dict[Any, Any] = {}
         self.group: str | None = None
-        self._segment = segment  # keeps the mapping
-        self.__array_interface__: dict[str, Any] = {
+        self._lease = lease  # keeps the mapping
+        description: dict[str, Any] = {
             "shape": (block.nbytes,),
             "typestr": "|u1",
             "data": (block.address, False),
+            "strides": None,
             "version": 3,
         }
+        self.interface = interface
+        self.device = device
+        vars(self)[interface] = description
 
 
 class _OwnSegment:
     """The books of one segment: which ranges are free, and which granules have memory."""
 
-    def __init__(self, view: Bytes) -> None:
-        self.view = view
-        self.nbytes = len(view)
-        self.address = int(view.__array_interface__["data"][0])
+    def __init__(self, address: int, nbytes: int, lease: object) -> None:
+        self.address = address
+        self.nbytes = nbytes
+        self.lease = lease
         self.ranges = FreeRanges(self.nbytes)
         self.committed = bytearray(-(-self.nbytes // GRANULE))
 
@@ -175,7 +180,7 @@ class Heap:
             at = bisect_right(self._addresses, block.address)
             self._addresses.insert(at, block.address)
             self._blocks.insert(at, block)
-        buffer = Buffer(block, segment.view)
+        buffer = Buffer(block, segment.lease, self.transport.interface, self.transport.device)
         block.buffer = weakref.ref(buffer)
         weakref.finalize(buffer, self._dropped.append, block).atexit = False
         return buffer
@@ -273,14 +278,15 @@ class Heap:
     def _grow(self, room: int) -> None:
         """Add a segment as large as all before it together, so that there are never many."""
         total = sum(segment.nbytes for segment in self._segments)
-        wanted = aligned(max(room, self._segment_bytes, total), GRANULE)
+        wanted = min(max(self._segment_bytes, total), room + self.transport.spare_bytes)
+        wanted = aligned(max(room, wanted), GRANULE)
         try:
             made = self.transport.reserve(wanted)
         except HeapExhausted:
             made = self.transport.reserve(aligned(room, GRANULE))
-        view = self.transport.view(self.rank, made.index, 0, made.nbytes)
-        assert view is not None, "a rank has an address for its own memory"
-        self._segments.append(_OwnSegment(view))
+        address = self.transport.address(self.rank, made.index, 0, made.nbytes)
+        assert address is not None, "a rank has an address for its own memory"
+        self._segments.append(_OwnSegment(address, made.nbytes, self.transport.lease(made.index)))
 
     def _commit(self, location: Location, room: int) -> None:
         segment = self._segments[location.segment]

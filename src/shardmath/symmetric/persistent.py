@@ -24,7 +24,8 @@ class _Lease:
 
     def __init__(self, buffer: Buffer) -> None:
         self._buffer = buffer
-        self.__array_interface__ = buffer.__array_interface__
+        self.device = buffer.device
+        vars(self)[buffer.interface] = getattr(buffer, buffer.interface)
 
 
 def persistent_array(

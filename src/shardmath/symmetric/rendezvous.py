@@ -11,9 +11,7 @@ from __future__ import annotations
 import sys
 from contextlib import suppress
 from dataclasses import astuple
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from shardmath.agreement import require_equal
 from shardmath.arrays import library_of
@@ -21,8 +19,12 @@ from shardmath.context import DistributedContext, require_context
 from shardmath.errors import UseAfterFree
 from shardmath.group import ProcessGroup, as_process_group
 from shardmath.symmetric.allocation import block_of
-from shardmath.symmetric.handle import Place, Share, SymmetricMemory, pad_bytes, pad_setting
+from shardmath.symmetric.handle import Place, Share, SymmetricMemory, pad_bytes
 from shardmath.symmetric.heap import Block, Buffer, Location
+from shardmath.symmetric.padding import pad_setting
+
+if TYPE_CHECKING:
+    from shardmath.symmetric.team import Team
 
 __all__ = ["is_registered", "register_group", "rendezvous"]
 
@@ -94,8 +96,8 @@ def _share(context: DistributedContext, block: Block, offset: int) -> Share:
 
     def tell() -> tuple[int, ...]:
         slots = pad_setting()
-        pad = context.heap.allocate(pad_bytes(slots, context.size))
-        np.asarray(pad)[:] = 0  # before peers know of it
+        pad = context.heap.allocate(_pad_bytes(context, slots))
+        context.zero(pad)  # before peers know of it
         pads.append(pad)
         context.announce(block)
         context.announce(pad.block)
@@ -116,15 +118,17 @@ def _share(context: DistributedContext, block: Block, offset: int) -> Share:
 
     def reach() -> None:
         memory = [
-            context.peer_bytes(rank, Location(place.segment, place.offset), place.nbytes)
+            context.peer_memory(rank, Location(place.segment, place.offset), place.nbytes)
             for rank, place in enumerate(places)
         ]
-        nbytes = pad_bytes(places[0].pad_size, context.size)
+        nbytes = _pad_bytes(context, places[0].pad_size)
         peer_pads = [
-            context.peer_bytes(rank, Location(place.pad_segment, place.pad_offset), nbytes)
+            context.peer_memory(rank, Location(place.pad_segment, place.pad_offset), nbytes)
             for rank, place in enumerate(places)
         ]
-        made.append(Share(-1, places, memory, peer_pads, pad))
+        share = Share(-1, places, memory, peer_pads, pad)
+        share.team = _team(context, share)
+        made.append(share)
 
     context.agree("rendezvous, reach", reach, lambda _: None)
     share = made.pop()
@@ -133,6 +137,26 @@ def _share(context: DistributedContext, block: Block, offset: int) -> Share:
     block.shared.add((context.number, share.number))
     pad.block.shared.add((context.number, pad_number))
     return share
+
+
+def _pad_bytes(context: DistributedContext, slots: int) -> int:
+    """Bytes of a pad: on GPUs, a team's own pad follows the slots."""
+    if context.team is None:
+        return pad_bytes(slots, context.size)
+    from shardmath.symmetric.team import pad_bytes as team_pad_bytes
+
+    return -(-slots // 8) * 8 + team_pad_bytes(context.size, slots // (4 * context.size))
+
+
+def _team(context: DistributedContext, share: Share) -> Team | None:
+    """The team that signals through the pads of `share`, for a context of GPUs."""
+    whole = context.team
+    if whole is None:
+        return None
+    slots = share.places[0].pad_size
+    pads = [int(address) + -(-slots // 8) * 8 for address in share.pad_table]
+    channels = slots // (4 * context.size)
+    return whole.another(share.pad_buffer, pads, channels)
 
 
 # -- which ranks -----------------------------------------------------------------------------------

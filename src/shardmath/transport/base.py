@@ -9,14 +9,42 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Bytes", "Probe", "Segment", "Transport"]
+from shardmath.errors import CollectiveMismatch
+
+__all__ = [
+    "Bytes",
+    "DeviceBytes",
+    "Memory",
+    "Probe",
+    "Segment",
+    "Transport",
+    "require_within",
+]
 
 Bytes = npt.NDArray[np.uint8]
+
+
+class DeviceBytes:
+    """Bytes of a GPU's memory for the array libraries. Keeps nothing alive by itself."""
+
+    def __init__(self, address: int, nbytes: int, device: str) -> None:
+        self.address = address
+        self.device = device
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+Memory = Bytes | DeviceBytes
 
 
 @dataclass(frozen=True)
@@ -49,6 +77,9 @@ class Transport(ABC):
     """
 
     name: ClassVar[str]
+    interface: ClassVar[str]  # the protocol by which array libraries take its memory
+    spare_bytes: ClassVar[int]  # the most that a segment should exceed what was asked for
+    device: str  # where the memory is: "cpu", or like "cuda:0"
 
     @classmethod
     @abstractmethod
@@ -57,9 +88,9 @@ class Transport(ABC):
 
     @abstractmethod
     def reserve(self, nbytes: int) -> Segment:
-        """A new segment of this rank, of at least `nbytes`; pages are committed by `commit`.
+        """A new segment of this rank, of at least `nbytes`; its memory is there after `commit`.
 
-        Raises HeapExhausted when the address space does not suffice; nothing is then reserved.
+        Raises HeapExhausted when there is no room for it; nothing is then reserved.
         """
 
     @abstractmethod
@@ -83,9 +114,29 @@ class Transport(ABC):
         """Map a segment that `rank` has announced. Cheap when it is mapped already."""
 
     @abstractmethod
-    def view(self, rank: int, index: int, offset: int, nbytes: int) -> Bytes | None:
-        """The bytes of an attached segment in this process, or None where there is no address."""
+    def address(self, rank: int, index: int, offset: int, nbytes: int) -> int | None:
+        """Where bytes of an attached segment lie for this process and its device, or None.
+
+        Raises CollectiveMismatch when the segment does not hold them.
+        """
+
+    @abstractmethod
+    def lease(self, index: int) -> object:
+        """What keeps an own segment mapped for as long as it is referred to."""
+
+    @abstractmethod
+    def view(self, rank: int, index: int, offset: int, nbytes: int) -> Memory | None:
+        """The bytes of an attached segment, for arrays to lie on, or None without an address."""
 
     @abstractmethod
     def close(self) -> None:
         """Drop all descriptors. Mappings that arrays still use stay until the arrays go."""
+
+
+def require_within(segment: Segment, offset: int, nbytes: int) -> None:
+    """Raise CollectiveMismatch unless `segment` holds the bytes that its owner has announced."""
+    if not 0 <= offset <= offset + nbytes <= segment.nbytes:
+        raise CollectiveMismatch(
+            f"rank {segment.rank} announced bytes {offset} to {offset + nbytes} of its segment "
+            f"{segment.index}, which has {segment.nbytes}"
+        )

@@ -19,7 +19,7 @@ from typing import ClassVar
 import numpy as np
 
 from shardmath.errors import CollectiveMismatch, HeapExhausted
-from shardmath.transport.base import Bytes, Probe, Segment, Transport
+from shardmath.transport.base import Bytes, Probe, Segment, Transport, require_within
 from shardmath.transport.mesh import Mesh
 
 __all__ = ["HostTransport", "available_memory", "export_memory", "map_memory"]
@@ -31,6 +31,9 @@ class HostTransport(Transport):
     """Segments of the ranks that `mesh` connects."""
 
     name: ClassVar[str] = "host"
+    interface: ClassVar[str] = "__array_interface__"
+    spare_bytes: ClassVar[int] = 1 << 62  # segments are sparse: the spare costs nothing
+    device = "cpu"
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -99,12 +102,17 @@ class HostTransport(Transport):
     def view(self, rank: int, index: int, offset: int, nbytes: int) -> Bytes:
         """See Transport."""
         whole = self._bytes[rank, index]
-        if not 0 <= offset <= offset + nbytes <= len(whole):
-            raise CollectiveMismatch(
-                f"rank {rank} announced bytes {offset} to {offset + nbytes} of its segment "
-                f"{index}, which has {len(whole)}"
-            )
+        require_within(Segment(rank, index, len(whole)), offset, nbytes)
         return whole[offset : offset + nbytes]
+
+    def address(self, rank: int, index: int, offset: int, nbytes: int) -> int:
+        """See Transport."""
+        require_within(Segment(rank, index, len(self._bytes[rank, index])), offset, nbytes)
+        return int(self._bytes[rank, index].ctypes.data) + offset
+
+    def lease(self, index: int) -> Bytes:
+        """See Transport."""
+        return self._bytes[self._mesh.rank, index]
 
     def _keep(self, segment: Segment, mapping: mmap.mmap) -> None:
         self._maps[segment.rank, segment.index] = mapping

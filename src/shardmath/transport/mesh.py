@@ -29,6 +29,7 @@ __all__ = ["Mesh", "host_identity"]
 _HELLO = struct.Struct("=16sI")  # key, rank
 _CREDENTIALS = struct.Struct("=iii")  # pid, uid, gid
 _TAG_BYTES = 64
+_SIZE = struct.Struct("=Q")  # in front of the tag: bytes of the memory, where it cannot say itself
 _GRACE = 0.2  # seconds: a dying process closes its sockets first, and counts as dead later
 
 
@@ -50,7 +51,7 @@ class Mesh:
         self.size = group.nranks
         self._timeout = timeout
         self._sockets: dict[int, socket.socket] = {}
-        self._arrived: dict[int, dict[bytes, int]] = {}
+        self._arrived: dict[int, dict[bytes, tuple[int, int]]] = {}
         with ExitStack() as undo:
             undo.callback(self._close_sockets)
             self._connect(group)
@@ -148,10 +149,13 @@ class Mesh:
         pid = int(_CREDENTIALS.unpack(raw)[0])
         return pid if pid == self.pids[rank] else 0
 
-    def send(self, rank: int, tag: str, fd: int) -> None:
-        """Hand a descriptor to `rank` under `tag`. Blocks only while the peer's queue is full."""
-        data = tag.encode()
-        assert 0 < len(data) <= _TAG_BYTES, tag
+    def send(self, rank: int, tag: str, fd: int, nbytes: int = 0) -> None:
+        """Hand a descriptor to `rank` under `tag`. Blocks only while the peer's queue is full.
+
+        `nbytes` says how much memory it stands for, where the descriptor itself cannot.
+        """
+        assert 0 < len(tag.encode()) <= _TAG_BYTES, tag
+        data = _SIZE.pack(nbytes) + tag.encode()
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
         try:
             self._sockets[rank].sendmsg([data], rights)
@@ -159,7 +163,11 @@ class Mesh:
             raise self._lost(rank, f"handing it {tag!r}", error) from None
 
     def receive(self, rank: int, tag: str) -> int:
-        """The descriptor that `rank` sent under `tag`; the caller owns it.
+        """The descriptor that `rank` sent under `tag`; the caller owns it. See `receive_sized`."""
+        return self.receive_sized(rank, tag)[0]
+
+    def receive_sized(self, rank: int, tag: str) -> tuple[int, int]:
+        """The descriptor that `rank` sent under `tag`, which the caller owns, and its `nbytes`.
 
         Others that arrive before it are kept for their own `receive`. Raises RankFailure when the
         peer ends first, or says nothing within the start-up deadline.
@@ -168,14 +176,16 @@ class Mesh:
         arrived = self._arrived.setdefault(rank, {})
         while wanted not in arrived:
             try:
-                data, fds, flags, _ = socket.recv_fds(self._sockets[rank], _TAG_BYTES, 1)
+                data, fds, flags, _ = socket.recv_fds(
+                    self._sockets[rank], _SIZE.size + _TAG_BYTES, 1
+                )
             except OSError as error:
                 raise self._lost(rank, f"waiting for its {tag!r}", error) from None
-            if not data or len(fds) != 1 or flags & socket.MSG_CTRUNC:
+            if len(data) < _SIZE.size or len(fds) != 1 or flags & socket.MSG_CTRUNC:
                 for fd in fds:
                     os.close(fd)
                 raise self._lost(rank, f"waiting for its {tag!r}", "its socket has ended")
-            arrived[data] = fds[0]
+            arrived[data[_SIZE.size :]] = fds[0], _SIZE.unpack_from(data)[0]
         return arrived.pop(wanted)
 
     def _lost(self, rank: int, doing: str, error: object) -> RankFailure:
@@ -191,7 +201,7 @@ class Mesh:
         for connection in self._sockets.values():
             connection.close()
         for arrived in self._arrived.values():
-            for fd in arrived.values():
+            for fd, _ in arrived.values():
                 os.close(fd)
         self._sockets.clear()
         self._arrived.clear()

@@ -1,0 +1,107 @@
+"""CuPy arrays: memory of one GPU.
+
+CuPy is imported only inside verbs, and whoever calls them has imported it already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
+
+from shardmath.arrays import dtypes
+from shardmath.arrays.base import HostArray, Library
+from shardmath.arrays.dtypes import DType
+from shardmath.arrays.spec import ArraySpec
+
+__all__ = ["CuPy"]
+
+
+class CuPy(Library):
+    """`cupy.ndarray` and its subclasses."""
+
+    name: ClassVar[str] = "cupy"
+
+    def owns_type(self, kind: type) -> bool:
+        """Whether `kind` derives from cupy.ndarray, judged by name: no import."""
+        return any(
+            base.__name__ == "ndarray" and base.__module__.split(".")[0] == "cupy"
+            for base in kind.__mro__
+        )
+
+    def spec(self, x: Any) -> ArraySpec:
+        """The spec; ValueError also for strides that are no multiple of the itemsize."""
+        dtype = dtypes.of(x.dtype)
+        size = dtype.itemsize
+        if any(stride % size for stride in x.strides) and x.size > 1:
+            raise ValueError(
+                f"strides of {x.strides} bytes are not multiples of {size}, the bytes per element "
+                f"of {dtype}; pass cupy.ascontiguousarray(x)"
+            )
+        strides = tuple(stride // size for stride in x.strides)
+        return ArraySpec(self.name, dtype.name, x.shape, strides, f"cuda:{x.device.id}", size)
+
+    def pointer(self, x: Any) -> int:
+        """The address of the first element, on its device."""
+        return int(x.data.ptr)
+
+    def host_view(self, x: Any, *, writable: bool = False) -> HostArray:
+        """ValueError: the memory is the GPU's."""
+        raise ValueError(
+            f"this cupy array is on cuda:{x.device.id}, and the call needs host memory; "
+            "pass x.get()"
+        )
+
+    def from_host(self, host: HostArray) -> Any:
+        """ValueError: CuPy's arrays are never in host memory."""
+        raise ValueError("cupy has no arrays in host memory; initialize with a CUDA device")
+
+    def from_bytes(
+        self, raw: HostArray, dtype: DType | str, shape: Sequence[int], strides: Sequence[int]
+    ) -> Any:
+        """ValueError, as `from_host`."""
+        return self.from_host(raw)
+
+    def anchor(self, x: Any) -> int:
+        """Where the allocation starts."""
+        return int(x.data.mem.ptr)
+
+    def on_device(
+        self,
+        owner: Any,
+        dtype: DType | str,
+        shape: Sequence[int],
+        strides: Sequence[int],
+        *,
+        start: int = 0,
+    ) -> Any:
+        """See Library."""
+        import cupy
+
+        native = dtypes.to_numpy(dtype)
+        with cupy.cuda.Device(int(owner.device.removeprefix("cuda:"))):
+            raw = cupy.asarray(owner)[start if 0 not in shape else 0 :]
+        steps = tuple(stride * native.itemsize for stride in strides)
+        return cupy.ndarray(tuple(shape), native, memptr=raw.data, strides=steps)
+
+    def empty(
+        self,
+        shape: Sequence[int],
+        dtype: DType | str,
+        order: Literal["C", "F"] = "C",
+        device: str = "cpu",
+    ) -> Any:
+        """A new array on `device`, such as "cuda:0", with undefined elements."""
+        import cupy
+
+        if not device.startswith("cuda:"):
+            raise ValueError(f"cupy has no arrays on {device}")
+        with cupy.cuda.Device(int(device.removeprefix("cuda:"))):
+            return cupy.empty(tuple(shape), dtypes.to_numpy(dtype), order)
+
+    def host_device(self) -> Any:
+        """The host, which has none of its arrays."""
+        return "cpu"
+
+    def default_dtype(self) -> DType:
+        """float64."""
+        return dtypes.of("float64")

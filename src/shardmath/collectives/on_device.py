@@ -1,0 +1,334 @@
+"""The doors' collectives for contexts whose memory is on GPUs.
+
+Calls are agreed on as on the host, by the same specs and plans; then the elements move by kernels on the
+user's current stream, and the call returns. Operands in host memory are staged: they come back as they
+came, and the call waits for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from shardmath.arrays import DType, Library, library_of
+from shardmath.arrays.dtypes import of as dtype_of
+from shardmath.arrays.dtypes import to_numpy
+from shardmath.arrays.spec import ArraySpec
+from shardmath.collectives.device import DeviceCollectives
+from shardmath.collectives.operand import OutputSpec, Shape, heap_location
+from shardmath.collectives.reduction import Reduction
+from shardmath.context import DistributedContext
+from shardmath.cuda import stream as streams
+from shardmath.cuda.driver import call
+from shardmath.symmetric.allocation import array_on
+from shardmath.symmetric.heap import Location
+from shardmath.symmetric.team import Team
+
+__all__ = ["DeviceOperand", "device_output_spec"]
+
+_LARGE_BYTES = 4 << 20  # to one rank; from here on parts are pushed into place on the peers
+
+# In the rank's own operand, the part for a rank; in the result, the part of a rank.
+Parts = Sequence[int]
+
+
+class DeviceOperand:
+    """One rank's array in a call of a context of GPUs: where it is, and how its results come back."""
+
+    def __init__(self, context: DistributedContext, x: Any) -> None:
+        """Raises ValueError for what is no array, or lies on another GPU; UseAfterFree."""
+        team = context.team
+        assert team is not None, "a context of GPUs"
+        self.context, self.team = context, team
+        self.library: Library = library_of(x)
+        self.spec: ArraySpec = self.library.spec(x)
+        self._x = x
+        _require_device(self.spec, team)
+        if self.spec.size:
+            heap_location(context, self.library.pointer(x))  # refuses what has been freed
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the array is in host memory."""
+        return self.spec.device == "cpu"
+
+    @property
+    def stream(self) -> int:
+        """The stream of the call."""
+        return 0 if self.on_host else streams.current(self.library.name, self.team.device)
+
+    # -- collectives, after agreement --------------------------------------------------------------
+
+    def all_reduce(self, reduction: Reduction, out: Any) -> Any:
+        """See `reducing.all_reduce`."""
+        source, dtype, op = self._wide(reduction)
+        moves = DeviceCollectives.together(self.context)
+        count, stream = self.spec.size, self.stream
+        if dtype.name == reduction.result and self._takes(out, source.pointer):
+            moves.all_reduce(source.pointer, self.library.pointer(out), count, dtype, op, stream)
+            return out
+        flat = self._flat(count, dtype)
+        moves.all_reduce(source.pointer, flat.pointer, count, dtype, op, stream)
+        return self._finish(flat.narrow(reduction.result), self.spec.shape, reduction.result, out)
+
+    def reduce_scatter(
+        self, reduction: Reduction, axis: int, counts: Parts, shape: Shape, out: Any
+    ) -> Any:
+        """See `reducing.reduce_scatter`."""
+        source, dtype, op = self._wide(reduction, self._by_rank(axis, counts))
+        width = self.spec.size // max(self.spec.shape[axis], 1)
+        sizes = [count * width for count in counts]
+        flat = self._flat(sizes[self.context.rank], dtype)
+        moves = DeviceCollectives.together(self.context)
+        moves.reduce_scatter(source.pointer, flat.pointer, sizes, dtype, op, self.stream)
+        return self._finish(flat.narrow(reduction.result), shape, reduction.result, out)
+
+    def all_gather(self, axis: int, shapes: Sequence[Shape], shape: Shape, out: Any) -> Any:
+        """See `moving.all_gather`; `shapes` are the ranks' own."""
+        moves = DeviceCollectives.together(self.context)
+        item, rank = self.spec.itemsize, self.context.rank
+        sizes = [_count(each) * item for each in shapes]
+        source, whole = self._packed(self._x), sum(sizes)
+        if max(sizes) >= _LARGE_BYTES and not any(size % 16 for size in sizes):
+            flat, places = self._shared(whole // item)
+            start = sum(sizes[:rank])
+            targets = [place + start for place in places]
+            size = self.context.size
+            moves.move([source.pointer] * size, targets, [sizes[rank]] * size, self.stream)
+        else:
+            flat = self._flat(whole // item, dtype_of(self.spec.dtype))
+            moves.all_gather(source.pointer, flat.pointer, sizes, self.stream)
+        return self._joined(flat, axis, shapes, shape, out)
+
+    def all_to_all(
+        self, axis: int, sent: Sequence[Parts], shapes: Sequence[Shape], shape: Shape, out: Any
+    ) -> Any:
+        """See `moving.all_to_all`; `sent[src][dst]` are indices of the axis."""
+        moves = DeviceCollectives.together(self.context)
+        item, rank, size = self.spec.itemsize, self.context.rank, self.context.size
+        widths = [_count(each) // max(each[axis], 1) * item for each in shapes]
+        table = [[count * width for count in row] for row, width in zip(sent, widths, strict=True)]
+        source = self._packed(self._by_rank(axis, sent[rank]))
+        received = [row[rank] for row in table]
+        if max(map(max, table)) >= _LARGE_BYTES and not any(n % 16 for row in table for n in row):
+            flat, places = self._shared(sum(received) // item)
+            sources = [source.pointer + sum(table[rank][:peer]) for peer in range(size)]
+            targets = [
+                place + sum(row[peer] for row in table[:rank]) for peer, place in enumerate(places)
+            ]
+            moves.move(sources, targets, table[rank], self.stream)
+        else:
+            flat = self._flat(sum(received) // item, dtype_of(self.spec.dtype))
+            moves.all_to_all(source.pointer, flat.pointer, table, self.stream)
+        parts = [
+            (*each[:axis], row[rank], *each[axis + 1 :])
+            for each, row in zip(shapes, sent, strict=True)
+        ]
+        return self._joined(flat, axis, parts, shape, out)
+
+    def broadcast(self, root: int, shape: Shape, out: Any) -> Any:
+        """See `moving.broadcast`. A rank that gives nothing brings a stand-in of the result's kind."""
+        moves = DeviceCollectives.together(self.context)
+        dtype = dtype_of(self.spec.dtype)
+        nbytes, size, rank = _count(shape) * dtype.itemsize, self.context.size, self.context.rank
+        source = self._packed(self._x)
+        if nbytes >= _LARGE_BYTES and nbytes % 16 == 0:
+            flat, places = self._shared(_count(shape))
+            sent = nbytes if rank == root else 0
+            moves.move([source.pointer] * size, places, [sent] * size, self.stream)
+        else:
+            flat = self._flat(_count(shape), dtype)
+            moves.broadcast(source.pointer, flat.pointer, nbytes, root, self.stream)
+        return self._finish(flat, shape, self.spec.dtype, out)
+
+    # -- memory ------------------------------------------------------------------------------------
+
+    def _by_rank(self, axis: int, counts: Parts) -> Any:
+        """The elements in the order in which the ranks will have them, each rank's in C order."""
+        x = self.library.host_view(self._x) if self.on_host else self._x
+        if _count(self.spec.shape[:axis]) == 1 or self.spec.size == 0:
+            return x
+        parts = [
+            _ravel(x[(slice(None),) * axis + (slice(sum(counts[:r]), sum(counts[: r + 1])),)])
+            for r in range(len(counts))
+        ]
+        if self.on_host:
+            return np.concatenate(parts)
+        joined = self.library.empty((self.spec.size,), self.spec.dtype, "C", self.spec.device)
+        at = 0
+        for part in parts:
+            joined[at : at + part.shape[0]] = part
+            at += part.shape[0]
+        return joined
+
+    def _packed(self, x: Any) -> _Flat:
+        """`x` in C order on the GPU: where it lies if it does, else a copy."""
+        if not self.on_host:
+            return _Flat(self, _contiguous(x), dtype_of(self.library.spec(x).dtype))
+        host = x if isinstance(x, np.ndarray) else self.library.host_view(x)
+        host = np.ascontiguousarray(host)
+        buffer = self.context.heap.allocate(host.nbytes)
+        self.team.device.activate()
+        if host.nbytes:
+            call("cuMemcpyHtoD", buffer.block.address, host.ctypes.data, host.nbytes)
+        return _Flat(self, buffer, dtype_of(host.dtype))
+
+    def _wide(self, reduction: Reduction, x: Any = None) -> tuple[_Flat, DType, str]:
+        """The operand in the type that the kernel combines, that type, and the operation."""
+        x = self._x if x is None else x
+        own = dtype_of(reduction.dtype)
+        inside = own.name in ("float16", "bfloat16") or reduction.accumulator == own.name
+        wide = own if inside else dtype_of(reduction.accumulator)
+        if wide != own:
+            x = self.library.host_view(x) if self.on_host and not _is_numpy(x) else x
+            x = _cast(x, wide)
+        return self._packed(x), wide, reduction.op
+
+    def _flat(self, count: int, dtype: DType) -> _Flat:
+        """Memory for a result of so many elements."""
+        if self.on_host:
+            return _Flat(self, self.context.heap.allocate(count * dtype.itemsize), dtype, count)
+        array = self.library.empty((count,), dtype, "C", self.spec.device)
+        return _Flat(self, array, dtype, count)
+
+    def _shared(self, count: int) -> tuple[_Flat, list[int]]:
+        """Such memory on the heap, and where every rank's lies. Collective."""
+        context, dtype = self.context, dtype_of(self.spec.dtype)
+        made: list[Any] = []
+
+        def tell() -> tuple[int, int, int]:
+            made.append(context.heap.allocate(count * dtype.itemsize))
+            block = made[0].block
+            context.announce(block)
+            return block.location.segment, block.location.offset, block.nbytes
+
+        found = context.agree("collectives, place", tell, lambda found: found)
+        places = [
+            context.peer_address(rank, Location(segment, offset), nbytes) or 0
+            for rank, (segment, offset, nbytes) in enumerate(found)
+        ]
+        array = made[0]
+        if not self.on_host:
+            array = array_on(array, self.library, dtype, (count,), (1,))
+        return _Flat(self, array, dtype, count), places
+
+    def _takes(self, out: Any, source: int) -> bool:
+        """Whether a result can be written into `out` at once: packed, and not across the operand."""
+        if out is None or self.on_host:
+            return False
+        spec, target = self.library.spec(out), self.library.pointer(out)
+        apart = target == source or abs(target - source) >= spec.nbytes
+        return apart and spec.order in ("C", "both") and spec.device == self.spec.device
+
+    def _joined(
+        self, flat: _Flat, axis: int, parts: Sequence[Shape], shape: Shape, out: Any
+    ) -> Any:
+        """The result, whose parts lie one after the other."""
+        if _count(shape[:axis]) == 1:
+            return self._finish(flat, shape, self.spec.dtype, out)
+        array, result = flat.array(), self._result(shape, self.spec.dtype, out)
+        view = self.library.host_view(result, writable=True) if self.on_host else result
+        at = start = 0
+        for part in parts:
+            place = (slice(None),) * axis + (slice(start, start + part[axis]),)
+            view[place] = array[at : at + _count(part)].reshape(part)
+            at, start = at + _count(part), start + part[axis]
+        return result
+
+    def _finish(self, flat: _Flat, shape: Shape, dtype: str, out: Any) -> Any:
+        array = flat.array().reshape(shape)
+        if out is None and not self.on_host:
+            return array
+        result = self._result(shape, dtype, out)
+        view = self.library.host_view(result, writable=True) if self.on_host else result
+        view[...] = array
+        return result
+
+    def _result(self, shape: Shape, dtype: str, out: Any) -> Any:
+        return self.library.empty(shape, dtype, "C", self.spec.device) if out is None else out
+
+
+class _Flat:
+    """Elements in a row on the GPU, as an array of the operand's library or as a buffer."""
+
+    def __init__(self, operand: DeviceOperand, kept: Any, dtype: DType, count: int = 0) -> None:
+        self._operand = operand
+        self._kept = kept
+        self._dtype = dtype
+        self._count = count
+        block = getattr(kept, "block", None)
+        self.pointer = block.address if block else operand.library.pointer(kept)
+
+    def array(self) -> Any:
+        """Its elements: of the library, or of NumPy for operands in host memory, after waiting."""
+        if not self._operand.on_host:
+            return self._kept
+        host = np.empty(self._count, to_numpy(self._dtype))
+        self._operand.team.synchronize(0)
+        if host.nbytes:
+            call("cuMemcpyDtoH", host.ctypes.data, self.pointer, host.nbytes)
+        return host
+
+    def narrow(self, dtype: str) -> _Flat:
+        """The same elements in another type."""
+        known = dtype_of(dtype)
+        if known == self._dtype:
+            return self
+        return _Cast(self, known)
+
+
+class _Cast(_Flat):
+    def __init__(self, flat: _Flat, dtype: DType) -> None:
+        self._wide, self._as = flat, dtype
+
+    def array(self) -> Any:
+        return _cast(self._wide.array(), self._as)
+
+
+def device_output_spec(out: Any, context: DistributedContext) -> OutputSpec:
+    """As `operand.output_spec`, for a context of GPUs."""
+    if out is None:
+        return None
+    operand = DeviceOperand(context, out)
+    if operand.on_host:
+        operand.library.host_view(out, writable=True)  # raises where it cannot be written
+    return operand.library.name, operand.spec.dtype, operand.spec.shape
+
+
+def _require_device(spec: ArraySpec, team: Team) -> None:
+    if spec.device not in ("cpu", team.device.name):
+        raise ValueError(
+            f"an array on {spec.device} was given, and this rank computes on {team.device.name}"
+        )
+
+
+def _is_numpy(x: Any) -> bool:
+    return isinstance(x, np.ndarray)
+
+
+def _contiguous(x: Any) -> Any:
+    """`x` in C order, on the current stream of its library."""
+    if type(x).__module__.startswith("torch") or hasattr(x, "resolve_conj"):
+        return x.detach().resolve_conj().resolve_neg().contiguous()
+    return x if x.flags.c_contiguous else x.copy("C")
+
+
+def _ravel(x: Any) -> Any:
+    return x.reshape(-1)
+
+
+def _cast(x: Any, dtype: DType) -> Any:
+    if _is_numpy(x) or hasattr(x, "astype"):
+        return x.astype(to_numpy(dtype))
+    import torch
+
+    return x.to(getattr(torch, dtype.name))
+
+
+def _count(shape: Sequence[int]) -> int:
+    count = 1
+    for extent in shape:
+        count *= extent
+    return count

@@ -1,0 +1,75 @@
+"""A CUDA device as one rank uses it: its primary context, which CuPy and torch share.
+
+The context is retained for the life of the process, so that memory that outlives a distributed
+context can still be given back.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from shardmath.cuda.driver import bindings, call
+from shardmath.errors import BackendUnavailable
+
+__all__ = ["Device"]
+
+
+class Device:
+    """One CUDA device. `ordinal` is its index among those that this process sees.
+
+    `arch` is like "sm_90"; `processors` the number of its multiprocessors. Get it with `Device.of`.
+    """
+
+    def __init__(self, ordinal: int) -> None:
+        call("cuInit", 0)
+        count = call("cuDeviceGetCount")
+        if not 0 <= ordinal < count:
+            raise BackendUnavailable(
+                f"device_id={ordinal}: this process sees {count} CUDA devices, numbered from 0"
+            )
+        self.ordinal = ordinal
+        self.handle = call("cuDeviceGet", ordinal)
+        self._context = call("cuDevicePrimaryCtxRetain", self.handle)
+        attribute = bindings().CUdevice_attribute
+        major = self.attribute(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)
+        minor = self.attribute(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)
+        self.arch = f"sm_{major}{minor}"
+        self.processors = self.attribute(attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
+
+    @staticmethod
+    def of(ordinal: int) -> Device:
+        """The device, the same object every time. Raises BackendUnavailable when there is none."""
+        return _device(ordinal)
+
+    def __repr__(self) -> str:
+        return f"Device({self.ordinal}, {self.arch})"
+
+    @property
+    def name(self) -> str:
+        """How array libraries write it, such as "cuda:0"."""
+        return f"cuda:{self.ordinal}"
+
+    def attribute(self, which: object) -> int:
+        """The value of a `CUdevice_attribute`."""
+        return int(call("cuDeviceGetAttribute", which, self.handle))
+
+    def activate(self) -> None:
+        """Make its context the calling thread's, as launches and allocations need."""
+        if int(call("cuCtxGetCurrent")) != int(self._context):
+            call("cuCtxSetCurrent", self._context)
+
+    def zero(self, address: int, nbytes: int) -> None:
+        """Set memory of the device to zero, and wait until it is."""
+        self.activate()
+        call("cuMemsetD8", address, 0, nbytes)
+        call("cuCtxSynchronize")
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all that this process asked of it."""
+        self.activate()
+        call("cuCtxSynchronize")
+
+
+@cache
+def _device(ordinal: int) -> Device:
+    return Device(ordinal)

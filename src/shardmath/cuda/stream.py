@@ -1,0 +1,71 @@
+"""The user's stream: which one is current in their array library, and what an argument means.
+
+A stream is handled here as its driver handle, an int; 0 is the default stream. Libraries are found in
+`sys.modules` and never imported for the user.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from shardmath.cuda.device import Device
+from shardmath.cuda.driver import call
+
+__all__ = ["capturing", "current", "given"]
+
+
+def current(library: str, device: Device) -> int:
+    """The current stream of the calling thread in the array library of that name."""
+    module = sys.modules.get(library)
+    if module is None:
+        return 0
+    if library == "torch":
+        return int(module.cuda.current_stream(device.ordinal).cuda_stream)
+    if library == "cupy":
+        return int(module.cuda.get_current_stream(device.ordinal).ptr)
+    return 0
+
+
+def given(stream: Any, library: str, device: Device) -> int:
+    """What the argument `stream` means; None is the library's current stream.
+
+    An int is a driver handle; other objects say theirs by `__cuda_stream__`, as cuda.core's, torch's
+    and CuPy's do, or by `cuda_stream` or `ptr` in older releases. Raises TypeError for anything
+    else, ValueError for a stream of another device.
+    """
+    if stream is None:
+        return current(library, device)
+    handle = _handle(stream)
+    if handle not in (0, 1, 2):  # the default streams are those of whichever device is current
+        device.activate()
+        home = int(call("cuStreamGetDevice", handle))
+        if home != int(device.handle):
+            raise ValueError(
+                f"the stream belongs to CUDA device {home}, and this rank computes on device "
+                f"{device.ordinal}"
+            )
+    return handle
+
+
+def capturing(stream: int) -> bool:
+    """Whether what is launched on `stream` is being captured into a CUDA graph."""
+    return int(call("cuStreamIsCapturing", stream)) != 0
+
+
+def _handle(stream: Any) -> int:
+    if isinstance(stream, int) and not isinstance(stream, bool):
+        return stream
+    protocol = getattr(stream, "__cuda_stream__", None)
+    if protocol is not None:
+        version, handle = protocol() if callable(protocol) else protocol
+        if version == 0:
+            return int(handle)
+    for name in ("cuda_stream", "ptr"):
+        handle = getattr(stream, name, None)
+        if isinstance(handle, int):
+            return handle
+    raise TypeError(
+        "stream is None, an int, or an object with __cuda_stream__ (of torch, cupy or cuda.core), "
+        f"not a {type(stream).__module__}.{type(stream).__qualname__}"
+    )

@@ -1,0 +1,45 @@
+// Any part of any rank's memory to any other rank, on cells: all_gather, all_to_all and broadcast of small
+// arrays in ordinary memory. The bits arrive as they are. Compiled with WHOLE: 1 where all places and sizes
+// are multiples of 8.
+#include "cells.cuh"
+
+using namespace shardmath;
+
+typedef Wire<false> Travel;
+constexpr int kBytes = Travel::kBytes;
+
+struct ExchangeArgument {
+    Cells cells;
+    char* input;
+    char* output;
+    u64 most;               // bytes of the largest part that any rank sends to any other
+    u64 from[kRanks];       // where the part for each rank starts in the input
+    u64 sent[kRanks];       // its bytes
+    u64 to[kRanks];         // where the part of each rank starts in the output
+    u64 received[kRanks];   // its bytes
+};
+
+typedef Stretch<kBytes, uint8, WHOLE> Bytes;
+
+// Every turn joins every two ranks, also those with nothing to say: see Reuse in cells.cuh.
+extern "C" __global__ void __launch_bounds__(kThreads) exchange(const __grid_constant__ ExchangeArgument a) {
+    const u32 packets = Bytes{a.input, a.most}.packets(), stride = gridDim.x * blockDim.x;
+    Turn turn(a.cells.team);
+    for (u32 row = blockIdx.x * blockDim.x; row < packets; row += stride, turn = turn.next()) {
+        const u32 at = row + threadIdx.x;
+        if (at >= packets) continue;
+        Packet have[kRanks], out[kRanks];
+#pragma unroll
+        for (int i = 0; i < kRanks; ++i) {
+            const u32 peer = rank_at(a.cells, i);
+            out[i] = Travel::seal(Bytes{a.input + a.from[peer], a.sent[peer]}.read(at), turn.number);
+        }
+        send(a.cells, turn, 0, [&](int i) { return out[i]; });
+        if (!receive<Travel>(a.cells, turn, 0, have)) break;
+#pragma unroll
+        for (int from = 0; from < kRanks; ++from)
+            Bytes{a.output + a.to[from], a.received[from]}.write(at, have[from]);
+        if (at + stride < packets) __threadfence_system();
+    }
+    finish(a.cells.team, turn);
+}

@@ -1,0 +1,134 @@
+// Reductions over the ranks on cells: all_reduce in one shot and in two, and reduce_scatter.
+//
+// Compiled with ELEMENT (a type of elements.cuh), OPERATION (sum, product, min, max, mean) and WHOLE: 1 where
+// operands are multiples of 16 in address and size, 0 where they may lie anywhere. The ranks'
+// elements are combined in the order of the ranks, wherever that happens: the result has the same bits on
+// all ranks, and every time. Operands are ordinary memory of any alignment of their elements.
+#include "cells.cuh"
+
+using namespace shardmath;
+
+typedef shardmath::ELEMENT Element;
+typedef shardmath::OPERATION Op;
+typedef Wire<IsFloat<Element>::value> Travel;
+constexpr int kBytes = Travel::kBytes;
+static_assert(kBytes % sizeof(Element) == 0 || sizeof(Element) == 16, "a packet holds whole elements");
+constexpr int kElements = kBytes / sizeof(Element);
+
+// Packets combined in the order of the ranks, in the wide type.
+struct Combined {
+    typename Wide<Element>::type value[kElements];
+
+    __device__ void add(Packet packet, bool first) {
+        const Element* elements = (const Element*)&packet;
+#pragma unroll
+        for (int i = 0; i < kElements; ++i) {
+            const auto x = Wide<Element>::widen(elements[i]);
+            value[i] = first ? x : Op::combine(value[i], x);
+        }
+    }
+    __device__ Packet narrowed() const {
+        Packet packet = {0, 0};
+        Element* elements = (Element*)&packet;
+#pragma unroll
+        for (int i = 0; i < kElements; ++i) elements[i] = Wide<Element>::narrow(Finish<Op>::apply(value[i], kRanks));
+        return packet;
+    }
+};
+
+__device__ inline Packet combined(const Packet (&packets)[kRanks]) {
+    Combined all;
+#pragma unroll
+    for (int rank = 0; rank < kRanks; ++rank) all.add(packets[rank], rank == 0);
+    return all.narrowed();
+}
+
+typedef Stretch<kBytes, Element, WHOLE> Elements;
+
+__device__ inline Packet sealed(Packet packet, const Turn& turn) { return Travel::seal(packet, turn.number); }
+
+struct AllReduceArgument {
+    Cells cells;
+    char* input;
+    char* output;  // may be the input
+    u64 nbytes;
+};
+
+// Every rank sends all it has to all others, and combines all: for small arrays.
+extern "C" __global__ void __launch_bounds__(kThreads) one_shot(const __grid_constant__ AllReduceArgument a) {
+    const Elements input = {a.input, a.nbytes}, output = {a.output, a.nbytes};
+    const u32 packets = input.packets(), stride = gridDim.x * blockDim.x;
+    Turn turn(a.cells.team);
+    for (u32 row = blockIdx.x * blockDim.x; row < packets; row += stride, turn = turn.next()) {
+        const u32 at = row + threadIdx.x;
+        if (at >= packets) continue;
+        Packet have[kRanks];
+        const Packet own = sealed(input.read(at), turn);
+        send(a.cells, turn, 0, [&](int) { return own; });
+        if (!receive<Travel>(a.cells, turn, 0, have)) break;
+        output.write(at, sealed(combined(have), turn));
+        if (at + stride < packets) __threadfence_system();
+    }
+    finish(a.cells.team, turn);
+}
+
+// Every rank combines one slice of the array, and sends the result to all others. What it has of the next
+// turn follows at once, so that the links are busy while it waits for this one's results.
+extern "C" __global__ void __launch_bounds__(kThreads) two_shot(const __grid_constant__ AllReduceArgument a) {
+    const Elements input = {a.input, a.nbytes}, output = {a.output, a.nbytes};
+    const u32 slice = (input.packets() + kRanks - 1) / kRanks, stride = gridDim.x * blockDim.x;
+    const auto contribute = [&](u32 at, const Turn& turn) {
+        Packet out[kRanks];
+#pragma unroll
+        for (int i = 0; i < kRanks; ++i) out[i] = sealed(input.read(rank_at(a.cells, i) * slice + at), turn);
+        send(a.cells, turn, 0, [&](int i) { return out[i]; });
+    };
+    const u32 row0 = blockIdx.x * blockDim.x;
+    Turn turn(a.cells.team);
+    if (row0 + threadIdx.x < slice) contribute(row0 + threadIdx.x, turn);
+    for (u32 row = row0; row < slice; row += stride, turn = turn.next()) {
+        const u32 at = row + threadIdx.x;
+        if (at >= slice) continue;
+        Packet have[kRanks];
+        if (!receive<Travel>(a.cells, turn, 0, have)) break;
+        const Packet result = sealed(combined(have), turn);
+        send(a.cells, turn, 1, [&](int) { return result; });
+        if (at + stride < slice) contribute(at + stride, turn.next());
+        if (!receive<Travel>(a.cells, turn, 1, have)) break;
+#pragma unroll
+        for (int from = 0; from < kRanks; ++from) output.write(from * slice + at, have[from]);
+        if (at + stride < slice) __threadfence_system();
+    }
+    finish(a.cells.team, turn);
+}
+
+struct ReduceScatterArgument {
+    Cells cells;
+    char* input;
+    char* output;
+    u64 most;            // bytes of the largest part
+    u64 start[kRanks];   // of each rank's part in the input, in bytes
+    u64 nbytes[kRanks];  // of each rank's part
+};
+
+// Every rank combines its own part. Parts may differ in size; shorter ones take part to the end.
+extern "C" __global__ void __launch_bounds__(kThreads)
+    reduce_scatter(const __grid_constant__ ReduceScatterArgument a) {
+    const u32 packets = Elements{a.input, a.most}.packets(), stride = gridDim.x * blockDim.x;
+    Turn turn(a.cells.team);
+    for (u32 row = blockIdx.x * blockDim.x; row < packets; row += stride, turn = turn.next()) {
+        const u32 at = row + threadIdx.x;
+        if (at >= packets) continue;
+        Packet have[kRanks], out[kRanks];
+#pragma unroll
+        for (int i = 0; i < kRanks; ++i) {
+            const u32 peer = rank_at(a.cells, i);
+            out[i] = sealed(Elements{a.input + a.start[peer], a.nbytes[peer]}.read(at), turn);
+        }
+        send(a.cells, turn, 0, [&](int i) { return out[i]; });
+        if (!receive<Travel>(a.cells, turn, 0, have)) break;
+        Elements{a.output, a.nbytes[a.cells.team.rank]}.write(at, sealed(combined(have), turn));
+        if (at + stride < packets) __threadfence_system();
+    }
+    finish(a.cells.team, turn);
+}

@@ -1,0 +1,124 @@
+"""What contexts stand on: connections to the peers, the transport, the heap, and what groups share.
+
+One context makes it; those split from it use the same. It imports the GPU's side only for ranks
+that compute on one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+from shardmath import agreement
+from shardmath.config import Settings
+from shardmath.group.base import ProcessGroup
+from shardmath.symmetric.board import Board, board_bytes
+from shardmath.symmetric.heap import Buffer, Heap
+from shardmath.symmetric.waiting import Patience
+from shardmath.transport.base import Transport
+from shardmath.transport.host import HostTransport, export_memory, map_memory
+from shardmath.transport.mesh import Mesh
+
+if TYPE_CHECKING:
+    from shardmath.cuda.device import Device
+    from shardmath.symmetric.team import Team
+
+__all__ = ["Machinery"]
+
+
+class Machinery:
+    """What a context and those split from it share: connections, transport and heap.
+
+    `transport` and `heap` are there after `open`.
+    """
+
+    transport: Transport
+    heap: Heap
+    device: Device | None = None  # None for ranks that compute on cores
+
+    def __init__(self, group: ProcessGroup, settings: Settings) -> None:
+        self.settings = settings
+        self.mesh = Mesh(group, settings.startup_timeout)
+
+    def open(self, ordinal: int | None) -> None:
+        """Make the transport for a CUDA device, or for the host's cores. Local."""
+        if ordinal is None:
+            self.transport = HostTransport(self.mesh)
+        else:
+            from shardmath.cuda.device import Device
+            from shardmath.transport.cuda import CudaTransport
+
+            self.device = Device.of(ordinal)
+            self.transport = CudaTransport(self.mesh, self.device)
+        self.heap = Heap(
+            self.transport, rank=self.mesh.rank, segment_bytes=self.settings.segment_bytes
+        )
+
+    def board(self, ranks: Sequence[int], rank: int, name: str) -> Board:
+        """A board for `ranks` (numbers of this mesh), of which this process is `rank`.
+
+        Collective among them: the first makes the memory and hands it to the others. No two boards
+        have the same `name`.
+        """
+        mesh, size = self.mesh, len(ranks)
+        tag = "board " + blake2b(name.encode(), digest_size=24).hexdigest()
+        if rank == 0:
+            fd, memory = export_memory("shardmath-board", board_bytes(size))
+            for peer in ranks[1:]:
+                mesh.send(peer, tag, fd)
+            os.close(fd)
+        else:
+            memory = map_memory(mesh.receive(ranks[0], tag))
+        names = [f"pid {mesh.pids[r]} on {mesh.hosts[r]}" for r in ranks]
+        patience = Patience.of(self.settings.timeout, self.settings.notice, mesh.size)
+        return Board(
+            memory,
+            rank=rank,
+            size=size,
+            watch=mesh.watch,
+            watch_ranks=ranks,
+            names=names,
+            patience=patience,
+        )
+
+    def team(self, board: Board, ranks: Sequence[int]) -> Team | None:
+        """The GPU side of a group: None on cores. Collective.
+
+        That every device reaches every other's memory is found out here, by mapping it.
+        """
+        if self.device is None:
+            return None
+        from shardmath.symmetric.team import Team, pad_bytes
+
+        device, transport, nbytes = self.device, self.transport, pad_bytes(len(ranks))
+        pads: list[Buffer] = []
+
+        def describe() -> tuple[int, int]:
+            pads.append(self.heap.allocate(nbytes))
+            block = pads[0].block
+            device.zero(block.address, nbytes)
+            transport.announce(block.location.segment, ranks)
+            return block.location.segment, block.location.offset
+
+        places = agreement.agree(board, "initialize: pads", describe, lambda places: places)
+
+        def attach() -> list[int | None]:
+            for peer, (segment, _) in zip(ranks, places, strict=True):
+                if peer != self.mesh.rank:
+                    transport.attach(peer, segment)
+            return []
+
+        agreement.agree(board, "initialize: peer access", attach, lambda _: None)
+        addresses = [
+            transport.address(peer, segment, offset, nbytes) or 0
+            for peer, (segment, offset) in zip(ranks, places, strict=True)
+        ]
+        return Team(device, board, pads[0], addresses)
+
+    def close(self) -> None:
+        """Drop transport and connections; mappings that arrays still use stay."""
+        if hasattr(self, "transport"):
+            self.transport.close()
+        self.mesh.close()

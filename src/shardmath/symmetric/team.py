@@ -1,0 +1,223 @@
+"""A context's ranks as their GPUs see them: pads of signals, and the kernels that wait on them.
+
+The layout of a pad is `kernels/symm.cuh`'s. A kernel whose wait expires writes down whom it waited for,
+in host memory, and ends; the host raises at its next call or at `synchronize`, and then everything can be
+used again: a barrier or a signal that did not come is waited for anew.
+"""
+
+from __future__ import annotations
+
+import struct
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shardmath.cuda.device import Device
+from shardmath.cuda.driver import call
+from shardmath.cuda.kernel import Argument, Kernel, kernel
+from shardmath.errors import CudaError, OpTimeout
+from shardmath.symmetric.board import Board
+from shardmath.symmetric.heap import Buffer
+
+__all__ = ["BLOCKS", "CHANNELS", "Team", "pad_bytes"]
+
+CHANNELS = 64  # of a context's team
+BLOCKS = 512  # kBlocks
+_OPERATIONS = {
+    1: "barrier",
+    2: "wait_signal",
+    3: "a collective",
+    4: "a kernel of the user's",
+    5: "put_signal",
+}
+
+
+def pad_bytes(size: int, channels: int = CHANNELS) -> int:
+    """Bytes of one rank's `Pad` in a team of `size` ranks."""
+    return 8 * (4 * channels * size + channels + BLOCKS + 1)
+
+
+class Team:
+    """The GPU side of one group of ranks.
+
+    `pads[rank]` is where a rank's pad lies for this device; `own` keeps this rank's. The operations
+    take a stream's handle and return at once; they can be captured in CUDA graphs and replayed. One
+    channel is used by one stream at a time; different channels are independent.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        board: Board,
+        own: Buffer,
+        pads: Sequence[int],
+        *,
+        channels: int = CHANNELS,
+    ) -> None:
+        self.device = device
+        self.channels = channels
+        self.rank = board.rank
+        self.size = board.size
+        self.pads = tuple(pads)
+        self.timeout = board.patience.timeout
+        self._board = board
+        self._own = own
+        self._status, self._status_address = _host_words(device, 1 + 3 * self.size)
+        self._arguments: dict[tuple[Any, ...], Argument] = {}
+
+    def another(self, own: Buffer, pads: Sequence[int], channels: int) -> Team:
+        """A team of the same ranks with pads of its own."""
+        return Team(self.device, self._board, own, pads, channels=channels)
+
+    @property
+    def defines(self) -> tuple[str, ...]:
+        """What a kernel that includes symm.cuh is compiled with."""
+        return (f"SHARDMATH_RANKS={self.size}", f"SHARDMATH_CHANNELS={self.channels}")
+
+    def kernel(
+        self, file: str, function: str, defines: Sequence[str] = (), *, shared: int = 0
+    ) -> Kernel:
+        """A kernel for this number of ranks."""
+        return kernel(self.device, file, function, (*self.defines, *defines), shared=shared)
+
+    def packed(self, timeout: float | None = None) -> bytes:
+        """The struct `Team` of symm.cuh. `timeout` in seconds; None is the context's."""
+        limit = self.timeout if timeout is None else timeout
+        nanoseconds = max(1, min(int(limit * 1e9), 1 << 62))
+        words = (self.rank, self.size, nanoseconds, self._status_address, *self.pads)
+        return struct.pack(f"iiQQ{self.size}Q", *words)
+
+    # -- operations on a stream --------------------------------------------------------------------
+
+    def barrier(self, stream: int, *, channel: int = 0, timeout: float | None = None) -> None:
+        """Put a barrier of all ranks on `stream`: what was written before, all see after."""
+        self.check()
+        self._require(channel)
+        if self.size > 1:
+            threads = min(1024, -(-self.size // 32) * 32)
+            argument = self._argument(timeout, channel, None)
+            self.kernel("signals", "team_barrier").launch(stream, 1, threads, argument)
+
+    def put_signal(self, dst: int, stream: int, *, channel: int = 0) -> None:
+        """Send one more signal to rank `dst` when `stream` gets there. Never waits."""
+        self._signal("put_signal", dst, stream, channel, None)
+
+    def wait_signal(
+        self, src: int, stream: int, *, channel: int = 0, timeout: float | None = None
+    ) -> None:
+        """Make `stream` wait for one more signal of rank `src`."""
+        self._signal("wait_signal", src, stream, channel, timeout)
+
+    def flag(
+        self,
+        function: str,
+        peer: int,
+        stream: int,
+        *,
+        slot: int,
+        channel: int,
+        timeout: float | None = None,
+    ) -> None:
+        """`raise_flag` or `lower_flag` of signals.cu, on the 32-bit word at address `slot`."""
+        self.check()
+        argument = Argument(self.packed(timeout) + struct.pack("QIi", slot, channel, peer))
+        self.kernel("signals", function).launch(stream, 1, 1, argument)
+
+    def _signal(
+        self, function: str, peer: int, stream: int, channel: int, timeout: float | None
+    ) -> None:
+        self.check()
+        self._require(channel)
+        if not 0 <= peer < self.size:
+            raise ValueError(f"rank {peer} is not among the {self.size} ranks, numbered from 0")
+        argument = self._argument(timeout, channel, peer)
+        self.kernel("signals", function).launch(stream, 1, 1, argument)
+
+    def _argument(self, timeout: float | None, channel: int, peer: int | None) -> Argument:
+        key = (timeout, channel, peer)
+        if key not in self._arguments:
+            tail = struct.pack("Ii", channel, 0 if peer is None else peer)
+            self._arguments[key] = Argument(self.packed(timeout) + tail)
+        return self._arguments[key]
+
+    def _require(self, channel: int) -> None:
+        if not 0 <= channel < self.channels:
+            raise ValueError(f"channel {channel}: there are {self.channels}, numbered from 0")
+
+    # -- errors ------------------------------------------------------------------------------------
+
+    def synchronize(self, stream: int) -> None:
+        """Wait for `stream`; raises as `check` does."""
+        self.device.activate()
+        call("cuStreamSynchronize", stream)
+        self.check()
+
+    def check(self) -> None:
+        """Raise what a kernel has noted: OpTimeout, or RankFailure for a rank that has ended.
+
+        Costs one load where nothing has gone wrong. After the error, the team can be used again.
+        """
+        if self._status[0]:
+            raise self._noted()
+
+    def _noted(self) -> Exception:
+        with suppress(CudaError):  # what else was waiting ends now, and has its say
+            self.device.synchronize()
+        late = self._status[1:].reshape(self.size, 3).copy()
+        self._status[:] = 0
+        call(
+            "cuMemsetD8", self.pads[self.rank] + pad_bytes(self.size, self.channels) - 8, 0, 8
+        )  # Pad.failed
+        ranks = [rank for rank in range(self.size) if late[rank, 0]]
+        reasons = [
+            f"rank {rank} had come to {seen} of {expected} in {_place(int(operation))}"
+            for rank in ranks
+            for operation, expected, seen in [late[rank].tolist()]
+        ]
+        gone = self._board.gone(ranks)
+        if gone is not None:
+            return gone
+        return OpTimeout(
+            f"rank {self.rank} (GPU {self.device.ordinal}) has waited in vain: {'; '.join(reasons)}; "
+            "raise SHARDMATH_TIMEOUT if they were only slow",
+            ranks,
+        )
+
+
+def _place(operation: int) -> str:
+    kind, number = operation & 0xFFFFFFFF, operation >> 32
+    where = "block" if kind == 3 else "channel"
+    return f"{_OPERATIONS.get(kind, f'operation {kind}')}, {where} {number}"
+
+
+class _Words:
+    """Words of host memory that the device writes, for NumPy."""
+
+    def __init__(self, address: int, count: int) -> None:
+        self.__array_interface__ = {
+            "shape": (count,),
+            "typestr": "<u8",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+def _host_words(device: Device, count: int) -> tuple[npt.NDArray[np.uint64], int]:
+    """Zeroed words of pinned host memory: as an array, and their address for the device."""
+    device.activate()
+    address = int(call("cuMemHostAlloc", 8 * count, 0x01))  # portable: valid in every context
+    words = _Words(address, count)
+    weakref.finalize(words, _free_host, device, address).atexit = False
+    array = np.asarray(words)
+    array[:] = 0
+    return array, int(call("cuMemHostGetDevicePointer", address, 0))
+
+
+def _free_host(device: Device, address: int) -> None:
+    with suppress(CudaError):
+        device.synchronize()  # a kernel may still write there
+        call("cuMemFreeHost", address)

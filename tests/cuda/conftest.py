@@ -1,0 +1,37 @@
+"""Ranks with a GPU each. The parent never touches CUDA: no fork survives that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ranks import Pool
+from shardmath.startup import new_context
+
+GPUS = len(list(Path("/dev").glob("nvidia[0-9]*")))
+SIZES = [size for size in (1, 2, 3, 4, 8) if size <= max(GPUS, 1)]
+
+
+def make_gpu_context(group):
+    return new_context(group.rank, group)
+
+
+def pytest_collection_modifyitems(items):
+    if not GPUS:
+        for item in items:
+            if "gpus" in getattr(item, "fixturenames", ()):
+                item.add_marker(pytest.mark.skip(reason="this machine has no GPU"))
+
+
+def pytest_generate_tests(metafunc):
+    if "size" in metafunc.fixturenames and "gpus" in metafunc.fixturenames:
+        metafunc.parametrize("size", SIZES)
+
+
+@pytest.fixture(scope="session")
+def gpus() -> Iterator[Pool]:
+    """As many ranks as GPUs: `gpus.run(function, *args, ranks=k)` calls function(context, ...)."""
+    with Pool(GPUS, make_gpu_context) as ranks:
+        yield ranks

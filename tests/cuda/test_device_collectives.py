@@ -1,0 +1,292 @@
+"""Collectives on addresses against NumPy, rank after rank."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from shardmath.arrays import dtypes
+from shardmath.collectives.device import DeviceCollectives, Launch, choose_all_reduce
+from shardmath.collectives.reduction import Reduction, fold
+from shardmath.cuda.driver import call
+
+DTYPES = ["bool", "int8", "uint8", "int16", "int32", "uint32", "int64", "uint64", "float16", "bfloat16", "float32", "float64", "complex64", "complex128"]
+COUNTS = (1, 7, 8, 9, 511, 1025, 70001)
+LARGE = (1 << 20, (3 << 20) + 17)
+
+
+class Memory:
+    """Device memory of an array: a sentinel lies behind it, and `shift` elements before it."""
+
+    def __init__(self, values, shift=0):
+        self.like, self.shift = values, shift
+        self.nbytes = values.nbytes + 64
+        self.base = int(call("cuMemAlloc", self.nbytes + shift * values.itemsize + 16))
+        self.address = self.base + shift * values.itemsize
+        whole = np.full(self.nbytes, 0xA5, np.uint8)
+        whole[: values.nbytes] = values.reshape(-1).view(np.uint8)
+        call("cuMemcpyHtoD", self.address, whole.ctypes.data, self.nbytes)
+
+    def take(self):
+        whole = np.empty(self.nbytes, np.uint8)
+        call("cuMemcpyDtoH", whole.ctypes.data, self.address, self.nbytes)
+        call("cuMemFree", self.base)
+        assert (whole[self.like.nbytes :] == 0xA5).all(), "bytes behind the array were written"
+        return whole[: self.like.nbytes].view(self.like.dtype)
+
+
+def values(dtype, count, rank):
+    rng = np.random.default_rng([count, rank])
+    kind = dtypes.to_numpy(dtype)
+    name = dtypes.of(dtype)
+    if name.kind in "iub":
+        raw = rng.integers(0, 256, count * name.itemsize, np.uint8)
+        return raw.view(kind) if name.kind != "b" else (raw & 1).view(bool)
+    x = rng.standard_normal(count) if name.kind == "f" else None
+    if x is None:
+        x = rng.standard_normal(count) + 1j * rng.standard_normal(count)
+    x = x.astype(kind)
+    if count > 8:
+        x[rank % count] = np.nan
+        x[3] = np.inf if name.kind == "f" else 1  # NumPy divides infinite complex numbers to NaN
+        x[4] = -0.0
+    return x
+
+
+def expected(op, dtype, parts):
+    reduction = Reduction.of(op, dtype)
+    out = np.empty((1, parts[0].size), dtypes.to_numpy(reduction.result))
+    with np.errstate(all="ignore"):
+        fold(reduction, [part[None] for part in parts], [out])
+    return out[0]
+
+
+def same(found, wanted):
+    """Equal bits; a NaN is any NaN, and complex products may round differently."""
+    if found.dtype == bool:
+        return bool((found == wanted).all())
+    if found.dtype.kind == "c":
+        return np.allclose(found, wanted, rtol=1e-5, equal_nan=True)
+    nan = wanted != wanted
+    if not ((found != found) == nan).all():
+        return False
+    bits = f"u{found.itemsize}"
+    return bool((found.view(bits)[~nan] == wanted.view(bits)[~nan]).all())
+
+
+def operations(dtype):
+    kind = dtypes.of(dtype).kind
+    named = ["sum", "product"] + (["min", "max"] if kind != "c" else [])
+    return named + (["mean"] if kind in "fc" else [])
+
+
+def check_all_reduce(context, names, counts, ops):
+    moves = DeviceCollectives.together(context)
+    wrong = []
+    for dtype in names:
+        for op in [op for op in operations(dtype) if op in ops]:
+            for count in counts:
+                parts = [values(dtype, count, rank) for rank in range(context.size)]
+                wanted = expected(op, dtype, parts)
+                nbytes = wanted.nbytes
+                plans = [choose_all_reduce(nbytes, context.size), Launch("two_shot", 3, 64)]
+                for shift, launch in enumerate((*plans, Launch("one_shot", 2, 96))):
+                    if nbytes > 1 << 20 and shift == 2:
+                        continue
+                    source, target = (
+                        Memory(parts[context.rank], shift),
+                        Memory(np.zeros_like(wanted), shift),
+                    )
+                    moves.all_reduce(
+                        source.address,
+                        target.address,
+                        count,
+                        dtypes.of(dtype),
+                        op,
+                        0,
+                        launch=launch,
+                    )
+                    context.team.synchronize(0)
+                    if not same(target.take(), wanted):
+                        wrong.append((dtype, op, count, launch.function))
+                    source.take()
+    context.barrier()
+    return wrong
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_reduce(gpus, size, dtype):
+    ops = ("sum", "max", "mean") if dtype != "float32" else operations(dtype)
+    assert gpus.run(check_all_reduce, [dtype], COUNTS, ops, ranks=size) == [[]] * size
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int32"])
+def test_all_reduce_of_many(gpus, size, dtype):
+    assert gpus.run(check_all_reduce, [dtype], LARGE, ["sum"], ranks=size) == [[]] * size
+
+
+def check_repeats(context, rounds):
+    """Calls follow each other without a pause, with all kinds of kernels in between."""
+    moves, team = DeviceCollectives.together(context), context.team
+    sizes = [(7919 * (i + 1)) % 40000 + 1 for i in range(rounds)]
+    bf16 = dtypes.of("float32")
+    wrong, kept = [], []
+    for number, count in enumerate(sizes):
+        parts = [values("float32", count, rank + number) for rank in range(context.size)]
+        wanted = expected("sum", "float32", parts)
+        source, target = Memory(parts[context.rank]), Memory(np.zeros_like(wanted))
+        everyone = Memory(np.zeros(context.size * count, np.float32))
+        kept.append((source, target, everyone, wanted, np.concatenate(parts)))
+    for (source, target, everyone, wanted, _), count in zip(kept, sizes, strict=True):
+        function = ("one_shot", "two_shot")[count % 2]
+        launch = Launch(function, 1 + count % 40, 32 * (1 + count % 16))
+        moves.all_reduce(source.address, target.address, count, bf16, "sum", 0, launch=launch)
+        moves.all_gather(source.address, everyone.address, [4 * count] * context.size, 0)
+    team.synchronize(0)
+    for number, (source, target, everyone, wanted, gathered) in enumerate(kept):
+        if not same(target.take(), wanted):
+            wrong.append((number, "all_reduce"))
+        if not same(everyone.take(), gathered):
+            wrong.append((number, "all_gather"))
+        source.take()
+    context.barrier()
+    return wrong
+
+
+def test_calls_that_follow_each_other(gpus, size):
+    assert gpus.run(check_repeats, 40, ranks=size) == [[]] * size
+
+
+def check_moves(context):
+    moves, rank, size = DeviceCollectives.together(context), context.rank, context.size
+    wrong = []
+
+    def tell(name, target, wanted):
+        context.team.synchronize(0)
+        if not (target.take() == wanted).all():
+            wrong.append(name)
+
+    for unit in (0, 1, 13, 8000, 100003):
+        for shift in (0, 5):
+            data = [
+                np.random.default_rng([unit, r]).integers(0, 256, unit * (r + 1) * size, np.uint8)
+                for r in range(size)
+            ]
+            # all_gather: rank r has unit * r bytes
+            sizes = [unit * r for r in range(size)]
+            source = Memory(data[rank], shift)
+            wanted = np.concatenate([data[r][: sizes[r]] for r in range(size)])
+            target = Memory(np.zeros_like(wanted), shift)
+            moves.all_gather(source.address, target.address, sizes, 0)
+            tell(("all_gather", unit), target, wanted)
+            # all_to_all: r sends unit * (r + 1) bytes to rank p, one less for odd p
+            table = [[max(0, unit * (r + 1) - p % 2) for p in range(size)] for r in range(size)]
+            wanted = np.concatenate(
+                [data[r][sum(table[r][:rank]) :][: table[r][rank]] for r in range(size)]
+            )
+            target = Memory(np.zeros_like(wanted), shift)
+            moves.all_to_all(source.address, target.address, table, 0)
+            tell(("all_to_all", unit), target, wanted)
+            for root in {0, size - 1}:
+                wanted = data[root][:unit]
+                target = Memory(np.zeros_like(wanted), shift)
+                moves.broadcast(source.address, target.address, unit, root, 0)
+                tell(("broadcast", unit, root), target, wanted)
+            source.take()
+    context.barrier()
+    return wrong
+
+
+def test_moves(gpus, size):
+    assert gpus.run(check_moves, ranks=size) == [[]] * size
+
+
+def check_reduce_scatter(context):
+    moves, rank, size = DeviceCollectives.together(context), context.rank, context.size
+    wrong = []
+    for dtype in ("bfloat16", "float64", "int32", "complex128"):
+        for unit in (0, 1, 9, 5000):
+            counts = [unit * r + (r == 0) for r in range(size)]
+            parts = [values(dtype, sum(counts), r) for r in range(size)]
+            start = sum(counts[:rank])
+            wanted = expected("sum", dtype, parts)[start : start + counts[rank]]
+            for shift in (0, 1):
+                source, target = Memory(parts[rank], shift), Memory(np.zeros_like(wanted), shift)
+                moves.reduce_scatter(
+                    source.address, target.address, counts, dtypes.of(dtype), "sum", 0
+                )
+                context.team.synchronize(0)
+                if not same(target.take(), wanted):
+                    wrong.append((dtype, unit, shift))
+                source.take()
+    context.barrier()
+    return wrong
+
+
+def test_reduce_scatter_of_uneven_parts(gpus, size):
+    assert gpus.run(check_reduce_scatter, ranks=size) == [[]] * size
+
+
+def check_pushes(context):
+    moves, rank, size = DeviceCollectives.together(context), context.rank, context.size
+    wrong = []
+    for unit in (16, 16384, 16400, (1 << 20) + 48):
+        nbytes = unit * size
+        buffer = context.heap.allocate(2 * nbytes + 64)
+        base = buffer.block.address
+        whole = np.full(2 * nbytes + 64, 0xA5, np.uint8)
+        call("cuMemcpyHtoD", base, whole.ctypes.data, whole.nbytes)
+        context.announce(buffer.block)
+        where = buffer.block.location
+        found = context.agree("t", lambda: (where.segment, where.offset), lambda found: found)
+        from shardmath.symmetric.heap import Location
+
+        bases = [
+            context.peer_address(r, Location(*place), 2 * nbytes + 64)
+            for r, place in enumerate(found)
+        ]
+        data = [
+            np.random.default_rng([unit, r]).integers(0, 256, nbytes, np.uint8) for r in range(size)
+        ]
+        source = Memory(data[rank])
+        moves.barrier(0)
+        moves.push_to_all(source.address, [b + rank * unit for b in bases], unit, 0)
+        moves.push_to_each(
+            [source.address + p * unit for p in range(size)],
+            [b + nbytes + rank * unit for b in bases],
+            [unit - 16 * (p % 2) for p in range(size)],
+            0,
+        )
+        moves.barrier(0)
+        context.team.synchronize(0)
+        call("cuMemcpyDtoH", whole.ctypes.data, base, whole.nbytes)
+        for r in range(size):
+            if not (whole[r * unit :][:unit] == data[r][:unit]).all():
+                wrong.append(("all", unit, r))
+            sent = unit - 16 * (rank % 2)
+            if not (whole[nbytes + r * unit :][:sent] == data[r][rank * unit :][:sent]).all():
+                wrong.append(("each", unit, r))
+            if not (whole[nbytes + r * unit + sent :][: unit - sent] == 0xA5).all():
+                wrong.append(("beyond", unit, r))
+        source.take()
+        context.barrier()
+    return wrong
+
+
+def test_pushes_into_symmetric_memory(gpus, size):
+    assert gpus.run(check_pushes, ranks=size) == [[]] * size
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "size", "wanted"),
+    [
+        (1, 8, Launch("one_shot", 1, 128)),
+        (2048, 8, Launch("one_shot", 1, 128)),
+        (16 << 10, 8, Launch("one_shot", 8, 128)),
+        (1 << 20, 8, Launch("two_shot", 64, 128)),
+        (256 << 20, 8, Launch("two_shot", 132, 512)),
+        (256 << 20, 1, Launch("one_shot", 132, 512)),
+    ],
+)
+def test_the_choice_of_a_kernel(nbytes, size, wanted):
+    assert choose_all_reduce(nbytes, size) == wanted
