@@ -48,6 +48,9 @@ class DistributedContext:
     start; `heap`, this rank's symmetric memory; `board`, the words that the ranks share; `team`,
     what their GPUs share, None on cores.
     `nvshmem_available` and `nccl_comm` are there for programs written for nvmath.distributed.
+
+    The ranks' calls are matched by their order. So one thread at a time uses a context, and threads
+    that compute at once have one each: a call during another's raises RuntimeError.
     """
 
     nvshmem_available = False

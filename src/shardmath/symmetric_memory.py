@@ -35,11 +35,13 @@ __all__ = [
     "SymmetricMemory",
     "empty",
     "empty_strided_p2p",
+    "enable_symm_mem_for_group",
     "get_backend",
     "get_signal_pad_size",
     "get_symm_mem_workspace",
     "has_multicast_support",
     "is_nvshmem_available",
+    "is_symm_mem_enabled_for_group",
     "is_symm_mem_tensor",
     "memset32",
     "rendezvous",
@@ -152,6 +154,15 @@ def get_symm_mem_workspace(group_name: Any, min_size: int) -> SymmetricMemory:
     handle = rendezvous(present, group_name)
     kept[group_name] = present
     return handle
+
+
+def enable_symm_mem_for_group(group_name: str) -> None:
+    """Accept any group: symmetric memory needs no enabling here. Deprecated in torch, yet called."""
+
+
+def is_symm_mem_enabled_for_group(group_name: str) -> bool:
+    """True: see `enable_symm_mem_for_group`."""
+    return True
 
 
 def get_signal_pad_size() -> int:

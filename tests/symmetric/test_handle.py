@@ -155,6 +155,7 @@ def test_what_is_out_of_reach_raises():
             lambda: handle.get_buffer(peer, 1.0, "f4"),
             lambda: handle.get_buffer(peer, (1.0,), "f4"),
             lambda: handle.get_buffer(peer, (1,), "f4", 1.0),
+            lambda: handle.get_buffer(peer, (1,), "f4", np.zeros(2)),
             lambda: handle.get_signal_pad(peer, (), None, 0.5),
             lambda: handle.barrier("0"),
             lambda: handle.barrier(0, 1.5),
@@ -162,7 +163,7 @@ def test_what_is_out_of_reach_raises():
         ]
         return [raised(call) for call in calls]
 
-    expected = ["RuntimeError"] * 4 + ["ValueError"] * 14 + ["TypeError"] * 8
+    expected = ["RuntimeError"] * 4 + ["ValueError"] * 14 + ["TypeError"] * 9
     assert on_ranks(2, body) == [expected] * 2
 
 

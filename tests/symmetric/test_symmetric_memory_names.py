@@ -245,6 +245,8 @@ def test_backends():
     fails(lambda: symm_mem.set_backend("NVSHMEM"), ValueError)
     assert symm_mem.has_multicast_support("cpu", 0) is False
     assert symm_mem.is_nvshmem_available() is False
+    assert symm_mem.enable_symm_mem_for_group("0") is None
+    assert symm_mem.is_symm_mem_enabled_for_group("0") is True
 
 
 def test_the_class_has_the_static_functions_of_torchs():

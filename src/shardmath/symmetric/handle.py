@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import os
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -240,7 +240,7 @@ class SymmetricMemory(metaclass=PadSetting):
         self._require_array()
         place = self._share.places[self._peer(rank)]
         wanted = dtype_of(dtype)
-        skipped = index(storage_offset or 0, "storage_offset") * wanted.itemsize
+        skipped = _elements(storage_offset) * wanted.itemsize
         memory = self._share.memory[rank]
         return self._view(memory, sizes, wanted, start=skipped, limit=place.nbytes)
 
@@ -268,8 +268,9 @@ class SymmetricMemory(metaclass=PadSetting):
         """
         wanted = dtype_of("uint32" if dtype is None else dtype)
         size = self._share.places[self._peer(rank)].pad_size
-        skipped = index(storage_offset or 0, "storage_offset")
-        shape = sizes or [max(0, size // wanted.itemsize - skipped)]
+        skipped = _elements(storage_offset)
+        whole = isinstance(sizes, Sized) and len(sizes) == 0
+        shape = [max(0, size // wanted.itemsize - skipped)] if whole else sizes
         start = skipped * wanted.itemsize
         return self._view(self._share.pads[rank], shape, wanted, start=start, limit=size)
 
@@ -381,6 +382,10 @@ class SymmetricMemory(metaclass=PadSetting):
                 f"channel {channel} does not exist: a pad of {self.signal_pad_size} bytes has "
                 f"{channels} channels for {self.world_size} ranks; see set_signal_pad_size"
             )
+
+
+def _elements(storage_offset: int | None) -> int:
+    return 0 if storage_offset is None else index(storage_offset, "storage_offset")
 
 
 def _order() -> None:
