@@ -157,7 +157,10 @@ def get_symm_mem_workspace(group_name: Any, min_size: int) -> SymmetricMemory:
 
 
 def enable_symm_mem_for_group(group_name: str) -> None:
-    """Accept any group: symmetric memory needs no enabling here. Deprecated in torch, yet called."""
+    """Accept any group: symmetric memory needs no enabling here.
+
+    Deprecated in torch, and still called.
+    """
 
 
 def is_symm_mem_enabled_for_group(group_name: str) -> bool:
