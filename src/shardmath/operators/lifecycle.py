@@ -125,10 +125,10 @@ def check_blocking(blocking: Any) -> None:
         raise ValueError(f'blocking is True or "auto", not {blocking!r}')
 
 
-def options_of(kind: type[T], value: Any) -> T:
+def options_of(kind: type[T], value: Any, name: str = "options") -> T:
     """`value` as a `kind`: one already, a dictionary of its fields, or None for the defaults.
 
-    Raises TypeError for anything else and for unknown fields.
+    Raises TypeError, naming the argument, for anything else and for unknown fields.
     """
     if value is None:
         default: T = _default(kind)  # type: ignore[arg-type]
@@ -139,9 +139,9 @@ def options_of(kind: type[T], value: Any) -> T:
         known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
         unknown = sorted(str(name) for name in set(value) - set(known))
         if unknown:
-            raise TypeError(f"options has no field {unknown[0]!r}; it has {', '.join(known)}")
+            raise TypeError(f"{name} has no field {unknown[0]!r}; it has {', '.join(known)}")
         return kind(**value)
-    raise TypeError(f"options is a {kind.__name__}, a dictionary or None, not {value!r}")
+    raise TypeError(f"{name} is a {kind.__name__}, a dictionary or None, not {value!r}")
 
 
 @lru_cache(maxsize=32)

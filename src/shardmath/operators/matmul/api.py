@@ -76,7 +76,9 @@ class Arguments(NamedTuple):
         if self.scales is not None:
             raise ValueError(f"quantization_scales want float8 operands, not {operands[0].dtype}")
         check_stream(self.stream)
-        options_of(MatmulPlanPreferences, self.preferences).check()
+        options_of(MatmulPlanPreferences, self.preferences, "preferences").check()
+        options = options_of(MatmulOptions, self.options)
+        options.check_kinds()  # before anything is looked up by their values
         alpha, beta = self.scalars()
         return Call(
             operands=operands,
@@ -85,7 +87,7 @@ class Arguments(NamedTuple):
             has_beta=self.beta is not None,
             transpose=transpose,
             conjugate=conjugate,
-            options=options_of(MatmulOptions, self.options),
+            options=options,
             epilog=_epilog(self.epilog),
             inputs=_input_specs(self.inputs),
         )
@@ -151,6 +153,8 @@ def agree_on_plan(context: DistributedContext, arguments: Arguments) -> tuple[Pl
         return Plan(strategy, tuple(compared), host.Share(strategy, context.rank))
 
     plan, _ = agree_plan(context, "matmul", described, build)
+    if calls[0].options.logger is not None:
+        calls[0].options.logger.info("%s", plan.explain())
     return plan, calls[0]
 
 
