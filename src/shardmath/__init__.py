@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from shardmath import collectives, distribution, errors, linalg, reshape, symmetric_memory
+    from shardmath import collectives, distribution, errors, fft, linalg, reshape, symmetric_memory
     from shardmath.context import DistributedContext, get_context
     from shardmath.group import MPIProcessGroup, ProcessGroup, TorchProcessGroup
     from shardmath.launch import spawn
@@ -32,7 +32,7 @@ _HOME = {
     "new_context": "startup",
     "spawn": "launch",
 }
-_MODULES = ("collectives", "distribution", "errors", "linalg", "reshape", "symmetric_memory")
+_MODULES = ("collectives", "distribution", "errors", "fft", "linalg", "reshape", "symmetric_memory")
 
 __all__ = [
     "DistributedContext",
@@ -44,6 +44,7 @@ __all__ = [
     "collectives",
     "distribution",
     "errors",
+    "fft",
     "finalize",
     "free_symmetric_memory",
     "get_context",
