@@ -9,16 +9,16 @@ for a peer.
 from __future__ import annotations
 
 import itertools
-import operator
 import struct
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from shardmath import agreement, current
+from shardmath.geometry.integers import index
 from shardmath.group.base import ProcessGroup
 from shardmath.machinery import Machinery
 from shardmath.symmetric.board import Board
@@ -48,6 +48,9 @@ class DistributedContext:
     start; `heap`, this rank's symmetric memory; `board`, the words that the ranks share; `team`,
     what their GPUs share, None on cores.
     `nvshmem_available` and `nccl_comm` are there for programs written for nvmath.distributed.
+
+    The ranks' calls are matched by their order. So one thread at a time uses a context, and threads
+    that compute at once have one each: a call during another's raises RuntimeError.
     """
 
     nvshmem_available = False
@@ -124,11 +127,12 @@ class DistributedContext:
     @contextmanager
     def executing(self, operation: str) -> Iterator[None]:
         """Around what follows agreement: an error here ends the wait of the peers at once."""
-        try:
-            yield
-        except BaseException as error:
-            self.board.fail(f"{operation}: {type(error).__name__}: {error}")
-            raise
+        with self.board.turn(operation):
+            try:
+                yield
+            except BaseException as error:
+                self.board.fail(f"{operation}: {type(error).__name__}: {error}")
+                raise
 
     # -- memory ------------------------------------------------------------------------------------
 
@@ -192,17 +196,16 @@ class DistributedContext:
         """
 
         def describe() -> tuple[int | None, int]:
-            if color is not None and (isinstance(color, bool) or not isinstance(color, int)):
-                raise TypeError(f"color is an integer or None, not {color!r}")
-            return color, key
+            return None if color is None else index(color, "color"), index(key, "key")
 
         choices = self.agree("split", describe, lambda specs: specs)
         self._outlived.clear()
         self._splits += 1
-        if color is None:
+        own, _ = choices[self.rank]
+        if own is None:
             return None
-        members = sorted((k, r) for r, (c, k) in enumerate(choices) if c == color)
-        return self._derive([r for _, r in members], f"split {self._splits} color {color}")
+        members = sorted((k, r) for r, (c, k) in enumerate(choices) if c == own)
+        return self._derive([r for _, r in members], f"split {self._splits} color {own}")
 
     def subset(self, ranks: Sequence[int]) -> DistributedContext:
         """A context of these ranks of this one, in this order. Collective among them alone.
@@ -212,7 +215,9 @@ class DistributedContext:
         does not exist, or not this one.
         """
         self.require_open()
-        chosen = tuple(operator.index(rank) for rank in ranks)
+        if not isinstance(ranks, Iterable):
+            raise TypeError(f"ranks is a sequence of integers, not {ranks!r}")
+        chosen = tuple(index(rank, "a rank") for rank in ranks)
         strangers = [rank for rank in chosen if not 0 <= rank < self.size]
         if strangers or len(set(chosen)) < len(chosen) or self.rank not in chosen:
             raise ValueError(

@@ -106,9 +106,10 @@ def _ordinal(device_id: object, backends: Sequence[str] | None) -> int | None:
     if backends is not None:
         names = [backends] if isinstance(backends, str) else list(backends)
         unknown = [name for name in names if name not in _BACKENDS]
-        if unknown or isinstance(backends, str):
+        if unknown or not names or isinstance(backends, str):
             raise ValueError(
-                f"backends is a sequence of names among {', '.join(_BACKENDS)}, not {backends!r}"
+                f"backends is a sequence of names among {', '.join(_BACKENDS)}, at least one; not "
+                f"{backends!r}"
             )
     if device_id == "cpu":
         return None

@@ -15,6 +15,7 @@ from shardmath.collectives import all_reduce
 from shardmath.distribution import BlockCyclic, Box, ProcessGrid, Replicated, Slab, redistribute
 from shardmath.linalg.advanced import (
     Matmul,
+    MatmulComputeType,
     MatmulEpilog,
     MatmulOptions,
     MatmulPlanPreferences,
@@ -194,6 +195,18 @@ MISTAKES = {
     "result_amax": (lambda s: s.option(result_amax=True), V, V),
     "block_scaling": (lambda s: s.option(block_scaling=True), V, V),
     "sm_count": (lambda s: s.option(sm_count_communication="all"), V, V),
+    "sm_count on one": (lambda s: s.option(sm_count_communication=4), MISMATCH, ""),
+    "inplace: list": (lambda s: s.option(inplace=[True]), V, V),
+    "inplace: number": (lambda s: s.option(inplace=1), V, V),
+    "inplace: NumPy's": (lambda s: s.option(inplace=np.True_), "", ""),
+    "compute_type: list": (lambda s: s.option(compute_type=[70]), V, V),
+    "compute_type: enum": (
+        lambda s: s.option(compute_type=MatmulComputeType.COMPUTE_64F), MISMATCH, "",
+    ),
+    "blocking: list": (lambda s: s.option(blocking=[True]), V, V),
+    "logger": (lambda s: s.option(logger=print), T, T),
+    "strategy: list": (lambda s: s.option(strategy=["replicate"]), T, T),
+    "preferences: list": (lambda s: s.set(preferences=[]), T, T),
     "strategy: unknown": (lambda s: s.option(strategy="fast"), MISMATCH, V),
     "strategy: number": (lambda s: s.option(strategy=1), T, T),
     "strategy on one": (lambda s: s.option(strategy="stationary b"), MISMATCH, ""),
