@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -57,7 +58,7 @@ def main() -> None:
         print(f"{height} x {width} pixels in 3 colours, rows split over {context.size} rank(s)")
         print(f"one rfft and two irfft took {seconds * 1e3:.0f} ms; the cut is at {CUT} pixels")
         compare(photograph, low, high)
-        path = sys.argv[1] if len(sys.argv) > 1 else "photograph.png"
+        path = Path(sys.argv[1] if len(sys.argv) > 1 else "build/photograph.png")
         write_picture(path, [photograph, low, 0.5 + 2 * high])
         print(f"original, low-pass and high-pass side by side: {path}")
     shardmath.finalize()
@@ -99,10 +100,11 @@ def compare(photograph: Any, low: Any, high: Any) -> None:
     print(f"both      largest difference from the original: {difference:.1e}")
 
 
-def write_picture(path: str, images: list[Any]) -> None:
+def write_picture(path: Path, images: list[Any]) -> None:
     """Write the images side by side, with a white line between."""
     from PIL import Image
 
+    path.parent.mkdir(parents=True, exist_ok=True)
     line = np.ones((images[0].shape[0], 8, 3))
     row = [part for image in images for part in (line, image)][1:]
     pixels = np.clip(np.concatenate(row, axis=1), 0, 1)

@@ -178,8 +178,26 @@ def check_blocks(given_problem, strategy, block):
                     count[cut] += 1
                     assert all(cut[axis] == slice(0, count.shape[axis]) for axis in each.axes)
                 assert (count == 1).all()
+        check_order(plan)
     finally:
         passing.BLOCK_BYTES = usual
+
+
+def check_order(plan):
+    """No rank pulls what may not be written yet, or writes what a peer may still be pulling."""
+    written, pulled, at = set(), set(), "operand"
+    *before, after = plan.waits
+    for each, place, waits in zip(plan.passes, plan.places, before, strict=True):
+        if waits:
+            written, pulled = set(), set()
+        if each.transfer.crosses:
+            assert at not in written
+            pulled.add(at)
+        assert place not in pulled
+        assert place == at or place not in written or not each.transfer.crosses
+        written.add(place)
+        at = place
+    assert after or not pulled
 
 
 RUNS = [

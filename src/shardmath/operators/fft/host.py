@@ -61,6 +61,22 @@ class Plan:
                 found.append(1 - found[-1] if found else 0)
         return tuple(found)
 
+    @cached_property
+    def waits(self) -> tuple[bool, ...]:
+        """Whether the ranks wait for each other before each pass, and at the end.
+
+        Before a pass that pulls, so that what it pulls is there (the operand is: the call has been
+        agreed on); and before one that writes to the buffer that an earlier one was pulled from.
+        """
+        found: list[bool] = []
+        read = False  # whether peers may still be reading what this rank wrote
+        for index, (each, place) in enumerate(zip(self.passes, self.places, strict=True)):
+            pulls = each.transfer.crosses
+            reuses = read and place not in (_RESULT, self.places[index - 1])
+            found.append(bool(index) and (pulls or reuses))
+            read = pulls or (read and not found[-1])
+        return (*found, read)
+
     def explain(self) -> str:
         """The strategy, and its passes over memory."""
         lines = [f"pass {i}: {each}" for i, each in enumerate(self.passes, 1)]
@@ -232,18 +248,13 @@ class _Execution:
 
     def run(self, shown: Sequence[tuple[bytes, ...]]) -> None:
         """All passes. `shown` is what `prepare` returned on every rank."""
-        read = False  # whether peers may be reading what this rank wrote before
-        places = self._plan.places
-        for index, each in enumerate(self._plan.passes):
-            crosses = each.transfer.crosses
-            if index and (crosses or (read and places[index] not in (_RESULT, places[index - 1]))):
-                # Before reading what a peer wrote; and before reusing what a peer may still read:
-                # this pass may write to the buffer that an earlier one was pulled from.
+        *before, after = self._plan.waits
+        for index, (each, waits) in enumerate(zip(self._plan.passes, before, strict=True)):
+            if waits:
+                # Before reading what a peer wrote, and before reusing what a peer may still read.
                 self._context.board.barrier("fft")
-                read = False
-            read = read or crosses
             self._pass(index, each, [notes[index] for notes in shown])
-        if read:
+        if after:
             # Before reusing what a peer may still read: the operand and both buffers.
             self._context.board.barrier("fft")
 
