@@ -1,6 +1,6 @@
 """Distributed 3-D transforms on cores, beside mpi4py-fft, plain MPI and one process, in turn.
 
-`python benchmarks/fft.py [n]`. Every rank holds a slab X of an n x n x n array. Peers:
+`python benchmarks/fft.py [n ...]`. Every rank holds a slab X of an n x n x n array. Peers:
 
 mpi4py-fft  FFTW and MPI_Alltoallw; only where it is installed (it needs FFTW's headers to build).
 Alltoallw   scipy.fft along the whole axes, MPI_Alltoallw between slabs, scipy.fft along the last.
@@ -193,10 +193,10 @@ def main() -> None:
     if arguments[:1] == ["--rank"]:
         measure_ranks(int(arguments[1]))
         return
-    n = int(arguments[0]) if arguments else 256
+    sizes = [int(each) for each in arguments] or [160, 256]
     starter = shutil.which("mpiexec", path=str(Path(sys.executable).parent)) or "mpiexec"
     rows: list[dict[str, Any]] = []
-    for ranks in sorted({case[0] for case in CASES}):
+    for n, ranks in itertools.product(sizes, sorted({case[0] for case in CASES})):
         command = [starter, "-n", str(ranks), sys.executable, __file__, "--rank", str(n)]
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
         rows += json.loads(done.stdout.splitlines()[-1])
@@ -205,7 +205,7 @@ def main() -> None:
         for name, spent in entry["ms"].items():
             ratio = entry["times as fast as"].get(name, "")
             print(f"  {name:12}" + "".join(f"{k} {v:8} ms  " for k, v in spent.items()), ratio)
-    path = record.write("fft", rows, n=n, repeats=REPEATS)
+    path = record.write("fft", rows, sizes=sizes, repeats=REPEATS)
     print(f"written: {path.relative_to(path.parent.parent.parent)}")
 
 

@@ -200,6 +200,14 @@ def check_order(plan):
     assert after or not pulled
 
 
+def test_a_buffer_that_peers_pull_from_is_not_reused_before_they_have():
+    """Axis 1 is pulled from a buffer, and axis 2 then completed into the same one."""
+    given_problem = problem(Slab.Z, Slab.Z, shape=(8, 7, 9), kind="C2R")
+    strategy = choose(given_problem)
+    assert outline(strategy) == [(0,), "-> (0,)", (1, 2), "-> (2,)"]
+    check_blocks(given_problem, strategy, 32)
+
+
 RUNS = [
     Run(1, 7, 3, 0, 2, 0),
     Run(4, 3, 1, 5, 0, 4),
