@@ -287,8 +287,8 @@ def test_pushes_into_symmetric_memory(gpus, size):
         (2048, 8, Launch("one_shot", 1, 128)),
         (16 << 10, 8, Launch("one_shot", 8, 128)),
         (1 << 20, 8, Launch("two_shot", 64, 128)),
-        (256 << 20, 8, Launch("two_shot", 132, 512)),
-        (256 << 20, 1, Launch("one_shot", 132, 512)),
+        (256 << 20, 8, Launch("two_shot", 264, 512)),
+        (256 << 20, 1, Launch("one_shot", 264, 512)),
     ],
 )
 def test_the_choice_of_a_kernel(nbytes, size, wanted):

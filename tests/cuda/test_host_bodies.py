@@ -117,10 +117,12 @@ REDUCING = [
     ("check_types", [["float32", "int16", "bool", "bfloat16", "complex64", "float64", "uint64"]]),
     ("check_lengths", [(511, 513, 16385, 262145), "float32", "sum"]),
     ("check_lengths", [(511, 16385), "int16", "mean"]),
+    ("check_overlap", []),
 ]
 MOVING = [
     ("check_broadcast", [0, ["float32", "bool", "bfloat16"]]),
     ("check_gather_of_all_dtypes", []),
+    ("check_gather_in_place", []),
     ("check_alternation", []),
 ]
 
@@ -175,7 +177,7 @@ def test_all_gather_of_every_form(gpus, size, form, shape, axis, dtype):
     ],
 )
 def test_all_to_all_of_every_form(gpus, size, form, uneven, shape, axis, dtype):
-    args = [shape, axis, dtype, uneven]
+    args = [(shape, axis, dtype), uneven]
     assert gpus.run(check, "test_moving", "check_exchange", form, args, ranks=size) == [[]] * size
 
 
@@ -183,6 +185,6 @@ def test_all_to_all_of_every_form(gpus, size, form, uneven, shape, axis, dtype):
 @pytest.mark.parametrize("dtype", ["float16", "int64"])
 def test_reduce_scatter(gpus, size, op, dtype):
     for shape, axis in (((7,), 0), ((5, 8), 1), ((3, 2, 9), 1), ((0, 4), 0), ((9, 40_000), 0)):
-        args = [shape, axis, None, dtype, op]
+        args = [(shape, axis, None), dtype, op]
         found = gpus.run(check, "test_reducing", "check_scatter", "plain", args, ranks=size)
         assert found == [True] * size, shape
