@@ -8,9 +8,10 @@ contiguous parts are pushed straight into symmetric memory (`kernels/push.cu`) b
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardmath.arrays.dtypes import DType
 from shardmath.cuda.driver import call
@@ -30,7 +31,7 @@ _MOST_THREADS = 512  # kThreads
 _SETS, _PHASES = 3, 2  # kSets, kPhases
 _MOST_BLOCKS = 264  # two on each multiprocessor of an H100
 _SPREAD = 64  # blocks, before there are more threads in each
-_ONE_SHOT_BYTES = 128 << 10  # up to here every rank combines everything itself
+_SECOND_WAIT_BYTES = 512 << 10  # what a link carries in the time of one wait, 1.4 us
 _COPY_ENGINE_BYTES = 8 << 20  # to one rank: a copy engine takes 10 us to start, and is faster
 _PIECE, _STAGES, _AHEAD = 16 << 10, 12, 6
 
@@ -47,7 +48,9 @@ class Launch:
 def choose_all_reduce(nbytes: int, size: int) -> Launch:
     """How to reduce `nbytes` of every one of `size` ranks."""
     packets = -(-nbytes // _PACKET)
-    if nbytes <= _ONE_SHOT_BYTES or size == 1:
+    # One shot sends n (size - 1) bytes, two shots 2 n (size - 1) / size, and wait for each other twice.
+    more = nbytes * (size - 1) * (size - 2) // size
+    if more <= _SECOND_WAIT_BYTES:
         return _grid("one_shot", packets)
     return _grid("two_shot", -(-packets // size))
 
@@ -71,6 +74,7 @@ class DeviceCollectives:
         self.team = team
         self._cells = cells
         self._places = tuple(places)
+        self._side: tuple[Any, Any, Any] | None = None  # stream, and events to fork and join
 
     @classmethod
     def together(cls, context: DistributedContext) -> DeviceCollectives:
@@ -239,10 +243,29 @@ class DeviceCollectives:
         if max(sizes) < _COPY_ENGINE_BYTES:
             self.push_to_each(sources, targets, sizes, stream)
         else:
-            for peer in self._rotated():
-                if sizes[peer]:
-                    call("cuMemcpyAsync", targets[peer], sources[peer], sizes[peer], stream)
+            *peers, own = self._rotated()
+            copies = [(targets[rank], sources[rank], sizes[rank]) for rank in peers]
+            with self._beside(stream) as side:
+                if sizes[own] and targets[own] != sources[own]:
+                    call("cuMemcpyAsync", targets[own], sources[own], sizes[own], side)
+                for copy in copies:
+                    if copy[2]:
+                        call("cuMemcpyAsync", *copy, stream)
         self.barrier(stream)
+
+    @contextmanager
+    def _beside(self, stream: int) -> Iterator[Any]:
+        """A second stream that starts where `stream` is, and that `stream` waits for at the end."""
+        self.team.device.activate()
+        if self._side is None:
+            make = call("cuStreamCreate", 1)  # it does not wait for the default stream
+            self._side = (make, call("cuEventCreate", 2), call("cuEventCreate", 2))  # no timing
+        side, fork, join = self._side
+        call("cuEventRecord", fork, stream)
+        call("cuStreamWaitEvent", side, fork, 0)
+        yield side
+        call("cuEventRecord", join, side)
+        call("cuStreamWaitEvent", stream, join, 0)
 
     def _rotated(self) -> list[int]:
         """All ranks, beginning behind this one and ending with it: no two ranks begin alike."""
