@@ -9,6 +9,7 @@ from shardmath.arrays import dtypes
 from shardmath.collectives.device import DeviceCollectives, Launch, choose_all_reduce
 from shardmath.collectives.reduction import Reduction, fold
 from shardmath.cuda.driver import call
+from shardmath.errors import OpTimeout, RankFailure
 
 DTYPES = (
     "bool int8 uint8 int16 int32 uint32 int64 uint64 "
@@ -296,3 +297,41 @@ def test_pushes_into_symmetric_memory(gpus, size):
 )
 def test_the_choice_of_a_kernel(nbytes, size, wanted):
     assert choose_all_reduce(nbytes, size) == wanted
+
+
+def check_late(context):
+    """The last rank does not come: the others name it, and their collectives are at an end."""
+    group = context.split(0)
+    moves, team = DeviceCollectives.together(group), group.team
+    last = group.size - 1
+    team.timeout = 0.3
+    told = []
+    for function in ("one_shot", "two_shot"):
+        target = Memory(np.zeros(100, np.float32))
+        if group.rank != last:
+            try:
+                moves.all_reduce(
+                    target.address,
+                    target.address,
+                    100,
+                    dtypes.of("float32"),
+                    "sum",
+                    0,
+                    launch=Launch(function, 1, 32),
+                )
+                team.synchronize(0)
+            except OpTimeout as error:
+                told.append(("late", error.ranks == (last,)))
+            except RankFailure as error:
+                told.append(("ended", "given up" in str(error)))
+        context.barrier()
+    team.barrier(0, timeout=20)  # signals are not
+    team.synchronize(0)
+    context.barrier()
+    return told
+
+
+def test_a_collective_that_a_rank_does_not_join(gpus, size):
+    told = [("late", True), ("ended", True)]
+    if size > 1:
+        assert gpus.run(check_late, ranks=size) == [told] * (size - 1) + [[]]

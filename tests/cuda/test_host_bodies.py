@@ -188,3 +188,35 @@ def test_reduce_scatter(gpus, size, op, dtype):
         args = [(shape, axis, None), dtype, op]
         found = gpus.run(check, "test_reducing", "check_scatter", "plain", args, ranks=size)
         assert found == [True] * size, shape
+
+
+def check_spaces(context):
+    """One rank in host memory, the others on GPUs; an array of another GPU; an `out` elsewhere."""
+    import torch
+
+    from shardmath.collectives import all_reduce
+
+    torch.cuda.set_device(context.device_id)
+    size, rank = context.size, context.rank
+    on = [torch.ones(3, device="cpu" if rank == size - 1 else "cuda"), torch.ones(3, device="cuda")]
+    calls = [
+        (lambda: all_reduce(on[0], context=context), "CollectiveMismatch", size > 1),
+        (lambda: all_reduce(on[1], out=torch.ones(3), context=context), "ValueError", True),
+    ]
+    if size > 1:
+        other = torch.ones(3, device=f"cuda:{(rank + 1) % size}")
+        calls.append((lambda: all_reduce(other, context=context), "ValueError", True))
+    wrong = []
+    for number, (call, error, raises) in enumerate(calls):
+        try:
+            call()
+            found = ""
+        except Exception as caught:
+            found = type(caught).__name__
+        if found != (error if raises else ""):
+            wrong.append((number, found))
+    return wrong
+
+
+def test_memory_spaces_are_not_mixed(gpus, size):
+    assert gpus.run(check_spaces, ranks=size) == [[]] * size

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from shardmath.arrays.dtypes import DType
 from shardmath.cuda.driver import call
 from shardmath.cuda.kernel import Argument
+from shardmath.errors import RankFailure
 from shardmath.symmetric.heap import Buffer, Location
 from shardmath.symmetric.team import Team
 
@@ -183,7 +184,7 @@ class DeviceCollectives:
     ) -> None:
         if most == 0:
             return
-        self.team.check()
+        self._require_usable()
         words = (source, target, most, *starts, *sent, *_starts(received), *received)
         launch = _grid("exchange", -(-most // (_PACKET // 2)))
         argument = Argument(self._packed() + struct.pack(f"{len(words)}Q", *words))
@@ -200,13 +201,21 @@ class DeviceCollectives:
         tail: bytes,
         stream: int,
     ) -> None:
-        self.team.check()
+        self._require_usable()
         assert launch.blocks <= _MOST_BLOCKS and launch.threads <= _MOST_THREADS, launch
         element = "boolean" if dtype.name == "bool" else dtype.name
         defines = (f"ELEMENT={element}", f"OPERATION={operation}", f"WHOLE={whole:d}")
         kernel = self.team.kernel("reduce", launch.function, defines)
         argument = Argument(self._packed() + tail)
         kernel.launch(stream, launch.blocks, launch.threads, argument)
+
+    def _require_usable(self) -> None:
+        self.team.check()
+        if self.team.broken:
+            raise RankFailure(
+                f"rank {self.team.rank}: an earlier collective of this context was given up "
+                f"({self.team.broken}); finalize and initialize again among the ranks that remain"
+            )
 
     def _packed(self) -> bytes:
         """The struct `Cells`."""

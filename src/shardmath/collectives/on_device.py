@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from shardmath.arrays import DType, Library, library_of
+from shardmath.arrays import DType, Library, library_named, library_of
 from shardmath.arrays.dtypes import of as dtype_of
 from shardmath.arrays.dtypes import to_numpy
 from shardmath.arrays.spec import ArraySpec
@@ -26,8 +26,9 @@ from shardmath.symmetric.allocation import array_on
 from shardmath.symmetric.heap import Location
 from shardmath.symmetric.team import Team
 
-__all__ = ["DeviceOperand", "device_output_spec"]
+__all__ = ["DeviceOperand", "device_output_spec", "stand_in"]
 
+_ON_GPUS = " on GPUs"
 _LARGE_BYTES = 4 << 20  # to one rank; from here on parts are pushed into place on the peers
 
 # In the rank's own operand, the part for a rank; in the result, the part of a rank.
@@ -53,6 +54,11 @@ class DeviceOperand:
     def on_host(self) -> bool:
         """Whether the array is in host memory."""
         return self.spec.device == "cpu"
+
+    @property
+    def kind(self) -> str:
+        """The library and where its memory is, which are equal on all ranks and for `out`."""
+        return self.library.name if self.on_host else f"{self.library.name}{_ON_GPUS}"
 
     @property
     def stream(self) -> int:
@@ -294,7 +300,14 @@ def device_output_spec(out: Any, context: DistributedContext) -> OutputSpec:
     operand = DeviceOperand(context, out)
     if operand.on_host:
         operand.library.host_view(out, writable=True)  # raises where it cannot be written
-    return operand.library.name, operand.spec.dtype, operand.spec.shape
+    return operand.kind, operand.spec.dtype, operand.spec.shape
+
+
+def stand_in(context: DistributedContext, kind: str, dtype: str, shape: Shape) -> DeviceOperand:
+    """An operand of that kind with undefined elements, for a rank that gives none."""
+    library = library_named(kind.removesuffix(_ON_GPUS))
+    device = f"cuda:{context.device_id}" if kind.endswith(_ON_GPUS) else "cpu"
+    return DeviceOperand(context, library.empty(shape, dtype, "C", device))
 
 
 def _require_device(spec: ArraySpec, team: Team) -> None:
