@@ -36,8 +36,8 @@ clean:
 	rm -rf $(VENV) .*_cache .hypothesis build dist src/*.egg-info
 
 # One extra of pyproject.toml, with the package itself as it stands in src. Installed once, and again
-# when pyproject.toml changes.
-$(VENV)/.has-%: pyproject.toml $(RUN)
+# when pyproject.toml or what is compiled from C changes.
+$(VENV)/.has-%: pyproject.toml $(wildcard src/shardmath/*/*.c) $(RUN)
 	@echo "installing shardmath[$*] into $(VENV)"
 	@$(PIP) install --editable '.[$*]'
 	@touch $@

@@ -20,9 +20,9 @@ import record
 
 import shardmath
 from shardmath.collectives import all_reduce
-from shardmath.context import finalize, initialize
 from shardmath.launch import spawn
 from shardmath.planning import agree_plan
+from shardmath.startup import finalize, initialize
 
 SIZES = (2 << 10, 64 << 10, 1 << 20, 32 << 20)
 GOALS = {"all_reduce 32 MB over gloo": 20.0, "barrier of 2 ranks, us": 30.0}

@@ -21,7 +21,7 @@ import numpy as np
 import record
 from numpy.lib.stride_tricks import as_strided
 
-from shardmath import context as contexts
+from shardmath import startup
 from shardmath.arrays import library_of
 from shardmath.context import DistributedContext
 from shardmath.distribution import (
@@ -63,9 +63,9 @@ CASES = (
 
 def run(n: int) -> list[dict[str, Any]]:
     """The rows of all cases for an n x n array of float64, as this rank measures them."""
-    context = contexts.initialize("cpu")
+    context = startup.initialize("cpu")
     rows = [row(context, case, n) for case in CASES]
-    contexts.finalize()
+    startup.finalize()
     return rows
 
 

@@ -19,10 +19,9 @@ import time
 from typing import Any
 
 import numpy as np
-from sklearn.datasets import load_digits
 
 import shardmath
-from shardmath.collectives import all_gather, all_reduce
+from shardmath.collectives import all_gather, all_reduce, broadcast
 from shardmath.distribution import Replicated, Slab, redistribute
 from shardmath.linalg.advanced import Matmul
 
@@ -33,11 +32,11 @@ NEIGHBOURS = 5
 def main() -> None:
     """Label the test images; rank 0 tells how it went, and compares with plain NumPy."""
     context = shardmath.initialize("cpu")
-    digits = load_digits()
-    training, test = np.split(digits.data, [TRAINING])
-    training_labels, test_labels = np.split(digits.target, [TRAINING])
+    images, labels = read_digits(context.rank)
+    training, test = np.split(images, [TRAINING])
+    training_labels, test_labels = np.split(labels, [TRAINING])
 
-    # Each rank keeps its own rows, as if it had read only these.
+    # From here on each rank works on its own rows alone.
     y, y_labels = own_rows(training), own_rows(training_labels)
     x, x_labels = own_rows(test), own_rows(test_labels)
 
@@ -50,7 +49,7 @@ def main() -> None:
 
     whole = redistribute(distances, Slab.X, Replicated())  # for the comparison alone
     if context.rank == 0:
-        print(f"{len(digits.data)} digits of 8 x 8 pixels, rows split over {context.size} rank(s)")
+        print(f"{len(images)} digits of 8 x 8 pixels, rows split over {context.size} rank(s)")
         show_rows("training", len(training), context.size)
         show_rows("test", len(test), context.size)
         print(f"\n{explained}\n")
@@ -58,6 +57,16 @@ def main() -> None:
         print(f"shardmath    {score(correct[0], len(test))}, in {took}")
         compare(whole, training, training_labels, test, test_labels)
     shardmath.finalize()
+
+
+def read_digits(rank: int) -> tuple[Any, Any]:
+    """The images, one per row, and their labels: rank 0 reads them and tells the others."""
+    if rank != 0:
+        return broadcast(None), broadcast(None)
+    from sklearn.datasets import load_digits  # a large library: only the reader loads it
+
+    digits = load_digits()
+    return broadcast(digits.data), broadcast(digits.target)
 
 
 def own_rows(array: Any) -> Any:

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardmath import config, current, wire
-from shardmath import context as contexts
+from shardmath import config, current, startup, wire
 from shardmath.errors import ShardmathError
 from shardmath.group.links import star
 from shardmath.group.local import LocalProcessGroup
@@ -110,9 +109,9 @@ def on_ranks(size: int, body: Callable[[Any], Any], timeout: float = 30.0) -> li
 
     def told(group: Any) -> tuple[str, Any]:
         try:
-            context = contexts.initialize("cpu", group)
+            context = startup.initialize("cpu", group)
             result = body(context)
-            contexts.finalize()
+            startup.finalize()
             return "", result
         except BaseException:
             return traceback.format_exc(), None

@@ -7,6 +7,7 @@ inside functions and for type checkers count.
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -88,6 +89,13 @@ def test_the_table_names_what_there_is() -> None:
     assert not [module for module in modules if unit_of(module) is None]
     assert not [unit for unit in LAYERS if not (SOURCE / unit.replace(".", "/")).is_dir()
                 and unit not in modules]  # fmt: skip
+
+
+def test_the_page_names_files_that_are_there() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    names = re.findall(r"`([\w*]+/[\w*/.]*|[\w/*]+\.py)`", text)
+    assert names
+    assert not [name for name in names if not any([*ROOT.glob(name), *SOURCE.rglob(name)])]
 
 
 @pytest.mark.parametrize("path", FILES, ids=dotted)

@@ -9,8 +9,8 @@ import pytest
 
 from ranks import Pool
 from shardmath.agreement import require_equal
-from shardmath.context import new_context
 from shardmath.planning import agree_plan
+from shardmath.startup import new_context
 
 
 def make_context(group):

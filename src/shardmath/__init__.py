@@ -12,16 +12,11 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from shardmath import collectives, distribution, errors, linalg, reshape, symmetric_memory
-    from shardmath.context import (
-        DistributedContext,
-        finalize,
-        get_context,
-        initialize,
-        new_context,
-    )
+    from shardmath import collectives, distribution, errors, fft, linalg, reshape, symmetric_memory
+    from shardmath.context import DistributedContext, get_context
     from shardmath.group import MPIProcessGroup, ProcessGroup, TorchProcessGroup
     from shardmath.launch import spawn
+    from shardmath.startup import finalize, initialize, new_context
     from shardmath.symmetric.allocation import allocate_symmetric_memory, free_symmetric_memory
 
 _HOME = {
@@ -30,14 +25,14 @@ _HOME = {
     "ProcessGroup": "group",
     "TorchProcessGroup": "group",
     "allocate_symmetric_memory": "symmetric.allocation",
-    "finalize": "context",
+    "finalize": "startup",
     "free_symmetric_memory": "symmetric.allocation",
     "get_context": "context",
-    "initialize": "context",
-    "new_context": "context",
+    "initialize": "startup",
+    "new_context": "startup",
     "spawn": "launch",
 }
-_MODULES = ("collectives", "distribution", "errors", "linalg", "reshape", "symmetric_memory")
+_MODULES = ("collectives", "distribution", "errors", "fft", "linalg", "reshape", "symmetric_memory")
 
 __all__ = [
     "DistributedContext",
@@ -49,6 +44,7 @@ __all__ = [
     "collectives",
     "distribution",
     "errors",
+    "fft",
     "finalize",
     "free_symmetric_memory",
     "get_context",

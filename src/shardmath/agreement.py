@@ -16,7 +16,7 @@ from shardmath import errors, wire
 from shardmath.errors import CollectiveMismatch
 from shardmath.symmetric.board import Board
 
-__all__ = ["agree", "raise_refusal", "refusal", "require_equal"]
+__all__ = ["agree", "gather", "require_equal"]
 
 Agreed = TypeVar("Agreed")
 
@@ -43,18 +43,28 @@ def agree(
     Raises on every rank what `describe` raised on the first rank where it did (its message preceded
     by that rank), or what `check` raises, or CollectiveMismatch when the operations differ.
     """
+    texts = gather(board, operation, lambda: wire.encode(describe()))
+    return check([wire.decode(text) for text in texts])
+
+
+def gather(board: Board, operation: str, describe: Callable[[], bytes]) -> list[bytes]:
+    """Every rank's `describe()`, in rank order: agreement on what is packed already. Collective.
+
+    Raises on every rank what `describe` raised on the first rank where it did, or
+    CollectiveMismatch when the operations differ.
+    """
     mistake: Exception | None = None
     try:
-        message = _DESCRIBED + wire.encode(describe())
+        message = _DESCRIBED + describe()
     except Exception as error:
         mistake = error
-        message = refusal(error)
+        message = _refusal(error)
     try:
         messages = board.exchange(operation, message)
-        raise_refusal(messages, mistake)
+        _raise_refusal(messages, mistake)
     finally:
         del mistake  # its traceback refers to this frame: a cycle that would keep the operands
-    return check([wire.decode(text[1:]) for text in messages])
+    return [text[1:] for text in messages]
 
 
 def require_equal(what: str, values: Sequence[Any]) -> Any:
@@ -68,21 +78,24 @@ def require_equal(what: str, values: Sequence[Any]) -> Any:
     return values[0]
 
 
-def refusal(error: Exception) -> bytes:
+def _refusal(error: Exception) -> bytes:
     """What a rank sends instead of its description: the error that it met."""
     facts = {name: getattr(error, name) for name in _FACTS if hasattr(error, name)}
     return _REFUSED + wire.encode((_travelling_name(error), str(error), facts))
 
 
-def raise_refusal(messages: Sequence[bytes], own: Exception | None) -> None:
+def _raise_refusal(messages: Sequence[bytes], own: Exception | None) -> None:
     """Raise the error of the first rank that sent one; `own`, this rank's, becomes its cause.
 
-    Where `own` says the same, as when all ranks make one mistake, it would only be shown twice.
+    What every rank sent is said of every rank. Where `own` says the same as what is raised, it
+    would only be shown twice.
     """
     for rank, text in enumerate(messages):
         if text[:1] == _REFUSED:
-            same = own is None or text == refusal(own)
-            raise _rebuilt(rank, text[1:]) from (None if same else own)
+            everywhere = len(messages) > 1 and all(other == text for other in messages)
+            same = own is None or text == _refusal(own)
+            who = "every rank" if everywhere else f"rank {rank}"
+            raise _rebuilt(who, text[1:]) from (None if same else own)
 
 
 def _travelling_name(error: Exception) -> str:
@@ -92,9 +105,9 @@ def _travelling_name(error: Exception) -> str:
     return "RuntimeError"
 
 
-def _rebuilt(rank: int, data: bytes) -> Exception:
+def _rebuilt(who: str, data: bytes) -> Exception:
     name, text, facts = wire.decode(data)
-    error = _TRAVELLING.get(name, RuntimeError)(f"rank {rank}: {text}")
+    error = _TRAVELLING.get(name, RuntimeError)(f"{who}: {text}")
     for fact, value in facts.items():
         if fact in _FACTS and hasattr(error, fact):
             setattr(error, fact, value)

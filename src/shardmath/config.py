@@ -8,6 +8,7 @@ type the field's, its default the field's, and its sentence the field's metadata
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -61,6 +62,9 @@ class Settings:
             kind: Callable[[str], Any] = type(entry.default)
             try:
                 values[entry.name] = kind(text)
+                # Not a number would pass for a limit that no wait ever reaches; infinity is one.
+                if kind is float and not 0 <= values[entry.name] < math.inf:
+                    raise ValueError
             except ValueError:
                 raise ValueError(f"{name}={text!r} is not {_ARTICLES[kind.__name__]}") from None
         return cls(**values)
@@ -94,4 +98,4 @@ def table() -> list[tuple[str, str, str, str]]:
     ]
 
 
-_ARTICLES = {"int": "an integer", "float": "a number", "str": "a string"}
+_ARTICLES = {"int": "an integer", "float": "a finite number of seconds", "str": "a string"}

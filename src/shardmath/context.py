@@ -1,30 +1,24 @@
 """A context: the ranks that compute together, their board, and their symmetric memory.
 
-`initialize` makes the default context and `new_context` one more; `split` derives contexts on subsets of
-the ranks, which share the parent's transport and heap and have a board of their own. A context made
-current with `with` is the one that operators use. Only the board's words are needed to leave: closing
-a context never waits for a peer.
+`startup` makes contexts; `split` and `subset` give contexts of some of the ranks, which share the
+parent's transport and heap and have a board of their own. A context made current with `with` is the
+one that operators use. Only the board's words are needed to leave: closing a context never waits
+for a peer.
 """
 
 from __future__ import annotations
 
-import atexit
 import itertools
-import operator
-import os
 import struct
-import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from shardmath import agreement, current
-from shardmath.config import Settings
-from shardmath.errors import OpTimeout, RankFailure
-from shardmath.group import as_process_group
+from shardmath.geometry.integers import index
 from shardmath.group.base import ProcessGroup
 from shardmath.machinery import Machinery
 from shardmath.symmetric.board import Board
@@ -36,17 +30,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DistributedContext",
-    "finalize",
     "get_context",
-    "initialize",
-    "new_context",
     "open_contexts",
     "require_context",
 ]
 
 Agreed = TypeVar("Agreed")
 
-_BACKENDS = ("host", "mpi", "cuda", "nvshmem", "nccl")
 _contexts: weakref.WeakSet[DistributedContext] = weakref.WeakSet()
 _numbers = itertools.count()
 
@@ -54,10 +44,13 @@ _numbers = itertools.count()
 class DistributedContext:
     """The ranks that compute together, as seen by one of them.
 
-    `rank`, `size`; `device_id` ("cpu", or the index of a CUDA device); `process_group`, which was used
-    to start; `heap`, this rank's symmetric memory; `board`, the words that the ranks share; `team`,
+    `rank`, `size`; `device_id` ("cpu", or the index of a CUDA device); `process_group`, used to
+    start; `heap`, this rank's symmetric memory; `board`, the words that the ranks share; `team`,
     what their GPUs share, None on cores.
     `nvshmem_available` and `nccl_comm` are there for programs written for nvmath.distributed.
+
+    The ranks' calls are matched by their order. So one thread at a time uses a context, and threads
+    that compute at once have one each: a call during another's raises RuntimeError.
     """
 
     nvshmem_available = False
@@ -114,6 +107,11 @@ class DistributedContext:
         self.require_open()
         return agreement.agree(self.board, operation, describe, check)
 
+    def gather(self, operation: str, describe: Callable[[], bytes]) -> list[bytes]:
+        """See `agreement.gather`. Collective."""
+        self.require_open()
+        return agreement.gather(self.board, operation, describe)
+
     def barrier(self) -> None:
         """Wait until every rank has called it; what was written before is seen after. Collective.
 
@@ -129,17 +127,19 @@ class DistributedContext:
     @contextmanager
     def executing(self, operation: str) -> Iterator[None]:
         """Around what follows agreement: an error here ends the wait of the peers at once."""
-        try:
-            yield
-        except BaseException as error:
-            self.board.fail(f"{operation}: {type(error).__name__}: {error}")
-            raise
+        with self.board.turn(operation):
+            try:
+                yield
+            except BaseException as error:
+                self.board.fail(f"{operation}: {type(error).__name__}: {error}")
+                raise
 
     # -- memory ------------------------------------------------------------------------------------
 
     def announce(self, block: Block) -> None:
         """Let every peer attach the segment of `block`. Local; must precede the exchange that says
-        where the block lies."""
+        where the block lies.
+        """
         self._machinery.transport.announce(block.location.segment, self._ranks)
 
     def peer_bytes(self, rank: int, location: Location, nbytes: int) -> Bytes | None:
@@ -148,7 +148,7 @@ class DistributedContext:
         return None if isinstance(memory, DeviceBytes) else memory
 
     def peer_memory(self, rank: int, location: Location, nbytes: int) -> Memory | None:
-        """Memory of `rank`, which it has announced, for arrays to lie on; None without an address."""
+        """Memory of `rank`, which it has announced, for arrays to lie on; None if out of reach."""
         transport, peer = self._machinery.transport, self._ranks[rank]
         if rank != self.rank:
             transport.attach(peer, location.segment)
@@ -173,7 +173,7 @@ class DistributedContext:
         return next(self._shares)
 
     def cache(self, name: str, make: Callable[[], Any]) -> Any:
-        """This context's object of that name, made when first asked for; it ends with the context."""
+        """This context's object of that name, made when first asked for, ended with the context."""
         if name not in self._caches:
             self._caches[name] = make()
         return self._caches[name]
@@ -196,17 +196,16 @@ class DistributedContext:
         """
 
         def describe() -> tuple[int | None, int]:
-            if color is not None and (isinstance(color, bool) or not isinstance(color, int)):
-                raise TypeError(f"color is an integer or None, not {color!r}")
-            return color, key
+            return None if color is None else index(color, "color"), index(key, "key")
 
         choices = self.agree("split", describe, lambda specs: specs)
         self._outlived.clear()
         self._splits += 1
-        if color is None:
+        own, _ = choices[self.rank]
+        if own is None:
             return None
-        members = sorted((k, r) for r, (c, k) in enumerate(choices) if c == color)
-        return self._derive([r for _, r in members], f"split {self._splits} color {color}")
+        members = sorted((k, r) for r, (c, k) in enumerate(choices) if c == own)
+        return self._derive([r for _, r in members], f"split {self._splits} color {own}")
 
     def subset(self, ranks: Sequence[int]) -> DistributedContext:
         """A context of these ranks of this one, in this order. Collective among them alone.
@@ -216,7 +215,9 @@ class DistributedContext:
         does not exist, or not this one.
         """
         self.require_open()
-        chosen = tuple(operator.index(rank) for rank in ranks)
+        if not isinstance(ranks, Iterable):
+            raise TypeError(f"ranks is a sequence of integers, not {ranks!r}")
+        chosen = tuple(index(rank, "a rank") for rank in ranks)
         strangers = [rank for rank in chosen if not 0 <= rank < self.size]
         if strangers or len(set(chosen)) < len(chosen) or self.rank not in chosen:
             raise ValueError(
@@ -280,77 +281,9 @@ class DistributedContext:
         if current.default() is self:
             current.set_default(None)
 
-
-def initialize(
-    device_id: int | str,
-    process_group: Any = None,
-    backends: Sequence[str] | None = None,
-) -> DistributedContext:
-    """Make the default context, and return it. Collective.
-
-    `device_id`: "cpu", or the index of this rank's CUDA device. `process_group`: an mpi4py
-    communicator, a torch.distributed group or a ProcessGroup; None reads what the launcher has set
-    (shardmath, torchrun, mpiexec, Slurm), and without one there is one rank. `backends` is accepted
-    for programs written for nvmath.distributed; the transport is chosen by trying.
-
-    Raises RuntimeError when there is a default context already, TypeError or ValueError for a bad
-    argument, BootstrapError when the ranks cannot find each other.
-    Source: nvmath.distributed.initialize.
-    """
-    if current.default() is not None:
-        raise RuntimeError("shardmath is initialized already; call finalize() first")
-    context = new_context(device_id, process_group, backends)
-    current.set_default(context)
-    return context
-
-
-def new_context(
-    device_id: int | str,
-    process_group: Any = None,
-    backends: Sequence[str] | None = None,
-) -> DistributedContext:
-    """A context that is not the default one: for `with`, or to pass on. Arguments as `initialize`."""
-    settings = Settings.from_environment()
-    group = as_process_group(process_group, settings)
-    _watch_process()
-    with ExitStack() as undo:
-        machinery = Machinery(group, settings)
-        undo.callback(machinery.close)
-        ranks = range(group.nranks)
-        board = machinery.board(ranks, group.rank, "board")
-
-        def describe() -> str:
-            ordinal = _ordinal(device_id, backends)
-            machinery.open(ordinal)
-            return "cpu" if ordinal is None else "cuda"
-
-        agreement.agree(
-            board,
-            "initialize",
-            describe,
-            lambda kinds: agreement.require_equal("the kind of device_id", kinds),
-        )
-        team = machinery.team(board, ranks)
-        undo.pop_all()
-    return DistributedContext(
-        machinery, board, team, ranks=ranks, device_id=device_id, process_group=group
-    )
-
-
-def finalize() -> None:
-    """End the default context. Collective; does nothing when there is none.
-
-    Peers that have ended, or that do not come in time, are not waited for.
-    Source: nvmath.distributed.finalize.
-    """
-    context = current.default()
-    if not isinstance(context, DistributedContext):
-        return
-    try:
-        with suppress(RankFailure, OpTimeout):
-            context.board.exchange("finalize", b"")
-    finally:
-        context.close("finalize() has ended it")
+    def abandon(self, why: str) -> None:
+        """Make the context unusable in this process, and tell nobody: it is not this process's."""
+        self._closed = why
 
 
 def get_context() -> DistributedContext | None:
@@ -364,8 +297,8 @@ def require_context() -> DistributedContext:
     context = get_context()
     if context is None:
         raise RuntimeError(
-            'shardmath is not initialized: call shardmath.initialize("cpu") (or with the index of a '
-            "CUDA device) on every rank first"
+            'shardmath is not initialized: call shardmath.initialize("cpu") (or with the index of '
+            "a CUDA device) on every rank first"
         )
     context.require_open()
     return context
@@ -381,49 +314,3 @@ def open_contexts() -> list[DistributedContext]:
     now = get_context()
     others = [context for context in list(_contexts) if context is not now]
     return [c for c in ([now] if now is not None else []) + others if not c._closed]
-
-
-def _ordinal(device_id: object, backends: Sequence[str] | None) -> int | None:
-    """The index of a CUDA device, or None for "cpu".
-
-    Raises for what is neither, and for unknown backends.
-    """
-    if backends is not None:
-        names = [backends] if isinstance(backends, str) else list(backends)
-        unknown = [name for name in names if name not in _BACKENDS]
-        if unknown or isinstance(backends, str):
-            raise ValueError(
-                f"backends is a sequence of names among {', '.join(_BACKENDS)}, not {backends!r}"
-            )
-    if device_id == "cpu":
-        return None
-    if isinstance(device_id, str):
-        raise ValueError(f'device_id is "cpu" or the index of a CUDA device, not {device_id!r}')
-    if isinstance(device_id, bool) or not hasattr(type(device_id), "__index__"):
-        raise TypeError(f'device_id is "cpu" or the index of a CUDA device, not {device_id!r}')
-    return operator.index(device_id)  # type: ignore[arg-type]
-
-
-def _watch_process() -> None:
-    """Once per process: leave at exit, and keep a forked child from using the parent's contexts."""
-    if not _watching:
-        _watching.append(True)
-        atexit.register(_at_exit)
-        os.register_at_fork(after_in_child=_in_forked_child)
-
-
-_watching: list[bool] = []
-
-
-def _at_exit() -> None:
-    crashed = getattr(sys, "last_value", None)
-    for context in list(_contexts):
-        if crashed is not None and not context._closed:
-            context.board.fail(f"{type(crashed).__name__}: {crashed}")
-        context.close("the process is ending")
-
-
-def _in_forked_child() -> None:
-    for context in list(_contexts):
-        context._closed = "this process was forked after initialize(); initialize it anew"
-    current.set_default(None)

@@ -17,6 +17,7 @@ __all__ = [
     "ConvertDistributionError",
     "CudaError",
     "HeapExhausted",
+    "InvalidFFTState",
     "InvalidMatmulState",
     "InvalidRedistributeState",
     "OpTimeout",
@@ -81,6 +82,10 @@ class BindDistributionError(ShardmathError, ValueError):
 
 class ConvertDistributionError(ShardmathError, ValueError):
     """Two kinds of distribution cannot describe the same layout."""
+
+
+class InvalidFFTState(ShardmathError, RuntimeError):
+    """An `FFT` was used after `free`."""
 
 
 class InvalidMatmulState(ShardmathError, RuntimeError):

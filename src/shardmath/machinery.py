@@ -1,7 +1,7 @@
 """What contexts stand on: connections to the peers, the transport, the heap, and what groups share.
 
-One context makes it; those split from it use the same. It imports the GPU's side only for ranks that
-compute on one.
+One context makes it; those split from it use the same. It imports the GPU's side only for ranks
+that compute on one.
 """
 
 from __future__ import annotations
@@ -118,6 +118,7 @@ class Machinery:
         return Team(device, board, pads[0], addresses)
 
     def close(self) -> None:
+        """Drop transport and connections; mappings that arrays still use stay."""
         if hasattr(self, "transport"):
             self.transport.close()
         self.mesh.close()

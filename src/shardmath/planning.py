@@ -16,7 +16,6 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardmath import wire
-from shardmath.agreement import raise_refusal, refusal
 
 if TYPE_CHECKING:
     from shardmath.context import DistributedContext
@@ -28,8 +27,7 @@ Plan = TypeVar("Plan")
 _Key = tuple[str, tuple[bytes, ...]]  # operation, digests of all ranks' specs
 
 _KEPT = 256  # plans per context
-_HEAD = struct.Struct("<cI16s")  # described or refused, plans made, digest of the spec
-_DESCRIBED = b"+"
+_HEAD = struct.Struct("<I16s")  # plans made, digest of the spec
 
 
 def agree_plan(
@@ -49,21 +47,15 @@ def agree_plan(
     Raises on every rank what `describe` raised on the first rank where it did, what `build` raises,
     or CollectiveMismatch when the operations differ.
     """
-    context.require_open()
     book: _Book = context.cache("plans", _Book)
-    mistake: Exception | None = None
-    spec: Hashable = None
-    try:
+    specs: list[Hashable] = []
+
+    def described() -> bytes:
         spec, note = describe()
-        message = _HEAD.pack(_DESCRIBED, book.made, book.digest(operation, spec)) + note
-    except Exception as error:
-        mistake = error
-        message = refusal(error)
-    try:
-        messages = context.board.exchange(operation, message)
-        raise_refusal(messages, mistake)
-    finally:
-        del mistake  # its traceback refers to this frame: a cycle that would keep the operands
+        specs.append(spec)
+        return _HEAD.pack(book.made, book.digest(operation, spec)) + note
+
+    messages = context.gather(operation, described)
     digests, made = _heads(messages)
     notes = [text[_HEAD.size :] for text in messages]
     if any(count != book.made for count in made):
@@ -71,15 +63,15 @@ def agree_plan(
     key = (operation, tuple(digests))
     plan = book.find(key)
     if plan is None:
-        specs = context.board.exchange(operation, wire.encode(spec))
-        plan = book.keep(key, (build([wire.decode(text) for text in specs]),))
+        texts = context.board.exchange(operation, wire.encode(specs[0]))
+        plan = book.keep(key, (build([wire.decode(text) for text in texts]),))
     return plan[0], notes
 
 
 def _heads(messages: Sequence[bytes]) -> tuple[list[bytes], list[int]]:
     digests, made = [], []
     for text in messages:
-        _, count, digest = _HEAD.unpack_from(text)
+        count, digest = _HEAD.unpack_from(text)
         digests.append(digest)
         made.append(count)
     return digests, made

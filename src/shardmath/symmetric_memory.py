@@ -20,9 +20,11 @@ from typing import Any
 
 from shardmath.arrays import Library, library_named, library_of, library_of_package
 from shardmath.arrays.dtypes import of as dtype_of
-from shardmath.context import get_context, initialize, require_context
+from shardmath.context import get_context, require_context
 from shardmath.errors import BackendUnavailable
+from shardmath.geometry.integers import index
 from shardmath.group.store import StoreProcessGroup
+from shardmath.startup import initialize
 from shardmath.symmetric.allocation import block_of, empty_on_heap, is_symmetric, strided_on_heap
 from shardmath.symmetric.handle import SymmetricMemory
 from shardmath.symmetric.padding import change_pad_setting, pad_setting
@@ -33,11 +35,13 @@ __all__ = [
     "SymmetricMemory",
     "empty",
     "empty_strided_p2p",
+    "enable_symm_mem_for_group",
     "get_backend",
     "get_signal_pad_size",
     "get_symm_mem_workspace",
     "has_multicast_support",
     "is_nvshmem_available",
+    "is_symm_mem_enabled_for_group",
     "is_symm_mem_tensor",
     "memset32",
     "rendezvous",
@@ -89,8 +93,9 @@ def empty_strided_p2p(
     if len(shape) != len(strides):
         raise ValueError(f"size {shape} and stride {strides} must have the same length")
     if alloc_id is not None:
+        number = index(alloc_id, "alloc_id")
         return persistent_array(
-            context, library, shape, wanted, strides, number=alloc_id, group=group_name
+            context, library, shape, wanted, strides, number=number, group=group_name
         )
     array = strided_on_heap(context.heap, library, shape, wanted, strides)
     found = block_of(context, array)
@@ -110,6 +115,8 @@ def set_group_info(group_name: str, rank: int, world_size: int, store: Any = Non
     Raises RuntimeError when the name is taken, or without context and store; ValueError when there
     is no store and the ranks are not the context's.
     """
+    if not isinstance(group_name, str):
+        raise TypeError(f"group_name is a string, not {group_name!r}")
     if store is not None:
         group = StoreProcessGroup(store, group_name, rank, world_size)
         if get_context() is None:
@@ -147,6 +154,18 @@ def get_symm_mem_workspace(group_name: Any, min_size: int) -> SymmetricMemory:
     handle = rendezvous(present, group_name)
     kept[group_name] = present
     return handle
+
+
+def enable_symm_mem_for_group(group_name: str) -> None:
+    """Accept any group: symmetric memory needs no enabling here.
+
+    Deprecated in torch, and still called.
+    """
+
+
+def is_symm_mem_enabled_for_group(group_name: str) -> bool:
+    """True: see `enable_symm_mem_for_group`."""
+    return True
 
 
 def get_signal_pad_size() -> int:
@@ -192,6 +211,7 @@ def memset32(tensor: Any, offset: int, val: int, count: int = 1) -> Any:
     spec = library.spec(tensor)
     if spec.ndim != 1 or spec.dtype != "uint32" or spec.order == "strided":
         raise ValueError(f"a contiguous 1-D uint32 array was expected, not {spec}")
+    offset, val, count = index(offset, "offset"), index(val, "val"), index(count, "count")
     if offset < 0 or count < 1 or offset + count > spec.size or not 0 <= val < 1 << 32:
         raise ValueError(
             f"cannot write {val} to elements {offset} to {offset + count} of {spec.size} uint32"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from ranks import Pool
-from shardmath.context import new_context
+from shardmath.startup import new_context
 
 
 def make_context(group):

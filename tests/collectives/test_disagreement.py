@@ -38,6 +38,7 @@ def changed(what):
         "op": (plain, {"op": "max"}),
         "unknown op": (plain, {"op": "xor"}),
         "op function": (plain, {"op": np.add}),
+        "op list": (plain, {"op": ["sum"]}),
         "complex max": (plain.astype(complex), {"op": "max"}),
         "opaque sum": (plain.view("V4"), {}),
         "axis": (plain, {"axis": 1}),
@@ -82,7 +83,15 @@ EVERYWHERE += [
     f"out {what}" for what in ("shape", "dtype", "library", "read-only", "expanded", "list")
 ]
 for name in REDUCING:
-    BY_FUNCTION[name] += ["none", "op", "unknown op", "op function", "complex max", "opaque sum"]
+    BY_FUNCTION[name] += [
+        "none",
+        "op",
+        "unknown op",
+        "op function",
+        "op list",
+        "complex max",
+        "opaque sum",
+    ]
 for name in AXIAL:
     BY_FUNCTION[name] += ["axis", "axis of none", "axis too large", "axis no integer"]
 CASES = [
@@ -232,3 +241,9 @@ def fail_after_agreement(context):
 def test_a_fault_after_agreement_does_not_leave_peers_waiting(contexts):
     results = contexts.run(fail_after_agreement, ranks=3)
     assert results == [("RankFailure", True), ("TypeError", True), ("RankFailure", True)]
+
+
+@pytest.mark.parametrize("given", [0, "current", []])
+def test_a_context_is_a_context(given):
+    with pytest.raises(TypeError, match="context is a DistributedContext or None"):
+        collectives.all_reduce(np.ones(3), context=given)

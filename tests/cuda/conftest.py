@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ranks import Pool
-from shardmath.context import new_context
+from shardmath.startup import new_context
 
 GPUS = len(list(Path("/dev").glob("nvidia[0-9]*")))
 SIZES = [size for size in (1, 2, 3, 4, 8) if size <= max(GPUS, 1)]

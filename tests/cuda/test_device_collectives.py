@@ -11,10 +11,7 @@ from shardmath.collectives.reduction import Reduction, fold
 from shardmath.cuda.driver import call
 from shardmath.errors import OpTimeout, RankFailure
 
-DTYPES = (
-    "bool int8 uint8 int16 int32 uint32 int64 uint64 "
-    "float16 bfloat16 float32 float64 complex64 complex128"
-).split()
+DTYPES = ["bool", "int8", "uint8", "int16", "int32", "uint32", "int64", "uint64", "float16", "bfloat16", "float32", "float64", "complex64", "complex128"]
 COUNTS = (1, 7, 8, 9, 511, 1025, 70001)
 LARGE = (1 << 20, (3 << 20) + 17)
 

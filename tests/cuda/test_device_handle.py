@@ -7,8 +7,11 @@ import importlib
 import pytest
 
 from shardmath.errors import OpTimeout, UseAfterFree
-from shardmath.symmetric.allocation import allocate_symmetric_memory, free_symmetric_memory
-from shardmath.symmetric.allocation import is_symmetric
+from shardmath.symmetric.allocation import (
+    allocate_symmetric_memory,
+    free_symmetric_memory,
+    is_symmetric,
+)
 from shardmath.symmetric.rendezvous import rendezvous
 
 PACKAGES = ["cupy", "torch"]

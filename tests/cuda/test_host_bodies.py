@@ -17,9 +17,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "collectives"))
 
 import samples
+
 from shardmath.arrays import dtypes, library_named
 
-FORMS = "cupy cupy_fortran cupy_strided cupy_heap torch torch_strided torch_heap torch_cpu".split()
+FORMS = ["cupy", "cupy_fortran", "cupy_strided", "cupy_heap", "torch", "torch_strided", "torch_heap", "torch_cpu"]
 plain = {"formed": samples.formed, "elements_of": samples.elements_of, "framed": samples.framed}
 
 

@@ -84,8 +84,8 @@ def check_shapes(context, library):
         spec = kind.spec(x)
         if (
             (spec.dtype, spec.shape) != (dtype, shape)
-            or (x.size if library == "cupy" else x.numel())
-            and spec.strides != strides
+            or ((x.size if library == "cupy" else x.numel())
+            and spec.strides != strides)
         ):
             wrong.append((dtype, str(spec)))
         if 0 not in shape:
@@ -137,9 +137,9 @@ def test_probe_tries_and_tells(gpus):
 
 def check_release(context):
     """What a closed context leaves on the device."""
-    from shardmath.context import new_context
     from shardmath.cuda.driver import call
     from shardmath.group import SoloProcessGroup
+    from shardmath.startup import new_context
 
     free = []
     for _ in range(3):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 
-import pytest
-
 from shardmath.cuda import stream as streams
 from shardmath.errors import BackendUnavailable, OpTimeout
 
@@ -196,8 +194,8 @@ def test_what_a_stream_may_be(gpus, size):
 
 
 def check_no_such_device(context):
-    from shardmath.context import new_context
     from shardmath.group import SoloProcessGroup
+    from shardmath.startup import new_context
 
     try:
         new_context(999, SoloProcessGroup())
@@ -211,8 +209,8 @@ def test_a_device_that_is_not_there(gpus):
 
 
 def test_constants_are_the_kernels():
-    from shardmath.cuda.compile import KERNELS
     from shardmath.collectives import device
+    from shardmath.cuda.compile import KERNELS
     from shardmath.symmetric import team
 
     text = "".join(path.read_text() for path in KERNELS.glob("*.cuh"))

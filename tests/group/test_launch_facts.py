@@ -189,3 +189,9 @@ def of_mpi() -> list[str]:
 
 def test_mpi_groups() -> None:
     assert spawn(of_mpi, 1) == [["MPIProcessGroup(rank=0, nranks=1)"] * 2]
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "-1", "soon", ""])
+def test_a_limit_is_a_finite_number_of_seconds(text):
+    with pytest.raises(ValueError, match=r"SHARDMATH_TIMEOUT=.* is not a finite number of seconds"):
+        Settings.from_environment({"SHARDMATH_TIMEOUT": text})

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 
 from ranks import Pool
-from shardmath.context import new_context
 from shardmath.operators.matmul import host, panels
+from shardmath.startup import new_context
 
 
 def with_context(group):

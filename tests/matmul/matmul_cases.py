@@ -9,17 +9,10 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from hypothesis import strategies as st
 
+from arrangements import distributions
 from shardmath.arrays import library_named
 from shardmath.arrays.dtypes import to_numpy
-from shardmath.geometry import (
-    BlockCyclic,
-    BlockNonCyclic,
-    Box,
-    ProcessGrid,
-    Replicated,
-    Slab,
-    decode,
-)
+from shardmath.geometry import decode
 from shardmath.symmetric.allocation import allocate_symmetric_memory
 
 DTYPES = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
@@ -75,18 +68,6 @@ def random_matrix(rng, shape, dtype):
 def wide(array):
     """`array` in double precision."""
     return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
-
-
-def part_of(array, distribution, rank, size):
-    """What `rank` owns, by index ranges."""
-    if isinstance(distribution, Box):
-        ranges = [[pair] for pair in zip(distribution.lower, distribution.upper, strict=True)]
-    else:
-        ranges = distribution.index_ranges(rank, array.shape, size=size)
-    indices = [
-        np.array([i for lo, hi in axis for i in range(lo, hi)], dtype=np.intp) for axis in ranges
-    ]
-    return array[np.ix_(*indices)]
 
 
 class Stored:
@@ -166,50 +147,6 @@ def _tiniest(dtype):
     return {"float16": 2.0**-25, "bfloat16": 1e-40, "float32": 1e-45}.get(dtype, 0.0)
 
 
-@st.composite
-def grids(draw, size):
-    rows = draw(st.sampled_from([d for d in range(1, size + 1) if size % d == 0]))
-    shape = (rows, size // rows)
-    if draw(st.booleans()):
-        return ProcessGrid(shape=shape, layout=draw(st.sampled_from(list(ProcessGrid.Layout))))
-    order = draw(st.permutations(range(size)))
-    return ProcessGrid(process_array=np.array(order).reshape(shape))
-
-
-@st.composite
-def boxes(draw, shape, size):
-    """`size` boxes, some of them empty, that tile `shape`: one is cut in two, again and again."""
-    made = [((0, 0), tuple(shape))]
-    while len(made) < size:
-        lower, upper = made.pop(draw(st.integers(0, len(made) - 1)))
-        axis = draw(st.integers(0, 1))
-        cut = draw(st.integers(lower[axis], upper[axis]))
-        made.append((lower, (*upper[:axis], cut, *upper[axis + 1 :])))
-        made.append(((*lower[:axis], cut, *lower[axis + 1 :]), upper))
-    return [Box(*box) for box in draw(st.permutations(made))]
-
-
-@st.composite
-def distributions(draw, shape, size):
-    """What each rank gives for a matrix, encoded."""
-    kind = draw(st.sampled_from(["X", "Y", "box", "cyclic", "noncyclic", "replicated"]))
-    if kind == "box":
-        return tuple(box.encode() for box in draw(boxes(shape, size)))
-    if kind in ("X", "Y"):
-        made = Slab("XY".index(kind))
-    elif kind == "replicated":
-        made = Replicated()
-    else:
-        grid = draw(grids(size))
-        first = [draw(st.integers(0, extent - 1)) for extent in grid.shape]
-        if kind == "cyclic":
-            blocks = [draw(st.integers(1, 9)) for _ in shape]
-            made = BlockCyclic(grid, blocks, first_process=first)
-        else:
-            made = BlockNonCyclic(grid, first_process=first)
-    return (made.encode(),) * size
-
-
 EXTENTS = st.one_of(st.sampled_from([0, 1, 7, 8, 9]), st.integers(0, 40))
 
 
@@ -244,7 +181,7 @@ def cases(draw):
         force=draw(st.one_of(st.none(), st.integers(0, 20))),
         seed=draw(st.integers(0, 999)),
     )
-    found = tuple(draw(distributions(shape, size)) for shape in case.shapes)
+    found = tuple(tuple(draw(distributions(shape, size))) for shape in case.shapes)
     return Case(**{**asdict(case), "distributions": found})
 
 

@@ -6,6 +6,7 @@ import matmul_cases as cases
 import numpy as np
 from hypothesis import HealthCheck, given, settings
 
+from arrangements import part_of
 from shardmath.linalg.advanced import Matmul, MatmulOptions, matmul, matrix_qualifiers_dtype
 
 
@@ -38,7 +39,7 @@ def run_case(context, plain):
     whole = globals_of(case)
     with context:
         a, b, c = (
-            cases.Stored(cases.part_of(x, d, rank, size), stores[rank], case.library)
+            cases.Stored(part_of(x, d, rank, size), stores[rank], case.library)
             for x, d, stores in zip(whole, dists, case.stores, strict=True)
         )
         named = {
@@ -63,7 +64,7 @@ def run_case(context, plain):
     assert (got is c.array) == case.inplace
     ops = [op(x, t, j) for x, t, j in zip(whole, case.transpose, case.conjugate, strict=False)]
     want, bound = (
-        cases.part_of(x, dists[2], rank, size)
+        part_of(x, dists[2], rank, size)
         for x in cases.expected(
             *ops, None if case.beta is None else whole[2], case.alpha, case.beta
         )

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from arrangements import part_of
 from shardmath.collectives import all_reduce
 from shardmath.distribution import BlockCyclic, Box, ProcessGrid, Replicated, Slab, redistribute
 from shardmath.linalg.advanced import (
     Matmul,
+    MatmulComputeType,
     MatmulEpilog,
     MatmulOptions,
     MatmulPlanPreferences,
@@ -34,7 +36,7 @@ class Call:
         self.context = context
         rng = np.random.default_rng(3)
         self.whole = [cases.random_matrix(rng, shape, dtype) for shape in ((M, K), (K, N), (M, N))]
-        part = [np.array(cases.part_of(x, X, context.rank, context.size)) for x in self.whole]
+        part = [np.array(part_of(x, X, context.rank, context.size)) for x in self.whole]
         self.a, self.b, self.c = part
         self.kept = self.c.copy()
         self.named = {
@@ -70,7 +72,7 @@ class Call:
 
     def check_result(self):
         a, b, c = self.whole
-        want = cases.part_of(2 * a @ b + c, X, self.context.rank, self.context.size)
+        want = part_of(2 * a @ b + c, X, self.context.rank, self.context.size)
         want = want + np.arange(len(want))[:, None]
         np.testing.assert_allclose(self.c, want, atol=1e-10)
 
@@ -193,6 +195,18 @@ MISTAKES = {
     "result_amax": (lambda s: s.option(result_amax=True), V, V),
     "block_scaling": (lambda s: s.option(block_scaling=True), V, V),
     "sm_count": (lambda s: s.option(sm_count_communication="all"), V, V),
+    "sm_count on one": (lambda s: s.option(sm_count_communication=4), MISMATCH, ""),
+    "inplace: list": (lambda s: s.option(inplace=[True]), V, V),
+    "inplace: number": (lambda s: s.option(inplace=1), V, V),
+    "inplace: NumPy's": (lambda s: s.option(inplace=np.True_), "", ""),
+    "compute_type: list": (lambda s: s.option(compute_type=[70]), V, V),
+    "compute_type: enum": (
+        lambda s: s.option(compute_type=MatmulComputeType.COMPUTE_64F), MISMATCH, "",
+    ),
+    "blocking: list": (lambda s: s.option(blocking=[True]), V, V),
+    "logger": (lambda s: s.option(logger=print), T, T),
+    "strategy: list": (lambda s: s.option(strategy=["replicate"]), T, T),
+    "preferences: list": (lambda s: s.set(preferences=[]), T, T),
     "strategy: unknown": (lambda s: s.option(strategy="fast"), MISMATCH, V),
     "strategy: number": (lambda s: s.option(strategy=1), T, T),
     "strategy on one": (lambda s: s.option(strategy="stationary b"), MISMATCH, ""),

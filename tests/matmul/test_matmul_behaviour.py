@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from arrangements import part_of
 from shardmath.arrays import library_named, library_of
 from shardmath.distribution import BlockCyclic, BlockNonCyclic, ProcessGrid, Replicated, Slab
 from shardmath.errors import HeapExhausted
@@ -37,7 +38,7 @@ def labels(mm):
 
 
 def part(x, d, context):
-    return np.array(cases.part_of(x, d, context.rank, context.size))
+    return np.array(part_of(x, d, context.rank, context.size))
 
 
 def every_strategy(context, shape, dtype):
@@ -171,7 +172,7 @@ def where_results_lie(context):
             for stores in (("C", "C"), ("F", "F"), ("heap C", "C"), ("heap C", "heap F"),
                            ("heap F", "heap F"), ("C", "strided")):  # fmt: skip
                 held = [
-                    cases.Stored(cases.part_of(x, Y, rank, size), store, library)
+                    cases.Stored(part_of(x, Y, rank, size), store, library)
                     for x, store in zip((a, b), stores, strict=True)
                 ]
                 d = matmul(held[0].array, held[1].array, distributions=[Y, Y, Y])

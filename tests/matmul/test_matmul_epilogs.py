@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import matmul_cases as cases
 import numpy as np
 import pytest
 
+from arrangements import part_of
 from shardmath.arrays import library_named
 from shardmath.arrays.dtypes import to_numpy
 from shardmath.geometry import BlockCyclic, Box, ProcessGrid, Replicated, Slab
@@ -99,7 +99,7 @@ def run_epilogs(context, kind, library_name, dtype, names):
     tolerance = TOLERANCE[dtype]
 
     def mine(x):
-        return cases.part_of(x, d, rank, size)
+        return part_of(x, d, rank, size)
 
     def given(x, order="C"):
         x = x.astype(to_numpy("uint8" if x.dtype == np.uint8 else dtype))
@@ -112,10 +112,10 @@ def run_epilogs(context, kind, library_name, dtype, names):
         for turn, name in enumerate(names):
             first, second = [(Slab.X, Slab.X), (Slab.Y, Slab.X), (Replicated(), Slab.Y)][turn % 3]
             a, b = (
-                given(cases.part_of(x, dist, rank, size))
+                given(part_of(x, dist, rank, size))
                 for x, dist in ((whole.a, first), (whole.b, second))
             )
-            rows = cases.part_of(whole.bias.repeat(N, 1), d, rank, size)[:, :1]
+            rows = part_of(whole.bias.repeat(N, 1), d, rank, size)[:, :1]
             if rows.shape[1] == 0:  # a rank with no column of D holds rows of it all the same
                 rows = whole.bias[: len(rows)]
             inputs = {}
@@ -192,8 +192,8 @@ def run_allreduce(context, with_c, inplace):
             for second in (Slab.X, Slab.Y, Replicated()):
                 c = each[rank].copy()
                 d = matmul(
-                    cases.part_of(a, first, rank, size),
-                    cases.part_of(b, second, rank, size),
+                    part_of(a, first, rank, size),
+                    part_of(b, second, rank, size),
                     *([c] if with_c else []),
                     distributions=[first, second, Slab.Y],
                     alpha=0.5,
@@ -230,14 +230,14 @@ def run_qualified_gradients(context):
     with context:
         for name, vector in (("bgrada", a.conj().sum(0)), ("bgradb", b.conj().sum(1))):
             d, aux = matmul(
-                cases.part_of(a, grid, rank, size),
-                cases.part_of(b, Slab.Y, rank, size),
+                part_of(a, grid, rank, size),
+                part_of(b, Slab.Y, rank, size),
                 distributions=[grid, Slab.Y, Slab.X],
                 qualifiers=qualifiers,
                 epilog=MatmulEpilog[name.upper()],
             )
             np.testing.assert_allclose(aux[name], vector, atol=1e-12)
-            want = cases.part_of(a.conj().T @ b.conj().T, Slab.X, rank, size)
+            want = part_of(a.conj().T @ b.conj().T, Slab.X, rank, size)
             np.testing.assert_allclose(d, want, atol=1e-12)
 
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from arrangements import distributions
 from shardmath.geometry import BlockCyclic, Layout, ProcessGrid, Replicated, Slab, decode
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.operators.matmul import panels
@@ -85,7 +86,7 @@ def problems(draw, dtypes=("float64",)):
     size = draw(st.integers(1, 6))
     m, n, k = (draw(st.integers(0, 9)) for _ in range(3))
     a, b, d = (
-        [decode(each) for each in draw(cases.distributions(shape, size))]
+        [decode(each) for each in draw(distributions(shape, size))]
         for shape in ((m, k), (k, n), (m, n))
     )
     return problem((m, n, k), a, b, d, dtype=draw(st.sampled_from(dtypes)))

@@ -9,6 +9,7 @@ import pytest
 import redistribution_cases as cases
 from hypothesis import HealthCheck, given, settings
 
+from arrangements import part_of
 from shardmath.arrays import library_named
 from shardmath.arrays.dtypes import to_numpy
 from shardmath.distribution import Box, Redistribute, Replicated, Slab, redistribute
@@ -50,8 +51,8 @@ def run_case(context, case):
     library = library_named(library_name)
     array = cases.global_array(shape, to_numpy(dtype))
     source, target = cases.decoded(inputs, rank), cases.decoded(outputs, rank)
-    part = cases.part_of(array, source, rank, size)
-    want = cases.part_of(array, target, rank, size)
+    part = part_of(array, source, rank, size)
+    want = part_of(array, target, rank, size)
     operand, view, around = placed(context, library, part, stores[rank])
     with context:
         if out_store == "none":
@@ -85,14 +86,14 @@ def keep_planned(context, case):
     numpy = library_named("numpy")
     with context:
         used = []
-        first = cases.part_of(cases.global_array(shape, "f8"), source, rank, size)
+        first = part_of(cases.global_array(shape, "f8"), source, rank, size)
         with Redistribute(np.array(first), source, target) as plan:
             plan.plan()
             for turn, store in enumerate(("C", "heap F", "strided", "heap strided", "F", "C")):
                 array = cases.global_array(shape, "f8").view("u8") + turn
                 array = array.view("f8")
-                part = cases.part_of(array, source, rank, size)
-                want = cases.part_of(array, target, rank, size)
+                part = part_of(array, source, rank, size)
+                want = part_of(array, target, rank, size)
                 operand, _, _ = placed(context, numpy, part, store)
                 plan.reset_operand(operand)
                 got = [plan.execute(), plan.execute(out=np.zeros_like(want))]
@@ -115,7 +116,7 @@ def test_a_plan_serves_any_operand_of_its_shape(contexts, case):
 def keep_order(context, store, target):
     library = library_named("numpy")
     array = cases.global_array((8, 9, 7), "f8")
-    part = cases.part_of(array, Slab.X, context.rank, context.size)
+    part = part_of(array, Slab.X, context.rank, context.size)
     operand, _, _ = placed(context, library, part, store)
     with context:
         got = redistribute(operand, Slab.X, decode(target))
@@ -139,7 +140,7 @@ def interleave(context):
     small = cases.global_array((7, 9), "i2")
 
     def part(whole, distribution, within):
-        return np.array(cases.part_of(whole, distribution, within.rank, within.size))
+        return np.array(part_of(whole, distribution, within.rank, within.size))
 
     with context:
         one = Redistribute(part(array, Slab.X, context), Slab.X, Slab.Y)
@@ -167,8 +168,8 @@ def overwrite(context, store, turns):
     rank, size = context.rank, context.size
     library = library_named("numpy")
     blank = np.zeros((size * 64, 90))
-    operand, _, _ = placed(context, library, cases.part_of(blank, Slab.X, rank, size), store)
-    out = np.array(cases.part_of(blank, Slab.Y, rank, size))
+    operand, _, _ = placed(context, library, part_of(blank, Slab.X, rank, size), store)
+    out = np.array(part_of(blank, Slab.Y, rank, size))
     with context:
         plan = Redistribute(operand, Slab.X, Slab.Y)
         plan.plan()

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import redistribution_cases as cases
 
+from arrangements import part_of
 from shardmath.geometry import (
     BlockCyclic,
     Layout,
@@ -152,11 +153,9 @@ def test_copies_at_negative_and_wide_strides_touch_nothing_else(dtype):
 def test_moves_can_add_in_their_order(dtype):
     plan = plan_of("cyclic rows")
     array = np.arange(40 * 9).reshape(40, 9).astype(dtype)
-    locals_ = [
-        np.array(cases.part_of(array, PAIRS["cyclic rows"][0], rank, 2)) for rank in range(2)
-    ]
+    locals_ = [np.array(part_of(array, PAIRS["cyclic rows"][0], rank, 2)) for rank in range(2)]
     for rank in range(2):
-        want = cases.part_of(array, Slab.X, rank, 2)
+        want = part_of(array, Slab.X, rank, 2)
         got, whole = cases.stored(np.ones_like(want), "strided", np.empty)
         copy_moves(plan.into(rank), locals_.__getitem__, got, add=True)
         assert (got == want + 1).all()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mortal import Job, Raised, left_behind
-from shardmath import context as contexts
+from shardmath import startup
 from shardmath.symmetric.allocation import allocate_symmetric_memory as allocate
 from shardmath.symmetric.rendezvous import rendezvous
 
@@ -24,7 +24,7 @@ PROGRESS = memoryview(mmap.mmap(-1, 64)).cast("Q")
 
 def busy(group):
     """Everything that ranks do together, until a peer fails."""
-    context = contexts.initialize("cpu", group)
+    context = startup.initialize("cpu", group)
     kept = []
     for number in range(1 << 30):
         array = allocate(1000 + number % 7, np)

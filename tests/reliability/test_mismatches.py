@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mortal import Job, Raised
-from shardmath import context as contexts
+from shardmath import startup
 from shardmath.agreement import require_equal
 from shardmath.symmetric.allocation import allocate_symmetric_memory as allocate
 from shardmath.symmetric.allocation import free_symmetric_memory
@@ -25,7 +25,7 @@ class Ranks:
     """What the calls below work on, on one rank."""
 
     def __init__(self, group):
-        self.context = contexts.initialize("cpu", group)
+        self.context = startup.initialize("cpu", group)
         self.array = allocate((3, 4), np)
         self.freed = allocate(2, np)
         free_symmetric_memory(self.freed)
@@ -51,7 +51,7 @@ GOOD = {
     "split": lambda ranks: ranks.context.split(0),
     "agree": agreed((1, 2)),
     "phase": lambda ranks: ranks.context.board.barrier("phase"),
-    "finalize": lambda ranks: contexts.finalize(),
+    "finalize": lambda ranks: startup.finalize(),
 }
 # Calls that do not fit some of the good ones, or are wrong by themselves.
 BAD = {

@@ -3,6 +3,7 @@
 import os
 import resource
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -10,8 +11,8 @@ import numpy as np
 import pytest
 
 from mortal import Job, Raised, on_ranks
-from shardmath import context as contexts
-from shardmath import wire
+from shardmath import startup, wire
+from shardmath.collectives import all_reduce
 from shardmath.errors import HeapExhausted, UseAfterFree
 from shardmath.symmetric.allocation import allocate_symmetric_memory as allocate
 from shardmath.symmetric.allocation import free_symmetric_memory
@@ -50,7 +51,7 @@ def test_use_after_free_and_double_free():
 @pytest.mark.parametrize("ending", ["finalize", "kill"])
 def test_a_view_outlives_its_owner(ending):
     def body(group):
-        context = contexts.initialize("cpu", group)
+        context = startup.initialize("cpu", group)
         array = allocate(300000, np)
         array[:] = 7 + context.rank
         handle = rendezvous(array)
@@ -59,10 +60,10 @@ def test_a_view_outlives_its_owner(ending):
         if context.rank == 1:
             if ending == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
-            contexts.finalize()
+            startup.finalize()
             return "finalized"
         failure = name_of(context.barrier) if ending == "kill" else None
-        contexts.finalize()
+        startup.finalize()
         del array, handle
         assert view.min() == view.max() == 8.0
         view[:] = 1.0
@@ -80,9 +81,9 @@ def test_calls_after_finalize_and_a_second_initialize():
         part = context.subset((0, 1))
         array = allocate(3, np)
         handle = rendezvous(array, part)
-        again = name_of(lambda: contexts.initialize("cpu"))
-        contexts.finalize()
-        contexts.finalize()
+        again = name_of(lambda: startup.initialize("cpu"))
+        startup.finalize()
+        startup.finalize()
         calls = [
             lambda: allocate(3, np),
             lambda: rendezvous(array),
@@ -98,6 +99,53 @@ def test_calls_after_finalize_and_a_second_initialize():
         return [again, *map(name_of, calls)]
 
     assert on_ranks(2, body) == [["RuntimeError"] * 11] * 2
+
+
+def test_two_threads_in_one_context_are_told_apart_or_refused():
+    def body(context):
+        parts = [context.split(0) for _ in range(2)]
+        said = []
+
+        def sums(part):
+            for round in range(200):
+                try:
+                    value = all_reduce(np.full(8, round), context=part)
+                    assert (value == round * context.size).all()
+                except RuntimeError as error:
+                    said.append(str(error))
+                    return
+
+        def both(*chosen):
+            threads = [threading.Thread(target=sums, args=(part,)) for part in chosen]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+
+        both(*parts)
+        assert said == []
+        entered, leave = threading.Event(), threading.Event()
+
+        def hold():
+            with parts[0].executing("a long call"):
+                entered.set()
+                leave.wait(10)
+
+        holder = threading.Thread(target=hold)
+        holder.start()
+        assert entered.wait(10)
+        names = [
+            name_of(parts[0].barrier),
+            name_of(lambda: all_reduce(np.ones(2), context=parts[0])),
+        ]
+        sums(parts[0])
+        leave.set()
+        holder.join()
+        assert "another thread is in" in said[0] and "split()" in said[0]
+        return [*names, name_of(parts[0].barrier), name_of(parts[1].barrier)]
+
+    expected = ["RuntimeError", "RuntimeError", "RankFailure", "nothing"]
+    assert on_ranks(2, body) == [expected] * 2
 
 
 def test_a_forked_child_cannot_use_the_parents_context_and_does_it_no_harm():
@@ -116,7 +164,7 @@ def test_a_forked_child_cannot_use_the_parents_context_and_does_it_no_harm():
                 handle.barrier,
                 lambda: handle.wait_signal(0),
                 context.barrier,
-                contexts.finalize,
+                startup.finalize,
             ]
             os.write(writing, wire.encode([name_of(call) for call in calls]))
             os._exit(0)

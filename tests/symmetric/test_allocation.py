@@ -10,8 +10,8 @@ import torch
 
 from mortal import on_ranks
 from shardmath.arrays import library_of_package
-from shardmath.context import finalize
 from shardmath.errors import CollectiveMismatch, HeapExhausted, UseAfterFree
+from shardmath.startup import finalize
 from shardmath.symmetric.allocation import allocate_symmetric_memory as allocate
 from shardmath.symmetric.allocation import (
     block_of,
@@ -120,6 +120,8 @@ BAD = [
     (lambda rank: allocate(-3 if rank else 3, np), "ValueError"),
     (lambda rank: allocate("ab" if rank else 3, np), "TypeError"),
     (lambda rank: allocate(3, np, dtype=object if rank else None), "ValueError"),
+    (lambda rank: allocate(3, np, dtype=["f8"] if rank else None), "ValueError"),
+    (lambda rank: allocate(3, np, logger=print if rank else None), "TypeError"),
     (lambda rank: allocate((3, 3), np, axis_order="K" if rank else "C"), "ValueError"),
     (lambda rank: allocate((3, 3), np, axis_order=(0, 0) if rank else (0, 1)), "ValueError"),
     (lambda rank: allocate(3, torch, dtype="V12" if rank else None), "ValueError"),

@@ -81,6 +81,17 @@ def test_memory_shared_through_a_group_that_has_ended_is_reused(ending):
     assert on_ranks(2, body) == [(True, 0)] * 2
 
 
+@pytest.mark.parametrize("color, key", [("a", 0), (1.5, 0), (True, 0), (0, "a"), (0, None)])
+def test_a_color_and_a_key_are_integers(color, key):
+    def body(context):
+        with pytest.raises(TypeError, match=r"rank 1: (color|key) is an integer"):
+            context.split(*((color, key) if context.rank == 1 else (0, 0)))
+        part = context.split(np.int64(context.rank), np.int8(0))
+        return part.size
+
+    assert on_ranks(2, body) == [1, 1]
+
+
 def test_nested_splits_and_subsets():
     def body(context):
         part = context

@@ -150,10 +150,20 @@ def test_what_is_out_of_reach_raises():
             lambda: handle.barrier(-1),
             lambda: handle.put_signal(peer, 1152),
             lambda: handle.barrier(0, -1),
+            lambda: handle.get_buffer(peer, (1,), ["f4"]),
+            lambda: handle.get_buffer("0", (1,), "f4"),
+            lambda: handle.get_buffer(peer, 1.0, "f4"),
+            lambda: handle.get_buffer(peer, (1.0,), "f4"),
+            lambda: handle.get_buffer(peer, (1,), "f4", 1.0),
+            lambda: handle.get_buffer(peer, (1,), "f4", np.zeros(2)),
+            lambda: handle.get_signal_pad(peer, (), None, 0.5),
+            lambda: handle.barrier("0"),
+            lambda: handle.barrier(0, 1.5),
+            lambda: handle.wait_signal(peer, 0, float("nan")),  # no wait without an end
         ]
         return [raised(call) for call in calls]
 
-    expected = ["RuntimeError"] * 4 + ["ValueError"] * 13
+    expected = ["RuntimeError"] * 4 + ["ValueError"] * 14 + ["TypeError"] * 9
     assert on_ranks(2, body) == [expected] * 2
 
 

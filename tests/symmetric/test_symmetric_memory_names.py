@@ -229,6 +229,10 @@ def test_writes_of_32_bits(package):
         ]
         for call in bad:
             fails(call, ValueError)
+        fails(lambda: symm_mem.memset32(words, "0", 0), TypeError)
+        fails(lambda: symm_mem.memset32(words, 0, 1.5), TypeError)
+        fails(lambda: symm_mem.empty_strided_p2p((2,), (1,), "f4", alloc_id=1.5), TypeError)
+        fails(lambda: symm_mem.set_group_info(["all"], 0, 1), TypeError)
         return words.tolist()[0]
 
     assert on_ranks(1, body) == [1]
@@ -241,6 +245,8 @@ def test_backends():
     fails(lambda: symm_mem.set_backend("NVSHMEM"), ValueError)
     assert symm_mem.has_multicast_support("cpu", 0) is False
     assert symm_mem.is_nvshmem_available() is False
+    assert symm_mem.enable_symm_mem_for_group("0") is None
+    assert symm_mem.is_symm_mem_enabled_for_group("0") is True
 
 
 def test_the_class_has_the_static_functions_of_torchs():

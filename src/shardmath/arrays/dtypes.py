@@ -58,7 +58,6 @@ _EXTENDED = frozenset({"bfloat16", "float8_e4m3fn", "float8_e5m2"})
 _WIDENED = _EXTENDED | {"float16"}
 
 
-@lru_cache(maxsize=256)
 def of(dtype: Any) -> DType:
     """The `DType` of a name, a NumPy dtype or scalar type, a Python type, or a torch dtype.
 
@@ -67,19 +66,24 @@ def of(dtype: Any) -> DType:
     """
     if isinstance(dtype, DType):
         return dtype
+    try:
+        return _of(dtype)
+    except TypeError:  # a list of fields, say, which has no hash
+        raise ValueError(f"{dtype!r} is not a data type") from None
+
+
+@lru_cache(maxsize=256)
+def _of(dtype: Any) -> DType:
     if isinstance(dtype, str) and dtype in _KNOWN:
         return _KNOWN[dtype]
-    if type(dtype).__module__ == "torch":
+    if type(dtype).__module__ == "torch" and type(dtype).__name__ == "dtype":
         name = str(dtype).removeprefix("torch.")
         if name in _KNOWN:
             return _KNOWN[name]
         raise ValueError(f"{dtype} is not supported; supported are {', '.join(_KNOWN)}")
     if dtype is None:  # np.dtype(None) is float64
         raise ValueError("None is not a data type")
-    try:
-        return _of_numpy(np.dtype(dtype))
-    except TypeError:
-        raise ValueError(f"{dtype!r} is not a data type") from None
+    return _of_numpy(np.dtype(dtype))
 
 
 def to_numpy(dtype: Any) -> np.dtype[Any]:

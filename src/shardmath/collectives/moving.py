@@ -27,12 +27,13 @@ from shardmath.collectives.operand import (
     as_counts,
     as_index,
     column_view,
+    context_of,
     output_spec,
     require_outputs_fit,
     slab_counts,
     starts,
 )
-from shardmath.context import DistributedContext, require_context
+from shardmath.context import DistributedContext
 from shardmath.errors import CollectiveMismatch
 from shardmath.planning import agree_plan
 
@@ -52,7 +53,7 @@ def broadcast(
     of another shape, dtype or library, or read-only, for a `root` that is no rank, and when the
     root passes None.
     """
-    context = context or require_context()
+    context = context_of(context)
     if context.team is not None:
         return _broadcast_on_device(context, x, root, out)
     own: list[tuple[Operand | None, Offer]] = []
@@ -125,7 +126,7 @@ def all_gather(
     ValueError for an axis that `x` does not have, and for an `out` of another shape, dtype or
     library, or read-only.
     """
-    context = context or require_context()
+    context = context_of(context)
     if context.team is not None:
         return _all_gather_on_device(context, x, axis, out)
     own: list[tuple[Operand, Offer]] = []
@@ -194,7 +195,7 @@ def all_to_all(
     rank expects another count than is sent to it; ValueError for counts that do not add up, an axis
     that `x` does not have, and an `out` of another shape, dtype or library, or read-only.
     """
-    context = context or require_context()
+    context = context_of(context)
     if context.team is not None:
         return _all_to_all_on_device(context, x, axis, send_counts, receive_counts, out)
     own: list[tuple[Operand, Offer]] = []

@@ -16,7 +16,7 @@ import numpy as np
 from shardmath.arrays import Library, library_of, raw_view
 from shardmath.arrays.base import HostArray
 from shardmath.arrays.spec import ArraySpec
-from shardmath.context import DistributedContext
+from shardmath.context import DistributedContext, require_context
 from shardmath.errors import UseAfterFree
 from shardmath.symmetric.heap import Location
 
@@ -28,6 +28,7 @@ __all__ = [
     "as_counts",
     "as_index",
     "column_view",
+    "context_of",
     "heap_location",
     "output_spec",
     "require_outputs_fit",
@@ -130,6 +131,18 @@ def heap_location(context: DistributedContext, address: int) -> Location | None:
         raise UseAfterFree("an operand lies in symmetric memory that has been freed")
     context.announce(block)
     return Location(block.location.segment, block.location.offset + address - block.address)
+
+
+def context_of(context: DistributedContext | None) -> DistributedContext:
+    """`context`, or the current one where it is None.
+
+    Raises TypeError for anything else, RuntimeError when there is no current one.
+    """
+    if context is None:
+        return require_context()
+    if not isinstance(context, DistributedContext):
+        raise TypeError(f"context is a DistributedContext or None, not {context!r}")
+    return context
 
 
 def as_index(what: str, value: Any, bound: int, *, negative: bool = False) -> int:

@@ -21,12 +21,13 @@ from shardmath.collectives.operand import (
     as_axis,
     as_counts,
     column_view,
+    context_of,
     output_spec,
     require_outputs_fit,
     slab_counts,
 )
 from shardmath.collectives.reduction import Reduction, fold
-from shardmath.context import DistributedContext, require_context
+from shardmath.context import DistributedContext
 from shardmath.planning import agree_plan
 
 __all__ = ["all_reduce", "reduce_scatter"]
@@ -53,7 +54,7 @@ def all_reduce(
     an unknown op, for the min and max of complex numbers, and for an `out` of another shape, dtype
     or library, or read-only.
     """
-    context = context or require_context()
+    context = context_of(context)
     if context.team is not None:
         return _all_reduce_on_device(context, x, op, out)
     own: list[tuple[Operand, Offer | twoshot.Parts]] = []
@@ -123,7 +124,7 @@ def reduce_scatter(
     ValueError for counts that do not add up, an axis that `x` does not have, and where `all_reduce`
     does.
     """
-    context = context or require_context()
+    context = context_of(context)
     if context.team is not None:
         return _reduce_scatter_on_device(context, x, op, axis, counts, out)
     own: list[tuple[Operand, Offer]] = []

@@ -40,7 +40,6 @@ class Reduction:
     accumulator: str
 
     @classmethod
-    @lru_cache(maxsize=256)
     def of(cls, op: object, dtype: str) -> Reduction:
         """The reduction of elements of `dtype` by `op`.
 
@@ -50,6 +49,11 @@ class Reduction:
         """
         if not isinstance(op, str) or op not in OPERATIONS:
             raise ValueError(f"op is one of {', '.join(OPERATIONS)}, not {op!r}")
+        return cls._of(op, dtype)
+
+    @classmethod
+    @lru_cache(maxsize=256)
+    def _of(cls, op: str, dtype: str) -> Reduction:
         kind = dtypes.of(dtype).kind
         if kind == "V":
             raise ValueError(f"elements of type {dtype} can be moved, but have no {op}")

@@ -8,7 +8,17 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable
 
-__all__ = ["integer", "integers"]
+__all__ = ["index", "integer", "integers"]
+
+
+def index(value: object, name: str) -> int:
+    """`value` as an int. Raises TypeError when it is none, or a bool."""
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        pass
+    raise TypeError(f"{name} is an integer, not {value!r}")
 
 
 def integer(value: object, name: str, *, least: int | None = None) -> int:

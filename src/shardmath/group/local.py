@@ -12,6 +12,7 @@ import os
 import socket
 import struct
 import time
+import weakref
 from collections.abc import Sequence
 
 from shardmath.config import Settings
@@ -59,6 +60,7 @@ class LocalProcessGroup(GatheringGroup):
         ]
         self._number = 0
         self._broken: str | None = None
+        weakref.finalize(self, _close, self._links)  # also where nobody calls close
 
     @classmethod
     def from_descriptors(
@@ -125,8 +127,7 @@ class LocalProcessGroup(GatheringGroup):
 
     def close(self) -> None:
         """Close this rank's sockets: peers that wait for it raise RankFailure."""
-        for link in self._links:
-            link.socket.close()
+        _close(self._links)
         self._broken = self._broken or "it was closed"
 
     def _deal(self, parts: list[list[int]]) -> list[socket.socket]:
@@ -166,6 +167,11 @@ class LocalProcessGroup(GatheringGroup):
         deadline += min(1.0, 0.25 + self._timeout / 10)
         answer = receive_all(self._links, self._number, deadline=deadline)
         return _split(answer[0], self._size)
+
+
+def _close(links: Sequence[Link]) -> None:
+    for link in links:
+        link.socket.close()
 
 
 def _duplicate(descriptor: int, rank: int) -> socket.socket:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -126,6 +127,7 @@ class Requirements:
     outputs: tuple[Extra, ...] = ()
 
 
+@lru_cache(maxsize=256)
 def requirements(epilog: MatmulEpilog, m: int, n: int, dtype: Any) -> Requirements:
     """The extra arrays of `epilog` for a local D of shape (m, n) and type `dtype`.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from functools import lru_cache
 from typing import Any, ClassVar, Self, TypeVar
 
 from shardmath.context import DistributedContext
@@ -124,19 +125,26 @@ def check_blocking(blocking: Any) -> None:
         raise ValueError(f'blocking is True or "auto", not {blocking!r}')
 
 
-def options_of(kind: type[T], value: Any) -> T:
+def options_of(kind: type[T], value: Any, name: str = "options") -> T:
     """`value` as a `kind`: one already, a dictionary of its fields, or None for the defaults.
 
-    Raises TypeError for anything else and for unknown fields.
+    Raises TypeError, naming the argument, for anything else and for unknown fields.
     """
     if value is None:
-        return kind()
+        default: T = _default(kind)  # type: ignore[arg-type]
+        return default
     if isinstance(value, kind):
         return value
     if isinstance(value, Mapping):
         known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
         unknown = sorted(str(name) for name in set(value) - set(known))
         if unknown:
-            raise TypeError(f"options has no field {unknown[0]!r}; it has {', '.join(known)}")
+            raise TypeError(f"{name} has no field {unknown[0]!r}; it has {', '.join(known)}")
         return kind(**value)
-    raise TypeError(f"options is a {kind.__name__}, a dictionary or None, not {value!r}")
+    raise TypeError(f"{name} is a {kind.__name__}, a dictionary or None, not {value!r}")
+
+
+@lru_cache(maxsize=32)
+def _default(kind: type[Any]) -> Any:
+    """The one object of a kind of frozen options that has no field set."""
+    return kind()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from logging import Logger
 from types import ModuleType
@@ -58,21 +58,24 @@ def allocate_symmetric_memory(
     With `skip_symmetric_check` nothing is compared, sizes may differ, and the call is local.
 
     Raises on all ranks ValueError for another package, a bad shape, dtype or axis order, both flags
-    at once, and bytes that differ (naming ranks and bytes); HeapExhausted when a rank lacks memory.
+    at once, and bytes that differ (naming ranks and bytes); TypeError for a shape, a flag
+    or a logger that is none; HeapExhausted when a rank lacks memory.
     RuntimeError before `initialize`.
     Source: nvmath.distributed.allocate_symmetric_memory.
     """
     context = require_context()
 
     def request() -> _Request:
+        _check_flags(make_symmetric=make_symmetric, skip_symmetric_check=skip_symmetric_check)
+        if logger is not None and not isinstance(logger, Logger):
+            raise TypeError(f"logger is a logging.Logger or None, not {logger!r}")
         return _Request.of(shape, package, dtype, axis_order)
 
-    if skip_symmetric_check and not make_symmetric:
+    if _is(True, skip_symmetric_check) and _is(False, make_symmetric):
         asked = request()
         array = asked.array(context.heap.allocate(asked.nbytes))
     else:
-        both = make_symmetric and skip_symmetric_check
-        asked, array = _allocate_together(context, request, make_symmetric, both)
+        asked, array = _allocate_together(context, request, make_symmetric)
     if logger is not None:
         logger.info("allocated %s on the symmetric heap of rank %d", asked, context.rank)
     return array
@@ -202,15 +205,13 @@ class _Request:
 
 
 def _allocate_together(
-    context: DistributedContext, request: Any, make_symmetric: bool, both: bool
+    context: DistributedContext, request: Callable[[], _Request], make_symmetric: bool
 ) -> tuple[_Request, Any]:
     """The request and its array, allocated before the ranks agree: what fails, fails on all."""
     made: list[tuple[_Request, Any]] = []
 
     def describe() -> tuple[int, bool, list[int]]:
-        if both:
-            raise ValueError("make_symmetric compares sizes, which skip_symmetric_check forbids")
-        asked: _Request = request()
+        asked = request()
         made.append((asked, asked.array(context.heap.allocate(asked.nbytes))))
         return asked.nbytes, bool(make_symmetric), context.heap.marks(context.number)
 
@@ -242,6 +243,20 @@ def _require_equal_bytes(sizes: list[int]) -> None:
                 f"for {nbytes:,}; pass make_symmetric=True to reserve the largest on every rank, "
                 "or skip_symmetric_check=True to let sizes differ"
             )
+
+
+def _check_flags(**flags: Any) -> None:
+    """Raise TypeError for a flag that is none, ValueError for both flags at once."""
+    for name, flag in flags.items():
+        if not _is(True, flag) and not _is(False, flag):
+            raise TypeError(f"{name} is True or False, not {flag!r}")
+    if all(flags.values()):
+        raise ValueError("make_symmetric compares sizes, which skip_symmetric_check forbids")
+
+
+def _is(value: bool, flag: Any) -> bool:
+    """Whether `flag` is that truth value, Python's or NumPy's."""
+    return isinstance(flag, (bool, np.bool_)) and bool(flag) is value
 
 
 def _extents(shape: Any) -> tuple[int, ...]:

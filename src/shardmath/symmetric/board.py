@@ -19,7 +19,9 @@ from __future__ import annotations
 import mmap
 import os
 import platform
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from shardmath.errors import CollectiveMismatch, OpTimeout, RankFailure
 from shardmath.symmetric.waiting import Patience, caller_line, wait_until
@@ -85,6 +87,7 @@ class Board:
         self._rounds = 0
         self._barriers = 0
         self._operation = "start"
+        self._lock = threading.RLock()
         self.failure: str | None = None
 
     # -- what the ranks do together ------------------------------------------------------------
@@ -94,6 +97,13 @@ class Board:
 
         `operation` must be equal on all ranks: CollectiveMismatch, on all of them, when it is not.
         """
+        self._begin(operation)
+        try:
+            return self._exchange(operation, message)
+        finally:
+            self._lock.release()
+
+    def _exchange(self, operation: str, message: bytes) -> list[bytes]:
         self._require_usable()
         self.operation = operation
         if self.size == 1:
@@ -151,12 +161,39 @@ class Board:
         What a rank wrote before, every rank sees after. A barrier that timed out has still
         announced this rank's arrival, and the next call waits for the same one again.
         """
-        self._require_usable()
-        self.operation = operation
-        if self._words[self._base + _BARRIER] == self._barriers:
-            self._publish(_BARRIER, self._barriers + 1)
-        self._await(_BARRIER, self._barriers + 1, timeout)
-        self._barriers += 1
+        self._begin(operation)
+        try:
+            self._require_usable()
+            self.operation = operation
+            if self._words[self._base + _BARRIER] == self._barriers:
+                self._publish(_BARRIER, self._barriers + 1)
+            self._await(_BARRIER, self._barriers + 1, timeout)
+            self._barriers += 1
+        finally:
+            self._lock.release()
+
+    @contextmanager
+    def turn(self, operation: str) -> Iterator[None]:
+        """Keep other threads from this board meanwhile: it serves one at a time.
+
+        Words that two threads wrote in turns would mix their calls. So a thread that finds the
+        board in use raises RuntimeError, and the board has failed, on all ranks: which of its
+        threads came first on another rank, nobody knows.
+        """
+        self._begin(operation)
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def _begin(self, operation: str) -> None:
+        if not self._lock.acquire(blocking=False):
+            self.fail(f"a second thread called {operation} during {self._operation}")
+            raise RuntimeError(
+                f"rank {self.rank}: {operation} was called while another thread is in "
+                f"{self._operation}; give each thread a context of its own, from split() or "
+                "new_context()"
+            )
 
     # -- states --------------------------------------------------------------------------------
 

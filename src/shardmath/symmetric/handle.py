@@ -16,10 +16,9 @@ word is written by its owner alone. So plain loads and stores suffice; see board
 from __future__ import annotations
 
 import math
-import operator
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -29,6 +28,7 @@ from shardmath.arrays import DType, Library
 from shardmath.arrays.dtypes import of as dtype_of
 from shardmath.context import DistributedContext
 from shardmath.errors import UseAfterFree
+from shardmath.geometry.integers import index
 from shardmath.symmetric.allocation import array_on
 from shardmath.symmetric.board import ORDERED
 from shardmath.symmetric.heap import Buffer
@@ -239,9 +239,10 @@ class SymmetricMemory(metaclass=PadSetting):
         """
         self._require_array()
         place = self._share.places[self._peer(rank)]
-        skipped = operator.index(storage_offset or 0) * dtype_of(dtype).itemsize
+        wanted = dtype_of(dtype)
+        skipped = _elements(storage_offset) * wanted.itemsize
         memory = self._share.memory[rank]
-        return self._view(memory, sizes, dtype_of(dtype), start=skipped, limit=place.nbytes)
+        return self._view(memory, sizes, wanted, start=skipped, limit=place.nbytes)
 
     def get_remote_tensor(self, peer: int, sizes: Sequence[int], dtype: Any) -> Any:
         """An array of `sizes` on `peer`'s memory, from where the array that it brought starts.
@@ -266,8 +267,10 @@ class SymmetricMemory(metaclass=PadSetting):
         `get_buffer`.
         """
         wanted = dtype_of("uint32" if dtype is None else dtype)
-        size, skipped = self._share.places[self._peer(rank)].pad_size, storage_offset or 0
-        shape = sizes or [max(0, size // wanted.itemsize - skipped)]
+        size = self._share.places[self._peer(rank)].pad_size
+        skipped = _elements(storage_offset)
+        whole = isinstance(sizes, Sized) and len(sizes) == 0
+        shape = [max(0, size // wanted.itemsize - skipped)] if whole else sizes
         start = skipped * wanted.itemsize
         return self._view(self._share.pads[rank], shape, wanted, start=start, limit=size)
 
@@ -275,7 +278,9 @@ class SymmetricMemory(metaclass=PadSetting):
         self, memory: Memory | None, sizes: Sequence[int], dtype: DType, *, start: int, limit: int
     ) -> Any:
         """A row-major array from byte `start` of a rank's memory on, of which it has `limit`."""
-        shape = tuple(operator.index(extent) for extent in sizes)
+        if not isinstance(sizes, Iterable) or isinstance(sizes, str):
+            raise TypeError(f"sizes is a sequence of integers, not {sizes!r}")
+        shape = tuple(index(extent, "an extent of sizes") for extent in sizes)
         if start < 0 or any(extent < 0 for extent in shape):
             raise ValueError(f"sizes {shape} and the offset, {start} bytes, must not be negative")
         end = start + math.prod(shape) * dtype.itemsize
@@ -293,7 +298,7 @@ class SymmetricMemory(metaclass=PadSetting):
             raise UseAfterFree("this rank's array was freed with free_symmetric_memory")
 
     def _peer(self, rank: int) -> int:
-        if not 0 <= operator.index(rank) < self.world_size:
+        if not 0 <= index(rank, "rank") < self.world_size:
             raise ValueError(f"rank {rank} does not exist; the handle has {self.world_size} ranks")
         return rank
 
@@ -366,17 +371,21 @@ class SymmetricMemory(metaclass=PadSetting):
         self._context.require_open()
 
     def _seconds(self, timeout_ms: int) -> float | None:
-        if timeout_ms < 0:
+        if index(timeout_ms, "timeout_ms") < 0:
             raise ValueError(f"timeout_ms is 0, for SHARDMATH_TIMEOUT, or more; not {timeout_ms}")
         return timeout_ms / 1000 or None
 
     def _require_channel(self, channel: int) -> None:
         channels = self.signal_pad_size // (_SLOT * self.world_size)
-        if not 0 <= operator.index(channel) < channels:
+        if not 0 <= index(channel, "channel") < channels:
             raise ValueError(
                 f"channel {channel} does not exist: a pad of {self.signal_pad_size} bytes has "
                 f"{channels} channels for {self.world_size} ranks; see set_signal_pad_size"
             )
+
+
+def _elements(storage_offset: int | None) -> int:
+    return 0 if storage_offset is None else index(storage_offset, "storage_offset")
 
 
 def _order() -> None:

@@ -5,7 +5,7 @@ It must be equal on all ranks, which the rendezvous checks.
 
 from __future__ import annotations
 
-import operator
+from shardmath.geometry.integers import index
 
 __all__ = ["SLOT", "PadSetting", "change_pad_setting", "pad_setting"]
 
@@ -34,7 +34,7 @@ def pad_setting() -> int:
 
 def change_pad_setting(nbytes: int) -> None:
     """Set it. Raises ValueError when it is not a positive multiple of 4."""
-    size = operator.index(nbytes)
+    size = index(nbytes, "the size of a signal pad")
     if size <= 0 or size % SLOT:
         raise ValueError(f"a signal pad has a positive multiple of {SLOT} bytes, not {size}")
     PadSetting._setting = size

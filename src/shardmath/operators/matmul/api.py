@@ -7,9 +7,10 @@ travel with each call, and must be equal on all ranks.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,9 +31,10 @@ from shardmath.symmetric.heap import Block
 
 __all__ = ["Arguments", "Plan", "agree_on_operands", "agree_on_plan", "run"]
 
+_SCALARS = struct.Struct("<dddd")
 
-@dataclass(frozen=True)
-class Arguments:
+
+class Arguments(NamedTuple):
     """One rank's arguments as they were given, read once into what the layers below understand.
 
     Raises ValueError or TypeError, on this rank, for what cannot be read.
@@ -74,7 +76,9 @@ class Arguments:
         if self.scales is not None:
             raise ValueError(f"quantization_scales want float8 operands, not {operands[0].dtype}")
         check_stream(self.stream)
-        options_of(MatmulPlanPreferences, self.preferences).check()
+        options_of(MatmulPlanPreferences, self.preferences, "preferences").check()
+        options = options_of(MatmulOptions, self.options)
+        options.check_kinds()  # before anything is looked up by their values
         alpha, beta = self.scalars()
         return Call(
             operands=operands,
@@ -83,7 +87,7 @@ class Arguments:
             has_beta=self.beta is not None,
             transpose=transpose,
             conjugate=conjugate,
-            options=options_of(MatmulOptions, self.options),
+            options=options,
             epilog=_epilog(self.epilog),
             inputs=_input_specs(self.inputs),
         )
@@ -149,6 +153,8 @@ def agree_on_plan(context: DistributedContext, arguments: Arguments) -> tuple[Pl
         return Plan(strategy, tuple(compared), host.Share(strategy, context.rank))
 
     plan, _ = agree_plan(context, "matmul", described, build)
+    if calls[0].options.logger is not None:
+        calls[0].options.logger.info("%s", plan.explain())
     return plan, calls[0]
 
 
@@ -166,17 +172,15 @@ def run(
     """
     made: list[tuple[Any, host.Execution]] = []
 
-    def prepare() -> tuple[Any, ...]:
+    def prepare() -> bytes:
         plan, call = ready()
         out, operands = _operands(context, plan, call, arguments)
         made.append((out, host.Execution(context, plan.share, operands, operation)))
-        return (operands.alpha, operands.beta), made[0][1].prepare()
+        return _packed(operands.alpha, operands.beta) + made[0][1].prepare()
 
-    def check(specs: list[Any]) -> list[Any]:
-        require_equal("(alpha, beta)", [scalars for scalars, _ in specs])
-        return [shown for _, shown in specs]
-
-    shown = context.agree(operation, prepare, check)
+    notes = context.gather(operation, prepare)
+    require_equal("(alpha, beta)", [_unpacked(note) for note in notes])
+    shown = [note[_SCALARS.size :] for note in notes]
     out, execution = made[0]
     with context.executing(operation):
         aux = execution.run(shown)
@@ -230,6 +234,15 @@ def scalar(name: str, value: Any) -> float | complex:
     raise ValueError(f"{name} is a number, not {value!r}")
 
 
+def _packed(alpha: complex, beta: complex) -> bytes:
+    return _SCALARS.pack(alpha.real, alpha.imag, beta.real, beta.imag)
+
+
+def _unpacked(note: bytes) -> tuple[complex, complex]:
+    numbers = _SCALARS.unpack_from(note)
+    return complex(*numbers[:2]), complex(*numbers[2:])
+
+
 def _qualifiers(
     given: Any,
 ) -> tuple[tuple[bool, bool, bool], tuple[bool, bool, bool]]:
@@ -249,16 +262,16 @@ def _qualifiers(
 
 
 def _distributions(given: Any) -> tuple[Distribution, ...]:
-    if (
-        not isinstance(given, Sequence)
-        or len(given) != 3
-        or not all(isinstance(each, Distribution) for each in given)
-    ):
+    found = tuple(given) if isinstance(given, (list, tuple, Sequence)) else ()
+    known = len(found) == 3
+    for each in found:
+        known = known and isinstance(each, Distribution)
+    if not known:
         raise ValueError(
             "distributions holds three Distribution objects, for a, b and the result, not "
             f"{given!r}"
         )
-    return tuple(given)
+    return found
 
 
 def _epilog(given: Any) -> MatmulEpilog:

@@ -108,7 +108,7 @@ class Execution:
 
     # -- prepare -----------------------------------------------------------------------------------
 
-    def prepare(self) -> tuple[bytes, bytes]:
+    def prepare(self) -> bytes:
         """Take all heap memory, and show what peers read of op(A) and op(B). Local.
 
         Returns what to tell the peers. Raises HeapExhausted; no peer has been told anything then.
@@ -123,7 +123,8 @@ class Execution:
         if problem.epilog.makes_bgrad:
             longest = max(*self.operands.a.shape, *self.operands.b.shape, *self.operands.out.shape)
             self.workspace.array("vector", (longest,), self.wide)
-        return self._show(0), self._show(1)
+        a, b = self._show(0), self._show(1)
+        return bytes([len(a)]) + a + b
 
     def _show(self, index: int) -> bytes:
         """Show what peers read of an operand, in place if it is on the heap; nothing if nothing."""
@@ -139,7 +140,7 @@ class Execution:
 
     # -- run ---------------------------------------------------------------------------------------
 
-    def run(self, shown: Sequence[tuple[bytes, bytes]]) -> dict[str, HostArray]:
+    def run(self, shown: Sequence[bytes]) -> dict[str, HostArray]:
         """Fill `operands.out` with this rank's part of D; return the epilog's outputs. Collective.
 
         `shown` is what all ranks have told: the exchange that carried it is the barrier before
@@ -154,14 +155,15 @@ class Execution:
         self.context.board.barrier(self.operation)  # before reusing what a peer may still read
         return aux
 
-    def _multiply(self, shown: Sequence[tuple[bytes, bytes]]) -> HostArray:
+    def _multiply(self, shown: Sequence[bytes]) -> HostArray:
         """The product of the work's rows and columns, in the accumulator's type."""
         a, b = self.share.sources
         out = self._product_memory()
         if a.extent == 0 or out.size == 0:
             out[...] = 0
             return out
-        of_a, of_b = zip(*shown, strict=True)
+        of_a = [text[1 : 1 + text[0]] for text in shown]
+        of_b = [text[1 + text[0] :] for text in shown]
         left = _Reader(
             self.rank, a, self._arrays(of_a, self.problem.a, self.operands.a), self.narrow
         )

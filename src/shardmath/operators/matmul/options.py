@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from logging import Logger
 from typing import Any, Literal
 
 import numpy as np
@@ -66,10 +67,11 @@ class MatmulOptions:
 
     `inplace`: the result overwrites c. `compute_type`, `scale_type`, `result_type`, `algo_type`:
     numbers of the reference, None for the default; `result_type` may ask for a wider result than
-    the operands'. `strategy` names the strategy to use instead of the one predicted to be fastest,
-    by its kind ("all-gather", "stationary-c", "reduce-scatter", "all-reduce", "replicate",
-    "redistribute", ...) or by its label in what `explain` prints ("grid 2 x 2 x 1"). `blocking`:
-    True, or "auto" (operands in host memory always block). The other fields concern GPUs.
+    the operands'. `logger` is told what was planned. `strategy` names the strategy to use instead
+    of the one predicted to be fastest, by its kind ("all-gather", "stationary-c", "reduce-scatter",
+    "all-reduce", "replicate", "redistribute", ...) or by its label in what `explain` prints ("grid
+    2 x 2 x 1"). `blocking`: True, or "auto" (operands in host memory always block). The other
+    fields concern GPUs.
 
     Source: nvmath.distributed.linalg.advanced.MatmulOptions; `strategy` is ours.
     """
@@ -82,41 +84,36 @@ class MatmulOptions:
     result_amax: bool = False
     block_scaling: bool = False
     sm_count_communication: int | None = None
-    logger: Any = None
+    logger: Logger | None = None
     blocking: Literal[True, "auto"] = "auto"
     strategy: str | None = None
 
-    def compared(self) -> tuple[Any, ...]:
-        """What must be equal on all ranks, the strategy last."""
-        return (
-            self.inplace,
-            self.compute_type,
-            self.scale_type,
-            self.result_type,
-            self.algo_type,
-            self.result_amax,
-            self.block_scaling,
-            self.strategy,
-        )
+    @property
+    def compared(self) -> tuple[tuple[str, Any], ...]:
+        """What must be equal on all ranks, by name, in plain data."""
+        flags = ((name, bool(getattr(self, name))) for name in _FLAGS)
+        numbers = ((name, getattr(self, name)) for name in _NUMBERS)
+        plain = ((name, None if number is None else int(number)) for name, number in numbers)
+        return (*flags, *plain, ("blocking", self.blocking), ("strategy", self.strategy))
 
-    def check(self, dtype: str) -> None:
-        """Raise ValueError for a value out of range, or one that operands of `dtype` rule out."""
+    def check_kinds(self) -> None:
+        """Raise ValueError or TypeError for a value that is not of its option's kind."""
         check_blocking(self.blocking)
-        for name in ("inplace", "result_amax", "block_scaling"):
+        for name in _FLAGS:
             if not isinstance(getattr(self, name), (bool, np.bool_)):
                 raise ValueError(f"{name} is True or False, not {getattr(self, name)!r}")
-        for name in (
-            "compute_type",
-            "scale_type",
-            "result_type",
-            "algo_type",
-            "sm_count_communication",
-        ):
+        for name in _NUMBERS:
             number = getattr(self, name)
-            if number is not None and not isinstance(number, (int, np.integer)):
+            whole = isinstance(number, (int, np.integer)) and not isinstance(number, bool)
+            if number is not None and not whole:
                 raise ValueError(f"{name} is a whole number or None, not {number!r}")
         if self.strategy is not None and not isinstance(self.strategy, str):
             raise TypeError(f"strategy is a name that explain() prints, not {self.strategy!r}")
+        if self.logger is not None and not isinstance(self.logger, Logger):
+            raise TypeError(f"logger is a logging.Logger or None, not {self.logger!r}")
+
+    def check(self, dtype: str) -> None:
+        """Raise ValueError for a value out of range, or one that operands of `dtype` rule out."""
         if self.algo_type is not None and self.algo_type not in set(MatmulAlgoType):
             raise ValueError(f"algo_type {self.algo_type!r} is not a MatmulAlgoType")
         if self.compute_type is not None and self.compute_type not in _COMPUTE[dtype]:
@@ -149,7 +146,7 @@ class MatmulPlanPreferences:
 
     def check(self) -> None:
         """Raise ValueError for what wants float8, TypeError for what is no preference."""
-        epilog = options_of(MatmulEpilogPreferences, self.epilog)
+        epilog = options_of(MatmulEpilogPreferences, self.epilog, "preferences.epilog")
         if epilog.aux_type is not None or epilog.aux_amax:
             raise ValueError("aux_type and aux_amax want a float8 auxiliary output")
 
@@ -176,6 +173,9 @@ def result_dtype(options: MatmulOptions, dtype: str) -> str:
         raise ValueError(f"operands of {dtype} give a result of {names}, not {shown}")
     return wanted
 
+
+_FLAGS = ("inplace", "result_amax", "block_scaling")
+_NUMBERS = ("compute_type", "scale_type", "result_type", "algo_type", "sm_count_communication")
 
 _CUDA_TYPES = {
     0: "float32",

@@ -25,8 +25,7 @@ _SUPPORTED = ("float16", "bfloat16", "float32", "float64", "complex64", "complex
 _NAMES = ("a", "b", "c")
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """One rank's call, with the arrays reduced to their specs, and alpha and beta to their kind."""
 
     operands: tuple[ArraySpec | None, ...]  # a, b, c
@@ -88,7 +87,7 @@ class Facts(NamedTuple):
     has_c: bool
     transpose: tuple[bool, bool, bool]
     conjugate: tuple[bool, bool, bool]
-    options: tuple[Any, ...]
+    options: tuple[Any, ...]  # (name, value)
     result: str
     epilog: int
     inputs: tuple[Any, ...]  # (name, (library and device, dtype, shape, strides)) of epilog inputs
@@ -118,7 +117,7 @@ def describe(call: Call) -> Facts:
         has_c=call.operands[2] is not None,
         transpose=call.transpose,
         conjugate=call.conjugate,
-        options=call.options.compared(),
+        options=call.options.compared,
         result=result_dtype(call.options, a.dtype),
         epilog=int(call.epilog),
         inputs=tuple((name, (*_fact(s), s.strides)) for name, s in call.inputs),
@@ -157,7 +156,7 @@ def check(specs: Sequence[Sequence[Any]]) -> Problem:
         has_c=first.has_c,
         sums_c=sums_c,
         epilog=epilog,
-        strategy=first.options[-1],
+        strategy=dict(first.options)["strategy"],
     )
 
 
@@ -165,7 +164,9 @@ def _check_factors(facts: Sequence[Facts]) -> tuple[Layout, Layout]:
     """The layouts of op(A) and op(B). Raises ValueError where operands or options do not fit."""
     for index, name in enumerate(_NAMES):
         _check_same_kind(name, [each.operands[index] for each in facts])
-    for field in ("transpose", "conjugate", "options", "result"):
+    for entries in zip(*(each.options for each in facts), strict=True):
+        require_equal(f"options.{entries[0][0]}", [value for _, value in entries])
+    for field in ("transpose", "conjugate", "result"):
         require_equal(_SAID.get(field, field), [getattr(each, field) for each in facts])
     transpose = facts[0].transpose
     a, b = (_layout(facts, index, transposed=transpose[index]) for index in (0, 1))

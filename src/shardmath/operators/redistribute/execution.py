@@ -10,10 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from shardmath.arrays import Library, library_of
-from shardmath.arrays.base import HostArray
+from shardmath.arrays.base import HostArray, share_memory
 from shardmath.context import DistributedContext
 from shardmath.operators.redistribute.problem import Problem
 from shardmath.redistribution import Exposed, Window, expose, perform, stage, window_on
@@ -58,7 +56,7 @@ class Arrays:
             return cls(library, host, block, on_heap is not None, None, None)
         target = library_of(out).host_view(out, writable=True)
         block_of(context, out)  # raises UseAfterFree
-        if _overlap(host, target):
+        if share_memory(host, target):
             raise ValueError("out overlaps the operand: a redistribution cannot be done in place")
         return cls(library, host, block, on_heap is not None, target, out)
 
@@ -153,13 +151,3 @@ def _result(context: DistributedContext, problem: Problem, arrays: Arrays) -> An
     if not arrays.on_heap:
         return arrays.library.empty(shape, problem.dtype, problem.order)
     return empty_on_heap(context, arrays.library, shape, problem.dtype, problem.order)
-
-
-def _overlap(one: HostArray, other: HostArray) -> bool:
-    """Whether two arrays share memory; where that is too hard to tell, whether they could."""
-    if not np.may_share_memory(one, other):
-        return False
-    try:
-        return np.shares_memory(one, other, max_work=10_000)  # type: ignore[arg-type]
-    except np.exceptions.TooHardError:
-        return True

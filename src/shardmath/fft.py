@@ -1,0 +1,26 @@
+"""Fourier transforms of distributed arrays: four functions, and `FFT` to plan once.
+
+Names and arguments are those of nvmath.distributed.fft.
+"""
+
+from shardmath.operators.fft import (
+    FFT,
+    FFTDirection,
+    FFTOptions,
+    allocate_operand,
+    fft,
+    ifft,
+    irfft,
+    rfft,
+)
+
+__all__ = [
+    "FFT",
+    "FFTDirection",
+    "FFTOptions",
+    "allocate_operand",
+    "fft",
+    "ifft",
+    "irfft",
+    "rfft",
+]

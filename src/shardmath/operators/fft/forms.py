@@ -1,0 +1,339 @@
+"""The forms of a transform: four functions, and `FFT`, planned once and executed often.
+
+All read their arguments inside the agreement that a call begins with, so a mistake on one rank is
+raised on all.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from shardmath.agreement import require_equal
+from shardmath.arrays import ArraySpec
+from shardmath.context import DistributedContext, require_context
+from shardmath.errors import InvalidFFTState, ShardmathError
+from shardmath.geometry import Layout
+from shardmath.local.fft import Norm
+from shardmath.operators.fft.call import Call, plan_of, spec_of
+from shardmath.operators.fft.host import Arrays, Plan, execute
+from shardmath.operators.fft.options import FFTDirection, FFTOptions
+from shardmath.operators.lifecycle import Lifecycle, check_stream
+from shardmath.operators.workspace import Workspace
+from shardmath.planning import agree_plan
+
+__all__ = ["FFT", "fft", "ifft", "irfft", "rfft"]
+
+Options = FFTOptions | dict[str, Any] | None
+
+
+def fft(
+    operand: Any,
+    /,
+    *,
+    distribution: Any,
+    sync_symmetric_memory: bool = True,
+    options: Options = None,
+    stream: Any = None,
+    axes: Any = None,
+    norm: Norm = None,
+    out: Any = None,
+) -> Any:
+    """The Fourier transform of a complex array that is split across ranks. Collective.
+
+    `operand` is this rank's part: complex64 or complex128, any strides, in ordinary memory or on
+    the symmetric heap; it is left as it was. `distribution` says which part, or is a pair that says
+    it of operand and result: boxes (each rank's own) or any others. `axes` are transformed, by
+    default all; the others are batches. `norm` None scales neither direction; "backward", "ortho"
+    and "forward" are NumPy's. `sync_symmetric_memory` is accepted for programs written for
+    nvmath.distributed: agreement orders the ranks anyway.
+
+    Returns this rank's part of the result: `out` if given, which may be the operand, and otherwise
+    a new array of the operand's library, in its memory order, and on the heap if the operand is
+    there. It is in the operand's distribution, unless the options or a pair say otherwise.
+
+    Raises the same on all ranks, before an element is written. ValueError: a real operand; library,
+    dtype, axes, norm or options differ between ranks; an unknown norm or axis; an empty transformed
+    axis; local shapes do not fit the distribution; `out` does not fit. TypeError: no distribution,
+    unknown options, no stream. RuntimeError: before `initialize`, after the array was freed, or
+    when an operand in place is too small for the result.
+    Source: nvmath.distributed.fft.fft; `axes`, `norm`, `out` and pairs of distributions are ours.
+    """
+    call = Call(
+        operand=operand,
+        distribution=distribution,
+        axes=axes,
+        norm=norm,
+        options=options,
+        stream=stream,
+        out=out,
+        kind="C2C",
+        direction=FFTDirection.FORWARD,
+    )
+    return _transformed("fft", call)
+
+
+def ifft(
+    operand: Any,
+    /,
+    *,
+    distribution: Any,
+    sync_symmetric_memory: bool = True,
+    options: Options = None,
+    stream: Any = None,
+    axes: Any = None,
+    norm: Norm = None,
+    out: Any = None,
+) -> Any:
+    """The inverse of `fft`. Collective.
+
+    Not divided by the number of elements, unless `norm` says so. Arguments and errors as `fft`.
+    Source: nvmath.distributed.fft.ifft.
+    """
+    call = Call(
+        operand=operand,
+        distribution=distribution,
+        axes=axes,
+        norm=norm,
+        options=options,
+        stream=stream,
+        out=out,
+        kind="C2C",
+        direction=FFTDirection.INVERSE,
+    )
+    return _transformed("ifft", call)
+
+
+def rfft(
+    operand: Any,
+    /,
+    *,
+    distribution: Any,
+    sync_symmetric_memory: bool = True,
+    options: Options = None,
+    stream: Any = None,
+    axes: Any = None,
+    norm: Norm = None,
+    out: Any = None,
+) -> Any:
+    """The transform of a real array; the last of `axes` is halved, n // 2 + 1. Collective.
+
+    float32 gives complex64, float64 complex128, float16 and bfloat16 are computed in float32. Else
+    as `fft`; RuntimeError for a complex operand. A box of the operand is none of the result: give a
+    pair of boxes. Source: nvmath.distributed.fft.rfft.
+    """
+    call = Call(
+        operand=operand,
+        distribution=distribution,
+        axes=axes,
+        norm=norm,
+        options=options,
+        stream=stream,
+        out=out,
+        kind="R2C",
+        direction=FFTDirection.FORWARD,
+    )
+    return _transformed("rfft", call)
+
+
+def irfft(
+    operand: Any,
+    /,
+    *,
+    distribution: Any,
+    sync_symmetric_memory: bool = True,
+    options: Options = None,
+    stream: Any = None,
+    axes: Any = None,
+    norm: Norm = None,
+    out: Any = None,
+) -> Any:
+    """The inverse of `rfft`: a real array from a hermitian one. Collective.
+
+    The last of `axes` has m hermitian elements, and 2 (m - 1) real ones in the result, or one more
+    with options.last_axis_parity="odd". Else as `ifft`. Source: nvmath.distributed.fft.irfft.
+    """
+    call = Call(
+        operand=operand,
+        distribution=distribution,
+        axes=axes,
+        norm=norm,
+        options=options,
+        stream=stream,
+        out=out,
+        kind="C2R",
+        direction=FFTDirection.INVERSE,
+    )
+    return _transformed("irfft", call)
+
+
+def _transformed(name: str, call: Call) -> Any:
+    context = require_context()
+    plan, _ = agree_plan(
+        context, name, lambda: (call.described(), b""), lambda specs: plan_of(tuple(specs))
+    )
+    call.log(plan)
+    return execute(context, plan, lambda: call.arrays(context, plan.problem))
+
+
+class FFT(Lifecycle):
+    """A transform that is planned once and executed many times. Collective to make.
+
+        with FFT(x, distribution=Slab.X) as transform:
+            transform.plan()
+            y = transform.execute(direction="forward")
+
+    The kind of transform is that of the operand's dtype, or `options.fft_type`; arguments and
+    errors otherwise as `fft`. All methods but `reset_operand_unchecked`, `release_operand`, `free`
+    and `explain` are collective: an error on one rank is raised on all. After `free` they raise
+    InvalidFFTState, a RuntimeError.
+    Source: nvmath.distributed.fft.FFT.
+    """
+
+    noun: ClassVar[str] = "FFT"
+    invalid: ClassVar[type[ShardmathError]] = InvalidFFTState
+
+    def __init__(
+        self,
+        operand: Any,
+        /,
+        *,
+        distribution: Any,
+        options: Options = None,
+        stream: Any = None,
+        axes: Any = None,
+        norm: Norm = None,
+    ) -> None:
+        context = require_context()
+        self._fixed = {"options": options, "axes": axes, "norm": norm}
+        call = Call(operand=operand, distribution=distribution, stream=stream, **self._fixed)
+        self._plan: Plan
+        self._plan, _ = agree_plan(
+            context, self.noun, lambda: (call.described(), b""), lambda specs: plan_of(tuple(specs))
+        )
+        super().__init__(context, {"operand": operand, "distribution": distribution})
+        call.log(self._plan)
+
+    @property
+    def input_layout(self) -> Layout:
+        """Which part of the operand every rank holds."""
+        return self._plan.problem.source
+
+    @property
+    def output_layout(self) -> Layout:
+        """Which part of the result every rank holds."""
+        return self._plan.problem.target
+
+    def explain(self) -> str:
+        """The steps, predicted bytes and times, and the passes over memory. Local."""
+        return self._plan.explain()
+
+    def plan(self, *, stream: Any = None) -> None:
+        """Make it ready for `execute`; a second call does nothing. Collective."""
+        self._together("plan", lambda: check_stream(stream), list)
+        self._planned = True
+
+    def execute(
+        self,
+        *,
+        direction: FFTDirection | int | str | None = None,
+        stream: Any = None,
+        release_workspace: bool = False,
+        sync_symmetric_memory: bool = True,
+        out: Any = None,
+    ) -> Any:
+        """The transform of the operand: `out`, or what `fft` returns. Collective.
+
+        `direction` None is forward, except for C2R, which only has an inverse. With
+        `release_workspace` the memory that the context keeps for operations is given back. Raises
+        RuntimeError before `plan` and after `release_operand`, ValueError for a direction that the
+        transform does not have.
+        """
+        calls: list[Call] = []
+
+        def described() -> tuple[Any, bytes]:
+            self._require_ready()
+            call = self._call(stream=stream, direction=direction, out=out)
+            self._check(spec_of(call.operand))
+            calls.append(call)
+            return (self.number, call.described()), b""
+
+        self._require_open()
+        plan, _ = agree_plan(self.context, f"{self.noun}.execute", described, _built)
+        try:
+            return execute(self.context, plan, lambda: _arrays(calls[0], self.context, plan))
+        finally:
+            if release_workspace:
+                Workspace.of(self.context).release()
+
+    def reset_operand(self, operand: Any, *, distribution: Any = None, stream: Any = None) -> None:
+        """Execute on `operand` from now on; `distribution` None means the one before. Collective.
+
+        Strides, memory and distribution may be others. Raises ValueError for None and for another
+        dtype or global shape, TypeError for another library.
+        """
+        held = self._operands["distribution"] if distribution is None else distribution
+
+        def described() -> tuple[Any, bytes]:
+            self._require_alive()
+            if operand is None:
+                raise ValueError(
+                    "reset_operand needs an operand; release_operand drops the old one"
+                )
+            self._check(spec_of(operand))
+            call = self._call(operand=operand, distribution=held, stream=stream)
+            return (self.number, call.described()), b""
+
+        self._require_open()
+        plan, _ = agree_plan(
+            self.context, f"{self.noun}.reset_operand", described, self._built_alike
+        )
+        self._plan = plan
+        self._hold(operand=operand, distribution=held)
+
+    def reset_operand_unchecked(
+        self, operand: Any, *, distribution: Any = None, stream: Any = None
+    ) -> None:
+        """As `reset_operand`, without agreement: `execute` finds what is wrong. Local."""
+        self._require_alive()
+        self._hold(operand=operand)
+        if distribution is not None:
+            self._hold(distribution=distribution)
+
+    def release_operand(self) -> None:
+        """Refer to the operand no more; the next step is `reset_operand`. Local."""
+        self._require_alive()
+        held = self._operands["distribution"]
+        self._drop()
+        self._operands["distribution"] = held
+
+    def _call(self, **changes: Any) -> Call:
+        return Call(**{**self._operands, **self._fixed, "kind": None, **changes})
+
+    def _check(self, spec: ArraySpec) -> None:
+        """Raise unless arrays like this can take the place of the operand."""
+        problem = self._plan.problem
+        if spec.library != problem.library:
+            raise TypeError(f"the operand is of {spec.library}, the plan is for {problem.library}")
+        given = (spec.device, spec.dtype, spec.ndim)
+        expected = (problem.device, problem.dtype, problem.source.ndim)
+        names = ("device", "dtype", "number of axes")
+        for what, one, other in zip(names, given, expected, strict=True):
+            if one != other:
+                raise ValueError(f"the operand has {what} {one}, the plan is for {other}")
+
+    def _built_alike(self, specs: list[Any]) -> Plan:
+        """The plan of these specs, if it is for the same global array as the present one."""
+        plan = _built(specs)
+        given, expected = (each.problem.source.global_shape for each in (plan, self._plan))
+        if given != expected:
+            raise ValueError(f"the operand has global shape {given}, the plan is for {expected}")
+        return plan
+
+
+def _built(specs: list[Any]) -> Plan:
+    require_equal("the FFT object", [number for number, _ in specs])
+    return plan_of(tuple(description for _, description in specs))
+
+
+def _arrays(call: Call, context: DistributedContext, plan: Plan) -> Arrays:
+    return call.arrays(context, plan.problem)

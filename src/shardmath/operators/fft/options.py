@@ -1,0 +1,101 @@
+"""What a caller may ask of a Fourier transform, checked once, here.
+
+Options are frozen and never written to; a dictionary is accepted in their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from logging import Logger
+from typing import Any, Literal
+
+from shardmath.operators.lifecycle import check_blocking, options_of
+
+__all__ = ["COMPLEX_OF", "REAL_OF", "FFTDirection", "FFTOptions", "direction_of", "options_from"]
+
+FFTType = Literal["C2C", "C2R", "R2C"]
+
+# Halves are transformed in float32: no library of the host has complex halves.
+COMPLEX_OF = {
+    "float16": "complex64",
+    "bfloat16": "complex64",
+    "float32": "complex64",
+    "float64": "complex128",
+}
+REAL_OF = {"complex64": "float32", "complex128": "float64"}
+
+
+class FFTDirection(IntEnum):
+    """The sign of the exponent. Source: nvmath.distributed.fft.FFTDirection."""
+
+    FORWARD = -1
+    INVERSE = 1
+
+
+@dataclass(frozen=True)
+class FFTOptions:
+    """How a transform is done.
+
+    `fft_type`: "C2C", "R2C" or "C2R"; None follows the operand's type. `redistribute`: True gives
+    the result in the operand's distribution; False leaves it as it is before the last exchange: a
+    slab along a transformed axis becomes a slab along the first other axis (X becomes Y, all others
+    X), and what needs no exchange stays. `last_axis_parity`: whether a C2R result is "even" or
+    "odd" along its last transformed axis. `inplace`: the result takes the operand's memory.
+    `logger` is told what is planned. `blocking`: True or "auto"; host operands always block.
+
+    Raises TypeError for a logger that is none, ValueError for another value out of range.
+    Source: nvmath.distributed.fft.FFTOptions; `inplace` is ours.
+    """
+
+    fft_type: FFTType | None = None
+    redistribute: bool = True
+    last_axis_parity: Literal["even", "odd"] = "even"
+    inplace: bool = False
+    logger: Logger | None = None
+    blocking: Literal[True, "auto"] = "auto"
+
+    def __post_init__(self) -> None:
+        if self.fft_type not in (None, "C2C", "C2R", "R2C"):
+            raise ValueError(f'fft_type is "C2C", "R2C", "C2R" or None, not {self.fft_type!r}')
+        if self.last_axis_parity not in ("even", "odd"):
+            raise ValueError(f'last_axis_parity is "even" or "odd", not {self.last_axis_parity!r}')
+        for name in ("redistribute", "inplace"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is True or False, not {getattr(self, name)!r}")
+        if self.logger is not None and not isinstance(self.logger, Logger):
+            raise TypeError(f"logger is a logging.Logger or None, not {self.logger!r}")
+        check_blocking(self.blocking)
+
+    def compared(self) -> tuple[Any, ...]:
+        """What must be equal on all ranks."""
+        return (
+            self.fft_type,
+            self.redistribute,
+            self.last_axis_parity,
+            self.inplace,
+            self.blocking,
+        )
+
+
+def options_from(value: Any) -> FFTOptions:
+    """FFTOptions, a dictionary of its fields, or None. `reshape` is `redistribute`'s older name."""
+    if isinstance(value, Mapping) and "reshape" in value and "redistribute" not in value:
+        value = {("redistribute" if k == "reshape" else k): v for k, v in value.items()}
+    return options_of(FFTOptions, value)
+
+
+def direction_of(direction: Any) -> FFTDirection:
+    """A direction given as an FFTDirection, -1, 1, "forward" or "inverse".
+
+    Raises ValueError for anything else.
+    """
+    named = {"forward": FFTDirection.FORWARD, "inverse": FFTDirection.INVERSE}
+    try:
+        known = named[direction.lower()] if isinstance(direction, str) else FFTDirection(direction)
+    except (KeyError, ValueError, TypeError):
+        raise ValueError(
+            f'direction is an FFTDirection, -1, 1, "forward" or "inverse", not {direction!r}'
+        ) from None
+    return known

@@ -1,0 +1,301 @@
+"""What is to be transformed, as every rank sees it.
+
+`describe` turns one rank's call into plain data, and raises for what that rank can see is wrong.
+`check` turns all ranks' descriptions into one `Problem`, and raises, the same on every rank, for
+what does not fit together. Both are pure: neither touches an element.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from shardmath import geometry
+from shardmath.agreement import require_equal
+from shardmath.arrays import ArraySpec
+from shardmath.errors import BindDistributionError, CollectiveMismatch
+from shardmath.geometry import Distribution, Layout, Slab
+from shardmath.geometry.inference import check_alike
+from shardmath.local.fft import Kind, Norm
+from shardmath.operators.fft.options import COMPLEX_OF, REAL_OF, FFTDirection, FFTOptions
+
+__all__ = ["Description", "Problem", "check", "describe", "distribution_pair", "kind_of"]
+
+_NORMS = (None, "backward", "ortho", "forward")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The transform that all ranks have agreed on.
+
+    `source` and `target` are the layouts of operand and result, `axes` the transformed axes, of
+    which R2C halves, and C2R completes, the last. `order` is the memory order of results.
+    """
+
+    kind: Kind
+    direction: FFTDirection
+    norm: Norm
+    axes: tuple[int, ...]
+    source: Layout
+    target: Layout
+    library: str
+    device: str
+    dtype: str
+    order: Literal["C", "F"]
+    inplace: bool
+
+    @property
+    def result(self) -> str:
+        """The name of the result's type."""
+        if self.kind == "R2C":
+            return COMPLEX_OF[self.dtype]
+        return REAL_OF[self.dtype] if self.kind == "C2R" else self.dtype
+
+    def __str__(self) -> str:
+        axes = ", ".join(map(str, self.axes))
+        return (
+            f"fft {self.kind} {self.direction.name.lower()}, norm {self.norm}, axes {axes}, "
+            f"{self.library} {self.dtype} -> {self.result}\n"
+            f"  from {self.source.describe()}\n"
+            f"    to {self.target.describe()}"
+        )
+
+
+# (operand, input distribution, output distribution or None, axes, norm, kind, direction, options,
+# out), where an array is (library, device, dtype, local shape, order).
+Description = tuple[Any, ...]
+
+
+def describe(
+    operand: ArraySpec,
+    distribution: Any,
+    axes: Any,
+    norm: Any,
+    kind: Kind,
+    direction: FFTDirection,
+    options: FFTOptions,
+    out: ArraySpec | None,
+) -> Description:
+    """The call in plain data. Raises ValueError, or TypeError for a distribution that is none."""
+    given, wanted = distribution_pair(distribution)
+    for each in (given, wanted):
+        if each is not None and each.ndim not in (None, operand.ndim):
+            raise ValueError(
+                f"distribution: {each!r} has {each.ndim} axes, the operand {operand.ndim}"
+            )
+    if norm not in _NORMS:
+        raise ValueError(f'norm is None, "backward", "ortho" or "forward", not {norm!r}')
+    if options.inplace and out is not None:
+        raise ValueError("options.inplace=True writes to the operand: leave out= away")
+    return (
+        _facts(operand),
+        given.encode(),
+        None if wanted is None else wanted.encode(),
+        _axes(axes, operand.ndim),
+        norm,
+        kind,
+        int(direction),
+        options.compared(),
+        None if out is None else _facts(out),
+    )
+
+
+def distribution_pair(distribution: Any) -> tuple[Distribution, Distribution | None]:
+    """(input, output) of a distribution, whose output is None, or of a pair of them.
+
+    Raises ValueError for a sequence of another length, TypeError for anything else.
+    """
+    if isinstance(distribution, Distribution):
+        return distribution, None
+    if isinstance(distribution, Sequence) and not isinstance(distribution, str):
+        if len(distribution) != 2:
+            raise ValueError(
+                f"distribution is one, or a pair (input, output); given are {len(distribution)}"
+            )
+        if all(isinstance(each, Distribution) for each in distribution):
+            return distribution[0], distribution[1]
+    raise TypeError(
+        "distribution is one such as Slab.X, or a pair such as (Box, Box) for input and output, "
+        f"not {distribution!r}"
+    )
+
+
+def kind_of(dtype: str, asked: str | None) -> Kind:
+    """The kind of transform of an operand of `dtype`; `asked` is options.fft_type.
+
+    Raises ValueError when there is none, or when it is not the one asked for.
+    """
+    if dtype not in COMPLEX_OF and dtype not in REAL_OF:
+        names = ", ".join((*COMPLEX_OF, *REAL_OF))
+        raise ValueError(f"the operand has dtype {dtype}; transforms take {names}")
+    natural: Kind = "R2C" if dtype in COMPLEX_OF else "C2C"
+    if asked is None:
+        return natural
+    if (asked == "R2C") != (natural == "R2C"):
+        raise ValueError(f"the operand has dtype {dtype}, which a {asked} transform does not take")
+    kinds: dict[str, Kind] = {"C2C": "C2C", "R2C": "R2C", "C2R": "C2R"}
+    return kinds[asked]
+
+
+def check(descriptions: Sequence[Description]) -> Problem:
+    """The problem that all ranks' descriptions make. Raises ValueError where they do not fit."""
+    operands, inputs, outputs, axes, norms, kinds, directions, options, outs = zip(
+        *descriptions, strict=True
+    )
+    for index, what in ((0, "library"), (1, "device"), (2, "dtype")):
+        require_equal(f"the {what} of the operand", [operand[index] for operand in operands])
+    require_equal("the number of axes of the operand", [len(operand[3]) for operand in operands])
+    for what, values in (
+        ("the kind of transform", kinds),
+        ("direction", directions),
+        ("axes", axes),
+        ("norm", norms),
+        ("options (fft_type, redistribute, last_axis_parity, inplace, blocking)", options),
+        ("whether a pair of distributions is given", [each is not None for each in outputs]),
+    ):
+        require_equal(what, values)
+    source = _bound("distribution", inputs, shapes=[operand[3] for operand in operands])
+    _, redistribute, parity, inplace, _ = options[0]
+    shape = _result_shape(source.global_shape, axes[0], kinds[0], parity)
+    if outputs[0] is None:
+        wanted = _natural(inputs, source, axes[0], kinds[0], redistribute)
+    else:
+        wanted = outputs
+    target = _bound("the result's distribution", wanted, global_shape=shape)
+    library, device, dtype, *_ = operands[0]
+    problem = Problem(
+        kind=kinds[0],
+        direction=FFTDirection(directions[0]),
+        norm=norms[0],
+        axes=tuple(axes[0]),
+        source=source,
+        target=target,
+        library=library,
+        device=device,
+        dtype=dtype,
+        order=_order([operand[4] for operand in operands]),
+        inplace=inplace,
+    )
+    for rank, out in enumerate(outs):
+        if out is not None:
+            _check_out(problem, rank, out)
+    return problem
+
+
+def _check_out(problem: Problem, rank: int, out: Sequence[Any]) -> None:
+    expected = (problem.library, problem.device, problem.result, problem.target.local_shape(rank))
+    given = (*out[:3], tuple(out[3]))
+    for what, one, other in zip(
+        ("library", "device", "dtype", "shape"), given, expected, strict=True
+    ):
+        if one != other:
+            raise CollectiveMismatch(f"rank {rank}: out has {what} {one}, the result has {other}")
+
+
+def _facts(spec: ArraySpec) -> tuple[Any, ...]:
+    return (spec.library, spec.device, spec.dtype, spec.shape, spec.order)
+
+
+def _axes(axes: Any, ndim: int) -> tuple[int, ...]:
+    """The axes to transform, none negative. Raises ValueError for what are no axes."""
+    if ndim == 0:
+        raise ValueError("the operand has no axes; a transform needs at least one")
+    if axes is None:
+        return tuple(range(ndim))
+    try:
+        listed = [operator.index(axes)] if hasattr(axes, "__index__") else list(axes)
+        numbers = [operator.index(axis) for axis in listed]
+    except TypeError:
+        raise ValueError(f"axes is None, an axis or a sequence of axes, not {axes!r}") from None
+    chosen = tuple(axis + ndim if axis < 0 else axis for axis in numbers)
+    if not chosen or not all(0 <= axis < ndim for axis in chosen):
+        raise ValueError(f"axes {axes!r} are not axes of an operand of {ndim} axes")
+    if len(set(chosen)) < len(chosen):
+        raise ValueError(f"axes {axes!r} name an axis twice")
+    return chosen
+
+
+def _result_shape(
+    shape: tuple[int, ...], axes: Sequence[int], kind: Kind, parity: str
+) -> tuple[int, ...]:
+    for axis in axes:
+        if shape[axis] == 0:
+            raise ValueError(f"axis {axis} of the global shape {shape} is empty: no transform")
+    last, made = axes[-1], list(shape)
+    if kind == "R2C":
+        made[last] = shape[last] // 2 + 1
+    elif kind == "C2R":
+        made[last] = 2 * (shape[last] - 1) + (parity == "odd")
+        if made[last] == 0:
+            raise ValueError(
+                f"axis {last} of the global shape {shape} has hermitian length 1, from which no "
+                'real axis of even length comes; use last_axis_parity="odd"'
+            )
+    return tuple(made)
+
+
+def _bound(
+    what: str,
+    encoded: Sequence[Any],
+    *,
+    shapes: Sequence[Sequence[int]] | None = None,
+    global_shape: tuple[int, ...] = (),
+) -> Layout:
+    """The layout that the ranks' distributions make, of `shapes` by rank or of one global shape."""
+    distributions = [geometry.decode(each) for each in encoded]
+    try:
+        if shapes is not None:
+            return Layout.bind(
+                distributions, geometry.infer_global_shape(distributions, list(shapes))
+            )
+        check_alike(distributions)
+        for rank, each in enumerate(distributions):
+            _check_part(each, rank, global_shape, len(distributions))
+        return Layout.bind(distributions, global_shape)
+    except ValueError as error:
+        raise type(error)(f"{what}: {error}") from None
+
+
+def _check_part(distribution: Distribution, rank: int, shape: tuple[int, ...], size: int) -> None:
+    try:
+        distribution.part(rank, shape, size=size)
+    except ValueError as error:
+        raise type(error)(f"rank {rank}: {error}") from None
+
+
+def _natural(
+    inputs: Sequence[Any], source: Layout, axes: Sequence[int], kind: Kind, redistribute: bool
+) -> Sequence[Any]:
+    """The output's distributions where only the input's are given, encoded."""
+    given = [geometry.decode(each) for each in inputs]
+    if any(each.per_rank for each in given):
+        if kind != "C2C":
+            raise BindDistributionError(
+                f"distribution: a box of the operand is none of a {kind} result; give a pair of "
+                "boxes (input, output)"
+            )
+        return inputs
+    if redistribute or not set(source.partitioned_axes) & set(axes):
+        return [(*each.encode()[:-1], None) for each in given]
+    split = _slab_axis(source)
+    if split is None or source.ndim == 1:
+        raise BindDistributionError(
+            f"distribution: redistribute=False gives the transposed slab of a slab; {given[0]!r} "
+            "has none: give a pair of distributions (input, output)"
+        )
+    return [Slab(1 if split == 0 else 0).encode()] * len(inputs)
+
+
+def _slab_axis(layout: Layout) -> int | None:
+    """The axis along which the layout is a slab, if it is one."""
+    for axis in layout.partitioned_axes:
+        if layout.same_as(Layout.slab(layout.global_shape, layout.size, axis=axis)):
+            return axis
+    return None
+
+
+def _order(orders: Sequence[str]) -> Literal["C", "F"]:
+    """F where some operand is column-major and none says otherwise."""
+    return "F" if "F" in orders and {"C", "strided"}.isdisjoint(orders) else "C"

@@ -1,0 +1,301 @@
+"""How an array is transformed: local transforms where axes are whole, and exchanges in between.
+
+A strategy is a list of steps between layouts. It is found by counting: the cheapest path from the
+operand's layout to the result's, over slabs, grids and these two, until every axis has been whole
+on all ranks once. Backwards is the same list reversed, which is how C2R comes from R2C.
+
+    slab X            transform y, z    exchange    transform x           exchange
+    0 0 0 0    ──►    (whole here)      ──►         0 0 1 1 (whole)       ──►         as at first
+    1 1 1 1                                         0 0 1 1
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from shardmath.arrays import dtypes
+from shardmath.geometry import Layout, Spans, bytes_moved
+from shardmath.operators.fft.problem import Problem
+
+__all__ = ["Move", "Step", "Strategy", "Transform", "choose"]
+
+# One core of a server of 2024, reading its peers' memory; only ratios decide.
+_FLOPS = 2.5e9
+_BANDWIDTH = 6e9  # bytes per second
+# Other moves are fused with the transforms after them. The last has none and is a pass of its own,
+# reading and writing; before the first, an operand that is not on the heap is copied there.
+_FIRST_MOVE, _LAST_MOVE = 1.0, 2.0
+_LATENCY = 1e-5  # seconds that an exchange costs in synchronisation
+
+
+@dataclass(frozen=True)
+class Transform:
+    """Local transforms along `axes`, in this order, which are whole on all ranks in `layout`.
+
+    `result` is another layout only where an axis turns from real to hermitian or back.
+    """
+
+    axes: tuple[int, ...]
+    layout: Layout
+    result: Layout
+
+    def reversed(self) -> Transform:
+        """The step that undoes this one."""
+        return Transform(self.axes[::-1], self.result, self.layout)
+
+    def seconds(self, itemsize: int) -> float:
+        """Predicted for the rank that does most."""
+        logs = sum(math.log2(max(2, self.layout.global_shape[axis])) for axis in self.axes)
+        largest = max(math.prod(self.layout.local_shape(rank)) for rank in range(self.layout.size))
+        return largest * (5 * logs / _FLOPS + 2 * itemsize / _BANDWIDTH)
+
+    def __str__(self) -> str:
+        axes = ", ".join(map(str, self.axes))
+        return f"transform {'axis' if len(self.axes) == 1 else 'axes'} {axes}: {self.layout}"
+
+
+@dataclass(frozen=True)
+class Move:
+    """An exchange: `src` becomes `dst`."""
+
+    src: Layout
+    dst: Layout
+
+    def reversed(self) -> Move:
+        """The step that undoes this one."""
+        return Move(self.dst, self.src)
+
+    def seconds(self, itemsize: int) -> float:
+        """Predicted for the rank that receives most."""
+        return _received(self.src, self.dst) * itemsize / _BANDWIDTH + _LATENCY
+
+    def __str__(self) -> str:
+        return f"exchange: {self.src} -> {self.dst}"
+
+
+Step = Transform | Move
+_Cut = tuple[tuple[int, ...], list[tuple[Spans, ...] | None]]  # global shape, columns
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """The steps from `problem.source` to `problem.target`."""
+
+    problem: Problem
+    steps: tuple[Step, ...]
+
+    @cached_property
+    def seconds(self) -> float:
+        """Predicted."""
+        return sum(step.seconds(self._itemsize) for step in self.steps)
+
+    @property
+    def exchanges(self) -> int:
+        """How many of the steps move bytes between ranks."""
+        return sum(isinstance(step, Move) for step in self.steps)
+
+    def explain(self) -> str:
+        """The problem, and a line for each step with predicted bytes and time."""
+        lines = [str(self.problem)]
+        for number, step in enumerate(self.steps, 1):
+            line = f"{number}. {step}; {step.seconds(self._itemsize) * 1e3:.3g} ms"
+            if isinstance(step, Move):
+                line += f", a rank receives at most {self._received(step):,} bytes"
+            lines.append(line)
+        lines.append(f"predicted: {self.seconds * 1e3:.3g} ms, {self.exchanges} exchanges")
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.explain()
+
+    def _received(self, step: Move) -> int:
+        return max(bytes_moved(step.src, step.dst, self._itemsize).received)
+
+    @property
+    def _itemsize(self) -> int:
+        return dtypes.of(self.problem.dtype).itemsize
+
+
+def choose(problem: Problem) -> Strategy:
+    """The strategy with the smallest predicted time. Pure: every rank finds the same."""
+    real, ends = problem.kind != "C2C", (_FIRST_MOVE, _LAST_MOVE)
+    if problem.kind == "C2R":
+        backwards = _Search(problem.target, problem.source, problem.axes, real, ends[::-1]).run()
+        return Strategy(problem, tuple(step.reversed() for step in reversed(backwards)))
+    search = _Search(problem.source, problem.target, problem.axes, real, ends)
+    return Strategy(problem, tuple(search.run()))
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A layout in which steps may be taken; before and after a real axis has been halved.
+
+    None where it does not exist: it splits the real axis, which is then not halved there.
+    """
+
+    before: Layout | None
+    after: Layout | None
+
+
+class _Search:
+    """Dijkstra's algorithm over (place, axes that are done); ties go to what was found first."""
+
+    def __init__(
+        self,
+        source: Layout,
+        target: Layout,
+        axes: tuple[int, ...],
+        real: bool,
+        ends: tuple[float, float],
+    ) -> None:
+        self._ends = ends  # passes over memory that a first, a last move costs
+        self._axes = axes
+        self._real = axes[-1] if real else None
+        self._shapes = (source.global_shape, target.global_shape)
+        self._places = [
+            _Place(source, self._resized(source, self._shapes[1])),
+            _Place(self._resized(target, self._shapes[0]), target),
+            *(
+                _Place(*(Layout.product(shape, split, size=source.size) for shape, split in both))
+                for both in self._others(source.size)
+            ),
+        ]
+
+    def run(self) -> list[Step]:
+        """The steps of the cheapest path from place 0, nothing done, to place 1, all done."""
+        everything = frozenset(self._axes)
+        start = (0, frozenset[int](), False)
+        number = itertools.count()
+        queue: list[tuple[float, int, tuple[int, frozenset[int], bool], tuple[Step, ...]]]
+        queue = [(0.0, next(number), start, ())]
+        finished = set()
+        while queue:
+            seconds, _, state, steps = heapq.heappop(queue)
+            place, done, _ = state
+            if place == 1 and done == everything:
+                return list(steps)
+            if state in finished:
+                continue
+            finished.add(state)
+            for following, step in self._next(state):
+                cost = seconds + self._seconds(step, not steps, len(state[1]) == len(self._axes))
+                more = steps if step is None else (*steps, step)
+                heapq.heappush(queue, (cost, next(number), following, more))
+        raise AssertionError("some place has each axis whole")
+
+    def _seconds(self, step: Step | None, first: bool, last: bool) -> float:
+        """Predicted for a step, which is the first, or follows when all axes are done."""
+        if step is None:
+            return 0.0
+        if isinstance(step, Transform):
+            return step.seconds(8)
+        turns = self._ends[0] * first + self._ends[1] * last
+        largest = max(math.prod(step.dst.local_shape(rank)) for rank in range(step.dst.size))
+        return step.seconds(8) + turns * 8 * largest / _BANDWIDTH
+
+    def _next(
+        self, state: tuple[int, frozenset[int], bool]
+    ) -> Iterator[tuple[tuple[int, frozenset[int], bool], Step | None]]:
+        place, done, moved = state
+        here = self._layout(place, done)
+        assert here is not None, "a path leads only to layouts that exist"
+        ready = self._ready(here, done)
+        if ready:
+            halves = self._real is not None and self._real not in done
+            result = self._resized(here, self._shapes[1]) if halves else here
+            assert result is not None, "the real axis is whole"
+            yield (place, done | set(ready), False), Transform(ready, here, result)
+        if moved:
+            return
+        finished = len(done) == len(self._axes)
+        for other in [1] if finished else range(len(self._places)):
+            there = self._layout(other, done)
+            if other == place or there is None or not (finished or self._ready(there, done)):
+                continue
+            step = None if here.same_as(there) else Move(here, there)
+            yield (other, done, True), step
+
+    def _layout(self, place: int, done: frozenset[int]) -> Layout | None:
+        halved = self._real is None or self._real in done
+        return self._places[place].after if halved else self._places[place].before
+
+    def _ready(self, layout: Layout, done: frozenset[int]) -> tuple[int, ...]:
+        """The axes that can be transformed there, the real one first."""
+        whole = {axis for axis in self._axes if axis not in done and _is_whole(layout, axis)}
+        if self._real is not None and self._real not in done:
+            if self._real not in whole:
+                return ()
+            return (self._real, *sorted(whole - {self._real}, reverse=True))
+        return tuple(sorted(whole, reverse=True))
+
+    def _resized(self, layout: Layout, shape: tuple[int, ...]) -> Layout | None:
+        """`layout` of an array of `shape`, other along the real axis; None if it splits that."""
+        if self._real is None:
+            return layout
+        if not _is_whole(layout, self._real):
+            return None
+        axis, extent = self._real, layout.global_shape[self._real]
+        whole = Spans.interval(0, shape[axis])
+        columns = [layout.column(each) for each in range(layout.ndim)]
+        columns[axis] = tuple(
+            whole if spans.length == extent else Spans.interval(0, 0) for spans in columns[axis]
+        )
+        return Layout.product(shape, columns, size=layout.size)
+
+    def _others(self, size: int) -> Iterator[list[_Cut]]:
+        """For each slab, for each grid where slabs leave ranks idle, and for one rank alone if no
+        slab has the axis whole; each before and after halving.
+        """
+        ndim = len(self._shapes[0])
+        cuts: list[dict[int, int]] = [{axis: size} for axis in range(ndim)]
+        roomy = [axis for axis in range(ndim) if min(s[axis] for s in self._shapes) >= size]
+        if len(roomy) < 2:
+            cuts += [
+                {one: p, two: size // p}
+                for one, two in itertools.combinations(range(ndim), 2)
+                for p in range(2, size)
+                if size % p == 0
+            ]
+        if ndim == 1:
+            cuts.append({})
+        for cut in cuts:
+            yield [(shape, _columns(shape, cut, size)) for shape in self._shapes]
+
+
+def _columns(
+    shape: tuple[int, ...], cut: dict[int, int], size: int
+) -> list[tuple[Spans, ...] | None]:
+    """The columns of a layout with axes in so many even parts; no cut gives rank 0 everything."""
+    columns: list[tuple[Spans, ...] | None] = [None] * len(shape)
+    if not cut:
+        columns[0] = tuple(Spans.interval(0, shape[0] if rank == 0 else 0) for rank in range(size))
+    step = size
+    for axis, parts in cut.items():
+        step //= parts
+        columns[axis] = tuple(
+            Spans.even(shape[axis], parts, rank // step % parts) for rank in range(size)
+        )
+    return columns
+
+
+def _is_whole(layout: Layout, axis: int) -> bool:
+    """Whether every rank that holds anything holds all of `axis`."""
+    extent = layout.global_shape[axis]
+    return all(
+        part[axis].length == extent or any(spans.length == 0 for spans in part)
+        for part in layout.parts
+    )
+
+
+def _received(src: Layout, dst: Layout) -> int:
+    """The elements that the rank that receives most does not have."""
+    return max(
+        math.prod(two.length for two in need)
+        - math.prod(one.shared(two) for one, two in zip(have, need, strict=True))
+        for have, need in zip(src.parts, dst.parts, strict=True)
+    )

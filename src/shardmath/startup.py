@@ -1,0 +1,145 @@
+"""Starting and ending: contexts are made here, from the environment or a group, and left at exit.
+
+A call that makes a context makes nothing if it raises. A process that ends, however it does so,
+tells its peers; one that was forked off a rank is no rank, and cannot use the parent's contexts.
+"""
+
+from __future__ import annotations
+
+import atexit
+import operator
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from typing import Any
+
+from shardmath import agreement, current
+from shardmath.config import Settings
+from shardmath.context import DistributedContext, open_contexts
+from shardmath.errors import OpTimeout, RankFailure
+from shardmath.group import as_process_group
+from shardmath.machinery import Machinery
+
+__all__ = ["finalize", "initialize", "new_context"]
+
+_BACKENDS = ("host", "mpi", "cuda", "nvshmem", "nccl")
+
+
+def initialize(
+    device_id: int | str,
+    process_group: Any = None,
+    backends: Sequence[str] | None = None,
+) -> DistributedContext:
+    """Make the default context, and return it. Collective.
+
+    `device_id`: "cpu", or the index of this rank's CUDA device. `process_group`: an mpi4py
+    communicator, a torch.distributed group or a ProcessGroup; None reads what the launcher has set
+    (shardmath, torchrun, mpiexec, Slurm), and without one there is one rank. `backends` is accepted
+    for programs written for nvmath.distributed; the transport is chosen by trying.
+
+    Raises RuntimeError when there is a default context already, TypeError or ValueError for a bad
+    argument, BootstrapError when the ranks cannot find each other.
+    Source: nvmath.distributed.initialize.
+    """
+    if current.default() is not None:
+        raise RuntimeError("shardmath is initialized already; call finalize() first")
+    context = new_context(device_id, process_group, backends)
+    current.set_default(context)
+    return context
+
+
+def new_context(
+    device_id: int | str,
+    process_group: Any = None,
+    backends: Sequence[str] | None = None,
+) -> DistributedContext:
+    """A context that is not the default one: for `with`, or to pass on. Arguments: `initialize`."""
+    settings = Settings.from_environment()
+    group = as_process_group(process_group, settings)
+    _watch_process()
+    with ExitStack() as undo:
+        machinery = Machinery(group, settings)
+        undo.callback(machinery.close)
+        ranks = range(group.nranks)
+        board = machinery.board(ranks, group.rank, "board")
+
+        def describe() -> str:
+            ordinal = _ordinal(device_id, backends)
+            machinery.open(ordinal)
+            return "cpu" if ordinal is None else "cuda"
+
+        agreement.agree(
+            board,
+            "initialize",
+            describe,
+            lambda kinds: agreement.require_equal("the kind of device_id", kinds),
+        )
+        team = machinery.team(board, ranks)
+        undo.pop_all()
+    return DistributedContext(
+        machinery, board, team, ranks=ranks, device_id=device_id, process_group=group
+    )
+
+
+def finalize() -> None:
+    """End the default context. Collective; does nothing when there is none.
+
+    Peers that have ended, or that do not come in time, are not waited for.
+    Source: nvmath.distributed.finalize.
+    """
+    context = current.default()
+    if not isinstance(context, DistributedContext):
+        return
+    try:
+        with suppress(RankFailure, OpTimeout):
+            context.board.exchange("finalize", b"")
+    finally:
+        context.close("finalize() has ended it")
+
+
+def _ordinal(device_id: object, backends: Sequence[str] | None) -> int | None:
+    """The index of a CUDA device, or None for "cpu".
+
+    Raises for what is neither, and for unknown backends.
+    """
+    if backends is not None:
+        names = [backends] if isinstance(backends, str) else list(backends)
+        unknown = [name for name in names if name not in _BACKENDS]
+        if unknown or not names or isinstance(backends, str):
+            raise ValueError(
+                f"backends is a sequence of names among {', '.join(_BACKENDS)}, at least one; not "
+                f"{backends!r}"
+            )
+    if device_id == "cpu":
+        return None
+    if isinstance(device_id, str):
+        raise ValueError(f'device_id is "cpu" or the index of a CUDA device, not {device_id!r}')
+    if isinstance(device_id, bool) or not hasattr(type(device_id), "__index__"):
+        raise TypeError(f'device_id is "cpu" or the index of a CUDA device, not {device_id!r}')
+    return operator.index(device_id)  # type: ignore[arg-type]
+
+
+def _watch_process() -> None:
+    """Once per process: leave at exit, and keep a forked child from using the parent's contexts."""
+    if not _watching:
+        _watching.append(True)
+        atexit.register(_at_exit)
+        os.register_at_fork(after_in_child=_in_forked_child)
+
+
+_watching: list[bool] = []
+
+
+def _at_exit() -> None:
+    crashed = getattr(sys, "last_value", None)
+    for context in open_contexts():
+        if crashed is not None:
+            context.board.fail(f"{type(crashed).__name__}: {crashed}")
+        context.close("the process is ending")
+
+
+def _in_forked_child() -> None:
+    for context in open_contexts():
+        context.abandon("this process was forked after initialize(); initialize it anew")
+    current.set_default(None)

@@ -1,0 +1,19 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from ranks import Pool
+from shardmath.startup import new_context
+
+
+def with_context(group):
+    return new_context("cpu", group)
+
+
+@pytest.fixture(scope="session")
+def contexts() -> Iterator[Pool]:
+    """Six ranks whose functions get a context."""
+    with Pool(6, with_context) as ranks:
+        yield ranks

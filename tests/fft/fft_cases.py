@@ -1,0 +1,103 @@
+"""Random transforms as plain data, and the oracle: scipy.fft on the global array in float64."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import scipy.fft
+from hypothesis import strategies as st
+
+from arrangements import distributions
+
+EXTENTS = st.one_of(st.sampled_from([1, 7, 8, 9, 13, 31, 37]), st.integers(1, 40))
+LARGEST = {1: 40, 2: 40, 3: 20, 4: 9}
+STORES = ("C", "F", "strided", "reversed", "heap C", "heap F", "heap strided")
+NORMS = (None, "backward", "ortho", "forward")
+REAL = ("float32", "float64", "float16")
+COMPLEX = ("complex64", "complex128")
+
+
+@st.composite
+def cases(draw):
+    """A call as a dictionary of plain data."""
+    size = draw(st.integers(1, 6))
+    ndim = draw(st.integers(1, 4))
+    shape = tuple(min(draw(EXTENTS), LARGEST[ndim]) for _ in range(ndim))
+    axes = draw(st.permutations(range(ndim)))[: draw(st.integers(1, ndim))]
+    if draw(st.booleans()) and len(axes) == ndim:
+        axes = None
+    kind = draw(st.sampled_from(["C2C", "C2C inverse", "R2C", "C2R"]))
+    parity = draw(st.sampled_from(["even", "odd"]))
+    last = (axes or range(ndim))[-1]
+    if kind == "C2R" and shape[last] == 1:
+        parity = "odd"
+    batch = [axis for axis in range(ndim) if axes is not None and axis not in axes]
+    if batch and draw(st.integers(0, 9)) == 0:  # an empty batch
+        shape = tuple(0 if axis == batch[0] else n for axis, n in enumerate(shape))
+    made = result_shape(shape, last, kind, parity)
+    inputs = draw(distributions(shape, size))
+    outputs = draw(distributions(made, size))
+    alone = kind.startswith("C2C") or inputs[0][0] != "Box"
+    library = draw(st.sampled_from(["numpy", "numpy", "torch"]))
+    stores = STORES if library == "numpy" else tuple(s for s in STORES if s != "reversed")
+    return {
+        "size": size,
+        "shape": shape,
+        "axes": axes if axes is None else tuple(axis - ndim * (axis % 2) for axis in axes),
+        "kind": kind,
+        "parity": parity,
+        "norm": draw(st.sampled_from(NORMS)),
+        "inputs": inputs,
+        "outputs": None if alone and draw(st.booleans()) else outputs,
+        "library": library,
+        "dtype": draw(st.sampled_from(REAL if kind == "R2C" else COMPLEX)),
+        "stores": [draw(st.sampled_from(stores)) for _ in range(size)],
+        "block": draw(st.sampled_from([64, 700, 2 << 20])),
+        "out": draw(st.sampled_from(["none", "none", "operand", *stores])),
+    }
+
+
+def result_shape(shape, last, kind, parity):
+    made = list(shape)
+    if kind == "R2C":
+        made[last] = shape[last] // 2 + 1
+    if kind == "C2R":
+        made[last] = 2 * (shape[last] - 1) + (parity == "odd")
+    return tuple(made)
+
+
+def operand_of(case):
+    """The global operand: numbers of both signs, the same on all ranks."""
+    rng = np.random.default_rng(math.prod(case["shape"]) + len(case["kind"]))
+    array = rng.standard_normal(case["shape"])
+    if case["dtype"].startswith("complex"):
+        array = array + 1j * rng.standard_normal(case["shape"])
+    return array.astype(case["dtype"])
+
+
+def wanted(case, array):
+    """What scipy makes of it in double precision."""
+    wide = array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
+    axes = tuple(range(array.ndim)) if case["axes"] is None else case["axes"]
+    if array.size == 0:
+        last = axes[-1] % array.ndim
+        shape = result_shape(array.shape, last, case["kind"], case["parity"])
+        return np.zeros(shape, np.float64 if case["kind"] == "C2R" else np.complex128)
+    forward = case["kind"] in ("C2C", "R2C")
+    norm = case["norm"] or ("backward" if forward else "forward")
+    if case["kind"] == "C2R":
+        last = axes[-1] % array.ndim
+        length = result_shape(array.shape, last, "C2R", case["parity"])[last]
+        sizes = [array.shape[axis] for axis in axes[:-1]] + [length]
+        return scipy.fft.irfftn(wide, s=sizes, axes=axes, norm=norm)
+    function = {"C2C": scipy.fft.fftn, "C2C inverse": scipy.fft.ifftn, "R2C": scipy.fft.rfftn}
+    return function[case["kind"]](wide, axes=axes, norm=norm)
+
+
+def close(got, want, count):
+    """Whether the error is at most 8 eps log2 n of the largest element."""
+    single = got.dtype in (np.complex64, np.float32)
+    eps = np.finfo(np.float32 if single else np.float64).eps
+    scale = np.abs(want).max(initial=0.0)
+    return np.abs(got - want).max(initial=0.0) <= 8 * eps * math.log2(2 + count) * scale

@@ -1,0 +1,103 @@
+"""Any transform of any distribution in any memory, against scipy.fft on the global array."""
+
+from __future__ import annotations
+
+import math
+
+import fft_cases
+import numpy as np
+from hypothesis import HealthCheck, given, settings
+
+import shardmath
+from arrangements import part_of
+from shardmath.arrays import library_named
+from shardmath.geometry import decode
+from shardmath.operators.fft import passes
+from shardmath.operators.fft.call import plan_of
+from shardmath.symmetric.allocation import empty_on_heap, is_symmetric
+
+FUNCTIONS = {"C2C": "fft", "C2C inverse": "ifft", "R2C": "rfft", "C2R": "irfft"}
+
+
+def placed(context, library, part, store):
+    """`part` as the user would hold it: (array, its NumPy view, the whole around it).
+
+    Strided arrays lie in a larger one whose other elements are sentinels.
+    """
+    order = "F" if store.endswith("F") else "C"
+    strided = store.endswith(("strided", "reversed"))
+    shape = tuple(2 * n + 3 for n in part.shape) if strided else part.shape
+    if store.startswith("heap"):
+        whole = empty_on_heap(context, library, shape, part.dtype, order)
+    else:
+        whole = library.empty(shape, part.dtype, order)
+    array = whole
+    if strided:
+        library.host_view(whole)[...] = 77
+        array = whole[tuple(slice(1, 1 + 2 * n, 2) for n in part.shape)]
+    if store == "reversed":
+        array = array[(slice(None, None, -1),) * part.ndim]
+    view = library.host_view(array)
+    view[...] = part
+    return array, view, library.host_view(whole) if strided else None
+
+
+def untouched(whole, shape):
+    """Whether the sentinels around a strided array are as they were."""
+    if whole is None:
+        return True
+    rest = whole.copy()
+    rest[tuple(slice(1, 1 + 2 * n, 2) for n in shape)] = 77
+    return bool((rest == 77).all())
+
+
+def run_case(context, case):
+    rank, size = context.rank, context.size
+    passes.BLOCK_BYTES = case["block"]  # small arrays in many blocks and passes, as large ones are
+    plan_of.cache_clear()
+    library = library_named(case["library"])
+    array = fft_cases.operand_of(case)
+    full = fft_cases.wanted(case, array)
+    source = decode(case["inputs"][rank])
+    target = source if case["outputs"] is None else decode(case["outputs"][rank])
+    part, want = part_of(array, source, rank, size), part_of(full, target, rank, size)
+    operand, view, around = placed(context, library, part, case["stores"][rank])
+    narrow = {"float16": "complex64", "float32": "complex64", "float64": "complex128"}
+    dtype = narrow.get(case["dtype"], case["dtype"])
+    if case["kind"] == "C2R":
+        dtype = {"complex64": "float32", "complex128": "float64"}[dtype]
+    out, whole = None, None
+    if case["out"] == "operand" and (part.shape, part.dtype) == (want.shape, np.dtype(dtype)):
+        out = operand
+    elif case["out"] not in ("none", "operand"):
+        blank = np.zeros(want.shape, dtype)
+        out, _, whole = placed(context, library, blank, case["out"])
+    options = {"last_axis_parity": case["parity"]}
+    with context:
+        got = getattr(shardmath.fft, FUNCTIONS[case["kind"]])(
+            operand,
+            distribution=source if case["outputs"] is None else (source, target),
+            axes=case["axes"],
+            norm=case["norm"],
+            options=options,
+            out=out,
+        )
+    assert options == {"last_axis_parity": case["parity"]}
+    assert out is None or got is out
+    assert type(got) is type(operand)
+    host = library.host_view(got)
+    assert (host.dtype.name, host.shape) == (dtype, want.shape)
+    axes = range(array.ndim) if case["axes"] is None else case["axes"]
+    assert fft_cases.close(host, want, math.prod(full.shape[axis] for axis in axes))
+    if out is None:
+        assert is_symmetric(got) == case["stores"][rank].startswith("heap")
+    if out is not operand:
+        assert view.tobytes() == part.tobytes()
+    assert untouched(around, part.shape)
+    assert untouched(whole, want.shape)
+
+
+@settings(max_examples=500, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@given(case=fft_cases.cases())
+def test_any_transform(contexts, case):
+    contexts.run(run_case, case, ranks=case["size"])
