@@ -17,7 +17,7 @@ from pathlib import Path
 
 import record
 
-from shardmath import context as contexts
+from shardmath import startup
 from shardmath.arrays import dtypes
 from shardmath.collectives.device import DeviceCollectives
 from shardmath.cuda.kernel import Argument
@@ -53,7 +53,7 @@ class Ranks:
         rank = int(os.environ["SHARDMATH_RANK"])
         torch.cuda.set_device(rank)
         self.device = torch.device("cuda", rank)
-        self.context = contexts.initialize(rank)
+        self.context = startup.initialize(rank)
         dist.init_process_group(
             "nccl", init_method=f"file://{store}", rank=rank, world_size=size, device_id=self.device
         )
@@ -233,7 +233,7 @@ def measure(store, size):
     }
     ranks.torch.cuda.synchronize()
     ranks.dist.destroy_process_group()
-    contexts.finalize()
+    startup.finalize()
     return [rows, facts]
 
 

@@ -10,8 +10,24 @@ from shardmath.collectives.device import DeviceCollectives, Launch, choose_all_r
 from shardmath.collectives.reduction import Reduction, fold
 from shardmath.cuda.driver import call
 from shardmath.errors import OpTimeout, RankFailure
+from shardmath.symmetric.heap import Location
 
-DTYPES = ["bool", "int8", "uint8", "int16", "int32", "uint32", "int64", "uint64", "float16", "bfloat16", "float32", "float64", "complex64", "complex128"]
+DTYPES = [
+    "bool",
+    "int8",
+    "uint8",
+    "int16",
+    "int32",
+    "uint32",
+    "int64",
+    "uint64",
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+    "complex64",
+    "complex128",
+]
 COUNTS = (1, 7, 8, 9, 511, 1025, 70001)
 LARGE = (1 << 20, (3 << 20) + 17)
 
@@ -68,8 +84,9 @@ def same(found, wanted):
         return bool((found == wanted).all())
     if found.dtype.kind == "c":
         return np.allclose(found, wanted, rtol=1e-5, equal_nan=True)
-    nan = wanted != wanted
-    if not ((found != found) == nan).all():
+    wide = np.float64 if wanted.dtype.kind in "fV" else wanted.dtype
+    nan = np.isnan(wanted.astype(wide))
+    if not (np.isnan(found.astype(wide)) == nan).all():
         return False
     bits = f"u{found.itemsize}"
     return bool((found.view(bits)[~nan] == wanted.view(bits)[~nan]).all())
@@ -138,7 +155,7 @@ def check_repeats(context, rounds):
         source, target = Memory(parts[context.rank]), Memory(np.zeros_like(wanted))
         everyone = Memory(np.zeros(context.size * count, np.float32))
         kept.append((source, target, everyone, wanted, np.concatenate(parts)))
-    for (source, target, everyone, wanted, _), count in zip(kept, sizes, strict=True):
+    for (source, target, everyone, _, _), count in zip(kept, sizes, strict=True):
         function = ("one_shot", "two_shot")[count % 2]
         launch = Launch(function, 1 + count % 40, 32 * (1 + count % 16))
         moves.all_reduce(source.address, target.address, count, bf16, "sum", 0, launch=launch)
@@ -228,6 +245,11 @@ def test_reduce_scatter_of_uneven_parts(gpus, size):
     assert gpus.run(check_reduce_scatter, ranks=size) == [[]] * size
 
 
+def place_of(context, buffer):
+    where = buffer.block.location
+    return context.agree("t", lambda: (where.segment, where.offset), lambda found: found)
+
+
 def check_pushes(context):
     moves, rank, size = DeviceCollectives.together(context), context.rank, context.size
     wrong = []
@@ -238,9 +260,7 @@ def check_pushes(context):
         whole = np.full(2 * nbytes + 64, 0xA5, np.uint8)
         call("cuMemcpyHtoD", base, whole.ctypes.data, whole.nbytes)
         context.announce(buffer.block)
-        where = buffer.block.location
-        found = context.agree("t", lambda: (where.segment, where.offset), lambda found: found)
-        from shardmath.symmetric.heap import Location
+        found = place_of(context, buffer)
 
         bases = [
             context.peer_address(r, Location(*place), 2 * nbytes + 64)

@@ -20,7 +20,16 @@ import samples
 
 from shardmath.arrays import dtypes, library_named
 
-FORMS = ["cupy", "cupy_fortran", "cupy_strided", "cupy_heap", "torch", "torch_strided", "torch_heap", "torch_cpu"]
+FORMS = [
+    "cupy",
+    "cupy_fortran",
+    "cupy_strided",
+    "cupy_heap",
+    "torch",
+    "torch_strided",
+    "torch_heap",
+    "torch_cpu",
+]
 plain = {"formed": samples.formed, "elements_of": samples.elements_of, "framed": samples.framed}
 
 

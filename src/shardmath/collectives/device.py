@@ -1,8 +1,9 @@
 """Collectives on memory of GPUs, given by address: one kernel launch each, on a stream.
 
-Small and middle sizes travel through cells (`kernels/cells.cuh`) from and to ordinary memory. Large
-contiguous parts are pushed straight into symmetric memory (`kernels/push.cu`) between two barriers.
-`choose_all_reduce` decides, and says so; nothing here talks to other hosts' processes after `together`.
+Small and middle sizes, and all reductions, travel through cells (`kernels/cells.cuh`) from and to
+ordinary memory. Large contiguous parts are pushed straight into symmetric memory between two
+barriers, by kernels (`kernels/push.cu`) or by the copy engines. `choose_all_reduce` decides, and
+says so; after `together` no process waits for another here.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Launch:
 def choose_all_reduce(nbytes: int, size: int) -> Launch:
     """How to reduce `nbytes` of every one of `size` ranks."""
     packets = -(-nbytes // _PACKET)
-    # One shot sends n (size - 1) bytes, two shots 2 n (size - 1) / size, and wait for each other twice.
+    # One shot sends n (size - 1) bytes; two shots 2 n (size - 1) / size, and wait twice.
     more = nbytes * (size - 1) * (size - 2) // size
     if more <= _SECOND_WAIT_BYTES:
         return _grid("one_shot", packets)
@@ -67,8 +68,8 @@ def _grid(function: str, packets: int) -> Launch:
 class DeviceCollectives:
     """The collectives of one context's team. Made by `together`.
 
-    Calls on one stream follow each other. A call whose wait expires leaves no order between the ranks:
-    `Team.check` raises, and the context's collectives are at an end.
+    Calls on one stream follow each other. A call whose wait expires leaves the cells in no known
+    state: `Team.check` raises, and the context's collectives are at an end.
     """
 
     def __init__(self, team: Team, cells: Buffer, places: Sequence[int]) -> None:
@@ -222,10 +223,10 @@ class DeviceCollectives:
         places = [self._places[rank] for rank in self._rotated()]
         return self.team.packed() + struct.pack(f"{self.team.size}Q", *places)
 
-    # -- straight into symmetric memory --------------------------------------------------------------
+    # -- straight into symmetric memory ------------------------------------------------------------
 
     def push_to_all(self, source: int, targets: Sequence[int], nbytes: int, stream: int) -> None:
-        """Copy `nbytes` at `source` to an address on each rank. Multiples of 16; no barrier."""
+        """Copy `nbytes` at `source` to an address on each rank; multiples of 16, no barrier."""
         order = self._rotated()
         words = (source, nbytes, self.team.size, *(targets[peer] for peer in order))
         self._push("spread", struct.pack(f"QQQ{len(order)}Q", *words), nbytes, stream)
@@ -243,7 +244,7 @@ class DeviceCollectives:
     def move(
         self, sources: Sequence[int], targets: Sequence[int], sizes: Sequence[int], stream: int
     ) -> None:
-        """Copy `sizes[r]` bytes at `sources[r]` to `targets[r]` in rank r's memory; multiples of 16.
+        """Copy `sizes[r]` bytes at `sources[r]` to `targets[r]`, for every rank r; multiples of 16.
 
         With a barrier on either side: before, since the owners may still use the targets; after,
         since they will read them. Collective.
@@ -264,7 +265,7 @@ class DeviceCollectives:
 
     @contextmanager
     def _beside(self, stream: int) -> Iterator[Any]:
-        """A second stream that starts where `stream` is, and that `stream` waits for at the end."""
+        """A second stream that starts where `stream` is; `stream` waits for it at the end."""
         self.team.device.activate()
         if self._side is None:
             make = call("cuStreamCreate", 1)  # it does not wait for the default stream
@@ -277,7 +278,7 @@ class DeviceCollectives:
         call("cuStreamWaitEvent", stream, join, 0)
 
     def _rotated(self) -> list[int]:
-        """All ranks, beginning behind this one and ending with it: no two ranks begin alike."""
+        """All ranks, from the next one on to this one: no two ranks begin with the same."""
         return [(self.team.rank + step) % self.team.size for step in range(1, self.team.size + 1)]
 
     def _push(self, function: str, tail: bytes, nbytes: int, stream: int) -> None:
@@ -290,7 +291,7 @@ class DeviceCollectives:
         kernel.launch(stream, blocks, 32, Argument(tail))
 
     def barrier(self, stream: int) -> None:
-        """The barrier around pushes: before them peers may still use the targets; after, all is there."""
+        """Around pushes: before them, the owners may use the targets; after, all is there."""
         self.team.barrier(stream, channel=BULK_CHANNEL)
 
 

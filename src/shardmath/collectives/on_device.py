@@ -1,8 +1,8 @@
 """The doors' collectives for contexts whose memory is on GPUs.
 
-Calls are agreed on as on the host, by the same specs and plans; then the elements move by kernels on the
-user's current stream, and the call returns. Operands in host memory are staged: they come back as they
-came, and the call waits for them.
+Calls are agreed on as on the host, by the same specs and plans; then the elements move by kernels
+on the user's current stream, and the call returns. Operands in host memory are staged: they come
+back as they came, and the call waits for them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Parts = Sequence[int]
 
 
 class DeviceOperand:
-    """One rank's array in a call of a context of GPUs: where it is, and how its results come back."""
+    """One rank's array in a call of a context of GPUs, and how its result comes back."""
 
     def __init__(self, context: DistributedContext, x: Any) -> None:
         """Raises ValueError for what is no array, or lies on another GPU; UseAfterFree."""
@@ -135,7 +135,7 @@ class DeviceOperand:
         return self._joined(flat, axis, parts, shape, out)
 
     def broadcast(self, root: int, shape: Shape, out: Any) -> Any:
-        """See `moving.broadcast`. A rank that gives nothing brings a stand-in of the result's kind."""
+        """See `moving.broadcast`. A rank that gives nothing brings a stand-in."""
         moves = DeviceCollectives.together(self.context)
         dtype = dtype_of(self.spec.dtype)
         nbytes, size, rank = _count(shape) * dtype.itemsize, self.context.size, self.context.rank
@@ -152,7 +152,7 @@ class DeviceOperand:
     # -- memory ------------------------------------------------------------------------------------
 
     def _by_rank(self, axis: int, counts: Parts) -> Any:
-        """The elements in the order in which the ranks will have them, each rank's in C order."""
+        """The elements in the order in which the ranks will have them, each's in C order."""
         x = self.library.host_view(self._x) if self.on_host else self._x
         if _count(self.spec.shape[:axis]) == 1 or self.spec.size == 0:
             return x
@@ -221,7 +221,7 @@ class DeviceOperand:
         return _Flat(self, array, dtype, count), places
 
     def _takes(self, out: Any, source: int) -> bool:
-        """Whether a result can be written into `out` at once: packed, and not across the operand."""
+        """Whether a result can be written straight into `out`: packed, not across the operand."""
         if out is None or self.on_host:
             return False
         spec, target = self.library.spec(out), self.library.pointer(out)

@@ -1,8 +1,8 @@
 """A context's ranks as their GPUs see them: pads of signals, and the kernels that wait on them.
 
-The layout of a pad is `kernels/symm.cuh`'s. A kernel whose wait expires writes down whom it waited for,
-in host memory, and ends; the host raises at its next call or at `synchronize`, and then everything can be
-used again: a barrier or a signal that did not come is waited for anew.
+The layout of a pad is `kernels/symm.cuh`'s. A kernel whose wait expires writes down whom it waited
+for, in host memory, and ends; the host raises at its next call or at `synchronize`, and then all
+can be used again: a barrier or a signal that did not come is waited for anew.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class Team:
         if gone is not None:
             return gone
         return OpTimeout(
-            f"rank {self.rank} (GPU {self.device.ordinal}) has waited in vain: {'; '.join(reasons)}; "
+            f"rank {self.rank} (GPU {self.device.ordinal}) waited in vain: {'; '.join(reasons)}; "
             "raise SHARDMATH_TIMEOUT if they were only slow",
             ranks,
         )
