@@ -72,9 +72,8 @@ class DeviceCollectives:
     state: `Team.check` raises, and the context's collectives are at an end.
     """
 
-    def __init__(self, team: Team, cells: Buffer, places: Sequence[int]) -> None:
+    def __init__(self, team: Team, places: Sequence[int]) -> None:
         self.team = team
-        self._cells = cells
         self._places = tuple(places)
         self._side: tuple[Any, Any, Any] | None = None  # stream, and events to fork and join
 
@@ -105,7 +104,8 @@ class DeviceCollectives:
             context.peer_address(rank, Location(*place), nbytes) or 0
             for rank, place in enumerate(found)
         ]
-        return cls(team, buffers[0], places)
+        context.keep_for_kernels(buffers[0])
+        return cls(team, places)
 
     # -- through cells -----------------------------------------------------------------------------
 
