@@ -178,6 +178,13 @@ class DistributedContext:
             self._caches[name] = make()
         return self._caches[name]
 
+    def keep_for_kernels(self, buffer: Buffer) -> None:
+        """Keep heap memory until this context and all that it was split from have ended.
+
+        For what kernels write while no array refers to it: they may run on after a `close`.
+        """
+        self._machinery.kept.append(buffer)
+
     def keep_for_readers(self, memory: Any) -> None:
         """Let `memory`, of which this rank does not wait for the readers, outlive this context.
 

@@ -40,6 +40,7 @@ class Machinery:
 
     def __init__(self, group: ProcessGroup, settings: Settings) -> None:
         self.settings = settings
+        self.kept: list[Buffer] = []  # what kernels may write at any time, until all contexts end
         self.mesh = Mesh(group, settings.startup_timeout)
 
     def open(self, ordinal: int | None) -> None:
@@ -115,10 +116,12 @@ class Machinery:
             transport.address(peer, segment, offset, nbytes) or 0
             for peer, (segment, offset) in zip(ranks, places, strict=True)
         ]
+        self.kept.append(pads[0])  # a peer's kernel may signal after this rank has closed the group
         return Team(device, board, pads[0], addresses)
 
     def close(self) -> None:
         """Drop transport and connections; mappings that arrays still use stay."""
         if hasattr(self, "transport"):
-            self.transport.close()
+            self.transport.close()  # waits for what runs on the GPU
+        self.kept.clear()
         self.mesh.close()

@@ -19,6 +19,7 @@ from shardmath.geometry import (
     Spans,
     bytes_moved,
     classify,
+    common_elements,
     moves,
 )
 
@@ -76,6 +77,8 @@ def test_every_element_arrives_once(pair):
             sent[move.src] += 3 * move.elements
             received[move.dst] += 3 * move.elements
     assert bytes_moved(src, dst, 3) == (tuple(sent), tuple(received))
+    held, wanted = ([set(owned(case, r)) for r in range(src.size)] for case in pair)
+    assert common_elements(src, dst) == [[len(one & two) for two in wanted] for one in held]
     for rank in range(src.size):
         missing = set(owned(after, rank)) - set(owned(before, rank))
         assert received[rank] == 3 * len(missing)

@@ -10,7 +10,15 @@ from shardmath.geometry.encoding import decode
 from shardmath.geometry.grid import ProcessGrid
 from shardmath.geometry.inference import infer_global_shape
 from shardmath.geometry.layout import Layout
-from shardmath.geometry.moves import Move, Pattern, Traffic, bytes_moved, classify, moves
+from shardmath.geometry.moves import (
+    Move,
+    Pattern,
+    Traffic,
+    bytes_moved,
+    classify,
+    common_elements,
+    moves,
+)
 from shardmath.geometry.spans import Run, Spans
 
 __all__ = [
@@ -30,6 +38,7 @@ __all__ = [
     "Traffic",
     "bytes_moved",
     "classify",
+    "common_elements",
     "decode",
     "infer_global_shape",
     "moves",

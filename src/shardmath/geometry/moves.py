@@ -18,7 +18,7 @@ from shardmath.geometry.coverage import Atom, atoms
 from shardmath.geometry.layout import Layout
 from shardmath.geometry.spans import Run, Spans
 
-__all__ = ["Move", "Pattern", "Traffic", "bytes_moved", "classify", "moves"]
+__all__ = ["Move", "Pattern", "Traffic", "bytes_moved", "classify", "common_elements", "moves"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +87,26 @@ def bytes_moved(src: Layout, dst: Layout, itemsize: int) -> Traffic:
     """
     _check(src, dst)
     sent, received = [0] * src.size, [0] * dst.size
-    for d in range(dst.size):
-        for s, columns in _sources(src, dst, d, None):
-            if s != d:
-                count = prod(sum(run.elements for run in runs) for runs in columns) * itemsize
-                sent[s] += count
-                received[d] += count
+    for s, d, count in _counted(src, dst):
+        if s != d:
+            sent[s] += count * itemsize
+            received[d] += count * itemsize
     return Traffic(tuple(sent), tuple(received))
+
+
+def common_elements(one: Layout, two: Layout) -> list[list[int]]:
+    """How many elements rank r of `one` and rank s of `two` both own, as `[r][s]`."""
+    table = [[1] * two.size for _ in range(one.size)]
+    for axis in range(one.ndim):
+        ours, theirs = one.column(axis), two.column(axis)
+        # Ranks share few distinct spans: these are compared, rather than all pairs of ranks.
+        place = {spans: at for at, spans in enumerate(dict.fromkeys(theirs))}
+        columns = [place[spans] for spans in theirs]
+        rows = {spans: [spans.shared(other) for other in place] for spans in dict.fromkeys(ours)}
+        for counts, spans in zip(table, ours, strict=True):
+            row = rows[spans]
+            counts[:] = [count * row[at] for count, at in zip(counts, columns, strict=True)]
+    return table
 
 
 def classify(src: Layout, dst: Layout) -> Pattern:
@@ -144,6 +157,33 @@ def _sources(
         found += prod(sum(run.elements for run in runs) for runs in columns)
     if only is None and found != need:
         raise ValueError(f"rank {d} needs {need} elements of which {found} have an owner")
+
+
+def _counted(src: Layout, dst: Layout) -> Iterator[tuple[int, int, int]]:
+    """(source, destination, elements) of all moves: what `_sources` gives, without the runs."""
+    groups = src.groups
+    if groups is None:
+        for d in range(dst.size):
+            for s, columns in _sources(src, dst, d, None):
+                yield s, d, prod(sum(run.elements for run in runs) for runs in columns)
+        return
+    shared = common_elements(src, dst)
+    turns = [0] * len(groups)
+    for d in range(dst.size):
+        found = 0
+        for at, group in enumerate(groups):
+            count = shared[group[0]][d]
+            if not count:
+                continue
+            found += count
+            if d in group:
+                yield d, d, count
+            else:
+                yield group[turns[at] % len(group)], d, count  # the turn that `_choose` finds
+                turns[at] += 1
+        need = prod(s.length for s in dst.spans(d))
+        if found != need:
+            raise ValueError(f"rank {d} needs {need} elements of which {found} have an owner")
 
 
 def _meet(src: Sequence[Spans], dst: Sequence[Spans]) -> list[tuple[Run, ...]] | None:

@@ -12,10 +12,10 @@ from dataclasses import fields
 from functools import lru_cache
 from typing import Any, ClassVar, Self, TypeVar
 
-from shardmath.context import DistributedContext
+from shardmath.context import DistributedContext, require_context
 from shardmath.errors import ShardmathError
 
-__all__ = ["Lifecycle", "check_blocking", "check_stream", "options_of"]
+__all__ = ["Lifecycle", "check_blocking", "check_stream", "context_on_cores", "options_of"]
 
 T = TypeVar("T")
 
@@ -103,6 +103,20 @@ class Lifecycle:
             raise RuntimeError(
                 f"this {self.noun} has no operands: they were released; reset them first"
             )
+
+
+def context_on_cores(noun: str) -> DistributedContext:
+    """The current context. Raises NotImplementedError when its ranks compute on GPUs.
+
+    The same on every rank, since all of a context compute on the same kind of device.
+    """
+    context = require_context()
+    if context.team is not None:
+        raise NotImplementedError(
+            f"{noun} computes on cores so far; on this context of GPUs there are symmetric memory "
+            'and the collectives. Use it in a context made by new_context("cpu", ...)'
+        )
+    return context
 
 
 def check_stream(stream: Any) -> None:

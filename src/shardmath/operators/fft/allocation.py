@@ -16,9 +16,10 @@ from typing import Any, Literal
 
 from shardmath.arrays import ArraySpec, dtypes, library_of, library_of_package
 from shardmath.arrays.spec import order_of
-from shardmath.context import DistributedContext, require_context
+from shardmath.context import DistributedContext
 from shardmath.operators.fft.options import FFTDirection, FFTOptions
 from shardmath.operators.fft.problem import Problem, check, describe, kind_of
+from shardmath.operators.lifecycle import context_on_cores
 from shardmath.symmetric.allocation import array_on, block_of
 from shardmath.symmetric.heap import Block
 
@@ -46,7 +47,7 @@ def allocate_operand(
     rules out, or shapes that do not fit the distribution; HeapExhausted when a rank lacks memory.
     Source: nvmath.distributed.fft.allocate_operand.
     """
-    context = require_context()
+    context = context_on_cores("fft")
 
     def requested() -> tuple[Any, ...]:
         if memory_space not in (None, "cpu"):

@@ -10,14 +10,14 @@ from typing import Any, ClassVar
 
 from shardmath.agreement import require_equal
 from shardmath.arrays import ArraySpec
-from shardmath.context import DistributedContext, require_context
+from shardmath.context import DistributedContext
 from shardmath.errors import InvalidFFTState, ShardmathError
 from shardmath.geometry import Layout
 from shardmath.local.fft import Norm
 from shardmath.operators.fft.call import Call, plan_of, spec_of
 from shardmath.operators.fft.host import Arrays, Plan, execute
 from shardmath.operators.fft.options import FFTDirection, FFTOptions
-from shardmath.operators.lifecycle import Lifecycle, check_stream
+from shardmath.operators.lifecycle import Lifecycle, check_stream, context_on_cores
 from shardmath.operators.workspace import Workspace
 from shardmath.planning import agree_plan
 
@@ -168,7 +168,7 @@ def irfft(
 
 
 def _transformed(name: str, call: Call) -> Any:
-    context = require_context()
+    context = context_on_cores("fft")
     plan, _ = agree_plan(
         context, name, lambda: (call.described(), b""), lambda specs: plan_of(tuple(specs))
     )
@@ -204,7 +204,7 @@ class FFT(Lifecycle):
         axes: Any = None,
         norm: Norm = None,
     ) -> None:
-        context = require_context()
+        context = context_on_cores("fft")
         self._fixed = {"options": options, "axes": axes, "norm": norm}
         call = Call(operand=operand, distribution=distribution, stream=stream, **self._fixed)
         self._plan: Plan

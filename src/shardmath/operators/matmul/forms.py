@@ -11,10 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from shardmath.arrays import library_of
-from shardmath.context import require_context
 from shardmath.errors import InvalidMatmulState, ShardmathError
 from shardmath.geometry import Distribution
-from shardmath.operators.lifecycle import Lifecycle
+from shardmath.operators.lifecycle import Lifecycle, context_on_cores
 from shardmath.operators.matmul.api import Arguments, Plan, agree_on_operands, agree_on_plan, run
 from shardmath.operators.matmul.options import MatmulOptions, MatmulPlanPreferences
 from shardmath.operators.matmul.problem import Call, Facts, describe, place_of
@@ -57,7 +56,7 @@ def matmul(
     freed operand, RuntimeError before `initialize`; c is then as it was.
     Source: nvmath.distributed.linalg.advanced.matmul.
     """
-    context = require_context()
+    context = context_on_cores("matmul")
     arguments = Arguments(
         a=a,
         b=b,
@@ -107,7 +106,7 @@ class Matmul(Lifecycle):
         options: MatmulOptions | Mapping[str, Any] | None = None,
         stream: Any = None,
     ) -> None:
-        context = require_context()
+        context = context_on_cores("matmul")
         self._fixed: dict[str, Any] = {
             "distributions": distributions,
             "qualifiers": qualifiers,

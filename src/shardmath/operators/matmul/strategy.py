@@ -19,10 +19,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import prod
 
 from shardmath.arrays import dtypes
-from shardmath.geometry import Layout, Spans, bytes_moved
+from shardmath.geometry import Layout, Spans, bytes_moved, common_elements
 from shardmath.operators.matmul.problem import Problem
 from shardmath.redistribution import TransferPlan
 
@@ -173,7 +172,8 @@ class Strategy:
         phases = 1
         if self.reduces:
             phases += 1
-            received = [received[r] + wide * self._added(r) for r in ranks]
+            added = self._added()
+            received = [received[r] + wide * added[r] for r in ranks]
         if self.moves_result:
             phases += 1
             moved = bytes_moved(self.reduced, problem.d, wide).received
@@ -187,14 +187,12 @@ class Strategy:
     def _work(self) -> tuple[Column, Column, Column]:
         return self.rows, self.columns, self.depth
 
-    def _added(self, rank: int) -> int:
-        """Elements of other ranks' products that `rank` reads to complete its sums."""
-        mine = self.reduced.spans(rank)
-        return sum(
-            prod(one.shared(two) for one, two in zip(self.sums.spans(src), mine, strict=True))
-            for src in range(self.problem.size)
-            if src != rank and self.depth[src].length
-        )
+    def _added(self) -> list[int]:
+        """Elements of other ranks' products that each rank reads to complete its sums."""
+        read = common_elements(self.sums, self.reduced)
+        ranks = range(self.problem.size)
+        sources = [src for src in ranks if self.depth[src].length]
+        return [sum(read[src][rank] for src in sources if src != rank) for rank in ranks]
 
     def steps(self) -> list[str]:
         """What happens, in order, one line each."""

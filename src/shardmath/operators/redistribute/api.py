@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 
 from shardmath.agreement import require_equal
 from shardmath.arrays import ArraySpec, library_of
-from shardmath.context import DistributedContext, require_context
+from shardmath.context import DistributedContext
 from shardmath.errors import InvalidRedistributeState
 from shardmath.geometry import Distribution
-from shardmath.operators.lifecycle import Lifecycle, check_stream, options_of
+from shardmath.operators.lifecycle import Lifecycle, check_stream, context_on_cores, options_of
 from shardmath.operators.redistribute.execution import Arrays, Staging, execute
 from shardmath.operators.redistribute.problem import (
     Description,
@@ -51,7 +51,7 @@ def redistribute(
     `initialize`, or after the array was freed.
     Source: nvmath.distributed.distribution.redistribute; `out` is ours.
     """
-    context = require_context()
+    context = context_on_cores("redistribute")
     call = _Call(
         operand,
         source=input_distribution,
@@ -91,7 +91,7 @@ class Redistribute(Lifecycle):
         options: RedistributeOptions | dict[str, Any] | None = None,
         stream: Any = None,
     ) -> None:
-        context = require_context()
+        context = context_on_cores("redistribute")
         call = _Call(
             operand,
             source=input_distribution,
