@@ -55,9 +55,7 @@ def main() -> None:
     low, high = (redistribute(part, Slab.X, Replicated()) for part in filtered)  # for the picture
     if context.rank == 0:
         print(f"{height} x {width} pixels in 3 colours, rows split over {context.size} rank(s)")
-        print(
-            f"one rfft and two irfft took {seconds * 1e3:.0f} ms; waves kept from {CUT} pixels on"
-        )
+        print(f"one rfft and two irfft took {seconds * 1e3:.0f} ms; the cut is at {CUT} pixels")
         compare(photograph, low, high)
         path = sys.argv[1] if len(sys.argv) > 1 else "photograph.png"
         write_picture(path, [photograph, low, 0.5 + 2 * high])
@@ -97,9 +95,8 @@ def compare(photograph: Any, low: Any, high: Any) -> None:
     for name, image, kept in (("low-pass", low, long), ("high-pass", high, ~long)):
         plain = scipy.fft.irfftn(waves * kept, s=(height, width), axes=AXES)
         print(f"{name:9} largest difference from scipy.fft: {np.abs(image - plain).max():.1e}")
-    print(
-        f"{'both':9} largest difference from the original: {np.abs(low + high - photograph).max():.1e}"
-    )
+    difference = np.abs(low + high - photograph).max()
+    print(f"both      largest difference from the original: {difference:.1e}")
 
 
 def write_picture(path: str, images: list[Any]) -> None:

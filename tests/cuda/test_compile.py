@@ -41,11 +41,15 @@ def made(folder, defines=DEFINES, arch="sm_90"):
         return compiling.compiled("signals", defines, arch)
 
 
+def entries(folder):
+    return len(list(Path(folder).iterdir()))
+
+
 def check_once(_, folder):
     code = made(folder)
     with patch.object(compiling, "_compile", side_effect=AssertionError("it was there already")):
         again = made(folder)
-    return again == code, len(os.listdir(folder))
+    return again == code, entries(folder)
 
 
 def test_a_kernel_is_compiled_once(compiler, tmp_path):
@@ -72,7 +76,7 @@ def check_key(_, folder, change):
             compiling._headers.cache_clear()
             made(cache)
         compiling._headers.cache_clear()
-    return len(os.listdir(cache))
+    return entries(cache)
 
 
 @pytest.mark.parametrize("change", ["defines", "arch", "compiler", "signals.cu", "elements.cuh"])
@@ -84,12 +88,12 @@ def check_race(_, folder):
     make = compiling._compile
 
     def another_is_faster(name, source, flags):
-        os.makedirs(folder)
+        Path(folder).mkdir()
         Path(folder, f"{name}-{compiling._key(source, flags)}.cubin").write_bytes(b"the winner's")
         return make(name, source, flags)
 
     with patch.object(compiling, "_compile", another_is_faster):
-        return made(folder), len(os.listdir(folder))
+        return made(folder), entries(folder)
 
 
 def test_the_first_of_several_makers_is_believed(compiler, tmp_path):
@@ -98,18 +102,18 @@ def test_the_first_of_several_makers_is_believed(compiler, tmp_path):
 
 def check_without_cache(_, folder):
     os.chdir(folder)
-    return bool(made(os.devnull)), bool(made("-")), os.listdir(folder)
+    return bool(made(os.devnull)), bool(made("-")), entries(folder)
 
 
 def test_a_cache_that_cannot_be_written_costs_only_time(compiler, tmp_path):
-    assert compiler.run(check_without_cache, str(tmp_path)) == [(True, True, [])]
+    assert compiler.run(check_without_cache, str(tmp_path)) == [(True, True, 0)]
 
 
 def check_mistake(_, folder):
     try:
         made(folder, ["SHARDMATH_RANKS=nonsense"])
     except CudaError as error:
-        return str(error), os.path.exists(folder)
+        return str(error), Path(folder).exists()
     return None
 
 

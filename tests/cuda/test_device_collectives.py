@@ -9,8 +9,25 @@ from shardmath.arrays import dtypes
 from shardmath.collectives.device import DeviceCollectives, Launch, choose_all_reduce
 from shardmath.collectives.reduction import Reduction, fold
 from shardmath.cuda.driver import call
+from shardmath.errors import OpTimeout, RankFailure
+from shardmath.symmetric.heap import Location
 
-DTYPES = ["bool", "int8", "uint8", "int16", "int32", "uint32", "int64", "uint64", "float16", "bfloat16", "float32", "float64", "complex64", "complex128"]
+DTYPES = [
+    "bool",
+    "int8",
+    "uint8",
+    "int16",
+    "int32",
+    "uint32",
+    "int64",
+    "uint64",
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+    "complex64",
+    "complex128",
+]
 COUNTS = (1, 7, 8, 9, 511, 1025, 70001)
 LARGE = (1 << 20, (3 << 20) + 17)
 
@@ -67,8 +84,9 @@ def same(found, wanted):
         return bool((found == wanted).all())
     if found.dtype.kind == "c":
         return np.allclose(found, wanted, rtol=1e-5, equal_nan=True)
-    nan = wanted != wanted
-    if not ((found != found) == nan).all():
+    wide = np.float64 if wanted.dtype.kind in "fV" else wanted.dtype
+    nan = np.isnan(wanted.astype(wide))
+    if not (np.isnan(found.astype(wide)) == nan).all():
         return False
     bits = f"u{found.itemsize}"
     return bool((found.view(bits)[~nan] == wanted.view(bits)[~nan]).all())
@@ -137,7 +155,7 @@ def check_repeats(context, rounds):
         source, target = Memory(parts[context.rank]), Memory(np.zeros_like(wanted))
         everyone = Memory(np.zeros(context.size * count, np.float32))
         kept.append((source, target, everyone, wanted, np.concatenate(parts)))
-    for (source, target, everyone, wanted, _), count in zip(kept, sizes, strict=True):
+    for (source, target, everyone, _, _), count in zip(kept, sizes, strict=True):
         function = ("one_shot", "two_shot")[count % 2]
         launch = Launch(function, 1 + count % 40, 32 * (1 + count % 16))
         moves.all_reduce(source.address, target.address, count, bf16, "sum", 0, launch=launch)
@@ -227,6 +245,11 @@ def test_reduce_scatter_of_uneven_parts(gpus, size):
     assert gpus.run(check_reduce_scatter, ranks=size) == [[]] * size
 
 
+def place_of(context, buffer):
+    where = buffer.block.location
+    return context.agree("t", lambda: (where.segment, where.offset), lambda found: found)
+
+
 def check_pushes(context):
     moves, rank, size = DeviceCollectives.together(context), context.rank, context.size
     wrong = []
@@ -237,9 +260,7 @@ def check_pushes(context):
         whole = np.full(2 * nbytes + 64, 0xA5, np.uint8)
         call("cuMemcpyHtoD", base, whole.ctypes.data, whole.nbytes)
         context.announce(buffer.block)
-        where = buffer.block.location
-        found = context.agree("t", lambda: (where.segment, where.offset), lambda found: found)
-        from shardmath.symmetric.heap import Location
+        found = place_of(context, buffer)
 
         bases = [
             context.peer_address(r, Location(*place), 2 * nbytes + 64)
@@ -283,10 +304,51 @@ def test_pushes_into_symmetric_memory(gpus, size):
         (1, 8, Launch("one_shot", 1, 128)),
         (2048, 8, Launch("one_shot", 1, 128)),
         (16 << 10, 8, Launch("one_shot", 8, 128)),
+        (96 << 10, 8, Launch("one_shot", 48, 128)),
+        (128 << 10, 8, Launch("two_shot", 8, 128)),
         (1 << 20, 8, Launch("two_shot", 64, 128)),
-        (256 << 20, 8, Launch("two_shot", 132, 512)),
-        (256 << 20, 1, Launch("one_shot", 132, 512)),
+        (1 << 20, 2, Launch("one_shot", 128, 512)),
+        (256 << 20, 8, Launch("two_shot", 264, 512)),
+        (256 << 20, 1, Launch("one_shot", 264, 512)),
     ],
 )
 def test_the_choice_of_a_kernel(nbytes, size, wanted):
     assert choose_all_reduce(nbytes, size) == wanted
+
+
+def check_late(context):
+    """The last rank does not come: the others name it, and their collectives are at an end."""
+    group = context.split(0)
+    moves, team = DeviceCollectives.together(group), group.team
+    last = group.size - 1
+    team.timeout = 0.3
+    told = []
+    for function in ("one_shot", "two_shot"):
+        target = Memory(np.zeros(100, np.float32))
+        if group.rank != last:
+            try:
+                moves.all_reduce(
+                    target.address,
+                    target.address,
+                    100,
+                    dtypes.of("float32"),
+                    "sum",
+                    0,
+                    launch=Launch(function, 1, 32),
+                )
+                team.synchronize(0)
+            except OpTimeout as error:
+                told.append(("late", error.ranks == (last,)))
+            except RankFailure as error:
+                told.append(("ended", "given up" in str(error)))
+        context.barrier()
+    team.barrier(0, timeout=20)  # signals are not
+    team.synchronize(0)
+    context.barrier()
+    return told
+
+
+def test_a_collective_that_a_rank_does_not_join(gpus, size):
+    told = [("late", True), ("ended", True)]
+    if size > 1:
+        assert gpus.run(check_late, ranks=size) == [told] * (size - 1) + [[]]

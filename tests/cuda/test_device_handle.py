@@ -108,12 +108,12 @@ def check_flags(context, package):
     late = []
     handle.put_signal(right, 9)
     handle.put_signal(right, 9, timeout_ms=100)
-    for expected in (right, left):
+    for turn, expected in enumerate((right, left)):
         try:
             handle.synchronize()
         except OpTimeout as error:
             late.append(error.ranks == (expected,))
-        if expected == right:
+        if turn == 0:
             handle.wait_signal(left, 8, timeout_ms=100)
     handle.wait_signal(left, 9)
     context.barrier()

@@ -20,7 +20,16 @@ import samples
 
 from shardmath.arrays import dtypes, library_named
 
-FORMS = ["cupy", "cupy_fortran", "cupy_strided", "cupy_heap", "torch", "torch_strided", "torch_heap", "torch_cpu"]
+FORMS = [
+    "cupy",
+    "cupy_fortran",
+    "cupy_strided",
+    "cupy_heap",
+    "torch",
+    "torch_strided",
+    "torch_heap",
+    "torch_cpu",
+]
 plain = {"formed": samples.formed, "elements_of": samples.elements_of, "framed": samples.framed}
 
 
@@ -118,10 +127,12 @@ REDUCING = [
     ("check_types", [["float32", "int16", "bool", "bfloat16", "complex64", "float64", "uint64"]]),
     ("check_lengths", [(511, 513, 16385, 262145), "float32", "sum"]),
     ("check_lengths", [(511, 16385), "int16", "mean"]),
+    ("check_overlap", []),
 ]
 MOVING = [
     ("check_broadcast", [0, ["float32", "bool", "bfloat16"]]),
     ("check_gather_of_all_dtypes", []),
+    ("check_gather_in_place", []),
     ("check_alternation", []),
 ]
 
@@ -176,7 +187,7 @@ def test_all_gather_of_every_form(gpus, size, form, shape, axis, dtype):
     ],
 )
 def test_all_to_all_of_every_form(gpus, size, form, uneven, shape, axis, dtype):
-    args = [shape, axis, dtype, uneven]
+    args = [(shape, axis, dtype), uneven]
     assert gpus.run(check, "test_moving", "check_exchange", form, args, ranks=size) == [[]] * size
 
 
@@ -184,6 +195,38 @@ def test_all_to_all_of_every_form(gpus, size, form, uneven, shape, axis, dtype):
 @pytest.mark.parametrize("dtype", ["float16", "int64"])
 def test_reduce_scatter(gpus, size, op, dtype):
     for shape, axis in (((7,), 0), ((5, 8), 1), ((3, 2, 9), 1), ((0, 4), 0), ((9, 40_000), 0)):
-        args = [shape, axis, None, dtype, op]
+        args = [(shape, axis, None), dtype, op]
         found = gpus.run(check, "test_reducing", "check_scatter", "plain", args, ranks=size)
         assert found == [True] * size, shape
+
+
+def check_spaces(context):
+    """One rank in host memory, the others on GPUs; an array of another GPU; an `out` elsewhere."""
+    import torch
+
+    from shardmath.collectives import all_reduce
+
+    torch.cuda.set_device(context.device_id)
+    size, rank = context.size, context.rank
+    on = [torch.ones(3, device="cpu" if rank == size - 1 else "cuda"), torch.ones(3, device="cuda")]
+    calls = [
+        (lambda: all_reduce(on[0], context=context), "CollectiveMismatch", size > 1),
+        (lambda: all_reduce(on[1], out=torch.ones(3), context=context), "ValueError", True),
+    ]
+    if size > 1:
+        other = torch.ones(3, device=f"cuda:{(rank + 1) % size}")
+        calls.append((lambda: all_reduce(other, context=context), "ValueError", True))
+    wrong = []
+    for number, (call, error, raises) in enumerate(calls):
+        try:
+            call()
+            found = ""
+        except Exception as caught:
+            found = type(caught).__name__
+        if found != (error if raises else ""):
+            wrong.append((number, found))
+    return wrong
+
+
+def test_memory_spaces_are_not_mixed(gpus, size):
+    assert gpus.run(check_spaces, ranks=size) == [[]] * size

@@ -64,8 +64,7 @@ def test_every_rank_reads_every_other(gpus, size, library):
 
 
 def check_shapes(context, library):
-    module = imported(library)
-    device = f"cuda:{context.device_id}"
+    imported(library)
     wrong = []
     for dtype, shape, strides in (
         ("float32", (7, 9), (9, 1)),
@@ -82,10 +81,8 @@ def check_shapes(context, library):
         del buffer
         gc.collect()
         spec = kind.spec(x)
-        if (
-            (spec.dtype, spec.shape) != (dtype, shape)
-            or ((x.size if library == "cupy" else x.numel())
-            and spec.strides != strides)
+        if (spec.dtype, spec.shape) != (dtype, shape) or (
+            (x.size if library == "cupy" else x.numel()) and spec.strides != strides
         ):
             wrong.append((dtype, str(spec)))
         if 0 not in shape:
@@ -97,7 +94,6 @@ def check_shapes(context, library):
         gc.collect()
         if 0 not in shape and context.heap.used >= used:
             wrong.append((dtype, "the array did not keep its memory, or kept it too long"))
-    del module
     return wrong
 
 

@@ -78,10 +78,14 @@ class CuPy(Library):
         import cupy
 
         native = dtypes.to_numpy(dtype)
-        with cupy.cuda.Device(int(owner.device.removeprefix("cuda:"))):
-            raw = cupy.asarray(owner)[start if 0 not in shape else 0 :]
+        description = owner.__cuda_array_interface__
+        (room,), (address, _) = description["shape"], description["data"]
+        # The pointer of a peer's memory belongs to the peer's device: the array is to be on ours.
+        ordinal = int(owner.device.removeprefix("cuda:"))
+        memory = cupy.cuda.UnownedMemory(address, room, owner, ordinal)
+        place = cupy.cuda.MemoryPointer(memory, start if 0 not in shape else 0)
         steps = tuple(stride * native.itemsize for stride in strides)
-        return cupy.ndarray(tuple(shape), native, memptr=raw.data, strides=steps)
+        return cupy.ndarray(tuple(shape), native, memptr=place, strides=steps)
 
     def empty(
         self,

@@ -1,20 +1,23 @@
 """Collectives on memory of GPUs, given by address: one kernel launch each, on a stream.
 
-Small and middle sizes travel through cells (`kernels/cells.cuh`) from and to ordinary memory. Large
-contiguous parts are pushed straight into symmetric memory (`kernels/push.cu`) between two barriers.
-`choose_all_reduce` decides, and says so; nothing here talks to other hosts' processes after `together`.
+Small and middle sizes, and all reductions, travel through cells (`kernels/cells.cuh`) from and to
+ordinary memory. Large contiguous parts are pushed straight into symmetric memory between two
+barriers, by kernels (`kernels/push.cu`) or by the copy engines. `choose_all_reduce` decides, and
+says so; after `together` no process waits for another here.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardmath.arrays.dtypes import DType
 from shardmath.cuda.driver import call
 from shardmath.cuda.kernel import Argument
+from shardmath.errors import RankFailure
 from shardmath.symmetric.heap import Buffer, Location
 from shardmath.symmetric.team import Team
 
@@ -30,7 +33,7 @@ _MOST_THREADS = 512  # kThreads
 _SETS, _PHASES = 3, 2  # kSets, kPhases
 _MOST_BLOCKS = 264  # two on each multiprocessor of an H100
 _SPREAD = 64  # blocks, before there are more threads in each
-_ONE_SHOT_BYTES = 128 << 10  # up to here every rank combines everything itself
+_SECOND_WAIT_BYTES = 512 << 10  # what a link carries in the time of one wait, 1.4 us
 _COPY_ENGINE_BYTES = 8 << 20  # to one rank: a copy engine takes 10 us to start, and is faster
 _PIECE, _STAGES, _AHEAD = 16 << 10, 12, 6
 
@@ -47,7 +50,9 @@ class Launch:
 def choose_all_reduce(nbytes: int, size: int) -> Launch:
     """How to reduce `nbytes` of every one of `size` ranks."""
     packets = -(-nbytes // _PACKET)
-    if nbytes <= _ONE_SHOT_BYTES or size == 1:
+    # One shot sends n (size - 1) bytes; two shots 2 n (size - 1) / size, and wait twice.
+    more = nbytes * (size - 1) * (size - 2) // size
+    if more <= _SECOND_WAIT_BYTES:
         return _grid("one_shot", packets)
     return _grid("two_shot", -(-packets // size))
 
@@ -63,14 +68,15 @@ def _grid(function: str, packets: int) -> Launch:
 class DeviceCollectives:
     """The collectives of one context's team. Made by `together`.
 
-    Calls on one stream follow each other. A call whose wait expires leaves no order between the ranks:
-    `Team.check` raises, and the context's collectives are at an end.
+    Calls on one stream follow each other. A call whose wait expires leaves the cells in no known
+    state: `Team.check` raises, and the context's collectives are at an end.
     """
 
     def __init__(self, team: Team, cells: Buffer, places: Sequence[int]) -> None:
         self.team = team
         self._cells = cells
         self._places = tuple(places)
+        self._side: tuple[Any, Any, Any] | None = None  # stream, and events to fork and join
 
     @classmethod
     def together(cls, context: DistributedContext) -> DeviceCollectives:
@@ -179,7 +185,7 @@ class DeviceCollectives:
     ) -> None:
         if most == 0:
             return
-        self.team.check()
+        self._require_usable()
         words = (source, target, most, *starts, *sent, *_starts(received), *received)
         launch = _grid("exchange", -(-most // (_PACKET // 2)))
         argument = Argument(self._packed() + struct.pack(f"{len(words)}Q", *words))
@@ -196,7 +202,7 @@ class DeviceCollectives:
         tail: bytes,
         stream: int,
     ) -> None:
-        self.team.check()
+        self._require_usable()
         assert launch.blocks <= _MOST_BLOCKS and launch.threads <= _MOST_THREADS, launch
         element = "boolean" if dtype.name == "bool" else dtype.name
         defines = (f"ELEMENT={element}", f"OPERATION={operation}", f"WHOLE={whole:d}")
@@ -204,15 +210,23 @@ class DeviceCollectives:
         argument = Argument(self._packed() + tail)
         kernel.launch(stream, launch.blocks, launch.threads, argument)
 
+    def _require_usable(self) -> None:
+        self.team.check()
+        if self.team.broken:
+            raise RankFailure(
+                f"rank {self.team.rank}: an earlier collective of this context was given up "
+                f"({self.team.broken}); finalize and initialize again among the ranks that remain"
+            )
+
     def _packed(self) -> bytes:
         """The struct `Cells`."""
         places = [self._places[rank] for rank in self._rotated()]
         return self.team.packed() + struct.pack(f"{self.team.size}Q", *places)
 
-    # -- straight into symmetric memory --------------------------------------------------------------
+    # -- straight into symmetric memory ------------------------------------------------------------
 
     def push_to_all(self, source: int, targets: Sequence[int], nbytes: int, stream: int) -> None:
-        """Copy `nbytes` at `source` to an address on each rank. Multiples of 16; no barrier."""
+        """Copy `nbytes` at `source` to an address on each rank; multiples of 16, no barrier."""
         order = self._rotated()
         words = (source, nbytes, self.team.size, *(targets[peer] for peer in order))
         self._push("spread", struct.pack(f"QQQ{len(order)}Q", *words), nbytes, stream)
@@ -230,7 +244,7 @@ class DeviceCollectives:
     def move(
         self, sources: Sequence[int], targets: Sequence[int], sizes: Sequence[int], stream: int
     ) -> None:
-        """Copy `sizes[r]` bytes at `sources[r]` to `targets[r]` in rank r's memory; multiples of 16.
+        """Copy `sizes[r]` bytes at `sources[r]` to `targets[r]`, for every rank r; multiples of 16.
 
         With a barrier on either side: before, since the owners may still use the targets; after,
         since they will read them. Collective.
@@ -239,13 +253,32 @@ class DeviceCollectives:
         if max(sizes) < _COPY_ENGINE_BYTES:
             self.push_to_each(sources, targets, sizes, stream)
         else:
-            for peer in self._rotated():
-                if sizes[peer]:
-                    call("cuMemcpyAsync", targets[peer], sources[peer], sizes[peer], stream)
+            *peers, own = self._rotated()
+            copies = [(targets[rank], sources[rank], sizes[rank]) for rank in peers]
+            with self._beside(stream) as side:
+                if sizes[own] and targets[own] != sources[own]:
+                    call("cuMemcpyAsync", targets[own], sources[own], sizes[own], side)
+                for copy in copies:
+                    if copy[2]:
+                        call("cuMemcpyAsync", *copy, stream)
         self.barrier(stream)
 
+    @contextmanager
+    def _beside(self, stream: int) -> Iterator[Any]:
+        """A second stream that starts where `stream` is; `stream` waits for it at the end."""
+        self.team.device.activate()
+        if self._side is None:
+            make = call("cuStreamCreate", 1)  # it does not wait for the default stream
+            self._side = (make, call("cuEventCreate", 2), call("cuEventCreate", 2))  # no timing
+        side, fork, join = self._side
+        call("cuEventRecord", fork, stream)
+        call("cuStreamWaitEvent", side, fork, 0)
+        yield side
+        call("cuEventRecord", join, side)
+        call("cuStreamWaitEvent", stream, join, 0)
+
     def _rotated(self) -> list[int]:
-        """All ranks, beginning behind this one and ending with it: no two ranks begin alike."""
+        """All ranks, from the next one on to this one: no two ranks begin with the same."""
         return [(self.team.rank + step) % self.team.size for step in range(1, self.team.size + 1)]
 
     def _push(self, function: str, tail: bytes, nbytes: int, stream: int) -> None:
@@ -258,7 +291,7 @@ class DeviceCollectives:
         kernel.launch(stream, blocks, 32, Argument(tail))
 
     def barrier(self, stream: int) -> None:
-        """The barrier around pushes: before them peers may still use the targets; after, all is there."""
+        """Around pushes: before them, the owners may use the targets; after, all is there."""
         self.team.barrier(stream, channel=BULK_CHANNEL)
 
 

@@ -289,7 +289,7 @@ def _said(kind: tuple[str, str, Shape]) -> str:
 
 
 def _broadcast_on_device(context: DistributedContext, x: Any, root: int, out: Any) -> Any:
-    from shardmath.collectives.on_device import DeviceOperand, device_output_spec
+    from shardmath.collectives.on_device import DeviceOperand, device_output_spec, stand_in
 
     own: list[DeviceOperand] = []
 
@@ -302,21 +302,12 @@ def _broadcast_on_device(context: DistributedContext, x: Any, root: int, out: An
             return (source, None, into), b""
         own.append(DeviceOperand(context, x))
         spec = own[0].spec
-        return (source, (spec.library, spec.dtype, spec.shape), into), _place(own[0])
+        return (source, (own[0].kind, spec.dtype, spec.shape), into), b""
 
-    plan, notes = agree_plan(context, "broadcast", describe, _plan_broadcast)
+    plan, _ = agree_plan(context, "broadcast", describe, _plan_broadcast)
     with context.executing("broadcast"):
-        if not own:
-            library = library_named(plan.library)
-            device = "cpu" if notes[plan.root] == b"cpu" else f"cuda:{context.device_id}"
-            stand_in = library.empty(plan.shape, plan.dtype, "C", device) if out is None else out
-            own.append(DeviceOperand(context, stand_in))
-        return own[0].broadcast(plan.root, plan.shape, out)
-
-
-def _place(operand: Any) -> bytes:
-    """Whether an operand of a context of GPUs is in host memory: it is told in the call's note."""
-    return b"cpu" if operand.on_host else b"cuda"
+        operand = own[0] if own else stand_in(context, plan.library, plan.dtype, plan.shape)
+        return operand.broadcast(plan.root, plan.shape, out)
 
 
 def _all_gather_on_device(context: DistributedContext, x: Any, axis: int, out: Any) -> Any:
@@ -329,7 +320,7 @@ def _all_gather_on_device(context: DistributedContext, x: Any, axis: int, out: A
         spec = own[0].spec
         at = as_axis(axis, spec.ndim)
         into = device_output_spec(out, context)
-        return (spec.library, spec.dtype, spec.shape, at, into), b""
+        return (own[0].kind, spec.dtype, spec.shape, at, into), b""
 
     plan, _ = agree_plan(context, "all_gather", describe, _plan_gather)
     with context.executing("all_gather"):
@@ -361,7 +352,7 @@ def _all_to_all_on_device(
         expected = as_counts("receive_counts", receive_counts, context.size, None)
         sent = slab_counts(extent, context.size) if sent is None else sent
         into = device_output_spec(out, context)
-        return (spec.library, spec.dtype, spec.shape, at, into, sent, expected), b""
+        return (own[0].kind, spec.dtype, spec.shape, at, into, sent, expected), b""
 
     plan, _ = agree_plan(context, "all_to_all", describe, _plan_all_to_all)
     with context.executing("all_to_all"):

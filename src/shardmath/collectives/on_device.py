@@ -1,8 +1,8 @@
 """The doors' collectives for contexts whose memory is on GPUs.
 
-Calls are agreed on as on the host, by the same specs and plans; then the elements move by kernels on the
-user's current stream, and the call returns. Operands in host memory are staged: they come back as they
-came, and the call waits for them.
+Calls are agreed on as on the host, by the same specs and plans; then the elements move by kernels
+on the user's current stream, and the call returns. Operands in host memory are staged: they come
+back as they came, and the call waits for them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from shardmath.arrays import DType, Library, library_of
+from shardmath.arrays import DType, Library, library_named, library_of
 from shardmath.arrays.dtypes import of as dtype_of
 from shardmath.arrays.dtypes import to_numpy
 from shardmath.arrays.spec import ArraySpec
@@ -26,8 +26,9 @@ from shardmath.symmetric.allocation import array_on
 from shardmath.symmetric.heap import Location
 from shardmath.symmetric.team import Team
 
-__all__ = ["DeviceOperand", "device_output_spec"]
+__all__ = ["DeviceOperand", "device_output_spec", "stand_in"]
 
+_ON_GPUS = " on GPUs"
 _LARGE_BYTES = 4 << 20  # to one rank; from here on parts are pushed into place on the peers
 
 # In the rank's own operand, the part for a rank; in the result, the part of a rank.
@@ -35,7 +36,7 @@ Parts = Sequence[int]
 
 
 class DeviceOperand:
-    """One rank's array in a call of a context of GPUs: where it is, and how its results come back."""
+    """One rank's array in a call of a context of GPUs, and how its result comes back."""
 
     def __init__(self, context: DistributedContext, x: Any) -> None:
         """Raises ValueError for what is no array, or lies on another GPU; UseAfterFree."""
@@ -53,6 +54,11 @@ class DeviceOperand:
     def on_host(self) -> bool:
         """Whether the array is in host memory."""
         return self.spec.device == "cpu"
+
+    @property
+    def kind(self) -> str:
+        """The library and where its memory is, which are equal on all ranks and for `out`."""
+        return self.library.name if self.on_host else f"{self.library.name}{_ON_GPUS}"
 
     @property
     def stream(self) -> int:
@@ -129,7 +135,7 @@ class DeviceOperand:
         return self._joined(flat, axis, parts, shape, out)
 
     def broadcast(self, root: int, shape: Shape, out: Any) -> Any:
-        """See `moving.broadcast`. A rank that gives nothing brings a stand-in of the result's kind."""
+        """See `moving.broadcast`. A rank that gives nothing brings a stand-in."""
         moves = DeviceCollectives.together(self.context)
         dtype = dtype_of(self.spec.dtype)
         nbytes, size, rank = _count(shape) * dtype.itemsize, self.context.size, self.context.rank
@@ -146,7 +152,7 @@ class DeviceOperand:
     # -- memory ------------------------------------------------------------------------------------
 
     def _by_rank(self, axis: int, counts: Parts) -> Any:
-        """The elements in the order in which the ranks will have them, each rank's in C order."""
+        """The elements in the order in which the ranks will have them, each's in C order."""
         x = self.library.host_view(self._x) if self.on_host else self._x
         if _count(self.spec.shape[:axis]) == 1 or self.spec.size == 0:
             return x
@@ -215,7 +221,7 @@ class DeviceOperand:
         return _Flat(self, array, dtype, count), places
 
     def _takes(self, out: Any, source: int) -> bool:
-        """Whether a result can be written into `out` at once: packed, and not across the operand."""
+        """Whether a result can be written straight into `out`: packed, not across the operand."""
         if out is None or self.on_host:
             return False
         spec, target = self.library.spec(out), self.library.pointer(out)
@@ -294,7 +300,14 @@ def device_output_spec(out: Any, context: DistributedContext) -> OutputSpec:
     operand = DeviceOperand(context, out)
     if operand.on_host:
         operand.library.host_view(out, writable=True)  # raises where it cannot be written
-    return operand.library.name, operand.spec.dtype, operand.spec.shape
+    return operand.kind, operand.spec.dtype, operand.spec.shape
+
+
+def stand_in(context: DistributedContext, kind: str, dtype: str, shape: Shape) -> DeviceOperand:
+    """An operand of that kind with undefined elements, for a rank that gives none."""
+    library = library_named(kind.removesuffix(_ON_GPUS))
+    device = f"cuda:{context.device_id}" if kind.endswith(_ON_GPUS) else "cpu"
+    return DeviceOperand(context, library.empty(shape, dtype, "C", device))
 
 
 def _require_device(spec: ArraySpec, team: Team) -> None:

@@ -200,7 +200,7 @@ def _all_reduce_on_device(context: DistributedContext, x: Any, op: str, out: Any
         spec = operand.spec
         reduction = Reduction.of(op, spec.dtype)
         into = device_output_spec(out, context)
-        return (spec.library, spec.dtype, spec.shape, reduction.op, into), b""
+        return (operand.kind, spec.dtype, spec.shape, reduction.op, into), b""
 
     plan, _ = agree_plan(context, "all_reduce", describe, _plan_all_reduce)
     with context.executing("all_reduce"):
@@ -223,7 +223,7 @@ def _reduce_scatter_on_device(
         given = as_counts("counts", counts, context.size, spec.shape[at])
         parts = slab_counts(spec.shape[at], context.size) if given is None else given
         into = device_output_spec(out, context)
-        return (spec.library, spec.dtype, spec.shape, reduction.op, into, at, parts), b""
+        return (operand.kind, spec.dtype, spec.shape, reduction.op, into, at, parts), b""
 
     plan, _ = agree_plan(context, "reduce_scatter", describe, _plan_reduce_scatter)
     with context.executing("reduce_scatter"):

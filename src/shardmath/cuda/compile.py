@@ -1,9 +1,9 @@
 """CUDA C++ compiled when it is first needed, and kept on disk.
 
-An entry of the cache is a file named by the hash of all that it was made from: the source, every header
-that it could include, the flags, the architecture and the compiler. It is written elsewhere and renamed
-into place, so that a reader finds all of it or nothing; of several ranks that compile the same thing,
-the first to finish is believed, and the others use its file.
+An entry of the cache is a file named by the hash of all that it was made from: the source, every
+header that it could include, the flags, the architecture and the compiler. It is written elsewhere
+and linked into place, so that a reader finds all of it or nothing; of several ranks that compile
+the same thing, the first to finish is believed, and the others use its file.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FLAGS = ("--std=c++17",)
 def compiled(name: str, defines: Sequence[str], arch: str) -> bytes:
     """The machine code of `kernels/<name>.cu` for `arch`, such as "sm_90".
 
-    `defines` are like "SIZE=8". Raises CudaError, with the compiler's words, when it does not compile.
+    `defines` are like "SIZE=8". Raises CudaError, with the compiler's words, where it cannot be.
     """
     source = (KERNELS / f"{name}.cu").read_text()
     flags = [*_FLAGS, f"--gpu-architecture={arch}", *(f"--define-macro={text}" for text in defines)]
@@ -103,7 +103,8 @@ def _nvrtc() -> Any:
         nvrtc.nvrtcVersion()
     except (ImportError, RuntimeError) as error:
         raise BackendUnavailable(
-            f"compiling kernels needs NVRTC: pip install 'cuda-bindings>=13' nvidia-cuda-nvrtc ({error})"
+            "compiling kernels needs NVRTC: pip install 'cuda-bindings>=13' nvidia-cuda-nvrtc "
+            f"({error})"
         ) from None
     return nvrtc
 

@@ -1,7 +1,7 @@
 """Kernels that are loaded, and how they are launched.
 
-A kernel takes one argument, a struct by value: the host packs it once, in the layout that C gives it,
-and can launch it many times.
+A kernel takes one argument, a struct by value: the host packs it once, in the layout that C gives
+it, and can launch it many times.
 """
 
 from __future__ import annotations

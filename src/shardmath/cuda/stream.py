@@ -1,7 +1,7 @@
 """The user's stream: which one is current in their array library, and what an argument means.
 
-A stream is handled here as its driver handle, an int; 0 is the default stream. Libraries are found in
-`sys.modules` and never imported for the user.
+A stream is handled here as its driver handle, an int; 0 is the default stream. Libraries are found
+in `sys.modules` and never imported for the user.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def current(library: str, device: Device) -> int:
 def given(stream: Any, library: str, device: Device) -> int:
     """What the argument `stream` means; None is the library's current stream.
 
-    An int is a driver handle; other objects say theirs by `__cuda_stream__`, as cuda.core's, torch's
-    and CuPy's do, or by `cuda_stream` or `ptr` in older releases. Raises TypeError for anything
-    else, ValueError for a stream of another device.
+    An int is a driver handle; other objects say theirs by `__cuda_stream__`, as cuda.core's,
+    torch's and CuPy's do, or by `cuda_stream` or `ptr` in older releases. Raises TypeError for
+    anything else, ValueError for a stream of another device.
     """
     if stream is None:
         return current(library, device)

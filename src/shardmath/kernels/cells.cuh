@@ -8,8 +8,8 @@
 // Reuse. A collective is a row of turns, and a block uses three sets of cells in turn. In each turn every
 // thread that takes part hears from every peer, even from one that has nothing to say; and it sends nothing
 // of turn t + 2 before it has completed turn t. So a peer that writes into the cells of turn t has heard from
-// the reader in turn t + 1 or later, which the reader began to answer after it had emptied them. A fence
-// between turns, or the end of the kernel, makes the emptying visible first.
+// the reader in turn t + 1 or later, which the reader began to answer after it had emptied them. `settle`
+// between turns, or the end of the kernel, makes the emptying take effect first.
 //
 // Floats fill all 16 bytes: all ones is a NaN, and a packet that ends with it travels as a neighbouring
 // NaN. Other data may have any bits: it fills 8 bytes, and the number of the turn stands beside it.
@@ -102,6 +102,11 @@ struct Turn {
         return ((blockIdx.x * kSets + set) * kPhases + phase) * kRanks * kThreads + threadIdx.x;
     }
 };
+
+// Between two turns: the cells that this thread has emptied are empty for the peers too, before it sends
+// anything more. Cells are this GPU's own memory, and its L2 cache is where the peers' stores to them arrive:
+// a fence of the GPU suffices. One of the system would wait for all that is on its way to the peers.
+__device__ inline void settle() { __threadfence(); }
 
 // Called by all threads of a block, with the turn after its last.
 __device__ inline void finish(const Team& team, const Turn& after) {

@@ -39,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) exchange(const __grid_con
 #pragma unroll
         for (int from = 0; from < kRanks; ++from)
             Bytes{a.output + a.to[from], a.received[from]}.write(at, have[from]);
-        if (at + stride < packets) __threadfence_system();
+        if (at + stride < packets) settle();
     }
     finish(a.cells.team, turn);
 }

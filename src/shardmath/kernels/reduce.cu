@@ -67,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) one_shot(const __grid_con
         send(a.cells, turn, 0, [&](int) { return own; });
         if (!receive<Travel>(a.cells, turn, 0, have)) break;
         output.write(at, sealed(combined(have), turn));
-        if (at + stride < packets) __threadfence_system();
+        if (at + stride < packets) settle();
     }
     finish(a.cells.team, turn);
 }
@@ -97,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) two_shot(const __grid_con
         if (!receive<Travel>(a.cells, turn, 1, have)) break;
 #pragma unroll
         for (int from = 0; from < kRanks; ++from) output.write(from * slice + at, have[from]);
-        if (at + stride < slice) __threadfence_system();
+        if (at + stride < slice) settle();
     }
     finish(a.cells.team, turn);
 }
@@ -128,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         send(a.cells, turn, 0, [&](int i) { return out[i]; });
         if (!receive<Travel>(a.cells, turn, 0, have)) break;
         Elements{a.output, a.nbytes[a.cells.team.rank]}.write(at, sealed(combined(have), turn));
-        if (at + stride < packets) __threadfence_system();
+        if (at + stride < packets) settle();
     }
     finish(a.cells.team, turn);
 }

@@ -84,8 +84,8 @@ class Buffer:
     """What an array on a block keeps alive. Its end marks the block.
 
     Array libraries take its bytes by the protocol of the transport: `__array_interface__` on hosts,
-    `__cuda_array_interface__` on GPUs. `shares` holds what this rank knows of the peers' memory that
-    was tied to the block, `group` the name of the group that it was allocated for, if any.
+    `__cuda_array_interface__` on GPUs. `shares` holds what this rank knows of the peers' memory
+    that was tied to the block, `group` the name of the group that it was allocated for, if any.
     """
 
     def __init__(self, block: Block, lease: object, interface: str, device: str) -> None:

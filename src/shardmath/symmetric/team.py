@@ -1,8 +1,8 @@
 """A context's ranks as their GPUs see them: pads of signals, and the kernels that wait on them.
 
-The layout of a pad is `kernels/symm.cuh`'s. A kernel whose wait expires writes down whom it waited for,
-in host memory, and ends; the host raises at its next call or at `synchronize`, and then everything can be
-used again: a barrier or a signal that did not come is waited for anew.
+The layout of a pad is `kernels/symm.cuh`'s. A kernel whose wait expires writes down whom it waited
+for, in host memory, and ends; the host raises at its next call or at `synchronize`, and then all
+can be used again: a barrier or a signal that did not come is waited for anew.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ __all__ = ["BLOCKS", "CHANNELS", "Team", "pad_bytes"]
 
 CHANNELS = 64  # of a context's team
 BLOCKS = 512  # kBlocks
+_COLLECTIVE = 3
 _OPERATIONS = {
     1: "barrier",
     2: "wait_signal",
@@ -64,6 +65,7 @@ class Team:
         self.size = board.size
         self.pads = tuple(pads)
         self.timeout = board.patience.timeout
+        self.broken = ""  # why the cells of collectives are in no known state
         self._board = board
         self._own = own
         self._status, self._status_address = _host_words(device, 1 + 3 * self.size)
@@ -178,11 +180,13 @@ class Team:
             for rank in ranks
             for operation, expected, seen in [late[rank].tolist()]
         ]
+        if any(int(late[rank, 0]) & 0xFFFFFFFF == _COLLECTIVE for rank in ranks):
+            self.broken = "; ".join(reasons)
         gone = self._board.gone(ranks)
         if gone is not None:
             return gone
         return OpTimeout(
-            f"rank {self.rank} (GPU {self.device.ordinal}) has waited in vain: {'; '.join(reasons)}; "
+            f"rank {self.rank} (GPU {self.device.ordinal}) waited in vain: {'; '.join(reasons)}; "
             "raise SHARDMATH_TIMEOUT if they were only slow",
             ranks,
         )
@@ -190,7 +194,7 @@ class Team:
 
 def _place(operation: int) -> str:
     kind, number = operation & 0xFFFFFFFF, operation >> 32
-    where = "block" if kind == 3 else "channel"
+    where = "block" if kind == _COLLECTIVE else "channel"
     return f"{_OPERATIONS.get(kind, f'operation {kind}')}, {where} {number}"
 
 

@@ -1,8 +1,8 @@
 """Memory of one machine's GPUs: physical allocations, mapped by every rank that is given them.
 
-A segment is one allocation of the driver's virtual memory functions. It travels as a descriptor over
-the mesh, has no name, and ends with the last process that maps it, so a process killed at any moment
-leaves nothing behind and takes nothing from under its peers. Multicast is never used.
+A segment is one allocation of the driver's virtual memory functions. It travels as a descriptor
+over the mesh, has no name, and ends with the last process that maps it, so a process killed at any
+moment leaves nothing behind and takes nothing from under its peers. Multicast is never used.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ class CudaTransport(Transport):
             mapping = Mapping(self._device, _imported(fd), nbytes)
         except CudaError as error:
             raise BackendUnavailable(
-                f"device {self._device.ordinal} of rank {self._mesh.rank} cannot reach the memory of "
-                f"rank {rank}: {error}"
+                f"device {self._device.ordinal} of rank {self._mesh.rank} cannot reach the memory "
+                f"of rank {rank}: {error}"
             ) from None
         segment = Segment(rank, index, nbytes)
         self._hold(segment, mapping)

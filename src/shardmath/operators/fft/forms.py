@@ -43,7 +43,8 @@ def fft(
     `operand` is this rank's part: complex64 or complex128, any strides, in ordinary memory or on
     the symmetric heap; it is left as it was. `distribution` says which part, or is a pair that says
     it of operand and result: boxes (each rank's own) or any others. `axes` are transformed, by
-    default all; the others are batches. `norm` None scales neither direction; "backward", "ortho"
+    default all; the others are batches. A single axis of an array that has no other is transformed
+    on one rank. `norm` None scales neither direction; "backward", "ortho"
     and "forward" are NumPy's. `sync_symmetric_memory` is accepted for programs written for
     nvmath.distributed: agreement orders the ranks anyway.
 
