@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from shardmath import collectives, distribution, errors, fft, linalg, reshape, symmetric_memory
+    from shardmath import (
+        collectives,
+        distribution,
+        errors,
+        fft,
+        linalg,
+        process_group,
+        reshape,
+        symmetric_memory,
+    )
     from shardmath.context import DistributedContext, get_context
     from shardmath.group import MPIProcessGroup, ProcessGroup, TorchProcessGroup
     from shardmath.launch import spawn
@@ -32,7 +41,16 @@ _HOME = {
     "new_context": "startup",
     "spawn": "launch",
 }
-_MODULES = ("collectives", "distribution", "errors", "fft", "linalg", "reshape", "symmetric_memory")
+_MODULES = (
+    "collectives",
+    "distribution",
+    "errors",
+    "fft",
+    "linalg",
+    "process_group",
+    "reshape",
+    "symmetric_memory",
+)
 
 __all__ = [
     "DistributedContext",
@@ -51,6 +69,7 @@ __all__ = [
     "initialize",
     "linalg",
     "new_context",
+    "process_group",
     "reshape",
     "spawn",
     "symmetric_memory",

@@ -16,9 +16,10 @@ import pytest
 
 from ranks import Pool
 from shardmath.errors import BootstrapError, CollectiveMismatch, RankFailure
-from shardmath.group import LocalProcessGroup, ProcessGroup, ReductionOp
+from shardmath.group import LocalProcessGroup
 from shardmath.group.links import FRAME_LIMIT, star
 from shardmath.launch import spawn
+from shardmath.process_group import ProcessGroup, ReductionOp
 
 SIZES = [0, 1, 7, 8, 9, 300_000]
 RANKS = [1, 2, 3, 6]

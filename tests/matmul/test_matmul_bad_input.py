@@ -164,6 +164,9 @@ MISTAKES = {
     "epilog is text": (lambda s: s.set(epilog="BIAS"), V, V),
     "epilog is unknown": (lambda s: s.set(epilog=3), V, V),
     "inputs are missing": (lambda s: s.set(epilog_inputs=None), MISMATCH, V),
+    "an input without a name": (
+        lambda s: s.set(epilog_inputs={**s.named["epilog_inputs"], 1: s.a}), T, T,
+    ),
     "inputs are a list": (lambda s: s.set(epilog_inputs=[1]), T, T),
     "bias is a number": (lambda s: s.set(epilog_inputs={"bias": 1.0}), V, V),
     "bias is short": (lambda s: s.set(epilog_inputs={"bias": np.zeros(len(s.a) - 1)}), V, V),
@@ -254,6 +257,8 @@ def test_mistakes(contexts, culprit, through):
         wanted = on_one if culprit is not None else on_all
         wanted = "" if wanted in ("number", "") else wanted
         assert kind in wanted.split(" or "), (name, kind, text)
+        if name in ("a is a list", "bias is a number"):
+            assert f"{name.split()[0]}: an array was expected" in text
         if kind and culprit is not None and wanted != FIT:
             assert f"rank {culprit}" in text, (name, text)
 

@@ -389,7 +389,7 @@ def test_a_mistake_in_the_life_of_an_object(contexts, name, who):
     assert all(each == said[0] for each in said)
     assert said[0][0] == kind
     assert words in said[0][1]
-    assert who == "all" or "rank " in said[0][1]
+    assert who == "all" or "rank" in said[0][1]
 
 
 # -- other calls than the peers' ------------------------------------------------------------

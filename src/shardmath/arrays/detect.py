@@ -19,13 +19,16 @@ __all__ = ["LIBRARIES", "library_named", "library_of", "library_of_package"]
 LIBRARIES: tuple[Library, ...] = (NumPy(), Torch(), CuPy())
 
 
-def library_of(x: object) -> Library:
-    """The library of the array `x`. Raises ValueError for anything that is no array of ours."""
+def library_of(x: object, name: str = "") -> Library:
+    """The library of the array `x`.
+
+    Raises ValueError, naming the argument, for anything that is no array of ours.
+    """
     kind: Any = type(x)
     library = _library_of_type(kind)
     if library is None:
         raise ValueError(
-            f"an array was expected, of {_accepted()}; given was "
+            f"{name and name + ': '}an array was expected, of {_accepted()}; given was "
             f"{kind.__module__}.{kind.__qualname__}"
         )
     return library

@@ -110,7 +110,7 @@ def output_spec(out: Any, context: DistributedContext) -> tuple[OutputSpec, Host
     """
     if out is None:
         return None, None
-    library = library_of(out)
+    library = library_of(out, "out")
     spec = library.spec(out)
     view = library.host_view(out, writable=True)
     block = context.heap.find(library.pointer(out)) if spec.size else None

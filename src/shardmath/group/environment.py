@@ -7,6 +7,7 @@ one: where the launcher and the library disagree about the size, start-up fails.
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import os
 import sys
@@ -172,7 +173,14 @@ def _torch_group(timeout: float) -> ProcessGroup:
         from datetime import timedelta
 
         distributed.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+        atexit.register(_end_torch_group, distributed)
     return TorchProcessGroup(device_id=_torch_device(distributed), timeout=timeout)
+
+
+def _end_torch_group(distributed: Any) -> None:
+    """Who has started it ends it: its threads, if left alone, may abort the process at exit."""
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 def _torch_device(distributed: Any) -> Any:

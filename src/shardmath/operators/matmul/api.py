@@ -68,7 +68,8 @@ class Arguments(NamedTuple):
     def call(self) -> Call:
         """The call with specs in place of arrays."""
         operands = tuple(
-            None if x is None else library_of(x).spec(x) for x in (self.a, self.b, self.c)
+            None if x is None else library_of(x, name).spec(x)
+            for name, x in (("a", self.a), ("b", self.b), ("c", self.c))
         )
         if operands[0] is None or operands[1] is None:
             raise ValueError("matmul needs both a and b")
@@ -288,7 +289,10 @@ def _input_specs(inputs: Any) -> tuple[tuple[str, ArraySpec], ...]:
         return ()
     if not isinstance(inputs, Mapping):
         raise TypeError(f"epilog_inputs is a dictionary of arrays, not {type(inputs).__name__}")
-    return tuple((name, library_of(x).spec(x)) for name, x in sorted(inputs.items()))
+    unnamed = [name for name in inputs if not isinstance(name, str)]
+    if unnamed:
+        raise TypeError(f"the names of epilog_inputs are strings, not {unnamed[0]!r}")
+    return tuple((name, library_of(x, name).spec(x)) for name, x in sorted(inputs.items()))
 
 
 def _block(context: DistributedContext, host_array: HostArray) -> Block | None:

@@ -137,7 +137,7 @@ class Redistribute(Lifecycle):
             self._check_shape(library_of(operand).spec(operand))
             wrong = None
             if out is not None:
-                wrong = misfit(self._problem, self.context.rank, library_of(out).spec(out))
+                wrong = misfit(self._problem, self.context.rank, library_of(out, "out").spec(out))
             if wrong:
                 raise ValueError(wrong)
             read.append(Arrays.read(self.context, operand, out))
@@ -219,8 +219,8 @@ class _Call:
         """The call in plain data, and the note of this execution. Raises what is wrong with it."""
         options = options_of(RedistributeOptions, self.options)
         check_stream(self.stream)
-        spec = library_of(self.operand).spec(self.operand)
-        out = None if self.out is None else library_of(self.out).spec(self.out)
+        spec = library_of(self.operand, "operand").spec(self.operand)
+        out = None if self.out is None else library_of(self.out, "out").spec(self.out)
         description = describe(spec, self.source, self.target, options, out)
         self.arrays = Arrays.read(context, self.operand, self.out)
         return description, self.arrays.note(context)
