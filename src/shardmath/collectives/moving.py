@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -170,7 +171,7 @@ def _plan_gather(specs: list[Any]) -> _Gather:
     first = shapes[0]
     shape = (*first[:axis], sum(counts), *first[axis + 1 :])
     require_outputs_fit(outs, libraries, dtype, [shape] * len(specs))
-    sizes = tuple(_size(each) for each in shapes)
+    sizes = tuple(prod(each) for each in shapes)
     return _Gather(dtype, axis, shape, sizes, tuple(starts(counts)))
 
 
@@ -219,7 +220,7 @@ def all_to_all(
     with context.executing("all_to_all"):
         shape = plan.results[context.rank]
         result = Output.of(out, operand.library, shape, plan.dtype)
-        sizes = [_size(each) for each in plan.operands]
+        sizes = [prod(each) for each in plan.operands]
         found = read_offers(context, notes, sizes, operand.flat, result.flat.dtype)
         into, width = column_view(result.flat, shape, plan.axis)
         at = 0
@@ -275,13 +276,6 @@ def _require_one_kind(specs: list[Any]) -> tuple[str, int]:
 
 def _copy(into: HostArray, source: HostArray) -> None:
     np.copyto(raw_view(into), raw_view(source))
-
-
-def _size(shape: Shape) -> int:
-    size = 1
-    for extent in shape:
-        size *= extent
-    return size
 
 
 def _said(kind: tuple[str, str, Shape]) -> str:

@@ -8,6 +8,7 @@ back as they came, and the call waits for them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -95,7 +96,7 @@ class DeviceOperand:
         """See `moving.all_gather`; `shapes` are the ranks' own."""
         moves = DeviceCollectives.together(self.context)
         item, rank = self.spec.itemsize, self.context.rank
-        sizes = [_count(each) * item for each in shapes]
+        sizes = [prod(each) * item for each in shapes]
         source, whole = self._packed(self._x), sum(sizes)
         if max(sizes) >= _LARGE_BYTES and not any(size % 16 for size in sizes):
             flat, places = self._shared(whole // item)
@@ -114,7 +115,7 @@ class DeviceOperand:
         """See `moving.all_to_all`; `sent[src][dst]` are indices of the axis."""
         moves = DeviceCollectives.together(self.context)
         item, rank, size = self.spec.itemsize, self.context.rank, self.context.size
-        widths = [_count(each) // max(each[axis], 1) * item for each in shapes]
+        widths = [prod(each) // max(each[axis], 1) * item for each in shapes]
         table = [[count * width for count in row] for row, width in zip(sent, widths, strict=True)]
         source = self._packed(self._by_rank(axis, sent[rank]))
         received = [row[rank] for row in table]
@@ -138,14 +139,14 @@ class DeviceOperand:
         """See `moving.broadcast`. A rank that gives nothing brings a stand-in."""
         moves = DeviceCollectives.together(self.context)
         dtype = dtype_of(self.spec.dtype)
-        nbytes, size, rank = _count(shape) * dtype.itemsize, self.context.size, self.context.rank
+        nbytes, size, rank = prod(shape) * dtype.itemsize, self.context.size, self.context.rank
         source = self._packed(self._x)
         if nbytes >= _LARGE_BYTES and nbytes % 16 == 0:
-            flat, places = self._shared(_count(shape))
+            flat, places = self._shared(prod(shape))
             sent = nbytes if rank == root else 0
             moves.move([source.pointer] * size, places, [sent] * size, self.stream)
         else:
-            flat = self._flat(_count(shape), dtype)
+            flat = self._flat(prod(shape), dtype)
             moves.broadcast(source.pointer, flat.pointer, nbytes, root, self.stream)
         return self._finish(flat, shape, self.spec.dtype, out)
 
@@ -154,7 +155,7 @@ class DeviceOperand:
     def _by_rank(self, axis: int, counts: Parts) -> Any:
         """The elements in the order in which the ranks will have them, each's in C order."""
         x = self.library.host_view(self._x) if self.on_host else self._x
-        if _count(self.spec.shape[:axis]) == 1 or self.spec.size == 0:
+        if prod(self.spec.shape[:axis]) == 1 or self.spec.size == 0:
             return x
         parts = [
             _ravel(x[(slice(None),) * axis + (slice(sum(counts[:r]), sum(counts[: r + 1])),)])
@@ -232,15 +233,15 @@ class DeviceOperand:
         self, flat: _Flat, axis: int, parts: Sequence[Shape], shape: Shape, out: Any
     ) -> Any:
         """The result, whose parts lie one after the other."""
-        if _count(shape[:axis]) == 1:
+        if prod(shape[:axis]) == 1:
             return self._finish(flat, shape, self.spec.dtype, out)
         array, result = flat.array(), self._result(shape, self.spec.dtype, out)
         view = self.library.host_view(result, writable=True) if self.on_host else result
         at = start = 0
         for part in parts:
             place = (slice(None),) * axis + (slice(start, start + part[axis]),)
-            view[place] = array[at : at + _count(part)].reshape(part)
-            at, start = at + _count(part), start + part[axis]
+            view[place] = array[at : at + prod(part)].reshape(part)
+            at, start = at + prod(part), start + part[axis]
         return result
 
     def _finish(self, flat: _Flat, shape: Shape, dtype: str, out: Any) -> Any:
@@ -338,10 +339,3 @@ def _cast(x: Any, dtype: DType) -> Any:
     import torch
 
     return x.to(getattr(torch, dtype.name))
-
-
-def _count(shape: Sequence[int]) -> int:
-    count = 1
-    for extent in shape:
-        count *= extent
-    return count

@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from shardmath.arrays.base import HostArray
 from shardmath.arrays.spec import ArraySpec
 from shardmath.context import DistributedContext, require_context
 from shardmath.errors import UseAfterFree
+from shardmath.geometry import Spans
 from shardmath.symmetric.heap import Location
 
 __all__ = [
@@ -182,8 +184,8 @@ def as_counts(
 
 
 def slab_counts(extent: int, size: int) -> Shape:
-    """`extent` divided among `size` ranks: the first extent % size have one more."""
-    return tuple(extent // size + (rank < extent % size) for rank in range(size))
+    """`extent` divided among `size` ranks as a slab is."""
+    return tuple(Spans.even(extent, size, rank).length for rank in range(size))
 
 
 def starts(counts: Sequence[int]) -> list[int]:
@@ -197,11 +199,7 @@ def column_view(flat: HostArray, shape: Shape, axis: int) -> tuple[HostArray, in
     Returns the matrix, of as many rows as the axes before `axis` have indices, and the number of
     columns that one index of `axis` takes.
     """
-    rows = columns = 1
-    for extent in shape[:axis]:
-        rows *= extent
-    for extent in shape[axis + 1 :]:
-        columns *= extent
+    rows, columns = prod(shape[:axis]), prod(shape[axis + 1 :])
     return flat.reshape(rows, shape[axis] * columns), columns
 
 

@@ -53,14 +53,6 @@ class Kernel:
             0,
         )
 
-    def resident(self, threads: int) -> int:
-        """How many blocks of so many threads the device can run at once."""
-        self.device.activate()
-        each = call(
-            "cuOccupancyMaxActiveBlocksPerMultiprocessor", self._function, threads, self.shared
-        )
-        return int(each) * self.device.processors
-
 
 def kernel(
     device: Device, file: str, function: str, defines: Sequence[str] = (), *, shared: int = 0

@@ -10,12 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import lru_cache
+from logging import Logger
 from typing import Any, ClassVar, Self, TypeVar
 
 from shardmath.context import DistributedContext, require_context
 from shardmath.errors import ShardmathError
 
-__all__ = ["Lifecycle", "check_blocking", "check_stream", "context_on_cores", "options_of"]
+__all__ = [
+    "Lifecycle",
+    "check_blocking",
+    "check_logger",
+    "check_stream",
+    "context_on_cores",
+    "options_of",
+]
 
 T = TypeVar("T")
 
@@ -131,6 +139,12 @@ def check_stream(stream: Any) -> None:
         raise TypeError(
             f"stream is None, an integer or a CUDA stream object, not {type(stream).__name__}"
         )
+
+
+def check_logger(logger: Any) -> None:
+    """Raise TypeError unless `logger` is None or a logging.Logger."""
+    if logger is not None and not isinstance(logger, Logger):
+        raise TypeError(f"logger is a logging.Logger or None, not {logger!r}")
 
 
 def check_blocking(blocking: Any) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import select
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 __all__ = ["PeerWatch"]
 
@@ -58,10 +58,6 @@ class PeerWatch:
         if not self._dead:
             self._poll.poll(seconds * 1000)
         return self.dead()
-
-    def dead_among(self, ranks: Iterable[int]) -> list[int]:
-        """Those of `ranks` whose process has ended."""
-        return sorted(self.dead().intersection(ranks))
 
     def close(self) -> None:
         """Stop watching."""

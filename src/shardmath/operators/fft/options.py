@@ -11,7 +11,7 @@ from enum import IntEnum
 from logging import Logger
 from typing import Any, Literal
 
-from shardmath.operators.lifecycle import check_blocking, options_of
+from shardmath.operators.lifecycle import check_blocking, check_logger, options_of
 
 __all__ = ["COMPLEX_OF", "REAL_OF", "FFTDirection", "FFTOptions", "direction_of", "options_from"]
 
@@ -64,8 +64,7 @@ class FFTOptions:
         for name in ("redistribute", "inplace"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is True or False, not {getattr(self, name)!r}")
-        if self.logger is not None and not isinstance(self.logger, Logger):
-            raise TypeError(f"logger is a logging.Logger or None, not {self.logger!r}")
+        check_logger(self.logger)
         check_blocking(self.blocking)
 
     def compared(self) -> tuple[Any, ...]:

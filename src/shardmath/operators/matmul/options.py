@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from shardmath.operators.lifecycle import check_blocking, options_of
+from shardmath.operators.lifecycle import check_blocking, check_logger, options_of
 
 __all__ = [
     "MatmulAlgoType",
@@ -109,8 +109,7 @@ class MatmulOptions:
                 raise ValueError(f"{name} is a whole number or None, not {number!r}")
         if self.strategy is not None and not isinstance(self.strategy, str):
             raise TypeError(f"strategy is a name that explain() prints, not {self.strategy!r}")
-        if self.logger is not None and not isinstance(self.logger, Logger):
-            raise TypeError(f"logger is a logging.Logger or None, not {self.logger!r}")
+        check_logger(self.logger)
 
     def check(self, dtype: str) -> None:
         """Raise ValueError for a value out of range, or one that operands of `dtype` rule out."""

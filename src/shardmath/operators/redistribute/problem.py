@@ -18,7 +18,7 @@ from shardmath.arrays import ArraySpec
 from shardmath.errors import CollectiveMismatch
 from shardmath.geometry import Distribution, Layout
 from shardmath.geometry.inference import check_alike
-from shardmath.operators.lifecycle import check_blocking
+from shardmath.operators.lifecycle import check_blocking, check_logger
 from shardmath.redistribution import TransferPlan
 
 __all__ = ["Description", "Problem", "RedistributeOptions", "check", "describe", "misfit"]
@@ -36,8 +36,7 @@ class RedistributeOptions:
     blocking: Literal[True, "auto"] = "auto"
 
     def __post_init__(self) -> None:
-        if self.logger is not None and not isinstance(self.logger, Logger):
-            raise TypeError(f"logger is a logging.Logger or None, not {self.logger!r}")
+        check_logger(self.logger)
         check_blocking(self.blocking)
 
 
