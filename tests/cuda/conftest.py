@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 
 from ranks import Pool
+from shardmath.config import environment
 from shardmath.startup import new_context
 
-GPUS = len(list(Path("/dev").glob("nvidia[0-9]*")))
+# Those that the driver may show to this process.
+VISIBLE = environment().get("CUDA_VISIBLE_DEVICES", "")
+GPUS = len(VISIBLE.split(",")) if VISIBLE else len(list(Path("/dev").glob("nvidia[0-9]*")))
 SIZES = [size for size in (1, 2, 3, 4, 8) if size <= max(GPUS, 1)]
 
 
