@@ -30,6 +30,11 @@ class ArraySpec:
     itemsize: int
 
     @property
+    def space(self) -> str:
+        """ "cpu" or "cuda": what ranks compare, since each has a GPU of its own."""
+        return self.device.partition(":")[0]
+
+    @property
     def ndim(self) -> int:
         """The number of axes."""
         return len(self.shape)

@@ -1,0 +1,239 @@
+"""One rank's arrays in a call of a context of GPUs: read where they lie, or carried there and back.
+
+An operator sees `DeviceArray`s only: memory of this rank's GPU. An operand in host memory is copied
+to the heap when it is read, and a result for it is copied back by `Result.give`, which waits. So an
+operator is written once for CuPy, torch and NumPy, and never asks which it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from shardmath.arrays import dtypes, library_of
+from shardmath.arrays.base import HostArray
+from shardmath.arrays.spec import ArraySpec, Order, order_of
+from shardmath.context import DistributedContext
+from shardmath.cuda import stream as streams
+from shardmath.cuda.driver import call
+from shardmath.symmetric.allocation import block_of, empty_on_heap
+from shardmath.symmetric.heap import Block
+
+__all__ = [
+    "DeviceArray",
+    "Result",
+    "new_result",
+    "read",
+    "require_device",
+    "result_in",
+    "stream_of",
+]
+
+
+@dataclass(frozen=True)
+class DeviceArray:
+    """Memory of this rank's GPU, seen as an array.
+
+    `address` is that of the element with index 0 along every axis; `strides` are bytes. `block` is
+    the heap block that it lies in, None for ordinary memory; `keep` holds the memory.
+    """
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    block: Block | None = field(default=None, repr=False)
+    keep: object = field(default=None, repr=False, compare=False)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return dtypes.of(self.dtype).itemsize
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        count = 1
+        for extent in self.shape:
+            count *= extent
+        return count
+
+    @property
+    def order(self) -> Order:
+        """How the elements lie in memory; see `order_of`."""
+        return order_of(self.shape, tuple(stride // self.itemsize for stride in self.strides))
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The first byte and the one behind the last, counted from `address`; (0, 0) if empty."""
+        if not self.size:
+            return 0, 0
+        reach = [(n - 1) * step for n, step in zip(self.shape, self.strides, strict=True)]
+        low = sum(step for step in reach if step < 0)
+        return low, sum(step for step in reach if step > 0) + self.itemsize
+
+    def transposed(self) -> DeviceArray:
+        """The same memory with its axes reversed."""
+        return DeviceArray(
+            self.address, self.shape[::-1], self.strides[::-1], self.dtype, self.block, self.keep
+        )
+
+    def overlaps(self, other: DeviceArray) -> bool:
+        """Whether the bytes between the first and the last of one reach into the other's."""
+        (low, high), (first, last) = self.span, other.span
+        return (
+            self.address + low < other.address + last
+            and other.address + first < self.address + high
+        )
+
+
+@dataclass(frozen=True)
+class Result:
+    """Where an operator writes, and what it then gives to the user."""
+
+    array: DeviceArray
+    _user: Any = field(repr=False)
+    _host: HostArray | None = field(default=None, repr=False)
+
+    def give(self, context: DistributedContext, stream: int) -> Any:
+        """The user's array. For one in host memory: waits for `stream`, and copies it back."""
+        if self._host is not None:
+            assert context.team is not None, "a context of GPUs"
+            context.team.synchronize(stream)
+            _download(self.array, self._host)
+        return self._user
+
+
+def stream_of(context: DistributedContext, spec: ArraySpec, stream: Any) -> int:
+    """The stream on which a call works: `stream` if given, else the array library's current one.
+
+    Operands in host memory have none, and use the default stream. Raises as `streams.given`.
+    """
+    team = _team(context)
+    if spec.device == "cpu":
+        return 0
+    return streams.given(stream, spec.library, team.device)
+
+
+def require_device(context: DistributedContext, spec: ArraySpec, name: str) -> None:
+    """Raise ValueError for an array on another GPU than this rank's."""
+    own = _team(context).device.name
+    if spec.device not in ("cpu", own):
+        raise ValueError(f"{name} is on {spec.device}, and this rank computes on {own}")
+
+
+def read(context: DistributedContext, x: Any, name: str = "the operand") -> DeviceArray:
+    """The operand on this rank's GPU: where it lies, or a copy on the heap of one in host memory.
+
+    Local. Raises ValueError for what is no array or lies on another GPU, UseAfterFree,
+    HeapExhausted.
+    """
+    library = library_of(x, name)
+    spec = library.spec(x)
+    require_device(context, spec, name)
+    if spec.device == "cpu":
+        return _uploaded(context, library.host_view(x))
+    if hasattr(x, "resolve_conj"):  # a lazy tensor's memory does not hold its values
+        x = x.detach().resolve_conj().resolve_neg()
+        spec = library.spec(x)
+    found = block_of(context, x)
+    return DeviceArray(
+        library.pointer(x),
+        spec.shape,
+        tuple(stride * spec.itemsize for stride in spec.strides),
+        spec.dtype,
+        None if found is None else found[0],
+        x,
+    )
+
+
+def new_result(
+    context: DistributedContext,
+    operand: Any,
+    shape: Sequence[int],
+    dtype: str,
+    order: Literal["C", "F"],
+    *,
+    on_heap: bool,
+) -> Result:
+    """Room for a result that comes back as `operand` came: its library, host memory or GPU. Local.
+
+    One for host memory is always on the heap meanwhile. Raises HeapExhausted, or what the library
+    raises when it has no memory.
+    """
+    library = library_of(operand)
+    shape = tuple(shape)
+    if library.spec(operand).device == "cpu":
+        return _back_to(context, library.empty(shape, dtype, order), order)
+    if on_heap:
+        array = empty_on_heap(context, library, shape, dtype, order)
+    else:
+        array = library.empty(shape, dtype, order, _team(context).device.name)
+    return Result(read(context, array), array)
+
+
+def result_in(context: DistributedContext, out: Any) -> Result:
+    """The user's array `out` as the place for a result. Local.
+
+    Raises ValueError when it cannot be written to, or lies on another GPU; UseAfterFree.
+    """
+    library = library_of(out, "out")
+    spec = library.spec(out)
+    require_device(context, spec, "out")
+    if spec.device == "cpu":
+        return _back_to(context, out, "F" if spec.order == "F" else "C")
+    if hasattr(out, "is_conj") and (out.is_conj() or out.is_neg()):
+        raise ValueError("out is a lazy conjugate, and the call writes into it")
+    if any(n > 1 and step == 0 for n, step in zip(spec.shape, spec.strides, strict=True)):
+        raise ValueError("out is an expanded view, and the call writes into it")
+    return Result(read(context, out, "out"), out)
+
+
+def _back_to(context: DistributedContext, user: Any, order: Literal["C", "F"]) -> Result:
+    host = library_of(user).host_view(user, writable=True)
+    dtype = dtypes.of(host.dtype)
+    return Result(_on_heap(context, host.shape, dtype.name, order), user, host)
+
+
+def _on_heap(
+    context: DistributedContext, shape: tuple[int, ...], dtype: str, order: Literal["C", "F"]
+) -> DeviceArray:
+    """Packed memory of the heap."""
+    itemsize = dtypes.of(dtype).itemsize
+    strides = [0] * len(shape)
+    step = itemsize
+    for axis in range(len(shape)) if order == "F" else reversed(range(len(shape))):
+        strides[axis] = step
+        step *= shape[axis]
+    buffer = context.heap.allocate(step if 0 not in shape else 0)
+    address = buffer.block.address
+    return DeviceArray(address, shape, tuple(strides), dtype, buffer.block, buffer)
+
+
+def _uploaded(context: DistributedContext, host: HostArray) -> DeviceArray:
+    order: Literal["C", "F"] = "F" if host.flags.f_contiguous else "C"
+    array = _on_heap(context, host.shape, dtypes.of(host.dtype).name, order)
+    if host.size:
+        packed = np.asarray(host, order=order)
+        _team(context).device.activate()
+        call("cuMemcpyHtoD", array.address, packed.ctypes.data, packed.nbytes)
+    return array
+
+
+def _download(array: DeviceArray, host: HostArray) -> None:
+    """Copy packed memory of the GPU to `host`. What writes it must have ended."""
+    if not host.size:
+        return
+    order: Literal["C", "F"] = "F" if array.order == "F" else "C"
+    packed = host if host.flags[f"{order}_CONTIGUOUS"] else np.empty(host.shape, host.dtype, order)
+    call("cuMemcpyDtoH", packed.ctypes.data, array.address, packed.nbytes)
+    if packed is not host:
+        host[...] = packed
+
+
+def _team(context: DistributedContext) -> Any:
+    assert context.team is not None, "a context of GPUs"
+    return context.team
