@@ -31,7 +31,7 @@ class ArraySpec:
 
     @property
     def space(self) -> str:
-        """ "cpu" or "cuda": what ranks compare, since each has a GPU of its own."""
+        """The kind of memory, "cpu" or "cuda": what ranks compare, since each has its own GPU."""
         return self.device.partition(":")[0]
 
     @property

@@ -228,7 +228,8 @@ def _download(array: DeviceArray, host: HostArray) -> None:
     if not host.size:
         return
     order: Literal["C", "F"] = "F" if array.order == "F" else "C"
-    packed = host if host.flags[f"{order}_CONTIGUOUS"] else np.empty(host.shape, host.dtype, order)
+    is_packed = host.flags.f_contiguous if order == "F" else host.flags.c_contiguous
+    packed = host if is_packed else np.empty(host.shape, host.dtype, order)
     call("cuMemcpyDtoH", packed.ctypes.data, array.address, packed.nbytes)
     if packed is not host:
         host[...] = packed
