@@ -90,8 +90,11 @@ def stage(context: DistributedContext, host: HostArray, ranges: Ranges, buffer: 
 
 
 def window_on(context: DistributedContext, rank: int, exposed: Exposed) -> Window:
-    """What `rank` shows, in this process. Raises CollectiveMismatch when it has no such memory."""
-    view = context.peer_bytes(rank, exposed.location, exposed.nbytes)
-    assert view is not None, "ranks of one host have an address for each other's memory"
+    """What `rank` shows, for this process to read: in place, or a copy where that has no address.
+
+    A copy is made now: when the exchange or barrier has passed after which peers may read. Raises
+    CollectiveMismatch when the rank has no such memory.
+    """
+    view = context.read_bytes(rank, exposed.location, exposed.nbytes)
     address = int(view.__array_interface__["data"][0]) + exposed.origin
     return Window(address, exposed.strides, view)
