@@ -115,6 +115,7 @@ class Machinery:
         """
         if self.device is None:
             return None
+        from shardmath.symmetric.far_team import FarTeam
         from shardmath.symmetric.team import Team, pad_bytes
 
         device, transport, nbytes = self.device, self.transport, pad_bytes(len(ranks))
@@ -141,7 +142,8 @@ class Machinery:
             for peer, (segment, offset) in zip(ranks, places, strict=True)
         ]
         self.kept.append(pads[0])  # a peer's kernel may signal after this rank has closed the group
-        return Team(device, board, pads[0], addresses)
+        kind = Team if all(map(self.mesh.near, ranks)) else FarTeam
+        return kind(device, board, pads[0], addresses)
 
     def close(self) -> None:
         """Drop transport and connections; mappings that arrays still use stay."""

@@ -368,6 +368,10 @@ def handle_of(
 def _kind(share: Share) -> type[SymmetricMemory]:
     if share.team is None:
         return SymmetricMemory
+    if share.far is not None:
+        from shardmath.symmetric.far_handle import FarDeviceSymmetricMemory
+
+        return FarDeviceSymmetricMemory
     from shardmath.symmetric.device_handle import DeviceSymmetricMemory
 
     return DeviceSymmetricMemory

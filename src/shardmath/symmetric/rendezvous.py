@@ -135,7 +135,7 @@ def _share(context: DistributedContext, block: Block, offset: int) -> Share:
     share = made.pop()
     # Two marks: array and pad may be dropped at different times.
     share.number, pad_number = context.next_share(), context.next_share()
-    if context.spans_hosts and share.team is None:
+    if context.spans_hosts:
         share.far = FarSignals(context, share)
     block.shared.add((context.number, share.number))
     pad.block.shared.add((context.number, pad_number))

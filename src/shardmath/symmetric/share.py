@@ -100,22 +100,24 @@ def address_of(view: Memory | None) -> int:
 
 
 class FarSignals:
-    """Signals to and from ranks on other hosts, for one share of a context of cores.
+    """Signals to and from ranks whose pad this process cannot use, for one share.
 
-    It gives the share copies of their pads. A message says what has become of a word or a slot; who
-    may write which is as on one host.
+    Those are the ranks on other hosts; for contexts of GPUs, all ranks. It gives the share copies
+    of their pads. A message says what has become of a word or a slot; who may write which is as on
+    one host.
     """
 
     _MESSAGE = struct.Struct("<IQ")  # index, value
     _REACHED, _RAISED, _CONSUMED = 0, 1, 2  # the place of a message: what it is about
 
     def __init__(self, context: DistributedContext, share: Share) -> None:
-        self._far = {r for r in range(context.size) if not context.reads_in_place(r)}
+        away = [r for r in range(context.size) if share.slots[r] is None]
+        self._far = {r for r in away if r != context.rank}
         self._rank, self._size = context.rank, context.size
         self._slots, self._words = share.slots, share.words
         nbytes = pad_bytes(share.places[0].pad_size, context.size)
         start = _words_start(share.places[0].pad_size)
-        for rank in self._far:
+        for rank in away:
             copy = np.zeros(nbytes, np.uint8)
             share.slots[rank] = _words(copy, 0, share.places[0].pad_size, "I")
             share.words[rank] = _words(copy, start, None, "Q")

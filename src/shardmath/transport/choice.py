@@ -67,6 +67,10 @@ def make(name: str, mesh: Mesh, device: Device | None, settings: Settings) -> Tr
         from shardmath.transport.host import HostTransport
 
         return HostTransport(mesh)
+    if name == "nvshmem":
+        from shardmath.transport.nvshmem import NVSHMEMTransport
+
+        return NVSHMEMTransport(mesh, device, heap_bytes=settings.gpu_heap_bytes)
     from shardmath.transport.cuda import CudaTransport
 
     return CudaTransport(mesh, device)

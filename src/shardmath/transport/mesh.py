@@ -1,10 +1,11 @@
 """A socket between every two ranks of one host, for passing descriptors of memory.
 
-Ranks of different hosts are joined by `wires`, which carry words but no memory. The sockets are
-abstract Unix sockets: no name in the file system, nothing that outlives a process, nothing
-reachable from another host. A connection is accepted only from this user, from the process that
-announced itself through the group, with the key that it was given there. What travels afterwards is
-a short tag and one descriptor; tags are compared with what is expected, never interpreted.
+Where there are several hosts all ranks are joined by `wires` too, which carry words but no memory.
+The sockets are abstract Unix sockets: no name in the file system, nothing that outlives a process,
+nothing reachable from another host. A connection is accepted only from this user, from the process
+that announced itself through the group, with the key that it was given there. What travels
+afterwards is a short tag and one descriptor; tags are compared with what is expected, never
+interpreted.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Mesh:
     """Connections of this rank to all peers of `group`. Collective to create.
 
     `watch` tells which peers have ended; `pids[rank]` and `hosts[rank]` name them in messages.
-    `host_of[rank]` numbers the hosts, `wires` join this rank to those on others; None without any.
+    `host_of[rank]` numbers the hosts; where there are several, `wires` join all ranks, else None.
     The ranks are split into `pretended` hosts. `address` is where other hosts reach this one.
     Raises BootstrapError when not all ranks connect within `timeout` seconds.
     """
@@ -83,11 +84,11 @@ class Mesh:
         return self.host_of[rank] == self.host_of[self.rank]
 
     def _wired(self, group: ProcessGroup, address: str) -> Wires:
-        far = [rank for rank in range(self.size) if not self.near(rank)]
+        others = [rank for rank in range(self.size) if rank != self.rank]
         where = "127.0.0.1" if self.real_hosts == 1 else address
         known = {r: (self._pid(r), s.fileno()) for r, s in self._sockets.items()}
         with closing(PeerWatch(known)) as watch:
-            made = connect_far(group, far, address=where, timeout=self._timeout, watch=watch)
+            made = connect_far(group, others, address=where, timeout=self._timeout, watch=watch)
         return Wires(made, self.watch)
 
     def _connect(self, group: ProcessGroup) -> None:

@@ -53,7 +53,7 @@ class Channel:
 
 
 class Wires:
-    """This rank's connections to the ranks on other hosts, by their numbers in the mesh.
+    """This rank's connections to the others, by their numbers in the mesh.
 
     `watch` learns of peers whose connection ends. `also` are called at every look: a library may
     need that to serve its peers.
