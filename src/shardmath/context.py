@@ -173,19 +173,23 @@ class DistributedContext:
         return self._machinery.mesh.near(self._ranks[rank])
 
     def read_bytes(
-        self, rank: int, location: Location, nbytes: int, part: tuple[int, int] | None = None
+        self,
+        rank: int,
+        location: Location,
+        nbytes: int,
+        pieces: Iterable[tuple[int, int]] | None = None,
     ) -> Bytes:
         """Memory of `rank`, which it has announced, for cores to read: in place, or a copy of now.
 
-        Of a copy only the bytes from `part[0]` to `part[1]` are filled, all without one.
+        Of a copy only the bytes from one end of each piece to the other are filled, if given.
         """
         found = self.peer_bytes(rank, location, nbytes)
         if found is None:
-            low, high = (0, nbytes) if part is None else part
             found = np.empty(nbytes, np.uint8)
-            if low < high:
-                transport, peer = self._machinery.transport, self._ranks[rank]
-                transport.get(peer, location.segment, location.offset + low, found[low:high])
+            transport, peer = self._machinery.transport, self._ranks[rank]
+            for low, high in [(0, nbytes)] if pieces is None else pieces:
+                if low < high:
+                    transport.get(peer, location.segment, location.offset + low, found[low:high])
         return found
 
     def get(self, rank: int, location: Location, into: Memory, stream: int = 0) -> None:

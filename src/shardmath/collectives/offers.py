@@ -103,8 +103,8 @@ def read_offers(
         else:
             _, segment, offset = _WHERE.unpack(note)
             item = dtype.itemsize
-            part = None if parts is None else (parts[rank][0] * item, parts[rank][1] * item)
-            memory = context.read_bytes(rank, Location(segment, offset), size * item, part)
+            pieces = None if parts is None else [(parts[rank][0] * item, parts[rank][1] * item)]
+            memory = context.read_bytes(rank, Location(segment, offset), size * item, pieces)
             found.append(memory.view(dtype))
     return found
 
