@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import mmap
+import os
 import select
 import signal
 import subprocess
@@ -230,6 +231,28 @@ def test_a_stopped_rank_is_a_timeout_that_names_it():
         assert {outcome.kind for outcome in outcomes} == {"OpTimeout"}
         job.signal(2, signal.SIGCONT)
         assert job.outcome(2).kind == "RankFailure"
+
+
+def fork_and_wait(group):
+    """Rank 0 has a child that outlives it: its copies of the sockets keep nobody waiting."""
+    context = startup.initialize("cpu", group)
+    context.barrier()
+    if context.rank == 0:
+        child = os.fork()
+        if child == 0:
+            select.select([], [], [], 4)
+            os._exit(0)
+        PROGRESS[7] = child
+        os.kill(os.getpid(), signal.SIGKILL)
+    context.barrier()
+
+
+def test_a_child_of_a_rank_does_not_stand_for_it():
+    with Job(2, fork_and_wait, TWO_HOSTS) as job:
+        outcome = job.outcome(1)
+    assert outcome.kind == "RankFailure" and outcome.ranks == (0,)
+    assert outcome.when - job.started < 3
+    os.kill(PROGRESS[7], signal.SIGKILL)
 
 
 def leave_at_once(group):
