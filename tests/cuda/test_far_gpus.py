@@ -8,12 +8,17 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import test_host_bodies as bodies
+import test_redistribution as on_gpus
+from hypothesis import assume, given, settings
 from visible import GPUS
 
+from arrangements import part_of
 from ranks import Pool
 from shardmath import config
+from shardmath.distribution import Slab, redistribute
 from shardmath.errors import HeapExhausted, OpTimeout
 from shardmath.startup import new_context
 from shardmath.symmetric.allocation import allocate_symmetric_memory
@@ -155,6 +160,49 @@ def test_reduce_scatter(far_gpus, op, dtype):
         args = [(shape, axis, None), dtype, op]
         found = far_gpus.run(bodies.check, "test_reducing", "check_scatter", "plain", args)
         assert found == [True] * GPUS, shape
+
+
+@settings(on_gpus.ANY, max_examples=40)
+@given(case=on_gpus.cases.cases(most=max(GPUS, 1), libraries=("cupy", "torch")))
+def test_any_distribution_to_any_other(far_gpus, case):
+    assume(case[0] == GPUS)
+    far_gpus.run(on_gpus.check, "run_case", case[4], [case])
+
+
+@settings(on_gpus.ANY, max_examples=20)
+@given(case=on_gpus.cases.cases(most=max(GPUS, 1), stores=on_gpus.ORDINARY))
+def test_any_distribution_to_any_other_from_host_memory(far_gpus, case):
+    assume(case[0] == GPUS)
+    far_gpus.run(on_gpus.check_host, "test_redistribute_any", "run_case", [case])
+
+
+@settings(on_gpus.ANY, max_examples=8)
+@given(case=on_gpus.cases.cases(most=max(GPUS, 1)))
+def test_a_plan_serves_any_operand_of_its_shape(far_gpus, case):
+    assume(case[0] == GPUS)
+    assert all(far_gpus.run(on_gpus.check, "keep_planned", "cupy", [case]))
+
+
+@pytest.mark.parametrize("store", ["heap C", "C", "heap strided"])
+def test_operands_may_be_overwritten_after_each_execution(far_gpus, store):
+    assert far_gpus.run(on_gpus.check, "overwrite", "cupy", [store, 20]) == [0] * GPUS
+
+
+def check_large(context):
+    """Rows to columns and back, where whole rows are fetched one by one."""
+    torch = importlib.import_module("torch")
+    torch.cuda.set_device(context.device_id)
+    shape, rank, size = (37, 3, 40_003), context.rank, context.size
+    whole = np.arange(37 * 3 * 40_003, dtype=np.float64).reshape(shape)
+    rows, columns = (np.ascontiguousarray(part_of(whole, s, rank, size)) for s in (Slab.X, Slab.Y))
+    with context:
+        found = redistribute(torch.from_numpy(rows).cuda(), Slab.X, Slab.Y)
+        back = redistribute(found, Slab.Y, Slab.X)
+    return [bool((one.cpu().numpy() == two).all()) for one, two in ((found, columns), (back, rows))]
+
+
+def test_long_rows(far_gpus):
+    assert far_gpus.run(check_large) == [[True, True]] * GPUS
 
 
 def check_exhaustion(context):
