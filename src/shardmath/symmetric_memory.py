@@ -202,8 +202,10 @@ def has_multicast_support(device_type: Any = "cpu", device_idx: int = 0) -> bool
 
 
 def is_nvshmem_available() -> bool:
-    """False: this version reaches the host's memory only."""
-    return False
+    """Whether GPUs of several hosts can be reached: NVSHMEM and its bindings are installed."""
+    from shardmath.transport.nvshmem import NVSHMEMTransport
+
+    return NVSHMEMTransport.probe().available
 
 
 def get(dst: Any, hdl: SymmetricMemory, peer: int, offset: int = 0) -> None:
