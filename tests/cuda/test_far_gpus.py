@@ -23,6 +23,7 @@ from shardmath.errors import HeapExhausted, OpTimeout
 from shardmath.startup import new_context
 from shardmath.symmetric.allocation import allocate_symmetric_memory
 from shardmath.symmetric.rendezvous import rendezvous
+from shardmath.transport import mesh
 
 
 def make_mapped(group):
@@ -254,3 +255,18 @@ def check_again(context):
 
 def test_another_context_of_the_same_ranks(far_gpus):
     assert all(far_gpus.run(check_again))
+
+
+def make_apart(group):
+    """As if every second rank were on another machine: NVSHMEM is chosen."""
+    mesh.host_identity = lambda: f"machine {group.rank % 2}"
+    config.export({"SHARDMATH_GPU_HEAP_BYTES": str(256 << 20)})
+    return new_context(group.rank, group)
+
+
+def test_nvshmem_is_chosen_between_machines():
+    if GPUS < 2:
+        pytest.skip("two machines take two GPUs")
+    with Pool(2, make_apart) as ranks:
+        assert [name for name, _ in ranks.run(describe)] == ["nvshmem"] * 2
+        assert all(ranks.run(check_handle, "torch"))
