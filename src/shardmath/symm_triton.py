@@ -19,7 +19,7 @@ Importing this module imports Triton.
 from __future__ import annotations
 
 from shardmath.errors import BackendUnavailable
-from shardmath.symmetric import layout
+from shardmath.symmetric import layout, ptx
 
 try:
     import triton
@@ -63,6 +63,13 @@ _OF_USER = tl.constexpr(layout.OF_USER)
 _NO_CHANNEL = tl.constexpr(layout.NO_CHANNEL)
 _NO_PEER = tl.constexpr(layout.NO_PEER)
 _WARP = tl.constexpr(32)
+
+_RELEASE = tl.constexpr(ptx.STORE_RELEASE)
+_RELAXED = tl.constexpr(ptx.STORE_RELAXED)
+_STORE_PACKET = tl.constexpr(ptx.STORE_PACKET)
+_LOAD_PACKET = tl.constexpr(ptx.LOAD_PACKET)
+_POLL = tl.constexpr(ptx.POLL)
+_ALL_THREADS = tl.constexpr(ptx.ALL_THREADS)
 
 
 # -- who and where ---------------------------------------------------------------------------------
@@ -112,7 +119,7 @@ def get(own_memory, peer_memory, count, BLOCK: tl.constexpr):
 def signal(word, value):
     """Raise an int64 word in a peer's memory: what this program wrote before comes first."""
     tl.debug_barrier()
-    _store_release(word.to(tl.int64), value.to(tl.int64), True, 1)
+    _store(_RELEASE, word.to(tl.int64), value.to(tl.int64), True, 1)
 
 
 @triton.jit
@@ -134,8 +141,8 @@ def put_signal(memory, dst, channel):
         sent = _channel(memory, rank(memory), channel) + n * _SENT + 8 * dst
         count = _load(sent) + 1
         inbox = _channel(memory, dst, channel) + n * _SIGNAL + 16 * rank(memory)
-        _store_release(inbox, count, True, 1)
-        _store_relaxed(sent, count, True, 1)
+        _store(_RELEASE, inbox, count, True, 1)
+        _store(_RELAXED, sent, count, True, 1)
     return known
 
 
@@ -152,7 +159,7 @@ def wait_signal(memory, src, channel):
         count = _load(taken) + 1
         inbox = own + n * _SIGNAL + 16 * src
         arrived = _wait_for(memory, inbox, count, src, _OF_SIGNAL, channel)
-        _store_relaxed(taken, count, arrived, 1)
+        _store(_RELAXED, taken, count, arrived, 1)
     return arrived
 
 
@@ -170,7 +177,7 @@ def put_value(memory, dst, channel, value):
         count = _load(sent) + 1
         inbox = _channel(memory, dst, channel) + n * _SIGNAL + 16 * rank(memory)
         _store_packet(inbox, count, value.to(tl.int64))
-        _store_relaxed(sent, count, True, 1)
+        _store(_RELAXED, sent, count, True, 1)
     return known
 
 
@@ -205,7 +212,7 @@ def barrier(memory, channel):
             other = (peers < n) & (peers != me)
             pads = tl.load(memory + _PADS + peers, mask=other, other=0)
             offset = _PAD_BYTES + channel * (n * _CHANNEL_BYTES) + n * _BARRIER + 8 * me
-            _store_release(pads + offset, round + 0 * pads, other, _WARP)
+            _store(_RELEASE, pads + offset, round + 0 * pads, other, _WARP)
         for start in range(0, n, _WARP):
             peers = start + tl.arange(0, _WARP)
             other = (peers < n) & (peers != me)
@@ -219,7 +226,7 @@ def barrier(memory, channel):
         for start in range(0, n, _WARP):
             peers = start + tl.arange(0, _WARP)
             words = own + n * _ROUND + 8 * peers.to(tl.int64)
-            _store_relaxed(words, round + 0 * words, (peers < n) & arrived, _WARP)
+            _store(_RELAXED, words, round + 0 * words, (peers < n) & arrived, _WARP)
     return arrived
 
 
@@ -281,14 +288,14 @@ def _expire(
     status = tl.load(memory + _STATUS)
     late = status + _LATE + _LATE_BYTES * src
     first = where & (_load(late) == 0)
-    _store_relaxed(late + 8, expected, first, threads)
-    _store_relaxed(late + 16, seen, first, threads)
+    _store(_RELAXED, late + 8, expected, first, threads)
+    _store(_RELAXED, late + 16, seen, first, threads)
     note = operation + (place * tl.full([], 1, tl.int64) << 32)
-    _store_relaxed(late, note + 0 * late, first, threads)
+    _store(_RELAXED, late, note + 0 * late, first, threads)
     own = tl.load(memory + _PADS + rank(memory))
     one = tl.full([], 1, tl.int64)
-    _store_relaxed(own + _FAILED, one, True, 1)
-    _store_release(status, one, True, 1)
+    _store(_RELAXED, own + _FAILED, one, True, 1)
+    _store(_RELEASE, status, one, True, 1)
 
 
 @triton.jit
@@ -302,11 +309,7 @@ def _load(word):
 def _load_packet(packet):
     """Both words in one load."""
     return tl.inline_asm_elementwise(
-        """{
-        .reg .b128 whole;
-        ld.relaxed.sys.global.b128 whole, [$2];
-        mov.b128 {$0, $1}, whole;
-        }""",
+        _LOAD_PACKET,
         "=l,=l,l",
         [packet],
         dtype=(tl.int64, tl.int64),
@@ -316,38 +319,10 @@ def _load_packet(packet):
 
 
 @triton.jit
-def _store_release(word, value, where, threads: tl.constexpr):
+def _store(order: tl.constexpr, word, value, where, threads: tl.constexpr):
     """By the first `threads` threads of the program alone."""
     tl.inline_asm_elementwise(
-        """{
-        .reg .pred p, q;
-        .reg .u32 t;
-        mov.u32 t, %tid.x;
-        setp.ne.s32 p, $3, 0;
-        setp.lt.and.u32 q, t, $4, p;
-        @q st.release.sys.global.u64 [$1], $2;
-        mov.u32 $0, 0;
-        }""",
-        "=r,l,l,r,r",
-        [word, value, _flag(where), threads],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
-def _store_relaxed(word, value, where, threads: tl.constexpr):
-    tl.inline_asm_elementwise(
-        """{
-        .reg .pred p, q;
-        .reg .u32 t;
-        mov.u32 t, %tid.x;
-        setp.ne.s32 p, $3, 0;
-        setp.lt.and.u32 q, t, $4, p;
-        @q st.relaxed.sys.global.u64 [$1], $2;
-        mov.u32 $0, 0;
-        }""",
+        order,
         "=r,l,l,r,r",
         [word, value, _flag(where), threads],
         dtype=tl.int32,
@@ -360,21 +335,7 @@ def _store_relaxed(word, value, where, threads: tl.constexpr):
 def _store_packet(packet, low, high):
     """Both words in one store, by the first thread."""
     tl.inline_asm_elementwise(
-        """{
-        .reg .pred q;
-        .reg .u32 t;
-        .reg .b128 whole;
-        mov.u32 t, %tid.x;
-        setp.eq.u32 q, t, 0;
-        mov.b128 whole, {$2, $3};
-        @q st.relaxed.sys.global.b128 [$1], whole;
-        mov.u32 $0, 0;
-        }""",
-        "=r,l,l,l",
-        [packet, low, high],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
+        _STORE_PACKET, "=r,l,l,l", [packet, low, high], dtype=tl.int32, is_pure=False, pack=1
     )
 
 
@@ -383,33 +344,7 @@ def _poll(memory, word, target, where):
     """What is seen at `word`: at least `target`, or less when the wait has expired."""
     own = tl.load(memory + _PADS + rank(memory))
     return tl.inline_asm_elementwise(
-        """{
-        .reg .pred p;
-        .reg .u64 now, end, failed;
-        .reg .u32 polls, some;
-        mov.u64 $0, $2;
-        setp.eq.s32 p, $5, 0;
-        @p bra finished;
-        mov.u64 end, 0;
-        mov.u32 polls, 0;
-        poll:
-        ld.acquire.sys.global.u64 $0, [$1];
-        setp.ge.u64 p, $0, $2;
-        @p bra finished;
-        add.u32 polls, polls, 1;
-        and.b32 some, polls, 255;
-        setp.ne.u32 p, some, 0;
-        @p bra poll;
-        mov.u64 now, %globaltimer;
-        setp.eq.u64 p, end, 0;
-        @p add.u64 end, now, $3;
-        setp.gt.u64 p, now, end;
-        @p bra finished;
-        ld.relaxed.sys.global.u64 failed, [$4];
-        setp.eq.u64 p, failed, 0;
-        @p bra poll;
-        finished:
-        }""",
+        _POLL,
         "=&l,l,l,l,l,r",
         [word, target, tl.load(memory + _TIMEOUT), own + _FAILED, _flag(where)],
         dtype=tl.int64,
@@ -422,17 +357,7 @@ def _poll(memory, word, target, where):
 def _all_threads(yes):
     """Whether all threads of the program say so; a barrier of the program."""
     found = tl.inline_asm_elementwise(
-        """{
-        .reg .pred p, q;
-        setp.ne.s32 p, $1, 0;
-        barrier.red.and.pred q, 0, p;
-        selp.s32 $0, 1, 0, q;
-        }""",
-        "=r,r",
-        [_flag(yes)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
+        _ALL_THREADS, "=r,r", [_flag(yes)], dtype=tl.int32, is_pure=False, pack=1
     )
     return found != 0
 

@@ -38,7 +38,7 @@ _OPERATIONS = {
 _REFUSED = {
     layout.NO_CHANNEL: "named channel {seen}; there are {expected}, numbered from 0",
     layout.NO_PEER: "named rank {seen}; there are {expected}, numbered from 0",
-    layout.WRONG_RANKS: "was compiled for {seen} ranks, not {expected}; see the handle's compile_options",
+    layout.WRONG_RANKS: "was compiled for {seen} ranks, not {expected}; see compile_options",
 }
 
 
