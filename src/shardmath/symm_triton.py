@@ -119,13 +119,13 @@ def get(own_memory, peer_memory, count, BLOCK: tl.constexpr):
 def signal(word, value):
     """Raise an int64 word in a peer's memory: what this program wrote before comes first."""
     tl.debug_barrier()
-    _store(_RELEASE, word.to(tl.int64), value.to(tl.int64), True, 1)
+    _store(_RELEASE, word.to(tl.int64), _int64(value), True, 1)
 
 
 @triton.jit
 def wait(memory, word, target, src):
     """Wait until an int64 word, which rank `src` writes, is at least `target`; whether it was."""
-    return _wait_for(memory, word.to(tl.int64), target.to(tl.int64), src, _OF_USER, 0)
+    return _wait_for(memory, word.to(tl.int64), _int64(target), src, _OF_USER, 0)
 
 
 @triton.jit
@@ -176,7 +176,7 @@ def put_value(memory, dst, channel, value):
         sent = _channel(memory, rank(memory), channel) + n * _SENT + 8 * dst
         count = _load(sent) + 1
         inbox = _channel(memory, dst, channel) + n * _SIGNAL + 16 * rank(memory)
-        _store_packet(inbox, count, value.to(tl.int64))
+        _store_packet(inbox, count, _int64(value))
         _store(_RELAXED, sent, count, True, 1)
     return known
 
@@ -259,8 +259,8 @@ def _known(memory, number):
 
 @triton.jit
 def _refuse(memory, reason: tl.constexpr, limit, given):
-    expected = limit.to(tl.int64)
-    seen = tl.full([], 0, tl.int64) + given
+    expected = _int64(limit)
+    seen = _int64(given)
     _expire(memory, rank(memory), reason, 0, expected, seen & 0xFFFFFFFF, True, 1)
 
 
@@ -290,10 +290,10 @@ def _expire(
     first = where & (_load(late) == 0)
     _store(_RELAXED, late + 8, expected, first, threads)
     _store(_RELAXED, late + 16, seen, first, threads)
-    note = operation + (place * tl.full([], 1, tl.int64) << 32)
+    note = operation + (_int64(place) << 32)
     _store(_RELAXED, late, note + 0 * late, first, threads)
     own = tl.load(memory + _PADS + rank(memory))
-    one = tl.full([], 1, tl.int64)
+    one = _int64(1)
     _store(_RELAXED, own + _FAILED, one, True, 1)
     _store(_RELEASE, status, one, True, 1)
 
@@ -360,6 +360,11 @@ def _all_threads(yes):
         _ALL_THREADS, "=r,r", [_flag(yes)], dtype=tl.int32, is_pure=False, pack=1
     )
     return found != 0
+
+
+@triton.jit
+def _int64(number):
+    return tl.full([], 0, tl.int64) + number
 
 
 @triton.jit

@@ -27,7 +27,7 @@ class SourceKernel:
     float for `double`; a NumPy scalar or array for its own bytes, structs too. `stream` is None for
     the current stream of the library that was named.
 
-    Raises TypeError for another argument, ValueError for an array of another device.
+    Raises ValueError for another argument, or an array of another device.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ def _packed(value: Any, device: Device) -> bytes:
         return np.int64(value).tobytes()
     if isinstance(value, float):
         return np.float64(value).tobytes()
-    library = library_of(value)  # TypeError for what is no array
+    library = library_of(value)
     spec = library.spec(value)
     if spec.device != device.name:
         raise ValueError(
