@@ -12,7 +12,6 @@ from shardmath.cuda import compile as compiling
 from shardmath.errors import BackendUnavailable
 from shardmath.symmetric import layout
 
-
 HEAD = """
 #include "symm.cuh"
 using namespace shardmath;

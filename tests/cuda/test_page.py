@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from conftest import GPUS
-
 ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs" / "device-verbs.md"
 
@@ -22,8 +20,9 @@ def launched(program, size):
     return done.stdout
 
 
-@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
-def test_the_program(tmp_path):
+def test_the_program(gpus, tmp_path):
+    if gpus.size < 2:
+        pytest.skip("needs two GPUs")
     path = tmp_path / "program.py"
     path.write_text(re.search(r"```py\n(.*?)```", PAGE.read_text(), re.DOTALL)[1])
     lines = sorted(launched(path, 2).splitlines())
@@ -31,10 +30,8 @@ def test_the_program(tmp_path):
     assert lines == wanted
 
 
-@pytest.mark.skipif(not GPUS, reason="this machine has no GPU")
 @pytest.mark.parametrize("example", ["ring_all_reduce", "one_shot_all_reduce"])
-@pytest.mark.parametrize("size", [size for size in (1, 3, 8) if size <= max(GPUS, 1)])
-def test_examples(example, size):
+def test_examples(gpus, size, example):
     printed = launched(ROOT / "examples" / f"{example}.py", size)
     if "Triton" in printed:
         pytest.skip(printed)

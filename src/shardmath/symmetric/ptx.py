@@ -43,9 +43,9 @@ LOAD_PACKET = """{
     ld.relaxed.sys.global.b128 whole, [$2];
     mov.b128 {$0, $1}, whole;
 }"""
-# If $5, what is seen at $1 when it is at least $2, or when $3 nanoseconds have passed, or the word at
-# $4 says that another wait has expired; else $2. The clock costs more than a poll: it is read now
-# and then.
+# If $5, what is seen at $1 when it is at least $2, or when $3 nanoseconds have passed, or when the
+# word at $4 says that another wait has expired; else $2. The clock costs more than a poll: it is
+# read now and then.
 POLL = """{
     .reg .pred p;
     .reg .u64 now, end, failed;
