@@ -7,8 +7,8 @@ constexpr int kWarmUp = 20;
 enum Way : int { kValue, kSignalAlone, kPutSignal, kPackets };
 
 // Half of the time of a turn is one way. `out`: nanoseconds in all, and whether all came.
-extern "C" __global__ void ping_pong(const __grid_constant__ SymmetricMemory m, long long way, long long turns,
-                                     long long nbytes, u64* out) {
+extern "C" __global__ void __launch_bounds__(1024)
+    ping_pong(const __grid_constant__ SymmetricMemory m, long long way, long long turns, long long nbytes, u64* out) {
     const int peer = 1 - m.rank;
     const u64 room = (2 * nbytes + 15) / 16 * 16;  // what is sent, what comes, and packets
     char* mine = m.peer<char>(m.rank);
@@ -44,7 +44,8 @@ extern "C" __global__ void ping_pong(const __grid_constant__ SymmetricMemory m, 
     }
 }
 
-extern "C" __global__ void barriers(const __grid_constant__ SymmetricMemory m, long long turns, u64* out) {
+extern "C" __global__ void __launch_bounds__(1024)
+    barriers(const __grid_constant__ SymmetricMemory m, long long turns, u64* out) {
     u64 start = 0;
     bool came = true;
     for (long long turn = -kWarmUp; turn < turns && came; ++turn) {

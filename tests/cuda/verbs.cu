@@ -18,8 +18,8 @@ struct Places {
 };
 
 // Every rank sends to the one on its right, and reads what the one on its left has.
-extern "C" __global__ void verbs(const __grid_constant__ SymmetricMemory m, long long nbytes, long long shift,
-                                 long long number, u64* out) {
+extern "C" __global__ void __launch_bounds__(1024)
+    verbs(const __grid_constant__ SymmetricMemory m, long long nbytes, long long shift, long long number, u64* out) {
     const int right = (m.rank + 1) % m.size, left = (m.rank + m.size - 1) % m.size;
     const Places mine(m.peer<char>(m.rank), nbytes, shift), theirs(m.peer<char>(right), nbytes, shift);
     const Places other(m.peer<char>(left), nbytes, shift);
@@ -61,7 +61,8 @@ extern "C" __global__ void meet_by_value(const __grid_constant__ SymmetricMemory
 }
 
 // Waits of each kind, for one rank.
-extern "C" __global__ void wait_for(const __grid_constant__ SymmetricMemory m, long long kind, long long src, u64* out) {
+extern "C" __global__ void wait_for(const __grid_constant__ SymmetricMemory m, long long kind, long long src,
+                                    u64* out) {
     bool came = true;
     u64 value;
     char* own = m.peer<char>(m.rank);

@@ -25,7 +25,6 @@ typedef unsigned long long u64;
 
 constexpr int kRanks = SHARDMATH_RANKS;
 constexpr int kBlocks = 512;  // the most blocks that a kernel on cells has
-constexpr int kAtOnce = 4;    // loads of one thread that are on their way together
 
 // What a wait was for, or why a call was refused.
 enum Operation : u32 {
@@ -167,7 +166,8 @@ struct Deadline {
 };
 
 // Note that a wait for `src` has come to its end. The first note for a rank stays.
-__device__ __noinline__ inline void expire(const Team& team, int src, u32 operation, u32 place, u64 expected, u64 seen) {
+__device__ __noinline__ inline void expire(const Team& team, int src, u32 operation, u32 place, u64 expected,
+                                           u64 seen) {
     Late& late = team.status->late[src];
     if (load_relaxed(&late.operation) == 0) {
         store_relaxed(&late.expected, expected);
@@ -366,20 +366,44 @@ __device__ inline void store_eight(void* memory, u64 i, u64 nbytes, u64 data) {
         ((unsigned char*)memory)[k] = (unsigned char)(data >> 8 * (k & 7));
 }
 
+// Send kCount packets of this thread, `all` apart; or wait for them, and give what they carry.
+template <int kCount>
+__device__ inline void send_some(Packet* room, const void* memory, u64 nbytes, u64 number, u64 first, u64 all) {
+    u64 data[kCount];
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) data[k] = load_eight(memory, first + k * all, nbytes);
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) store_packet(room + first + k * all, {data[k], number});
+}
+template <int kCount>
+__device__ inline bool take_some(const Team& team, int src, Deadline& deadline, void* memory, const Packet* room,
+                                 u64 nbytes, u64 number, u64 first, u64 all) {
+    Packet seen[kCount];
+    for (;;) {
+        u64 least = number;
+#pragma unroll
+        for (int k = 0; k < kCount; ++k) seen[k] = load_packet(room + first + k * all);
+#pragma unroll
+        for (int k = 0; k < kCount; ++k) least = seen[k].high < least ? seen[k].high : least;
+        if (least == number) break;
+        if (deadline.passed(team)) {
+            expire(team, src, kUser, 0, number, least);
+            return false;
+        }
+    }
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) store_eight(memory, first + k * all, nbytes, seen[k].low);
+    return true;
+}
+
 // Send `nbytes` as packets: eight bytes, and beside them `number`. No fence, and no signal; twice the bytes.
 // `room`, of packets_for(nbytes), is in the peer's memory. It is zero at first, and each time that it is
 // used again `number` is greater, and the peer has taken what was there before.
 __device__ inline void put_packets(Packet* room, const void* own_memory, u64 nbytes, u64 number) {
     const u64 count = packets_for(nbytes), all = thread_count();
-    for (u64 first = thread_number(); first < count; first += kAtOnce * all) {
-        u64 data[kAtOnce];
-#pragma unroll
-        for (int k = 0; k < kAtOnce; ++k)
-            if (first + k * all < count) data[k] = load_eight(own_memory, first + k * all, nbytes);
-#pragma unroll
-        for (int k = 0; k < kAtOnce; ++k)
-            if (first + k * all < count) store_packet(room + first + k * all, {data[k], number});
-    }
+    u64 i = thread_number();
+    for (; i + 3 * all < count; i += 4 * all) send_some<4>(room, own_memory, nbytes, number, i, all);
+    for (; i < count; i += all) send_some<1>(room, own_memory, nbytes, number, i, all);
 }
 
 // Wait for all packets of `number` from `src`, and write what they carry to `own_memory`.
@@ -389,27 +413,11 @@ __device__ inline bool wait_packets(const Team& team, int src, void* own_memory,
     const u64 count = packets_for(nbytes), all = thread_count();
     Deadline deadline;
     bool arrived = true;
-    for (u64 first = thread_number(); arrived && first < count; first += kAtOnce * all) {
-        Packet seen[kAtOnce];
-        for (;;) {
-            u64 least = number;
-#pragma unroll
-            for (int k = 0; k < kAtOnce; ++k)
-                if (first + k * all < count) seen[k] = load_packet(room + first + k * all);
-#pragma unroll
-            for (int k = 0; k < kAtOnce; ++k)
-                if (first + k * all < count && seen[k].high < least) least = seen[k].high;
-            if (least == number) break;
-            if (deadline.passed(team)) {
-                expire(team, src, kUser, 0, number, least);
-                arrived = false;
-                break;
-            }
-        }
-#pragma unroll
-        for (int k = 0; k < kAtOnce; ++k)
-            if (arrived && first + k * all < count) store_eight(own_memory, first + k * all, nbytes, seen[k].low);
-    }
+    u64 i = thread_number();
+    for (; arrived && i + 3 * all < count; i += 4 * all)
+        arrived = take_some<4>(team, src, deadline, own_memory, room, nbytes, number, i, all);
+    for (; arrived && i < count; i += all)
+        arrived = take_some<1>(team, src, deadline, own_memory, room, nbytes, number, i, all);
     return __syncthreads_and(arrived);
 }
 
