@@ -9,6 +9,7 @@ anew.
 from __future__ import annotations
 
 import struct
+import time
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
@@ -18,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardmath.cuda.device import Device
-from shardmath.cuda.driver import call
+from shardmath.cuda.driver import bindings, call, status_of
 from shardmath.cuda.kernel import Argument, Kernel, kernel
 from shardmath.errors import CudaError, OpTimeout
 from shardmath.symmetric import layout
@@ -28,6 +29,7 @@ from shardmath.symmetric.heap import Buffer
 __all__ = ["CHANNELS", "Team"]
 
 CHANNELS = 64  # of a context's team
+_LOOK_AFTER, _LONGEST_NAP = 1e-3, 2e-3  # seconds: for peers that have died; between two looks
 _OPERATIONS = {
     layout.OF_BARRIER: "barrier",
     layout.OF_SIGNAL: "wait_signal",
@@ -68,12 +70,16 @@ class Team:
         self.broken = ""  # why the cells of collectives are in no known state
         self._board = board
         self._own = own
+        self._family: weakref.WeakSet[Team] = weakref.WeakSet([self])  # all teams of these ranks
         self._status, self._status_address = _host_words(device, 1 + 3 * self.size)
         self._arguments: dict[tuple[Any, ...], Argument] = {}
 
     def another(self, own: Buffer, pads: Sequence[int], channels: int) -> Team:
         """A team of the same ranks with pads of its own."""
-        return Team(self.device, self._board, own, pads, channels=channels)
+        made = Team(self.device, self._board, own, pads, channels=channels)
+        self._family.add(made)
+        made._family = self._family
+        return made
 
     @property
     def defines(self) -> tuple[str, ...]:
@@ -153,10 +159,29 @@ class Team:
     # -- errors ------------------------------------------------------------------------------------
 
     def synchronize(self, stream: int) -> None:
-        """Wait for `stream`; raises as `check` does."""
+        """Wait for `stream`; raises as `check` does.
+
+        What waits there for a rank whose process dies ends soon after that.
+        """
         self.device.activate()
+        busy, start = bindings().CUresult.CUDA_ERROR_NOT_READY, time.perf_counter()
+        while status_of("cuStreamQuery", stream)[0] == busy:
+            waited = time.perf_counter() - start
+            if waited > _LOOK_AFTER and self._board.dead():
+                self.give_up()
+                break
+            time.sleep(min(waited / 8, _LONGEST_NAP))
         call("cuStreamSynchronize", stream)
         self.check()
+
+    def give_up(self) -> None:
+        """End what kernels wait for in any team of these ranks, as if its time had passed."""
+        self.device.activate()
+        side = call("cuStreamCreate", 1)  # which waits for no other stream
+        for team in list(self._family):
+            call("cuMemsetD8Async", team.pads[team.rank] + layout.FAILED, 1, 1, side)
+        call("cuStreamSynchronize", side)
+        call("cuStreamDestroy", side)
 
     def check(self) -> None:
         """Raise what a kernel has noted: OpTimeout, or RankFailure for a rank that has ended.
