@@ -366,58 +366,29 @@ __device__ inline void store_eight(void* memory, u64 i, u64 nbytes, u64 data) {
         ((unsigned char*)memory)[k] = (unsigned char)(data >> 8 * (k & 7));
 }
 
-// Send kCount packets of this thread, `all` apart; or wait for them, and give what they carry.
-template <int kCount>
-__device__ inline void send_some(Packet* room, const void* memory, u64 nbytes, u64 number, u64 first, u64 all) {
-    u64 data[kCount];
-#pragma unroll
-    for (int k = 0; k < kCount; ++k) data[k] = load_eight(memory, first + k * all, nbytes);
-#pragma unroll
-    for (int k = 0; k < kCount; ++k) store_packet(room + first + k * all, {data[k], number});
-}
-template <int kCount>
-__device__ inline bool take_some(const Team& team, int src, Deadline& deadline, void* memory, const Packet* room,
-                                 u64 nbytes, u64 number, u64 first, u64 all) {
-    Packet seen[kCount];
-    for (;;) {
-        u64 least = number;
-#pragma unroll
-        for (int k = 0; k < kCount; ++k) seen[k] = load_packet(room + first + k * all);
-#pragma unroll
-        for (int k = 0; k < kCount; ++k) least = seen[k].high < least ? seen[k].high : least;
-        if (least == number) break;
-        if (deadline.passed(team)) {
-            expire(team, src, kUser, 0, number, least);
-            return false;
-        }
-    }
-#pragma unroll
-    for (int k = 0; k < kCount; ++k) store_eight(memory, first + k * all, nbytes, seen[k].low);
-    return true;
-}
-
 // Send `nbytes` as packets: eight bytes, and beside them `number`. No fence, and no signal; twice the bytes.
 // `room`, of packets_for(nbytes), is in the peer's memory. It is zero at first, and each time that it is
 // used again `number` is greater, and the peer has taken what was there before.
 __device__ inline void put_packets(Packet* room, const void* own_memory, u64 nbytes, u64 number) {
-    const u64 count = packets_for(nbytes), all = thread_count();
-    u64 i = thread_number();
-    for (; i + 3 * all < count; i += 4 * all) send_some<4>(room, own_memory, nbytes, number, i, all);
-    for (; i < count; i += all) send_some<1>(room, own_memory, nbytes, number, i, all);
+    for (u64 i = thread_number(); i < packets_for(nbytes); i += thread_count())
+        store_packet(room + i, {load_eight(own_memory, i, nbytes), number});
 }
 
 // Wait for all packets of `number` from `src`, and write what they carry to `own_memory`.
 __device__ inline bool wait_packets(const Team& team, int src, void* own_memory, const Packet* room, u64 nbytes,
                                     u64 number) {
     if (!known(team, src)) return false;
-    const u64 count = packets_for(nbytes), all = thread_count();
     Deadline deadline;
     bool arrived = true;
-    u64 i = thread_number();
-    for (; arrived && i + 3 * all < count; i += 4 * all)
-        arrived = take_some<4>(team, src, deadline, own_memory, room, nbytes, number, i, all);
-    for (; arrived && i < count; i += all)
-        arrived = take_some<1>(team, src, deadline, own_memory, room, nbytes, number, i, all);
+    for (u64 i = thread_number(); arrived && i < packets_for(nbytes); i += thread_count()) {
+        Packet seen = load_packet(room + i);
+        while (seen.high < number && !deadline.passed(team)) seen = load_packet(room + i);
+        arrived = seen.high >= number;
+        if (arrived)
+            store_eight(own_memory, i, nbytes, seen.low);
+        else
+            expire(team, src, kUser, 0, number, seen.high);
+    }
     return __syncthreads_and(arrived);
 }
 
