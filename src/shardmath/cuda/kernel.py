@@ -37,6 +37,7 @@ class Kernel:
         self.device = device
         self.shared = shared  # bytes of dynamic shared memory
         self._function = function
+        self._configs: dict[tuple[int, Extent, Extent], Any] = {}
         if shared > 48 << 10:
             limit = bindings().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             call("cuFuncSetAttribute", function, limit, shared)
@@ -58,8 +59,10 @@ class Kernel:
         self.device.activate()
         grid, block = _three(blocks), _three(threads)
         if early and self.device.overlaps_launches:
-            config = self._early(stream, grid, block)
-            call("cuLaunchKernelEx", config, self._function, argument.address, 0)
+            key = (stream, grid, block)
+            if key not in self._configs:
+                self._configs[key] = _early_config(stream, grid, block, self.shared)
+            call("cuLaunchKernelEx", self._configs[key], self._function, argument.address, 0)
             return
         call(
             "cuLaunchKernel",
@@ -71,21 +74,6 @@ class Kernel:
             argument.address,
             0,
         )
-
-    def _early(self, stream: int, grid: Sequence[int], block: Sequence[int]) -> Any:
-        driver = bindings()
-        attribute = driver.CUlaunchAttribute()
-        names = driver.CUlaunchAttributeID
-        attribute.id = names.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        attribute.value.programmaticStreamSerializationAllowed = 1
-        config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = grid
-        config.blockDimX, config.blockDimY, config.blockDimZ = block
-        config.sharedMemBytes = self.shared
-        config.hStream = stream
-        config.attrs = [attribute]
-        config.numAttrs = 1
-        return config
 
 
 def kernel(
@@ -121,6 +109,23 @@ def _loaded(
             handle = call("cuLibraryGetKernel", _libraries[library], function.encode())
             _kernels[known] = Kernel(device, call("cuKernelGetFunction", handle), shared=shared)
         return _kernels[known]
+
+
+def _early_config(stream: int, grid: Sequence[int], block: Sequence[int], shared: int) -> Any:
+    """How a kernel is launched that may start before the one ahead of it has ended."""
+    driver = bindings()
+    attribute = driver.CUlaunchAttribute()
+    names = driver.CUlaunchAttributeID
+    attribute.id = names.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = block
+    config.sharedMemBytes = shared
+    config.hStream = stream
+    config.attrs = [attribute]
+    config.numAttrs = 1
+    return config
 
 
 def _three(extent: Extent) -> tuple[int, int, int]:
