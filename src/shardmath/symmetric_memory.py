@@ -41,6 +41,7 @@ __all__ = [
     "get_signal_pad_size",
     "get_symm_mem_workspace",
     "has_multicast_support",
+    "include_path",
     "is_nvshmem_available",
     "is_symm_mem_enabled_for_group",
     "is_symm_mem_tensor",
@@ -183,6 +184,17 @@ def set_signal_pad_size(size: int) -> None:
     A pad has `size // (4 * world_size)` channels. Raises ValueError.
     """
     change_pad_setting(size)
+
+
+def include_path() -> str:
+    """The folder of symm.cuh, whose verbs kernels of CUDA C++ use: put, get, signal, wait, barrier.
+
+    A handle on GPUs has the options to compile with (`compile_options`) and the argument that such
+    a kernel takes (`kernel_argument`). The same verbs for Triton are in `shardmath.symm_triton`.
+    """
+    from shardmath.cuda.compile import KERNELS
+
+    return str(KERNELS)
 
 
 def set_backend(name: str) -> None:

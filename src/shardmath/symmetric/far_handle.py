@@ -6,6 +6,8 @@ caller. Signals travel beside the memory: `get_signal_pad` does not show them.
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 from shardmath.symmetric.device_handle import DeviceSymmetricMemory
 from shardmath.symmetric.handle import SymmetricMemory
 
@@ -14,6 +16,13 @@ __all__ = ["FarDeviceSymmetricMemory"]
 
 class FarDeviceSymmetricMemory(DeviceSymmetricMemory):
     """A handle whose memory is on GPUs of several hosts. See SymmetricMemory."""
+
+    def _packed(self, timeout: float | None) -> NoReturn:
+        """Raise NotImplementedError: a kernel would find no addresses."""
+        raise NotImplementedError(
+            "some ranks are on other hosts, where a kernel of this GPU cannot write: use put, get "
+            "and the signals of the handle, or a handle of the ranks of one host"
+        )
 
     def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
         """Wait for the current stream, then until every rank has come. Collective."""

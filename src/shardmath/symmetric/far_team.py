@@ -19,7 +19,10 @@ class FarTeam(Team):
 
     def another(self, own: Buffer, pads: Sequence[int], channels: int) -> FarTeam:
         """See Team."""
-        return FarTeam(self.device, self._board, own, pads, channels=channels)
+        made = FarTeam(self.device, self._board, own, pads, channels=channels)
+        self._family.add(made)
+        made._family = self._family
+        return made
 
     def barrier(self, stream: int, *, channel: int = 0, timeout: float | None = None) -> None:
         """Wait for `stream`, then for every rank: what was written before, all see after."""
