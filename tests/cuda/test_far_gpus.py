@@ -270,3 +270,32 @@ def test_nvshmem_is_chosen_between_machines():
     with Pool(2, make_apart) as ranks:
         assert [name for name, _ in ranks.run(describe)] == ["nvshmem"] * 2
         assert all(ranks.run(check_handle, "torch"))
+
+
+def check_late(context):
+    """A barrier that a rank does not come to is a timeout that names it; then all is usable."""
+    torch = importlib.import_module("torch")
+    torch.cuda.set_device(context.device_id)
+    with context:
+        handle = rendezvous(allocate_symmetric_memory(4, torch, dtype="float32"))
+    last = context.size - 1
+    handle.barrier()
+    handle.synchronize()
+    if context.rank != last:
+        handle.barrier(1, timeout_ms=50)
+        with pytest.raises(OpTimeout) as caught:
+            handle.synchronize()
+        assert caught.value.ranks == (last,)
+    context.barrier()
+    handle.barrier(1)  # those that waited in vain wait for the same barrier again
+    handle.barrier(1)
+    handle.synchronize()
+    assert torch.ones(3, device="cuda").sum().item() == 3
+    with pytest.raises(NotImplementedError):
+        handle.kernel_argument()
+    context.barrier()
+    return True
+
+
+def test_a_barrier_that_a_rank_does_not_come_to(far_gpus):
+    assert all(far_gpus.run(check_late))
