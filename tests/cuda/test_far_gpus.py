@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import test_host_bodies as bodies
 import test_redistribution as on_gpus
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from visible import GPUS
 
 from arrangements import part_of
@@ -24,6 +24,9 @@ from shardmath.startup import new_context
 from shardmath.symmetric.allocation import allocate_symmetric_memory
 from shardmath.symmetric.rendezvous import rendezvous
 from shardmath.transport import mesh
+
+
+ALL = max(GPUS, 1)
 
 
 def make_mapped(group):
@@ -164,23 +167,20 @@ def test_reduce_scatter(far_gpus, op, dtype):
 
 
 @settings(on_gpus.ANY, max_examples=40)
-@given(case=on_gpus.cases.cases(most=max(GPUS, 1), libraries=("cupy", "torch")))
+@given(case=on_gpus.cases.cases(least=ALL, most=ALL, libraries=("cupy", "torch")))
 def test_any_distribution_to_any_other(far_gpus, case):
-    assume(case[0] == GPUS)
     far_gpus.run(on_gpus.check, "run_case", case[4], [case])
 
 
 @settings(on_gpus.ANY, max_examples=20)
-@given(case=on_gpus.cases.cases(most=max(GPUS, 1), stores=on_gpus.ORDINARY))
+@given(case=on_gpus.cases.cases(least=ALL, most=ALL, stores=on_gpus.ORDINARY))
 def test_any_distribution_to_any_other_from_host_memory(far_gpus, case):
-    assume(case[0] == GPUS)
     far_gpus.run(on_gpus.check_host, "test_redistribute_any", "run_case", [case])
 
 
 @settings(on_gpus.ANY, max_examples=8)
-@given(case=on_gpus.cases.cases(most=max(GPUS, 1)))
+@given(case=on_gpus.cases.cases(least=ALL, most=ALL))
 def test_a_plan_serves_any_operand_of_its_shape(far_gpus, case):
-    assume(case[0] == GPUS)
     assert all(far_gpus.run(on_gpus.check, "keep_planned", "cupy", [case]))
 
 
