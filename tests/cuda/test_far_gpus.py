@@ -25,7 +25,6 @@ from shardmath.symmetric.allocation import allocate_symmetric_memory
 from shardmath.symmetric.rendezvous import rendezvous
 from shardmath.transport import mesh
 
-
 ALL = max(GPUS, 1)
 
 
