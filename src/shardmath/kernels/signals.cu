@@ -20,7 +20,8 @@ struct BarrierArgument {
 };
 
 // As barrier() of symm.cuh, for one warp with a lane for each peer. In a graph what counts is what comes after
-// the end of the kernel ahead: so the addresses are there before, and the round comes during the fence.
+// the end of the kernel ahead: so the addresses are there before, the round comes during the fence, and its
+// successor is written during the wait, not at the end, which would have to wait for it.
 //
 // The fence is for what kernels before this one have written to peers. Their end makes it visible to this
 // GPU, and the fence to all; a relaxed store alone would take 0.7 us less, and order nothing.

@@ -265,14 +265,12 @@ __device__ inline bool barrier(const Team& team, u32 channel, u32 operation = kB
     round += 1;
     for (int peer = me; peer < team.size; peer += all)
         if (peer != team.rank) store_relaxed(&team.pad[peer]->channel(channel).barrier[team.rank], round);
-    // Not at the end, where the kernel's own end would have to wait for it.
-    for (int peer = me; peer < team.size; peer += all) own.round[peer] = round;
     bool arrived = true;
     for (int peer = me; peer < team.size; peer += all)
         if (peer != team.rank) arrived &= wait(team, &own.barrier[peer], round, peer, operation, channel);
     arrived = __syncthreads_and(arrived);
-    if (!arrived)
-        for (int peer = me; peer < team.size; peer += all) own.round[peer] = round - 1;
+    if (arrived)
+        for (int peer = me; peer < team.size; peer += all) own.round[peer] = round;
     return arrived;
 }
 
