@@ -4,8 +4,8 @@
 
 using namespace shardmath;
 
-// These kernels are launched before the one ahead of them on the stream has ended, so that a launch costs
-// nothing but what it waits for. What that kernel, and all before it, wrote is there after this.
+// For kernels that are launched before the one ahead of them on the stream has ended: what it, and all before
+// it, wrote is there after this. So their launch overlaps with the kernel ahead.
 __device__ inline void await_earlier() {
 #if __CUDA_ARCH__ >= 900
     // The next of these kernels may come to this point too, and will wait there for the end of this one.
@@ -83,7 +83,6 @@ __device__ inline u32 load_flag(const u32* slot) {
 }
 
 __device__ inline void change_flag(const FlagArgument& a, u32 from, Operation operation) {
-    await_earlier();
     Deadline deadline;
     while (load_flag(a.slot) != from)
         if (deadline.passed(a.team)) return expire(a.team, a.peer, operation, a.channel, from, !from);
