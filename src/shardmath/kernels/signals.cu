@@ -34,7 +34,7 @@ __device__ inline void barrier_of_a_warp(const Team& team, u32 channel) {
     u64* const theirs = &team.pad[takes_part ? peer : team.rank]->channel(channel).barrier[team.rank];
     asm volatile("" ::"l"(passed), "l"(inbox), "l"(theirs));
     await_earlier();
-    u64 round = *passed;
+    u64 round = load_relaxed(passed);  // not from a cache that an earlier kernel has filled meanwhile
     fence();
     round += 1;
     bool arrived = true;
