@@ -13,6 +13,7 @@ from typing import Any
 
 from shardmath.geometry import Layout, Move, Pattern, Traffic, bytes_moved, classify, moves
 from shardmath.redistribution.copies import StridedCopy, lowered
+from shardmath.redistribution.pieces import pieces_of
 
 __all__ = ["TransferPlan"]
 
@@ -86,6 +87,18 @@ class TransferPlan:
             self._copies.update(key=key, found=found)
         copies: list[StridedCopy] = self._copies["found"]
         return copies
+
+    def pieces(self, rank: int, src: int, strides: Strides) -> list[tuple[int, int]]:
+        """The bytes of `src`'s local array, from its element 0, that move to `rank`; or a few more.
+
+        See `pieces.pieces_of`.
+        """
+        return [
+            piece
+            for move in self.into(rank)
+            if move.src == src
+            for piece in pieces_of(lowered(move, self.itemsize, strides, strides))
+        ]
 
     def sources(self, rank: int) -> tuple[int, ...]:
         """The ranks that the moves into `rank` come from."""
