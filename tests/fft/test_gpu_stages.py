@@ -225,7 +225,7 @@ def run_case(case, reachable):
         for rank in range(size)
     ]  # fmt: skip
     memories = [
-        Memory(program, {view.place: (raw, origin) for view, (raw, origin, _) in
+        Memory(program.places, {view.place: (raw, origin) for view, (raw, origin, _) in
                          zip(views, held, strict=True)})
         for program, (held, views) in zip(programs, given, strict=True)
     ]  # fmt: skip
