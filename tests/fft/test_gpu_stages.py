@@ -105,7 +105,7 @@ def side(memory, view, place, offset, shape, count):
     return as_strided(flat, (count, *shape), (place.distance * size, *steps))
 
 
-def exchanged(programs, memories, at):
+def exchanged(programs, memories, at, results):
     for rank, (program, memory) in enumerate(zip(programs, memories, strict=True)):
         step = program.steps[at[rank]]
         assert isinstance(step, Exchange)
@@ -113,7 +113,7 @@ def exchanged(programs, memories, at):
         only = {"dst_rank": rank} if step.pulls else {"src_rank": rank}
         for move in moves(step.source, step.target, **only):
             peer = move.src if step.pulls else move.dst
-            there = memories[peer].array(step.theirs[peer])
+            there = memories[peer].array((step.theirs or results)[peer])
             src, dst = (there, own) if step.pulls else (own, there)
             copy_move(move, src, dst)
 
@@ -128,7 +128,7 @@ def copy_move(move, src, dst):
     ]
 
 
-def run_all(programs, memories, forward):
+def run_all(programs, memories, results, forward):
     at = [0] * len(programs)
     while True:
         for rank, program in enumerate(programs):
@@ -142,7 +142,7 @@ def run_all(programs, memories, forward):
         assert len(set(waiting)) == 1, "all ranks take part in an exchange, or none"
         if not waiting[0]:
             return
-        exchanged(programs, memories, at)
+        exchanged(programs, memories, at, results)
         at = [each + 1 for each in at]
 
 
@@ -217,8 +217,7 @@ def run_case(case, reachable):
             problem,
             rank,
             operand=given[rank][1][0],
-            results=results if reachable else [v if r == rank else None for r, v in
-                                               enumerate(results)],
+            result=results[rank],
             overlap=False,
             same=False,
         )
@@ -229,7 +228,7 @@ def run_case(case, reachable):
                          zip(views, held, strict=True)})
         for program, (held, views) in zip(programs, given, strict=True)
     ]  # fmt: skip
-    run_all(programs, memories, problem.direction < 0)
+    run_all(programs, memories, results, problem.direction < 0)
     axes = range(array.ndim) if case["axes"] is None else case["axes"]
     count = math.prod(full.shape[axis] for axis in axes)
     for rank in range(size):

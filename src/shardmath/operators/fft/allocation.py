@@ -16,10 +16,9 @@ from typing import Any, Literal
 
 from shardmath.arrays import ArraySpec, dtypes, library_of, library_of_package
 from shardmath.arrays.spec import order_of
-from shardmath.context import DistributedContext
+from shardmath.context import DistributedContext, require_context
 from shardmath.operators.fft.options import FFTDirection, FFTOptions
 from shardmath.operators.fft.problem import Problem, check, describe, kind_of
-from shardmath.operators.lifecycle import context_on_cores
 from shardmath.symmetric.allocation import array_on, block_of
 from shardmath.symmetric.heap import Block
 
@@ -47,16 +46,20 @@ def allocate_operand(
     rules out, or shapes that do not fit the distribution; HeapExhausted when a rank lacks memory.
     Source: nvmath.distributed.fft.allocate_operand.
     """
-    context = context_on_cores("fft")
+    context = require_context()
+    device = "cpu" if context.team is None else context.team.device.name
 
     def requested() -> tuple[Any, ...]:
-        if memory_space not in (None, "cpu"):
-            raise ValueError(f'memory_space is "cpu" on these ranks, not {memory_space!r}')
+        space = device.partition(":")[0]
+        if memory_space not in (None, space):
+            raise ValueError(f'memory_space is "{space}" on these ranks, not {memory_space!r}')
         library = library_of_package(package)
+        if space == "cuda" and library.name == "numpy":
+            raise ValueError("numpy has no arrays on GPUs; package is torch or cupy there")
         dtype = dtypes.of(_default(fft_type) if input_dtype is None else input_dtype)
         local = tuple(int(extent) for extent in shape)
         strides = _strides(local)
-        spec = ArraySpec(library.name, dtype.name, local, strides, "cpu", dtype.itemsize)
+        spec = ArraySpec(library.name, dtype.name, local, strides, device, dtype.itemsize)
         kind = kind_of(dtype.name, fft_type)
         direction = FFTDirection.INVERSE if kind == "C2R" else FFTDirection.FORWARD
         return tuple(
@@ -111,19 +114,25 @@ def memory_behind(context: DistributedContext, operand: Any, problem: Problem) -
             "an operand from allocate_operand, or inplace=False"
         )
     if owner is None:
-        owner = _Bytes(library.pointer(operand), have, operand)
+        owner = _Bytes(library.pointer(operand), have, spec.device, operand)
     return array_on(owner, library, dtype, shape, _strides(shape))
 
 
 class _Bytes:
-    """The memory of an array as bytes, for NumPy's array interface; keeps the array."""
+    """The memory of an array as bytes, for the array interfaces of hosts and GPUs; keeps the array.
 
-    def __init__(self, address: int, nbytes: int, keep: object) -> None:
+    `device` is "cpu" or like "cuda:0".
+    """
+
+    def __init__(self, address: int, nbytes: int, device: str, keep: object) -> None:
         self.keep = keep
-        self.__array_interface__ = {
+        self.device = device
+        interface = "__array_interface__" if device == "cpu" else "__cuda_array_interface__"
+        vars(self)[interface] = {
             "shape": (nbytes,),
             "typestr": "|u1",
             "data": (address, False),
+            "strides": None,
             "version": 3,
         }
 

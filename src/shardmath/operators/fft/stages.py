@@ -101,21 +101,23 @@ def _axes(axes: Sequence[int], real: int) -> tuple[int, ...]:
 class Exchange:
     """Boxes from this rank's array to all ranks' arrays in `target`, or from theirs to this one's.
 
-    `own` is this rank's side: the source of a push, the target of a pull. `theirs` are the peers'
-    views, in the other place. `opens`: all ranks wait for each other first, before reusing memory
-    that its owner may still use. After a push they always wait: before reading what peers wrote.
-    Before a pull, too; and after it, before reusing what peers may still read.
+    `own` is this rank's side: the source of a push, the target of a pull. `theirs` are all ranks'
+    arrays in the other place; None are the results, of which each rank knows its own.
+
+    `opens`: all ranks wait for each other first, before reusing memory that its owner may still
+    use. After a push they always wait: before reading what peers wrote. Before a pull, too; and
+    after it, before reusing what peers may still read.
     """
 
     source: Layout
     target: Layout
     own: View
-    theirs: tuple[View, ...]
+    theirs: tuple[View, ...] | None
     pulls: bool
     opens: bool
 
     def __str__(self) -> str:
-        other = self.theirs[0].place
+        other = self.theirs[0].place if self.theirs else "result"
         if self.pulls:
             return f"pull {other} of all to {self.own}"
         return f"push {self.own} to {other} of all"
@@ -155,39 +157,30 @@ def programmed(
     rank: int,
     *,
     operand: View,
-    results: Sequence[View | None],
+    result: View,
     overlap: bool,
     same: bool,
 ) -> Program:
-    """What `rank` does. `results` are the ranks' own, of peers only where they are reachable.
+    """What `rank` does with an operand and a result of its own.
 
     `overlap`: writing the result may change the operand; `same`: element by element, in its place.
     """
     steps: list[LocalStep | Exchange] = []
     shared: list[str] = []
     array, opens = operand, True
-    result = results[rank]
-    assert result is not None, "a rank knows its own result"
     for stage in found:
         if stage.kind is None:
-            size = stage.layout.size
+            ranks = range(stage.layout.size)
+            own, theirs = array, None
             if stage.pulls:
-                theirs = tuple(
-                    _at(stage.source, stage, problem, r, before=True) for r in range(size)
-                )
                 own = result
-                shared.append(stage.source)
-            elif stage.target == "result":
-                theirs = tuple(view for view in results if view is not None)
-                own = array
-                shared.append(stage.target)
-            else:
-                theirs = tuple(_at(stage.target, stage, problem, r) for r in range(size))
-                own = array
-                shared.append(stage.target)
+                theirs = tuple(_at(stage.source, stage, problem, r, before=True) for r in ranks)
+            elif stage.target != "result":
+                theirs = tuple(_at(stage.target, stage, problem, r) for r in ranks)
+            shared.append(stage.source if stage.pulls else stage.target)
             steps.append(Exchange(stage.layout, stage.result, own, theirs, stage.pulls, opens))
             opens = False
-            array = own if stage.pulls else theirs[rank]
+            array = result if theirs is None or stage.pulls else theirs[rank]
             continue
         target = result if stage.target == "result" else _at(stage.target, stage, problem, rank)
         if target.place == "result" and array.place == "operand" and overlap:

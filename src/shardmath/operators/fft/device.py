@@ -1,0 +1,399 @@
+"""Executing a transform on the ranks' GPUs: steps launched on the user's stream, one after the other.
+
+After the ranks have agreed, no process waits for another: GPUs do, by barriers on the stream. What
+takes memory is made while agreeing, so want of it on one rank is an error on all before an element
+is touched.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from shardmath.arrays import library_of
+from shardmath.context import DistributedContext
+from shardmath.cuda.device import Device
+from shardmath.geometry import moves
+from shardmath.local.gpu_fft import Transforms, scale
+from shardmath.operators.fft.local_steps import Convert, Copy, Fourier, LocalStep, Scale, View
+from shardmath.operators.fft.problem import Problem
+from shardmath.operators.fft.stages import Exchange, Program, Stage, programmed, stages
+from shardmath.operators.fft.strategy import Strategy
+from shardmath.operators.workspace import Workspace
+from shardmath.redistribution import lowered
+from shardmath.redistribution.copies import whole
+from shardmath.redistribution.device import Box, BoxCopies
+from shardmath.symmetric.allocation import block_of
+from shardmath.symmetric.device_array import (
+    DeviceArray,
+    Result,
+    new_result,
+    read,
+    require_device,
+    result_in,
+    stream_of,
+)
+from shardmath.symmetric.heap import Block, Location
+from shardmath.symmetric.team import Team
+
+__all__ = ["Arrays", "DevicePlan", "execute", "note"]
+
+_CHANNEL = 60  # of the barriers of transforms
+_KEPT = 16  # ways of one plan, each for other strides
+
+Told = tuple[Any, ...]  # where a rank's shared places lie, and the strides of its result
+
+
+@dataclass(frozen=True)
+class DevicePlan:
+    """A strategy, and what each rank's GPU does for it."""
+
+    problem: Problem
+    strategy: Strategy
+
+    @cached_property
+    def pushed(self) -> tuple[Stage, ...]:
+        """The stages where all results lie in symmetric memory."""
+        return stages(self.strategy, reachable=True)
+
+    @cached_property
+    def pulled(self) -> tuple[Stage, ...]:
+        """The stages where some result does not."""
+        return stages(self.strategy, reachable=False)
+
+    def explain(self) -> str:
+        """The strategy, and its stages."""
+        lines = [f"stage {i}: {each}" for i, each in enumerate(self.pushed, 1)]
+        return "\n".join([self.strategy.explain(), *lines])
+
+    @cached_property
+    def ways(self) -> OrderedDict[tuple[Any, ...], _Way]:
+        """What has been worked out so far, by strides; the least recently used first."""
+        return OrderedDict()
+
+    def way(self, key: tuple[Any, ...], make: Callable[[], _Way]) -> _Way:
+        """The way of that name, made when first asked for."""
+        found = self.ways.get(key)
+        if found is None:
+            found = self.ways[key] = make()
+            if len(self.ways) > _KEPT:
+                found.device.synchronize()  # the oldest may still run
+                self.ways.popitem(last=False)
+        else:
+            self.ways.move_to_end(key)
+        return found
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """One rank's arrays for one execution; `out` is the user's array for the result, if any."""
+
+    operand: Any
+    out: Any
+    stream: Any
+
+
+def note(context: DistributedContext, operand: Any, out: Any) -> bytes:
+    """Whether this rank's result will lie in symmetric memory, for the peers. Local.
+
+    Raises ValueError for an array on another GPU, UseAfterFree.
+    """
+    for array, name in ((operand, "the operand"), (out, "out")):
+        if array is not None:
+            require_device(context, library_of(array).spec(array), name)
+    given = operand if out is None else out
+    spec = library_of(given).spec(given)
+    on_host = spec.device == "cpu"  # then it is on the heap meanwhile
+    nothing = out is not None and spec.size == 0
+    return bytes([on_host or nothing or block_of(context, given) is not None])
+
+
+def execute(
+    context: DistributedContext,
+    plan: DevicePlan,
+    notes: Sequence[bytes],
+    arrays: Callable[[], Arrays],
+) -> Any:
+    """The transform of the operand: the array given for it, or a new one. Collective.
+
+    `notes` are all ranks'. Returns when all is launched, for an operand in host memory when all is
+    done. Raises on all ranks what `arrays` raises on one, and HeapExhausted when one lacks memory.
+    """
+    made: list[_Execution] = []
+
+    def prepare() -> Told:
+        made.append(_Execution(context, plan, all(text[-1] for text in notes), arrays()))
+        return made[0].prepare()
+
+    told = context.agree("fft, memory", prepare, list)
+    with context.executing("fft"):
+        return made[0].run(told)
+
+
+@dataclass
+class _Way:
+    """A program for certain strides on one device, and the tables of its copies."""
+
+    device: Device
+    program: Program
+    copies: dict[tuple[Any, ...], BoxCopies] = field(default_factory=dict)
+
+    def copier(self, key: tuple[Any, ...], boxes: Callable[[], list[Box]]) -> BoxCopies:
+        """The copies of that name, made when first asked for."""
+        if key not in self.copies:
+            self.copies[key] = BoxCopies(self.device, boxes())
+        return self.copies[key]
+
+
+class _Execution:
+    """The state of one execution on one rank."""
+
+    def __init__(
+        self, context: DistributedContext, plan: DevicePlan, reachable: bool, arrays: Arrays
+    ) -> None:
+        assert context.team is not None, "a context of GPUs"
+        self._context = context
+        self._team: Team = context.team
+        self._rank = context.rank
+        self._plan = plan
+        self._problem = plan.problem
+        self._reachable = reachable
+        self._arrays = arrays
+        self._transforms = Transforms.of(self._team.device)
+
+    # -- memory ------------------------------------------------------------------------------------
+
+    def prepare(self) -> Told:
+        """Make all memory and plans; what peers have to know of it."""
+        context, problem = self._context, self._problem
+        given = self._arrays.operand
+        library = library_of(given)
+        self._stream = stream_of(context, library.spec(given), self._arrays.stream)
+        self._operand = read(context, given)
+        self._result = self._made_result(given)
+        result = self._result.array
+        operand_view, result_view = _view("operand", self._operand), _view("result", result)
+        overlap = self._operand.overlaps(result)
+        same = (self._operand.address, self._operand.strides, self._operand.dtype) == (
+            result.address,
+            result.strides,
+            result.dtype,
+        )
+        chosen = self._plan.pushed if self._reachable else self._plan.pulled
+        key = (self._rank, self._team.device, self._reachable, operand_view, result_view)
+        self._way = self._plan.way(
+            (*key, overlap, same),
+            lambda: _Way(
+                self._team.device,
+                programmed(
+                    chosen,
+                    problem,
+                    self._rank,
+                    operand=operand_view,
+                    result=result_view,
+                    overlap=overlap,
+                    same=same,
+                ),
+            ),
+        )
+        self._place_all()
+        for step in self._way.program.steps:
+            if isinstance(step, Fourier):
+                self._transforms.prepare(
+                    step.kind,
+                    double=_is_double(step),
+                    batches=step.batches,
+                    stream=self._stream,
+                )
+        return self._tell()
+
+    def _made_result(self, given: Any) -> Result:
+        context, problem = self._context, self._problem
+        if self._arrays.out is not None:
+            return result_in(context, self._arrays.out)
+        return new_result(
+            context,
+            given,
+            problem.target.local_shape(self._rank),
+            problem.result,
+            problem.order,
+            on_heap=self._operand.block is not None,
+        )
+
+    def _place_all(self) -> None:
+        """An address for every place of the program."""
+        workspace = Workspace.of(self._context)
+        self._blocks: dict[str, Block] = {}
+        self._addresses = {
+            "operand": self._operand.address,
+            "result": self._result.array.address,
+        }
+        for place, nbytes in self._way.program.places.items():
+            block = workspace.buffer(f"fft {place}", nbytes).block
+            self._blocks[place] = block
+            self._addresses[place] = block.address
+
+    def _tell(self) -> Told:
+        """(segment, offset, first byte, bytes, strides) of every shared place."""
+        told: list[Any] = []
+        for place in self._way.program.shared:
+            if place == "result":
+                array = self._result.array
+                if array.size == 0:
+                    told.append((0, 0, 0, 0, array.strides))
+                    continue
+                assert array.block is not None, "all results are within reach"
+                low, high = array.span
+                block, start = array.block, array.address - array.block.address + low
+                entry = (start, low, high - low, array.strides)
+            else:
+                block = self._blocks[place]
+                entry = (0, 0, block.nbytes, ())
+            self._context.announce(block)
+            at = block.location
+            told.append((at.segment, at.offset + entry[0], *entry[1:]))
+        return tuple(told)
+
+    # -- steps -------------------------------------------------------------------------------------
+
+    def run(self, told: Sequence[Told]) -> Any:
+        """Launch everything. `told` is what `prepare` returned on every rank."""
+        self._team.device.activate()
+        for number, step in enumerate(self._way.program.steps):
+            if isinstance(step, Exchange):
+                self._exchange(number, step, told)
+            else:
+                self._local(number, step)
+        return self._result.give(self._context, self._stream)
+
+    def _local(self, number: int, step: LocalStep) -> None:
+        device, stream = self._team.device, self._stream
+        target = self._addresses[step.target.place]
+        if isinstance(step, Scale):
+            view = _real(step.target)
+            scale(
+                device,
+                target,
+                target,
+                view.shape,
+                (view.strides, view.strides),
+                stream,
+                dtypes=(view.dtype, view.dtype),
+                factor=step.factor,
+            )
+            return
+        source = self._addresses[step.source.place]
+        if isinstance(step, Fourier):
+            self._transforms.run(
+                step.kind,
+                source,
+                target,
+                stream,
+                double=_is_double(step),
+                batches=step.batches,
+                forward=self._problem.direction < 0,
+            )
+        elif isinstance(step, Convert):
+            scale(
+                device,
+                source,
+                target,
+                step.source.shape,
+                (step.source.strides, step.target.strides),
+                stream,
+                dtypes=(step.source.dtype, step.target.dtype),
+                factor=1.0,
+            )
+        else:
+            self._way.copier((number,), lambda: _boxes_of_copy(step)).launch(
+                stream, [source], [target]
+            )
+
+    def _exchange(self, number: int, step: Exchange, told: Sequence[Told]) -> None:
+        """Move boxes between this rank's array and all ranks' arrays."""
+        place = self._place_of(step)
+        at = self._way.program.shared.index(place)
+        notes = [each[at] for each in told]
+        addresses = [
+            self._addresses[place] if rank == self._rank else self._peer(rank, entry)
+            for rank, entry in enumerate(notes)
+        ]
+        strides = [entry[4] for entry in notes]
+        if step.theirs is not None:
+            strides = [view.strides for view in step.theirs]
+        copier = self._way.copier(
+            (number, *strides), lambda: _boxes_of_exchange(step, self._rank, strides)
+        )
+        own = self._addresses[step.own.place]
+        if step.opens or step.pulls:
+            # Before reusing what a peer may still use; before reading what a peer wrote.
+            self._barrier()
+        if step.pulls:
+            copier.launch(self._stream, addresses, [own])
+        else:
+            copier.launch(self._stream, [own], addresses)
+        # Before reading what a peer wrote; before reusing what a peer may still read.
+        self._barrier()
+
+    def _place_of(self, step: Exchange) -> str:
+        return "result" if step.theirs is None else step.theirs[self._rank].place
+
+    def _peer(self, rank: int, entry: Sequence[Any]) -> int:
+        """Where a rank's array begins for this GPU; 0 where it has no elements."""
+        segment, offset, low, nbytes, _ = entry
+        if nbytes == 0:
+            return 0
+        address = self._context.peer_address(rank, Location(segment, offset), nbytes)
+        assert address is not None, "GPUs of one host reach each other"
+        return address - int(low)
+
+    def _barrier(self) -> None:
+        self._team.barrier(self._stream, channel=_CHANNEL)
+
+
+def _view(place: str, array: DeviceArray) -> View:
+    return View(place, array.shape, array.strides, array.dtype, array.address % 16)
+
+
+def _is_double(step: Fourier) -> bool:
+    return "complex128" in (step.source.dtype, step.target.dtype)
+
+
+def _real(view: View) -> View:
+    """The real numbers that an array consists of."""
+    if not view.dtype.startswith("complex"):
+        return view
+    size = view.itemsize // 2
+    return replace(
+        view,
+        shape=(*view.shape, 2),
+        strides=(*view.strides, size),
+        dtype=f"float{8 * size}",
+    )
+
+
+def _boxes_of_copy(step: Copy) -> list[Box]:
+    source, target = step.source, step.target
+    copy = whole(source.shape, source.itemsize, source.strides, target.strides)
+    return [Box.of(copy, 0)]
+
+
+def _boxes_of_exchange(
+    step: Exchange, rank: int, strides: Sequence[Sequence[int]]
+) -> list[Box]:
+    """The boxes of one rank, those of the next rank first: no two ranks begin with the same."""
+    found: list[tuple[int, Box]] = []
+    size, itemsize = step.source.size, step.own.itemsize
+    if step.pulls:
+        for move in moves(step.source, step.target, dst_rank=rank):
+            copy = lowered(move, itemsize, strides[move.src], step.own.strides)
+            found.append(((move.src - rank - 1) % size, Box.of(copy, 0)))
+    else:
+        for move in moves(step.source, step.target, src_rank=rank):
+            copy = lowered(move, itemsize, step.own.strides, strides[move.dst])
+            found.append(((move.dst - rank - 1) % size, Box.of(replace(copy, src=0), move.dst)))
+    found.sort(key=lambda each: each[0])
+    return [box for _, box in found]
