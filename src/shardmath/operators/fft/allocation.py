@@ -39,8 +39,9 @@ def allocate_operand(
 
     Its memory has room for the result of the transform over all axes, in the same distribution or
     in the transposed slab, or in the second of a pair: with options.inplace=True the result is
-    written there. `package` is the module numpy or torch; `input_dtype` None means float32 for
-    R2C, otherwise complex64. `memory_space` is "cpu", or None for where the ranks compute.
+    written there. `package` is the module numpy or torch, on GPUs torch or cupy; `input_dtype` None
+    means float32 for R2C, otherwise complex64. `memory_space` is None, or where the ranks compute:
+    "cpu" or "cuda".
 
     Raises on all ranks ValueError for another package or memory space, a dtype that `fft_type`
     rules out, or shapes that do not fit the distribution; HeapExhausted when a rank lacks memory.
@@ -53,22 +54,8 @@ def allocate_operand(
         space = device.partition(":")[0]
         if memory_space not in (None, space):
             raise ValueError(f'memory_space is "{space}" on these ranks, not {memory_space!r}')
-        library = library_of_package(package)
-        if space == "cuda" and library.name == "numpy":
-            raise ValueError("numpy has no arrays on GPUs; package is torch or cupy there")
-        dtype = dtypes.of(_default(fft_type) if input_dtype is None else input_dtype)
-        local = tuple(int(extent) for extent in shape)
-        strides = _strides(local)
-        spec = ArraySpec(library.name, dtype.name, local, strides, device, dtype.itemsize)
-        kind = kind_of(dtype.name, fft_type)
-        direction = FFTDirection.INVERSE if kind == "C2R" else FFTDirection.FORWARD
-        return tuple(
-            describe(spec, distribution, None, None, kind, direction, options, None)
-            for options in (
-                FFTOptions(last_axis_parity="odd"),
-                FFTOptions(last_axis_parity="even"),
-                FFTOptions(last_axis_parity="odd", redistribute=False),
-            )
+        return _requested(
+            tuple(map(int, shape)), package, input_dtype, distribution, fft_type, device
         )
 
     kinds = context.agree("allocate_operand", requested, _problems)
@@ -87,6 +74,32 @@ def allocate_operand(
     if logger is not None:
         logger.info("allocated an operand of %d bytes on rank %d", nbytes, context.rank)
     return made[0]
+
+
+def _requested(
+    local: tuple[int, ...],
+    package: ModuleType,
+    input_dtype: Any,
+    distribution: Any,
+    fft_type: Any,
+    device: str,
+) -> tuple[Any, ...]:
+    """The calls that the operand may be for, each described."""
+    library = library_of_package(package)
+    if device != "cpu" and library.name == "numpy":
+        raise ValueError("numpy has no arrays on GPUs; there, package is torch or cupy")
+    dtype = dtypes.of(_default(fft_type) if input_dtype is None else input_dtype)
+    spec = ArraySpec(library.name, dtype.name, local, _strides(local), device, dtype.itemsize)
+    kind = kind_of(dtype.name, fft_type)
+    direction = FFTDirection.INVERSE if kind == "C2R" else FFTDirection.FORWARD
+    return tuple(
+        describe(spec, distribution, None, None, kind, direction, options, None)
+        for options in (
+            FFTOptions(last_axis_parity="odd"),
+            FFTOptions(last_axis_parity="even"),
+            FFTOptions(last_axis_parity="odd", redistribute=False),
+        )
+    )
 
 
 def memory_behind(context: DistributedContext, operand: Any, problem: Problem) -> Any:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from shardmath.arrays import ArraySpec, library_of
 from shardmath.context import DistributedContext
 from shardmath.local.fft import Kind
-from shardmath.operators.fft.allocation import memory_behind
 from shardmath.operators.fft import host
+from shardmath.operators.fft.allocation import memory_behind
 from shardmath.operators.fft.host import Plan
 from shardmath.operators.fft.options import FFTDirection, FFTOptions, direction_of, options_from
 from shardmath.operators.fft.problem import Description, Problem, check, describe, kind_of
@@ -107,7 +107,9 @@ def spec_of(array: Any) -> ArraySpec:
     return library_of(array).spec(array)
 
 
-def planned(context: DistributedContext, descriptions: tuple[Description, ...]) -> Any:
+def planned(
+    context: DistributedContext, descriptions: tuple[Description, ...]
+) -> Plan | DevicePlan:
     """The plan for the ranks of a context, of cores or of GPUs."""
     return plan_of(descriptions) if context.team is None else device_plan_of(descriptions)
 

@@ -1,4 +1,4 @@
-"""Executing a transform on the ranks' GPUs: steps launched on the user's stream, one after the other.
+"""Executing a transform on the ranks' GPUs: steps launched on the user's stream.
 
 After the ranks have agreed, no process waits for another: GPUs do, by barriers on the stream. What
 takes memory is made while agreeing, so want of it on one rank is an error on all before an element
@@ -381,9 +381,7 @@ def _boxes_of_copy(step: Copy) -> list[Box]:
     return [Box.of(copy, 0)]
 
 
-def _boxes_of_exchange(
-    step: Exchange, rank: int, strides: Sequence[Sequence[int]]
-) -> list[Box]:
+def _boxes_of_exchange(step: Exchange, rank: int, strides: Sequence[Sequence[int]]) -> list[Box]:
     """The boxes of one rank, those of the next rank first: no two ranks begin with the same."""
     found: list[tuple[int, Box]] = []
     size, itemsize = step.source.size, step.own.itemsize

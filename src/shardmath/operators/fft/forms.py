@@ -6,7 +6,7 @@ raised on all.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from shardmath.agreement import require_equal
 from shardmath.arrays import ArraySpec
@@ -19,6 +19,10 @@ from shardmath.operators.fft.options import FFTDirection, FFTOptions
 from shardmath.operators.lifecycle import Lifecycle, check_stream
 from shardmath.operators.workspace import Workspace
 from shardmath.planning import agree_plan
+
+if TYPE_CHECKING:
+    from shardmath.operators.fft.device import DevicePlan
+    from shardmath.operators.fft.host import Plan
 
 __all__ = ["FFT", "fft", "ifft", "irfft", "rfft"]
 
@@ -209,7 +213,7 @@ class FFT(Lifecycle):
         context = require_context()
         self._fixed = {"options": options, "axes": axes, "norm": norm}
         call = Call(operand=operand, distribution=distribution, stream=stream, **self._fixed)
-        self._plan: Any
+        self._plan: Plan | DevicePlan
         self._plan, _ = agree_plan(
             context,
             self.noun,
@@ -327,15 +331,14 @@ class FFT(Lifecycle):
             if one != other:
                 raise ValueError(f"the operand has {what} {one}, the plan is for {other}")
 
-    def _built(self, specs: list[Any]) -> Any:
+    def _built(self, specs: list[Any]) -> Plan | DevicePlan:
         require_equal("the FFT object", [number for number, _ in specs])
         return planned(self.context, tuple(description for _, description in specs))
 
-    def _built_alike(self, specs: list[Any]) -> Any:
+    def _built_alike(self, specs: list[Any]) -> Plan | DevicePlan:
         """The plan of these specs, if it is for the same global array as the present one."""
         plan = self._built(specs)
         given, expected = (each.problem.source.global_shape for each in (plan, self._plan))
         if given != expected:
             raise ValueError(f"the operand has global shape {given}, the plan is for {expected}")
         return plan
-

@@ -1,0 +1,184 @@
+"""Transforms on ranks with GPUs: the host's random cases, and what only GPUs have.
+
+Arrays are NumPy's and torch's in host memory, which are staged, and CuPy's and torch's on the GPU.
+A rank tells what went wrong instead of raising, so that one ride shows all failures.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+import traceback
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "fft"))
+
+import fft_cases
+
+from arrangements import part_of
+from shardmath.arrays import library_named, library_of
+from shardmath.geometry import decode
+from shardmath.symmetric.allocation import empty_on_heap, is_symmetric
+
+FUNCTIONS = {"C2C": "fft", "C2C inverse": "ifft", "R2C": "rfft", "C2R": "irfft"}
+NARROW = {"float16": "complex64", "float32": "complex64", "float64": "complex128"}
+
+
+def to_host(array):
+    """A NumPy copy."""
+    if hasattr(array, "get"):
+        return array.get()
+    if hasattr(array, "cpu"):
+        return array.detach().cpu().resolve_conj().numpy().copy()
+    return np.array(array)
+
+
+def fill(array, part):
+    if type(array).__module__.startswith("cupy"):
+        array[...] = importlib.import_module("cupy").asarray(part)
+    elif hasattr(array, "copy_"):
+        array.copy_(importlib.import_module("torch").from_numpy(np.ascontiguousarray(part)))
+    else:
+        array[...] = part
+
+
+def placed(context, form, part, store):
+    """`part` as the user would hold it: (array, the whole around it or None)."""
+    name, _, where = form.partition(" ")
+    library = library_named(name)
+    order = "F" if store.endswith("F") else "C"
+    strided = store.endswith(("strided", "reversed"))
+    shape = tuple(2 * n + 3 for n in part.shape) if strided else part.shape
+    if store.startswith("heap") and where == "gpu":
+        whole = empty_on_heap(context, library, shape, part.dtype, order)
+    else:
+        device = f"cuda:{context.device_id}" if where == "gpu" else "cpu"
+        whole = library.empty(shape, part.dtype, order, device)
+    array = whole
+    if strided:
+        fill(whole, np.full(shape, 77, part.dtype))
+        array = whole[tuple(slice(1, 1 + 2 * n, 2) for n in part.shape)]
+    if store == "reversed" and name != "torch":
+        array = array[(slice(None, None, -1),) * part.ndim]
+    fill(array, part)
+    return array, whole if strided else None
+
+
+def untouched(whole, shape):
+    if whole is None:
+        return True
+    rest = to_host(whole)
+    rest[tuple(slice(1, 1 + 2 * n, 2) for n in shape)] = 77
+    return bool((rest == 77).all())
+
+
+def use(context):
+    for name in ("torch", "cupy"):
+        module = importlib.import_module(name)
+        if name == "torch":
+            module.cuda.set_device(context.device_id)
+        else:
+            module.cuda.Device(context.device_id).use()
+
+
+def run_case(context, case):
+    try:
+        return performed(context, case)
+    except Exception:
+        return traceback.format_exc(limit=-3)
+
+
+def performed(context, case):
+    import shardmath
+
+    use(context)
+    rank, size, form = context.rank, context.size, case["library"]
+    array = fft_cases.operand_of(case)
+    full = fft_cases.wanted(case, array)
+    source = decode(case["inputs"][rank])
+    target = source if case["outputs"] is None else decode(case["outputs"][rank])
+    part, want = part_of(array, source, rank, size), part_of(full, target, rank, size)
+    operand, around = placed(context, form, part, case["stores"][rank])
+    dtype = NARROW.get(case["dtype"], case["dtype"])
+    if case["kind"] == "C2R":
+        dtype = {"complex64": "float32", "complex128": "float64"}[dtype]
+    out, whole = None, None
+    if case["out"] == "operand" and (part.shape, part.dtype) == (want.shape, np.dtype(dtype)):
+        out = operand
+    elif case["out"] not in ("none", "operand"):
+        out, whole = placed(context, form, np.zeros(want.shape, dtype), case["out"])
+    with context:
+        got = getattr(shardmath.fft, FUNCTIONS[case["kind"]])(
+            operand,
+            distribution=source if case["outputs"] is None else (source, target),
+            axes=case["axes"],
+            norm=case["norm"],
+            options={"last_axis_parity": case["parity"]},
+            out=out,
+        )
+    context.team.synchronize(0)
+    found = []
+    host = to_host(got)
+    axes = range(array.ndim) if case["axes"] is None else case["axes"]
+    count = math.prod(full.shape[axis] for axis in axes)
+    if (host.dtype.name, host.shape) != (dtype, want.shape):
+        found.append(f"{host.dtype} {host.shape}, not {dtype} {want.shape}")
+    elif not fft_cases.close(host, want, count):
+        error = np.abs(host - want).max() / np.abs(want).max()
+        found.append(f"rank {rank}: relative error {error}")
+    if out is not None and got is not out:
+        found.append("out is not what is returned")
+    if type(got) is not type(operand):
+        found.append("another library")
+    if out is None and form.endswith("gpu"):
+        if is_symmetric(got) != case["stores"][rank].startswith("heap"):
+            found.append("not where the operand is")
+        if want.ndim > 1 and library_of(got).spec(got).order == "strided":
+            found.append("gaps")
+    if out is not operand and not np.array_equal(to_host(operand), part, equal_nan=True):
+        found.append("the operand has changed")
+    if not (untouched(around, part.shape) and untouched(whole, want.shape)):
+        found.append("written beside the array")
+    return "; ".join(found)
+
+
+@st.composite
+def gpu_cases(draw, most):
+    case = draw(fft_cases.cases(most))
+    case["library"] = draw(st.sampled_from(["numpy cpu", "torch cpu", "cupy gpu", "torch gpu"]))
+    if case["library"] == "torch cpu" and case["out"] == "reversed":
+        case["out"] = "strided"
+    return case
+
+
+@pytest.mark.timeout(200)
+def test_any_transform(gpus, size):
+    wrong = []
+
+    @settings(
+        max_examples=60,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=gpu_cases(size))
+    def each(case):
+        if len(wrong) > 8:
+            return
+        try:
+            found = [text for text in gpus.run(run_case, case, ranks=case["size"]) if text]
+        except Exception as error:
+            found = [repr(error)]
+        if found:
+            wrong.append((found[0], case))
+
+    each()
+    assert not wrong, "\n\n".join(f"{text}\n{case}" for text, case in wrong)
