@@ -16,11 +16,13 @@ from hypothesis import HealthCheck, given, settings
 from numpy.lib.stride_tricks import as_strided
 
 from arrangements import part_of
+from shardmath import geometry
 from shardmath.arrays import dtypes
 from shardmath.geometry import decode, moves
 from shardmath.local.batches import Strided, batches
 from shardmath.operators.fft.local_steps import Convert, Copy, Fourier, View, packed
 from shardmath.operators.fft.options import FFTDirection, FFTOptions
+from shardmath.operators.fft.pipeline import Cuts, pipelined
 from shardmath.operators.fft.problem import check, describe
 from shardmath.operators.fft.stages import Exchange, Scale, programmed, stages
 from shardmath.operators.fft.strategy import GPUS, choose
@@ -38,7 +40,7 @@ class Memory:
             self.held[place], self.origin[place] = raw, origin
 
     def array(self, view, dtype=None):
-        raw, start = self.held[view.place], self.origin[view.place]
+        raw, start = self.held[view.place], self.origin[view.place] + view.offset
         dtype = np.dtype(dtype or dtypes.to_numpy(view.dtype))
         if view.size == 0:
             return np.empty(view.shape, dtype)
@@ -95,7 +97,7 @@ def side(memory, view, place, offset, shape, count):
     steps = [place.stride * size]
     for extent in place.embed[:0:-1]:
         steps.insert(0, steps[0] * extent)
-    raw = memory.held[view.place][memory.origin[view.place] + offset :]
+    raw = memory.held[view.place][memory.origin[view.place] + view.offset + offset :]
     dtype = np.dtype(view.dtype)
     flat = raw[: raw.size // size * size].view(dtype)
     reach = (count - 1) * place.distance + sum(
@@ -245,6 +247,98 @@ def run_case(case, reachable):
 def test_any_program(case):
     for reachable in (True, False):
         run_case(case, reachable)
+
+
+def pushed(memories, rank, pipeline, at, ready, signals):
+    """Push the chunks from number `at` on that may go, up to one that signals; the next number."""
+    while at < len(pipeline.chunks) and pipeline.chunks[at].needs <= ready:
+        chunk = pipeline.chunks[at]
+        for rows in chunk.rows:
+            places = (("work", "landing 0"), ("landing 0", "result"))[chunk.exchange]
+            src, dst = memories[rank].held[places[0]], memories[rows.peer].held[places[1]]
+            for i in range(rows.count):
+                one, two = rows.source + i * rows.source_step, rows.target + i * rows.target_step
+                dst[two : two + rows.unit] = src[one : one + rows.unit]
+        at += 1
+        signals[rank] += chunk.signals
+        if chunk.signals:
+            break
+    return at
+
+
+def run_pipelines(pipelines, memories, forward):
+    size = len(pipelines)
+    at, ready, signals = [0] * size, [0] * size, [0] * size
+    for rank, pipeline in enumerate(pipelines):
+        for steps in pipeline.first:
+            for step in steps:
+                performed(step, memories[rank], forward)
+            ready[rank] += 1
+            if ready[rank] < len(pipeline.first):
+                at[rank] = pushed(memories, rank, pipeline, at[rank], ready[rank], signals)
+    for part in range(len(pipelines[0].second)):
+        for rank, pipeline in enumerate(pipelines):
+            at[rank] = pushed(memories, rank, pipeline, at[rank], ready[rank], signals)
+        assert signals == [part + 1] * size
+        for rank, pipeline in enumerate(pipelines):
+            for step in pipeline.second[part]:
+                performed(step, memories[rank], forward)
+    for rank, pipeline in enumerate(pipelines):
+        if pipeline.returns:
+            at[rank] = pushed(memories, rank, pipeline, at[rank], 1 << 30, signals)
+        assert at[rank] == len(pipeline.chunks)
+    assert len(set(signals)) == 1
+
+
+PIPELINES = {
+    "X to Y": ((24, 16, 64), "complex64", None, "X", "Y"),
+    "X to X": ((24, 24, 64), "complex64", None, "X", "X"),
+    "Y to X in double": ((24, 16, 64), "complex128", None, "Y", "X"),
+    "real": ((16, 24, 254), "float32", None, "X", "Y"),
+    "real, there and back": ((24, 24, 254), "float32", None, "X", "X"),
+    "uneven": ((13, 22, 64), "complex64", None, "X", "Y"),
+    "fewer than ranks": ((2, 22, 64), "complex64", None, "X", "Y"),
+    "batches": ((12, 16, 8, 64), "complex64", (0, 1), "X", "Y"),
+    "matrix": ((64, 4608), "complex64", None, "X", "Y"),
+    "to real": ((48, 48, 33), "complex64", None, "Y", "X"),
+}
+
+
+@pytest.mark.parametrize("cuts", [(1, 1), (3, 2), (8, 4)])
+@pytest.mark.parametrize("size", [2, 3, 8])
+@pytest.mark.parametrize("name", PIPELINES)
+def test_pipelines(name, size, cuts):
+    shape, dtype, axes, one, two = PIPELINES[name]
+    kind = "R2C" if dtype.startswith("float") else "C2R" if name == "to real" else "C2C"
+    case = {"size": size, "shape": shape, "axes": axes, "kind": kind, "parity": "even",
+            "norm": None, "dtype": dtype}  # fmt: skip
+    array = fft_cases.operand_of(case)
+    full = fft_cases.wanted(case, array)
+    ends = [getattr(geometry.Slab, axis) for axis in (one, two)]
+    parts = [part_of(array, ends[0], r, size) for r in range(size)]
+    problem = case_problem(case, parts, [ends[0]] * size, [ends[1]] * size)
+    found = stages(choose(problem, GPUS), reachable=True)
+    memories, pipelines = [], []
+    for rank in range(size):
+        operand = packed("operand", parts[rank].shape, dtype)
+        result = packed("result", problem.target.local_shape(rank), problem.result)
+        pipeline = pipelined(found, rank, Cuts(*cuts), order="C", operand=operand, result=result)
+        assert pipeline is not None
+        sizes = dict(pipeline.places)
+        sizes["result"] = result.size * result.itemsize
+        sizes["operand"] = operand.size * operand.itemsize
+        memory = Memory(sizes, {})
+        memory.array(operand)[...] = parts[rank]
+        memories.append(memory)
+        pipelines.append(pipeline)
+        chunks, rows = pipeline.tables(1 << 14)
+        assert chunks["boxes"].sum() == len(rows)
+    run_pipelines(pipelines, memories, problem.direction < 0)
+    count = math.prod(full.shape[axis] for axis in axes or range(full.ndim))
+    for rank in range(size):
+        want = part_of(full, ends[1], rank, size)
+        result = packed("result", want.shape, problem.result)
+        assert fft_cases.close(memories[rank].array(result), want, count)
 
 
 GRID = (5, 4, 6)

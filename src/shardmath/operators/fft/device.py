@@ -271,7 +271,7 @@ class _Execution:
 
     def _local(self, number: int, step: LocalStep) -> None:
         device, stream = self._team.device, self._stream
-        target = self._addresses[step.target.place]
+        target = self._address(step.target)
         if isinstance(step, Scale):
             view = _real(step.target)
             scale(
@@ -285,7 +285,7 @@ class _Execution:
                 factor=step.factor,
             )
             return
-        source = self._addresses[step.source.place]
+        source = self._address(step.source)
         if isinstance(step, Fourier):
             self._transforms.run(
                 step.kind,
@@ -327,7 +327,7 @@ class _Execution:
         copier = self._way.copier(
             (number, *strides), lambda: _boxes_of_exchange(step, self._rank, strides)
         )
-        own = self._addresses[step.own.place]
+        own = self._address(step.own)
         if step.opens or step.pulls:
             # Before reusing what a peer may still use; before reading what a peer wrote.
             self._barrier()
@@ -337,6 +337,9 @@ class _Execution:
             copier.launch(self._stream, [own], addresses)
         # Before reading what a peer wrote; before reusing what a peer may still read.
         self._barrier()
+
+    def _address(self, view: View) -> int:
+        return self._addresses[view.place] + view.offset
 
     def _place_of(self, step: Exchange) -> str:
         return "result" if step.theirs is None else step.theirs[self._rank].place

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from shardmath.arrays import dtypes
@@ -27,7 +27,8 @@ _HALVES = ("float16", "bfloat16")
 class View:
     """An array in a place: strides in bytes from the element with index 0 along every axis.
 
-    `misfit` is that element's address modulo 16; places of our own begin at multiples of it.
+    That element is `offset` bytes into the place, and `misfit` is its address modulo 16; places of
+    our own begin at multiples of it.
     """
 
     place: str
@@ -35,6 +36,15 @@ class View:
     strides: tuple[int, ...]
     dtype: str
     misfit: int = 0
+    offset: int = 0
+
+    def part(self, axis: int, first: int, last: int) -> View:
+        """The indices first, ..., last - 1 of an axis."""
+        step = first * self.strides[axis]
+        shape = (*self.shape[:axis], last - first, *self.shape[axis + 1 :])
+        return replace(
+            self, shape=shape, offset=self.offset + step, misfit=(self.misfit + step) % 16
+        )
 
     @property
     def itemsize(self) -> int:

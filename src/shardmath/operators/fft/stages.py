@@ -11,7 +11,7 @@ does in between is its own. Pure, like the strategy.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -28,7 +28,7 @@ from shardmath.operators.fft.local_steps import (
 from shardmath.operators.fft.problem import Problem
 from shardmath.operators.fft.strategy import Move, Strategy, Transform
 
-__all__ = ["Exchange", "Program", "Stage", "programmed", "stages"]
+__all__ = ["Exchange", "Program", "Stage", "programmed", "scaled", "sizes_of", "stages"]
 
 
 @dataclass(frozen=True)
@@ -133,22 +133,30 @@ class Program:
     @cached_property
     def places(self) -> dict[str, int]:
         """Bytes of each place that is not the operand or the result."""
-        sizes: dict[str, int] = dict.fromkeys((p for p in self.shared if p != "result"), 0)
-        for step in self.steps:
-            for view in _views(step):
-                if view.place not in ("operand", "result"):
-                    need = view.size * view.itemsize
-                    sizes[view.place] = max(sizes.get(view.place, 0), need)
-        return sizes
+        sizes = dict.fromkeys((place for place in self.shared if place != "result"), 0)
+        own = [step.own for step in self.steps if isinstance(step, Exchange)]
+        return sizes | sizes_of(self.local, own)
+
+    @cached_property
+    def local(self) -> tuple[LocalStep, ...]:
+        """All steps but the exchanges."""
+        return tuple(step for step in self.steps if not isinstance(step, Exchange))
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.steps))
 
 
-def _views(step: LocalStep | Exchange) -> tuple[View, ...]:
-    if isinstance(step, Exchange):
-        return (step.own,)
-    return (step.target,) if isinstance(step, Scale) else (step.source, step.target)
+def sizes_of(steps: Iterable[LocalStep], arrays: Iterable[View]) -> dict[str, int]:
+    """The bytes that steps and arrays take in each place but the operand and the result."""
+    views = [*arrays]
+    for step in steps:
+        views += [step.target] if isinstance(step, Scale) else [step.source, step.target]
+    sizes: dict[str, int] = {}
+    for view in views:
+        if view.place not in ("operand", "result"):
+            need = view.offset + view.size * view.itemsize
+            sizes[view.place] = max(sizes.get(view.place, 0), need)
+    return sizes
 
 
 def programmed(
@@ -193,10 +201,7 @@ def programmed(
         keep = array.place == "operand"
         steps += local_steps(stage.kind, stage.axes, array, target, keep=keep)
         array = target
-    factor = scale_of(problem)
-    if factor != 1 and result.size:
-        steps.append(Scale(result, factor))
-    return Program(tuple(steps), tuple(dict.fromkeys(shared)))
+    return Program((*steps, *scaled(problem, result)), tuple(dict.fromkeys(shared)))
 
 
 def _at(place: str, stage: Stage, problem: Problem, rank: int, *, before: bool = False) -> View:
@@ -206,11 +211,10 @@ def _at(place: str, stage: Stage, problem: Problem, rank: int, *, before: bool =
     return packed(place, layout.local_shape(rank), dtype, problem.order)
 
 
-def scale_of(problem: Problem) -> float:
-    """The factor by which `norm` multiplies."""
+def scaled(problem: Problem, result: View) -> list[LocalStep]:
+    """The multiplication by the factor of `norm`, where there is one."""
     shape = (problem.target if problem.kind == "C2R" else problem.source).global_shape
     count = math.prod(shape[axis] for axis in problem.axes)
-    if problem.norm == "ortho":
-        return 1 / math.sqrt(count)
-    forward = problem.direction < 0
-    return 1 / count if problem.norm == ("forward" if forward else "backward") else 1.0
+    whole = "forward" if problem.direction < 0 else "backward"
+    factor = {"ortho": 1 / math.sqrt(count), whole: 1 / count}.get(problem.norm or "", 1.0)
+    return [Scale(result, factor)] if factor != 1 and result.size else []

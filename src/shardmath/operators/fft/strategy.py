@@ -41,15 +41,16 @@ class Machine:
     latency: float
     first_move: float
     last_move: float
+    whole: bool = False
 
 
 # One core of a server of 2024, reading its peers' memory. The last move has no transform after it
 # and is a pass of its own, reading and writing; before the first, an operand that is not on the
 # heap is copied there.
 CORES = Machine(2.5e9, 6e9, 6e9, 1e-5, 1.0, 2.0)
-# An H200 with NVLink: every move is a kernel that the wire limits. A transform that comes first
-# finds its axes side by side more often than one after a move.
-GPUS = Machine(1e13, 4e12, 3.3e11, 1e-5, 0.25, 0.0)
+# An H200 with NVLink: every move is a kernel that the wire limits. Transforms that come first hide
+# the move after them.
+GPUS = Machine(1e13, 4e12, 3.3e11, 1e-5, 0.5, 0.0, whole=True)
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,8 @@ class Transform:
         """Predicted for the rank that does most."""
         logs = sum(math.log2(max(2, self.layout.global_shape[axis])) for axis in self.axes)
         largest = max(math.prod(self.layout.local_shape(rank)) for rank in range(self.layout.size))
-        return largest * (5 * logs / machine.flops + 2 * itemsize / machine.bandwidth)
+        passes = _passes(self.axes, self.layout.ndim) if machine.whole else 1
+        return largest * (5 * logs / machine.flops + 2 * passes * itemsize / machine.bandwidth)
 
     def __str__(self) -> str:
         axes = ", ".join(map(str, self.axes))
@@ -305,6 +307,17 @@ def _columns(
             Spans.even(shape[axis], parts, rank // step % parts) for rank in range(size)
         )
     return columns
+
+
+def _passes(axes: tuple[int, ...], ndim: int) -> int:
+    """Over an array in memory: one for axes side by side, three for those with axes around them."""
+    runs: list[list[int]] = []
+    for axis in sorted(axes):
+        if runs and runs[-1][-1] == axis - 1:
+            runs[-1].append(axis)
+        else:
+            runs.append([axis])
+    return sum(1 if run[0] == 0 or run[-1] == ndim - 1 else 3 for run in runs)
 
 
 def _is_whole(layout: Layout, axis: int) -> bool:
