@@ -182,3 +182,77 @@ def test_any_transform(gpus, size):
 
     each()
     assert not wrong, "\n\n".join(f"{text}\n{case}" for text, case in wrong)
+
+
+def check_chunks(context, cases):
+    """Transforms in chunks, several times without waiting, and again from a CUDA graph."""
+    import torch
+
+    import shardmath
+    from shardmath.distribution import Slab
+    from shardmath.operators.fft import call, pipeline
+
+    use(context)
+    pipeline._LEAST_BYTES, pipeline._CHUNK_BYTES = 1, 1 << 14
+    call.device_plan_of.cache_clear()
+    rank, size = context.rank, context.size
+    wrong = []
+    for name, shape, kind, dtype, one, two, norm, heap in cases:
+        try:
+            case = {"shape": shape, "kind": kind, "parity": "even", "norm": norm, "axes": None}
+            case["dtype"] = dtype
+            array = fft_cases.operand_of(case)
+            full = fft_cases.wanted(case, array)
+            source, target = getattr(Slab, one), getattr(Slab, two)
+            part, want = part_of(array, source, rank, size), part_of(full, target, rank, size)
+            operand, _ = placed(context, "torch gpu", part, "heap C" if heap else "C")
+            function = getattr(shardmath.fft, FUNCTIONS[kind])
+
+            def transform(function=function, operand=operand, ends=(source, target), norm=norm):
+                with context:
+                    return function(operand, distribution=ends, norm=norm)
+
+            results = [transform() for _ in range(5)]
+            context.team.synchronize(0)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                results += [transform() for _ in range(2)]
+            for _ in range(3):
+                graph.replay()
+            torch.cuda.synchronize()
+            context.team.check()
+            for number, result in enumerate(results):
+                host = to_host(result)
+                if not fft_cases.close(host, want, full.size):
+                    error = np.abs(host - want).max() / np.abs(want).max()
+                    wrong.append(f"rank {rank}: {name}: result {number}: {error}")
+                    break
+            if not np.array_equal(to_host(operand), part):
+                wrong.append(f"rank {rank}: {name}: the operand has changed")
+        except Exception:
+            wrong.append(f"{name}: {traceback.format_exc(limit=-4)}")
+            break
+    context.barrier()
+    return wrong
+
+
+CHUNKS = [
+    ("X to Y", (48, 40, 64), "C2C", "complex64", "X", "Y", None, True),
+    ("X to Y, ordinary", (48, 40, 128), "C2C", "complex64", "X", "Y", "ortho", False),
+    ("X to X", (48, 48, 64), "C2C", "complex128", "X", "X", None, True),
+    ("X to X, ordinary", (48, 48, 128), "C2C inverse", "complex64", "X", "X", None, False),
+    ("Y to X", (44, 40, 64), "C2C inverse", "complex64", "Y", "X", "backward", True),
+    ("real", (48, 40, 254), "R2C", "float32", "X", "Y", None, True),
+    ("real, back", (48, 48, 254), "R2C", "float64", "X", "X", None, True),
+    ("half", (48, 40, 254), "R2C", "float16", "X", "Y", None, True),
+    ("to real", (48, 48, 65), "C2R", "complex64", "Y", "X", None, True),
+    ("uneven", (13, 22, 64), "C2C", "complex64", "X", "Y", None, True),
+    ("fewer than ranks", (2, 22, 64), "C2C", "complex64", "X", "Y", None, True),
+    ("matrix", (256, 9216), "C2C", "complex64", "X", "Y", None, True),
+    ("large", (128, 144, 256), "C2C", "complex64", "X", "X", None, True),
+]
+
+
+def test_chunks(gpus, size):
+    found = gpus.run(check_chunks, CHUNKS, ranks=size, timeout=50)
+    assert found == [[]] * size, "\n".join(text for texts in found for text in texts)

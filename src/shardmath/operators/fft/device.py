@@ -7,25 +7,26 @@ is touched.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shardmath.arrays import library_of
 from shardmath.context import DistributedContext
-from shardmath.cuda.device import Device
-from shardmath.geometry import moves
 from shardmath.local.gpu_fft import Transforms, scale
-from shardmath.operators.fft.local_steps import Convert, Copy, Fourier, LocalStep, Scale, View
+from shardmath.operators.fft.beside import Beside
+from shardmath.operators.fft.local_steps import (
+    Convert,
+    Fourier,
+    LocalStep,
+    Scale,
+    View,
+)
+from shardmath.operators.fft.pipeline import Pipeline
 from shardmath.operators.fft.problem import Problem
-from shardmath.operators.fft.stages import Exchange, Program, Stage, programmed, stages
-from shardmath.operators.fft.strategy import Strategy
+from shardmath.operators.fft.stages import Exchange
+from shardmath.operators.fft.ways import DevicePlan, boxes_of_copy, boxes_of_exchange, make_way
 from shardmath.operators.workspace import Workspace
-from shardmath.redistribution import lowered
-from shardmath.redistribution.copies import whole
-from shardmath.redistribution.device import Box, BoxCopies
 from shardmath.symmetric.allocation import block_of
 from shardmath.symmetric.device_array import (
     DeviceArray,
@@ -42,49 +43,8 @@ from shardmath.symmetric.team import Team
 __all__ = ["Arrays", "DevicePlan", "execute", "note"]
 
 _CHANNEL = 60  # of the barriers of transforms
-_KEPT = 16  # ways of one plan, each for other strides
 
 Told = tuple[Any, ...]  # where a rank's shared places lie, and the strides of its result
-
-
-@dataclass(frozen=True)
-class DevicePlan:
-    """A strategy, and what each rank's GPU does for it."""
-
-    problem: Problem
-    strategy: Strategy
-
-    @cached_property
-    def pushed(self) -> tuple[Stage, ...]:
-        """The stages where all results lie in symmetric memory."""
-        return stages(self.strategy, reachable=True)
-
-    @cached_property
-    def pulled(self) -> tuple[Stage, ...]:
-        """The stages where some result does not."""
-        return stages(self.strategy, reachable=False)
-
-    def explain(self) -> str:
-        """The strategy, and its stages."""
-        lines = [f"stage {i}: {each}" for i, each in enumerate(self.pushed, 1)]
-        return "\n".join([self.strategy.explain(), *lines])
-
-    @cached_property
-    def ways(self) -> OrderedDict[tuple[Any, ...], _Way]:
-        """What has been worked out so far, by strides; the least recently used first."""
-        return OrderedDict()
-
-    def way(self, key: tuple[Any, ...], make: Callable[[], _Way]) -> _Way:
-        """The way of that name, made when first asked for."""
-        found = self.ways.get(key)
-        if found is None:
-            found = self.ways[key] = make()
-            if len(self.ways) > _KEPT:
-                found.device.synchronize()  # the oldest may still run
-                self.ways.popitem(last=False)
-        else:
-            self.ways.move_to_end(key)
-        return found
 
 
 @dataclass(frozen=True)
@@ -97,7 +57,8 @@ class Arrays:
 
 
 def note(context: DistributedContext, operand: Any, out: Any) -> bytes:
-    """Whether this rank's result will lie in symmetric memory, for the peers. Local.
+    """For the peers: whether this rank's result will lie in symmetric memory, and whether it will
+    be packed there. Local.
 
     Raises ValueError for an array on another GPU, UseAfterFree.
     """
@@ -105,10 +66,21 @@ def note(context: DistributedContext, operand: Any, out: Any) -> bytes:
         if array is not None:
             require_device(context, library_of(array).spec(array), name)
     given = operand if out is None else out
-    spec = library_of(given).spec(given)
+    library = library_of(given)
+    spec = library.spec(given)
     on_host = spec.device == "cpu"  # then it is on the heap meanwhile
     nothing = out is not None and spec.size == 0
-    return bytes([on_host or nothing or block_of(context, given) is not None])
+    reachable = on_host or nothing or block_of(context, given) is not None
+    dense = out is None or on_host or (spec.order != "strided" and library.pointer(out) % 16 == 0)
+    order = spec.order if out is not None and not on_host else "both"
+    return bytes([reachable, dense]) + order.encode()
+
+
+def _reach(notes: Sequence[bytes], problem: Problem) -> tuple[bool, bool]:
+    """Whether all results are reachable, and packed in the problem's order as well."""
+    reachable = all(text[0] for text in notes)
+    wanted = (b"both", problem.order.encode())
+    return reachable, reachable and all(text[1] and text[2:] in wanted for text in notes)
 
 
 def execute(
@@ -125,7 +97,7 @@ def execute(
     made: list[_Execution] = []
 
     def prepare() -> Told:
-        made.append(_Execution(context, plan, all(text[-1] for text in notes), arrays()))
+        made.append(_Execution(context, plan, _reach(notes, plan.problem), arrays()))
         return made[0].prepare()
 
     told = context.agree("fft, memory", prepare, list)
@@ -133,26 +105,15 @@ def execute(
         return made[0].run(told)
 
 
-@dataclass
-class _Way:
-    """A program for certain strides on one device, and the tables of its copies."""
-
-    device: Device
-    program: Program
-    copies: dict[tuple[Any, ...], BoxCopies] = field(default_factory=dict)
-
-    def copier(self, key: tuple[Any, ...], boxes: Callable[[], list[Box]]) -> BoxCopies:
-        """The copies of that name, made when first asked for."""
-        if key not in self.copies:
-            self.copies[key] = BoxCopies(self.device, boxes())
-        return self.copies[key]
-
-
 class _Execution:
     """The state of one execution on one rank."""
 
     def __init__(
-        self, context: DistributedContext, plan: DevicePlan, reachable: bool, arrays: Arrays
+        self,
+        context: DistributedContext,
+        plan: DevicePlan,
+        reach: tuple[bool, bool],
+        arrays: Arrays,
     ) -> None:
         assert context.team is not None, "a context of GPUs"
         self._context = context
@@ -160,7 +121,7 @@ class _Execution:
         self._rank = context.rank
         self._plan = plan
         self._problem = plan.problem
-        self._reachable = reachable
+        self._reach = reach
         self._arrays = arrays
         self._transforms = Transforms.of(self._team.device)
 
@@ -168,7 +129,7 @@ class _Execution:
 
     def prepare(self) -> Told:
         """Make all memory and plans; what peers have to know of it."""
-        context, problem = self._context, self._problem
+        context = self._context
         given = self._arrays.operand
         library = library_of(given)
         self._stream = stream_of(context, library.spec(given), self._arrays.stream)
@@ -182,25 +143,15 @@ class _Execution:
             result.strides,
             result.dtype,
         )
-        chosen = self._plan.pushed if self._reachable else self._plan.pulled
-        key = (self._rank, self._team.device, self._reachable, operand_view, result_view)
+        device, rank = self._team.device, self._rank
         self._way = self._plan.way(
-            (*key, overlap, same),
-            lambda: _Way(
-                self._team.device,
-                programmed(
-                    chosen,
-                    problem,
-                    self._rank,
-                    operand=operand_view,
-                    result=result_view,
-                    overlap=overlap,
-                    same=same,
-                ),
+            (rank, device, *self._reach, operand_view, result_view, overlap, same),
+            lambda: make_way(
+                self._plan, device, rank, self._reach, operand_view, result_view, overlap, same
             ),
         )
         self._place_all()
-        for step in self._way.program.steps:
+        for step in self._way.program.local:
             if isinstance(step, Fourier):
                 self._transforms.prepare(
                     step.kind,
@@ -208,6 +159,8 @@ class _Execution:
                     batches=step.batches,
                     stream=self._stream,
                 )
+        if self._way.tables is not None:
+            Beside.of(context)
         return self._tell()
 
     def _made_result(self, given: Any) -> Result:
@@ -262,14 +215,18 @@ class _Execution:
     def run(self, told: Sequence[Told]) -> Any:
         """Launch everything. `told` is what `prepare` returned on every rank."""
         self._team.device.activate()
-        for number, step in enumerate(self._way.program.steps):
-            if isinstance(step, Exchange):
-                self._exchange(number, step, told)
-            else:
-                self._local(number, step)
+        program = self._way.program
+        if isinstance(program, Pipeline):
+            self._pipeline(program, told)
+        else:
+            for step in program.steps:
+                if isinstance(step, Exchange):
+                    self._exchange(step, told)
+                else:
+                    self._local(step)
         return self._result.give(self._context, self._stream)
 
-    def _local(self, number: int, step: LocalStep) -> None:
+    def _local(self, step: LocalStep) -> None:
         device, stream = self._team.device, self._stream
         target = self._address(step.target)
         if isinstance(step, Scale):
@@ -308,24 +265,18 @@ class _Execution:
                 factor=1.0,
             )
         else:
-            self._way.copier((number,), lambda: _boxes_of_copy(step)).launch(
+            self._way.copier((step,), lambda: boxes_of_copy(step)).launch(
                 stream, [source], [target]
             )
 
-    def _exchange(self, number: int, step: Exchange, told: Sequence[Told]) -> None:
+    def _exchange(self, step: Exchange, told: Sequence[Told]) -> None:
         """Move boxes between this rank's array and all ranks' arrays."""
-        place = self._place_of(step)
-        at = self._way.program.shared.index(place)
-        notes = [each[at] for each in told]
-        addresses = [
-            self._addresses[place] if rank == self._rank else self._peer(rank, entry)
-            for rank, entry in enumerate(notes)
-        ]
-        strides = [entry[4] for entry in notes]
+        place = "result" if step.theirs is None else step.theirs[self._rank].place
+        addresses, strides = self._everywhere(place, told)
         if step.theirs is not None:
             strides = [view.strides for view in step.theirs]
         copier = self._way.copier(
-            (number, *strides), lambda: _boxes_of_exchange(step, self._rank, strides)
+            (step, *strides), lambda: boxes_of_exchange(step, self._rank, strides)
         )
         own = self._address(step.own)
         if step.opens or step.pulls:
@@ -341,8 +292,39 @@ class _Execution:
     def _address(self, view: View) -> int:
         return self._addresses[view.place] + view.offset
 
-    def _place_of(self, step: Exchange) -> str:
-        return "result" if step.theirs is None else step.theirs[self._rank].place
+    def _everywhere(
+        self, place: str, told: Sequence[Told]
+    ) -> tuple[list[int], list[Sequence[int]]]:
+        """Where all ranks' arrays of that place begin for this GPU, and their strides."""
+        notes = [each[self._way.program.shared.index(place)] for each in told]
+        addresses = [
+            self._addresses[place] if rank == self._rank else self._peer(rank, entry)
+            for rank, entry in enumerate(notes)
+        ]
+        return addresses, [entry[4] for entry in notes]
+
+    def _pipeline(self, program: Pipeline, told: Sequence[Told]) -> None:
+        """Transforms on the user's stream, and exchanges beside them."""
+        beside, stream = Beside.of(self._context), self._stream
+        assert self._way.tables is not None, "made with the pipeline"
+        targets = [self._everywhere(place, told)[0] for place in program.shared]
+        sources = [self._addresses[place] for place in program.sources]
+        beside.start(self._way.tables, stream, sources, targets)
+        for steps in program.first:
+            for step in steps:
+                self._local(step)
+            beside.ready(stream)
+        for steps in program.second:
+            beside.wait(stream)
+            for step in steps:
+                self._local(step)
+            if program.returns:
+                beside.ready(stream)
+        if program.returns:
+            beside.wait(stream)
+        for step in program.last:
+            self._local(step)
+        beside.end(stream)
 
     def _peer(self, rank: int, entry: Sequence[Any]) -> int:
         """Where a rank's array begins for this GPU; 0 where it has no elements."""
@@ -376,25 +358,3 @@ def _real(view: View) -> View:
         strides=(*view.strides, size),
         dtype=f"float{8 * size}",
     )
-
-
-def _boxes_of_copy(step: Copy) -> list[Box]:
-    source, target = step.source, step.target
-    copy = whole(source.shape, source.itemsize, source.strides, target.strides)
-    return [Box.of(copy, 0)]
-
-
-def _boxes_of_exchange(step: Exchange, rank: int, strides: Sequence[Sequence[int]]) -> list[Box]:
-    """The boxes of one rank, those of the next rank first: no two ranks begin with the same."""
-    found: list[tuple[int, Box]] = []
-    size, itemsize = step.source.size, step.own.itemsize
-    if step.pulls:
-        for move in moves(step.source, step.target, dst_rank=rank):
-            copy = lowered(move, itemsize, strides[move.src], step.own.strides)
-            found.append(((move.src - rank - 1) % size, Box.of(copy, 0)))
-    else:
-        for move in moves(step.source, step.target, src_rank=rank):
-            copy = lowered(move, itemsize, step.own.strides, strides[move.dst])
-            found.append(((move.dst - rank - 1) % size, Box.of(replace(copy, src=0), move.dst)))
-    found.sort(key=lambda each: each[0])
-    return [box for _, box in found]

@@ -20,16 +20,21 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from shardmath.arrays import dtypes
 from shardmath.geometry import Layout
 from shardmath.operators.fft.local_steps import LocalStep, View, local_steps, packed
+from shardmath.operators.fft.problem import Problem
 from shardmath.operators.fft.stages import Stage, sizes_of
 from shardmath.redistribution.copies import whole
 
-__all__ = ["Chunk", "Cuts", "Pipeline", "Rows", "pipelined"]
+__all__ = ["Chunk", "Cuts", "Pipeline", "Rows", "cuts_for", "pipelined"]
 
 _GRAIN = 16  # bytes that bulk copies are made of
 _LEAST_ROW = 512  # bytes of a row that is worth a bulk copy
 _MOST_CHUNKS = 62  # kMostChunks
+
+_LEAST_BYTES = 4 << 20  # of a rank's result
+_CHUNK_BYTES = 16 << 20
 
 _ROWS = np.dtype(
     [
@@ -48,6 +53,16 @@ class Cuts:
 
     first: int
     second: int
+
+
+def cuts_for(problem: Problem) -> Cuts | None:
+    """The cuts for arrays of that size; None where they are so small that chunks do not pay."""
+    size = problem.source.size
+    nbytes = problem.target.elements * dtypes.of(problem.result).itemsize // size
+    if size == 1 or nbytes < _LEAST_BYTES:
+        return None
+    parts = max(1, nbytes // _CHUNK_BYTES)
+    return Cuts(min(8, 2 * parts), min(4, parts))
 
 
 @dataclass(frozen=True)
@@ -90,9 +105,10 @@ class Pipeline:
     After each of `first`, and each of `second` where there is a second exchange, the transforms say
     that they are ready. Then they wait for the second exchange, and do what is in `last`. Exchange
     i goes from place `sources[i]` to place `shared[i]` of all ranks; `places` are those of the
-    workspace, in bytes.
+    workspace, in bytes. `size` is the number of ranks.
     """
 
+    size: int
     first: tuple[tuple[LocalStep, ...], ...]
     second: tuple[tuple[LocalStep, ...], ...]
     last: tuple[LocalStep, ...]
@@ -107,7 +123,7 @@ class Pipeline:
         return len(self.shared) > 1
 
     @property
-    def steps(self) -> tuple[LocalStep, ...]:
+    def local(self) -> tuple[LocalStep, ...]:
         """All but the exchanges."""
         return tuple(itertools.chain(*self.first, *self.second, self.last))
 
@@ -118,7 +134,6 @@ class Pipeline:
 
     def tables(self, piece: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
         """(chunks, rows) for the kernel, which cuts rows into pieces of so many bytes."""
-        size = max((rows.peer for chunk in self.chunks for rows in chunk.rows), default=0) + 1
         chunks = np.zeros(len(self.chunks), _CHUNK)
         table = np.zeros(sum(len(chunk.rows) for chunk in self.chunks), _ROWS)
         at = 0
@@ -134,7 +149,7 @@ class Pipeline:
                 chunk.signals,
             )
             for rows, many in zip(chunk.rows, pieces, strict=True):
-                target = chunk.exchange * size + rows.peer
+                target = chunk.exchange * self.size + rows.peer
                 steps = (rows.source, rows.target, rows.source_step, rows.target_step)
                 table[at] = (*steps, rows.unit, rows.count, many, target)
                 at += 1
@@ -188,6 +203,7 @@ def pipelined(
     )
     arrays = [work, landing, *(_placed(each.target, each, rank, order) for each in more)]
     return Pipeline(
+        one.layout.size,
         first,
         second,
         tuple(last),
