@@ -20,7 +20,7 @@ from shardmath import geometry
 from shardmath.arrays import dtypes
 from shardmath.geometry import decode, moves
 from shardmath.local.batches import Strided, batches
-from shardmath.operators.fft.local_steps import Convert, Copy, Fourier, View, packed
+from shardmath.operators.fft.local_steps import Convert, Copy, Fourier, View, local_steps, packed
 from shardmath.operators.fft.options import FFTDirection, FFTOptions
 from shardmath.operators.fft.pipeline import Cuts, pipelined
 from shardmath.operators.fft.problem import check, describe
@@ -379,6 +379,17 @@ def test_a_plan_for_any_order_of_memory(kind, axes, orders):
         "C2R": lambda: np.fft.irfftn(before, s=[GRID[a] for a in axes], axes=axes, norm="forward"),
     }[kind]()
     assert np.abs(memory.array(views[1]) - want).max() < 1e-3
+
+
+def test_one_real_number_from_one_complex():
+    """cuFFT leaves an axis of length 1 away: the others are transformed before it."""
+    source, target = packed("a", (20, 20, 1), "complex64"), packed("b", (20, 20, 1), "float32")
+    for order in ("C", "F"):
+        strided = packed("a", (20, 20, 1), "complex64", order)
+        steps = local_steps("C2R", (0, 1, 2), strided, target, keep=False)
+        assert [step.kind for step in steps][-1] == "C2R"
+        assert [step.axes for step in steps] == [(0, 1), (2,)]
+    assert batches("C2R", (1, 2), source.strided, target.strided) is None
 
 
 def test_what_no_plan_can_do():

@@ -10,7 +10,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from shardmath.local.fft import Kind
 
@@ -55,6 +56,11 @@ class Batches:
     target: Placement
     count: int
     offsets: tuple[tuple[int, int], ...]
+
+    @cached_property
+    def plan(self) -> Batches:
+        """The same plan, for one call: what is to be made once."""
+        return replace(self, offsets=())
 
 
 def batches(kind: Kind, axes: Sequence[int], source: Strided, target: Strided) -> Batches | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import struct
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -83,7 +82,7 @@ class Transforms:
             plan.execute(source + src, target + dst, forward)
 
     def _plan(self, kind: Kind, double: bool, batches: Batches) -> _Plan:
-        key = (kind, double, replace(batches, offsets=()))
+        key = (kind, double, batches.plan)
         plan = self._plans.get(key)
         if plan is None:
             self.device.activate()
@@ -222,7 +221,8 @@ def _cufft() -> Any:
         cufft.get_version()
     except (ImportError, RuntimeError) as error:
         raise BackendUnavailable(
-            f"transforms on GPUs need cuFFT: pip install nvmath-python nvidia-cufft ({error})"
+            "transforms on GPUs need cuFFT: pip install 'nvmath-python>=1.0' 'nvidia-cufft>=12' "
+            f"({error})"
         ) from None
     return cufft
 

@@ -164,6 +164,8 @@ def _completing(axes: Sequence[int], source: View, target: View, *, keep: bool) 
     own = packed("pack kept", source.shape, source.dtype) if keep else source
     found = []
     for last in _candidates(frozenset(axes), axes[-1], source):
+        if len(last) > 1 and target.shape[axes[-1]] == 1:
+            continue  # which no plan can do
         before = frozenset(axes) - set(last)
         seconds, make = _one("C2R", last, own, target)
         more, groups = _groups("C2C", before, None, source, own)
