@@ -383,13 +383,13 @@ def test_a_plan_for_any_order_of_memory(kind, axes, orders):
 
 def test_one_real_number_from_one_complex():
     """cuFFT leaves an axis of length 1 away: the others are transformed before it."""
-    source, target = packed("a", (20, 20, 1), "complex64"), packed("b", (20, 20, 1), "float32")
+    target = packed("b", (20, 20, 1), "float32")
     for order in ("C", "F"):
-        strided = packed("a", (20, 20, 1), "complex64", order)
-        steps = local_steps("C2R", (0, 1, 2), strided, target, keep=False)
-        assert [step.kind for step in steps][-1] == "C2R"
-        assert [step.axes for step in steps] == [(0, 1), (2,)]
-    assert batches("C2R", (1, 2), source.strided, target.strided) is None
+        source = packed("a", (20, 20, 1), "complex64", order)
+        steps = local_steps("C2R", (0, 1, 2), source, target, keep=False)
+        done = [step.axes for step in steps if isinstance(step, Fourier)]
+        assert [set(each) for each in done] == [{0, 1}, {2}]
+        assert batches("C2R", (1, 2), source.strided, target.strided) is None
 
 
 def test_what_no_plan_can_do():

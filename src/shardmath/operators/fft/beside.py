@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import Any
 
 from shardmath.context import DistributedContext
 from shardmath.cuda.constant import Constant
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import call
-from shardmath.cuda.kernel import Argument
+from shardmath.cuda.kernel import Argument, Kernel
 from shardmath.errors import RankFailure
 from shardmath.operators.fft.pipeline import Pipeline
 from shardmath.symmetric.team import Team
@@ -54,6 +53,8 @@ class Beside:
         # It does not wait for the default stream, and its kernel starts before others' next blocks.
         self._stream = call("cuStreamCreateWithPriority", 1, highest)
         self._fork, self._join = call("cuEventCreate", 2), call("cuEventCreate", 2)  # no timing
+        for name in ("push", "ready", "await_all"):  # none is loaded while another waits for it
+            self._kernel(name).load()
         tail = struct.pack("QII", self._words, _SIGNALS, 0)
         self._argument = Argument(self._team.packed() + tail)
 
@@ -98,9 +99,7 @@ class Beside:
                 *key,
             )
             tables.arguments[key] = Argument(team.packed() + words)
-        defines = (f"PIECE={_PIECE}", f"STAGES={_STAGES}", f"AHEAD={_AHEAD}")
-        push = team.kernel("pipeline", "push", defines, shared=_PIECE * _STAGES)
-        push.launch(int(self._stream), _BLOCKS, 32, tables.arguments[key])
+        self._kernel("push").launch(int(self._stream), _BLOCKS, 32, tables.arguments[key])
 
     def ready(self, stream: int) -> None:
         """Launch: what `stream` has done so far can be pushed, as far as a chunk needs it."""
@@ -115,6 +114,6 @@ class Beside:
         call("cuEventRecord", self._join, self._stream)
         call("cuStreamWaitEvent", stream, self._join, 0)
 
-    def _kernel(self, name: str) -> Any:
+    def _kernel(self, name: str) -> Kernel:
         defines = (f"PIECE={_PIECE}", f"STAGES={_STAGES}", f"AHEAD={_AHEAD}")
         return self._team.kernel("pipeline", name, defines, shared=_PIECE * _STAGES)

@@ -83,6 +83,7 @@ class Way:
     device: Device
     program: Program | Pipeline
     tables: PushTables | None = None
+    warm: bool = False  # whether all kernels of a pipeline have been launched before
     copies: dict[tuple[Any, ...], BoxCopies] = field(default_factory=dict)
 
     def copier(self, key: tuple[Any, ...], boxes: Callable[[], list[Box]]) -> BoxCopies:
