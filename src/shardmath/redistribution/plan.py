@@ -1,7 +1,7 @@
 """What one redistribution moves: a plan that is data, prints in a few lines, and needs no ranks.
 
-All ranks derive the same plan from the same two layouts. Each rank pulls: it executes the moves
-into itself, and reads the others' local arrays in place.
+All ranks derive the same plan from the same two layouts. A rank on cores pulls: it executes the
+moves into itself, and reads the others' local arrays in place. A rank on a GPU may as well push.
 """
 
 from __future__ import annotations
@@ -59,6 +59,15 @@ class TransferPlan:
             self._into[rank] = moves(self.src, self.dst, dst_rank=rank)
         return self._into[rank]
 
+    def out_of(self, rank: int) -> tuple[Move, ...]:
+        """The moves that begin in `rank`'s part, to the next rank first and to itself last."""
+        if rank not in self._out_of:
+            found = moves(self.src, self.dst, src_rank=rank)
+            size = self.dst.size
+            ordered = sorted(found, key=lambda move: (move.dst - rank - 1) % size)
+            self._out_of[rank] = tuple(ordered)
+        return self._out_of[rank]
+
     def copies(
         self, rank: int, src_strides: Mapping[int, Strides], dst_strides: Strides
     ) -> list[StridedCopy]:
@@ -107,7 +116,7 @@ class TransferPlan:
         return self.explain()
 
     def _bounds(self, rank: int) -> Ranges | None:
-        out = [m for m in moves(self.src, self.dst, src_rank=rank) if m.dst != rank]
+        out = [move for move in self.out_of(rank) if move.dst != rank]
         if not out:
             return None
         axes = zip(*(move.runs for move in out), strict=True)
@@ -123,6 +132,10 @@ class TransferPlan:
 
     @cached_property
     def _into(self) -> dict[int, tuple[Move, ...]]:
+        return {}
+
+    @cached_property
+    def _out_of(self) -> dict[int, tuple[Move, ...]]:
         return {}
 
     @cached_property
