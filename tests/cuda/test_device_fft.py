@@ -256,3 +256,95 @@ CHUNKS = [
 def test_chunks(gpus, size):
     found = gpus.run(check_chunks, CHUNKS, ranks=size, timeout=50)
     assert found == [[]] * size, "\n".join(text for texts in found for text in texts)
+
+
+def check_life(context, library):
+    """The class, operands in place, a stream of the user's, and mistakes; what was wrong."""
+    import torch
+
+    from shardmath.distribution import Slab
+    from shardmath.fft import FFT, allocate_operand, fft
+
+    use(context)
+    module = importlib.import_module(library)
+    rank, size = context.rank, context.size
+    shape = (9, 10, 6)
+    rng = np.random.default_rng(1)
+    real = rng.standard_normal(shape)
+    array = real + 1j * rng.standard_normal(shape)
+    part = part_of(array, Slab.X, rank, size)
+    want = np.fft.fftn(array)
+    wrong = []
+
+    def expect(what, got, wanted):
+        if not np.allclose(to_host(got), wanted, rtol=1e-10, atol=1e-10 * np.abs(want).max()):
+            wrong.append(what)
+
+    with context:
+        x, _ = placed(context, f"{library} gpu", part, "C")
+        with FFT(x, distribution=Slab.X, options={"redistribute": False}) as transform:
+            transform.plan()
+            y = transform.execute()
+            expect("forward", y, part_of(want, Slab.Y, rank, size))
+            again = transform.execute(direction="inverse", release_workspace=True)
+            expect("inverse", again, part_of(np.fft.ifftn(array) * array.size, Slab.Y, rank, size))
+            transform.reset_operand(y, distribution=Slab.Y)
+            back = transform.execute(direction="inverse")
+            expect("back", back, part * array.size)
+        for parity in (6, 5):
+            r = part_of(real[..., :parity], Slab.X, rank, size)
+            operand = allocate_operand(
+                r.shape, module, input_dtype="float64", distribution=Slab.X, fft_type="R2C"
+            )
+            fill(operand, r)
+            made = shardmath_rfft(operand, Slab.X)
+            expect("in place", made, part_of(np.fft.rfftn(real[..., :parity]), Slab.X, rank, size))
+        fft(x, distribution=Slab.X, options={"inplace": True})
+        expect("itself", x, part_of(want, Slab.X, rank, size))
+        fill(x, part)
+        if library == "torch":
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            y = fft(x, distribution=Slab.X, stream=stream)
+            stream.synchronize()
+            expect("on a stream", y, part_of(want, Slab.X, rank, size))
+            lazy = fft(x.conj(), distribution=Slab.X)
+            expect("conjugate", lazy, part_of(np.fft.fftn(array.conj()), Slab.X, rank, size))
+        mistakes = [
+            ("real", lambda: fft(x.real, distribution=Slab.X), ValueError),
+            ("host memory", lambda: fft(part if rank else x, distribution=Slab.X), ValueError),
+            ("numpy", lambda: allocate_operand((3, 3), np, distribution=Slab.X), ValueError),
+        ]
+        if size == 1:
+            del mistakes[1]
+        if size % 2 == 0:
+            stranger = elsewhere(module, part.shape, rank ^ 1)
+            mistakes.append(("another GPU", lambda: fft(stranger, distribution=Slab.X), ValueError))
+        for what, call, kind in mistakes:
+            try:
+                call()
+                wrong.append(f"{what}: no error")
+            except kind:
+                pass
+        expect("afterwards", fft(x, distribution=Slab.X), part_of(want, Slab.X, rank, size))
+    context.team.synchronize(0)
+    return wrong
+
+
+def elsewhere(module, shape, device):
+    """An array on another GPU."""
+    if module.__name__ == "torch":
+        return module.zeros(shape, dtype=module.complex128, device=f"cuda:{device}")
+    with module.cuda.Device(device):
+        return module.zeros(shape, dtype=module.complex128)
+
+
+def shardmath_rfft(operand, distribution):
+    import shardmath
+
+    return shardmath.fft.rfft(operand, distribution=distribution, options={"inplace": True})
+
+
+@pytest.mark.parametrize("library", ["torch", "cupy"])
+def test_life(gpus, size, library):
+    assert gpus.run(check_life, library, ranks=size) == [[]] * size
