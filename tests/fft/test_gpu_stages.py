@@ -304,7 +304,7 @@ PIPELINES = {
 }
 
 
-@pytest.mark.parametrize("cuts", [(1, 1), (3, 2), (8, 4)])
+@pytest.mark.parametrize("cuts", [(1, 1), (3, 2), (8, 4, 3)])
 @pytest.mark.parametrize("size", [2, 3, 8])
 @pytest.mark.parametrize("name", PIPELINES)
 def test_pipelines(name, size, cuts):

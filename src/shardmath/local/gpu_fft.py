@@ -69,15 +69,17 @@ class Transforms:
         double: bool,
         batches: Batches,
         forward: bool,
+        area: int | None = None,
     ) -> None:
         """Launch the transforms from `source` to `target`, addresses of the first elements.
 
-        What was prepared. From complex to real the source is lost.
+        What was prepared, for this stream or for the stream `area`, on which a graph will be
+        launched. From complex to real the source is lost.
         """
         self.device.activate()
         plan = self._plan(kind, double, batches)
-        area = self._areas.get(stream)
-        plan.bind(stream, area.address if plan.work and area is not None else 0)
+        work = self._areas.get(stream if area is None else area)
+        plan.bind(stream, work.address if plan.work and work is not None else 0)
         for src, dst in batches.offsets:
             plan.execute(source + src, target + dst, forward)
 

@@ -7,27 +7,24 @@ is touched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from shardmath.arrays import library_of
 from shardmath.context import DistributedContext
 from shardmath.cuda import stream as streams
 from shardmath.cuda.constant import beside_captures
-from shardmath.local.gpu_fft import Transforms, scale
+from shardmath.cuda.graph import Graph
+from shardmath.local.gpu_fft import Transforms
 from shardmath.operators.fft.beside import Beside
+from shardmath.operators.fft.launching import Launch, Told, is_double
 from shardmath.operators.fft.local_steps import (
-    Convert,
     Fourier,
-    LocalStep,
-    Scale,
     View,
 )
-from shardmath.operators.fft.pipeline import Pipeline
 from shardmath.operators.fft.problem import Problem
-from shardmath.operators.fft.stages import Exchange
-from shardmath.operators.fft.ways import DevicePlan, boxes_of_copy, boxes_of_exchange, make_way
+from shardmath.operators.fft.ways import DevicePlan, make_way
 from shardmath.operators.workspace import Workspace
 from shardmath.symmetric.allocation import block_of
 from shardmath.symmetric.device_array import (
@@ -39,14 +36,10 @@ from shardmath.symmetric.device_array import (
     result_in,
     stream_of,
 )
-from shardmath.symmetric.heap import Block, Location
+from shardmath.symmetric.heap import Block
 from shardmath.symmetric.team import Team
 
 __all__ = ["Arrays", "DevicePlan", "execute", "note"]
-
-_CHANNEL = 60  # of the barriers of transforms
-
-Told = tuple[Any, ...]  # where a rank's shared places lie, and the strides of its result
 
 
 @dataclass(frozen=True)
@@ -158,7 +151,7 @@ class _Execution:
             if isinstance(step, Fourier):
                 self._transforms.prepare(
                     step.kind,
-                    double=_is_double(step),
+                    double=is_double(step),
                     batches=step.batches,
                     stream=self._stream,
                 )
@@ -175,11 +168,9 @@ class _Execution:
         Beside.of(self._context)
         low, high = self._result.array.span
         spare = Workspace.of(self._context).buffer("fft warm", high - low)
-        result = self._addresses["result"]
-        self._addresses["result"] = spare.block.address - low
+        launch = self._launch(self._addresses | {"result": spare.block.address - low})
         for step in self._way.program.local:
-            self._local(step)
-        self._addresses["result"] = result
+            launch.local(self._stream, step)
         if not streams.capturing(self._stream):
             self._team.synchronize(self._stream)
             del spare
@@ -236,148 +227,32 @@ class _Execution:
     # -- steps -------------------------------------------------------------------------------------
 
     def run(self, told: Sequence[Told]) -> Any:
-        """Launch everything. `told` is what `prepare` returned on every rank."""
-        self._team.device.activate()
-        program = self._way.program
-        if isinstance(program, Pipeline):
-            self._pipeline(program, told)
+        """Launch everything. `told` is what `prepare` returned on every rank.
+
+        What is launched again between the same addresses is one CUDA graph from the second time on.
+        """
+        team, way, stream = self._team, self._way, self._stream
+        team.device.activate()
+        team.check()
+        launch = self._launch(self._addresses)
+        if streams.capturing(stream):
+            launch.all(stream, told)
         else:
-            for step in program.steps:
-                if isinstance(step, Exchange):
-                    self._exchange(step, told)
-                else:
-                    self._local(step)
-        return self._result.give(self._context, self._stream)
+            key = (stream, tuple(self._addresses.values()))
+            replay = way.replay(key, list(told))
+            if replay is None:
+                launch.all(stream, told)
+            elif replay.graph is None:
+                replay.graph = Graph(team.device, lambda own: launch.all(own, told))
+                replay.graph.launch(stream)
+            else:
+                replay.graph.launch(stream)
+        return self._result.give(self._context, stream)
 
-    def _local(self, step: LocalStep) -> None:
-        device, stream = self._team.device, self._stream
-        target = self._address(step.target)
-        if isinstance(step, Scale):
-            view = _real(step.target)
-            scale(
-                device,
-                target,
-                target,
-                view.shape,
-                (view.strides, view.strides),
-                stream,
-                dtypes=(view.dtype, view.dtype),
-                factor=step.factor,
-            )
-            return
-        source = self._address(step.source)
-        if isinstance(step, Fourier):
-            self._transforms.run(
-                step.kind,
-                source,
-                target,
-                stream,
-                double=_is_double(step),
-                batches=step.batches,
-                forward=self._problem.direction < 0,
-            )
-        elif isinstance(step, Convert):
-            scale(
-                device,
-                source,
-                target,
-                step.source.shape,
-                (step.source.strides, step.target.strides),
-                stream,
-                dtypes=(step.source.dtype, step.target.dtype),
-                factor=1.0,
-            )
-        else:
-            self._way.copier((step,), lambda: boxes_of_copy(step)).launch(
-                stream, [source], [target]
-            )
-
-    def _exchange(self, step: Exchange, told: Sequence[Told]) -> None:
-        """Move boxes between this rank's array and all ranks' arrays."""
-        place = "result" if step.theirs is None else step.theirs[self._rank].place
-        addresses, strides = self._everywhere(place, told)
-        if step.theirs is not None:
-            strides = [view.strides for view in step.theirs]
-        copier = self._way.copier(
-            (step, *strides), lambda: boxes_of_exchange(step, self._rank, strides)
-        )
-        own = self._address(step.own)
-        if step.opens or step.pulls:
-            # Before reusing what a peer may still use; before reading what a peer wrote.
-            self._barrier()
-        if step.pulls:
-            copier.launch(self._stream, addresses, [own])
-        else:
-            copier.launch(self._stream, [own], addresses)
-        # Before reading what a peer wrote; before reusing what a peer may still read.
-        self._barrier()
-
-    def _address(self, view: View) -> int:
-        return self._addresses[view.place] + view.offset
-
-    def _everywhere(
-        self, place: str, told: Sequence[Told]
-    ) -> tuple[list[int], list[Sequence[int]]]:
-        """Where all ranks' arrays of that place begin for this GPU, and their strides."""
-        notes = [each[self._way.program.shared.index(place)] for each in told]
-        addresses = [
-            self._addresses[place] if rank == self._rank else self._peer(rank, entry)
-            for rank, entry in enumerate(notes)
-        ]
-        return addresses, [entry[4] for entry in notes]
-
-    def _pipeline(self, program: Pipeline, told: Sequence[Told]) -> None:
-        """Transforms on the user's stream, and exchanges beside them."""
-        beside, stream = Beside.of(self._context), self._stream
-        assert self._way.tables is not None, "made with the pipeline"
-        targets = [self._everywhere(place, told)[0] for place in program.shared]
-        sources = [self._addresses[place] for place in program.sources]
-        beside.start(self._way.tables, stream, sources, targets)
-        for steps in program.first:
-            for step in steps:
-                self._local(step)
-            beside.ready(stream)
-        for steps in program.second:
-            beside.wait(stream)
-            for step in steps:
-                self._local(step)
-            if program.returns:
-                beside.ready(stream)
-        if program.returns:
-            beside.wait(stream)
-        for step in program.last:
-            self._local(step)
-        beside.end(stream)
-
-    def _peer(self, rank: int, entry: Sequence[Any]) -> int:
-        """Where a rank's array begins for this GPU; 0 where it has no elements."""
-        segment, offset, low, nbytes, _ = entry
-        if nbytes == 0:
-            return 0
-        address = self._context.peer_address(rank, Location(segment, offset), nbytes)
-        assert address is not None, "GPUs of one host reach each other"
-        return address - int(low)
-
-    def _barrier(self) -> None:
-        self._team.barrier(self._stream, channel=_CHANNEL)
+    def _launch(self, addresses: Mapping[str, int]) -> Launch:
+        forward = self._problem.direction < 0
+        return Launch(self._context, self._way, addresses, forward, self._stream)
 
 
 def _view(place: str, array: DeviceArray) -> View:
     return View(place, array.shape, array.strides, array.dtype, array.address % 16)
-
-
-def _is_double(step: Fourier) -> bool:
-    return "complex128" in (step.source.dtype, step.target.dtype)
-
-
-def _real(view: View) -> View:
-    """The real numbers that an array consists of."""
-    if not view.dtype.startswith("complex"):
-        return view
-    size = view.itemsize // 2
-    return replace(
-        view,
-        shape=(*view.shape, 2),
-        strides=(*view.strides, size),
-        dtype=f"float{8 * size}",
-    )

@@ -1,9 +1,9 @@
 """Exchanges that run beside transforms: a slab transformed in chunks, each pushed when it is ready.
 
 The first transform is cut along the axis that the operand is split along, the second along the axis
-that it is split along after the exchange. All chunks but the last go to the peers whole; the last
-goes in as many parts as the second transform has, so that this can begin with the first of them.
-Chunks lie in their final place when they arrive. Pure; `kernels/pipeline.cu` has the tables.
+that it is split along after the exchange. Most chunks go to the peers whole; the last ones, the
+tail, go in as many parts as the second transform has, so that this can begin with the first of
+them. Chunks lie in their final place when they arrive. Pure; `kernels/pipeline.cu` has the tables.
 
     transforms   0 | 1 | 2 | 3 |                 a | b | c | d      numbers: along the first axis
     wire             0   | 1   | 2   | 3a 3b 3c 3d                  letters: along the second
@@ -49,10 +49,14 @@ _CHUNK = np.dtype(
 
 @dataclass(frozen=True)
 class Cuts:
-    """Into how many parts the first and the second transform are cut."""
+    """Into how many parts the first and the second transform are cut.
+
+    `tail`: so many parts of the first go to the peers in parts of the second.
+    """
 
     first: int
     second: int
+    tail: int = 1
 
 
 def cuts_for(problem: Problem) -> Cuts | None:
@@ -251,11 +255,12 @@ def _chunks(
     """What `rank` pushes, in order."""
     one = _Slabs(found[1], rank, axes[0], axes[1], order)
     made = _even(one.extent, cuts.first)
+    tail = max(1, min(cuts.tail, len(made)))
     chunks = [
         Chunk(one.rows(lo, hi, 0, 1), number, 0, False)
-        for number, (lo, hi) in enumerate(made[:-1], 1)
+        for number, (lo, hi) in enumerate(made[:-tail], 1)
     ]
-    lo, hi = made[-1]
+    lo, hi = made[-tail][0], made[-1][1]
     chunks += [
         Chunk(one.rows(lo, hi, part, cuts.second), len(made), 0, True)
         for part in range(cuts.second)
