@@ -12,7 +12,8 @@ from functools import cached_property
 from typing import Any
 
 from shardmath.geometry import Layout, Move, Pattern, Traffic, bytes_moved, classify, moves
-from shardmath.redistribution.copies import StridedCopy, lowered, pieces
+from shardmath.redistribution.copies import StridedCopy, lowered
+from shardmath.redistribution.pieces import pieces_of
 
 __all__ = ["TransferPlan"]
 
@@ -90,13 +91,13 @@ class TransferPlan:
     def pieces(self, rank: int, src: int, strides: Strides) -> list[tuple[int, int]]:
         """The bytes of `src`'s local array, from its element 0, that move to `rank`; or a few more.
 
-        For copies that cost by their number: see `copies.pieces`.
+        See `pieces.pieces_of`.
         """
         return [
             piece
             for move in self.into(rank)
             if move.src == src
-            for piece in pieces(lowered(move, self.itemsize, strides, strides))
+            for piece in pieces_of(lowered(move, self.itemsize, strides, strides))
         ]
 
     def sources(self, rank: int) -> tuple[int, ...]:
