@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from shardmath.arrays import ArraySpec, library_of
-from shardmath.context import DistributedContext
+from shardmath.context import DistributedContext, require_context
 from shardmath.local.fft import Kind
 from shardmath.operators.fft import host
 from shardmath.operators.fft.allocation import memory_behind
@@ -24,7 +24,15 @@ from shardmath.operators.lifecycle import check_stream
 if TYPE_CHECKING:
     from shardmath.operators.fft.device import DevicePlan
 
-__all__ = ["Call", "device_plan_of", "performed", "plan_of", "planned", "spec_of"]
+__all__ = [
+    "Call",
+    "device_plan_of",
+    "performed",
+    "plan_of",
+    "planned",
+    "require_near",
+    "spec_of",
+]
 
 
 @dataclass(kw_only=True)
@@ -105,6 +113,20 @@ def spec_of(array: Any) -> ArraySpec:
     if str(getattr(array, "dtype", "")) == "torch.complex32":
         raise TypeError("transforms take complex64 and complex128, not complex32")
     return library_of(array).spec(array)
+
+
+def require_near() -> DistributedContext:
+    """The current context. Raises NotImplementedError when its GPUs are on several hosts.
+
+    The same on every rank. Cores of several hosts are well.
+    """
+    context = require_context()
+    if context.team is not None and 0 in context.team.pads:
+        raise NotImplementedError(
+            "transforms on GPUs need ranks of one host so far: their kernels write peers' memory. "
+            'Use them in a context of one host, or of cores: new_context("cpu", ...)'
+        )
+    return context
 
 
 def planned(

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from shardmath.agreement import require_equal
 from shardmath.arrays import ArraySpec
-from shardmath.context import require_context
 from shardmath.errors import InvalidFFTState, ShardmathError
 from shardmath.geometry import Layout
 from shardmath.local.fft import Norm
-from shardmath.operators.fft.call import Call, performed, planned, spec_of
+from shardmath.operators.fft.call import Call, performed, planned, require_near, spec_of
 from shardmath.operators.fft.options import FFTDirection, FFTOptions
 from shardmath.operators.lifecycle import Lifecycle, check_stream
 from shardmath.operators.workspace import Workspace
@@ -171,7 +170,7 @@ def irfft(
 
 
 def _transformed(name: str, call: Call) -> Any:
-    context = require_context()
+    context = require_near()
     plan, notes = agree_plan(
         context,
         name,
@@ -210,7 +209,7 @@ class FFT(Lifecycle):
         axes: Any = None,
         norm: Norm = None,
     ) -> None:
-        context = require_context()
+        context = require_near()
         self._fixed = {"options": options, "axes": axes, "norm": norm}
         call = Call(operand=operand, distribution=distribution, stream=stream, **self._fixed)
         self._plan: Plan | DevicePlan
