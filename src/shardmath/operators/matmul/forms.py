@@ -11,13 +11,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from shardmath.arrays import library_of
+from shardmath.context import require_context
 from shardmath.errors import InvalidMatmulState, ShardmathError
 from shardmath.geometry import Distribution
-from shardmath.operators.lifecycle import Lifecycle, context_on_cores
-from shardmath.operators.matmul.api import Arguments, Plan, agree_on_operands, agree_on_plan, run
+from shardmath.operators.lifecycle import Lifecycle
+from shardmath.operators.matmul.api import (
+    Plan,
+    agree_on_operands,
+    agree_on_plan,
+    call_of,
+    give_back,
+    run,
+)
+from shardmath.operators.matmul.arguments import Arguments
 from shardmath.operators.matmul.options import MatmulOptions, MatmulPlanPreferences
 from shardmath.operators.matmul.problem import Call, Facts, describe, place_of
-from shardmath.operators.workspace import Workspace
 
 __all__ = ["Matmul", "matmul"]
 
@@ -56,7 +64,7 @@ def matmul(
     freed operand, RuntimeError before `initialize`; c is then as it was.
     Source: nvmath.distributed.linalg.advanced.matmul.
     """
-    context = context_on_cores("matmul")
+    context = require_context()
     arguments = Arguments(
         a=a,
         b=b,
@@ -73,7 +81,7 @@ def matmul(
         stream=stream,
     )
     plan, call = agree_on_plan(context, arguments)
-    return run(context, "matmul", arguments, lambda: (plan, call))
+    return run(context, "matmul", 0, arguments, lambda: (plan, call))
 
 
 class Matmul(Lifecycle):
@@ -106,7 +114,7 @@ class Matmul(Lifecycle):
         options: MatmulOptions | Mapping[str, Any] | None = None,
         stream: Any = None,
     ) -> None:
-        context = context_on_cores("matmul")
+        context = require_context()
         self._fixed: dict[str, Any] = {
             "distributions": distributions,
             "qualifiers": qualifiers,
@@ -138,7 +146,7 @@ class Matmul(Lifecycle):
         plan, _ = agree_on_plan(self.context, arguments)
         self._fixed.update(asked)
         self._hold(inputs=epilog_inputs)
-        self._facts = arguments.facts()
+        self._facts = describe(call_of(self.context, arguments))
         self._plan, self._planned = plan, True
 
     def explain(self) -> str:
@@ -162,14 +170,15 @@ class Matmul(Lifecycle):
         def ready() -> tuple[Plan, Call]:
             self._require_ready()
             assert self._plan is not None
-            call = arguments.call()
+            call = call_of(self.context, arguments)
             self._require_alike(describe(call))
             return self._plan, call
 
         self._require_open()
-        result = run(self.context, f"Matmul.execute #{self.number}", arguments, ready)
+        operation = f"Matmul.execute #{self.number}"
+        result = run(self.context, operation, self.number, arguments, ready)
         if release_workspace:
-            Workspace.of(self.context).release()
+            give_back(self.context, self.number)
         return result
 
     def reset_operands(
@@ -197,7 +206,8 @@ class Matmul(Lifecycle):
                 raise ValueError("reset_operands was given nothing to reset")
             self._require_complete(given)
             self._require_same_library(given)
-            self._require_alike(self._arguments(**given, stream=stream).facts())
+            arguments = self._arguments(**given, stream=stream)
+            self._require_alike(describe(call_of(self.context, arguments)))
 
         self._together("reset_operands", described, lambda _: None)
         self._take(given)
