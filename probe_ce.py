@@ -1,4 +1,5 @@
-import sys, time
+import sys
+import time
 
 sys.path.insert(0, "tests")
 from ranks import Pool
@@ -10,7 +11,7 @@ def mk(g):
 
 
 def body(context):
-    from shardmath.cuda.driver import call, bindings
+    from shardmath.cuda.driver import bindings, call
     from shardmath.symmetric.heap import Location
 
     dr = bindings()
@@ -101,13 +102,12 @@ def body(context):
 
 
 def gemms(context):
-    import numpy as np
-    from shardmath.cuda.driver import call
+    import torch
+
     from shardmath.local.gpu import Matrix
-    from shardmath.local.gpu.gemm import multiply
     from shardmath.local.gpu.blaslt import WORKSPACE
     from shardmath.local.gpu.epilog import finish
-    import torch
+    from shardmath.local.gpu.gemm import multiply
 
     torch.cuda.set_device(context.device_id)
     dev = context.team.device

@@ -21,11 +21,9 @@ __all__ = ["Showcase", "matrix_of"]
 
 def matrix_of(array: DeviceArray) -> Matrix:
     """An array of two axes, or a vector as a column."""
-    steps = [stride // array.itemsize for stride in array.strides]
-    shape = array.shape
-    if len(shape) == 1:
-        shape, steps = (*shape, 1), [*steps, 1]
-    return Matrix(array.address, *shape, *steps, array.dtype)
+    one, two = (stride // array.itemsize for stride in (*array.strides, array.itemsize)[:2])
+    rows, columns = (*array.shape, 1)[:2]
+    return Matrix(array.address, rows, columns, one, two, array.dtype)
 
 
 class Showcase:

@@ -83,8 +83,8 @@ def row_sums(
     if not x.rows:
         return
     wide = dtypes.accumulator(x.dtype).name
-    defines = (f"ELEMENT={wide}", f"PART={x.dtype}", f"ADDEND={wide}", "PARTS=1")
-    defines += ("BIAS=0", "ACTIVATION=0", "GRADIENT=0", "KEEP_AUX=0")
+    switches = ("PARTS=1", "BIAS=0", "ACTIVATION=0", "GRADIENT=0", "KEEP_AUX=0")
+    defines = (f"ELEMENT={wide}", f"PART={x.dtype}", f"ADDEND={wide}", *switches)
     text = struct.pack("qq", x.rows, x.columns) + _packed(x)
     text += struct.pack("Qqii", sums, step, conjugate, x.by_columns)
     blocks = min(-(-x.rows // _SIDE), device.processors * _WAVES)

@@ -91,13 +91,13 @@ def scalar(name: str, value: Any) -> float | complex:
 
 
 def packed_scalars(scalars: tuple[complex, complex]) -> bytes:
-    """alpha and beta, to be told before anything else."""
+    """Alpha and beta, to be told before anything else."""
     alpha, beta = scalars
     return _SCALARS.pack(alpha.real, alpha.imag, beta.real, beta.imag)
 
 
 def unpacked_scalars(note: bytes) -> tuple[tuple[complex, complex], bytes]:
-    """alpha and beta that a rank has told, and what it told after them."""
+    """Alpha and beta that a rank has told, and what it told after them."""
     numbers = _SCALARS.unpack_from(note)
     return (complex(*numbers[:2]), complex(*numbers[2:])), note[_SCALARS.size :]
 

@@ -482,10 +482,9 @@ class Execution:
         self._barrier()  # after writing what a peer will read, before reading what it wrote
         sources = range(size) if layout.disjoint() else [self.rank]  # replicas count once
         groups = [host.shared_part(held, need, src=src, dst=self.rank) for src in sources]
-        shape = need.local_shape(self.rank)
         assert epilog.makes_bgrad is not None
         total = matrix_of(self.operands.outputs[epilog.makes_bgrad])
-        parts = self._collected(groups, "vector", shape, "vectors")
+        parts = self._collected(groups, "vector", need.local_shape(self.rank), "vectors")
         finish(self.device, self.stream, total, parts)
 
 

@@ -107,10 +107,10 @@ class Gathering:
         stream = self._stream if self._side is None else self._side
         size = panel.itemsize
         rows, columns = (*shape, 1)[:2]
-        made = [
-            Matrix(at, rows, columns, *(s // size for s in (*strides, size)[:2]), panel.dtype)
-            for at, strides in ((src, src_strides), (dst, dst_strides))
-        ]
+        made = []
+        for at, strides in ((src, src_strides), (dst, dst_strides)):
+            one, two = (step // size for step in (*strides, size, size)[:2])
+            made.append(Matrix(at, rows, columns, one, two, panel.dtype))
         finish(self._lane.team.device, stream, made[1], made[:1])
 
     def _record(self, name: str, stream: Any) -> Any:
