@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-
 sys.path.insert(0, str(Path(__file__).parent.parent / "matmul"))
 
 import matmul_cases

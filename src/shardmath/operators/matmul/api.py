@@ -86,10 +86,10 @@ def agree_on_plan(context: DistributedContext, arguments: Arguments) -> tuple[Pl
         if context.team is None:
             strategy, compared = choose(check(specs), CORES)
             return Plan(strategy, tuple(compared), host.Share(strategy, context.rank))
-        from shardmath.operators.matmul import device
+        from shardmath.operators.matmul import gpu
 
         strategy, compared = choose(check(specs), HOPPER)
-        return Plan(strategy, tuple(compared), device.Share(strategy, context.rank))
+        return Plan(strategy, tuple(compared), gpu.Share(strategy, context.rank))
 
     plan, _ = agree_plan(context, "matmul", described, build)
     if calls[0].options.logger is not None:
@@ -132,9 +132,9 @@ def run(
     operator's, 0 for the function.
     """
     if context.team is not None:
-        from shardmath.operators.matmul import on_device
+        from shardmath.operators.matmul import gpu
 
-        return on_device.run(context, operation, number, arguments, ready)
+        return gpu.run(context, operation, number, arguments, ready)
     made: list[tuple[Any, host.Execution]] = []
 
     def prepare() -> bytes:

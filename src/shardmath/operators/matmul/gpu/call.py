@@ -18,7 +18,8 @@ from shardmath.local.epilog import requirements
 from shardmath.local.gpu.blaslt import bindings
 from shardmath.operators.lanes import Lane
 from shardmath.operators.matmul.arguments import Arguments, packed_scalars, unpacked_scalars
-from shardmath.operators.matmul.device import Execution, Operands, Share
+from shardmath.operators.matmul.gpu.execution import Execution
+from shardmath.operators.matmul.gpu.share import Operands, Share
 from shardmath.operators.matmul.problem import Call, Problem
 from shardmath.symmetric import device_array
 from shardmath.symmetric.device_array import DeviceArray, Result
