@@ -165,6 +165,66 @@ extern "C" __global__ void __launch_bounds__(256) epilog(const __grid_constant__
     }
 }
 
+#if !KEEP_AUX && !GRADIENT
+constexpr int kRun = 8;  // elements that lie side by side in every matrix
+
+template <class Element>
+__device__ void load_run(const Matrix& x, i64 start, W* out) {
+    union {
+        uint4 wide[kRun * sizeof(Element) / 16];
+        Element each[kRun];
+    } run;
+    const uint4* from = (const uint4*)((const Element*)x.data + start);
+#pragma unroll
+    for (int i = 0; i < (int)(kRun * sizeof(Element) / 16); ++i) run.wide[i] = from[i];
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) out[i] = Wide<Element>::widen(run.each[i]);
+}
+
+// The same as `epilog` where rows, or with by_rows columns, are contiguous and aligned in D, C and all parts:
+// a thread has 8 elements side by side. Not for epilogs with an auxiliary matrix.
+extern "C" __global__ void __launch_bounds__(256) epilog_runs(const __grid_constant__ EpilogArgument a) {
+    const uint32 runs = (uint32)((a.by_rows ? a.m : a.n) / kRun);
+    const i64 lines = a.by_rows ? a.n : a.m, step = (i64)gridDim.x * blockDim.x;
+    const bool scale = !is_one(a.alpha), add = a.c.data && !is_zero(a.beta), plain = is_one(a.beta);
+    for (i64 at = (i64)blockIdx.x * blockDim.x + threadIdx.x; at < lines * runs; at += step) {
+        const i64 line = at >> 32 ? at / runs : (uint32)at / runs, first = (at - line * runs) * kRun;
+        W x[kRun], y[kRun];
+#pragma unroll
+        for (int i = 0; i < kRun; ++i) x[i] = W{};
+        for (int p = 0; p < a.parts; ++p) {
+            load_run<PART>(a.part[p], line * (a.by_rows ? a.part[p].column : a.part[p].row) + first, y);
+#pragma unroll
+            for (int i = 0; i < kRun; ++i) {
+                if (a.conjugate) y[i] = conjugated(y[i]);
+                x[i] = p == 0 ? y[i] : sum::combine(x[i], y[i]);
+            }
+        }
+        if (add) load_run<ADDEND>(a.c, line * (a.by_rows ? a.c.column : a.c.row) + first, y);
+        union {
+            uint4 wide[kRun * sizeof(ELEMENT) / 16];
+            ELEMENT each[kRun];
+        } run;
+#pragma unroll
+        for (int i = 0; i < kRun; ++i) {
+            if (scale) x[i] = scaled(a.alpha, x[i]);
+            if (add) x[i] = sum::combine(x[i], plain ? y[i] : scaled(a.beta, y[i]));
+#if BIAS
+            const i64 row = a.by_rows ? first + i : line;
+            x[i] = sum::combine(x[i], Wide<ELEMENT>::widen(((const ELEMENT*)a.bias)[row * a.bias_step]));
+#endif
+#if ACTIVATION
+            x[i] = activated(x[i]);
+#endif
+            run.each[i] = Wide<ELEMENT>::narrow(x[i]);
+        }
+        uint4* to = (uint4*)((ELEMENT*)a.d.data + line * (a.by_rows ? a.d.column : a.d.row) + first);
+#pragma unroll
+        for (int i = 0; i < (int)(kRun * sizeof(ELEMENT) / 16); ++i) to[i] = run.wide[i];
+    }
+}
+#endif
+
 struct SumsArgument {
     i64 m, n;
     Matrix x;

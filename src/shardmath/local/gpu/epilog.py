@@ -11,15 +11,17 @@ from collections.abc import Sequence
 
 from shardmath.arrays import dtypes
 from shardmath.cuda.device import Device
+from shardmath.cuda.driver import call
 from shardmath.cuda.kernel import Argument, kernel
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.gpu.matrix import Matrix
 
-__all__ = ["finish", "row_sums"]
+__all__ = ["copy", "finish", "row_sums"]
 
 _THREADS, _COLUMNS, _ROWS = 256, 4, 8
 _WAVES = 16  # blocks on each multiprocessor, beyond which they take turns
 _SIDE = 32
+_RUN = 8  # kRun
 _SWITCH = {None: 0, "relu": 1, "gelu": 2}
 _NOWHERE = struct.pack("QQQ", 0, 0, 0)
 _MATRIX = struct.Struct("Qqq")
@@ -67,8 +69,14 @@ def finish(
     text += b"".join(_NOWHERE if x is None else _packed(x) for x in (d, c, aux, kept))
     text += struct.pack("Qq", *(bias or (0, 0)))
     text += struct.pack("dddd", alpha.real, alpha.imag, beta.real, beta.imag)
+    runs = _lies_in_runs(d, [*parts, *([] if c is None else [c])]) and not (aux or kept)
     text += struct.pack("iiii", len(parts), conjugate, d.by_columns, 0)
     text += b"".join(map(_packed, parts)) + _NOWHERE * (room - len(parts))
+    if runs:
+        blocks = min(-(-d.size // (_RUN * _THREADS)), device.processors * _WAVES)
+        launched = kernel(device, "epilog", "epilog_runs", defines)
+        launched.launch(stream, blocks, _THREADS, Argument(text))
+        return
     groups = -(-d.rows // _ROWS)
     fast, slow = (groups, d.columns) if d.by_columns else (d.columns, groups)
     tiles = -(-fast // _THREADS) * -(-slow // _COLUMNS)
@@ -90,6 +98,31 @@ def row_sums(
     blocks = min(-(-x.rows // _SIDE), device.processors * _WAVES)
     launched = kernel(device, "epilog", "row_sums", defines)
     launched.launch(stream, blocks, _SIDE * _SIDE, Argument(text))
+
+
+def _lies_in_runs(d: Matrix, others: Sequence[Matrix]) -> bool:
+    """Whether 8 elements lie side by side, aligned to 16 bytes, everywhere in all matrices."""
+    for x in (d, *others):
+        line = x if d.by_columns else x.transposed()
+        aligned = x.address % 16 == 0 and (line.column_stride * x.itemsize) % 16 == 0
+        if line.row_stride != 1 or not aligned:
+            return False
+    return (d.rows if d.by_columns else d.columns) % _RUN == 0
+
+
+def copy(device: Device, stream: int, target: Matrix, source: Matrix) -> None:
+    """Put a copy on `stream`, between matrices of one shape and type; the target has no gaps."""
+    same = (target.row_stride, target.column_stride) == (source.row_stride, source.column_stride)
+    if same and target.size:
+        call(
+            "cuMemcpyDtoDAsync",
+            target.address,
+            source.address,
+            target.size * target.itemsize,
+            stream,
+        )
+    else:
+        finish(device, stream, target, [source])
 
 
 def _packed(x: Matrix) -> bytes:

@@ -16,7 +16,7 @@ from shardmath.cuda.driver import call
 from shardmath.geometry import Layout, Move
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.gpu import Matrix
-from shardmath.local.gpu.epilog import finish, row_sums
+from shardmath.local.gpu.epilog import copy, finish, row_sums
 from shardmath.operators.lanes import Lane
 from shardmath.operators.matmul import host
 from shardmath.operators.matmul.gpu.gathering import Gathering
@@ -86,7 +86,7 @@ class Ending:
         if self._own_c is None:
             return False
         assert self.operands.c is not None
-        finish(self.device, self.stream, self._own_c, [matrix_of(self.operands.c)])
+        copy(self.device, self.stream, self._own_c, matrix_of(self.operands.c))
         return True
 
     def run(self, parts: list[Matrix] | None) -> bool:
@@ -139,8 +139,8 @@ class Ending:
         if 0 in shape:
             return parts
         used = 0
-        gathering = Gathering(self.lane, self.stream)
-        for found in groups:
+        gathering = Gathering(self.lane, self.stream, self.share.kept)
+        for number, found in enumerate(groups):
             if not found:
                 continue
             if _is_whole(found, shape):
@@ -152,7 +152,7 @@ class Ending:
             used += piece.size * piece.itemsize
             if sum(move.elements for move in found) < piece.size:
                 call("cuMemsetD8Async", piece.address, 0, piece.size * piece.itemsize, self.stream)
-            gathering.copy(found, self._sharer(name), piece)
+            gathering.copy(f"{room} {number}", found, self._sharer(name), piece)
             parts.append(piece)
         return parts
 

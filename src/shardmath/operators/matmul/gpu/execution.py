@@ -17,7 +17,7 @@ from shardmath.context import DistributedContext
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.gpu import Matrix
 from shardmath.local.gpu.blaslt import WORKSPACE
-from shardmath.local.gpu.epilog import finish
+from shardmath.local.gpu.epilog import copy, finish
 from shardmath.local.gpu.gemm import fits, multiply, takes_result
 from shardmath.operators.lanes import Lane
 from shardmath.operators.matmul.gpu.ending import AFTERWARDS, SHOWN, Ending
@@ -66,9 +66,9 @@ class Execution:
         ):
             ranges = transfer.read_by_peers(rank)
             if ranges is not None:
-                copy = self.shown.operand(name, array, (ranges[0], ranges[1]))
-                if copy is not None:
-                    self._copies.append((copy, matrix_of(array).part(ranges[0], ranges[1])))
+                room = self.shown.operand(name, array, (ranges[0], ranges[1]))
+                if room is not None:
+                    self._copies.append((room, matrix_of(array).part(ranges[0], ranges[1])))
         self.ending.prepare()
         if self.share.multiplies:
             self._prepare_product()
@@ -87,10 +87,6 @@ class Execution:
             elif not self._fits(index, self._own(index), target):
                 self.lane.buffer(f"packed {'ab'[index]}", feed.extent * feed.width * itemsize)
 
-    def _private(self, name: str, elements: int) -> None:
-        """Memory for elements of the accumulator's type, which no peer reads."""
-        self.lane.buffer(name, elements * dtypes.of(self.wide).itemsize)
-
     # -- run ---------------------------------------------------------------------------------------
 
     def run(self, told: Sequence[bytes]) -> None:
@@ -100,8 +96,8 @@ class Execution:
         """
         self.shown.learn(told)
         with self.lane.entered(self.stream):
-            for copy, original in self._copies:
-                finish(self.device, self.stream, copy, [original])
+            for shown, original in self._copies:
+                copy(self.device, self.stream, shown, original)
             together = self.ending.show_c() or self.share.reads_peers
             if together:
                 self._barrier()  # after writing what a peer will read, before reading what it wrote
@@ -192,7 +188,7 @@ class Execution:
             None if feed.gathers else self._dense(index, target)
             for index, feed in enumerate(self.share.feeds)
         ]
-        gathering = Gathering(self.lane, self.stream)
+        gathering = Gathering(self.lane, self.stream, self.share.kept)
         with gathering.beside(len(plan) > 1):
             for number, interval in enumerate(plan):
                 pair = []
@@ -203,7 +199,10 @@ class Execution:
                     else:
                         panel = self._panel(index, feed, interval, target)
                         moves = feed.gathering(interval.lo, interval.hi)
-                        gathering.fetch(number, interval.after, moves, self._source(index), panel)
+                        if interval.after is not None:
+                            gathering.leave(interval.after)
+                        name = f"{'ab'[index]} {number}"
+                        gathering.copy(name, moves, self._source(index), panel)
                         pair.append(panel)
                 gathering.arrive(number)
                 yield pair[0], pair[1]

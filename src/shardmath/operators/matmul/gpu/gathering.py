@@ -1,9 +1,9 @@
 """Bringing strided boxes of peers' matrices into memory of this GPU, beside the products.
 
-Rows that are long enough are moved by the copy engines, which take no multiprocessor from a product
-that runs; the rest by a kernel. With a stream of its own the gathering runs ahead: a product's
-stream waits for the panels that it needs, and a panel's memory is filled again only when the
-product that read it is done.
+With a stream of its own the gathering runs ahead: a product's stream waits for the panels that it
+needs, and a panel's memory is filled again only when the product that read it is done. Rows that
+are long enough are then moved by the copy engines, which take no multiprocessor from a product that
+runs; all else by one launch of a kernel.
 """
 
 from __future__ import annotations
@@ -16,24 +16,29 @@ from typing import Any
 from shardmath.cuda.driver import bindings, call
 from shardmath.geometry import Move
 from shardmath.local.gpu import Matrix
-from shardmath.local.gpu.epilog import finish
 from shardmath.operators.lanes import Lane
 from shardmath.redistribution.copies import StridedCopy, lowered
+from shardmath.redistribution.device import Box, BoxCopies
 
-__all__ = ["Gathering"]
+__all__ = ["Gathering", "Places"]
 
 _ROW = 512  # bytes of a row that the copy engines move well
+_MOST = 64  # copies of the engines for one panel: each takes some microseconds to begin
 
 Places = Callable[[int], tuple[int, tuple[int, ...]]]  # by rank: address of (0, 0), byte strides
 
 
 class Gathering:
-    """What one execution gathers. Without `beside`, all of it is on the product's stream."""
+    """What one execution gathers. Without `beside`, all of it is on the product's stream.
 
-    def __init__(self, lane: Lane, stream: int) -> None:
+    `kept` holds the geometry of what has been gathered before, for as long as its plan lives.
+    """
+
+    def __init__(self, lane: Lane, stream: int, kept: dict[Any, Any]) -> None:
         self._lane = lane
         self._stream = stream
         self._side: Any = None
+        self._kept = kept
 
     @contextmanager
     def beside(self, apart: bool) -> Iterator[None]:
@@ -43,13 +48,10 @@ class Gathering:
             self._wait(self._side, self._record("fork", self._stream))
         yield
 
-    def fetch(
-        self, number: int, after: int | None, moves: Sequence[Move], places: Places, panel: Matrix
-    ) -> None:
-        """Fill a packed panel of interval `number`, once interval `after` has left its memory."""
-        if self._side is not None and after is not None:
-            self._wait(self._side, self._lane.event(f"used {after}"))
-        self.copy(moves, places, panel)
+    def leave(self, number: int) -> None:
+        """What is fetched next takes the memory of interval `number`."""
+        if self._side is not None:
+            self._wait(self._side, self._lane.event(f"used {number}"))
 
     def arrive(self, number: int) -> None:
         """The product of interval `number` comes after its panels."""
@@ -61,57 +63,34 @@ class Gathering:
         if self._side is not None:
             self._record(f"used {number}", self._stream)
 
-    def copy(self, moves: Sequence[Move], places: Places, panel: Matrix) -> None:
-        """Perform `moves` into a packed matrix; the source of each is where `places` says."""
+    def copy(self, name: str, moves: Sequence[Move], places: Places, panel: Matrix) -> None:
+        """Perform `moves` into a packed matrix; the source of each is where `places` says.
+
+        A `name` stands for the same moves each time.
+        """
         steps = panel.row_stride * panel.itemsize, panel.column_stride * panel.itemsize
-        for move in moves:
-            if move.elements:
-                address, strides = places(move.src)
-                self._perform(lowered(move, panel.itemsize, strides, steps), address, panel)
-
-    def _perform(self, copy: StridedCopy, source: int, panel: Matrix) -> None:
-        """One copy: its last dimension, or its last two, in one piece."""
+        lying = {move.src: places(move.src) for move in moves if move.elements}
+        strides = tuple((src, strides) for src, (_, strides) in lying.items())
+        key = (name, steps, strides, self._side is None)
+        if key not in self._kept:
+            found = [
+                lowered(move, panel.itemsize, lying[move.src][1], steps)
+                for move in sorted(moves, key=_turn)
+                if move.elements
+            ]
+            by_engines = self._side is not None and _suits_engines(found)
+            self._kept[key] = found if by_engines else self._boxes(found)
+        made = self._kept[key]
         stream = self._stream if self._side is None else self._side
-        by_engine = copy.unit >= _ROW
-        tail = 1 if by_engine else 2
-        if not by_engine:
-            count = copy.unit // panel.itemsize
-            inner = (count,) if count > 1 or not copy.shape else ()
-            step = (panel.itemsize,) * len(inner)
-        else:
-            inner, step = (), ()
-        shape = copy.shape + inner
-        src_strides, dst_strides = copy.src_strides + step, copy.dst_strides + step
-        head = max(0, len(shape) - tail)
-        for index in product(*map(range, shape[:head])):
-            src = source + copy.src_offset
-            dst = panel.address + copy.dst_offset
-            src += sum(i * s for i, s in zip(index, src_strides, strict=False))
-            dst += sum(i * s for i, s in zip(index, dst_strides, strict=False))
-            if by_engine:
-                rows = shape[head] if len(shape) > head else 1
-                pitch = (src_strides[head], dst_strides[head]) if rows > 1 else (copy.unit,) * 2
-                _copy_rows(src, dst, pitch, copy.unit, rows, stream)
-            else:
-                self._kernel(src, dst, shape[head:], src_strides[head:], dst_strides[head:], panel)
+        if isinstance(made, BoxCopies):
+            addresses = [lying.get(rank, (0, ()))[0] for rank in range(max(lying, default=-1) + 1)]
+            made.launch(stream, addresses, [panel.address])
+            return
+        for copy in made:
+            _copy_by_engine(copy, lying[copy.src][0], panel.address, stream)
 
-    def _kernel(
-        self,
-        src: int,
-        dst: int,
-        shape: Sequence[int],
-        src_strides: Sequence[int],
-        dst_strides: Sequence[int],
-        panel: Matrix,
-    ) -> None:
-        stream = self._stream if self._side is None else self._side
-        size = panel.itemsize
-        rows, columns = (*shape, 1)[:2]
-        made = []
-        for at, strides in ((src, src_strides), (dst, dst_strides)):
-            one, two = (step // size for step in (*strides, size, size)[:2])
-            made.append(Matrix(at, rows, columns, one, two, panel.dtype))
-        finish(self._lane.team.device, stream, made[1], made[:1])
+    def _boxes(self, found: Sequence[StridedCopy]) -> BoxCopies:
+        return BoxCopies(self._lane.team.device, [Box.of(copy, 0) for copy in found])
 
     def _record(self, name: str, stream: Any) -> Any:
         event = self._lane.event(name)
@@ -123,21 +102,37 @@ class Gathering:
         call("cuStreamWaitEvent", stream, event, 0)
 
 
-def _copy_rows(
-    src: int, dst: int, pitch: tuple[int, int], width: int, rows: int, stream: Any
-) -> None:
-    """Copy `rows` rows of `width` bytes by a copy engine."""
-    if rows == 1 or pitch == (width, width):
-        call("cuMemcpyDtoDAsync", dst, src, width * rows, stream)
-        return
-    if min(pitch) < width or rows == 0:
-        for row in range(rows):
-            call("cuMemcpyDtoDAsync", dst + row * pitch[1], src + row * pitch[0], width, stream)
-        return
-    driver = bindings()
-    copy = driver.CUDA_MEMCPY2D()
-    copy.srcMemoryType = copy.dstMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
-    copy.srcDevice, copy.dstDevice = src, dst
-    copy.srcPitch, copy.dstPitch = pitch
-    copy.WidthInBytes, copy.Height = width, rows
-    call("cuMemcpy2DAsync", copy, stream)
+def _turn(move: Move) -> tuple[bool, int]:
+    """From the next rank on to this one's own: no two ranks begin with the same."""
+    return move.src <= move.dst, move.src
+
+
+def _suits_engines(found: Sequence[StridedCopy]) -> bool:
+    count = 0
+    for copy in found:
+        pieces = 1
+        for extent in copy.shape[:-1]:
+            pieces *= extent
+        count += pieces
+        pitched = not copy.shape or min(copy.src_strides[-1], copy.dst_strides[-1]) >= copy.unit
+        if copy.unit < _ROW or not pitched:
+            return False
+    return count <= _MOST
+
+
+def _copy_by_engine(copy: StridedCopy, source: int, target: int, stream: Any) -> None:
+    """Rows of the last dimension in one piece, the dimensions before it one by one."""
+    for index in product(*map(range, copy.shape[:-1])):
+        src, dst = source + copy.src_offset, target + copy.dst_offset
+        src += sum(i * s for i, s in zip(index, copy.src_strides, strict=False))
+        dst += sum(i * s for i, s in zip(index, copy.dst_strides, strict=False))
+        if not copy.shape:
+            call("cuMemcpyDtoDAsync", dst, src, copy.unit, stream)
+            continue
+        driver = bindings()
+        rows = driver.CUDA_MEMCPY2D()
+        rows.srcMemoryType = rows.dstMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
+        rows.srcDevice, rows.dstDevice = src, dst
+        rows.srcPitch, rows.dstPitch = copy.src_strides[-1], copy.dst_strides[-1]
+        rows.WidthInBytes, rows.Height = copy.unit, copy.shape[-1]
+        call("cuMemcpy2DAsync", rows, stream)

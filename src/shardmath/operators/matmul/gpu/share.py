@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from shardmath.arrays import dtypes
 from shardmath.operators.matmul import host
@@ -55,6 +56,11 @@ class Share(host.Share):
         itemsize = dtypes.of(self.strategy.problem.dtype).itemsize
         rotate = self.strategy.sums.disjoint()
         return intervals(*self.feeds, itemsize, rotate=rotate)
+
+    @cached_property
+    def kept(self) -> dict[Any, Any]:
+        """What executions of this share keep for the next: geometry that is on the device."""
+        return {}
 
     @property
     def multiplies(self) -> bool:
