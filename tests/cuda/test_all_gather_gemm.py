@@ -28,12 +28,14 @@ class Case:
             self._pitch(orders[0], (self.rows[context.rank], depth)),
             self._pitch(orders[1], (depth, self.columns)),
         ]
+        self.order = layout.get("out", "C")
         self.problem = GatheredProduct(
             tuple(self.rows),
             self.columns,
             depth,
             self.dtype,
             *(Factor(order, pitch) for order, pitch in zip(orders, pitches, strict=True)),
+            self.order,
         )
 
     def _pitch(self, order, shape):
@@ -66,15 +68,22 @@ class Case:
         return a_memory, b_memory, whole @ b.double(), scale
 
     def result(self):
-        """Room for it; sentinels lie at the end of each row."""
-        torch, height = self.torch, sum(self.rows)
-        shape = (height + 1, self.columns + self.wide)
-        out = torch.full(shape, SENTINEL, device="cuda", dtype=getattr(torch, self.dtype))
-        return out
+        """Room for it, as rows or as columns; sentinels lie behind each, and at the end."""
+        torch, lines = self.torch, (sum(self.rows), self.columns)
+        lines = lines if self.order == "C" else lines[::-1]
+        shape = (lines[0] + 1, lines[1] + self.wide)
+        return torch.full(shape, SENTINEL, device="cuda", dtype=getattr(torch, self.dtype))
 
     def wrong(self, out, wanted, scale):
         """What is wrong, in words, or ""."""
         torch, height = self.torch, sum(self.rows)
+        if self.order == "F":
+            wide = self.wide
+            beyond, out = out[-1:], out[:-1].T
+            beyond = torch.cat([beyond.flatten(), out[height:].flatten()])
+            if not (beyond == SENTINEL).all():
+                return f"written beyond the result: {self.problem} {wide}"
+            out = torch.cat([out[:height], torch.full_like(out[:1], SENTINEL)])
         if not (out[height:] == SENTINEL).all() or not (out[:, self.columns :] == SENTINEL).all():
             return f"written beyond the result: {self.problem}"
         found = out[:height, : self.columns].double()
@@ -127,6 +136,9 @@ CASES = {
     "no depth": ([100], [64], 0, {}),
     "odd everything": ([77, 13], [101], 83, {"wide": 3}),
     "odd, transposed": ([77, 13], [101], 83, {"wide": 2, "a": "F", "b": "C", "pad": 16}),
+    "result by columns": ([256, 128], [384], 512, {"out": "F"}),
+    "all by columns": ([200, 96, 0], [200], 320, {"a": "F", "out": "F", "wide": 8}),
+    "result by odd columns": ([77, 13], [101], 83, {"out": "F", "wide": 3}),
     "deep": ([128], [128], 5000, {"b": "C", "pad": 8}),
     "long": ([1536], [1000], 264, {}),
 }

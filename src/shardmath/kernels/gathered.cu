@@ -1,8 +1,8 @@
 // A product of gathered rows: C = A B, where A's rows come from all ranks and tiles wait for the rows they need.
 //
 // Compiled for sm_90a with ELEMENT (Float16, Bfloat16), A_ALONG_K and B_ALONG_K (1 where the operand's contiguous
-// axis is k), WIDTH of a tile, CLUSTER (1 or 2 blocks that share the columns of B that they load), STAGES, and
-// BOXES (0 where the rows of C are not aligned to 16 bytes). One block on a multiprocessor walks over tiles of
+// axis is k), C_ALONG_N (0 where C's columns are contiguous), WIDTH of a tile, CLUSTER (1 or 2 blocks that share
+// the columns of B that they load), STAGES, and BOXES (0 where C is not aligned to 16 bytes). One block on a multiprocessor walks over tiles of
 // 128 x WIDTH, the parts of A in the order in which they come:
 //
 //     warp 0: waits for the part, loads boxes of A and B  ->  8 warps: multiply, round, store
@@ -13,7 +13,7 @@
 
 using namespace shardmath;
 
-constexpr bool kAAlongK = A_ALONG_K, kBAlongK = B_ALONG_K;
+constexpr bool kAAlongK = A_ALONG_K, kBAlongK = B_ALONG_K, kAlongN = C_ALONG_N;
 constexpr u32 kWidth = WIDTH, kStages = STAGES, kCluster = CLUSTER;
 constexpr u32 kRows = 128, kDepth = 64;
 constexpr u32 kBox = 64 * 128;  // bytes of 64 x 64 elements
@@ -39,7 +39,7 @@ struct GatheredArgument {
     Words* own;
     Words* left;      // of the rank that writes into this one's memory, or null
     char* out;        // C
-    u64 pitch;        // bytes
+    u64 pitch;        // bytes from one row, or column, to the next
     u32 parts, units, steps, columns;
     Rows rows[kRanks];
     u32 start[kRanks];  // in C
@@ -85,6 +85,12 @@ __device__ inline void load_box_for_all(u32 to, const TensorMap* from, u32 x, u3
 __device__ inline void store_box(const TensorMap* to, u32 x, u32 y, u32 from) {
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(to), "r"(x),
                  "r"(y), "r"(from)
+                 : "memory");
+}
+// As store_matrices does, transposed.
+__device__ inline void store_transposed(u32 to, u32 a, u32 b, u32 c, u32 d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b),
+                 "r"(c), "r"(d)
                  : "memory");
 }
 __device__ inline void stores_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
@@ -166,7 +172,7 @@ __device__ inline void release(const Shared& s, u32 stage) {
 
 __device__ inline void store_tile(const GatheredArgument& a, const Shared& s, const Tile& tile, u32 group,
                                   const float (&d)[kWidth / 2]) {
-    const u32 lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16, right = lane / 16;
+    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     const bool issues = threadIdx.x % kMultipliers == 0;
     const bool has_rows = tile.row + 64 * group < a.rows[tile.part].rows;
 #pragma unroll
@@ -177,31 +183,39 @@ __device__ inline void store_tile(const GatheredArgument& a, const Shared& s, co
 #pragma unroll
         for (u32 j = 0; j < kOut / 8; j += 2) {  // pairs of 8 columns
             const float* v = d + kOut / 2 * i + 4 * j;
-            const u32 place = (j + right) ^ (row >> 1 & 3);
-            store_matrices(to + row * kOut * 2 + place * 16, ELEMENT::pack(v[0], v[1]), ELEMENT::pack(v[2], v[3]),
-                           ELEMENT::pack(v[4], v[5]), ELEMENT::pack(v[6], v[7]));
+            const u32 p0 = ELEMENT::pack(v[0], v[1]), p1 = ELEMENT::pack(v[2], v[3]);
+            const u32 p2 = ELEMENT::pack(v[4], v[5]), p3 = ELEMENT::pack(v[6], v[7]);
+            if (kAlongN) {  // rows of 64 bytes, of which 16-byte piece p of row r lies in place p ^ r / 2 % 4
+                const u32 row = warp * 16 + lane % 16, piece = j + lane / 16;
+                store_matrices(to + row * 64 + (piece ^ (row >> 1 & 3)) * 16, p0, p1, p2, p3);
+            } else {  // columns of 128 bytes, of which piece p of column c lies in place p ^ c % 8
+                const u32 column = j * 8 + lane / 16 * 8 + lane % 8, piece = warp * 2 + lane / 8 % 2;
+                store_transposed(to + column * 128 + (piece ^ (column & 7)) * 16, p0, p1, p2, p3);
+            }
         }
         fence_async_shared();
         group_barrier(group);
         if (issues) {
-            const u32 column = tile.column + kOut * i;
-            if (has_rows && column < a.columns) store_box(&a.c[tile.part], column, tile.row + 64 * group, to);
+            const u32 column = tile.column + kOut * i, row = tile.row + 64 * group;
+            if (has_rows && column < a.columns)
+                store_box(&a.c[tile.part], kAlongN ? column : row, kAlongN ? row : column, to);
             stores_commit();
         }
     }
 }
 
-// Rows that boxes cannot be stored to, because they are not aligned.
+// For a C that boxes cannot be stored to, because it is not aligned.
 __device__ inline void store_elements(const GatheredArgument& a, const Tile& tile, u32 group,
                                       const float (&d)[kWidth / 2]) {
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     const u32 row = tile.row + 64 * group + 16 * warp + lane / 4, rows = a.rows[tile.part].rows;
-    char* const out = a.out + a.start[tile.part] * a.pitch;
+    const u64 down = kAlongN ? a.pitch : 2, across = kAlongN ? 2 : a.pitch;
+    char* const out = a.out + a.start[tile.part] * down;
 #pragma unroll
     for (u32 i = 0; i < kWidth / 2; ++i) {
         const u32 column = tile.column + i / 4 * 8 + lane % 4 * 2 + i % 2, at = row + (i & 2) * 4;
         if (at < rows && column < a.columns)
-            *(unsigned short*)(out + at * a.pitch + column * 2) = (unsigned short)ELEMENT::pack(d[i], 0);
+            *(unsigned short*)(out + at * down + column * across) = (unsigned short)ELEMENT::pack(d[i], 0);
     }
 }
 

@@ -107,17 +107,20 @@ class AllGatherGemm:
         """Put the product on `stream`; this rank's rows of A, its columns of B and the result lie
         at these addresses.
 
-        `pitch` is how many elements the rows of the result are apart; None is `columns`. Never
-        waits on the host, and can be captured in a CUDA graph. Collective, in stream order.
+        `pitch` is how many elements the result's rows (columns, in the order "F") are apart; None
+        is as few as can be. Never waits on the host, and can be captured in a CUDA graph.
+        Collective, in stream order.
         """
         self._require_usable()
         problem = self.problem
+        if pitch is None:
+            pitch = problem.columns if problem.out == "C" else problem.height
         if self.team.size > 1 and problem.height:
             with self._beside(stream):
                 self._pass_on(a)
-                self._multiply(a, b, result, problem.columns if pitch is None else pitch, stream)
+                self._multiply(a, b, result, pitch, stream)
         else:
-            self._multiply(a, b, result, problem.columns if pitch is None else pitch, stream)
+            self._multiply(a, b, result, pitch, stream)
 
     def free(self) -> None:
         """Wait for this rank's kernels, and mark the memory: it is used again after all ranks have.
@@ -211,12 +214,13 @@ class AllGatherGemm:
             if self.team.size > 1 and problem.height:
                 self._say_read(stream)
             return
-        boxes = result % ALIGNMENT == 0 and 2 * pitch % ALIGNMENT == 0
+        boxes = self._boxes(result, pitch)
         b_along_k = problem.b.order == "F"
         defines = (
             f"ELEMENT={problem.dtype.capitalize()}",
             f"A_ALONG_K={problem.a.order == 'C':d}",
             f"B_ALONG_K={b_along_k:d}",
+            f"C_ALONG_N={problem.out == 'C':d}",
             f"WIDTH={tiling.width}",
             f"CLUSTER={tiling.cluster}",
             f"STAGES={tiling.stages}",
@@ -228,7 +232,7 @@ class AllGatherGemm:
         if key not in self._arguments:
             if len(self._arguments) >= _MOST_ARGUMENTS:
                 self._arguments.clear()
-            self._arguments[key] = Argument(self._packed(*key, boxes=boxes))
+            self._arguments[key] = Argument(self._packed(*key))
         kernel.launch(stream, tiling.blocks, _THREADS, self._arguments[key])
 
     def _say_read(self, stream: int) -> None:
@@ -238,59 +242,66 @@ class AllGatherGemm:
         argument = Argument(self.team.packed() + words)
         self.team.kernel("ring", "nothing_to_read").launch(stream, 1, 1, argument)
 
-    def _packed(self, a: int, b: int, result: int, pitch: int, *, boxes: bool) -> bytes:
+    def _boxes(self, result: int, pitch: int) -> bool:
+        """Whether the part of the result that each rank's rows make can be stored in boxes."""
+        problem, unit = self.problem, ALIGNMENT // 2
+        starts = [0] if problem.out == "C" else [problem.starts[s] for s in problem.arrivals(0)]
+        return result % ALIGNMENT == 0 and pitch % unit == 0 and not any(s % unit for s in starts)
+
+    def _packed(self, a: int, b: int, result: int, pitch: int) -> bytes:
         """The struct `GatheredArgument`."""
         problem, tiling, rank, size = self.problem, self.tiling, self.team.rank, self.team.size
         _require_aligned("A", a if problem.rows[rank] else 0)
         _require_aligned("B", b)
         arrivals = problem.arrivals(rank)
-        maps = [self._rows_map(src, a) for src in arrivals]
-        maps += [bytes(NBYTES)] * (size - len(arrivals))
-        for src in arrivals:
-            at, rows = result + 2 * problem.starts[src] * pitch, problem.rows[src]
-            column_map = (at, problem.dtype, problem.columns, rows, pitch, 64, 32)
-            maps.append(tensor_map(*column_map) if boxes else bytes(NBYTES))
-        maps += [bytes(NBYTES)] * (size - len(arrivals))
-        share = tiling.cluster
-        along_k = problem.b.order == "F"
-        maps.append(
-            self._map(
-                b,
-                (problem.depth, problem.columns),
-                problem.b.pitch,
-                along_k,
-                (tiling.width if along_k else DEPTH) // share,
-            )
-        )
+        absent = size - len(arrivals)
+        maps = [self._map_of_rows(src, a) for src in arrivals] + [bytes(NBYTES)] * absent
+        maps += [self._map_of_result(src, result, pitch) for src in arrivals]
+        maps += [bytes(NBYTES)] * absent
+        maps.append(self._map_of_b(b))
         parts, units = [], 0
         for src in arrivals:
             heights = tiling.heights(problem.rows[src])
             parts += [units, heights, problem.rows[src], src]
             units += heights * tiling.across(problem.columns)
-        parts += [0] * (4 * size - len(parts))
         starts = [problem.starts[src] for src in arrivals]
-        starts += [0] * (size - len(starts))
         left = self._bases[(rank - 1) % size] if size > 1 else 0
-        steps = -(-problem.depth // DEPTH)
-        counts = (len(arrivals), units, steps, problem.columns)
+        counts = (len(arrivals), units, -(-problem.depth // DEPTH), problem.columns)
         packed = b"".join(maps) + self.team.packed()
         packed += struct.pack("QQQQ4I", self._bases[rank], left, result, 2 * pitch, *counts)
-        packed += struct.pack(f"{5 * size}I", *parts, *starts)
+        packed += struct.pack(f"{4 * size}I", *parts, *[0] * 4 * absent)
+        packed += struct.pack(f"{size}I", *starts, *[0] * absent)
         return packed + bytes(-len(packed) % 64)
 
-    def _rows_map(self, src: int, a: int) -> bytes:
+    def _map_of_rows(self, src: int, a: int) -> bytes:
+        """The rows of `src`: this rank's own lie where the caller has them."""
         problem, rank = self.problem, self.team.rank
-        own = src == rank
-        at = a if own else self._gathered(rank, src)
-        pitch = problem.a.pitch if own else problem.pitch(src)
-        along_k = problem.a.order == "C"
-        shape = (problem.depth, problem.rows[src])
-        return self._map(at, shape, pitch, along_k, TILE_ROWS if along_k else DEPTH)
+        at = a if src == rank else self._gathered(rank, src)
+        pitch = problem.a.pitch if src == rank else problem.pitch(src)
+        if problem.a.order == "C":
+            shape, box = (problem.depth, problem.rows[src]), TILE_ROWS
+        else:
+            shape, box = (problem.rows[src], problem.depth), DEPTH
+        return tensor_map(at, problem.dtype, *shape, pitch, box)
 
-    def _map(self, at: int, shape: tuple[int, int], pitch: int, along_k: bool, box: int) -> bytes:
-        """Of (k, the other axis); `along_k` says which is contiguous."""
-        width, height = shape if along_k else shape[::-1]
-        return tensor_map(at, self.problem.dtype, width, height, pitch, box)
+    def _map_of_b(self, b: int) -> bytes:
+        """A block loads one of `cluster` shares of a tile's columns."""
+        problem, tiling = self.problem, self.tiling
+        if problem.b.order == "C":
+            shape, box = (problem.columns, problem.depth), DEPTH
+        else:
+            shape, box = (problem.depth, problem.columns), tiling.width
+        return tensor_map(b, problem.dtype, *shape, problem.b.pitch, box // tiling.cluster)
+
+    def _map_of_result(self, src: int, result: int, pitch: int) -> bytes:
+        """What the rows of `src` make of it."""
+        problem, start, rows = self.problem, self.problem.starts[src], self.problem.rows[src]
+        if not self._boxes(result, pitch):
+            return bytes(NBYTES)
+        if problem.out == "C":
+            at = result + 2 * start * pitch
+            return tensor_map(at, problem.dtype, problem.columns, rows, pitch, 64, 32)
+        return tensor_map(result + 2 * start, problem.dtype, rows, problem.columns, pitch, 32, 64)
 
 
 def _words(size: int) -> int:

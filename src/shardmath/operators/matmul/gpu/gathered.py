@@ -43,7 +43,8 @@ class GatheredProduct:
     """What one rank multiplies: (sum(rows) x depth) by (depth x columns), elements of `dtype`.
 
     `rows`, of A on each rank, `depth`, `dtype` and the order of A are the same on all ranks;
-    `columns`, those of this rank, and the pitches and the layout of B may differ.
+    `columns`, those of this rank, the pitches, the layout of B and `out`, the order of the result,
+    may differ.
     """
 
     rows: tuple[int, ...]
@@ -52,6 +53,7 @@ class GatheredProduct:
     dtype: str
     a: Factor
     b: Factor
+    out: str = "C"
 
     @property
     def height(self) -> int:
