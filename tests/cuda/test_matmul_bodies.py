@@ -280,6 +280,74 @@ def test_many_intervals(gpus, size, kind, dtype, order):
     assert gpus.run(large, dtype, kind, order, ranks=size) == [[]] * size
 
 
+def arriving(context, dtype, order, shape, block):
+    """Products whose factors come while they run: errors, and what has been run so."""
+    import torch
+
+    from arrangements import part_of
+    from shardmath.distribution import BlockCyclic, ProcessGrid
+    from shardmath.linalg.advanced import matmul
+    from shardmath.operators.matmul.gpu import arriving as module
+
+    torch.cuda.set_device(context.device_id)
+    size, rank = context.size, context.rank
+    rows = 2 if size % 2 == 0 else 1
+    grid = ProcessGrid(shape=(rows, size // rows), layout=ProcessGrid.Layout.COL_MAJOR)
+    blocks = BlockCyclic(grid, (block, block))
+    m, n, k = shape
+    generator = torch.Generator("cuda").manual_seed(5)
+    kind = getattr(torch, dtype)
+    a = torch.randn(m, k, device="cuda", generator=generator).to(kind)
+    b = torch.randn(k, n, device="cuda", generator=generator).to(kind)
+    want = a.double() @ b.double()
+
+    def mine(x):
+        index = np.arange(x.numel()).reshape(x.shape)
+        chosen = torch.from_numpy(np.array(part_of(index, blocks, rank, size))).cuda()
+        part = x.reshape(-1)[chosen.reshape(-1)].reshape(chosen.shape)
+        return part.t().contiguous().t() if order == "F" else part.contiguous()
+
+    ran = []
+    original = module.Arriving.run
+
+    def counted(self, places):
+        ran.append(original(self, places))
+        return ran[-1]
+
+    x, y, wrong = mine(a), mine(b), []
+    with (
+        context,
+        patch.multiple(module, _LEAST_FLOPS=0.0, _LEAST_WIDTH=1),
+        patch.object(module.Arriving, "run", counted),
+    ):
+        for turn in range(3):
+            if turn:
+                x.mul_(2)
+            d = matmul(x, y, distributions=[blocks] * 3, options={"strategy": "stationary c"})
+            context.team.synchronize(torch.cuda.current_stream().cuda_stream)
+            error = (d.double() - 2**turn * mine(want)).abs().max().item() if d.numel() else 0.0
+            unit = {"bfloat16": 2.0**-8, "float16": 2.0**-11}[dtype]
+            if not error <= 6 * unit * 2**turn * k**0.5:
+                wrong.append((turn, error))
+    return [wrong, ran]
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize(
+    ("dtype", "shape", "block"),
+    [
+        ("bfloat16", (2048, 2048, 2048), 256),
+        ("float16", (1500, 2300, 3000), 256),
+        ("bfloat16", (4096, 3072, 5000), 512),
+    ],
+)
+def test_products_on_arrival(gpus, size, dtype, shape, block, order):
+    found = gpus.run(arriving, dtype, order, shape, block, ranks=size)
+    assert [wrong for wrong, _ in found] == [[]] * size
+    if size > 1:
+        assert all(ran == [True] * 3 for _, ran in found), found
+
+
 def graphs(context, library):
     """A captured `execute` replays on new contents; two operators on two streams at once."""
     from shardmath.distribution import Slab

@@ -20,6 +20,7 @@ from shardmath.local.gpu.blaslt import WORKSPACE
 from shardmath.local.gpu.epilog import copy, finish
 from shardmath.local.gpu.gemm import fits, multiply, takes_result
 from shardmath.operators.lanes import Lane
+from shardmath.operators.matmul.gpu.arriving import Arriving
 from shardmath.operators.matmul.gpu.ending import AFTERWARDS, SHOWN, Ending
 from shardmath.operators.matmul.gpu.feeding import Feed, Interval
 from shardmath.operators.matmul.gpu.gathering import Gathering
@@ -51,7 +52,15 @@ class Execution:
         self.order = "F" if self.out.by_columns else "C"
         self.shown = Showcase(context, lane, SHOWN)
         self.ending = Ending(context, share, operands, lane, self.shown)
+        self._arriving = self._on_arrival()
         self._copies: list[tuple[Matrix, Matrix]] = []  # (to, from): operands that peers read
+
+    def _on_arrival(self) -> Arriving | None:
+        """How to multiply while factors come, None where the kernel for that does not suit."""
+        if not self.share.multiplies:
+            return None
+        made = Arriving(self.share, self.operands, self.lane, self.out)
+        return None if made.misfit else made
 
     # -- prepare -----------------------------------------------------------------------------------
 
@@ -76,6 +85,8 @@ class Execution:
 
     def _prepare_product(self) -> None:
         """Memory for panels, for factors that BLAS cannot take as they lie, and for the product."""
+        if self._arriving is not None:
+            self._arriving.prepare()
         target, (_, room) = self._target(), self.share.schedule
         self.lane.buffer("blas", WORKSPACE)
         if not self._shares_sums and target.address != self.out.address:
@@ -152,6 +163,8 @@ class Execution:
                 sums = self.shown.own("sums")
                 finish(self.device, self.stream, sums, [])  # zeros
             return []
+        if self._arriving is not None and self._arriving.run(self._source):
+            return None
         target = self._target()
         for number, (a, b) in enumerate(self._factors(target)):
             self._product(a, b, target, number)

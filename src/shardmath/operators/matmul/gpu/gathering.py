@@ -10,20 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import product
 from typing import Any
 
-from shardmath.cuda.driver import bindings, call
+from shardmath.cuda.driver import call
 from shardmath.geometry import Move
 from shardmath.local.gpu import Matrix
 from shardmath.operators.lanes import Lane
+from shardmath.operators.matmul.gpu.engines import engine_copies
 from shardmath.redistribution.copies import StridedCopy, lowered
 from shardmath.redistribution.device import Box, BoxCopies
 
 __all__ = ["Gathering", "Places"]
-
-_ROW = 512  # bytes of a row that the copy engines move well
-_MOST = 64  # copies of the engines for one panel: each takes some microseconds to begin
 
 Places = Callable[[int], tuple[int, tuple[int, ...]]]  # by rank: address of (0, 0), byte strides
 
@@ -78,16 +75,15 @@ class Gathering:
                 for move in sorted(moves, key=_turn)
                 if move.elements
             ]
-            by_engines = self._side is not None and _suits_engines(found)
-            self._kept[key] = found if by_engines else self._boxes(found)
+            by_engines = None if self._side is None else engine_copies(found)
+            self._kept[key] = by_engines or self._boxes(found)
         made = self._kept[key]
         stream = self._stream if self._side is None else self._side
+        addresses = [lying.get(rank, (0, ()))[0] for rank in range(max(lying, default=-1) + 1)]
         if isinstance(made, BoxCopies):
-            addresses = [lying.get(rank, (0, ()))[0] for rank in range(max(lying, default=-1) + 1)]
             made.launch(stream, addresses, [panel.address])
-            return
-        for copy in made:
-            _copy_by_engine(copy, lying[copy.src][0], panel.address, stream)
+        else:
+            made.launch(stream, addresses, panel.address)
 
     def _boxes(self, found: Sequence[StridedCopy]) -> BoxCopies:
         return BoxCopies(self._lane.team.device, [Box.of(copy, 0) for copy in found])
@@ -105,34 +101,3 @@ class Gathering:
 def _turn(move: Move) -> tuple[bool, int]:
     """From the next rank on to this one's own: no two ranks begin with the same."""
     return move.src <= move.dst, move.src
-
-
-def _suits_engines(found: Sequence[StridedCopy]) -> bool:
-    count = 0
-    for copy in found:
-        pieces = 1
-        for extent in copy.shape[:-1]:
-            pieces *= extent
-        count += pieces
-        pitched = not copy.shape or min(copy.src_strides[-1], copy.dst_strides[-1]) >= copy.unit
-        if copy.unit < _ROW or not pitched:
-            return False
-    return count <= _MOST
-
-
-def _copy_by_engine(copy: StridedCopy, source: int, target: int, stream: Any) -> None:
-    """Rows of the last dimension in one piece, the dimensions before it one by one."""
-    for index in product(*map(range, copy.shape[:-1])):
-        src, dst = source + copy.src_offset, target + copy.dst_offset
-        src += sum(i * s for i, s in zip(index, copy.src_strides, strict=False))
-        dst += sum(i * s for i, s in zip(index, copy.dst_strides, strict=False))
-        if not copy.shape:
-            call("cuMemcpyDtoDAsync", dst, src, copy.unit, stream)
-            continue
-        driver = bindings()
-        rows = driver.CUDA_MEMCPY2D()
-        rows.srcMemoryType = rows.dstMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
-        rows.srcDevice, rows.dstDevice = src, dst
-        rows.srcPitch, rows.dstPitch = copy.src_strides[-1], copy.dst_strides[-1]
-        rows.WidthInBytes, rows.Height = copy.unit, copy.shape[-1]
-        call("cuMemcpy2DAsync", rows, stream)
