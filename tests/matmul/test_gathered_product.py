@@ -63,7 +63,7 @@ def test_misfit(problem, device, words):
     ("rows", "columns", "width", "blocks"),
     [
         ([1024] * 8, 3584, 224, 128),  # one turn of 128 tiles for the rows of each rank
-        ([512] * 8, 6144, 192, 128),
+        ([512] * 8, 6144, 256, 128),
         ([1] * 8, 8, 128, 8),
     ],
 )
