@@ -297,8 +297,8 @@ class AllGatherGemm:
         starts = [problem.starts[src] for src in arrivals]
         neighbour = (rank - 1) % size
         left = self._bases[neighbour] if size > 1 else 0
-        counts = (len(arrivals), units, -(-problem.depth // DEPTH), problem.columns)
-        counts = (*counts, neighbour, self._chunk_of(neighbour))
+        counts = [len(arrivals), units, -(-problem.depth // DEPTH), problem.columns]
+        counts += [neighbour, self._chunk_of(neighbour)]
         packed = b"".join(maps) + self.team.packed()
         packed += struct.pack("QQQQ6I", self._bases[rank], left, result, 2 * pitch, *counts)
         packed += struct.pack(f"{4 * size}I", *parts, *[0] * 4 * absent)
