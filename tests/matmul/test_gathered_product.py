@@ -11,6 +11,7 @@ from shardmath.operators.matmul.gpu.gathered import (
     GatheredProduct,
     Tiling,
     choose_tiling,
+    fuses,
     predicted,
 )
 
@@ -89,3 +90,14 @@ def test_prediction_waits_for_rows():
     together = predicted(product([1024] * 8), 0, tiling)
     assert alone < together < 1.1 * alone
     assert predicted(product([0] * 8), 0, tiling) == 0
+
+
+@pytest.mark.parametrize(
+    ("height", "fused"), [(128, False), (512, False), (1024, False), (2048, True), (8192, True)]
+)
+def test_few_rows_are_gathered_first(height, fused):
+    assert fuses(product([height // 8] * 8)) is fused
+
+
+def test_one_rank_has_nothing_to_gather():
+    assert not fuses(product([8192]))

@@ -110,6 +110,10 @@ __device__ inline void group_barrier(u32 group) {
 __device__ inline void lag_barrier_arrive() { asm volatile("bar.arrive 3, 256;" ::: "memory"); }
 __device__ inline void lag_barrier_wait() { asm volatile("bar.sync 3, 256;" ::: "memory"); }
 
+__device__ inline void prefetch(const TensorMap* map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
 // -- the walk ------------------------------------------------------------------------------------------
 
 // Columns come one after another, in bands of kBand units: what is in flight at once needs little of A and B.
@@ -294,6 +298,8 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     s.full = shared_address(bars);
     s.empty = s.full + 8 * kStages;
     const u32 block = rank_in_cluster();
+    if (a.steps && threadIdx.x - 32 < a.parts) prefetch(&a.a[threadIdx.x - 32]);
+    if (a.steps && threadIdx.x == 32) prefetch(&a.b);
     if (threadIdx.x == 0) {
         for (u32 i = 0; i < kStages; ++i) bar_init(s.full + 8 * i, 1), bar_init(s.empty + 8 * i, 8 * kCluster);
         bars_visible();

@@ -173,9 +173,20 @@ def predicted(problem: GatheredProduct, rank: int, tiling: Tiling) -> float:
     return max(free)
 
 
-def fuses(problem: GatheredProduct) -> bool:
-    """Whether to multiply while rows arrive; else gather first, and multiply then."""
-    return problem.height >= _LEAST_HEIGHT * len(problem.rows)
+def fuses(problem: GatheredProduct, processors: int = 132) -> bool:
+    """Whether to multiply while rows arrive; else gather first, and multiply then.
+
+    To be asked of the same problem on all ranks: that of the rank with most columns. A ring takes a
+    step for each rank before the last rows have come, and a product of few rows has too few tiles
+    for the GPU, which cuBLAS cuts along k: then one gather and cuBLAS are done first.
+    """
+    size = len(problem.rows)
+    if size == 1:
+        return False
+    tiling = choose_tiling(problem, 0, processors)
+    sent = 2.0 * max(problem.rows) * problem.depth * (size - 1)
+    alone = problem.flops / (_FLOPS * processors) + _PER_TILE
+    return predicted(problem, 0, tiling) < _GATHER + sent / _GATHER_BANDWIDTH + alone
 
 
 # Measured on 8 H200.
@@ -184,7 +195,8 @@ _PER_TILE = 1.5e-6  # seconds
 _BANDWIDTH = 370e9  # of a copy engine, bytes per second
 _PER_STEP = 6e-6  # of the ring: a copy engine and a kernel follow each other
 _EFFICIENCY = {256: 1.0, 224: 0.99, 192: 0.92, 160: 0.88, 128: 0.87}
-_LEAST_HEIGHT = 256  # rows of a rank
+_GATHER = 10e-6  # seconds: two barriers, and a kernel that pushes
+_GATHER_BANDWIDTH = 320e9
 
 
 def _stages(width: int) -> int:
