@@ -154,9 +154,17 @@ def test_agrees_with_float64(gpus, size, name):
 @pytest.mark.parametrize("b", ["C", "F"])
 def test_every_tiling(gpus, width, cluster, b):
     size = min(2, gpus.size)
-    tiling = (width, cluster, 4, 6)
+    tiling = (width, cluster, 4, 6, width // 32 % 4, 1)
     found = gpus.run(check, [390, 260], [700], 520, {"b": b}, tiling, ranks=size)
     assert found == [[]] * size
+
+
+@pytest.mark.parametrize("layout", [{}, {"a": "F", "pad": 8}])
+@pytest.mark.parametrize("depth", [0, 64, 136, 257, 1000])
+@pytest.mark.parametrize("rows", [[200], [0, 300], [130, 0, 0, 260]])
+def test_first_rows_in_chunks(gpus, size, rows, depth, layout):
+    tiling = (128, 2, 4, 6, 2, 4)
+    assert gpus.run(check, rows, [264], depth, layout, tiling, ranks=size) == [[]] * size
 
 
 def check_graph(context, replays):
@@ -198,12 +206,12 @@ def test_graphs(gpus, size):
     assert gpus.run(check_graph, 6, ranks=size) == [[]] * size
 
 
-def check_two_plans(context, rounds):
+def check_two_plans(context, rounds, rows, columns):
     """Two plans on two streams, launched in turn; both take operands from their own stream."""
     import torch
 
     torch.cuda.set_device(context.device_id)
-    cases = [Case(context, [260], [512], 256), Case(context, [100, 40], [136], 512, b="C")]
+    cases = [Case(context, rows, columns, 256), Case(context, rows, columns[::-1], 512, b="C")]
     plans = [AllGatherGemm.together(context, case.problem) for case in cases]
     streams = [torch.cuda.Stream() for _ in cases]
     jobs = []
@@ -224,8 +232,13 @@ def check_two_plans(context, rounds):
     ]
 
 
-def test_two_plans_on_two_streams(gpus, size):
-    assert gpus.run(check_two_plans, 5, ranks=size) == [[]] * size
+@pytest.mark.parametrize(
+    ("rounds", "rows", "columns"),
+    [(5, [260, 100], [512, 136]), (20, [1024, 800], [3584])],  # the second fill the GPU
+)
+def test_two_plans_on_two_streams(gpus, size, rounds, rows, columns):
+    found = gpus.run(check_two_plans, rounds, rows, columns, ranks=size)
+    assert found == [[]] * size
 
 
 def check_absent(context):

@@ -11,6 +11,7 @@ from shardmath.operators.matmul.gpu.gathered import (
     GatheredProduct,
     Tiling,
     choose_tiling,
+    fuses,
     predicted,
 )
 
@@ -63,7 +64,7 @@ def test_misfit(problem, device, words):
     ("rows", "columns", "width", "blocks"),
     [
         ([1024] * 8, 3584, 224, 128),  # one turn of 128 tiles for the rows of each rank
-        ([512] * 8, 6144, 192, 128),
+        ([512] * 8, 6144, 256, 128),
         ([1] * 8, 8, 128, 8),
     ],
 )
@@ -89,3 +90,14 @@ def test_prediction_waits_for_rows():
     together = predicted(product([1024] * 8), 0, tiling)
     assert alone < together < 1.1 * alone
     assert predicted(product([0] * 8), 0, tiling) == 0
+
+
+@pytest.mark.parametrize(
+    ("height", "fused"), [(128, False), (512, False), (1024, False), (2048, True), (8192, True)]
+)
+def test_few_rows_are_gathered_first(height, fused):
+    assert fuses(product([height // 8] * 8)) is fused
+
+
+def test_one_rank_has_nothing_to_gather():
+    assert not fuses(product([8192]))

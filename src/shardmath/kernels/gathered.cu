@@ -2,10 +2,13 @@
 //
 // Compiled for sm_90a with ELEMENT (Float16, Bfloat16), A_ALONG_K and B_ALONG_K (1 where the operand's contiguous
 // axis is k), C_ALONG_N (0 where C's columns are contiguous), WIDTH of a tile, CLUSTER (1 or 2 blocks that share
-// the columns of B that they load), STAGES, and BOXES (0 where C is not aligned to 16 bytes). One block on a multiprocessor walks over tiles of
+// the columns of B that they load), STAGES, LAG, and BOXES (0 where C is not aligned to 16 bytes). One block on a multiprocessor walks over tiles of
 // 128 x WIDTH, the parts of A in the order in which they come:
 //
 //     warp 0: waits for the part, loads boxes of A and B  ->  8 warps: multiply, round, store
+//
+// Four warps multiply the upper 64 rows of a tile, LAG steps ahead of the four that multiply the lower ones: while
+// the ones store, the others have the multiplying units to themselves.
 //
 // A part's maps end with its rows, so a tile at its end reads zeros beyond them, and writes nothing there.
 #include "shards.cuh"
@@ -23,6 +26,7 @@ constexpr u32 kBBytes = kBAlongK ? kWidth * 128 : kSlabs * kBox;
 constexpr u32 kThreads = 384, kMultipliers = 128;  // each group of four warps multiplies 64 rows
 constexpr u32 kOut = 32;                           // columns that are stored at once
 constexpr u32 kOutBytes = 64 * kOut * 2;
+constexpr u32 kLag = LAG;
 constexpr u32 kBand = 16 / kCluster;  // tiles above each other that are computed at about the same time
 
 struct Rows {  // of one rank
@@ -41,6 +45,8 @@ struct GatheredArgument {
     char* out;        // C
     u64 pitch;        // bytes from one row, or column, to the next
     u32 parts, units, steps, columns;
+    u32 neighbour;    // on the left: its rows come in chunks of k
+    u32 chunk;        // steps
     Rows rows[kRanks];
     u32 start[kRanks];  // in C
 };
@@ -101,6 +107,13 @@ __device__ inline void group_barrier(u32 group) {
     asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(kMultipliers) : "memory");
 }
 
+__device__ inline void lag_barrier_arrive() { asm volatile("bar.arrive 3, 256;" ::: "memory"); }
+__device__ inline void lag_barrier_wait() { asm volatile("bar.sync 3, 256;" ::: "memory"); }
+
+__device__ inline void prefetch(const TensorMap* map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
 // -- the walk ------------------------------------------------------------------------------------------
 
 // Columns come one after another, in bands of kBand units: what is in flight at once needs little of A and B.
@@ -144,13 +157,20 @@ __device__ inline void load_tiles(const GatheredArgument& a, const Shared& s, u3
     u32 number = 0, known = 0;  // parts that are here
     for (u32 unit = blockIdx.x / kCluster; unit < a.units; unit += gridDim.x / kCluster) {
         const Tile tile = locate(a, unit, block);
-        if (tile.part >= known) {
-            const u32 src = a.rows[tile.part].src;
-            if (src != a.team.rank) wait(a.team, &a.own->arrived[src], launch, src, kShard, src);
+        const u32 src = a.rows[tile.part].src;
+        const bool awaits = tile.part >= known && src != a.team.rank;
+        const bool in_chunks = awaits && a.chunk < a.steps && src == a.neighbour;
+        if (awaits && !in_chunks) {
+            wait(a.team, &a.own->arrived[src], launch, src, kShard, src);
             fence_async();
-            known = tile.part + 1;
         }
+        known = tile.part + 1;
         for (u32 step = 0; step < a.steps; ++step, ++number) {
+            if (in_chunks && step % a.chunk == 0) {
+                const bool last = step + a.chunk >= a.steps;
+                wait(a.team, last ? &a.own->arrived[src] : &a.own->begun[step / a.chunk], launch, src, kShard, src);
+                fence_async();
+            }
             const u32 stage = number % kStages;
             bar_wait(s.empty + 8 * stage, (number / kStages & 1) ^ 1);
             load_stage(a, s, tile, step * kDepth, stage, block);
@@ -222,6 +242,8 @@ __device__ inline void store_elements(const GatheredArgument& a, const Tile& til
 __device__ inline void multiply_tiles(const GatheredArgument& a, const Shared& s, u32 block, u32 group) {
     float d[kWidth / 2];
     u32 number = 0;
+    const bool lags = kLag != 0 && a.steps >= kLag && blockIdx.x / kCluster < a.units;
+    if (lags && group == 1) lag_barrier_wait();
     for (u32 unit = blockIdx.x / kCluster; unit < a.units; unit += gridDim.x / kCluster) {
         if (a.steps == 0) {
 #pragma unroll
@@ -241,6 +263,7 @@ __device__ inline void multiply_tiles(const GatheredArgument& a, const Shared& s
             products_commit();
             products_wait<1>();  // the step before has been multiplied
             if (step) release(s, (number - 1) % kStages);
+            if (lags && group == 0 && number == kLag - 1) lag_barrier_arrive();
         }
         products_wait<0>();
         if (a.steps) release(s, (number - 1) % kStages);
@@ -275,6 +298,8 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     s.full = shared_address(bars);
     s.empty = s.full + 8 * kStages;
     const u32 block = rank_in_cluster();
+    if (a.steps && threadIdx.x - 32 < a.parts) prefetch(&a.a[threadIdx.x - 32]);
+    if (a.steps && threadIdx.x == 32) prefetch(&a.b);
     if (threadIdx.x == 0) {
         for (u32 i = 0; i < kStages; ++i) bar_init(s.full + 8 * i, 1), bar_init(s.empty + 8 * i, 8 * kCluster);
         bars_visible();

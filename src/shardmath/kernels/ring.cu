@@ -11,15 +11,20 @@ struct StepArgument {
     Words* right;
     int left_rank, right_rank;
     int sent;      // whose rows the copy before has brought to the right, or -1
+    int begun;     // or which chunk of this rank's own, or -1
     int awaited;   // whose rows the copy that follows passes on, or -1
     int first;     // the right neighbour's memory is written after this step
     int last;      // nothing is read or written after this step
+    int unused;
 };
 
 extern "C" __global__ void __launch_bounds__(32) ring_step(const __grid_constant__ StepArgument a) {
     Words& own = *a.own;
     const u64 launch = own.launches[kRing] + 1;
-    if (a.sent >= 0 && own.spoiled != launch) signal(&a.right->arrived[a.sent], launch);
+    if (own.spoiled != launch) {
+        if (a.sent >= 0) signal(&a.right->arrived[a.sent], launch);
+        if (a.begun >= 0) signal(&a.right->begun[a.begun], launch);
+    }
     bool well = true;
     if (a.first)
         for (int part = 0; part < 2; ++part)

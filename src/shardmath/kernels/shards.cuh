@@ -8,10 +8,13 @@
 
 namespace shardmath {
 
+constexpr int kChunks = 4;  // at most
+
 enum Part { kRing = 0, kProducts = 1 };
 
 struct Words {
     u64 arrived[kRanks];  // by the rank whose rows have come; the left neighbour writes
+    u64 begun[kChunks];   // by chunk of the left neighbour's own rows: it has come; the last chunk raises arrived
     u64 read[2];          // by Part, how far the right neighbour has come; it writes
     u64 launches[2];      // by Part, how many this rank has done
     u64 spoiled;          // the launch in which the ring has waited in vain: it passes nothing on

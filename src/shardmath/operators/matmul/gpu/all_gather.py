@@ -50,18 +50,22 @@ class AllGatherGemm:
         tiling: Tiling,
         buffer: Buffer,
         bases: Sequence[int],
+        chunks: Sequence[int],
     ) -> None:
         assert context.team is not None, "a context of GPUs"
         self.team: Team = context.team
         self.problem = problem
         self.tiling = tiling
         self._bases = tuple(bases)
+        self._chunks = tuple(chunks)  # of each rank's tiling
         self._buffer: Buffer | None = buffer
         self._kept = weakref.finalize(self, context.keep_for_kernels, buffer)
         self._kept.atexit = False
         self._steps: dict[tuple[int, ...], Argument] = {}
         self._arguments: dict[tuple[int, ...], Argument] = {}
         self.team.device.activate()
+        self._step_kernel = self.team.kernel("ring", "ring_step")
+        self._step_kernel.prefer_shared()  # or it waits for a multiprocessor without a product
         _, highest = call("cuCtxGetStreamPriorityRange")
         self._side = call("cuStreamCreateWithPriority", 1, highest)  # apart from the default stream
         self._fork, self._join = call("cuEventCreate", 2), call("cuEventCreate", 2)  # no timing
@@ -76,6 +80,7 @@ class AllGatherGemm:
         `problem.misfit` speaks on one of them; HeapExhausted.
         """
         buffers: list[Buffer] = []
+        chosen: list[Tiling] = []
         nbytes = _words(context.size) + problem.offsets[-1]
 
         def describe() -> tuple[Any, ...]:
@@ -90,18 +95,18 @@ class AllGatherGemm:
             block = buffers[0].block
             device.zero(block.address, _words(context.size))
             context.announce(block)
-            return block.location.segment, block.location.offset, same_everywhere(problem)
+            chosen.append(tiling or choose_tiling(problem, context.rank, device.processors))
+            place = (block.location.segment, block.location.offset)
+            return *place, chosen[0].chunks, same_everywhere(problem)
 
         found = context.agree("a product of gathered rows", describe, _require_same)
         buffers[0].block.shared.add((context.number, context.next_share()))
         bases = [
             context.peer_address(rank, Location(segment, offset), nbytes) or 0
-            for rank, (segment, offset, _) in enumerate(found)
+            for rank, (segment, offset, *_) in enumerate(found)
         ]
-        if tiling is None:
-            assert context.team is not None
-            tiling = choose_tiling(problem, context.rank, context.team.device.processors)
-        return cls(context, problem, tiling, buffers[0], bases)
+        chunks = [chunks for _, _, chunks, _ in found]
+        return cls(context, problem, chosen[0], buffers[0], bases, chunks)
 
     def launch(self, a: int, b: int, result: int, stream: int, *, pitch: int | None = None) -> None:
         """Put the product on `stream`; this rank's rows of A, its columns of B and the result lie
@@ -150,47 +155,69 @@ class AllGatherGemm:
     def _pass_on(self, a: int) -> None:
         """Put on the second stream: this rank's rows to the right, then those from the left."""
         size, rank = self.team.size, self.team.rank
-        sent = -1
-        for step in range(size - 1):
+        before = self._pass_own(a)
+        for step in range(1, size - 1):
             src = (rank - step) % size
-            if not self.problem.rows[src] and step:
-                continue
-            self._step(sent, -1 if step == 0 else src, first=step == 0, last=False)
-            sent = -1
             if self.problem.rows[src]:
-                self._copy(src, a)
-                sent = src
-        self._step(sent, -1, first=False, last=True)
+                self._step(**before, awaited=src)
+                nbytes = 2 * self.problem.pitch(src) * self.problem.lines(src)
+                there = self._gathered((rank + 1) % size, src)
+                if nbytes:
+                    call("cuMemcpyAsync", there, self._gathered(rank, src), nbytes, self._side)
+                before = {"sent": src}
+        self._step(**before, last=1)
 
-    def _step(self, sent: int, awaited: int, *, first: bool, last: bool) -> None:
-        key = (sent, awaited, first, last)
+    def _pass_own(self, a: int) -> dict[str, int]:
+        """This rank's rows, in chunks of k; what the next step has to tell of them."""
+        problem, rank = self.problem, self.team.rank
+        told = {"first": 1}
+        if not problem.rows[rank]:
+            self._step(**told)
+            return {}
+        chunk = DEPTH * self._chunk_of(rank)
+        for number, k in enumerate(range(0, max(problem.depth, 1), chunk)):
+            self._step(**told)
+            if problem.depth:
+                self._copy_own(a, k, min(problem.depth, k + chunk))
+            told = {"begun": number}
+        return {"sent": rank}
+
+    def _chunk_of(self, src: int) -> int:
+        """Steps of k in a chunk of the rows of `src`, on their way to its neighbour."""
+        steps = -(-self.problem.depth // DEPTH)
+        return max(1, -(-steps // self._chunks[src]))
+
+    def _step(self, **words: int) -> None:
+        """What is told and awaited between two copies: see ring.cu."""
+        fields = {"sent": -1, "begun": -1, "awaited": -1, "first": 0, "last": 0, **words}
+        key = tuple(fields.values())
         if key not in self._steps:
             size, rank = self.team.size, self.team.rank
             left, right = (rank - 1) % size, (rank + 1) % size
-            words = (self._bases[rank], self._bases[left], self._bases[right])
-            tail = struct.pack("QQQiiiiii", *words, left, right, *key)
+            bases = (self._bases[rank], self._bases[left], self._bases[right])
+            tail = struct.pack("QQQ8i", *bases, left, right, *key, 0)
             self._steps[key] = Argument(self.team.packed() + tail)
-        self.team.kernel("ring", "ring_step").launch(self._side, 1, 1, self._steps[key])
+        self._step_kernel.launch(self._side, 1, 1, self._steps[key])
 
-    def _copy(self, src: int, a: int) -> None:
-        """The rows of `src` to the right neighbour, by a copy engine."""
+    def _copy_own(self, a: int, begin: int, end: int) -> None:
+        """This rank's rows, from one k to another, to the right neighbour, by a copy engine."""
         problem, rank = self.problem, self.team.rank
-        pitch, lines = problem.pitch(src), problem.lines(src)
-        if not problem.depth:
-            return
-        there = self._gathered((rank + 1) % self.team.size, src)
-        if src != rank:
-            call("cuMemcpyAsync", there, self._gathered(rank, src), 2 * pitch * lines, self._side)
-            return
-        width = problem.depth if problem.a.order == "C" else problem.rows[rank]
-        if problem.a.pitch == width == pitch:
+        pitch, own = problem.pitch(rank), problem.a.pitch
+        there = self._gathered((rank + 1) % self.team.size, rank)
+        if problem.a.order == "C":
+            a, there, width, lines = (
+                a + 2 * begin,
+                there + 2 * begin,
+                end - begin,
+                problem.rows[rank],
+            )
+        else:
+            a, there = a + 2 * begin * own, there + 2 * begin * pitch
+            width, lines = problem.rows[rank], end - begin
+        if own == width == pitch:
             call("cuMemcpyAsync", there, a, 2 * width * lines, self._side)
         else:
-            call(
-                "cuMemcpy2DAsync",
-                _block(a, problem.a.pitch, there, pitch, width, lines),
-                self._side,
-            )
+            call("cuMemcpy2DAsync", _block(a, own, there, pitch, width, lines), self._side)
 
     def _gathered(self, rank: int, src: int) -> int:
         """Where the rows of `src` lie on `rank`."""
@@ -224,6 +251,7 @@ class AllGatherGemm:
             f"WIDTH={tiling.width}",
             f"CLUSTER={tiling.cluster}",
             f"STAGES={tiling.stages}",
+            f"LAG={tiling.lag}",
             f"BOXES={boxes:d}",
         )
         shared = tiling.shared_bytes(b_along_k=b_along_k)
@@ -243,10 +271,12 @@ class AllGatherGemm:
         self.team.kernel("ring", "nothing_to_read").launch(stream, 1, 1, argument)
 
     def _boxes(self, result: int, pitch: int) -> bool:
-        """Whether the part of the result that each rank's rows make can be stored in boxes."""
+        """Whether the part of the result that each rank's rows make can be stored in boxes, of
+        which no row is cut but at a multiple of 16 bytes.
+        """
         problem, unit = self.problem, ALIGNMENT // 2
-        starts = [0] if problem.out == "C" else [problem.starts[s] for s in problem.arrivals(0)]
-        return result % ALIGNMENT == 0 and pitch % unit == 0 and not any(s % unit for s in starts)
+        cuts = [problem.columns] if problem.out == "C" else problem.rows
+        return result % ALIGNMENT == 0 and pitch % unit == 0 and not any(cut % unit for cut in cuts)
 
     def _packed(self, a: int, b: int, result: int, pitch: int) -> bytes:
         """The struct `GatheredArgument`."""
@@ -265,10 +295,12 @@ class AllGatherGemm:
             parts += [units, heights, problem.rows[src], src]
             units += heights * tiling.across(problem.columns)
         starts = [problem.starts[src] for src in arrivals]
-        left = self._bases[(rank - 1) % size] if size > 1 else 0
-        counts = (len(arrivals), units, -(-problem.depth // DEPTH), problem.columns)
+        neighbour = (rank - 1) % size
+        left = self._bases[neighbour] if size > 1 else 0
+        counts = [len(arrivals), units, -(-problem.depth // DEPTH), problem.columns]
+        counts += [neighbour, self._chunk_of(neighbour)]
         packed = b"".join(maps) + self.team.packed()
-        packed += struct.pack("QQQQ4I", self._bases[rank], left, result, 2 * pitch, *counts)
+        packed += struct.pack("QQQQ6I", self._bases[rank], left, result, 2 * pitch, *counts)
         packed += struct.pack(f"{4 * size}I", *parts, *[0] * 4 * absent)
         packed += struct.pack(f"{size}I", *starts, *[0] * absent)
         return packed + bytes(-len(packed) % 64)
@@ -306,7 +338,7 @@ class AllGatherGemm:
 
 def _words(size: int) -> int:
     """Bytes of the struct `Words`, as many as keep what follows aligned."""
-    return -(-8 * (size + 6) // 1024) * 1024
+    return -(-8 * (size + 10) // 1024) * 1024
 
 
 def _block(source: int, source_pitch: int, target: int, pitch: int, width: int, lines: int) -> Any:
@@ -328,9 +360,9 @@ def _require_aligned(name: str, address: int) -> None:
 
 def _require_same(found: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     for rank, (*_, same) in enumerate(found):
-        if same != found[0][2]:
+        if same != found[0][-1]:
             raise ValueError(
                 "a product of gathered rows: rows of each rank, depth, dtype and A's order are "
-                f"{found[0][2]} on rank 0 and {same} on rank {rank}"
+                f"{found[0][-1]} on rank 0 and {same} on rank {rank}"
             )
     return found

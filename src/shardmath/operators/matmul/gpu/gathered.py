@@ -13,7 +13,7 @@ left, left of the left, and the tiles of the result are computed in that order.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from shardmath.cuda.device import Device
@@ -23,6 +23,7 @@ __all__ = ["WIDTHS", "Factor", "GatheredProduct", "Tiling", "choose_tiling", "fu
 
 WIDTHS = (256, 224, 192, 160, 128)
 TILE_ROWS = 128
+MOST_CHUNKS = 4
 DEPTH = 64  # of k, that is multiplied at once
 _DTYPES = ("float16", "bfloat16")
 _MOST_RANKS = 64  # whose maps fit in a kernel's argument
@@ -114,13 +115,16 @@ class GatheredProduct:
 @dataclass(frozen=True)
 class Tiling:
     """`width` columns in a tile, `cluster` tiles above each other that share them, `stages` of k
-    that are on their way at once, on `blocks` multiprocessors.
+    that are on their way at once, on `blocks` multiprocessors. `lag`: see gathered.cu. The left
+    neighbour's rows come in `chunks` of k, so that tiles of them can begin early.
     """
 
     width: int
     cluster: int
     stages: int
     blocks: int
+    lag: int = 2
+    chunks: int = 1
 
     def heights(self, rows: int) -> int:
         """Units, of `cluster` tiles each, that `rows` have above each other."""
@@ -140,8 +144,11 @@ def choose_tiling(problem: GatheredProduct, rank: int, processors: int) -> Tilin
     """The tiling for which `predicted` says that the last tile is done first."""
     cluster = 2 if max(problem.rows, default=0) > TILE_ROWS else 1
     tilings = [
-        _with_even_blocks(Tiling(width, cluster, _stages(width), processors), problem)
+        _with_even_blocks(
+            Tiling(width, cluster, _stages(width), processors, chunks=chunks), problem
+        )
         for width in WIDTHS
+        for chunks in (1, 4)
     ]
     return min(tilings, key=lambda tiling: predicted(problem, rank, tiling))
 
@@ -153,20 +160,33 @@ def predicted(problem: GatheredProduct, rank: int, tiling: Tiling) -> float:
     clusters = max(1, tiling.blocks // tiling.cluster)
     free = [0.0] * clusters
     number, across = 0, tiling.across(problem.columns)
-    here = 0.0
+    here = begun = 0.0
     for part, src in enumerate(problem.arrivals(rank)):
+        chunks = tiling.chunks if (rank - src) % len(problem.rows) == 1 else 1
         if part:
-            here += _PER_STEP + 2 * problem.rows[src] * problem.depth / _BANDWIDTH
+            chunk = _PER_STEP + 2 * problem.rows[src] * problem.depth / _BANDWIDTH / chunks
+            begun, here = here + chunk, here + chunks * chunk
         for _ in range(tiling.heights(problem.rows[src]) * across):
             at = number % clusters
-            free[at] = max(free[at], here) + unit
+            free[at] = max(max(free[at], begun) + unit, here + unit / chunks)
             number += 1
     return max(free)
 
 
-def fuses(problem: GatheredProduct) -> bool:
-    """Whether to multiply while rows arrive; else gather first, and multiply then."""
-    return problem.height >= _LEAST_HEIGHT * len(problem.rows)
+def fuses(problem: GatheredProduct, processors: int = 132) -> bool:
+    """Whether to multiply while rows arrive; else gather first, and multiply then.
+
+    To be asked of the same problem on all ranks: that of the rank with most columns. A ring takes a
+    step for each rank before the last rows have come, and a product of few rows has too few tiles
+    for the GPU, which cuBLAS cuts along k: then one gather and cuBLAS are done first.
+    """
+    size = len(problem.rows)
+    if size == 1:
+        return False
+    tiling = choose_tiling(problem, 0, processors)
+    sent = 2.0 * max(problem.rows) * problem.depth * (size - 1)
+    alone = problem.flops / (_FLOPS * processors) + _PER_TILE
+    return predicted(problem, 0, tiling) < _GATHER + sent / _GATHER_BANDWIDTH + alone
 
 
 # Measured on 8 H200.
@@ -174,8 +194,9 @@ _FLOPS = 800e12 / 132  # of one multiprocessor, in half precision
 _PER_TILE = 1.5e-6  # seconds
 _BANDWIDTH = 370e9  # of a copy engine, bytes per second
 _PER_STEP = 6e-6  # of the ring: a copy engine and a kernel follow each other
-_EFFICIENCY = {256: 1.0, 224: 1.0, 192: 0.97, 160: 0.93, 128: 0.88}
-_LEAST_HEIGHT = 256  # rows of a rank
+_EFFICIENCY = {256: 1.0, 224: 0.99, 192: 0.92, 160: 0.88, 128: 0.87}
+_GATHER = 10e-6  # seconds: two barriers, and a kernel that pushes
+_GATHER_BANDWIDTH = 320e9
 
 
 def _stages(width: int) -> int:
@@ -189,7 +210,7 @@ def _with_even_blocks(tiling: Tiling, problem: GatheredProduct) -> Tiling:
     clusters = max(1, min(tiling.blocks // tiling.cluster, units))
     turns = -(-units // clusters)
     fewest = -(-units // turns) if turns else 1
-    return Tiling(tiling.width, tiling.cluster, tiling.stages, fewest * tiling.cluster)
+    return replace(tiling, blocks=fewest * tiling.cluster)
 
 
 def _rounded(number: int, multiple: int) -> int:
