@@ -19,6 +19,7 @@ from shardmath.local.gpu.blaslt import bindings
 from shardmath.operators.lanes import Lane
 from shardmath.operators.matmul.arguments import Arguments, packed_scalars, unpacked_scalars
 from shardmath.operators.matmul.gpu.execution import Execution
+from shardmath.operators.matmul.gpu.fusing import Fused
 from shardmath.operators.matmul.gpu.share import Operands, Share
 from shardmath.operators.matmul.problem import Call, Problem
 from shardmath.symmetric import device_array
@@ -36,7 +37,10 @@ class _Made:
 
     def __init__(self, context: DistributedContext, share: Share, call_: Call, given: Arguments):
         self._context, self._given = context, given
+        self._share = share
         self._problem: Problem = share.strategy.problem
+        self.fused: Fused | None = None
+        self.execution: Execution | None = None
         self.result: Result
         self.extras: dict[str, Result] = {}
         bindings()  # raises where there is no cuBLASLt
@@ -63,6 +67,19 @@ class _Made:
             stream=self.stream,
             compute=int(compute) if compute in _FAST_COMPUTE else None,
         )
+
+    def prepare(self, lane: Lane) -> bytes:
+        """What to tell the peers first: whether one kernel could do it, else of the phases."""
+        form = self._share.form
+        if form is None:
+            return self.prepare_phases(lane)
+        self.fused = Fused(form, self._share, self.operands, lane.team.device)
+        return self.fused.told
+
+    def prepare_phases(self, lane: Lane) -> bytes:
+        """Take memory for a product in phases; what to tell the peers. Raises HeapExhausted."""
+        self.execution = Execution(self._context, self._share, self.operands, lane)
+        return self.execution.prepare()
 
     def _place(self, call_: Call, arrays: Sequence[DeviceArray | None]) -> Result:
         """D: c itself where the call is in place, else new, in the operands' order and memory."""
@@ -127,22 +144,28 @@ def run(
     ready: Callable[[], tuple[Any, Call]],
 ) -> Any:
     """As `api.run`, on GPUs. `number` is the operator's, which says its lane. Collective."""
-    made: list[tuple[_Made, Execution]] = []
+    made: list[_Made] = []
+    lane = Lane.of(context, number)
 
     def prepare() -> bytes:
         plan, call_ = ready()
-        one = _Made(context, plan.share, call_, arguments)
-        lane = Lane.of(context, number)
-        made.append((one, Execution(context, plan.share, one.operands, lane)))
-        return packed_scalars(arguments.scalars()) + made[0][1].prepare()
+        made.append(_Made(context, plan.share, call_, arguments))
+        return packed_scalars(arguments.scalars()) + made[0].prepare(lane)
 
     notes = [unpacked_scalars(note) for note in context.gather(operation, prepare)]
     require_equal("(alpha, beta)", [scalars for scalars, _ in notes])
-    one, execution = made[0]
+    one, told = made[0], [text for _, text in notes]
+    if one.fused is not None and not one.fused.chosen(told):
+        told = context.gather(operation, lambda: one.prepare_phases(lane))
     with context.executing(operation):
-        execution.run([told for _, told in notes])
+        if one.execution is not None:
+            one.execution.run(told)
+        else:
+            assert one.fused is not None
+            with lane.entered(one.stream):
+                one.fused.run(context, told)
         if one.blocking:
-            execution.lane.team.synchronize(one.stream)
+            lane.team.synchronize(one.stream)
         out = one.result.give(context, one.stream)
         aux = {name: each.give(context, one.stream) for name, each in one.extras.items()}
     return (out, aux) if aux else out

@@ -1,6 +1,6 @@
 """A product whose factors come while it runs: what comes in which order, for which tiles.
 
-Both factors of this rank's share are gathered whole, and one kernel computes all tiles; a tile
+Both factors of this rank's share are gathered whole, and one kernel computes all tiles; each waits
 for the rows and columns that it needs, as far along k as it has come. The first wave of tiles is
 fetched in pieces of k, so that it can begin soon; from then on whole rows and columns come faster
 than they are used.

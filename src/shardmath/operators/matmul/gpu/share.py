@@ -13,6 +13,7 @@ from typing import Any
 from shardmath.arrays import dtypes
 from shardmath.operators.matmul import host
 from shardmath.operators.matmul.gpu.feeding import Feed, Interval, feeds, intervals
+from shardmath.operators.matmul.gpu.form import Form, form_of
 from shardmath.symmetric.device_array import DeviceArray
 
 __all__ = ["Operands", "Share"]
@@ -61,6 +62,11 @@ class Share(host.Share):
     def kept(self) -> dict[Any, Any]:
         """What executions of this share keep for the next: geometry that is on the device."""
         return {}
+
+    @cached_property
+    def form(self) -> Form | None:
+        """What the strategy is, if one kernel can do all of it."""
+        return form_of(self.strategy)
 
     @property
     def multiplies(self) -> bool:
