@@ -117,6 +117,7 @@ class Product:
         self._describe(shape)
         self._algorithms: Any = None
         self._best = 0
+        self._tuned = False
 
     @classmethod
     def make(cls, device: Device, shape: Shape) -> Product | None:
@@ -150,8 +151,11 @@ class Product:
     def tune(self, stream: int, places: tuple[int, int, int, int], workspace: int) -> None:
         """Time the algorithms that the heuristics named on these operands, and keep the fastest.
 
-        Waits for the stream. D is overwritten.
+        Waits for the stream. D is overwritten. Does nothing the second time.
         """
+        if self._tuned:
+            return
+        self._tuned = True
         self._device.activate()
         start, end = call("cuEventCreate", 0), call("cuEventCreate", 0)
         times = []
@@ -262,7 +266,7 @@ def bindings() -> Any:
     except (ImportError, RuntimeError) as error:
         raise BackendUnavailable(
             "a matrix product on GPUs needs cuBLASLt through nvmath-python: "
-            f"pip install 'nvmath-python[cu13]>=1.0' ({error})"
+            f"pip install 'nvmath-python>=1.0' 'nvidia-cublas>=13' ({error})"
         ) from None
     return cublasLt
 

@@ -74,7 +74,7 @@ def multiply(
     )
     found = _found(device, shape)
     places = a.address, b.address, c.address, d.address
-    if tune and beta == 0:
+    if tune and beta == 0:  # what is timed overwrites D
         found.tune(stream, places, workspace)
     found.run(stream, *places, alpha=alpha, beta=beta, workspace=workspace, bias=bias, aux=aux)
 

@@ -34,6 +34,7 @@ class Plan:
     strategy: Strategy
     compared: tuple[tuple[Strategy, Cost], ...]
     share: host.Share
+    notes: tuple[str, ...] = ()  # on how the steps are done
 
     @property
     def problem(self) -> Problem:
@@ -51,6 +52,7 @@ class Plan:
             f"chosen: {self.strategy}{forced}; predicted {costs[id(self.strategy)]}",
         ]
         lines += [f"  {i}. {step}" for i, step in enumerate(self.strategy.steps(), 1)]
+        lines += [f"  {note}" for note in self.notes]
         others = [entry for entry in self.compared if entry[0] is not self.strategy]
         if others:
             lines.append("compared with")
@@ -89,7 +91,8 @@ def agree_on_plan(context: DistributedContext, arguments: Arguments) -> tuple[Pl
         from shardmath.operators.matmul import gpu
 
         strategy, compared = choose(check(specs), HOPPER)
-        return Plan(strategy, tuple(compared), gpu.Share(strategy, context.rank))
+        share = gpu.Share(strategy, context.rank)
+        return Plan(strategy, tuple(compared), share, tuple(gpu.notes(share)))
 
     plan, _ = agree_plan(context, "matmul", described, build)
     if calls[0].options.logger is not None:

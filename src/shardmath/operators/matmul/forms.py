@@ -135,13 +135,18 @@ class Matmul(Lifecycle):
         epilog: Any = None,
         epilog_inputs: Mapping[str, Any] | None = None,
         stream: Any = None,
+        autotune: bool = False,
     ) -> None:
         """Agree on how to compute, with an epilog and its inputs if given. Collective.
 
-        A further call plans anew. Raises ValueError or TypeError on every rank, as `matmul` does.
+        `autotune`: on GPUs, the next execution times the algorithms that cuBLASLt proposes for its
+        products, and keeps the fastest; it waits for the stream. Ranks choose for themselves, so
+        replicas of a result may then differ in their last bits. A further call plans anew.
+
+        Raises ValueError or TypeError on every rank, as `matmul` does.
         """
         self._together("plan", self._require_held, lambda _: None)
-        asked = {"epilog": epilog, "preferences": preferences}
+        asked = {"epilog": epilog, "preferences": preferences, "autotune": bool(autotune)}
         arguments = self._arguments(inputs=epilog_inputs, stream=stream, **asked)
         plan, _ = agree_on_plan(self.context, arguments)
         self._fixed.update(asked)

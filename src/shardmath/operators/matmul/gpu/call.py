@@ -13,6 +13,7 @@ from shardmath.agreement import require_equal
 from shardmath.arrays import library_of
 from shardmath.arrays.base import share_memory
 from shardmath.context import DistributedContext
+from shardmath.cuda import stream as streams
 from shardmath.cuda.driver import call
 from shardmath.local.epilog import requirements
 from shardmath.local.gpu.blaslt import bindings
@@ -65,6 +66,7 @@ class _Made:
             inputs=held,
             outputs={name: each.array for name, each in self.extras.items()},
             stream=self.stream,
+            autotune=given.autotune and not streams.capturing(self.stream),
             compute=int(compute) if compute in _FAST_COMPUTE else None,
         )
 

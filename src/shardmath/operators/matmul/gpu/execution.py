@@ -192,6 +192,7 @@ class Execution:
             conj_a=conj_a,
             conj_b=conj_b,
             compute=operands.compute,
+            tune=operands.autotune,
         )
 
     def _factors(self, target: Matrix) -> Iterator[tuple[Matrix, Matrix]]:

@@ -20,7 +20,7 @@ from shardmath.operators.matmul.gpu.gathered import Factor, GatheredProduct, fus
 from shardmath.operators.matmul.gpu.share import Operands, Share
 from shardmath.operators.showing import matrix_of
 
-__all__ = ["Fused"]
+__all__ = ["Fused", "notes", "pays"]
 
 _ALIGNMENT = 16
 
@@ -47,15 +47,7 @@ class Fused:
 
     def chosen(self, told: Sequence[bytes]) -> bool:
         """Whether all ranks, which have told this, can, and it is predicted to be faster."""
-        if not all(told):
-            return False
-        strategy, form = self._share.strategy, self._form
-        columns = strategy.rows if form.turned else strategy.columns
-        depth = strategy.problem.shape[2]
-        most = max(part.length for part in columns)
-        plain = Factor("C", depth)
-        problem = GatheredProduct(form.rows, most, depth, strategy.problem.dtype, plain, plain)
-        return strategy.problem.strategy == "all-gather" or fuses(problem)
+        return all(told) and pays(self._share)
 
     def run(self, context: DistributedContext, told: Sequence[bytes]) -> None:
         """Put it on the stream. Collective."""
@@ -91,6 +83,35 @@ class Fused:
             out=order.order,
         )
         return None if made.misfit(device) else made
+
+
+def pays(share: Share) -> bool:
+    """Whether the kernel for the share's form is predicted to be faster than the phases, or was
+    asked for by the name of its kind. The same on all ranks.
+    """
+    strategy, form = share.strategy, share.form
+    if form is None:
+        return False
+    problem, depth = strategy.problem, strategy.problem.shape[2]
+    columns = strategy.rows if form.turned else strategy.columns
+    plain = Factor("C", depth)
+    most = max(part.length for part in columns)
+    largest = GatheredProduct(form.rows, most, depth, problem.dtype, plain, plain)
+    return problem.strategy == form.kind or fuses(largest)
+
+
+def notes(share: Share) -> list[str]:
+    """What `explain` adds about how the steps are done on GPUs."""
+    form = share.form
+    if form is None or share.strategy.problem.dtype not in ("float16", "bfloat16"):
+        return []
+    whose = "columns of b" if form.turned else "rows of a"
+    if pays(share):
+        return [
+            f"in one kernel: {whose} go around a ring while those that are here are multiplied, "
+            "where all arrays lie in memory as it wants them"
+        ]
+    return [f"in phases: gathering first is predicted to be faster than passing {whose} around"]
 
 
 def _factor(x: Matrix) -> Factor | None:

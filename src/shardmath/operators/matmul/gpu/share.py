@@ -35,6 +35,7 @@ class Operands:
     outputs: Mapping[str, DeviceArray] = field(repr=False)
     stream: int
     compute: int | None = None  # a MatmulComputeType that is faster, and less exact
+    autotune: bool = False
 
     @property
     def factors(self) -> tuple[DeviceArray, DeviceArray]:
