@@ -52,7 +52,7 @@ def finish(
     if d.size == 0:
         return
     part = parts[0].dtype if parts else dtypes.accumulator(d.dtype).name
-    room = 1
+    room = 8
     while room < len(parts):
         room *= 2
     defines = (
