@@ -12,6 +12,8 @@ from shardmath.arrays import dtypes
 
 __all__ = ["Matrix"]
 
+_ITEMSIZES = {name: dtypes.of(name).itemsize for name in dtypes.NAMES}
+
 
 class Matrix(NamedTuple):
     """`rows` x `columns` elements; `address` is that of element (0, 0)."""
@@ -33,7 +35,7 @@ class Matrix(NamedTuple):
     @property
     def itemsize(self) -> int:
         """Bytes of an element."""
-        return dtypes.of(self.dtype).itemsize
+        return _ITEMSIZES[self.dtype]
 
     @property
     def size(self) -> int:
