@@ -17,6 +17,7 @@ import numpy as np
 from shardmath.arrays.base import HostArray
 from shardmath.context import DistributedContext
 from shardmath.redistribution.host import Window, copy_array
+from shardmath.redistribution.plan import TransferPlan
 from shardmath.symmetric.heap import Block, Buffer, Location
 
 __all__ = ["Exposed", "expose", "stage", "staged_bytes", "window_on"]
@@ -89,9 +90,22 @@ def stage(context: DistributedContext, host: HostArray, ranges: Ranges, buffer: 
     return Exposed(buffer.block.location, step, origin, tuple(strides))
 
 
-def window_on(context: DistributedContext, rank: int, exposed: Exposed) -> Window:
-    """What `rank` shows, in this process. Raises CollectiveMismatch when it has no such memory."""
-    view = context.peer_bytes(rank, exposed.location, exposed.nbytes)
-    assert view is not None, "ranks of one host have an address for each other's memory"
+def window_on(
+    context: DistributedContext,
+    rank: int,
+    exposed: Exposed,
+    transfer: TransferPlan | None = None,
+) -> Window:
+    """What `rank` shows, for this process to read: in place, or a copy where that has no address.
+
+    A copy is made now: when the exchange or barrier has passed after which peers may read. With
+    `transfer` it has what that plan moves here from `rank`, else all. Raises CollectiveMismatch
+    when the rank has no such memory.
+    """
+    pieces = None
+    if transfer is not None and not context.reads_in_place(rank):
+        found = transfer.pieces(context.rank, rank, exposed.strides)
+        pieces = [(exposed.origin + low, exposed.origin + high) for low, high in found]
+    view = context.read_bytes(rank, exposed.location, exposed.nbytes, pieces)
     address = int(view.__array_interface__["data"][0]) + exposed.origin
     return Window(address, exposed.strides, view)

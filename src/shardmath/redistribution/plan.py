@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from shardmath.geometry import Layout, Move, Pattern, Traffic, bytes_moved, classify, moves
-from shardmath.redistribution.copies import StridedCopy, lowered
+from shardmath.redistribution.copies import StridedCopy, lowered, pieces
 
 __all__ = ["TransferPlan"]
 
@@ -77,6 +77,18 @@ class TransferPlan:
             self._copies.update(key=key, found=found)
         copies: list[StridedCopy] = self._copies["found"]
         return copies
+
+    def pieces(self, rank: int, src: int, strides: Strides) -> list[tuple[int, int]]:
+        """The bytes of `src`'s local array, from its element 0, that move to `rank`; or a few more.
+
+        For copies that cost by their number: see `copies.pieces`.
+        """
+        return [
+            piece
+            for move in self.into(rank)
+            if move.src == src
+            for piece in pieces(lowered(move, self.itemsize, strides, strides))
+        ]
 
     def sources(self, rank: int) -> tuple[int, ...]:
         """The ranks that the moves into `rank` come from."""

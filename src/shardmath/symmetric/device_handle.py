@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 from shardmath.cuda import stream as streams
 from shardmath.cuda.driver import call
 from shardmath.symmetric.handle import SymmetricMemory
+from shardmath.transport.base import DeviceBytes, Memory
 
 if TYPE_CHECKING:
-    from shardmath.symmetric.handle import Share
+    from shardmath.arrays import Library
     from shardmath.symmetric.heap import Buffer, Heap
+    from shardmath.symmetric.share import Share
     from shardmath.symmetric.team import Team
 
 __all__ = ["DeviceSymmetricMemory", "DeviceTables"]
@@ -96,6 +98,14 @@ class DeviceSymmetricMemory(SymmetricMemory):
         slot = int(self._share.pad_table[self.rank]) + self._slot(channel, self._peer(src_rank))
         stream = self._stream()
         self._team.flag("lower_flag", src_rank, stream, slot=slot, channel=channel, timeout=timeout)
+
+    def _own_bytes(self, library: Library, array: Any, *, writable: bool) -> tuple[Memory, int]:
+        """See SymmetricMemory: an array on this rank's GPU, and the current stream."""
+        spec, device = library.spec(array), self._team.device
+        if spec.device != device.name:
+            raise ValueError(f"an array on {device.name} was expected, not {spec}")
+        memory = DeviceBytes(library.pointer(array), spec.nbytes, device.name)
+        return memory, streams.current(library.name, device)
 
     def synchronize(self) -> None:
         """Wait for the current stream. Raises what a wait on it has found, as every call does."""

@@ -19,9 +19,10 @@ from shardmath.context import DistributedContext, require_context
 from shardmath.errors import UseAfterFree
 from shardmath.group import ProcessGroup, as_process_group
 from shardmath.symmetric.allocation import block_of
-from shardmath.symmetric.handle import Place, Share, SymmetricMemory, pad_bytes
+from shardmath.symmetric.handle import SymmetricMemory, handle_of
 from shardmath.symmetric.heap import Block, Buffer, Location
 from shardmath.symmetric.padding import pad_setting
+from shardmath.symmetric.share import FarSignals, Place, Share, pad_bytes
 
 if TYPE_CHECKING:
     from shardmath.symmetric.team import Team
@@ -60,7 +61,7 @@ def rendezvous(tensor: Any, group: Any = None) -> SymmetricMemory:
     if not known:
         buffer.shares[context.number, offset] = _share(context, block, offset)
     share: Share = buffer.shares[context.number, offset]
-    return share.handle(context, buffer, library_of(tensor))
+    return handle_of(share, context, buffer, library_of(tensor))
 
 
 def register_group(name: str, group: ProcessGroup | DistributedContext) -> None:
@@ -134,6 +135,8 @@ def _share(context: DistributedContext, block: Block, offset: int) -> Share:
     share = made.pop()
     # Two marks: array and pad may be dropped at different times.
     share.number, pad_number = context.next_share(), context.next_share()
+    if context.spans_hosts:
+        share.far = FarSignals(context, share)
     block.shared.add((context.number, share.number))
     pad.block.shared.add((context.number, pad_number))
     return share

@@ -2,7 +2,7 @@
 
 A peer is watched by its pidfd, which becomes readable the moment the process ends, even as a
 zombie. Where process ids are not visible (containers with their own), the end of its socket says
-the same.
+the same; and so does the end of its connection for a peer on another host (`note`).
 """
 
 from __future__ import annotations
@@ -45,6 +45,10 @@ class PeerWatch:
     def descriptors(self) -> list[int]:
         """The pidfds: readable when their process has ended. For `select`."""
         return list(self._pidfds)
+
+    def note(self, rank: int) -> None:
+        """Count `rank` as dead: whoever reads its connection has come to the end."""
+        self._dead.add(rank)
 
     def dead(self) -> frozenset[int]:
         """The ranks whose process has ended. Never blocks; about a microsecond."""

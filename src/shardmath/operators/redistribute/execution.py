@@ -140,7 +140,7 @@ def _pull(
         if src == rank:
             windows[src] = Window.of(operand)
         else:
-            windows[src] = window_on(context, src, Exposed.unpack(shown[src]))
+            windows[src] = window_on(context, src, Exposed.unpack(shown[src]), transfer)
     strides = {src: window.strides for src, window in windows.items()}
     perform(transfer.copies(rank, strides, target.strides), windows, Window.of(target))
 
