@@ -181,7 +181,10 @@ class Arriving:
         for own, panel, address in zip(plan.own, panels, self._own_addresses(), strict=True):
             if own is not None:
                 own.launch(stream, [address], [panel.address])
-        sources = [[place(rank)[0] for rank in plan.ranks] for place in found]
+        sources = [
+            [place(rank)[0] if needed else 0 for rank, needed in enumerate(ranks)]
+            for place, ranks in zip(found, plan.needed, strict=True)
+        ]
         for fetch, copies, number in plan.fetches:
             target = self._sides[fetch.side].part(panels[fetch.side], fetch)
             if copies is not None:
@@ -261,9 +264,8 @@ class Arriving:
                 for m in mine
             ]
             own.append(BoxCopies(self._device, boxes) if boxes and side.place is None else None)
-        reached = range(max((rank for need in needed for rank in need), default=-1) + 1)
-        used = tuple(rank if any(rank in need for need in needed) else own_rank for rank in reached)
-        return _Plan(made, tuple(fetches), tuple(own), used)
+        reached = tuple(tuple(rank in need for rank in ranks) for need in needed)
+        return _Plan(made, tuple(fetches), tuple(own), reached)
 
     # -- the kernel --------------------------------------------------------------------------------
 
@@ -324,13 +326,13 @@ class Arriving:
 @dataclass(frozen=True)
 class _Plan:
     """What is launched: the walk, copies and the number of the word of each fetch, own copies, and
-    the ranks whose addresses they take.
+    by side and rank whether its part is read.
     """
 
     walk: Walk
     fetches: tuple[tuple[Fetch, EngineCopies | None, int], ...]
     own: tuple[BoxCopies | None, ...]
-    ranks: tuple[int, ...]
+    needed: tuple[tuple[bool, ...], ...]
 
 
 def _is_loadable(x: Matrix) -> bool:
