@@ -2,13 +2,10 @@
 //
 // Compiled for sm_90a with ELEMENT (Float16, Bfloat16), A_ALONG_K and B_ALONG_K (1 where the operand's contiguous
 // axis is k), C_ALONG_N (0 where C's columns are contiguous), WIDTH of a tile, CLUSTER (1 or 2 blocks that share
-// the columns of B that they load), STAGES, LAG, and BOXES (0 where C is not aligned to 16 bytes). One block on a multiprocessor walks over tiles of
+// the columns of B that they load), STAGES, and BOXES (0 where C is not aligned to 16 bytes). One block on a multiprocessor walks over tiles of
 // 128 x WIDTH, the parts of A in the order in which they come:
 //
 //     warp 0: waits for the part, loads boxes of A and B  ->  8 warps: multiply, round, store
-//
-// Four warps multiply the upper 64 rows of a tile, LAG steps ahead of the four that multiply the lower ones: while
-// the ones store, the others have the multiplying units to themselves.
 //
 // A part's maps end with its rows, so a tile at its end reads zeros beyond them, and writes nothing there.
 #include "shards.cuh"
@@ -26,7 +23,6 @@ constexpr u32 kBBytes = kBAlongK ? kWidth * 128 : kSlabs * kBox;
 constexpr u32 kThreads = 384, kMultipliers = 128;  // each group of four warps multiplies 64 rows
 constexpr u32 kOut = 32;                           // columns that are stored at once
 constexpr u32 kOutBytes = 64 * kOut * 2;
-constexpr u32 kLag = LAG;
 constexpr u32 kBand = 16 / kCluster;  // tiles above each other that are computed at about the same time
 
 struct Rows {  // of one rank
@@ -106,9 +102,6 @@ __device__ inline void all_but_last_store_has_read() {
 __device__ inline void group_barrier(u32 group) {
     asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(kMultipliers) : "memory");
 }
-
-__device__ inline void lag_barrier_arrive() { asm volatile("bar.arrive 3, 256;" ::: "memory"); }
-__device__ inline void lag_barrier_wait() { asm volatile("bar.sync 3, 256;" ::: "memory"); }
 
 __device__ inline void prefetch(const TensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
@@ -242,8 +235,6 @@ __device__ inline void store_elements(const GatheredArgument& a, const Tile& til
 __device__ inline void multiply_tiles(const GatheredArgument& a, const Shared& s, u32 block, u32 group) {
     float d[kWidth / 2];
     u32 number = 0;
-    const bool lags = kLag != 0 && a.steps >= kLag && blockIdx.x / kCluster < a.units;
-    if (lags && group == 1) lag_barrier_wait();
     for (u32 unit = blockIdx.x / kCluster; unit < a.units; unit += gridDim.x / kCluster) {
         if (a.steps == 0) {
 #pragma unroll
@@ -263,7 +254,6 @@ __device__ inline void multiply_tiles(const GatheredArgument& a, const Shared& s
             products_commit();
             products_wait<1>();  // the step before has been multiplied
             if (step) release(s, (number - 1) % kStages);
-            if (lags && group == 0 && number == kLag - 1) lag_barrier_arrive();
         }
         products_wait<0>();
         if (a.steps) release(s, (number - 1) % kStages);

@@ -251,7 +251,6 @@ class AllGatherGemm:
             f"WIDTH={tiling.width}",
             f"CLUSTER={tiling.cluster}",
             f"STAGES={tiling.stages}",
-            f"LAG={tiling.lag}",
             f"BOXES={boxes:d}",
         )
         shared = tiling.shared_bytes(b_along_k=b_along_k)

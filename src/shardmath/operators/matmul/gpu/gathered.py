@@ -115,15 +115,14 @@ class GatheredProduct:
 @dataclass(frozen=True)
 class Tiling:
     """`width` columns in a tile, `cluster` tiles above each other that share them, `stages` of k
-    that are on their way at once, on `blocks` multiprocessors. `lag`: see gathered.cu. The left
-    neighbour's rows come in `chunks` of k, so that tiles of them can begin early.
+    that are on their way at once, on `blocks` multiprocessors. The left neighbour's
+    rows come in `chunks` of k, so that tiles of them can begin early.
     """
 
     width: int
     cluster: int
     stages: int
     blocks: int
-    lag: int = 2
     chunks: int = 1
 
     def heights(self, rows: int) -> int:
@@ -193,7 +192,8 @@ def fuses(problem: GatheredProduct, processors: int = 132) -> bool:
 _FLOPS = 800e12 / 132  # of one multiprocessor, in half precision
 _PER_TILE = 1.5e-6  # seconds
 _BANDWIDTH = 370e9  # of a copy engine, bytes per second
-_PER_STEP = 6e-6  # of the ring: a copy engine and a kernel follow each other
+_PER_STEP = 18e-6  # of the ring: a copy engine and a kernel follow each other
+_SPARE = 4  # multiprocessors on which the ring's kernels run
 _EFFICIENCY = {256: 1.0, 224: 0.99, 192: 0.92, 160: 0.88, 128: 0.87}
 _GATHER = 10e-6  # seconds: two barriers, and a kernel that pushes
 _GATHER_BANDWIDTH = 320e9
