@@ -55,14 +55,23 @@ class Kernel:
 
 
 def kernel(
-    device: Device, file: str, function: str, defines: Sequence[str] = (), *, shared: int = 0
+    device: Device,
+    file: str,
+    function: str,
+    defines: Sequence[str] = (),
+    *,
+    shared: int = 0,
+    features: str = "",
 ) -> Kernel:
-    """The kernel `function` of `kernels/<file>.cu`, compiled and loaded when first asked for."""
+    """The kernel `function` of `kernels/<file>.cu`, compiled and loaded when first asked for.
+
+    `features` "a" compiles for exactly this architecture, with what later ones do not have.
+    """
     key = (device.ordinal, file, tuple(defines))
     with _lock:
         if key not in _libraries:
             device.activate()
-            code = compiled(file, defines, device.arch)
+            code = compiled(file, defines, device.arch + features)
             _libraries[key] = call("cuLibraryLoadData", code, [], [], 0, [], [], 0)
         if (key, function) not in _kernels:
             device.activate()

@@ -28,13 +28,16 @@ __all__ = ["BLOCKS", "CHANNELS", "Team", "pad_bytes"]
 CHANNELS = 64  # of a context's team
 BLOCKS = 512  # kBlocks
 _COLLECTIVE = 3
+_PRODUCT = 6
 _OPERATIONS = {
     1: "barrier",
     2: "wait_signal",
     3: "a collective",
     4: "a kernel of the user's",
     5: "put_signal",
+    6: "a product",
 }
+_PLACES = {_COLLECTIVE: "block", _PRODUCT: "chunk"}
 
 
 def pad_bytes(size: int, channels: int = CHANNELS) -> int:
@@ -65,7 +68,7 @@ class Team:
         self.size = board.size
         self.pads = tuple(pads)
         self.timeout = board.patience.timeout
-        self.broken = ""  # why the cells of collectives are in no known state
+        self.broken = ""  # why what collectives count is in no known state
         self._board = board
         self._own = own
         self._status, self._status_address = _host_words(device, 1 + 3 * self.size)
@@ -81,10 +84,17 @@ class Team:
         return (f"SHARDMATH_RANKS={self.size}", f"SHARDMATH_CHANNELS={self.channels}")
 
     def kernel(
-        self, file: str, function: str, defines: Sequence[str] = (), *, shared: int = 0
+        self,
+        file: str,
+        function: str,
+        defines: Sequence[str] = (),
+        *,
+        shared: int = 0,
+        features: str = "",
     ) -> Kernel:
         """A kernel for this number of ranks."""
-        return kernel(self.device, file, function, (*self.defines, *defines), shared=shared)
+        every = (*self.defines, *defines)
+        return kernel(self.device, file, function, every, shared=shared, features=features)
 
     def packed(self, timeout: float | None = None) -> bytes:
         """The struct `Team` of symm.cuh. `timeout` in seconds; None is the context's."""
@@ -180,7 +190,7 @@ class Team:
             for rank in ranks
             for operation, expected, seen in [late[rank].tolist()]
         ]
-        if any(int(late[rank, 0]) & 0xFFFFFFFF == _COLLECTIVE for rank in ranks):
+        if any(int(late[rank, 0]) & 0xFFFFFFFF in _PLACES for rank in ranks):
             self.broken = "; ".join(reasons)
         gone = self._board.gone(ranks)
         if gone is not None:
@@ -194,7 +204,7 @@ class Team:
 
 def _place(operation: int) -> str:
     kind, number = operation & 0xFFFFFFFF, operation >> 32
-    where = "block" if kind == _COLLECTIVE else "channel"
+    where = _PLACES.get(kind, "channel")
     return f"{_OPERATIONS.get(kind, f'operation {kind}')}, {where} {number}"
 
 

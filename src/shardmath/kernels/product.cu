@@ -1,0 +1,171 @@
+// A product whose tiles travel to the ranks that own them while the next ones are computed.
+//
+// Compiled for sm_90a with ELEMENT (Float16, Bfloat16), A_ALONG_K and B_ALONG_K (1 where the operand's
+// contiguous axis is k), STAGES and PARTS. One block on a multiprocessor walks over tiles of 128 x 256:
+//
+//     warp 0: loads boxes of A and B  ->  8 warps: multiply, round, pack  ->  warps 1, 2: send to the owner
+//
+// Half a tile, 64 rows, is sent as blocks of 64 x 128 elements, in which 16-byte piece p of row r lies in place
+// p ^ (r & 7). After it has arrived, the counter of this rank and the tile's chunk at the owner goes up by one.
+// A rank's slots at an owner are written again only after the owner has taken what the launch before left there.
+#include "symm.cuh"
+#include "hopper.cuh"
+#include "slots.cuh"
+
+using namespace shardmath;
+
+constexpr bool kAAlongK = A_ALONG_K, kBAlongK = B_ALONG_K;
+constexpr u32 kStages = STAGES, kParts = PARTS;
+constexpr u32 kDepth = 64;                                  // of a stage, along k
+constexpr u32 kABytes = kTileRows * kDepth * 2, kBBytes = kTileColumns * kDepth * 2;
+constexpr u32 kBox = 64 * 128;                              // bytes of 64 x 64 elements
+constexpr u32 kPacked = 2 / kParts * kBlockBytes;           // bytes of a half tile, or half of that
+constexpr u32 kThreads = 384, kMultipliers = 128;           // each group of four warps multiplies 64 rows
+
+struct ProductArgument {
+    TensorMap a, b;
+    Team team;
+    const Tile* tiles;
+    u32 count;          // of tiles
+    u32 steps;          // along k
+    Ledger* ledger;     // this rank's
+    char* slots[kRanks];    // where this rank's tiles lie at each owner
+    u64* arrived[kRanks];   // this rank's counters at each owner, by chunk
+};
+
+struct Shared {
+    u32 stages, packed, full, empty, ready, room;  // shared addresses
+    __device__ u32 a(u32 stage) const { return stages + stage * (kABytes + kBBytes); }
+    __device__ u32 b(u32 stage) const { return a(stage) + kABytes; }
+};
+
+template <bool kAlongK, u32 kRows>
+__device__ inline void load(u32 to, const TensorMap* map, u32 row, u32 k, u32 bar) {
+    if (kAlongK) {
+        load_box(to, map, k, row, bar);
+    } else {
+#pragma unroll
+        for (u32 i = 0; i < kRows; i += 64) load_box(to + i / 64 * kBox, map, row + i, k, bar);
+    }
+}
+
+__device__ inline void load_tiles(const ProductArgument& a, const Shared& s) {
+    u32 number = 0;
+    for (u32 i = blockIdx.x; i < a.count; i += gridDim.x) {
+        const Tile tile = a.tiles[i];
+        for (u32 step = 0; step < a.steps; ++step, ++number) {
+            const u32 stage = number % kStages, turn = number / kStages;
+            bar_wait(s.empty + 8 * stage, (turn & 1) ^ 1);
+            bar_expect(s.full + 8 * stage, kABytes + kBBytes);
+            load<kAAlongK, kTileRows>(s.a(stage), &a.a, tile.row, step * kDepth, s.full + 8 * stage);
+            load<kBAlongK, kTileColumns>(s.b(stage), &a.b, tile.column, step * kDepth, s.full + 8 * stage);
+        }
+    }
+}
+
+// Send half `half` of each tile, if it has rows. One thread.
+__device__ inline void send_tiles(const ProductArgument& a, const Shared& s, u32 half) {
+    const u64 launch = a.ledger->launches;
+    u32 part = 0, usable = 0;  // owners whose slots may be written, as bits
+    bool lost = false;
+    for (u32 i = blockIdx.x; i < a.count; i += gridDim.x) {
+        const Tile tile = a.tiles[i];
+        const u32 dst = tile.dst();
+        const bool sent = tile.rows() > 64 * half;
+        if (sent && !lost && !(usable >> dst & 1)) {
+            lost = !wait(a.team, &a.ledger->taken[dst], launch, dst, kProduct, tile.chunk());
+            fence_async();  // the owner's reads, and then the copies
+            usable |= 1u << dst;
+        }
+        char* to = a.slots[dst] + (u64)tile.slot * kTileBytes + half * kHalfBytes;
+        for (u32 p = 0; p < kParts; ++p, ++part) {
+            bar_wait(s.ready + 8 * half, part & 1);
+            if (sent && !lost) store_bulk(to + p * kPacked, s.packed + half * kPacked, kPacked);
+            stores_have_read();
+            bar_arrive(s.room + 8 * half);
+        }
+        stores_are_done();
+        fence_async();
+        if (sent && !lost) add_release(&a.arrived[dst][tile.chunk()], 1);
+    }
+}
+
+// This warp's 16 rows of the accumulators, half of the columns for each block, to shared memory.
+template <u32 kBlock>
+__device__ inline void pack_block(const float (&d)[128], u32 to) {
+    const u32 lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16, right = lane / 16;
+#pragma unroll
+    for (u32 j = 0; j < 16; j += 2) {  // pairs of 8 columns
+        const float* v = d + 64 * kBlock + 4 * j;
+        const u32 place = (j + right) ^ (row & 7);
+        store_matrices(to + kBlock % (2 / kParts) * kBlockBytes + row * 256 + place * 16, ELEMENT::pack(v[0], v[1]),
+                       ELEMENT::pack(v[2], v[3]), ELEMENT::pack(v[4], v[5]), ELEMENT::pack(v[6], v[7]));
+    }
+}
+
+__device__ inline void multiply_tiles(const ProductArgument& a, const Shared& s, u32 half) {
+    float d[128];
+    u32 number = 0, part = 0;
+    const bool arrives = threadIdx.x % kMultipliers == 0;
+    const u32 packed = s.packed + half * kPacked;
+    for (u32 i = blockIdx.x; i < a.count; i += gridDim.x) {
+        if (a.steps == 0) {
+#pragma unroll
+            for (int j = 0; j < 128; ++j) d[j] = 0;
+        }
+        for (u32 step = 0; step < a.steps; ++step, ++number) {
+            const u32 stage = number % kStages;
+            bar_wait(s.full + 8 * stage, number / kStages & 1);
+            products_begin();
+#pragma unroll
+            for (u32 k = 0; k < kDepth / 16; ++k) {
+                const u32 of_a = s.a(stage) + half * kBox + k * (kAAlongK ? 32 : 2048);
+                const u32 of_b = s.b(stage) + k * (kBAlongK ? 32 : 2048);
+                ELEMENT::multiply<kAAlongK, kBAlongK>(d, describe<kAAlongK>(of_a, kBox),
+                                                      describe<kBAlongK>(of_b, kBox), step | k);
+            }
+            products_commit();
+            products_wait<1>();  // the step before has been multiplied: its stage is empty
+            if (step && arrives) bar_arrive(s.empty + 8 * ((number - 1) % kStages));
+        }
+        products_wait<0>();
+        if (a.steps && arrives) bar_arrive(s.empty + 8 * ((number - 1) % kStages));
+#pragma unroll
+        for (u32 p = 0; p < kParts; ++p, ++part) {
+            bar_wait(s.room + 8 * half, (part & 1) ^ 1);
+            if (kParts == 1 || p == 0) pack_block<0>(d, packed);
+            if (kParts == 1 || p == 1) pack_block<1>(d, packed);
+            fence_async_shared();
+            bar_arrive(s.ready + 8 * half);
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ ProductArgument a) {
+    extern __shared__ char memory[];
+    __shared__ u64 bars[2 * kStages + 4];
+    Shared s;
+    s.stages = (shared_address(memory) + 1023) & ~1023u;
+    s.packed = s.stages + kStages * (kABytes + kBBytes);
+    s.full = shared_address(bars);
+    s.empty = s.full + 8 * kStages;
+    s.ready = s.empty + 8 * kStages;
+    s.room = s.ready + 16;
+    if (threadIdx.x == 0) {
+        for (u32 i = 0; i < kStages; ++i) bar_init(s.full + 8 * i, 1), bar_init(s.empty + 8 * i, 2);
+        for (u32 half = 0; half < 2; ++half) {
+            bar_init(s.ready + 8 * half, kMultipliers);
+            bar_init(s.room + 8 * half, 1);
+        }
+        bars_visible();
+    }
+    __syncthreads();
+    if (threadIdx.x < kMultipliers) {
+        give_registers<40>();
+        if (threadIdx.x == 0) load_tiles(a, s);
+        if (threadIdx.x == 32 || threadIdx.x == 64) send_tiles(a, s, threadIdx.x / 32 - 1);
+    } else {
+        take_registers<232>();
+        multiply_tiles(a, s, threadIdx.x / kMultipliers - 1);
+    }
+}

@@ -1,0 +1,1 @@
+"""Products on GPUs: the pieces that a strategy is carried out with there."""
