@@ -20,12 +20,22 @@ struct Tile {
     __device__ u32 chunk() const { return what >> 16; }
 };
 
-// A rank's words about one plan. Peers write `taken` and the counters behind it.
+// A rank's words about one plan. Peers write `taken` and `read`, and the counters of tiles and sums.
 struct Ledger {
     u64 launches;       // that are over on this rank
-    u64 blocks;         // of the last kernel that have ended
+    u64 blocks;         // of the kernel at work that have ended
     u64 taken[kRanks];  // launches whose tiles an owner has taken
+    u64 read[kRanks];   // launches whose sums a peer has read
 };
+
+// Whether this is the last block of its kernel to end; what the others did comes before. By one thread each.
+__device__ inline bool ends_last(Ledger* ledger) {
+    u64 before;
+    asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], 1;" : "=l"(before) : "l"(&ledger->blocks) : "memory");
+    if (before + 1 < gridDim.x) return false;
+    ledger->blocks = 0;
+    return true;
+}
 
 __device__ inline void add_release(u64* word, u64 value) {
     asm volatile("red.release.sys.global.add.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");

@@ -1,8 +1,9 @@
 // An owner takes its tiles: the ranks' partial products, added in the order of the ranks as float32 and
 // rounded once, so that the result has the same bits every time.
 //
-// Compiled with ELEMENT (float16, bfloat16) and WHOLE: 1 where rows of the result begin at multiples of 16
-// bytes and have multiples of 8 elements. `take_early` waits for each chunk of tiles and takes all but the
+// Compiled with ELEMENT (float16, bfloat16), WHOLE (1 where rows of the result begin at multiples of 16 bytes
+// and have multiples of 8 elements) and SHARED: 1 where the result is what peers will read (gather.cu), who are
+// told of each chunk, and who must have read that of the launch before. `take_early` waits for each chunk of tiles and takes all but the
 // last, on few multiprocessors, while the product goes on; then it waits for the last, which `take_last`
 // takes on all of them. So no kernel that waits fills the GPU.
 #include "elements.cuh"
@@ -23,11 +24,13 @@ struct TakeArgument {
     Ledger* ledger;
     const u64* arrived;     // [source][chunk]
     const u64* expected;    // [chunk], by launch
+    u64* summed;            // [chunk]: blocks that have taken their part of it
     u32 chunks;
     u32 columns;
     u64 pitch;              // bytes from one row of the result to the next
     char* result;
     Ledger* peers[kRanks];
+    u64* ready[kRanks];     // [chunk], this rank's at each peer: launches whose sum is there
 };
 
 struct alignas(16) Piece {
@@ -77,30 +80,50 @@ __device__ inline void take(const TakeArgument& a, const Tile& tile, u32 number,
     }
 }
 
+// Whether the peers have read what the launch before left in the result. By all threads of a block.
+__device__ inline bool read_by_all(const TakeArgument& a, u64 launch) {
+    bool over = true;
+    if (SHARED && threadIdx.x < kRanks)
+        over = wait(a.team, &a.ledger->read[threadIdx.x], launch, threadIdx.x, kProduct, 0);
+    return __syncthreads_and(over);
+}
+
+__device__ inline void tell_ready(const TakeArgument& a, u32 chunk, u64 launch) {
+    for (int i = 1; i <= kRanks; ++i) store_release(&a.ready[(a.team.rank + i) % kRanks][chunk], launch + 1);
+}
+
+// This block has taken its part of a chunk; the last to do so tells the peers.
+__device__ inline void finish_chunk(const TakeArgument& a, u32 chunk, u64 launch) {
+    __syncthreads();
+    if (!SHARED || threadIdx.x) return;
+    u64 before;
+    asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], 1;" : "=l"(before) : "l"(&a.summed[chunk]) : "memory");
+    if (before + 1 == (launch + 1) * gridDim.x) tell_ready(a, chunk, launch);
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads) take_early(const __grid_constant__ TakeArgument a) {
     const u64 launch = a.ledger->launches;
-    u32 next = 0;  // the first chunk that has not been waited for
-    for (u32 item = blockIdx.x; item < a.early * kUnits; item += gridDim.x) {
-        const Tile tile = a.tiles[item / kUnits];
-        for (; next <= tile.chunk(); ++next)
-            if (!arrived(a, next, launch)) return;
-        take(a, tile, item / kUnits, item % kUnits);
+    if (!read_by_all(a, launch)) return;
+    u32 item = blockIdx.x;
+    for (u32 chunk = 0; chunk + 1 < a.chunks; ++chunk) {
+        if (!arrived(a, chunk, launch)) return;
+        for (; item < a.early * kUnits; item += gridDim.x) {
+            const Tile tile = a.tiles[item / kUnits];
+            if (tile.chunk() != chunk) break;
+            take(a, tile, item / kUnits, item % kUnits);
+        }
+        finish_chunk(a, chunk, launch);
     }
-    if (blockIdx.x == 0)
-        for (; next < a.chunks; ++next)
-            if (!arrived(a, next, launch)) return;
+    if (blockIdx.x == 0) arrived(a, a.chunks - 1, launch);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads) take_last(const __grid_constant__ TakeArgument a) {
     for (u32 item = a.early * kUnits + blockIdx.x; item < a.count * kUnits; item += gridDim.x)
         take(a, a.tiles[item / kUnits], item / kUnits, item % kUnits);
     __syncthreads();
-    if (threadIdx.x) return;
-    u64 before;
-    asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], 1;" : "=l"(before) : "l"(&a.ledger->blocks) : "memory");
-    if (before + 1 < gridDim.x) return;
-    const u64 launches = a.ledger->launches + 1;  // the last block: the slots are free again
-    a.ledger->blocks = 0;
-    a.ledger->launches = launches;
-    for (int rank = 0; rank < kRanks; ++rank) store_release(&a.peers[rank]->taken[a.team.rank], launches);
+    if (threadIdx.x || !ends_last(a.ledger)) return;
+    const u64 launch = a.ledger->launches;
+    for (int rank = 0; rank < kRanks; ++rank) store_release(&a.peers[rank]->taken[a.team.rank], launch + 1);
+    if (SHARED) tell_ready(a, a.chunks - 1, launch);
+    else a.ledger->launches = launch + 1;
 }

@@ -10,7 +10,7 @@ from shardmath.context import DistributedContext
 from shardmath.operators.matmul.gpu.sending import SendingProduct, Shape
 from shardmath.operators.matmul.gpu.sharded import ShardedProduct
 
-__all__ = ["GemmReduceScatter"]
+__all__ = ["GemmReduceScatter", "choose_shape"]
 
 
 class GemmReduceScatter:

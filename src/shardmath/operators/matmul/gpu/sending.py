@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import struct
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -64,18 +64,28 @@ class Places:
 
     @property
     def ledger(self) -> int:
-        """`Ledger` of slots.cuh; the counters of tiles that have arrived follow."""
+        """`Ledger` of slots.cuh."""
         return 0
 
     @cached_property
     def arrived(self) -> int:
-        """Counters, [source][chunk]; peers write them."""
-        return _rounded(8 * (2 + self._size))
+        """Counters of tiles, [source][chunk]; peers write them."""
+        return _rounded(8 * (2 + 2 * self._size))
+
+    @cached_property
+    def ready(self) -> int:
+        """Launches whose sums are there, [owner][chunk]; peers write them."""
+        return self.arrived + _rounded(8 * self._size * self.walk.chunks)
+
+    @cached_property
+    def summed(self) -> int:
+        """[chunk]: how many blocks have taken their part."""
+        return self.ready + _rounded(8 * self._size * self.walk.chunks)
 
     @cached_property
     def slots(self) -> int:
-        """[source][tile]; peers write them."""
-        return self.arrived + _rounded(8 * self._size * self.walk.chunks)
+        """[source][tile]; peers write them. All before are counters, and begin as zeros."""
+        return self.summed + _rounded(8 * self.walk.chunks)
 
     @cached_property
     def extra(self) -> int:
@@ -138,7 +148,7 @@ class SendingProduct:
         self._buffer: Buffer | None = buffer
         self._kept = weakref.finalize(self, context.keep_for_kernels, buffer)
         self._kept.atexit = False
-        self._arguments: dict[tuple[int, ...], Argument] = {}
+        self._arguments: dict[tuple[str | int, ...], Argument] = {}
         self.team.device.activate()
         self._side = call("cuStreamCreate", 1)  # it does not wait for the default stream
         self._fork, self._join = call("cuEventCreate", 2), call("cuEventCreate", 2)  # no timing
@@ -227,20 +237,22 @@ class SendingProduct:
         shared = 1024 + shape.stages * _STAGE_BYTES + _TILE_BYTES // shape.parts
         kernel = self.team.kernel("product", "product", defines, shared=shared, features="a")
         blocks = max(1, min(self.team.device.processors - shape.spare, self.walk.count))
-        kernel.launch(stream, blocks, _THREADS, self._argument(self._of_product, a, b))
+        kernel.launch(stream, blocks, _THREADS, self.argument(self._of_product, a, b))
 
     def take(
-        self, result: int, pitch: int, stream: int, *, early: bool, blocks: int | None = None
+        self, result: int, pitch: int, stream: int, *, early: bool, shared: bool = False
     ) -> None:
-        """Put `take_early` or `take_last` on `stream`; the result's rows are `pitch` bytes apart."""
+        """Put `take_early` or `take_last` on `stream`; rows of the result are `pitch` bytes apart.
+
+        `shared`: peers read the result, and the launch does not end here.
+        """
         whole = result % 16 == 0 and pitch % 16 == 0 and self.problem.columns % 8 == 0
-        defines = (f"ELEMENT={self.problem.dtype}", f"WHOLE={whole:d}")
+        defines = (f"ELEMENT={self.problem.dtype}", f"WHOLE={whole:d}", f"SHARED={shared:d}")
         kernel = self.team.kernel("take", "take_early" if early else "take_last", defines)
-        if blocks is None:
-            units = (self.walk.tiles(self.team.rank) - self._early) * _UNITS
-            blocks = self.shape.spare if early else min(2 * self.team.device.processors, units)
+        units = (self.walk.tiles(self.team.rank) - self._early) * _UNITS
+        blocks = self.shape.spare if early else min(2 * self.team.device.processors, units)
         kernel.launch(
-            stream, max(1, blocks), _TAKE_THREADS, self._argument(self._of_take, result, pitch)
+            stream, max(1, blocks), _TAKE_THREADS, self.argument(self._of_take, result, pitch)
         )
 
     @contextmanager
@@ -255,8 +267,9 @@ class SendingProduct:
 
     # -- arguments ---------------------------------------------------------------------------------
 
-    def _argument(self, make: Any, *words: int) -> Argument:
-        key = (make.__name__, *words)
+    def argument(self, make: Callable[..., bytes], *words: int) -> Argument:
+        """The struct that `make` packs from these words, made once."""
+        key: tuple[str | int, ...] = (make.__name__, *words)
         if key not in self._arguments:
             if len(self._arguments) >= _MOST_ARGUMENTS:
                 self._arguments.clear()
@@ -300,13 +313,19 @@ class SendingProduct:
     def _of_take(self, result: int, pitch: int) -> bytes:
         """The struct `TakeArgument`."""
         walk, rank, base = self.walk, self.team.rank, self.bases[self.team.rank]
+        ready = [
+            self.bases[peer] + p.ready + 8 * rank * walk.chunks
+            for peer, p in enumerate(self.places)
+        ]
         return _padded(
             self.team.packed()
             + struct.pack("QQ", base + self._own.slots, self._own.stride)
             + struct.pack("QII", base + self._own.owned, self._early, walk.tiles(rank))
             + struct.pack("QQQ", base, base + self._own.arrived, base + self._own.expected)
-            + struct.pack("IIQQ", walk.chunks, walk.columns, pitch, result)
-            + struct.pack(f"{self.team.size}Q", *self.bases)
+            + struct.pack(
+                "QIIQQ", base + self._own.summed, walk.chunks, walk.columns, pitch, result
+            )
+            + struct.pack(f"{2 * self.team.size}Q", *self.bases, *ready)
         )
 
 
