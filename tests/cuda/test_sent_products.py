@@ -103,21 +103,23 @@ def shared_out(total, size):
 
 
 CASES = [
-    # rows, columns, depth, orders of A and B, dtype, chunks, spare, stages, parts
-    (256, 512, 512, "CC", "bfloat16", Shape(1, 4)),
-    (1000, 601, 203, "CC", "bfloat16", Shape(3, 2)),
-    (1000, 601, 203, "CF", "float16", Shape(2, 4)),
-    (777, 264, 1030, "FC", "bfloat16", Shape(2, 1)),
-    (777, 264, 1030, "FF", "float16", Shape(5, 8, 4, 2)),
-    (3, 1, 1, "CC", "float16", Shape(2, 4)),
-    (129, 2000, 65, "CC", "bfloat16", Shape(4, 4, 4, 2)),
+    # rows, columns, depth, orders of A and B, dtype, and the Shape
+    (256, 512, 512, "CC", "bfloat16", (1, 4)),
+    (1000, 601, 203, "CC", "bfloat16", (3, 2)),
+    (1000, 601, 203, "CF", "float16", (2, 4)),
+    (776, 264, 1030, "FC", "bfloat16", (2, 1, 1)),
+    (776, 264, 1030, "FF", "float16", (5, 8, 2, 3, 1)),
+    (3, 1, 1, "CC", "float16", (2, 4)),
+    (129, 2000, 65, "CC", "bfloat16", (4, 4, 1, 4, 2)),
 ]
 
 
 def check_case(context, kind, rows, columns, depth, orders, dtype, shape):
     faults = []
     for gap in (0, 5):
-        parts, depths = shared_out(rows, context.size), shared_out(depth, context.size)
+        unit = 8 if orders[0] == "F" else 1
+        parts = [unit * part for part in shared_out(rows // unit, context.size)]
+        depths = shared_out(depth, context.size)
         case = Case(context, kind, parts, columns, depths, orders, dtype, gap=gap)
         plan = case.plan(Shape(*shape))
         seen = []
@@ -136,9 +138,7 @@ def check_case(context, kind, rows, columns, depth, orders, dtype, shape):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_uneven_parts(gpus, size, kind, case):
-    *facts, shape = case
-    words = (shape.chunks, shape.spare, shape.stages, shape.parts)
-    assert gpus.run(check_case, kind, *facts, words, ranks=size) == [[]] * size
+    assert gpus.run(check_case, kind, *case, ranks=size) == [[]] * size
 
 
 def check_graph(context, kind):
@@ -246,10 +246,11 @@ def check_misfits(context):
         ShardedProduct(rows, 64, 64, "float32", good, good),
         ShardedProduct(rows, 64, 60, "float16", Factor("C", 60), good),
         ShardedProduct(rows, 0, 64, "bfloat16", good, good),
+        ShardedProduct((3, 128), 64, 64, "bfloat16", Factor("F", 136), good),
     ]
     return [problem.misfit(device)[:12] for problem in problems]
 
 
 def test_what_the_kernel_cannot_take(gpus, size):
-    wanted = ["", "elements are", "an operand's", "the result i"]
+    wanted = ["", "elements are", "an operand's", "the result i", "columns of A"]
     assert gpus.run(check_misfits, ranks=size) == [wanted] * size

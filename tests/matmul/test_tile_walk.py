@@ -51,11 +51,12 @@ def test_senders_and_owners_mean_the_same_slots(walk: Walk) -> None:
             assert (kept[5] == np.arange(walk.tiles(dst))).all()
             assert (kept[4] == np.sort(kept[4])).all()
             assert (kept[3] == np.minimum(walk.rows[dst] - kept[0], TILE_ROWS)).all()
+            ends = np.searchsorted(kept[4], np.arange(walk.chunks), "right")
             halves = [
                 2 * int((kept[4] == c).sum()) - int((kept[3][kept[4] == c] <= 64).sum())
                 for c in range(walk.chunks)
             ]
-            assert walk.expected(dst) == halves
+            assert walk.table(dst).tolist() == np.column_stack([halves, ends]).tolist()
 
 
 @pytest.mark.parametrize("walk", WALKS, ids=repr)
@@ -63,6 +64,17 @@ def test_chunks_follow_each_other(walk: Walk) -> None:
     for rank in range(len(walk.rows)):
         chunk = fields(walk.of(rank))[4]
         assert (np.diff(chunk) >= 0).all()
+
+
+@pytest.mark.parametrize("walk", WALKS, ids=repr)
+def test_a_cluster_has_tiles_of_the_same_columns(walk: Walk) -> None:
+    for rank in range(len(walk.rows)):
+        alone, pairs = walk.of(rank), walk.of(rank, 2)
+        assert len(pairs) % 2 == 0
+        assert (pairs[::2, 1] == pairs[1::2, 1]).all()
+        real = pairs[fields(pairs)[3] > 0]
+        assert (real == alone).all()
+        assert len(pairs) <= 2 * len(alone)
 
 
 def test_a_rank_begins_with_the_next_one_and_ends_with_itself() -> None:

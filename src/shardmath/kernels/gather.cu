@@ -1,8 +1,7 @@
 // Every rank reads the sums of all owners, where take.cu has left them, into its own result.
 //
-// `await_sums` waits for one chunk of every owner's, so that copies may follow it on its stream; it is one
-// block. `gather_last` copies the last chunk, for which that wait is over, on all multiprocessors, and ends
-// the launch: the owners may write their sums again.
+// `await_sums` waits for them, by one block, so that no kernel that waits fills the GPU. `gather` copies them by
+// all multiprocessors, and ends the launch: the owners may write their sums again.
 #include "slots.cuh"
 
 using namespace shardmath;
@@ -20,16 +19,15 @@ struct GatherArgument {
     Team team;
     Ledger* ledger;
     const u64* ready;  // [owner][chunk]
-    u32 chunks, chunk;
+    u64 chunks;
     u64 from_pitch, to_pitch;
     Box boxes[kRanks];  // from the next rank's on to this one's
     Ledger* peers[kRanks];
 };
 
 extern "C" __global__ void __launch_bounds__(kThreads) await_sums(const __grid_constant__ GatherArgument a) {
-    if (threadIdx.x < kRanks)
-        wait(a.team, a.ready + threadIdx.x * a.chunks + a.chunk, a.ledger->launches + 1, threadIdx.x, kProduct,
-             a.chunk);
+    for (u32 i = threadIdx.x; i < kRanks * a.chunks; i += kThreads)
+        if (!wait(a.team, a.ready + i, a.ledger->launches + 1, i / a.chunks, kProduct, i % a.chunks)) return;
 }
 
 __device__ inline uint4 load_sum(const char* from) {
@@ -70,7 +68,7 @@ __device__ inline void copy_box(const GatherArgument& a, const Box& box) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) gather_last(const __grid_constant__ GatherArgument a) {
+extern "C" __global__ void __launch_bounds__(kThreads) gather(const __grid_constant__ GatherArgument a) {
     for (int i = 0; i < kRanks; ++i) copy_box(a, a.boxes[(i + blockIdx.x) % kRanks]);  // all links at once
     __syncthreads();
     if (threadIdx.x || !ends_last(a.ledger)) return;

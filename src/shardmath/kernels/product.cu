@@ -1,21 +1,22 @@
 // A product whose tiles travel to the ranks that own them while the next ones are computed.
 //
 // Compiled for sm_90a with ELEMENT (Float16, Bfloat16), A_ALONG_K and B_ALONG_K (1 where the operand's
-// contiguous axis is k), STAGES and PARTS. One block on a multiprocessor walks over tiles of 128 x 256:
+// contiguous axis is k), CLUSTER (2 where two blocks with tiles of the same columns load half of B each, for
+// both), STAGES and PARTS, and as taking.cuh says. The first blocks, one on a multiprocessor, walk over tiles
+// of 128 x 256; the others take what has come.
 //
 //     warp 0: loads boxes of A and B  ->  8 warps: multiply, round, pack  ->  warps 1, 2: send to the owner
 //
 // Half a tile, 64 rows, is sent as blocks of 64 x 128 elements, in which 16-byte piece p of row r lies in place
 // p ^ (r & 7). After it has arrived, the counter of this rank and the tile's chunk at the owner goes up by one.
 // A rank's slots at an owner are written again only after the owner has taken what the launch before left there.
-#include "symm.cuh"
 #include "hopper.cuh"
-#include "slots.cuh"
+#include "taking.cuh"
 
 using namespace shardmath;
 
 constexpr bool kAAlongK = A_ALONG_K, kBAlongK = B_ALONG_K;
-constexpr u32 kStages = STAGES, kParts = PARTS;
+constexpr u32 kCluster = CLUSTER, kStages = STAGES, kParts = PARTS;
 constexpr u32 kDepth = 64;                                  // of a stage, along k
 constexpr u32 kABytes = kTileRows * kDepth * 2, kBBytes = kTileColumns * kDepth * 2;
 constexpr u32 kBox = 64 * 128;                              // bytes of 64 x 64 elements
@@ -26,11 +27,12 @@ struct ProductArgument {
     TensorMap a, b;
     Team team;
     const Tile* tiles;
-    u32 count;          // of tiles
+    u32 units;          // of as many tiles as a cluster has blocks
     u32 steps;          // along k
-    Ledger* ledger;     // this rank's
+    u32 multipliers;    // blocks that multiply
     char* slots[kRanks];    // where this rank's tiles lie at each owner
     u64* arrived[kRanks];   // this rank's counters at each owner, by chunk
+    TakeArgument take;
 };
 
 struct Shared {
@@ -39,41 +41,94 @@ struct Shared {
     __device__ u32 b(u32 stage) const { return a(stage) + kABytes; }
 };
 
-template <bool kAlongK, u32 kRows>
-__device__ inline void load(u32 to, const TensorMap* map, u32 row, u32 k, u32 bar) {
-    if (kAlongK) {
-        load_box(to, map, k, row, bar);
+// -- clusters ------------------------------------------------------------------------------------------
+
+__device__ inline u32 rank_in_cluster() {
+    u32 rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return kCluster == 1 ? 0 : rank;
+}
+__device__ inline void cluster_barrier() {
+    asm volatile("barrier.cluster.arrive.release;\n\tbarrier.cluster.wait.acquire;" ::: "memory");
+}
+__device__ inline void arrive_at(u32 bar, u32 block) {
+    asm volatile(
+        "{\n\t.reg .b32 there;\n\tmapa.shared::cluster.u32 there, %0, %1;\n\t"
+        "mbarrier.arrive.shared::cluster.b64 _, [there];\n\t}" ::"r"(bar),
+        "r"(block)
+        : "memory");
+}
+__device__ inline void load_box_for_all(u32 to, const TensorMap* from, u32 x, u32 y, u32 bar) {
+    if (kCluster == 1) return load_box(to, from, x, y, bar);
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+        "[%1, {%2, %3}], [%4], %5;" ::"r"(to),
+        "l"(from), "r"(x), "r"(y), "r"(bar), "h"((unsigned short)((1u << kCluster) - 1))
+        : "memory");
+}
+
+// A tile of this block; all blocks of a cluster walk alike.
+__device__ inline u32 first_unit() { return blockIdx.x / kCluster; }
+__device__ inline u32 next_unit(const ProductArgument& a, u32 unit) { return unit + a.multipliers / kCluster; }
+__device__ inline Tile tile_of(const ProductArgument& a, u32 unit) {
+    return a.tiles[unit * kCluster + rank_in_cluster()];
+}
+
+// -- what the warps do ---------------------------------------------------------------------------------
+
+__device__ inline void load_stage(const ProductArgument& a, const Shared& s, const Tile& tile, u32 k, u32 stage) {
+    const u32 full = s.full + 8 * stage, block = rank_in_cluster();
+    bar_expect(full, kABytes + kBBytes);
+    if (kAAlongK) {
+        load_box(s.a(stage), &a.a, k, tile.row, full);
+    } else {
+        load_box(s.a(stage), &a.a, tile.row, k, full);
+        load_box(s.a(stage) + kBox, &a.a, tile.row + 64, k, full);
+    }
+    constexpr u32 kShare = kTileColumns / kCluster;
+    const u32 column = tile.column + block * kShare, to = s.b(stage) + block * kShare * 128;
+    if (kBAlongK) {
+        load_box_for_all(to, &a.b, k, column, full);
     } else {
 #pragma unroll
-        for (u32 i = 0; i < kRows; i += 64) load_box(to + i / 64 * kBox, map, row + i, k, bar);
+        for (u32 i = 0; i < kShare; i += 64) load_box_for_all(to + i * 128, &a.b, column + i, k, full);
     }
 }
 
 __device__ inline void load_tiles(const ProductArgument& a, const Shared& s) {
     u32 number = 0;
-    for (u32 i = blockIdx.x; i < a.count; i += gridDim.x) {
-        const Tile tile = a.tiles[i];
+    for (u32 unit = first_unit(); unit < a.units; unit = next_unit(a, unit)) {
+        const Tile tile = tile_of(a, unit);
         for (u32 step = 0; step < a.steps; ++step, ++number) {
-            const u32 stage = number % kStages, turn = number / kStages;
-            bar_wait(s.empty + 8 * stage, (turn & 1) ^ 1);
-            bar_expect(s.full + 8 * stage, kABytes + kBBytes);
-            load<kAAlongK, kTileRows>(s.a(stage), &a.a, tile.row, step * kDepth, s.full + 8 * stage);
-            load<kBAlongK, kTileColumns>(s.b(stage), &a.b, tile.column, step * kDepth, s.full + 8 * stage);
+            const u32 stage = number % kStages;
+            bar_wait(s.empty + 8 * stage, (number / kStages & 1) ^ 1);
+            load_stage(a, s, tile, step * kDepth, stage);
         }
+    }
+}
+
+// The stage has been multiplied by this group of warps: to all blocks that write into it.
+__device__ inline void release(const Shared& s, u32 stage) {
+    const u32 thread = threadIdx.x % kMultipliers;
+    if (kCluster == 1) {
+        if (thread == 0) bar_arrive(s.empty + 8 * stage);
+    } else if (thread < kCluster) {
+        arrive_at(s.empty + 8 * stage, thread);
     }
 }
 
 // Send half `half` of each tile, if it has rows. One thread.
 __device__ inline void send_tiles(const ProductArgument& a, const Shared& s, u32 half) {
-    const u64 launch = a.ledger->launches;
+    const Ledger& own = *a.take.ledger[a.team.rank];
+    const u64 launch = own.launches;
     u32 part = 0, usable = 0;  // owners whose slots may be written, as bits
     bool lost = false;
-    for (u32 i = blockIdx.x; i < a.count; i += gridDim.x) {
-        const Tile tile = a.tiles[i];
+    for (u32 unit = first_unit(); unit < a.units; unit = next_unit(a, unit)) {
+        const Tile tile = tile_of(a, unit);
         const u32 dst = tile.dst();
         const bool sent = tile.rows() > 64 * half;
         if (sent && !lost && !(usable >> dst & 1)) {
-            lost = !wait(a.team, &a.ledger->taken[dst], launch, dst, kProduct, tile.chunk());
+            lost = !wait(a.team, &own.taken[dst], launch, dst, kProduct, tile.chunk());
             fence_async();  // the owner's reads, and then the copies
             usable |= 1u << dst;
         }
@@ -106,9 +161,8 @@ __device__ inline void pack_block(const float (&d)[128], u32 to) {
 __device__ inline void multiply_tiles(const ProductArgument& a, const Shared& s, u32 half) {
     float d[128];
     u32 number = 0, part = 0;
-    const bool arrives = threadIdx.x % kMultipliers == 0;
     const u32 packed = s.packed + half * kPacked;
-    for (u32 i = blockIdx.x; i < a.count; i += gridDim.x) {
+    for (u32 unit = first_unit(); unit < a.units; unit = next_unit(a, unit)) {
         if (a.steps == 0) {
 #pragma unroll
             for (int j = 0; j < 128; ++j) d[j] = 0;
@@ -126,10 +180,10 @@ __device__ inline void multiply_tiles(const ProductArgument& a, const Shared& s,
             }
             products_commit();
             products_wait<1>();  // the step before has been multiplied: its stage is empty
-            if (step && arrives) bar_arrive(s.empty + 8 * ((number - 1) % kStages));
+            if (step) release(s, (number - 1) % kStages);
         }
         products_wait<0>();
-        if (a.steps && arrives) bar_arrive(s.empty + 8 * ((number - 1) % kStages));
+        if (a.steps) release(s, (number - 1) % kStages);
 #pragma unroll
         for (u32 p = 0; p < kParts; ++p, ++part) {
             bar_wait(s.room + 8 * half, (part & 1) ^ 1);
@@ -141,7 +195,10 @@ __device__ inline void multiply_tiles(const ProductArgument& a, const Shared& s,
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ ProductArgument a) {
+extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
+    product(const __grid_constant__ ProductArgument a) {
+    if (blockIdx.x >= a.multipliers)
+        return take_early(a.team, a.take, blockIdx.x - a.multipliers, gridDim.x - a.multipliers);
     extern __shared__ char memory[];
     __shared__ u64 bars[2 * kStages + 4];
     Shared s;
@@ -152,7 +209,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) product(const __grid_c
     s.ready = s.empty + 8 * kStages;
     s.room = s.ready + 16;
     if (threadIdx.x == 0) {
-        for (u32 i = 0; i < kStages; ++i) bar_init(s.full + 8 * i, 1), bar_init(s.empty + 8 * i, 2);
+        for (u32 i = 0; i < kStages; ++i) bar_init(s.full + 8 * i, 1), bar_init(s.empty + 8 * i, 2 * kCluster);
         for (u32 half = 0; half < 2; ++half) {
             bar_init(s.ready + 8 * half, kMultipliers);
             bar_init(s.room + 8 * half, 1);
@@ -160,6 +217,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) product(const __grid_c
         bars_visible();
     }
     __syncthreads();
+    if (kCluster > 1) cluster_barrier();
     if (threadIdx.x < kMultipliers) {
         give_registers<40>();
         if (threadIdx.x == 0) load_tiles(a, s);
@@ -168,4 +226,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) product(const __grid_c
         take_registers<232>();
         multiply_tiles(a, s, threadIdx.x / kMultipliers - 1);
     }
+    __syncwarp();
+    if (kCluster > 1) cluster_barrier();  // the other block may still write into this one's memory
 }

@@ -20,6 +20,12 @@ struct Tile {
     __device__ u32 chunk() const { return what >> 16; }
 };
 
+// Of an owner's tiles. They lie in the order of their chunks.
+struct Chunk {
+    u32 halves;  // half tiles that each rank sends in one launch
+    u32 end;     // the first tile behind it
+};
+
 // A rank's words about one plan. Peers write `taken` and `read`, and the counters of tiles and sums.
 struct Ledger {
     u64 launches;       // that are over on this rank

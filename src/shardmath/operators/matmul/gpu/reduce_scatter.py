@@ -9,6 +9,7 @@ from __future__ import annotations
 from shardmath.context import DistributedContext
 from shardmath.operators.matmul.gpu.sending import SendingProduct, Shape
 from shardmath.operators.matmul.gpu.sharded import ShardedProduct
+from shardmath.operators.matmul.gpu.walk import TILE_ROWS
 
 __all__ = ["GemmReduceScatter", "choose_shape"]
 
@@ -39,10 +40,8 @@ class GemmReduceScatter:
         sending = self._sending
         sending.require_usable()
         nbytes = 2 * (sending.problem.columns if pitch is None else pitch)
-        with sending.beside(stream) as side:
-            sending.multiply(a, b, stream)
-            sending.take(result, nbytes, side, early=True)
-        sending.take(result, nbytes, stream, early=False)
+        sending.multiply(a, b, result, nbytes, stream)
+        sending.take_last(result, nbytes, stream)
 
     def free(self) -> None:
         """See SendingProduct.free."""
@@ -50,8 +49,8 @@ class GemmReduceScatter:
 
 
 def choose_shape(problem: ShardedProduct) -> Shape:
-    """How to cut the work. Each rank's multiprocessors but 4 multiply: 128 share out the tiles of
-    most large products evenly, and 132 do not.
+    """How to cut the work. Four multiprocessors take tiles and 128 multiply: most large products
+    have tiles for 128 in even numbers, and not for 132.
     """
-    most = max(-(-rows // 128) for rows in problem.rows)
-    return Shape(chunks=max(1, min(8, most)), spare=4)
+    most = max(-(-rows // TILE_ROWS) for rows in problem.rows)
+    return Shape(chunks=max(1, min(8, most)))

@@ -2,17 +2,16 @@
 
 A plan has slots on the symmetric heap, where every rank puts its tiles of this rank's rows, and a
 ledger of words that only count up, so that launches follow each other without the host, also when
-a CUDA graph replays them. The product waits for nobody, except that a slot is written again only
-after its owner has taken what the launch before left there. Kernels that wait for tiles run on a
-second stream, on multiprocessors that the product leaves free: none of them fills the GPU.
+a CUDA graph replays them. Blocks that multiply wait for nobody, except that a slot is written again
+only after its owner has taken what the launch before left there. Those that wait for tiles are few,
+and come after the others in the same kernel: so several plans at work never wait in a circle.
 """
 
 from __future__ import annotations
 
 import struct
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -36,22 +35,22 @@ _TILE_BYTES = TILE_ROWS * TILE_COLUMNS * 2
 _ROUND = 1024  # bytes that the parts of a plan's memory are rounded up to
 _STAGE_BYTES = (TILE_ROWS + TILE_COLUMNS) * 64 * 2
 _THREADS = 384  # of the product
-_TAKE_THREADS = 512
-_UNITS = _TILE_BYTES // (16 * _TAKE_THREADS)  # of a tile, that blocks of take.cu share out
+_LAST_THREADS = 512
 _MOST_ARGUMENTS = 256
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How the work is cut. `chunks` of each owner's rows are added up one after another, all but
-    the last by `spare` blocks, on as many multiprocessors as the product leaves free; `stages` and
-    `parts` are product.cu's.
+    """How the work is cut. `chunks` of each owner's tiles are added up one after another, all but
+    the last by `takers`, blocks of the product's kernel that do not multiply; the others are
+    product.cu's.
     """
 
     chunks: int
-    spare: int
-    stages: int = 3
-    parts: int = 1
+    takers: int = 4
+    cluster: int = 2
+    stages: int = 4
+    parts: int = 2
 
 
 @dataclass(frozen=True)
@@ -94,23 +93,23 @@ class Places:
 
     @cached_property
     def tiles(self) -> int:
-        """The table of all tiles that the rank computes."""
+        """The table of all tiles that the rank computes, filled up for clusters."""
         return self.extra + _rounded(self.extra_bytes)
 
     @cached_property
     def owned(self) -> int:
         """The table of its own."""
-        return self.tiles + _rounded(16 * self.walk.count)
+        return self.tiles + _rounded(16 * 2 * self.walk.count)
 
     @cached_property
-    def expected(self) -> int:
-        """How far a counter goes up in one launch, by chunk."""
+    def chunks(self) -> int:
+        """The table of its chunks."""
         return self.owned + _rounded(16 * self.walk.tiles(self.rank))
 
     @cached_property
     def nbytes(self) -> int:
         """All of it."""
-        return self.expected + _rounded(8 * self.walk.chunks)
+        return self.chunks + _rounded(8 * self.walk.chunks)
 
     @property
     def stride(self) -> int:
@@ -149,9 +148,6 @@ class SendingProduct:
         self._kept = weakref.finalize(self, context.keep_for_kernels, buffer)
         self._kept.atexit = False
         self._arguments: dict[tuple[str | int, ...], Argument] = {}
-        self.team.device.activate()
-        self._side = call("cuStreamCreate", 1)  # it does not wait for the default stream
-        self._fork, self._join = call("cuEventCreate", 2), call("cuEventCreate", 2)  # no timing
 
     @classmethod
     def together(
@@ -181,10 +177,9 @@ class SendingProduct:
             buffers.append(context.heap.allocate(own.nbytes))
             block = buffers[0].block
             device.zero(block.address, own.slots)
-            _write(block.address + own.tiles, walk.of(context.rank))
+            _write(block.address + own.tiles, walk.of(context.rank, shape.cluster))
             _write(block.address + own.owned, walk.owned(context.rank))
-            expected = walk.expected(context.rank)
-            _write(block.address + own.expected, np.array(expected, np.uint64).view(np.uint32))
+            _write(block.address + own.chunks, walk.table(context.rank))
             context.announce(block)
             same = [*problem.rows, problem.columns, problem.dtype, shape.chunks, extra]
             return block.location.segment, block.location.offset, same
@@ -224,46 +219,54 @@ class SendingProduct:
         if self._buffer is None:
             raise RuntimeError("this product has been freed")
 
-    def multiply(self, a: int, b: int, stream: int) -> None:
-        """Put the product of A and B, which lie at these addresses, on `stream`."""
+    def multiply(
+        self, a: int, b: int, sums: int, pitch: int, stream: int, *, shared: bool = False
+    ) -> None:
+        """Put the product of A and B on `stream`, and the sums of all chunks but the last.
+
+        A, B and this rank's rows of the sums lie at these addresses, rows of the sums `pitch` bytes
+        apart. It ends when all tiles have come. `shared`: peers read the sums.
+        """
         problem, shape = self.problem, self.shape
         defines = (
             f"ELEMENT={problem.dtype.capitalize()}",
             f"A_ALONG_K={problem.a.order == 'C':d}",
             f"B_ALONG_K={problem.b.order == 'F':d}",
+            f"CLUSTER={shape.cluster}",
             f"STAGES={shape.stages}",
             f"PARTS={shape.parts}",
+            *self._defines(sums, pitch, shared),
         )
-        shared = 1024 + shape.stages * _STAGE_BYTES + _TILE_BYTES // shape.parts
-        kernel = self.team.kernel("product", "product", defines, shared=shared, features="a")
-        blocks = max(1, min(self.team.device.processors - shape.spare, self.walk.count))
-        kernel.launch(stream, blocks, _THREADS, self.argument(self._of_product, a, b))
+        memory = 1024 + shape.stages * _STAGE_BYTES + _TILE_BYTES // shape.parts
+        kernel = self.team.kernel("product", "product", defines, shared=memory, features="a")
+        argument = self.argument(self._of_product, a, b, sums, pitch)
+        kernel.launch(stream, self._multipliers + self._takers, _THREADS, argument)
 
-    def take(
-        self, result: int, pitch: int, stream: int, *, early: bool, shared: bool = False
-    ) -> None:
-        """Put `take_early` or `take_last` on `stream`; rows of the result are `pitch` bytes apart.
+    def take_last(self, sums: int, pitch: int, stream: int, *, shared: bool = False) -> None:
+        """Put the sums of the last chunk on `stream`. `shared`: the launch does not end here."""
+        kernel = self.team.kernel("take", "take_last", self._defines(sums, pitch, shared))
+        vectors = self.walk.parts(self.team.rank)[-1].tiles * _TILE_BYTES // 16
+        blocks = max(1, min(2 * self.team.device.processors, vectors // _LAST_THREADS))
+        argument = self.argument(self._of_last, sums, pitch)
+        kernel.launch(stream, blocks, _LAST_THREADS, argument)
 
-        `shared`: peers read the result, and the launch does not end here.
-        """
-        whole = result % 16 == 0 and pitch % 16 == 0 and self.problem.columns % 8 == 0
-        defines = (f"ELEMENT={self.problem.dtype}", f"WHOLE={whole:d}", f"SHARED={shared:d}")
-        kernel = self.team.kernel("take", "take_early" if early else "take_last", defines)
-        units = (self.walk.tiles(self.team.rank) - self._early) * _UNITS
-        blocks = self.shape.spare if early else min(2 * self.team.device.processors, units)
-        kernel.launch(
-            stream, max(1, blocks), _TAKE_THREADS, self.argument(self._of_take, result, pitch)
-        )
+    def _defines(self, sums: int, pitch: int, shared: bool) -> tuple[str, ...]:
+        whole = sums % 16 == 0 and pitch % 16 == 0 and self.problem.columns % 8 == 0
+        return f"ADDEND={self.problem.dtype}", f"WHOLE={whole:d}", f"SHARED={shared:d}"
 
-    @contextmanager
-    def beside(self, stream: int) -> Iterator[Any]:
-        """A second stream that starts where `stream` is; `stream` waits for it at the end."""
-        self.team.device.activate()
-        call("cuEventRecord", self._fork, stream)
-        call("cuStreamWaitEvent", self._side, self._fork, 0)
-        yield self._side
-        call("cuEventRecord", self._join, self._side)
-        call("cuStreamWaitEvent", stream, self._join, 0)
+    @property
+    def _takers(self) -> int:
+        return _multiple(max(1, self.shape.takers), self.shape.cluster)
+
+    @cached_property
+    def _units(self) -> int:
+        return len(self.walk.of(self.team.rank, self.shape.cluster)) // self.shape.cluster
+
+    @property
+    def _multipliers(self) -> int:
+        cluster = self.shape.cluster
+        most = max(1, (self.team.device.processors - self._takers) // cluster)
+        return cluster * min(most, self._units)
 
     # -- arguments ---------------------------------------------------------------------------------
 
@@ -276,26 +279,24 @@ class SendingProduct:
             self._arguments[key] = Argument(make(*words))
         return self._arguments[key]
 
-    def _of_product(self, a: int, b: int) -> bytes:
+    def _of_product(self, a: int, b: int, sums: int, pitch: int) -> bytes:
         """The struct `ProductArgument`."""
-        problem, walk, rank = self.problem, self.walk, self.team.rank
+        problem, rank = self.problem, self.team.rank
         for name, address in (("A", a), ("B", b)):
             if address % ALIGNMENT:
                 raise ValueError(
                     f"{name} lies at {address:#x}, which is no multiple of {ALIGNMENT}"
                 )
-        size, base = self.team.size, self.bases[rank]
+        columns = TILE_COLUMNS // self.shape.cluster
         slots = [self.bases[dst] + p.slots + rank * p.stride for dst, p in enumerate(self.places)]
-        arrived = [
-            self.bases[dst] + p.arrived + 8 * rank * walk.chunks
-            for dst, p in enumerate(self.places)
-        ]
+        arrived = self._own_row("arrived")
         return _padded(
             self._map(a, problem.a, problem.height, problem.depth, TILE_ROWS, "C")
-            + self._map(b, problem.b, problem.depth, problem.columns, TILE_COLUMNS, "F")
+            + self._map(b, problem.b, problem.depth, problem.columns, columns, "F")
             + self.team.packed()
-            + struct.pack("QII", base + self._own.tiles, walk.count, -(-problem.depth // 64))
-            + struct.pack(f"Q{2 * size}Q", base, *slots, *arrived)
+            + struct.pack("QII", self._at("tiles"), self._units, -(-problem.depth // 64))
+            + struct.pack(f"Q{2 * len(slots)}Q", self._multipliers, *slots, *arrived)
+            + self._of_take(sums, pitch)
         )
 
     def _map(
@@ -306,27 +307,31 @@ class SendingProduct:
         box = tile if factor.order == along_k else 64
         return tensor_map(address, self.problem.dtype, width, height, factor.pitch, box)
 
-    @property
-    def _early(self) -> int:
-        return sum(part.tiles for part in self.walk.parts(self.team.rank)[:-1])
+    def _of_last(self, sums: int, pitch: int) -> bytes:
+        """The struct `LastArgument`."""
+        return self.team.packed() + self._of_take(sums, pitch)
 
-    def _of_take(self, result: int, pitch: int) -> bytes:
+    def _of_take(self, sums: int, pitch: int) -> bytes:
         """The struct `TakeArgument`."""
-        walk, rank, base = self.walk, self.team.rank, self.bases[self.team.rank]
-        ready = [
-            self.bases[peer] + p.ready + 8 * rank * walk.chunks
-            for peer, p in enumerate(self.places)
-        ]
-        return _padded(
-            self.team.packed()
-            + struct.pack("QQ", base + self._own.slots, self._own.stride)
-            + struct.pack("QII", base + self._own.owned, self._early, walk.tiles(rank))
-            + struct.pack("QQQ", base, base + self._own.arrived, base + self._own.expected)
-            + struct.pack(
-                "QIIQQ", base + self._own.summed, walk.chunks, walk.columns, pitch, result
-            )
-            + struct.pack(f"{2 * self.team.size}Q", *self.bases, *ready)
+        walk, at = self.walk, self._at
+        return (
+            struct.pack("QQQQ", at("slots"), self._own.stride, at("owned"), at("chunks"))
+            + struct.pack("IIQQ", walk.chunks, walk.columns, at("arrived"), at("summed"))
+            + struct.pack("QQ", pitch, sums)
+            + struct.pack(f"{2 * self.team.size}Q", *self.bases, *self._own_row("ready"))
         )
+
+    def _at(self, name: str) -> int:
+        """Where a part of this rank's memory begins."""
+        return self.bases[self.team.rank] + int(getattr(self._own, name))
+
+    def _own_row(self, name: str) -> list[int]:
+        """Where this rank's words by chunk begin in a table of every rank's."""
+        skipped = 8 * self.team.rank * self.walk.chunks
+        return [
+            self.bases[rank] + int(getattr(place, name)) + skipped
+            for rank, place in enumerate(self.places)
+        ]
 
 
 def _require_same(found: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
@@ -340,7 +345,11 @@ def _require_same(found: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
 
 
 def _rounded(nbytes: int) -> int:
-    return -(-nbytes // _ROUND) * _ROUND
+    return _multiple(nbytes, _ROUND)
+
+
+def _multiple(count: int, of: int) -> int:
+    return -(-count // of) * of
 
 
 def _padded(struct: bytes) -> bytes:

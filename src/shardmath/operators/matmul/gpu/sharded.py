@@ -12,6 +12,7 @@ the result; the parts are added, and rank r keeps `rows[r]` rows of the sum, or 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 from shardmath.cuda.device import Device
 from shardmath.cuda.tensormap import ALIGNMENT
@@ -20,7 +21,7 @@ __all__ = ["Factor", "ShardedProduct"]
 
 _DTYPES = ("float16", "bfloat16")
 _MOST_RANKS = 32  # whose slots a sender keeps account of in one word
-_MOST_ELEMENTS = 1 << 37  # of the result
+_MOST_ELEMENTS = 1 << 34  # of the result
 
 
 @dataclass(frozen=True)
@@ -66,11 +67,8 @@ class ShardedProduct:
             return f"{len(self.rows)} ranks, and the kernel sends to {_MOST_RANKS} at most"
         if not 0 < self.height * self.columns < _MOST_ELEMENTS:
             return f"the result is {self.height} x {self.columns}: empty, or too large"
-        odd = [f for f in (self.a, self.b) if 2 * f.pitch % ALIGNMENT]
-        if odd:
-            lines = "rows" if odd[0].order == "C" else "columns"
-            return (
-                f"an operand's {lines} are {odd[0].pitch} elements apart, and copies by boxes "
-                f"need a multiple of {ALIGNMENT // 2}"
-            )
-        return ""
+        if self.a.order == "F" and any(first % 8 for first in accumulate(self.rows[:-1])):
+            return "columns of A are contiguous, and a rank's rows do not begin at a multiple of 8"
+        odd = [f"{f.pitch} elements" for f in (self.a, self.b) if 2 * f.pitch % ALIGNMENT]
+        need = f"need a multiple of {ALIGNMENT // 2}"
+        return f"an operand's lines are {odd[0]} apart, and copies by boxes {need}" if odd else ""

@@ -88,15 +88,21 @@ class Walk:
             found.append(self._words(owner, number, row, column, self._first_slot[owner][number]))
         return np.concatenate(found)
 
-    def expected(self, owner: int) -> list[int]:
-        """By chunk, how often each rank's counter goes up in a launch: once for a half tile."""
+    def table(self, owner: int) -> Words:
+        """By chunk: the half tiles that each rank sends in a launch, and the first tile behind."""
         words = self.owned(owner)
         chunk, rows = words[:, 2] >> 16, words[:, 2] >> 8 & 0xFF
         halves = (rows > 0).astype(np.int64) + (rows > TILE_ROWS // 2)
-        return [int(halves[chunk == number].sum()) for number in range(self.chunks)]
+        numbers = np.arange(self.chunks)
+        sums = np.array([halves[chunk == number].sum() for number in numbers])
+        return np.column_stack([sums, np.searchsorted(chunk, numbers, "right")]).astype(np.uint32)
 
-    def of(self, rank: int) -> Words:
-        """All tiles as `rank` computes them: `Tile` of slots.cuh, rows from the first of all."""
+    def of(self, rank: int, cluster: int = 1) -> Words:
+        """All tiles as `rank` computes them: `Tile` of slots.cuh, rows from the first of all.
+
+        Each `cluster` of tiles that follow each other have the same columns; where there are not
+        enough of them, tiles without rows stand in.
+        """
         size = len(self.rows)
         first = np.concatenate([[0], np.cumsum(self.rows)])
         order = [(rank + step) % size for step in range(1, size + 1)]
@@ -113,7 +119,8 @@ class Walk:
                 cycle.append(np.column_stack([line // _GROUP, column, line, words]))
                 lines += len(part.rows)
             tiles = np.concatenate(cycle)
-            walked.append(tiles[np.lexsort((tiles[:, 2], tiles[:, 1], tiles[:, 0]))][:, 3:])
+            tiles = tiles[np.lexsort((tiles[:, 2], tiles[:, 1], tiles[:, 0]))]
+            walked.append(_filled_up(tiles, cluster)[:, 3:])
         return np.ascontiguousarray(np.concatenate(walked), dtype=np.uint32)
 
     @cached_property
@@ -137,6 +144,20 @@ class Walk:
         return np.column_stack([row * TILE_ROWS, column * TILE_COLUMNS, what, number]).astype(
             np.uint32
         )
+
+
+def _filled_up(tiles: Integers, cluster: int) -> Integers:
+    """Tiles of the same group and column, the first two words, to a multiple of `cluster`."""
+    if not len(tiles):
+        return tiles
+    starts = np.flatnonzero(np.any(np.diff(tiles[:, :2], axis=0, prepend=-1), axis=1))
+    ends = np.append(starts[1:], len(tiles))
+    missing = -(ends - starts) % cluster
+    idle = tiles.copy()
+    idle[:, 5] &= ~0xFF00  # no rows
+    return np.insert(
+        tiles, np.repeat(ends, missing), np.repeat(idle[ends - 1], missing, axis=0), axis=0
+    )
 
 
 def _cut(count: int, parts: int) -> Sequence[range]:

@@ -1,0 +1,128 @@
+// How an owner takes its tiles: the ranks' partial products are added in the order of the ranks as float32 and
+// rounded once, so that the sum has the same bits every time.
+//
+// Compiled with ADDEND (float16, bfloat16), WHOLE (1 where rows of the sums begin at multiples of 16 bytes and
+// have multiples of 8 elements) and SHARED: 1 where peers will read the sums, who are told of each chunk, and
+// who must have read those of the launch before.
+#pragma once
+
+#include "elements.cuh"
+#include "slots.cuh"
+
+namespace shardmath {
+
+constexpr u32 kVectors = kTileBytes / 16;  // of 8 elements, in a tile
+
+struct TakeArgument {
+    const char* slots;      // of this rank: [source][tile]
+    u64 stride;             // bytes from one source's to the next's
+    const Tile* tiles;      // of this rank, in the order of their slots
+    const Chunk* chunks;
+    u32 count;              // of chunks
+    u32 columns;
+    const u64* arrived;     // [source][chunk]: half tiles
+    u64* summed;            // [chunk]: blocks that have taken their part of it
+    u64 pitch;              // bytes from one row of the sums to the next
+    char* sums;
+    Ledger* ledger[kRanks];
+    u64* ready[kRanks];     // [chunk], this rank's at each peer: launches whose sum is there
+};
+
+struct alignas(16) Vector {
+    ADDEND element[8];
+};
+
+__device__ inline Vector load_slot(const char* from) {  // past the first cache: peers have written it
+    Vector vector;
+    u32* words = (u32*)&vector;
+    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "l"(from)
+                 : "memory");
+    return vector;
+}
+
+// Whether all ranks' tiles of a chunk have come. By all threads of a block.
+__device__ inline bool arrived(const Team& team, const TakeArgument& a, u32 chunk, u64 launch) {
+    bool here = true;
+    if (threadIdx.x < kRanks)
+        here = wait(team, a.arrived + threadIdx.x * a.count + chunk, (launch + 1) * a.chunks[chunk].halves,
+                    threadIdx.x, kProduct, chunk);
+    return __syncthreads_and(here);
+}
+
+__device__ inline void add_up(const TakeArgument& a, const Vector (&parts)[kRanks], u32 number) {
+    const Tile tile = a.tiles[number / kVectors];
+    const u32 half = number / 2048 % 2, block = number / 1024 % 2, row = half * 64 + number % 1024 / 16;
+    const u32 column = tile.column + block * 128 + ((number % 16) ^ (row & 7)) * 8;
+    if (row >= tile.rows() || column >= a.columns) return;
+    Vector sum;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        float all = Wide<ADDEND>::widen(parts[0].element[i]);
+#pragma unroll
+        for (int rank = 1; rank < kRanks; ++rank) all += Wide<ADDEND>::widen(parts[rank].element[i]);
+        sum.element[i] = Wide<ADDEND>::narrow(all);
+    }
+    ADDEND* to = (ADDEND*)(a.sums + (tile.row + row) * a.pitch) + column;
+    if (WHOLE) {
+        *(Vector*)to = sum;
+    } else {
+        for (u32 i = 0; i < 8 && column + i < a.columns; ++i) to[i] = sum.element[i];
+    }
+}
+
+// The vectors of a chunk that fall to block `block` of `blocks`; each thread has kAtOnce of each rank's under way.
+template <int kAtOnce>
+__device__ inline void take(const TakeArgument& a, u32 chunk, u32 block, u32 blocks) {
+    const u32 end = a.chunks[chunk].end * kVectors, stride = blocks * blockDim.x;
+    u32 number = (chunk ? a.chunks[chunk - 1].end * kVectors : 0) + block * blockDim.x + threadIdx.x;
+    for (; number < end; number += kAtOnce * stride) {
+        Vector parts[kAtOnce][kRanks];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            const char* from = a.slots + (u64)(number + i * stride) * 16;
+#pragma unroll
+            for (int rank = 0; rank < kRanks; ++rank)
+                if (number + i * stride < end) parts[i][rank] = load_slot(from + rank * a.stride);
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i)
+            if (number + i * stride < end) add_up(a, parts[i], number + i * stride);
+    }
+}
+
+// Whether the peers have read what the launch before left in the sums. By all threads of a block.
+__device__ inline bool read_by_all(const Team& team, const TakeArgument& a, u64 launch) {
+    bool over = true;
+    if (SHARED && threadIdx.x < kRanks)
+        over = wait(team, &a.ledger[team.rank]->read[threadIdx.x], launch, threadIdx.x, kProduct, 0);
+    return __syncthreads_and(over);
+}
+
+__device__ inline void tell_ready(const Team& team, const TakeArgument& a, u32 chunk, u64 launch) {
+    for (int i = 1; i <= kRanks; ++i) store_release(&a.ready[(team.rank + i) % kRanks][chunk], launch + 1);
+}
+
+// This block has taken its part of a chunk; the last of `blocks` to do so tells the peers.
+__device__ inline void finish_chunk(const Team& team, const TakeArgument& a, u32 chunk, u64 launch, u32 blocks) {
+    __syncthreads();
+    if (!SHARED || threadIdx.x) return;
+    u64 before;
+    asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], 1;" : "=l"(before) : "l"(&a.summed[chunk]) : "memory");
+    if (before + 1 == (launch + 1) * blocks) tell_ready(team, a, chunk, launch);
+}
+
+// All chunks but the last, as they come, by some blocks beside the product; and then the last is waited for.
+__device__ inline void take_early(const Team& team, const TakeArgument& a, u32 block, u32 blocks) {
+    const u64 launch = a.ledger[team.rank]->launches;
+    if (!read_by_all(team, a, launch)) return;
+    for (u32 chunk = 0; chunk + 1 < a.count; ++chunk) {
+        if (!arrived(team, a, chunk, launch)) return;
+        take<kRanks <= 8 ? 2 : 1>(a, chunk, block, blocks);
+        finish_chunk(team, a, chunk, launch, blocks);
+    }
+    if (block == 0) arrived(team, a, a.count - 1, launch);
+}
+
+}  // namespace shardmath
