@@ -1,33 +1,24 @@
-// Every rank reads the sums of all owners, where take.cu has left them, into its own result.
+// What is left of the sums when the product has ended. See gathering.cuh.
 //
 // `await_sums` waits for them, by one block, so that no kernel that waits fills the GPU. `gather` copies them by
 // all multiprocessors, and ends the launch: the owners may write their sums again.
-#include "slots.cuh"
+#include "gathering.cuh"
 
 using namespace shardmath;
 
 constexpr u32 kThreads = 512, kPieces = 4;  // 16-byte pieces that a thread has under way
 
-struct Box {
-    const char* from;
-    char* to;
-    u32 width;  // in bytes
-    u32 rows;
-};
-
-struct GatherArgument {
+struct RestArgument {
     Team team;
-    Ledger* ledger;
-    const u64* ready;  // [owner][chunk]
-    u64 chunks;
-    u64 from_pitch, to_pitch;
-    Box boxes[kRanks];  // from the next rank's on to this one's
-    Ledger* peers[kRanks];
+    GatherArgument gather;
+    Ledger* ledger[kRanks];
 };
 
-extern "C" __global__ void __launch_bounds__(kThreads) await_sums(const __grid_constant__ GatherArgument a) {
-    for (u32 i = threadIdx.x; i < kRanks * a.chunks; i += kThreads)
-        if (!wait(a.team, a.ready + i, a.ledger->launches + 1, i / a.chunks, kProduct, i % a.chunks)) return;
+extern "C" __global__ void __launch_bounds__(kThreads) await_sums(const __grid_constant__ RestArgument a) {
+    const u64 launch = a.ledger[a.team.rank]->launches;
+    const u32 left = a.gather.chunks - a.gather.early;
+    for (u32 i = threadIdx.x; i < kRanks * left; i += kThreads)
+        if (!ready(a.team, a.gather, i / left, a.gather.early + i % left, launch)) return;
 }
 
 __device__ inline uint4 load_sum(const char* from) {
@@ -49,30 +40,36 @@ __device__ inline void store_piece(char* to, uint4 piece, u32 nbytes) {
     }
 }
 
-__device__ inline void copy_box(const GatherArgument& a, const Box& box) {
-    const u32 across = (box.width + 15) / 16, count = box.rows * across, stride = gridDim.x * kThreads;
+__device__ inline void copy_part(const GatherArgument& a, const Part& part) {
+    const char* from = a.sums[part.owner] + part.row * a.from_pitch + part.column;
+    char* to = a.rows[part.owner] + part.row * a.to_pitch + part.column;
+    const u32 across = (part.columns + 15) / 16, count = part.rows * across, stride = gridDim.x * kThreads;
     for (u32 i = blockIdx.x * kThreads + threadIdx.x; i < count; i += stride * kPieces) {
         uint4 pieces[kPieces];
 #pragma unroll
         for (u32 p = 0; p < kPieces; ++p) {
             const u32 at = i + p * stride;
-            if (at < count) pieces[p] = load_sum(box.from + at / across * a.from_pitch + at % across * 16);
+            if (at < count) pieces[p] = load_sum(from + at / across * a.from_pitch + at % across * 16);
         }
 #pragma unroll
         for (u32 p = 0; p < kPieces; ++p) {
             const u32 at = i + p * stride, column = at % across * 16;
             if (at >= count) break;
-            const u32 left = box.width - column;
-            store_piece(box.to + at / across * a.to_pitch + column, pieces[p], left < 16 ? left : 16);
+            const u32 left = part.columns - column;
+            store_piece(to + at / across * a.to_pitch + column, pieces[p], left < 16 ? left : 16);
         }
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) gather(const __grid_constant__ GatherArgument a) {
-    for (int i = 0; i < kRanks; ++i) copy_box(a, a.boxes[(i + blockIdx.x) % kRanks]);  // all links at once
+extern "C" __global__ void __launch_bounds__(kThreads) gather(const __grid_constant__ RestArgument a) {
+    Ledger* const own = a.ledger[a.team.rank];
+    for (u32 i = a.gather.early * kRanks; i < a.gather.chunks * kRanks; ++i) {  // all links at once
+        const u32 first = i / kRanks * kRanks;
+        copy_part(a.gather, a.gather.parts[first + (i + blockIdx.x) % kRanks]);
+    }
     __syncthreads();
-    if (threadIdx.x || !ends_last(a.ledger)) return;
-    const u64 launches = a.ledger->launches + 1;
-    a.ledger->launches = launches;
-    for (int rank = 0; rank < kRanks; ++rank) store_release(&a.peers[rank]->read[a.team.rank], launches);
+    if (threadIdx.x || !ends_last(own)) return;
+    const u64 launches = own->launches + 1;
+    own->launches = launches;
+    for (int rank = 0; rank < kRanks; ++rank) store_release(&a.ledger[rank]->read[a.team.rank], launches);
 }

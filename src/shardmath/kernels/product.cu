@@ -10,7 +10,7 @@
 // Half a tile, 64 rows, is sent as blocks of 64 x 128 elements, in which 16-byte piece p of row r lies in place
 // p ^ (r & 7). After it has arrived, the counter of this rank and the tile's chunk at the owner goes up by one.
 // A rank's slots at an owner are written again only after the owner has taken what the launch before left there.
-#include "hopper.cuh"
+#include "gathering.cuh"
 #include "taking.cuh"
 
 using namespace shardmath;
@@ -21,6 +21,7 @@ constexpr u32 kDepth = 64;                                  // of a stage, along
 constexpr u32 kABytes = kTileRows * kDepth * 2, kBBytes = kTileColumns * kDepth * 2;
 constexpr u32 kBox = 64 * 128;                              // bytes of 64 x 64 elements
 constexpr u32 kPacked = 2 / kParts * kBlockBytes;           // bytes of a half tile, or half of that
+constexpr u32 kBars = 2 * kStages + 4 > Pull::kStages ? 2 * kStages + 4 : Pull::kStages;
 constexpr u32 kThreads = 384, kMultipliers = 128;           // each group of four warps multiplies 64 rows
 
 struct ProductArgument {
@@ -33,6 +34,7 @@ struct ProductArgument {
     char* slots[kRanks];    // where this rank's tiles lie at each owner
     u64* arrived[kRanks];   // this rank's counters at each owner, by chunk
     TakeArgument take;
+    GatherArgument gather;  // where the sums are shared
 };
 
 struct Shared {
@@ -195,14 +197,23 @@ __device__ inline void multiply_tiles(const ProductArgument& a, const Shared& s,
     }
 }
 
+// A block that does not multiply: its last warp reads peers' sums, where they are shared, and the others take.
+__device__ inline void take_and_gather(const ProductArgument& a, u32 memory, u32 bars) {
+    constexpr u32 kWarps = kThreads / 32 - SHARED;
+    const u32 block = blockIdx.x - a.multipliers, blocks = gridDim.x - a.multipliers, warp = threadIdx.x / 32;
+    if (warp < kWarps)
+        take_early(a.team, a.take, block * kWarps + warp, blocks * kWarps);
+    else if (threadIdx.x % 32 == 0)
+        gather_early(a.team, a.gather, a.take.ledger[a.team.rank]->launches, memory, bars, block, blocks);
+}
+
 extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     product(const __grid_constant__ ProductArgument a) {
-    if (blockIdx.x >= a.multipliers)
-        return take_early(a.team, a.take, blockIdx.x - a.multipliers, gridDim.x - a.multipliers);
     extern __shared__ char memory[];
-    __shared__ u64 bars[2 * kStages + 4];
+    __shared__ u64 bars[kBars];
     Shared s;
     s.stages = (shared_address(memory) + 1023) & ~1023u;
+    if (blockIdx.x >= a.multipliers) return take_and_gather(a, s.stages, shared_address(bars));
     s.packed = s.stages + kStages * (kABytes + kBBytes);
     s.full = shared_address(bars);
     s.empty = s.full + 8 * kStages;

@@ -13,7 +13,7 @@ struct LastArgument {
 
 extern "C" __global__ void __launch_bounds__(kThreads) take_last(const __grid_constant__ LastArgument a) {
     Ledger* const own = a.take.ledger[a.team.rank];
-    take<1>(a.take, a.take.count - 1, blockIdx.x, gridDim.x);
+    take<1>(a.take, a.take.count - 1, blockIdx.x * kThreads + threadIdx.x, gridDim.x * kThreads);
     __syncthreads();
     if (threadIdx.x || !ends_last(own)) return;
     const u64 launch = own->launches;

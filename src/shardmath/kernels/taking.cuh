@@ -21,7 +21,7 @@ struct TakeArgument {
     u32 count;              // of chunks
     u32 columns;
     const u64* arrived;     // [source][chunk]: half tiles
-    u64* summed;            // [chunk]: blocks that have taken their part of it
+    u64* summed;            // [chunk]: warps that have taken their part of it
     u64 pitch;              // bytes from one row of the sums to the next
     char* sums;
     Ledger* ledger[kRanks];
@@ -42,13 +42,13 @@ __device__ inline Vector load_slot(const char* from) {  // past the first cache:
     return vector;
 }
 
-// Whether all ranks' tiles of a chunk have come. By all threads of a block.
+// Whether all ranks' tiles of a chunk have come. By all threads of a warp.
 __device__ inline bool arrived(const Team& team, const TakeArgument& a, u32 chunk, u64 launch) {
     bool here = true;
-    if (threadIdx.x < kRanks)
-        here = wait(team, a.arrived + threadIdx.x * a.count + chunk, (launch + 1) * a.chunks[chunk].halves,
-                    threadIdx.x, kProduct, chunk);
-    return __syncthreads_and(here);
+    for (u32 rank = threadIdx.x % 32; rank < kRanks; rank += 32)
+        here &= wait(team, a.arrived + rank * a.count + chunk, (launch + 1) * a.chunks[chunk].halves, rank,
+                     kProduct, chunk);
+    return __all_sync(~0u, here);
 }
 
 __device__ inline void add_up(const TakeArgument& a, const Vector (&parts)[kRanks], u32 number) {
@@ -72,11 +72,11 @@ __device__ inline void add_up(const TakeArgument& a, const Vector (&parts)[kRank
     }
 }
 
-// The vectors of a chunk that fall to block `block` of `blocks`; each thread has kAtOnce of each rank's under way.
+// The vectors of a chunk that fall to thread `thread` of `threads`, which has kAtOnce of each rank's under way.
 template <int kAtOnce>
-__device__ inline void take(const TakeArgument& a, u32 chunk, u32 block, u32 blocks) {
-    const u32 end = a.chunks[chunk].end * kVectors, stride = blocks * blockDim.x;
-    u32 number = (chunk ? a.chunks[chunk - 1].end * kVectors : 0) + block * blockDim.x + threadIdx.x;
+__device__ inline void take(const TakeArgument& a, u32 chunk, u32 thread, u32 threads) {
+    const u32 end = a.chunks[chunk].end * kVectors, stride = threads;
+    u32 number = (chunk ? a.chunks[chunk - 1].end * kVectors : 0) + thread;
     for (; number < end; number += kAtOnce * stride) {
         Vector parts[kAtOnce][kRanks];
 #pragma unroll
@@ -92,37 +92,37 @@ __device__ inline void take(const TakeArgument& a, u32 chunk, u32 block, u32 blo
     }
 }
 
-// Whether the peers have read what the launch before left in the sums. By all threads of a block.
+// Whether the peers have read what the launch before left in the sums. By all threads of a warp.
 __device__ inline bool read_by_all(const Team& team, const TakeArgument& a, u64 launch) {
     bool over = true;
-    if (SHARED && threadIdx.x < kRanks)
-        over = wait(team, &a.ledger[team.rank]->read[threadIdx.x], launch, threadIdx.x, kProduct, 0);
-    return __syncthreads_and(over);
+    for (u32 rank = threadIdx.x % 32; SHARED && rank < kRanks; rank += 32)
+        over &= wait(team, &a.ledger[team.rank]->read[rank], launch, rank, kProduct, 0);
+    return __all_sync(~0u, over);
 }
 
 __device__ inline void tell_ready(const Team& team, const TakeArgument& a, u32 chunk, u64 launch) {
     for (int i = 1; i <= kRanks; ++i) store_release(&a.ready[(team.rank + i) % kRanks][chunk], launch + 1);
 }
 
-// This block has taken its part of a chunk; the last of `blocks` to do so tells the peers.
-__device__ inline void finish_chunk(const Team& team, const TakeArgument& a, u32 chunk, u64 launch, u32 blocks) {
-    __syncthreads();
-    if (!SHARED || threadIdx.x) return;
+// This warp has taken its part of a chunk; the last of `warps` to do so tells the peers.
+__device__ inline void finish_chunk(const Team& team, const TakeArgument& a, u32 chunk, u64 launch, u32 warps) {
+    __syncwarp();
+    if (!SHARED || threadIdx.x % 32) return;
     u64 before;
     asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], 1;" : "=l"(before) : "l"(&a.summed[chunk]) : "memory");
-    if (before + 1 == (launch + 1) * blocks) tell_ready(team, a, chunk, launch);
+    if (before + 1 == (launch + 1) * warps) tell_ready(team, a, chunk, launch);
 }
 
-// All chunks but the last, as they come, by some blocks beside the product; and then the last is waited for.
-__device__ inline void take_early(const Team& team, const TakeArgument& a, u32 block, u32 blocks) {
+// All chunks but the last, as they come, by some warps beside the product; and then the last is waited for.
+__device__ inline void take_early(const Team& team, const TakeArgument& a, u32 warp, u32 warps) {
     const u64 launch = a.ledger[team.rank]->launches;
     if (!read_by_all(team, a, launch)) return;
     for (u32 chunk = 0; chunk + 1 < a.count; ++chunk) {
         if (!arrived(team, a, chunk, launch)) return;
-        take<kRanks <= 8 ? 2 : 1>(a, chunk, block, blocks);
-        finish_chunk(team, a, chunk, launch, blocks);
+        take<kRanks <= 8 ? 2 : 1>(a, chunk, warp * 32 + threadIdx.x % 32, warps * 32);
+        finish_chunk(team, a, chunk, launch, warps);
     }
-    if (block == 0) arrived(team, a, a.count - 1, launch);
+    if (warp == 0) arrived(team, a, a.count - 1, launch);
 }
 
 }  // namespace shardmath

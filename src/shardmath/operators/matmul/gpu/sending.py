@@ -29,7 +29,7 @@ from shardmath.operators.matmul.gpu.walk import TILE_COLUMNS, TILE_ROWS, Walk
 from shardmath.symmetric.heap import Buffer, Location
 from shardmath.symmetric.team import Team
 
-__all__ = ["SendingProduct", "Shape"]
+__all__ = ["SendingProduct", "Shape", "write"]
 
 _TILE_BYTES = TILE_ROWS * TILE_COLUMNS * 2
 _ROUND = 1024  # bytes that the parts of a plan's memory are rounded up to
@@ -42,12 +42,13 @@ _MOST_ARGUMENTS = 256
 @dataclass(frozen=True)
 class Shape:
     """How the work is cut. `chunks` of each owner's tiles are added up one after another, all but
-    the last by `takers`, blocks of the product's kernel that do not multiply; the others are
-    product.cu's.
+    the last by `takers`, blocks of the product's kernel that do not multiply, which also read the
+    first `early` chunks of the peers' sums, if those are shared; the others are product.cu's.
     """
 
     chunks: int
     takers: int = 4
+    early: int = 0
     cluster: int = 2
     stages: int = 4
     parts: int = 2
@@ -147,7 +148,7 @@ class SendingProduct:
         self._buffer: Buffer | None = buffer
         self._kept = weakref.finalize(self, context.keep_for_kernels, buffer)
         self._kept.atexit = False
-        self._arguments: dict[tuple[str | int, ...], Argument] = {}
+        self._arguments: dict[tuple[str | int | bytes, ...], Argument] = {}
 
     @classmethod
     def together(
@@ -177,9 +178,9 @@ class SendingProduct:
             buffers.append(context.heap.allocate(own.nbytes))
             block = buffers[0].block
             device.zero(block.address, own.slots)
-            _write(block.address + own.tiles, walk.of(context.rank, shape.cluster))
-            _write(block.address + own.owned, walk.owned(context.rank))
-            _write(block.address + own.chunks, walk.table(context.rank))
+            write(block.address + own.tiles, walk.of(context.rank, shape.cluster))
+            write(block.address + own.owned, walk.owned(context.rank))
+            write(block.address + own.chunks, walk.table(context.rank))
             context.announce(block)
             same = [*problem.rows, problem.columns, problem.dtype, shape.chunks, extra]
             return block.location.segment, block.location.offset, same
@@ -220,12 +221,13 @@ class SendingProduct:
             raise RuntimeError("this product has been freed")
 
     def multiply(
-        self, a: int, b: int, sums: int, pitch: int, stream: int, *, shared: bool = False
+        self, a: int, b: int, sums: int, pitch: int, stream: int, *, gather: bytes = b""
     ) -> None:
         """Put the product of A and B on `stream`, and the sums of all chunks but the last.
 
         A, B and this rank's rows of the sums lie at these addresses, rows of the sums `pitch` bytes
-        apart. It ends when all tiles have come. `shared`: peers read the sums.
+        apart. It ends when all tiles have come. `gather` is the struct `GatherArgument` where peers
+        read the sums.
         """
         problem, shape = self.problem, self.shape
         defines = (
@@ -235,11 +237,11 @@ class SendingProduct:
             f"CLUSTER={shape.cluster}",
             f"STAGES={shape.stages}",
             f"PARTS={shape.parts}",
-            *self._defines(sums, pitch, shared),
+            *self._defines(sums, pitch, bool(gather)),
         )
         memory = 1024 + shape.stages * _STAGE_BYTES + _TILE_BYTES // shape.parts
         kernel = self.team.kernel("product", "product", defines, shared=memory, features="a")
-        argument = self.argument(self._of_product, a, b, sums, pitch)
+        argument = self.argument(self._of_product, a, b, sums, pitch, gather)
         kernel.launch(stream, self._multipliers + self._takers, _THREADS, argument)
 
     def take_last(self, sums: int, pitch: int, stream: int, *, shared: bool = False) -> None:
@@ -270,16 +272,16 @@ class SendingProduct:
 
     # -- arguments ---------------------------------------------------------------------------------
 
-    def argument(self, make: Callable[..., bytes], *words: int) -> Argument:
+    def argument(self, make: Callable[..., bytes], *words: int | bytes) -> Argument:
         """The struct that `make` packs from these words, made once."""
-        key: tuple[str | int, ...] = (make.__name__, *words)
+        key: tuple[str | int | bytes, ...] = (make.__name__, *words)
         if key not in self._arguments:
             if len(self._arguments) >= _MOST_ARGUMENTS:
                 self._arguments.clear()
             self._arguments[key] = Argument(make(*words))
         return self._arguments[key]
 
-    def _of_product(self, a: int, b: int, sums: int, pitch: int) -> bytes:
+    def _of_product(self, a: int, b: int, sums: int, pitch: int, gather: bytes) -> bytes:
         """The struct `ProductArgument`."""
         problem, rank = self.problem, self.team.rank
         for name, address in (("A", a), ("B", b)):
@@ -297,6 +299,7 @@ class SendingProduct:
             + struct.pack("QII", self._at("tiles"), self._units, -(-problem.depth // 64))
             + struct.pack(f"Q{2 * len(slots)}Q", self._multipliers, *slots, *arrived)
             + self._of_take(sums, pitch)
+            + (gather or bytes(40 + 16 * self.team.size))
         )
 
     def _map(
@@ -357,6 +360,7 @@ def _padded(struct: bytes) -> bytes:
     return struct + bytes(-len(struct) % 64)
 
 
-def _write(address: int, words: npt.NDArray[np.uint32]) -> None:
+def write(address: int, words: npt.NDArray[np.uint32]) -> None:
+    """Copy a table to the device."""
     if words.size:
         call("cuMemcpyHtoD", address, words.ctypes.data, words.nbytes)
