@@ -31,7 +31,7 @@ __device__ inline bool ready(const Team& team, const GatherArgument& a, u32 owne
 
 // Pieces of rows that pass through the shared memory of a block: the bulk copies of one thread.
 struct Pull {
-    static constexpr u32 kPiece = 16 << 10, kStages = 12, kAhead = 6;
+    static constexpr u32 kPiece = 8 << 10, kStages = 8, kAhead = 6;
     const GatherArgument& a;
     u32 stages, bars;          // shared addresses
     u32 block, blocks;

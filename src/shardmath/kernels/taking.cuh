@@ -7,6 +7,7 @@
 #pragma once
 
 #include "elements.cuh"
+#include "hopper.cuh"
 #include "slots.cuh"
 
 namespace shardmath {
@@ -19,9 +20,10 @@ struct TakeArgument {
     const Tile* tiles;      // of this rank, in the order of their slots
     const Chunk* chunks;
     u32 count;              // of chunks
-    u32 columns;
+    u32 late;               // the last ones, which are taken after the product
+    u64 columns;
     const u64* arrived;     // [source][chunk]: half tiles
-    u64* summed;            // [chunk]: warps that have taken their part of it
+    u64* summed;            // [chunk]: warps that have taken their part of it early
     u64 pitch;              // bytes from one row of the sums to the next
     char* sums;
     Ledger* ledger[kRanks];
@@ -38,6 +40,16 @@ __device__ inline Vector load_slot(const char* from) {  // past the first cache:
     asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
                  : "l"(from)
+                 : "memory");
+    return vector;
+}
+
+__device__ inline Vector load_shared(u32 from) {
+    Vector vector;
+    u32* words = (u32*)&vector;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "r"(from)
                  : "memory");
     return vector;
 }
@@ -72,25 +84,7 @@ __device__ inline void add_up(const TakeArgument& a, const Vector (&parts)[kRank
     }
 }
 
-// The vectors of a chunk that fall to thread `thread` of `threads`, which has kAtOnce of each rank's under way.
-template <int kAtOnce>
-__device__ inline void take(const TakeArgument& a, u32 chunk, u32 thread, u32 threads) {
-    const u32 end = a.chunks[chunk].end * kVectors, stride = threads;
-    u32 number = (chunk ? a.chunks[chunk - 1].end * kVectors : 0) + thread;
-    for (; number < end; number += kAtOnce * stride) {
-        Vector parts[kAtOnce][kRanks];
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-            const char* from = a.slots + (u64)(number + i * stride) * 16;
-#pragma unroll
-            for (int rank = 0; rank < kRanks; ++rank)
-                if (number + i * stride < end) parts[i][rank] = load_slot(from + rank * a.stride);
-        }
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i)
-            if (number + i * stride < end) add_up(a, parts[i], number + i * stride);
-    }
-}
+__device__ inline u32 first_tile(const TakeArgument& a, u32 chunk) { return chunk ? a.chunks[chunk - 1].end : 0; }
 
 // Whether the peers have read what the launch before left in the sums. By all threads of a warp.
 __device__ inline bool read_by_all(const Team& team, const TakeArgument& a, u64 launch) {
@@ -100,7 +94,9 @@ __device__ inline bool read_by_all(const Team& team, const TakeArgument& a, u64 
     return __all_sync(~0u, over);
 }
 
+// A rank that has given up tells nobody: then they do, too.
 __device__ inline void tell_ready(const Team& team, const TakeArgument& a, u32 chunk, u64 launch) {
+    if (load_relaxed(&team.own().failed)) return;
     for (int i = 1; i <= kRanks; ++i) store_release(&a.ready[(team.rank + i) % kRanks][chunk], launch + 1);
 }
 
@@ -113,16 +109,64 @@ __device__ inline void finish_chunk(const Team& team, const TakeArgument& a, u32
     if (before + 1 == (launch + 1) * warps) tell_ready(team, a, chunk, launch);
 }
 
-// All chunks but the last, as they come, by some warps beside the product; and then the last is waited for.
-__device__ inline void take_early(const Team& team, const TakeArgument& a, u32 warp, u32 warps) {
-    const u64 launch = a.ledger[team.rank]->launches;
-    if (!read_by_all(team, a, launch)) return;
-    for (u32 chunk = 0; chunk + 1 < a.count; ++chunk) {
-        if (!arrived(team, a, chunk, launch)) return;
-        take<kRanks <= 8 ? 2 : 1>(a, chunk, warp * 32 + threadIdx.x % 32, warps * 32);
-        finish_chunk(team, a, chunk, launch, warps);
+// Beside the product: one warp fetches the ranks' tiles by bulk copies, and eight add them up.
+struct Early {
+    static constexpr u32 kAdders = 8, kUnit = kAdders * 32;  // vectors of each rank in a stage
+    static constexpr u32 kStageBytes = kRanks * kUnit * 16;
+    static constexpr u32 kMemory = (SHARED ? 128 : 192) << 10;
+    static constexpr u32 kStages = kMemory / kStageBytes < 16 ? kMemory / kStageBytes : 16;
+    static_assert(kStages > 0, "one unit of every rank fits");
+    const Team& team;
+    const TakeArgument& a;
+    u32 memory, full, empty;  // shared addresses
+    u32 block, blocks;
+    u64 launch;
+
+    __device__ void start() const {  // by one thread
+        for (u32 i = 0; i < kStages; ++i) bar_init(full + 8 * i, 1), bar_init(empty + 8 * i, kAdders);
+        bars_visible();
     }
-    if (warp == 0) arrived(team, a, a.count - 1, launch);
-}
+    __device__ u32 first(u32 chunk) const { return first_tile(a, chunk) * (kVectors / kUnit) + block; }
+    __device__ u32 end(u32 chunk) const { return a.chunks[chunk].end * (kVectors / kUnit); }
+
+    // By one warp. After a wait has expired it goes on, with what there is; the host knows, and raises.
+    __device__ void fetch() const {
+        u32 number = 0;
+        read_by_all(team, a, launch);
+        for (u32 chunk = 0; chunk + a.late < a.count; ++chunk) {
+            arrived(team, a, chunk, launch);
+            fence_async();
+            if (threadIdx.x % 32 == 0) {
+                for (u32 unit = first(chunk); unit < end(chunk); unit += blocks, ++number) {
+                    const u32 stage = number % kStages, to = memory + stage * kStageBytes;
+                    bar_wait(empty + 8 * stage, (number / kStages & 1) ^ 1);
+                    bar_expect(full + 8 * stage, kStageBytes);
+                    for (u32 rank = 0; rank < kRanks; ++rank)
+                        load_bulk(to + rank * kUnit * 16, a.slots + rank * a.stride + (u64)unit * kUnit * 16,
+                                  kUnit * 16, full + 8 * stage);
+                }
+            }
+            __syncwarp();
+        }
+        for (u32 chunk = a.count - a.late; block == 0 && chunk < a.count; ++chunk) arrived(team, a, chunk, launch);
+    }
+    // By the adders.
+    __device__ void add() const {
+        u32 number = 0;
+        for (u32 chunk = 0; chunk + a.late < a.count; ++chunk) {
+            for (u32 unit = first(chunk); unit < end(chunk); unit += blocks, ++number) {
+                const u32 stage = number % kStages, from = memory + stage * kStageBytes + threadIdx.x % kUnit * 16;
+                bar_wait(full + 8 * stage, number / kStages & 1);
+                Vector parts[kRanks];
+#pragma unroll
+                for (int rank = 0; rank < kRanks; ++rank) parts[rank] = load_shared(from + rank * kUnit * 16);
+                __syncwarp();
+                if (threadIdx.x % 32 == 0) bar_arrive(empty + 8 * stage);
+                add_up(a, parts, unit * kUnit + threadIdx.x % kUnit);
+            }
+            finish_chunk(team, a, chunk, launch, blocks * kAdders);
+        }
+    }
+};
 
 }  // namespace shardmath

@@ -76,7 +76,7 @@ class GemmAllReduce:
         sending = self._sending
         rank, shape = sending.team.rank, sending.shape
         whole = result % 16 == 0 and pitch % 16 == 0 and sending.problem.columns % 8 == 0
-        early = min(shape.early, shape.chunks - 1) if whole else 0
+        early = min(shape.early, shape.chunks - sending.late) if whole else 0
         first = [0, *accumulate(sending.problem.rows[:-1])]
         sums = [self._sums_of(owner) for owner in range(sending.team.size)]
         rows = [result + row * pitch for row in first]

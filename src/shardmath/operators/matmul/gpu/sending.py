@@ -41,13 +41,15 @@ _MOST_ARGUMENTS = 256
 
 @dataclass(frozen=True)
 class Shape:
-    """How the work is cut. `chunks` of each owner's tiles are added up one after another, all but
-    the last by `takers`, blocks of the product's kernel that do not multiply, which also read the
-    first `early` chunks of the peers' sums, if those are shared; the others are product.cu's.
+    """How the work is cut. Each owner's tiles are added up in `chunks`: the last `late` of them
+    after the product, and the others by `takers`, blocks of its kernel that do not multiply. Those
+    also read the first `early` chunks of the peers' sums, if they are shared. The rest is
+    product.cu's.
     """
 
     chunks: int
     takers: int = 4
+    late: int = 1
     early: int = 0
     cluster: int = 2
     stages: int = 4
@@ -223,7 +225,7 @@ class SendingProduct:
     def multiply(
         self, a: int, b: int, sums: int, pitch: int, stream: int, *, gather: bytes = b""
     ) -> None:
-        """Put the product of A and B on `stream`, and the sums of all chunks but the last.
+        """Put the product of A and B on `stream`, and the sums of all chunks but the late ones.
 
         A, B and this rank's rows of the sums lie at these addresses, rows of the sums `pitch` bytes
         apart. It ends when all tiles have come. `gather` is the struct `GatherArgument` where peers
@@ -245,9 +247,10 @@ class SendingProduct:
         kernel.launch(stream, self._multipliers + self._takers, _THREADS, argument)
 
     def take_last(self, sums: int, pitch: int, stream: int, *, shared: bool = False) -> None:
-        """Put the sums of the last chunk on `stream`. `shared`: the launch does not end here."""
+        """Put the sums of the late chunks on `stream`. `shared`: the launch does not end here."""
         kernel = self.team.kernel("take", "take_last", self._defines(sums, pitch, shared))
-        vectors = self.walk.parts(self.team.rank)[-1].tiles * _TILE_BYTES // 16
+        parts = self.walk.parts(self.team.rank)[-self.late :]
+        vectors = sum(part.tiles for part in parts) * _TILE_BYTES // 16
         blocks = max(1, min(2 * self.team.device.processors, vectors // _LAST_THREADS))
         argument = self.argument(self._of_last, sums, pitch)
         kernel.launch(stream, blocks, _LAST_THREADS, argument)
@@ -255,6 +258,11 @@ class SendingProduct:
     def _defines(self, sums: int, pitch: int, shared: bool) -> tuple[str, ...]:
         whole = sums % 16 == 0 and pitch % 16 == 0 and self.problem.columns % 8 == 0
         return f"ADDEND={self.problem.dtype}", f"WHOLE={whole:d}", f"SHARED={shared:d}"
+
+    @property
+    def late(self) -> int:
+        """Chunks that are added up after the product: one at least."""
+        return max(1, min(self.shape.late, self.shape.chunks))
 
     @property
     def _takers(self) -> int:
@@ -319,7 +327,8 @@ class SendingProduct:
         walk, at = self.walk, self._at
         return (
             struct.pack("QQQQ", at("slots"), self._own.stride, at("owned"), at("chunks"))
-            + struct.pack("IIQQ", walk.chunks, walk.columns, at("arrived"), at("summed"))
+            + struct.pack("IIQ", walk.chunks, self.late, walk.columns)
+            + struct.pack("QQ", at("arrived"), at("summed"))
             + struct.pack("QQ", pitch, sums)
             + struct.pack(f"{2 * self.team.size}Q", *self.bases, *self._own_row("ready"))
         )
