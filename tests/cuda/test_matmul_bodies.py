@@ -348,22 +348,29 @@ def test_products_on_arrival(gpus, size, dtype, shape, block, order):
         assert all(ran == [True] * 3 for _, ran in found), found
 
 
-def around(context, dtype, order, shape, result):
-    """Products whose rows go around: errors, and how many ran so."""
+def fused(context, dtype, order, shape, kind):
+    """Products by one kernel that moves data too: errors, and how many ran so."""
     import torch
 
     from arrangements import part_of
-    from shardmath.distribution import Slab
+    from shardmath.distribution import Replicated, Slab
     from shardmath.linalg.advanced import matmul
     from shardmath.operators.matmul.gpu.fusing import Fused
+
+    dists = {
+        "all-gather, rows": (Slab.X, Slab.Y, Slab.X),
+        "all-gather, columns": (Slab.X, Slab.Y, Slab.Y),
+        "reduce-scatter": (Slab.Y, Slab.X, Slab.X if order == "C" else Slab.Y),
+        "all-reduce": (Slab.Y, Slab.X, Replicated()),
+    }[kind]
 
     torch.cuda.set_device(context.device_id)
     size, rank = context.size, context.rank
     m, n, k = shape
-    kind = getattr(torch, dtype)
+    native = getattr(torch, dtype)
     generator = torch.Generator("cuda").manual_seed(6)
-    a = torch.randn(m, k, device="cuda", generator=generator).to(kind)
-    b = torch.randn(k, n, device="cuda", generator=generator).to(kind)
+    a = torch.randn(m, k, device="cuda", generator=generator).to(native)
+    b = torch.randn(k, n, device="cuda", generator=generator).to(native)
     want = a.double() @ b.double()
 
     def mine(x, d):
@@ -377,16 +384,16 @@ def around(context, dtype, order, shape, result):
     def counted(self, *args):
         ran.append(original(self, *args))
 
-    d_of = Slab.Y if result == "Y" else Slab.X
-    x, y, wrong = mine(a, Slab.X), mine(b, Slab.Y), []
-    named = {"distributions": [Slab.X, Slab.Y, d_of], "options": {"strategy": "all-gather"}}
+    x, y, wrong = mine(a, dists[0]), mine(b, dists[1]), []
+    named = {"distributions": dists, "options": {"strategy": kind.partition(",")[0]}}
     with context, patch.object(Fused, "run", counted):
         for turn in range(3):
             if turn:
                 x.mul_(2)
                 y.mul_(0.5)
             d = matmul(x, y, **named)
-            error = (d.double() - mine(want, d_of)).abs().max().item() if d.numel() else 0.0
+            difference = d.double() - mine(want, dists[2])
+            error = difference.abs().max().item() if d.numel() else 0.0
             unit = {"bfloat16": 2.0**-8, "float16": 2.0**-11}[dtype]
             if not error <= 6 * unit * k**0.5:
                 wrong.append((turn, error))
@@ -394,15 +401,17 @@ def around(context, dtype, order, shape, result):
 
 
 @pytest.mark.parametrize("order", ["C", "F"])
-@pytest.mark.parametrize("result", ["X", "Y"])
+@pytest.mark.parametrize(
+    "kind", ["all-gather, rows", "all-gather, columns", "reduce-scatter", "all-reduce"]
+)
 @pytest.mark.parametrize(
     ("dtype", "shape"),
     [("bfloat16", (2048, 2048, 1024)), ("float16", (1504, 1000, 264)), ("bfloat16", (70, 90, 33))],
 )
-def test_rows_go_around(gpus, size, dtype, shape, result, order):
+def test_one_kernel(gpus, size, dtype, shape, kind, order):
     if size == 1:
         return
-    found = gpus.run(around, dtype, order, shape, result, ranks=size)
+    found = gpus.run(fused, dtype, order, shape, kind, ranks=size)
     assert [wrong for wrong, _ in found] == [[]] * size
     counts = {count for _, count in found}
     assert counts == ({3} if shape[2] % 8 == 0 and shape[0] > 2000 else counts)

@@ -10,19 +10,32 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from hashlib import blake2b
+from typing import Any
 
 from shardmath.context import DistributedContext
 from shardmath.cuda.device import Device
 from shardmath.local.gpu import Matrix
+from shardmath.operators.matmul.gpu import gathered, sharded
 from shardmath.operators.matmul.gpu.all_gather import AllGatherGemm
+from shardmath.operators.matmul.gpu.all_reduce import GemmAllReduce, even_rows
 from shardmath.operators.matmul.gpu.form import Form
-from shardmath.operators.matmul.gpu.gathered import Factor, GatheredProduct, fuses
+from shardmath.operators.matmul.gpu.gathered import GatheredProduct, fuses
+from shardmath.operators.matmul.gpu.reduce_scatter import GemmReduceScatter
+from shardmath.operators.matmul.gpu.sharded import ShardedProduct
 from shardmath.operators.matmul.gpu.share import Operands, Share
 from shardmath.operators.showing import matrix_of
 
 __all__ = ["Fused", "notes", "pays"]
 
 _ALIGNMENT = 16
+_KERNELS: dict[str, Any] = {
+    "all-gather": AllGatherGemm,
+    "reduce-scatter": GemmReduceScatter,
+    "all-reduce": GemmAllReduce,
+}
+_HALVES = ("float16", "bfloat16")
+# Flops of a rank from which on tiles that are sent win over a product and what follows it.
+_LEAST_FLOPS = {"reduce-scatter": 2e10, "all-reduce": 2e9}
 
 
 class Fused:
@@ -36,53 +49,54 @@ class Fused:
         self._operands = operands
         self._a, self._b = map(matrix_of, operands.factors)
         self._out = matrix_of(operands.out)
-        if form.turned:
+        turned = self._out.by_columns if form.turned is None else form.turned
+        if turned:
             self._a, self._b = self._b.transposed(), self._a.transposed()
             self._out = self._out.transposed()
         self._problem = self._described(device)
         self.told = b""
         if self._problem is not None:
-            text = repr((form.kind, form.turned, self._problem)).encode()
-            self.told = blake2b(text, digest_size=16).digest()
+            digest = blake2b(repr((form.kind, self._problem)).encode(), digest_size=15)
+            self.told = bytes([turned]) + digest.digest()
 
     def chosen(self, told: Sequence[bytes]) -> bool:
         """Whether all ranks, which have told this, can, and it is predicted to be faster."""
-        return all(told) and pays(self._share)
+        return all(told) and len({text[0] for text in told}) == 1 and pays(self._share)
 
     def run(self, context: DistributedContext, told: Sequence[bytes]) -> None:
         """Put it on the stream. Collective."""
         key = (self._form.kind, tuple(told))
         kept = self._share.kept
         if key not in kept:
-            assert self._problem is not None
-            kept[key] = made = AllGatherGemm.together(context, self._problem)
+            kept[key] = made = _KERNELS[self._form.kind].together(context, self._problem)
             weakref.finalize(self._share, made.free).atexit = False
-        order = _factor(self._out)
-        assert order is not None
+        lies = _lies(self._out)
+        assert lies is not None
         a, b, out = self._a.address, self._b.address, self._out.address
-        kept[key].launch(a, b, out, self._operands.stream, pitch=order.pitch)
+        kept[key].launch(a, b, out, self._operands.stream, pitch=lies[1])
 
-    def _described(self, device: Device) -> GatheredProduct | None:
+    def _described(self, device: Device) -> GatheredProduct | ShardedProduct | None:
         """The product as the kernel takes it; None where the arrays do not lie as it wants."""
         operands, problem, out = self._operands, self._share.strategy.problem, self._out
-        a, b = _factor(self._a), _factor(self._b)
-        order = _factor(out)
+        lies = [_lies(x) for x in (self._a, self._b, out)]
         plain = operands.alpha == 1 and (operands.c is None or operands.beta == 0)
-        if a is None or b is None or order is None or not plain or out.dtype != problem.dtype:
+        if None in lies or not plain or out.dtype != problem.dtype or problem.dtype not in _HALVES:
             return None
         if any(x.size and x.address % _ALIGNMENT for x in (self._a, self._b)):
             return None
-        depth = problem.shape[2]
-        made = GatheredProduct(
-            rows=self._form.rows,
-            columns=self._b.columns,
-            depth=depth,
-            dtype=problem.dtype,
-            a=a,
-            b=b,
-            out=order.order,
-        )
-        return None if made.misfit(device) else made
+        (a, b, order) = (each for each in lies if each is not None)
+        depth, columns = self._a.columns, self._b.columns
+        if self._form.kind == "all-gather":
+            factors = gathered.Factor(*a), gathered.Factor(*b)
+            rows = self._form.rows
+            made = GatheredProduct(rows, columns, depth, problem.dtype, *factors, order[0])
+            return None if made.misfit(device) else made
+        if order[0] != "C":
+            return None
+        rows = self._form.rows or even_rows(self._a.rows, problem.size)
+        lying = sharded.Factor(*a), sharded.Factor(*b)
+        sent = ShardedProduct(rows, columns, depth, problem.dtype, *lying)
+        return None if sent.misfit(device) else sent
 
 
 def pays(share: Share) -> bool:
@@ -90,38 +104,47 @@ def pays(share: Share) -> bool:
     asked for by the name of its kind. The same on all ranks.
     """
     strategy, form = share.strategy, share.form
-    if form is None:
+    if form is None or strategy.problem.dtype not in _HALVES:
         return False
-    problem, depth = strategy.problem, strategy.problem.shape[2]
+    problem = strategy.problem
+    if problem.strategy == form.kind:
+        return True
+    m, n, k = problem.shape
+    if form.kind != "all-gather":
+        most = max(part.length for part in strategy.depth)
+        return 2.0 * m * n * most >= _LEAST_FLOPS[form.kind]
     columns = strategy.rows if form.turned else strategy.columns
-    plain = Factor("C", depth)
-    most = max(part.length for part in columns)
-    largest = GatheredProduct(form.rows, most, depth, problem.dtype, plain, plain)
-    return problem.strategy == form.kind or fuses(largest)
+    plain = gathered.Factor("C", k)
+    widest = max(part.length for part in columns)
+    return fuses(GatheredProduct(form.rows, widest, k, problem.dtype, plain, plain))
+
+
+_TOLD = {
+    "all-gather": "{rows} go around a ring while those that are here are multiplied",
+    "reduce-scatter": "tiles are sent to their owners while others are multiplied",
+    "all-reduce": "tiles are sent to those who add them up, and all read the sums",
+}
 
 
 def notes(share: Share) -> list[str]:
     """What `explain` adds about how the steps are done on GPUs."""
     form = share.form
-    if form is None or share.strategy.problem.dtype not in ("float16", "bfloat16"):
+    if form is None or share.strategy.problem.dtype not in _HALVES:
         return []
-    whose = "columns of b" if form.turned else "rows of a"
     if pays(share):
-        return [
-            f"in one kernel: {whose} go around a ring while those that are here are multiplied, "
-            "where all arrays lie in memory as it wants them"
-        ]
-    return [f"in phases: gathering first is predicted to be faster than passing {whose} around"]
+        how = _TOLD[form.kind].format(rows="columns of b" if form.turned else "rows of a")
+        return [f"in one kernel: {how}, where all arrays lie in memory as it wants them"]
+    return ["in phases, which are predicted to be faster than one kernel that moves data too"]
 
 
-def _factor(x: Matrix) -> Factor | None:
-    """How a matrix lies, None where neither rows nor columns are contiguous."""
+def _lies(x: Matrix) -> tuple[str, int] | None:
+    """Which lines are contiguous, rows ("C") or columns ("F"), and how far apart they are."""
     if x.columns <= 1 or x.column_stride == 1:
         pitch = x.row_stride if x.rows > 1 else _rounded(x.columns)
-        return Factor("C", pitch) if pitch >= x.columns else None
+        return ("C", pitch) if pitch >= x.columns else None
     if x.rows <= 1 or x.row_stride == 1:
         pitch = x.column_stride if x.columns > 1 else _rounded(x.rows)
-        return Factor("F", pitch) if pitch >= x.rows else None
+        return ("F", pitch) if pitch >= x.rows else None
     return None
 
 
