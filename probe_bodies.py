@@ -36,14 +36,10 @@ for dt, shape, block in [
 ]:
     for order in "CF":
         add(f"arriving {dt} {shape} {order}", tb.arriving, dt, order, shape, block)
-for res in "XY":
+for kd in ["all-gather, rows", "all-gather, columns", "reduce-scatter", "all-reduce"]:
     for order in "CF":
-        for dt, shape in [
-            ("bfloat16", (2048, 2048, 1024)),
-            ("float16", (1504, 1000, 264)),
-            ("bfloat16", (70, 90, 33)),
-        ]:
-            add(f"around {dt} {shape} {order} {res}", tb.around, dt, order, shape, res)
+        for dt,shape in [("bfloat16",(2048,2048,1024)),("float16",(1504,1000,264)),("bfloat16",(70,90,33))]:
+            add(f"fused {dt} {shape} {order} {kd}", tb.fused, dt, order, shape, kd)
 add("graphs", tb.graphs, "torch")
 add("graphs 2", tb.graphs, "torch", size=2)
 for kind in ["cyclic", "gather", "columns", "reduce", "everywhere"]:
@@ -135,7 +131,7 @@ with Pool(N, mk) as pool:
                 ok = True
                 if fn in (tb.large, tb.graphs):
                     ok = all(f == [] for f in found)
-                if fn in (tb.arriving, tb.around):
+                if fn in (tb.arriving, tb.fused):
                     ok = all(w == [] for w, _ in found)
                 if fn is tb.mistakes:
                     import test_matmul_bad_input as bi
@@ -163,7 +159,7 @@ with Pool(N, mk) as pool:
         print(
             f"{'ok ' if ok else 'BAD'} {name} {time.time() - t:.1f}s",
             ""
-            if ok and not (fn in (tb.arriving, tb.around))
+            if ok and not (fn in (tb.arriving, tb.fused))
             else str(found)[:2600].replace("\\n", "\n"),
             flush=True,
         )
