@@ -38,7 +38,11 @@ for dt, shape, block in [
         add(f"arriving {dt} {shape} {order}", tb.arriving, dt, order, shape, block)
 for kd in ["all-gather, rows", "all-gather, columns", "reduce-scatter", "all-reduce"]:
     for order in "CF":
-        for dt,shape in [("bfloat16",(2048,2048,1024)),("float16",(1504,1000,264)),("bfloat16",(70,90,33))]:
+        for dt, shape in [
+            ("bfloat16", (2048, 2048, 1024)),
+            ("float16", (1504, 1000, 264)),
+            ("bfloat16", (70, 90, 33)),
+        ]:
             add(f"fused {dt} {shape} {order} {kd}", tb.fused, dt, order, shape, kd)
 add("graphs", tb.graphs, "torch")
 add("graphs 2", tb.graphs, "torch", size=2)

@@ -1,10 +1,10 @@
 """How a GPU is fed its factors along k: what lies here is used in place, the rest comes in panels.
 
 k is cut into intervals, one product each, so that the panels of the next come while one is
-multiplied. The first is short, since nothing hides it; each is longer than the last, since a long
-product is a fast one. A rank begins with what it has itself, and then goes round, so that ranks do
-not all read from one. Where several ranks compute the same elements the order is k's own, so that
-replicas hold the same bits.
+multiplied. The first is short, since nothing hides it; each is as much longer than the last as
+panels come faster than they are used, since few long products are faster than many. A rank begins
+with what it has itself, and then goes round, so that ranks do not all read from one. Where several
+ranks compute the same elements the order is k's own, so that replicas hold the same bits.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from shardmath.operators.matmul.strategy import Strategy
 __all__ = ["Feed", "Interval", "feeds", "intervals"]
 
 _FIRST_BYTES = 8 << 20  # of panels: less is gathered in one go
-_FIRST = 1024  # indices of k: a shorter product loses more than it hides
-_GROWTH = 2.0
+_LEAST = 256  # indices of k
+_FIRST = 1.4e-12  # the same for each flop per second: with fewer, adding to D takes too much time
+_LEAST_GROWTH, _MOST_GROWTH = 1.25, 3.0
 _ROOM = 2 << 30  # bytes of panels, of both factors together
 _SLOTS = 3  # panels in turn, where all together would need more than that
 
@@ -64,6 +65,13 @@ class Feed:
         """The moves that fill that panel."""
         return [part for move in self.moves for part in clip(move, self.axis, lo, hi)]
 
+    @property
+    def remote(self) -> float:
+        """Elements from peers for each index of k."""
+        if not self.gathers:
+            return 0.0
+        return sum(m.elements for m in self.moves if m.src != m.dst) / self.extent
+
     @cached_property
     def own_start(self) -> int:
         """Where along k this rank's own share of a gathered factor begins; 0 if it is in pieces."""
@@ -93,18 +101,23 @@ def feeds(strategy: Strategy, rank: int) -> tuple[Feed, Feed]:
     )
 
 
-def intervals(a: Feed, b: Feed, itemsize: int, *, rotate: bool) -> tuple[list[Interval], int]:
+def intervals(
+    a: Feed, b: Feed, itemsize: int, *, rate: float, ratio: float, rotate: bool
+) -> tuple[list[Interval], int]:
     """The intervals in the order in which they are multiplied, and how many indices the memory of
-    the panels has. With `rotate` they begin with what this rank has itself.
+    the panels has. Products have `rate` flops per second; panels come `ratio` times as fast as used. With `rotate` the intervals
+    begin with what this rank has itself.
     """
     extent = a.extent
     per_index = itemsize * sum(feed.width for feed in (a, b) if feed.gathers)
     if not per_index:
         return [Interval(0, extent, 0, None)], 0
-    if per_index * extent <= _FIRST_BYTES or extent <= _FIRST:
+    least = max(_LEAST, int(rate * _FIRST / 64) * 64)
+    if per_index * extent <= _FIRST_BYTES or extent <= 2 * least:
         return [Interval(0, extent, 0, None)], extent
-    room = max(_FIRST, _ROOM // per_index)
-    first = max(_FIRST, _FIRST_BYTES // per_index) // 64 * 64
+    room = max(least, _ROOM // per_index)
+    first = max(least, _FIRST_BYTES // per_index) // 64 * 64
+    growth = min(_MOST_GROWTH, max(_LEAST_GROWTH, 0.9 * ratio))
     start = 0
     if rotate:
         start = next((feed.own_start for feed in (a, b) if feed.gathers), 0)
@@ -120,7 +133,7 @@ def intervals(a: Feed, b: Feed, itemsize: int, *, rotate: bool) -> tuple[list[In
             step = left if left < 1.5 * step and left <= most else min(step, left)
             pieces.append((at, at + step))
             at += step
-            length *= _GROWTH
+            length *= growth
         at = 0
     if fits_at_once:
         return _laid_out(pieces), extent

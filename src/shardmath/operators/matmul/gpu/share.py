@@ -14,6 +14,7 @@ from shardmath.arrays import dtypes
 from shardmath.operators.matmul import host
 from shardmath.operators.matmul.gpu.feeding import Feed, Interval, feeds, intervals
 from shardmath.operators.matmul.gpu.form import Form, form_of
+from shardmath.operators.matmul.strategy import HOPPER
 from shardmath.symmetric.device_array import DeviceArray
 
 __all__ = ["Operands", "Share"]
@@ -55,9 +56,14 @@ class Share(host.Share):
     @cached_property
     def schedule(self) -> tuple[list[Interval], int]:
         """The intervals of k, and how many indices the panels' memory has."""
-        itemsize = dtypes.of(self.strategy.problem.dtype).itemsize
-        rotate = self.strategy.sums.disjoint()
-        return intervals(*self.feeds, itemsize, rotate=rotate)
+        strategy, rank, (a, b) = self.strategy, self.rank, self.feeds
+        dtype = strategy.problem.dtype
+        itemsize = dtypes.of(dtype).itemsize
+        flops = 2.0 * strategy.rows[rank].length * strategy.columns[rank].length
+        came = max((a.remote + b.remote) * itemsize / HOPPER.bandwidth, 1e-12)
+        rate = HOPPER.rate(dtype)
+        rotate = strategy.sums.disjoint()
+        return intervals(a, b, itemsize, rate=rate, ratio=flops / rate / came, rotate=rotate)
 
     @cached_property
     def kept(self) -> dict[Any, Any]:
