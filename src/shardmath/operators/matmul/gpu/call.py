@@ -76,7 +76,8 @@ class _Made:
         if form is None:
             return self.prepare_phases(lane)
         self.fused = Fused(form, self._share, self.operands, lane.team.device)
-        return self.fused.told
+        told: bytes = self.fused.told
+        return told
 
     def prepare_phases(self, lane: Lane) -> bytes:
         """Take memory for a product in phases; what to tell the peers. Raises HeapExhausted."""

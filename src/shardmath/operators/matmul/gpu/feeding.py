@@ -105,8 +105,10 @@ def intervals(
     a: Feed, b: Feed, itemsize: int, *, rate: float, ratio: float, rotate: bool
 ) -> tuple[list[Interval], int]:
     """The intervals in the order in which they are multiplied, and how many indices the memory of
-    the panels has. Products have `rate` flops per second; panels come `ratio` times as fast as used. With `rotate` the intervals
-    begin with what this rank has itself.
+    the panels has.
+
+    Products have `rate` flops per second; panels come `ratio` times as fast as they are used. With
+    `rotate` the intervals begin with what this rank has itself.
     """
     extent = a.extent
     per_index = itemsize * sum(feed.width for feed in (a, b) if feed.gathers)

@@ -53,11 +53,18 @@ class Fused:
         if turned:
             self._a, self._b = self._b.transposed(), self._a.transposed()
             self._out = self._out.transposed()
-        self._problem = self._described(device)
-        self.told = b""
-        if self._problem is not None:
-            digest = blake2b(repr((form.kind, self._problem)).encode(), digest_size=15)
-            self.told = bytes([turned]) + digest.digest()
+        forms = tuple(x[1:] for x in self._matrices)
+        key = ("described", turned, forms, self._suits())
+        if key not in share.kept:
+            problem = self._described(device) if self._suits() else None
+            text = repr((form.kind, problem)).encode()
+            told = bytes([turned]) + blake2b(text, digest_size=15).digest()
+            share.kept[key] = (problem, b"") if problem is None else (problem, told)
+        self._problem, self.told = share.kept[key]
+
+    @property
+    def _matrices(self) -> tuple[Matrix, Matrix, Matrix]:
+        return self._a, self._b, self._out
 
     def chosen(self, told: Sequence[bytes]) -> bool:
         """Whether all ranks, which have told this, can, and it is predicted to be faster."""
@@ -75,16 +82,19 @@ class Fused:
         a, b, out = self._a.address, self._b.address, self._out.address
         kept[key].launch(a, b, out, self._operands.stream, pitch=lies[1])
 
+    def _suits(self) -> bool:
+        """Whether nothing is asked for that the kernels lack, of operands that they can load."""
+        operands, dtype = self._operands, self._share.strategy.problem.dtype
+        plain = operands.alpha == 1 and (operands.c is None or operands.beta == 0)
+        aligned = not any(x.size and x.address % _ALIGNMENT for x in (self._a, self._b))
+        return plain and aligned and self._out.dtype == dtype and dtype in _HALVES
+
     def _described(self, device: Device) -> GatheredProduct | ShardedProduct | None:
         """The product as the kernel takes it; None where the arrays do not lie as it wants."""
-        operands, problem, out = self._operands, self._share.strategy.problem, self._out
-        lies = [_lies(x) for x in (self._a, self._b, out)]
-        plain = operands.alpha == 1 and (operands.c is None or operands.beta == 0)
-        if None in lies or not plain or out.dtype != problem.dtype or problem.dtype not in _HALVES:
+        problem, lies = self._share.strategy.problem, [_lies(x) for x in self._matrices]
+        if None in lies:
             return None
-        if any(x.size and x.address % _ALIGNMENT for x in (self._a, self._b)):
-            return None
-        (a, b, order) = (each for each in lies if each is not None)
+        a, b, order = (each for each in lies if each is not None)
         depth, columns = self._a.columns, self._b.columns
         if self._form.kind == "all-gather":
             factors = gathered.Factor(*a), gathered.Factor(*b)
