@@ -337,6 +337,8 @@ class DistributedContext:
         if self._closed:
             return
         self._closed = why
+        if self.team is not None and self.board.dead():
+            self.team.give_up()  # kernels that wait for the dead would keep this process
         self.board.leave()
         self.team = None
         self._dropping.detach()

@@ -16,6 +16,7 @@ from shardmath.config import Settings
 from shardmath.group.base import ProcessGroup
 from shardmath.symmetric.board import ROW_BYTES, Board, board_bytes
 from shardmath.symmetric.heap import Buffer, Heap
+from shardmath.symmetric.layout import pad_bytes
 from shardmath.symmetric.rows import Rows, SpreadRows
 from shardmath.symmetric.waiting import Patience
 from shardmath.transport import choice
@@ -116,9 +117,10 @@ class Machinery:
         if self.device is None:
             return None
         from shardmath.symmetric.far_team import FarTeam
-        from shardmath.symmetric.team import Team, pad_bytes
+        from shardmath.symmetric.team import CHANNELS, Team
 
-        device, transport, nbytes = self.device, self.transport, pad_bytes(len(ranks))
+        device, transport = self.device, self.transport
+        nbytes = pad_bytes(len(ranks), CHANNELS)
         pads: list[Buffer] = []
 
         def describe() -> tuple[int, int]:

@@ -41,6 +41,7 @@ __all__ = [
     "get_signal_pad_size",
     "get_symm_mem_workspace",
     "has_multicast_support",
+    "include_path",
     "is_nvshmem_available",
     "is_symm_mem_enabled_for_group",
     "is_symm_mem_tensor",
@@ -185,6 +186,17 @@ def set_signal_pad_size(size: int) -> None:
     change_pad_setting(size)
 
 
+def include_path() -> str:
+    """The folder of symm.cuh, whose verbs kernels of CUDA C++ use: put, get, signal, wait, barrier.
+
+    A handle on GPUs has the options to compile with (`compile_options`) and the argument that such
+    a kernel takes (`kernel_argument`). The same verbs for Triton are in `shardmath.symm_triton`.
+    """
+    from shardmath.cuda.compile import KERNELS
+
+    return str(KERNELS)
+
+
 def set_backend(name: str) -> None:
     """Accept "HOST", the one backend there is; ValueError for any other."""
     if str(name).upper() != _BACKEND:
@@ -202,8 +214,10 @@ def has_multicast_support(device_type: Any = "cpu", device_idx: int = 0) -> bool
 
 
 def is_nvshmem_available() -> bool:
-    """False: this version reaches the host's memory only."""
-    return False
+    """Whether GPUs of several hosts can be reached: NVSHMEM and its bindings are installed."""
+    from shardmath.transport.nvshmem import NVSHMEMTransport
+
+    return NVSHMEMTransport.probe().available
 
 
 def get(dst: Any, hdl: SymmetricMemory, peer: int, offset: int = 0) -> None:

@@ -18,7 +18,7 @@ typedef long long i64;
 #define BLOCKS_EACH 3  // on a multiprocessor
 #endif
 #ifndef INLINE
-#define INLINE __noinline__
+#define INLINE inline
 #endif
 
 constexpr u32 kThreads = THREADS;

@@ -9,15 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
-from math import prod
 
 from shardmath.geometry import Move
 
-__all__ = ["StridedCopy", "joined", "lowered", "pieces", "whole"]
-
-# Bytes that a network carries in the time that one more copy takes, or about that.
-_PIECE = 32 << 10
+__all__ = ["StridedCopy", "joined", "lowered", "whole"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,23 +51,6 @@ def whole(
 ) -> StridedCopy:
     """The copy of a whole array, of `shape` without zeros, from rank 0."""
     return joined(0, itemsize, list(zip(shape, dst_strides, src_strides, strict=True)), 0, 0)
-
-
-def pieces(copy: StridedCopy) -> list[tuple[int, int]]:
-    """Ranges of bytes of the source that hold what `copy` reads, from element 0.
-
-    Each unit alone where they are long enough or far enough apart, else one range with all between.
-    """
-    dims = [(n, abs(step), step) for n, step in zip(copy.shape, copy.src_strides, strict=True)]
-    low = copy.src_offset + sum((n - 1) * step for n, _, step in dims if step < 0)
-    upward = joined(copy.src, copy.unit, [(n, up, up) for n, up, _ in dims], low, low)
-    extents, strides, unit = upward.shape, upward.src_strides, upward.unit
-    high = low + unit + sum((n - 1) * step for n, step in zip(extents, strides, strict=True))
-    if prod(extents) * (unit + _PIECE) >= high - low or 0 in strides:
-        return [(low, high)]
-    steps = [range(0, n * step, step) for n, step in zip(extents, strides, strict=True)]
-    starts = (low + sum(offsets) for offsets in product(*steps))
-    return [(start, start + unit) for start in starts]
 
 
 _Dim = tuple[int, int, int]  # extent, stride in the destination, stride in the source

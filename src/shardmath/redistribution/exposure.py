@@ -39,6 +39,16 @@ class Exposed:
     origin: int
     strides: tuple[int, ...]
 
+    @classmethod
+    def within(
+        cls, block: Block, address: int, span: tuple[int, int], strides: tuple[int, ...]
+    ) -> Exposed:
+        """An array in `block` whose element 0 is at `address`, its bytes in `span` from there."""
+        low, high = span
+        first = address + low - block.address
+        location = Location(block.location.segment, block.location.offset + first)
+        return cls(location, high - low, -low, strides)
+
     def pack(self) -> bytes:
         """The bytes that `unpack` takes."""
         at = self.location
@@ -56,14 +66,13 @@ class Exposed:
 def expose(context: DistributedContext, host: HostArray, block: Block) -> Exposed:
     """Show `host`, which lies in `block`, in place. Local; to be told in an exchange."""
     context.announce(block)
-    reach = [(n - 1) * stride for n, stride in zip(host.shape, host.strides, strict=True)]
     if host.size == 0:
         return Exposed(block.location, 0, 0, host.strides)
+    reach = [(n - 1) * stride for n, stride in zip(host.shape, host.strides, strict=True)]
     low = sum(step for step in reach if step < 0)
     high = sum(step for step in reach if step > 0) + host.itemsize
-    first = int(host.__array_interface__["data"][0]) - block.address + low
-    location = Location(block.location.segment, block.location.offset + first)
-    return Exposed(location, high - low, -low, host.strides)
+    address = int(host.__array_interface__["data"][0])
+    return Exposed.within(block, address, (low, high), host.strides)
 
 
 def staged_bytes(ranges: Ranges, itemsize: int) -> int:

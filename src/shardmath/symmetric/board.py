@@ -258,6 +258,15 @@ class Board:
         calls = "; ".join(f"rank {r} is in {self._operation_of(r)}" for r in crossed)
         return CollectiveMismatch(f"{self.here()}: the ranks called different operations: {calls}")
 
+    def dead(self) -> list[int]:
+        """The ranks whose process has ended without leaving. Never waits."""
+        ended = self._watch.dead() if self._watch is not None else frozenset()
+        return [
+            rank
+            for rank in range(self.size)
+            if self._watch_ranks[rank] in ended and self._words[rank][_STATE] == _RUNNING
+        ]
+
     def gone(self, late: Sequence[int]) -> Exception | None:
         """The exception to raise where a late peer has ended or given up, else None.
 

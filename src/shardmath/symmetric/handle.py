@@ -337,6 +337,10 @@ class SymmetricMemory(metaclass=PadSetting):
         """Wait until what this handle has been asked to do is done. On the host it always is."""
         self._context.require_open()
 
+    def check(self) -> None:
+        """Raise what a kernel's wait has found. On the host every wait raises it itself."""
+        self._context.require_open()
+
     def _seconds(self, timeout_ms: int) -> float | None:
         if index(timeout_ms, "timeout_ms") < 0:
             raise ValueError(f"timeout_ms is 0, for SHARDMATH_TIMEOUT, or more; not {timeout_ms}")

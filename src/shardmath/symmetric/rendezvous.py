@@ -18,6 +18,7 @@ from shardmath.arrays import library_of
 from shardmath.context import DistributedContext, require_context
 from shardmath.errors import UseAfterFree
 from shardmath.group import ProcessGroup, as_process_group
+from shardmath.symmetric import layout
 from shardmath.symmetric.allocation import block_of
 from shardmath.symmetric.handle import SymmetricMemory, handle_of
 from shardmath.symmetric.heap import Block, Buffer, Location
@@ -146,9 +147,11 @@ def _pad_bytes(context: DistributedContext, slots: int) -> int:
     """Bytes of a pad: on GPUs, a team's own pad follows the slots."""
     if context.team is None:
         return pad_bytes(slots, context.size)
-    from shardmath.symmetric.team import pad_bytes as team_pad_bytes
+    return _team_start(slots) + layout.pad_bytes(context.size, slots // (4 * context.size))
 
-    return -(-slots // 8) * 8 + team_pad_bytes(context.size, slots // (4 * context.size))
+
+def _team_start(slots: int) -> int:
+    return -(-slots // layout.PAD_ALIGNMENT) * layout.PAD_ALIGNMENT
 
 
 def _team(context: DistributedContext, share: Share) -> Team | None:
@@ -157,7 +160,7 @@ def _team(context: DistributedContext, share: Share) -> Team | None:
     if whole is None:
         return None
     slots = share.places[0].pad_size
-    pads = [int(address) + -(-slots // 8) * 8 for address in share.pad_table]
+    pads = [int(address) + _team_start(slots) for address in share.pad_table]
     channels = slots // (4 * context.size)
     return whole.another(share.pad_buffer, pads, channels)
 

@@ -220,7 +220,8 @@ class Mesh:
 
     def _lost(self, rank: int, doing: str, error: object) -> RankFailure:
         dead = self.watch.wait(_GRACE)  # a peer that ended because another died is not the cause
-        also = f"; dead are ranks {sorted(dead)}" if dead - {rank} else ""
+        names = ", ".join(f"rank {each}" for each in sorted(dead))
+        also = f"; dead: {names}" if dead - {rank} else ""
         return RankFailure(
             f"rank {self.rank} lost rank {rank} (pid {self.pids[rank]} on {self.hosts[rank]}) "
             f"while {doing}: {error}{also}",
