@@ -49,6 +49,8 @@ class Call:
     out: Any = None
     kind: Kind | None = None
     read_options: FFTOptions = field(init=False)
+    description: Description = field(init=False)
+    key: Any = field(init=False, default=None)
 
     def described(self) -> Description:
         """The call in plain data. Raises what is wrong with it on this rank."""
@@ -57,7 +59,7 @@ class Call:
         spec = spec_of(self.operand)
         kind = self._kind(spec.dtype)
         out = None if self.out is None else spec_of(self.out)
-        return describe(
+        self.description = describe(
             spec,
             self.distribution,
             self.axes,
@@ -67,6 +69,7 @@ class Call:
             self.read_options,
             out,
         )
+        return self.description
 
     def note(self, context: DistributedContext) -> bytes:
         """What the peers have to know of this execution. Raises what is wrong on this rank."""
@@ -74,7 +77,9 @@ class Call:
             return b""
         from shardmath.operators.fft import device
 
-        return device.note(context, self.operand, self.out)
+        out = self.operand if self.read_options.inplace else self.out
+        self.key, text = device.note(context, self.description, self.operand, out, self.stream)
+        return text
 
     def target(self, context: DistributedContext, problem: Problem) -> Any:
         """The array that the result is written to, None for a new one.
@@ -150,7 +155,9 @@ def performed(context: DistributedContext, plan: Any, notes: list[bytes], call: 
         context,
         plan,
         notes,
-        lambda: device.Arrays(call.operand, call.target(context, plan.problem), call.stream),
+        lambda: device.Arrays(
+            call.operand, call.target(context, plan.problem), call.stream, call.key
+        ),
     )
 
 

@@ -7,6 +7,7 @@ is touched.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,13 +18,14 @@ from shardmath.cuda import stream as streams
 from shardmath.cuda.constant import beside_captures
 from shardmath.cuda.graph import Graph
 from shardmath.local.gpu_fft import Transforms
+from shardmath.operators.fft.again import Key, Known, Memory, key_of
 from shardmath.operators.fft.beside import Beside
 from shardmath.operators.fft.launching import Launch, Told, is_double
 from shardmath.operators.fft.local_steps import (
     Fourier,
     View,
 )
-from shardmath.operators.fft.problem import Problem
+from shardmath.operators.fft.problem import Description, Problem, kind_in
 from shardmath.operators.fft.ways import DevicePlan, make_way
 from shardmath.operators.workspace import Workspace
 from shardmath.symmetric.allocation import block_of
@@ -44,22 +46,33 @@ __all__ = ["Arrays", "DevicePlan", "execute", "note"]
 
 @dataclass(frozen=True)
 class Arrays:
-    """One rank's arrays for one execution; `out` is the user's array for the result, if any."""
+    """One rank's arrays for one execution; `out` is the user's array for the result, if any.
+
+    `key` names a call that may come again.
+    """
 
     operand: Any
     out: Any
     stream: Any
+    key: Key | None
 
 
-def note(context: DistributedContext, operand: Any, out: Any) -> bytes:
-    """For the peers: whether this rank's result will lie in symmetric memory, and whether it will
-    be packed there. Local.
+_NOTE = struct.Struct("<I??")
+
+
+def note(
+    context: DistributedContext, description: Description, operand: Any, out: Any, stream: Any
+) -> tuple[Key | None, bytes]:
+    """The call's name, if it may come again; and for the peers: the number of the execution that it
+    is like, whether its result will lie in symmetric memory, and whether it is packed. Local. `out`
+    is the operand where the result takes its memory.
 
     Raises ValueError for an array on another GPU, UseAfterFree.
     """
     for array, name in ((operand, "the operand"), (out, "out")):
         if array is not None:
             require_device(context, library_of(array).spec(array), name)
+    block_of(context, operand)  # raises UseAfterFree
     given = operand if out is None else out
     library = library_of(given)
     spec = library.spec(given)
@@ -67,15 +80,23 @@ def note(context: DistributedContext, operand: Any, out: Any) -> bytes:
     nothing = out is not None and spec.size == 0
     reachable = on_host or nothing or block_of(context, given) is not None
     dense = out is None or on_host or (spec.order != "strided" and library.pointer(out) % 16 == 0)
+    if out is operand and kind_in(description) != "C2C":
+        dense = False  # it is another array, in the same memory
     order = spec.order if out is not None and not on_host else "both"
-    return bytes([reachable, dense]) + order.encode()
+    key = key_of(context, description, operand, out, stream)
+    known = Memory.of(context).find(key)
+    number = 0 if known is None else known.number
+    return key, _NOTE.pack(number, reachable, dense) + order.encode()
 
 
 def _reach(notes: Sequence[bytes], problem: Problem) -> tuple[bool, bool]:
     """Whether all results are reachable, and packed in the problem's order as well."""
-    reachable = all(text[0] for text in notes)
+    flags = [_NOTE.unpack_from(text) for text in notes]
+    reachable = all(flag[1] for flag in flags)
     wanted = (b"both", problem.order.encode())
-    return reachable, reachable and all(text[1] and text[2:] in wanted for text in notes)
+    orders = [text[_NOTE.size :] for text in notes]
+    dense = all(flag[2] for flag in flags) and all(order in wanted for order in orders)
+    return reachable, reachable and dense
 
 
 def execute(
@@ -89,7 +110,12 @@ def execute(
     `notes` are all ranks'. Returns when all is launched, for an operand in host memory when all is
     done. Raises on all ranks what `arrays` raises on one, and HeapExhausted when one lacks memory.
     """
+    numbers = {_NOTE.unpack_from(text)[0] for text in notes}
+    if len(numbers) == 1 and 0 not in numbers:
+        with context.executing("fft"):
+            return _again(context, arrays())
     made: list[_Execution] = []
+    number = Memory.of(context).next()
 
     def prepare() -> Told:
         with beside_captures():  # memory and plans are no part of what is captured
@@ -98,7 +124,20 @@ def execute(
 
     told = context.agree("fft, memory", prepare, list)
     with context.executing("fft"):
-        return made[0].run(told)
+        return made[0].run(told, number)
+
+
+def _again(context: DistributedContext, arrays: Arrays) -> Any:
+    """Launch what all ranks launched before, in the execution of one number."""
+    known = Memory.of(context).find(arrays.key)
+    team = context.team
+    assert known is not None and arrays.key is not None and team is not None, "found for the note"
+    team.check()
+    if known.way.tables is not None:
+        Beside.of(context).require_usable()
+    *_, stream = arrays.key
+    known.graph.launch(stream)
+    return arrays.out
 
 
 class _Execution:
@@ -119,7 +158,6 @@ class _Execution:
         self._problem = plan.problem
         self._reach = reach
         self._arrays = arrays
-        self._transforms = Transforms.of(self._team.device)
 
     # -- memory ------------------------------------------------------------------------------------
 
@@ -147,17 +185,21 @@ class _Execution:
             ),
         )
         self._place_all()
-        for step in self._way.program.local:
-            if isinstance(step, Fourier):
-                self._transforms.prepare(
-                    step.kind,
-                    double=is_double(step),
-                    batches=step.batches,
-                    stream=self._stream,
-                )
+        if self._stream not in self._way.streams:
+            self._prepare_transforms()
         if self._way.tables is not None and not self._way.warm:
             self._warm()
         return self._tell()
+
+    def _prepare_transforms(self) -> None:
+        """Make cuFFT's plans, and their work area for this stream."""
+        transforms = Transforms.of(self._team.device)
+        for step in self._way.program.local:
+            if isinstance(step, Fourier):
+                transforms.prepare(
+                    step.kind, double=is_double(step), batches=step.batches, stream=self._stream
+                )
+        self._way.streams.add(self._stream)
 
     def _warm(self) -> None:
         """Launch once all that runs beside the second stream, with results that nobody reads.
@@ -226,27 +268,30 @@ class _Execution:
 
     # -- steps -------------------------------------------------------------------------------------
 
-    def run(self, told: Sequence[Told]) -> Any:
-        """Launch everything. `told` is what `prepare` returned on every rank.
+    def run(self, told: Sequence[Told], number: int) -> Any:
+        """Launch everything. `told` is what `prepare` returned on every rank, in the execution of
+        that number.
 
         What is launched again between the same addresses is one CUDA graph from the second time on.
         """
         team, way, stream = self._team, self._way, self._stream
         team.device.activate()
         team.check()
+        if way.tables is not None:
+            Beside.of(self._context).require_usable()
         launch = self._launch(self._addresses)
-        if streams.capturing(stream):
+        replay = None
+        if not streams.capturing(stream):
+            replay = way.replay((stream, tuple(self._addresses.values())), list(told))
+        if replay is None:
             launch.all(stream, told)
         else:
-            key = (stream, tuple(self._addresses.values()))
-            replay = way.replay(key, list(told))
-            if replay is None:
-                launch.all(stream, told)
-            elif replay.graph is None:
+            if replay.graph is None:
                 replay.graph = Graph(team.device, lambda own: launch.all(own, told))
-                replay.graph.launch(stream)
-            else:
-                replay.graph.launch(stream)
+            blocks = {f"fft {place}": block for place, block in self._blocks.items()}
+            known = Known(number, way, replay.graph, blocks)
+            Memory.of(self._context).keep(self._arrays.key, known)
+            replay.graph.launch(stream)
         return self._result.give(self._context, stream)
 
     def _launch(self, addresses: Mapping[str, int]) -> Launch:
