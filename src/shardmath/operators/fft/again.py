@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardmath.arrays import library_of
 from shardmath.context import DistributedContext
@@ -18,8 +18,12 @@ from shardmath.cuda import stream as streams
 from shardmath.cuda.graph import Graph
 from shardmath.operators.fft.ways import Way
 from shardmath.operators.workspace import Workspace
+from shardmath.symmetric.allocation import block_of
 from shardmath.symmetric.device_array import stream_of
 from shardmath.symmetric.heap import Block
+
+if TYPE_CHECKING:
+    from shardmath.operators.fft.call import Call
 
 __all__ = ["Key", "Known", "Memory", "key_of"]
 
@@ -30,9 +34,13 @@ Key = tuple[Any, ...]  # a call, its arrays' addresses and strides, its stream
 
 @dataclass(frozen=True)
 class Known:
-    """An execution that can be launched again, with the `blocks` of the workspace by name."""
+    """An execution that can be launched again, with the `blocks` of the workspace by name.
+
+    `said` is what this rank said of it to its peers.
+    """
 
     number: int
+    said: bytes
     way: Way
     graph: Graph
     blocks: Mapping[str, Block]
@@ -77,27 +85,26 @@ class Memory:
             self._known.popitem(last=False)
 
 
-def key_of(
-    context: DistributedContext, description: Any, operand: Any, out: Any, stream: Any
-) -> Key | None:
+def key_of(context: DistributedContext, call: Call) -> Key | None:
     """What makes two calls on this rank the same; None for one that cannot come again.
 
     Arrays in host memory are carried to another place each time, new results lie elsewhere, and
-    what is captured is not launched now.
+    what is captured is not launched now. Raises UseAfterFree.
     """
-    if out is None:
+    operand, out = call.operand, call.operand if call.read_options.inplace else call.out
+    spec = call.spec
+    if out is None or spec.device == "cpu":
         return None
-    library = library_of(operand)
-    spec = library.spec(operand)
-    lazy = hasattr(operand, "is_conj") and (operand.is_conj() or operand.is_neg())
-    if spec.device == "cpu" or lazy:
+    if hasattr(operand, "is_conj") and (operand.is_conj() or operand.is_neg()):
         return None
-    handle = stream_of(context, spec, stream)
-    if streams.capturing(handle):
+    library, given = library_of(operand), spec if out is operand else call.out_spec
+    assert given is not None, "the spec of out"
+    stream = stream_of(context, spec, call.stream)
+    if streams.capturing(stream):
         return None
-    return (
-        description,
-        (library.pointer(operand), spec.strides),
-        (library.pointer(out), library.spec(out).strides),
-        handle,
-    )
+    addresses = library.pointer(operand), library_of(out).pointer(out)
+    for array, address in zip((operand, out), addresses, strict=True):
+        block = context.heap.find(address)
+        if block is not None and block.freed:
+            block_of(context, array)  # raises
+    return call.description, addresses, spec.strides, given.strides, stream

@@ -7,7 +7,7 @@ function calls that look the same.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from shardmath.arrays import ArraySpec, library_of
@@ -50,15 +50,25 @@ class Call:
     kind: Kind | None = None
     read_options: FFTOptions = field(init=False)
     description: Description = field(init=False)
-    key: Any = field(init=False, default=None)
+    key: Any = field(init=False, default=None)  # see `again`
+    said: bytes = field(init=False, default=b"")  # to the peers, of this execution
+
+    @cached_property
+    def spec(self) -> ArraySpec:
+        """Of the operand. Raises TypeError or ValueError for what is none."""
+        return spec_of(self.operand)
+
+    @cached_property
+    def out_spec(self) -> ArraySpec | None:
+        """Of the array given for the result, if any."""
+        return None if self.out is None else spec_of(self.out)
 
     def described(self) -> Description:
         """The call in plain data. Raises what is wrong with it on this rank."""
         self.read_options = options_from(self.options)
         check_stream(self.stream)
-        spec = spec_of(self.operand)
+        spec, out = self.spec, self.out_spec
         kind = self._kind(spec.dtype)
-        out = None if self.out is None else spec_of(self.out)
         self.description = describe(
             spec,
             self.distribution,
@@ -77,9 +87,9 @@ class Call:
             return b""
         from shardmath.operators.fft import device
 
-        out = self.operand if self.read_options.inplace else self.out
-        self.key, text = device.note(context, self.description, self.operand, out, self.stream)
-        return text
+        self.key = device.key_of(context, self)
+        self.said = device.note(context, self)
+        return self.said
 
     def target(self, context: DistributedContext, problem: Problem) -> Any:
         """The array that the result is written to, None for a new one.
@@ -155,9 +165,7 @@ def performed(context: DistributedContext, plan: Any, notes: list[bytes], call: 
         context,
         plan,
         notes,
-        lambda: device.Arrays(
-            call.operand, call.target(context, plan.problem), call.stream, call.key
-        ),
+        call,
     )
 
 

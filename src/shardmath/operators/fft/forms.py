@@ -262,7 +262,7 @@ class FFT(Lifecycle):
         def described() -> tuple[Any, bytes]:
             self._require_ready()
             call = self._call(stream=stream, direction=direction, out=out)
-            self._check(spec_of(call.operand))
+            self._check(call.spec)
             calls.append(call)
             return (self.number, call.described()), call.note(self.context)
 
