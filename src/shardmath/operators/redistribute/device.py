@@ -74,6 +74,10 @@ class DeviceExecution:
         """Redistribute what was read; see `execute_on_gpus`. Collective."""
         arrays = self._arrays
         assert arrays is not None, "read first"
+        if self._context.spans_hosts and problem.transfer.crosses:
+            from shardmath.operators.redistribute.far import execute_far
+
+            return execute_far(self._context, problem, arrays)
         memory = self._memory or DeviceMemory.of_plan(self._context, problem)
         return execute_on_gpus(self._context, problem, arrays, notes, memory)
 
