@@ -14,14 +14,14 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "redistribution"))
 
 import redistribution_cases as cases
+from visible import GPUS
 
 from arrangements import part_of
-from conftest import GPUS
 from shardmath.arrays import library_named, library_of
 from shardmath.distribution import BlockCyclic, ProcessGrid, Redistribute, Slab, redistribute
 from shardmath.errors import HeapExhausted
@@ -33,7 +33,13 @@ from shardmath.symmetric.allocation import (
 )
 
 ORDINARY = ("C", "F", "strided", "reversed")
-ANY = settings(deadline=None, database=None, suppress_health_check=list(HealthCheck))
+ANY = settings(
+    deadline=None,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.explicit, Phase.generate],  # after each failure new ranks have to start
+    report_multiple_bugs=False,
+)
 
 
 # -- the host's bodies -----------------------------------------------------------------------------

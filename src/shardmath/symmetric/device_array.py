@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from shardmath.arrays import dtypes, library_of
-from shardmath.arrays.base import HostArray
+from shardmath.arrays.base import HostArray, overlaps
 from shardmath.arrays.spec import ArraySpec, Order, order_of
 from shardmath.context import DistributedContext
 from shardmath.cuda import stream as streams
@@ -187,7 +187,7 @@ def result_in(context: DistributedContext, out: Any) -> Result:
         return _back_to(context, out, "F" if spec.order == "F" else "C")
     if hasattr(out, "is_conj") and (out.is_conj() or out.is_neg()):
         raise ValueError("out is a lazy conjugate, and the call writes into it")
-    if any(n > 1 and step == 0 for n, step in zip(spec.shape, spec.strides, strict=True)):
+    if overlaps(spec.shape, spec.strides):
         raise ValueError("out is an expanded view, and the call writes into it")
     return Result(read(context, out, "out"), out)
 
