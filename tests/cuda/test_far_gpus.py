@@ -10,6 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 import test_host_bodies as bodies
+import test_redistribution as redistributions
+from hypothesis import given, settings
 from visible import GPUS
 
 from ranks import Pool
@@ -155,6 +157,22 @@ def test_reduce_scatter(far_gpus, op, dtype):
         args = [(shape, axis, None), dtype, op]
         found = far_gpus.run(bodies.check, "test_reducing", "check_scatter", "plain", args)
         assert found == [True] * GPUS, shape
+
+
+@settings(redistributions.ANY, max_examples=20)
+@given(
+    case=redistributions.cases.cases(
+        least=max(GPUS, 1), most=max(GPUS, 1), libraries=("cupy", "torch")
+    )
+)
+def test_any_distribution_to_any_other(far_gpus, case):
+    far_gpus.run(redistributions.check, "run_case", case[4], [case])
+
+
+@pytest.mark.parametrize("store", ["heap C", "C"])
+def test_operands_may_be_overwritten_after_each_redistribution(far_gpus, store):
+    found = far_gpus.run(redistributions.check, "overwrite", "cupy", [store, 10])
+    assert found == [0] * GPUS
 
 
 def check_exhaustion(context):

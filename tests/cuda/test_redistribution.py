@@ -134,7 +134,7 @@ def check(context, body, name, args):
     return found
 
 
-@settings(ANY, max_examples=150)
+@settings(ANY, max_examples=80)
 @given(case=cases.cases(most=max(GPUS, 1), libraries=("cupy", "torch")))
 def test_any_distribution_to_any_other_on_gpus(gpus, case):
     gpus.run(check, "run_case", case[4], [case], ranks=case[0])
@@ -144,13 +144,13 @@ def check_host(context, module, body, args):
     return getattr(importlib.import_module(module), body)(context, *args)
 
 
-@settings(ANY, max_examples=60)
+@settings(ANY, max_examples=40)
 @given(case=cases.cases(most=max(GPUS, 1), stores=ORDINARY))
 def test_any_distribution_to_any_other_from_host_memory(gpus, case):
     gpus.run(check_host, "test_redistribute_any", "run_case", [case], ranks=case[0])
 
 
-@settings(ANY, max_examples=15)
+@settings(ANY, max_examples=10)
 @given(case=cases.cases(most=max(GPUS, 1)))
 def test_a_plan_serves_any_operand_of_its_shape(gpus, case):
     assert all(gpus.run(check, "keep_planned", "cupy", [case], ranks=case[0]))

@@ -26,6 +26,7 @@ __all__ = [
     "DeviceArray",
     "Result",
     "new_result",
+    "packed_on_heap",
     "read",
     "require_device",
     "result_in",
@@ -195,13 +196,13 @@ def result_in(context: DistributedContext, out: Any) -> Result:
 def _back_to(context: DistributedContext, user: Any, order: Literal["C", "F"]) -> Result:
     host = library_of(user).host_view(user, writable=True)
     dtype = dtypes.of(host.dtype)
-    return Result(_on_heap(context, host.shape, dtype.name, order), user, host)
+    return Result(packed_on_heap(context, host.shape, dtype.name, order), user, host)
 
 
-def _on_heap(
+def packed_on_heap(
     context: DistributedContext, shape: tuple[int, ...], dtype: str, order: Literal["C", "F"]
 ) -> DeviceArray:
-    """Packed memory of the heap."""
+    """Packed memory of the heap, for an array of `shape`. Local. Raises HeapExhausted."""
     itemsize = dtypes.of(dtype).itemsize
     strides = [0] * len(shape)
     step = itemsize
@@ -215,7 +216,7 @@ def _on_heap(
 
 def _uploaded(context: DistributedContext, host: HostArray) -> DeviceArray:
     order: Literal["C", "F"] = "F" if host.flags.f_contiguous else "C"
-    array = _on_heap(context, host.shape, dtypes.of(host.dtype).name, order)
+    array = packed_on_heap(context, host.shape, dtypes.of(host.dtype).name, order)
     if host.size:
         packed = np.asarray(host, order=order)
         _team(context).device.activate()

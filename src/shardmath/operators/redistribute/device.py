@@ -21,6 +21,7 @@ from shardmath.context import DistributedContext
 from shardmath.cuda import stream as streams
 from shardmath.geometry import Move
 from shardmath.operators.redistribute.device_arrays import DeviceArrays, KnownArrays
+from shardmath.operators.redistribute.far import execute_on_far_gpus
 from shardmath.operators.redistribute.notes import Note, lacking, pulls
 from shardmath.operators.redistribute.problem import Problem
 from shardmath.redistribution import Exposed, TransferPlan
@@ -75,6 +76,8 @@ class DeviceExecution:
         """Redistribute what was read; see `execute_on_gpus`. Collective."""
         arrays = self._arrays
         assert arrays is not None, "read first"
+        if self._context.spans_hosts and problem.transfer.crosses:
+            return execute_on_far_gpus(self._context, problem, arrays)
         memory = self._memory or DeviceMemory.of_plan(self._context, problem)
         return execute_on_gpus(self._context, problem, arrays, notes, memory)
 

@@ -83,14 +83,15 @@ class DeviceArrays:
         result = self.result
         on_heap = self._on_heap if result is None else result.array.block is not None
         return Note(
-            operand=self._exposed(self.operand),
-            result=None if result is None else self._exposed(result.array),
+            operand=self.exposed(self.operand),
+            result=None if result is None else self.exposed(result.array),
             staging=staging,
             allocates=result is None,
             on_heap=on_heap,
         ).pack()
 
-    def _exposed(self, array: DeviceArray) -> Exposed | None:
+    def exposed(self, array: DeviceArray) -> Exposed | None:
+        """Where peers find an array of the heap; None for other memory."""
         if array.block is None:
             return None
         self._context.announce(array.block)
