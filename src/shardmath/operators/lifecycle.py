@@ -121,8 +121,8 @@ def context_on_cores(noun: str) -> DistributedContext:
     context = require_context()
     if context.team is not None:
         raise NotImplementedError(
-            f"{noun} computes on cores so far; on this context of GPUs there are symmetric memory "
-            'and the collectives. Use it in a context made by new_context("cpu", ...)'
+            f"{noun} computes on cores so far; on this context of GPUs there are symmetric memory, "
+            'the collectives and redistribution. Use it in a context made by new_context("cpu", ...)'
         )
     return context
 
