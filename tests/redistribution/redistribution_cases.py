@@ -60,7 +60,7 @@ _LARGEST = {1: 40, 2: 40, 3: 40, 4: 16}
 
 
 @st.composite
-def cases(draw, most=6, least=1, libraries=("numpy", "numpy", "torch"), stores=STORES):
+def cases(draw, least=1, most=6, libraries=("numpy", "numpy", "torch"), stores=STORES):
     """(ranks, global shape, inputs, outputs, library, dtype, store of each rank, store of out)."""
     size = draw(st.integers(least, most))
     ndim = draw(st.integers(1, 4))

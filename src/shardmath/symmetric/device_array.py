@@ -8,7 +8,7 @@ operator is written once for CuPy, torch and NumPy, and never asks which it has.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -19,6 +19,7 @@ from shardmath.arrays.spec import ArraySpec, Order, order_of
 from shardmath.context import DistributedContext
 from shardmath.cuda import stream as streams
 from shardmath.cuda.driver import call
+from shardmath.errors import UseAfterFree
 from shardmath.symmetric.allocation import block_of, empty_on_heap
 from shardmath.symmetric.heap import Block
 
@@ -26,7 +27,6 @@ __all__ = [
     "DeviceArray",
     "Result",
     "new_result",
-    "packed_on_heap",
     "read",
     "require_device",
     "result_in",
@@ -137,18 +137,14 @@ def read(context: DistributedContext, x: Any, name: str = "the operand") -> Devi
     require_device(context, spec, name)
     if spec.device == "cpu":
         return _uploaded(context, library.host_view(x))
-    if hasattr(x, "resolve_conj"):  # a lazy tensor's memory does not hold its values
-        x = x.detach().resolve_conj().resolve_neg()
+    if hasattr(x, "resolve_conj") and (x.is_conj() or x.is_neg()):
+        x = x.detach().resolve_conj().resolve_neg()  # a lazy tensor's memory lacks its values
         spec = library.spec(x)
-    found = block_of(context, x)
-    return DeviceArray(
-        library.pointer(x),
-        spec.shape,
-        tuple(stride * spec.itemsize for stride in spec.strides),
-        spec.dtype,
-        None if found is None else found[0],
-        x,
-    )
+    address, item = library.pointer(x), spec.itemsize
+    strides = tuple(stride * item for stride in spec.strides)
+    made = DeviceArray(address, spec.shape, strides, spec.dtype, None, x)
+    block = _block(context, made, x)
+    return made if block is None else replace(made, block=block)
 
 
 def new_result(
@@ -193,13 +189,29 @@ def result_in(context: DistributedContext, out: Any) -> Result:
     return Result(read(context, out, "out"), out)
 
 
+def _block(context: DistributedContext, array: DeviceArray, x: Any) -> Block | None:
+    """The block of the heap that all of an array lies in. Raises UseAfterFree."""
+    if not array.size:
+        found = block_of(context, x)
+        return None if found is None else found[0]
+    block = context.heap.find(array.address)
+    if block is None:
+        return None
+    (low, high), start = array.span, array.address - block.address
+    if start + low < 0 or start + high > block.nbytes:
+        return None
+    if block.freed:
+        raise UseAfterFree("this array was freed with free_symmetric_memory")
+    return block
+
+
 def _back_to(context: DistributedContext, user: Any, order: Literal["C", "F"]) -> Result:
     host = library_of(user).host_view(user, writable=True)
     dtype = dtypes.of(host.dtype)
-    return Result(packed_on_heap(context, host.shape, dtype.name, order), user, host)
+    return Result(_on_heap(context, host.shape, dtype.name, order), user, host)
 
 
-def packed_on_heap(
+def _on_heap(
     context: DistributedContext, shape: tuple[int, ...], dtype: str, order: Literal["C", "F"]
 ) -> DeviceArray:
     """Packed memory of the heap, for an array of `shape`. Local. Raises HeapExhausted."""
@@ -216,7 +228,7 @@ def packed_on_heap(
 
 def _uploaded(context: DistributedContext, host: HostArray) -> DeviceArray:
     order: Literal["C", "F"] = "F" if host.flags.f_contiguous else "C"
-    array = packed_on_heap(context, host.shape, dtypes.of(host.dtype).name, order)
+    array = _on_heap(context, host.shape, dtypes.of(host.dtype).name, order)
     if host.size:
         packed = np.asarray(host, order=order)
         _team(context).device.activate()

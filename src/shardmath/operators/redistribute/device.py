@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from shardmath.arrays import library_of
 from shardmath.context import DistributedContext
-from shardmath.cuda import stream as streams
 from shardmath.geometry import Move
+from shardmath.operators.lanes import Lane
 from shardmath.operators.redistribute.device_arrays import DeviceArrays, KnownArrays
-from shardmath.operators.redistribute.far import execute_on_far_gpus
 from shardmath.operators.redistribute.notes import Note, lacking, pulls
 from shardmath.operators.redistribute.problem import Problem
 from shardmath.redistribution import Exposed, TransferPlan
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
 
 __all__ = ["DeviceExecution"]
 
-CHANNEL = 62  # of the barriers around the copies
 _KEPT = 16  # of plans without an object, and of steps and copies in each
 
 
@@ -72,14 +70,20 @@ class DeviceExecution:
         self._arrays = arrays
         return arrays.note(None if self._memory is None else self._memory.staging)
 
-    def perform(self, problem: Problem, notes: list[bytes]) -> Any:
-        """Redistribute what was read; see `execute_on_gpus`. Collective."""
+    def perform(self, problem: Problem, notes: list[bytes], number: int = 0) -> Any:
+        """Redistribute what was read; see `execute_on_gpus`. Collective.
+
+        `number` is the object's, for which all calls without one are one object.
+        """
         arrays = self._arrays
         assert arrays is not None, "read first"
         if self._context.spans_hosts and problem.transfer.crosses:
-            return execute_on_far_gpus(self._context, problem, arrays)
+            from shardmath.operators.redistribute.far import execute_far
+
+            return execute_far(self._context, problem, arrays)
         memory = self._memory or DeviceMemory.of_plan(self._context, problem)
-        return execute_on_gpus(self._context, problem, arrays, notes, memory)
+        lane = Lane.of(self._context, number)
+        return execute_on_gpus(self._context, problem, arrays, notes, memory, lane)
 
     def forget(self) -> None:
         """Refer to no array that was read. Local."""
@@ -188,6 +192,7 @@ def execute_on_gpus(
     arrays: DeviceArrays,
     texts: list[bytes],
     memory: DeviceMemory,
+    lane: Lane,
 ) -> Any:
     """The result of redistributing `arrays.operand`: `out`, or a new array. Collective.
 
@@ -196,20 +201,18 @@ def execute_on_gpus(
     texts, steps = _agreed_steps(context, problem, arrays, texts, memory)
     assert arrays.result is not None and context.team is not None, "agreed on"
     stream, team, result = arrays.stream, context.team, arrays.result
-    turns: streams.Turns
-    turns = context.cache("redistributions in turn", lambda: streams.Turns(team.device))
     with context.executing("redistribute"):
         if not steps:
             notes = [Note.unpack(text) for text in texts]
             steps = memory.keep_steps(
                 _key(arrays, texts), _steps(context, problem, arrays, notes, memory)
             )
-        with turns.taken(stream):
+        with lane.entered(stream):
             if problem.transfer.crosses:
-                team.barrier(stream, channel=CHANNEL)
+                lane.barrier(stream)
             steps[0].launch(stream)
             if problem.transfer.crosses:
-                team.barrier(stream, channel=CHANNEL)
+                lane.barrier(stream)
             for step in steps[1:]:
                 step.launch(stream)
                 memory.staged_on(stream)
