@@ -42,6 +42,20 @@ class Kernel:
             limit = bindings().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             call("cuFuncSetAttribute", function, limit, shared)
 
+    def load(self) -> None:
+        """Load it now, rather than at its first launch, which may wait for all that runs."""
+        self.device.activate()
+        call("cuFuncLoad", self._function)
+
+    def prefer_shared(self) -> None:
+        """Run on multiprocessors that are set up for much shared memory, beside a kernel that uses
+        it: one set up otherwise must be empty before it changes.
+        """
+        self.device.activate()
+        which = bindings().CUfunction_attribute
+        carveout = which.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+        call("cuFuncSetAttribute", self._function, carveout, 100)
+
     def launch(
         self,
         stream: int,
@@ -77,11 +91,20 @@ class Kernel:
 
 
 def kernel(
-    device: Device, file: str, function: str, defines: Sequence[str] = (), *, shared: int = 0
+    device: Device,
+    file: str,
+    function: str,
+    defines: Sequence[str] = (),
+    *,
+    shared: int = 0,
+    features: str = "",
 ) -> Kernel:
-    """The kernel `function` of `kernels/<file>.cu`, compiled and loaded when first asked for."""
-    key = (file, *defines)
-    return _loaded(device, key, function, shared, lambda: compiled(file, defines, device.arch))
+    """The kernel `function` of `kernels/<file>.cu`, compiled and loaded when first asked for.
+
+    `features` "a" compiles for exactly this architecture, with what later ones do not have.
+    """
+    key, arch = (file, *defines), device.arch + features
+    return _loaded(device, key, function, shared, lambda: compiled(file, defines, arch))
 
 
 def kernel_of_source(

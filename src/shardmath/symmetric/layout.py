@@ -18,6 +18,8 @@ __all__ = [
     "OF_BARRIER",
     "OF_COLLECTIVE",
     "OF_FLAG",
+    "OF_PRODUCT",
+    "OF_SHARD",
     "OF_SIGNAL",
     "OF_USER",
     "PAD_ALIGNMENT",
@@ -70,6 +72,8 @@ OF_FLAG = 5
 NO_CHANNEL = 6
 NO_PEER = 7
 WRONG_RANKS = 8
+OF_PRODUCT = 9
+OF_SHARD = 10
 
 
 def pad_bytes(size: int, channels: int) -> int:

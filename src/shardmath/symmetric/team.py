@@ -36,7 +36,14 @@ _OPERATIONS = {
     layout.OF_COLLECTIVE: "a collective",
     layout.OF_USER: "a kernel of the user's",
     layout.OF_FLAG: "put_signal",
+    layout.OF_PRODUCT: "a product",
+    layout.OF_SHARD: "a product of gathered rows",
 }
+_PLACES = {layout.OF_COLLECTIVE: "block", layout.OF_PRODUCT: "chunk", layout.OF_SHARD: "part"}
+_COUNTED = (
+    layout.OF_COLLECTIVE,
+    layout.OF_PRODUCT,
+)  # what an expired wait leaves in no known state
 _REFUSED = {
     layout.NO_CHANNEL: "named channel {seen}; there are {expected}, numbered from 0",
     layout.NO_PEER: "named rank {seen}; there are {expected}, numbered from 0",
@@ -67,7 +74,7 @@ class Team:
         self.size = board.size
         self.pads = tuple(pads)
         self.timeout = board.patience.timeout
-        self.broken = ""  # why the cells of collectives are in no known state
+        self.broken = ""  # why what collectives count is in no known state
         self._board = board
         self._own = own
         self._family: weakref.WeakSet[Team] = weakref.WeakSet([self])  # all teams of these ranks
@@ -87,10 +94,17 @@ class Team:
         return (f"SHARDMATH_RANKS={self.size}",)
 
     def kernel(
-        self, file: str, function: str, defines: Sequence[str] = (), *, shared: int = 0
+        self,
+        file: str,
+        function: str,
+        defines: Sequence[str] = (),
+        *,
+        shared: int = 0,
+        features: str = "",
     ) -> Kernel:
         """A kernel for this number of ranks."""
-        return kernel(self.device, file, function, (*self.defines, *defines), shared=shared)
+        every = (*self.defines, *defines)
+        return kernel(self.device, file, function, every, shared=shared, features=features)
 
     def packed(self, timeout: float | None = None) -> bytes:
         """The struct `Team` of symm.cuh. `timeout` in seconds; None is the context's."""
@@ -208,7 +222,7 @@ class Team:
             for rank in ranks
             for operation, expected, seen in [late[rank].tolist()]
         ]
-        if any(int(late[rank, 0]) & 0xFFFFFFFF == layout.OF_COLLECTIVE for rank in ranks):
+        if any(int(late[rank, 0]) & 0xFFFFFFFF in _COUNTED for rank in ranks):
             self.broken = "; ".join(reasons)
         gone = self._board.gone(ranks)
         if gone is not None:
@@ -227,7 +241,7 @@ def _signed(word: int) -> int:
 
 def _place(operation: int) -> str:
     kind, number = operation & 0xFFFFFFFF, operation >> 32
-    where = "block" if kind == layout.OF_COLLECTIVE else "channel"
+    where = _PLACES.get(kind, "channel")
     return f"{_OPERATIONS.get(kind, f'operation {kind}')}, {where} {number}"
 
 
