@@ -71,6 +71,11 @@ class MPITransport(ApartTransport):
             self._attached.add(segment.index)
         return segment
 
+    def decommit(self, index: int, offset: int, nbytes: int) -> None:
+        """See Transport. What is attached stays: a network card may read its pages by itself."""
+        if index not in self._attached:
+            super().decommit(index, offset, nbytes)
+
     def release(self) -> None:
         """See Transport."""
         _, segment = self._own[-1]
