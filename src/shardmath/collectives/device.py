@@ -1,32 +1,39 @@
 """Collectives on memory of GPUs, given by address: one kernel launch each, on a stream.
 
-Small and middle sizes, and all reductions, travel through cells (`kernels/cells.cuh`) from and to
-ordinary memory. Large contiguous parts are pushed straight into symmetric memory between two
-barriers, by kernels (`kernels/push.cu`) or by the copy engines. `choose_all_reduce` decides, and
-says so; after `together` no process waits for another here.
+Small and middle sizes travel through cells (`kernels/cells.cuh`) from and to ordinary memory. Large
+contiguous parts are pushed straight into symmetric memory between two barriers, by kernels
+(`kernels/push.cu`) or by the copy engines, and reduced by a `Relay`. Which it is depends only on
+what the ranks have agreed on. After `together` no process waits for another here, but for the first
+large reduction, which needs memory.
+
+Streams: the calls of one context follow each other on whatever streams they are put; those of
+different contexts run at once.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardmath.arrays.dtypes import DType
-from shardmath.cuda.driver import call
+from shardmath.collectives.engines import Engines
+from shardmath.collectives.relay import Relay, scratch_bytes
 from shardmath.cuda.kernel import Argument
-from shardmath.errors import RankFailure
+from shardmath.cuda.stream import Turns
+from shardmath.errors import HeapExhausted, RankFailure
 from shardmath.symmetric.heap import Buffer, Location
-from shardmath.symmetric.team import Team
+from shardmath.symmetric.team import RESERVED, Team
 
 if TYPE_CHECKING:
     from shardmath.context import DistributedContext
 
 __all__ = ["DeviceCollectives", "Launch", "choose_all_reduce"]
 
-BULK_CHANNEL = 63  # of the barriers around large pushes
+BULK_CHANNEL = RESERVED  # of the barriers around large pushes
+_RELAY_CHANNEL = RESERVED + 1
 
 _PACKET = 16
 _MOST_THREADS = 512  # kThreads
@@ -35,6 +42,8 @@ _MOST_BLOCKS = 264  # two on each multiprocessor of an H100
 _SPREAD = 64  # blocks, before there are more threads in each
 _SECOND_WAIT_BYTES = 512 << 10  # what a link carries in the time of one wait, 1.4 us
 _COPY_ENGINE_BYTES = 8 << 20  # to one rank: a copy engine takes 10 us to start, and is faster
+_RELAY_BYTES = 128 << 20  # of an array whose all_reduce is left to copy engines
+_LANES = 2
 _PIECE, _STAGES, _AHEAD = 16 << 10, 12, 6
 
 
@@ -68,14 +77,18 @@ def _grid(function: str, packets: int) -> Launch:
 class DeviceCollectives:
     """The collectives of one context's team. Made by `together`.
 
-    Calls on one stream follow each other. A call whose wait expires leaves the cells in no known
-    state: `Team.check` raises, and the context's collectives are at an end.
+    A call whose wait expires leaves the cells in no known state: `Team.check` raises, and the
+    context's collectives are at an end.
     """
 
-    def __init__(self, team: Team, places: Sequence[int]) -> None:
+    def __init__(self, context: DistributedContext, team: Team, places: Sequence[int]) -> None:
         self.team = team
+        self._context = weakref.ref(context)  # it keeps this
         self._places = tuple(places)
-        self._side: tuple[Any, Any, Any] | None = None  # stream, and events to fork and join
+        self._turns = Turns(team.device)
+        self._engines = Engines(team.device, 2 * _LANES)
+        self._relay: Relay | None = None
+        self._relay_wanted = team.size > 1
 
     @classmethod
     def together(cls, context: DistributedContext) -> DeviceCollectives:
@@ -88,24 +101,7 @@ class DeviceCollectives:
         team = context.team
         assert team is not None, "a context of GPUs"
         nbytes = _MOST_BLOCKS * _SETS * _PHASES * team.size * _MOST_THREADS * _PACKET
-        buffers: list[Buffer] = []
-
-        def describe() -> tuple[int, int]:
-            buffers.append(context.heap.allocate(nbytes))
-            block = buffers[0].block
-            team.device.activate()
-            call("cuMemsetD8", block.address, 0xFF, nbytes)  # every cell is empty
-            call("cuCtxSynchronize")
-            context.announce(block)
-            return block.location.segment, block.location.offset
-
-        found = context.agree("collectives: cells", describe, lambda found: found)
-        places = [
-            context.peer_address(rank, Location(*place), nbytes) or 0
-            for rank, place in enumerate(found)
-        ]
-        context.keep_for_kernels(buffers[0])
-        return cls(team, places)
+        return cls(context, team, _on_all_ranks(context, "collectives: cells", nbytes))
 
     # -- through cells -----------------------------------------------------------------------------
 
@@ -124,6 +120,14 @@ class DeviceCollectives:
         if count == 0:
             return
         nbytes = count * dtype.itemsize
+        relay = self._relay_for(nbytes) if launch is None else None
+        if relay is not None:
+            self._require_usable()
+            whole = (source | target | nbytes) % _PACKET == 0
+            fold = self.team.kernel("reduce", "fold", _reduction(dtype, operation, whole))
+            with self._turns.on(stream):
+                relay.all_reduce(source, target, nbytes, fold, stream)
+            return
         launch = launch or choose_all_reduce(nbytes, self.team.size)
         tail = struct.pack("QQQ", source, target, nbytes)
         whole = (source | target | nbytes) % _PACKET == 0
@@ -191,7 +195,8 @@ class DeviceCollectives:
         argument = Argument(self._packed() + struct.pack(f"{len(words)}Q", *words))
         whole = not any(word % (_PACKET // 2) for word in words)
         kernel = self.team.kernel("exchange", launch.function, (f"WHOLE={whole:d}",))
-        kernel.launch(stream, launch.blocks, launch.threads, argument)
+        with self._turns.on(stream):
+            kernel.launch(stream, launch.blocks, launch.threads, argument)
 
     def _reduce(
         self,
@@ -204,11 +209,25 @@ class DeviceCollectives:
     ) -> None:
         self._require_usable()
         assert launch.blocks <= _MOST_BLOCKS and launch.threads <= _MOST_THREADS, launch
-        element = "boolean" if dtype.name == "bool" else dtype.name
-        defines = (f"ELEMENT={element}", f"OPERATION={operation}", f"WHOLE={whole:d}")
-        kernel = self.team.kernel("reduce", launch.function, defines)
+        kernel = self.team.kernel("reduce", launch.function, _reduction(dtype, operation, whole))
         argument = Argument(self._packed() + tail)
-        kernel.launch(stream, launch.blocks, launch.threads, argument)
+        with self._turns.on(stream):
+            kernel.launch(stream, launch.blocks, launch.threads, argument)
+
+    def _relay_for(self, nbytes: int) -> Relay | None:
+        """What reduces an array of that size by copy engines. Collective, the first time."""
+        if nbytes < _RELAY_BYTES or not self._relay_wanted:
+            return None
+        context = self._context()
+        if self._relay is None and context is not None:
+            room = scratch_bytes(self.team.size)
+            try:
+                places = _on_all_ranks(context, "collectives: scratch memory", room)
+            except HeapExhausted:  # on all ranks
+                self._relay_wanted = False
+                return None
+            self._relay = Relay(self.team, places, self._engines, channel=_RELAY_CHANNEL)
+        return self._relay
 
     def _require_usable(self) -> None:
         self.team.check()
@@ -249,33 +268,23 @@ class DeviceCollectives:
         With a barrier on either side: before, since the owners may still use the targets; after,
         since they will read them. Collective.
         """
-        self.barrier(stream)
-        if max(sizes) < _COPY_ENGINE_BYTES:
-            self.push_to_each(sources, targets, sizes, stream)
-        else:
-            *peers, own = self._rotated()
-            copies = [(targets[rank], sources[rank], sizes[rank]) for rank in peers]
-            with self._beside(stream) as side:
-                if sizes[own] and targets[own] != sources[own]:
-                    call("cuMemcpyAsync", targets[own], sources[own], sizes[own], side)
-                for copy in copies:
-                    if copy[2]:
-                        call("cuMemcpyAsync", *copy, stream)
-        self.barrier(stream)
+        with self._turns.on(stream):
+            self.barrier(stream)
+            if max(sizes) < _COPY_ENGINE_BYTES:
+                self.push_to_each(sources, targets, sizes, stream)
+            else:
+                self._copy_to_each(sources, targets, sizes, stream)
+            self.barrier(stream)
 
-    @contextmanager
-    def _beside(self, stream: int) -> Iterator[Any]:
-        """A second stream that starts where `stream` is; `stream` waits for it at the end."""
-        self.team.device.activate()
-        if self._side is None:
-            make = call("cuStreamCreate", 1)  # it does not wait for the default stream
-            self._side = (make, call("cuEventCreate", 2), call("cuEventCreate", 2))  # no timing
-        side, fork, join = self._side
-        call("cuEventRecord", fork, stream)
-        call("cuStreamWaitEvent", side, fork, 0)
-        yield side
-        call("cuEventRecord", join, side)
-        call("cuStreamWaitEvent", stream, join, 0)
+    def _copy_to_each(
+        self, sources: Sequence[int], targets: Sequence[int], sizes: Sequence[int], stream: int
+    ) -> None:
+        *peers, own = self._rotated()
+        copies = [(targets[rank], sources[rank], sizes[rank]) for rank in peers]
+        *lanes, side = self._engines.lanes[: _LANES + 1]
+        self._engines.start([(targets[own], sources[own], sizes[own])], stream, [side])
+        self._engines.start(copies, stream, lanes)
+        self._engines.finish(stream, [*lanes, side])
 
     def _rotated(self) -> list[int]:
         """All ranks, from the next one on to this one: no two ranks begin with the same."""
@@ -293,6 +302,35 @@ class DeviceCollectives:
     def barrier(self, stream: int) -> None:
         """Around pushes: before them, the owners may use the targets; after, all is there."""
         self.team.barrier(stream, channel=BULK_CHANNEL)
+
+
+def _on_all_ranks(context: DistributedContext, name: str, nbytes: int) -> list[int]:
+    """Heap memory on every rank, all ones, kept until the context has ended: its addresses.
+
+    Collective. Raises HeapExhausted on all ranks.
+    """
+    buffers: list[Buffer] = []
+
+    def describe() -> tuple[int, int]:
+        buffers.append(context.heap.allocate(nbytes))
+        block = buffers[0].block
+        assert context.team is not None, "a context of GPUs"
+        context.team.device.fill(block.address, 0xFF, nbytes)
+        context.announce(block)
+        return block.location.segment, block.location.offset
+
+    found = context.agree(name, describe, lambda found: found)
+    context.keep_for_kernels(buffers[0])
+    return [
+        context.peer_address(rank, Location(*place), nbytes) or 0
+        for rank, place in enumerate(found)
+    ]
+
+
+def _reduction(dtype: DType, operation: str, whole: bool) -> tuple[str, ...]:
+    """What reduce.cu is compiled with."""
+    element = "boolean" if dtype.name == "bool" else dtype.name
+    return f"ELEMENT={element}", f"OPERATION={operation}", f"WHOLE={whole:d}"
 
 
 def _starts(sizes: Sequence[int]) -> list[int]:

@@ -7,12 +7,38 @@ in `sys.modules` and never imported for the user.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from shardmath.cuda.device import Device
-from shardmath.cuda.driver import call
+from shardmath.cuda.driver import call, status_of
 
-__all__ = ["capturing", "current", "given"]
+__all__ = ["Turns", "any_capturing", "capturing", "current", "given"]
+
+
+class Turns:
+    """Calls that share memory of a device: each comes after the one before, on whatever streams.
+
+    What is captured in a CUDA graph is left out: whoever replays it says when.
+    """
+
+    def __init__(self, device: Device) -> None:
+        device.activate()
+        self._event = call("cuEventCreate", 2)  # without times
+        self._stream: int | None = None  # of the last call
+
+    @contextmanager
+    def on(self, stream: int) -> Iterator[None]:
+        """Around a call that puts work on `stream`."""
+        if capturing(stream):
+            yield
+            return
+        if self._stream not in (None, stream):
+            call("cuStreamWaitEvent", stream, self._event, 0)
+        yield
+        call("cuEventRecord", self._event, stream)
+        self._stream = stream
 
 
 def current(library: str, device: Device) -> int:
@@ -51,6 +77,20 @@ def given(stream: Any, library: str, device: Device) -> int:
 def capturing(stream: int) -> bool:
     """Whether what is launched on `stream` is being captured into a CUDA graph."""
     return int(call("cuStreamIsCapturing", stream)) != 0
+
+
+def any_capturing(device: Device) -> bool:
+    """Whether one of the calling thread's current streams is being captured.
+
+    And whether any stream is that waits for the default stream: asked of that, the driver fails.
+    """
+    device.activate()
+    handles = {0}
+    if "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
+        handles.add(current("torch", device))
+    handles.add(current("cupy", device))
+    answers = [status_of("cuStreamIsCapturing", handle) for handle in handles]
+    return any(status or int(state) for status, state in answers)
 
 
 def _handle(stream: Any) -> int:

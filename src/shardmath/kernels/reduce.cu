@@ -132,3 +132,20 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     }
     finish(a.cells.team, turn);
 }
+
+struct FoldArgument {
+    char* from[kRanks];  // what each rank has, in this rank's memory
+    char* to;            // may be any of them
+    u64 nbytes;
+};
+
+// Combine what has come from every rank: no peer is waited for.
+extern "C" __global__ void __launch_bounds__(kThreads) fold(const __grid_constant__ FoldArgument a) {
+    const u32 packets = Elements{a.to, a.nbytes}.packets(), stride = gridDim.x * blockDim.x;
+    for (u32 at = blockIdx.x * blockDim.x + threadIdx.x; at < packets; at += stride) {
+        Packet have[kRanks];
+#pragma unroll
+        for (int from = 0; from < kRanks; ++from) have[from] = Elements{a.from[from], a.nbytes}.read(at);
+        Elements{a.to, a.nbytes}.write(at, combined(have));
+    }
+}

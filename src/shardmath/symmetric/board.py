@@ -274,8 +274,7 @@ class Board:
         and the error is the same as there; unless it was this rank's, or its own.
         """
         states = {rank: self._words[self._word_of[rank] + _STATE] for rank in late}
-        dead = self._watch.dead() if self._watch is not None else frozenset()
-        died = [r for r in late if states[r] == _RUNNING and self._watch_ranks[r] in dead]
+        died = [rank for rank in self.dead() if rank in late]
         if died:
             return self._failure_of(died, "died")
         for rank in late:
@@ -288,6 +287,15 @@ class Board:
                 return RankFailure(text, blamed or [rank])
         left = [rank for rank in late if states[rank] == _LEFT]
         return self._failure_of(left, "has left") if left else None
+
+    def dead(self) -> list[int]:
+        """The ranks whose process has ended without a word. About a microsecond."""
+        ended = self._watch.dead() if self._watch is not None else frozenset()
+        return [
+            rank
+            for rank, number in enumerate(self._watch_ranks)
+            if number in ended and self._words[self._word_of[rank] + _STATE] == _RUNNING
+        ]
 
     def _failure_of(self, ranks: list[int], what: str) -> RankFailure:
         reasons = "; ".join(

@@ -8,6 +8,7 @@ can be used again: a barrier or a signal that did not come is waited for anew.
 from __future__ import annotations
 
 import struct
+import time
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
@@ -23,11 +24,13 @@ from shardmath.errors import CudaError, OpTimeout
 from shardmath.symmetric.board import Board
 from shardmath.symmetric.heap import Buffer
 
-__all__ = ["BLOCKS", "CHANNELS", "Team", "pad_bytes"]
+__all__ = ["BLOCKS", "CHANNELS", "RESERVED", "Team", "pad_bytes"]
 
 CHANNELS = 64  # of a context's team
+RESERVED = CHANNELS - 2  # from here on they are those of the collectives
 BLOCKS = 512  # kBlocks
-_COLLECTIVE = 3
+_NOTICE, _PAUSE = 1e-3, 5e-5  # seconds until `synchronize` looks after the peers, and between looks
+_BARRIER, _COLLECTIVE = 1, 3
 _OPERATIONS = {
     1: "barrier",
     2: "wait_signal",
@@ -68,6 +71,7 @@ class Team:
         self.broken = ""  # why the cells of collectives are in no known state
         self._board = board
         self._own = own
+        self._aside: Any = None  # a stream, for when all others wait
         self._status, self._status_address = _host_words(device, 1 + 3 * self.size)
         self._arguments: dict[tuple[Any, ...], Argument] = {}
 
@@ -153,10 +157,27 @@ class Team:
     # -- errors ------------------------------------------------------------------------------------
 
     def synchronize(self, stream: int) -> None:
-        """Wait for `stream`; raises as `check` does."""
+        """Wait for `stream`; raises as `check` does. Kernels that wait for a dead rank end soon."""
         self.device.activate()
+        started = time.monotonic()
+        while not self.device.idle(stream):
+            if time.monotonic() > started + _NOTICE:
+                if self._board.dead():
+                    self._give_up()
+                    break
+                time.sleep(_PAUSE)
         call("cuStreamSynchronize", stream)
         self.check()
+
+    def _give_up(self) -> None:
+        """End what waits on the device, and let nothing wait until it is quiet."""
+        if self._aside is None:
+            self._aside = call("cuStreamCreate", 1)  # it does not wait for the default stream
+        failed = self._failed()
+        call("cuStreamWriteValue64", self._aside, failed, 1, 0)
+        self.device.synchronize()
+        if not self._status[0]:  # nothing has waited
+            call("cuMemsetD8", failed, 0, 8)
 
     def check(self) -> None:
         """Raise what a kernel has noted: OpTimeout, or RankFailure for a rank that has ended.
@@ -166,21 +187,23 @@ class Team:
         if self._status[0]:
             raise self._noted()
 
+    def _failed(self) -> int:
+        """Where the word `Pad.failed` lies."""
+        return self.pads[self.rank] + pad_bytes(self.size, self.channels) - 8
+
     def _noted(self) -> Exception:
         with suppress(CudaError):  # what else was waiting ends now, and has its say
             self.device.synchronize()
         late = self._status[1:].reshape(self.size, 3).copy()
         self._status[:] = 0
-        call(
-            "cuMemsetD8", self.pads[self.rank] + pad_bytes(self.size, self.channels) - 8, 0, 8
-        )  # Pad.failed
+        call("cuMemsetD8", self._failed(), 0, 8)
         ranks = [rank for rank in range(self.size) if late[rank, 0]]
         reasons = [
             f"rank {rank} had come to {seen} of {expected} in {_place(int(operation))}"
             for rank in ranks
             for operation, expected, seen in [late[rank].tolist()]
         ]
-        if any(int(late[rank, 0]) & 0xFFFFFFFF == _COLLECTIVE for rank in ranks):
+        if any(_of_collective(int(late[rank, 0])) for rank in ranks):
             self.broken = "; ".join(reasons)
         gone = self._board.gone(ranks)
         if gone is not None:
@@ -190,6 +213,11 @@ class Team:
             "raise SHARDMATH_TIMEOUT if they were only slow",
             ranks,
         )
+
+
+def _of_collective(operation: int) -> bool:
+    kind, number = operation & 0xFFFFFFFF, operation >> 32
+    return kind == _COLLECTIVE or (kind == _BARRIER and number >= RESERVED)
 
 
 def _place(operation: int) -> str:

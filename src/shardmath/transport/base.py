@@ -19,6 +19,7 @@ from shardmath.errors import CollectiveMismatch
 __all__ = [
     "Bytes",
     "DeviceBytes",
+    "Fence",
     "Memory",
     "Probe",
     "Segment",
@@ -45,6 +46,14 @@ class DeviceBytes:
 
 
 Memory = Bytes | DeviceBytes
+
+
+class Fence:
+    """The work that was asked of a device up to a moment. Cores leave none pending."""
+
+    def passed(self) -> bool:
+        """Whether all of it is done. Never blocks."""
+        return True
 
 
 @dataclass(frozen=True)
@@ -127,6 +136,13 @@ class Transport(ABC):
     @abstractmethod
     def view(self, rank: int, index: int, offset: int, nbytes: int) -> Memory | None:
         """The bytes of an attached segment, for arrays to lie on, or None without an address."""
+
+    def fence(self) -> Fence | None:
+        """A fence behind all that this process has asked of its device; None if none can be set.
+
+        It can be set at most other times: not while what is asked for is captured in a CUDA graph.
+        """
+        return Fence()
 
     @abstractmethod
     def close(self) -> None:
