@@ -1,50 +1,39 @@
 """Collectives on memory of GPUs, given by address: one kernel launch each, on a stream.
 
 Small and middle sizes travel through cells (`kernels/cells.cuh`) from and to ordinary memory. Large
-contiguous parts are pushed straight into symmetric memory between two barriers, by kernels
-(`kernels/push.cu`) or by the copy engines, and reduced by a `Relay`. Which it is depends only on
-what the ranks have agreed on. After `together` no process waits for another here, but for the first
-large reduction, which needs memory.
+ones are pushed straight into symmetric memory (`Pushes`). After `together` no process waits for
+another here.
 
-Streams: the calls of one context follow each other on whatever streams they are put; those of
-different contexts run at once.
+Streams: the calls of one context follow each other on whatever streams they are put. Those of two
+contexts run at once, in whatever order a rank has put them: a kernel that waits for peers takes at
+most half of each multiprocessor, and leaves room for another. Calls of three or more contexts that
+are under way at once must begin in the same order on all ranks.
 """
 
 from __future__ import annotations
 
 import struct
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardmath.arrays.dtypes import DType
-from shardmath.collectives.engines import Engines
-from shardmath.collectives.relay import Relay, scratch_bytes
+from shardmath.collectives.pushes import Pushes, on_all_ranks, reduction_defines
 from shardmath.cuda.kernel import Argument
-from shardmath.cuda.stream import Turns
-from shardmath.errors import HeapExhausted, RankFailure
-from shardmath.symmetric.heap import Buffer, Location
-from shardmath.symmetric.team import RESERVED, Team
+from shardmath.symmetric.team import Team
 
 if TYPE_CHECKING:
     from shardmath.context import DistributedContext
 
 __all__ = ["DeviceCollectives", "Launch", "choose_all_reduce"]
 
-BULK_CHANNEL = RESERVED  # of the barriers around large pushes
-_RELAY_CHANNEL = RESERVED + 1
 
 _PACKET = 16
 _MOST_THREADS = 512  # kThreads
 _SETS, _PHASES = 3, 2  # kSets, kPhases
-_MOST_BLOCKS = 264  # two on each multiprocessor of an H100
+_MOST_BLOCKS = 132  # one on each multiprocessor of an H100: half of its registers
 _SPREAD = 64  # blocks, before there are more threads in each
 _SECOND_WAIT_BYTES = 512 << 10  # what a link carries in the time of one wait, 1.4 us
-_COPY_ENGINE_BYTES = 8 << 20  # to one rank: a copy engine takes 10 us to start, and is faster
-_RELAY_BYTES = 128 << 20  # of an array whose all_reduce is left to copy engines
-_LANES = 2
-_PIECE, _STAGES, _AHEAD = 16 << 10, 12, 6
 
 
 @dataclass(frozen=True)
@@ -74,7 +63,7 @@ def _grid(function: str, packets: int) -> Launch:
     return Launch(function, max(1, min(_MOST_BLOCKS, -(-packets // threads))), threads)
 
 
-class DeviceCollectives:
+class DeviceCollectives(Pushes):
     """The collectives of one context's team. Made by `together`.
 
     A call whose wait expires leaves the cells in no known state: `Team.check` raises, and the
@@ -82,13 +71,8 @@ class DeviceCollectives:
     """
 
     def __init__(self, context: DistributedContext, team: Team, places: Sequence[int]) -> None:
-        self.team = team
-        self._context = weakref.ref(context)  # it keeps this
+        super().__init__(context, team)
         self._places = tuple(places)
-        self._turns = Turns(team.device)
-        self._engines = Engines(team.device, 2 * _LANES)
-        self._relay: Relay | None = None
-        self._relay_wanted = team.size > 1
 
     @classmethod
     def together(cls, context: DistributedContext) -> DeviceCollectives:
@@ -101,7 +85,7 @@ class DeviceCollectives:
         team = context.team
         assert team is not None, "a context of GPUs"
         nbytes = _MOST_BLOCKS * _SETS * _PHASES * team.size * _MOST_THREADS * _PACKET
-        return cls(context, team, _on_all_ranks(context, "collectives: cells", nbytes))
+        return cls(context, team, on_all_ranks(context, "collectives: cells", nbytes))
 
     # -- through cells -----------------------------------------------------------------------------
 
@@ -120,14 +104,6 @@ class DeviceCollectives:
         if count == 0:
             return
         nbytes = count * dtype.itemsize
-        relay = self._relay_for(nbytes) if launch is None else None
-        if relay is not None:
-            self._require_usable()
-            whole = (source | target | nbytes) % _PACKET == 0
-            fold = self.team.kernel("reduce", "fold", _reduction(dtype, operation, whole))
-            with self._turns.on(stream):
-                relay.all_reduce(source, target, nbytes, fold, stream)
-            return
         launch = launch or choose_all_reduce(nbytes, self.team.size)
         tail = struct.pack("QQQ", source, target, nbytes)
         whole = (source | target | nbytes) % _PACKET == 0
@@ -209,128 +185,17 @@ class DeviceCollectives:
     ) -> None:
         self._require_usable()
         assert launch.blocks <= _MOST_BLOCKS and launch.threads <= _MOST_THREADS, launch
-        kernel = self.team.kernel("reduce", launch.function, _reduction(dtype, operation, whole))
+        kernel = self.team.kernel(
+            "reduce", launch.function, reduction_defines(dtype, operation, whole)
+        )
         argument = Argument(self._packed() + tail)
         with self._turns.on(stream):
             kernel.launch(stream, launch.blocks, launch.threads, argument)
-
-    def _relay_for(self, nbytes: int) -> Relay | None:
-        """What reduces an array of that size by copy engines. Collective, the first time."""
-        if nbytes < _RELAY_BYTES or not self._relay_wanted:
-            return None
-        context = self._context()
-        if self._relay is None and context is not None:
-            room = scratch_bytes(self.team.size)
-            try:
-                places = _on_all_ranks(context, "collectives: scratch memory", room)
-            except HeapExhausted:  # on all ranks
-                self._relay_wanted = False
-                return None
-            self._relay = Relay(self.team, places, self._engines, channel=_RELAY_CHANNEL)
-        return self._relay
-
-    def _require_usable(self) -> None:
-        self.team.check()
-        if self.team.broken:
-            raise RankFailure(
-                f"rank {self.team.rank}: an earlier collective of this context was given up "
-                f"({self.team.broken}); finalize and initialize again among the ranks that remain"
-            )
 
     def _packed(self) -> bytes:
         """The struct `Cells`."""
         places = [self._places[rank] for rank in self._rotated()]
         return self.team.packed() + struct.pack(f"{self.team.size}Q", *places)
-
-    # -- straight into symmetric memory ------------------------------------------------------------
-
-    def push_to_all(self, source: int, targets: Sequence[int], nbytes: int, stream: int) -> None:
-        """Copy `nbytes` at `source` to an address on each rank; multiples of 16, no barrier."""
-        order = self._rotated()
-        words = (source, nbytes, self.team.size, *(targets[peer] for peer in order))
-        self._push("spread", struct.pack(f"QQQ{len(order)}Q", *words), nbytes, stream)
-
-    def push_to_each(
-        self, sources: Sequence[int], targets: Sequence[int], sizes: Sequence[int], stream: int
-    ) -> None:
-        """Copy `sizes[r]` bytes at `sources[r]` to `targets[r]`, for every r; no barrier."""
-        order = self._rotated()
-        columns = [[values[peer] for peer in order] for values in (sources, targets, sizes)]
-        words = [max(sizes), *(word for column in columns for word in column)]
-        tail = struct.pack(f"{len(words)}Q", *words)
-        self._push("scatter", tail, max(sizes) * self.team.size, stream)
-
-    def move(
-        self, sources: Sequence[int], targets: Sequence[int], sizes: Sequence[int], stream: int
-    ) -> None:
-        """Copy `sizes[r]` bytes at `sources[r]` to `targets[r]`, for every rank r; multiples of 16.
-
-        With a barrier on either side: before, since the owners may still use the targets; after,
-        since they will read them. Collective.
-        """
-        with self._turns.on(stream):
-            self.barrier(stream)
-            if max(sizes) < _COPY_ENGINE_BYTES:
-                self.push_to_each(sources, targets, sizes, stream)
-            else:
-                self._copy_to_each(sources, targets, sizes, stream)
-            self.barrier(stream)
-
-    def _copy_to_each(
-        self, sources: Sequence[int], targets: Sequence[int], sizes: Sequence[int], stream: int
-    ) -> None:
-        *peers, own = self._rotated()
-        copies = [(targets[rank], sources[rank], sizes[rank]) for rank in peers]
-        *lanes, side = self._engines.lanes[: _LANES + 1]
-        self._engines.start([(targets[own], sources[own], sizes[own])], stream, [side])
-        self._engines.start(copies, stream, lanes)
-        self._engines.finish(stream, [*lanes, side])
-
-    def _rotated(self) -> list[int]:
-        """All ranks, from the next one on to this one: no two ranks begin with the same."""
-        return [(self.team.rank + step) % self.team.size for step in range(1, self.team.size + 1)]
-
-    def _push(self, function: str, tail: bytes, nbytes: int, stream: int) -> None:
-        self.team.check()
-        if nbytes == 0:
-            return
-        defines = (f"PIECE={_PIECE}", f"STAGES={_STAGES}", f"AHEAD={_AHEAD}")
-        kernel = self.team.kernel("push", function, defines, shared=_PIECE * _STAGES)
-        blocks = max(1, min(self.team.device.processors, -(-nbytes // _PIECE)))
-        kernel.launch(stream, blocks, 32, Argument(tail))
-
-    def barrier(self, stream: int) -> None:
-        """Around pushes: before them, the owners may use the targets; after, all is there."""
-        self.team.barrier(stream, channel=BULK_CHANNEL)
-
-
-def _on_all_ranks(context: DistributedContext, name: str, nbytes: int) -> list[int]:
-    """Heap memory on every rank, all ones, kept until the context has ended: its addresses.
-
-    Collective. Raises HeapExhausted on all ranks.
-    """
-    buffers: list[Buffer] = []
-
-    def describe() -> tuple[int, int]:
-        buffers.append(context.heap.allocate(nbytes))
-        block = buffers[0].block
-        assert context.team is not None, "a context of GPUs"
-        context.team.device.fill(block.address, 0xFF, nbytes)
-        context.announce(block)
-        return block.location.segment, block.location.offset
-
-    found = context.agree(name, describe, lambda found: found)
-    context.keep_for_kernels(buffers[0])
-    return [
-        context.peer_address(rank, Location(*place), nbytes) or 0
-        for rank, place in enumerate(found)
-    ]
-
-
-def _reduction(dtype: DType, operation: str, whole: bool) -> tuple[str, ...]:
-    """What reduce.cu is compiled with."""
-    element = "boolean" if dtype.name == "bool" else dtype.name
-    return f"ELEMENT={element}", f"OPERATION={operation}", f"WHOLE={whole:d}"
 
 
 def _starts(sizes: Sequence[int]) -> list[int]:

@@ -14,7 +14,27 @@ from typing import Any
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import call, status_of
 
-__all__ = ["Turns", "any_capturing", "capturing", "current", "given"]
+__all__ = ["Lane", "Turns", "any_capturing", "capturing", "current", "given"]
+
+
+class Lane:
+    """A stream beside the user's, for what is to run at the same time."""
+
+    def __init__(self, device: Device) -> None:
+        device.activate()
+        self._device = device
+        self._stream = call("cuStreamCreate", 1)  # it does not wait for the default stream
+        self._event = call("cuEventCreate", 2)  # without times
+
+    @contextmanager
+    def beside(self, stream: int) -> Iterator[Any]:
+        """The lane's handle: it starts where `stream` is, which goes on after both are done."""
+        self._device.activate()
+        call("cuEventRecord", self._event, stream)
+        call("cuStreamWaitEvent", self._stream, self._event, 0)
+        yield self._stream
+        call("cuEventRecord", self._event, self._stream)
+        call("cuStreamWaitEvent", stream, self._event, 0)
 
 
 class Turns:

@@ -55,7 +55,7 @@ struct AllReduceArgument {
 };
 
 // Every rank sends all it has to all others, and combines all: for small arrays.
-extern "C" __global__ void __launch_bounds__(kThreads) one_shot(const __grid_constant__ AllReduceArgument a) {
+extern "C" __global__ void __launch_bounds__(kThreads, 2) one_shot(const __grid_constant__ AllReduceArgument a) {
     const Elements input = {a.input, a.nbytes}, output = {a.output, a.nbytes};
     const u32 packets = input.packets(), stride = gridDim.x * blockDim.x;
     Turn turn(a.cells.team);
@@ -74,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) one_shot(const __grid_con
 
 // Every rank combines one slice of the array, and sends the result to all others. What it has of the next
 // turn follows at once, so that the links are busy while it waits for this one's results.
-extern "C" __global__ void __launch_bounds__(kThreads) two_shot(const __grid_constant__ AllReduceArgument a) {
+extern "C" __global__ void __launch_bounds__(kThreads, 2) two_shot(const __grid_constant__ AllReduceArgument a) {
     const Elements input = {a.input, a.nbytes}, output = {a.output, a.nbytes};
     const u32 slice = (input.packets() + kRanks - 1) / kRanks, stride = gridDim.x * blockDim.x;
     const auto contribute = [&](u32 at, const Turn& turn) {
@@ -112,7 +112,7 @@ struct ReduceScatterArgument {
 };
 
 // Every rank combines its own part. Parts may differ in size; shorter ones take part to the end.
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, 2)
     reduce_scatter(const __grid_constant__ ReduceScatterArgument a) {
     const u32 packets = Elements{a.input, a.most}.packets(), stride = gridDim.x * blockDim.x;
     Turn turn(a.cells.team);
@@ -134,18 +134,30 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 }
 
 struct FoldArgument {
-    char* from[kRanks];  // what each rank has, in this rank's memory
-    char* to;            // may be any of them
+    char* from[kRanks];  // what each rank has of this rank's slice, in this rank's memory
+    char* to[kRanks];    // the slice in every rank's result; may be where it was read
     u64 nbytes;
 };
 
-// Combine what has come from every rank: no peer is waited for.
+constexpr int kAtOnce = 2;  // packets of a thread on their way to one peer
+
+// Combine what has come from every rank, and push it into all results. No peer is waited for.
 extern "C" __global__ void __launch_bounds__(kThreads) fold(const __grid_constant__ FoldArgument a) {
-    const u32 packets = Elements{a.to, a.nbytes}.packets(), stride = gridDim.x * blockDim.x;
-    for (u32 at = blockIdx.x * blockDim.x + threadIdx.x; at < packets; at += stride) {
-        Packet have[kRanks];
+    const u32 packets = Elements{a.to[0], a.nbytes}.packets(), tile = blockDim.x * kAtOnce;
+    for (u32 row = blockIdx.x * tile; row < packets; row += gridDim.x * tile) {
+        Packet result[kAtOnce];
 #pragma unroll
-        for (int from = 0; from < kRanks; ++from) have[from] = Elements{a.from[from], a.nbytes}.read(at);
-        Elements{a.to, a.nbytes}.write(at, combined(have));
+        for (int k = 0; k < kAtOnce; ++k) {
+            Packet have[kRanks];
+#pragma unroll
+            for (int from = 0; from < kRanks; ++from)
+                have[from] = Elements{a.from[from], a.nbytes}.read(row + k * blockDim.x + threadIdx.x);
+            result[k] = combined(have);
+        }
+#pragma unroll
+        for (int i = 0; i < kRanks; ++i)
+#pragma unroll
+            for (int k = 0; k < kAtOnce; ++k)
+                Elements{a.to[i], a.nbytes}.write(row + k * blockDim.x + threadIdx.x, result[k]);
     }
 }

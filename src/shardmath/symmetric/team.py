@@ -27,7 +27,7 @@ from shardmath.symmetric.heap import Buffer
 __all__ = ["BLOCKS", "CHANNELS", "RESERVED", "Team", "pad_bytes"]
 
 CHANNELS = 64  # of a context's team
-RESERVED = CHANNELS - 2  # from here on they are those of the collectives
+RESERVED = CHANNELS - 1  # from here on they are the collectives'
 BLOCKS = 512  # kBlocks
 _NOTICE, _PAUSE = 1e-3, 5e-5  # seconds until `synchronize` looks after the peers, and between looks
 _BARRIER, _COLLECTIVE = 1, 3
