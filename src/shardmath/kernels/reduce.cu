@@ -139,7 +139,10 @@ struct FoldArgument {
     u64 nbytes;
 };
 
-constexpr int kAtOnce = 2;  // packets of a thread on their way to one peer
+#ifndef AT_ONCE
+#define AT_ONCE 2
+#endif
+constexpr int kAtOnce = AT_ONCE;  // packets of a thread on their way to one peer
 
 // Combine what has come from every rank, and push it into all results. No peer is waited for.
 extern "C" __global__ void __launch_bounds__(kThreads) fold(const __grid_constant__ FoldArgument a) {
