@@ -6,8 +6,9 @@ another here.
 
 Streams: the calls of one context follow each other on whatever streams they are put. Those of two
 contexts run at once, in whatever order a rank has put them: a kernel that waits for peers takes at
-most half of each multiprocessor, and leaves room for another. Calls of three or more contexts that
-are under way at once must begin in the same order on all ranks.
+most half of each multiprocessor, and leaves room for another. This holds from the second call of a
+kind on: the first one loads a kernel, which may wait for what the GPU does. Calls of three or more
+contexts that are under way at once must begin in the same order on all ranks.
 """
 
 from __future__ import annotations

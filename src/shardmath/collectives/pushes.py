@@ -186,11 +186,17 @@ class Pushes:
         if not own.nbytes:
             return
         results = [targets[peer] + own.start for peer in self._rotated()]
-        words = (*parts, *results, own.nbytes)
+        by_engine = results[1:-1] if own.nbytes >= _COPY_ENGINE_BYTES else []
+        first = [result for result in results if result not in by_engine]
+        words = (*parts, *first, *by_engine, len(first), own.nbytes)
         blocks = min(_FOLD_BLOCKS, -(-own.nbytes // (UNIT * _FOLD_THREADS)))
         kernel = self.team.kernel("reduce", "fold", defines)
         argument = Argument(struct.pack(f"{len(words)}Q", *words))
         kernel.launch(stream, blocks, _FOLD_THREADS, argument)
+        if by_engine:
+            with self._lane.beside(stream) as lane:
+                for result in by_engine:
+                    call("cuMemcpyAsync", result, results[-1], own.nbytes, lane)
 
     def _scratch(self, nbytes: int) -> list[int]:
         """Scratch memory of every rank, by address. Collective where it has to grow."""

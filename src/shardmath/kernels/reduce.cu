@@ -135,32 +135,56 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
 
 struct FoldArgument {
     char* from[kRanks];  // what each rank has of this rank's slice, in this rank's memory
-    char* to[kRanks];    // the slice in every rank's result; may be where it was read
+    char* to[kRanks];    // the slice in the ranks' results; may be where it was read
+    u64 count;           // how many of them are written to
     u64 nbytes;
 };
 
-#ifndef AT_ONCE
-#define AT_ONCE 2
+constexpr int kFoldThreads = 256;
+#ifndef TILE
+#define TILE (16 << 10)
 #endif
-constexpr int kAtOnce = AT_ONCE;  // packets of a thread on their way to one peer
+constexpr u32 kTile = TILE;  // bytes that a block combines, and then pushes to one rank after the other
+constexpr int kTiles = 3;
 
-// Combine what has come from every rank, and push it into all results. No peer is waited for.
-extern "C" __global__ void __launch_bounds__(kThreads) fold(const __grid_constant__ FoldArgument a) {
-    const u32 packets = Elements{a.to[0], a.nbytes}.packets(), tile = blockDim.x * kAtOnce;
-    for (u32 row = blockIdx.x * tile; row < packets; row += gridDim.x * tile) {
-        Packet result[kAtOnce];
+__device__ inline Packet folded(const FoldArgument& a, u32 at) {
+    Packet have[kRanks];
 #pragma unroll
-        for (int k = 0; k < kAtOnce; ++k) {
-            Packet have[kRanks];
-#pragma unroll
-            for (int from = 0; from < kRanks; ++from)
-                have[from] = Elements{a.from[from], a.nbytes}.read(row + k * blockDim.x + threadIdx.x);
-            result[k] = combined(have);
-        }
-#pragma unroll
-        for (int i = 0; i < kRanks; ++i)
-#pragma unroll
-            for (int k = 0; k < kAtOnce; ++k)
-                Elements{a.to[i], a.nbytes}.write(row + k * blockDim.x + threadIdx.x, result[k]);
+    for (int from = 0; from < kRanks; ++from) {
+        const Elements part = {a.from[from], a.nbytes};
+        have[from] = WHOLE ? part.whole(at) : part.read(at);
     }
+    return combined(have);
+}
+
+// Combine what has come from every rank, and push it into the results. No peer is waited for.
+extern "C" __global__ void __launch_bounds__(kFoldThreads) fold(const __grid_constant__ FoldArgument a) {
+#if WHOLE
+    __shared__ __align__(128) char tiles[kTiles][kTile];
+    int stage = 0;
+    for (u64 start = (u64)blockIdx.x * kTile; start < a.nbytes; start += (u64)gridDim.x * kTile) {
+        const u32 nbytes = (u32)(a.nbytes - start < kTile ? a.nbytes - start : kTile);
+        const Elements tile = {tiles[stage], nbytes};
+        if (threadIdx.x == 0) asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kTiles - 1) : "memory");
+        __syncthreads();  // what was in this tile has been sent
+        for (u32 i = threadIdx.x; i < nbytes / kBytes; i += blockDim.x) tile.write(i, folded(a, start / kBytes + i));
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            for (u64 i = 0; i < a.count; ++i)
+                asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(a.to[i] + start),
+                             "r"((u32)__cvta_generic_to_shared(tiles[stage])), "r"(nbytes)
+                             : "memory");
+            asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+        }
+        stage = stage + 1 == kTiles ? 0 : stage + 1;
+    }
+    if (threadIdx.x == 0) asm volatile("cp.async.bulk.wait_group 0;\n\tfence.proxy.async;" ::: "memory");
+#else
+    const u32 packets = Elements{a.to[0], a.nbytes}.packets();
+    for (u32 at = blockIdx.x * blockDim.x + threadIdx.x; at < packets; at += gridDim.x * blockDim.x) {
+        const Packet result = folded(a, at);
+        for (u64 i = 0; i < a.count; ++i) Elements{a.to[i], a.nbytes}.write(at, result);
+    }
+#endif
 }
