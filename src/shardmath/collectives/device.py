@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardmath.arrays.dtypes import DType
+from shardmath.collectives.far import FarCollectives
 from shardmath.collectives.pushes import Pushes, on_all_ranks, reduction_defines
 from shardmath.cuda.kernel import Argument
 from shardmath.symmetric.team import Team
@@ -76,8 +77,10 @@ class DeviceCollectives(Pushes):
         self._places = tuple(places)
 
     @classmethod
-    def together(cls, context: DistributedContext) -> DeviceCollectives:
+    def together(cls, context: DistributedContext) -> DeviceCollectives | FarCollectives:
         """The context's collectives, made at the first call. Collective."""
+        if context.spans_hosts:
+            return FarCollectives(context)
         made: DeviceCollectives = context.cache("device collectives", lambda: cls._made(context))
         return made
 
@@ -172,7 +175,7 @@ class DeviceCollectives(Pushes):
         argument = Argument(self._packed() + struct.pack(f"{len(words)}Q", *words))
         whole = not any(word % (_PACKET // 2) for word in words)
         kernel = self.team.kernel("exchange", launch.function, (f"WHOLE={whole:d}",))
-        with self._turns.on(stream):
+        with self._turns.taken(stream):
             kernel.launch(stream, launch.blocks, launch.threads, argument)
 
     def _reduce(
@@ -190,7 +193,7 @@ class DeviceCollectives(Pushes):
             "reduce", launch.function, reduction_defines(dtype, operation, whole)
         )
         argument = Argument(self._packed() + tail)
-        with self._turns.on(stream):
+        with self._turns.taken(stream):
             kernel.launch(stream, launch.blocks, launch.threads, argument)
 
     def _packed(self) -> bytes:

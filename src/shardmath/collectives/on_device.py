@@ -74,7 +74,8 @@ class DeviceOperand:
         source, dtype, op = self._wide(reduction)
         moves = DeviceCollectives.together(self.context)
         count, stream = self.spec.size, self.stream
-        if out is None and self.context.size > 1 and count * dtype.itemsize >= INTO_BYTES:
+        large = out is None and count * dtype.itemsize >= INTO_BYTES
+        if large and self.context.size > 1 and isinstance(moves, DeviceCollectives):
             flat, places = self._shared(count, dtype)
             moves.all_reduce_into(source.pointer, places, count, dtype, op, stream)
             result = flat.narrow(reduction.result)
@@ -104,7 +105,7 @@ class DeviceOperand:
         item, rank = self.spec.itemsize, self.context.rank
         sizes = [prod(each) * item for each in shapes]
         source, whole = self._packed(self._x), sum(sizes)
-        if max(sizes) >= _LARGE_BYTES:
+        if max(sizes) >= _LARGE_BYTES and isinstance(moves, DeviceCollectives):
             flat, places = self._shared(whole // item, dtype_of(self.spec.dtype))
             start = sum(sizes[:rank])
             targets = [place + start for place in places]
@@ -125,7 +126,7 @@ class DeviceOperand:
         table = [[count * width for count in row] for row, width in zip(sent, widths, strict=True)]
         source = self._packed(self._by_rank(axis, sent[rank]))
         received = [row[rank] for row in table]
-        if max(map(max, table)) >= _LARGE_BYTES:
+        if max(map(max, table)) >= _LARGE_BYTES and isinstance(moves, DeviceCollectives):
             flat, places = self._shared(sum(received) // item, dtype_of(self.spec.dtype))
             sources = [source.pointer + sum(table[rank][:peer]) for peer in range(size)]
             targets = [
@@ -147,7 +148,7 @@ class DeviceOperand:
         dtype = dtype_of(self.spec.dtype)
         nbytes, size, rank = prod(shape) * dtype.itemsize, self.context.size, self.context.rank
         source = self._packed(self._x)
-        if nbytes >= _LARGE_BYTES:
+        if nbytes >= _LARGE_BYTES and isinstance(moves, DeviceCollectives):
             flat, places = self._shared(prod(shape), dtype)
             sent = nbytes if rank == root else 0
             moves.move([source.pointer] * size, places, [sent] * size, self.stream)

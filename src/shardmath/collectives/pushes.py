@@ -73,7 +73,7 @@ class Pushes:
         since they will read them. Collective.
         """
         self._require_usable()
-        with self._turns.on(stream):
+        with self._turns.taken(stream):
             self.barrier(stream)
             self._send(sources, targets, sizes, stream)
             self.barrier(stream)
@@ -102,7 +102,7 @@ class Pushes:
         pitch = -(-chunks[0][0].nbytes // UNIT) * UNIT
         inboxes = self._scratch(pitch * self.team.size)
         rank, own = self.team.rank, inboxes[self.team.rank]
-        with self._turns.on(stream):
+        with self._turns.taken(stream):
             for slices in chunks:
                 self._send(
                     [source + part.start for part in slices],

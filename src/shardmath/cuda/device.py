@@ -18,7 +18,8 @@ __all__ = ["Device"]
 class Device:
     """One CUDA device. `ordinal` is its index among those that this process sees.
 
-    `arch` is like "sm_90"; `processors` the number of its multiprocessors. Get it with `Device.of`.
+    `arch` is like "sm_90"; `processors` the number of its multiprocessors; `overlaps_launches` says
+    whether a kernel can start before the one ahead of it has ended. Get it with `Device.of`.
     """
 
     def __init__(self, ordinal: int) -> None:
@@ -35,6 +36,7 @@ class Device:
         major = self.attribute(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)
         minor = self.attribute(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)
         self.arch = f"sm_{major}{minor}"
+        self.overlaps_launches = major >= 9
         self.processors = self.attribute(attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
 
     @staticmethod
@@ -88,12 +90,6 @@ class Device:
             status, _ = status_of("cuEventQuery", event)
         finally:
             call("cuThreadExchangeStreamCaptureMode", mode)
-        return status != int(bindings().CUresult.CUDA_ERROR_NOT_READY)
-
-    def idle(self, stream: int) -> bool:
-        """Whether all that was put on `stream` is done."""
-        self.activate()
-        status, _ = status_of("cuStreamQuery", stream)
         return status != int(bindings().CUresult.CUDA_ERROR_NOT_READY)
 
     def synchronize(self) -> None:

@@ -1,8 +1,9 @@
 """A context's ranks as their GPUs see them: pads of signals, and the kernels that wait on them.
 
-The layout of a pad is `kernels/symm.cuh`'s. A kernel whose wait expires writes down whom it waited
-for, in host memory, and ends; the host raises at its next call or at `synchronize`, and then all
-can be used again: a barrier or a signal that did not come is waited for anew.
+The layout of a pad is `kernels/symm.cuh`'s, told by `layout`. A kernel whose wait expires writes
+down whom it waited for, in host memory, and ends; the host raises at its next call or at
+`synchronize`, and then all can be used again: a barrier or a signal that did not come is waited for
+anew.
 """
 
 from __future__ import annotations
@@ -18,31 +19,37 @@ import numpy as np
 import numpy.typing as npt
 
 from shardmath.cuda.device import Device
-from shardmath.cuda.driver import call
+from shardmath.cuda.driver import bindings, call, status_of
 from shardmath.cuda.kernel import Argument, Kernel, kernel
 from shardmath.errors import CudaError, OpTimeout
+from shardmath.symmetric import layout
 from shardmath.symmetric.board import Board
 from shardmath.symmetric.heap import Buffer
 
-__all__ = ["BLOCKS", "CHANNELS", "RESERVED", "Team", "pad_bytes"]
+__all__ = ["CHANNELS", "RESERVED", "Team"]
 
 CHANNELS = 64  # of a context's team
 RESERVED = CHANNELS - 1  # from here on they are the collectives'
-BLOCKS = 512  # kBlocks
-_NOTICE, _PAUSE = 1e-3, 5e-5  # seconds until `synchronize` looks after the peers, and between looks
-_BARRIER, _COLLECTIVE = 1, 3
+_LOOK_AFTER, _LONGEST_NAP = 1e-3, 2e-3  # seconds: for peers that have died; between two looks
 _OPERATIONS = {
-    1: "barrier",
-    2: "wait_signal",
-    3: "a collective",
-    4: "a kernel of the user's",
-    5: "put_signal",
+    layout.OF_BARRIER: "barrier",
+    layout.OF_SIGNAL: "wait_signal",
+    layout.OF_COLLECTIVE: "a collective",
+    layout.OF_USER: "a kernel of the user's",
+    layout.OF_FLAG: "put_signal",
+    layout.OF_PRODUCT: "a product",
+    layout.OF_SHARD: "a product of gathered rows",
 }
-
-
-def pad_bytes(size: int, channels: int = CHANNELS) -> int:
-    """Bytes of one rank's `Pad` in a team of `size` ranks."""
-    return 8 * (4 * channels * size + channels + BLOCKS + 1)
+_PLACES = {layout.OF_COLLECTIVE: "block", layout.OF_PRODUCT: "chunk", layout.OF_SHARD: "part"}
+_COUNTED = (
+    layout.OF_COLLECTIVE,
+    layout.OF_PRODUCT,
+)  # what an expired wait leaves in no known state
+_REFUSED = {
+    layout.NO_CHANNEL: "named channel {seen}; there are {expected}, numbered from 0",
+    layout.NO_PEER: "named rank {seen}; there are {expected}, numbered from 0",
+    layout.WRONG_RANKS: "was compiled for {seen} ranks, not {expected}; see compile_options",
+}
 
 
 class Team:
@@ -68,34 +75,44 @@ class Team:
         self.size = board.size
         self.pads = tuple(pads)
         self.timeout = board.patience.timeout
-        self.broken = ""  # why the cells of collectives are in no known state
+        self.broken = ""  # why what collectives count is in no known state
         self._board = board
         self._own = own
-        self._aside: Any = None  # a stream, for when all others wait
+        self._family: weakref.WeakSet[Team] = weakref.WeakSet([self])  # all teams of these ranks
         self._status, self._status_address = _host_words(device, 1 + 3 * self.size)
         self._arguments: dict[tuple[Any, ...], Argument] = {}
 
     def another(self, own: Buffer, pads: Sequence[int], channels: int) -> Team:
         """A team of the same ranks with pads of its own."""
-        return Team(self.device, self._board, own, pads, channels=channels)
+        made = Team(self.device, self._board, own, pads, channels=channels)
+        self._family.add(made)
+        made._family = self._family
+        return made
 
     @property
     def defines(self) -> tuple[str, ...]:
         """What a kernel that includes symm.cuh is compiled with."""
-        return (f"SHARDMATH_RANKS={self.size}", f"SHARDMATH_CHANNELS={self.channels}")
+        return (f"SHARDMATH_RANKS={self.size}",)
 
     def kernel(
-        self, file: str, function: str, defines: Sequence[str] = (), *, shared: int = 0
+        self,
+        file: str,
+        function: str,
+        defines: Sequence[str] = (),
+        *,
+        shared: int = 0,
+        features: str = "",
     ) -> Kernel:
         """A kernel for this number of ranks."""
-        return kernel(self.device, file, function, (*self.defines, *defines), shared=shared)
+        every = (*self.defines, *defines)
+        return kernel(self.device, file, function, every, shared=shared, features=features)
 
     def packed(self, timeout: float | None = None) -> bytes:
         """The struct `Team` of symm.cuh. `timeout` in seconds; None is the context's."""
         limit = self.timeout if timeout is None else timeout
         nanoseconds = max(1, min(int(limit * 1e9), 1 << 62))
-        words = (self.rank, self.size, nanoseconds, self._status_address, *self.pads)
-        return struct.pack(f"iiQQ{self.size}Q", *words)
+        words = (self.channels, 0, nanoseconds, self._status_address, *self.pads)
+        return struct.pack(f"iiIIQQ{self.size}Q", self.rank, self.size, *words)
 
     # -- operations on a stream --------------------------------------------------------------------
 
@@ -106,17 +123,17 @@ class Team:
         if self.size > 1:
             threads = min(1024, -(-self.size // 32) * 32)
             argument = self._argument(timeout, channel, None)
-            self.kernel("signals", "team_barrier").launch(stream, 1, threads, argument)
+            self.kernel("signals", "team_barrier").launch(stream, 1, threads, argument, early=True)
 
     def put_signal(self, dst: int, stream: int, *, channel: int = 0) -> None:
         """Send one more signal to rank `dst` when `stream` gets there. Never waits."""
-        self._signal("put_signal", dst, stream, channel, None)
+        self._signal("send_signal", dst, stream, channel, None)
 
     def wait_signal(
         self, src: int, stream: int, *, channel: int = 0, timeout: float | None = None
     ) -> None:
         """Make `stream` wait for one more signal of rank `src`."""
-        self._signal("wait_signal", src, stream, channel, timeout)
+        self._signal("await_signal", src, stream, channel, timeout)
 
     def flag(
         self,
@@ -131,7 +148,7 @@ class Team:
         """`raise_flag` or `lower_flag` of signals.cu, on the 32-bit word at address `slot`."""
         self.check()
         argument = Argument(self.packed(timeout) + struct.pack("QIi", slot, channel, peer))
-        self.kernel("signals", function).launch(stream, 1, 1, argument)
+        self.kernel("signals", function).launch(stream, 1, 1, argument, early=True)
 
     def _signal(
         self, function: str, peer: int, stream: int, channel: int, timeout: float | None
@@ -141,7 +158,7 @@ class Team:
         if not 0 <= peer < self.size:
             raise ValueError(f"rank {peer} is not among the {self.size} ranks, numbered from 0")
         argument = self._argument(timeout, channel, peer)
-        self.kernel("signals", function).launch(stream, 1, 1, argument)
+        self.kernel("signals", function).launch(stream, 1, 1, argument, early=True)
 
     def _argument(self, timeout: float | None, channel: int, peer: int | None) -> Argument:
         key = (timeout, channel, peer)
@@ -157,53 +174,56 @@ class Team:
     # -- errors ------------------------------------------------------------------------------------
 
     def synchronize(self, stream: int) -> None:
-        """Wait for `stream`; raises as `check` does. Kernels that wait for a dead rank end soon."""
+        """Wait for `stream`; raises as `check` does.
+
+        What waits there for a rank whose process dies ends soon after that.
+        """
         self.device.activate()
-        started = time.monotonic()
-        while not self.device.idle(stream):
-            if time.monotonic() > started + _NOTICE:
-                if self._board.dead():
-                    self._give_up()
-                    break
-                time.sleep(_PAUSE)
+        busy, start = bindings().CUresult.CUDA_ERROR_NOT_READY, time.perf_counter()
+        while status_of("cuStreamQuery", stream)[0] == busy:
+            waited = time.perf_counter() - start
+            if waited > _LOOK_AFTER and self._board.dead():
+                self.give_up()
+                break
+            time.sleep(min(waited / 8, _LONGEST_NAP))
         call("cuStreamSynchronize", stream)
         self.check()
 
-    def _give_up(self) -> None:
-        """End what waits on the device, and let nothing wait until it is quiet."""
-        if self._aside is None:
-            self._aside = call("cuStreamCreate", 1)  # it does not wait for the default stream
-        failed = self._failed()
-        call("cuStreamWriteValue64", self._aside, failed, 1, 0)
-        self.device.synchronize()
-        if not self._status[0]:  # nothing has waited
-            call("cuMemsetD8", failed, 0, 8)
+    def give_up(self) -> None:
+        """End what kernels wait for in any team of these ranks, as if its time had passed."""
+        self.device.activate()
+        side = call("cuStreamCreate", 1)  # which waits for no other stream
+        for team in list(self._family):
+            call("cuMemsetD8Async", team.pads[team.rank] + layout.FAILED, 1, 1, side)
+        call("cuStreamSynchronize", side)
+        call("cuStreamDestroy", side)
 
     def check(self) -> None:
         """Raise what a kernel has noted: OpTimeout, or RankFailure for a rank that has ended.
 
-        Costs one load where nothing has gone wrong. After the error, the team can be used again.
+        ValueError where a kernel named a channel or a rank that does not exist. Costs one load
+        where nothing has gone wrong. After the error, the team can be used again.
         """
         if self._status[0]:
             raise self._noted()
-
-    def _failed(self) -> int:
-        """Where the word `Pad.failed` lies."""
-        return self.pads[self.rank] + pad_bytes(self.size, self.channels) - 8
 
     def _noted(self) -> Exception:
         with suppress(CudaError):  # what else was waiting ends now, and has its say
             self.device.synchronize()
         late = self._status[1:].reshape(self.size, 3).copy()
         self._status[:] = 0
-        call("cuMemsetD8", self._failed(), 0, 8)
+        call("cuMemsetD8", self.pads[self.rank] + layout.FAILED, 0, 8)
+        refused = late[self.rank].tolist()
+        if refused[0] in _REFUSED:
+            reason = _REFUSED[refused[0]].format(expected=refused[1], seen=_signed(refused[2]))
+            return ValueError(f"a kernel on rank {self.rank} (GPU {self.device.ordinal}) {reason}")
         ranks = [rank for rank in range(self.size) if late[rank, 0]]
         reasons = [
             f"rank {rank} had come to {seen} of {expected} in {_place(int(operation))}"
             for rank in ranks
             for operation, expected, seen in [late[rank].tolist()]
         ]
-        if any(_of_collective(int(late[rank, 0])) for rank in ranks):
+        if any(_is_counted(int(late[rank, 0])) for rank in ranks):
             self.broken = "; ".join(reasons)
         gone = self._board.gone(ranks)
         if gone is not None:
@@ -215,14 +235,20 @@ class Team:
         )
 
 
-def _of_collective(operation: int) -> bool:
+def _is_counted(operation: int) -> bool:
+    """Whether an expired wait of that kind and place leaves what is counted in no known state."""
     kind, number = operation & 0xFFFFFFFF, operation >> 32
-    return kind == _COLLECTIVE or (kind == _BARRIER and number >= RESERVED)
+    return kind in _COUNTED or (kind == layout.OF_BARRIER and number >= RESERVED)
+
+
+def _signed(word: int) -> int:
+    """A number of 32 bits that a kernel gave: it may have meant a negative one."""
+    return word - (1 << 32) if word >> 31 == 1 else word
 
 
 def _place(operation: int) -> str:
     kind, number = operation & 0xFFFFFFFF, operation >> 32
-    where = "block" if kind == _COLLECTIVE else "channel"
+    where = _PLACES.get(kind, "channel")
     return f"{_OPERATIONS.get(kind, f'operation {kind}')}, {where} {number}"
 
 
