@@ -66,6 +66,7 @@ def check_peer_reuse(context):
     handle.barrier()
     handle.synchronize()
     copy = torch.zeros(2 * MIB, device="cuda")
+    filled = torch.empty(2 * MIB, device="cuda").fill_(9)
     if context.rank == 1:
         theirs = handle.get_buffer(0, (2 * MIB,), "float32")
         copy.copy_(theirs)  # loads what it needs, which may wait for all that runs
@@ -75,7 +76,6 @@ def check_peer_reuse(context):
             torch.cuda._sleep(10 * CYCLES)
             copy.copy_(theirs)
         del theirs
-    filled = torch.empty(2 * MIB, device="cuda").fill_(9)
     del array, handle
     context.barrier()  # carries the marks of what is quiet
     taken = []

@@ -141,10 +141,7 @@ struct FoldArgument {
 };
 
 constexpr int kFoldThreads = 256;
-#ifndef TILE
-#define TILE (16 << 10)
-#endif
-constexpr u32 kTile = TILE;  // bytes that a block combines, and then pushes to one rank after the other
+constexpr u32 kTile = 16 << 10;  // bytes that a block combines, and then pushes to one rank after the other
 constexpr int kTiles = 3;
 
 __device__ inline Packet folded(const FoldArgument& a, u32 at) {
