@@ -26,7 +26,7 @@ constexpr int kRanks = SHARDMATH_RANKS;
 constexpr int kChannels = SHARDMATH_CHANNELS;
 constexpr int kBlocks = 512;    // the most blocks that a kernel on cells has
 
-enum Operation : u32 { kBarrier = 1, kSignal = 2, kCollective = 3, kUser = 4, kFlag = 5, kProduct = 6, kShard = 7 };
+enum Operation : u32 { kBarrier = 1, kSignal = 2, kCollective = 3, kUser = 4, kFlag = 5, kProduct = 6 };
 
 // What the host reads after a wait has expired. In host memory, written by one kernel at a time.
 struct Late {

@@ -29,7 +29,6 @@ CHANNELS = 64  # of a context's team
 BLOCKS = 512  # kBlocks
 _COLLECTIVE = 3
 _PRODUCT = 6
-_SHARD = 7
 _OPERATIONS = {
     1: "barrier",
     2: "wait_signal",
@@ -37,9 +36,8 @@ _OPERATIONS = {
     4: "a kernel of the user's",
     5: "put_signal",
     6: "a product",
-    7: "a product of gathered rows",
 }
-_PLACES = {_COLLECTIVE: "block", _PRODUCT: "chunk", _SHARD: "part"}
+_PLACES = {_COLLECTIVE: "block", _PRODUCT: "chunk"}
 
 
 def pad_bytes(size: int, channels: int = CHANNELS) -> int:
@@ -192,7 +190,7 @@ class Team:
             for rank in ranks
             for operation, expected, seen in [late[rank].tolist()]
         ]
-        if any(int(late[rank, 0]) & 0xFFFFFFFF in (_COLLECTIVE, _PRODUCT) for rank in ranks):
+        if any(int(late[rank, 0]) & 0xFFFFFFFF in _PLACES for rank in ranks):
             self.broken = "; ".join(reasons)
         gone = self._board.gone(ranks)
         if gone is not None:
