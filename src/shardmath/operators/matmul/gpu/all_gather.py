@@ -61,6 +61,7 @@ class AllGatherGemm:
         self._kept = weakref.finalize(self, context.keep_for_kernels, buffer)
         self._kept.atexit = False
         self._arguments: dict[tuple[int, ...], Argument] = {}
+        self._kernel(boxes=True).load()  # now, and not while a peer's kernel waits for this rank's
         self._turns = Turns.of(context)
 
     @classmethod

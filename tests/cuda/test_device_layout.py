@@ -52,6 +52,7 @@ def facts(size):
         "kNoChannel": layout.NO_CHANNEL,
         "kNoPeer": layout.NO_PEER,
         "kWrongRanks": layout.WRONG_RANKS,
+        "kProduct": layout.OF_PRODUCT,
     }
 
 

@@ -1,0 +1,56 @@
+"""GEMM + ReduceScatter: tiles go to their owners while the product goes on.
+
+The parts of a result are rounded to its type before they are added, in the order of the ranks and
+as float32: the sum has the same bits every time.
+"""
+
+from __future__ import annotations
+
+from shardmath.context import DistributedContext
+from shardmath.operators.matmul.gpu.sending import SendingProduct, Shape
+from shardmath.operators.matmul.gpu.sharded import ShardedProduct
+from shardmath.operators.matmul.gpu.walk import TILE_ROWS
+
+__all__ = ["GemmReduceScatter", "choose_shape"]
+
+
+class GemmReduceScatter:
+    """`launch` leaves rank r's `rows[r]` rows of the product on rank r. Made by `together`."""
+
+    def __init__(self, sending: SendingProduct) -> None:
+        self._sending = sending
+
+    @classmethod
+    def together(
+        cls, context: DistributedContext, problem: ShardedProduct, shape: Shape | None = None
+    ) -> GemmReduceScatter:
+        """A plan. Collective.
+
+        Raises ValueError on all ranks where they do not mean the same product, or where
+        `problem.misfit` speaks on one of them; HeapExhausted.
+        """
+        return cls(SendingProduct.together(context, problem, shape or choose_shape(problem)))
+
+    def launch(self, a: int, b: int, result: int, stream: int, *, pitch: int | None = None) -> None:
+        """Put the product of A and B on `stream`; A, B and this rank's rows lie at these addresses.
+
+        `pitch` is how many elements the rows of the result are apart; None is `columns`. Never
+        waits on the host, and can be captured in a CUDA graph. Collective, in stream order.
+        """
+        sending = self._sending
+        sending.require_usable()
+        nbytes = 2 * (sending.problem.columns if pitch is None else pitch)
+        sending.multiply(a, b, result, nbytes, stream)
+        sending.take_last(result, nbytes, stream)
+
+    def free(self) -> None:
+        """See SendingProduct.free."""
+        self._sending.free()
+
+
+def choose_shape(problem: ShardedProduct) -> Shape:
+    """How to cut the work. Four multiprocessors take tiles and 128 multiply: most large products
+    have tiles for 128 in even numbers, and not for 132.
+    """
+    most = max(-(-rows // TILE_ROWS) for rows in problem.rows)
+    return Shape(chunks=max(1, min(8, most)))

@@ -1,0 +1,375 @@
+"""The part that GEMM + ReduceScatter and GEMM + AllReduce share: products whose tiles are sent.
+
+A plan has slots on the symmetric heap, where every rank puts its tiles of this rank's rows, and a
+ledger of words that only count up, so that launches follow each other without the host, also when
+a CUDA graph replays them. Blocks that multiply wait for nobody, except that a slot is written again
+only after its owner has taken what the launch before left there. Those that wait for tiles are few,
+and come after the others in the same kernel: so several plans at work never wait in a circle.
+"""
+
+from __future__ import annotations
+
+import struct
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shardmath.context import DistributedContext
+from shardmath.cuda.driver import call
+from shardmath.cuda.kernel import Argument
+from shardmath.cuda.tensormap import ALIGNMENT, tensor_map
+from shardmath.errors import RankFailure
+from shardmath.operators.matmul.gpu.sharded import Factor, ShardedProduct
+from shardmath.operators.matmul.gpu.walk import TILE_COLUMNS, TILE_ROWS, Walk
+from shardmath.symmetric.heap import Buffer, Location
+from shardmath.symmetric.team import Team
+
+__all__ = ["SendingProduct", "Shape", "write"]
+
+_TILE_BYTES = TILE_ROWS * TILE_COLUMNS * 2
+_ROUND = 1024  # bytes that the parts of a plan's memory are rounded up to
+_STAGE_BYTES = (TILE_ROWS + TILE_COLUMNS) * 64 * 2
+_THREADS = 384  # of the product
+_LAST_THREADS = 512
+_MOST_ARGUMENTS = 256
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How the work is cut. Each owner's tiles are added up in `chunks`: the last `late` of them
+    after the product, and the others by `takers`, blocks of its kernel that do not multiply. Those
+    also read the first `early` chunks of the peers' sums, if they are shared. The rest is
+    product.cu's.
+    """
+
+    chunks: int
+    takers: int = 4
+    late: int = 1
+    early: int = 0
+    cluster: int = 2
+    stages: int = 4
+    parts: int = 2
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the parts of one rank's memory begin, in bytes."""
+
+    walk: Walk
+    rank: int
+    extra_bytes: int
+
+    @property
+    def ledger(self) -> int:
+        """`Ledger` of slots.cuh."""
+        return 0
+
+    @cached_property
+    def arrived(self) -> int:
+        """Counters of tiles, [source][chunk]; peers write them."""
+        return _rounded(8 * (2 + 2 * self._size))
+
+    @cached_property
+    def ready(self) -> int:
+        """Launches whose sums are there, [owner][chunk]; peers write them."""
+        return self.arrived + _rounded(8 * self._size * self.walk.chunks)
+
+    @cached_property
+    def summed(self) -> int:
+        """[chunk]: how many blocks have taken their part."""
+        return self.ready + _rounded(8 * self._size * self.walk.chunks)
+
+    @cached_property
+    def slots(self) -> int:
+        """[source][tile]; peers write them. All before are counters, and begin as zeros."""
+        return self.summed + _rounded(8 * self.walk.chunks)
+
+    @cached_property
+    def extra(self) -> int:
+        """The caller's."""
+        return self.slots + self._size * self.stride
+
+    @cached_property
+    def tiles(self) -> int:
+        """The table of all tiles that the rank computes, filled up for clusters."""
+        return self.extra + _rounded(self.extra_bytes)
+
+    @cached_property
+    def owned(self) -> int:
+        """The table of its own."""
+        return self.tiles + _rounded(16 * 2 * self.walk.count)
+
+    @cached_property
+    def chunks(self) -> int:
+        """The table of its chunks."""
+        return self.owned + _rounded(16 * self.walk.tiles(self.rank))
+
+    @cached_property
+    def nbytes(self) -> int:
+        """All of it."""
+        return self.chunks + _rounded(8 * self.walk.chunks)
+
+    @property
+    def stride(self) -> int:
+        """Bytes of one source's slots."""
+        return self.walk.tiles(self.rank) * _TILE_BYTES
+
+    @property
+    def _size(self) -> int:
+        return len(self.walk.rows)
+
+
+class SendingProduct:
+    """One rank's slots, ledger, tables and kernels for a `ShardedProduct`. Made by `together`.
+
+    A plan is used by one stream at a time; several plans may be at work on several streams.
+    """
+
+    def __init__(
+        self,
+        context: DistributedContext,
+        problem: ShardedProduct,
+        shape: Shape,
+        buffer: Buffer,
+        places: Sequence[Places],
+        bases: Sequence[int],
+    ) -> None:
+        assert context.team is not None, "a context of GPUs"
+        self.team: Team = context.team
+        self.problem = problem
+        self.shape = shape
+        self.walk = places[0].walk
+        self.places = tuple(places)
+        self.bases = tuple(bases)
+        self._own = places[self.team.rank]
+        self._buffer: Buffer | None = buffer
+        self._kept = weakref.finalize(self, context.keep_for_kernels, buffer)
+        self._kept.atexit = False
+        self._arguments: dict[tuple[str | int | bytes, ...], Argument] = {}
+
+    @classmethod
+    def together(
+        cls,
+        context: DistributedContext,
+        problem: ShardedProduct,
+        shape: Shape,
+        *,
+        extra: int = 0,
+    ) -> SendingProduct:
+        """The same on all ranks, but for what `ShardedProduct` lets differ. Collective.
+
+        `extra` bytes of every rank's memory, at `extra(rank)`, are the caller's. Raises ValueError
+        on all ranks where they disagree or one rank's device cannot, HeapExhausted.
+        """
+        walk = Walk(problem.rows, problem.columns, shape.chunks)
+        places = [Places(walk, rank, extra) for rank in range(context.size)]
+        buffers: list[Buffer] = []
+
+        def describe() -> tuple[Any, ...]:
+            assert context.team is not None, "a context of GPUs"
+            device = context.team.device
+            misfit = problem.misfit(device)
+            if misfit:
+                raise ValueError(f"rank {context.rank}: {misfit}")
+            own = places[context.rank]
+            buffers.append(context.heap.allocate(own.nbytes))
+            block = buffers[0].block
+            device.zero(block.address, own.slots)
+            write(block.address + own.tiles, walk.of(context.rank, shape.cluster))
+            write(block.address + own.owned, walk.owned(context.rank))
+            write(block.address + own.chunks, walk.table(context.rank))
+            context.announce(block)
+            same = [*problem.rows, problem.columns, problem.dtype, shape.chunks, extra]
+            return block.location.segment, block.location.offset, same
+
+        found = context.agree("a product that sends its tiles", describe, _require_same)
+        buffers[0].block.shared.add((context.number, context.next_share()))
+        bases = [
+            context.peer_address(rank, Location(segment, offset), places[rank].nbytes) or 0
+            for rank, (segment, offset, _) in enumerate(found)
+        ]
+        return cls(context, problem, shape, buffers[0], places, bases)
+
+    def extra(self, rank: int) -> int:
+        """Where the caller's bytes of `rank` lie for this rank."""
+        return self.bases[rank] + self.places[rank].extra
+
+    def free(self) -> None:
+        """Wait for this rank's kernels, and mark the memory: it is used again after all ranks have.
+
+        Nothing can be launched any more, on any rank.
+        """
+        if self._buffer is not None:
+            self.team.device.synchronize()
+            self._kept.detach()
+            self._buffer = None
+
+    # -- on a stream -------------------------------------------------------------------------------
+
+    def require_usable(self) -> None:
+        """Raise what a kernel has noted; RankFailure after one was given up; else nothing."""
+        self.team.check()
+        if self.team.broken:
+            raise RankFailure(
+                f"rank {self.team.rank}: an earlier operation of this context was given up "
+                f"({self.team.broken}); finalize and initialize again among the ranks that remain"
+            )
+        if self._buffer is None:
+            raise RuntimeError("this product has been freed")
+
+    def multiply(
+        self, a: int, b: int, sums: int, pitch: int, stream: int, *, gather: bytes = b""
+    ) -> None:
+        """Put the product of A and B on `stream`, and the sums of all chunks but the late ones.
+
+        A, B and this rank's rows of the sums lie at these addresses, rows of the sums `pitch` bytes
+        apart. It ends when all tiles have come. `gather` is the struct `GatherArgument` where peers
+        read the sums.
+        """
+        problem, shape = self.problem, self.shape
+        defines = (
+            f"ELEMENT={problem.dtype.capitalize()}",
+            f"A_ALONG_K={problem.a.order == 'C':d}",
+            f"B_ALONG_K={problem.b.order == 'F':d}",
+            f"CLUSTER={shape.cluster}",
+            f"STAGES={shape.stages}",
+            f"PARTS={shape.parts}",
+            *self._defines(sums, pitch, bool(gather)),
+        )
+        memory = 1024 + shape.stages * _STAGE_BYTES + _TILE_BYTES // shape.parts
+        kernel = self.team.kernel("product", "product", defines, shared=memory, features="a")
+        argument = self.argument(self._of_product, a, b, sums, pitch, gather)
+        kernel.launch(stream, self._multipliers + self._takers, _THREADS, argument)
+
+    def take_last(self, sums: int, pitch: int, stream: int, *, shared: bool = False) -> None:
+        """Put the sums of the late chunks on `stream`. `shared`: the launch does not end here."""
+        kernel = self.team.kernel("take", "take_last", self._defines(sums, pitch, shared))
+        parts = self.walk.parts(self.team.rank)[-self.late :]
+        vectors = sum(part.tiles for part in parts) * _TILE_BYTES // 16
+        blocks = max(1, min(2 * self.team.device.processors, vectors // _LAST_THREADS))
+        argument = self.argument(self._of_last, sums, pitch)
+        kernel.launch(stream, blocks, _LAST_THREADS, argument)
+
+    def _defines(self, sums: int, pitch: int, shared: bool) -> tuple[str, ...]:
+        whole = sums % 16 == 0 and pitch % 16 == 0 and self.problem.columns % 8 == 0
+        return f"ADDEND={self.problem.dtype}", f"WHOLE={whole:d}", f"SHARED={shared:d}"
+
+    @property
+    def late(self) -> int:
+        """Chunks that are added up after the product: one at least."""
+        return max(1, min(self.shape.late, self.shape.chunks))
+
+    @property
+    def _takers(self) -> int:
+        return _multiple(max(1, self.shape.takers), self.shape.cluster)
+
+    @cached_property
+    def _units(self) -> int:
+        return len(self.walk.of(self.team.rank, self.shape.cluster)) // self.shape.cluster
+
+    @property
+    def _multipliers(self) -> int:
+        cluster = self.shape.cluster
+        most = max(1, (self.team.device.processors - self._takers) // cluster)
+        return cluster * min(most, self._units)
+
+    # -- arguments ---------------------------------------------------------------------------------
+
+    def argument(self, make: Callable[..., bytes], *words: int | bytes) -> Argument:
+        """The struct that `make` packs from these words, made once."""
+        key: tuple[str | int | bytes, ...] = (make.__name__, *words)
+        if key not in self._arguments:
+            if len(self._arguments) >= _MOST_ARGUMENTS:
+                self._arguments.clear()
+            self._arguments[key] = Argument(make(*words))
+        return self._arguments[key]
+
+    def _of_product(self, a: int, b: int, sums: int, pitch: int, gather: bytes) -> bytes:
+        """The struct `ProductArgument`."""
+        problem, rank = self.problem, self.team.rank
+        for name, address in (("A", a), ("B", b)):
+            if address % ALIGNMENT:
+                raise ValueError(
+                    f"{name} lies at {address:#x}, which is no multiple of {ALIGNMENT}"
+                )
+        columns = TILE_COLUMNS // self.shape.cluster
+        slots = [self.bases[dst] + p.slots + rank * p.stride for dst, p in enumerate(self.places)]
+        arrived = self._own_row("arrived")
+        return _padded(
+            self._map(a, problem.a, problem.height, problem.depth, TILE_ROWS, "C")
+            + self._map(b, problem.b, problem.depth, problem.columns, columns, "F")
+            + self.team.packed()
+            + struct.pack("QII", self._at("tiles"), self._units, -(-problem.depth // 64))
+            + struct.pack(f"Q{2 * len(slots)}Q", self._multipliers, *slots, *arrived)
+            + self._of_take(sums, pitch)
+            + (gather or bytes(40 + 16 * self.team.size))
+        )
+
+    def _map(
+        self, address: int, factor: Factor, rows: int, columns: int, tile: int, along_k: str
+    ) -> bytes:
+        """A box holds 64 elements along the contiguous axis, and of the other 64 of k or a tile."""
+        width, height = (columns, rows) if factor.order == "C" else (rows, columns)
+        box = tile if factor.order == along_k else 64
+        return tensor_map(address, self.problem.dtype, width, height, factor.pitch, box)
+
+    def _of_last(self, sums: int, pitch: int) -> bytes:
+        """The struct `LastArgument`."""
+        return self.team.packed() + self._of_take(sums, pitch)
+
+    def _of_take(self, sums: int, pitch: int) -> bytes:
+        """The struct `TakeArgument`."""
+        walk, at = self.walk, self._at
+        return (
+            struct.pack("QQQQ", at("slots"), self._own.stride, at("owned"), at("chunks"))
+            + struct.pack("IIQ", walk.chunks, self.late, walk.columns)
+            + struct.pack("QQ", at("arrived"), at("summed"))
+            + struct.pack("QQ", pitch, sums)
+            + struct.pack(f"{2 * self.team.size}Q", *self.bases, *self._own_row("ready"))
+        )
+
+    def _at(self, name: str) -> int:
+        """Where a part of this rank's memory begins."""
+        return self.bases[self.team.rank] + int(getattr(self._own, name))
+
+    def _own_row(self, name: str) -> list[int]:
+        """Where this rank's words by chunk begin in a table of every rank's."""
+        skipped = 8 * self.team.rank * self.walk.chunks
+        return [
+            self.bases[rank] + int(getattr(place, name)) + skipped
+            for rank, place in enumerate(self.places)
+        ]
+
+
+def _require_same(found: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    for rank, (*_, same) in enumerate(found):
+        if same != found[0][2]:
+            raise ValueError(
+                "a product of all ranks: rows of each rank, columns, dtype, chunks and extra bytes "
+                f"are {found[0][2]} on rank 0 and {same} on rank {rank}"
+            )
+    return found
+
+
+def _rounded(nbytes: int) -> int:
+    return _multiple(nbytes, _ROUND)
+
+
+def _multiple(count: int, of: int) -> int:
+    return -(-count // of) * of
+
+
+def _padded(struct: bytes) -> bytes:
+    """Structs that hold tensor maps are multiples of 64 bytes."""
+    return struct + bytes(-len(struct) % 64)
+
+
+def write(address: int, words: npt.NDArray[np.uint32]) -> None:
+    """Copy a table to the device."""
+    if words.size:
+        call("cuMemcpyHtoD", address, words.ctypes.data, words.nbytes)
