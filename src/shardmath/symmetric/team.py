@@ -37,8 +37,13 @@ _OPERATIONS = {
     layout.OF_USER: "a kernel of the user's",
     layout.OF_FLAG: "put_signal",
     layout.OF_PRODUCT: "a product",
+    layout.OF_SHARD: "a product of gathered rows",
 }
-_PLACES = {layout.OF_COLLECTIVE: "block", layout.OF_PRODUCT: "chunk"}
+_PLACES = {layout.OF_COLLECTIVE: "block", layout.OF_PRODUCT: "chunk", layout.OF_SHARD: "part"}
+_COUNTED = (
+    layout.OF_COLLECTIVE,
+    layout.OF_PRODUCT,
+)  # what an expired wait leaves in no known state
 _REFUSED = {
     layout.NO_CHANNEL: "named channel {seen}; there are {expected}, numbered from 0",
     layout.NO_PEER: "named rank {seen}; there are {expected}, numbered from 0",
@@ -217,7 +222,7 @@ class Team:
             for rank in ranks
             for operation, expected, seen in [late[rank].tolist()]
         ]
-        if any(int(late[rank, 0]) & 0xFFFFFFFF in _PLACES for rank in ranks):
+        if any(int(late[rank, 0]) & 0xFFFFFFFF in _COUNTED for rank in ranks):
             self.broken = "; ".join(reasons)
         gone = self._board.gone(ranks)
         if gone is not None:

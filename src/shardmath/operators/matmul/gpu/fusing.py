@@ -130,7 +130,7 @@ def pays(share: Share) -> bool:
 
 
 _TOLD = {
-    "all-gather": "{rows} are sent to all while those that are here are multiplied",
+    "all-gather": "{rows} go around a ring while those that are here are multiplied",
     "reduce-scatter": "tiles are sent to their owners while others are multiplied",
     "all-reduce": "tiles are sent to those who add them up, and all read the sums",
 }
