@@ -34,7 +34,11 @@ class Settings:
     notice: float = _variable(5.0, "Seconds after which a wait says on stderr whom it waits for.")
     transport: str = _variable("auto", "Transport to use; auto takes the first that is available.")
     fake_hosts: int = _variable(1, "Pretend that the ranks of this machine sit on so many hosts.")
+    address: str = _variable("", "Where ranks on other hosts reach this one; found out if empty.")
     segment_bytes: int = _variable(64 << 20, "Smallest segment by which the symmetric heap grows.")
+    gpu_heap_bytes: int = _variable(
+        2 << 30, "Symmetric heap of a GPU through NVSHMEM: it is taken at the start, and stays."
+    )
     cache: str = _variable("", "Folder for compiled kernels; - compiles them anew every time.")
     rank: int = _variable(-1, "This process's rank; set by the launcher.")
     size: int = _variable(-1, "The number of ranks; set by the launcher.")

@@ -24,6 +24,7 @@ from shardmath.machinery import Machinery
 from shardmath.symmetric.board import Board
 from shardmath.symmetric.heap import Block, Buffer, Heap, Location
 from shardmath.transport.base import Bytes, DeviceBytes, Memory
+from shardmath.transport.wires import Channel
 
 if TYPE_CHECKING:
     from shardmath.symmetric.team import Team
@@ -53,7 +54,6 @@ class DistributedContext:
     that compute at once have one each: a call during another's raises RuntimeError.
     """
 
-    nvshmem_available = False
     nccl_comm = None
 
     def __init__(
@@ -90,6 +90,11 @@ class DistributedContext:
         self._dropping.atexit = False
         self._outlived: list[Any] = []  # what peers may still read of contexts that have ended
         _contexts.add(self)
+
+    @property
+    def nvshmem_available(self) -> bool:
+        """Whether the ranks' memory is NVSHMEM's."""
+        return self._machinery.transport.name == "nvshmem"
 
     def __repr__(self) -> str:
         state = f" ({self._closed})" if self._closed else ""
@@ -161,12 +166,73 @@ class DistributedContext:
             transport.attach(peer, location.segment)
         return transport.address(peer, location.segment, location.offset, nbytes)
 
+    @property
+    def spans_hosts(self) -> bool:
+        """Whether some ranks have no address for each other's memory; the same on all ranks."""
+        mesh = self._machinery.mesh
+        return len({mesh.host_of[rank] for rank in self._ranks}) > 1
+
+    def reads_in_place(self, rank: int) -> bool:
+        """Whether `rank` is on this rank's host: its memory has addresses here."""
+        return self._machinery.mesh.near(self._ranks[rank])
+
+    def read_bytes(
+        self,
+        rank: int,
+        location: Location,
+        nbytes: int,
+        pieces: Iterable[tuple[int, int]] | None = None,
+    ) -> Bytes:
+        """Memory of `rank`, which it has announced, for cores to read: in place, or a copy of now.
+
+        Of a copy only the bytes from one end of each piece to the other are filled, if given.
+        """
+        found = self.peer_bytes(rank, location, nbytes)
+        if found is None:
+            found = np.empty(nbytes, np.uint8)
+            transport, peer = self._machinery.transport, self._ranks[rank]
+            for low, high in [(0, nbytes)] if pieces is None else pieces:
+                if low < high:
+                    transport.get(peer, location.segment, location.offset + low, found[low:high])
+        return found
+
+    def get(self, rank: int, location: Location, into: Memory, stream: int = 0) -> None:
+        """Fill `into` from memory of `rank`, which it has announced. See `Transport.get`."""
+        transport, peer = self._machinery.transport, self._ranks[rank]
+        if rank != self.rank:
+            transport.attach(peer, location.segment)
+        transport.get(peer, location.segment, location.offset, into, stream)
+
+    def put(self, rank: int, location: Location, data: Memory, stream: int = 0) -> None:
+        """Write `data` to memory of `rank`, which sees it when it has heard of it thereafter."""
+        transport, peer = self._machinery.transport, self._ranks[rank]
+        if rank != self.rank:
+            transport.attach(peer, location.segment)
+        transport.put(peer, location.segment, location.offset, data, stream)
+        transport.quiet(peer, stream)
+
     def zero(self, buffer: Buffer) -> None:
         """Set memory of this rank's heap to zero."""
         if self._machinery.device is not None:
             self._machinery.device.zero(buffer.block.address, buffer.block.nbytes)
         else:
             np.asarray(buffer)[:] = 0
+
+    def channel(self, number: int, deliver: Callable[[int, int, bytes], None]) -> RankChannel:
+        """Messages between this context's ranks of different hosts: see `wires.Channel`.
+
+        `number` is 1 or more, and rises from one channel to the next. `deliver` gets ranks of this
+        context.
+        """
+        wires, ranks = self._machinery.mesh.wires, self._ranks
+        assert wires is not None, "there are ranks on other hosts"
+        number_of = {peer: rank for rank, peer in enumerate(ranks)}
+
+        def translated(peer: int, place: int, data: bytes) -> None:
+            if peer in number_of:
+                deliver(number_of[peer], place, data)
+
+        return RankChannel(wires.open(self._name, number, translated), ranks)
 
     def next_share(self) -> int:
         """The number of the next object that the ranks of this context share, the same on all."""
@@ -275,6 +341,8 @@ class DistributedContext:
         if self._closed:
             return
         self._closed = why
+        if self.team is not None and self.board.dead():
+            self.team.give_up()  # kernels that wait for the dead would keep this process
         self.board.leave()
         self.team = None
         self._dropping.detach()
@@ -291,6 +359,23 @@ class DistributedContext:
     def abandon(self, why: str) -> None:
         """Make the context unusable in this process, and tell nobody: it is not this process's."""
         self._closed = why
+        self._machinery.mesh.abandon()
+
+
+class RankChannel:
+    """A channel of the mesh in a context's numbers."""
+
+    def __init__(self, channel: Channel, ranks: Sequence[int]) -> None:
+        self._channel = channel
+        self._ranks = tuple(ranks)
+
+    def send(self, ranks: Iterable[int], writes: Sequence[tuple[int, bytes]]) -> None:
+        """Send each of `ranks` these (place, data), in order."""
+        self._channel.send([self._ranks[rank] for rank in ranks], writes)
+
+    def close(self) -> None:
+        """Drop what still comes."""
+        self._channel.close()
 
 
 def get_context() -> DistributedContext | None:

@@ -14,11 +14,14 @@ from typing import TYPE_CHECKING
 from shardmath import agreement
 from shardmath.config import Settings
 from shardmath.group.base import ProcessGroup
-from shardmath.symmetric.board import Board, board_bytes
-from shardmath.symmetric.heap import Buffer, Heap
+from shardmath.symmetric.board import ROW_BYTES, Board, board_bytes
+from shardmath.symmetric.heap import Buffer, Heap, Location
+from shardmath.symmetric.layout import pad_bytes
+from shardmath.symmetric.rows import Rows, SpreadRows
 from shardmath.symmetric.waiting import Patience
+from shardmath.transport import choice
 from shardmath.transport.base import Transport
-from shardmath.transport.host import HostTransport, export_memory, map_memory
+from shardmath.transport.host import export_memory, map_memory
 from shardmath.transport.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -41,47 +44,69 @@ class Machinery:
     def __init__(self, group: ProcessGroup, settings: Settings) -> None:
         self.settings = settings
         self.kept: list[Buffer] = []  # what kernels may write at any time, until all contexts end
-        self.mesh = Mesh(group, settings.startup_timeout)
+        self.mesh = Mesh(
+            group,
+            settings.startup_timeout,
+            pretended=settings.fake_hosts,
+            address=settings.address,
+        )
 
-    def open(self, ordinal: int | None) -> None:
-        """Make the transport for a CUDA device, or for the host's cores. Local."""
-        if ordinal is None:
-            self.transport = HostTransport(self.mesh)
-        else:
+    def open(self, ordinal: int | None, group: ProcessGroup) -> str:
+        """Make the transport for a CUDA device, or for the host's cores; its name. Local."""
+        if ordinal is not None:
             from shardmath.cuda.device import Device
-            from shardmath.transport.cuda import CudaTransport
 
             self.device = Device.of(ordinal)
-            self.transport = CudaTransport(self.mesh, self.device)
+        name = choice.choose(self.mesh, group, self.device, self.settings.transport)
+        self.transport = choice.make(name, self.mesh, self.device, self.settings)
         self.heap = Heap(
             self.transport, rank=self.mesh.rank, segment_bytes=self.settings.segment_bytes
         )
+        return name
 
     def board(self, ranks: Sequence[int], rank: int, name: str) -> Board:
         """A board for `ranks` (numbers of this mesh), of which this process is `rank`.
 
-        Collective among them: the first makes the memory and hands it to the others. No two boards
-        have the same `name`.
+        Collective among them. No two boards have the same `name`.
         """
         mesh, size = self.mesh, len(ranks)
-        tag = "board " + blake2b(name.encode(), digest_size=24).hexdigest()
-        if rank == 0:
-            fd, memory = export_memory("shardmath-board", board_bytes(size))
-            for peer in ranks[1:]:
-                mesh.send(peer, tag, fd)
-            os.close(fd)
-        else:
-            memory = map_memory(mesh.receive(ranks[0], tag))
+        rows = self._rows(ranks, rank, name)
         names = [f"pid {mesh.pids[r]} on {mesh.hosts[r]}" for r in ranks]
         patience = Patience.of(self.settings.timeout, self.settings.notice, mesh.size)
         return Board(
-            memory,
+            rows,
             rank=rank,
             size=size,
             watch=mesh.watch,
             watch_ranks=ranks,
             names=names,
             patience=patience,
+        )
+
+    def _rows(self, ranks: Sequence[int], rank: int, name: str) -> Rows:
+        """Where a board's rows lie: the first rank of a host makes memory for the others there."""
+        mesh, size = self.mesh, len(ranks)
+        tag = "board " + blake2b(name.encode(), digest_size=24).hexdigest()
+        first, *others = [peer for peer in ranks if mesh.near(peer)]
+        if first == mesh.rank:
+            fd, memory = export_memory("shardmath-board", board_bytes(size))
+            for peer in others:
+                mesh.send(peer, tag, fd)
+            os.close(fd)
+        else:
+            memory = map_memory(mesh.receive(first, tag))
+        far = {r: peer for r, peer in enumerate(ranks) if not mesh.near(peer)}
+        if not far:
+            return Rows(memory, rank=rank, size=size, row_bytes=ROW_BYTES)
+        assert mesh.wires is not None, "there are ranks on other hosts"
+        return SpreadRows(
+            memory,
+            rank=rank,
+            size=size,
+            row_bytes=ROW_BYTES,
+            far=far,
+            wires=mesh.wires,
+            name=name,
         )
 
     def team(self, board: Board, ranks: Sequence[int]) -> Team | None:
@@ -91,9 +116,11 @@ class Machinery:
         """
         if self.device is None:
             return None
-        from shardmath.symmetric.team import Team, pad_bytes
+        from shardmath.symmetric.far_team import FarTeam
+        from shardmath.symmetric.team import CHANNELS, Team
 
-        device, transport, nbytes = self.device, self.transport, pad_bytes(len(ranks))
+        device, transport = self.device, self.transport
+        nbytes = pad_bytes(len(ranks), CHANNELS)
         pads: list[Buffer] = []
 
         def describe() -> tuple[int, int]:
@@ -117,7 +144,12 @@ class Machinery:
             for peer, (segment, offset) in zip(ranks, places, strict=True)
         ]
         self.kept.append(pads[0])  # a peer's kernel may signal after this rank has closed the group
-        return Team(device, board, pads[0], addresses)
+        if all(map(self.mesh.near, ranks)):
+            return Team(device, board, pads[0], addresses)
+        team = FarTeam(device, board, pads[0], addresses)
+        far = [rank for rank, peer in enumerate(ranks) if not self.mesh.near(peer)]
+        team.locate(transport, ranks, {rank: Location(*places[rank]) for rank in far})
+        return team
 
     def close(self) -> None:
         """Drop transport and connections; mappings that arrays still use stay."""

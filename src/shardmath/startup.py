@@ -64,17 +64,18 @@ def new_context(
         ranks = range(group.nranks)
         board = machinery.board(ranks, group.rank, "board")
 
-        def describe() -> str:
+        def describe() -> tuple[str, str]:
             ordinal = _ordinal(device_id, backends)
-            machinery.open(ordinal)
-            return "cpu" if ordinal is None else "cuda"
+            name = machinery.open(ordinal, group)
+            return "cpu" if ordinal is None else "cuda", name
 
-        agreement.agree(
-            board,
-            "initialize",
-            describe,
-            lambda kinds: agreement.require_equal("the kind of device_id", kinds),
-        )
+        def check(told: list[tuple[str, str]]) -> None:
+            kinds, names = zip(*told, strict=True)
+            agreement.require_equal("the kind of device_id", kinds)
+            agreement.require_equal("the transport", names)
+
+        agreement.agree(board, "initialize", describe, check)
+        machinery.transport.join(group)
         team = machinery.team(board, ranks)
         undo.pop_all()
     return DistributedContext(

@@ -36,19 +36,24 @@ __all__ = [
     "empty",
     "empty_strided_p2p",
     "enable_symm_mem_for_group",
+    "get",
     "get_backend",
     "get_signal_pad_size",
     "get_symm_mem_workspace",
     "has_multicast_support",
+    "include_path",
     "is_nvshmem_available",
     "is_symm_mem_enabled_for_group",
     "is_symm_mem_tensor",
     "memset32",
+    "put",
+    "put_signal",
     "rendezvous",
     "set_backend",
     "set_group_info",
     "set_signal_pad_size",
     "stream_write_value32",
+    "wait_signal",
 ]
 
 _BACKEND = "HOST"
@@ -181,6 +186,17 @@ def set_signal_pad_size(size: int) -> None:
     change_pad_setting(size)
 
 
+def include_path() -> str:
+    """The folder of symm.cuh, whose verbs kernels of CUDA C++ use: put, get, signal, wait, barrier.
+
+    A handle on GPUs has the options to compile with (`compile_options`) and the argument that such
+    a kernel takes (`kernel_argument`). The same verbs for Triton are in `shardmath.symm_triton`.
+    """
+    from shardmath.cuda.compile import KERNELS
+
+    return str(KERNELS)
+
+
 def set_backend(name: str) -> None:
     """Accept "HOST", the one backend there is; ValueError for any other."""
     if str(name).upper() != _BACKEND:
@@ -198,8 +214,31 @@ def has_multicast_support(device_type: Any = "cpu", device_idx: int = 0) -> bool
 
 
 def is_nvshmem_available() -> bool:
-    """False: this version reaches the host's memory only."""
-    return False
+    """Whether GPUs of several hosts can be reached: NVSHMEM and its bindings are installed."""
+    from shardmath.transport.nvshmem import NVSHMEMTransport
+
+    return NVSHMEMTransport.probe().available
+
+
+def get(dst: Any, hdl: SymmetricMemory, peer: int, offset: int = 0) -> None:
+    """Fill `dst` with elements of `peer`'s array. See `SymmetricMemory.get`."""
+    hdl.get(dst, peer, offset)
+
+
+def put(src: Any, hdl: SymmetricMemory, peer: int, offset: int = 0) -> None:
+    """Write `src` over elements of `peer`'s array. See `SymmetricMemory.put`."""
+    hdl.put(src, peer, offset)
+
+
+def put_signal(src: Any, hdl: SymmetricMemory, peer: int) -> None:
+    """Write `src` over the start of `peer`'s array, then signal it on channel 0."""
+    hdl.put(src, peer)
+    hdl.put_signal(peer)
+
+
+def wait_signal(hdl: SymmetricMemory, peer: int) -> None:
+    """Wait for a signal of `peer` on channel 0: what it put before, this rank sees after."""
+    hdl.wait_signal(peer)
 
 
 def memset32(tensor: Any, offset: int, val: int, count: int = 1) -> Any:

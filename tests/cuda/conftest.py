@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
+from visible import GPUS
 
 from ranks import Pool
-from shardmath.config import environment
 from shardmath.startup import new_context
 
-# Those that the driver may show to this process.
-VISIBLE = environment().get("CUDA_VISIBLE_DEVICES", "")
-GPUS = len(VISIBLE.split(",")) if VISIBLE else len(list(Path("/dev").glob("nvidia[0-9]*")))
 SIZES = [size for size in (1, 2, 3, 4, 8) if size <= max(GPUS, 1)]
 
 

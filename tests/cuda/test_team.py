@@ -211,14 +211,13 @@ def test_a_device_that_is_not_there(gpus):
 def test_constants_are_the_kernels():
     from shardmath.collectives import device
     from shardmath.cuda.compile import KERNELS
-    from shardmath.symmetric import team
+    from shardmath.symmetric import layout
 
     text = "".join(path.read_text() for path in KERNELS.glob("*.cuh"))
     for name, value in (
-        ("kBlocks", team.BLOCKS),
+        ("kBlocks", layout.BLOCKS),
         ("kThreads", device._MOST_THREADS),
         ("kPhases", device._PHASES),
         ("kSets", device._SETS),
     ):
         assert f"constexpr int {name} = {value};" in text
-    assert f"#define SHARDMATH_CHANNELS {team.CHANNELS}  " in text

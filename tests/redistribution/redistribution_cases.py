@@ -12,6 +12,7 @@ from shardmath.geometry import decode
 
 NUMPY_DTYPES = ("u1", "i2", "f4", "f8", "c16", "S3", "V12")
 TORCH_DTYPES = ("uint8", "bfloat16", "float32", "float64", "complex128")
+DTYPES = {"numpy": NUMPY_DTYPES, "torch": TORCH_DTYPES, "cupy": NUMPY_DTYPES[:5]}
 STORES = ("C", "F", "strided", "reversed", "heap C", "heap F", "heap strided")
 
 
@@ -59,14 +60,15 @@ _LARGEST = {1: 40, 2: 40, 3: 40, 4: 16}
 
 
 @st.composite
-def cases(draw):
+def cases(draw, least=1, most=6, libraries=("numpy", "numpy", "torch"), stores=STORES):
     """(ranks, global shape, inputs, outputs, library, dtype, store of each rank, store of out)."""
-    size = draw(st.integers(1, 6))
+    size = draw(st.integers(least, most))
     ndim = draw(st.integers(1, 4))
     shape = tuple(min(draw(_EXTENTS), _LARGEST[ndim]) for _ in range(ndim))
-    library = draw(st.sampled_from(["numpy", "numpy", "torch"]))
-    dtype = draw(st.sampled_from(NUMPY_DTYPES if library == "numpy" else TORCH_DTYPES))
-    stores = STORES if library == "numpy" else tuple(s for s in STORES if s != "reversed")
+    library = draw(st.sampled_from(libraries))
+    dtype = draw(st.sampled_from(DTYPES[library]))
+    if library == "torch":
+        stores = tuple(store for store in stores if store != "reversed")
     return (
         size,
         shape,

@@ -178,3 +178,32 @@ def test_the_own_part_comes_first_and_then_the_next_rank():
         moves(layout, Layout.replicated((8, 3), 4), dst_rank=2), parts.__getitem__, got, rank=2
     )
     assert got.tobytes() == array.tobytes()
+
+
+@pytest.mark.parametrize(("itemsize", "length"), [(8, 40), (8, 40_000), (16, 5000)])
+@pytest.mark.parametrize("order", ["C", "F", "reversed"])
+def test_pieces_hold_what_moves(itemsize, length, order):
+    """All that a plan moves between two ranks lies in the pieces, and not much else."""
+    shape = (6, 5, length)
+    plan = TransferPlan(*(Layout.slab(shape, 3, axis=axis) for axis in (0, 1)), itemsize)
+    for rank, src in itertools.product(range(3), repeat=2):
+        local = np.zeros(plan.src.local_shape(src), f"V{itemsize}", "F" if order == "F" else "C")
+        if order == "reversed":
+            local = local[::-1, :, ::-1]
+        wanted = np.zeros(local.shape, bool)
+        for move in plan.into(rank):
+            if move.src == src:
+                cut = [slice(run.src_start, run.src_start + run.length) for run in move.runs]
+                wanted[tuple(cut)] = True
+        offsets = sum(
+            np.arange(n).reshape([-1 if i == axis else 1 for i in range(3)]) * step
+            for axis, (n, step) in enumerate(zip(local.shape, local.strides, strict=True))
+        )
+        found = plan.pieces(rank, src, local.strides)
+        held = np.zeros(local.shape, bool)
+        for low, high in found:
+            held |= (offsets >= low) & (offsets + itemsize <= high)
+        assert held[wanted].all()
+        moved = int(wanted.sum()) * itemsize
+        if length == 40_000 and order != "F":
+            assert sum(high - low for low, high in found) == moved

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardmath.arrays.dtypes import DType
+from shardmath.collectives.far import FarCollectives
 from shardmath.cuda.driver import call
 from shardmath.cuda.kernel import Argument
 from shardmath.errors import RankFailure
@@ -78,8 +79,10 @@ class DeviceCollectives:
         self._side: tuple[Any, Any, Any] | None = None  # stream, and events to fork and join
 
     @classmethod
-    def together(cls, context: DistributedContext) -> DeviceCollectives:
+    def together(cls, context: DistributedContext) -> DeviceCollectives | FarCollectives:
         """The context's collectives, made at the first call. Collective."""
+        if context.spans_hosts:
+            return FarCollectives(context)
         made: DeviceCollectives = context.cache("device collectives", lambda: cls._made(context))
         return made
 

@@ -32,6 +32,7 @@ from shardmath.collectives.operand import (
     output_spec,
     require_outputs_fit,
     slab_counts,
+    span_of_columns,
     starts,
 )
 from shardmath.context import DistributedContext
@@ -221,7 +222,11 @@ def all_to_all(
         shape = plan.results[context.rank]
         result = Output.of(out, operand.library, shape, plan.dtype)
         sizes = [prod(each) for each in plan.operands]
-        found = read_offers(context, notes, sizes, operand.flat, result.flat.dtype)
+        parts = [
+            span_of_columns(each, plan.axis, sum(sent[: context.rank]), sent[context.rank])
+            for each, sent in zip(plan.operands, plan.sent, strict=True)
+        ]
+        found = read_offers(context, notes, sizes, operand.flat, result.flat.dtype, parts)
         into, width = column_view(result.flat, shape, plan.axis)
         at = 0
         for source, its_shape, sent in zip(found, plan.operands, plan.sent, strict=True):

@@ -85,10 +85,12 @@ def read_offers(
     sizes: Sequence[int],
     own: HostArray | None,
     dtype: np.dtype[np.generic],
+    parts: Sequence[tuple[int, int]] | None = None,
 ) -> list[HostArray]:
     """Every rank's elements, `sizes` of them, as arrays on the memory where they lie.
 
-    `own` stands for this rank's. A rank that offered nothing has none.
+    `own` stands for this rank's. A rank that offered nothing has none. What has no address here is
+    copied, and of that only the elements from `parts[rank][0]` to `parts[rank][1]`, if given.
     """
     found: list[HostArray] = []
     for rank, (note, size) in enumerate(zip(notes, sizes, strict=True)):
@@ -100,13 +102,19 @@ def read_offers(
             found.append(np.frombuffer(bytearray(note[1:]), dtype))  # a copy, and so aligned
         else:
             _, segment, offset = _WHERE.unpack(note)
-            memory = context.peer_bytes(rank, Location(segment, offset), size * dtype.itemsize)
-            assert memory is not None, "the host transport has an address for every peer"
+            item = dtype.itemsize
+            pieces = None if parts is None else [(parts[rank][0] * item, parts[rank][1] * item)]
+            memory = context.read_bytes(rank, Location(segment, offset), size * item, pieces)
             found.append(memory.view(dtype))
     return found
 
 
 def wait_for_readers(context: DistributedContext, notes: Sequence[bytes]) -> None:
-    """Before reusing what a peer may still read: end a call in which anything was lent."""
-    if any(note[:1] == _LENT for note in notes):
+    """Before reusing what a peer may still read: end a call in which anything was lent.
+
+    What is staged needs no such end among ranks of one host: they read it even when its owner has
+    ended. From another host a rank that has ended cannot be read.
+    """
+    kept = (_LENT, _STAGED) if context.spans_hosts else (_LENT,)
+    if any(note[:1] in kept for note in notes):
         context.board.barrier(context.board.operation)

@@ -98,7 +98,8 @@ class DeviceOperand:
         item, rank = self.spec.itemsize, self.context.rank
         sizes = [prod(each) * item for each in shapes]
         source, whole = self._packed(self._x), sum(sizes)
-        if max(sizes) >= _LARGE_BYTES and not any(size % 16 for size in sizes):
+        large = max(sizes) >= _LARGE_BYTES and not any(size % 16 for size in sizes)
+        if large and isinstance(moves, DeviceCollectives):
             flat, places = self._shared(whole // item)
             start = sum(sizes[:rank])
             targets = [place + start for place in places]
@@ -119,7 +120,10 @@ class DeviceOperand:
         table = [[count * width for count in row] for row, width in zip(sent, widths, strict=True)]
         source = self._packed(self._by_rank(axis, sent[rank]))
         received = [row[rank] for row in table]
-        if max(map(max, table)) >= _LARGE_BYTES and not any(n % 16 for row in table for n in row):
+        large = max(map(max, table)) >= _LARGE_BYTES and not any(
+            n % 16 for row in table for n in row
+        )
+        if large and isinstance(moves, DeviceCollectives):
             flat, places = self._shared(sum(received) // item)
             sources = [source.pointer + sum(table[rank][:peer]) for peer in range(size)]
             targets = [
@@ -141,7 +145,8 @@ class DeviceOperand:
         dtype = dtype_of(self.spec.dtype)
         nbytes, size, rank = prod(shape) * dtype.itemsize, self.context.size, self.context.rank
         source = self._packed(self._x)
-        if nbytes >= _LARGE_BYTES and nbytes % 16 == 0:
+        large = nbytes >= _LARGE_BYTES and nbytes % 16 == 0
+        if large and isinstance(moves, DeviceCollectives):
             flat, places = self._shared(prod(shape))
             sent = nbytes if rank == root else 0
             moves.move([source.pointer] * size, places, [sent] * size, self.stream)

@@ -35,6 +35,7 @@ __all__ = [
     "output_spec",
     "require_outputs_fit",
     "slab_counts",
+    "span_of_columns",
     "starts",
 ]
 
@@ -201,6 +202,14 @@ def column_view(flat: HostArray, shape: Shape, axis: int) -> tuple[HostArray, in
     """
     rows, columns = prod(shape[:axis]), prod(shape[axis + 1 :])
     return flat.reshape(rows, shape[axis] * columns), columns
+
+
+def span_of_columns(shape: Shape, axis: int, first: int, count: int) -> tuple[int, int]:
+    """The range of C-ordered elements in which all of those indices of `axis` lie."""
+    rows, width = prod(shape[:axis]), prod(shape[axis + 1 :])
+    if not rows * count * width:
+        return 0, 0
+    return first * width, ((rows - 1) * shape[axis] + first + count) * width
 
 
 def require_outputs_fit(

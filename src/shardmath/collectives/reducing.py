@@ -25,6 +25,7 @@ from shardmath.collectives.operand import (
     output_spec,
     require_outputs_fit,
     slab_counts,
+    span_of_columns,
 )
 from shardmath.collectives.reduction import Reduction, fold
 from shardmath.context import DistributedContext
@@ -149,10 +150,13 @@ def reduce_scatter(
         shape = plan.results[context.rank]
         result = Output.of(out, operand.library, shape, plan.reduction.result)
         sizes = [operand.flat.size] * context.size
-        found = read_offers(context, notes, sizes, operand.flat, operand.flat.dtype)
+        first, count = sum(plan.counts[: context.rank]), plan.counts[context.rank]
+        span = span_of_columns(operand.spec.shape, plan.axis, first, count)
+        spans = [span] * context.size
+        found = read_offers(context, notes, sizes, operand.flat, operand.flat.dtype, spans)
         into, width = column_view(result.flat, shape, plan.axis)
-        start = sum(plan.counts[: context.rank]) * width
-        end = start + plan.counts[context.rank] * width
+        start = first * width
+        end = start + count * width
         parts = [
             column_view(each, operand.spec.shape, plan.axis)[0][:, start:end] for each in found
         ]

@@ -6,6 +6,9 @@ from a slot. Blocks flow through with one barrier each:
 
     between barriers k and k+1:   fetch block k-1   fold block k   stage block k+1
 
+A rank on another host reads the same memory by copies of the parts that it needs, and writes
+nobody's result: its parts are fetched from its slots.
+
 There are two stages and two slots, used by even and odd blocks, and each is written between one
 pair of barriers, read between the next, and written again after that. So one barrier is all three:
 after writing what a peer will read, before reading what a peer wrote, before reusing what a peer
@@ -17,6 +20,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -80,12 +84,59 @@ class Parts:
 
 @dataclass(frozen=True)
 class _Peer:
-    """One rank's memory as this rank sees it; None for what it stages, and for what it fetches."""
+    """One rank's memory as this rank sees it.
 
-    operand: HostArray | None
-    result: HostArray | None
-    stages: list[HostArray]
-    slots: list[HostArray]
+    `operand` and `result` say where those lie if they are on the heap, `ring` where the ring does;
+    of a rank on another host nothing can be written.
+    """
+
+    context: DistributedContext
+    rank: int
+    layout: Layout
+    count: int
+    operand: Location | None
+    result: Location | None
+    ring: Location
+
+    @property
+    def near(self) -> bool:
+        """Whether this rank and the peer can write each other's memory."""
+        return self.context.reads_in_place(self.rank)
+
+    @property
+    def written(self) -> bool:
+        """Whether this rank writes its parts of the result straight into the peer's."""
+        return self.result is not None and self.near
+
+    def input(self, number: int, start: int, low: int, high: int) -> HostArray:
+        """Elements `low` to `high` of block `number`, which begins at `start`."""
+        item = self.layout.source.itemsize
+        if self.operand is not None:
+            found = self._read(self.operand, (start + low) * item, (high - low) * item)
+        else:
+            stage = (number & 1) * self.layout.block
+            found = self._read(self.ring, (stage + low) * item, (high - low) * item)
+        return found.view(self.layout.source)
+
+    def folded(self, number: int, count: int) -> HostArray:
+        """The peer's `count` elements of block `number` of the result."""
+        layout = self.layout
+        at = 2 * layout.block * layout.source.itemsize
+        at += (number & 1) * layout.part * layout.target.itemsize
+        return self._read(self.ring, at, count * layout.target.itemsize).view(layout.target)
+
+    @cached_property
+    def output(self) -> HostArray:
+        """The peer's result, to be written."""
+        assert self.result is not None and self.written
+        nbytes = self.count * self.layout.target.itemsize
+        found = self.context.peer_bytes(self.rank, self.result, nbytes)
+        assert found is not None, "it is on this host"
+        return found.view(self.layout.target)
+
+    def _read(self, where: Location, start: int, nbytes: int) -> HostArray:
+        place = Location(where.segment, where.offset + start)
+        return self.context.read_bytes(self.rank, place, nbytes)
 
 
 def aligned(out: HostArray | None, operand: Operand) -> bool:
@@ -133,8 +184,9 @@ def combine(
     """Fold the operands of all ranks, of which `operand` is this one's, into `result`."""
     peers = [_peer(context, rank, note, operand.size, made) for rank, note in enumerate(notes)]
     whole = all(peer.operand is not None and peer.result is not None for peer in peers)
-    block = operand.size if whole else made.layout.block
-    flow = _Flow(context.rank, reduction, operand, result, peers, block)
+    block = operand.size if whole and not context.spans_hosts else made.layout.block
+    own = made.layout.views(np.asarray(made.ring))
+    flow = _Flow(context.rank, reduction, operand, result, peers, block, *own)
     count = -(-operand.size // block)
     for number in range(count):
         if number:
@@ -144,6 +196,10 @@ def combine(
             flow.stage(number + 1)
         context.board.barrier("all_reduce")
     flow.fetch(count - 1)
+    if context.spans_hosts:
+        # Before reusing what a peer may still read: on its own host it can even when this rank has
+        # ended, from another it cannot.
+        context.board.barrier("all_reduce")
 
 
 @dataclass(frozen=True)
@@ -156,6 +212,8 @@ class _Flow:
     result: HostArray
     peers: Sequence[_Peer]
     block: int
+    stages: list[HostArray]
+    slots: list[HostArray]
 
     def part(self, rank: int, number: int) -> tuple[int, int, int]:
         """Where block `number` begins, and the range of it that `rank` folds."""
@@ -174,37 +232,32 @@ class _Flow:
             if rank == self.me:
                 inputs.append(self.operand[here])
                 continue
-            if peer.operand is not None:
-                inputs.append(peer.operand[here])
-            else:
-                inputs.append(peer.stages[number & 1][low:high])
-            if peer.result is not None:
-                outputs.append(peer.result[here])
+            inputs.append(peer.input(number, start, low, high))
+            if peer.written:
+                outputs.append(peer.output[here])
             else:
                 fetched = True
         if fetched:
-            outputs.append(self.peers[self.me].slots[number & 1][: high - low])
+            outputs.append(self.slots[number & 1][: high - low])
         fold(self.reduction, [each[None] for each in inputs], [each[None] for each in outputs])
 
     def stage(self, number: int) -> None:
         """Copy a block to where peers read it, but for the part that this rank folds."""
-        own = self.peers[self.me]
-        if own.operand is None:
+        if self.peers[self.me].operand is None:
             start, low, high = self.part(self.me, number)
             source = self.operand[start : start + self.block]
-            into = own.stages[number & 1]
+            into = self.stages[number & 1]
             _copy(into[:low], source[:low])
             _copy(into[high : source.size], source[high:])
 
     def fetch(self, number: int) -> None:
-        """Copy the parts of a block that peers have folded."""
-        if self.peers[self.me].result is not None:
-            return
+        """Copy the parts of a block that peers have folded and have not written here."""
+        on_heap = self.peers[self.me].result is not None
         for rank, peer in enumerate(self.peers):
             start, low, high = self.part(rank, number)
-            if rank != self.me:
+            if rank != self.me and not (on_heap and peer.near):
                 into = self.result[start + low : start + high]
-                _copy(into, peer.slots[number & 1][: high - low])
+                _copy(into, peer.folded(number, high - low))
 
 
 def _copy(into: HostArray, source: HostArray) -> None:
@@ -213,22 +266,12 @@ def _copy(into: HostArray, source: HostArray) -> None:
 
 def _peer(context: DistributedContext, rank: int, note: bytes, count: int, made: Parts) -> _Peer:
     words = _NOTE.unpack(note)
-    layout = made.layout
-
-    def memory(where: tuple[int, int], nbytes: int) -> HostArray | None:
-        if where == _NOWHERE:
-            return None
-        return context.peer_bytes(rank, Location(*where), nbytes)
-
-    operand = memory(words[0:2], count * layout.source.itemsize)
-    result = memory(words[2:4], count * layout.target.itemsize)
-    ring = memory(words[4:6], layout.nbytes)
-    assert ring is not None, "every rank has published a ring"
-    return _Peer(
-        None if operand is None else operand.view(layout.source),
-        None if result is None else result.view(layout.target),
-        *layout.views(ring),
+    operand, result, ring = (
+        None if words[at : at + 2] == _NOWHERE else Location(*words[at : at + 2])
+        for at in (0, 2, 4)
     )
+    assert ring is not None, "every rank has published a ring"
+    return _Peer(context, rank, made.layout, count, operand, result, ring)
 
 
 def _part(block: int, size: int) -> int:

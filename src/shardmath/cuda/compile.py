@@ -20,7 +20,7 @@ from typing import Any
 from shardmath.config import Settings, cache_folder
 from shardmath.errors import BackendUnavailable, CudaError
 
-__all__ = ["KERNELS", "compiled"]
+__all__ = ["KERNELS", "compiled", "compiled_source"]
 
 KERNELS = Path(__file__).parent.parent / "kernels"
 _FLAGS = ("--std=c++17",)
@@ -32,7 +32,16 @@ def compiled(name: str, defines: Sequence[str], arch: str) -> bytes:
     `defines` are like "SIZE=8". Raises CudaError, with the compiler's words, where it cannot be.
     """
     source = (KERNELS / f"{name}.cu").read_text()
-    flags = [*_FLAGS, f"--gpu-architecture={arch}", *(f"--define-macro={text}" for text in defines)]
+    return _cached(name, source, [f"--define-macro={text}" for text in defines], arch)
+
+
+def compiled_source(source: str, options: Sequence[str], arch: str) -> bytes:
+    """The machine code of `source`, which may include our headers; `options` are NVRTC's."""
+    return _cached("source", source, options, arch)
+
+
+def _cached(name: str, source: str, options: Sequence[str], arch: str) -> bytes:
+    flags = [*_FLAGS, f"--gpu-architecture={arch}", *options]
     folder = cache_folder(Settings.from_environment())
     if folder is None:
         return _compile(name, source, flags)

@@ -17,7 +17,8 @@ __all__ = ["Device"]
 class Device:
     """One CUDA device. `ordinal` is its index among those that this process sees.
 
-    `arch` is like "sm_90"; `processors` the number of its multiprocessors. Get it with `Device.of`.
+    `arch` is like "sm_90"; `processors` the number of its multiprocessors; `overlaps_launches` says
+    whether a kernel can start before the one ahead of it has ended. Get it with `Device.of`.
     """
 
     def __init__(self, ordinal: int) -> None:
@@ -34,6 +35,7 @@ class Device:
         major = self.attribute(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)
         minor = self.attribute(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)
         self.arch = f"sm_{major}{minor}"
+        self.overlaps_launches = major >= 9
         self.processors = self.attribute(attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
 
     @staticmethod

@@ -1,30 +1,32 @@
 """Kernels that are loaded, and how they are launched.
 
-A kernel takes one argument, a struct by value: the host packs it once, in the layout that C gives
-it, and can launch it many times.
+Our kernels take one argument, a struct by value: the host packs it once, in the layout that C gives
+it, and can launch it many times. Those of users take any number.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from shardmath.cuda.compile import compiled
+from shardmath.cuda.compile import compiled, compiled_source
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import bindings, call
 
-__all__ = ["Argument", "Kernel", "kernel"]
+__all__ = ["Argument", "Extent", "Kernel", "kernel", "kernel_of_source"]
+
+Extent = int | Sequence[int]  # of a grid or a block: along x, or along x, y and z
 
 
 class Argument:
-    """The bytes of the struct that a kernel takes, at an address that the driver can read."""
+    """The bytes of each parameter of a kernel, at an address that the driver can read."""
 
-    def __init__(self, packed: bytes) -> None:
-        self.bytes = np.frombuffer(bytearray(packed), np.uint8)
-        self._pointers = np.array([self.bytes.ctypes.data], np.uint64)
+    def __init__(self, *packed: bytes) -> None:
+        self._bytes = [np.frombuffer(bytearray(each), np.uint8) for each in packed]
+        self._pointers = np.array([each.ctypes.data for each in self._bytes], np.uint64)
         self.address = int(self._pointers.ctypes.data)  # what the driver calls kernelParams
 
 
@@ -35,18 +37,43 @@ class Kernel:
         self.device = device
         self.shared = shared  # bytes of dynamic shared memory
         self._function = function
+        self._configs: dict[tuple[int, Extent, Extent], Any] = {}
         if shared > 48 << 10:
             limit = bindings().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             call("cuFuncSetAttribute", function, limit, shared)
 
-    def launch(self, stream: int, blocks: int, threads: int, argument: Argument) -> None:
-        """Put it on `stream`; blocks and threads are counted along one axis."""
+    def load(self) -> None:
+        """Load it now, rather than at its first launch, which may wait for all that runs."""
         self.device.activate()
+        call("cuFuncLoad", self._function)
+
+    def launch(
+        self,
+        stream: int,
+        blocks: Extent,
+        threads: Extent,
+        argument: Argument,
+        *,
+        early: bool = False,
+    ) -> None:
+        """Put it on `stream`.
+
+        `early` is for a kernel that waits itself, first of all, for what is ahead of it on the
+        stream (griddepcontrol.wait): where the device can do it, its launch overlaps with that.
+        """
+        self.device.activate()
+        grid, block = _three(blocks), _three(threads)
+        if early and self.device.overlaps_launches:
+            key = (stream, grid, block)
+            if key not in self._configs:
+                self._configs[key] = _early_config(stream, grid, block, self.shared)
+            call("cuLaunchKernelEx", self._configs[key], self._function, argument.address, 0)
+            return
         call(
             "cuLaunchKernel",
             self._function,
-            *(blocks, 1, 1),
-            *(threads, 1, 1),
+            *grid,
+            *block,
             self.shared,
             stream,
             argument.address,
@@ -67,20 +94,62 @@ def kernel(
 
     `features` "a" compiles for exactly this architecture, with what later ones do not have.
     """
-    key = (device.ordinal, file, tuple(defines))
+    key, arch = (file, *defines), device.arch + features
+    return _loaded(device, key, function, shared, lambda: compiled(file, defines, arch))
+
+
+def kernel_of_source(
+    device: Device, source: str, function: str, options: Sequence[str] = (), *, shared: int = 0
+) -> Kernel:
+    """The same of source text, compiled with further `options` of NVRTC.
+
+    Raises CudaError, with the compiler's words, or where it has no such `extern "C"` function.
+    """
+    key = ("", source, *options)
+    return _loaded(
+        device, key, function, shared, lambda: compiled_source(source, options, device.arch)
+    )
+
+
+def _loaded(
+    device: Device, code: tuple[str, ...], function: str, shared: int, make: Callable[[], bytes]
+) -> Kernel:
+    library, known = (device.ordinal, code), (device.ordinal, code, function, shared)
     with _lock:
-        if key not in _libraries:
-            device.activate()
-            code = compiled(file, defines, device.arch + features)
-            _libraries[key] = call("cuLibraryLoadData", code, [], [], 0, [], [], 0)
-        if (key, function) not in _kernels:
-            device.activate()
-            handle = call("cuLibraryGetKernel", _libraries[key], function.encode())
-            loaded = Kernel(device, call("cuKernelGetFunction", handle), shared=shared)
-            _kernels[key, function] = loaded
-        return _kernels[key, function]
+        device.activate()
+        if library not in _libraries:
+            _libraries[library] = call("cuLibraryLoadData", make(), [], [], 0, [], [], 0)
+        if known not in _kernels:
+            handle = call("cuLibraryGetKernel", _libraries[library], function.encode())
+            _kernels[known] = Kernel(device, call("cuKernelGetFunction", handle), shared=shared)
+        return _kernels[known]
+
+
+def _early_config(stream: int, grid: Sequence[int], block: Sequence[int], shared: int) -> Any:
+    """How a kernel is launched that may start before the one ahead of it has ended."""
+    driver = bindings()
+    attribute = driver.CUlaunchAttribute()
+    names = driver.CUlaunchAttributeID
+    attribute.id = names.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = block
+    config.sharedMemBytes = shared
+    config.hStream = stream
+    config.attrs = [attribute]
+    config.numAttrs = 1
+    return config
+
+
+def _three(extent: Extent) -> tuple[int, int, int]:
+    given = (extent,) if isinstance(extent, int) else tuple(extent)
+    if not 1 <= len(given) <= 3:
+        raise ValueError(f"a grid or a block has one to three dimensions, not {extent!r}")
+    x, y, z = (*given, 1, 1)[:3]
+    return x, y, z
 
 
 _lock = threading.Lock()
-_libraries: dict[tuple[int, str, tuple[str, ...]], Any] = {}
-_kernels: dict[tuple[tuple[int, str, tuple[str, ...]], str], Kernel] = {}
+_libraries: dict[tuple[int, tuple[str, ...]], Any] = {}
+_kernels: dict[tuple[int, tuple[str, ...], str, int], Kernel] = {}

@@ -52,6 +52,10 @@ class MPIProcessGroup(GatheringGroup):
         ends = np.cumsum(sizes).tolist()
         return [bytes(gathered[end - count : end]) for end, count in zip(ends, counts, strict=True)]
 
+    def duplicate(self) -> Any:
+        """A communicator of the same ranks, for traffic that meets no other's. Collective."""
+        return self._comm.Dup()
+
     def split(self, color: int | None, *, key: int = 0) -> MPIProcessGroup | None:
         """The group of the ranks that pass the same `color`; None if that is None. Collective."""
         part = self._comm.Split(self._mpi.UNDEFINED if color is None else color, key)

@@ -22,27 +22,6 @@ namespace shardmath {
 
 constexpr int kThreads = 512;  // the most threads of a block that uses cells
 
-struct __align__(16) Packet {
-    u64 low, high;
-};
-
-__device__ inline Packet load_cell(const Packet* cell) {
-    Packet p;
-    asm volatile(
-        "{\n\t.reg .b128 whole;\n\tld.relaxed.sys.global.b128 whole, [%2];\n\tmov.b128 {%0, %1}, whole;\n\t}"
-        : "=l"(p.low), "=l"(p.high)
-        : "l"(cell)
-        : "memory");
-    return p;
-}
-
-__device__ inline void store_cell(Packet* cell, Packet p) {
-    asm volatile(
-        "{\n\t.reg .b128 whole;\n\tmov.b128 whole, {%1, %2};\n\tst.relaxed.sys.global.b128 [%0], whole;\n\t}" ::"l"(cell),
-        "l"(p.low), "l"(p.high)
-        : "memory");
-}
-
 // How data of one kind travels.
 template <bool floats>
 struct Wire;
@@ -119,7 +98,7 @@ template <class Pick>
 __device__ inline void send(const Cells& cells, const Turn& turn, int phase, Pick pick) {
     const u32 place = turn.cell(phase) + cells.team.rank * kThreads;
 #pragma unroll
-    for (int i = 0; i < kRanks; ++i) store_cell(cells.to[i] + place, pick(i));
+    for (int i = 0; i < kRanks; ++i) store_packet(cells.to[i] + place, pick(i));
 }
 
 // Poll this thread's cells until all are full, and empty them. False when that takes too long.
@@ -130,20 +109,20 @@ __device__ inline bool receive(const Cells& cells, const Turn& turn, int phase, 
     for (;;) {
         bool full = true;
 #pragma unroll
-        for (int from = 0; from < kRanks; ++from) packets[from] = load_cell(first + from * kThreads);
+        for (int from = 0; from < kRanks; ++from) packets[from] = load_packet(first + from * kThreads);
 #pragma unroll
         for (int from = 0; from < kRanks; ++from) full &= Wire::full(packets[from], turn.number);
         if (full) break;
         if (deadline.passed(cells.team)) {
 #pragma unroll 1
             for (int from = 0; from < kRanks; ++from)
-                if (!Wire::full(load_cell(first + from * kThreads), turn.number))
+                if (!Wire::full(load_packet(first + from * kThreads), turn.number))
                     expire(cells.team, from, kCollective, blockIdx.x, turn.number, turn.number - 1);
             return false;
         }
     }
 #pragma unroll
-    for (int from = 0; from < kRanks; ++from) store_cell(first + from * kThreads, {~0ull, ~0ull});
+    for (int from = 0; from < kRanks; ++from) store_packet(first + from * kThreads, {~0ull, ~0ull});
     return true;
 }
 

@@ -4,12 +4,50 @@
 
 using namespace shardmath;
 
+// For kernels that are launched before the one ahead of them on the stream has ended: what it, and all before
+// it, wrote is there after this. So their launch overlaps with the kernel ahead.
+__device__ inline void await_earlier() {
+#if __CUDA_ARCH__ >= 900
+    // The next of these kernels may come to this point too, and will wait there for the end of this one.
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 struct BarrierArgument {
     Team team;
     u32 channel;
 };
 
+// As barrier() of symm.cuh, for one warp with a lane for each peer. In a graph what counts is what comes after
+// the end of the kernel ahead: so the addresses are there before, the round comes during the fence, and its
+// successor is written during the wait, not at the end, which would have to wait for it.
+//
+// The fence is for what kernels before this one have written to peers. Their end makes it visible to this
+// GPU, and the fence to all; a relaxed store alone would take 0.7 us less, and order nothing.
+__device__ inline void barrier_of_a_warp(const Team& team, u32 channel) {
+    const int peer = threadIdx.x;
+    const bool takes_part = peer < kRanks && peer != team.rank;
+    Channel& own = team.own().channel(channel);
+    u64* const passed = &own.round[takes_part ? peer : team.rank];
+    const u64* const inbox = &own.barrier[takes_part ? peer : team.rank];
+    u64* const theirs = &team.pad[takes_part ? peer : team.rank]->channel(channel).barrier[team.rank];
+    asm volatile("" ::"l"(passed), "l"(inbox), "l"(theirs));
+    await_earlier();
+    u64 round = load_relaxed(passed);  // not from a cache that an earlier kernel has filled meanwhile
+    fence();
+    round += 1;
+    bool arrived = true;
+    if (takes_part) store_relaxed(theirs, round);
+    if (peer < kRanks) *passed = round;
+    if (takes_part) arrived = wait(team, inbox, round, peer, kBarrier, channel);
+    arrived = __all_sync(~0u, arrived);
+    if (!arrived && peer < kRanks) *passed = round - 1;
+}
+
 extern "C" __global__ void __launch_bounds__(1024) team_barrier(const __grid_constant__ BarrierArgument a) {
+    if (kRanks <= 32) return barrier_of_a_warp(a.team, a.channel);
+    await_earlier();
     barrier(a.team, a.channel);
 }
 
@@ -20,17 +58,15 @@ struct SignalArgument {
 };
 
 // One more signal to `peer`. Never waits: signals are counted.
-extern "C" __global__ void put_signal(const __grid_constant__ SignalArgument a) {
-    u64& sent = a.team.own().sent[a.channel][a.peer];
-    signal(&a.team.pad[a.peer]->signal[a.channel][a.team.rank], ++sent);
+extern "C" __global__ void send_signal(const __grid_constant__ SignalArgument a) {
+    await_earlier();
+    put_signal(a.team, a.peer, a.channel);
 }
 
 // Wait for one more signal of `peer`. One that expires is still owed: the next call waits for it again.
-extern "C" __global__ void wait_signal(const __grid_constant__ SignalArgument a) {
-    Pad& own = a.team.own();
-    const u64 next = own.taken[a.channel][a.peer] + 1;
-    if (wait(a.team, &own.signal[a.channel][a.peer], next, a.peer, kSignal, a.channel))
-        own.taken[a.channel][a.peer] = next;
+extern "C" __global__ void await_signal(const __grid_constant__ SignalArgument a) {
+    await_earlier();
+    wait_signal(a.team, a.peer, a.channel);
 }
 
 struct FlagArgument {

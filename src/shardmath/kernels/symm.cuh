@@ -1,20 +1,21 @@
 // The verbs by which a kernel works with the same kernel on other ranks: peer, put, get, signal, wait,
 // barrier. For CUDA C++ compiled by NVRTC or nvcc; it includes nothing.
 //
-// A signal is a 64-bit word that only one rank writes and only one rank waits for. It counts up and never
+// A signal is a 64-bit count that only one rank writes and only one rank waits for. It counts up and never
 // returns, so a signal can come early, and a wait can be repeated. What was written before a signal is
 // sent is seen after the wait for it.
 //
 // Every wait is bounded. One that expires notes in host memory whom it waited for, and returns false; so
 // do all later waits that would not be over at once, until the host has raised its error and cleared the
-// mark. Nothing traps: the CUDA context stays usable.
+// mark. A channel or a rank that does not exist is noted in the same way. Nothing traps: the CUDA context
+// stays usable.
+//
+// Verbs of whole blocks are called by all threads of a block, in one, two or three dimensions. A channel is
+// used by one block at a time.
 #pragma once
 
 #ifndef SHARDMATH_RANKS
-#define SHARDMATH_RANKS 8  // the number of ranks; the host compiles with the right one
-#endif
-#ifndef SHARDMATH_CHANNELS
-#define SHARDMATH_CHANNELS 64  // independent barriers and signals of one team
+#error "compile with -DSHARDMATH_RANKS=n, n the number of ranks: a handle's compile_options say it"
 #endif
 
 namespace shardmath {
@@ -23,10 +24,20 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 
 constexpr int kRanks = SHARDMATH_RANKS;
-constexpr int kChannels = SHARDMATH_CHANNELS;
-constexpr int kBlocks = 512;    // the most blocks that a kernel on cells has
+constexpr int kBlocks = 512;  // the most blocks that a kernel on cells has
 
-enum Operation : u32 { kBarrier = 1, kSignal = 2, kCollective = 3, kUser = 4, kFlag = 5, kProduct = 6 };
+// What a wait was for, or why a call was refused.
+enum Operation : u32 {
+    kBarrier = 1,
+    kSignal = 2,
+    kCollective = 3,
+    kUser = 4,
+    kFlag = 5,
+    kNoChannel = 6,
+    kNoPeer = 7,
+    kWrongRanks = 8,
+    kProduct = 9,
+};
 
 // What the host reads after a wait has expired. In host memory, written by one kernel at a time.
 struct Late {
@@ -36,30 +47,53 @@ struct Late {
 };
 struct Status {
     u64 expired;  // set after the entries
-    Late late[kRanks];  // by the rank that was waited for
+    Late late[kRanks];  // by the rank that was waited for; a refused call has this rank's own
 };
 
-// Each rank's symmetric words. Peers write the inboxes, each its own column; the rest belongs to the
-// rank itself, and is what makes a kernel that is replayed in a CUDA graph know which round it is in.
+// Sixteen bytes that one store writes and one load reads, whole.
+struct __align__(16) Packet {
+    u64 low, high;
+};
+
+// One channel's symmetric words. Peers write the inboxes, each its own column; the rest belongs to the rank
+// itself, and is what makes a kernel that is replayed in a CUDA graph know which round it is in.
+struct Channel {
+    Packet signal[kRanks];  // inbox: how many signals a peer has sent, and the value of the last
+    u64 barrier[kRanks];    // inbox: the round that a peer has reached
+    u64 round[kRanks];      // the round that this rank has passed, one copy for each peer's thread
+    u64 sent[kRanks];       // signals sent to a peer
+    u64 taken[kRanks];      // a peer's signals waited for
+};
+
+// Each rank's symmetric words. As many channels follow as the team has.
 struct Pad {
-    u64 barrier[kChannels][kRanks];  // inbox: the round that a peer has reached
-    u64 signal[kChannels][kRanks];   // inbox: how many signals a peer has sent
-    u64 round[kChannels];            // barriers passed
-    u64 sent[kChannels][kRanks];     // signals sent to a peer
-    u64 taken[kChannels][kRanks];    // a peer's signals waited for
-    u64 turn[kBlocks];               // collectives that a block has taken part in
-    u64 failed;                      // a wait has expired, and the host does not know yet
+    u64 failed;         // a wait has expired, and the host does not know yet
+    u64 unused;
+    u64 turn[kBlocks];  // collectives that a block has taken part in
+
+    __device__ Channel& channel(u32 number) { return ((Channel*)(this + 1))[number]; }
 };
 
 // The ranks, as a kernel sees them. Passed by value.
 struct Team {
     int rank;
     int size;
+    u32 channels;
+    u32 unused;
     u64 timeout;  // nanoseconds
     Status* status;
     Pad* pad[kRanks];
 
     __device__ Pad& own() const { return *pad[rank]; }
+};
+
+// A handle, as a kernel sees it: the team that signals, and where every rank's array lies for this GPU.
+struct SymmetricMemory : Team {
+    char* buffer[kRanks];
+    u64 nbytes[kRanks];  // from there to the end of the rank's allocation
+
+    template <class T>
+    __device__ T* peer(int number) const;
 };
 
 // -- words ---------------------------------------------------------------------------------------------
@@ -84,11 +118,38 @@ __device__ inline void store_relaxed(u64* word, u64 value) {
     asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
 }
 
+// Between what was written before, by this thread or seen by it, and what it stores after, for all to see.
+__device__ inline void fence() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+
+__device__ inline Packet load_packet(const Packet* packet) {
+    Packet p;
+    asm volatile(
+        "{\n\t.reg .b128 whole;\n\tld.relaxed.sys.global.b128 whole, [%2];\n\tmov.b128 {%0, %1}, whole;\n\t}"
+        : "=l"(p.low), "=l"(p.high)
+        : "l"(packet)
+        : "memory");
+    return p;
+}
+
+__device__ inline void store_packet(Packet* packet, Packet p) {
+    asm volatile(
+        "{\n\t.reg .b128 whole;\n\tmov.b128 whole, {%1, %2};\n\tst.relaxed.sys.global.b128 [%0], whole;\n\t}" ::"l"(
+            packet),
+        "l"(p.low), "l"(p.high)
+        : "memory");
+}
+
 __device__ inline u64 nanoseconds() {
     u64 value;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(value));
     return value;
 }
+
+// The threads of a block in a row.
+__device__ inline u32 thread_number() {
+    return threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z);
+}
+__device__ inline u32 thread_count() { return blockDim.x * blockDim.y * blockDim.z; }
 
 // -- waiting -------------------------------------------------------------------------------------------
 
@@ -106,7 +167,8 @@ struct Deadline {
 };
 
 // Note that a wait for `src` has come to its end. The first note for a rank stays.
-__device__ __noinline__ inline void expire(const Team& team, int src, u32 operation, u32 place, u64 expected, u64 seen) {
+__device__ __noinline__ inline void expire(const Team& team, int src, u32 operation, u32 place, u64 expected,
+                                           u64 seen) {
     Late& late = team.status->late[src];
     if (load_relaxed(&late.operation) == 0) {
         store_relaxed(&late.expected, expected);
@@ -117,7 +179,26 @@ __device__ __noinline__ inline void expire(const Team& team, int src, u32 operat
     store_release(&team.status->expired, 1);
 }
 
-// Wait until `word`, which `src` writes, is at least `target`. False when that takes too long.
+// Whether the kernel was compiled for these ranks, and `peer` is one of them. What is wrong is noted.
+__device__ inline bool known(const Team& team, int peer) {
+    if (team.size == kRanks && (u32)peer < (u32)kRanks) return true;
+    if (team.size != kRanks)
+        expire(team, team.rank, kWrongRanks, 0, team.size, kRanks);
+    else
+        expire(team, team.rank, kNoPeer, 0, kRanks, (u32)peer);
+    return false;
+}
+
+// And whether the channel exists.
+__device__ inline bool known(const Team& team, int peer, u32 channel) {
+    if (channel >= team.channels) {
+        expire(team, team.rank, kNoChannel, 0, team.channels, channel);
+        return false;
+    }
+    return known(team, peer);
+}
+
+// Wait until `word`, which `src` writes, is at least `target`. False when that takes too long. By one thread.
 __device__ inline bool wait(const Team& team, const u64* word, u64 target, int src, u32 operation = kUser,
                             u32 place = 0) {
     Deadline deadline;
@@ -132,43 +213,186 @@ __device__ inline bool wait(const Team& team, const u64* word, u64 target, int s
 }
 
 // Raise `word` in a peer's memory: what this thread wrote before, and what it knows of others', comes first.
+// By one thread.
 __device__ inline void signal(u64* word, u64 value) { store_release(word, value); }
 
-// -- whole blocks --------------------------------------------------------------------------------------
+// -- whole blocks: memory ------------------------------------------------------------------------------
 
-// Wait until every rank's block has called it with the same channel: before reading what peers wrote, after
-// writing what they will read. To be called by all threads of one block; false for all when it expired.
-__device__ inline bool barrier(const Team& team, u32 channel, u32 operation = kBarrier) {
-    Pad& own = team.own();
-    const u64 round = own.round[channel] + 1;
-    __syncthreads();  // every thread has read the round, and has written what it will
-    bool arrived = true;
-    for (int peer = threadIdx.x; peer < team.size; peer += blockDim.x) {
-        if (peer == team.rank) continue;
-        signal(&team.pad[peer]->barrier[channel][team.rank], round);
-        arrived &= wait(team, &own.barrier[channel][peer], round, peer, operation, channel);
-    }
-    arrived = __syncthreads_and(arrived);
-    // An expired round is waited for again by the next call: the peers may still come.
-    if (arrived && threadIdx.x == 0) own.round[channel] = round;
-    return arrived;
+// Where rank `number`'s array lies for this GPU; null, and noted, for a rank that does not exist.
+template <class T>
+__device__ inline T* SymmetricMemory::peer(int number) const {
+    return known(*this, number) ? (T*)buffer[number] : nullptr;
 }
 
-// Copy `nbytes`, both addresses multiples of 16 where they can be: by all threads of one block.
+// Copy `nbytes`, sixteen at a time where both addresses are multiples of 16.
 __device__ inline void copy(void* to, const void* from, u64 nbytes) {
-    const u64 misfit = ((u64)to | (u64)from) & 15;
-    const u64 wide = misfit ? 0 : nbytes / 16;
-    for (u64 i = threadIdx.x; i < wide; i += blockDim.x) ((uint4*)to)[i] = ((const uint4*)from)[i];
-    for (u64 i = wide * 16 + threadIdx.x; i < nbytes; i += blockDim.x)
-        ((char*)to)[i] = ((const char*)from)[i];
+    const u64 me = thread_number(), all = thread_count();
+    const u64 wide = (((u64)to | (u64)from) & 15) ? 0 : nbytes / 16;
+    u64 i = me;
+    for (; i + 3 * all < wide; i += 4 * all) {
+        uint4 have[4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) have[k] = ((const uint4*)from)[i + k * all];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) ((uint4*)to)[i + k * all] = have[k];
+    }
+    for (; i < wide; i += all) ((uint4*)to)[i] = ((const uint4*)from)[i];
+    for (u64 k = wide * 16 + me; k < nbytes; k += all) ((char*)to)[k] = ((const char*)from)[k];
 }
 
-// Write this rank's bytes into a peer's memory, or read a peer's into this rank's. By one block.
+// Write this rank's bytes into a peer's memory, or read a peer's into this rank's.
 __device__ inline void put(void* peer_memory, const void* own_memory, u64 nbytes) {
     copy(peer_memory, own_memory, nbytes);
 }
 __device__ inline void get(void* own_memory, const void* peer_memory, u64 nbytes) {
     copy(own_memory, peer_memory, nbytes);
+}
+
+// -- whole blocks: signals -----------------------------------------------------------------------------
+
+// Wait until every rank's block has called it with the same channel: before reading what peers wrote, after
+// writing what they will read. False for all threads when it expired; the next call then waits for the same
+// round again, for the peers may still come.
+__device__ inline bool barrier(const Team& team, u32 channel, u32 operation = kBarrier) {
+    if (!known(team, 0, channel)) return false;
+    Channel& own = team.own().channel(channel);
+    const int me = thread_number(), all = thread_count();
+    // All copies of the round are equal. Each is read and written by one thread, so that no thread can
+    // find the round of the next call before it has finished this one.
+    u64 round = 0;
+    if (me < team.size) round = load_relaxed(&own.round[me]);
+    __syncthreads();  // every thread has written what it will
+    if (me < team.size) fence();  // which takes as long as the round needs to come
+    round += 1;
+    for (int peer = me; peer < team.size; peer += all)
+        if (peer != team.rank) store_relaxed(&team.pad[peer]->channel(channel).barrier[team.rank], round);
+    bool arrived = true;
+    for (int peer = me; peer < team.size; peer += all)
+        if (peer != team.rank) arrived &= wait(team, &own.barrier[peer], round, peer, operation, channel);
+    arrived = __syncthreads_and(arrived);
+    if (arrived)
+        for (int peer = me; peer < team.size; peer += all) own.round[peer] = round;
+    return arrived;
+}
+
+// Send one more signal to `dst`: what this block has written before comes first. Never waits for the peer.
+__device__ inline bool put_signal(const Team& team, int dst, u32 channel) {
+    if (!known(team, dst, channel)) return false;
+    __syncthreads();
+    if (thread_number() == 0) {
+        u64* const sent = &team.own().channel(channel).sent[dst];
+        const u64 count = load_relaxed(sent) + 1;
+        signal(&team.pad[dst]->channel(channel).signal[team.rank].low, count);
+        *sent = count;
+    }
+    return true;
+}
+
+// Write `nbytes` into the memory of `dst`, and then send it one more signal.
+__device__ inline bool put_signal(const Team& team, int dst, u32 channel, void* peer_memory, const void* own_memory,
+                                  u64 nbytes) {
+    if (!known(team, dst, channel)) return false;
+    put(peer_memory, own_memory, nbytes);
+    return put_signal(team, dst, channel);
+}
+
+// Wait for one more signal of `src`; what it wrote before is then seen by all threads. One that expires is
+// still owed: the next call waits for it again.
+__device__ inline bool wait_signal(const Team& team, int src, u32 channel) {
+    if (!known(team, src, channel)) return false;
+    bool arrived = true;
+    if (thread_number() == 0) {
+        Channel& own = team.own().channel(channel);
+        const u64 next = load_relaxed(&own.taken[src]) + 1;
+        arrived = wait(team, &own.signal[src].low, next, src, kSignal, channel);
+        if (arrived) own.taken[src] = next;
+    }
+    return __syncthreads_and(arrived);
+}
+
+// -- whole blocks: data that says itself that it has come ------------------------------------------------
+
+// Send one more signal with eight bytes, in one store: nothing is waited for, and nothing else that was
+// written is ordered before it. The peer sees the value of the last signal only, so send the next one when
+// you know that it has taken this one.
+__device__ inline bool put_value(const Team& team, int dst, u32 channel, u64 value) {
+    if (!known(team, dst, channel)) return false;
+    if (thread_number() == 0) {
+        u64* const sent = &team.own().channel(channel).sent[dst];
+        const u64 count = load_relaxed(sent) + 1;
+        store_packet(&team.pad[dst]->channel(channel).signal[team.rank], {count, value});
+        *sent = count;
+    }
+    return true;
+}
+
+// Wait for one more signal of `src`, and give its value to all threads.
+__device__ inline bool wait_value(const Team& team, int src, u32 channel, u64& value) {
+    if (!known(team, src, channel)) return false;
+    Channel& own = team.own().channel(channel);
+    const u64 next = load_relaxed(&own.taken[src]) + 1;
+    Deadline deadline;
+    bool arrived = true;
+    for (;;) {
+        const Packet seen = load_packet(&own.signal[src]);
+        value = seen.high;
+        if (seen.low >= next) break;
+        if (deadline.passed(team)) {
+            expire(team, src, kSignal, channel, next, seen.low);
+            arrived = false;
+            break;
+        }
+    }
+    arrived = __syncthreads_and(arrived);
+    if (arrived && thread_number() == 0) own.taken[src] = next;
+    __syncthreads();  // no thread looks for the next signal before that is written
+    return arrived;
+}
+
+// How many packets carry `nbytes`.
+__device__ inline u64 packets_for(u64 nbytes) { return (nbytes + 7) / 8; }
+
+// Eight bytes of memory from byte 8 * i on, of which `nbytes` count; and back.
+__device__ inline u64 load_eight(const void* memory, u64 i, u64 nbytes) {
+    if (((u64)memory & 7) == 0 && 8 * i + 8 <= nbytes) return ((const u64*)memory)[i];
+    u64 data = 0;
+    for (u64 k = 8 * i; k < 8 * i + 8 && k < nbytes; ++k)
+        data |= (u64)((const unsigned char*)memory)[k] << 8 * (k & 7);
+    return data;
+}
+__device__ inline void store_eight(void* memory, u64 i, u64 nbytes, u64 data) {
+    if (((u64)memory & 7) == 0 && 8 * i + 8 <= nbytes) {
+        ((u64*)memory)[i] = data;
+        return;
+    }
+    for (u64 k = 8 * i; k < 8 * i + 8 && k < nbytes; ++k)
+        ((unsigned char*)memory)[k] = (unsigned char)(data >> 8 * (k & 7));
+}
+
+// Send `nbytes` as packets: eight bytes, and beside them `number`. No fence, and no signal; twice the bytes.
+// `room`, of packets_for(nbytes), is in the peer's memory. It is zero at first, and each time that it is
+// used again `number` is greater, and the peer has taken what was there before.
+__device__ inline void put_packets(Packet* room, const void* own_memory, u64 nbytes, u64 number) {
+    for (u64 i = thread_number(); i < packets_for(nbytes); i += thread_count())
+        store_packet(room + i, {load_eight(own_memory, i, nbytes), number});
+}
+
+// Wait for all packets of `number` from `src`, and write what they carry to `own_memory`.
+__device__ inline bool wait_packets(const Team& team, int src, void* own_memory, const Packet* room, u64 nbytes,
+                                    u64 number) {
+    if (!known(team, src)) return false;
+    Deadline deadline;
+    bool arrived = true;
+    for (u64 i = thread_number(); arrived && i < packets_for(nbytes); i += thread_count()) {
+        Packet seen = load_packet(room + i);
+        while (seen.high < number && !deadline.passed(team)) seen = load_packet(room + i);
+        arrived = seen.high >= number;
+        if (arrived)
+            store_eight(own_memory, i, nbytes, seen.low);
+        else
+            expire(team, src, kUser, 0, number, seen.high);
+    }
+    return __syncthreads_and(arrived);
 }
 
 }  // namespace shardmath

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from shardmath.geometry import Move
 
-__all__ = ["StridedCopy", "lowered", "whole"]
+__all__ = ["StridedCopy", "joined", "lowered", "whole"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +43,20 @@ def lowered(
         dst_offset += run.dst_start * dst
         dims.append((run.count, run.dst_step * dst, run.src_step * src))
         dims.append((run.length, dst, src))
-    return _joined(move.src, itemsize, dims, src_offset, dst_offset)
+    return joined(move.src, itemsize, dims, src_offset, dst_offset)
 
 
 def whole(
     shape: Sequence[int], itemsize: int, src_strides: Sequence[int], dst_strides: Sequence[int]
 ) -> StridedCopy:
     """The copy of a whole array, of `shape` without zeros, from rank 0."""
-    return _joined(0, itemsize, list(zip(shape, dst_strides, src_strides, strict=True)), 0, 0)
+    return joined(0, itemsize, list(zip(shape, dst_strides, src_strides, strict=True)), 0, 0)
 
 
 _Dim = tuple[int, int, int]  # extent, stride in the destination, stride in the source
 
 
-def _joined(
+def joined(
     rank: int, itemsize: int, dims: Sequence[_Dim], src_offset: int, dst_offset: int
 ) -> StridedCopy:
     """As few dimensions as there can be, the destination's densest last."""

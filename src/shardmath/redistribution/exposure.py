@@ -17,6 +17,7 @@ import numpy as np
 from shardmath.arrays.base import HostArray
 from shardmath.context import DistributedContext
 from shardmath.redistribution.host import Window, copy_array
+from shardmath.redistribution.plan import TransferPlan
 from shardmath.symmetric.heap import Block, Buffer, Location
 
 __all__ = ["Exposed", "expose", "stage", "staged_bytes", "window_on"]
@@ -38,6 +39,16 @@ class Exposed:
     origin: int
     strides: tuple[int, ...]
 
+    @classmethod
+    def within(
+        cls, block: Block, address: int, span: tuple[int, int], strides: tuple[int, ...]
+    ) -> Exposed:
+        """An array in `block` whose element 0 is at `address`, its bytes in `span` from there."""
+        low, high = span
+        first = address + low - block.address
+        location = Location(block.location.segment, block.location.offset + first)
+        return cls(location, high - low, -low, strides)
+
     def pack(self) -> bytes:
         """The bytes that `unpack` takes."""
         at = self.location
@@ -55,14 +66,13 @@ class Exposed:
 def expose(context: DistributedContext, host: HostArray, block: Block) -> Exposed:
     """Show `host`, which lies in `block`, in place. Local; to be told in an exchange."""
     context.announce(block)
-    reach = [(n - 1) * stride for n, stride in zip(host.shape, host.strides, strict=True)]
     if host.size == 0:
         return Exposed(block.location, 0, 0, host.strides)
+    reach = [(n - 1) * stride for n, stride in zip(host.shape, host.strides, strict=True)]
     low = sum(step for step in reach if step < 0)
     high = sum(step for step in reach if step > 0) + host.itemsize
-    first = int(host.__array_interface__["data"][0]) - block.address + low
-    location = Location(block.location.segment, block.location.offset + first)
-    return Exposed(location, high - low, -low, host.strides)
+    address = int(host.__array_interface__["data"][0])
+    return Exposed.within(block, address, (low, high), host.strides)
 
 
 def staged_bytes(ranges: Ranges, itemsize: int) -> int:
@@ -89,9 +99,22 @@ def stage(context: DistributedContext, host: HostArray, ranges: Ranges, buffer: 
     return Exposed(buffer.block.location, step, origin, tuple(strides))
 
 
-def window_on(context: DistributedContext, rank: int, exposed: Exposed) -> Window:
-    """What `rank` shows, in this process. Raises CollectiveMismatch when it has no such memory."""
-    view = context.peer_bytes(rank, exposed.location, exposed.nbytes)
-    assert view is not None, "ranks of one host have an address for each other's memory"
+def window_on(
+    context: DistributedContext,
+    rank: int,
+    exposed: Exposed,
+    transfer: TransferPlan | None = None,
+) -> Window:
+    """What `rank` shows, for this process to read: in place, or a copy where that has no address.
+
+    A copy is made now: when the exchange or barrier has passed after which peers may read. With
+    `transfer` it has what that plan moves here from `rank`, else all. Raises CollectiveMismatch
+    when the rank has no such memory.
+    """
+    pieces = None
+    if transfer is not None and not context.reads_in_place(rank):
+        found = transfer.pieces(context.rank, rank, exposed.strides)
+        pieces = [(exposed.origin + low, exposed.origin + high) for low, high in found]
+    view = context.read_bytes(rank, exposed.location, exposed.nbytes, pieces)
     address = int(view.__array_interface__["data"][0]) + exposed.origin
     return Window(address, exposed.strides, view)

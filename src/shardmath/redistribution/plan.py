@@ -1,7 +1,7 @@
 """What one redistribution moves: a plan that is data, prints in a few lines, and needs no ranks.
 
-All ranks derive the same plan from the same two layouts. Each rank pulls: it executes the moves
-into itself, and reads the others' local arrays in place.
+All ranks derive the same plan from the same two layouts. A rank on cores pulls: it executes the
+moves into itself, and reads the others' local arrays in place. A rank on a GPU may as well push.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 from shardmath.geometry import Layout, Move, Pattern, Traffic, bytes_moved, classify, moves
 from shardmath.redistribution.copies import StridedCopy, lowered
+from shardmath.redistribution.pieces import pieces_of
 
 __all__ = ["TransferPlan"]
 
@@ -59,6 +60,15 @@ class TransferPlan:
             self._into[rank] = moves(self.src, self.dst, dst_rank=rank)
         return self._into[rank]
 
+    def out_of(self, rank: int) -> tuple[Move, ...]:
+        """The moves that begin in `rank`'s part, to the next rank first and to itself last."""
+        if rank not in self._out_of:
+            found = moves(self.src, self.dst, src_rank=rank)
+            size = self.dst.size
+            ordered = sorted(found, key=lambda move: (move.dst - rank - 1) % size)
+            self._out_of[rank] = tuple(ordered)
+        return self._out_of[rank]
+
     def copies(
         self, rank: int, src_strides: Mapping[int, Strides], dst_strides: Strides
     ) -> list[StridedCopy]:
@@ -77,6 +87,18 @@ class TransferPlan:
             self._copies.update(key=key, found=found)
         copies: list[StridedCopy] = self._copies["found"]
         return copies
+
+    def pieces(self, rank: int, src: int, strides: Strides) -> list[tuple[int, int]]:
+        """The bytes of `src`'s local array, from its element 0, that move to `rank`; or a few more.
+
+        See `pieces.pieces_of`.
+        """
+        return [
+            piece
+            for move in self.into(rank)
+            if move.src == src
+            for piece in pieces_of(lowered(move, self.itemsize, strides, strides))
+        ]
 
     def sources(self, rank: int) -> tuple[int, ...]:
         """The ranks that the moves into `rank` come from."""
@@ -107,7 +129,7 @@ class TransferPlan:
         return self.explain()
 
     def _bounds(self, rank: int) -> Ranges | None:
-        out = [m for m in moves(self.src, self.dst, src_rank=rank) if m.dst != rank]
+        out = [move for move in self.out_of(rank) if move.dst != rank]
         if not out:
             return None
         axes = zip(*(move.runs for move in out), strict=True)
@@ -123,6 +145,10 @@ class TransferPlan:
 
     @cached_property
     def _into(self) -> dict[int, tuple[Move, ...]]:
+        return {}
+
+    @cached_property
+    def _out_of(self) -> dict[int, tuple[Move, ...]]:
         return {}
 
     @cached_property

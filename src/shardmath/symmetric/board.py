@@ -1,7 +1,8 @@
-"""The board: a page of control words that all ranks of a group map, and what they do with it.
+"""The board: a page of control words that all ranks of a group see, and what they do with it.
 
-Each rank writes only its own row and reads the others'. Every word counts up and never returns, so
-a reader can be late, and a wait can be repeated. A row holds
+Where the page lies, one for each host, is `rows`' business. Each rank writes only its own row and
+reads the others'. Every word counts up and never returns, so a reader can be late, and a wait can
+be repeated. A row holds
 
     word 0  exchange   how many rounds of exchange this rank has published
     word 1  barrier    how many barriers this rank has reached
@@ -18,16 +19,16 @@ from __future__ import annotations
 
 import mmap
 import os
-import platform
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from shardmath.errors import CollectiveMismatch, OpTimeout, RankFailure
+from shardmath.symmetric.rows import ORDERED, Rows
 from shardmath.symmetric.waiting import Patience, caller_line, wait_until
 from shardmath.transport.watch import PeerWatch
 
-__all__ = ["ORDERED", "Board", "board_bytes"]
+__all__ = ["ORDERED", "ROW_BYTES", "Board", "board_bytes"]
 
 _EXCHANGE, _BARRIER, _STATE = 0, 1, 2
 _OPERATION = 64  # byte offset in a row
@@ -38,19 +39,14 @@ _MAIL = _REASON + _REASON_BYTES  # byte offset of the first mailbox
 _MAIL_BYTES = 4096
 _LENGTH_BYTES = 8
 _CHUNK = _MAIL_BYTES - _LENGTH_BYTES
-_ROW = _MAIL + 2 * _MAIL_BYTES
+ROW_BYTES = _MAIL + 2 * _MAIL_BYTES
 _RUNNING, _LEFT, _FAILED, _MISMATCHED = 0, 1, 2, 3
 _MESSAGE_LIMIT = 64 << 20
-
-# On x86-64 stores become visible in program order. Elsewhere a fence must come between the data and
-# the word that announces it, and between a word and the data read after it; a switch of threads in
-# the kernel holds one.
-ORDERED = platform.machine() in ("x86_64", "AMD64")
 
 
 def board_bytes(size: int) -> int:
     """Bytes of a board for `size` ranks, in whole pages."""
-    return -(-size * _ROW // mmap.PAGESIZE) * mmap.PAGESIZE
+    return -(-size * ROW_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 class Board:
@@ -63,7 +59,7 @@ class Board:
 
     def __init__(
         self,
-        memory: mmap.mmap,
+        rows: Rows,
         *,
         rank: int,
         size: int,
@@ -75,12 +71,10 @@ class Board:
         self.rank = rank
         self.size = size
         self.patience = patience
-        self._bytes = memoryview(memory)
-        self._words = self._bytes.cast("Q")
-        self._row = rank * _ROW
-        self._base = rank * _ROW // 8
+        self._rows = rows
+        self._words = rows.words
+        self._own = rows.words[rank]
         self._peers = [r for r in range(size) if r != rank]
-        self._word_of = [r * _ROW // 8 for r in range(size)]
         self._watch = watch
         self._watch_ranks = list(watch_ranks)
         self._names = list(names)
@@ -143,16 +137,14 @@ class Board:
         """
         self._rounds += 1
         mailbox = _MAIL + (self._rounds & 1) * _MAIL_BYTES
-        at = self._row + mailbox
-        self._bytes[at : at + len(chunk)] = chunk
-        self._publish(_EXCHANGE, self._rounds)
+        self._rows.write(mailbox, chunk)
+        self._rows.publish(_EXCHANGE, self._rounds)
         self._await(_EXCHANGE, self._rounds)
         chunks = []
-        for rank in range(self.size):
-            at = rank * _ROW + mailbox
-            length = int.from_bytes(self._bytes[at : at + _LENGTH_BYTES], "little")
-            end = at + _LENGTH_BYTES + (min(length, _CHUNK) if length else _CHUNK)
-            chunks.append(bytes(self._bytes[at:end]))
+        for row in self._rows.bytes:
+            length = int.from_bytes(row[mailbox : mailbox + _LENGTH_BYTES], "little")
+            end = mailbox + _LENGTH_BYTES + (min(length, _CHUNK) if length else _CHUNK)
+            chunks.append(bytes(row[mailbox:end]))
         return chunks
 
     def barrier(self, operation: str = "barrier", timeout: float | None = None) -> None:
@@ -165,8 +157,8 @@ class Board:
         try:
             self._require_usable()
             self.operation = operation
-            if self._words[self._base + _BARRIER] == self._barriers:
-                self._publish(_BARRIER, self._barriers + 1)
+            if self._own[_BARRIER] == self._barriers:
+                self._rows.publish(_BARRIER, self._barriers + 1)
             self._await(_BARRIER, self._barriers + 1, timeout)
             self._barriers += 1
         finally:
@@ -207,17 +199,17 @@ class Board:
         if name is not self._operation:
             self._operation = name
             text = name.encode()[:_OPERATION_BYTES].ljust(_OPERATION_BYTES, b"\0")
-            at = self._row + _OPERATION
-            self._bytes[at : at + _OPERATION_BYTES] = text
+            self._rows.write(_OPERATION, text)
 
     def leave(self) -> None:
         """Tell the peers that this rank takes part no more: it has finished."""
-        if self._words[self._base + _STATE] == _RUNNING:
-            self._publish(_STATE, _LEFT)
+        if self._own[_STATE] == _RUNNING:
+            self._rows.publish(_STATE, _LEFT)
 
     def ended(self) -> bool:
         """Whether every rank has left, has given up or is dead."""
-        states = [self._words[word + _STATE] for word in self._word_of]
+        self._rows.look()
+        states = [words[_STATE] for words in self._words]
         running = [rank for rank, state in enumerate(states) if state == _RUNNING]
         dead = self._watch.dead() if running and self._watch is not None else frozenset()
         return all(self._watch_ranks[rank] in dead for rank in running)
@@ -225,7 +217,7 @@ class Board:
     def _settle(self, error: BaseException) -> None:
         """After an error in a wait: no later operation can be in step with the peers."""
         if isinstance(error, CollectiveMismatch):
-            self._publish(_STATE, _MISMATCHED)
+            self._rows.publish(_STATE, _MISMATCHED)
         late = isinstance(error, OpTimeout)
         self.fail(str(error) or type(error).__name__, getattr(error, "ranks", ()), late=late)
 
@@ -236,17 +228,16 @@ class Board:
         """
         if self.failure is None:
             self.failure = why
-            if self._words[self._base + _STATE] == _RUNNING:
+            if self._own[_STATE] == _RUNNING:
                 ranks = " ".join(map(str, blamed))
                 text = f"{'late' if late else ''}|{ranks}|{why}".encode()[:_REASON_BYTES]
-                at = self._row + _REASON
-                self._bytes[at : at + len(text)] = text
-                self._publish(_STATE, _FAILED)
+                self._rows.write(_REASON, text)
+                self._rows.publish(_STATE, _FAILED)
 
     def _reason_of(self, rank: int) -> tuple[bool, list[int], str]:
         """What a rank that has failed wrote in `fail`."""
-        at = rank * _ROW + _REASON
-        text = bytes(self._bytes[at : at + _REASON_BYTES]).rstrip(b"\0").decode(errors="replace")
+        row = self._rows.bytes[rank]
+        text = bytes(row[_REASON : _REASON + _REASON_BYTES]).rstrip(b"\0").decode(errors="replace")
         late, _, rest = text.partition("|")
         ranks, _, why = rest.partition("|")
         return bool(late), [int(r) for r in ranks.split() if r.isdigit()], why
@@ -260,12 +251,21 @@ class Board:
         waiting, for this rank, in another operation: both would wait for ever.
         """
         words = self._words
-        crossed = [r for r in late if words[self._word_of[r] + _EXCHANGE] > self._rounds]
-        crossed += [r for r in late if words[self._word_of[r] + _STATE] == _MISMATCHED]
+        crossed = [r for r in late if words[r][_EXCHANGE] > self._rounds]
+        crossed += [r for r in late if words[r][_STATE] == _MISMATCHED]
         if not crossed:
             return None
         calls = "; ".join(f"rank {r} is in {self._operation_of(r)}" for r in crossed)
         return CollectiveMismatch(f"{self.here()}: the ranks called different operations: {calls}")
+
+    def dead(self) -> list[int]:
+        """The ranks whose process has ended without leaving. Never waits."""
+        ended = self._watch.dead() if self._watch is not None else frozenset()
+        return [
+            rank
+            for rank in range(self.size)
+            if self._watch_ranks[rank] in ended and self._words[rank][_STATE] == _RUNNING
+        ]
 
     def gone(self, late: Sequence[int]) -> Exception | None:
         """The exception to raise where a late peer has ended or given up, else None.
@@ -273,7 +273,7 @@ class Board:
         One that died without a word is the cause. Else one that gave up says whose fault it was,
         and the error is the same as there; unless it was this rank's, or its own.
         """
-        states = {rank: self._words[self._word_of[rank] + _STATE] for rank in late}
+        states = {rank: self._words[rank][_STATE] for rank in late}
         dead = self._watch.dead() if self._watch is not None else frozenset()
         died = [r for r in late if states[r] == _RUNNING and self._watch_ranks[r] in dead]
         if died:
@@ -302,15 +302,10 @@ class Board:
 
     # -- words ---------------------------------------------------------------------------------
 
-    def _publish(self, word: int, value: int) -> None:
-        if not ORDERED:
-            os.sched_yield()
-        self._words[self._base + word] = value
-
     def _await(self, word: int, target: int, timeout: float | None = None) -> None:
         """Wait until every peer's `word` is at least `target`."""
         words = self._words
-        late = [at for r in self._peers if words[at := self._word_of[r] + word] < target]
+        late = [r for r in self._peers if words[r][word] < target]
         if late:
             self._await_late(word, target, late, timeout)
         if not ORDERED:
@@ -320,16 +315,16 @@ class Board:
         words = self._words
 
         def arrived() -> bool:
-            while late and words[late[-1]] >= target:
+            while late and words[late[-1]][word] >= target:
                 late.pop()
             return not late
 
         def missing() -> list[int]:
-            return [r for r in self._peers if words[self._word_of[r] + word] < target]
+            return [r for r in self._peers if words[r][word] < target]
 
         try:
             wait_until(
-                arrived,
+                self._looking(arrived),
                 patience=self.patience,
                 missing=missing,
                 verdict=self.verdict,
@@ -356,9 +351,10 @@ class Board:
         """
         self._require_usable()
         self.operation = operation
+        self._rows.flush()
         try:
             wait_until(
-                arrived,
+                self._looking(arrived),
                 patience=self.patience,
                 missing=missing,
                 verdict=self.verdict if timeout is None else self.gone,
@@ -369,9 +365,21 @@ class Board:
             self._settle(error)
             raise
 
+    def _looking(self, arrived: Callable[[], bool]) -> Callable[[], bool]:
+        """`arrived`, with an ear for the ranks that are heard only when someone listens."""
+        if not self._rows.spread:
+            return arrived
+        look = self._rows.look
+
+        def looked() -> bool:
+            look()
+            return arrived()
+
+        return looked
+
     def _operation_of(self, rank: int) -> str:
-        at = rank * _ROW + _OPERATION
-        return bytes(self._bytes[at : at + _OPERATION_BYTES]).rstrip(b"\0").decode(errors="replace")
+        text = bytes(self._rows.bytes[rank][_OPERATION : _OPERATION + _OPERATION_BYTES])
+        return text.rstrip(b"\0").decode(errors="replace")
 
     def _require_usable(self) -> None:
         if self.failure is not None:

@@ -3,23 +3,35 @@
 Signals are put on the current stream of the array library that the handle's arrays are of, can be
 captured in CUDA graphs, and return at once. A wait that expires is reported by the next call, or by
 `synchronize`; the handle and the CUDA context stay usable.
+
+Kernels of the user's get the same from `kernels/symm.cuh`: its struct SymmetricMemory is this
+handle, by value or in memory of the device, and its channels are the handle's.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
+
 from shardmath.cuda import stream as streams
+from shardmath.cuda.compile import KERNELS
 from shardmath.cuda.driver import call
+from shardmath.cuda.kernel import Extent
+from shardmath.cuda.source import SourceKernel
 from shardmath.symmetric.handle import SymmetricMemory
+from shardmath.transport.base import DeviceBytes, Memory
 
 if TYPE_CHECKING:
-    from shardmath.symmetric.handle import Share
+    from shardmath.arrays import Library
     from shardmath.symmetric.heap import Buffer, Heap
+    from shardmath.symmetric.share import Share
     from shardmath.symmetric.team import Team
 
-__all__ = ["DeviceSymmetricMemory", "DeviceTables"]
+__all__ = ["DeviceSymmetricMemory", "DeviceTables", "HandleKernel"]
 
 
 class DeviceTables:
@@ -27,20 +39,55 @@ class DeviceTables:
 
     def __init__(self, heap: Heap, team: Team, share: Share) -> None:
         self._kept: list[Buffer] = []
-        self.buffers = self._on_device(heap, team, share.buffer_table.tolist())
-        self.pads = self._on_device(heap, team, share.pad_table.tolist())
+        self.buffers = self._on_device(heap, team, share.buffer_table.tobytes())
+        self.pads = self._on_device(heap, team, share.pad_table.tobytes())
+        self.arguments: dict[float | None, int] = {}  # SymmetricMemory, by its time-out
 
-    def _on_device(self, heap: Heap, team: Team, addresses: list[int]) -> int:
-        buffer = heap.allocate(8 * len(addresses))
+    def argument(self, heap: Heap, team: Team, packed: bytes, timeout: float | None) -> int:
+        """Where the struct `packed` lies, put there when first asked for."""
+        if timeout not in self.arguments:
+            self.arguments[timeout] = self._on_device(heap, team, packed)
+        return self.arguments[timeout]
+
+    def _on_device(self, heap: Heap, team: Team, data: bytes) -> int:
+        buffer = heap.allocate(len(data))
         self._kept.append(buffer)
         team.device.activate()
-        call(
-            "cuMemcpyHtoD",
-            buffer.block.address,
-            struct.pack(f"{len(addresses)}Q", *addresses),
-            8 * len(addresses),
-        )
+        call("cuMemcpyHtoD", buffer.block.address, data, len(data))
         return buffer.block.address
+
+
+class _Struct:
+    """The struct on the device as an owner of arrays: it keeps the handle, which keeps all."""
+
+    def __init__(self, address: int, nbytes: int, handle: DeviceSymmetricMemory) -> None:
+        self._kept = handle
+        self.device = handle._team.device.name
+        self.__cuda_array_interface__ = DeviceBytes(
+            address, nbytes, self.device
+        ).__cuda_array_interface__
+
+
+class HandleKernel:
+    """A kernel of the user's for one handle: `kernel(blocks, threads, *arguments, stream=None)`.
+
+    The handle itself, as an argument, is the struct SymmetricMemory by value. See SourceKernel.
+    """
+
+    def __init__(self, handle: DeviceSymmetricMemory, kernel: SourceKernel) -> None:
+        self._handle = handle
+        self._kernel = kernel
+
+    def __call__(
+        self, blocks: Extent, threads: Extent, *arguments: Any, stream: Any = None
+    ) -> None:
+        """Put it on a stream. Raises what an earlier kernel's wait has found, too."""
+        self._handle.check()
+        given = [
+            value.kernel_argument() if isinstance(value, DeviceSymmetricMemory) else value
+            for value in arguments
+        ]
+        self._kernel(blocks, threads, *given, stream=stream)
 
 
 class DeviceSymmetricMemory(SymmetricMemory):
@@ -74,6 +121,66 @@ class DeviceSymmetricMemory(SymmetricMemory):
             share.tables = DeviceTables(self._context.heap, self._team, share)
         return share.tables
 
+    # -- the user's own kernels --------------------------------------------------------------------
+
+    @property
+    def compile_options(self) -> tuple[str, ...]:
+        """What a kernel that includes symm.cuh is compiled with, by NVRTC or nvcc."""
+        return (f"-I{KERNELS}", *(f"-D{text}" for text in self._team.defines))
+
+    @property
+    def channels(self) -> int:
+        """How many channels there are; see set_signal_pad_size."""
+        return self._team.channels
+
+    def kernel_argument(self, timeout_ms: int = 0) -> npt.NDArray[np.void]:
+        """The struct SymmetricMemory of symm.cuh, to be passed by value: one NumPy record.
+
+        It is good for as long as this handle lives. Its waits end after `timeout_ms`, or after
+        SHARDMATH_TIMEOUT when that is 0. Raises UseAfterFree when this rank's array was freed.
+        """
+        self._context.require_open()
+        self._require_array()
+        packed = self._packed(self._seconds(timeout_ms))
+        return np.frombuffer(packed, np.dtype([("words", "<u8", (len(packed) // 8,))])).copy()
+
+    def device_argument(self, timeout_ms: int = 0) -> Any:
+        """The same struct in memory of the device: an array of int64 of the handle's library.
+
+        For kernels that take `const SymmetricMemory*`, and for Triton. It keeps the handle alive.
+        Raises as `kernel_argument`.
+        """
+        self._context.require_open()
+        self._require_array()
+        timeout = self._seconds(timeout_ms)
+        packed = self._packed(timeout)
+        address = self._tables.argument(self._context.heap, self._team, packed, timeout)
+        owner = _Struct(address, len(packed), self)
+        return self._library.on_device(owner, "int64", [len(packed) // 8], [1])
+
+    def kernel(
+        self, source: str, function: str, options: Sequence[str] = (), *, shared: int = 0
+    ) -> HandleKernel:
+        """The `extern "C"` kernel `function` of CUDA C++ text that includes symm.cuh. Local.
+
+        It is compiled when first asked for, with further `options` of NVRTC, and kept on disk;
+        `shared` is its dynamic shared memory in bytes. Raises CudaError with the compiler's words.
+        """
+        device, library = self._team.device, self._library.name
+        options = (*(f"-D{text}" for text in self._team.defines), *options)
+        made = SourceKernel(device, source, function, options, shared=shared, library=library)
+        return HandleKernel(self, made)
+
+    def _packed(self, timeout: float | None) -> bytes:
+        places, start = self._share.places, self._share.buffer_table.tolist()
+        starts = [
+            address + place.array_offset for address, place in zip(start, places, strict=True)
+        ]
+        sizes = [place.nbytes - place.array_offset for place in places]
+        return self._team.packed(timeout) + struct.pack(f"{2 * len(places)}Q", *starts, *sizes)
+
+    # -- signals on streams ------------------------------------------------------------------------
+
     def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
         """Put a barrier of all ranks on the current stream. Collective.
 
@@ -97,9 +204,26 @@ class DeviceSymmetricMemory(SymmetricMemory):
         stream = self._stream()
         self._team.flag("lower_flag", src_rank, stream, slot=slot, channel=channel, timeout=timeout)
 
+    def _own_bytes(self, library: Library, array: Any, *, writable: bool) -> tuple[Memory, int]:
+        """See SymmetricMemory: an array on this rank's GPU, and the current stream."""
+        spec, device = library.spec(array), self._team.device
+        if spec.device != device.name:
+            raise ValueError(f"an array on {device.name} was expected, not {spec}")
+        memory = DeviceBytes(library.pointer(array), spec.nbytes, device.name)
+        return memory, streams.current(library.name, device)
+
     def synchronize(self) -> None:
         """Wait for the current stream. Raises what a wait on it has found, as every call does."""
         self._team.synchronize(self._stream())
+
+    def check(self) -> None:
+        """Raise what a kernel's wait has found so far: OpTimeout, which names the ranks.
+
+        RankFailure for a rank that has ended, ValueError for a channel or rank that a kernel named
+        and that does not exist. Costs one load where nothing has gone wrong.
+        """
+        self._context.require_open()
+        self._team.check()
 
     def _ready(self, channel: int, timeout_ms: int) -> float | None:
         self._context.require_open()

@@ -4,13 +4,7 @@ A handle keeps this rank's array alive, and every view that it gives out keeps t
 rank marks a block as dropped only when array, handle and views are all gone there, so no view ever
 shows memory that its owner has given to another array.
 
-The pad of a rank is one block: first the user's slots, then words of our own.
-
-    uint32  slot (channel, src) = size * channel + src     0: free, 1: signalled
-    uint64  word (channel)                                 how many barriers this rank has reached
-
-A slot is written to 1 by one rank, only while it is 0, and to 0 by the other, only while it is 1; a
-word is written by its owner alone. So plain loads and stores suffice; see board.py for their order.
+Signals are words and slots of the ranks' pads: see share.py.
 """
 
 from __future__ import annotations
@@ -19,112 +13,23 @@ import math
 import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence, Sized
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import numpy as np
 
-from shardmath.arrays import DType, Library
+from shardmath.arrays import DType, Library, library_of, raw_view
 from shardmath.arrays.dtypes import of as dtype_of
 from shardmath.context import DistributedContext
 from shardmath.errors import UseAfterFree
 from shardmath.geometry.integers import index
 from shardmath.symmetric.allocation import array_on
 from shardmath.symmetric.board import ORDERED
-from shardmath.symmetric.heap import Buffer
+from shardmath.symmetric.heap import Buffer, Location
 from shardmath.symmetric.padding import PadSetting
+from shardmath.symmetric.share import SLOT_BYTES, Share
 from shardmath.transport.base import DeviceBytes, Memory
 
-if TYPE_CHECKING:
-    from shardmath.symmetric.device_handle import DeviceTables
-    from shardmath.symmetric.team import Team
-
-__all__ = ["Place", "Share", "SymmetricMemory", "pad_bytes"]
-
-_SLOT, _WORD = 4, 8
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where one rank's array lies: its block of `nbytes`, the array's offset in it, and its pad."""
-
-    segment: int
-    offset: int
-    nbytes: int
-    array_offset: int
-    pad_segment: int
-    pad_offset: int
-    pad_size: int
-
-
-def pad_bytes(slots_bytes: int, size: int) -> int:
-    """Bytes of a whole pad whose slots take `slots_bytes`, for `size` ranks."""
-    return _words_start(slots_bytes) + _WORD * (slots_bytes // (_SLOT * size))
-
-
-def _words_start(slots_bytes: int) -> int:
-    return -(-slots_bytes // _WORD) * _WORD
-
-
-@dataclass
-class Share:
-    """What a rendezvous has established, on this rank: it lives as long as this rank's buffer.
-
-    `memory` and `pads` hold the ranks' blocks and pads as bytes in this process; None where a
-    rank's memory has no address here.
-    """
-
-    number: int
-    places: list[Place]
-    memory: list[Memory | None]
-    pads: list[Memory | None]
-    pad_buffer: Buffer
-    team: Team | None = None  # of GPUs: it signals where the host's words would
-    tables: DeviceTables | None = None
-    handles: dict[str, weakref.ref[SymmetricMemory]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        slots = self.places[0].pad_size
-        start = _words_start(slots)
-        self.slots: list[Any] = [_words(pad, 0, slots, "I") for pad in self.pads]
-        self.words: list[Any] = [_words(pad, start, None, "Q") for pad in self.pads]
-        self.reached: dict[int, int] = {}  # barriers completed, by channel
-        self.buffer_table = np.array([_address(view) for view in self.memory], np.uint64)
-        self.pad_table = np.array([_address(view) for view in self.pads], np.uint64)
-
-    def handle(
-        self, context: DistributedContext, buffer: Buffer, library: Library
-    ) -> SymmetricMemory:
-        """The handle for arrays of `library`: the same object while anything refers to it."""
-        known = self.handles.get(library.name)
-        handle = known() if known is not None else None
-        if handle is None:
-            handle = self._kind()(context, self, buffer, library)
-            self.handles[library.name] = weakref.ref(handle)
-            alive = [one for one in buffer.block.handles if one() is not None]
-            buffer.block.handles = [*alive, self.handles[library.name]]
-        return handle
-
-    def _kind(self) -> type[SymmetricMemory]:
-        if self.team is None:
-            return SymmetricMemory
-        from shardmath.symmetric.device_handle import DeviceSymmetricMemory
-
-        return DeviceSymmetricMemory
-
-
-def _words(
-    pad: Memory | None, start: int, end: int | None, kind: Literal["I", "Q"]
-) -> memoryview[int] | None:
-    if pad is None or isinstance(pad, DeviceBytes):
-        return None
-    return pad[start:end].data.cast(kind)
-
-
-def _address(view: Memory | None) -> int:
-    if isinstance(view, DeviceBytes):
-        return view.address
-    return 0 if view is None else int(view.__array_interface__["data"][0])
+__all__ = ["SymmetricMemory", "handle_of"]
 
 
 class _Reach:
@@ -289,7 +194,10 @@ class SymmetricMemory(metaclass=PadSetting):
                 f"{dtype} {shape} from byte {start} on ends at byte {end}; the rank has {limit}"
             )
         if memory is None:
-            raise RuntimeError("the memory of this rank has no address in this process")
+            raise RuntimeError(
+                "the memory of this rank, which is on another host, has no address in this "
+                "process; reach it with the handle's put and get"
+            )
         strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
         return array_on(_Reach(memory, self), self._library, dtype, shape, strides, start=start)
 
@@ -301,6 +209,59 @@ class SymmetricMemory(metaclass=PadSetting):
         if not 0 <= index(rank, "rank") < self.world_size:
             raise ValueError(f"rank {rank} does not exist; the handle has {self.world_size} ranks")
         return rank
+
+    # -- copies ------------------------------------------------------------------------------------
+
+    def get(self, dst: Any, src_rank: int, offset: int = 0) -> None:
+        """Fill `dst` with elements of the array that `src_rank` brought, from `offset` on.
+
+        `dst` is contiguous, in ordinary or symmetric memory; its dtype is taken for the peer's. It
+        serves every rank, with an address here or without. On the host it is done on return, on a
+        GPU once the current stream gets there. What the peer wrote before a signal or barrier that
+        this rank has waited for is seen.
+
+        Raises ValueError for a `dst` that is not contiguous or not writable, for elements that the
+        peer's allocation does not have and a rank that does not exist; UseAfterFree.
+        Source: torch.distributed._symmetric_memory.get.
+        """
+        self._copy(dst, src_rank, offset, writes=False)
+
+    def put(self, src: Any, dst_rank: int, offset: int = 0) -> None:
+        """Write `src` over elements of the array that `dst_rank` brought, from `offset` on.
+
+        As `get`, the other way. The peer sees it after a signal or barrier of this rank that it
+        waits for.
+        """
+        self._copy(src, dst_rank, offset, writes=True)
+
+    def _copy(self, array: Any, rank: int, offset: int, *, writes: bool) -> None:
+        self._context.require_open()
+        self._require_array()
+        place = self._share.places[self._peer(rank)]
+        library = library_of(array)
+        spec = library.spec(array)
+        skipped = index(offset, "offset") * spec.itemsize
+        if spec.order not in ("C", "both"):
+            raise ValueError(f"a contiguous array was expected, not {spec}")
+        start = place.array_offset + skipped
+        if skipped < 0 or start + spec.nbytes > place.nbytes:
+            raise ValueError(
+                f"elements {offset} to {offset + spec.size} of {spec.dtype}: rank {rank} has "
+                f"{(place.nbytes - place.array_offset) // spec.itemsize} of them"
+            )
+        if not spec.nbytes:
+            return
+        memory, stream = self._own_bytes(library, array, writable=not writes)
+        where = Location(place.segment, place.offset + start)
+        if writes:
+            self._context.put(rank, where, memory, stream)
+        else:
+            self._context.get(rank, where, memory, stream)
+
+    def _own_bytes(self, library: Library, array: Any, *, writable: bool) -> tuple[Memory, int]:
+        """The bytes of an array of this rank, and the stream on which they are used."""
+        host = library.host_view(array, writable=writable)
+        return raw_view(host.reshape(-1)).view(np.uint8), 0
 
     # -- signals -----------------------------------------------------------------------------------
 
@@ -315,6 +276,8 @@ class SymmetricMemory(metaclass=PadSetting):
         target = share.reached.get(channel, 0) + 1
         _order()  # after writing what peers will read: before the word that announces it
         words[self.rank][channel] = target
+        if share.far is not None:
+            share.far.reached(channel, target)
 
         def missing() -> list[int]:
             return [r for r in range(self.world_size) if words[r][channel] < target]
@@ -335,6 +298,8 @@ class SymmetricMemory(metaclass=PadSetting):
         )
         _order()
         slots[slot] = 1
+        if self._share.far is not None:
+            self._share.far.raised(dst_rank, channel)
 
     def wait_signal(self, src_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
         """Wait for a signal of `src_rank` on this channel, and consume it.
@@ -351,6 +316,8 @@ class SymmetricMemory(metaclass=PadSetting):
             timeout_ms,
         )
         slots[slot] = 0  # before reusing what the source wrote: it may write anew from now on
+        if self._share.far is not None:
+            self._share.far.consumed(src_rank, channel)
 
     def _wait(
         self,
@@ -370,18 +337,48 @@ class SymmetricMemory(metaclass=PadSetting):
         """Wait until what this handle has been asked to do is done. On the host it always is."""
         self._context.require_open()
 
+    def check(self) -> None:
+        """Raise what a kernel's wait has found. On the host every wait raises it itself."""
+        self._context.require_open()
+
     def _seconds(self, timeout_ms: int) -> float | None:
         if index(timeout_ms, "timeout_ms") < 0:
             raise ValueError(f"timeout_ms is 0, for SHARDMATH_TIMEOUT, or more; not {timeout_ms}")
         return timeout_ms / 1000 or None
 
     def _require_channel(self, channel: int) -> None:
-        channels = self.signal_pad_size // (_SLOT * self.world_size)
+        channels = self.signal_pad_size // (SLOT_BYTES * self.world_size)
         if not 0 <= index(channel, "channel") < channels:
             raise ValueError(
                 f"channel {channel} does not exist: a pad of {self.signal_pad_size} bytes has "
                 f"{channels} channels for {self.world_size} ranks; see set_signal_pad_size"
             )
+
+
+def handle_of(
+    share: Share, context: DistributedContext, buffer: Buffer, library: Library
+) -> SymmetricMemory:
+    """The share's handle for arrays of `library`: the same object while anything refers to it."""
+    known = share.handles.get(library.name)
+    handle = known() if known is not None else None
+    if handle is None:
+        handle = _kind(share)(context, share, buffer, library)
+        share.handles[library.name] = weakref.ref(handle)
+        alive = [one for one in buffer.block.handles if one() is not None]
+        buffer.block.handles = [*alive, share.handles[library.name]]
+    return handle
+
+
+def _kind(share: Share) -> type[SymmetricMemory]:
+    if share.team is None:
+        return SymmetricMemory
+    if share.far is not None:
+        from shardmath.symmetric.far_handle import FarDeviceSymmetricMemory
+
+        return FarDeviceSymmetricMemory
+    from shardmath.symmetric.device_handle import DeviceSymmetricMemory
+
+    return DeviceSymmetricMemory
 
 
 def _elements(storage_offset: int | None) -> int:

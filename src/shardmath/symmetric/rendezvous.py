@@ -18,10 +18,12 @@ from shardmath.arrays import library_of
 from shardmath.context import DistributedContext, require_context
 from shardmath.errors import UseAfterFree
 from shardmath.group import ProcessGroup, as_process_group
+from shardmath.symmetric import layout
 from shardmath.symmetric.allocation import block_of
-from shardmath.symmetric.handle import Place, Share, SymmetricMemory, pad_bytes
+from shardmath.symmetric.handle import SymmetricMemory, handle_of
 from shardmath.symmetric.heap import Block, Buffer, Location
 from shardmath.symmetric.padding import pad_setting
+from shardmath.symmetric.share import FarSignals, Place, Share, pad_bytes
 
 if TYPE_CHECKING:
     from shardmath.symmetric.team import Team
@@ -60,7 +62,7 @@ def rendezvous(tensor: Any, group: Any = None) -> SymmetricMemory:
     if not known:
         buffer.shares[context.number, offset] = _share(context, block, offset)
     share: Share = buffer.shares[context.number, offset]
-    return share.handle(context, buffer, library_of(tensor))
+    return handle_of(share, context, buffer, library_of(tensor))
 
 
 def register_group(name: str, group: ProcessGroup | DistributedContext) -> None:
@@ -134,6 +136,8 @@ def _share(context: DistributedContext, block: Block, offset: int) -> Share:
     share = made.pop()
     # Two marks: array and pad may be dropped at different times.
     share.number, pad_number = context.next_share(), context.next_share()
+    if context.spans_hosts:
+        share.far = FarSignals(context, share)
     block.shared.add((context.number, share.number))
     pad.block.shared.add((context.number, pad_number))
     return share
@@ -143,9 +147,11 @@ def _pad_bytes(context: DistributedContext, slots: int) -> int:
     """Bytes of a pad: on GPUs, a team's own pad follows the slots."""
     if context.team is None:
         return pad_bytes(slots, context.size)
-    from shardmath.symmetric.team import pad_bytes as team_pad_bytes
+    return _team_start(slots) + layout.pad_bytes(context.size, slots // (4 * context.size))
 
-    return -(-slots // 8) * 8 + team_pad_bytes(context.size, slots // (4 * context.size))
+
+def _team_start(slots: int) -> int:
+    return -(-slots // layout.PAD_ALIGNMENT) * layout.PAD_ALIGNMENT
 
 
 def _team(context: DistributedContext, share: Share) -> Team | None:
@@ -154,9 +160,24 @@ def _team(context: DistributedContext, share: Share) -> Team | None:
     if whole is None:
         return None
     slots = share.places[0].pad_size
-    pads = [int(address) + -(-slots // 8) * 8 for address in share.pad_table]
+    start = _team_start(slots)
+    pads = [int(address) and int(address) + start for address in share.pad_table]
     channels = slots // (4 * context.size)
-    return whole.another(share.pad_buffer, pads, channels)
+    team = whole.another(share.pad_buffer, pads, channels)
+    if context.spans_hosts:
+        _locate(team, whole, share, start)
+    return team
+
+
+def _locate(team: Team, whole: Team, share: Share, start: int) -> None:
+    """Where the team's pads lie on other hosts: `start` bytes into those of the share."""
+    from shardmath.symmetric.far_team import FarTeam
+
+    assert isinstance(team, FarTeam) and isinstance(whole, FarTeam), "of several hosts"
+    far = [rank for rank, pad in enumerate(team.pads) if not pad]
+    places = {rank: share.places[rank] for rank in far}
+    pads = {rank: Location(at.pad_segment, at.pad_offset + start) for rank, at in places.items()}
+    team.locate(whole.transport, whole.numbers, pads)
 
 
 # -- which ranks -----------------------------------------------------------------------------------

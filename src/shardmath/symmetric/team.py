@@ -1,13 +1,15 @@
 """A context's ranks as their GPUs see them: pads of signals, and the kernels that wait on them.
 
-The layout of a pad is `kernels/symm.cuh`'s. A kernel whose wait expires writes down whom it waited
-for, in host memory, and ends; the host raises at its next call or at `synchronize`, and then all
-can be used again: a barrier or a signal that did not come is waited for anew.
+The layout of a pad is `kernels/symm.cuh`'s, told by `layout`. A kernel whose wait expires writes
+down whom it waited for, in host memory, and ends; the host raises at its next call or at
+`synchronize`, and then all can be used again: a barrier or a signal that did not come is waited for
+anew.
 """
 
 from __future__ import annotations
 
 import struct
+import time
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
@@ -17,32 +19,35 @@ import numpy as np
 import numpy.typing as npt
 
 from shardmath.cuda.device import Device
-from shardmath.cuda.driver import call
+from shardmath.cuda.driver import bindings, call, status_of
 from shardmath.cuda.kernel import Argument, Kernel, kernel
 from shardmath.errors import CudaError, OpTimeout
+from shardmath.symmetric import layout
 from shardmath.symmetric.board import Board
 from shardmath.symmetric.heap import Buffer
 
-__all__ = ["BLOCKS", "CHANNELS", "Team", "pad_bytes"]
+__all__ = ["CHANNELS", "Team"]
 
 CHANNELS = 64  # of a context's team
-BLOCKS = 512  # kBlocks
-_COLLECTIVE = 3
-_PRODUCT = 6
+_LOOK_AFTER, _LONGEST_NAP = 1e-3, 2e-3  # seconds: for peers that have died; between two looks
 _OPERATIONS = {
-    1: "barrier",
-    2: "wait_signal",
-    3: "a collective",
-    4: "a kernel of the user's",
-    5: "put_signal",
-    6: "a product",
+    layout.OF_BARRIER: "barrier",
+    layout.OF_SIGNAL: "wait_signal",
+    layout.OF_COLLECTIVE: "a collective",
+    layout.OF_USER: "a kernel of the user's",
+    layout.OF_FLAG: "put_signal",
+    layout.OF_PRODUCT: "a product",
 }
-_PLACES = {_COLLECTIVE: "block", _PRODUCT: "chunk"}
-
-
-def pad_bytes(size: int, channels: int = CHANNELS) -> int:
-    """Bytes of one rank's `Pad` in a team of `size` ranks."""
-    return 8 * (4 * channels * size + channels + BLOCKS + 1)
+_PLACES = {layout.OF_COLLECTIVE: "block", layout.OF_PRODUCT: "chunk"}
+_COUNTED = (
+    layout.OF_COLLECTIVE,
+    layout.OF_PRODUCT,
+)  # what an expired wait leaves in no known state
+_REFUSED = {
+    layout.NO_CHANNEL: "named channel {seen}; there are {expected}, numbered from 0",
+    layout.NO_PEER: "named rank {seen}; there are {expected}, numbered from 0",
+    layout.WRONG_RANKS: "was compiled for {seen} ranks, not {expected}; see compile_options",
+}
 
 
 class Team:
@@ -71,17 +76,21 @@ class Team:
         self.broken = ""  # why what collectives count is in no known state
         self._board = board
         self._own = own
+        self._family: weakref.WeakSet[Team] = weakref.WeakSet([self])  # all teams of these ranks
         self._status, self._status_address = _host_words(device, 1 + 3 * self.size)
         self._arguments: dict[tuple[Any, ...], Argument] = {}
 
     def another(self, own: Buffer, pads: Sequence[int], channels: int) -> Team:
         """A team of the same ranks with pads of its own."""
-        return Team(self.device, self._board, own, pads, channels=channels)
+        made = Team(self.device, self._board, own, pads, channels=channels)
+        self._family.add(made)
+        made._family = self._family
+        return made
 
     @property
     def defines(self) -> tuple[str, ...]:
         """What a kernel that includes symm.cuh is compiled with."""
-        return (f"SHARDMATH_RANKS={self.size}", f"SHARDMATH_CHANNELS={self.channels}")
+        return (f"SHARDMATH_RANKS={self.size}",)
 
     def kernel(
         self,
@@ -100,8 +109,8 @@ class Team:
         """The struct `Team` of symm.cuh. `timeout` in seconds; None is the context's."""
         limit = self.timeout if timeout is None else timeout
         nanoseconds = max(1, min(int(limit * 1e9), 1 << 62))
-        words = (self.rank, self.size, nanoseconds, self._status_address, *self.pads)
-        return struct.pack(f"iiQQ{self.size}Q", *words)
+        words = (self.channels, 0, nanoseconds, self._status_address, *self.pads)
+        return struct.pack(f"iiIIQQ{self.size}Q", self.rank, self.size, *words)
 
     # -- operations on a stream --------------------------------------------------------------------
 
@@ -112,17 +121,17 @@ class Team:
         if self.size > 1:
             threads = min(1024, -(-self.size // 32) * 32)
             argument = self._argument(timeout, channel, None)
-            self.kernel("signals", "team_barrier").launch(stream, 1, threads, argument)
+            self.kernel("signals", "team_barrier").launch(stream, 1, threads, argument, early=True)
 
     def put_signal(self, dst: int, stream: int, *, channel: int = 0) -> None:
         """Send one more signal to rank `dst` when `stream` gets there. Never waits."""
-        self._signal("put_signal", dst, stream, channel, None)
+        self._signal("send_signal", dst, stream, channel, None)
 
     def wait_signal(
         self, src: int, stream: int, *, channel: int = 0, timeout: float | None = None
     ) -> None:
         """Make `stream` wait for one more signal of rank `src`."""
-        self._signal("wait_signal", src, stream, channel, timeout)
+        self._signal("await_signal", src, stream, channel, timeout)
 
     def flag(
         self,
@@ -137,7 +146,7 @@ class Team:
         """`raise_flag` or `lower_flag` of signals.cu, on the 32-bit word at address `slot`."""
         self.check()
         argument = Argument(self.packed(timeout) + struct.pack("QIi", slot, channel, peer))
-        self.kernel("signals", function).launch(stream, 1, 1, argument)
+        self.kernel("signals", function).launch(stream, 1, 1, argument, early=True)
 
     def _signal(
         self, function: str, peer: int, stream: int, channel: int, timeout: float | None
@@ -147,7 +156,7 @@ class Team:
         if not 0 <= peer < self.size:
             raise ValueError(f"rank {peer} is not among the {self.size} ranks, numbered from 0")
         argument = self._argument(timeout, channel, peer)
-        self.kernel("signals", function).launch(stream, 1, 1, argument)
+        self.kernel("signals", function).launch(stream, 1, 1, argument, early=True)
 
     def _argument(self, timeout: float | None, channel: int, peer: int | None) -> Argument:
         key = (timeout, channel, peer)
@@ -163,15 +172,35 @@ class Team:
     # -- errors ------------------------------------------------------------------------------------
 
     def synchronize(self, stream: int) -> None:
-        """Wait for `stream`; raises as `check` does."""
+        """Wait for `stream`; raises as `check` does.
+
+        What waits there for a rank whose process dies ends soon after that.
+        """
         self.device.activate()
+        busy, start = bindings().CUresult.CUDA_ERROR_NOT_READY, time.perf_counter()
+        while status_of("cuStreamQuery", stream)[0] == busy:
+            waited = time.perf_counter() - start
+            if waited > _LOOK_AFTER and self._board.dead():
+                self.give_up()
+                break
+            time.sleep(min(waited / 8, _LONGEST_NAP))
         call("cuStreamSynchronize", stream)
         self.check()
+
+    def give_up(self) -> None:
+        """End what kernels wait for in any team of these ranks, as if its time had passed."""
+        self.device.activate()
+        side = call("cuStreamCreate", 1)  # which waits for no other stream
+        for team in list(self._family):
+            call("cuMemsetD8Async", team.pads[team.rank] + layout.FAILED, 1, 1, side)
+        call("cuStreamSynchronize", side)
+        call("cuStreamDestroy", side)
 
     def check(self) -> None:
         """Raise what a kernel has noted: OpTimeout, or RankFailure for a rank that has ended.
 
-        Costs one load where nothing has gone wrong. After the error, the team can be used again.
+        ValueError where a kernel named a channel or a rank that does not exist. Costs one load
+        where nothing has gone wrong. After the error, the team can be used again.
         """
         if self._status[0]:
             raise self._noted()
@@ -181,16 +210,18 @@ class Team:
             self.device.synchronize()
         late = self._status[1:].reshape(self.size, 3).copy()
         self._status[:] = 0
-        call(
-            "cuMemsetD8", self.pads[self.rank] + pad_bytes(self.size, self.channels) - 8, 0, 8
-        )  # Pad.failed
+        call("cuMemsetD8", self.pads[self.rank] + layout.FAILED, 0, 8)
+        refused = late[self.rank].tolist()
+        if refused[0] in _REFUSED:
+            reason = _REFUSED[refused[0]].format(expected=refused[1], seen=_signed(refused[2]))
+            return ValueError(f"a kernel on rank {self.rank} (GPU {self.device.ordinal}) {reason}")
         ranks = [rank for rank in range(self.size) if late[rank, 0]]
         reasons = [
             f"rank {rank} had come to {seen} of {expected} in {_place(int(operation))}"
             for rank in ranks
             for operation, expected, seen in [late[rank].tolist()]
         ]
-        if any(int(late[rank, 0]) & 0xFFFFFFFF in _PLACES for rank in ranks):
+        if any(int(late[rank, 0]) & 0xFFFFFFFF in _COUNTED for rank in ranks):
             self.broken = "; ".join(reasons)
         gone = self._board.gone(ranks)
         if gone is not None:
@@ -200,6 +231,11 @@ class Team:
             "raise SHARDMATH_TIMEOUT if they were only slow",
             ranks,
         )
+
+
+def _signed(word: int) -> int:
+    """A number of 32 bits that a kernel gave: it may have meant a negative one."""
+    return word - (1 << 32) if word >> 31 == 1 else word
 
 
 def _place(operation: int) -> str:

@@ -1,7 +1,8 @@
 """The verbs that every transport supplies, and the facts that it tells about itself.
 
 Layers above ask the table for a view or an address; they never ask which transport they have. A
-peer without an address answers None, and is then reached by `put` and `get` alone.
+peer without an address, on another host, answers None, and is then reached by `put` and `get`
+alone, which serve every attached segment.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardmath.errors import CollectiveMismatch
+from shardmath.group.base import ProcessGroup
 
 __all__ = [
     "Bytes",
@@ -34,6 +36,7 @@ class DeviceBytes:
 
     def __init__(self, address: int, nbytes: int, device: str) -> None:
         self.address = address
+        self.nbytes = nbytes
         self.device = device
         self.__cuda_array_interface__: dict[str, Any] = {
             "shape": (nbytes,),
@@ -81,6 +84,9 @@ class Transport(ABC):
     spare_bytes: ClassVar[int]  # the most that a segment should exceed what was asked for
     device: str  # where the memory is: "cpu", or like "cuda:0"
 
+    def join(self, group: ProcessGroup) -> None:  # noqa: B027 - most have nothing to do
+        """What all ranks must do together before the first `reserve`. Collective."""
+
     @classmethod
     @abstractmethod
     def probe(cls) -> Probe:
@@ -127,6 +133,26 @@ class Transport(ABC):
     @abstractmethod
     def view(self, rank: int, index: int, offset: int, nbytes: int) -> Memory | None:
         """The bytes of an attached segment, for arrays to lie on, or None without an address."""
+
+    @abstractmethod
+    def get(self, rank: int, index: int, offset: int, into: Memory, stream: int = 0) -> None:
+        """Fill `into` with the bytes at `offset` of an attached segment.
+
+        On the host they are there on return; on a GPU, once `stream` gets there. Raises
+        CollectiveMismatch when the segment does not hold them, RankFailure or OpTimeout when its
+        owner does not serve them.
+        """
+
+    @abstractmethod
+    def put(self, rank: int, index: int, offset: int, data: Memory, stream: int = 0) -> None:
+        """Write `data` to an attached segment. Its owner sees all of it after `quiet`.
+
+        On the host `data` can be reused on return; on a GPU, once `stream` gets there. Raises as
+        `get`.
+        """
+
+    def quiet(self, rank: int, stream: int = 0) -> None:  # noqa: B027 - most `put` at once
+        """Wait until `rank` would see what was `put` there; on a GPU, make `stream` wait."""
 
     @abstractmethod
     def close(self) -> None:

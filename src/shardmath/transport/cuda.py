@@ -18,7 +18,14 @@ from typing import Any, ClassVar
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import bindings, call, call_for_memory
 from shardmath.errors import BackendUnavailable, CudaError, HeapExhausted
-from shardmath.transport.base import DeviceBytes, Probe, Segment, Transport, require_within
+from shardmath.transport.base import (
+    DeviceBytes,
+    Memory,
+    Probe,
+    Segment,
+    Transport,
+    require_within,
+)
 from shardmath.transport.mesh import Mesh
 
 __all__ = ["CudaTransport", "Mapping"]
@@ -52,7 +59,10 @@ class _Held:
 
 
 class CudaTransport(Transport):
-    """Segments on `device` of this rank and on the devices of the ranks that `mesh` connects."""
+    """Segments on `device` of this rank and on the devices of the ranks that `mesh` connects.
+
+    Ranks on pretended other hosts have no address here: their mappings serve `put` and `get` alone.
+    """
 
     name: ClassVar[str] = "cuda"
     interface: ClassVar[str] = "__cuda_array_interface__"
@@ -141,8 +151,28 @@ class CudaTransport(Transport):
         self._hold(segment, mapping)
         return segment
 
-    def address(self, rank: int, index: int, offset: int, nbytes: int) -> int:
+    def address(self, rank: int, index: int, offset: int, nbytes: int) -> int | None:
         """See Transport."""
+        found = self._at(rank, index, offset, nbytes)
+        return found if self._mesh.near(rank) else None
+
+    def get(self, rank: int, index: int, offset: int, into: Memory, stream: int = 0) -> None:
+        """See Transport."""
+        assert isinstance(into, DeviceBytes), "memory of the device"
+        source = self._at(rank, index, offset, into.nbytes)
+        if into.nbytes:
+            self._device.activate()
+            call("cuMemcpyAsync", into.address, source, into.nbytes, stream)
+
+    def put(self, rank: int, index: int, offset: int, data: Memory, stream: int = 0) -> None:
+        """See Transport."""
+        assert isinstance(data, DeviceBytes), "memory of the device"
+        target = self._at(rank, index, offset, data.nbytes)
+        if data.nbytes:
+            self._device.activate()
+            call("cuMemcpyAsync", target, data.address, data.nbytes, stream)
+
+    def _at(self, rank: int, index: int, offset: int, nbytes: int) -> int:
         held = self._segments[rank, index]
         require_within(held.segment, offset, nbytes)
         return held.mapping.address + offset
@@ -151,9 +181,10 @@ class CudaTransport(Transport):
         """See Transport."""
         return self._segments[self._mesh.rank, index].mapping
 
-    def view(self, rank: int, index: int, offset: int, nbytes: int) -> DeviceBytes:
+    def view(self, rank: int, index: int, offset: int, nbytes: int) -> DeviceBytes | None:
         """See Transport."""
-        return DeviceBytes(self.address(rank, index, offset, nbytes), nbytes, self.device)
+        address = self.address(rank, index, offset, nbytes)
+        return None if address is None else DeviceBytes(address, nbytes, self.device)
 
     def _hold(self, segment: Segment, mapping: Mapping) -> None:
         self._segments[segment.rank, segment.index] = _Held(segment, mapping)

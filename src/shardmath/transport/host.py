@@ -19,7 +19,7 @@ from typing import ClassVar
 import numpy as np
 
 from shardmath.errors import CollectiveMismatch, HeapExhausted
-from shardmath.transport.base import Bytes, Probe, Segment, Transport, require_within
+from shardmath.transport.base import Bytes, Memory, Probe, Segment, Transport, require_within
 from shardmath.transport.mesh import Mesh
 
 __all__ = ["HostTransport", "available_memory", "export_memory", "map_memory"]
@@ -28,7 +28,10 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 class HostTransport(Transport):
-    """Segments of the ranks that `mesh` connects."""
+    """Segments of the ranks that `mesh` connects.
+
+    Ranks on pretended other hosts have no address here: their mappings serve `put` and `get` alone.
+    """
 
     name: ClassVar[str] = "host"
     interface: ClassVar[str] = "__array_interface__"
@@ -99,16 +102,31 @@ class HostTransport(Transport):
             self._keep(Segment(rank, index, len(mapping)), mapping)
         return Segment(rank, index, len(self._maps[rank, index]))
 
-    def view(self, rank: int, index: int, offset: int, nbytes: int) -> Bytes:
+    def view(self, rank: int, index: int, offset: int, nbytes: int) -> Bytes | None:
         """See Transport."""
+        found = self._part(rank, index, offset, nbytes)
+        return found if self._mesh.near(rank) else None
+
+    def address(self, rank: int, index: int, offset: int, nbytes: int) -> int | None:
+        """See Transport."""
+        self._part(rank, index, offset, nbytes)
+        whole = self._bytes[rank, index]
+        return int(whole.ctypes.data) + offset if self._mesh.near(rank) else None
+
+    def get(self, rank: int, index: int, offset: int, into: Memory, stream: int = 0) -> None:
+        """See Transport."""
+        assert isinstance(into, np.ndarray), "memory of the host"
+        into[:] = self._part(rank, index, offset, len(into))
+
+    def put(self, rank: int, index: int, offset: int, data: Memory, stream: int = 0) -> None:
+        """See Transport."""
+        assert isinstance(data, np.ndarray), "memory of the host"
+        self._part(rank, index, offset, len(data))[:] = data
+
+    def _part(self, rank: int, index: int, offset: int, nbytes: int) -> Bytes:
         whole = self._bytes[rank, index]
         require_within(Segment(rank, index, len(whole)), offset, nbytes)
         return whole[offset : offset + nbytes]
-
-    def address(self, rank: int, index: int, offset: int, nbytes: int) -> int:
-        """See Transport."""
-        require_within(Segment(rank, index, len(self._bytes[rank, index])), offset, nbytes)
-        return int(self._bytes[rank, index].ctypes.data) + offset
 
     def lease(self, index: int) -> Bytes:
         """See Transport."""

@@ -1,5 +1,6 @@
 """A socket between every two ranks of one host, for passing descriptors of memory.
 
+Where there are several hosts all ranks are joined by `wires` too, which carry words but no memory.
 The sockets are abstract Unix sockets: no name in the file system, nothing that outlives a process,
 nothing reachable from another host. A connection is accepted only from this user, from the process
 that announced itself through the group, with the key that it was given there. What travels
@@ -20,11 +21,14 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 from shardmath import wire
-from shardmath.errors import BackendUnavailable, BootstrapError, RankFailure
+from shardmath.errors import BootstrapError, RankFailure
 from shardmath.group.base import ProcessGroup
+from shardmath.transport.greeting import connect_far
+from shardmath.transport.hosts import host_identity, host_name, hosts_of
 from shardmath.transport.watch import PeerWatch
+from shardmath.transport.wires import Wires
 
-__all__ = ["Mesh", "host_identity"]
+__all__ = ["Mesh"]
 
 _HELLO = struct.Struct("=16sI")  # key, rank
 _CREDENTIALS = struct.Struct("=iii")  # pid, uid, gid
@@ -33,22 +37,24 @@ _SIZE = struct.Struct("=Q")  # in front of the tag: bytes of the memory, where i
 _GRACE = 0.2  # seconds: a dying process closes its sockets first, and counts as dead later
 
 
-def host_identity() -> str:
-    """Names the machine and its network namespace, within which abstract sockets are visible."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}/{Path('/proc/self/ns/net').readlink()}"
-
-
 class Mesh:
     """Connections of this rank to all peers of `group`. Collective to create.
 
     `watch` tells which peers have ended; `pids[rank]` and `hosts[rank]` name them in messages.
+    `host_of[rank]` numbers the hosts; where there are several, `wires` join all ranks, else None.
+    The ranks are split into `pretended` hosts. `address` is where other hosts reach this one.
     Raises BootstrapError when not all ranks connect within `timeout` seconds.
     """
 
-    def __init__(self, group: ProcessGroup, timeout: float) -> None:
+    def __init__(
+        self, group: ProcessGroup, timeout: float, *, pretended: int = 1, address: str = ""
+    ) -> None:
         self.rank = group.rank
         self.size = group.nranks
+        self.host_of: tuple[int, ...] = ()
+        self.wires: Wires | None = None
+        self._pretended = pretended
+        self._identities: list[str] = []
         self._timeout = timeout
         self._sockets: dict[int, socket.socket] = {}
         self._arrived: dict[int, dict[bytes, tuple[int, int]]] = {}
@@ -56,9 +62,34 @@ class Mesh:
             undo.callback(self._close_sockets)
             self._connect(group)
             self.watch = PeerWatch(
-                {r: (self._pid(r), s.fileno()) for r, s in self._sockets.items()}
+                {r: (self._pid(r), s.fileno()) for r, s in self._sockets.items() if self.near(r)}
             )
+            undo.callback(self.watch.close)
+            if self.spans_hosts:
+                self.wires = self._wired(group, address)
             undo.pop_all()
+
+    @property
+    def spans_hosts(self) -> bool:
+        """Whether some ranks are on different hosts, pretended ones counted."""
+        return len(set(self.host_of)) > 1
+
+    @property
+    def real_hosts(self) -> int:
+        """How many machines the ranks are on."""
+        return len(set(self._identities))
+
+    def near(self, rank: int) -> bool:
+        """Whether `rank` is on this rank's host, and so has addresses here."""
+        return self.host_of[rank] == self.host_of[self.rank]
+
+    def _wired(self, group: ProcessGroup, address: str) -> Wires:
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        where = "127.0.0.1" if self.real_hosts == 1 else address
+        known = {r: (self._pid(r), s.fileno()) for r, s in self._sockets.items()}
+        with closing(PeerWatch(known)) as watch:
+            made = connect_far(group, others, address=where, timeout=self._timeout, watch=watch)
+        return Wires(made, self.watch)
 
     def _connect(self, group: ProcessGroup) -> None:
         key = secrets.token_bytes(16)
@@ -67,27 +98,22 @@ class Mesh:
             listener.bind(name)
             listener.listen(self.size)
             space = str(Path("/proc/self/ns/pid").readlink())
-            card = (host_identity(), os.getpid(), name, key, socket.gethostname(), space)
+            own = host_identity()
+            card = (own, os.getpid(), name, key, host_name(), space, self._pretended)
             cards = [wire.decode(data) for data in group.allgather_bytes(wire.encode(card))]
-            self._require_one_host([c[0] for c in cards])
+            self._identities = [str(c[0]) for c in cards]
+            self.host_of = hosts_of(self._identities, [int(c[6]) for c in cards])
+            here = [r for r in range(self.size) if self._identities[r] == own]
             self.pids = [int(c[1]) for c in cards]
             self.hosts = [str(c[4]) for c in cards]
             deadline = time.monotonic() + self._timeout
             # Until there are sockets to watch, peers are watched by what they say of themselves.
-            visible = [r for r in range(self.size) if cards[r][5] == space and r != self.rank]
+            visible = [r for r in here if cards[r][5] == space and r != self.rank]
             with closing(PeerWatch({r: (self.pids[r], -1) for r in visible})) as watch:
-                for peer in range(self.rank):
+                for peer in here[: here.index(self.rank)]:
                     self._sockets[peer] = self._call(str(cards[peer][2]), cards[peer][3], watch)
-                while len(self._sockets) < self.size - 1:
-                    self._answer(listener, key, deadline, watch)
-
-    def _require_one_host(self, identities: list[str]) -> None:
-        strangers = [r for r, host in enumerate(identities) if host != identities[0]]
-        if strangers:
-            raise BackendUnavailable(
-                f"ranks {strangers} run on another host (or in another network namespace) than "
-                "rank 0; the host transport reaches the memory of one machine only"
-            )
+                while missing := [r for r in here if r > self.rank and r not in self._sockets]:
+                    self._answer(listener, key, missing, deadline, watch)
 
     def _call(self, name: str, key: bytes, watch: PeerWatch) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -104,10 +130,14 @@ class Mesh:
         return connection
 
     def _answer(
-        self, listener: socket.socket, key: bytes, deadline: float, watch: PeerWatch
+        self,
+        listener: socket.socket,
+        key: bytes,
+        missing: list[int],
+        deadline: float,
+        watch: PeerWatch,
     ) -> None:
         """Accept one connection; one that is not a peer's is closed and forgotten."""
-        missing = [r for r in range(self.rank + 1, self.size) if r not in self._sockets]
         remaining = max(0.0, deadline - time.monotonic())
         waited_for = [listener.fileno(), *watch.descriptors]
         ready = select.select(waited_for, [], [], remaining)[0]
@@ -190,12 +220,18 @@ class Mesh:
 
     def _lost(self, rank: int, doing: str, error: object) -> RankFailure:
         dead = self.watch.wait(_GRACE)  # a peer that ended because another died is not the cause
-        also = f"; dead are ranks {sorted(dead)}" if dead - {rank} else ""
+        names = ", ".join(f"rank {each}" for each in sorted(dead))
+        also = f"; dead: {names}" if dead - {rank} else ""
         return RankFailure(
             f"rank {self.rank} lost rank {rank} (pid {self.pids[rank]} on {self.hosts[rank]}) "
             f"while {doing}: {error}{also}",
             sorted(dead) or [rank],
         )
+
+    def abandon(self) -> None:
+        """Close this process's ends to other hosts: they are another process's, its parent's."""
+        if self.wires is not None:
+            self.wires.abandon()
 
     def _close_sockets(self) -> None:
         for connection in self._sockets.values():
@@ -208,5 +244,7 @@ class Mesh:
 
     def close(self) -> None:
         """Close every connection."""
+        if self.wires is not None:
+            self.wires.close()
         self.watch.close()
         self._close_sockets()

@@ -2,26 +2,31 @@
 
 A peer is watched by its pidfd, which becomes readable the moment the process ends, even as a
 zombie. Where process ids are not visible (containers with their own), the end of its socket says
-the same.
+the same; and so does the end of its connection for a peer on another host (`note`).
 """
 
 from __future__ import annotations
 
 import os
 import select
+import threading
 from collections.abc import Mapping
 
 __all__ = ["PeerWatch"]
 
 
 class PeerWatch:
-    """Watches peers: rank -> (process id or 0, descriptor of a socket to the peer or -1)."""
+    """Watches peers: rank -> (process id or 0, descriptor of a socket to the peer or -1).
+
+    Any thread may ask: contexts that were split share it.
+    """
 
     def __init__(self, peers: Mapping[int, tuple[int, int]]) -> None:
         self._poll = select.poll()
         self._rank_of: dict[int, int] = {}
         self._pidfds: list[int] = []
         self._dead: set[int] = set()
+        self._lock = threading.Lock()
         for rank, (pid, socket_fd) in peers.items():
             self._watch(rank, pid, socket_fd)
 
@@ -33,12 +38,11 @@ class PeerWatch:
                 self._dead.add(rank)
                 return
             self._pidfds.append(fd)
-            self._poll.register(fd, select.POLLIN)
         elif socket_fd < 0:
             return
         else:
             fd = socket_fd
-            self._poll.register(fd, 0)  # POLLHUP is always reported
+        self._poll.register(fd, self._events(fd))
         self._rank_of[fd] = rank
 
     @property
@@ -46,18 +50,32 @@ class PeerWatch:
         """The pidfds: readable when their process has ended. For `select`."""
         return list(self._pidfds)
 
+    def note(self, rank: int) -> None:
+        """Count `rank` as dead: whoever reads its connection has come to the end."""
+        self._dead.add(rank)
+
     def dead(self) -> frozenset[int]:
         """The ranks whose process has ended. Never blocks; about a microsecond."""
-        for fd, _ in self._poll.poll(0):
-            self._dead.add(self._rank_of[fd])
-            self._poll.unregister(fd)
+        if self._lock.acquire(blocking=False):  # else another thread is finding out
+            try:
+                for fd, _ in self._poll.poll(0):
+                    self._dead.add(self._rank_of[fd])
+                    self._poll.unregister(fd)
+            finally:
+                self._lock.release()
         return frozenset(self._dead)
 
     def wait(self, seconds: float) -> frozenset[int]:
         """The same, after waiting for a first one for up to `seconds`."""
         if not self._dead:
-            self._poll.poll(seconds * 1000)
+            own = select.poll()  # one of these serves one thread at a time
+            for fd in self._rank_of:
+                own.register(fd, self._events(fd))
+            own.poll(seconds * 1000)
         return self.dead()
+
+    def _events(self, fd: int) -> int:
+        return select.POLLIN if fd in self._pidfds else 0  # POLLHUP is always reported
 
     def close(self) -> None:
         """Stop watching."""

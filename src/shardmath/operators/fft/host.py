@@ -270,7 +270,7 @@ class _Execution:
                     windows[src] = Window.of(source)
                 else:
                     exposed = Exposed.unpack(shown[src])
-                    windows[src] = window_on(self._context, src, exposed)
+                    windows[src] = window_on(self._context, src, exposed, each.transfer)
         work = _Work(self._plan.problem, each, self._rank, source, target, windows, self._engine)
         self._share(work, len(blocks))
 

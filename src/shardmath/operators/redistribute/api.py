@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from shardmath.agreement import require_equal
 from shardmath.arrays import ArraySpec, library_of
-from shardmath.context import DistributedContext
+from shardmath.context import DistributedContext, require_context
 from shardmath.errors import InvalidRedistributeState
 from shardmath.geometry import Distribution
-from shardmath.operators.lifecycle import Lifecycle, check_stream, context_on_cores, options_of
-from shardmath.operators.redistribute.execution import Arrays, Staging, execute
+from shardmath.operators.lifecycle import Lifecycle, check_stream, options_of
+from shardmath.operators.redistribute.execution import HostExecution
 from shardmath.operators.redistribute.problem import (
     Description,
     Problem,
@@ -21,6 +21,9 @@ from shardmath.operators.redistribute.problem import (
     misfit,
 )
 from shardmath.planning import agree_plan
+
+if TYPE_CHECKING:
+    from shardmath.operators.redistribute.device import DeviceExecution
 
 __all__ = ["Redistribute", "redistribute"]
 
@@ -51,7 +54,7 @@ def redistribute(
     `initialize`, or after the array was freed.
     Source: nvmath.distributed.distribution.redistribute; `out` is ours.
     """
-    context = context_on_cores("redistribute")
+    context = require_context()
     call = _Call(
         operand,
         source=input_distribution,
@@ -60,9 +63,14 @@ def redistribute(
         stream=stream,
         out=out,
     )
-    problem, notes = agree_plan(context, "redistribute", lambda: call.described(context), check)
+    execution = _execution(context, passing=True)
+
+    def described() -> tuple[Description, bytes]:
+        return call.described(), execution.read(operand, out, stream)
+
+    problem, notes = agree_plan(context, "redistribute", described, check)
     call.log(problem)
-    return execute(context, problem, call.arrays, notes, Staging(context))
+    return execution.perform(problem, notes)
 
 
 class Redistribute(Lifecycle):
@@ -91,7 +99,7 @@ class Redistribute(Lifecycle):
         options: RedistributeOptions | dict[str, Any] | None = None,
         stream: Any = None,
     ) -> None:
-        context = context_on_cores("redistribute")
+        context = require_context()
         call = _Call(
             operand,
             source=input_distribution,
@@ -99,12 +107,18 @@ class Redistribute(Lifecycle):
             options=options,
             stream=stream,
         )
+        self._execution = _execution(context)
+
+        def described() -> tuple[Description, bytes]:
+            description = call.described()
+            self._execution.inspect(operand, None, stream)
+            return description, b""
+
         self._problem: Problem
-        self._problem, _ = agree_plan(context, self.noun, lambda: call.described(context), check)
+        self._problem, _ = agree_plan(context, self.noun, described, check)
         super().__init__(context, {"operand": operand})
         call.log(self._problem)
-        self._shape = call.arrays.operand.shape
-        self._staging = Staging(context)
+        self._shape = library_of(operand).spec(operand).shape
 
     def explain(self) -> str:
         """What moves, in a few lines. Local."""
@@ -128,7 +142,6 @@ class Redistribute(Lifecycle):
         Raises RuntimeError before `plan` and after `release_operand`; errors of `out` as
         `redistribute`.
         """
-        read: list[Arrays] = []
 
         def described() -> tuple[tuple[int], bytes]:
             self._require_ready()
@@ -140,21 +153,21 @@ class Redistribute(Lifecycle):
                 wrong = misfit(self._problem, self.context.rank, library_of(out, "out").spec(out))
             if wrong:
                 raise ValueError(wrong)
-            read.append(Arrays.read(self.context, operand, out))
-            return (self.number,), read[0].note(self.context)
+            return (self.number,), self._execution.read(operand, out, stream, self._problem)
 
         self._require_open()
-        _, notes = agree_plan(
-            self.context,
-            f"{self.noun}.execute",
-            described,
-            lambda specs: require_equal(f"the {self.noun} object", specs),
-        )
         try:
-            return execute(self.context, self._problem, read[0], notes, self._staging)
+            _, notes = agree_plan(
+                self.context,
+                f"{self.noun}.execute",
+                described,
+                lambda specs: require_equal(f"the {self.noun} object", specs),
+            )
+            return self._execution.perform(self._problem, notes)
         finally:
+            self._execution.forget()
             if release_workspace:
-                self._staging.release()
+                self._execution.release()
 
     def reset_operand(self, operand: Any, *, stream: Any = None) -> None:
         """Execute on `operand` from now on; strides and memory may differ from before. Collective.
@@ -175,6 +188,7 @@ class Redistribute(Lifecycle):
                     f"the operand is of {spec.library}, the plan is for {self._problem.library}"
                 )
             self._check_shape(spec)
+            self._execution.inspect(operand, None, stream)
 
         self._together("reset_operand", described, list)
         self._hold(operand=operand)
@@ -191,21 +205,32 @@ class Redistribute(Lifecycle):
 
     def _check_shape(self, spec: ArraySpec) -> None:
         problem = self._problem
-        given = (spec.library, spec.device, spec.dtype, spec.shape)
-        expected = (problem.library, problem.device, problem.dtype, self._shape)
+        given = (spec.library, spec.space, spec.dtype, spec.shape)
+        expected = (problem.library, problem.space, problem.dtype, self._shape)
         for what, one, other in zip(
-            ("library", "device", "dtype", "shape"), given, expected, strict=True
+            ("library", "memory space", "dtype", "shape"), given, expected, strict=True
         ):
             if one != other:
                 raise ValueError(f"the operand has {what} {one}, the plan is for {other}")
 
     def _release(self) -> None:
-        self._staging.release()
+        self._execution.release()
+
+
+def _execution(
+    context: DistributedContext, *, passing: bool = False
+) -> HostExecution | DeviceExecution:
+    """What moves the elements: on cores or on GPUs. `passing`: for one call only."""
+    if context.team is None:
+        return HostExecution(context)
+    from shardmath.operators.redistribute.device import DeviceExecution
+
+    return DeviceExecution(context, passing=passing)
 
 
 @dataclass(kw_only=True)
 class _Call:
-    """One rank's arguments, and what was read from them."""
+    """One rank's arguments."""
 
     operand: Any = field(kw_only=False)
     source: Any
@@ -213,17 +238,14 @@ class _Call:
     options: Any
     stream: Any
     out: Any = None
-    arrays: Arrays = field(init=False)
 
-    def described(self, context: DistributedContext) -> tuple[Description, bytes]:
-        """The call in plain data, and the note of this execution. Raises what is wrong with it."""
+    def described(self) -> Description:
+        """The call in plain data. Raises what is wrong with it."""
         options = options_of(RedistributeOptions, self.options)
         check_stream(self.stream)
         spec = library_of(self.operand, "operand").spec(self.operand)
         out = None if self.out is None else library_of(self.out, "out").spec(self.out)
-        description = describe(spec, self.source, self.target, options, out)
-        self.arrays = Arrays.read(context, self.operand, self.out)
-        return description, self.arrays.note(context)
+        return describe(spec, self.source, self.target, options, out)
 
     def log(self, problem: Problem) -> None:
         """Tell the user's logger what was planned."""

@@ -19,9 +19,41 @@ from shardmath.redistribution.exposure import staged_bytes
 from shardmath.symmetric.allocation import block_of, empty_on_heap
 from shardmath.symmetric.heap import Block, Buffer
 
-__all__ = ["Arrays", "Staging", "execute"]
+__all__ = ["HostExecution"]
 
 _ORDINARY, _ALLOCATES = 1, 2
+
+
+class HostExecution:
+    """What performs a redistribution on cores, and keeps its staging from call to call."""
+
+    def __init__(self, context: DistributedContext) -> None:
+        self._context = context
+        self._staging = Staging(context)
+        self._arrays: Arrays | None = None
+
+    def inspect(self, operand: Any, out: Any, stream: Any) -> None:
+        """Raise what is wrong with the user's arrays; see `Arrays.read`. Local."""
+        Arrays.read(self._context, operand, out)
+
+    def read(self, operand: Any, out: Any, stream: Any, problem: Problem | None = None) -> bytes:
+        """Take the user's arrays for the next execution, and say what peers must know. Local."""
+        self._arrays = Arrays.read(self._context, operand, out)
+        return self._arrays.note(self._context)
+
+    def perform(self, problem: Problem, notes: list[bytes]) -> Any:
+        """Redistribute what was read; see `execute`. Collective."""
+        arrays = self._arrays
+        assert arrays is not None, "read first"
+        return execute(self._context, problem, arrays, notes, self._staging)
+
+    def forget(self) -> None:
+        """Refer to no array that was read. Local."""
+        self._arrays = None
+
+    def release(self) -> None:
+        """Give the staging back."""
+        self._staging.release()
 
 
 @dataclass(frozen=True)
@@ -140,7 +172,7 @@ def _pull(
         if src == rank:
             windows[src] = Window.of(operand)
         else:
-            windows[src] = window_on(context, src, Exposed.unpack(shown[src]))
+            windows[src] = window_on(context, src, Exposed.unpack(shown[src]), transfer)
     strides = {src: window.strides for src, window in windows.items()}
     perform(transfer.copies(rank, strides, target.strides), windows, Window.of(target))
 

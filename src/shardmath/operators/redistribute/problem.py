@@ -26,7 +26,9 @@ __all__ = ["Description", "Problem", "RedistributeOptions", "check", "describe",
 
 @dataclass(frozen=True)
 class RedistributeOptions:
-    """`logger` is told what is planned. `blocking`: True or "auto"; host operands always block.
+    """`logger` is told what is planned. `blocking`: True, or "auto" for operands in host memory.
+
+    A call that does not block returns when its work has been put on the stream.
 
     Raises TypeError for a logger that is none, ValueError for another `blocking`.
     Source: nvmath.distributed.distribution.RedistributeOptions.
@@ -44,15 +46,16 @@ class RedistributeOptions:
 class Problem:
     """The redistribution that all ranks have agreed on.
 
-    `transfer` is what moves; `library`, `device` and `dtype` are the arrays', and `order` the
-    memory order of results.
+    `transfer` is what moves; `library`, `space` and `dtype` are the arrays', and `order` the
+    memory order of results. `blocking`: a call returns when the result is there.
     """
 
     transfer: TransferPlan
     library: str
-    device: str
+    space: str
     dtype: str
     order: Literal["C", "F"]
+    blocking: bool = False
 
     def explain(self) -> str:
         """What moves, in a few lines."""
@@ -65,7 +68,7 @@ class Problem:
 
 
 # (operand, input distribution, output distribution, blocking, out), where an array is
-# (library, device, dtype, itemsize, local shape, order) and a distribution what it encodes to.
+# (library, space, dtype, itemsize, local shape, order) and a distribution what it encodes to.
 Description = tuple[Any, ...]
 
 
@@ -95,19 +98,20 @@ def describe(
 def check(descriptions: Sequence[Description]) -> Problem:
     """The problem that all ranks' descriptions make. Raises ValueError where they do not fit."""
     operands, sources, targets, blocking, outs = zip(*descriptions, strict=True)
-    for index, what in ((0, "library"), (1, "device"), (2, "dtype"), (3, "itemsize")):
+    for index, what in ((0, "library"), (1, "memory space"), (2, "dtype"), (3, "itemsize")):
         require_equal(f"the {what} of the operand", [operand[index] for operand in operands])
     require_equal("the number of axes of the operand", [len(operand[4]) for operand in operands])
     require_equal("options.blocking", blocking)
     src = _source(sources, [operand[4] for operand in operands])
     dst = _target(targets, src.global_shape)
-    library, device, dtype, itemsize, *_ = operands[0]
+    library, space, dtype, itemsize, *_ = operands[0]
     problem = Problem(
         transfer=TransferPlan(src, dst, itemsize),
         library=library,
-        device=device,
+        space=space,
         dtype=dtype,
         order=_order([operand[5] for operand in operands]),
+        blocking=blocking[0] is True,
     )
     for rank, out in enumerate(outs):
         wrong = None if out is None else misfit(problem, rank, out)
@@ -118,16 +122,16 @@ def check(descriptions: Sequence[Description]) -> Problem:
 
 def misfit(problem: Problem, rank: int, out: ArraySpec | Sequence[Any]) -> str | None:
     """What is wrong with `out` on `rank`, in words, or None."""
-    library, device, dtype, _, shape, _ = _facts(out) if isinstance(out, ArraySpec) else out
+    library, space, dtype, _, shape, _ = _facts(out) if isinstance(out, ArraySpec) else out
     expected = (
         problem.library,
-        problem.device,
+        problem.space,
         problem.dtype,
         problem.transfer.dst.local_shape(rank),
     )
-    given = (library, device, dtype, tuple(shape))
+    given = (library, space, dtype, tuple(shape))
     for what, one, other in zip(
-        ("library", "device", "dtype", "shape"), given, expected, strict=True
+        ("library", "memory space", "dtype", "shape"), given, expected, strict=True
     ):
         if one != other:
             return f"out has {what} {one}, the result has {other}"
@@ -135,7 +139,7 @@ def misfit(problem: Problem, rank: int, out: ArraySpec | Sequence[Any]) -> str |
 
 
 def _facts(spec: ArraySpec) -> tuple[Any, ...]:
-    return (spec.library, spec.device, spec.dtype, spec.itemsize, spec.shape, spec.order)
+    return (spec.library, spec.space, spec.dtype, spec.itemsize, spec.shape, spec.order)
 
 
 def _source(encoded: Sequence[Any], shapes: Sequence[Sequence[int]]) -> Layout:

@@ -370,6 +370,7 @@ def _padded(struct: bytes) -> bytes:
 
 
 def write(address: int, words: npt.NDArray[np.uint32]) -> None:
-    """Copy a table to the device."""
+    """Copy a table to the device, and wait until it is there."""
     if words.size:
         call("cuMemcpyHtoD", address, words.ctypes.data, words.nbytes)
+        call("cuCtxSynchronize")

@@ -1,0 +1,208 @@
+"""Signals between GPUs: put and signal one way within a kernel, barriers in kernels and in graphs.
+
+    python benchmarks/gpu_signals.py 8
+
+One way is half a turn of a ball that two ranks' kernels pass on; what is sent is checked. Each
+figure is the median of several launches, and of these the slowest rank's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import warnings
+from pathlib import Path
+
+import record
+from gpu_collectives import REPEATS, Ranks
+
+from shardmath import startup, symmetric_memory
+from shardmath.launch.function import spawn
+
+SOURCE = Path(__file__).with_name("signals.cu").read_text()
+KIB = 1 << 10
+TURNS = 200
+THREADS = [32, 256, 1024]
+WAYS = {"put_value": 0, "put_signal alone": 1, "put_signal": 2, "put_packets": 3}
+SIZES = {
+    "put_value": [8],
+    "put_signal alone": [0],
+    "put_signal": [8, 256, 4 * KIB, 16 * KIB, 64 * KIB],
+    "put_packets": [8, 256, 4 * KIB, 16 * KIB, 64 * KIB],
+}
+# What issue 3 asks for on 8 H200, in microseconds.
+ONE_WAY, BARRIER = "<= 1.5 us", "<= 2.5 us"
+
+
+class Signals(Ranks):
+    """What a rank measures with: the collectives' means, and the first `count` ranks' handle."""
+
+    def handle(self, count):
+        """A handle of the first `count` ranks on room for every size; None on the others."""
+        if self.rank >= count:
+            return None
+        torch = self.torch
+        part = self.context.subset(range(count))
+        with part:
+            memory = symmetric_memory.empty(8 * 64 * KIB, dtype=torch.uint8, device="cuda")
+            memory.zero_()
+            torch.cuda.synchronize()
+            return symmetric_memory.rendezvous(memory, part)
+
+    def timed(self, launch, out):
+        """Microseconds of one of TURNS in a kernel: the median, of all ranks the slowest."""
+        found = []
+        for _ in range(REPEATS):
+            self.torch.cuda.synchronize()
+            self.context.barrier()
+            launch()
+            self.torch.cuda.synchronize()
+            assert launch is nothing or int(out[1]) == 1, "a signal did not come"
+            found.append(int(out[0]) / TURNS / 1e3)
+        median = statistics.median(found)
+        return max(self.context.agree("time", lambda: median, lambda times: times))
+
+    def words(self):
+        """What a kernel writes."""
+        return self.torch.zeros(3, dtype=self.torch.int64, device=self.device)
+
+
+def nothing():
+    pass
+
+
+def one_way(ranks):
+    handle, out = ranks.handle(2), ranks.words()
+    kernel = None if handle is None else handle.kernel(SOURCE, "ping_pong")
+    rows = []
+    for what, way in WAYS.items():
+        for nbytes in SIZES[what]:
+            best = {}
+            for threads in THREADS if nbytes > 256 else THREADS[:1]:
+                launch = nothing
+                if handle is not None:
+                    fill(ranks, handle, nbytes)
+
+                    def launch(threads=threads, way=way, nbytes=nbytes):
+                        kernel(1, threads, handle, way, TURNS, nbytes, out)
+
+                best[threads] = ranks.timed(launch, out) / 2
+                if handle is not None and way >= 2:
+                    check(ranks, handle, nbytes, what)
+            threads = min(best, key=best.get)
+            small = nbytes <= 256 and way != WAYS["put_signal alone"]
+            rows.append(
+                {
+                    "what": f"{what}, one way in a kernel",
+                    "bytes": nbytes,
+                    "ours_us": best[threads],
+                    "threads": threads,
+                    "GBps": nbytes / best[threads] / 1e3,
+                    "target": ONE_WAY if small else "",
+                }
+            )
+    if handle is not None:
+        handle.check()
+    return rows
+
+
+def pattern(ranks, rank, nbytes):
+    return (ranks.torch.arange(nbytes, device=ranks.device) * 3 + 17 * rank).to(ranks.torch.uint8)
+
+
+def fill(ranks, handle, nbytes):
+    own = handle.get_buffer(ranks.rank, (8 * 64 * KIB,), "uint8")
+    own.zero_()
+    own[:nbytes] = pattern(ranks, ranks.rank, nbytes)
+
+
+def check(ranks, handle, nbytes, what):
+    room = -(-2 * nbytes // 16) * 16
+    landed = handle.get_buffer(ranks.rank, (nbytes,), "uint8", room)
+    assert ranks.torch.equal(landed, pattern(ranks, 1 - ranks.rank, nbytes)), what
+
+
+def barriers(ranks, count):
+    """Barriers of the first `count` ranks, within a kernel and as kernels in a graph."""
+    handle, out = ranks.handle(count), ranks.words()
+    inside, graph = nothing, nothing
+    if handle is not None:
+        kernel = handle.kernel(SOURCE, "barriers")
+
+        def inside():
+            kernel(1, 32, handle, TURNS, out)
+
+        def graph():
+            handle.barrier()
+
+    row = {"what": "barrier in a kernel", "gpus": count, "ours_us": ranks.timed(inside, out)}
+    rows = [row, {"what": "barrier in a graph", "gpus": count, "ours_us": ranks.time(graph, 200)}]
+    if count == ranks.size:
+        rows[1] |= {"torch_us": torch_barrier(ranks), "target": BARRIER}
+    if handle is not None:
+        handle.synchronize()
+    return rows
+
+
+def torch_barrier(ranks):
+    import torch.distributed._symmetric_memory as symm
+
+    theirs = symm.rendezvous(
+        symm.empty(64, dtype=ranks.torch.float32, device=ranks.device), ranks.group
+    )
+    return ranks.time(lambda: theirs.barrier(channel=0), 200)
+
+
+def on_streams(ranks):
+    """A signal to the right and one from the left, two kernels, in a graph."""
+    team, size, rank = ranks.context.team, ranks.size, ranks.rank
+
+    def call():
+        team.put_signal((rank + 1) % size, ranks.stream())
+        team.wait_signal((rank - 1) % size, ranks.stream())
+
+    us = ranks.time(call, 200)
+    return {"what": "put_signal + wait_signal, two kernels in a graph", "gpus": size, "ours_us": us}
+
+
+def measure(store, size):
+    warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # of ranks that only look on
+    ranks = Signals(store, size)
+    rows = one_way(ranks) if size > 1 else []
+    for count in range(2, size + 1):
+        rows += barriers(ranks, count)
+    rows.append(on_streams(ranks))
+    torch = ranks.torch
+    facts = {
+        "gpu": torch.cuda.get_device_name(),
+        "gpus": size,
+        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda},
+    }
+    torch.cuda.synchronize()
+    ranks.dist.destroy_process_group()
+    startup.finalize()
+    return [rows, facts]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("gpus", type=int, nargs="?", default=8)
+    parser.add_argument("--commit", default="", help="where the source has no repository")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        rows, facts = spawn(measure, options.gpus, f"{folder}/store", options.gpus)[0]
+    for row in rows:
+        print(json.dumps({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}))
+    if options.commit:
+        facts["commit"] = options.commit
+    path = record.write("gpu_signals", rows, **facts)
+    out = os.environ.get("OUT")
+    if out:
+        Path(out, path.name).write_text(path.read_text())
+
+
+if __name__ == "__main__":
+    main()

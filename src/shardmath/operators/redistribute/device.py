@@ -1,0 +1,319 @@
+"""One execution of a redistribution on GPUs: show, wait, push or pull, wait; all on a stream.
+
+Every rank pushes what it has straight into its place in the peers' results, where all results are
+on the heap; otherwise it pulls from the operands, where all of those are; otherwise results in
+ordinary memory are pushed to heap memory beside them, and copied from there. All ranks decide the
+same, from what each has said when the call was agreed on. The host waits for nothing but agreement,
+one small exchange as long as nothing has to be allocated; two barriers on the stream are around the
+copies: owners may still use the memory that is written to before the first, and all is there after
+the second.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from shardmath.arrays import library_of
+from shardmath.context import DistributedContext
+from shardmath.cuda import stream as streams
+from shardmath.geometry import Move
+from shardmath.operators.redistribute.device_arrays import DeviceArrays
+from shardmath.operators.redistribute.notes import Note, lacking, pulls
+from shardmath.operators.redistribute.problem import Problem
+from shardmath.redistribution import Exposed, TransferPlan
+from shardmath.redistribution.copies import lowered, whole
+from shardmath.symmetric.allocation import block_of
+from shardmath.symmetric.device_array import (
+    require_device,
+    stream_of,
+)
+from shardmath.symmetric.heap import Buffer
+
+if TYPE_CHECKING:
+    from shardmath.redistribution.device import BoxCopies
+
+__all__ = ["DeviceExecution"]
+
+CHANNEL = 62  # of the barriers around the copies
+_KEPT = 16  # of plans without an object, and of steps and copies in each
+
+
+class DeviceExecution:
+    """What performs a redistribution on GPUs, and keeps copies and staging from call to call.
+
+    `passing`: for one call. What it keeps is kept in the context, but for the staging.
+    """
+
+    def __init__(self, context: DistributedContext, *, passing: bool = False) -> None:
+        self._context = context
+        self._memory = None if passing else DeviceMemory(context)
+        self._arrays: DeviceArrays | None = None
+
+    def inspect(self, operand: Any, out: Any, stream: Any) -> None:
+        """Raise what is wrong with the user's arrays; see `DeviceArrays`. Local."""
+        spec = library_of(operand).spec(operand)
+        stream_of(self._context, spec, stream)
+        require_device(self._context, spec, "the operand")
+        block_of(self._context, operand)  # raises UseAfterFree
+
+    def read(self, operand: Any, out: Any, stream: Any, problem: Problem | None = None) -> bytes:
+        """Take the user's arrays for the next execution, and say what peers must know. Local.
+
+        With the problem, which is known from the second execution on, the result is made at once.
+        """
+        arrays = DeviceArrays(self._context, operand, out, stream)
+        if problem is not None:
+            arrays.allocate(problem)
+        self._arrays = arrays
+        return arrays.note(None if self._memory is None else self._memory.staging)
+
+    def perform(self, problem: Problem, notes: list[bytes]) -> Any:
+        """Redistribute what was read; see `execute_on_gpus`. Collective."""
+        arrays = self._arrays
+        assert arrays is not None, "read first"
+        if self._context.spans_hosts and problem.transfer.crosses:
+            from shardmath.operators.redistribute.far import execute_far
+
+            return execute_far(self._context, problem, arrays)
+        memory = self._memory or DeviceMemory.of_plan(self._context, problem)
+        return execute_on_gpus(self._context, problem, arrays, notes, memory)
+
+    def forget(self) -> None:
+        """Refer to no array that was read. Local."""
+        self._arrays = None
+
+    def release(self) -> None:
+        """Give the staging back."""
+        if self._memory is not None:
+            self._memory.release()
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Copies with their addresses, ready to be launched."""
+
+    copies: BoxCopies
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]
+
+    def launch(self, stream: int) -> None:
+        self.copies.launch(stream, self.sources, self.targets)
+
+
+class DeviceMemory:
+    """What is kept from one execution to the next: staging, and copies on the device.
+
+    `passing`: the staging is given back after each execution, which therefore waits where it used
+    it.
+    """
+
+    def __init__(self, context: DistributedContext, *, passing: bool = False) -> None:
+        self._context = context
+        self.passing = passing
+        self._buffer: Buffer | None = None
+        self._place: Exposed | None = None
+        self._stream = 0  # of the last execution that used the staging
+        self._copies: OrderedDict[Any, BoxCopies] = OrderedDict()
+        self._steps: OrderedDict[Any, tuple[_Step, ...]] = OrderedDict()
+
+    @classmethod
+    def of_plan(cls, context: DistributedContext, problem: Problem) -> DeviceMemory:
+        """That of a plan without an object; of a few of them it is kept."""
+        book: OrderedDict[int, tuple[Problem, DeviceMemory]]
+        book = context.cache("redistributions on GPUs", OrderedDict)
+        if id(problem) not in book:
+            _keep(book, id(problem), (problem, cls(context, passing=True)))
+        return book[id(problem)][1]
+
+    @property
+    def staging(self) -> Exposed | None:
+        """Where the staging lies, if there is any."""
+        return self._place
+
+    def stage(self, problem: Problem) -> None:
+        """Reserve heap memory for a packed result. Raises HeapExhausted."""
+        shape = problem.transfer.dst.local_shape(self._context.rank)
+        strides, step = [0] * len(shape), problem.transfer.itemsize
+        axes = range(len(shape)) if problem.order == "F" else reversed(range(len(shape)))
+        for axis in axes:
+            strides[axis] = step
+            step *= shape[axis]
+        self._buffer = self._context.heap.allocate(step)
+        block = self._buffer.block
+        self._context.announce(block)
+        self._place = Exposed(block.location, step, 0, tuple(strides))
+
+    def staged_on(self, stream: int) -> None:
+        """The staging is used by what was put on `stream`."""
+        self._stream = stream
+
+    @property
+    def staging_address(self) -> int:
+        assert self._buffer is not None, "staged"
+        return self._buffer.block.address
+
+    def copies(self, key: Any, make: Callable[[], BoxCopies]) -> BoxCopies:
+        """The copies for arrays of such strides, made when they are first needed."""
+        if key not in self._copies:
+            _keep(self._copies, key, make())
+        return self._copies[key]
+
+    def steps(self, key: Any, make: Callable[[], tuple[_Step, ...]]) -> tuple[_Step, ...]:
+        """The copies between arrays at such places."""
+        if key not in self._steps:
+            _keep(self._steps, key, make())
+        return self._steps[key]
+
+    def release(self) -> None:
+        """Give the staging back, when what uses it has ended."""
+        if self._buffer is None:
+            return
+        self._steps.clear()
+        self._place = None
+        team = self._context.team
+        if team is not None:
+            team.synchronize(self._stream)
+        self._buffer = None
+
+
+def execute_on_gpus(
+    context: DistributedContext,
+    problem: Problem,
+    arrays: DeviceArrays,
+    texts: list[bytes],
+    memory: DeviceMemory,
+) -> Any:
+    """The result of redistributing `arrays.operand`: `out`, or a new array. Collective.
+
+    `texts` are all ranks' notes. Raises HeapExhausted on all ranks when one lacks memory.
+    """
+    notes = [Note.unpack(text) for text in texts]
+    if any(note.allocates for note in notes) or lacking(problem.transfer, notes):
+
+        def prepare() -> bytes:
+            arrays.allocate(problem)
+            if context.rank in lacking(problem.transfer, notes) and memory.staging is None:
+                memory.stage(problem)
+            return arrays.note(memory.staging)
+
+        had = memory.staging
+        try:
+            texts = context.agree("redistribute, memory", prepare, list)
+        except BaseException:
+            if had is None:
+                memory.release()
+            raise
+        notes = [Note.unpack(text) for text in texts]
+    assert arrays.result is not None and context.team is not None, "agreed on"
+    stream, team, result = arrays.stream, context.team, arrays.result
+    turns: streams.Turns
+    turns = context.cache("redistributions in turn", lambda: streams.Turns(team.device))
+    with context.executing("redistribute"):
+        key = (*texts, arrays.operand.address, result.array.address, arrays.operand.strides)
+        key = (*key, result.array.strides)
+        steps = memory.steps(key, lambda: _steps(context, problem, arrays, notes, memory))
+        with turns.taken(stream):
+            if problem.transfer.crosses:
+                team.barrier(stream, channel=CHANNEL)
+            steps[0].launch(stream)
+            if problem.transfer.crosses:
+                team.barrier(stream, channel=CHANNEL)
+            for step in steps[1:]:
+                step.launch(stream)
+                memory.staged_on(stream)
+        if memory.passing:
+            memory.release()
+        given = result.give(context, stream)
+        if problem.blocking:
+            team.synchronize(stream)
+    return given
+
+
+# -- this rank's copies ----------------------------------------------------------------------------
+
+
+def _steps(
+    context: DistributedContext,
+    problem: Problem,
+    arrays: DeviceArrays,
+    notes: Sequence[Note],
+    memory: DeviceMemory,
+) -> tuple[_Step, ...]:
+    """The copies between the barriers, and those after them."""
+    from shardmath.redistribution.device import Box, BoxCopies
+
+    assert arrays.result is not None and context.team is not None, "agreed on"
+    transfer, rank, device = problem.transfer, context.rank, context.team.device
+    operand, result = arrays.operand, arrays.result.array
+
+    def made(
+        moves: Sequence[Move], sides: Callable[[Move], tuple[int, int, _Strides, _Strides]]
+    ) -> BoxCopies:
+        described = [(move, *sides(move)) for move in moves]
+        key = tuple(described)
+
+        def make() -> BoxCopies:
+            boxes = []
+            for move, source, target, src_strides, dst_strides in described:
+                copy = lowered(move, transfer.itemsize, src_strides, dst_strides)
+                boxes.append(Box.of(replace(copy, src=source), target))
+            return BoxCopies(device, boxes)
+
+        return memory.copies(key, make)
+
+    if pulls(problem.transfer, notes) and transfer.crosses:
+        from_next = _from_next(transfer, rank)
+        shown = {src: notes[src].operand for src in transfer.sources(rank) if src != rank}
+        bases, strides = _reached(context, shown, own=(operand.address, operand.strides))
+        copies = made(from_next, lambda move: (move.src, 0, strides[move.src], result.strides))
+        return (_Step(copies, bases, (result.address,)),)
+    moves = transfer.out_of(rank)
+    shown = {move.dst: notes[move.dst].place for move in moves if move.dst != rank}
+    staged = bool(transfer.traffic.received[rank]) and result.block is None
+    own = (result.address, result.strides)
+    if staged:
+        assert memory.staging is not None, "agreed on"
+        own = (memory.staging_address, memory.staging.strides)
+    bases, strides = _reached(context, shown, own=own)
+    copies = made(moves, lambda move: (0, move.dst, operand.strides, strides[move.dst]))
+    step = _Step(copies, (operand.address,), bases)
+    if not staged:
+        return (step,)
+    copy = whole(result.shape, transfer.itemsize, own[1], result.strides)
+    back = memory.copies(("back", copy), lambda: BoxCopies(device, [Box.of(copy, 0)]))
+    return (step, _Step(back, (own[0],), (result.address,)))
+
+
+_Strides = tuple[int, ...]
+
+
+def _from_next(transfer: TransferPlan, rank: int) -> list[Move]:
+    """The moves into `rank`, from the next rank first and from itself last."""
+    size = transfer.src.size
+    return sorted(transfer.into(rank), key=lambda move: (move.src - rank - 1) % size)
+
+
+def _reached(
+    context: DistributedContext,
+    shown: dict[int, Exposed | None],
+    own: tuple[int, _Strides],
+) -> tuple[tuple[int, ...], dict[int, _Strides]]:
+    """Where the element 0 of each rank's array is for this GPU, 0 if unneeded; and its strides."""
+    bases = [0] * context.size
+    bases[context.rank], strides = own[0], {context.rank: own[1]}
+    for peer, exposed in shown.items():
+        assert exposed is not None, "agreed on"
+        address = context.peer_address(peer, exposed.location, exposed.nbytes)
+        assert address is not None, "ranks of one host have an address for each other's memory"
+        bases[peer] = address + exposed.origin
+        strides[peer] = exposed.strides
+    return tuple(bases), strides
+
+
+def _keep(shelf: OrderedDict[Any, Any], key: Any, value: Any) -> None:
+    shelf[key] = value
+    if len(shelf) > _KEPT:
+        shelf.popitem(last=False)

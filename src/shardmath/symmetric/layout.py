@@ -1,0 +1,79 @@
+"""How the words lie that the ranks' GPUs share: the structs of `kernels/symm.cuh`, in bytes.
+
+For those who read and write them without C++: the host, and Triton. The header has the meanings; a
+test compiles both against each other.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "BARRIER",
+    "BLOCKS",
+    "CHANNEL_BYTES",
+    "FAILED",
+    "LATE",
+    "LATE_BYTES",
+    "NO_CHANNEL",
+    "NO_PEER",
+    "OF_BARRIER",
+    "OF_COLLECTIVE",
+    "OF_FLAG",
+    "OF_PRODUCT",
+    "OF_SIGNAL",
+    "OF_USER",
+    "PAD_ALIGNMENT",
+    "PAD_BYTES",
+    "ROUND",
+    "SENT",
+    "SIGNAL",
+    "TAKEN",
+    "TEAM_BUFFERS",
+    "TEAM_CHANNELS",
+    "TEAM_PADS",
+    "TEAM_STATUS",
+    "TEAM_TIMEOUT",
+    "WRONG_RANKS",
+    "pad_bytes",
+]
+
+BLOCKS = 512  # kBlocks
+
+# Pad: its channels follow it.
+FAILED = 0
+PAD_BYTES = 16 + 8 * BLOCKS
+PAD_ALIGNMENT = 16
+
+# Channel: bytes for each rank, as all its members are arrays over the ranks.
+SIGNAL = 0
+BARRIER = 16
+ROUND = 24
+SENT = 32
+TAKEN = 40
+CHANNEL_BYTES = 48
+
+# Team and SymmetricMemory: two ints, `rank` and `size`, come first.
+TEAM_CHANNELS = 8
+TEAM_TIMEOUT = 16
+TEAM_STATUS = 24
+TEAM_PADS = 32  # 8 bytes for each rank
+TEAM_BUFFERS = 32  # and 8 bytes for each rank: behind the pads
+
+# Status: one Late for each rank, of three words: operation, expected, seen.
+LATE = 8
+LATE_BYTES = 24
+
+# Operation.
+OF_BARRIER = 1
+OF_SIGNAL = 2
+OF_COLLECTIVE = 3
+OF_USER = 4
+OF_FLAG = 5
+NO_CHANNEL = 6
+NO_PEER = 7
+WRONG_RANKS = 8
+OF_PRODUCT = 9
+
+
+def pad_bytes(size: int, channels: int) -> int:
+    """Bytes of one rank's `Pad`, with its channels, in a team of `size` ranks."""
+    return PAD_BYTES + CHANNEL_BYTES * size * channels

@@ -1,0 +1,164 @@
+"""What a rendezvous has established on one rank: where every rank's array and pad lie.
+
+The pad of a rank is one block: first the user's slots, then words of our own.
+
+    uint32  slot (channel, src) = size * channel + src     0: free, 1: signalled
+    uint64  word (channel)                                 how many barriers this rank has reached
+
+A slot is written to 1 by one rank, only while it is 0, and to 0 by the other, only while it is 1; a
+word is written by its owner alone. So plain loads and stores suffice; see rows.py for their order.
+Of the pads of ranks on other hosts this rank has copies, which their messages change.
+"""
+
+from __future__ import annotations
+
+import struct
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from shardmath.context import DistributedContext
+from shardmath.symmetric.heap import Buffer
+from shardmath.transport.base import DeviceBytes, Memory
+
+if TYPE_CHECKING:
+    from shardmath.symmetric.device_handle import DeviceTables
+    from shardmath.symmetric.handle import SymmetricMemory
+    from shardmath.symmetric.team import Team
+
+__all__ = ["SLOT_BYTES", "FarSignals", "Place", "Share", "address_of", "pad_bytes"]
+
+SLOT_BYTES, _WORD = 4, 8
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one rank's array lies: its block of `nbytes`, the array's offset in it, and its pad."""
+
+    segment: int
+    offset: int
+    nbytes: int
+    array_offset: int
+    pad_segment: int
+    pad_offset: int
+    pad_size: int
+
+
+def pad_bytes(slots_bytes: int, size: int) -> int:
+    """Bytes of a whole pad whose slots take `slots_bytes`, for `size` ranks."""
+    return _words_start(slots_bytes) + _WORD * (slots_bytes // (SLOT_BYTES * size))
+
+
+def _words_start(slots_bytes: int) -> int:
+    return -(-slots_bytes // _WORD) * _WORD
+
+
+@dataclass
+class Share:
+    """What a rendezvous has established, on this rank: it lives as long as this rank's buffer.
+
+    `memory` and `pads` hold the ranks' blocks and pads as bytes in this process; None where a
+    rank's memory has no address here.
+    """
+
+    number: int
+    places: list[Place]
+    memory: list[Memory | None]
+    pads: list[Memory | None]
+    pad_buffer: Buffer
+    team: Team | None = None  # of GPUs: it signals where the host's words would
+    tables: DeviceTables | None = None
+    far: FarSignals | None = None  # for ranks of several hosts
+    handles: dict[str, weakref.ref[SymmetricMemory]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        slots = self.places[0].pad_size
+        start = _words_start(slots)
+        self.slots: list[Any] = [_words(pad, 0, slots, "I") for pad in self.pads]
+        self.words: list[Any] = [_words(pad, start, None, "Q") for pad in self.pads]
+        self.reached: dict[int, int] = {}  # barriers completed, by channel
+        self.buffer_table = np.array([address_of(view) for view in self.memory], np.uint64)
+        self.pad_table = np.array([address_of(view) for view in self.pads], np.uint64)
+
+
+def _words(
+    pad: Memory | None, start: int, end: int | None, kind: Literal["I", "Q"]
+) -> memoryview[int] | None:
+    if pad is None or isinstance(pad, DeviceBytes):
+        return None
+    return pad[start:end].data.cast(kind)
+
+
+def address_of(view: Memory | None) -> int:
+    """Where memory lies in this process; 0 for what has no address."""
+    if isinstance(view, DeviceBytes):
+        return view.address
+    return 0 if view is None else int(view.__array_interface__["data"][0])
+
+
+class FarSignals:
+    """Signals to and from ranks whose pad this process cannot use, for one share.
+
+    Those are the ranks on other hosts; for contexts of GPUs, all ranks. It gives the share copies
+    of their pads. A message says what has become of a word or a slot; who may write which is as on
+    one host.
+    """
+
+    _MESSAGE = struct.Struct("<IQ")  # index, value
+    _REACHED, _RAISED, _CONSUMED = 0, 1, 2  # the place of a message: what it is about
+
+    def __init__(self, context: DistributedContext, share: Share) -> None:
+        away = [r for r in range(context.size) if share.slots[r] is None]
+        self._far = {r for r in away if r != context.rank}
+        self._rank, self._size = context.rank, context.size
+        self._slots, self._words = share.slots, share.words
+        nbytes = pad_bytes(share.places[0].pad_size, context.size)
+        start = _words_start(share.places[0].pad_size)
+        for rank in away:
+            copy = np.zeros(nbytes, np.uint8)
+            share.slots[rank] = _words(copy, 0, share.places[0].pad_size, "I")
+            share.words[rank] = _words(copy, start, None, "Q")
+        self._channel = context.channel(share.number + 1, _weakly(self))
+        weakref.finalize(self, self._channel.close).atexit = False
+
+    def reached(self, channel: int, count: int) -> None:
+        """Tell all: this rank has reached barrier `count`."""
+        self._channel.send(self._far, [(self._REACHED, self._MESSAGE.pack(channel, count))])
+
+    def raised(self, dst: int, channel: int) -> None:
+        """Tell `dst`, if it is far: this rank has signalled it."""
+        if dst in self._far:
+            self._channel.send([dst], [(self._RAISED, self._MESSAGE.pack(channel, 1))])
+
+    def consumed(self, src: int, channel: int) -> None:
+        """Tell `src`, if it is far: this rank has consumed its signal."""
+        if src in self._far:
+            self._channel.send([src], [(self._CONSUMED, self._MESSAGE.pack(channel, 0))])
+
+    def deliver(self, src: int, place: int, data: bytes) -> None:
+        """Apply what rank `src` has told."""
+        if len(data) != self._MESSAGE.size:
+            return
+        channel, value = self._MESSAGE.unpack(data)
+        if channel >= len(self._words[self._rank]):
+            return
+        if place == self._REACHED:
+            self._words[src][channel] = value
+        elif place == self._RAISED:
+            self._slots[self._rank][channel * self._size + src] = 1
+        elif place == self._CONSUMED:
+            self._slots[src][channel * self._size + self._rank] = 0
+
+
+def _weakly(signals: FarSignals) -> Callable[[int, int, bytes], None]:
+    known = weakref.ref(signals)
+
+    def deliver(src: int, place: int, data: bytes) -> None:
+        found = known()
+        if found is not None:
+            found.deliver(src, place, data)
+
+    return deliver

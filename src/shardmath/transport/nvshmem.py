@@ -1,0 +1,284 @@
+"""Memory of the GPUs of many hosts, through NVSHMEM.
+
+NVSHMEM allocates on all ranks at once. So each rank takes one heap of fixed size when the ranks
+start together, and hands out parts of it alone after that. A rank on this host has an address where
+NVSHMEM maps it; every rank is served by `put` and `get` on the user's stream. NVSHMEM can neither
+be left by one rank nor started again with others: it runs until the process ends, and a heap that
+nothing refers to any more serves the next context of the same ranks. Multicast is never used.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+
+from shardmath import wire
+from shardmath.config import environment, export
+from shardmath.cuda.device import Device
+from shardmath.cuda.driver import call
+from shardmath.errors import BackendUnavailable, HeapExhausted
+from shardmath.group.base import ProcessGroup
+from shardmath.transport.base import (
+    DeviceBytes,
+    Memory,
+    Probe,
+    Segment,
+    Transport,
+    require_within,
+)
+from shardmath.transport.mesh import Mesh
+
+__all__ = ["NVSHMEMTransport"]
+
+_BOUNCE = 16 << 20  # bytes at the end of a heap through which ordinary memory passes
+_OWN_BYTES = 256 << 20  # what NVSHMEM takes of its memory for itself
+_GRANULE = 2 << 20
+_VARIABLES = {"NVSHMEM_DISABLE_NVLS": "1"}
+
+
+class _Taken:
+    """One heap while anything refers to it."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.address = address
+        self.nbytes = nbytes
+
+
+@dataclass
+class _Running:
+    """NVSHMEM in this process: whose ranks it has, and the heaps taken of it."""
+
+    members: tuple[tuple[str, int], ...]  # host and process of every rank
+    heaps: list[tuple[int, int, weakref.ref[_Taken]]] = field(default_factory=list)
+
+
+class NVSHMEMTransport(Transport):
+    """One segment on the device of every rank. See `join`."""
+
+    name: ClassVar[str] = "nvshmem"
+    interface: ClassVar[str] = "__cuda_array_interface__"
+    spare_bytes: ClassVar[int] = 0  # there is one segment, of the size of the heap
+
+    def __init__(self, mesh: Mesh, device: Device, *, heap_bytes: int) -> None:
+        """Raises BackendUnavailable where the library is missing."""
+        self.device = device.name
+        self._device = device
+        self._mesh = mesh
+        self._heap_bytes = -(-heap_bytes // _GRANULE) * _GRANULE
+        self._taken: _Taken | None = None
+        self._reserved = False
+        self._bindings = _bindings()
+        self._bounced: Any = None  # an event: the bounce buffer has served its last copy
+
+    @classmethod
+    def probe(cls) -> Probe:
+        """Available where the library can be loaded; whether ranks connect, `join` finds out."""
+        try:
+            _bindings()
+        except BackendUnavailable as error:
+            return Probe(cls.name, False, str(error))
+        return Probe(cls.name, True)
+
+    def join(self, group: ProcessGroup) -> None:
+        """Start NVSHMEM with the ranks of `group`, and take a heap. Collective.
+
+        Raises BackendUnavailable when it runs with other ranks or does not start, HeapExhausted.
+        """
+        mesh = self._mesh
+        self._device.activate()
+        members = tuple(zip(mesh.hosts, mesh.pids, strict=True))
+        running = _running[0] if _running else None
+        free = self._free_heap(running)
+        cards = [
+            wire.decode(data)
+            for data in group.allgather_bytes(
+                wire.encode((running is not None and running.members != members, free))
+            )
+        ]
+        if any(other for other, _ in cards):
+            raise BackendUnavailable(
+                "NVSHMEM runs already with other ranks in one of the processes, and cannot be "
+                "started again: use the same ranks, or new processes"
+            )
+        if running is None:
+            self._start(group)
+            running = _Running(members)
+            _running.append(running)
+        address = cards[mesh.rank][1] if all(known for _, known in cards) else 0
+        if not address:
+            address = int(self._bindings.malloc(self._heap_bytes))
+        if not address:
+            raise HeapExhausted(
+                f"NVSHMEM has no {self._heap_bytes:,} bytes for the symmetric heap; lower "
+                "SHARDMATH_GPU_HEAP_BYTES",
+                need=self._heap_bytes,
+            )
+        self._taken = _Taken(address, self._heap_bytes)
+        running.heaps = [known for known in running.heaps if known[0] != address]
+        running.heaps.append((address, self._heap_bytes, weakref.ref(self._taken)))
+
+    def _free_heap(self, running: _Running | None) -> int:
+        """The address of a heap of this size that nothing refers to any more; 0 without one."""
+        for address, nbytes, taken in running.heaps if running is not None else ():
+            if nbytes == self._heap_bytes and taken() is None:
+                return address
+        return 0
+
+    def _start(self, group: ProcessGroup) -> None:
+        nvshmem = self._bindings
+        known = environment()
+        variables = {**_VARIABLES, "NVSHMEM_SYMMETRIC_SIZE": str(self._heap_bytes + _OWN_BYTES)}
+        export({name: value for name, value in variables.items() if name not in known})
+        record = np.zeros(1, nvshmem.uniqueid_dtype)
+        identity, raw = nvshmem.uniqueid.from_data(record), record.view(np.int8)
+        if group.rank == 0:
+            nvshmem.get_uniqueid(identity.ptr)
+        first = group.allgather_bytes(raw.tobytes())[0]
+        raw[:] = np.frombuffer(first, np.int8)
+        attributes = nvshmem.InitAttr()
+        try:
+            nvshmem.set_attr_uniqueid_args(group.rank, group.nranks, identity.ptr, attributes.ptr)
+            nvshmem.hostlib_init_attr(nvshmem.Flags.INIT_WITH_UNIQUEID, attributes.ptr)
+        except nvshmem.NVSHMEMError as error:
+            raise BackendUnavailable(
+                f"rank {group.rank}: NVSHMEM does not start ({error}); NVSHMEM_DEBUG=INFO says why"
+            ) from None
+        self._device.activate()
+
+    # -- memory ------------------------------------------------------------------------------------
+
+    def reserve(self, nbytes: int) -> Segment:
+        """See Transport: the whole heap at first, and nothing after that."""
+        have = 0 if self._reserved else self._heap_bytes - _BOUNCE
+        if nbytes > have:
+            raise HeapExhausted(
+                f"symmetric memory needs {nbytes:,} bytes more, and {have:,} are left: among hosts "
+                "a GPU's heap cannot grow; raise SHARDMATH_GPU_HEAP_BYTES",
+                need=nbytes,
+                have=have,
+            )
+        self._reserved = True
+        return self._segment(self._mesh.rank)
+
+    def release(self) -> None:
+        """See Transport."""
+        self._reserved = False
+
+    def commit(self, index: int, offset: int, nbytes: int) -> None:
+        """Does nothing: `join` has done it."""
+
+    def decommit(self, index: int, offset: int, nbytes: int) -> None:
+        """Does nothing: the memory stays the heap's."""
+
+    def announce(self, index: int, peers: Iterable[int]) -> None:
+        """Does nothing: all ranks know each other's heaps."""
+
+    def attach(self, rank: int, index: int) -> Segment:
+        """See Transport."""
+        return self._segment(rank)
+
+    def address(self, rank: int, index: int, offset: int, nbytes: int) -> int | None:
+        """See Transport."""
+        place = self._place(rank, offset, nbytes)
+        if rank == self._mesh.rank:
+            return place
+        if not self._mesh.near(rank):
+            return None
+        return int(self._bindings.ptr(place, rank)) or None
+
+    def lease(self, index: int) -> object:
+        """See Transport."""
+        return self._heap
+
+    def view(self, rank: int, index: int, offset: int, nbytes: int) -> DeviceBytes | None:
+        """See Transport."""
+        address = self.address(rank, index, offset, nbytes)
+        return None if address is None else DeviceBytes(address, nbytes, self.device)
+
+    # -- copies ------------------------------------------------------------------------------------
+
+    def get(self, rank: int, index: int, offset: int, into: Memory, stream: int = 0) -> None:
+        """See Transport."""
+        self._copy(rank, offset, into, stream, writes=False)
+
+    def put(self, rank: int, index: int, offset: int, data: Memory, stream: int = 0) -> None:
+        """See Transport."""
+        self._copy(rank, offset, data, stream, writes=True)
+
+    def quiet(self, rank: int, stream: int = 0) -> None:
+        """See Transport."""
+        self._bindings.quiet_on_stream(stream)
+
+    def _copy(self, rank: int, offset: int, memory: Memory, stream: int, *, writes: bool) -> None:
+        assert isinstance(memory, DeviceBytes), "memory of the device"
+        place, nbytes = self._place(rank, offset, memory.nbytes), memory.nbytes
+        self._device.activate()
+        copy = self._bindings.putmem_on_stream if writes else self._bindings.getmem_on_stream
+        heap = self._heap
+        if heap.address <= memory.address <= heap.address + heap.nbytes - nbytes:
+            there, here = (place, memory.address) if writes else (memory.address, place)
+            if nbytes:
+                copy(there, here, nbytes, rank, stream)
+            return
+        # Networks read and write registered memory only: ordinary memory passes through the heap.
+        bounce = heap.address + self._heap_bytes - _BOUNCE
+        self._turn(stream)
+        for start in range(0, nbytes, _BOUNCE):
+            size = min(_BOUNCE, nbytes - start)
+            if writes:
+                call("cuMemcpyAsync", bounce, memory.address + start, size, stream)
+                copy(place + start, bounce, size, rank, stream)
+            else:
+                copy(bounce, place + start, size, rank, stream)
+                call("cuMemcpyAsync", memory.address + start, bounce, size, stream)
+        call("cuEventRecord", self._bounced, stream)
+
+    def _turn(self, stream: int) -> None:
+        """Let `stream` wait until the bounce buffer has served the stream before."""
+        if self._bounced is None:
+            self._bounced = call("cuEventCreate", 2)  # no timing
+        else:
+            call("cuStreamWaitEvent", stream, self._bounced, 0)
+
+    @property
+    def _heap(self) -> _Taken:
+        assert self._taken is not None, "after join"
+        return self._taken
+
+    def _segment(self, rank: int) -> Segment:
+        return Segment(rank, 0, self._heap_bytes - _BOUNCE)
+
+    def _place(self, rank: int, offset: int, nbytes: int) -> int:
+        """Where NVSHMEM finds bytes of any rank: at this rank's own address."""
+        require_within(self._segment(rank), offset, nbytes)
+        return self._heap.address + offset
+
+    def close(self) -> None:
+        """See Transport. Waits for the kernels that may still use the memory; each is bounded."""
+        self._device.synchronize()
+        self._taken = None  # free once the arrays are gone, too
+
+
+def _bindings() -> Any:
+    """The module `nvshmem.bindings`, its library loaded."""
+    try:
+        from cuda.pathfinder import load_nvidia_dynamic_lib
+        from nvshmem import bindings
+    except ImportError as error:
+        raise BackendUnavailable(
+            f"GPUs of several hosts need NVSHMEM ({error}): pip install nvshmem4py-cu13"
+        ) from None
+    try:
+        load_nvidia_dynamic_lib("nvshmem_host")
+    except RuntimeError as error:  # DynamicLibNotFoundError
+        raise BackendUnavailable(
+            f"the library of NVSHMEM cannot be loaded ({error}): pip install nvidia-nvshmem-cu13"
+        ) from None
+    return bindings
+
+
+_running: list[_Running] = []  # at most one: the library allows no second in a process

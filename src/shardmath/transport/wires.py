@@ -1,0 +1,221 @@
+"""Small messages between ranks that share no memory: control words, in order, over TCP.
+
+What a rank sends another arrives in the order in which it was sent, and is applied when the
+receiver next looks: every wait looks while it waits, so no thread is needed. A message names a
+channel and a place in it; what a channel does with it is the channel's. Messages for a channel that
+this rank has not opened yet are kept until it does, those for one that it has closed are dropped.
+A connection that ends says that the peer has ended.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import select
+import socket
+import struct
+import termios
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from hashlib import blake2b
+
+from shardmath.transport.watch import PeerWatch
+
+__all__ = ["Channel", "Wires"]
+
+Deliver = Callable[[int, int, bytes], None]  # (rank that wrote, place, data)
+
+_FRAME = struct.Struct("<16sIII")  # channel, its number, place, bytes that follow
+_LIMIT = 1 << 16  # bytes of one message; a longer one is a fault
+_EARLY_LIMIT = 64 << 20  # bytes kept for channels that are not open yet
+_READ = 1 << 18
+_LAST = (1 << 32) - 1
+_DELIVERY = 1.0  # seconds that the end of a process waits until its last words have arrived
+
+
+class Channel:
+    """Messages under one name and number, which the ranks that use it open alike."""
+
+    def __init__(self, wires: Wires, key: bytes, number: int) -> None:
+        self._wires = wires
+        self._head = (key, number)
+
+    def send(self, ranks: Iterable[int], writes: Sequence[tuple[int, bytes]]) -> None:
+        """Send each of `ranks` these (place, data), in order. May be called by a finalizer."""
+        frames = [_FRAME.pack(*self._head, place, len(data)) + data for place, data in writes]
+        self._wires.send(ranks, b"".join(frames))
+
+    def close(self) -> None:
+        """Drop what still comes."""
+        self._wires.channels.pop(self._head, None)
+
+
+class Wires:
+    """This rank's connections to the others, by their numbers in the mesh.
+
+    `watch` learns of peers whose connection ends. `also` are called at every look: a library may
+    need that to serve its peers.
+    """
+
+    def __init__(self, connections: Mapping[int, socket.socket], watch: PeerWatch) -> None:
+        self.channels: dict[tuple[bytes, int], Deliver] = {}
+        self.also: list[Callable[[], None]] = []
+        self._watch = watch
+        self._connections = dict(connections)
+        self._rank_of = {one.fileno(): rank for rank, one in self._connections.items()}
+        self._received: dict[int, bytearray] = {rank: bytearray() for rank in self._connections}
+        self._queues: dict[int, deque[bytes]] = {rank: deque() for rank in self._connections}
+        self._waiting: set[int] = set()  # ranks whose connection takes no more for now
+        self._early: dict[tuple[bytes, int], list[tuple[int, int, bytes]]] = {}
+        self._early_bytes = 0
+        self._opened: dict[bytes, int] = {}  # the highest number opened of each name
+        self._lock = threading.Lock()
+        self._poll = select.poll()
+        for descriptor in self._rank_of:
+            self._poll.register(descriptor, select.POLLIN)
+
+    def open(self, name: str, number: int, deliver: Deliver) -> Channel:
+        """Channel `number` of `name`; numbers of one name are opened in rising order.
+
+        `deliver(rank, place, data)` is called for each message; it must not send.
+        """
+        key = _key(name)
+        self._opened[key] = max(number, self._opened.get(key, -1))
+        self.channels[key, number] = deliver
+        for message in self._early.pop((key, number), []):
+            self._early_bytes -= len(message[2])
+            deliver(*message)
+        return Channel(self, key, number)
+
+    def forget(self, name: str) -> None:
+        """Close all channels of `name`, for ever."""
+        key = _key(name)
+        self._opened[key] = _LAST
+        for known in [known for known in list(self.channels) if known[0] == key]:
+            self.channels.pop(known, None)
+        for known in [known for known in list(self._early) if known[0] == key]:
+            self._early_bytes -= sum(len(data) for _, _, data in self._early.pop(known, []))
+
+    def send(self, ranks: Iterable[int], data: bytes) -> None:
+        """Queue bytes for `ranks`, and hand the system what it takes."""
+        for rank in ranks:
+            if rank in self._queues:
+                self._queues[rank].append(data)
+        if self._lock.acquire(blocking=False):  # else whoever has it sends this too, or the next
+            try:
+                self._flush()
+            finally:
+                self._lock.release()
+
+    def look(self) -> None:
+        """Apply what has arrived, and send on what is queued. Never blocks."""
+        for progress in self.also:
+            progress()
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            for descriptor, _ in self._poll.poll(0):
+                self._receive(self._rank_of[descriptor])
+            self._waiting.clear()
+            self._flush()
+        finally:
+            self._lock.release()
+
+    def _flush(self) -> None:
+        for rank, queue in self._queues.items():
+            while queue and rank not in self._waiting and rank in self._connections:
+                data = queue.popleft()
+                try:
+                    sent = self._connections[rank].send(data, socket.MSG_NOSIGNAL)
+                except BlockingIOError:
+                    sent = 0
+                except OSError:
+                    sent = len(data)  # the end of the connection is found when it is read
+                if sent < len(data):
+                    queue.appendleft(data[sent:])
+                    self._waiting.add(rank)
+
+    def _receive(self, rank: int) -> None:
+        """Read what there is; nothing means the end."""
+        while rank in self._connections:
+            try:
+                data = self._connections[rank].recv(_READ)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if not data or not self._apply(rank, data):
+                self._end(rank)
+            elif len(data) < _READ:
+                return
+
+    def _apply(self, rank: int, data: bytes) -> bool:
+        """Deliver the whole messages of what `rank` has sent so far; False where it is none."""
+        buffer = self._received[rank]
+        buffer += data
+        at = 0
+        while len(buffer) - at >= _FRAME.size:
+            key, number, place, length = _FRAME.unpack_from(buffer, at)
+            if length > _LIMIT:
+                return False
+            end = at + _FRAME.size + length
+            if end > len(buffer):
+                break
+            if not self._deliver((key, number), rank, place, bytes(buffer[end - length : end])):
+                return False
+            at = end
+        del buffer[:at]
+        return True
+
+    def _deliver(self, channel: tuple[bytes, int], rank: int, place: int, data: bytes) -> bool:
+        deliver = self.channels.get(channel)
+        if deliver is not None:
+            deliver(rank, place, data)
+        elif channel[1] > self._opened.get(channel[0], -1):
+            self._early_bytes += len(data)
+            self._early.setdefault(channel, []).append((rank, place, data))
+        return self._early_bytes <= _EARLY_LIMIT
+
+    def _end(self, rank: int) -> None:
+        connection = self._connections.pop(rank)
+        self._poll.unregister(connection)
+        connection.close()
+        self._watch.note(rank)
+
+    def close(self) -> None:
+        """End the connections, once the last words have arrived or cannot any more."""
+        self.channels.clear()
+        self.also.clear()
+        deadline = time.monotonic() + _DELIVERY
+        with self._lock:
+            while any(map(self._undelivered, self._connections)) and time.monotonic() < deadline:
+                self._waiting.clear()
+                self._flush()
+                time.sleep(20e-6)
+            for connection in self._connections.values():
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_WR)
+                connection.close()
+            self._connections.clear()
+
+    def abandon(self) -> None:
+        """Close this process's descriptors: the connections are another process's."""
+        for connection in self._connections.values():
+            connection.close()
+        self._connections.clear()
+
+    def _undelivered(self, rank: int) -> bool:
+        """Whether anything for `rank` has not been acknowledged by its host."""
+        if self._queues[rank]:
+            return True
+        try:
+            raw = fcntl.ioctl(self._connections[rank].fileno(), termios.TIOCOUTQ, bytes(4))
+        except OSError:
+            return False
+        return bool(struct.unpack("i", raw)[0])
+
+
+def _key(name: str) -> bytes:
+    return blake2b(name.encode(), digest_size=16).digest()

@@ -1,0 +1,300 @@
+"""GPUs of one machine as two pretended hosts: the test bodies of one host, by put and get alone.
+
+Through NVSHMEM, and through mapped memory that the transport keeps to itself.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import test_host_bodies as bodies
+import test_redistribution as on_gpus
+from hypothesis import given, settings
+from visible import GPUS
+
+from arrangements import part_of
+from ranks import Pool
+from shardmath import config
+from shardmath.distribution import Slab, redistribute
+from shardmath.errors import HeapExhausted, OpTimeout
+from shardmath.startup import new_context
+from shardmath.symmetric.allocation import allocate_symmetric_memory
+from shardmath.symmetric.rendezvous import rendezvous
+from shardmath.transport import mesh
+
+ALL = max(GPUS, 1)
+
+
+def make_mapped(group):
+    config.export({"SHARDMATH_FAKE_HOSTS": "2", "SHARDMATH_TRANSPORT": "cuda"})
+    return new_context(group.rank, group)
+
+
+def make_nvshmem(group):
+    heap = str(256 << 20)
+    config.export({"SHARDMATH_FAKE_HOSTS": "2", "SHARDMATH_TRANSPORT": "nvshmem"})
+    config.export({"SHARDMATH_GPU_HEAP_BYTES": heap})
+    return new_context(group.rank, group)
+
+
+@pytest.fixture(scope="session", params=[make_mapped, make_nvshmem], ids=["cuda", "nvshmem"])
+def far_gpus(request) -> Iterator[Pool]:
+    """As many ranks as GPUs, half of them on each host."""
+    if GPUS < 2:
+        pytest.skip("two hosts take two GPUs")
+    with Pool(GPUS, request.param) as ranks:
+        yield ranks
+
+
+def test_the_table(far_gpus):
+    for rank, (name, addresses) in enumerate(far_gpus.run(describe)):
+        assert name in ("cuda", "nvshmem")
+        near = [r for r in range(GPUS) if r * 2 // GPUS == rank * 2 // GPUS]
+        assert [r for r, address in enumerate(addresses) if address] == near
+
+
+def describe(context):
+    torch = importlib.import_module("torch")
+    torch.cuda.set_device(context.device_id)
+    with context:
+        array = allocate_symmetric_memory(5, torch, dtype="float32")
+        handle = rendezvous(array)
+    assert type(handle).__name__ == "FarDeviceSymmetricMemory"
+    return context.heap.transport.name, handle.buffer_ptrs
+
+
+def check_handle(context, package):
+    module = importlib.import_module(package)
+    if package == "torch":
+        module.cuda.set_device(context.device_id)
+        device = {"device": f"cuda:{context.device_id}"}
+    else:
+        module.cuda.Device(context.device_id).use()
+        device = {}
+    rank, size = context.rank, context.size
+    with context:
+        array = allocate_symmetric_memory(
+            (rank + 1, 5), module, dtype="float32", skip_symmetric_check=True
+        )
+        array[...] = rank
+        handle = rendezvous(array)
+    handle.barrier()
+    for peer in range(size):
+        found = module.zeros(4, dtype=module.float32, **device)
+        handle.get(found, peer, 1)
+        assert found.tolist() == [peer] * 4
+    handle.barrier(1)
+    after, before = (rank + 1) % size, (rank - 1) % size
+    for turn in range(20):
+        if turn:
+            handle.wait_signal(after, 3)
+        handle.put(module.zeros(2, dtype=module.float32, **device) + (10 * turn + rank), after)
+        handle.put_signal(after)
+        handle.wait_signal(before)
+        assert array.reshape(-1)[:2].tolist() == [10 * turn + before] * 2
+        handle.put_signal(before, 3)
+    handle.wait_signal(after, 3)
+    # Ordinary and symmetric memory, larger than what a transport may pass it through.
+    count = 9 << 20
+    with context:
+        large = allocate_symmetric_memory(count, module, dtype="float32")
+        reach = rendezvous(large)
+    large[...] = rank
+    reach.barrier()
+    found = module.zeros(count, dtype=module.float32, **device)
+    reach.get(found, after)
+    assert bool((found == after).all())
+    reach.barrier()
+    reach.put(found, before, 0)  # `before` gets its own successor's successor
+    reach.barrier()
+    assert bool((large == (rank + 2) % size).all())
+    with pytest.raises(OpTimeout) as caught:
+        handle.wait_signal(after, 2, timeout_ms=20)
+    assert caught.value.ranks == (after,)
+    handle.barrier()
+    context.barrier()
+    return True
+
+
+@pytest.mark.parametrize("package", ["torch", "cupy"])
+def test_a_handle_reaches_every_rank(far_gpus, package):
+    assert all(far_gpus.run(check_handle, package))
+
+
+CASES = [
+    ("test_reducing", "check_types", "plain", [["float32", "bfloat16"]]),
+    ("test_reducing", "check_lengths", "plain", [[511, 513, 16385, 262145], "float32", "sum"]),
+    ("test_reducing", "check_lengths", "plain", [[511, 16385], "int16", "mean"]),
+    ("test_moving", "check_broadcast", "plain", [0, ["float32", "bfloat16"]]),
+    ("test_moving", "check_gather_in_place", "plain", []),
+    ("test_moving", "check_alternation", "plain", []),
+    *[
+        ("test_reducing", "check_forms", form, [(600, 701), dtype])
+        for form in ("cupy", "cupy_heap", "torch", "torch_strided", "torch_heap", "torch_cpu")
+        for dtype in ("float32", "complex64")
+    ],
+    *[
+        ("test_moving", "check_gather", form, case)
+        for form in ("cupy_strided", "torch", "torch_heap")
+        for case in ([(7, 3), 1, "complex64"], [(0, 9), 1, "float32"], [(3, 2_000_000), 0, "int8"])
+    ],
+    *[
+        ("test_moving", "check_exchange", form, [(shape, axis, "float32"), uneven])
+        for form in ("cupy", "torch_heap")
+        for shape, axis in (((9, 7), 1), ((24, 300_000), 0))
+        for uneven in (False, True)
+    ],
+]
+
+
+@pytest.mark.parametrize(("module", "body", "form", "args"), CASES)
+def test_collectives(far_gpus, module, body, form, args):
+    found = far_gpus.run(bodies.check, module, body, form, args)
+    assert found in ([[]] * GPUS, [0] * GPUS)
+
+
+@pytest.mark.parametrize("op", ["sum", "mean"])
+@pytest.mark.parametrize("dtype", ["float16", "int64"])
+def test_reduce_scatter(far_gpus, op, dtype):
+    for shape, axis in (((7,), 0), ((5, 8), 1), ((0, 4), 0), ((9, 40_000), 0)):
+        args = [(shape, axis, None), dtype, op]
+        found = far_gpus.run(bodies.check, "test_reducing", "check_scatter", "plain", args)
+        assert found == [True] * GPUS, shape
+
+
+@settings(on_gpus.ANY, max_examples=40)
+@given(case=on_gpus.cases.cases(least=ALL, most=ALL, libraries=("cupy", "torch")))
+def test_any_distribution_to_any_other(far_gpus, case):
+    far_gpus.run(on_gpus.check, "run_case", case[4], [case])
+
+
+@settings(on_gpus.ANY, max_examples=20)
+@given(case=on_gpus.cases.cases(least=ALL, most=ALL, stores=on_gpus.ORDINARY))
+def test_any_distribution_to_any_other_from_host_memory(far_gpus, case):
+    far_gpus.run(on_gpus.check_host, "test_redistribute_any", "run_case", [case])
+
+
+@settings(on_gpus.ANY, max_examples=8)
+@given(case=on_gpus.cases.cases(least=ALL, most=ALL))
+def test_a_plan_serves_any_operand_of_its_shape(far_gpus, case):
+    assert all(far_gpus.run(on_gpus.check, "keep_planned", "cupy", [case]))
+
+
+@pytest.mark.parametrize("store", ["heap C", "C", "heap strided"])
+def test_operands_may_be_overwritten_after_each_execution(far_gpus, store):
+    assert far_gpus.run(on_gpus.check, "overwrite", "cupy", [store, 20]) == [0] * GPUS
+
+
+def check_large(context):
+    """Rows to columns and back, where whole rows are fetched one by one."""
+    torch = importlib.import_module("torch")
+    torch.cuda.set_device(context.device_id)
+    shape, rank, size = (37, 3, 40_003), context.rank, context.size
+    whole = np.arange(37 * 3 * 40_003, dtype=np.float64).reshape(shape)
+    rows, columns = (np.ascontiguousarray(part_of(whole, s, rank, size)) for s in (Slab.X, Slab.Y))
+    with context:
+        found = redistribute(torch.from_numpy(rows).cuda(), Slab.X, Slab.Y)
+        back = redistribute(found, Slab.Y, Slab.X)
+    return [bool((one.cpu().numpy() == two).all()) for one, two in ((found, columns), (back, rows))]
+
+
+def test_long_rows(far_gpus):
+    assert far_gpus.run(check_large) == [[True, True]] * GPUS
+
+
+def check_exhaustion(context):
+    """A heap that cannot grow says so on all ranks, and stays as it was."""
+    torch = importlib.import_module("torch")
+    torch.cuda.set_device(context.device_id)
+    if context.heap.transport.name != "nvshmem":
+        return True
+    with context:
+        used = context.heap.used
+        with pytest.raises(HeapExhausted) as caught:
+            allocate_symmetric_memory(1 << 30, torch, dtype="uint8")
+        assert caught.value.need >= 1 << 30 and context.heap.used == used
+        assert allocate_symmetric_memory(1000, torch).shape == (1000,)
+    return True
+
+
+def test_a_heap_that_cannot_grow(far_gpus):
+    assert all(far_gpus.run(check_exhaustion))
+
+
+def check_again(context):
+    """Another context of the same ranks, after which the memory of the first is used again."""
+    torch = importlib.import_module("torch")
+    torch.cuda.set_device(context.device_id)
+    for turn in range(2):
+        second = new_context(context.device_id, context.process_group)
+        with second:
+            array = allocate_symmetric_memory(7, torch, dtype="float32")
+            array[...] = turn + second.rank
+            handle = rendezvous(array)
+            handle.barrier()
+            found = torch.zeros(7, device="cuda")
+            handle.get(found, (second.rank + 1) % second.size)
+            assert found.tolist() == [turn + (second.rank + 1) % second.size] * 7
+            handle.barrier()
+            half = second.split(second.rank * 2 // second.size)
+            from shardmath.collectives import all_reduce
+
+            total = all_reduce(torch.ones(3, device="cuda"), context=half)
+            assert total.tolist() == [half.size] * 3
+            half.barrier()
+            second.barrier()
+        second.close()
+        del array, handle, second, half
+    context.barrier()
+    return True
+
+
+def test_another_context_of_the_same_ranks(far_gpus):
+    assert all(far_gpus.run(check_again))
+
+
+def make_apart(group):
+    """As if every second rank were on another machine: NVSHMEM is chosen."""
+    mesh.host_identity = lambda: f"machine {group.rank % 2}"
+    config.export({"SHARDMATH_GPU_HEAP_BYTES": str(256 << 20)})
+    return new_context(group.rank, group)
+
+
+def test_nvshmem_is_chosen_between_machines():
+    if GPUS < 2:
+        pytest.skip("two machines take two GPUs")
+    with Pool(2, make_apart) as ranks:
+        assert [name for name, _ in ranks.run(describe)] == ["nvshmem"] * 2
+        assert all(ranks.run(check_handle, "torch"))
+
+
+def check_late(context):
+    """A barrier that a rank does not come to is a timeout that names it; then all is usable."""
+    torch = importlib.import_module("torch")
+    torch.cuda.set_device(context.device_id)
+    with context:
+        handle = rendezvous(allocate_symmetric_memory(4, torch, dtype="float32"))
+    last = context.size - 1
+    handle.barrier()
+    handle.synchronize()
+    if context.rank != last:
+        handle.barrier(1, timeout_ms=50)
+        with pytest.raises(OpTimeout) as caught:
+            handle.synchronize()
+        assert caught.value.ranks == (last,)
+    context.barrier()
+    handle.barrier(1)  # those that waited in vain wait for the same barrier again
+    handle.barrier(1)
+    handle.synchronize()
+    assert torch.ones(3, device="cuda").sum().item() == 3
+    with pytest.raises(NotImplementedError):
+        handle.kernel_argument()
+    context.barrier()
+    return True
+
+
+def test_a_barrier_that_a_rank_does_not_come_to(far_gpus):
+    assert all(far_gpus.run(check_late))

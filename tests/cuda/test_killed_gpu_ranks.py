@@ -1,0 +1,71 @@
+"""A rank with a GPU is killed: the others say so soon, wherever they wait, and come to an end."""
+
+from __future__ import annotations
+
+import mmap
+import select
+import signal
+import time
+
+import pytest
+
+from mortal import Job, Raised
+from shardmath import startup
+
+SOON = 5.0  # seconds; the deadline of an operation is 60
+PROGRESS = memoryview(mmap.mmap(-1, 64)).cast("Q")
+
+
+def busy(group, what):
+    """The same thing over and over, until a peer fails; then leave."""
+    import torch
+
+    from shardmath.collectives import all_reduce
+    from shardmath.symmetric.allocation import allocate_symmetric_memory
+    from shardmath.symmetric.rendezvous import rendezvous
+
+    context = startup.new_context(group.rank, group)
+    torch.cuda.set_device(group.rank)
+    with context:
+        x = allocate_symmetric_memory((300_000,), torch, dtype="float32")
+    x.fill_(1)
+    handle = rendezvous(x, context)
+    stream = torch.cuda.current_stream().cuda_stream
+    try:
+        for number in range(1, 1 << 30):
+            if what == "all_reduce":
+                all_reduce(x, op="max", out=x, context=context)
+                context.team.synchronize(stream)
+            elif what == "all_reduce, not waited for":
+                all_reduce(x, op="max", out=x, context=context)
+            elif what == "barrier":
+                handle.barrier()
+                handle.synchronize()
+            else:  # the stream waits in a collective, the host in the handle
+                all_reduce(x, op="max", out=x, context=context)
+                handle.synchronize()
+            PROGRESS[group.rank] = number
+    finally:
+        context.close()
+
+
+@pytest.mark.parametrize(
+    "what", ["all_reduce", "all_reduce, not waited for", "barrier", "all_reduce, by the handle"]
+)
+def test_survivors_name_the_killed_rank(gpus, size, what):
+    if size == 1:
+        pytest.skip("nobody to survive")
+    victim = size // 2
+    PROGRESS[:] = memoryview(bytes(64)).cast("Q")
+    with Job(size, lambda group: busy(group, what)) as job:
+        deadline = time.monotonic() + 40
+        while not all(count >= 20 for count in PROGRESS[:size]):
+            assert time.monotonic() < deadline
+            select.select([], [], [], 0.01)
+        killed = job.signal(victim, signal.SIGKILL)
+        outcomes = {rank: job.outcome(rank) for rank in range(size)}
+    assert outcomes.pop(victim) is None
+    for rank, outcome in outcomes.items():
+        assert isinstance(outcome, Raised), outcome
+        assert outcome.kind == "RankFailure" and victim in outcome.ranks, (rank, outcome)
+        assert outcome.when - killed < SOON, (rank, outcome)

@@ -1,0 +1,93 @@
+"""The test bodies of one host, unchanged, on two pretended hosts that share no memory."""
+
+from __future__ import annotations
+
+import fft_cases
+import matmul_cases
+import pytest
+import redistribution_cases
+import test_fft_any
+import test_matmul_any
+import test_moving
+import test_redistribute_any
+import test_reducing
+from hypothesis import HealthCheck, given, settings
+
+FEW = settings(
+    max_examples=25, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+)
+
+# Name, ranks, body and its arguments; each rank returns the list of what is wrong.
+BODIES = [
+    ("all_reduce of small blocks", 3, test_reducing.check_small_blocks, ()),
+    ("all_reduce of forms", 4, test_reducing.check_forms, ((600, 701), "float32")),
+    ("broadcast", 5, test_moving.check_broadcast, (3, ["float32", "complex128"])),
+    ("all_gather, short", 3, test_moving.check_gather, ((7, 3), 1, "complex64")),
+    ("all_gather, long", 3, test_moving.check_gather, ((2, 90_000), 1, "float32")),
+    ("all_to_all, uneven", 3, test_moving.check_exchange, (((9, 7), 1, "int16"), True)),
+    ("all_to_all, long", 2, test_moving.check_exchange, (((7, 60_000), 0, "float32"), False)),
+    ("all_to_all, inner", 4, test_moving.check_exchange, (((3, 60_000), 1, "float32"), False)),
+]
+
+
+@pytest.mark.parametrize(
+    ("size", "body", "arguments"), [row[1:] for row in BODIES], ids=[row[0] for row in BODIES]
+)
+def test_collectives(far_contexts, size, body, arguments):
+    assert far_contexts.run(body, *arguments, ranks=size) == [[]] * size
+
+
+@pytest.mark.parametrize(
+    ("size", "body", "arguments"),
+    [
+        (2, test_reducing.check_types, (["float32", "bfloat16"],)),
+        (6, test_reducing.check_types, (["complex64"],)),
+        (3, test_reducing.check_lengths, (test_reducing.LENGTHS, "float32", "sum")),
+    ],
+)
+def test_all_reduce_gives_all_ranks_the_same_bits(far_contexts, size, body, arguments):
+    results = far_contexts.run(body, *arguments, ranks=size)
+    assert [wrong for wrong, _ in results] == [[]] * size
+    assert all(digests == results[0][1] for _, digests in results)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        (2, ((7,), 0, None)),
+        (3, ((5, 8), -1, (1, 3, 4))),
+        (4, ((0, 4), 0, None)),
+        (3, ((2, 3, 200_000), 2, None)),
+    ],
+)
+def test_reduce_scatter(far_contexts, case):
+    size, scattered = case
+    assert all(
+        far_contexts.run(test_reducing.check_scatter, scattered, "float16", "sum", ranks=size)
+    )
+
+
+def test_operands_may_be_overwritten_as_soon_as_the_call_returns(far_contexts):
+    assert far_contexts.run(test_moving.check_alternation, ranks=4) == [0] * 4
+
+
+def test_groups_within_and_across_hosts(far_contexts):
+    far_contexts.run(test_moving.check_groups, ranks=5)
+
+
+@FEW
+@given(case=redistribution_cases.cases())
+def test_any_distribution_to_any_other(far_contexts, case):
+    far_contexts.run(test_redistribute_any.run_case, case, ranks=case[0])
+
+
+@FEW
+@given(case=matmul_cases.cases())
+def test_any_product(far_contexts, case):
+    far_contexts.run(test_matmul_any.run_case, case.plain(), ranks=case.size)
+
+
+@FEW
+@given(case=fft_cases.cases())
+def test_any_transform(far_contexts, case):
+    far_contexts.run(test_fft_any.run_case, case, ranks=case["size"])

@@ -1,0 +1,212 @@
+"""Connections between hosts: who may join, and what becomes of what they send."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+
+import pytest
+
+from shardmath.errors import BootstrapError
+from shardmath.transport import greeting
+from shardmath.transport.greeting import connect_far
+from shardmath.transport.watch import PeerWatch
+from shardmath.transport.wires import _FRAME, Wires
+
+
+class Pair:
+    """A group of two ranks that are threads: what they gather passes through lists."""
+
+    def __init__(self) -> None:
+        self.cards: list[list[bytes | None]] = []
+        self.lock = threading.Condition()
+
+    def rank(self, rank):
+        return _Rank(self, rank)
+
+
+class _Rank:
+    nranks = 2
+
+    def __init__(self, pair, rank):
+        self.pair, self.rank, self.turn = pair, rank, 0
+
+    def allgather_bytes(self, data):
+        pair = self.pair
+        with pair.lock:
+            while len(pair.cards) <= self.turn:
+                pair.cards.append([None, None])
+            row = pair.cards[self.turn]
+            row[self.rank] = data
+            pair.lock.notify_all()
+            assert pair.lock.wait_for(lambda: None not in row, 10)
+        self.turn += 1
+        return list(row)
+
+
+def connected(before=None):
+    """Both ranks' connections; `before(cards)` runs between the exchange and the calls."""
+    pair, made = Pair(), {}
+
+    def be(rank):
+        group = pair.rank(rank)
+        if before is not None and rank == 1:
+            group.allgather_bytes = lambda data: before(_Rank.allgather_bytes(group, data))
+        try:
+            made[rank] = connect_far(
+                group, [1 - rank], address="127.0.0.1", timeout=2.0, watch=PeerWatch({})
+            )[1 - rank]
+        except BootstrapError as error:
+            made[rank] = error
+
+    threads = [threading.Thread(target=be, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return made[0], made[1]
+
+
+def wired():
+    """The wires of two ranks, and what tells each which peers have ended."""
+    watches = PeerWatch({}), PeerWatch({})
+    ends = connected()
+    return [Wires({1 - r: ends[r]}, watches[r]) for r in (0, 1)], watches
+
+
+def until(condition, *wires):
+    limit = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < limit
+        for one in wires:
+            one.look()
+
+
+def test_ranks_that_know_the_key_connect():
+    first, second = connected()
+    first.setblocking(True)
+    second.sendall(b"hello")
+    assert first.recv(5) == b"hello"
+    first.close()
+    second.close()
+
+
+def test_who_does_not_know_the_key_is_no_rank(monkeypatch):
+    """Strangers of every kind call first: they are turned away, and the rank still connects."""
+
+    def strangers(cards):
+        from shardmath import wire
+
+        _, port, _ = wire.decode(cards[0])
+        for text in (
+            b"",
+            b"GET / HTTP/1.1\r\n\r\n" + bytes(80),
+            greeting._HELLO.pack(greeting._MAGIC, 1, bytes(16)) + bytes(32),
+            greeting._HELLO.pack(greeting._MAGIC, 7, bytes(16)) + bytes(32),
+        ):
+            with socket.create_connection(("127.0.0.1", port)) as one:
+                one.sendall(text)
+        return cards
+
+    first, second = connected(strangers)
+    assert isinstance(first, socket.socket) and isinstance(second, socket.socket)
+    first.close()
+    second.close()
+
+
+def test_who_does_not_prove_the_key_is_not_the_listener():
+    """The caller finds another process behind the address: it says so, and sends no proof."""
+    heard = []
+
+    def swapped(cards):
+        from shardmath import wire
+
+        impostor = socket.create_server(("127.0.0.1", 0))
+
+        def pose():
+            connection, _ = impostor.accept()
+            heard.append(connection.recv(100))
+            connection.sendall(bytes(greeting._ANSWER.size))
+            heard.append(connection.recv(100))
+            connection.close()
+            impostor.close()
+
+        threading.Thread(target=pose, daemon=True).start()
+        names, _, key = wire.decode(cards[0])
+        return [wire.encode((names, impostor.getsockname()[1], key)), cards[1]]
+
+    first, second = connected(swapped)
+    assert isinstance(first, BootstrapError) and isinstance(second, BootstrapError)
+    assert "not that rank" in str(second)
+    assert len(heard[0]) == greeting._HELLO.size
+    assert heard[1:] in ([], [b""])
+
+
+def test_messages_arrive_in_order_and_wait_for_their_channel():
+    (one, two), _ = wired()
+    sender = one.open("name", 0, lambda *_: None)
+    early = [(place, bytes([place]) * place) for place in range(5)]
+    sender.send([1], early[:3])
+    sender.send([1], early[3:])
+    until(lambda: two._early_bytes == 10, two)
+    got = []
+    channel = two.open("name", 0, lambda *message: got.append(message))
+    assert got == [(0, place, data) for place, data in early]
+    sender.send([1], [(9, b"now")])
+    until(lambda: len(got) == 6, two)
+    assert got[-1] == (0, 9, b"now") and two._early_bytes == 0
+    channel.close()
+    sender.send([1], [(9, b"late")])
+    later = one.open("name", 2, lambda *_: None)
+    later.send([1], [(1, b"for channel two")])
+    until(lambda: two._early_bytes == 15, two)
+    two.forget("name")
+    assert two._early_bytes == 0 and len(got) == 6
+    later.send([1], [(1, b"never")])
+    other = one.open("other", 0, lambda *_: None)
+    other.send([1], [(0, b"mark")])
+    until(lambda: two._early_bytes == 4, two)
+    for wires in (one, two):
+        wires.close()
+
+
+def test_more_than_the_connection_takes_is_sent_on_while_waiting():
+    (one, two), _ = wired()
+    sender = one.open("bulk", 0, lambda *_: None)
+    got = bytearray()
+    two.open("bulk", 0, lambda rank, place, data: got.extend(data))
+    for number in range(400):
+        sender.send([1], [(0, bytes([number % 256]) * 60_000)])
+    until(lambda: len(got) == 24_000_000, one, two)
+    assert got[::60_000] == bytes(number % 256 for number in range(400))
+    for wires in (one, two):
+        wires.close()
+
+
+@pytest.mark.parametrize("data", [b"", _FRAME.pack(bytes(16), 0, 0, 1 << 30), bytes(17)])
+def test_a_connection_that_ends_or_makes_no_sense_is_a_rank_that_ended(data):
+    watch = PeerWatch({})
+    first, second = connected()
+    wires = Wires({1: first}, watch)
+    second.setblocking(True)
+    second.sendall(data)
+    if len(data) != _FRAME.size:
+        second.close()
+    until(lambda: watch.dead() == {1}, wires)
+    wires.look()
+    wires.close()
+    second.close()
+
+
+def test_the_last_words_arrive_before_the_end():
+    (one, two), watches = wired()
+    got = []
+    two.open("name", 0, lambda *message: got.append(message))
+    one.open("name", 0, lambda *_: None).send([1], [(0, b"farewell")])
+    closing = threading.Thread(target=one.close)
+    closing.start()
+    until(lambda: watches[1].dead() == {0}, two)
+    closing.join(5)
+    assert got == [(0, 0, b"farewell")]
+    two.close()
