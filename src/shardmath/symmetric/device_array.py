@@ -8,7 +8,7 @@ operator is written once for CuPy, torch and NumPy, and never asks which it has.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -19,6 +19,7 @@ from shardmath.arrays.spec import ArraySpec, Order, order_of
 from shardmath.context import DistributedContext
 from shardmath.cuda import stream as streams
 from shardmath.cuda.driver import call
+from shardmath.errors import UseAfterFree
 from shardmath.symmetric.allocation import block_of, empty_on_heap
 from shardmath.symmetric.heap import Block
 
@@ -136,18 +137,14 @@ def read(context: DistributedContext, x: Any, name: str = "the operand") -> Devi
     require_device(context, spec, name)
     if spec.device == "cpu":
         return _uploaded(context, library.host_view(x))
-    if hasattr(x, "resolve_conj"):  # a lazy tensor's memory does not hold its values
-        x = x.detach().resolve_conj().resolve_neg()
+    if hasattr(x, "resolve_conj") and (x.is_conj() or x.is_neg()):
+        x = x.detach().resolve_conj().resolve_neg()  # a lazy tensor's memory lacks its values
         spec = library.spec(x)
-    found = block_of(context, x)
-    return DeviceArray(
-        library.pointer(x),
-        spec.shape,
-        tuple(stride * spec.itemsize for stride in spec.strides),
-        spec.dtype,
-        None if found is None else found[0],
-        x,
-    )
+    address, item = library.pointer(x), spec.itemsize
+    strides = tuple(stride * item for stride in spec.strides)
+    made = DeviceArray(address, spec.shape, strides, spec.dtype, None, x)
+    block = _block(context, made, x)
+    return made if block is None else replace(made, block=block)
 
 
 def new_result(
@@ -191,6 +188,22 @@ def result_in(context: DistributedContext, out: Any) -> Result:
     if spec.size and any(n > 1 and step == 0 for n, step in steps):
         raise ValueError("out is an expanded view, and the call writes into it")
     return Result(read(context, out, "out"), out)
+
+
+def _block(context: DistributedContext, array: DeviceArray, x: Any) -> Block | None:
+    """The block of the heap that all of an array lies in. Raises UseAfterFree."""
+    if not array.size:
+        found = block_of(context, x)
+        return None if found is None else found[0]
+    block = context.heap.find(array.address)
+    if block is None:
+        return None
+    (low, high), start = array.span, array.address - block.address
+    if start + low < 0 or start + high > block.nbytes:
+        return None
+    if block.freed:
+        raise UseAfterFree("this array was freed with free_symmetric_memory")
+    return block
 
 
 def _back_to(context: DistributedContext, user: Any, order: Literal["C", "F"]) -> Result:

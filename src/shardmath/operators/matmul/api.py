@@ -7,91 +7,24 @@ travel with each call, and must be equal on all ranks.
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any
 
 from shardmath.agreement import require_equal
-from shardmath.arrays import ArraySpec, Library, library_of
+from shardmath.arrays import Library, library_of
 from shardmath.arrays.base import HostArray, share_memory
 from shardmath.context import DistributedContext
-from shardmath.geometry import Distribution
-from shardmath.local.epilog import MatmulEpilog
-from shardmath.operators.lifecycle import check_stream, options_of
 from shardmath.operators.matmul import host
-from shardmath.operators.matmul.options import MatmulOptions, MatmulPlanPreferences
+from shardmath.operators.matmul.arguments import Arguments, packed_scalars, unpacked_scalars
 from shardmath.operators.matmul.problem import Call, Facts, Problem, check, check_operands, describe
-from shardmath.operators.matmul.strategy import CORES, Cost, Strategy, choose
+from shardmath.operators.matmul.strategy import CORES, HOPPER, Cost, Strategy, choose
+from shardmath.operators.workspace import Workspace
 from shardmath.planning import agree_plan
 from shardmath.symmetric.allocation import block_of, empty_on_heap
 from shardmath.symmetric.heap import Block
 
-__all__ = ["Arguments", "Plan", "agree_on_operands", "agree_on_plan", "run"]
-
-_SCALARS = struct.Struct("<dddd")
-
-
-class Arguments(NamedTuple):
-    """One rank's arguments as they were given, read once into what the layers below understand.
-
-    Raises ValueError or TypeError, on this rank, for what cannot be read.
-    """
-
-    a: Any
-    b: Any
-    c: Any
-    distributions: Any
-    alpha: Any = None
-    beta: Any = None
-    qualifiers: Any = None
-    scales: Any = None
-    options: Any = None
-    epilog: Any = None
-    inputs: Any = None
-    preferences: Any = None
-    stream: Any = None
-
-    def scalars(self) -> tuple[complex, complex]:
-        """The numbers alpha, 1 by default, and beta, 0 by default."""
-        return (
-            1.0 if self.alpha is None else scalar("alpha", self.alpha),
-            0.0 if self.beta is None else scalar("beta", self.beta),
-        )
-
-    def facts(self) -> Facts:
-        """What to tell the peers of this call."""
-        return describe(self.call())
-
-    def call(self) -> Call:
-        """The call with specs in place of arrays."""
-        operands = tuple(
-            None if x is None else library_of(x, name).spec(x)
-            for name, x in (("a", self.a), ("b", self.b), ("c", self.c))
-        )
-        if operands[0] is None or operands[1] is None:
-            raise ValueError("matmul needs both a and b")
-        transpose, conjugate = _qualifiers(self.qualifiers)
-        if self.scales is not None:
-            raise ValueError(f"quantization_scales want float8 operands, not {operands[0].dtype}")
-        check_stream(self.stream)
-        options_of(MatmulPlanPreferences, self.preferences, "preferences").check()
-        options = options_of(MatmulOptions, self.options)
-        options.check_kinds()  # before anything is looked up by their values
-        alpha, beta = self.scalars()
-        return Call(
-            operands=operands,
-            distributions=_distributions(self.distributions),
-            complex_scalars=(isinstance(alpha, complex), isinstance(beta, complex)),
-            has_beta=self.beta is not None,
-            transpose=transpose,
-            conjugate=conjugate,
-            options=options,
-            epilog=_epilog(self.epilog),
-            inputs=_input_specs(self.inputs),
-        )
+__all__ = ["Plan", "agree_on_operands", "agree_on_plan", "call_of", "give_back", "run"]
 
 
 @dataclass(frozen=True)
@@ -101,6 +34,7 @@ class Plan:
     strategy: Strategy
     compared: tuple[tuple[Strategy, Cost], ...]
     share: host.Share
+    notes: tuple[str, ...] = ()  # on how the steps are done
 
     @property
     def problem(self) -> Problem:
@@ -118,6 +52,7 @@ class Plan:
             f"chosen: {self.strategy}{forced}; predicted {costs[id(self.strategy)]}",
         ]
         lines += [f"  {i}. {step}" for i, step in enumerate(self.strategy.steps(), 1)]
+        lines += [f"  {note}" for note in self.notes]
         others = [entry for entry in self.compared if entry[0] is not self.strategy]
         if others:
             lines.append("compared with")
@@ -129,7 +64,7 @@ def agree_on_operands(context: DistributedContext, arguments: Arguments) -> Fact
     """Agree that the operands fit, before an epilog is known. Collective."""
 
     def described() -> tuple[Facts, tuple[complex, complex]]:
-        return arguments.facts(), arguments.scalars()
+        return describe(call_of(context, arguments)), arguments.scalars()
 
     def check(specs: list[Any]) -> Facts:
         require_equal("(alpha, beta)", [scalars for _, scalars in specs])
@@ -146,12 +81,18 @@ def agree_on_plan(context: DistributedContext, arguments: Arguments) -> tuple[Pl
     calls: list[Call] = []
 
     def described() -> tuple[Facts, bytes]:
-        calls.append(arguments.call())
+        calls.append(call_of(context, arguments))
         return describe(calls[0]), b""
 
     def build(specs: list[Any]) -> Plan:
-        strategy, compared = choose(check(specs), CORES)
-        return Plan(strategy, tuple(compared), host.Share(strategy, context.rank))
+        if context.team is None:
+            strategy, compared = choose(check(specs), CORES)
+            return Plan(strategy, tuple(compared), host.Share(strategy, context.rank))
+        from shardmath.operators.matmul import gpu
+
+        strategy, compared = choose(check(specs), HOPPER)
+        share = gpu.Share(strategy, context.rank)
+        return Plan(strategy, tuple(compared), share, tuple(gpu.notes(share)))
 
     plan, _ = agree_plan(context, "matmul", described, build)
     if calls[0].options.logger is not None:
@@ -159,9 +100,30 @@ def agree_on_plan(context: DistributedContext, arguments: Arguments) -> tuple[Pl
     return plan, calls[0]
 
 
+def call_of(context: DistributedContext, arguments: Arguments) -> Call:
+    """The call with specs in place of arrays. Raises ValueError also for one that lies elsewhere
+    than `context` computes.
+    """
+    call = arguments.call()
+    given = [*zip("abc", call.operands, strict=True), *call.inputs]
+    for name, spec in given:
+        if spec is None or spec.device in _places(context):
+            continue
+        raise ValueError(
+            f"{name} is on {spec.device}, and this rank computes on {_places(context)[0]}"
+        )
+    return call
+
+
+def _places(context: DistributedContext) -> tuple[str, ...]:
+    """The devices whose arrays a context takes: its own, and the host."""
+    return ("cpu",) if context.team is None else (context.team.device.name, "cpu")
+
+
 def run(
     context: DistributedContext,
     operation: str,
+    number: int,
     arguments: Arguments,
     ready: Callable[[], tuple[Plan, Call]],
 ) -> Any:
@@ -169,27 +131,41 @@ def run(
     Collective.
 
     `ready()` is the plan, and the call that the arguments make. What it raises on one rank is
-    raised on all, as is want of memory, before any element has been written.
+    raised on all, as is want of memory, before any element has been written. `number` is the
+    operator's, 0 for the function.
     """
+    if context.team is not None:
+        from shardmath.operators.matmul import gpu
+
+        return gpu.run(context, operation, number, arguments, ready)
     made: list[tuple[Any, host.Execution]] = []
 
     def prepare() -> bytes:
         plan, call = ready()
         out, operands = _operands(context, plan, call, arguments)
         made.append((out, host.Execution(context, plan.share, operands, operation)))
-        return _packed(operands.alpha, operands.beta) + made[0][1].prepare()
+        return packed_scalars((operands.alpha, operands.beta)) + made[0][1].prepare()
 
-    notes = context.gather(operation, prepare)
-    require_equal("(alpha, beta)", [_unpacked(note) for note in notes])
-    shown = [note[_SCALARS.size :] for note in notes]
+    notes = [unpacked_scalars(note) for note in context.gather(operation, prepare)]
+    require_equal("(alpha, beta)", [scalars for scalars, _ in notes])
     out, execution = made[0]
     with context.executing(operation):
-        aux = execution.run(shown)
+        aux = execution.run([shown for _, shown in notes])
     epilog = execution.problem.epilog
     if not (epilog.makes_aux or epilog.makes_bgrad):
         return out
     library = library_of(arguments.a)
     return out, {name: library.from_host(array) for name, array in aux.items()}
+
+
+def give_back(context: DistributedContext, number: int) -> None:
+    """Give back the memory that the context keeps for operators of that number. Local."""
+    if context.team is None:
+        Workspace.of(context).release()
+        return
+    from shardmath.operators.lanes import Lane
+
+    Lane.of(context, number).release()
 
 
 def _operands(
@@ -222,77 +198,6 @@ def _operands(
         blocks=(blocks[0], blocks[1]),
         inputs={name: library.host_view(x) for name, x in (arguments.inputs or {}).items()},
     )
-
-
-def scalar(name: str, value: Any) -> float | complex:
-    """Alpha or beta as a Python number. Raises ValueError for what is none."""
-    is_complex = isinstance(value, complex) or "complex" in str(getattr(value, "dtype", ""))
-    try:
-        if not isinstance(value, (str, bytes)):
-            return complex(value) if is_complex else float(value)
-    except (TypeError, ValueError, OverflowError):
-        pass
-    raise ValueError(f"{name} is a number, not {value!r}")
-
-
-def _packed(alpha: complex, beta: complex) -> bytes:
-    return _SCALARS.pack(alpha.real, alpha.imag, beta.real, beta.imag)
-
-
-def _unpacked(note: bytes) -> tuple[complex, complex]:
-    numbers = _SCALARS.unpack_from(note)
-    return complex(*numbers[:2]), complex(*numbers[2:])
-
-
-def _qualifiers(
-    given: Any,
-) -> tuple[tuple[bool, bool, bool], tuple[bool, bool, bool]]:
-    if given is None:
-        return (False, False, False), (False, False, False)
-    entries = np.asarray(given)
-    names = entries.dtype.names or ()
-    if entries.shape not in ((2,), (3,)) or not {"is_transpose", "is_conjugate"} <= set(names):
-        raise ValueError(
-            "qualifiers is an array of two or three entries of matrix_qualifiers_dtype, for a, b "
-            f"and c; given was {given!r}"
-        )
-    flags = [(bool(e["is_transpose"]), bool(e["is_conjugate"])) for e in entries]
-    flags += [(False, False)] * (3 - len(flags))
-    (ta, ca), (tb, cb), (tc, cc) = flags
-    return (ta, tb, tc), (ca, cb, cc)
-
-
-def _distributions(given: Any) -> tuple[Distribution, ...]:
-    found = tuple(given) if isinstance(given, (list, tuple, Sequence)) else ()
-    known = len(found) == 3
-    for each in found:
-        known = known and isinstance(each, Distribution)
-    if not known:
-        raise ValueError(
-            "distributions holds three Distribution objects, for a, b and the result, not "
-            f"{given!r}"
-        )
-    return found
-
-
-def _epilog(given: Any) -> MatmulEpilog:
-    if given is None:
-        return MatmulEpilog.DEFAULT
-    try:
-        return MatmulEpilog(given)
-    except ValueError:
-        raise ValueError(f"epilog is a MatmulEpilog, not {given!r}") from None
-
-
-def _input_specs(inputs: Any) -> tuple[tuple[str, ArraySpec], ...]:
-    if inputs is None:
-        return ()
-    if not isinstance(inputs, Mapping):
-        raise TypeError(f"epilog_inputs is a dictionary of arrays, not {type(inputs).__name__}")
-    unnamed = [name for name in inputs if not isinstance(name, str)]
-    if unnamed:
-        raise TypeError(f"the names of epilog_inputs are strings, not {unnamed[0]!r}")
-    return tuple((name, library_of(x, name).spec(x)) for name, x in sorted(inputs.items()))
 
 
 def _block(context: DistributedContext, host_array: HostArray) -> Block | None:

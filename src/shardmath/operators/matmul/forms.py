@@ -11,13 +11,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from shardmath.arrays import library_of
+from shardmath.context import DistributedContext, require_context
 from shardmath.errors import InvalidMatmulState, ShardmathError
 from shardmath.geometry import Distribution
-from shardmath.operators.lifecycle import Lifecycle, context_on_cores
-from shardmath.operators.matmul.api import Arguments, Plan, agree_on_operands, agree_on_plan, run
+from shardmath.operators.lifecycle import Lifecycle
+from shardmath.operators.matmul.api import (
+    Plan,
+    agree_on_operands,
+    agree_on_plan,
+    call_of,
+    give_back,
+    run,
+)
+from shardmath.operators.matmul.arguments import Arguments
 from shardmath.operators.matmul.options import MatmulOptions, MatmulPlanPreferences
 from shardmath.operators.matmul.problem import Call, Facts, describe, place_of
-from shardmath.operators.workspace import Workspace
 
 __all__ = ["Matmul", "matmul"]
 
@@ -56,7 +64,7 @@ def matmul(
     freed operand, RuntimeError before `initialize`; c is then as it was.
     Source: nvmath.distributed.linalg.advanced.matmul.
     """
-    context = context_on_cores("matmul")
+    context = _reaching_context()
     arguments = Arguments(
         a=a,
         b=b,
@@ -73,7 +81,7 @@ def matmul(
         stream=stream,
     )
     plan, call = agree_on_plan(context, arguments)
-    return run(context, "matmul", arguments, lambda: (plan, call))
+    return run(context, "matmul", 0, arguments, lambda: (plan, call))
 
 
 class Matmul(Lifecycle):
@@ -106,7 +114,7 @@ class Matmul(Lifecycle):
         options: MatmulOptions | Mapping[str, Any] | None = None,
         stream: Any = None,
     ) -> None:
-        context = context_on_cores("matmul")
+        context = _reaching_context()
         self._fixed: dict[str, Any] = {
             "distributions": distributions,
             "qualifiers": qualifiers,
@@ -127,18 +135,23 @@ class Matmul(Lifecycle):
         epilog: Any = None,
         epilog_inputs: Mapping[str, Any] | None = None,
         stream: Any = None,
+        autotune: bool = False,
     ) -> None:
         """Agree on how to compute, with an epilog and its inputs if given. Collective.
 
-        A further call plans anew. Raises ValueError or TypeError on every rank, as `matmul` does.
+        `autotune`: on GPUs, the next execution times the algorithms that cuBLASLt proposes for its
+        products, and keeps the fastest; it waits for the stream. Ranks choose for themselves, so
+        replicas of a result may then differ in their last bits. A further call plans anew.
+
+        Raises ValueError or TypeError on every rank, as `matmul` does.
         """
         self._together("plan", self._require_held, lambda _: None)
-        asked = {"epilog": epilog, "preferences": preferences}
+        asked = {"epilog": epilog, "preferences": preferences, "autotune": bool(autotune)}
         arguments = self._arguments(inputs=epilog_inputs, stream=stream, **asked)
         plan, _ = agree_on_plan(self.context, arguments)
         self._fixed.update(asked)
         self._hold(inputs=epilog_inputs)
-        self._facts = arguments.facts()
+        self._facts = describe(call_of(self.context, arguments))
         self._plan, self._planned = plan, True
 
     def explain(self) -> str:
@@ -162,14 +175,15 @@ class Matmul(Lifecycle):
         def ready() -> tuple[Plan, Call]:
             self._require_ready()
             assert self._plan is not None
-            call = arguments.call()
+            call = call_of(self.context, arguments)
             self._require_alike(describe(call))
             return self._plan, call
 
         self._require_open()
-        result = run(self.context, f"Matmul.execute #{self.number}", arguments, ready)
+        operation = f"Matmul.execute #{self.number}"
+        result = run(self.context, operation, self.number, arguments, ready)
         if release_workspace:
-            Workspace.of(self.context).release()
+            give_back(self.context, self.number)
         return result
 
     def reset_operands(
@@ -197,7 +211,8 @@ class Matmul(Lifecycle):
                 raise ValueError("reset_operands was given nothing to reset")
             self._require_complete(given)
             self._require_same_library(given)
-            self._require_alike(self._arguments(**given, stream=stream).facts())
+            arguments = self._arguments(**given, stream=stream)
+            self._require_alike(describe(call_of(self.context, arguments)))
 
         self._together("reset_operands", described, lambda _: None)
         self._take(given)
@@ -276,3 +291,14 @@ class Matmul(Lifecycle):
             raise ValueError(
                 f"epilog_inputs are {new_inputs}; this Matmul was planned for {self._facts.inputs}"
             )
+
+
+def _reaching_context() -> DistributedContext:
+    """The current context. Raises NotImplementedError for one of GPUs of several hosts."""
+    context = require_context()
+    if context.team is not None and context.spans_hosts:
+        raise NotImplementedError(
+            "matmul on GPUs wants all ranks on one host so far; use a context of each host's ranks "
+            '(split), or one made by new_context("cpu", ...)'
+        )
+    return context

@@ -16,7 +16,7 @@ has at least one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -25,37 +25,54 @@ from shardmath.geometry import Layout, Spans, bytes_moved, common_elements
 from shardmath.operators.matmul.problem import Problem
 from shardmath.redistribution import TransferPlan
 
-__all__ = ["CORES", "Cost", "Machine", "Strategy", "candidates", "choose"]
+__all__ = ["CORES", "HOPPER", "Cost", "Machine", "Strategy", "candidates", "choose"]
 
 Column = tuple[Spans, ...]  # one axis of the work, by rank
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What one rank can do: multiply-adds counted as two operations per second, bytes per second
-    that it takes from peers, seconds that a phase costs in synchronisation.
+    """What one rank can do: multiply-adds counted as two operations per second by dtype, bytes per
+    second that it takes from peers, seconds that a phase costs in synchronisation.
     """
 
-    flops: float  # in float64
+    rates: Mapping[str, float]
     bandwidth: float
     latency: float
 
     def rate(self, dtype: str) -> float:
-        """Floating-point operations per second in `dtype`."""
-        return self.flops * _SPEED[dtype]
+        """Floating-point operations per second in `dtype`; a complex product counts as one."""
+        return self.rates[dtype]
 
 
-# Relative to float64 on cores: complex products cost four real ones, halves are widened first.
-_SPEED = {
-    "float64": 1.0,
-    "float32": 2.0,
-    "float16": 1.5,
-    "bfloat16": 1.5,
-    "complex64": 2.0,
-    "complex128": 1.0,
-}
 # One core of a server of 2024 with the vendor's frequency limits in force; only ratios decide.
-CORES = Machine(flops=5e10, bandwidth=6e9, latency=2e-5)
+# Complex products cost four real ones, halves are widened first.
+_CORE = 5e10
+CORES = Machine(
+    rates={
+        "float64": _CORE,
+        "float32": 2 * _CORE,
+        "float16": 1.5 * _CORE,
+        "bfloat16": 1.5 * _CORE,
+        "complex64": 2 * _CORE,
+        "complex128": _CORE,
+    },
+    bandwidth=6e9,
+    latency=2e-5,
+)
+# A GPU of the Hopper kind with NVLink to all peers: rates of large products on an H200.
+HOPPER = Machine(
+    rates={
+        "float64": 6e13,
+        "float32": 5e13,
+        "float16": 7.5e14,
+        "bfloat16": 7.5e14,
+        "complex64": 1.2e13,
+        "complex128": 1.5e13,
+    },
+    bandwidth=3.4e11,
+    latency=1e-5,
+)
 
 
 @dataclass(frozen=True)
@@ -165,7 +182,7 @@ class Strategy:
     def cost(self, machine: Machine) -> Cost:
         """What the busiest rank does, by counting."""
         problem, ranks = self.problem, range(self.problem.size)
-        wide = dtypes.to_numpy(dtypes.accumulator(dtypes.to_numpy(problem.dtype))).itemsize
+        wide = dtypes.accumulator(problem.dtype).itemsize
         work = [2.0 * r.length * c.length * d.length for r, c, d in zip(*self._work, strict=True)]
         a, b = (transfer.traffic.received for transfer in self.transfers)
         received = [a[r] + b[r] for r in ranks]

@@ -1,1 +1,7 @@
-"""Products on GPUs: the pieces that a strategy is carried out with there."""
+"""A product on a context of GPUs: feeding factors, multiplying, and what follows."""
+
+from shardmath.operators.matmul.gpu.call import run
+from shardmath.operators.matmul.gpu.fusing import notes
+from shardmath.operators.matmul.gpu.share import Share
+
+__all__ = ["Share", "notes", "run"]

@@ -49,10 +49,11 @@ def facts(size):
         "kCollective": layout.OF_COLLECTIVE,
         "kUser": layout.OF_USER,
         "kFlag": layout.OF_FLAG,
-        "kProduct": layout.OF_PRODUCT,
         "kNoChannel": layout.NO_CHANNEL,
         "kNoPeer": layout.NO_PEER,
         "kWrongRanks": layout.WRONG_RANKS,
+        "kProduct": layout.OF_PRODUCT,
+        "kShard": layout.OF_SHARD,
     }
 
 

@@ -1,0 +1,261 @@
+// What follows a matrix product on its way into D, element by element: D = F(alpha (P0 + P1 + ...) + beta C).
+//
+// The parts are added in order, in the type that sums are taken in; D is rounded once. Matrices have any
+// strides, counted in elements, and may lie in a peer's memory. The semantics of F are those of
+// local/epilog.py, which is its oracle. A thread has 8 rows of one column, so that no byte of a ReLU mask is
+// written by two.
+//
+// Compiled with ELEMENT (of D, bias and GELU's aux), PART and ADDEND (of the parts and of C), PARTS (how many
+// there can be), and the switches BIAS, ACTIVATION, GRADIENT (0 none, 1 ReLU, 2 GELU) and KEEP_AUX.
+#include "elements.cuh"
+
+#ifndef ELEMENT
+#define ELEMENT float32
+#define PART float32
+#define ADDEND float32
+#define PARTS 8
+#define BIAS 1
+#define ACTIVATION 2
+#define GRADIENT 0
+#define KEEP_AUX 1
+#endif
+
+using namespace shardmath;
+
+typedef Wide<ELEMENT>::type W;
+typedef long long i64;
+
+constexpr int kRows = 8;        // of a thread
+constexpr int kColumns = 4;     // that a thread walks where columns are contiguous
+
+struct Matrix {
+    void* data;
+    i64 row, column;  // strides in elements
+};
+
+struct EpilogArgument {
+    i64 m, n;
+    Matrix d, c, aux, kept;  // data may be null but for d
+    const void* bias;
+    i64 bias_step;
+    double alpha[2], beta[2];
+    int parts;
+    int conjugate;  // the parts
+    int by_rows;    // neighbouring threads have neighbouring rows, not columns
+    int reserved;
+    Matrix part[PARTS];
+};
+
+template <class T>
+__device__ T scaled(const double* factor, T x) {
+    return (T)factor[0] * x;
+}
+template <class Real>
+__device__ complex_of<Real> scaled(const double* factor, complex_of<Real> x) {
+    const Real re = factor[0], im = factor[1];
+    if (im == 0) return {re * x.real, re * x.imag};
+    return {re * x.real - im * x.imag, re * x.imag + im * x.real};
+}
+__device__ inline bool is_one(const double* factor) { return factor[0] == 1 && factor[1] == 0; }
+__device__ inline bool is_zero(const double* factor) { return factor[0] == 0 && factor[1] == 0; }
+
+template <class T>
+__device__ T conjugated(T x) {
+    return x;
+}
+template <class Real>
+__device__ complex_of<Real> conjugated(complex_of<Real> x) {
+    return {x.real, -x.imag};
+}
+
+template <class Element>
+__device__ W loaded(const Matrix& x, i64 i, i64 j) {
+    return Wide<Element>::widen(((const Element*)x.data)[i * x.row + j * x.column]);
+}
+
+#if ACTIVATION == 2 || GRADIENT == 2
+constexpr double kC0 = 0.7978845608028654, kC1 = 0.044715;  // sqrt(2 / pi), and the cubic's factor
+#endif
+
+#if ACTIVATION
+__device__ inline W activated(W x) {
+#if ACTIVATION == 1
+    return x > 0 || x != x ? x : 0;
+#else
+    const W square = x * x;
+    return x / (1 + exp((square * (W)(-2 * kC0 * kC1) - (W)(2 * kC0)) * x));
+#endif
+}
+#endif
+
+#if GRADIENT == 2
+// p (1 + 2 (1 - p) x u'), p = 1 / (1 + e): see _gelu_slope of the host.
+__device__ inline W slope(W x) {
+    x = x < -10 ? -10 : x > 10 ? 10 : x;
+    const W square = x * x;
+    const W e = exp((square * (W)(-2 * kC0 * kC1) - (W)(2 * kC0)) * x);
+    const W p = 1 / (1 + e);
+    return (e * p * (square * (W)(6 * kC0 * kC1) + (W)(2 * kC0)) * x + 1) * p;
+}
+#endif
+
+__device__ inline void finish(const EpilogArgument& a, i64 group, i64 j) {
+    const i64 top = group * kRows;
+    const i64 rows = a.m - top < kRows ? a.m - top : kRows;
+    W x[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) x[r] = W{};
+    for (int p = 0; p < a.parts; ++p) {
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+            if (r >= rows) continue;
+            W y = loaded<PART>(a.part[p], top + r, j);
+            if (a.conjugate) y = conjugated(y);
+            x[r] = p == 0 ? y : sum::combine(x[r], y);
+        }
+    }
+    const bool scale = !is_one(a.alpha), add = a.c.data && !is_zero(a.beta);
+    [[maybe_unused]] unsigned mask = 0;
+#if GRADIENT == 1
+    mask = ((const unsigned char*)a.aux.data)[group + j * a.aux.column];
+#endif
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+        if (r >= rows) continue;
+        const i64 i = top + r;
+        W y = x[r];
+        if (scale) y = scaled(a.alpha, y);
+        if (add) {
+            const W c = loaded<ADDEND>(a.c, i, j);
+            y = sum::combine(y, is_one(a.beta) ? c : scaled(a.beta, c));
+        }
+#if BIAS
+        y = sum::combine(y, Wide<ELEMENT>::widen(((const ELEMENT*)a.bias)[i * a.bias_step]));
+#endif
+#if KEEP_AUX && ACTIVATION == 1
+        mask |= (unsigned)(y > 0) << r;
+#elif KEEP_AUX && ACTIVATION == 2
+        ((ELEMENT*)a.aux.data)[i + j * a.aux.column] = Wide<ELEMENT>::narrow(y);
+#endif
+#if ACTIVATION
+        y = activated(y);
+#endif
+#if GRADIENT == 1
+        if (!(mask >> r & 1)) y = 0;  // not a product: a masked infinity becomes 0
+#elif GRADIENT == 2
+        y *= slope(Wide<ELEMENT>::widen(((const ELEMENT*)a.aux.data)[i + j * a.aux.column]));
+#endif
+        if (a.kept.data) ((W*)a.kept.data)[i * a.kept.row + j * a.kept.column] = y;
+        ((ELEMENT*)a.d.data)[i * a.d.row + j * a.d.column] = Wide<ELEMENT>::narrow(y);
+    }
+#if KEEP_AUX && ACTIVATION == 1
+    ((unsigned char*)a.aux.data)[group + j * a.aux.column] = (unsigned char)mask;
+#endif
+}
+
+extern "C" __global__ void __launch_bounds__(256) epilog(const __grid_constant__ EpilogArgument a) {
+    const i64 groups = (a.m + kRows - 1) / kRows;
+    const i64 fast = a.by_rows ? groups : a.n, slow = a.by_rows ? a.n : groups;
+    const i64 wide = (fast + blockDim.x - 1) / blockDim.x, high = (slow + kColumns - 1) / kColumns;
+    for (i64 tile = blockIdx.x; tile < wide * high; tile += gridDim.x) {
+        const i64 across = tile % wide * blockDim.x + threadIdx.x, down = tile / wide * kColumns;
+        if (across >= fast) continue;
+        for (i64 k = down; k < down + kColumns && k < slow; ++k)
+            finish(a, a.by_rows ? across : k, a.by_rows ? k : across);
+    }
+}
+
+#if !KEEP_AUX && !GRADIENT
+constexpr int kRun = 8;  // elements that lie side by side in every matrix
+
+template <class Element>
+__device__ void load_run(const Matrix& x, i64 start, W* out) {
+    union {
+        uint4 wide[kRun * sizeof(Element) / 16];
+        Element each[kRun];
+    } run;
+    const uint4* from = (const uint4*)((const Element*)x.data + start);
+#pragma unroll
+    for (int i = 0; i < (int)(kRun * sizeof(Element) / 16); ++i) run.wide[i] = from[i];
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) out[i] = Wide<Element>::widen(run.each[i]);
+}
+
+// The same as `epilog` where rows, or with by_rows columns, are contiguous and aligned in D, C and all parts:
+// a thread has 8 elements side by side. Not for epilogs with an auxiliary matrix.
+extern "C" __global__ void __launch_bounds__(256) epilog_runs(const __grid_constant__ EpilogArgument a) {
+    const uint32 runs = (uint32)((a.by_rows ? a.m : a.n) / kRun);
+    const i64 lines = a.by_rows ? a.n : a.m, step = (i64)gridDim.x * blockDim.x;
+    const bool scale = !is_one(a.alpha), add = a.c.data && !is_zero(a.beta), plain = is_one(a.beta);
+    for (i64 at = (i64)blockIdx.x * blockDim.x + threadIdx.x; at < lines * runs; at += step) {
+        const i64 line = at >> 32 ? at / runs : (uint32)at / runs, first = (at - line * runs) * kRun;
+        W x[kRun], y[kRun];
+#pragma unroll
+        for (int i = 0; i < kRun; ++i) x[i] = W{};
+        for (int p = 0; p < a.parts; ++p) {
+            load_run<PART>(a.part[p], line * (a.by_rows ? a.part[p].column : a.part[p].row) + first, y);
+#pragma unroll
+            for (int i = 0; i < kRun; ++i) {
+                if (a.conjugate) y[i] = conjugated(y[i]);
+                x[i] = p == 0 ? y[i] : sum::combine(x[i], y[i]);
+            }
+        }
+        if (add) load_run<ADDEND>(a.c, line * (a.by_rows ? a.c.column : a.c.row) + first, y);
+        union {
+            uint4 wide[kRun * sizeof(ELEMENT) / 16];
+            ELEMENT each[kRun];
+        } run;
+#pragma unroll
+        for (int i = 0; i < kRun; ++i) {
+            if (scale) x[i] = scaled(a.alpha, x[i]);
+            if (add) x[i] = sum::combine(x[i], plain ? y[i] : scaled(a.beta, y[i]));
+#if BIAS
+            const i64 row = a.by_rows ? first + i : line;
+            x[i] = sum::combine(x[i], Wide<ELEMENT>::widen(((const ELEMENT*)a.bias)[row * a.bias_step]));
+#endif
+#if ACTIVATION
+            x[i] = activated(x[i]);
+#endif
+            run.each[i] = Wide<ELEMENT>::narrow(x[i]);
+        }
+        uint4* to = (uint4*)((ELEMENT*)a.d.data + line * (a.by_rows ? a.d.column : a.d.row) + first);
+#pragma unroll
+        for (int i = 0; i < (int)(kRun * sizeof(ELEMENT) / 16); ++i) to[i] = run.wide[i];
+    }
+}
+#endif
+
+struct SumsArgument {
+    i64 m, n;
+    Matrix x;
+    W* sums;
+    i64 step;
+    int conjugate;
+    int by_rows;
+};
+
+constexpr int kSide = 32;
+
+// sums[i] = x[i, 0] + x[i, 1] + ..., in an order that does not depend on timing. Blocks of 32 x 32 threads:
+// neighbours read neighbouring rows, or columns.
+extern "C" __global__ void __launch_bounds__(kSide * kSide) row_sums(const __grid_constant__ SumsArgument a) {
+    __shared__ W shares[kSide][kSide + 1];
+    const int fast = threadIdx.x % kSide, slow = threadIdx.x / kSide;
+    const int row = a.by_rows ? fast : slow, slice = a.by_rows ? slow : fast;
+    for (i64 top = (i64)blockIdx.x * kSide; top < a.m; top += (i64)gridDim.x * kSide) {
+        W total{};
+        if (top + row < a.m)
+            for (i64 j = slice; j < a.n; j += kSide) {
+                const W y = loaded<PART>(a.x, top + row, j);
+                total = sum::combine(total, a.conjugate ? conjugated(y) : y);
+            }
+        shares[row][slice] = total;
+        __syncthreads();
+        if (slow == 0 && top + fast < a.m) {
+            W all = shares[fast][0];
+            for (int k = 1; k < kSide; ++k) all = sum::combine(all, shares[fast][k]);
+            a.sums[(top + fast) * a.step] = all;
+        }
+        __syncthreads();
+    }
+}

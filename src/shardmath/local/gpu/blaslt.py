@@ -1,0 +1,278 @@
+"""cuBLASLt as this package uses it: one product of column-major matrices, described once.
+
+A `Product` owns the library's descriptors and the algorithm that its heuristics chose; it is kept,
+by what it was made from, for the next product that looks the same. Addresses are arguments of
+`run`. The bindings are nvmath-python's base package; nothing else of it is used.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import OrderedDict
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shardmath.cuda.device import Device
+from shardmath.cuda.driver import call
+from shardmath.errors import BackendUnavailable
+
+__all__ = ["WORKSPACE", "Extras", "Product", "Shape", "Side", "product"]
+
+WORKSPACE = 32 << 20  # bytes that algorithms may use; what NVIDIA recommends for Hopper
+_KEPT = 512  # products per process
+_CANDIDATES = 8  # algorithms that are timed
+
+_TYPES = {
+    "float32": 0,
+    "float64": 1,
+    "float16": 2,
+    "complex64": 4,
+    "complex128": 5,
+    "bfloat16": 14,
+    "float8_e4m3fn": 28,
+    "float8_e5m2": 29,
+}
+# What sums are taken in, and what alpha and beta are, for operands of a type.
+_COMPUTE = {"float64": (70, 1), "complex128": (70, 5), "complex64": (68, 4)}
+_OPERATIONS = {"N": 0, "T": 1, "C": 2}
+
+
+class Side(NamedTuple):
+    """A matrix as cuBLASLt is told of it. `rows` x `columns` as stored by columns."""
+
+    dtype: str
+    rows: int
+    columns: int
+    leading: int
+    alignment: int  # bytes by which its address is a multiple, at most 256
+    operation: str = "N"  # of a factor: N, T or C
+
+
+class Extras(NamedTuple):
+    """An epilog of cuBLASLt: its number, and the leading dimension of the auxiliary matrix."""
+
+    epilog: int = 1
+    aux_leading: int = 0
+    bias_type: str = ""
+    aux_type: str = ""
+
+
+class Shape(NamedTuple):
+    """All that a product's algorithm depends on: D = F(alpha op(A) op(B) + beta C)."""
+
+    m: int
+    n: int
+    k: int
+    a: Side
+    b: Side
+    c: Side
+    d: Side
+    compute: int | None = None  # a MatmulComputeType; None for the usual one
+    extras: Extras = Extras()
+    processors: int = 0  # leave the others to whoever runs beside; 0 for all
+
+
+def product(device: Device, shape: Shape) -> Product | None:
+    """The product of that shape on `device`, kept; None where cuBLASLt has no algorithm."""
+    key = (device.ordinal, shape)
+    with _lock:
+        if key in _products:
+            _products.move_to_end(key)
+            return _products[key]
+    made = Product.make(device, shape)
+    with _lock:
+        _products[key] = made
+        if len(_products) > _KEPT:
+            _products.popitem(last=False)
+    return made
+
+
+_lock = threading.Lock()
+_products: OrderedDict[tuple[int, Shape], Product | None] = OrderedDict()
+
+
+class Product:
+    """One product on one device."""
+
+    def __init__(self, device: Device, shape: Shape) -> None:
+        self._device = device
+        self._handle = _handle(device)
+        self._lt = lt = bindings()
+        compute, scale = _COMPUTE.get(shape.a.dtype, (68, 0))
+        self._scale = np.dtype(_SCALES[scale])
+        self._descriptor = lt.matmul_desc_create(shape.compute or compute, scale)
+        undo = [(lt.matmul_desc_destroy, self._descriptor)]
+        self._layouts = []
+        for side in (shape.a, shape.b, shape.c, shape.d):
+            rows, columns, leading = side.rows, side.columns, side.leading
+            layout = lt.matrix_layout_create(_TYPES[side.dtype], rows, columns, leading)
+            self._layouts.append(layout)
+            undo.append((lt.matrix_layout_destroy, layout))
+        weakref.finalize(self, _destroy, undo).atexit = False
+        self._set("TRANSA", _OPERATIONS[shape.a.operation])
+        self._set("TRANSB", _OPERATIONS[shape.b.operation])
+        self._describe(shape)
+        self._algorithms: Any = None
+        self._best = 0
+        self._tuned = False
+
+    @classmethod
+    def make(cls, device: Device, shape: Shape) -> Product | None:
+        """A new one with its algorithm; None where there is none."""
+        device.activate()
+        made = cls(device, shape)
+        return made if made._choose(shape) else None
+
+    def run(
+        self,
+        stream: int,
+        a: int,
+        b: int,
+        c: int,
+        d: int,
+        *,
+        alpha: complex,
+        beta: complex,
+        workspace: int,
+        bias: int = 0,
+        aux: int = 0,
+    ) -> None:
+        """Put it on `stream`. `workspace` has WORKSPACE bytes. D may be C."""
+        self._device.activate()
+        if bias:
+            self._set("BIAS_POINTER", bias)
+        if aux:
+            self._set("EPILOGUE_AUX_POINTER", aux)
+        self._launch(self._best, stream, (a, b, c, d), (alpha, beta), workspace)
+
+    def tune(self, stream: int, places: tuple[int, int, int, int], workspace: int) -> None:
+        """Time the algorithms that the heuristics named on these operands, and keep the fastest.
+
+        Waits for the stream. D is overwritten. Does nothing the second time.
+        """
+        if self._tuned:
+            return
+        self._tuned = True
+        self._device.activate()
+        start, end = call("cuEventCreate", 0), call("cuEventCreate", 0)
+        times = []
+        for index in range(len(self._algorithms)):
+            for _ in range(2):  # the first loads its kernel
+                call("cuEventRecord", start, stream)
+                for _ in range(3):
+                    self._launch(index, stream, places, (1.0, 0.0), workspace)
+                call("cuEventRecord", end, stream)
+                call("cuEventSynchronize", end)
+            times.append(float(call("cuEventElapsedTime", start, end)))
+        for event in (start, end):
+            call("cuEventDestroy", event)
+        self._best = int(np.argmin(times))
+
+    def _launch(
+        self,
+        index: int,
+        stream: int,
+        places: tuple[int, int, int, int],
+        scalars: tuple[complex, complex],
+        workspace: int,
+    ) -> None:
+        a, b, c, d = places
+        alpha, beta = np.array(
+            scalars if self._scale.kind == "c" else [each.real for each in scalars], self._scale
+        )[:, None]
+        left, right, addend, result = self._layouts
+        self._lt.matmul(
+            self._handle,
+            self._descriptor,
+            alpha.ctypes.data,
+            *(a, left, b, right),
+            beta.ctypes.data,
+            *(c, addend, d, result),
+            self._algorithms[index : index + 1]["algo"].ctypes.data,
+            workspace,
+            WORKSPACE,
+            stream,
+        )
+
+    def _describe(self, shape: Shape) -> None:
+        extras = shape.extras
+        if extras.epilog != 1:
+            self._set("EPILOGUE", extras.epilog)
+        if extras.aux_leading:
+            self._set("EPILOGUE_AUX_LD", extras.aux_leading)
+        if extras.bias_type:
+            self._set("BIAS_DATA_TYPE", _TYPES[extras.bias_type])
+        if extras.aux_type:
+            self._set("EPILOGUE_AUX_DATA_TYPE", _TYPES[extras.aux_type])
+        if shape.processors:
+            self._set("SM_COUNT_TARGET", shape.processors)
+
+    def _choose(self, shape: Shape) -> bool:
+        lt, names = self._lt, self._lt.MatmulPreferenceAttribute
+        preference = lt.matmul_preference_create()
+        try:
+            wanted = {"MAX_WORKSPACE_BYTES": WORKSPACE}
+            for name, side in zip("ABCD", (shape.a, shape.b, shape.c, shape.d), strict=True):
+                wanted[f"MIN_ALIGNMENT_{name}_BYTES"] = side.alignment
+            for name, value in wanted.items():
+                which = getattr(names, name)
+                text = np.array([value], lt.get_matmul_preference_attribute_dtype(which))
+                lt.matmul_preference_set_attribute(preference, which, text.ctypes.data, text.nbytes)
+            found = np.zeros(_CANDIDATES, lt.matmul_heuristic_result_dtype)
+            count = np.zeros(1, np.int32)
+            try:
+                lt.matmul_algo_get_heuristic(
+                    self._handle,
+                    self._descriptor,
+                    *self._layouts,
+                    preference,
+                    _CANDIDATES,
+                    found.ctypes.data,
+                    count.ctypes.data,
+                )
+            except Exception as error:  # of a class of the bindings' own
+                if "NOT_SUPPORTED" in str(error) or "INVALID_VALUE" in str(error):
+                    return False
+                raise
+        finally:
+            lt.matmul_preference_destroy(preference)
+        self._algorithms = found[: int(count[0])]
+        return bool(count[0])
+
+    def _set(self, name: str, value: int) -> None:
+        which = getattr(self._lt.MatmulDescAttribute, name)
+        text = np.array([value], self._lt.get_matmul_desc_attribute_dtype(which))
+        self._lt.matmul_desc_set_attribute(self._descriptor, which, text.ctypes.data, text.nbytes)
+
+
+_SCALES = {0: "f4", 1: "f8", 4: "c8", 5: "c16"}
+
+
+def _destroy(undo: list[tuple[Any, int]]) -> None:
+    for destroy, what in undo:
+        destroy(what)
+
+
+@cache
+def bindings() -> Any:
+    """The module `nvmath.bindings.cublasLt`. Raises BackendUnavailable, with the line to run."""
+    try:
+        from nvmath.bindings import cublasLt
+
+        cublasLt.get_version()
+    except (ImportError, RuntimeError) as error:
+        raise BackendUnavailable(
+            "a matrix product on GPUs needs cuBLASLt through nvmath-python: "
+            f"pip install 'nvmath-python>=1.0' 'nvidia-cublas>=13' ({error})"
+        ) from None
+    return cublasLt
+
+
+@cache
+def _handle(device: Device) -> Any:
+    """The library's handle for a device, for the life of the process."""
+    device.activate()
+    return bindings().create()

@@ -1,0 +1,130 @@
+"""Launches of kernels/epilog.cu: sums of parts, alpha and beta, epilogs, copies in any strides.
+
+The host's `local/epilog.py` is the oracle: the same functions of the same inputs, in the
+accumulator's type, rounded once.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+from shardmath.arrays import dtypes
+from shardmath.cuda.device import Device
+from shardmath.cuda.driver import call
+from shardmath.cuda.kernel import Argument, kernel
+from shardmath.local.epilog import MatmulEpilog
+from shardmath.local.gpu.matrix import Matrix
+
+__all__ = ["copy", "finish", "row_sums"]
+
+_THREADS, _COLUMNS, _ROWS = 256, 4, 8
+_WAVES = 16  # blocks on each multiprocessor, beyond which they take turns
+_SIDE = 32
+_RUN = 8  # kRun
+_SWITCH = {None: 0, "relu": 1, "gelu": 2}
+_NOWHERE = struct.pack("QQQ", 0, 0, 0)
+_MATRIX = struct.Struct("Qqq")
+
+
+def finish(
+    device: Device,
+    stream: int,
+    d: Matrix,
+    parts: Sequence[Matrix],
+    *,
+    alpha: complex = 1.0,
+    beta: complex = 0.0,
+    c: Matrix | None = None,
+    epilog: MatmulEpilog = MatmulEpilog.DEFAULT,
+    bias: tuple[int, int] | None = None,
+    aux: Matrix | None = None,
+    kept: Matrix | None = None,
+    conjugate: bool = False,
+) -> None:
+    """Put d = F(alpha (parts[0] + parts[1] + ...) + beta c) on `stream`.
+
+    All have d's shape; the parts are of one type. `bias` is the address of an element for each row
+    and their distance in elements; `aux` is what the epilog reads or makes, of which a made mask
+    must be zero where it has no row of d. `kept`, of the accumulator's type, gets d before it is
+    rounded; it may be one of the parts. `conjugate` conjugates the parts.
+    """
+    if d.size == 0:
+        return
+    part = parts[0].dtype if parts else dtypes.accumulator(d.dtype).name
+    room = 8
+    while room < len(parts):
+        room *= 2
+    defines = (
+        f"ELEMENT={d.dtype}",
+        f"PART={part}",
+        f"ADDEND={c.dtype if c is not None else d.dtype}",
+        f"PARTS={room}",
+        f"BIAS={epilog.has_bias:d}",
+        f"ACTIVATION={_SWITCH[epilog.activation]}",
+        f"GRADIENT={_SWITCH[epilog.gradient]}",
+        f"KEEP_AUX={bool(epilog.makes_aux):d}",
+    )
+    text = struct.pack("qq", d.rows, d.columns)
+    text += b"".join(_NOWHERE if x is None else _packed(x) for x in (d, c, aux, kept))
+    text += struct.pack("Qq", *(bias or (0, 0)))
+    text += struct.pack("dddd", alpha.real, alpha.imag, beta.real, beta.imag)
+    runs = _lies_in_runs(d, [*parts, *([] if c is None else [c])]) and not (aux or kept)
+    text += struct.pack("iiii", len(parts), conjugate, d.by_columns, 0)
+    text += b"".join(map(_packed, parts)) + _NOWHERE * (room - len(parts))
+    if runs:
+        blocks = min(-(-d.size // (_RUN * _THREADS)), device.processors * _WAVES)
+        launched = kernel(device, "epilog", "epilog_runs", defines)
+        launched.launch(stream, blocks, _THREADS, Argument(text))
+        return
+    groups = -(-d.rows // _ROWS)
+    fast, slow = (groups, d.columns) if d.by_columns else (d.columns, groups)
+    tiles = -(-fast // _THREADS) * -(-slow // _COLUMNS)
+    blocks = min(tiles, device.processors * _WAVES)
+    kernel(device, "epilog", "epilog", defines).launch(stream, blocks, _THREADS, Argument(text))
+
+
+def row_sums(
+    device: Device, stream: int, x: Matrix, sums: int, *, step: int = 1, conjugate: bool = False
+) -> None:
+    """Put the sums of the rows of `x` at address `sums`, in the accumulator's type, on `stream`."""
+    if not x.rows:
+        return
+    wide = dtypes.accumulator(x.dtype).name
+    switches = ("PARTS=1", "BIAS=0", "ACTIVATION=0", "GRADIENT=0", "KEEP_AUX=0")
+    defines = (f"ELEMENT={wide}", f"PART={x.dtype}", f"ADDEND={wide}", *switches)
+    text = struct.pack("qq", x.rows, x.columns) + _packed(x)
+    text += struct.pack("Qqii", sums, step, conjugate, x.by_columns)
+    blocks = min(-(-x.rows // _SIDE), device.processors * _WAVES)
+    launched = kernel(device, "epilog", "row_sums", defines)
+    launched.launch(stream, blocks, _SIDE * _SIDE, Argument(text))
+
+
+def _lies_in_runs(d: Matrix, others: Sequence[Matrix]) -> bool:
+    """Whether 8 elements lie side by side, aligned to 16 bytes, everywhere in all matrices."""
+    for x in (d, *others):
+        line = x if d.by_columns else x.transposed()
+        aligned = x.address % 16 == 0 and (line.column_stride * x.itemsize) % 16 == 0
+        if line.row_stride != 1 or not aligned:
+            return False
+    return (d.rows if d.by_columns else d.columns) % _RUN == 0
+
+
+def copy(device: Device, stream: int, target: Matrix, source: Matrix) -> None:
+    """Put a copy on `stream`, between matrices of one shape and type; the target has no gaps."""
+    same = (target.row_stride, target.column_stride) == (source.row_stride, source.column_stride)
+    if same and target.size:
+        call(
+            "cuMemcpyDtoDAsync",
+            target.address,
+            source.address,
+            target.size * target.itemsize,
+            stream,
+        )
+    else:
+        finish(device, stream, target, [source])
+
+
+def _packed(x: Matrix) -> bytes:
+    """The struct `Matrix`."""
+    return _MATRIX.pack(x.address, x.row_stride, x.column_stride)

@@ -1,0 +1,154 @@
+"""One rank's arguments of a product, as given, and what they say in plain terms.
+
+Whatever cannot be read raises here, on this rank, inside the agreement that the call begins with.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shardmath.arrays import ArraySpec, library_of
+from shardmath.geometry import Distribution
+from shardmath.local.epilog import MatmulEpilog
+from shardmath.operators.lifecycle import check_stream, options_of
+from shardmath.operators.matmul.options import MatmulOptions, MatmulPlanPreferences
+from shardmath.operators.matmul.problem import Call
+
+__all__ = ["Arguments", "packed_scalars", "scalar", "unpacked_scalars"]
+
+_SCALARS = struct.Struct("<dddd")
+
+
+class Arguments(NamedTuple):
+    """One rank's arguments as they were given, read once into what the layers below understand.
+
+    Raises ValueError or TypeError, on this rank, for what cannot be read.
+    """
+
+    a: Any
+    b: Any
+    c: Any
+    distributions: Any
+    alpha: Any = None
+    beta: Any = None
+    qualifiers: Any = None
+    scales: Any = None
+    options: Any = None
+    epilog: Any = None
+    inputs: Any = None
+    preferences: Any = None
+    stream: Any = None
+    autotune: bool = False
+
+    def scalars(self) -> tuple[complex, complex]:
+        """The numbers alpha, 1 by default, and beta, 0 by default."""
+        return (
+            1.0 if self.alpha is None else scalar("alpha", self.alpha),
+            0.0 if self.beta is None else scalar("beta", self.beta),
+        )
+
+    def call(self) -> Call:
+        """The call with specs in place of arrays."""
+        operands = tuple(
+            None if x is None else library_of(x, name).spec(x)
+            for name, x in (("a", self.a), ("b", self.b), ("c", self.c))
+        )
+        if operands[0] is None or operands[1] is None:
+            raise ValueError("matmul needs both a and b")
+        transpose, conjugate = _qualifiers(self.qualifiers)
+        if self.scales is not None:
+            raise ValueError(f"quantization_scales want float8 operands, not {operands[0].dtype}")
+        check_stream(self.stream)
+        options_of(MatmulPlanPreferences, self.preferences, "preferences").check()
+        options = options_of(MatmulOptions, self.options)
+        options.check_kinds()  # before anything is looked up by their values
+        alpha, beta = self.scalars()
+        return Call(
+            operands=operands,
+            distributions=_distributions(self.distributions),
+            complex_scalars=(isinstance(alpha, complex), isinstance(beta, complex)),
+            has_beta=self.beta is not None,
+            transpose=transpose,
+            conjugate=conjugate,
+            options=options,
+            epilog=_epilog(self.epilog),
+            inputs=_input_specs(self.inputs),
+        )
+
+
+def scalar(name: str, value: Any) -> float | complex:
+    """Alpha or beta as a Python number. Raises ValueError for what is none."""
+    is_complex = isinstance(value, complex) or "complex" in str(getattr(value, "dtype", ""))
+    try:
+        if not isinstance(value, (str, bytes)):
+            return complex(value) if is_complex else float(value)
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise ValueError(f"{name} is a number, not {value!r}")
+
+
+def packed_scalars(scalars: tuple[complex, complex]) -> bytes:
+    """Alpha and beta, to be told before anything else."""
+    alpha, beta = scalars
+    return _SCALARS.pack(alpha.real, alpha.imag, beta.real, beta.imag)
+
+
+def unpacked_scalars(note: bytes) -> tuple[tuple[complex, complex], bytes]:
+    """Alpha and beta that a rank has told, and what it told after them."""
+    numbers = _SCALARS.unpack_from(note)
+    return (complex(*numbers[:2]), complex(*numbers[2:])), note[_SCALARS.size :]
+
+
+def _qualifiers(
+    given: Any,
+) -> tuple[tuple[bool, bool, bool], tuple[bool, bool, bool]]:
+    if given is None:
+        return (False, False, False), (False, False, False)
+    entries = np.asarray(given)
+    names = entries.dtype.names or ()
+    if entries.shape not in ((2,), (3,)) or not {"is_transpose", "is_conjugate"} <= set(names):
+        raise ValueError(
+            "qualifiers is an array of two or three entries of matrix_qualifiers_dtype, for a, b "
+            f"and c; given was {given!r}"
+        )
+    flags = [(bool(e["is_transpose"]), bool(e["is_conjugate"])) for e in entries]
+    flags += [(False, False)] * (3 - len(flags))
+    (ta, ca), (tb, cb), (tc, cc) = flags
+    return (ta, tb, tc), (ca, cb, cc)
+
+
+def _distributions(given: Any) -> tuple[Distribution, ...]:
+    found = tuple(given) if isinstance(given, (list, tuple, Sequence)) else ()
+    known = len(found) == 3
+    for each in found:
+        known = known and isinstance(each, Distribution)
+    if not known:
+        raise ValueError(
+            "distributions holds three Distribution objects, for a, b and the result, not "
+            f"{given!r}"
+        )
+    return found
+
+
+def _epilog(given: Any) -> MatmulEpilog:
+    if given is None:
+        return MatmulEpilog.DEFAULT
+    try:
+        return MatmulEpilog(given)
+    except ValueError:
+        raise ValueError(f"epilog is a MatmulEpilog, not {given!r}") from None
+
+
+def _input_specs(inputs: Any) -> tuple[tuple[str, ArraySpec], ...]:
+    if inputs is None:
+        return ()
+    if not isinstance(inputs, Mapping):
+        raise TypeError(f"epilog_inputs is a dictionary of arrays, not {type(inputs).__name__}")
+    unnamed = [name for name in inputs if not isinstance(name, str)]
+    if unnamed:
+        raise TypeError(f"the names of epilog_inputs are strings, not {unnamed[0]!r}")
+    return tuple((name, library_of(x, name).spec(x)) for name, x in sorted(inputs.items()))

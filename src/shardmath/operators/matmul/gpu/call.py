@@ -1,0 +1,174 @@
+"""A product's call on a context of GPUs: its operands read, its result given as they came.
+
+What can be wrong on one rank is raised before any rank has written anything. With operands on GPUs
+the call returns when all is on the stream; operands in host memory are carried there and back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from shardmath.agreement import require_equal
+from shardmath.arrays import library_of
+from shardmath.arrays.base import share_memory
+from shardmath.context import DistributedContext
+from shardmath.cuda import stream as streams
+from shardmath.cuda.driver import call
+from shardmath.local.epilog import requirements
+from shardmath.local.gpu.blaslt import bindings
+from shardmath.operators.lanes import Lane
+from shardmath.operators.matmul.arguments import Arguments, packed_scalars, unpacked_scalars
+from shardmath.operators.matmul.gpu.execution import Execution
+from shardmath.operators.matmul.gpu.fusing import Fused
+from shardmath.operators.matmul.gpu.share import Operands, Share
+from shardmath.operators.matmul.problem import Call, Problem
+from shardmath.symmetric import device_array
+from shardmath.symmetric.device_array import DeviceArray, Result
+
+__all__ = ["run"]
+
+_FAST_COMPUTE = frozenset(
+    {74, 75, 77, 78, 79}
+)  # sums that are faster, or slower, and not the usual
+
+
+class _Made:
+    """What one rank prepares for one execution."""
+
+    def __init__(self, context: DistributedContext, share: Share, call_: Call, given: Arguments):
+        self._context, self._given = context, given
+        self._share = share
+        self._problem: Problem = share.strategy.problem
+        self.fused: Fused | None = None
+        self.execution: Execution | None = None
+        self.result: Result
+        self.extras: dict[str, Result] = {}
+        bindings()  # raises where there is no cuBLASLt
+        first = call_.operands[0]
+        assert first is not None
+        self.stream = device_array.stream_of(context, first, given.stream)
+        self.blocking = call_.options.blocking is True
+        a, b = (device_array.read(context, x, n) for x, n in ((given.a, "a"), (given.b, "b")))
+        c = None if given.c is None else device_array.read(context, given.c, "c")
+        held = {n: device_array.read(context, x, n) for n, x in (given.inputs or {}).items()}
+        self.result = self._place(call_, (a, b, c))
+        self._make_extras()
+        alpha, beta = given.scalars()
+        compute = call_.options.compute_type
+        self.operands = Operands(
+            a=a.transposed() if call_.transpose[0] else a,
+            b=b.transposed() if call_.transpose[1] else b,
+            c=c,
+            out=self.result.array,
+            alpha=alpha,
+            beta=beta,
+            inputs=held,
+            outputs={name: each.array for name, each in self.extras.items()},
+            stream=self.stream,
+            autotune=given.autotune and not streams.capturing(self.stream),
+            compute=int(compute) if compute in _FAST_COMPUTE else None,
+        )
+
+    def prepare(self, lane: Lane) -> bytes:
+        """What to tell the peers first: whether one kernel could do it, else of the phases."""
+        form = self._share.form
+        if form is None:
+            return self.prepare_phases(lane)
+        self.fused = Fused(form, self._share, self.operands, lane.team.device)
+        told: bytes = self.fused.told
+        return told
+
+    def prepare_phases(self, lane: Lane) -> bytes:
+        """Take memory for a product in phases; what to tell the peers. Raises HeapExhausted."""
+        self.execution = Execution(self._context, self._share, self.operands, lane)
+        return self.execution.prepare()
+
+    def _place(self, call_: Call, arrays: Sequence[DeviceArray | None]) -> Result:
+        """D: c itself where the call is in place, else new, in the operands' order and memory."""
+        context, given = self._context, self._given
+        a, b, c = arrays
+        assert a is not None and b is not None
+        if call_.options.inplace:
+            result = device_array.result_in(context, given.c)
+            self._require_apart(result.array, a, b)
+            return result
+        specs = call_.operands
+        column = (
+            specs[2].order == "F"
+            if specs[2] is not None
+            else all(spec is not None and spec.order == "F" for spec in specs[:2])
+        )
+        on_heap = all(x.block is not None for x in (a, b, c) if x is not None)
+        return device_array.new_result(
+            context,
+            given.a,
+            self._problem.d.local_shape(context.rank),
+            self._problem.result,
+            "F" if column else "C",
+            on_heap=on_heap,
+        )
+
+    def _require_apart(self, out: DeviceArray, a: DeviceArray, b: DeviceArray) -> None:
+        """Raise ValueError when writing to c would change a or b."""
+        given = self._given
+        library = library_of(given.c)
+        if library.spec(given.c).device == "cpu":
+            target = library.host_view(given.c)
+            shared = any(share_memory(target, library.host_view(x)) for x in (given.a, given.b))
+        else:
+            shared = out.overlaps(a) or out.overlaps(b)
+        if shared:
+            raise ValueError("c shares memory with a or b, and options.inplace=True overwrites it")
+
+    def _make_extras(self) -> None:
+        """Room for the epilog's outputs, zero where nothing will be written."""
+        context, problem = self._context, self._problem
+        m, n = problem.d.local_shape(context.rank)
+        for extra in requirements(problem.epilog, m, n, problem.result).outputs:
+            shape = extra.shape
+            if extra.name == problem.epilog.makes_bgrad and not problem.epilog.gradient:
+                layout, axis = (problem.a, 0) if extra.name == "bgrada" else (problem.b, 1)
+                shape = (layout.global_shape[axis],)
+            made = device_array.new_result(
+                context, self._given.a, shape, extra.dtype, "F", on_heap=False
+            )
+            self.extras[extra.name] = made
+            if made.array.size:
+                nbytes = made.array.size * made.array.itemsize
+                call("cuMemsetD8Async", made.array.address, 0, nbytes, self.stream)
+
+
+def run(
+    context: DistributedContext,
+    operation: str,
+    number: int,
+    arguments: Arguments,
+    ready: Callable[[], tuple[Any, Call]],
+) -> Any:
+    """As `api.run`, on GPUs. `number` is the operator's, which says its lane. Collective."""
+    made: list[_Made] = []
+    lane = Lane.of(context, number)
+
+    def prepare() -> bytes:
+        plan, call_ = ready()
+        made.append(_Made(context, plan.share, call_, arguments))
+        return packed_scalars(arguments.scalars()) + made[0].prepare(lane)
+
+    notes = [unpacked_scalars(note) for note in context.gather(operation, prepare)]
+    require_equal("(alpha, beta)", [scalars for scalars, _ in notes])
+    one, told = made[0], [text for _, text in notes]
+    if one.fused is not None and not one.fused.chosen(told):
+        told = context.gather(operation, lambda: one.prepare_phases(lane))
+    with context.executing(operation):
+        if one.execution is not None:
+            one.execution.run(told)
+        else:
+            assert one.fused is not None
+            with lane.entered(one.stream):
+                one.fused.run(context, told)
+        if one.blocking:
+            lane.team.synchronize(one.stream)
+        out = one.result.give(context, one.stream)
+        aux = {name: each.give(context, one.stream) for name, each in one.extras.items()}
+    return (out, aux) if aux else out

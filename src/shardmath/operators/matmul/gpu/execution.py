@@ -1,0 +1,274 @@
+"""Executing a matrix product on GPUs: gather from peers, multiply, add, move, finish.
+
+The phases are those of the host, on the user's stream: this process waits for nobody after
+`prepare` has been agreed on. Each barrier on the stream is one of three patterns: before reading
+what a peer wrote, after writing what a peer will read, before reusing what a peer may still read.
+Products never read a peer's memory themselves: what lies there is gathered first, on a second
+stream while the last panel is multiplied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+
+from shardmath.arrays import dtypes
+from shardmath.context import DistributedContext
+from shardmath.local.epilog import MatmulEpilog
+from shardmath.local.gpu import Matrix
+from shardmath.local.gpu.blaslt import WORKSPACE
+from shardmath.local.gpu.epilog import copy, finish
+from shardmath.local.gpu.gemm import fits, multiply, takes_result
+from shardmath.operators.lanes import Lane
+from shardmath.operators.matmul.gpu.arriving import Arriving
+from shardmath.operators.matmul.gpu.ending import AFTERWARDS, SHOWN, Ending
+from shardmath.operators.matmul.gpu.feeding import Feed, Interval
+from shardmath.operators.matmul.gpu.gathering import Gathering
+from shardmath.operators.matmul.gpu.share import Operands, Share
+from shardmath.operators.showing import Showcase, matrix_of
+
+__all__ = ["Execution"]
+
+_FUSED = (MatmulEpilog.DEFAULT, *AFTERWARDS)
+
+
+class Execution:
+    """One execution on one rank: `prepare`, tell the peers, `run`."""
+
+    def __init__(
+        self, context: DistributedContext, share: Share, operands: Operands, lane: Lane
+    ) -> None:
+        self.context = context
+        self.share = share
+        self.strategy = share.strategy
+        self.problem = share.strategy.problem
+        self.operands = operands
+        self.rank = context.rank
+        self.lane = lane
+        self.device = lane.team.device
+        self.stream = operands.stream
+        self.wide = dtypes.accumulator(self.problem.dtype).name
+        self.out = matrix_of(operands.out)
+        self.order = "F" if self.out.by_columns else "C"
+        self.shown = Showcase(context, lane, SHOWN)
+        self.ending = Ending(context, share, operands, lane, self.shown)
+        self._arriving = self._on_arrival()
+        self._copies: list[tuple[Matrix, Matrix]] = []  # (to, from): operands that peers read
+
+    def _on_arrival(self) -> Arriving | None:
+        """How to multiply while factors come, None where the kernel for that does not suit."""
+        if not self.share.multiplies:
+            return None
+        made = Arriving(self.share, self.operands, self.lane, self.out)
+        return None if made.misfit else made
+
+    # -- prepare -----------------------------------------------------------------------------------
+
+    def prepare(self) -> bytes:
+        """Take all heap memory. Local.
+
+        Returns what to tell the peers. Raises HeapExhausted; nothing has been written then.
+        """
+        strategy, rank = self.strategy, self.rank
+        for name, array, transfer in zip(
+            "ab", self.operands.factors, strategy.transfers, strict=True
+        ):
+            ranges = transfer.read_by_peers(rank)
+            if ranges is not None:
+                room = self.shown.operand(name, array, (ranges[0], ranges[1]))
+                if room is not None:
+                    self._copies.append((room, matrix_of(array).part(ranges[0], ranges[1])))
+        self.ending.prepare()
+        if self.share.multiplies:
+            self._prepare_product()
+        return self.shown.pack()
+
+    def _prepare_product(self) -> None:
+        """Memory for panels, for factors that BLAS cannot take as they lie, and for the product."""
+        if self._arriving is not None:
+            self._arriving.prepare()
+        target, (_, room) = self._target(), self.share.schedule
+        self.lane.buffer("blas", WORKSPACE)
+        if not self._shares_sums and target.address != self.out.address:
+            self.lane.buffer("product", self.out.size * dtypes.of(self.wide).itemsize)
+        itemsize = dtypes.of(self.problem.dtype).itemsize
+        for index, feed in enumerate(self.share.feeds):
+            if feed.gathers:
+                self.lane.buffer(f"panel {'ab'[index]}", room * feed.width * itemsize)
+            elif not self._fits(index, self._own(index), target):
+                self.lane.buffer(f"packed {'ab'[index]}", feed.extent * feed.width * itemsize)
+
+    # -- run ---------------------------------------------------------------------------------------
+
+    def run(self, told: Sequence[bytes]) -> None:
+        """Put everything on the stream: D and the epilog's outputs are there after it. Collective.
+
+        `told` is what all ranks have told.
+        """
+        self.shown.learn(told)
+        with self.lane.entered(self.stream):
+            for shown, original in self._copies:
+                copy(self.device, self.stream, shown, original)
+            together = self.ending.show_c() or self.share.reads_peers
+            if together:
+                self._barrier()  # after writing what a peer will read, before reading what it wrote
+            if self.ending.run(self._multiply()) or together:
+                self._barrier()  # before reusing what a peer may still read
+
+    def _barrier(self) -> None:
+        self.lane.barrier(self.stream)
+
+    # -- the product -------------------------------------------------------------------------------
+
+    @property
+    def _shares_sums(self) -> bool:
+        return self.strategy.reduces or self.strategy.moves_result
+
+    @cached_property
+    def _fused(self) -> bool:
+        """Whether products give D itself: nothing follows that cuBLASLt could not do."""
+        operands, c = self.operands, self.operands.c
+        several = len(self.share.schedule[0]) > 1
+        return not (
+            self._shares_sums
+            or self.problem.sums_c
+            or self.problem.epilog not in _FUSED
+            or operands.alpha == 0  # NaN times 0 is NaN, which BLAS does not look for
+            or not takes_result(self.out)
+            or (several and self.out.dtype != self.wide)
+            or (c is not None and operands.beta != 0 and not self._takes_c(matrix_of(c)))
+        )
+
+    def _takes_c(self, c: Matrix) -> bool:
+        if c.dtype != self.out.dtype:
+            return False
+        if self.out.leading is None:
+            c = c.transposed()
+        return c.leading is not None
+
+    def _target(self) -> Matrix:
+        """Where the product goes."""
+        if self._shares_sums:
+            return self.shown.own("sums")
+        if self._fused:
+            return self.out
+        shape = self.out.rows, self.out.columns
+        held = self.lane.buffer("product", self.out.size * dtypes.of(self.wide).itemsize)
+        return Matrix.packed(held.block.address, shape, self.wide, self.order)
+
+    def _multiply(self) -> list[Matrix] | None:
+        """The product of the work's rows and columns as what is to be finished; None if it is."""
+        if not self.share.multiplies:
+            if self._shares_sums:
+                sums = self.shown.own("sums")
+                finish(self.device, self.stream, sums, [])  # zeros
+            return []
+        if self._arriving is not None and self._arriving.run(self._source):
+            return None
+        target = self._target()
+        for number, (a, b) in enumerate(self._factors(target)):
+            self._product(a, b, target, number)
+        return None if self._fused else [target]
+
+    def _product(self, a: Matrix, b: Matrix, target: Matrix, number: int) -> None:
+        """One interval's product, added to those before it."""
+        operands = self.operands
+        alpha, beta, c = 1.0 + 0.0j, float(number > 0) + 0.0j, None
+        if self._fused:
+            alpha = complex(operands.alpha)
+            if number == 0 and operands.c is not None and operands.beta != 0:
+                beta, c = complex(operands.beta), matrix_of(operands.c)
+        conj_a, conj_b = self.problem.conjugate
+        multiply(
+            self.device,
+            a,
+            b,
+            target,
+            stream=self.stream,
+            workspace=self.lane.address("blas"),
+            c=c,
+            alpha=alpha,
+            beta=beta,
+            conj_a=conj_a,
+            conj_b=conj_b,
+            compute=operands.compute,
+            tune=operands.autotune,
+        )
+
+    def _factors(self, target: Matrix) -> Iterator[tuple[Matrix, Matrix]]:
+        """The dense factors of each interval, in order; those that are gathered will have come."""
+        plan, _ = self.share.schedule
+        own = [
+            None if feed.gathers else self._dense(index, target)
+            for index, feed in enumerate(self.share.feeds)
+        ]
+        gathering = Gathering(self.lane, self.stream, self.share.kept)
+        with gathering.beside(len(plan) > 1):
+            for number, interval in enumerate(plan):
+                pair = []
+                for index, feed in enumerate(self.share.feeds):
+                    dense = own[index]
+                    if dense is not None:
+                        pair.append(_along(dense, feed.axis, interval.lo, interval.hi))
+                    else:
+                        panel = self._panel(index, feed, interval, target)
+                        moves = feed.gathering(interval.lo, interval.hi)
+                        if interval.after is not None:
+                            gathering.leave(interval.after)
+                        name = f"{'ab'[index]} {number}"
+                        gathering.copy(name, moves, self._source(index), panel)
+                        pair.append(panel)
+                gathering.arrive(number)
+                yield pair[0], pair[1]
+                gathering.used(number)
+
+    def _own(self, index: int) -> Matrix:
+        """This rank's own part of a factor that needs no gathering."""
+        feed, array = self.share.feeds[index], matrix_of(self.operands.factors[index])
+        assert feed.place is not None, feed
+        (row, column), (rows, columns) = feed.place, feed.shape(0, feed.extent)
+        return array.part((row, row + rows), (column, column + columns))
+
+    def _fits(self, index: int, x: Matrix, target: Matrix) -> bool:
+        return fits(x, target, conjugate=self.problem.conjugate[index])
+
+    def _dense(self, index: int, target: Matrix) -> Matrix:
+        """The same in a form that BLAS takes."""
+        own = self._own(index)
+        if self._fits(index, own, target):
+            return own
+        packed = self._oriented(index, f"packed {'ab'[index]}", own, target)
+        finish(self.device, self.stream, packed, [own])
+        return packed
+
+    def _panel(self, index: int, feed: Feed, interval: Interval, target: Matrix) -> Matrix:
+        """Memory for an interval of a factor, in the order of the operand where BLAS takes that."""
+        like = matrix_of(self.operands.factors[index])
+        rows, columns = feed.shape(interval.lo, interval.hi)
+        like = like._replace(rows=rows, columns=columns)
+        panel = self._oriented(index, f"panel {'ab'[index]}", like, target)
+        return panel._replace(address=panel.address + interval.offset * feed.width * panel.itemsize)
+
+    def _oriented(self, index: int, name: str, like: Matrix, target: Matrix) -> Matrix:
+        orders = ("F", "C") if like.by_columns else ("C", "F")
+        address, shape = self.lane.address(name), (like.rows, like.columns)
+        packed = [Matrix.packed(address, shape, like.dtype, order) for order in orders]
+        return next(x for x in packed if self._fits(index, x, target))
+
+    def _source(self, index: int) -> Callable[[int], tuple[int, tuple[int, ...]]]:
+        """Where each rank's local part of a factor lies."""
+        array = self.operands.factors[index]
+
+        def place(rank: int) -> tuple[int, tuple[int, ...]]:
+            if rank == self.rank:
+                return array.address, array.strides
+            return self.shown.place("ab"[index], rank)
+
+        return place
+
+
+def _along(x: Matrix, axis: int, lo: int, hi: int) -> Matrix:
+    """Indices lo to hi of an axis."""
+    if axis == 0:
+        return x.part((lo, hi), (0, x.columns))
+    return x.part((0, x.rows), (lo, hi))

@@ -1,0 +1,153 @@
+"""How a GPU is fed its factors along k: what lies here is used in place, the rest comes in panels.
+
+k is cut into intervals, one product each, so that the panels of the next come while one is
+multiplied. The first is short, since nothing hides it; each is as much longer than the last as
+panels come faster than they are used, since few long products are faster than many. A rank begins
+with what it has itself, and then goes round, so that ranks do not all read from one. Where several
+ranks compute the same elements the order is k's own, so that replicas hold the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from shardmath.geometry import Move
+from shardmath.operators.matmul.panels import clip
+from shardmath.operators.matmul.strategy import Strategy
+
+__all__ = ["Feed", "Interval", "feeds", "intervals"]
+
+_FIRST_BYTES = 8 << 20  # of panels: less is gathered in one go
+_LEAST = 256  # indices of k
+_FIRST = 1.4e-12  # the same for each flop per second: with fewer, adding to D takes too much time
+_LEAST_GROWTH, _MOST_GROWTH = 1.25, 3.0
+_ROOM = 2 << 30  # bytes of panels, of both factors together
+_SLOTS = 3  # panels in turn, where all together would need more than that
+
+
+@dataclass(frozen=True)
+class Feed:
+    """One rank's reading of one factor, whose k axis is `axis`.
+
+    `moves` bring all of it; `place` is where it starts along each axis of this rank's own array if
+    it is one dense box there, so that nothing moves.
+    """
+
+    axis: int
+    extent: int  # of k
+    width: int  # of the other axis
+    moves: tuple[Move, ...]
+    place: tuple[int, int] | None
+
+    @classmethod
+    def plan(cls, moves: Sequence[Move], shape: tuple[int, ...], rank: int, axis: int) -> Feed:
+        """How `rank` reads a part of that shape, which `moves` bring it."""
+        extent, width = shape[axis], shape[1 - axis]
+        place = None
+        if len(moves) == 1 and moves[0].src == rank:
+            one, two = moves[0].runs
+            if one.count == two.count == 1:
+                place = one.src_start, two.src_start
+        return cls(axis, extent, width, tuple(moves), place)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether it comes in panels."""
+        return self.place is None and self.extent > 0 and self.width > 0
+
+    def shape(self, lo: int, hi: int) -> tuple[int, int]:
+        """Of the panel with indices lo to hi of k."""
+        return (hi - lo, self.width) if self.axis == 0 else (self.width, hi - lo)
+
+    def gathering(self, lo: int, hi: int) -> list[Move]:
+        """The moves that fill that panel."""
+        return [part for move in self.moves for part in clip(move, self.axis, lo, hi)]
+
+    @property
+    def remote(self) -> float:
+        """Elements from peers for each index of k."""
+        if not self.gathers:
+            return 0.0
+        return sum(m.elements for m in self.moves if m.src != m.dst) / self.extent
+
+    @cached_property
+    def own_start(self) -> int:
+        """Where along k this rank's own share of a gathered factor begins; 0 if it is in pieces."""
+        own = {move.runs[self.axis] for move in self.moves if move.src == move.dst}
+        run = own.pop() if len(own) == 1 else None
+        return run.dst_start if run is not None and run.count == 1 else 0
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Indices lo to hi of k. Its panels start at `offset` indices of the panels' memory, which
+    interval number `after`, if any, must have left before.
+    """
+
+    lo: int
+    hi: int
+    offset: int
+    after: int | None
+
+
+def feeds(strategy: Strategy, rank: int) -> tuple[Feed, Feed]:
+    """How `rank` reads op(A), along its axis 1, and op(B), along its axis 0."""
+    a, b = strategy.transfers
+    return (
+        Feed.plan(a.into(rank), strategy.a.local_shape(rank), rank, 1),
+        Feed.plan(b.into(rank), strategy.b.local_shape(rank), rank, 0),
+    )
+
+
+def intervals(
+    a: Feed, b: Feed, itemsize: int, *, rate: float, ratio: float, rotate: bool
+) -> tuple[list[Interval], int]:
+    """The intervals in the order in which they are multiplied, and how many indices the memory of
+    the panels has.
+
+    Products have `rate` flops per second; panels come `ratio` times as fast as they are used. With
+    `rotate` the intervals begin with what this rank has itself.
+    """
+    extent = a.extent
+    per_index = itemsize * sum(feed.width for feed in (a, b) if feed.gathers)
+    if not per_index:
+        return [Interval(0, extent, 0, None)], 0
+    least = max(_LEAST, int(rate * _FIRST / 64) * 64)
+    if per_index * extent <= _FIRST_BYTES or extent <= 2 * least:
+        return [Interval(0, extent, 0, None)], extent
+    room = max(least, _ROOM // per_index)
+    first = max(least, _FIRST_BYTES // per_index) // 64 * 64
+    growth = min(_MOST_GROWTH, max(_LEAST_GROWTH, 0.9 * ratio))
+    start = 0
+    if rotate:
+        start = next((feed.own_start for feed in (a, b) if feed.gathers), 0)
+    ends = [extent, start] if start else [extent]
+    fits_at_once = extent <= room
+    most = extent if fits_at_once else max(64, room // _SLOTS // 64 * 64)
+    pieces: list[tuple[int, int]] = []
+    at, length = start, float(min(first, most))
+    for end in ends:
+        while at < end:
+            left = end - at
+            step = min(int(length) // 64 * 64, most)
+            step = left if left < 1.5 * step and left <= most else min(step, left)
+            pieces.append((at, at + step))
+            at += step
+            length *= growth
+        at = 0
+    if fits_at_once:
+        return _laid_out(pieces), extent
+    return [
+        Interval(lo, hi, i % _SLOTS * most, i - _SLOTS if i >= _SLOTS else None)
+        for i, (lo, hi) in enumerate(pieces)
+    ], most * _SLOTS
+
+
+def _laid_out(pieces: Sequence[tuple[int, int]]) -> list[Interval]:
+    found, offset = [], 0
+    for lo, hi in pieces:
+        found.append(Interval(lo, hi, offset, None))
+        offset += hi - lo
+    return found

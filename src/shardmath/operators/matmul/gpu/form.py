@@ -1,0 +1,86 @@
+"""The forms of strategies for which there is one kernel: pure.
+
+A form is seen from the layouts alone, so it is the same on all ranks. `turned` says that the kernel
+is given the transposes, B^T A^T = D^T; where the form does not say, the order of D does.
+
+    kind             A                 B                 D
+    all-gather       rows split        columns split     columns split
+    reduce-scatter   split along k     split along k     rows split
+    all-reduce       split along k     split along k     whole
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardmath.geometry import Layout, Spans
+from shardmath.local.epilog import MatmulEpilog
+from shardmath.operators.matmul.strategy import Strategy
+
+__all__ = ["Form", "form_of"]
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a strategy is, seen as one kernel. `rows`, by rank, are those of A that are gathered, or
+    of D that are scattered.
+    """
+
+    kind: str
+    turned: bool | None
+    rows: tuple[int, ...]
+
+
+def form_of(strategy: Strategy) -> Form | None:
+    """The form that a strategy has, the same on all ranks; None where there is no kernel for it."""
+    problem = strategy.problem
+    if problem.size == 1 or problem.epilog not in (MatmulEpilog.DEFAULT, MatmulEpilog.ALLREDUCE):
+        return None
+    return _summed(strategy) if strategy.reduces else _gathered(strategy)
+
+
+def _gathered(strategy: Strategy) -> Form | None:
+    problem = strategy.problem
+    m, n, k = problem.shape
+    if strategy.moves_result or not _are_whole(strategy.depth, k):
+        return None
+    if _are_whole(strategy.rows, m) and strategy.b.same_as(problem.b):
+        rows = _slabs(problem.a, 0)
+        return None if rows is None else Form("all-gather", turned=False, rows=rows)
+    if _are_whole(strategy.columns, n) and strategy.a.same_as(problem.a):
+        rows = _slabs(problem.b, 1)
+        return None if rows is None else Form("all-gather", turned=True, rows=rows)
+    return None
+
+
+def _summed(strategy: Strategy) -> Form | None:
+    problem = strategy.problem
+    m, n, _ = problem.shape
+    here = strategy.a.same_as(problem.a) and strategy.b.same_as(problem.b)
+    if not here or not _are_whole(strategy.rows, m) or not _are_whole(strategy.columns, n):
+        return None
+    if problem.d.is_replicated:
+        return Form("all-reduce", turned=None, rows=())
+    for axis in (0, 1):
+        rows = _slabs(problem.d, axis)
+        if rows is not None and not strategy.moves_result:
+            return Form("reduce-scatter", turned=axis == 1, rows=rows)
+    return None
+
+
+def _are_whole(column: Sequence[Spans], extent: int) -> bool:
+    return all(part == Spans.interval(0, extent) for part in column)
+
+
+def _slabs(layout: Layout, axis: int) -> tuple[int, ...] | None:
+    """How many indices of an axis each rank has, where they follow each other in rank order."""
+    other = layout.global_shape[1 - axis]
+    at, lengths = 0, []
+    for part in layout.parts:
+        own = part[axis]
+        if part[1 - axis].length != other or own.period or (own.length and own.start != at):
+            return None
+        at += own.length
+        lengths.append(own.length)
+    return tuple(lengths) if at == layout.global_shape[axis] else None

@@ -1,0 +1,165 @@
+"""Which products are computed by one kernel that moves data too, and how they are found.
+
+A share says whether its strategy has the form of such a product, a rank whether its arrays lie as
+the kernel wants them. All ranks tell, and all decide the same: the kernel where every rank can, the
+phases of `execution` where one cannot, or where the kernel would be slower.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Any
+
+from shardmath.context import DistributedContext
+from shardmath.cuda.device import Device
+from shardmath.local.gpu import Matrix
+from shardmath.operators.matmul.gpu import gathered, sharded
+from shardmath.operators.matmul.gpu.all_gather import AllGatherGemm
+from shardmath.operators.matmul.gpu.all_reduce import GemmAllReduce, even_rows
+from shardmath.operators.matmul.gpu.choice import choose_all_reduce, choose_reduce_scatter
+from shardmath.operators.matmul.gpu.form import Form
+from shardmath.operators.matmul.gpu.gathered import GatheredProduct, fuses
+from shardmath.operators.matmul.gpu.reduce_scatter import GemmReduceScatter
+from shardmath.operators.matmul.gpu.sharded import ShardedProduct
+from shardmath.operators.matmul.gpu.share import Operands, Share
+from shardmath.operators.showing import matrix_of
+
+__all__ = ["Fused", "notes", "pays"]
+
+_ALIGNMENT = 16
+_KERNELS: dict[str, Any] = {
+    "all-gather": AllGatherGemm,
+    "reduce-scatter": GemmReduceScatter,
+    "all-reduce": GemmAllReduce,
+}
+_HALVES = ("float16", "bfloat16")
+_CHOICES = {"reduce-scatter": choose_reduce_scatter, "all-reduce": choose_all_reduce}
+
+
+class Fused:
+    """One execution by one kernel on one rank. `told` is what to tell the peers: b"" where it
+    cannot be.
+    """
+
+    def __init__(self, form: Form, share: Share, operands: Operands, device: Device) -> None:
+        self._form = form
+        self._share = share
+        self._operands = operands
+        self._a, self._b = map(matrix_of, operands.factors)
+        self._out = matrix_of(operands.out)
+        turned = self._out.by_columns if form.turned is None else form.turned
+        if turned:
+            self._a, self._b = self._b.transposed(), self._a.transposed()
+            self._out = self._out.transposed()
+        forms = tuple(x[1:] for x in self._matrices)
+        key = ("described", turned, forms, self._suits())
+        if key not in share.kept:
+            problem = self._described(device) if self._suits() else None
+            text = repr((form.kind, problem)).encode()
+            told = bytes([turned]) + blake2b(text, digest_size=15).digest()
+            share.kept[key] = (problem, b"") if problem is None else (problem, told)
+        self._problem, self.told = share.kept[key]
+
+    @property
+    def _matrices(self) -> tuple[Matrix, Matrix, Matrix]:
+        return self._a, self._b, self._out
+
+    def chosen(self, told: Sequence[bytes]) -> bool:
+        """Whether all ranks, which have told this, can, and it is predicted to be faster."""
+        return all(told) and len({text[0] for text in told}) == 1 and pays(self._share)
+
+    def run(self, context: DistributedContext, told: Sequence[bytes]) -> None:
+        """Put it on the stream. Collective."""
+        key = (self._form.kind, tuple(told))
+        kept = self._share.kept
+        if key not in kept:
+            kept[key] = made = _KERNELS[self._form.kind].together(context, self._problem)
+            weakref.finalize(self._share, made.free).atexit = False
+        lies = _lies(self._out)
+        assert lies is not None
+        a, b, out = self._a.address, self._b.address, self._out.address
+        kept[key].launch(a, b, out, self._operands.stream, pitch=lies[1])
+
+    def _suits(self) -> bool:
+        """Whether nothing is asked for that the kernels lack, of operands that they can load."""
+        operands, dtype = self._operands, self._share.strategy.problem.dtype
+        plain = operands.alpha == 1 and (operands.c is None or operands.beta == 0)
+        aligned = not any(x.size and x.address % _ALIGNMENT for x in (self._a, self._b))
+        return plain and aligned and self._out.dtype == dtype and dtype in _HALVES
+
+    def _described(self, device: Device) -> GatheredProduct | ShardedProduct | None:
+        """The product as the kernel takes it; None where the arrays do not lie as it wants."""
+        problem, lies = self._share.strategy.problem, [_lies(x) for x in self._matrices]
+        if None in lies:
+            return None
+        a, b, order = (each for each in lies if each is not None)
+        depth, columns = self._a.columns, self._b.columns
+        if self._form.kind == "all-gather":
+            factors = gathered.Factor(*a), gathered.Factor(*b)
+            rows = self._form.rows
+            made = GatheredProduct(rows, columns, depth, problem.dtype, *factors, order[0])
+            return None if made.misfit(device) else made
+        if order[0] != "C":
+            return None
+        rows = self._form.rows or even_rows(self._a.rows, problem.size)
+        lying = sharded.Factor(*a), sharded.Factor(*b)
+        sent = ShardedProduct(rows, columns, depth, problem.dtype, *lying)
+        return None if sent.misfit(device) else sent
+
+
+def pays(share: Share) -> bool:
+    """Whether the kernel for the share's form is predicted to be faster than the phases, or was
+    asked for by the name of its kind. The same on all ranks.
+    """
+    strategy, form = share.strategy, share.form
+    if form is None or strategy.problem.dtype not in _HALVES:
+        return False
+    problem = strategy.problem
+    if problem.strategy == form.kind:
+        return True
+    m, n, k = problem.shape
+    if form.kind != "all-gather":
+        most = max(part.length for part in strategy.depth)
+        rows = form.rows or even_rows(m, problem.size)
+        lying = sharded.Factor("C", k), sharded.Factor("C", n)
+        sent = ShardedProduct(rows, m * n // max(1, sum(rows)), most, problem.dtype, *lying)
+        return _CHOICES[form.kind](sent).fused
+    columns = strategy.rows if form.turned else strategy.columns
+    plain = gathered.Factor("C", k)
+    widest = max(part.length for part in columns)
+    return fuses(GatheredProduct(form.rows, widest, k, problem.dtype, plain, plain))
+
+
+_TOLD = {
+    "all-gather": "{rows} go around a ring while those that are here are multiplied",
+    "reduce-scatter": "tiles are sent to their owners while others are multiplied",
+    "all-reduce": "tiles are sent to those who add them up, and all read the sums",
+}
+
+
+def notes(share: Share) -> list[str]:
+    """What `explain` adds about how the steps are done on GPUs."""
+    form = share.form
+    if form is None or share.strategy.problem.dtype not in _HALVES:
+        return []
+    if pays(share):
+        how = _TOLD[form.kind].format(rows="columns of b" if form.turned else "rows of a")
+        return [f"in one kernel: {how}, where all arrays lie in memory as it wants them"]
+    return ["in phases, which are predicted to be faster than one kernel that moves data too"]
+
+
+def _lies(x: Matrix) -> tuple[str, int] | None:
+    """Which lines are contiguous, rows ("C") or columns ("F"), and how far apart they are."""
+    if x.columns <= 1 or x.column_stride == 1:
+        pitch = x.row_stride if x.rows > 1 else _rounded(x.columns)
+        return ("C", pitch) if pitch >= x.columns else None
+    if x.rows <= 1 or x.row_stride == 1:
+        pitch = x.column_stride if x.columns > 1 else _rounded(x.rows)
+        return ("F", pitch) if pitch >= x.rows else None
+    return None
+
+
+def _rounded(number: int) -> int:
+    return -(-number // 8) * 8

@@ -1,0 +1,222 @@
+"""A product whose rows are split: what each rank multiplies after a gather, and why it may not fit.
+
+Rank r has some rows of A and some columns of B, and all rows of the result in its columns. Ranks
+hand their rows around a ring, each to its right neighbour, so that they come in the order own,
+left, left of the left, and the tiles of the result are computed in that order.
+
+              k                n of rank 0   1   2
+    A  [ rows of rank 0 ]      B  [        |   |   ]      result  [        |   |   ]
+       [ rows of rank 1 ]    k    [        |   |   ]         m    [        |   |   ]
+       [ rows of rank 2 ]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from shardmath.cuda.device import Device
+from shardmath.cuda.tensormap import ALIGNMENT
+
+__all__ = ["WIDTHS", "Factor", "GatheredProduct", "Tiling", "choose_tiling", "fuses"]
+
+WIDTHS = (256, 224, 192, 160, 128)
+TILE_ROWS = 128
+MOST_CHUNKS = 4
+DEPTH = 64  # of k, that is multiplied at once
+_DTYPES = ("float16", "bfloat16")
+_MOST_RANKS = 64  # whose maps fit in a kernel's argument
+_LINE = 128  # bytes
+_SHARED_BYTES = 226 << 10  # that a block may have, less what the barriers need
+
+
+@dataclass(frozen=True)
+class Factor:
+    """How a matrix lies: rows ("C") or columns ("F") are contiguous, and `pitch` elements apart."""
+
+    order: str
+    pitch: int
+
+
+@dataclass(frozen=True)
+class GatheredProduct:
+    """What one rank multiplies: (sum(rows) x depth) by (depth x columns), elements of `dtype`.
+
+    `rows`, of A on each rank, `depth`, `dtype` and the order of A are the same on all ranks;
+    `columns`, those of this rank, the pitches, the layout of B and `out`, the order of the result,
+    may differ.
+    """
+
+    rows: tuple[int, ...]
+    columns: int
+    depth: int
+    dtype: str
+    a: Factor
+    b: Factor
+    out: str = "C"
+
+    @property
+    def height(self) -> int:
+        """Rows of the result."""
+        return sum(self.rows)
+
+    @property
+    def flops(self) -> float:
+        """Of this rank: a multiplication and an addition count as two."""
+        return 2.0 * self.height * self.columns * self.depth
+
+    def misfit(self, device: Device) -> str:
+        """Why `device` cannot multiply so while rows arrive, or "" where it can."""
+        if device.arch != "sm_90":
+            return f"the kernel is for GPUs of capability 9.0, and this one is {device.arch}"
+        if self.dtype not in _DTYPES:
+            return f"elements are {self.dtype}, and the kernel multiplies {' and '.join(_DTYPES)}"
+        if len(self.rows) > _MOST_RANKS:
+            return f"{len(self.rows)} ranks, and the kernel gathers from {_MOST_RANKS} at most"
+        for name, factor in (("A", self.a), ("B", self.b)):
+            if 2 * factor.pitch % ALIGNMENT:
+                return (
+                    f"{name}'s {'rows' if factor.order == 'C' else 'columns'} are {factor.pitch} "
+                    f"elements apart, and copies by boxes need a multiple of {ALIGNMENT // 2}"
+                )
+        return ""
+
+    # -- where the gathered rows lie, the same on all ranks ----------------------------------------
+
+    def pitch(self, rank: int) -> int:
+        """Elements from one row ("C") or column ("F") of the rows of `rank` to the next."""
+        return _rounded(self.depth if self.a.order == "C" else self.rows[rank], ALIGNMENT // 2)
+
+    def lines(self, rank: int) -> int:
+        """How many rows ("C") or columns ("F") they have."""
+        return self.rows[rank] if self.a.order == "C" else self.depth
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Bytes before the rows of each rank; the last is the size of all."""
+        at = [0]
+        for rank in range(len(self.rows)):
+            at.append(at[-1] + _rounded(2 * self.lines(rank) * self.pitch(rank), _LINE))
+        return tuple(at)
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """The first row of each rank in the result."""
+        return tuple(sum(self.rows[:rank]) for rank in range(len(self.rows)))
+
+    def arrivals(self, rank: int) -> list[int]:
+        """Whose rows come to `rank`, in this order; its own are first. Without empty ones."""
+        size = len(self.rows)
+        order = [(rank - step) % size for step in range(size)]
+        return [src for src in order if self.rows[src]]
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """`width` columns in a tile, `cluster` tiles above each other that share them, `stages` of k
+    that are on their way at once, on `blocks` multiprocessors. The left neighbour's
+    rows come in `chunks` of k, so that tiles of them can begin early.
+    """
+
+    width: int
+    cluster: int
+    stages: int
+    blocks: int
+    chunks: int = 1
+
+    def heights(self, rows: int) -> int:
+        """Units, of `cluster` tiles each, that `rows` have above each other."""
+        return -(-rows // (TILE_ROWS * self.cluster))
+
+    def across(self, columns: int) -> int:
+        """Tiles next to each other."""
+        return -(-columns // self.width)
+
+    def shared_bytes(self, *, b_along_k: bool) -> int:
+        """Of shared memory, as gathered.cu lays it out."""
+        b = self.width if b_along_k else _rounded(self.width, 64)
+        return 1024 + self.stages * (TILE_ROWS + b) * DEPTH * 2 + 2 * 2 * 64 * 32 * 2
+
+
+def choose_tiling(problem: GatheredProduct, rank: int, processors: int) -> Tiling:
+    """The tiling for which `predicted` says that the last tile is done first."""
+    cluster = 2 if max(problem.rows, default=0) > TILE_ROWS else 1
+    tilings = [
+        _with_even_blocks(
+            Tiling(width, cluster, _stages(width), processors, chunks=chunks), problem
+        )
+        for width in WIDTHS
+        for chunks in (1, 4)
+    ]
+    return min(tilings, key=lambda tiling: predicted(problem, rank, tiling))
+
+
+def predicted(problem: GatheredProduct, rank: int, tiling: Tiling) -> float:
+    """Seconds until the last tile is done: units are dealt out in turn, and wait for their rows."""
+    unit = 2.0 * TILE_ROWS * tiling.width * max(problem.depth, 1) / _FLOPS + _PER_TILE
+    unit /= _EFFICIENCY[tiling.width]
+    clusters = max(1, tiling.blocks // tiling.cluster)
+    free = [0.0] * clusters
+    number, across = 0, tiling.across(problem.columns)
+    here = begun = 0.0
+    for part, src in enumerate(problem.arrivals(rank)):
+        chunks = tiling.chunks if (rank - src) % len(problem.rows) == 1 else 1
+        if part:
+            chunk = _PER_STEP + 2 * problem.rows[src] * problem.depth / _BANDWIDTH / chunks
+            begun, here = here + chunk, here + chunks * chunk
+        for _ in range(tiling.heights(problem.rows[src]) * across):
+            at = number % clusters
+            free[at] = max(max(free[at], begun) + unit, here + unit / chunks)
+            number += 1
+    return max(free)
+
+
+def fuses(problem: GatheredProduct, processors: int = 132) -> bool:
+    """Whether to multiply while rows arrive; else gather first, and multiply then.
+
+    To be asked of the same problem on all ranks: that of the rank with most columns. A ring takes a
+    step for each rank before the last rows have come, and a product of few rows has too few tiles
+    for the GPU, which cuBLAS cuts along k: then one gather and cuBLAS are done first.
+    """
+    size = len(problem.rows)
+    if size == 1:
+        return False
+    tiling = choose_tiling(problem, 0, processors)
+    sent = 2.0 * max(problem.rows) * problem.depth * (size - 1)
+    alone = problem.flops / (_FLOPS * processors) + _PER_TILE
+    return predicted(problem, 0, tiling) < _GATHER + sent / _GATHER_BANDWIDTH + alone
+
+
+# Measured on 8 H200.
+_FLOPS = 800e12 / 132  # of one multiprocessor, in half precision
+_PER_TILE = 1.5e-6  # seconds
+_BANDWIDTH = 370e9  # of a copy engine, bytes per second
+_PER_STEP = 18e-6  # of the ring: a copy engine and a kernel follow each other
+_SPARE = 4  # multiprocessors on which the ring's kernels run
+_EFFICIENCY = {256: 1.0, 224: 0.99, 192: 0.92, 160: 0.88, 128: 0.87}
+_GATHER = 10e-6  # seconds: two barriers, and a kernel that pushes
+_GATHER_BANDWIDTH = 320e9
+
+
+def _stages(width: int) -> int:
+    """As many as fit into the shared memory of a multiprocessor, at most 6."""
+    return min(6, (_SHARED_BYTES - 1024 - 16384) // ((TILE_ROWS + _rounded(width, 64)) * DEPTH * 2))
+
+
+def _with_even_blocks(tiling: Tiling, problem: GatheredProduct) -> Tiling:
+    """No more blocks than finish in as many turns: those left over serve the ring."""
+    units = sum(tiling.heights(rows) for rows in problem.rows) * tiling.across(problem.columns)
+    clusters = max(1, min(tiling.blocks // tiling.cluster, units))
+    turns = -(-units // clusters)
+    fewest = -(-units // turns) if turns else 1
+    return replace(tiling, blocks=fewest * tiling.cluster)
+
+
+def _rounded(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def same_everywhere(problem: GatheredProduct) -> Sequence[object]:
+    """What all ranks must mean alike."""
+    return [list(problem.rows), problem.depth, problem.dtype, problem.a.order]

@@ -1,0 +1,139 @@
+"""A product whose factors come while it runs: what comes in which order, for which tiles.
+
+Both factors of this rank's share are gathered whole, and one kernel computes all tiles; each waits
+for the rows and columns that it needs, as far along k as it has come. The first wave of tiles is
+fetched in pieces of k, so that it can begin soon; from then on whole rows and columns come faster
+than they are used.
+
+            columns 0     1   2       fetched            unlocks
+    rows 0  [ 1st wave ][ 2 ][ 4 ]    rows 0, columns 0  1st wave, piece by piece
+         1  [    1     ][ 2 ][ 4 ]    rows 1             regions 1
+         2  [    3     ][ 3 ][ 4 ]    columns 1, ...     regions 2, ...
+
+Pure: no address and no rank is known here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import sqrt
+
+__all__ = ["DEPTH", "TILE_ROWS", "Fetch", "Region", "Walk", "walk"]
+
+TILE_ROWS, DEPTH = 128, 64
+_PIECES = 4  # of k, in which the first wave comes
+_LEAST_PIECE = 1024  # indices of k
+_LEAST_PART, _MOST_PARTS = 2, 9  # units in a part, and parts after the first
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Rows (side 0) or columns (side 1) number `part`, from `lo` to `hi`, for k from `k_lo` on."""
+
+    side: int
+    part: int
+    lo: int
+    hi: int
+    k_lo: int
+    k_hi: int
+
+
+@dataclass(frozen=True)
+class Region:
+    """Tiles that need the same rows and columns; in units of `cluster` tiles, and in tiles."""
+
+    first: int  # its first unit in the walk
+    row: int
+    heights: int
+    column: int
+    across: int
+    rows_part: int
+    columns_part: int
+
+
+@dataclass(frozen=True)
+class Walk:
+    """What is fetched, in this order, and the regions in the order in which they are computed."""
+
+    fetches: tuple[Fetch, ...]
+    regions: tuple[Region, ...]
+    parts: tuple[int, int]
+    units: int
+
+    @property
+    def first_wave(self) -> tuple[Fetch, ...]:
+        """What comes before the second rows or columns do."""
+        return tuple(fetch for fetch in self.fetches if fetch.part == 0)
+
+
+def walk(
+    shape: tuple[int, int, int],
+    costs: tuple[float, float],
+    *,
+    width: int,
+    cluster: int,
+    blocks: int,
+) -> Walk:
+    """The walk over m x n x k, where a row of A and a column of B cost so many bytes to fetch.
+
+    A cost of 0 says that a factor is here. Tiles have TILE_ROWS rows and `width` columns.
+    """
+    m, n, k = shape
+    unit = TILE_ROWS * cluster
+    high, wide = -(-m // unit), -(-n // width)
+    first = _first_wave((high, wide), (costs[0] * unit, costs[1] * width), blocks // cluster)
+    bounds = [_cuts(high, first[0], costs[0] > 0), _cuts(wide, first[1], costs[1] > 0)]
+    extents, steps = (m, n), (unit, width)
+    fetches: list[Fetch] = []
+    regions: list[Region] = []
+    piece = max(_LEAST_PIECE, -(-k // _PIECES // DEPTH) * DEPTH)
+    for k_lo in range(0, k, piece):
+        for side in (0, 1):
+            lo, hi = _extent(bounds[side], 0, steps[side], extents[side])
+            fetches.append(Fetch(side, 0, lo, hi, k_lo, min(k, k_lo + piece)))
+    come, units = [1, 1], 0
+    served = [(0, 0)]
+    while served:
+        for row_part, column_part in served:
+            top, left = bounds[0][row_part], bounds[1][column_part]
+            heights, across = bounds[0][row_part + 1] - top, bounds[1][column_part + 1] - left
+            regions.append(Region(units, top, heights, left, across, row_part, column_part))
+            units += heights * across
+        served = []
+        waiting = [side for side in (0, 1) if come[side] < len(bounds[side]) - 1]
+        if waiting:  # what unlocks most for its bytes
+            side = max(waiting, key=lambda s: bounds[1 - s][come[1 - s]] / (costs[s] * steps[s]))
+            part = come[side]
+            lo, hi = _extent(bounds[side], part, steps[side], extents[side])
+            fetches.append(Fetch(side, part, lo, hi, 0, k))
+            others = range(come[1 - side])
+            served = [(part, other) if side == 0 else (other, part) for other in others]
+            come[side] += 1
+    parts = len(bounds[0]) - 1, len(bounds[1]) - 1
+    return Walk(tuple(fetches), tuple(regions), parts, units)
+
+
+def _first_wave(
+    tiles: tuple[int, int], costs: tuple[float, float], clusters: int
+) -> tuple[int, int]:
+    """Units of rows, and tiles of columns, that keep all clusters busy and come soonest."""
+    high, wide = tiles
+    if not costs[0]:
+        return high, min(wide, max(1, round(clusters / high)))
+    if not costs[1]:
+        return min(high, max(1, round(clusters / wide))), wide
+    rows = min(high, max(1, round(sqrt(clusters * costs[1] / costs[0]))))
+    columns = min(wide, max(1, -(-clusters // rows)))
+    return min(high, max(1, -(-clusters // columns))), columns
+
+
+def _cuts(extent: int, first: int, comes: bool) -> list[int]:
+    """Bounds of the parts: all at once for a factor that is here."""
+    if not comes or first >= extent:
+        return [0, extent]
+    step = max(_LEAST_PART, -(-(extent - first) // _MOST_PARTS))
+    return [0, *range(first, extent, step), extent]
+
+
+def _extent(bounds: list[int], part: int, step: int, extent: int) -> tuple[int, int]:
+    return bounds[part] * step, min(extent, bounds[part + 1] * step)

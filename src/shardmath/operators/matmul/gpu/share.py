@@ -1,0 +1,87 @@
+"""What one rank does for a strategy on its GPU, and the arrays of one execution.
+
+A share is derived from the strategy alone, kept with the plan, and the same for every execution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from shardmath.arrays import dtypes
+from shardmath.operators.matmul import host
+from shardmath.operators.matmul.gpu.feeding import Feed, Interval, feeds, intervals
+from shardmath.operators.matmul.gpu.form import Form, form_of
+from shardmath.operators.matmul.strategy import HOPPER
+from shardmath.symmetric.device_array import DeviceArray
+
+__all__ = ["Operands", "Share"]
+
+
+@dataclass(frozen=True)
+class Operands:
+    """One execution's arrays on this rank's GPU: op(A), op(B), C, D to be filled, what an epilog
+    reads (`inputs`) and makes (`outputs`), and how.
+    """
+
+    a: DeviceArray
+    b: DeviceArray
+    c: DeviceArray | None
+    out: DeviceArray
+    alpha: complex
+    beta: complex
+    inputs: Mapping[str, DeviceArray] = field(repr=False)
+    outputs: Mapping[str, DeviceArray] = field(repr=False)
+    stream: int
+    compute: int | None = None  # a MatmulComputeType that is faster, and less exact
+    autotune: bool = False
+
+    @property
+    def factors(self) -> tuple[DeviceArray, DeviceArray]:
+        """op(A) and op(B)."""
+        return self.a, self.b
+
+
+@dataclass(frozen=True)
+class Share(host.Share):
+    """What `rank` does for `strategy` on its GPU."""
+
+    @cached_property
+    def feeds(self) -> tuple[Feed, Feed]:
+        """How this rank reads op(A) and op(B)."""
+        return feeds(self.strategy, self.rank)
+
+    @cached_property
+    def schedule(self) -> tuple[list[Interval], int]:
+        """The intervals of k, and how many indices the panels' memory has."""
+        strategy, rank, (a, b) = self.strategy, self.rank, self.feeds
+        dtype = strategy.problem.dtype
+        itemsize = dtypes.of(dtype).itemsize
+        flops = 2.0 * strategy.rows[rank].length * strategy.columns[rank].length
+        came = max((a.remote + b.remote) * itemsize / HOPPER.bandwidth, 1e-12)
+        rate = HOPPER.rate(dtype)
+        rotate = strategy.sums.disjoint()
+        return intervals(a, b, itemsize, rate=rate, ratio=flops / rate / came, rotate=rotate)
+
+    @cached_property
+    def kept(self) -> dict[Any, Any]:
+        """What executions of this share keep for the next: geometry that is on the device."""
+        return {}
+
+    @cached_property
+    def form(self) -> Form | None:
+        """What the strategy is, if one kernel can do all of it."""
+        return form_of(self.strategy)
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether this rank has a product to compute: it may have no elements, or none of k."""
+        strategy, rank = self.strategy, self.rank
+        return 0 not in strategy.sums.local_shape(rank) and strategy.depth[rank].length > 0
+
+    @cached_property
+    def reads_peers(self) -> bool:
+        """Whether any rank reads another's operand."""
+        return any(transfer.crosses for transfer in self.strategy.transfers)

@@ -1,0 +1,470 @@
+"""The host's test bodies for matrix products, on ranks with GPUs.
+
+The bodies run as they are with arrays in host memory, which are carried there and back; and with
+arrays of CuPy and torch on the GPU in their place.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "matmul"))
+
+import matmul_cases
+
+from shardmath.arrays import library_named, library_of
+from shardmath.context import require_context
+from shardmath.symmetric.allocation import allocate_symmetric_memory
+
+GPU_LIBRARY = {"numpy": "cupy", "torch": "torch"}
+HostStored = matmul_cases.Stored
+
+
+class OnGPU:
+    """A library's arrays on this rank's GPU, made from NumPy arrays and read as NumPy arrays."""
+
+    def __init__(self, name):
+        self.name = name
+        self._library = library_named(name)
+
+    def from_host(self, host):
+        order = "F" if host.flags.f_contiguous and not host.flags.c_contiguous else "C"
+        device = f"cuda:{require_context().device_id}"
+        array = self._library.empty(host.shape, library_of(host).spec(host).dtype, order, device)
+        packed = np.asarray(host, order=order)
+        if host.nbytes:
+            from shardmath.cuda.driver import call
+
+            call("cuMemcpyHtoD", self._library.pointer(array), packed.ctypes.data, packed.nbytes)
+        return array
+
+    def host_view(self, x):
+        """A copy."""
+        if library_of(x).spec(x).order == "F":
+            return self.host_view(x.T).T
+        if self.name == "cupy":
+            return x.get()
+        return library_of(x).host_view(x.cpu())
+
+
+class GpuStored:
+    """As `Stored` of the host's bodies, on the GPU."""
+
+    def __init__(self, part, store, library_name):
+        name = GPU_LIBRARY[library_name]
+        self._library = library = OnGPU(name)
+        self.part = part
+        place, _, how = store.rpartition(" ")
+        inner = how in ("strided", "reversed")
+        shape = tuple(2 * n + 3 for n in part.shape) if inner else part.shape
+        order = "C" if inner else how
+        self._at = tuple(slice(1, 1 + 2 * n, 2) for n in part.shape) if inner else None
+        host = np.empty(shape, part.dtype, order)
+        host.view("u1" if order == "C" else part.dtype)[...] = 0x5A if order == "C" else 0
+        host[self._at if inner else ...] = part
+        self._whole = library.from_host(host)
+        if place == "heap":
+            package = importlib.import_module(name)
+            dtype = part.dtype if name == "cupy" else getattr(package, part.dtype.name)
+            whole = allocate_symmetric_memory(
+                shape, package, dtype=dtype, axis_order=order, skip_symmetric_check=True
+            )
+            whole[...] = self._whole
+            self._whole = whole
+        self.array = self._whole[self._at] if inner else self._whole
+        if how == "reversed":
+            self.array = self.array[::-1, ::-1]
+            self.array[...] = library.from_host(np.ascontiguousarray(part))
+
+    @property
+    def host(self):
+        return self._library.host_view(self.array)
+
+    def untouched_around(self):
+        if self._at is None:
+            return True
+        rest = self._library.host_view(self._whole).copy()
+        rest.view("u1").reshape(*rest.shape, rest.itemsize)[self._at] = 0x5A
+        return set(rest.tobytes()) <= {0x5A}
+
+    def untouched(self):
+        return self.host.tobytes() == self.part.tobytes() and self.untouched_around()
+
+
+def host_stored(part, store, library_name):
+    """In ordinary host memory: NumPy arrays and CPU tensors are never on a GPU's heap."""
+    return HostStored(part, store.removeprefix("heap "), library_name)
+
+
+def body(context, module, function, where, args):
+    """Run a body of the host's with arrays in "host" or "gpu" memory."""
+    torch = importlib.import_module("torch")
+    torch.cuda.set_device(context.device_id)
+    importlib.import_module("cupy").cuda.Device(context.device_id).use()
+    bodies = importlib.import_module(module)
+    stored = host_stored if where == "host" else GpuStored
+    with ExitStack() as patches:
+        patches.enter_context(patch.object(matmul_cases, "Stored", stored))
+        if where == "gpu" and hasattr(bodies, "library_named"):
+            of_gpu = lambda name: OnGPU(GPU_LIBRARY[name])  # noqa: E731
+            patches.enter_context(patch.object(bodies, "library_named", of_gpu))
+        found = getattr(bodies, function)(context, *args)
+    context.team.synchronize(0)
+    return found if isinstance(found, (list, str, int, type(None))) else list(found)
+
+
+SETTINGS = settings(
+    max_examples=120, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+)
+
+
+@pytest.mark.parametrize("where", ["gpu", "host"])
+def test_any_product(gpus, where):
+    @SETTINGS
+    @given(case=matmul_cases.cases(most=min(gpus.size, 6)))
+    def check(case):
+        args = [case.plain()]
+        gpus.run(body, "test_matmul_any", "run_case", where, args, ranks=case.size)
+
+    check()
+
+
+@pytest.mark.parametrize("shape", [(33, 20, 700), (9, 8, 7)], ids=["deep", "small"])
+@pytest.mark.parametrize("dtype", ["float64", "float16"])
+def test_every_kind_of_strategy(gpus, size, shape, dtype):
+    args = [shape, dtype]
+    gpus.run(body, "test_matmul_behaviour", "every_strategy", "host", args, ranks=size)
+
+
+BEHAVIOUR = [
+    ("repeat", [0, 3]),
+    ("repeat", [1, 3]),
+    ("repeat", [3, 3]),
+    ("replicas", []),
+    ("spread", ["float64"]),
+    ("spread", ["float32"]),
+    ("spread", ["bfloat16"]),
+    ("read_c_or_not", []),
+    ("wide_results", []),
+    ("memory_ends_on_one_rank", []),
+    ("alternate", []),
+    ("plain_views", []),
+]
+
+
+@pytest.mark.parametrize(("function", "args"), BEHAVIOUR)
+def test_behaviour(gpus, size, function, args):
+    if function == "memory_ends_on_one_rank" and size == 1:
+        return
+    found = gpus.run(body, "test_matmul_behaviour", function, "host", args, ranks=size)
+    if function == "repeat":
+        assert all(set(counts) == {1} for counts in found)
+    if function == "replicas":
+        assert all(each == found[0] for each in found)
+
+
+CLASS = ["see_contents_and_reset", "overwrite_c", "release_and_free", "plan_again", "explain"]
+
+
+@pytest.mark.parametrize("function", CLASS)
+def test_class(gpus, size, function):
+    gpus.run(body, "test_matmul_class", function, "host", [], ranks=size)
+
+
+@pytest.mark.parametrize("where", ["gpu", "host"])
+@pytest.mark.parametrize("kind", ["rows", "columns", "blocks", "whole", "boxes"])
+@pytest.mark.parametrize(
+    ("library", "dtype"),
+    [("numpy", "float64"), ("torch", "float32"), ("numpy", "float16"), ("torch", "bfloat16")],
+)
+def test_epilogs(gpus, size, where, kind, library, dtype):
+    bodies = importlib.import_module("test_matmul_epilogs")
+    args = [kind, library, dtype, bodies.EPILOGS]
+    gpus.run(body, "test_matmul_epilogs", "run_epilogs", where, args, ranks=size)
+
+
+@pytest.mark.parametrize("args", [[False, False], [True, False], [True, True]])
+def test_allreduce(gpus, size, args):
+    found = gpus.run(body, "test_matmul_epilogs", "run_allreduce", "host", args, ranks=size)
+    assert found == [9] * size
+
+
+def test_gradients_of_transposed_conjugates(gpus, size):
+    gpus.run(body, "test_matmul_epilogs", "run_qualified_gradients", "host", [], ranks=size)
+
+
+def mistakes(context, culprit, through):
+    bodies = importlib.import_module("test_matmul_bad_input")
+    without = {name: row for name, row in bodies.MISTAKES.items() if name != "a was freed"}
+    with patch.multiple(bodies, MISTAKES=without, SOON=20.0):
+        return bodies.make_mistakes(context, culprit, through)
+
+
+@pytest.mark.parametrize("through", ["make", "plan"])
+@pytest.mark.parametrize("culprit", [1, None])
+def test_mistakes(gpus, culprit, through):
+    ranks = min(gpus.size, 3)
+    if ranks < 2:
+        pytest.skip("a mistake on one rank of several")
+    bodies = importlib.import_module("test_matmul_bad_input")
+    first, *others = gpus.run(mistakes, culprit, through, ranks=ranks)
+    wrong = []
+    for name, (kind, text) in first.items():
+        _, on_one, on_all = bodies.MISTAKES[name]
+        wanted = on_one if culprit is not None else on_all
+        if kind not in wanted.split(" or "):
+            wrong.append((name, kind, text, wanted))
+    assert not wrong
+    assert all(other == first for other in others)
+
+
+def large(context, dtype, kind, order):
+    """Several intervals of k: (error in units of what is allowed, label) of each strategy."""
+    import torch
+
+    from shardmath.distribution import BlockCyclic, ProcessGrid, Replicated, Slab
+    from shardmath.linalg.advanced import Matmul, matmul
+
+    torch.cuda.set_device(context.device_id)
+    size, rank = context.size, context.rank
+    rows = 2 if size % 2 == 0 else 1
+    blocks = BlockCyclic(
+        ProcessGrid(shape=(rows, size // rows), layout=ProcessGrid.Layout.COL_MAJOR), (256, 256)
+    )
+    x, y = Slab.X, Slab.Y
+    dists = {
+        "cyclic": (blocks, blocks, blocks),
+        "gather": (x, x, x),
+        "columns": (y, y, y),
+        "reduce": (y, x, x),
+        "everywhere": (y, x, Replicated()),
+    }[kind]
+    torch.manual_seed(3)
+    kind_ = getattr(torch, dtype)
+    m, n, k = 1024, 1280, 9000
+    a = torch.randn(m, k, device="cuda", dtype=torch.float64).to(kind_)
+    b = torch.randn(k, n, device="cuda", dtype=torch.float64).to(kind_)
+    want = a.double() @ b.double()
+    from arrangements import part_of
+
+    def mine(t, d):
+        index = torch.arange(t.numel(), device="cpu").reshape(t.shape).numpy()
+        chosen = torch.from_numpy(np.array(part_of(index, d, rank, size))).cuda()
+        part = t.reshape(-1)[chosen.reshape(-1)].reshape(chosen.shape)
+        return part.t().contiguous().t() if order == "F" else part.contiguous()
+
+    operands, wrong = (mine(a, dists[0]), mine(b, dists[1])), []
+    with context:
+        with Matmul(*operands, distributions=dists) as mm:
+            mm.plan()
+            labels = [label for label, _ in matmul_cases.strategies_of(mm.explain())]
+        for label in labels:
+            for _ in range(3):
+                d = matmul(*operands, distributions=dists, options={"strategy": label})
+            unit = {"bfloat16": 2.0**-8, "float32": 2.0**-20}.get(dtype, 2.0**-48)
+            error = (d.double() - mine(want, dists[2])).abs().max().item()
+            if not error <= unit * 6 * k**0.5:
+                wrong.append((label, error))
+    return wrong
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64", "float32"])
+@pytest.mark.parametrize("kind", ["cyclic", "gather", "columns", "reduce", "everywhere"])
+def test_many_intervals(gpus, size, kind, dtype, order):
+    assert gpus.run(large, dtype, kind, order, ranks=size) == [[]] * size
+
+
+def arriving(context, dtype, order, shape, block):
+    """Products whose factors come while they run: errors, and what has been run so."""
+    import torch
+
+    from arrangements import part_of
+    from shardmath.distribution import BlockCyclic, ProcessGrid
+    from shardmath.linalg.advanced import matmul
+    from shardmath.operators.matmul.gpu import arriving as module
+
+    torch.cuda.set_device(context.device_id)
+    size, rank = context.size, context.rank
+    rows = 2 if size % 2 == 0 else 1
+    grid = ProcessGrid(shape=(rows, size // rows), layout=ProcessGrid.Layout.COL_MAJOR)
+    blocks = BlockCyclic(grid, (block, block))
+    m, n, k = shape
+    generator = torch.Generator("cuda").manual_seed(5)
+    kind = getattr(torch, dtype)
+    a = torch.randn(m, k, device="cuda", generator=generator).to(kind)
+    b = torch.randn(k, n, device="cuda", generator=generator).to(kind)
+    want = a.double() @ b.double()
+
+    def mine(x):
+        index = np.arange(x.numel()).reshape(x.shape)
+        chosen = torch.from_numpy(np.array(part_of(index, blocks, rank, size))).cuda()
+        part = x.reshape(-1)[chosen.reshape(-1)].reshape(chosen.shape)
+        return part.t().contiguous().t() if order == "F" else part.contiguous()
+
+    ran = []
+    original = module.Arriving.run
+
+    def counted(self, places):
+        ran.append(original(self, places))
+        return ran[-1]
+
+    x, y, wrong = mine(a), mine(b), []
+    with (
+        context,
+        patch.multiple(module, _LEAST_FLOPS=0.0, _LEAST_WIDTH=1),
+        patch.object(module.Arriving, "run", counted),
+    ):
+        for turn in range(3):
+            if turn:
+                x.mul_(2)
+            d = matmul(x, y, distributions=[blocks] * 3, options={"strategy": "stationary c"})
+            context.team.synchronize(torch.cuda.current_stream().cuda_stream)
+            exact, unit = 2**turn * mine(want), {"bfloat16": 2.0**-8, "float16": 2.0**-11}[dtype]
+            error = ((d.double() - exact).abs() - unit * exact.abs()).flatten()
+            if error.numel() and not error.max() <= 2.0**-18 * k * 2**turn:
+                wrong.append((turn, error.max().item()))
+    return [wrong, ran]
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize(
+    ("dtype", "shape", "block"),
+    [
+        ("bfloat16", (2048, 2048, 2048), 256),
+        ("float16", (1500, 2300, 3000), 256),
+        ("bfloat16", (4096, 3072, 5000), 512),
+    ],
+)
+def test_products_on_arrival(gpus, size, dtype, shape, block, order):
+    found = gpus.run(arriving, dtype, order, shape, block, ranks=size)
+    assert [wrong for wrong, _ in found] == [[]] * size
+    if size > 1 and not any(extent % block for extent in shape):
+        assert all(ran == [True] * 3 for _, ran in found), found
+
+
+def fused(context, dtype, order, shape, kind):
+    """Products by one kernel that moves data too: errors, and how many ran so."""
+    import torch
+
+    from arrangements import part_of
+    from shardmath.distribution import Replicated, Slab
+    from shardmath.linalg.advanced import matmul
+    from shardmath.operators.matmul.gpu.fusing import Fused
+
+    dists = {
+        "all-gather, rows": (Slab.X, Slab.Y, Slab.X),
+        "all-gather, columns": (Slab.X, Slab.Y, Slab.Y),
+        "reduce-scatter": (Slab.Y, Slab.X, Slab.X if order == "C" else Slab.Y),
+        "all-reduce": (Slab.Y, Slab.X, Replicated()),
+    }[kind]
+
+    torch.cuda.set_device(context.device_id)
+    size, rank = context.size, context.rank
+    m, n, k = shape
+    native = getattr(torch, dtype)
+    generator = torch.Generator("cuda").manual_seed(6)
+    a = torch.randn(m, k, device="cuda", generator=generator).to(native)
+    b = torch.randn(k, n, device="cuda", generator=generator).to(native)
+    want = a.double() @ b.double()
+
+    def mine(x, d):
+        index = np.arange(x.numel()).reshape(x.shape)
+        chosen = torch.from_numpy(np.array(part_of(index, d, rank, size))).cuda()
+        part = x.reshape(-1)[chosen.reshape(-1)].reshape(chosen.shape)
+        return part.t().contiguous().t() if order == "F" else part.contiguous()
+
+    ran, original = [], Fused.run
+
+    def counted(self, *args):
+        ran.append(original(self, *args))
+
+    x, y, wrong = mine(a, dists[0]), mine(b, dists[1]), []
+    named = {"distributions": dists, "options": {"strategy": kind.partition(",")[0]}}
+    with context, patch.object(Fused, "run", counted):
+        for turn in range(3):
+            if turn:
+                x.mul_(2)
+                y.mul_(0.5)
+            d = matmul(x, y, **named)
+            exact, unit = mine(want, dists[2]), {"bfloat16": 2.0**-8, "float16": 2.0**-11}[dtype]
+            parts = unit * k**0.5 * 4 if "reduce" in kind else 2.0**-18 * k  # parts are rounded too
+            error = ((d.double() - exact).abs() - unit * exact.abs()).flatten()
+            if error.numel() and not error.max() <= parts:
+                wrong.append((turn, error.max().item()))
+    return [wrong, len(ran)]
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize(
+    "kind", ["all-gather, rows", "all-gather, columns", "reduce-scatter", "all-reduce"]
+)
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [("bfloat16", (2048, 2048, 1024)), ("float16", (1504, 1000, 264)), ("bfloat16", (70, 90, 33))],
+)
+def test_one_kernel(gpus, size, dtype, shape, kind, order):
+    if size == 1:
+        return
+    found = gpus.run(fused, dtype, order, shape, kind, ranks=size)
+    assert [wrong for wrong, _ in found] == [[]] * size
+    counts = {count for _, count in found}
+    assert counts == ({3} if shape[2] % 8 == 0 and shape[0] > 2000 else counts)
+
+
+def graphs(context, library):
+    """A captured `execute` replays on new contents; two operators on two streams at once."""
+    from shardmath.distribution import Slab
+    from shardmath.linalg.advanced import Matmul
+
+    torch = importlib.import_module("torch")
+    torch.cuda.set_device(context.device_id)
+    size = context.size
+    m, n, k = 64 * size, 96, 32 * size
+    wrong = []
+    with context:
+        made = []
+        for dists in ((Slab.X, Slab.X, Slab.X), (Slab.Y, Slab.X, Slab.X)):
+            a = torch.ones(dists[0].shape(context.rank, (m, k)), device="cuda")
+            b = torch.ones(dists[1].shape(context.rank, (k, n)), device="cuda")
+            mm = Matmul(a, b, distributions=dists)
+            mm.plan()
+            mm.execute()  # compiles, and takes memory
+            made.append((mm, a, b))
+        torch.cuda.synchronize()
+        context.barrier()
+        for mm, a, other in made:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                d = mm.execute()
+            for turn in range(4):
+                a.fill_(turn + 1)
+                other.fill_(2)
+                graph.replay()
+                torch.cuda.synchronize()
+                if not (d == 2 * k * (turn + 1)).all():
+                    wrong.append(("replay", turn, d.flatten()[:3].tolist()))
+        context.barrier()
+        streams = [torch.cuda.Stream() for _ in made]
+        for turn in range(5):
+            results = []
+            for (mm, a, _), stream in zip(made, streams, strict=True):
+                with torch.cuda.stream(stream):
+                    a.fill_(turn)
+                    results.append(mm.execute())
+            torch.cuda.synchronize()
+            if not all((d == 2 * k * turn).all() for d in results):
+                wrong.append(("streams", turn))
+    return wrong
+
+
+def test_graphs_and_streams(gpus, size):
+    assert gpus.run(graphs, "torch", ranks=size) == [[]] * size

@@ -1,0 +1,49 @@
+"""The walk over tiles whose factors come while they are multiplied: pure, without ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardmath.operators.matmul.gpu.paneled import TILE_ROWS, walk
+
+SIZES = st.integers(1, 9000)
+
+
+@settings(max_examples=200, deadline=None, database=None)
+@given(
+    m=SIZES,
+    n=SIZES,
+    k=SIZES,
+    costs=st.sampled_from([(1.0, 1.0), (3.0, 1.0), (0.0, 2.0), (2.0, 0.0)]),
+    width=st.sampled_from([128, 256]),
+    cluster=st.sampled_from([1, 2]),
+)
+def test_every_tile_is_computed_once_after_what_it_needs_is_fetched(m, n, k, costs, width, cluster):
+    made = walk((m, n, k), costs, width=width, cluster=cluster, blocks=132)
+    unit = TILE_ROWS * cluster
+    tiles = np.zeros((-(-m // unit), -(-n // width)), int)
+    units = 0
+    for region in made.regions:
+        assert region.first == units
+        units += region.heights * region.across
+        rows = slice(region.row, region.row + region.heights)
+        tiles[rows, region.column : region.column + region.across] += 1
+    assert (tiles == 1).all() and units == made.units
+    come = np.zeros((m + n, -(-k // 64)), int)
+    for fetch in made.fetches:
+        start = fetch.lo + (m if fetch.side else 0)
+        assert fetch.k_lo % 64 == 0
+        come[start : start + fetch.hi - fetch.lo, fetch.k_lo // 64 : -(-fetch.k_hi // 64)] += 1
+    assert (come == 1).all()
+    assert max(made.parts) <= 11
+
+
+@pytest.mark.parametrize("shape", [(8192, 4096, 16384), (16384, 8192, 32768)])
+def test_the_first_wave_comes_in_pieces_and_keeps_all_blocks_busy(shape):
+    made = walk(shape, (0.75 * shape[2], 0.5 * shape[2]), width=256, cluster=2, blocks=132)
+    assert len(made.first_wave) >= 6
+    first = made.regions[0]
+    assert 66 <= first.heights * first.across <= 80
