@@ -45,7 +45,7 @@ def choose_reduce_scatter(problem: ShardedProduct) -> Choice:
     sent = nbytes * (1 - 1 / len(problem.rows))
     last = nbytes / min(8, _down(problem)) / _SUM
     burst = min(sent, 2.0 * _MULTIPLIERS * TILE_ROWS * TILE_COLUMNS) / _LINK
-    fused = max(_multiplying(problem), sent / _LINK) + burst + last + 2 * _STEP
+    fused = max(_multiplying(problem), sent / _LINK) + burst + last + 3 * _STEP
     return _choice(fused, problem.flops / _RATE + sent / _LINK + _COLLECTIVE)
 
 
