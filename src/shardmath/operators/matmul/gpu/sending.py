@@ -148,7 +148,7 @@ class SendingProduct:
         self.bases = tuple(bases)
         self._own = places[self.team.rank]
         self._buffer: Buffer | None = buffer
-        self._kept = weakref.finalize(self, context.keep_for_kernels, buffer)
+        self._kept = weakref.finalize(self, _keep, weakref.ref(context), buffer)
         self._kept.atexit = False
         self._arguments: dict[tuple[str | int | bytes, ...], Argument] = {}
 
@@ -344,6 +344,13 @@ class SendingProduct:
             self.bases[rank] + int(getattr(place, name)) + skipped
             for rank, place in enumerate(self.places)
         ]
+
+
+def _keep(context: weakref.ref[DistributedContext], buffer: Buffer) -> None:
+    """A plan was dropped, and not freed: its kernels, and the peers', may still be at work."""
+    living = context()
+    if living is not None:
+        living.keep_for_kernels(buffer)
 
 
 def _require_same(found: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
