@@ -37,25 +37,44 @@ def body(context, n, dtype, order, profile):
         out.append(f"== {dtype} {n} {order} local cublas {timed(torch,context,lambda: torch.matmul(A,B))}")
         mm=Matmul(a,b,distributions=[blocks]*3); mm.plan(); mm.execute()
         out.append(f"full gpu ms, host ms {timed(torch,context,mm.execute)}")
+        def graphed(call, times=3):
+            torch.cuda.synchronize(); context.barrier()
+            g=torch.cuda.CUDAGraph()
+            with torch.cuda.graph(g):
+                for _ in range(times): d=call()
+            g.d=d; g.times=times
+            return g
+        want=mm.execute()
+        g=graphed(mm.execute)
+        out.append(f"graph {timed(torch,context,g.replay,3)[0]/3:.4f} ms; same bits {bool((g.d==want).all())}")
+        del g
         if dtype=="bfloat16":
-            for parts,pieces in ((9,4),(5,4),(5,3),(3,3),(14,4)):
-                mm2=Matmul(a,b,distributions=[blocks]*3,alpha=1.0); 
+            for parts,pieces in ((5,3),(3,2)):
+                mm2=Matmul(a,b,distributions=[blocks]*3)
                 with patch.multiple(paneled,_MOST_PARTS=parts,_PIECES=pieces):
-                    mm2.plan(); mm2._plan.share.kept.clear(); mm2.execute(); 
+                    mm2.plan(); mm2._plan.share.kept.clear(); mm2.execute()
                     p=[v for k,v in mm2._plan.share.kept.items() if k[0]=="arriving"]
-                    out.append(f"  parts {parts} pieces {pieces}: {timed(torch,context,mm2.execute)} fetches {len(p[0].fetches) if p and p[0] else None} copies {sum(len(c._copies) for _,c,_ in p[0].fetches if c) if p and p[0] else None}")
-            mm=Matmul(a,b,distributions=[blocks]*3); mm.plan(); mm.execute()
-            # gather only
+                    g=graphed(mm2.execute)
+                    out.append(f"  parts {parts} pieces {pieces}: eager {timed(torch,context,mm2.execute,4)} graph {timed(torch,context,g.replay,3)[0]/3:.4f} fetches {len(p[0].fetches) if p and p[0] else None} copies {sum(len(c._copies) for _,c,_ in p[0].fetches if c) if p and p[0] else None}")
+                    del g
+            mm._plan.share.kept.clear(); mm.execute()
             with patch.object(arriving.Arriving,"_launch",lambda self,*x: None):
-                out.append(f"  all but the product {timed(torch,context,mm.execute)}")
+                g=graphed(mm.execute); out.append(f"  graph of all but the product {timed(torch,context,g.replay,3)[0]/3:.4f}")
                 with patch.object(BoxCopies,"launch",lambda self,*x,**k: None):
-                    out.append(f"  engines only {timed(torch,context,mm.execute)}")
+                    g=graphed(mm.execute); out.append(f"  graph of engines only {timed(torch,context,g.replay,3)[0]/3:.4f}")
                 with patch.object(EngineCopies,"launch",lambda self,*x: None):
-                    out.append(f"  own copies and words only {timed(torch,context,mm.execute)}")
+                    g=graphed(mm.execute); out.append(f"  graph of own copies and words only {timed(torch,context,g.replay,3)[0]/3:.4f}")
             with patch.object(EngineCopies,"launch",lambda self,*x: None):
-                out.append(f"  product with own copies, nothing fetched {timed(torch,context,mm.execute)}")
                 with patch.object(BoxCopies,"launch",lambda self,*x,**k: None):
-                    out.append(f"  product, nothing copied {timed(torch,context,mm.execute)}")
+                    g=graphed(mm.execute); out.append(f"  graph of the product, nothing copied {timed(torch,context,g.replay,3)[0]/3:.4f}")
+            del g
+        if dtype!="bfloat16":
+            from shardmath.operators.matmul.gpu import execution, gathering
+            with patch.object(execution,"multiply",lambda *x,**k: None):
+                g=graphed(mm.execute); out.append(f"  graph of all but products {timed(torch,context,g.replay,3)[0]/3:.4f}")
+            with patch.object(gathering.Gathering,"copy",lambda self,*x,**k: None):
+                g=graphed(mm.execute); out.append(f"  graph of products only {timed(torch,context,g.replay,3)[0]/3:.4f}; {[(v.lo,v.hi) for v in mm._plan.share.schedule[0]]}")
+            del g
         out.append(f"full again {timed(torch,context,mm.execute)}")
         if profile:
             import cProfile,pstats,io

@@ -144,8 +144,34 @@ OPERATIONS = {"AG+GEMM": Gathered}
 NO_GRAPHS = {"torch"}
 
 
-def time(ranks: Ranks, call, calls: int, *, graph: bool) -> float:
-    """Milliseconds per call: of all ranks, the slowest."""
+def times(ranks: Ranks, systems: dict, calls: int) -> dict[str, float]:
+    """Milliseconds per call of each system: of all ranks, the slowest. They take turns, so that all
+    run on GPUs that are equally warm.
+    """
+    torch = ranks.torch
+    runs = {
+        name: _run(ranks, call, calls, graph=name not in NO_GRAPHS)
+        for name, call in systems.items()
+    }
+    found: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(9):
+        for name, run in runs.items():
+            torch.cuda.synchronize()
+            ranks.context.barrier()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            run()
+            end.record()
+            torch.cuda.synchronize()
+            found[name].append(start.elapsed_time(end) / calls)
+    ranks.context.team.check()
+    medians = [statistics.median(found[name]) for name in runs]
+    every = ranks.context.agree("times", lambda: medians, lambda found: found)
+    return {name: max(column) for name, column in zip(runs, zip(*every, strict=True), strict=True)}
+
+
+def _run(ranks: Ranks, call, calls: int, *, graph: bool):
+    """`calls` calls, of the sets of operands in turn."""
     torch = ranks.torch
 
     def run():
@@ -154,25 +180,13 @@ def time(ranks: Ranks, call, calls: int, *, graph: bool) -> float:
 
     run()
     torch.cuda.synchronize()
-    if graph:
-        captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured):
-            run()
-        run = captured.replay
+    if not graph:
+        return run
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
         run()
-    times = []
-    for _ in range(7):
-        torch.cuda.synchronize()
-        ranks.context.barrier()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / calls)
-    ranks.context.team.check()
-    median = statistics.median(times)
-    return max(ranks.context.agree("time", lambda: median, lambda times: times))
+    captured.replay()
+    return captured.replay
 
 
 def measure_case(ranks: Ranks, what: str, m: int, n: int, k: int, target: str) -> dict:
@@ -189,9 +203,10 @@ def measure_case(ranks: Ranks, what: str, m: int, n: int, k: int, target: str) -
             error = work.error(out, turn)
             worst = max(ranks.context.agree("error", lambda e=error: e, lambda errors: errors))
             assert worst <= LIMIT, f"{what} {m} {n} {k} by {name}: error {worst}"
-        row[f"{name}_ms"] = time(ranks, call, calls, graph=name not in NO_GRAPHS)
         if name == "ours":
             row["error"] = worst
+    found = times(ranks, work.systems, calls)
+    row |= {f"{name}_ms": found[name] for name in found}
     row["of_local"] = row["local_ms"] / row["ours_ms"]
     row["to_nccl"] = row["nccl_ms"] / row["ours_ms"]
     peers = [row[f"{name}_ms"] for name in work.systems if name not in ("local", "ours")]
@@ -206,10 +221,9 @@ def measure_case(ranks: Ranks, what: str, m: int, n: int, k: int, target: str) -
 
 
 def measure(store: str, size: int, cases: list) -> list:
-    import torch.distributed._symmetric_memory as symm
+    import torch.distributed._symmetric_memory  # noqa: F401  (registers the fused operators)
 
     ranks = Ranks(store, size)
-    symm.enable_symm_mem_for_group(ranks.group)
     rows = [measure_case(ranks, *case) for case in cases]
     facts = {
         "gpu": ranks.torch.cuda.get_device_name(),

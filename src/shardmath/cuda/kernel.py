@@ -42,15 +42,6 @@ class Kernel:
             limit = bindings().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             call("cuFuncSetAttribute", function, limit, shared)
 
-    def prefer_shared(self) -> None:
-        """Run on multiprocessors that are set up for much shared memory, beside a kernel that uses
-        it: one set up otherwise must be empty before it changes.
-        """
-        self.device.activate()
-        which = bindings().CUfunction_attribute
-        carveout = which.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
-        call("cuFuncSetAttribute", self._function, carveout, 100)
-
     def launch(
         self,
         stream: int,
