@@ -48,13 +48,10 @@ def anyp(pool, where, most, seconds):
 with Pool(N, mk) as pool:
     for r in sorted({1,2,3,N}): pool.run(warm, ranks=r, timeout=40)
     say("started")
-    for kd in ["reduce-scatter","all-reduce","all-gather, rows"]:
-        one(pool, f"fused {kd}", tb.fused, "bfloat16", "C", (2048,2048,1024), kd)
-    one(pool, "fused rs F", tb.fused, "float16", "F", (1504,1000,264), "reduce-scatter")
     one(pool, "arriving", tb.arriving, "bfloat16", "C", (2048,2048,2048), 256)
-    one(pool, "graphs", tb.graphs, "torch")
     if left(BODIES)>0: anyp(pool, "gpu", N, min(11,left(BODIES)))
     if left(BODIES)>0: anyp(pool, "host", N, min(7,left(BODIES)))
+    one(pool, "fused rs", tb.fused, "bfloat16", "C", (2048,2048,1024), "reduce-scatter")
     rest=[(f"behaviour {f} {a}", tb.body, "test_matmul_behaviour", f, "host", a) for f,a in tb.BEHAVIOUR]
     rest+=[(f"class {f}", tb.body, "test_matmul_class", f, "host", []) for f in tb.CLASS]
     rest+=[("allreduce", tb.body, "test_matmul_epilogs","run_allreduce","host",[True,True]),("qualified", tb.body, "test_matmul_epilogs","run_qualified_gradients","host",[]),("mistakes", tb.mistakes, 1, "make"),("every", tb.body,"test_matmul_behaviour","every_strategy","host",[(33,20,700),"float16"])]

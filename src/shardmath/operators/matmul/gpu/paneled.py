@@ -18,12 +18,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import sqrt
 
-__all__ = ["DEPTH", "TILE_ROWS", "Fetch", "Region", "Walk", "walk"]
+__all__ = ["DEPTH", "MOST_REGIONS", "TILE_ROWS", "Fetch", "Region", "Walk", "walk"]
 
 TILE_ROWS, DEPTH = 128, 64
-_PIECES = 4  # of k, in which the first wave comes
+_PIECES = 3  # of k, in which the first wave comes
 _LEAST_PIECE = 1024  # indices of k
-_LEAST_PART, _MOST_PARTS = 2, 9  # units in a part, and parts after the first
+_LEAST_PART, _MOST_PARTS = 2, 7  # units in a part, and parts after the first
+
+MOST_REGIONS = (1 + _MOST_PARTS) ** 2
 
 
 @dataclass(frozen=True)
