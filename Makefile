@@ -1,6 +1,6 @@
 # The project's commands. They need Python 3.11 or later, pip and make; all else goes into .venv.
 #
-#   make demo    handwritten digits, on 4 ranks        make check   lint, types, layers
+#   make demo    digits and a photograph, 4 ranks      make check   lint, types, layers
 #   make test    all tests                             make bench   figures, beside their baselines
 
 PYTHON ?= python3
@@ -19,6 +19,7 @@ help:
 
 demo: $(VENV)/.has-demo
 	@$(RUN) -m shardmath run -n 4 examples/digits.py
+	@$(RUN) -m shardmath run -n 4 examples/photograph.py
 
 test: $(VENV)/.has-test
 	@$(RUN) -m pytest

@@ -93,7 +93,7 @@ def one_way(ranks):
                 if handle is not None and way >= 2:
                     check(ranks, handle, nbytes, what)
             threads = min(best, key=best.get)
-            small = nbytes <= 256 and what in ("put_value", "put_packets")
+            small = nbytes <= 256 and way != WAYS["put_signal alone"]
             rows.append(
                 {
                     "what": f"{what}, one way in a kernel",

@@ -6,9 +6,9 @@ A filter keeps some waves of an image and drops the others. Long waves are its l
 ones its edges. Rows of pixels are split over the ranks, and so are the waves:
 
      pixels, rows             waves, rows              pixels, rows
-    r0 +--------+   rfft     r0 +----+    irfft       r0 +--------+   low:  waves longer than CUT
-    r1 +--------+  ----->    r1 +----+   ------->     r1 +--------+         pixels
-    r2 +--------+  axes      r2 +----+  x low, high   r2 +--------+   high: the others
+    r0 +--------+   rfft     r0 +----+    irfft       r0 +--------+   low:  long waves; half of
+    r1 +--------+  ----->    r1 +----+   ------->     r1 +--------+         those of CUT pixels
+    r2 +--------+  axes      r2 +----+  x low, high   r2 +--------+   high: what is left
     r3 +--------+  0, 1      r3 +----+                r3 +--------+
 
 The third axis, red green blue, is a batch: `axes=(0, 1)`.
@@ -42,24 +42,24 @@ def main() -> None:
     context.barrier()
     start = time.perf_counter()
     waves = shardmath.fft.rfft(mine, distribution=Slab.X, axes=AXES)
-    long = is_long(height, width, own_rows(context, height))
+    low = kept_of_long(height, width, own_rows(context, height))
     parity = {"last_axis_parity": "odd" if width % 2 else "even"}
     filtered = [
         shardmath.fft.irfft(
             waves * kept, distribution=Slab.X, axes=AXES, norm="backward", options=parity
         )
-        for kept in (long, ~long)
+        for kept in (low, 1 - low)
     ]
     context.barrier()
     seconds = time.perf_counter() - start
 
-    low, high = (redistribute(part, Slab.X, Replicated()) for part in filtered)  # for the picture
+    soft, sharp = (redistribute(part, Slab.X, Replicated()) for part in filtered)
     if context.rank == 0:
         print(f"{height} x {width} pixels in 3 colours, rows split over {context.size} rank(s)")
-        print(f"one rfft and two irfft took {seconds * 1e3:.0f} ms; the cut is at {CUT} pixels")
-        compare(photograph, low, high)
+        print(f"one rfft and two irfft in {seconds * 1e3:.0f} ms; the cut is at {CUT:.0f} pixels")
+        compare(photograph, soft, sharp)
         path = Path(sys.argv[1] if len(sys.argv) > 1 else "build/photograph.png")
-        write_picture(path, [photograph, low, 0.5 + 2 * high])
+        write_picture(path, [photograph, soft, 0.5 + 2 * sharp])
         print(f"original, low-pass and high-pass side by side: {path}")
     shardmath.finalize()
 
@@ -79,11 +79,14 @@ def own_rows(context: Any, height: int) -> slice:
     return slice(first, last)
 
 
-def is_long(height: int, width: int, rows: slice) -> Any:
-    """For each wave of these rows, whether it is longer than CUT; of shape (rows, width, 1)."""
+def kept_of_long(height: int, width: int, rows: slice) -> Any:
+    """For each wave of these rows, how much the low-pass keeps of it; of shape (rows, width, 1).
+
+    A bell curve: a sharp limit would leave ripples around every edge.
+    """
     down = np.fft.fftfreq(height)[rows, None]  # waves per pixel
     across = np.fft.rfftfreq(width)[None, :]
-    return (np.hypot(down, across) < 1 / CUT)[..., None]
+    return 0.5 ** ((down**2 + across**2) * CUT**2)[..., None]
 
 
 def compare(photograph: Any, low: Any, high: Any) -> None:
@@ -92,12 +95,17 @@ def compare(photograph: Any, low: Any, high: Any) -> None:
 
     height, width, _ = photograph.shape
     waves = scipy.fft.rfftn(photograph, axes=AXES)
-    long = is_long(height, width, slice(None))
-    for name, image, kept in (("low-pass", low, long), ("high-pass", high, ~long)):
+    share = kept_of_long(height, width, slice(None))
+    for name, image, kept in (("low-pass", low, share), ("high-pass", high, 1 - share)):
         plain = scipy.fft.irfftn(waves * kept, s=(height, width), axes=AXES)
-        print(f"{name:9} largest difference from scipy.fft: {np.abs(image - plain).max():.1e}")
-    difference = np.abs(low + high - photograph).max()
-    print(f"both      largest difference from the original: {difference:.1e}")
+        print(f"{name:9}  largest difference from scipy.fft: {shown(image - plain)}")
+    print(f"both       largest difference from the original: {shown(low + high - photograph)}")
+
+
+def shown(differences: Any) -> str:
+    """The largest, in words where it is rounding alone."""
+    largest = np.abs(differences).max()
+    return "below 1e-14" if largest < 1e-14 else f"{largest:.1e}"
 
 
 def write_picture(path: Path, images: list[Any]) -> None:

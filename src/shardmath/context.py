@@ -54,7 +54,6 @@ class DistributedContext:
     that compute at once have one each: a call during another's raises RuntimeError.
     """
 
-    nvshmem_available = False
     nccl_comm = None
 
     def __init__(
@@ -91,6 +90,11 @@ class DistributedContext:
         self._dropping.atexit = False
         self._outlived: list[Any] = []  # what peers may still read of contexts that have ended
         _contexts.add(self)
+
+    @property
+    def nvshmem_available(self) -> bool:
+        """Whether the ranks' memory is NVSHMEM's."""
+        return self._machinery.transport.name == "nvshmem"
 
     def __repr__(self) -> str:
         state = f" ({self._closed})" if self._closed else ""

@@ -15,7 +15,7 @@ from shardmath import agreement
 from shardmath.config import Settings
 from shardmath.group.base import ProcessGroup
 from shardmath.symmetric.board import ROW_BYTES, Board, board_bytes
-from shardmath.symmetric.heap import Buffer, Heap
+from shardmath.symmetric.heap import Buffer, Heap, Location
 from shardmath.symmetric.layout import pad_bytes
 from shardmath.symmetric.rows import Rows, SpreadRows
 from shardmath.symmetric.waiting import Patience
@@ -144,8 +144,12 @@ class Machinery:
             for peer, (segment, offset) in zip(ranks, places, strict=True)
         ]
         self.kept.append(pads[0])  # a peer's kernel may signal after this rank has closed the group
-        kind = Team if all(map(self.mesh.near, ranks)) else FarTeam
-        return kind(device, board, pads[0], addresses)
+        if all(map(self.mesh.near, ranks)):
+            return Team(device, board, pads[0], addresses)
+        team = FarTeam(device, board, pads[0], addresses)
+        far = [rank for rank, peer in enumerate(ranks) if not self.mesh.near(peer)]
+        team.locate(transport, ranks, {rank: Location(*places[rank]) for rank in far})
+        return team
 
     def close(self) -> None:
         """Drop transport and connections; mappings that arrays still use stay."""

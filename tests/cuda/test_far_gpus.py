@@ -8,16 +8,24 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import test_host_bodies as bodies
+import test_redistribution as on_gpus
+from hypothesis import given, settings
 from visible import GPUS
 
+from arrangements import part_of
 from ranks import Pool
 from shardmath import config
+from shardmath.distribution import Slab, redistribute
 from shardmath.errors import HeapExhausted, OpTimeout
 from shardmath.startup import new_context
 from shardmath.symmetric.allocation import allocate_symmetric_memory
 from shardmath.symmetric.rendezvous import rendezvous
+from shardmath.transport import mesh
+
+ALL = max(GPUS, 1)
 
 
 def make_mapped(group):
@@ -157,6 +165,46 @@ def test_reduce_scatter(far_gpus, op, dtype):
         assert found == [True] * GPUS, shape
 
 
+@settings(on_gpus.ANY, max_examples=40)
+@given(case=on_gpus.cases.cases(least=ALL, most=ALL, libraries=("cupy", "torch")))
+def test_any_distribution_to_any_other(far_gpus, case):
+    far_gpus.run(on_gpus.check, "run_case", case[4], [case])
+
+
+@settings(on_gpus.ANY, max_examples=20)
+@given(case=on_gpus.cases.cases(least=ALL, most=ALL, stores=on_gpus.ORDINARY))
+def test_any_distribution_to_any_other_from_host_memory(far_gpus, case):
+    far_gpus.run(on_gpus.check_host, "test_redistribute_any", "run_case", [case])
+
+
+@settings(on_gpus.ANY, max_examples=8)
+@given(case=on_gpus.cases.cases(least=ALL, most=ALL))
+def test_a_plan_serves_any_operand_of_its_shape(far_gpus, case):
+    assert all(far_gpus.run(on_gpus.check, "keep_planned", "cupy", [case]))
+
+
+@pytest.mark.parametrize("store", ["heap C", "C", "heap strided"])
+def test_operands_may_be_overwritten_after_each_execution(far_gpus, store):
+    assert far_gpus.run(on_gpus.check, "overwrite", "cupy", [store, 20]) == [0] * GPUS
+
+
+def check_large(context):
+    """Rows to columns and back, where whole rows are fetched one by one."""
+    torch = importlib.import_module("torch")
+    torch.cuda.set_device(context.device_id)
+    shape, rank, size = (37, 3, 40_003), context.rank, context.size
+    whole = np.arange(37 * 3 * 40_003, dtype=np.float64).reshape(shape)
+    rows, columns = (np.ascontiguousarray(part_of(whole, s, rank, size)) for s in (Slab.X, Slab.Y))
+    with context:
+        found = redistribute(torch.from_numpy(rows).cuda(), Slab.X, Slab.Y)
+        back = redistribute(found, Slab.Y, Slab.X)
+    return [bool((one.cpu().numpy() == two).all()) for one, two in ((found, columns), (back, rows))]
+
+
+def test_long_rows(far_gpus):
+    assert far_gpus.run(check_large) == [[True, True]] * GPUS
+
+
 def check_exhaustion(context):
     """A heap that cannot grow says so on all ranks, and stays as it was."""
     torch = importlib.import_module("torch")
@@ -206,3 +254,47 @@ def check_again(context):
 
 def test_another_context_of_the_same_ranks(far_gpus):
     assert all(far_gpus.run(check_again))
+
+
+def make_apart(group):
+    """As if every second rank were on another machine: NVSHMEM is chosen."""
+    mesh.host_identity = lambda: f"machine {group.rank % 2}"
+    config.export({"SHARDMATH_GPU_HEAP_BYTES": str(256 << 20)})
+    return new_context(group.rank, group)
+
+
+def test_nvshmem_is_chosen_between_machines():
+    if GPUS < 2:
+        pytest.skip("two machines take two GPUs")
+    with Pool(2, make_apart) as ranks:
+        assert [name for name, _ in ranks.run(describe)] == ["nvshmem"] * 2
+        assert all(ranks.run(check_handle, "torch"))
+
+
+def check_late(context):
+    """A barrier that a rank does not come to is a timeout that names it; then all is usable."""
+    torch = importlib.import_module("torch")
+    torch.cuda.set_device(context.device_id)
+    with context:
+        handle = rendezvous(allocate_symmetric_memory(4, torch, dtype="float32"))
+    last = context.size - 1
+    handle.barrier()
+    handle.synchronize()
+    if context.rank != last:
+        handle.barrier(1, timeout_ms=50)
+        with pytest.raises(OpTimeout) as caught:
+            handle.synchronize()
+        assert caught.value.ranks == (last,)
+    context.barrier()
+    handle.barrier(1)  # those that waited in vain wait for the same barrier again
+    handle.barrier(1)
+    handle.synchronize()
+    assert torch.ones(3, device="cuda").sum().item() == 3
+    with pytest.raises(NotImplementedError):
+        handle.kernel_argument()
+    context.barrier()
+    return True
+
+
+def test_a_barrier_that_a_rank_does_not_come_to(far_gpus):
+    assert all(far_gpus.run(check_late))

@@ -436,6 +436,41 @@ def test_streams(gpus, size):
     assert gpus.run(check_streams, ranks=size) == [[]] * size
 
 
+def check_two_streams(context):
+    """Two objects of one context and one of another, each on its own stream, all at once."""
+    import torch
+
+    torch.cuda.set_device(context.device_id)
+    half = context.split(0)
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    gpu, wrong, held = OnGpu("torch", context), [], []
+    for number, within in enumerate((context, context, half)):
+        operand = slab(within, "torch", base=100 * number, heap=True)
+        with within:
+            plan = Redistribute(operand, Slab.X, Slab.Y)
+            plan.plan()
+        held.append((plan, operand, slab(within, "torch", Slab.Y, heap=True).zero_()))
+    torch.cuda.synchronize()
+    for _ in range(100):
+        for stream, (plan, _, out) in zip(streams, held, strict=True):
+            plan.execute(stream=stream, out=out)
+    torch.cuda.synchronize()
+    context.team.check()
+    half.team.check()
+    for number, (plan, _, out) in enumerate(held):
+        want = np.arange(96.0).reshape(12, 8) + 100 * number
+        want = part_of(want, Slab.Y, context.rank, context.size)
+        if gpu.host_view(out).tolist() != want.tolist():
+            wrong.append(number)
+        plan.free()
+    context.barrier()
+    return wrong
+
+
+def test_streams_and_groups_at_once(gpus, size):
+    assert gpus.run(check_two_streams, ranks=size) == [[]] * size
+
+
 def check_conjugated(context):
     """A lazily conjugated tensor has its elements nowhere in memory."""
     import torch

@@ -94,8 +94,11 @@ def test_the_readme_shows_the_demo() -> None:
     assert test == "test\n"
     name, _, printed = demo.partition("\n")
     assert name == "demo"
-    assert "-m shardmath run -n 4 examples/digits.py" in (ROOT / "Makefile").read_text()
-    assert output([*LAUNCHER, "-n", "4", "examples/digits.py"]) == stable(printed)
+    parts = ["examples/digits.py", "examples/photograph.py"]
+    steps = re.findall(r"-m shardmath run -n 4 (\S+)", (ROOT / "Makefile").read_text())
+    assert steps == parts
+    found = [output([*LAUNCHER, "-n", "4", part]) for part in parts]
+    assert list(itertools.chain(*found)) == stable(printed)
 
 
 @pytest.mark.parametrize(("example", "size"), EXAMPLES, ids=lambda x: getattr(x, "stem", str(x)))

@@ -19,9 +19,9 @@ COMPLEX = ("complex64", "complex128")
 
 
 @st.composite
-def cases(draw):
-    """A call as a dictionary of plain data."""
-    size = draw(st.integers(1, 6))
+def cases(draw, most=6):
+    """A call as a dictionary of plain data, on `most` ranks or fewer."""
+    size = draw(st.integers(1, most))
     ndim = draw(st.integers(1, 4))
     shape = tuple(min(draw(EXTENTS), LARGEST[ndim]) for _ in range(ndim))
     axes = draw(st.permutations(range(ndim)))[: draw(st.integers(1, ndim))]

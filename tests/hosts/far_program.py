@@ -1,4 +1,7 @@
-"""What ranks under mpiexec do together, through whatever transport the environment names."""
+"""What ranks under mpiexec do together, through whatever transport the environment names.
+
+`far_program.py apart`: as if they were on two machines.
+"""
 
 from __future__ import annotations
 
@@ -52,6 +55,17 @@ def check(context: shardmath.DistributedContext) -> None:
     assert array.tolist() == [10 + (rank - 1) % size] * 3 + [rank] * 2
 
 
+def stand_apart() -> None:
+    """Let every second rank take itself for one of another machine."""
+    from mpi4py import MPI
+
+    from shardmath.transport import mesh
+
+    mesh.host_identity = lambda: f"machine {MPI.COMM_WORLD.rank % 2}"
+
+
 if __name__ == "__main__":
+    if "apart" in sys.argv:
+        stand_apart()
     check(shardmath.initialize("cpu"))
     sys.stdout.write(shardmath.get_context()._machinery.transport.name + "\n")

@@ -21,6 +21,7 @@ from shardmath import startup, symmetric_memory
 from shardmath.errors import OpTimeout
 from shardmath.symmetric.allocation import allocate_symmetric_memory as allocate
 from shardmath.symmetric.rendezvous import rendezvous
+from shardmath.transport import mesh
 from shardmath.transport.hosts import hosts_of
 
 TWO_HOSTS = {"SHARDMATH_FAKE_HOSTS": "2"}
@@ -291,6 +292,28 @@ def test_settings_that_make_no_sense():
 
 MPIEXEC = Path(sys.executable).parent / "mpiexec"
 PROGRAM = Path(__file__).parent / "far_program.py"
+
+
+def test_mpi_is_chosen_between_machines():
+    command = [str(MPIEXEC), "-n", "3", sys.executable, str(PROGRAM), "apart"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert done.stdout.split() == ["mpi"] * 3
+
+
+def apart(group):
+    """Ranks of two machines without MPI."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mesh, "host_identity", lambda: f"machine {group.rank % 2}")
+        return startup.initialize("cpu", group)
+
+
+@pytest.mark.parametrize("transport", ["auto", "host", "mpi"])
+def test_machines_without_mpi(transport):
+    with Job(3, apart, {"SHARDMATH_TRANSPORT": transport}) as job:
+        outcomes = [job.outcome(rank) for rank in range(3)]
+    said = "of one machine only" if transport == "host" else "start the program with mpiexec"
+    assert all(one.kind == "BackendUnavailable" and said in one.text for one in outcomes), outcomes
 
 
 @pytest.mark.parametrize(("size", "hosts"), [(1, 2), (2, 2), (3, 2), (4, 2), (3, 1)])

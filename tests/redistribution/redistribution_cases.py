@@ -60,9 +60,9 @@ _LARGEST = {1: 40, 2: 40, 3: 40, 4: 16}
 
 
 @st.composite
-def cases(draw, most=6, libraries=("numpy", "numpy", "torch"), stores=STORES):
+def cases(draw, least=1, most=6, libraries=("numpy", "numpy", "torch"), stores=STORES):
     """(ranks, global shape, inputs, outputs, library, dtype, store of each rank, store of out)."""
-    size = draw(st.integers(1, most))
+    size = draw(st.integers(least, most))
     ndim = draw(st.integers(1, 4))
     shape = tuple(min(draw(_EXTENTS), _LARGEST[ndim]) for _ in range(ndim))
     library = draw(st.sampled_from(libraries))

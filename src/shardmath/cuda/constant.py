@@ -13,7 +13,7 @@ from shardmath.cuda.device import Device
 from shardmath.cuda.driver import bindings, call, call_for_memory
 from shardmath.errors import CudaError
 
-__all__ = ["Constant"]
+__all__ = ["Constant", "beside_captures"]
 
 
 class Constant:
@@ -30,7 +30,7 @@ class Constant:
         if not data.nbytes:
             return
         device.activate()
-        with _beside_captures():
+        with beside_captures():
             self.address = int(call_for_memory(data.nbytes, "cuMemAlloc", data.nbytes))
             weakref.finalize(self, _free, device, self.address).atexit = False
             stream = call("cuStreamCreate", 1)  # it does not wait for the default stream
@@ -44,12 +44,12 @@ class Constant:
 def _free(device: Device, address: int) -> None:
     with suppress(CudaError):
         device.activate()
-        with _beside_captures():
+        with beside_captures():
             call("cuMemFree", address)
 
 
 @contextmanager
-def _beside_captures() -> Iterator[None]:
+def beside_captures() -> Iterator[None]:
     """Calls of this thread are no part of what it captures, and do not spoil it."""
     relaxed = bindings().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
     before = call("cuThreadExchangeStreamCaptureMode", relaxed)

@@ -7,12 +7,16 @@ in `sys.modules` and never imported for the user.
 from __future__ import annotations
 
 import sys
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import call
+from shardmath.errors import CudaError
 
-__all__ = ["capturing", "current", "given"]
+__all__ = ["Turns", "capturing", "current", "given"]
 
 
 def current(library: str, device: Device) -> int:
@@ -51,6 +55,36 @@ def given(stream: Any, library: str, device: Device) -> int:
 def capturing(stream: int) -> bool:
     """Whether what is launched on `stream` is being captured into a CUDA graph."""
     return int(call("cuStreamIsCapturing", stream)) != 0
+
+
+class Turns:
+    """Work on several streams that uses the same words or memory: one after the other.
+
+    What is captured into a CUDA graph takes no turn: whoever replays it orders it.
+    """
+
+    def __init__(self, device: Device) -> None:
+        device.activate()
+        self._done = call("cuEventCreate", 2)  # no timing
+        weakref.finalize(self, _destroy, self._done).atexit = False
+        self._stream: int | None = None  # whose turn was the last
+
+    @contextmanager
+    def taken(self, stream: int) -> Iterator[None]:
+        """What is put on `stream` within comes after all that was put on others in their turns."""
+        if capturing(stream):
+            yield
+            return
+        if self._stream not in (None, stream):
+            call("cuStreamWaitEvent", stream, self._done, 0)
+        yield
+        call("cuEventRecord", self._done, stream)
+        self._stream = stream
+
+
+def _destroy(event: Any) -> None:
+    with suppress(CudaError):
+        call("cuEventDestroy", event)
 
 
 def _handle(stream: Any) -> int:

@@ -4,8 +4,8 @@
 
 using namespace shardmath;
 
-// These kernels are launched before the one ahead of them on the stream has ended, so that a launch costs
-// nothing but what it waits for. What that kernel, and all before it, wrote is there after this.
+// For kernels that are launched before the one ahead of them on the stream has ended: what it, and all before
+// it, wrote is there after this. So their launch overlaps with the kernel ahead.
 __device__ inline void await_earlier() {
 #if __CUDA_ARCH__ >= 900
     // The next of these kernels may come to this point too, and will wait there for the end of this one.
@@ -20,7 +20,8 @@ struct BarrierArgument {
 };
 
 // As barrier() of symm.cuh, for one warp with a lane for each peer. In a graph what counts is what comes after
-// the end of the kernel ahead: so the addresses are there before, and the round comes during the fence.
+// the end of the kernel ahead: so the addresses are there before, the round comes during the fence, and its
+// successor is written during the wait, not at the end, which would have to wait for it.
 //
 // The fence is for what kernels before this one have written to peers. Their end makes it visible to this
 // GPU, and the fence to all; a relaxed store alone would take 0.7 us less, and order nothing.
@@ -33,7 +34,7 @@ __device__ inline void barrier_of_a_warp(const Team& team, u32 channel) {
     u64* const theirs = &team.pad[takes_part ? peer : team.rank]->channel(channel).barrier[team.rank];
     asm volatile("" ::"l"(passed), "l"(inbox), "l"(theirs));
     await_earlier();
-    u64 round = *passed;
+    u64 round = load_relaxed(passed);  // not from a cache that an earlier kernel has filled meanwhile
     fence();
     round += 1;
     bool arrived = true;
@@ -82,7 +83,6 @@ __device__ inline u32 load_flag(const u32* slot) {
 }
 
 __device__ inline void change_flag(const FlagArgument& a, u32 from, Operation operation) {
-    await_earlier();
     Deadline deadline;
     while (load_flag(a.slot) != from)
         if (deadline.passed(a.team)) return expire(a.team, a.peer, operation, a.channel, from, !from);

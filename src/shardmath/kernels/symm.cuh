@@ -260,20 +260,18 @@ __device__ inline bool barrier(const Team& team, u32 channel, u32 operation = kB
     // All copies of the round are equal. Each is read and written by one thread, so that no thread can
     // find the round of the next call before it has finished this one.
     u64 round = 0;
-    if (me < team.size) round = own.round[me];
+    if (me < team.size) round = load_relaxed(&own.round[me]);
     __syncthreads();  // every thread has written what it will
     if (me < team.size) fence();  // which takes as long as the round needs to come
     round += 1;
     for (int peer = me; peer < team.size; peer += all)
         if (peer != team.rank) store_relaxed(&team.pad[peer]->channel(channel).barrier[team.rank], round);
-    // Not at the end, where the kernel's own end would have to wait for it.
-    for (int peer = me; peer < team.size; peer += all) own.round[peer] = round;
     bool arrived = true;
     for (int peer = me; peer < team.size; peer += all)
         if (peer != team.rank) arrived &= wait(team, &own.barrier[peer], round, peer, operation, channel);
     arrived = __syncthreads_and(arrived);
-    if (!arrived)
-        for (int peer = me; peer < team.size; peer += all) own.round[peer] = round - 1;
+    if (arrived)
+        for (int peer = me; peer < team.size; peer += all) own.round[peer] = round;
     return arrived;
 }
 
@@ -282,8 +280,10 @@ __device__ inline bool put_signal(const Team& team, int dst, u32 channel) {
     if (!known(team, dst, channel)) return false;
     __syncthreads();
     if (thread_number() == 0) {
-        u64& sent = team.own().channel(channel).sent[dst];
-        signal(&team.pad[dst]->channel(channel).signal[team.rank].low, ++sent);
+        u64* const sent = &team.own().channel(channel).sent[dst];
+        const u64 count = load_relaxed(sent) + 1;
+        signal(&team.pad[dst]->channel(channel).signal[team.rank].low, count);
+        *sent = count;
     }
     return true;
 }
@@ -303,7 +303,7 @@ __device__ inline bool wait_signal(const Team& team, int src, u32 channel) {
     bool arrived = true;
     if (thread_number() == 0) {
         Channel& own = team.own().channel(channel);
-        const u64 next = own.taken[src] + 1;
+        const u64 next = load_relaxed(&own.taken[src]) + 1;
         arrived = wait(team, &own.signal[src].low, next, src, kSignal, channel);
         if (arrived) own.taken[src] = next;
     }
@@ -318,8 +318,10 @@ __device__ inline bool wait_signal(const Team& team, int src, u32 channel) {
 __device__ inline bool put_value(const Team& team, int dst, u32 channel, u64 value) {
     if (!known(team, dst, channel)) return false;
     if (thread_number() == 0) {
-        u64& sent = team.own().channel(channel).sent[dst];
-        store_packet(&team.pad[dst]->channel(channel).signal[team.rank], {++sent, value});
+        u64* const sent = &team.own().channel(channel).sent[dst];
+        const u64 count = load_relaxed(sent) + 1;
+        store_packet(&team.pad[dst]->channel(channel).signal[team.rank], {count, value});
+        *sent = count;
     }
     return true;
 }
@@ -328,7 +330,7 @@ __device__ inline bool put_value(const Team& team, int dst, u32 channel, u64 val
 __device__ inline bool wait_value(const Team& team, int src, u32 channel, u64& value) {
     if (!known(team, src, channel)) return false;
     Channel& own = team.own().channel(channel);
-    const u64 next = own.taken[src] + 1;
+    const u64 next = load_relaxed(&own.taken[src]) + 1;
     Deadline deadline;
     bool arrived = true;
     for (;;) {

@@ -50,6 +50,10 @@ class Workspace:
         """The block of a buffer that has been asked for."""
         return self._buffers[name].block
 
+    def drop(self, name: str) -> None:
+        """Give the buffer of that name back."""
+        self._buffers.pop(name, None)
+
     def release(self) -> None:
         """Give all buffers back."""
         self._buffers.clear()

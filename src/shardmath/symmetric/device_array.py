@@ -184,7 +184,8 @@ def result_in(context: DistributedContext, out: Any) -> Result:
         return _back_to(context, out, "F" if spec.order == "F" else "C")
     if hasattr(out, "is_conj") and (out.is_conj() or out.is_neg()):
         raise ValueError("out is a lazy conjugate, and the call writes into it")
-    if any(n > 1 and step == 0 for n, step in zip(spec.shape, spec.strides, strict=True)):
+    steps = zip(spec.shape, spec.strides, strict=True)
+    if spec.size and any(n > 1 and step == 0 for n, step in steps):
         raise ValueError("out is an expanded view, and the call writes into it")
     return Result(read(context, out, "out"), out)
 

@@ -137,8 +137,10 @@ class DeviceSymmetricMemory(SymmetricMemory):
         """The struct SymmetricMemory of symm.cuh, to be passed by value: one NumPy record.
 
         It is good for as long as this handle lives. Its waits end after `timeout_ms`, or after
-        SHARDMATH_TIMEOUT when that is 0.
+        SHARDMATH_TIMEOUT when that is 0. Raises UseAfterFree when this rank's array was freed.
         """
+        self._context.require_open()
+        self._require_array()
         packed = self._packed(self._seconds(timeout_ms))
         return np.frombuffer(packed, np.dtype([("words", "<u8", (len(packed) // 8,))])).copy()
 
@@ -146,8 +148,10 @@ class DeviceSymmetricMemory(SymmetricMemory):
         """The same struct in memory of the device: an array of int64 of the handle's library.
 
         For kernels that take `const SymmetricMemory*`, and for Triton. It keeps the handle alive.
+        Raises as `kernel_argument`.
         """
         self._context.require_open()
+        self._require_array()
         timeout = self._seconds(timeout_ms)
         packed = self._packed(timeout)
         address = self._tables.argument(self._context.heap, self._team, packed, timeout)

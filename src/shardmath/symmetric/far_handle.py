@@ -1,10 +1,12 @@
-"""The handle on memory of GPUs of several hosts: copies on the stream, signals by the host.
+"""The handle on memory of GPUs of several hosts: copies and barriers on the stream.
 
-A signal is sent once the current stream has done what came before it, and a wait for one blocks the
-caller. Signals travel beside the memory: `get_signal_pad` does not show them.
+Signals are the host's: one is sent once the current stream has done what came before it, and a wait
+for one blocks the caller. They travel beside the memory: `get_signal_pad` does not show them.
 """
 
 from __future__ import annotations
+
+from typing import NoReturn
 
 from shardmath.symmetric.device_handle import DeviceSymmetricMemory
 from shardmath.symmetric.handle import SymmetricMemory
@@ -15,11 +17,12 @@ __all__ = ["FarDeviceSymmetricMemory"]
 class FarDeviceSymmetricMemory(DeviceSymmetricMemory):
     """A handle whose memory is on GPUs of several hosts. See SymmetricMemory."""
 
-    def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
-        """Wait for the current stream, then until every rank has come. Collective."""
-        self._ready(channel, timeout_ms)
-        self.synchronize()
-        SymmetricMemory.barrier(self, channel, timeout_ms)
+    def _packed(self, timeout: float | None) -> NoReturn:
+        """Raise NotImplementedError: a kernel would find no addresses."""
+        raise NotImplementedError(
+            "some ranks are on other hosts, where a kernel of this GPU cannot write: use put, get "
+            "and the signals of the handle, or a handle of the ranks of one host"
+        )
 
     def put_signal(self, dst_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
         """Wait for the current stream, then signal `dst_rank`."""

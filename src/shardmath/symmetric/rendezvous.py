@@ -160,9 +160,24 @@ def _team(context: DistributedContext, share: Share) -> Team | None:
     if whole is None:
         return None
     slots = share.places[0].pad_size
-    pads = [int(address) + _team_start(slots) for address in share.pad_table]
+    start = _team_start(slots)
+    pads = [int(address) and int(address) + start for address in share.pad_table]
     channels = slots // (4 * context.size)
-    return whole.another(share.pad_buffer, pads, channels)
+    team = whole.another(share.pad_buffer, pads, channels)
+    if context.spans_hosts:
+        _locate(team, whole, share, start)
+    return team
+
+
+def _locate(team: Team, whole: Team, share: Share, start: int) -> None:
+    """Where the team's pads lie on other hosts: `start` bytes into those of the share."""
+    from shardmath.symmetric.far_team import FarTeam
+
+    assert isinstance(team, FarTeam) and isinstance(whole, FarTeam), "of several hosts"
+    far = [rank for rank, pad in enumerate(team.pads) if not pad]
+    places = {rank: share.places[rank] for rank in far}
+    pads = {rank: Location(at.pad_segment, at.pad_offset + start) for rank, at in places.items()}
+    team.locate(whole.transport, whole.numbers, pads)
 
 
 # -- which ranks -----------------------------------------------------------------------------------

@@ -16,10 +16,9 @@ from typing import Any, Literal
 
 from shardmath.arrays import ArraySpec, dtypes, library_of, library_of_package
 from shardmath.arrays.spec import order_of
-from shardmath.context import DistributedContext
+from shardmath.context import DistributedContext, require_context
 from shardmath.operators.fft.options import FFTDirection, FFTOptions
 from shardmath.operators.fft.problem import Problem, check, describe, kind_of
-from shardmath.operators.lifecycle import context_on_cores
 from shardmath.symmetric.allocation import array_on, block_of
 from shardmath.symmetric.heap import Block
 
@@ -40,32 +39,23 @@ def allocate_operand(
 
     Its memory has room for the result of the transform over all axes, in the same distribution or
     in the transposed slab, or in the second of a pair: with options.inplace=True the result is
-    written there. `package` is the module numpy or torch; `input_dtype` None means float32 for
-    R2C, otherwise complex64. `memory_space` is "cpu", or None for where the ranks compute.
+    written there. `package` is the module numpy or torch, on GPUs torch or cupy; `input_dtype` None
+    means float32 for R2C, otherwise complex64. `memory_space` is None, or where the ranks compute:
+    "cpu" or "cuda".
 
     Raises on all ranks ValueError for another package or memory space, a dtype that `fft_type`
     rules out, or shapes that do not fit the distribution; HeapExhausted when a rank lacks memory.
     Source: nvmath.distributed.fft.allocate_operand.
     """
-    context = context_on_cores("fft")
+    context = require_context()
+    device = "cpu" if context.team is None else context.team.device.name
 
     def requested() -> tuple[Any, ...]:
-        if memory_space not in (None, "cpu"):
-            raise ValueError(f'memory_space is "cpu" on these ranks, not {memory_space!r}')
-        library = library_of_package(package)
-        dtype = dtypes.of(_default(fft_type) if input_dtype is None else input_dtype)
-        local = tuple(int(extent) for extent in shape)
-        strides = _strides(local)
-        spec = ArraySpec(library.name, dtype.name, local, strides, "cpu", dtype.itemsize)
-        kind = kind_of(dtype.name, fft_type)
-        direction = FFTDirection.INVERSE if kind == "C2R" else FFTDirection.FORWARD
-        return tuple(
-            describe(spec, distribution, None, None, kind, direction, options, None)
-            for options in (
-                FFTOptions(last_axis_parity="odd"),
-                FFTOptions(last_axis_parity="even"),
-                FFTOptions(last_axis_parity="odd", redistribute=False),
-            )
+        space = device.partition(":")[0]
+        if memory_space not in (None, space):
+            raise ValueError(f'memory_space is "{space}" on these ranks, not {memory_space!r}')
+        return _requested(
+            tuple(map(int, shape)), package, input_dtype, distribution, fft_type, device
         )
 
     kinds = context.agree("allocate_operand", requested, _problems)
@@ -84,6 +74,32 @@ def allocate_operand(
     if logger is not None:
         logger.info("allocated an operand of %d bytes on rank %d", nbytes, context.rank)
     return made[0]
+
+
+def _requested(
+    local: tuple[int, ...],
+    package: ModuleType,
+    input_dtype: Any,
+    distribution: Any,
+    fft_type: Any,
+    device: str,
+) -> tuple[Any, ...]:
+    """The calls that the operand may be for, each described."""
+    library = library_of_package(package)
+    if device != "cpu" and library.name == "numpy":
+        raise ValueError("numpy has no arrays on GPUs; there, package is torch or cupy")
+    dtype = dtypes.of(_default(fft_type) if input_dtype is None else input_dtype)
+    spec = ArraySpec(library.name, dtype.name, local, _strides(local), device, dtype.itemsize)
+    kind = kind_of(dtype.name, fft_type)
+    direction = FFTDirection.INVERSE if kind == "C2R" else FFTDirection.FORWARD
+    return tuple(
+        describe(spec, distribution, None, None, kind, direction, options, None)
+        for options in (
+            FFTOptions(last_axis_parity="odd"),
+            FFTOptions(last_axis_parity="even"),
+            FFTOptions(last_axis_parity="odd", redistribute=False),
+        )
+    )
 
 
 def memory_behind(context: DistributedContext, operand: Any, problem: Problem) -> Any:
@@ -111,19 +127,25 @@ def memory_behind(context: DistributedContext, operand: Any, problem: Problem) -
             "an operand from allocate_operand, or inplace=False"
         )
     if owner is None:
-        owner = _Bytes(library.pointer(operand), have, operand)
+        owner = _Bytes(library.pointer(operand), have, spec.device, operand)
     return array_on(owner, library, dtype, shape, _strides(shape))
 
 
 class _Bytes:
-    """The memory of an array as bytes, for NumPy's array interface; keeps the array."""
+    """The memory of an array as bytes, for the array interfaces of hosts and GPUs; keeps the array.
 
-    def __init__(self, address: int, nbytes: int, keep: object) -> None:
+    `device` is "cpu" or like "cuda:0".
+    """
+
+    def __init__(self, address: int, nbytes: int, device: str, keep: object) -> None:
         self.keep = keep
-        self.__array_interface__ = {
+        self.device = device
+        interface = "__array_interface__" if device == "cpu" else "__cuda_array_interface__"
+        vars(self)[interface] = {
             "shape": (nbytes,),
             "typestr": "|u1",
             "data": (address, False),
+            "strides": None,
             "version": 3,
         }
 

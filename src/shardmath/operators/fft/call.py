@@ -8,19 +8,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardmath.arrays import ArraySpec, library_of
-from shardmath.context import DistributedContext
+from shardmath.context import DistributedContext, require_context
 from shardmath.local.fft import Kind
+from shardmath.operators.fft import host
 from shardmath.operators.fft.allocation import memory_behind
-from shardmath.operators.fft.host import Arrays, Plan
+from shardmath.operators.fft.host import Plan
 from shardmath.operators.fft.options import FFTDirection, FFTOptions, direction_of, options_from
 from shardmath.operators.fft.problem import Description, Problem, check, describe, kind_of
-from shardmath.operators.fft.strategy import choose
+from shardmath.operators.fft.strategy import GPUS, choose
 from shardmath.operators.lifecycle import check_stream
 
-__all__ = ["Call", "plan_of"]
+if TYPE_CHECKING:
+    from shardmath.operators.fft.device import DevicePlan
+
+__all__ = [
+    "Call",
+    "device_plan_of",
+    "performed",
+    "plan_of",
+    "planned",
+    "require_near",
+    "spec_of",
+]
 
 
 @dataclass(kw_only=True)
@@ -56,18 +68,22 @@ class Call:
             out,
         )
 
-    def arrays(self, context: DistributedContext, problem: Problem) -> Arrays:
-        """The arrays of this execution.
+    def note(self, context: DistributedContext) -> bytes:
+        """What the peers have to know of this execution. Raises what is wrong on this rank."""
+        if context.team is None:
+            return b""
+        from shardmath.operators.fft import device
 
-        Raises ValueError when `out` cannot be written to, RuntimeError when the result is to take
-        the memory of an operand that is too small for it.
+        return device.note(context, self.operand, self.out)
+
+    def target(self, context: DistributedContext, problem: Problem) -> Any:
+        """The array that the result is written to, None for a new one.
+
+        Raises RuntimeError when it is to take the memory of an operand that is too small for it.
         """
-        out = self.out
-        if problem.inplace:
-            out = memory_behind(context, self.operand, problem)
-        return Arrays.read(context, self.operand, out)
+        return memory_behind(context, self.operand, problem) if problem.inplace else self.out
 
-    def log(self, plan: Plan) -> None:
+    def log(self, plan: Plan | DevicePlan) -> None:
         """Tell the user's logger what was planned."""
         if self.read_options.logger is not None:
             self.read_options.logger.info("%s", plan.explain())
@@ -99,8 +115,56 @@ def spec_of(array: Any) -> ArraySpec:
     return library_of(array).spec(array)
 
 
+def require_near() -> DistributedContext:
+    """The current context. Raises NotImplementedError when its GPUs are on several hosts.
+
+    The same on every rank. Cores of several hosts are well.
+    """
+    context = require_context()
+    if context.team is not None and 0 in context.team.pads:
+        raise NotImplementedError(
+            "transforms on GPUs need ranks of one host so far: their kernels write peers' memory. "
+            'Use them in a context of one host, or of cores: new_context("cpu", ...)'
+        )
+    return context
+
+
+def planned(
+    context: DistributedContext, descriptions: tuple[Description, ...]
+) -> Plan | DevicePlan:
+    """The plan for the ranks of a context, of cores or of GPUs."""
+    return plan_of(descriptions) if context.team is None else device_plan_of(descriptions)
+
+
+def performed(context: DistributedContext, plan: Any, notes: list[bytes], call: Call) -> Any:
+    """The transform of the operand. Collective. Raises as the `execute` of cores or GPUs."""
+    if context.team is None:
+        return host.execute(
+            context,
+            plan,
+            lambda: host.Arrays.read(context, call.operand, call.target(context, plan.problem)),
+        )
+    from shardmath.operators.fft import device
+
+    return device.execute(
+        context,
+        plan,
+        notes,
+        lambda: device.Arrays(call.operand, call.target(context, plan.problem), call.stream),
+    )
+
+
 @lru_cache(maxsize=64)
 def plan_of(descriptions: tuple[Description, ...]) -> Plan:
     """The plan that all ranks' descriptions make. Pure; raises the same on all ranks."""
     problem = check(descriptions)
     return Plan(problem, choose(problem))
+
+
+@lru_cache(maxsize=64)
+def device_plan_of(descriptions: tuple[Description, ...]) -> DevicePlan:
+    """As `plan_of`, for ranks with GPUs."""
+    from shardmath.operators.fft.device import DevicePlan
+
+    problem = check(descriptions)
+    return DevicePlan(problem, choose(problem, GPUS))

@@ -6,20 +6,22 @@ raised on all.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from shardmath.agreement import require_equal
 from shardmath.arrays import ArraySpec
-from shardmath.context import DistributedContext
 from shardmath.errors import InvalidFFTState, ShardmathError
 from shardmath.geometry import Layout
 from shardmath.local.fft import Norm
-from shardmath.operators.fft.call import Call, plan_of, spec_of
-from shardmath.operators.fft.host import Arrays, Plan, execute
+from shardmath.operators.fft.call import Call, performed, planned, require_near, spec_of
 from shardmath.operators.fft.options import FFTDirection, FFTOptions
-from shardmath.operators.lifecycle import Lifecycle, check_stream, context_on_cores
+from shardmath.operators.lifecycle import Lifecycle, check_stream
 from shardmath.operators.workspace import Workspace
 from shardmath.planning import agree_plan
+
+if TYPE_CHECKING:
+    from shardmath.operators.fft.device import DevicePlan
+    from shardmath.operators.fft.host import Plan
 
 __all__ = ["FFT", "fft", "ifft", "irfft", "rfft"]
 
@@ -168,12 +170,15 @@ def irfft(
 
 
 def _transformed(name: str, call: Call) -> Any:
-    context = context_on_cores("fft")
-    plan, _ = agree_plan(
-        context, name, lambda: (call.described(), b""), lambda specs: plan_of(tuple(specs))
+    context = require_near()
+    plan, notes = agree_plan(
+        context,
+        name,
+        lambda: (call.described(), call.note(context)),
+        lambda specs: planned(context, tuple(specs)),
     )
     call.log(plan)
-    return execute(context, plan, lambda: call.arrays(context, plan.problem))
+    return performed(context, plan, notes, call)
 
 
 class FFT(Lifecycle):
@@ -204,12 +209,15 @@ class FFT(Lifecycle):
         axes: Any = None,
         norm: Norm = None,
     ) -> None:
-        context = context_on_cores("fft")
+        context = require_near()
         self._fixed = {"options": options, "axes": axes, "norm": norm}
         call = Call(operand=operand, distribution=distribution, stream=stream, **self._fixed)
-        self._plan: Plan
+        self._plan: Plan | DevicePlan
         self._plan, _ = agree_plan(
-            context, self.noun, lambda: (call.described(), b""), lambda specs: plan_of(tuple(specs))
+            context,
+            self.noun,
+            lambda: (call.described(), call.note(context)),
+            lambda specs: planned(context, tuple(specs)),
         )
         super().__init__(context, {"operand": operand, "distribution": distribution})
         call.log(self._plan)
@@ -256,12 +264,12 @@ class FFT(Lifecycle):
             call = self._call(stream=stream, direction=direction, out=out)
             self._check(spec_of(call.operand))
             calls.append(call)
-            return (self.number, call.described()), b""
+            return (self.number, call.described()), call.note(self.context)
 
         self._require_open()
-        plan, _ = agree_plan(self.context, f"{self.noun}.execute", described, _built)
+        plan, notes = agree_plan(self.context, f"{self.noun}.execute", described, self._built)
         try:
-            return execute(self.context, plan, lambda: _arrays(calls[0], self.context, plan))
+            return performed(self.context, plan, notes, calls[0])
         finally:
             if release_workspace:
                 Workspace.of(self.context).release()
@@ -315,26 +323,21 @@ class FFT(Lifecycle):
         problem = self._plan.problem
         if spec.library != problem.library:
             raise TypeError(f"the operand is of {spec.library}, the plan is for {problem.library}")
-        given = (spec.device, spec.dtype, spec.ndim)
+        given = (spec.space, spec.dtype, spec.ndim)
         expected = (problem.device, problem.dtype, problem.source.ndim)
         names = ("device", "dtype", "number of axes")
         for what, one, other in zip(names, given, expected, strict=True):
             if one != other:
                 raise ValueError(f"the operand has {what} {one}, the plan is for {other}")
 
-    def _built_alike(self, specs: list[Any]) -> Plan:
+    def _built(self, specs: list[Any]) -> Plan | DevicePlan:
+        require_equal("the FFT object", [number for number, _ in specs])
+        return planned(self.context, tuple(description for _, description in specs))
+
+    def _built_alike(self, specs: list[Any]) -> Plan | DevicePlan:
         """The plan of these specs, if it is for the same global array as the present one."""
-        plan = _built(specs)
+        plan = self._built(specs)
         given, expected = (each.problem.source.global_shape for each in (plan, self._plan))
         if given != expected:
             raise ValueError(f"the operand has global shape {given}, the plan is for {expected}")
         return plan
-
-
-def _built(specs: list[Any]) -> Plan:
-    require_equal("the FFT object", [number for number, _ in specs])
-    return plan_of(tuple(description for _, description in specs))
-
-
-def _arrays(call: Call, context: DistributedContext, plan: Plan) -> Arrays:
-    return call.arrays(context, plan.problem)

@@ -31,7 +31,8 @@ class Problem:
     """The transform that all ranks have agreed on.
 
     `source` and `target` are the layouts of operand and result, `axes` the transformed axes, of
-    which R2C halves, and C2R completes, the last. `order` is the memory order of results.
+    which R2C halves, and C2R completes, the last. `order` is the memory order of results, `device`
+    the kind of memory of operands: "cpu" or "cuda".
     """
 
     kind: Kind
@@ -195,7 +196,7 @@ def _check_out(problem: Problem, rank: int, out: Sequence[Any]) -> None:
 
 
 def _facts(spec: ArraySpec) -> tuple[Any, ...]:
-    return (spec.library, spec.device, spec.dtype, spec.shape, spec.order)
+    return (spec.library, spec.space, spec.dtype, spec.shape, spec.order)
 
 
 def _axes(axes: Any, ndim: int) -> tuple[int, ...]:

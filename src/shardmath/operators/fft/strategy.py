@@ -15,22 +15,42 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from shardmath.arrays import dtypes
 from shardmath.geometry import Layout, Spans, bytes_moved
 from shardmath.operators.fft.problem import Problem
 
-__all__ = ["Move", "Step", "Strategy", "Transform", "choose"]
+__all__ = ["CORES", "GPUS", "Machine", "Move", "Step", "Strategy", "Transform", "choose"]
 
-# One core of a server of 2024, reading its peers' memory; only ratios decide.
-_FLOPS = 2.5e9
-_BANDWIDTH = 6e9  # bytes per second
-# Other moves are fused with the transforms after them. The last has none and is a pass of its own,
-# reading and writing; before the first, an operand that is not on the heap is copied there.
-_FIRST_MOVE, _LAST_MOVE = 1.0, 2.0
-_LATENCY = 1e-5  # seconds that an exchange costs in synchronisation
+
+@dataclass(frozen=True)
+class Machine:
+    """What decides between strategies: only ratios matter.
+
+    `flops` and `bandwidth`, in bytes per second, are one rank's; `wire` is what it receives from
+    its peers. An exchange costs `latency` seconds in synchronisation. `first_move` and `last_move`
+    are passes over memory that a move costs as first or last step; others are fused with the
+    transforms after them.
+    """
+
+    flops: float
+    bandwidth: float
+    wire: float
+    latency: float
+    first_move: float
+    last_move: float
+    whole: bool = False
+
+
+# One core of a server of 2024, reading its peers' memory. The last move has no transform after it
+# and is a pass of its own, reading and writing; before the first, an operand that is not on the
+# heap is copied there.
+CORES = Machine(2.5e9, 6e9, 6e9, 1e-5, 1.0, 2.0)
+# An H200 with NVLink: every move is a kernel that the wire limits. Transforms that come first hide
+# the move after them.
+GPUS = Machine(1e13, 4e12, 3.3e11, 1e-5, 0.5, 0.0, whole=True)
 
 
 @dataclass(frozen=True)
@@ -48,11 +68,12 @@ class Transform:
         """The step that undoes this one."""
         return Transform(self.axes[::-1], self.result, self.layout)
 
-    def seconds(self, itemsize: int) -> float:
+    def seconds(self, itemsize: int, machine: Machine) -> float:
         """Predicted for the rank that does most."""
         logs = sum(math.log2(max(2, self.layout.global_shape[axis])) for axis in self.axes)
         largest = max(math.prod(self.layout.local_shape(rank)) for rank in range(self.layout.size))
-        return largest * (5 * logs / _FLOPS + 2 * itemsize / _BANDWIDTH)
+        passes = _passes(self.axes, self.layout.ndim) if machine.whole else 1
+        return largest * (5 * logs / machine.flops + 2 * passes * itemsize / machine.bandwidth)
 
     def __str__(self) -> str:
         axes = ", ".join(map(str, self.axes))
@@ -70,9 +91,9 @@ class Move:
         """The step that undoes this one."""
         return Move(self.dst, self.src)
 
-    def seconds(self, itemsize: int) -> float:
+    def seconds(self, itemsize: int, machine: Machine) -> float:
         """Predicted for the rank that receives most."""
-        return _received(self.src, self.dst) * itemsize / _BANDWIDTH + _LATENCY
+        return _received(self.src, self.dst) * itemsize / machine.wire + machine.latency
 
     def __str__(self) -> str:
         return f"exchange: {self.src} -> {self.dst}"
@@ -84,15 +105,16 @@ _Cut = tuple[tuple[int, ...], list[tuple[Spans, ...] | None]]  # global shape, c
 
 @dataclass(frozen=True)
 class Strategy:
-    """The steps from `problem.source` to `problem.target`."""
+    """The steps from `problem.source` to `problem.target`, chosen for a machine."""
 
     problem: Problem
     steps: tuple[Step, ...]
+    machine: Machine = CORES
 
     @cached_property
     def seconds(self) -> float:
         """Predicted."""
-        return sum(step.seconds(self._itemsize) for step in self.steps)
+        return sum(step.seconds(self._itemsize, self.machine) for step in self.steps)
 
     @property
     def exchanges(self) -> int:
@@ -103,7 +125,8 @@ class Strategy:
         """The problem, and a line for each step with predicted bytes and time."""
         lines = [str(self.problem)]
         for number, step in enumerate(self.steps, 1):
-            line = f"{number}. {step}; {step.seconds(self._itemsize) * 1e3:.3g} ms"
+            seconds = step.seconds(self._itemsize, self.machine)
+            line = f"{number}. {step}; {seconds * 1e3:.3g} ms"
             if isinstance(step, Move):
                 line += f", a rank receives at most {self._received(step):,} bytes"
             lines.append(line)
@@ -121,14 +144,16 @@ class Strategy:
         return dtypes.of(self.problem.dtype).itemsize
 
 
-def choose(problem: Problem) -> Strategy:
+def choose(problem: Problem, machine: Machine = CORES) -> Strategy:
     """The strategy with the smallest predicted time. Pure: every rank finds the same."""
-    real, ends = problem.kind != "C2C", (_FIRST_MOVE, _LAST_MOVE)
+    real = problem.kind != "C2C"
     if problem.kind == "C2R":
-        backwards = _Search(problem.target, problem.source, problem.axes, real, ends[::-1]).run()
-        return Strategy(problem, tuple(step.reversed() for step in reversed(backwards)))
-    search = _Search(problem.source, problem.target, problem.axes, real, ends)
-    return Strategy(problem, tuple(search.run()))
+        turned = replace(machine, first_move=machine.last_move, last_move=machine.first_move)
+        backwards = _Search(problem.target, problem.source, problem.axes, real, turned).run()
+        steps = tuple(step.reversed() for step in reversed(backwards))
+        return Strategy(problem, steps, machine)
+    search = _Search(problem.source, problem.target, problem.axes, real, machine)
+    return Strategy(problem, tuple(search.run()), machine)
 
 
 @dataclass(frozen=True)
@@ -151,9 +176,9 @@ class _Search:
         target: Layout,
         axes: tuple[int, ...],
         real: bool,
-        ends: tuple[float, float],
+        machine: Machine,
     ) -> None:
-        self._ends = ends  # passes over memory that a first, a last move costs
+        self._machine = machine
         self._axes = axes
         self._real = axes[-1] if real else None
         self._shapes = (source.global_shape, target.global_shape)
@@ -192,11 +217,12 @@ class _Search:
         """Predicted for a step, which is the first, or follows when all axes are done."""
         if step is None:
             return 0.0
+        machine = self._machine
         if isinstance(step, Transform):
-            return step.seconds(8)
-        turns = self._ends[0] * first + self._ends[1] * last
+            return step.seconds(8, machine)
+        turns = machine.first_move * first + machine.last_move * last
         largest = max(math.prod(step.dst.local_shape(rank)) for rank in range(step.dst.size))
-        return step.seconds(8) + turns * 8 * largest / _BANDWIDTH
+        return step.seconds(8, machine) + turns * 8 * largest / machine.bandwidth
 
     def _next(
         self, state: tuple[int, frozenset[int], bool]
@@ -281,6 +307,17 @@ def _columns(
             Spans.even(shape[axis], parts, rank // step % parts) for rank in range(size)
         )
     return columns
+
+
+def _passes(axes: tuple[int, ...], ndim: int) -> int:
+    """Over an array in memory: one for axes side by side, three for those with axes around them."""
+    runs: list[list[int]] = []
+    for axis in sorted(axes):
+        if runs and runs[-1][-1] == axis - 1:
+            runs[-1].append(axis)
+        else:
+            runs.append([axis])
+    return sum(1 if run[0] == 0 or run[-1] == ndim - 1 else 3 for run in runs)
 
 
 def _is_whole(layout: Layout, axis: int) -> bool:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardmath.arrays import library_of
 from shardmath.context import DistributedContext
+from shardmath.cuda import stream as streams
 from shardmath.geometry import Move
 from shardmath.operators.redistribute.device_arrays import DeviceArrays
 from shardmath.operators.redistribute.notes import Note, lacking, pulls
@@ -73,6 +74,10 @@ class DeviceExecution:
         """Redistribute what was read; see `execute_on_gpus`. Collective."""
         arrays = self._arrays
         assert arrays is not None, "read first"
+        if self._context.spans_hosts and problem.transfer.crosses:
+            from shardmath.operators.redistribute.far import execute_far
+
+            return execute_far(self._context, problem, arrays)
         memory = self._memory or DeviceMemory.of_plan(self._context, problem)
         return execute_on_gpus(self._context, problem, arrays, notes, memory)
 
@@ -204,19 +209,21 @@ def execute_on_gpus(
         notes = [Note.unpack(text) for text in texts]
     assert arrays.result is not None and context.team is not None, "agreed on"
     stream, team, result = arrays.stream, context.team, arrays.result
+    turns: streams.Turns
+    turns = context.cache("redistributions in turn", lambda: streams.Turns(team.device))
     with context.executing("redistribute"):
         key = (*texts, arrays.operand.address, result.array.address, arrays.operand.strides)
         key = (*key, result.array.strides)
         steps = memory.steps(key, lambda: _steps(context, problem, arrays, notes, memory))
-        if problem.transfer.crosses:
-            team.barrier(stream, channel=CHANNEL)
-        for step in steps[:1]:
-            step.launch(stream)
-        if problem.transfer.crosses:
-            team.barrier(stream, channel=CHANNEL)
-        for step in steps[1:]:
-            step.launch(stream)
-            memory.staged_on(stream)
+        with turns.taken(stream):
+            if problem.transfer.crosses:
+                team.barrier(stream, channel=CHANNEL)
+            steps[0].launch(stream)
+            if problem.transfer.crosses:
+                team.barrier(stream, channel=CHANNEL)
+            for step in steps[1:]:
+                step.launch(stream)
+                memory.staged_on(stream)
         if memory.passing:
             memory.release()
         given = result.give(context, stream)

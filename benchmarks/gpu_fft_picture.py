@@ -1,0 +1,46 @@
+"""The figures of gpu_fft.py as bars: python benchmarks/gpu_fft_picture.py [docs/gpu_fft.svg]."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+RESULT = Path(__file__).parent / "results" / "gpu_fft.json"
+BARS = [
+    ("ours_ms", "shardmath", "#2a6f97"),
+    ("nccl_ms", "torch.fft and NCCL, same run", "#a9a9a9"),
+    ("cufftmp_seen_elsewhere_ms", "cuFFTMp, another day", "#e9c46a"),
+    ("local_ms", "local transforms alone", "#d8e2dc"),
+]
+
+
+def main() -> None:
+    import matplotlib.pyplot as plt
+
+    found = json.loads(RESULT.read_text())
+    groups = [(result, dtype) for result in ("transposed", "back")
+              for dtype in ("complex64", "float32", "complex128")]  # fmt: skip
+    figure, all_axes = plt.subplots(2, 3, figsize=(11, 6), constrained_layout=True)
+    for axes, (result, dtype) in zip(all_axes.flat, groups, strict=True):
+        rows = [r for r in found["rows"] if (r["result"], r["dtype"]) == (result, dtype)]
+        for number, (name, label, colour) in enumerate(BARS):
+            # As multiples of our own time, so that all sizes can be seen.
+            heights = [row.get(name, 0) / row["ours_ms"] for row in rows]
+            places = [at + 0.2 * (number - 1.5) for at in range(len(rows))]
+            bars = axes.bar(places, heights, 0.19, label=label, color=colour)
+            texts = [f"{row[name]:.3g}" if name in row else "" for row in rows]
+            axes.bar_label(bars, texts, fontsize=7, rotation=90, padding=2)
+        axes.set_xticks(range(len(rows)), [f"{row['n']}\u00b3" for row in rows])
+        axes.set_ylim(0, 1.35 * max((bar.get_height() for bar in axes.patches), default=1))
+        slab = "slab X to slab Y" if result == "transposed" else "slab X to slab X"
+        axes.set_title(f"{dtype}, {slab}", fontsize=10)
+    all_axes[0][0].set_ylabel("time / shardmath's; labels: ms")
+    all_axes[1][0].set_ylabel("time / shardmath's; labels: ms")
+    all_axes[0][0].legend(fontsize=7, loc="upper left")
+    figure.suptitle(f"3-D Fourier transforms on {found['gpus']} x {found['gpu']}")
+    figure.savefig(sys.argv[1] if len(sys.argv) > 1 else "docs/gpu_fft.svg")
+
+
+if __name__ == "__main__":
+    main()

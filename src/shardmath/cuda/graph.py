@@ -1,0 +1,61 @@
+"""Launches that are put together once, as a CUDA graph, and then launched as one."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from typing import Any
+
+from shardmath.cuda.constant import beside_captures
+from shardmath.cuda.device import Device
+from shardmath.cuda.driver import bindings, call
+from shardmath.errors import CudaError
+
+__all__ = ["Graph"]
+
+
+class Graph:
+    """What `launches(stream)` puts on a stream, to be launched on any stream, often.
+
+    What the launches use must be kept as long as this object. Dropping it waits for the device.
+    """
+
+    def __init__(self, device: Device, launches: Callable[[int], None]) -> None:
+        """Raises what `launches` raises. Nothing is launched yet."""
+        device.activate()
+        self.device = device
+        stream = _stream(device)
+        with beside_captures():
+            relaxed = bindings().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+            call("cuStreamBeginCapture", stream, relaxed)
+            try:
+                launches(int(stream))
+            except BaseException:
+                with suppress(CudaError):
+                    call("cuGraphDestroy", call("cuStreamEndCapture", stream))
+                raise
+            graph = call("cuStreamEndCapture", stream)
+            try:
+                self._graph = call("cuGraphInstantiate", graph, 0)
+            finally:
+                call("cuGraphDestroy", graph)
+        weakref.finalize(self, _destroy, device, self._graph).atexit = False
+
+    def launch(self, stream: int) -> None:
+        """Put all of it on `stream`."""
+        self.device.activate()
+        call("cuGraphLaunch", self._graph, stream)
+
+
+def _destroy(device: Device, graph: Any) -> None:
+    with suppress(CudaError):
+        device.synchronize()
+        call("cuGraphExecDestroy", graph)
+
+
+@cache
+def _stream(device: Device) -> Any:
+    """The stream on which this process captures for a device; nothing ever runs there."""
+    return call("cuStreamCreate", 1)

@@ -1,0 +1,42 @@
+// Real numbers multiplied by a factor, from one strided array into another of the same shape: in place, or
+// from halves to float32. Compiled with SOURCE and TARGET, types of elements.cuh.
+#include "elements.cuh"
+
+using namespace shardmath;
+
+constexpr int kDims = 8;
+
+struct Dim {  // strides in bytes; the last dimension is the densest of the target
+    uint64 extent;
+    int64 from, to;
+};
+
+struct ScaleArgument {
+    const char* source;
+    char* target;
+    double factor;
+    uint64 count;
+    uint64 ndim;
+    Dim dims[kDims];
+};
+
+extern "C" __global__ void __launch_bounds__(256) scale(const __grid_constant__ ScaleArgument a) {
+    typedef Wide<SOURCE> In;
+    const uint64 stride = (uint64)gridDim.x * blockDim.x;
+    for (uint64 i = (uint64)blockIdx.x * blockDim.x + threadIdx.x; i < a.count; i += stride) {
+        int64 from = 0, to = 0;
+        uint64 index = i;
+        for (int d = (int)a.ndim - 1; d > 0; --d) {
+            const uint64 quotient = index / a.dims[d].extent;
+            const int64 at = (int64)(index - quotient * a.dims[d].extent);
+            from += at * a.dims[d].from;
+            to += at * a.dims[d].to;
+            index = quotient;
+        }
+        if (a.ndim) {
+            from += (int64)index * a.dims[0].from;
+            to += (int64)index * a.dims[0].to;
+        }
+        *(TARGET*)(a.target + to) = (TARGET)(In::widen(*(const SOURCE*)(a.source + from)) * (TARGET)a.factor);
+    }
+}

@@ -1,0 +1,236 @@
+"""One rank's Fourier transforms on its GPU: cuFFT, on addresses and a stream.
+
+Plans are kept, and share a work area for each stream: calls on one stream follow each other. What
+takes memory or time is done by `prepare`; `run` only launches, and can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+from shardmath.cuda.device import Device
+from shardmath.cuda.driver import call_for_memory
+from shardmath.cuda.kernel import Argument, kernel
+from shardmath.errors import BackendUnavailable, CudaError
+from shardmath.local.batches import Batches
+from shardmath.local.fft import Kind
+
+__all__ = ["Transforms", "scale"]
+
+_KEPT = 256  # plans; a graph needs those that it was captured with
+_TYPES = {
+    ("C2C", False): 0x29,
+    ("R2C", False): 0x2A,
+    ("C2R", False): 0x2C,
+    ("C2C", True): 0x69,
+    ("R2C", True): 0x6A,
+    ("C2R", True): 0x6C,
+}
+_DIMS = 8  # kDims of scale.cu
+_THREADS = 256
+
+_Key = tuple[Kind, bool, Batches]
+
+
+class Transforms:
+    """The plans of one device. Get them with `Transforms.of`."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self._plans: OrderedDict[_Key, _Plan] = OrderedDict()
+        self._areas: dict[int, _Area] = {}
+        self._outgrown: list[_Area] = []  # a graph may still work there
+
+    @staticmethod
+    def of(device: Device) -> Transforms:
+        """The same object every time."""
+        return _transforms(device)
+
+    def prepare(self, kind: Kind, *, double: bool, batches: Batches, stream: int) -> None:
+        """Make the plan and its work area. Raises BackendUnavailable, CudaError, HeapExhausted."""
+        plan = self._plan(kind, double, batches)
+        area = self._areas.get(stream)
+        if plan.work and (area is None or area.nbytes < plan.work):
+            if area is not None:
+                self._outgrown.append(area)
+            self._areas[stream] = _Area(self.device, plan.work)
+
+    def run(
+        self,
+        kind: Kind,
+        source: int,
+        target: int,
+        stream: int,
+        *,
+        double: bool,
+        batches: Batches,
+        forward: bool,
+        area: int | None = None,
+    ) -> None:
+        """Launch the transforms from `source` to `target`, addresses of the first elements.
+
+        What was prepared, for this stream or for the stream `area`, on which a graph will be
+        launched. From complex to real the source is lost.
+        """
+        self.device.activate()
+        plan = self._plan(kind, double, batches)
+        work = self._areas.get(stream if area is None else area)
+        plan.bind(stream, work.address if plan.work and work is not None else 0)
+        for src, dst in batches.offsets:
+            plan.execute(source + src, target + dst, forward)
+
+    def _plan(self, kind: Kind, double: bool, batches: Batches) -> _Plan:
+        key = (kind, double, batches.plan)
+        plan = self._plans.get(key)
+        if plan is None:
+            self.device.activate()
+            plan = self._plans[key] = _Plan(_TYPES[kind, double], batches)
+            if len(self._plans) > _KEPT:
+                self.device.synchronize()  # it may still run
+                self._plans.popitem(last=False)[1].destroy()
+        else:
+            self._plans.move_to_end(key)
+        return plan
+
+
+class _Plan:
+    """A plan of cuFFT's."""
+
+    def __init__(self, kind: int, batches: Batches) -> None:
+        self._cufft = _cufft()
+        self._kind = kind
+        self._bound = (-1, -1)
+        self._handle = _done("create", self._cufft.create)
+        source, target = batches.source, batches.target
+        try:
+            _done("set_auto_allocation", self._cufft.set_auto_allocation, self._handle, 0)
+            self.work: int = _done(
+                f"a plan for {batches}",
+                self._cufft.make_plan_many64,
+                self._handle,
+                len(batches.lengths),
+                batches.lengths,
+                *(source.embed, source.stride, source.distance),
+                *(target.embed, target.stride, target.distance),
+                kind,
+                batches.count,
+            )
+        except BaseException:
+            self.destroy()
+            raise
+        name = {0x29: "c2c", 0x2A: "r2c", 0x2C: "c2r", 0x69: "z2z", 0x6A: "d2z", 0x6C: "z2d"}[kind]
+        self._execute = getattr(self._cufft, f"exec_{name}")
+
+    def bind(self, stream: int, area: int) -> None:
+        """Use this stream, and this work area."""
+        if self._bound != (stream, area):
+            _done("set_stream", self._cufft.set_stream, self._handle, stream)
+            if self.work:
+                _done("set_work_area", self._cufft.set_work_area, self._handle, area)
+            self._bound = (stream, area)
+
+    def execute(self, source: int, target: int, forward: bool) -> None:
+        """Launch one call."""
+        direction = () if self._kind & 0x0F != 0x09 else (-1 if forward else 1,)
+        _done("a transform", self._execute, self._handle, source, target, *direction)
+
+    def destroy(self) -> None:
+        """Give it back."""
+        self._cufft.destroy(self._handle)
+
+
+class _Area:
+    """Ordinary memory of the device, kept for the life of the process."""
+
+    def __init__(self, device: Device, nbytes: int) -> None:
+        device.activate()
+        self.nbytes = nbytes
+        self.address = int(call_for_memory(nbytes, "cuMemAlloc", nbytes))
+
+
+def scale(
+    device: Device,
+    source: int,
+    target: int,
+    shape: Sequence[int],
+    strides: tuple[Sequence[int], Sequence[int]],
+    stream: int,
+    *,
+    dtypes: tuple[str, str],
+    factor: float,
+) -> None:
+    """Launch: the real numbers at `source`, times `factor`, at `target`.
+
+    `strides` are bytes, of source and target; `dtypes` theirs: both float32 or float64, or from
+    float16 or bfloat16 to float32.
+    """
+    dims = _joined(sorted(zip(shape, *strides, strict=True), key=lambda dim: -abs(dim[2])))
+    if 0 in shape:
+        return
+    if len(dims) > _DIMS:
+        (extent, one, two), *rest = dims
+        inner = [list(column) for column in zip(*rest, strict=True)]
+        for i in range(extent):
+            scale(
+                device,
+                source + i * one,
+                target + i * two,
+                inner[0],
+                (inner[1], inner[2]),
+                stream,
+                dtypes=dtypes,
+                factor=factor,
+            )
+        return
+    count = 1
+    for extent, _, _ in dims:
+        count *= extent
+    packed = struct.pack("QQdQQ", source, target, factor, count, len(dims))
+    packed += b"".join(struct.pack("Qqq", *dim) for dim in dims)
+    packed += bytes(24 * (_DIMS - len(dims)))
+    defines = (f"SOURCE={dtypes[0]}", f"TARGET={dtypes[1]}")
+    blocks = min(8 * device.processors, -(-count // _THREADS))
+    kernel(device, "scale", "scale", defines).launch(stream, blocks, _THREADS, Argument(packed))
+
+
+def _joined(dims: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """The same indices in as few dimensions as there can be; the order stays."""
+    found: list[tuple[int, int, int]] = []
+    for dim in dims:
+        if dim[0] == 1:
+            continue
+        if found and found[-1][1:] == (dim[0] * dim[1], dim[0] * dim[2]):
+            found[-1] = (found[-1][0] * dim[0], *dim[1:])
+        else:
+            found.append(dim)
+    return found
+
+
+@cache
+def _transforms(device: Device) -> Transforms:
+    return Transforms(device)
+
+
+@cache
+def _cufft() -> Any:
+    try:
+        from nvmath.bindings import cufft
+
+        cufft.get_version()
+    except (ImportError, RuntimeError) as error:
+        raise BackendUnavailable(
+            "transforms on GPUs need cuFFT: pip install 'nvmath-python>=1.0' 'nvidia-cufft>=12' "
+            f"({error})"
+        ) from None
+    return cufft
+
+
+def _done(what: str, function: Any, *args: Any) -> Any:
+    try:
+        return function(*args)
+    except Exception as error:
+        raise CudaError(f"cuFFT: {what}: {error}") from error

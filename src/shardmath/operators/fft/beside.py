@@ -1,0 +1,119 @@
+"""A second stream, on which one kernel pushes chunks while the user's stream transforms.
+
+The kernel holds few multiprocessors for as long as the exchanges last. Both streams tell each other
+by words in the GPU's memory, peers by signals; all of it counts up, and can be replayed in a graph.
+A wait that expires leaves the words in no known state: then the context's transforms end here.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+from shardmath.context import DistributedContext
+from shardmath.cuda.constant import Constant
+from shardmath.cuda.device import Device
+from shardmath.cuda.driver import call
+from shardmath.cuda.kernel import Argument, Kernel
+from shardmath.errors import RankFailure
+from shardmath.operators.fft.pipeline import Pipeline
+from shardmath.symmetric.team import Team
+
+__all__ = ["Beside", "PushTables"]
+
+_SIGNALS, _BARRIER = 59, 58  # channels
+_WORDS = 16 + 4 * 62  # struct Words
+_PIECE, _STAGES, _AHEAD = 16 << 10, 12, 6
+_BLOCKS = 24
+
+
+class PushTables:
+    """The tables of a pipeline on a device. Keep it while a launch or a graph may use it."""
+
+    def __init__(self, device: Device, pipeline: Pipeline) -> None:
+        chunks, rows = pipeline.tables(_PIECE)
+        self.count = len(chunks)
+        self.chunks = Constant(device, chunks)
+        self.rows = Constant(device, rows)
+        self.arguments: dict[tuple[int, ...], Argument] = {}
+
+
+class Beside:
+    """The second stream of one context. Get it with `Beside.of`."""
+
+    def __init__(self, context: DistributedContext) -> None:
+        assert context.team is not None, "a context of GPUs"
+        self._team: Team = context.team
+        device = self._team.device
+        words = context.heap.allocate(_WORDS)
+        device.zero(words.block.address, _WORDS)
+        context.keep_for_kernels(words)
+        self._words = words.block.address
+        _, highest = call("cuCtxGetStreamPriorityRange")
+        # It does not wait for the default stream, and its kernel starts before others' next blocks.
+        self._stream = call("cuStreamCreateWithPriority", 1, highest)
+        self._fork, self._join = call("cuEventCreate", 2), call("cuEventCreate", 2)  # no timing
+        for name in ("push", "ready", "await_all"):  # none is loaded while another waits for it
+            self._kernel(name).load()
+        tail = struct.pack("QII", self._words, _SIGNALS, 0)
+        self._argument = Argument(self._team.packed() + tail)
+
+    @classmethod
+    def of(cls, context: DistributedContext) -> Beside:
+        """The one of a context. Local; raises HeapExhausted when it is made."""
+        beside: Beside = context.cache("fft beside", lambda: cls(context))
+        return beside
+
+    def start(
+        self,
+        tables: PushTables,
+        stream: int,
+        sources: Sequence[int],
+        targets: Sequence[Sequence[int]],
+    ) -> None:
+        """Launch what pushes, on the second stream, from where `stream` is now.
+
+        `sources[i]` is where exchange i begins in this rank's memory, `targets[i][rank]` in the
+        ranks'. All ranks wait for each other first: before reusing what its owner may still use.
+        """
+        team = self._team
+        team.check()
+        if team.broken:
+            raise RankFailure(
+                f"rank {team.rank}: an earlier operation of this context was given up "
+                f"({team.broken}); finalize and initialize again among the ranks that remain"
+            )
+        call("cuEventRecord", self._fork, stream)
+        call("cuStreamWaitEvent", self._stream, self._fork, 0)
+        team.barrier(int(self._stream), channel=_BARRIER)
+        ends = (
+            (*sources, 0)[:2],
+            [each for side in (*targets, [0] * team.size)[:2] for each in side],
+        )
+        key = (*ends[0], *ends[1])
+        if key not in tables.arguments:
+            words = struct.pack(
+                f"QQQII{2 + 2 * team.size}Q",
+                *(self._words, tables.chunks.address, tables.rows.address),
+                *(tables.count, _SIGNALS),
+                *key,
+            )
+            tables.arguments[key] = Argument(team.packed() + words)
+        self._kernel("push").launch(int(self._stream), _BLOCKS, 32, tables.arguments[key])
+
+    def ready(self, stream: int) -> None:
+        """Launch: what `stream` has done so far can be pushed, as far as a chunk needs it."""
+        self._kernel("ready").launch(stream, 1, 1, self._argument)
+
+    def wait(self, stream: int) -> None:
+        """Launch: `stream` waits until every rank has signalled one more chunk."""
+        self._kernel("await_all").launch(stream, 1, 32, self._argument)
+
+    def end(self, stream: int) -> None:
+        """Make `stream` wait for the second one."""
+        call("cuEventRecord", self._join, self._stream)
+        call("cuStreamWaitEvent", stream, self._join, 0)
+
+    def _kernel(self, name: str) -> Kernel:
+        defines = (f"PIECE={_PIECE}", f"STAGES={_STAGES}", f"AHEAD={_AHEAD}")
+        return self._team.kernel("pipeline", name, defines, shared=_PIECE * _STAGES)

@@ -1,0 +1,182 @@
+"""Launching what a way says: transforms, copies, and exchanges between the ranks' places.
+
+Everything is put on one stream, but for pipelines, which have a second one; no process waits here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shardmath.context import DistributedContext
+from shardmath.local.gpu_fft import Transforms, scale
+from shardmath.operators.fft.beside import Beside
+from shardmath.operators.fft.local_steps import Convert, Fourier, LocalStep, Scale, View
+from shardmath.operators.fft.pipeline import Pipeline
+from shardmath.operators.fft.stages import Exchange
+from shardmath.operators.fft.ways import Way, boxes_of_copy, boxes_of_exchange
+from shardmath.symmetric.heap import Location
+
+__all__ = ["Launch", "Told", "is_double"]
+
+_CHANNEL = 60  # of the barriers of transforms
+
+Told = tuple[Any, ...]  # where a rank's shared places lie, and the strides of its result
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One rank's way between memories at `addresses`, by place.
+
+    `area` names the work area of cuFFT's: that of the stream on which the launches will run.
+    """
+
+    context: DistributedContext
+    way: Way
+    addresses: Mapping[str, int]
+    forward: bool
+    area: int
+
+    def all(self, stream: int, told: Sequence[Told]) -> None:
+        """Launch everything. `told` are all ranks'."""
+        program = self.way.program
+        if isinstance(program, Pipeline):
+            self._pipeline(stream, program, told)
+            return
+        for step in program.steps:
+            if isinstance(step, Exchange):
+                self._exchange(stream, step, told)
+            else:
+                self.local(stream, step)
+
+    def local(self, stream: int, step: LocalStep) -> None:
+        """Launch one step of this rank's own."""
+        device = self.way.device
+        target = self._address(step.target)
+        if isinstance(step, Scale):
+            view = _real(step.target)
+            scale(
+                device,
+                target,
+                target,
+                view.shape,
+                (view.strides, view.strides),
+                stream,
+                dtypes=(view.dtype, view.dtype),
+                factor=step.factor,
+            )
+            return
+        source = self._address(step.source)
+        if isinstance(step, Fourier):
+            Transforms.of(device).run(
+                step.kind,
+                source,
+                target,
+                stream,
+                double=is_double(step),
+                batches=step.batches,
+                forward=self.forward,
+                area=self.area,
+            )
+        elif isinstance(step, Convert):
+            scale(
+                device,
+                source,
+                target,
+                step.source.shape,
+                (step.source.strides, step.target.strides),
+                stream,
+                dtypes=(step.source.dtype, step.target.dtype),
+                factor=1.0,
+            )
+        else:
+            self.way.copier((step,), lambda: boxes_of_copy(step)).launch(stream, [source], [target])
+
+    def _exchange(self, stream: int, step: Exchange, told: Sequence[Told]) -> None:
+        """Move boxes between this rank's array and all ranks' arrays."""
+        place = "result" if step.theirs is None else step.theirs[self.context.rank].place
+        addresses, strides = self._everywhere(place, told)
+        if step.theirs is not None:
+            strides = [view.strides for view in step.theirs]
+        copier = self.way.copier(
+            (step, *strides), lambda: boxes_of_exchange(step, self.context.rank, strides)
+        )
+        own = self._address(step.own)
+        if step.opens or step.pulls:
+            # Before reusing what a peer may still use; before reading what a peer wrote.
+            self._barrier(stream)
+        if step.pulls:
+            copier.launch(stream, addresses, [own])
+        else:
+            copier.launch(stream, [own], addresses)
+        # Before reading what a peer wrote; before reusing what a peer may still read.
+        self._barrier(stream)
+
+    def _address(self, view: View) -> int:
+        return self.addresses[view.place] + view.offset
+
+    def _everywhere(
+        self, place: str, told: Sequence[Told]
+    ) -> tuple[list[int], list[Sequence[int]]]:
+        """Where all ranks' arrays of that place begin for this GPU, and their strides."""
+        notes = [each[self.way.program.shared.index(place)] for each in told]
+        addresses = [
+            self.addresses[place] if rank == self.context.rank else self._peer(rank, entry)
+            for rank, entry in enumerate(notes)
+        ]
+        return addresses, [entry[4] for entry in notes]
+
+    def _pipeline(self, stream: int, program: Pipeline, told: Sequence[Told]) -> None:
+        """Transforms on the user's stream, and exchanges beside them."""
+        beside = Beside.of(self.context)
+        assert self.way.tables is not None, "made with the pipeline"
+        targets = [self._everywhere(place, told)[0] for place in program.shared]
+        sources = [self.addresses[place] for place in program.sources]
+        beside.start(self.way.tables, stream, sources, targets)
+        for steps in program.first:
+            for step in steps:
+                self.local(stream, step)
+            beside.ready(stream)
+        for steps in program.second:
+            beside.wait(stream)
+            for step in steps:
+                self.local(stream, step)
+            if program.returns:
+                beside.ready(stream)
+        if program.returns:
+            beside.wait(stream)
+        for step in program.last:
+            self.local(stream, step)
+        beside.end(stream)
+
+    def _peer(self, rank: int, entry: Sequence[Any]) -> int:
+        """Where a rank's array begins for this GPU; 0 where it has no elements."""
+        segment, offset, low, nbytes, _ = entry
+        if nbytes == 0:
+            return 0
+        address = self.context.peer_address(rank, Location(segment, offset), nbytes)
+        assert address is not None, "GPUs of one host reach each other"
+        return address - int(low)
+
+    def _barrier(self, stream: int) -> None:
+        assert self.context.team is not None, "a context of GPUs"
+        self.context.team.barrier(stream, channel=_CHANNEL)
+
+
+def is_double(step: Fourier) -> bool:
+    """Whether a transform is in double precision."""
+    return "complex128" in (step.source.dtype, step.target.dtype)
+
+
+def _real(view: View) -> View:
+    """The real numbers that an array consists of."""
+    if not view.dtype.startswith("complex"):
+        return view
+    size = view.itemsize // 2
+    return replace(
+        view,
+        shape=(*view.shape, 2),
+        strides=(*view.strides, size),
+        dtype=f"float{8 * size}",
+    )

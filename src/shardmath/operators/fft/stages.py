@@ -1,0 +1,220 @@
+"""A strategy as work for GPUs: transforms of whole local arrays, and exchanges between places.
+
+Ranks push into each other's landings, which take turns, or into the result where all results are
+within reach; otherwise the last exchange is pulled. Every rank derives the same exchanges; what it
+does in between is its own. Pure, like the strategy.
+
+    operand --transform--> work --push--> landing 0 --transform--> result      a slab, transposed
+                                                    --transform--> landing 0 --push--> result
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from shardmath.geometry import Layout
+from shardmath.local.fft import Kind
+from shardmath.operators.fft.local_steps import (
+    Copy,
+    LocalStep,
+    Scale,
+    View,
+    local_steps,
+    packed,
+)
+from shardmath.operators.fft.problem import Problem
+from shardmath.operators.fft.strategy import Move, Strategy, Transform
+
+__all__ = ["Exchange", "Program", "Stage", "programmed", "scaled", "sizes_of", "stages"]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One step of the strategy, with the places that it takes the array from and to.
+
+    `kind` is None for an exchange, which `pulls` or pushes; then `layout` is the one before. For a
+    transform, `layout` and `result` are those before and after it.
+    """
+
+    kind: Kind | None
+    axes: tuple[int, ...]
+    layout: Layout
+    result: Layout
+    dtype: str
+    made: str
+    source: str
+    target: str
+    pulls: bool = False
+
+    def __str__(self) -> str:
+        if self.kind is None:
+            verb = "pull" if self.pulls else "push"
+            return f"{verb} {self.source} -> {self.target}: {self.layout} -> {self.result}"
+        return f"{self.kind} along {self.axes}, {self.source} -> {self.target}: {self.result}"
+
+
+def stages(strategy: Strategy, *, reachable: bool) -> tuple[Stage, ...]:
+    """The stages; `reachable`: all ranks' results lie in symmetric memory."""
+    problem, steps = strategy.problem, strategy.steps
+    found: list[Stage] = []
+    place, dtype, landings = "operand", problem.dtype, 0
+    for number, step in enumerate(steps):
+        last = number == len(steps) - 1
+        if isinstance(step, Move):
+            target = "result" if last else f"landing {landings % 2}"
+            landings += not last
+            pulls = last and not reachable
+            found.append(Stage(None, (), step.src, step.dst, dtype, dtype, place, target, pulls))
+        else:
+            kind, made = _kind(problem, step, dtype)
+            if last:
+                target = "result"
+            elif place == "operand" or kind != "C2C":
+                target = "other work" if place == "work" else "work"
+            else:
+                target = place
+            axes = _axes(step.axes, problem.axes[-1])
+            found.append(Stage(kind, axes, step.layout, step.result, dtype, made, place, target))
+            dtype = made
+        place = target
+    return tuple(found)
+
+
+def _kind(problem: Problem, step: Transform, dtype: str) -> tuple[Kind, str]:
+    """The kind of one step of the transform, and the type that it makes."""
+    if problem.kind == "R2C" and dtype == problem.dtype:
+        return "R2C", problem.result
+    if problem.kind == "C2R" and problem.axes[-1] in step.axes:
+        return "C2R", problem.result
+    return "C2C", dtype
+
+
+def _axes(axes: Sequence[int], real: int) -> tuple[int, ...]:
+    """The real axis last, as in NumPy's functions."""
+    return (*(a for a in sorted(axes) if a != real), *([real] if real in axes else []))
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Boxes from this rank's array to all ranks' arrays in `target`, or from theirs to this one's.
+
+    `own` is this rank's side: the source of a push, the target of a pull. `theirs` are all ranks'
+    arrays in the other place; None are the results, of which each rank knows its own.
+
+    `opens`: all ranks wait for each other first, before reusing memory that its owner may still
+    use. After a push they always wait: before reading what peers wrote. Before a pull, too; and
+    after it, before reusing what peers may still read.
+    """
+
+    source: Layout
+    target: Layout
+    own: View
+    theirs: tuple[View, ...] | None
+    pulls: bool
+    opens: bool
+
+    def __str__(self) -> str:
+        other = self.theirs[0].place if self.theirs else "result"
+        if self.pulls:
+            return f"pull {other} of all to {self.own}"
+        return f"push {self.own} to {other} of all"
+
+
+@dataclass(frozen=True)
+class Program:
+    """What one rank does, in order. `shared` are the places that peers reach."""
+
+    steps: tuple[LocalStep | Exchange, ...]
+    shared: tuple[str, ...]
+
+    @cached_property
+    def places(self) -> dict[str, int]:
+        """Bytes of each place that is not the operand or the result."""
+        sizes = dict.fromkeys((place for place in self.shared if place != "result"), 0)
+        own = [step.own for step in self.steps if isinstance(step, Exchange)]
+        return sizes | sizes_of(self.local, own)
+
+    @cached_property
+    def local(self) -> tuple[LocalStep, ...]:
+        """All steps but the exchanges."""
+        return tuple(step for step in self.steps if not isinstance(step, Exchange))
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.steps))
+
+
+def sizes_of(steps: Iterable[LocalStep], arrays: Iterable[View]) -> dict[str, int]:
+    """The bytes that steps and arrays take in each place but the operand and the result."""
+    views = [*arrays]
+    for step in steps:
+        views += [step.target] if isinstance(step, Scale) else [step.source, step.target]
+    sizes: dict[str, int] = {}
+    for view in views:
+        if view.place not in ("operand", "result"):
+            need = view.offset + view.size * view.itemsize
+            sizes[view.place] = max(sizes.get(view.place, 0), need)
+    return sizes
+
+
+def programmed(
+    found: Sequence[Stage],
+    problem: Problem,
+    rank: int,
+    *,
+    operand: View,
+    result: View,
+    overlap: bool,
+    same: bool,
+) -> Program:
+    """What `rank` does with an operand and a result of its own.
+
+    `overlap`: writing the result may change the operand; `same`: element by element, in its place.
+    """
+    steps: list[LocalStep | Exchange] = []
+    shared: list[str] = []
+    array, opens = operand, True
+    for stage in found:
+        if stage.kind is None:
+            ranks = range(stage.layout.size)
+            own, theirs = array, None
+            if stage.pulls:
+                own = result
+                theirs = tuple(_at(stage.source, stage, problem, r, before=True) for r in ranks)
+            elif stage.target != "result":
+                theirs = tuple(_at(stage.target, stage, problem, r) for r in ranks)
+            shared.append(stage.source if stage.pulls else stage.target)
+            steps.append(Exchange(stage.layout, stage.result, own, theirs, stage.pulls, opens))
+            opens = False
+            array = result if theirs is None or stage.pulls else theirs[rank]
+            continue
+        target = result if stage.target == "result" else _at(stage.target, stage, problem, rank)
+        if target.place == "result" and array.place == "operand" and overlap:
+            if same:
+                array = target
+            else:
+                kept = packed("pack operand", array.shape, array.dtype)
+                steps.append(Copy(array, kept))
+                array = kept
+        keep = array.place == "operand"
+        steps += local_steps(stage.kind, stage.axes, array, target, keep=keep)
+        array = target
+    return Program((*steps, *scaled(problem, result)), tuple(dict.fromkeys(shared)))
+
+
+def _at(place: str, stage: Stage, problem: Problem, rank: int, *, before: bool = False) -> View:
+    """The array of a rank in a place of its workspace, before or after a stage."""
+    layout = stage.layout if before else stage.result
+    dtype = stage.dtype if before else stage.made
+    return packed(place, layout.local_shape(rank), dtype, problem.order)
+
+
+def scaled(problem: Problem, result: View) -> list[LocalStep]:
+    """The multiplication by the factor of `norm`, where there is one."""
+    shape = (problem.target if problem.kind == "C2R" else problem.source).global_shape
+    count = math.prod(shape[axis] for axis in problem.axes)
+    whole = "forward" if problem.direction < 0 else "backward"
+    factor = {"ortho": 1 / math.sqrt(count), whole: 1 / count}.get(problem.norm or "", 1.0)
+    return [Scale(result, factor)] if factor != 1 and result.size else []

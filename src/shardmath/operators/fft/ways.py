@@ -1,0 +1,170 @@
+"""What one rank's GPU does for a plan, worked out once for arrays of each kind.
+
+A way holds the steps and their tables on the device, and no operands. The ranks' ways differ, but
+all have the same exchanges.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from shardmath.cuda.device import Device
+from shardmath.cuda.graph import Graph
+from shardmath.geometry import moves
+from shardmath.operators.fft.beside import PushTables
+from shardmath.operators.fft.local_steps import Copy, LocalStep, View, packed
+from shardmath.operators.fft.pipeline import Cuts, Pipeline, cuts_for, pipelined
+from shardmath.operators.fft.problem import Problem
+from shardmath.operators.fft.stages import Exchange, Program, Stage, programmed, scaled, stages
+from shardmath.operators.fft.strategy import Strategy
+from shardmath.redistribution import lowered
+from shardmath.redistribution.copies import whole
+from shardmath.redistribution.device import Box, BoxCopies
+
+__all__ = ["DevicePlan", "Way", "boxes_of_copy", "boxes_of_exchange", "make_way"]
+
+_KEPT = 16  # ways of one plan
+_REPLAYS = 8  # of one way
+
+
+@dataclass(frozen=True)
+class DevicePlan:
+    """A strategy, and what each rank's GPU does for it."""
+
+    problem: Problem
+    strategy: Strategy
+
+    @cached_property
+    def pushed(self) -> tuple[Stage, ...]:
+        """The stages where all results lie in symmetric memory."""
+        return stages(self.strategy, reachable=True)
+
+    @cached_property
+    def pulled(self) -> tuple[Stage, ...]:
+        """The stages where some result does not."""
+        return stages(self.strategy, reachable=False)
+
+    @cached_property
+    def cuts(self) -> Cuts | None:
+        """How exchanges run beside transforms, where they can and that pays."""
+        return cuts_for(self.problem)
+
+    def explain(self) -> str:
+        """The strategy, and its stages."""
+        lines = [f"stage {i}: {each}" for i, each in enumerate(self.pushed, 1)]
+        if self.cuts is not None:
+            lines.append(f"in chunks, where these stages allow it: {self.cuts}")
+        return "\n".join([self.strategy.explain(), *lines])
+
+    @cached_property
+    def ways(self) -> OrderedDict[tuple[Any, ...], Way]:
+        """What has been worked out so far, by strides; the least recently used first."""
+        return OrderedDict()
+
+    def way(self, key: tuple[Any, ...], make: Callable[[], Way]) -> Way:
+        """The way of that name, made when first asked for."""
+        found = self.ways.get(key)
+        if found is None:
+            found = self.ways[key] = make()
+            if len(self.ways) > _KEPT:
+                found.device.synchronize()  # the oldest may still run
+                self.ways.popitem(last=False)
+        else:
+            self.ways.move_to_end(key)
+        return found
+
+
+@dataclass
+class Replay:
+    """A launch between certain addresses, which has happened before; `graph` from the second on."""
+
+    key: tuple[Any, ...]
+    told: list[Any]
+    graph: Graph | None = None
+
+
+@dataclass
+class Way:
+    """What one rank does for certain strides on one device, and its tables there."""
+
+    device: Device
+    program: Program | Pipeline
+    tables: PushTables | None = None
+    warm: bool = False  # whether all kernels of a pipeline have been launched before
+    copies: dict[tuple[Any, ...], BoxCopies] = field(default_factory=dict)
+    replays: list[Replay] = field(default_factory=list)  # the latest last
+
+    def replay(self, key: tuple[Any, ...], told: list[Any]) -> Replay | None:
+        """What was launched like this before. None for the first time, which is noted."""
+        for at, each in enumerate(self.replays):
+            if each.key == key and each.told == told:
+                self.replays.append(self.replays.pop(at))
+                return each
+        self.replays = [*self.replays[1 - _REPLAYS :], Replay(key, told)]
+        return None
+
+    def copier(self, key: tuple[Any, ...], boxes: Callable[[], list[Box]]) -> BoxCopies:
+        """The copies of that name, made when first asked for."""
+        if key not in self.copies:
+            self.copies[key] = BoxCopies(self.device, boxes())
+        return self.copies[key]
+
+
+def make_way(
+    plan: DevicePlan,
+    device: Device,
+    rank: int,
+    reach: tuple[bool, bool],
+    operand: View,
+    result: View,
+    overlap: bool,
+    same: bool,
+) -> Way:
+    """What a rank does for these arrays: in chunks, if all ranks can, or one step after another."""
+    reachable, packed_results = reach
+    problem = plan.problem
+    if plan.cuts is not None:
+        found, last = list(plan.pushed), list[LocalStep]()
+        if len(found) == 4 and not packed_results:
+            # Through one more landing, of which the result is a copy.
+            found[3] = replace(found[3], target="landing 1")
+            landing = packed("landing 1", result.shape, result.dtype, problem.order)
+            last += [Copy(landing, result)] if result.size else []
+        last += scaled(problem, result)
+        pipeline = pipelined(
+            found, rank, plan.cuts, order=problem.order, operand=operand, result=result, last=last
+        )
+        if pipeline is not None:
+            return Way(device, pipeline, PushTables(device, pipeline))
+    chosen = plan.pushed if reachable else plan.pulled
+    program = programmed(
+        chosen, problem, rank, operand=operand, result=result, overlap=overlap, same=same
+    )
+    return Way(device, program)
+
+
+def boxes_of_copy(step: Copy) -> list[Box]:
+    """The box that a copy is."""
+    source, target = step.source, step.target
+    copy = whole(source.shape, source.itemsize, source.strides, target.strides)
+    return [Box.of(copy, 0)]
+
+
+def boxes_of_exchange(step: Exchange, rank: int, strides: Sequence[Sequence[int]]) -> list[Box]:
+    """The boxes of one rank, those of the next rank first: no two ranks begin with the same."""
+    found: list[tuple[int, Box]] = []
+    size, itemsize = step.source.size, step.own.itemsize
+    if step.pulls:
+        for move in moves(step.source, step.target, dst_rank=rank):
+            copy = lowered(move, itemsize, strides[move.src], step.own.strides)
+            found.append(((move.src - rank - 1) % size, Box.of(copy, 0)))
+    else:
+        for move in moves(step.source, step.target, src_rank=rank):
+            copy = lowered(move, itemsize, step.own.strides, strides[move.dst])
+            found.append(((move.dst - rank - 1) % size, Box.of(replace(copy, src=0), move.dst)))
+    found.sort(key=lambda each: each[0])
+    return [box for _, box in found]

@@ -1,0 +1,364 @@
+"""Transforms on ranks with GPUs: the host's random cases, and what only GPUs have.
+
+Arrays are NumPy's and torch's in host memory, which are staged, and CuPy's and torch's on the GPU.
+A rank tells what went wrong instead of raising, so that one ride shows all failures.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+import traceback
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "fft"))
+
+import fft_cases
+
+from arrangements import part_of
+from shardmath.arrays import library_named, library_of
+from shardmath.geometry import decode
+from shardmath.symmetric.allocation import empty_on_heap, is_symmetric
+
+FUNCTIONS = {"C2C": "fft", "C2C inverse": "ifft", "R2C": "rfft", "C2R": "irfft"}
+NARROW = {"float16": "complex64", "float32": "complex64", "float64": "complex128"}
+
+
+def to_host(array):
+    """A NumPy copy."""
+    if hasattr(array, "get"):
+        return array.get()
+    if hasattr(array, "cpu"):
+        return array.detach().cpu().resolve_conj().numpy().copy()
+    return np.array(array)
+
+
+def fill(array, part):
+    if type(array).__module__.startswith("cupy"):
+        array[...] = importlib.import_module("cupy").asarray(part)
+    elif hasattr(array, "copy_"):
+        array.copy_(importlib.import_module("torch").from_numpy(np.ascontiguousarray(part)))
+    else:
+        array[...] = part
+
+
+def placed(context, form, part, store):
+    """`part` as the user would hold it: (array, the whole around it or None)."""
+    name, _, where = form.partition(" ")
+    library = library_named(name)
+    order = "F" if store.endswith("F") else "C"
+    strided = store.endswith(("strided", "reversed"))
+    shape = tuple(2 * n + 3 for n in part.shape) if strided else part.shape
+    if store.startswith("heap") and where == "gpu":
+        whole = empty_on_heap(context, library, shape, part.dtype, order)
+    else:
+        device = f"cuda:{context.device_id}" if where == "gpu" else "cpu"
+        whole = library.empty(shape, part.dtype, order, device)
+    array = whole
+    if strided:
+        fill(whole, np.full(shape, 77, part.dtype))
+        array = whole[tuple(slice(1, 1 + 2 * n, 2) for n in part.shape)]
+    if store == "reversed" and name != "torch":
+        array = array[(slice(None, None, -1),) * part.ndim]
+    fill(array, part)
+    return array, whole if strided else None
+
+
+def untouched(whole, shape):
+    if whole is None:
+        return True
+    rest = to_host(whole)
+    rest[tuple(slice(1, 1 + 2 * n, 2) for n in shape)] = 77
+    return bool((rest == 77).all())
+
+
+def use(context):
+    for name in ("torch", "cupy"):
+        module = importlib.import_module(name)
+        if name == "torch":
+            module.cuda.set_device(context.device_id)
+        else:
+            module.cuda.Device(context.device_id).use()
+
+
+def run_case(context, case):
+    try:
+        return performed(context, case)
+    except Exception:
+        return traceback.format_exc(limit=-3)
+
+
+def performed(context, case):
+    import shardmath
+
+    use(context)
+    rank, size, form = context.rank, context.size, case["library"]
+    array = fft_cases.operand_of(case)
+    full = fft_cases.wanted(case, array)
+    source = decode(case["inputs"][rank])
+    target = source if case["outputs"] is None else decode(case["outputs"][rank])
+    part, want = part_of(array, source, rank, size), part_of(full, target, rank, size)
+    operand, around = placed(context, form, part, case["stores"][rank])
+    dtype = NARROW.get(case["dtype"], case["dtype"])
+    if case["kind"] == "C2R":
+        dtype = {"complex64": "float32", "complex128": "float64"}[dtype]
+    out, whole = None, None
+    if case["out"] == "operand" and (part.shape, part.dtype) == (want.shape, np.dtype(dtype)):
+        out = operand
+    elif case["out"] not in ("none", "operand"):
+        out, whole = placed(context, form, np.zeros(want.shape, dtype), case["out"])
+    with context:
+        got = getattr(shardmath.fft, FUNCTIONS[case["kind"]])(
+            operand,
+            distribution=source if case["outputs"] is None else (source, target),
+            axes=case["axes"],
+            norm=case["norm"],
+            options={"last_axis_parity": case["parity"]},
+            out=out,
+        )
+    context.team.synchronize(0)
+    found = []
+    host = to_host(got)
+    axes = range(array.ndim) if case["axes"] is None else case["axes"]
+    count = math.prod(full.shape[axis] for axis in axes)
+    if (host.dtype.name, host.shape) != (dtype, want.shape):
+        found.append(f"{host.dtype} {host.shape}, not {dtype} {want.shape}")
+    elif not fft_cases.close(host, want, count):
+        error = np.abs(host - want).max() / np.abs(want).max()
+        found.append(f"rank {rank}: relative error {error}")
+    if out is not None and got is not out:
+        found.append("out is not what is returned")
+    if type(got) is not type(operand):
+        found.append("another library")
+    if out is None and form.endswith("gpu"):
+        if is_symmetric(got) != case["stores"][rank].startswith("heap"):
+            found.append("not where the operand is")
+        if want.ndim > 1 and library_of(got).spec(got).order == "strided":
+            found.append("gaps")
+    if out is not operand and not np.array_equal(to_host(operand), part, equal_nan=True):
+        found.append("the operand has changed")
+    if not (untouched(around, part.shape) and untouched(whole, want.shape)):
+        found.append("written beside the array")
+    return "; ".join(found)
+
+
+@st.composite
+def gpu_cases(draw, most):
+    case = draw(fft_cases.cases(most))
+    case["library"] = draw(st.sampled_from(["numpy cpu", "torch cpu", "cupy gpu", "torch gpu"]))
+    if case["library"] == "torch cpu" and case["out"] == "reversed":
+        case["out"] = "strided"
+    return case
+
+
+@pytest.mark.timeout(200)
+def test_any_transform(gpus, size):
+    wrong = []
+
+    @settings(
+        max_examples=60,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=gpu_cases(size))
+    def each(case):
+        if len(wrong) > 8:
+            return
+        try:
+            found = [text for text in gpus.run(run_case, case, ranks=case["size"]) if text]
+        except Exception as error:
+            found = [repr(error)]
+        if found:
+            wrong.append((found[0], case))
+
+    each()
+    assert not wrong, "\n\n".join(f"{text}\n{case}" for text, case in wrong)
+
+
+def check_chunks(context, cases):
+    """Transforms in chunks, several times without waiting, and again from a CUDA graph."""
+    import torch
+
+    import shardmath
+    from shardmath.distribution import Slab
+    from shardmath.operators.fft import call, pipeline
+
+    use(context)
+    pipeline._LEAST_BYTES, pipeline._CHUNK_BYTES = 1, 1 << 14
+    call.device_plan_of.cache_clear()
+    rank, size = context.rank, context.size
+    wrong = []
+    for name, shape, kind, dtype, one, two, norm, heap in cases:
+        try:
+            case = {"shape": shape, "kind": kind, "parity": "even", "norm": norm, "axes": None}
+            case["dtype"] = dtype
+            array = fft_cases.operand_of(case)
+            full = fft_cases.wanted(case, array)
+            source, target = getattr(Slab, one), getattr(Slab, two)
+            part, want = part_of(array, source, rank, size), part_of(full, target, rank, size)
+            operand, _ = placed(context, "torch gpu", part, "heap C" if heap else "C")
+            function = getattr(shardmath.fft, FUNCTIONS[kind])
+
+            def transform(
+                out=None, function=function, operand=operand, ends=(source, target), norm=norm
+            ):
+                with context:
+                    return function(operand, distribution=ends, norm=norm, out=out)
+
+            results = [transform() for _ in range(4)]
+            for _ in range(5):  # from the second time on, one graph
+                transform(results[-1])
+            context.team.synchronize(0)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                results += [transform() for _ in range(2)]
+            for _ in range(3):
+                graph.replay()
+            torch.cuda.synchronize()
+            context.team.check()
+            for number, result in enumerate(results):
+                host = to_host(result)
+                if not fft_cases.close(host, want, full.size):
+                    error = np.abs(host - want).max() / np.abs(want).max()
+                    wrong.append(f"rank {rank}: {name}: result {number}: {error}")
+                    break
+            if not np.array_equal(to_host(operand), part):
+                wrong.append(f"rank {rank}: {name}: the operand has changed")
+        except Exception:
+            wrong.append(f"{name}: {traceback.format_exc(limit=-4)}")
+            break
+    context.barrier()
+    return wrong
+
+
+CHUNKS = [
+    ("X to Y", (48, 40, 64), "C2C", "complex64", "X", "Y", None, True),
+    ("X to Y, ordinary", (48, 40, 128), "C2C", "complex64", "X", "Y", "ortho", False),
+    ("X to X", (48, 48, 64), "C2C", "complex128", "X", "X", None, True),
+    ("X to X, ordinary", (48, 48, 128), "C2C inverse", "complex64", "X", "X", None, False),
+    ("Y to X", (44, 40, 64), "C2C inverse", "complex64", "Y", "X", "backward", True),
+    ("real", (48, 40, 254), "R2C", "float32", "X", "Y", None, True),
+    ("real, back", (48, 48, 254), "R2C", "float64", "X", "X", None, True),
+    ("half", (48, 40, 254), "R2C", "float16", "X", "Y", None, True),
+    ("to real", (48, 48, 65), "C2R", "complex64", "Y", "X", None, True),
+    ("uneven", (13, 22, 64), "C2C", "complex64", "X", "Y", None, True),
+    ("fewer than ranks", (2, 22, 64), "C2C", "complex64", "X", "Y", None, True),
+    ("matrix", (256, 9216), "C2C", "complex64", "X", "Y", None, True),
+    ("large", (128, 144, 256), "C2C", "complex64", "X", "X", None, True),
+]
+
+
+def test_chunks(gpus, size):
+    found = gpus.run(check_chunks, CHUNKS, ranks=size, timeout=50)
+    assert found == [[]] * size, "\n".join(text for texts in found for text in texts)
+
+
+def check_life(context, library):
+    """The class, operands in place, a stream of the user's, and mistakes; what was wrong."""
+    import torch
+
+    from shardmath.distribution import Slab
+    from shardmath.fft import FFT, allocate_operand, fft
+
+    use(context)
+    module = importlib.import_module(library)
+    rank, size = context.rank, context.size
+    shape = (9, 10, 6)
+    rng = np.random.default_rng(1)
+    real = rng.standard_normal(shape)
+    array = real + 1j * rng.standard_normal(shape)
+    part = part_of(array, Slab.X, rank, size)
+    want = np.fft.fftn(array)
+    wrong = []
+
+    def expect(what, got, wanted):
+        if not np.allclose(to_host(got), wanted, rtol=1e-10, atol=1e-10 * np.abs(want).max()):
+            wrong.append(what)
+
+    with context:
+        x, _ = placed(context, f"{library} gpu", part, "C")
+        with FFT(x, distribution=Slab.X, options={"redistribute": False}) as transform:
+            transform.plan()
+            y = transform.execute()
+            expect("forward", y, part_of(want, Slab.Y, rank, size))
+            again = transform.execute(direction="inverse", release_workspace=True)
+            expect("inverse", again, part_of(np.fft.ifftn(array) * array.size, Slab.Y, rank, size))
+            transform.reset_operand(y, distribution=Slab.Y)
+            back = transform.execute(direction="inverse")
+            expect("back", back, part * array.size)
+        for parity in (6, 5):
+            r = part_of(real[..., :parity], Slab.X, rank, size)
+            operand = allocate_operand(
+                r.shape, module, input_dtype="float64", distribution=Slab.X, fft_type="R2C"
+            )
+            fill(operand, r)
+            made = shardmath_rfft(operand, Slab.X)
+            expect("in place", made, part_of(np.fft.rfftn(real[..., :parity]), Slab.X, rank, size))
+        fft(x, distribution=Slab.X, options={"inplace": True})
+        expect("itself", x, part_of(want, Slab.X, rank, size))
+        fill(x, part)
+        if library == "torch":
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            y = fft(x, distribution=Slab.X, stream=stream)
+            stream.synchronize()
+            expect("on a stream", y, part_of(want, Slab.X, rank, size))
+            lazy = fft(x.conj(), distribution=Slab.X)
+            expect("conjugate", lazy, part_of(np.fft.fftn(array.conj()), Slab.X, rank, size))
+        wrong += mistaken(context, module, x, part)
+        expect("afterwards", fft(x, distribution=Slab.X), part_of(want, Slab.X, rank, size))
+    context.team.synchronize(0)
+    return wrong
+
+
+def mistaken(context, module, x, part):
+    """Mistakes that did not raise what they should."""
+    from shardmath.distribution import Slab
+    from shardmath.fft import allocate_operand, fft
+
+    rank, size, wrong = context.rank, context.size, []
+    mistakes = [
+        ("real", lambda: fft(x.real, distribution=Slab.X), ValueError),
+        ("host memory", lambda: fft(part if rank else x, distribution=Slab.X), ValueError),
+        ("numpy", lambda: allocate_operand((3, 3), np, distribution=Slab.X), ValueError),
+    ]
+    if size == 1:
+        del mistakes[1]
+    if size % 2 == 0:
+        stranger = elsewhere(module, part.shape, rank ^ 1)
+        mistakes.append(("another GPU", lambda: fft(stranger, distribution=Slab.X), ValueError))
+    for what, call, kind in mistakes:
+        try:
+            call()
+            wrong.append(f"{what}: no error")
+        except kind:
+            pass
+    return wrong
+
+
+def elsewhere(module, shape, device):
+    """An array on another GPU."""
+    if module.__name__ == "torch":
+        return module.zeros(shape, dtype=module.complex128, device=f"cuda:{device}")
+    with module.cuda.Device(device):
+        return module.zeros(shape, dtype=module.complex128)
+
+
+def shardmath_rfft(operand, distribution):
+    import shardmath
+
+    return shardmath.fft.rfft(operand, distribution=distribution, options={"inplace": True})
+
+
+@pytest.mark.parametrize("library", ["torch", "cupy"])
+def test_life(gpus, size, library):
+    assert gpus.run(check_life, library, ranks=size) == [[]] * size

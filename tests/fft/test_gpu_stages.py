@@ -1,0 +1,402 @@
+"""What GPUs do for a transform, performed with NumPy: plans, copies and exchanges are pure data.
+
+Memory is an array of bytes for every place of every rank. A plan runs as cuFFT defines it, element
+by element of its embedding, so that any wrong stride shows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import fft_cases
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from numpy.lib.stride_tricks import as_strided
+
+from arrangements import part_of
+from shardmath import geometry
+from shardmath.arrays import dtypes
+from shardmath.geometry import decode, moves
+from shardmath.local.batches import Strided, batches
+from shardmath.operators.fft.local_steps import Convert, Copy, Fourier, View, local_steps, packed
+from shardmath.operators.fft.options import FFTDirection, FFTOptions
+from shardmath.operators.fft.pipeline import Cuts, pipelined
+from shardmath.operators.fft.problem import check, describe
+from shardmath.operators.fft.stages import Exchange, Scale, programmed, stages
+from shardmath.operators.fft.strategy import GPUS, choose
+
+COMPLEX = {4: np.complex64, 8: np.complex64, 16: np.complex128}
+
+
+class Memory:
+    """The places of one rank. `origin` is where the operand's and the result's element 0 lies."""
+
+    def __init__(self, places, given):
+        self.held = {place: np.full(size, 0xA5, np.uint8) for place, size in places.items()}
+        self.origin = dict.fromkeys(self.held, 0)
+        for place, (raw, origin) in given.items():
+            self.held[place], self.origin[place] = raw, origin
+
+    def array(self, view, dtype=None):
+        raw, start = self.held[view.place], self.origin[view.place] + view.offset
+        dtype = np.dtype(dtype or dtypes.to_numpy(view.dtype))
+        if view.size == 0:
+            return np.empty(view.shape, dtype)
+        assert (
+            raw.size
+            >= start
+            + sum((n - 1) * max(0, s) for n, s in zip(view.shape, view.strides, strict=True))
+            + view.itemsize
+        )
+        return np.ndarray(view.shape, dtype, raw.data, start, view.strides)
+
+
+def performed(step, memory, forward):
+    if isinstance(step, (Copy, Convert)):
+        memory.array(step.target)[...] = memory.array(step.source)
+    elif isinstance(step, Scale):
+        memory.array(step.target)[...] *= step.factor
+    else:
+        fourier(step, memory, forward)
+
+
+def fourier(step, memory, forward):
+    """As cuFFT: batches of `lengths`, each side placed by its embedding, stride and distance."""
+    plan, kind = step.batches, step.kind
+    half = (*plan.lengths[:-1], plan.lengths[-1] // 2 + 1)
+    shapes = {"C2C": (plan.lengths,) * 2, "R2C": (plan.lengths, half), "C2R": (half, plan.lengths)}
+    for offsets in plan.offsets:
+        taken, left = (
+            side(memory, view, place, offset, shape, plan.count)
+            for view, place, offset, shape in zip(
+                (step.source, step.target),
+                (plan.source, plan.target),
+                offsets,
+                shapes[kind],
+                strict=True,
+            )
+        )
+        axes = tuple(range(1, taken.ndim))
+        wide = taken.astype(np.complex128 if taken.dtype.kind == "c" else np.float64)
+        if kind == "R2C":
+            made = np.fft.rfftn(wide, axes=axes)
+        elif kind == "C2R":
+            made = np.fft.irfftn(wide, s=plan.lengths, axes=axes, norm="forward")
+            taken[...] = np.nan
+        elif forward:
+            made = np.fft.fftn(wide, axes=axes)
+        else:
+            made = np.fft.ifftn(wide, axes=axes, norm="forward")
+        left[...] = made
+
+
+def side(memory, view, place, offset, shape, count):
+    size = view.itemsize
+    steps = [place.stride * size]
+    for extent in place.embed[:0:-1]:
+        steps.insert(0, steps[0] * extent)
+    raw = memory.held[view.place][memory.origin[view.place] + view.offset + offset :]
+    dtype = np.dtype(view.dtype)
+    flat = raw[: raw.size // size * size].view(dtype)
+    reach = (count - 1) * place.distance + sum(
+        (n - 1) * step // size for n, step in zip(shape, steps, strict=True)
+    )
+    assert reach < flat.size, "a plan leaves its place"
+    return as_strided(flat, (count, *shape), (place.distance * size, *steps))
+
+
+def exchanged(programs, memories, at, results):
+    for rank, (program, memory) in enumerate(zip(programs, memories, strict=True)):
+        step = program.steps[at[rank]]
+        assert isinstance(step, Exchange)
+        own = memory.array(step.own).copy() if not step.pulls else memory.array(step.own)
+        only = {"dst_rank": rank} if step.pulls else {"src_rank": rank}
+        for move in moves(step.source, step.target, **only):
+            peer = move.src if step.pulls else move.dst
+            there = memories[peer].array((step.theirs or results)[peer])
+            src, dst = (there, own) if step.pulls else (own, there)
+            copy_move(move, src, dst)
+
+
+def copy_move(move, src, dst):
+    def indices(run, which):
+        start, step = getattr(run, f"{which}_start"), getattr(run, f"{which}_step")
+        return [start + i * step + j for i in range(run.count) for j in range(run.length)]
+
+    dst[np.ix_(*(indices(run, "dst") for run in move.runs))] = src[
+        np.ix_(*(indices(run, "src") for run in move.runs))
+    ]
+
+
+def run_all(programs, memories, results, forward):
+    at = [0] * len(programs)
+    while True:
+        for rank, program in enumerate(programs):
+            while at[rank] < len(program.steps):
+                step = program.steps[at[rank]]
+                if isinstance(step, Exchange):
+                    break
+                performed(step, memories[rank], forward)
+                at[rank] += 1
+        waiting = [at[rank] < len(program.steps) for rank, program in enumerate(programs)]
+        assert len(set(waiting)) == 1, "all ranks take part in an exchange, or none"
+        if not waiting[0]:
+            return
+        exchanged(programs, memories, at, results)
+        at = [each + 1 for each in at]
+
+
+def laid_out(part, store):
+    """`part` in memory of its own: raw bytes, origin, strides in bytes."""
+    if store.endswith(("strided", "reversed")):
+        whole = np.zeros(tuple(2 * n + 3 for n in part.shape), part.dtype)
+        view = whole[tuple(slice(1, 1 + 2 * n, 2) for n in part.shape)]
+        if store == "reversed":
+            view = view[(slice(None, None, -1),) * part.ndim]
+    else:
+        whole = np.zeros(part.shape, part.dtype, order="F" if store.endswith("F") else "C")
+        view = whole
+    view[...] = part
+    raw = np.ndarray((whole.nbytes,), np.uint8, whole.ravel("K").data) if whole.size else None
+    assert raw is None or np.shares_memory(raw, whole)
+    raw = np.zeros(0, np.uint8) if raw is None else raw
+    origin = 0
+    if part.size:
+        first = view.__array_interface__["data"][0]
+        origin = first - whole.__array_interface__["data"][0]
+    return raw, origin, view.strides
+
+
+def case_problem(case, parts, sources, targets):
+    kind = case["kind"].split()[0]
+    inverse = kind == "C2R" or case["kind"].endswith("inverse")
+    options = FFTOptions(last_axis_parity=case["parity"])
+    descriptions = []
+    for part, source, target in zip(parts, sources, targets, strict=True):
+        strides = tuple(step // part.itemsize for step in part.strides)
+        spec = dtypes_spec(case, part, strides)
+        pair = source if target is None else (source, target)
+        direction = FFTDirection.INVERSE if inverse else FFTDirection.FORWARD
+        described = describe(spec, pair, case["axes"], case["norm"], kind, direction, options, None)
+        descriptions.append(described)
+    return check(descriptions)
+
+
+def dtypes_spec(case, part, strides):
+    from shardmath.arrays import ArraySpec
+
+    return ArraySpec("numpy", case["dtype"], part.shape, strides, "cpu", part.itemsize)
+
+
+def run_case(case, reachable):
+    size = case["size"]
+    array = fft_cases.operand_of(case)
+    full = fft_cases.wanted(case, array)
+    sources = [decode(each) for each in case["inputs"]]
+    targets = [None if case["outputs"] is None else decode(case["outputs"][r]) for r in range(size)]
+    parts = [part_of(array, sources[r], r, size) for r in range(size)]
+    problem = case_problem(case, parts, sources, targets)
+    found = stages(choose(problem, GPUS), reachable=reachable)
+    results, given = [], []
+    for rank in range(size):
+        shape = problem.target.local_shape(rank)
+        store = case["stores"][rank]
+        blank = np.zeros(shape, problem.result)
+        held = [laid_out(part.copy(), s) for part, s in ((parts[rank], store), (blank, store))]
+        views = [
+            View(place, part.shape, strides, part.dtype.name, 0)
+            for place, part, (_, _, strides) in zip(
+                ("operand", "result"), (parts[rank], blank), held, strict=True
+            )
+        ]
+        given.append((held, views))
+        results.append(views[1])
+    programs = [
+        programmed(
+            found,
+            problem,
+            rank,
+            operand=given[rank][1][0],
+            result=results[rank],
+            overlap=False,
+            same=False,
+        )
+        for rank in range(size)
+    ]  # fmt: skip
+    memories = [
+        Memory(program.places, {view.place: (raw, origin) for view, (raw, origin, _) in
+                         zip(views, held, strict=True)})
+        for program, (held, views) in zip(programs, given, strict=True)
+    ]  # fmt: skip
+    run_all(programs, memories, results, problem.direction < 0)
+    axes = range(array.ndim) if case["axes"] is None else case["axes"]
+    count = math.prod(full.shape[axis] for axis in axes)
+    for rank in range(size):
+        target = sources[rank] if targets[rank] is None else targets[rank]
+        got = memories[rank].array(results[rank])
+        assert fft_cases.close(got, part_of(full, target, rank, size), count), rank
+        if parts[rank].size:
+            left = memories[rank].array(given[rank][1][0])
+            assert left.tobytes() == parts[rank].tobytes(), "the operand is left as it was"
+
+
+@settings(max_examples=300, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@given(case=fft_cases.cases())
+def test_any_program(case):
+    for reachable in (True, False):
+        run_case(case, reachable)
+
+
+def pushed(memories, rank, pipeline, at, ready, signals):
+    """Push the chunks from number `at` on that may go, up to one that signals; the next number."""
+    while at < len(pipeline.chunks) and pipeline.chunks[at].needs <= ready:
+        chunk = pipeline.chunks[at]
+        for rows in chunk.rows:
+            places = (("work", "landing 0"), ("landing 0", "result"))[chunk.exchange]
+            src, dst = memories[rank].held[places[0]], memories[rows.peer].held[places[1]]
+            for i in range(rows.count):
+                one, two = rows.source + i * rows.source_step, rows.target + i * rows.target_step
+                dst[two : two + rows.unit] = src[one : one + rows.unit]
+        at += 1
+        signals[rank] += chunk.signals
+        if chunk.signals:
+            break
+    return at
+
+
+def run_pipelines(pipelines, memories, forward):
+    size = len(pipelines)
+    at, ready, signals = [0] * size, [0] * size, [0] * size
+    for rank, pipeline in enumerate(pipelines):
+        for steps in pipeline.first:
+            for step in steps:
+                performed(step, memories[rank], forward)
+            ready[rank] += 1
+            if ready[rank] < len(pipeline.first):
+                at[rank] = pushed(memories, rank, pipeline, at[rank], ready[rank], signals)
+    for part in range(len(pipelines[0].second)):
+        for rank, pipeline in enumerate(pipelines):
+            at[rank] = pushed(memories, rank, pipeline, at[rank], ready[rank], signals)
+        assert signals == [part + 1] * size
+        for rank, pipeline in enumerate(pipelines):
+            for step in pipeline.second[part]:
+                performed(step, memories[rank], forward)
+    for rank, pipeline in enumerate(pipelines):
+        if pipeline.returns:
+            at[rank] = pushed(memories, rank, pipeline, at[rank], 1 << 30, signals)
+        assert at[rank] == len(pipeline.chunks)
+    assert len(set(signals)) == 1
+
+
+PIPELINES = {
+    "X to Y": ((24, 16, 64), "complex64", None, "X", "Y"),
+    "X to X": ((24, 24, 64), "complex64", None, "X", "X"),
+    "Y to X in double": ((24, 16, 64), "complex128", None, "Y", "X"),
+    "real": ((16, 24, 254), "float32", None, "X", "Y"),
+    "real, there and back": ((24, 24, 254), "float32", None, "X", "X"),
+    "uneven": ((13, 22, 64), "complex64", None, "X", "Y"),
+    "fewer than ranks": ((2, 22, 64), "complex64", None, "X", "Y"),
+    "batches": ((12, 16, 8, 64), "complex64", (0, 1), "X", "Y"),
+    "matrix": ((64, 4608), "complex64", None, "X", "Y"),
+    "to real": ((48, 48, 33), "complex64", None, "Y", "X"),
+}
+
+
+@pytest.mark.parametrize("cuts", [(1, 1), (3, 2), (8, 4, 3)])
+@pytest.mark.parametrize("size", [2, 3, 8])
+@pytest.mark.parametrize("name", PIPELINES)
+def test_pipelines(name, size, cuts):
+    shape, dtype, axes, one, two = PIPELINES[name]
+    kind = "R2C" if dtype.startswith("float") else "C2R" if name == "to real" else "C2C"
+    case = {"size": size, "shape": shape, "axes": axes, "kind": kind, "parity": "even",
+            "norm": None, "dtype": dtype}  # fmt: skip
+    array = fft_cases.operand_of(case)
+    full = fft_cases.wanted(case, array)
+    ends = [getattr(geometry.Slab, axis) for axis in (one, two)]
+    parts = [part_of(array, ends[0], r, size) for r in range(size)]
+    problem = case_problem(case, parts, [ends[0]] * size, [ends[1]] * size)
+    found = stages(choose(problem, GPUS), reachable=True)
+    memories, pipelines = [], []
+    for rank in range(size):
+        operand = packed("operand", parts[rank].shape, dtype)
+        result = packed("result", problem.target.local_shape(rank), problem.result)
+        pipeline = pipelined(found, rank, Cuts(*cuts), order="C", operand=operand, result=result)
+        assert pipeline is not None
+        sizes = dict(pipeline.places)
+        sizes["result"] = result.size * result.itemsize
+        sizes["operand"] = operand.size * operand.itemsize
+        memory = Memory(sizes, {})
+        memory.array(operand)[...] = parts[rank]
+        memories.append(memory)
+        pipelines.append(pipeline)
+        chunks, rows = pipeline.tables(1 << 14)
+        assert chunks["boxes"].sum() == len(rows)
+    run_pipelines(pipelines, memories, problem.direction < 0)
+    count = math.prod(full.shape[axis] for axis in axes or range(full.ndim))
+    for rank in range(size):
+        want = part_of(full, ends[1], rank, size)
+        result = packed("result", want.shape, problem.result)
+        assert fft_cases.close(memories[rank].array(result), want, count)
+
+
+GRID = (5, 4, 6)
+ORDERS = [(0, 1, 2), (2, 1, 0), (1, 0, 2), (2, 0, 1)]
+
+
+@pytest.mark.parametrize("axes", [(0,), (1,), (2,), (0, 1), (1, 2), (0, 2), (0, 1, 2)])
+@pytest.mark.parametrize("orders", list(itertools.product(ORDERS, ORDERS)))
+@pytest.mark.parametrize("kind", ["C2C", "R2C", "C2R"])
+def test_a_plan_for_any_order_of_memory(kind, axes, orders):
+    """A plan exists for packed arrays of the same order; where one exists, it is right."""
+    half = (*GRID[: axes[-1]], GRID[axes[-1]] // 2 + 1, *GRID[axes[-1] + 1 :])
+    shapes = {"C2C": (GRID, GRID), "R2C": (GRID, half), "C2R": (half, GRID)}[kind]
+    names = {"C2C": ("complex64",) * 2, "R2C": ("float32", "complex64"),
+             "C2R": ("complex64", "float32")}[kind]  # fmt: skip
+    views = [
+        packed(place, shape, name, order)
+        for place, shape, name, order in zip("ab", shapes, names, orders, strict=True)
+    ]
+    found = batches(kind, axes, *(view.strided for view in views))
+    if found is None:
+        assert orders[0] != orders[1] or kind != "C2C"
+        return
+    step = Fourier(kind, axes, *views)
+    rng = np.random.default_rng(7)
+
+    places = {view.place: view.size * view.itemsize for view in views}
+    memory = Memory(places, {})
+    source = memory.array(views[0])
+    source[...] = rng.standard_normal(shapes[0])
+    if kind != "R2C":
+        source[...] += 1j * rng.standard_normal(shapes[0]).astype(np.float32)
+    before = source.copy()
+    performed(step, memory, True)
+    want = {
+        "C2C": lambda: np.fft.fftn(before, axes=axes),
+        "R2C": lambda: np.fft.rfftn(before, axes=axes),
+        "C2R": lambda: np.fft.irfftn(before, s=[GRID[a] for a in axes], axes=axes, norm="forward"),
+    }[kind]()
+    assert np.abs(memory.array(views[1]) - want).max() < 1e-3
+
+
+def test_one_real_number_from_one_complex():
+    """cuFFT leaves an axis of length 1 away: the others are transformed before it."""
+    target = packed("b", (20, 20, 1), "float32")
+    for order in ("C", "F"):
+        source = packed("a", (20, 20, 1), "complex64", order)
+        steps = local_steps("C2R", (0, 1, 2), source, target, keep=False)
+        done = [step.axes for step in steps if isinstance(step, Fourier)]
+        assert [set(each) for each in done] == [{0, 1}, {2}]
+        assert batches("C2R", (1, 2), source.strided, target.strided) is None
+
+
+def test_what_no_plan_can_do():
+    reversed_rows = Strided((4, 6), (-48, 8), 8)
+    plain = Strided((4, 6), (48, 8), 8)
+    assert batches("C2C", (1,), plain, plain) is not None
+    assert batches("C2C", (1,), reversed_rows, plain) is None
+    assert batches("C2C", (1,), Strided((4, 6), (0, 8), 8), plain) is None
+    assert batches("C2C", (1,), Strided((4, 6), (48, 8), 8, misfit=4), plain) is None
+    assert batches("R2C", (1,), Strided((4, 6), (24, 4), 4, misfit=4), plain) is None
