@@ -96,11 +96,15 @@ class Lane:
 
     @property
     def side(self) -> Any:
-        """A stream of the lane's own, for what runs beside the user's. It starts where told to."""
+        """A stream of the lane's own, for what runs beside the user's. It starts where told to.
+
+        Its kernels come before what is left of a kernel of the user's stream: copies within a GPU
+        may be kernels, and would come after a product that they are to run beside.
+        """
         if self._side is None:
             self.team.device.activate()
-            least, _ = call("cuCtxGetStreamPriorityRange")
-            self._side = call("cuStreamCreateWithPriority", 1, least)
+            _, greatest = call("cuCtxGetStreamPriorityRange")
+            self._side = call("cuStreamCreateWithPriority", 1, greatest)
         return self._side
 
     def event(self, name: str) -> Any:
