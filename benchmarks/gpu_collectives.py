@@ -20,6 +20,7 @@ import record
 from shardmath import startup
 from shardmath.arrays import dtypes
 from shardmath.collectives.device import DeviceCollectives
+from shardmath.collectives.on_device import INTO_BYTES
 from shardmath.cuda.kernel import Argument
 from shardmath.launch.function import spawn
 from shardmath.symmetric.heap import Location
@@ -137,11 +138,20 @@ def all_reduces(ranks, nbytes):
     count = nbytes // 2
     generator = torch.Generator(ranks.device).manual_seed(ranks.rank)
     x = torch.randn(count, device=ranks.device, generator=generator).bfloat16()
-    y = torch.empty_like(x)
     bf16 = dtypes.of("bfloat16")
 
+    if nbytes < INTO_BYTES:
+        y = torch.empty_like(x)
+    else:  # as the call does
+        buffer, places = ranks.shared(nbytes)
+        y = torch.as_tensor(buffer, device=ranks.device).view(torch.bfloat16)
+
     def ours():
-        ranks.moves.all_reduce(x.data_ptr(), y.data_ptr(), count, bf16, "sum", ranks.stream())
+        source, stream = x.data_ptr(), ranks.stream()
+        if nbytes < INTO_BYTES:
+            ranks.moves.all_reduce(source, y.data_ptr(), count, bf16, "sum", stream)
+        else:
+            ranks.moves.all_reduce_into(source, places, count, bf16, "sum", stream)
 
     ours()
     reference = x.float()

@@ -148,6 +148,11 @@ def main() -> None:
         rows, facts = spawn(measure, options.gpus, f"{folder}/store", options.gpus)[0]
     if options.commit:
         facts["commit"] = options.commit
+    columns = ("ours_us", "ours_GBps", "nccl_us", "nccl_GBps", "wire_GBps", "ratio_to_nccl")
+    print(f"{'':48}" + "".join(f"{name:>14}" for name in (*columns, "target_GBps")))
+    for row in rows:
+        figures = "".join(f"{row[name]:14.2f}" for name in columns)
+        print(f"{row['what']:48}{figures}{row['target_GBps'] or '':>14}")
     path = record.write("gpu_redistribution", rows, **facts)
     out = os.environ.get("OUT")
     if out:

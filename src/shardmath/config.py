@@ -32,7 +32,9 @@ class Settings:
     timeout: float = _variable(60.0, "Seconds that an operation waits for its peers.")
     startup_timeout: float = _variable(120.0, "Seconds that start-up waits for all ranks.")
     notice: float = _variable(5.0, "Seconds after which a wait says on stderr whom it waits for.")
-    transport: str = _variable("auto", "Transport to use; auto takes the first that is available.")
+    transport: str = _variable(
+        "auto", "How memory is reached: host, mpi or tcp; cuda or nvshmem; auto chooses."
+    )
     fake_hosts: int = _variable(1, "Pretend that the ranks of this machine sit on so many hosts.")
     address: str = _variable("", "Where ranks on other hosts reach this one; found out if empty.")
     segment_bytes: int = _variable(64 << 20, "Smallest segment by which the symmetric heap grows.")

@@ -72,7 +72,7 @@ class Machinery:
         mesh, size = self.mesh, len(ranks)
         rows = self._rows(ranks, rank, name)
         names = [f"pid {mesh.pids[r]} on {mesh.hosts[r]}" for r in ranks]
-        patience = Patience.of(self.settings.timeout, self.settings.notice, mesh.size)
+        patience = Patience.of(self.settings.timeout, self.settings.notice, mesh.neighbours)
         return Board(
             rows,
             rank=rank,

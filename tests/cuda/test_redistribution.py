@@ -14,14 +14,14 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "redistribution"))
 
 import redistribution_cases as cases
+from visible import GPUS
 
 from arrangements import part_of
-from conftest import GPUS
 from shardmath.arrays import library_named, library_of
 from shardmath.distribution import BlockCyclic, ProcessGrid, Redistribute, Slab, redistribute
 from shardmath.errors import HeapExhausted
@@ -33,7 +33,13 @@ from shardmath.symmetric.allocation import (
 )
 
 ORDINARY = ("C", "F", "strided", "reversed")
-ANY = settings(deadline=None, database=None, suppress_health_check=list(HealthCheck))
+ANY = settings(
+    deadline=None,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.explicit, Phase.generate],  # after each failure new ranks have to start
+    report_multiple_bugs=False,
+)
 
 
 # -- the host's bodies -----------------------------------------------------------------------------
@@ -128,7 +134,7 @@ def check(context, body, name, args):
     return found
 
 
-@settings(ANY, max_examples=150)
+@settings(ANY, max_examples=80)
 @given(case=cases.cases(most=max(GPUS, 1), libraries=("cupy", "torch")))
 def test_any_distribution_to_any_other_on_gpus(gpus, case):
     gpus.run(check, "run_case", case[4], [case], ranks=case[0])
@@ -138,13 +144,13 @@ def check_host(context, module, body, args):
     return getattr(importlib.import_module(module), body)(context, *args)
 
 
-@settings(ANY, max_examples=60)
+@settings(ANY, max_examples=40)
 @given(case=cases.cases(most=max(GPUS, 1), stores=ORDINARY))
 def test_any_distribution_to_any_other_from_host_memory(gpus, case):
     gpus.run(check_host, "test_redistribute_any", "run_case", [case], ranks=case[0])
 
 
-@settings(ANY, max_examples=15)
+@settings(ANY, max_examples=10)
 @given(case=cases.cases(most=max(GPUS, 1)))
 def test_a_plan_serves_any_operand_of_its_shape(gpus, case):
     assert all(gpus.run(check, "keep_planned", "cupy", [case], ranks=case[0]))

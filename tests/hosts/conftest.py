@@ -16,16 +16,21 @@ for folder in ("collectives", "redistribution", "matmul", "fft"):
     sys.path.append(str(Path(__file__).parent.parent / folder))
 
 
-def make_context(group):
+def make_mapped(group):
     config.export({"SHARDMATH_FAKE_HOSTS": "2"})
     return new_context("cpu", group)
 
 
-@pytest.fixture(scope="session")
-def far_contexts() -> Iterator[Pool]:
+def make_tcp(group):
+    config.export({"SHARDMATH_FAKE_HOSTS": "2", "SHARDMATH_TRANSPORT": "tcp"})
+    return new_context("cpu", group)
+
+
+@pytest.fixture(scope="session", params=[make_mapped, make_tcp], ids=["host", "tcp"])
+def far_contexts(request) -> Iterator[Pool]:
     """Six ranks: `far_contexts.run(function, *args, ranks=k)` calls function(context, ...).
 
     Of 2, 3, 4, 5 and 6 ranks 1, 2, 2, 3 and 3 are on the first host.
     """
-    with Pool(6, make_context) as ranks:
+    with Pool(6, request.param) as ranks:
         yield ranks

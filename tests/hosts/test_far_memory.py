@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from far_program import check as check_program
 
 from mortal import Job, Raised, on_ranks
 from shardmath import startup, symmetric_memory
@@ -283,7 +284,7 @@ def test_settings_that_make_no_sense():
     assert {outcome.kind for outcome in outcomes} == {"ValueError"}
     with Job(2, busy, {"SHARDMATH_TRANSPORT": "smoke"}) as job:
         outcomes = [job.outcome(rank) for rank in range(2)]
-    assert all(o.kind == "ValueError" and "host and mpi" in o.text for o in outcomes)
+    assert all(o.kind == "ValueError" and "host, mpi, tcp" in o.text for o in outcomes)
     with Job(2, busy, {"SHARDMATH_TRANSPORT": "mpi"}) as job:
         outcomes = [job.outcome(rank) for rank in range(2)]
     assert all(o.kind == "BackendUnavailable" and "mpiexec" in o.text for o in outcomes)
@@ -305,18 +306,25 @@ def apart(group):
     """Ranks of two machines without MPI."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mesh, "host_identity", lambda: f"machine {group.rank % 2}")
-        return startup.initialize("cpu", group)
+        context = startup.initialize("cpu", group)
+        check_program(context)
+        return context.heap.transport.name
 
 
-@pytest.mark.parametrize("transport", ["auto", "host", "mpi"])
-def test_machines_without_mpi(transport):
+def test_tcp_is_chosen_between_machines_without_mpi():
+    with Job(3, apart, {}) as job:
+        assert [job.outcome(rank) for rank in range(3)] == ["tcp"] * 3
+
+
+@pytest.mark.parametrize("transport", ["host", "mpi"])
+def test_machines_that_a_transport_does_not_reach(transport):
     with Job(3, apart, {"SHARDMATH_TRANSPORT": transport}) as job:
         outcomes = [job.outcome(rank) for rank in range(3)]
     said = "of one machine only" if transport == "host" else "start the program with mpiexec"
     assert all(one.kind == "BackendUnavailable" and said in one.text for one in outcomes), outcomes
 
 
-@pytest.mark.parametrize(("size", "hosts"), [(1, 2), (2, 2), (3, 2), (4, 2), (3, 1)])
+@pytest.mark.parametrize(("size", "hosts"), [(1, 2), (2, 2), (4, 2), (3, 1)])
 def test_mpi_windows(size, hosts):
     """The program of far_program.py, with memory that is reached through MPI."""
     command = [str(MPIEXEC), "-n", str(size), "-env", "SHARDMATH_TRANSPORT", "mpi"]

@@ -45,7 +45,7 @@ class _Rank:
         return list(row)
 
 
-def connected(before=None):
+def connected(before=None, timeout=2.0):
     """Both ranks' connections; `before(cards)` runs between the exchange and the calls."""
     pair, made = Pair(), {}
 
@@ -55,7 +55,7 @@ def connected(before=None):
             group.allgather_bytes = lambda data: before(_Rank.allgather_bytes(group, data))
         try:
             made[rank] = connect_far(
-                group, [1 - rank], address="127.0.0.1", timeout=2.0, watch=PeerWatch({})
+                group, [1 - rank], address="127.0.0.1", timeout=timeout, watch=PeerWatch({})
             )[1 - rank]
         except BootstrapError as error:
             made[rank] = error
@@ -136,7 +136,7 @@ def test_who_does_not_prove_the_key_is_not_the_listener():
         names, _, key = wire.decode(cards[0])
         return [wire.encode((names, impostor.getsockname()[1], key)), cards[1]]
 
-    first, second = connected(swapped)
+    first, second = connected(swapped, timeout=0.3)
     assert isinstance(first, BootstrapError) and isinstance(second, BootstrapError)
     assert "not that rank" in str(second)
     assert len(heard[0]) == greeting._HELLO.size

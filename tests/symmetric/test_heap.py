@@ -1,6 +1,7 @@
 """The heap of one rank: blocks, marks, growth; what fails leaves it as it was."""
 
 import gc
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from shardmath.errors import HeapExhausted
 from shardmath.group import SoloProcessGroup
 from shardmath.symmetric import heap as heap_module
 from shardmath.symmetric.heap import Heap
+from shardmath.transport.base import Fence
 from shardmath.transport.host import HostTransport
 from shardmath.transport.mesh import Mesh
 
@@ -139,3 +141,57 @@ def test_more_than_is_available_is_refused(heap, monkeypatch):
     assert caught.value.have == 3 * MIB and caught.value.need >= 62 * MIB
     assert len(heap._segments) == 1 and heap.used == kept.block.room
     assert heap_module.GRANULE == 2 * MIB
+
+
+class Pending(Fence):
+    """Work that a device has not done yet."""
+
+    done = False
+
+    def passed(self):
+        return self.done
+
+
+def test_what_the_device_still_uses_is_neither_reused_nor_marked(heap):
+    fences = []
+
+    def fence():
+        fences.append(Pending())
+        return fences[-1]
+
+    with patch.object(heap.transport, "fence", fence):
+        buffer, shared = heap.allocate(MIB), heap.allocate(100)
+        first, block = buffer.block, shared.block
+        block.shared.add((1, 5))
+        del buffer
+        assert heap.used == first.room + block.room and len(fences) == 1
+        assert heap.allocate(MIB).block.address != first.address
+        del shared
+        assert heap.marks(1) == [] and len(fences) == 2, "a later drop stands behind a later one"
+        fences[0].done = True
+        assert heap.allocate(MIB).block.address == first.address
+        fences[1].done = True
+        assert heap.marks(1) == [5]
+        heap.honour(1, [[5], [5]])
+        assert heap.find(block.address) is None
+
+
+def test_an_allocation_waits_for_a_fence_before_the_heap_grows(heap):
+    fence = Pending()
+    with patch.object(heap.transport, "fence", lambda: fence):
+        buffer = heap.allocate(3 * MIB)
+        first = buffer.block
+        del buffer
+        assert heap.allocate(3 * MIB).block.location.segment == 1, "but not for ever"
+        with patch("time.sleep", lambda _: setattr(fence, "done", True)):
+            assert heap.allocate(4 * MIB - 256).block.location.segment == 0
+        assert heap.find(first.address) is not first
+
+
+def test_nothing_is_reused_while_no_fence_can_be_set(heap):
+    with patch.object(heap.transport, "fence", lambda: None):
+        buffer = heap.allocate(100)
+        block = buffer.block
+        del buffer
+        assert heap.used == block.room and heap.find(block.address) is block
+    assert heap.used == 0

@@ -27,10 +27,11 @@ from shardmath.symmetric.allocation import array_on
 from shardmath.symmetric.heap import Location
 from shardmath.symmetric.team import Team
 
-__all__ = ["DeviceOperand", "device_output_spec", "stand_in"]
+__all__ = ["INTO_BYTES", "DeviceOperand", "device_output_spec", "stand_in"]
 
 _ON_GPUS = " on GPUs"
 _LARGE_BYTES = 4 << 20  # to one rank; from here on parts are pushed into place on the peers
+INTO_BYTES = 16 << 20  # of an array that is reduced into symmetric memory
 
 # In the rank's own operand, the part for a rank; in the result, the part of a rank.
 Parts = Sequence[int]
@@ -73,6 +74,12 @@ class DeviceOperand:
         source, dtype, op = self._wide(reduction)
         moves = DeviceCollectives.together(self.context)
         count, stream = self.spec.size, self.stream
+        large = out is None and count * dtype.itemsize >= INTO_BYTES
+        if large and self.context.size > 1 and isinstance(moves, DeviceCollectives):
+            flat, places = self._shared(count, dtype)
+            moves.all_reduce_into(source.pointer, places, count, dtype, op, stream)
+            result = flat.narrow(reduction.result)
+            return self._finish(result, self.spec.shape, reduction.result, None)
         if dtype.name == reduction.result and self._takes(out, source.pointer):
             moves.all_reduce(source.pointer, self.library.pointer(out), count, dtype, op, stream)
             return out
@@ -98,9 +105,8 @@ class DeviceOperand:
         item, rank = self.spec.itemsize, self.context.rank
         sizes = [prod(each) * item for each in shapes]
         source, whole = self._packed(self._x), sum(sizes)
-        large = max(sizes) >= _LARGE_BYTES and not any(size % 16 for size in sizes)
-        if large and isinstance(moves, DeviceCollectives):
-            flat, places = self._shared(whole // item)
+        if max(sizes) >= _LARGE_BYTES and isinstance(moves, DeviceCollectives):
+            flat, places = self._shared(whole // item, dtype_of(self.spec.dtype))
             start = sum(sizes[:rank])
             targets = [place + start for place in places]
             size = self.context.size
@@ -120,11 +126,8 @@ class DeviceOperand:
         table = [[count * width for count in row] for row, width in zip(sent, widths, strict=True)]
         source = self._packed(self._by_rank(axis, sent[rank]))
         received = [row[rank] for row in table]
-        large = max(map(max, table)) >= _LARGE_BYTES and not any(
-            n % 16 for row in table for n in row
-        )
-        if large and isinstance(moves, DeviceCollectives):
-            flat, places = self._shared(sum(received) // item)
+        if max(map(max, table)) >= _LARGE_BYTES and isinstance(moves, DeviceCollectives):
+            flat, places = self._shared(sum(received) // item, dtype_of(self.spec.dtype))
             sources = [source.pointer + sum(table[rank][:peer]) for peer in range(size)]
             targets = [
                 place + sum(row[peer] for row in table[:rank]) for peer, place in enumerate(places)
@@ -145,9 +148,8 @@ class DeviceOperand:
         dtype = dtype_of(self.spec.dtype)
         nbytes, size, rank = prod(shape) * dtype.itemsize, self.context.size, self.context.rank
         source = self._packed(self._x)
-        large = nbytes >= _LARGE_BYTES and nbytes % 16 == 0
-        if large and isinstance(moves, DeviceCollectives):
-            flat, places = self._shared(prod(shape))
+        if nbytes >= _LARGE_BYTES and isinstance(moves, DeviceCollectives):
+            flat, places = self._shared(prod(shape), dtype)
             sent = nbytes if rank == root else 0
             moves.move([source.pointer] * size, places, [sent] * size, self.stream)
         else:
@@ -205,9 +207,9 @@ class DeviceOperand:
         array = self.library.empty((count,), dtype, "C", self.spec.device)
         return _Flat(self, array, dtype, count)
 
-    def _shared(self, count: int) -> tuple[_Flat, list[int]]:
+    def _shared(self, count: int, dtype: DType) -> tuple[_Flat, list[int]]:
         """Such memory on the heap, and where every rank's lies. Collective."""
-        context, dtype = self.context, dtype_of(self.spec.dtype)
+        context = self.context
         made: list[Any] = []
 
         def tell() -> tuple[int, int, int]:

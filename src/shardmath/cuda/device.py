@@ -7,8 +7,9 @@ context can still be given back.
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
-from shardmath.cuda.driver import bindings, call
+from shardmath.cuda.driver import bindings, call, status_of
 from shardmath.errors import BackendUnavailable
 
 __all__ = ["Device"]
@@ -62,9 +63,34 @@ class Device:
 
     def zero(self, address: int, nbytes: int) -> None:
         """Set memory of the device to zero, and wait until it is."""
+        self.fill(address, 0, nbytes)
+
+    def fill(self, address: int, byte: int, nbytes: int) -> None:
+        """Set all bytes of memory of the device, and wait until they are."""
         self.activate()
-        call("cuMemsetD8", address, 0, nbytes)
+        call("cuMemsetD8", address, byte, nbytes)
         call("cuCtxSynchronize")
+
+    def record_all(self) -> Any:
+        """A new event behind what has been put on all streams of the device by this process.
+
+        Not to be called while one of them is being captured: that would end the capture.
+        """
+        self.activate()
+        event = call("cuEventCreate", 2)  # without times
+        call("cuCtxRecordEvent", self._context, event)
+        return event
+
+    def reached(self, event: Any) -> bool:
+        """Whether the work before `event` is done. Also while a stream is being captured."""
+        self.activate()
+        modes = bindings().CUstreamCaptureMode
+        mode = call("cuThreadExchangeStreamCaptureMode", modes.CU_STREAM_CAPTURE_MODE_RELAXED)
+        try:
+            status, _ = status_of("cuEventQuery", event)
+        finally:
+            call("cuThreadExchangeStreamCaptureMode", mode)
+        return status != int(bindings().CUresult.CUDA_ERROR_NOT_READY)
 
     def synchronize(self) -> None:
         """Wait until the device has done all that this process asked of it."""

@@ -13,10 +13,10 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from shardmath.cuda.device import Device
-from shardmath.cuda.driver import call
+from shardmath.cuda.driver import call, status_of
 from shardmath.errors import CudaError
 
-__all__ = ["Turns", "capturing", "current", "given"]
+__all__ = ["Lane", "Turns", "any_capturing", "capturing", "current", "given"]
 
 
 def current(library: str, device: Device) -> int:
@@ -55,6 +55,40 @@ def given(stream: Any, library: str, device: Device) -> int:
 def capturing(stream: int) -> bool:
     """Whether what is launched on `stream` is being captured into a CUDA graph."""
     return int(call("cuStreamIsCapturing", stream)) != 0
+
+
+def any_capturing(device: Device) -> bool:
+    """Whether one of the calling thread's current streams is being captured.
+
+    And whether any stream is that waits for the default stream: asked of that, the driver fails.
+    """
+    device.activate()
+    handles = {0}
+    if "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
+        handles.add(current("torch", device))
+    handles.add(current("cupy", device))
+    answers = [status_of("cuStreamIsCapturing", handle) for handle in handles]
+    return any(status or int(state) for status, state in answers)
+
+
+class Lane:
+    """A stream beside the user's, for what is to run at the same time."""
+
+    def __init__(self, device: Device) -> None:
+        device.activate()
+        self._device = device
+        self._stream = call("cuStreamCreate", 1)  # it does not wait for the default stream
+        self._event = call("cuEventCreate", 2)  # without times
+
+    @contextmanager
+    def beside(self, stream: int) -> Iterator[Any]:
+        """The lane's handle: it starts where `stream` is, which goes on after both are done."""
+        self._device.activate()
+        call("cuEventRecord", self._event, stream)
+        call("cuStreamWaitEvent", self._stream, self._event, 0)
+        yield self._stream
+        call("cuEventRecord", self._event, self._stream)
+        call("cuStreamWaitEvent", stream, self._event, 0)
 
 
 class Turns:

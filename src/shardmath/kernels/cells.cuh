@@ -136,16 +136,20 @@ struct Stretch {
 
     __device__ u32 packets() const { return (u32)((nbytes + kBytes - 1) / kBytes); }
 
+    // The packet at `at`, all of which is inside and at its alignment.
+    __device__ Packet whole(u32 at) const {
+        const char* address = start + (u64)at * kBytes;
+        if (kBytes == 8) return {*(const u64*)address, 0};
+        const ulonglong2 words = *(const ulonglong2*)address;
+        return {words.x, words.y};
+    }
+
     // The packet at `at`; zeros from the end on.
     __device__ Packet read(u32 at) const {
         Packet p = {0, 0};
         const char* address = start + (u64)at * kBytes;
         if (at >= packets()) return p;
-        if (kWhole || is_whole(at)) {
-            if (kBytes == 8) return {*(const u64*)address, 0};
-            const ulonglong2 whole = *(const ulonglong2*)address;
-            return {whole.x, whole.y};
-        }
+        if (kWhole || is_whole(at)) return whole(at);
         Unit* units = (Unit*)&p;
 #pragma unroll
         for (int i = 0; i < kBytes / (int)sizeof(Unit); ++i)

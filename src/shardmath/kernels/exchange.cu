@@ -22,7 +22,7 @@ struct ExchangeArgument {
 typedef Stretch<kBytes, uint8, WHOLE> Bytes;
 
 // Every turn joins every two ranks, also those with nothing to say: see Reuse in cells.cuh.
-extern "C" __global__ void __launch_bounds__(kThreads) exchange(const __grid_constant__ ExchangeArgument a) {
+extern "C" __global__ void __launch_bounds__(kThreads, 2) exchange(const __grid_constant__ ExchangeArgument a) {
     const u32 packets = Bytes{a.input, a.most}.packets(), stride = gridDim.x * blockDim.x;
     Turn turn(a.cells.team);
     for (u32 row = blockIdx.x * blockDim.x; row < packets; row += stride, turn = turn.next()) {

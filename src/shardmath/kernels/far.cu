@@ -14,7 +14,7 @@ extern "C" __global__ void advance(const __grid_constant__ BarrierArgument a) {
     Channel& own = a.team.own().channel(a.channel);
     fence();  // what kernels before this one have written to peers
     for (int peer = threadIdx.x; peer < kRanks; peer += blockDim.x) {
-        const u64 round = own.round[peer] + 1;
+        const u64 round = load_relaxed(&own.round[peer]) + 1;
         own.round[peer] = round;
         Pad* const theirs = a.team.pad[peer];
         if (peer != a.team.rank && theirs) signal(&theirs->channel(a.channel).barrier[a.team.rank], round);
@@ -28,7 +28,7 @@ extern "C" __global__ void await_round(const __grid_constant__ BarrierArgument a
     bool arrived = true;
     for (int peer = threadIdx.x; peer < kRanks; peer += blockDim.x)
         if (peer != a.team.rank)
-            arrived &= wait(a.team, &own.barrier[peer], own.round[peer], peer, kBarrier, a.channel);
+            arrived &= wait(a.team, &own.barrier[peer], load_relaxed(&own.round[peer]), peer, kBarrier, a.channel);
     arrived = __syncthreads_and(arrived);
     if (!arrived)
         for (int peer = threadIdx.x; peer < kRanks; peer += blockDim.x) own.round[peer] -= 1;

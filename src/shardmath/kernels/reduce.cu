@@ -55,7 +55,7 @@ struct AllReduceArgument {
 };
 
 // Every rank sends all it has to all others, and combines all: for small arrays.
-extern "C" __global__ void __launch_bounds__(kThreads) one_shot(const __grid_constant__ AllReduceArgument a) {
+extern "C" __global__ void __launch_bounds__(kThreads, 2) one_shot(const __grid_constant__ AllReduceArgument a) {
     const Elements input = {a.input, a.nbytes}, output = {a.output, a.nbytes};
     const u32 packets = input.packets(), stride = gridDim.x * blockDim.x;
     Turn turn(a.cells.team);
@@ -74,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) one_shot(const __grid_con
 
 // Every rank combines one slice of the array, and sends the result to all others. What it has of the next
 // turn follows at once, so that the links are busy while it waits for this one's results.
-extern "C" __global__ void __launch_bounds__(kThreads) two_shot(const __grid_constant__ AllReduceArgument a) {
+extern "C" __global__ void __launch_bounds__(kThreads, 2) two_shot(const __grid_constant__ AllReduceArgument a) {
     const Elements input = {a.input, a.nbytes}, output = {a.output, a.nbytes};
     const u32 slice = (input.packets() + kRanks - 1) / kRanks, stride = gridDim.x * blockDim.x;
     const auto contribute = [&](u32 at, const Turn& turn) {
@@ -112,7 +112,7 @@ struct ReduceScatterArgument {
 };
 
 // Every rank combines its own part. Parts may differ in size; shorter ones take part to the end.
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, 2)
     reduce_scatter(const __grid_constant__ ReduceScatterArgument a) {
     const u32 packets = Elements{a.input, a.most}.packets(), stride = gridDim.x * blockDim.x;
     Turn turn(a.cells.team);
@@ -131,4 +131,60 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         if (at + stride < packets) settle();
     }
     finish(a.cells.team, turn);
+}
+
+struct FoldArgument {
+    char* from[kRanks];  // what each rank has of this rank's slice, in this rank's memory
+    char* to[kRanks];    // the slice in the ranks' results; may be where it was read
+    u64 count;           // how many of them are written to
+    u64 nbytes;
+};
+
+constexpr int kFoldThreads = 256;
+#ifndef TILE
+#define TILE (16 << 10)
+#endif
+constexpr u32 kTile = TILE;  // bytes that a block combines, and then pushes to one rank after the other
+constexpr int kTiles = 3;
+
+__device__ inline Packet folded(const FoldArgument& a, u32 at) {
+    Packet have[kRanks];
+#pragma unroll
+    for (int from = 0; from < kRanks; ++from) {
+        const Elements part = {a.from[from], a.nbytes};
+        have[from] = WHOLE ? part.whole(at) : part.read(at);
+    }
+    return combined(have);
+}
+
+// Combine what has come from every rank, and push it into the results. No peer is waited for.
+extern "C" __global__ void __launch_bounds__(kFoldThreads) fold(const __grid_constant__ FoldArgument a) {
+#if WHOLE
+    __shared__ __align__(128) char tiles[kTiles][kTile];
+    int stage = 0;
+    for (u64 start = (u64)blockIdx.x * kTile; start < a.nbytes; start += (u64)gridDim.x * kTile) {
+        const u32 nbytes = (u32)(a.nbytes - start < kTile ? a.nbytes - start : kTile);
+        const Elements tile = {tiles[stage], nbytes};
+        if (threadIdx.x == 0) asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kTiles - 1) : "memory");
+        __syncthreads();  // what was in this tile has been sent
+        for (u32 i = threadIdx.x; i < nbytes / kBytes; i += blockDim.x) tile.write(i, folded(a, start / kBytes + i));
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            for (u64 i = 0; i < a.count; ++i)
+                asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(a.to[i] + start),
+                             "r"((u32)__cvta_generic_to_shared(tiles[stage])), "r"(nbytes)
+                             : "memory");
+            asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+        }
+        stage = stage + 1 == kTiles ? 0 : stage + 1;
+    }
+    if (threadIdx.x == 0) asm volatile("cp.async.bulk.wait_group 0;\n\tfence.proxy.async;" ::: "memory");
+#else
+    const u32 packets = Elements{a.to[0], a.nbytes}.packets();
+    for (u32 at = blockIdx.x * blockDim.x + threadIdx.x; at < packets; at += gridDim.x * blockDim.x) {
+        const Packet result = folded(a, at);
+        for (u64 i = 0; i < a.count; ++i) Elements{a.to[i], a.nbytes}.write(at, result);
+    }
+#endif
 }

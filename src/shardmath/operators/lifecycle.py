@@ -13,7 +13,7 @@ from functools import lru_cache
 from logging import Logger
 from typing import Any, ClassVar, Self, TypeVar
 
-from shardmath.context import DistributedContext, require_context
+from shardmath.context import DistributedContext
 from shardmath.errors import ShardmathError
 
 __all__ = [
@@ -21,7 +21,6 @@ __all__ = [
     "check_blocking",
     "check_logger",
     "check_stream",
-    "context_on_cores",
     "options_of",
 ]
 
@@ -111,20 +110,6 @@ class Lifecycle:
             raise RuntimeError(
                 f"this {self.noun} has no operands: they were released; reset them first"
             )
-
-
-def context_on_cores(noun: str) -> DistributedContext:
-    """The current context. Raises NotImplementedError when its ranks compute on GPUs.
-
-    The same on every rank, since all of a context compute on the same kind of device.
-    """
-    context = require_context()
-    if context.team is not None:
-        raise NotImplementedError(
-            f"{noun} computes on cores so far; on this context of GPUs there are symmetric memory "
-            'and the collectives. Use it in a context made by new_context("cpu", ...)'
-        )
-    return context
 
 
 def check_stream(stream: Any) -> None:

@@ -50,6 +50,11 @@ class Workspace:
         """The block of a buffer that has been asked for."""
         return self._buffers[name].block
 
+    def held(self, name: str) -> Block | None:
+        """The block of a buffer, if there is one of that name."""
+        buffer = self._buffers.get(name)
+        return None if buffer is None else buffer.block
+
     def drop(self, name: str) -> None:
         """Give the buffer of that name back."""
         self._buffers.pop(name, None)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from shardmath.arrays import dtypes, library_of
-from shardmath.arrays.base import HostArray
+from shardmath.arrays.base import HostArray, overlaps
 from shardmath.arrays.spec import ArraySpec, Order, order_of
 from shardmath.context import DistributedContext
 from shardmath.cuda import stream as streams
@@ -184,8 +184,7 @@ def result_in(context: DistributedContext, out: Any) -> Result:
         return _back_to(context, out, "F" if spec.order == "F" else "C")
     if hasattr(out, "is_conj") and (out.is_conj() or out.is_neg()):
         raise ValueError("out is a lazy conjugate, and the call writes into it")
-    steps = zip(spec.shape, spec.strides, strict=True)
-    if spec.size and any(n > 1 and step == 0 for n, step in steps):
+    if overlaps(spec.shape, spec.strides):
         raise ValueError("out is an expanded view, and the call writes into it")
     return Result(read(context, out, "out"), out)
 
@@ -215,7 +214,7 @@ def _back_to(context: DistributedContext, user: Any, order: Literal["C", "F"]) -
 def _on_heap(
     context: DistributedContext, shape: tuple[int, ...], dtype: str, order: Literal["C", "F"]
 ) -> DeviceArray:
-    """Packed memory of the heap."""
+    """Packed memory of the heap, for an array of `shape`. Local. Raises HeapExhausted."""
     itemsize = dtypes.of(dtype).itemsize
     strides = [0] * len(shape)
     step = itemsize

@@ -5,11 +5,16 @@ block lies when they use it together. Freeing is local too. A block that peers k
 use only after every rank of each of its groups has marked it and an exchange that carried the marks
 has passed, so a late reader never sees memory that has been given to another array. The garbage
 collector only ever appends to a list.
+
+Streams. What a rank has dropped, kernels on any of its streams may still read. So a dropped block
+stands behind a fence, set on all streams of the device once the drop has been seen: before the
+fence has passed, the rank neither reuses the block nor marks it for its peers.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from bisect import bisect_right
 from collections import deque
@@ -19,11 +24,13 @@ from typing import Any
 
 from shardmath.errors import HeapExhausted
 from shardmath.symmetric.ranges import FreeRanges, aligned
-from shardmath.transport.base import Transport
+from shardmath.transport.base import Fence, Transport
 
 __all__ = ["Block", "Buffer", "Heap", "Location"]
 
 GRANULE = 2 << 20  # memory is committed, and given back, by so many bytes
+_PATIENCE = 0.05  # seconds that an allocation waits for fences before the heap grows
+_PAUSE = 2e-5
 
 
 @dataclass(frozen=True)
@@ -39,14 +46,16 @@ class Block:
 
     `shared` holds the marks, (group, number), that every rank of the group must set before the
     block can be reused. `freed`: the user has freed it. `unused`: no array of this rank refers to
-    it. `buffer()` is the Buffer while there is one; `handles` are the weakly held objects through
-    which this rank reaches the peers' blocks of the same number.
+    it. `fence`: behind what the device was doing when either was seen. `buffer()` is the Buffer
+    while there is one; `handles` are the weakly held objects through which this rank reaches the
+    peers' blocks of the same number.
     """
 
     __slots__ = (
         "__weakref__",
         "address",
         "buffer",
+        "fence",
         "freed",
         "handles",
         "location",
@@ -63,6 +72,7 @@ class Block:
         self.address = address
         self.freed = False
         self.unused = False
+        self.fence: Fence | None = None
         self.shared: set[tuple[int, int]] = set()
         self.buffer: Callable[[], Buffer | None] = _nothing
         self.handles: list[weakref.ref[Any]] = []
@@ -71,6 +81,11 @@ class Block:
     def released(self) -> bool:
         """Whether this rank will touch neither the block nor its peers' blocks again."""
         return self.unused or (self.freed and not any(handle() for handle in self.handles))
+
+    @property
+    def quiet(self) -> bool:
+        """Whether the device does nothing more with a block that was dropped or freed."""
+        return self.fence is not None and self.fence.passed()
 
     def __repr__(self) -> str:
         return f"Block({self.nbytes} bytes at {self.location.segment}:{self.location.offset})"
@@ -161,7 +176,7 @@ class Heap:
         room = aligned(max(nbytes, 1))
         with self._lock:
             self.recycle()
-            location = self._take(room)
+            location = self._take(room) or self._take_patiently(room)
             grown = location is None
             if location is None:
                 self._grow(room)
@@ -198,6 +213,7 @@ class Heap:
         """The user needs `block` no more: give its memory back as soon as no peer can read it."""
         with self._lock:
             block.freed = True
+            block.fence = None
             self._limbo[block] = None
             self.recycle()
 
@@ -214,7 +230,7 @@ class Heap:
         """The numbers of this rank's blocks of `group` that it no longer uses."""
         with self._lock:
             self._collect()
-            released = [block for block in self._limbo if block.released]
+            released = [block for block in self._limbo if block.released and block.quiet]
             return [n for block in released for g, n in block.shared if g == group]
 
     def honour(self, group: int, marks: Iterable[Iterable[int]]) -> None:
@@ -239,7 +255,7 @@ class Heap:
             self._collect()
             waiting: dict[Block, None] = {}
             for block in self._limbo:
-                if block.shared:
+                if block.shared or not block.quiet:
                     waiting[block] = None
                 elif block.unused:
                     self._reuse(block)
@@ -248,7 +264,10 @@ class Heap:
             self._limbo = waiting
 
     def _collect(self) -> None:
-        """Take over what the garbage collector has marked, and the groups that have ended."""
+        """Take over what the garbage collector has marked, and the groups that have ended.
+
+        What is new in limbo gets its fence.
+        """
         for _ in range(len(self._left)):
             group, ended = self._left.popleft()
             if not ended():
@@ -259,7 +278,12 @@ class Heap:
         while self._dropped:
             block = self._dropped.popleft()
             block.unused = True
+            block.fence = None
             self._limbo[block] = None
+        fresh = [block for block in self._limbo if block.fence is None]
+        fence = self.transport.fence() if fresh else None
+        for block in fresh:
+            block.fence = fence
 
     def _reuse(self, block: Block) -> None:
         at = bisect_right(self._addresses, block.address) - 1
@@ -273,6 +297,20 @@ class Heap:
             offset = segment.ranges.take(room)
             if offset is not None:
                 return Location(index, offset)
+        return None
+
+    def _take_patiently(self, room: int) -> Location | None:
+        """Wait for fences, but not long: what is before one may wait for this rank's next call."""
+        give_up = time.monotonic() + _PATIENCE
+        for block in [b for b in self._limbo if b.unused and not b.shared and b.fence]:
+            while not block.quiet:
+                if time.monotonic() > give_up:
+                    return None
+                time.sleep(_PAUSE)
+            self.recycle()
+            location = self._take(room)
+            if location is not None:
+                return location
         return None
 
     def _grow(self, room: int) -> None:

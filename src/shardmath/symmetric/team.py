@@ -26,9 +26,10 @@ from shardmath.symmetric import layout
 from shardmath.symmetric.board import Board
 from shardmath.symmetric.heap import Buffer
 
-__all__ = ["CHANNELS", "Team"]
+__all__ = ["CHANNELS", "RESERVED", "Team"]
 
 CHANNELS = 64  # of a context's team
+RESERVED = CHANNELS - 1  # from here on they are the collectives'
 _LOOK_AFTER, _LONGEST_NAP = 1e-3, 2e-3  # seconds: for peers that have died; between two looks
 _OPERATIONS = {
     layout.OF_BARRIER: "barrier",
@@ -221,7 +222,7 @@ class Team:
             for rank in ranks
             for operation, expected, seen in [late[rank].tolist()]
         ]
-        if any(int(late[rank, 0]) & 0xFFFFFFFF in _COUNTED for rank in ranks):
+        if any(_is_counted(int(late[rank, 0])) for rank in ranks):
             self.broken = "; ".join(reasons)
         gone = self._board.gone(ranks)
         if gone is not None:
@@ -231,6 +232,12 @@ class Team:
             "raise SHARDMATH_TIMEOUT if they were only slow",
             ranks,
         )
+
+
+def _is_counted(operation: int) -> bool:
+    """Whether an expired wait of that kind and place leaves what is counted in no known state."""
+    kind, number = operation & 0xFFFFFFFF, operation >> 32
+    return kind in _COUNTED or (kind == layout.OF_BARRIER and number >= RESERVED)
 
 
 def _signed(word: int) -> int:

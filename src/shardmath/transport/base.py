@@ -21,6 +21,7 @@ from shardmath.group.base import ProcessGroup
 __all__ = [
     "Bytes",
     "DeviceBytes",
+    "Fence",
     "Memory",
     "Probe",
     "Segment",
@@ -48,6 +49,14 @@ class DeviceBytes:
 
 
 Memory = Bytes | DeviceBytes
+
+
+class Fence:
+    """The work that was asked of a device up to a moment. Cores leave none pending."""
+
+    def passed(self) -> bool:
+        """Whether all of it is done. Never blocks."""
+        return True
 
 
 @dataclass(frozen=True)
@@ -133,6 +142,13 @@ class Transport(ABC):
     @abstractmethod
     def view(self, rank: int, index: int, offset: int, nbytes: int) -> Memory | None:
         """The bytes of an attached segment, for arrays to lie on, or None without an address."""
+
+    def fence(self) -> Fence | None:
+        """A fence behind all that this process has asked of its device; None if none can be set.
+
+        It can be set at most other times: not while what is asked for is captured in a CUDA graph.
+        """
+        return Fence()
 
     @abstractmethod
     def get(self, rank: int, index: int, offset: int, into: Memory, stream: int = 0) -> None:

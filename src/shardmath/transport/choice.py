@@ -1,7 +1,7 @@
 """Which transport serves these ranks: the one asked for, or the first that reaches them all.
 
     memory     one host    several hosts
-    cores      host        mpi
+    cores      host        mpi where the ranks are MPI's, else tcp
     GPUs       cuda        nvshmem
 
 Under pretended hosts the transports of one host serve too: they answer None for an address on
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["choose", "make"]
 
-_FOR_CORES, _FOR_GPUS = ("host", "mpi"), ("cuda", "nvshmem")
+_FOR_CORES, _FOR_GPUS = ("host", "mpi", "tcp"), ("cuda", "nvshmem")
 
 
 def choose(mesh: Mesh, group: ProcessGroup, device: Device | None, asked: str) -> str:
@@ -38,7 +38,7 @@ def choose(mesh: Mesh, group: ProcessGroup, device: Device | None, asked: str) -
         kind = "cores" if device is None else "GPUs"
         raise ValueError(
             f"SHARDMATH_TRANSPORT={asked!r}: for ranks that compute on {kind} there are auto, "
-            f"{' and '.join(names)}"
+            f"{', '.join(names)}"
         )
     if mesh.real_hosts == 1:
         return names[0] if asked == "auto" else asked
@@ -48,13 +48,9 @@ def choose(mesh: Mesh, group: ProcessGroup, device: Device | None, asked: str) -
             f"{mesh.real_hosts}: {', '.join(dict.fromkeys(mesh.hosts))}; leave SHARDMATH_TRANSPORT "
             "unset"
         )
-    if device is None and not isinstance(group, MPIProcessGroup):
-        raise BackendUnavailable(
-            f"ranks on the cores of {mesh.real_hosts} machines reach each other's memory through "
-            "MPI: start the program with mpiexec, or pass an mpi4py communicator; "
-            "pip install mpi4py mpich"
-        )
-    return names[1]
+    if asked != "auto":
+        return asked
+    return "tcp" if device is None and not isinstance(group, MPIProcessGroup) else names[1]
 
 
 def make(name: str, mesh: Mesh, device: Device | None, settings: Settings) -> Transport:
@@ -64,6 +60,10 @@ def make(name: str, mesh: Mesh, device: Device | None, settings: Settings) -> Tr
             from shardmath.transport.mpi import MPITransport
 
             return MPITransport(mesh, timeout=settings.timeout)
+        if name == "tcp":
+            from shardmath.transport.tcp import TCPTransport
+
+            return TCPTransport(mesh, timeout=settings.timeout)
         from shardmath.transport.host import HostTransport
 
         return HostTransport(mesh)

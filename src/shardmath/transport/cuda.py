@@ -15,11 +15,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
+from shardmath.cuda import stream as streams
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import bindings, call, call_for_memory
 from shardmath.errors import BackendUnavailable, CudaError, HeapExhausted
 from shardmath.transport.base import (
     DeviceBytes,
+    Fence,
     Memory,
     Probe,
     Segment,
@@ -50,6 +52,21 @@ class Mapping:
                 undo_mapping.pop_all()
         self.address = int(address)
         weakref.finalize(self, _unmap, device, address, nbytes).atexit = False
+
+
+class _DeviceFence(Fence):
+    """An event behind all streams of a device's context."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._event = device.record_all()
+        self._passed = False
+        weakref.finalize(self, _destroy_event, self._event).atexit = False
+
+    def passed(self) -> bool:
+        """See Fence."""
+        self._passed = self._passed or self._device.reached(self._event)
+        return self._passed
 
 
 @dataclass(frozen=True)
@@ -186,6 +203,10 @@ class CudaTransport(Transport):
         address = self.address(rank, index, offset, nbytes)
         return None if address is None else DeviceBytes(address, nbytes, self.device)
 
+    def fence(self) -> Fence | None:
+        """See Transport."""
+        return None if streams.any_capturing(self._device) else _DeviceFence(self._device)
+
     def _hold(self, segment: Segment, mapping: Mapping) -> None:
         self._segments[segment.rank, segment.index] = _Held(segment, mapping)
 
@@ -251,6 +272,11 @@ def _imported(fd: int) -> Any:
         return call("cuMemImportFromShareableHandle", fd, _descriptor_type())
     finally:
         os.close(fd)
+
+
+def _destroy_event(event: Any) -> None:
+    with suppress(CudaError):
+        call("cuEventDestroy", event)
 
 
 def _unmap(device: Device, address: Any, nbytes: int) -> None:

@@ -20,6 +20,7 @@ import struct
 import time
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack, suppress
+from typing import Any
 
 from shardmath import wire
 from shardmath.errors import BootstrapError, RankFailure
@@ -53,9 +54,7 @@ def connect_far(
         listener = stack.enter_context(_listener(here=here, backlog=group.nranks))
         port = int(listener.getsockname()[1])
         names = [address] if address else _addresses()
-        cards = [
-            wire.decode(data) for data in group.allgather_bytes(wire.encode((names, port, key)))
-        ]
+        cards = _gathered(group, (names, port, key), watch)
         deadline = time.monotonic() + timeout
         made: dict[int, socket.socket] = {}
         undo = stack.enter_context(ExitStack())
@@ -75,6 +74,16 @@ def connect_far(
     for connection in made.values():
         _tune(connection)
     return made
+
+
+def _gathered(group: ProcessGroup, card: object, watch: PeerWatch) -> list[tuple[Any, int, bytes]]:
+    try:
+        return [wire.decode(data) for data in group.allgather_bytes(wire.encode(card))]
+    except RankFailure as error:
+        # A rank that ended because another died is not the cause.
+        dead = watch.wait(_GRACE) | set(error.ranks)
+        names = ", ".join(f"rank {rank}" for rank in sorted(dead))
+        raise RankFailure(f"{error}; ended have {names}", sorted(dead)) from None
 
 
 def _listener(*, here: bool, backlog: int) -> socket.socket:

@@ -79,6 +79,11 @@ class Mesh:
         """How many machines the ranks are on."""
         return len(set(self._identities))
 
+    @property
+    def neighbours(self) -> int:
+        """How many ranks are on this rank's machine, itself included."""
+        return self._identities.count(self._identities[self.rank])
+
     def near(self, rank: int) -> bool:
         """Whether `rank` is on this rank's host, and so has addresses here."""
         return self.host_of[rank] == self.host_of[self.rank]

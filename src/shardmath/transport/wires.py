@@ -28,7 +28,7 @@ __all__ = ["Channel", "Wires"]
 Deliver = Callable[[int, int, bytes], None]  # (rank that wrote, place, data)
 
 _FRAME = struct.Struct("<16sIII")  # channel, its number, place, bytes that follow
-_LIMIT = 1 << 16  # bytes of one message; a longer one is a fault
+_LIMIT = 1 << 20  # bytes of one message; a longer one is a fault
 _EARLY_LIMIT = 64 << 20  # bytes kept for channels that are not open yet
 _READ = 1 << 18
 _LAST = (1 << 32) - 1
@@ -79,7 +79,7 @@ class Wires:
     def open(self, name: str, number: int, deliver: Deliver) -> Channel:
         """Channel `number` of `name`; numbers of one name are opened in rising order.
 
-        `deliver(rank, place, data)` is called for each message; it must not send.
+        `deliver(rank, place, data)` is called for each message; what it sends goes out after that.
         """
         key = _key(name)
         self._opened[key] = max(number, self._opened.get(key, -1))
@@ -108,6 +108,10 @@ class Wires:
                 self._flush()
             finally:
                 self._lock.release()
+
+    def queued(self, rank: int) -> int:
+        """The bytes for `rank` that the system has not taken yet."""
+        return sum(map(len, self._queues[rank])) if rank in self._connections else 0
 
     def look(self) -> None:
         """Apply what has arrived, and send on what is queued. Never blocks."""
@@ -163,7 +167,8 @@ class Wires:
             end = at + _FRAME.size + length
             if end > len(buffer):
                 break
-            if not self._deliver((key, number), rank, place, bytes(buffer[end - length : end])):
+            message = bytes(memoryview(buffer)[end - length : end])
+            if not self._deliver((key, number), rank, place, message):
                 return False
             at = end
         del buffer[:at]

@@ -64,6 +64,16 @@ class Beside:
         beside: Beside = context.cache("fft beside", lambda: cls(context))
         return beside
 
+    def require_usable(self) -> None:
+        """Raise what kernels have noted, and RankFailure after an operation that was given up."""
+        team = self._team
+        team.check()
+        if team.broken:
+            raise RankFailure(
+                f"rank {team.rank}: an earlier operation of this context was given up "
+                f"({team.broken}); finalize and initialize again among the ranks that remain"
+            )
+
     def start(
         self,
         tables: PushTables,
@@ -77,12 +87,6 @@ class Beside:
         ranks'. All ranks wait for each other first: before reusing what its owner may still use.
         """
         team = self._team
-        team.check()
-        if team.broken:
-            raise RankFailure(
-                f"rank {team.rank}: an earlier operation of this context was given up "
-                f"({team.broken}); finalize and initialize again among the ranks that remain"
-            )
         call("cuEventRecord", self._fork, stream)
         call("cuStreamWaitEvent", self._stream, self._fork, 0)
         team.barrier(int(self._stream), channel=_BARRIER)

@@ -7,7 +7,7 @@ function calls that look the same.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from shardmath.arrays import ArraySpec, library_of
@@ -49,15 +49,27 @@ class Call:
     out: Any = None
     kind: Kind | None = None
     read_options: FFTOptions = field(init=False)
+    description: Description = field(init=False)
+    key: Any = field(init=False, default=None)  # see `again`
+    said: bytes = field(init=False, default=b"")  # to the peers, of this execution
+
+    @cached_property
+    def spec(self) -> ArraySpec:
+        """Of the operand. Raises TypeError or ValueError for what is none."""
+        return spec_of(self.operand)
+
+    @cached_property
+    def out_spec(self) -> ArraySpec | None:
+        """Of the array given for the result, if any."""
+        return None if self.out is None else spec_of(self.out)
 
     def described(self) -> Description:
         """The call in plain data. Raises what is wrong with it on this rank."""
         self.read_options = options_from(self.options)
         check_stream(self.stream)
-        spec = spec_of(self.operand)
+        spec, out = self.spec, self.out_spec
         kind = self._kind(spec.dtype)
-        out = None if self.out is None else spec_of(self.out)
-        return describe(
+        self.description = describe(
             spec,
             self.distribution,
             self.axes,
@@ -67,6 +79,7 @@ class Call:
             self.read_options,
             out,
         )
+        return self.description
 
     def note(self, context: DistributedContext) -> bytes:
         """What the peers have to know of this execution. Raises what is wrong on this rank."""
@@ -74,7 +87,9 @@ class Call:
             return b""
         from shardmath.operators.fft import device
 
-        return device.note(context, self.operand, self.out)
+        self.key = device.key_of(context, self)
+        self.said = device.note(context, self)
+        return self.said
 
     def target(self, context: DistributedContext, problem: Problem) -> Any:
         """The array that the result is written to, None for a new one.
@@ -150,7 +165,7 @@ def performed(context: DistributedContext, plan: Any, notes: list[bytes], call: 
         context,
         plan,
         notes,
-        lambda: device.Arrays(call.operand, call.target(context, plan.problem), call.stream),
+        call,
     )
 
 

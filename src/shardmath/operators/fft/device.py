@@ -7,9 +7,9 @@ is touched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import struct
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from shardmath.arrays import library_of
 from shardmath.context import DistributedContext
@@ -17,13 +17,14 @@ from shardmath.cuda import stream as streams
 from shardmath.cuda.constant import beside_captures
 from shardmath.cuda.graph import Graph
 from shardmath.local.gpu_fft import Transforms
+from shardmath.operators.fft.again import Known, Memory, key_of
 from shardmath.operators.fft.beside import Beside
 from shardmath.operators.fft.launching import Launch, Told, is_double
 from shardmath.operators.fft.local_steps import (
     Fourier,
     View,
 )
-from shardmath.operators.fft.problem import Problem
+from shardmath.operators.fft.problem import Problem, kind_in
 from shardmath.operators.fft.ways import DevicePlan, make_way
 from shardmath.operators.workspace import Workspace
 from shardmath.symmetric.allocation import block_of
@@ -39,66 +40,93 @@ from shardmath.symmetric.device_array import (
 from shardmath.symmetric.heap import Block
 from shardmath.symmetric.team import Team
 
-__all__ = ["Arrays", "DevicePlan", "execute", "note"]
+if TYPE_CHECKING:
+    from shardmath.operators.fft.call import Call
+
+__all__ = ["DevicePlan", "execute", "key_of", "note"]
 
 
-@dataclass(frozen=True)
-class Arrays:
-    """One rank's arrays for one execution; `out` is the user's array for the result, if any."""
-
-    operand: Any
-    out: Any
-    stream: Any
+_NOTE = struct.Struct("<I??")
 
 
-def note(context: DistributedContext, operand: Any, out: Any) -> bytes:
-    """For the peers: whether this rank's result will lie in symmetric memory, and whether it will
-    be packed there. Local.
+def note(context: DistributedContext, call: Call) -> bytes:
+    """For the peers: the number of the execution that this call is like, whether its result will
+    lie in symmetric memory, and whether it will be packed there. Local.
 
     Raises ValueError for an array on another GPU, UseAfterFree.
     """
-    for array, name in ((operand, "the operand"), (out, "out")):
-        if array is not None:
-            require_device(context, library_of(array).spec(array), name)
-    given = operand if out is None else out
-    library = library_of(given)
-    spec = library.spec(given)
+    known = Memory.of(context).find(call.key)
+    if known is not None:
+        return (
+            _NOTE.pack(known.number, *_NOTE.unpack_from(known.said)[1:]) + known.said[_NOTE.size :]
+        )
+    inplace, operand, out, spec = call.read_options.inplace, call.operand, call.out, call.spec
+    require_device(context, spec, "the operand")
+    on_heap = block_of(context, operand) is not None  # or raises UseAfterFree
     on_host = spec.device == "cpu"  # then it is on the heap meanwhile
-    nothing = out is not None and spec.size == 0
-    reachable = on_host or nothing or block_of(context, given) is not None
-    dense = out is None or on_host or (spec.order != "strided" and library.pointer(out) % 16 == 0)
-    order = spec.order if out is not None and not on_host else "both"
-    return bytes([reachable, dense]) + order.encode()
+    if out is not None:
+        spec = library_of(out).spec(out)
+        require_device(context, spec, "out")
+        on_heap = spec.size == 0 or block_of(context, out) is not None
+    dense, order = True, "both"
+    if inplace and kind_in(call.description) != "C2C":
+        dense = False  # it is another array, in the same memory
+    elif (inplace or out is not None) and not on_host:
+        given = operand if out is None else out
+        dense = spec.order != "strided" and library_of(given).pointer(given) % 16 == 0
+        order = spec.order
+    return _NOTE.pack(0, on_host or on_heap, dense) + order.encode()
 
 
 def _reach(notes: Sequence[bytes], problem: Problem) -> tuple[bool, bool]:
     """Whether all results are reachable, and packed in the problem's order as well."""
-    reachable = all(text[0] for text in notes)
+    flags = [_NOTE.unpack_from(text) for text in notes]
+    reachable = all(flag[1] for flag in flags)
     wanted = (b"both", problem.order.encode())
-    return reachable, reachable and all(text[1] and text[2:] in wanted for text in notes)
+    orders = [text[_NOTE.size :] for text in notes]
+    dense = all(flag[2] for flag in flags) and all(order in wanted for order in orders)
+    return reachable, reachable and dense
 
 
 def execute(
     context: DistributedContext,
     plan: DevicePlan,
     notes: Sequence[bytes],
-    arrays: Callable[[], Arrays],
+    call: Call,
 ) -> Any:
     """The transform of the operand: the array given for it, or a new one. Collective.
 
     `notes` are all ranks'. Returns when all is launched, for an operand in host memory when all is
-    done. Raises on all ranks what `arrays` raises on one, and HeapExhausted when one lacks memory.
+    done. Raises on all ranks HeapExhausted when one lacks memory, ValueError for an `out` that
+    cannot be written to, RuntimeError where an operand in place is too small for the result.
     """
+    numbers = {_NOTE.unpack_from(text)[0] for text in notes}
+    if len(numbers) == 1 and 0 not in numbers:
+        with context.executing("fft"):
+            return _again(context, call, plan.problem)
     made: list[_Execution] = []
+    number = Memory.of(context).next()
 
     def prepare() -> Told:
         with beside_captures():  # memory and plans are no part of what is captured
-            made.append(_Execution(context, plan, _reach(notes, plan.problem), arrays()))
+            made.append(_Execution(context, plan, _reach(notes, plan.problem), call))
             return made[0].prepare()
 
     told = context.agree("fft, memory", prepare, list)
     with context.executing("fft"):
-        return made[0].run(told)
+        return made[0].run(told, number)
+
+
+def _again(context: DistributedContext, call: Call, problem: Problem) -> Any:
+    """Launch what all ranks launched before, in the execution of one number."""
+    known, team = Memory.of(context).find(call.key), context.team
+    assert known is not None and team is not None, "found for the note"
+    team.check()
+    if known.way.tables is not None:
+        Beside.of(context).require_usable()
+    *_, stream = call.key
+    known.graph.launch(stream)
+    return call.target(context, problem)
 
 
 class _Execution:
@@ -109,7 +137,7 @@ class _Execution:
         context: DistributedContext,
         plan: DevicePlan,
         reach: tuple[bool, bool],
-        arrays: Arrays,
+        call: Call,
     ) -> None:
         assert context.team is not None, "a context of GPUs"
         self._context = context
@@ -118,17 +146,16 @@ class _Execution:
         self._plan = plan
         self._problem = plan.problem
         self._reach = reach
-        self._arrays = arrays
-        self._transforms = Transforms.of(self._team.device)
+        self._call = call
 
     # -- memory ------------------------------------------------------------------------------------
 
     def prepare(self) -> Told:
         """Make all memory and plans; what peers have to know of it."""
         context = self._context
-        given = self._arrays.operand
+        given = self._call.operand
         library = library_of(given)
-        self._stream = stream_of(context, library.spec(given), self._arrays.stream)
+        self._stream = stream_of(context, library.spec(given), self._call.stream)
         self._operand = read(context, given)
         self._result = self._made_result(given)
         result = self._result.array
@@ -147,17 +174,21 @@ class _Execution:
             ),
         )
         self._place_all()
-        for step in self._way.program.local:
-            if isinstance(step, Fourier):
-                self._transforms.prepare(
-                    step.kind,
-                    double=is_double(step),
-                    batches=step.batches,
-                    stream=self._stream,
-                )
+        if self._stream not in self._way.streams:
+            self._prepare_transforms()
         if self._way.tables is not None and not self._way.warm:
             self._warm()
         return self._tell()
+
+    def _prepare_transforms(self) -> None:
+        """Make cuFFT's plans, and their work area for this stream."""
+        transforms = Transforms.of(self._team.device)
+        for step in self._way.program.local:
+            if isinstance(step, Fourier):
+                transforms.prepare(
+                    step.kind, double=is_double(step), batches=step.batches, stream=self._stream
+                )
+        self._way.streams.add(self._stream)
 
     def _warm(self) -> None:
         """Launch once all that runs beside the second stream, with results that nobody reads.
@@ -179,8 +210,9 @@ class _Execution:
 
     def _made_result(self, given: Any) -> Result:
         context, problem = self._context, self._problem
-        if self._arrays.out is not None:
-            return result_in(context, self._arrays.out)
+        out = self._call.target(context, problem)
+        if out is not None:
+            return result_in(context, out)
         return new_result(
             context,
             given,
@@ -226,27 +258,30 @@ class _Execution:
 
     # -- steps -------------------------------------------------------------------------------------
 
-    def run(self, told: Sequence[Told]) -> Any:
-        """Launch everything. `told` is what `prepare` returned on every rank.
+    def run(self, told: Sequence[Told], number: int) -> Any:
+        """Launch everything. `told` is what `prepare` returned on every rank, in the execution of
+        that number.
 
         What is launched again between the same addresses is one CUDA graph from the second time on.
         """
         team, way, stream = self._team, self._way, self._stream
         team.device.activate()
         team.check()
+        if way.tables is not None:
+            Beside.of(self._context).require_usable()
         launch = self._launch(self._addresses)
-        if streams.capturing(stream):
+        replay = None
+        if not streams.capturing(stream):
+            replay = way.replay((stream, tuple(self._addresses.values())), list(told))
+        if replay is None:
             launch.all(stream, told)
         else:
-            key = (stream, tuple(self._addresses.values()))
-            replay = way.replay(key, list(told))
-            if replay is None:
-                launch.all(stream, told)
-            elif replay.graph is None:
+            if replay.graph is None:
                 replay.graph = Graph(team.device, lambda own: launch.all(own, told))
-                replay.graph.launch(stream)
-            else:
-                replay.graph.launch(stream)
+            blocks = {f"fft {place}": block for place, block in self._blocks.items()}
+            known = Known(number, self._call.said, way, replay.graph, blocks)
+            Memory.of(self._context).keep(self._call.key, known)
+            replay.graph.launch(stream)
         return self._result.give(self._context, stream)
 
     def _launch(self, addresses: Mapping[str, int]) -> Launch:

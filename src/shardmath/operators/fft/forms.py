@@ -50,6 +50,10 @@ def fft(
     and "forward" are NumPy's. `sync_symmetric_memory` is accepted for programs written for
     nvmath.distributed: agreement orders the ranks anyway.
 
+    On GPUs the work is put on `stream`, by default the array library's current one, and the call
+    returns when it is there; for an operand in host memory it returns when all is done. It can be
+    captured in a CUDA graph, whose replays need the workspace that the context had then.
+
     Returns this rank's part of the result: `out` if given, which may be the operand, and otherwise
     a new array of the operand's library, in its memory order, and on the heap if the operand is
     there. It is in the operand's distribution, unless the options or a pair say otherwise.
@@ -262,7 +266,7 @@ class FFT(Lifecycle):
         def described() -> tuple[Any, bytes]:
             self._require_ready()
             call = self._call(stream=stream, direction=direction, out=out)
-            self._check(spec_of(call.operand))
+            self._check(call.spec)
             calls.append(call)
             return (self.number, call.described()), call.note(self.context)
 

@@ -35,6 +35,7 @@ _MOST_CHUNKS = 62  # kMostChunks
 
 _LEAST_BYTES = 4 << 20  # of a rank's result
 _CHUNK_BYTES = 16 << 20
+_MOST_PARTS = 16
 
 _ROWS = np.dtype(
     [
@@ -65,8 +66,8 @@ def cuts_for(problem: Problem) -> Cuts | None:
     nbytes = problem.target.elements * dtypes.of(problem.result).itemsize // size
     if size == 1 or nbytes < _LEAST_BYTES:
         return None
-    parts = max(1, nbytes // _CHUNK_BYTES)
-    return Cuts(min(8, 2 * parts), min(4, parts))
+    first = min(_MOST_PARTS, max(2, nbytes // _CHUNK_BYTES))
+    return Cuts(first, max(2, first // 2), max(1, first // 4))
 
 
 @dataclass(frozen=True)

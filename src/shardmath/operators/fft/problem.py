@@ -21,7 +21,15 @@ from shardmath.geometry.inference import check_alike
 from shardmath.local.fft import Kind, Norm
 from shardmath.operators.fft.options import COMPLEX_OF, REAL_OF, FFTDirection, FFTOptions
 
-__all__ = ["Description", "Problem", "check", "describe", "distribution_pair", "kind_of"]
+__all__ = [
+    "Description",
+    "Problem",
+    "check",
+    "describe",
+    "distribution_pair",
+    "kind_in",
+    "kind_of",
+]
 
 _NORMS = (None, "backward", "ortho", "forward")
 
@@ -101,6 +109,12 @@ def describe(
         options.compared(),
         None if out is None else _facts(out),
     )
+
+
+def kind_in(description: Description) -> Kind:
+    """The kind of transform that a call is."""
+    kind: Kind = description[5]
+    return kind
 
 
 def distribution_pair(distribution: Any) -> tuple[Distribution, Distribution | None]:

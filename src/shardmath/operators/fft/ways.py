@@ -94,6 +94,7 @@ class Way:
     device: Device
     program: Program | Pipeline
     tables: PushTables | None = None
+    streams: set[int] = field(default_factory=set)  # for which cuFFT has plans and a work area
     warm: bool = False  # whether all kernels of a pipeline have been launched before
     copies: dict[tuple[Any, ...], BoxCopies] = field(default_factory=dict)
     replays: list[Replay] = field(default_factory=list)  # the latest last

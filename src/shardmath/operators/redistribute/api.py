@@ -163,7 +163,7 @@ class Redistribute(Lifecycle):
                 described,
                 lambda specs: require_equal(f"the {self.noun} object", specs),
             )
-            return self._execution.perform(self._problem, notes)
+            return self._execution.perform(self._problem, notes, self.number)
         finally:
             self._execution.forget()
             if release_workspace:

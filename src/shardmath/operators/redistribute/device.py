@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from shardmath.arrays import library_of
 from shardmath.context import DistributedContext
-from shardmath.cuda import stream as streams
 from shardmath.geometry import Move
-from shardmath.operators.redistribute.device_arrays import DeviceArrays
+from shardmath.operators.lanes import Lane
+from shardmath.operators.redistribute.device_arrays import DeviceArrays, KnownArrays
 from shardmath.operators.redistribute.notes import Note, lacking, pulls
 from shardmath.operators.redistribute.problem import Problem
 from shardmath.redistribution import Exposed, TransferPlan
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 __all__ = ["DeviceExecution"]
 
-CHANNEL = 62  # of the barriers around the copies
 _KEPT = 16  # of plans without an object, and of steps and copies in each
 
 
@@ -50,6 +49,7 @@ class DeviceExecution:
     def __init__(self, context: DistributedContext, *, passing: bool = False) -> None:
         self._context = context
         self._memory = None if passing else DeviceMemory(context)
+        self._known = None if passing else KnownArrays(context)
         self._arrays: DeviceArrays | None = None
 
     def inspect(self, operand: Any, out: Any, stream: Any) -> None:
@@ -64,14 +64,17 @@ class DeviceExecution:
 
         With the problem, which is known from the second execution on, the result is made at once.
         """
-        arrays = DeviceArrays(self._context, operand, out, stream)
+        arrays = DeviceArrays(self._context, operand, out, stream, self._known)
         if problem is not None:
             arrays.allocate(problem)
         self._arrays = arrays
         return arrays.note(None if self._memory is None else self._memory.staging)
 
-    def perform(self, problem: Problem, notes: list[bytes]) -> Any:
-        """Redistribute what was read; see `execute_on_gpus`. Collective."""
+    def perform(self, problem: Problem, notes: list[bytes], number: int = 0) -> Any:
+        """Redistribute what was read; see `execute_on_gpus`. Collective.
+
+        `number` is the object's, for which all calls without one are one object.
+        """
         arrays = self._arrays
         assert arrays is not None, "read first"
         if self._context.spans_hosts and problem.transfer.crosses:
@@ -79,7 +82,8 @@ class DeviceExecution:
 
             return execute_far(self._context, problem, arrays)
         memory = self._memory or DeviceMemory.of_plan(self._context, problem)
-        return execute_on_gpus(self._context, problem, arrays, notes, memory)
+        lane = Lane.of(self._context, number)
+        return execute_on_gpus(self._context, problem, arrays, notes, memory, lane)
 
     def forget(self) -> None:
         """Refer to no array that was read. Local."""
@@ -161,11 +165,14 @@ class DeviceMemory:
             _keep(self._copies, key, make())
         return self._copies[key]
 
-    def steps(self, key: Any, make: Callable[[], tuple[_Step, ...]]) -> tuple[_Step, ...]:
-        """The copies between arrays at such places."""
-        if key not in self._steps:
-            _keep(self._steps, key, make())
-        return self._steps[key]
+    def steps(self, key: Any) -> tuple[_Step, ...]:
+        """The copies between arrays at such places, where they are known; else none."""
+        return self._steps.get(key, ())
+
+    def keep_steps(self, key: Any, steps: tuple[_Step, ...]) -> tuple[_Step, ...]:
+        """Keep them for the next execution."""
+        _keep(self._steps, key, steps)
+        return steps
 
     def release(self) -> None:
         """Give the staging back, when what uses it has ended."""
@@ -185,11 +192,52 @@ def execute_on_gpus(
     arrays: DeviceArrays,
     texts: list[bytes],
     memory: DeviceMemory,
+    lane: Lane,
 ) -> Any:
     """The result of redistributing `arrays.operand`: `out`, or a new array. Collective.
 
     `texts` are all ranks' notes. Raises HeapExhausted on all ranks when one lacks memory.
     """
+    texts, steps = _agreed_steps(context, problem, arrays, texts, memory)
+    assert arrays.result is not None and context.team is not None, "agreed on"
+    stream, team, result = arrays.stream, context.team, arrays.result
+    with context.executing("redistribute"):
+        if not steps:
+            notes = [Note.unpack(text) for text in texts]
+            steps = memory.keep_steps(
+                _key(arrays, texts), _steps(context, problem, arrays, notes, memory)
+            )
+        with lane.entered(stream):
+            if problem.transfer.crosses:
+                lane.barrier(stream)
+            steps[0].launch(stream)
+            if problem.transfer.crosses:
+                lane.barrier(stream)
+            for step in steps[1:]:
+                step.launch(stream)
+                memory.staged_on(stream)
+        if memory.passing:
+            memory.release()
+        given = result.give(context, stream)
+        if problem.blocking:
+            team.synchronize(stream)
+    return given
+
+
+def _agreed_steps(
+    context: DistributedContext,
+    problem: Problem,
+    arrays: DeviceArrays,
+    texts: list[bytes],
+    memory: DeviceMemory,
+) -> tuple[list[bytes], tuple[_Step, ...]]:
+    """All ranks' notes when all have what they need, and the copies, if they are known. Collective.
+
+    Ranks agree once more where one has to allocate. The same notes mean the same on all.
+    """
+    steps = memory.steps(_key(arrays, texts))
+    if steps:
+        return texts, steps
     notes = [Note.unpack(text) for text in texts]
     if any(note.allocates for note in notes) or lacking(problem.transfer, notes):
 
@@ -206,30 +254,15 @@ def execute_on_gpus(
             if had is None:
                 memory.release()
             raise
-        notes = [Note.unpack(text) for text in texts]
-    assert arrays.result is not None and context.team is not None, "agreed on"
-    stream, team, result = arrays.stream, context.team, arrays.result
-    turns: streams.Turns
-    turns = context.cache("redistributions in turn", lambda: streams.Turns(team.device))
-    with context.executing("redistribute"):
-        key = (*texts, arrays.operand.address, result.array.address, arrays.operand.strides)
-        key = (*key, result.array.strides)
-        steps = memory.steps(key, lambda: _steps(context, problem, arrays, notes, memory))
-        with turns.taken(stream):
-            if problem.transfer.crosses:
-                team.barrier(stream, channel=CHANNEL)
-            steps[0].launch(stream)
-            if problem.transfer.crosses:
-                team.barrier(stream, channel=CHANNEL)
-            for step in steps[1:]:
-                step.launch(stream)
-                memory.staged_on(stream)
-        if memory.passing:
-            memory.release()
-        given = result.give(context, stream)
-        if problem.blocking:
-            team.synchronize(stream)
-    return given
+    return texts, ()
+
+
+def _key(arrays: DeviceArrays, texts: Sequence[bytes]) -> tuple[Any, ...]:
+    """What the addresses and strides of all copies of this rank follow from."""
+    key: tuple[Any, ...] = (*texts, arrays.operand.address, arrays.operand.strides)
+    if arrays.result is not None:
+        key = (*key, arrays.result.array.address, arrays.result.array.strides)
+    return key
 
 
 # -- this rank's copies ----------------------------------------------------------------------------

@@ -41,7 +41,7 @@ class HostExecution:
         self._arrays = Arrays.read(self._context, operand, out)
         return self._arrays.note(self._context)
 
-    def perform(self, problem: Problem, notes: list[bytes]) -> Any:
+    def perform(self, problem: Problem, notes: list[bytes], number: int = 0) -> Any:
         """Redistribute what was read; see `execute`. Collective."""
         arrays = self._arrays
         assert arrays is not None, "read first"

@@ -1,0 +1,93 @@
+"""Every kernel compiles as the package asks for it. Needs NVRTC, but no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from ranks import Pool
+from shardmath.cuda import compile as compiling
+from shardmath.errors import BackendUnavailable
+
+RANKS = ("SHARDMATH_RANKS=8", "SHARDMATH_CHANNELS=64")
+PRODUCT = ("A_ALONG_K=1", "B_ALONG_K=0", "CLUSTER=2", "STAGES=4")
+PUSH = ("PIECE=16384", "STAGES=12", "AHEAD=6")
+
+# File, what it is compiled with, and the architecture: those of wgmma need sm_90a.
+CASES = [
+    ("boxes", (), "sm_90"),
+    (
+        "epilog",
+        (
+            "ELEMENT=bfloat16",
+            "PART=float32",
+            "ADDEND=bfloat16",
+            "PARTS=1",
+            "BIAS=1",
+            "ACTIVATION=GELU",
+            "GRADIENT=NONE",
+            "KEEP_AUX=1",
+        ),
+        "sm_90",
+    ),
+    ("exchange", (*RANKS, "WHOLE=1"), "sm_90"),
+    ("far", RANKS, "sm_90"),
+    ("fold", (*RANKS, "ELEMENT=float16", "OPERATION=sum"), "sm_90"),
+    ("gather", RANKS, "sm_90"),
+    (
+        "gathered",
+        (*RANKS, *PRODUCT, "ELEMENT=Bfloat16", "C_ALONG_N=1", "WIDTH=224", "BOXES=1"),
+        "sm_90a",
+    ),
+    (
+        "paneled",
+        (*RANKS, *PRODUCT, "ELEMENT=Float16", "WIDTH=256", "BOXES=1", "REGIONS=16"),
+        "sm_90a",
+    ),
+    ("pipeline", (*RANKS, *PUSH), "sm_90"),
+    (
+        "product",
+        (*RANKS, *PRODUCT, "ELEMENT=Bfloat16", "PARTS=2", "ADDEND=bfloat16", "WHOLE=1", "SHARED=0"),
+        "sm_90a",
+    ),
+    ("push", (*RANKS, *PUSH), "sm_90"),
+    ("reduce", (*RANKS, "ELEMENT=complex64", "OPERATION=sum", "WHOLE=0"), "sm_90"),
+    ("ring", RANKS, "sm_90"),
+    ("scale", ("SOURCE=float16", "TARGET=float32"), "sm_90"),
+    ("signals", RANKS, "sm_90"),
+    ("take", (*RANKS, "ADDEND=bfloat16", "WHOLE=1", "SHARED=1"), "sm_90"),
+]
+
+
+def why_not(_):
+    try:
+        compiling._nvrtc()
+    except BackendUnavailable as missing:
+        return str(missing)
+    return ""
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[Pool]:
+    with Pool(1) as ranks:
+        (reason,) = ranks.run(why_not)
+        if reason:
+            pytest.skip(reason)
+        yield ranks
+
+
+def size_of_code(_, name, defines, arch):
+    source = (compiling.KERNELS / f"{name}.cu").read_text()
+    flags = (*compiling._FLAGS, f"--gpu-architecture={arch}")
+    made = (f"--define-macro={text}" for text in defines)
+    return len(compiling._compile(name, source, [*flags, *made]))
+
+
+@pytest.mark.parametrize(("name", "defines", "arch"), CASES)
+def test_it_compiles(compiler, name, defines, arch):
+    assert compiler.run(size_of_code, name, list(defines), arch)[0] > 1000
+
+
+def test_no_kernel_is_forgotten():
+    assert sorted(path.stem for path in compiling.KERNELS.glob("*.cu")) == [c[0] for c in CASES]

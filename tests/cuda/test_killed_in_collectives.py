@@ -1,0 +1,79 @@
+"""A rank is killed inside a collective: the others say so soon, and their GPUs stay usable."""
+
+from __future__ import annotations
+
+import mmap
+import random
+import select
+import signal
+import time
+
+import pytest
+
+from mortal import Job, Raised
+from shardmath import startup
+
+SOON = 3.0  # seconds; the deadline of the kernels is 60
+PROGRESS = memoryview(mmap.mmap(-1, 64)).cast("Q")  # steps of each rank; shared with the forks
+
+
+def usable(context):
+    """Whether this rank's GPU still computes."""
+    import numpy as np
+
+    from shardmath.cuda.driver import call
+
+    address = int(call("cuMemAlloc", 1024))
+    call("cuMemsetD8", address, 7, 1024)
+    words = np.zeros(1024, np.uint8)
+    call("cuMemcpyDtoH", words.ctypes.data, address, 1024)
+    return bool((words == 7).all())
+
+
+def reducing(count):
+    def body(group):
+        from shardmath.arrays import dtypes
+        from shardmath.collectives.device import DeviceCollectives
+        from shardmath.cuda.driver import call
+
+        context = startup.initialize(group.rank, group)
+        moves = DeviceCollectives.together(context)
+        address = int(call("cuMemAlloc", 4 * count))
+        call("cuMemsetD8", address, 0, 4 * count)
+        try:
+            for number in range(1, 1 << 30):
+                for _ in range(20):
+                    kind = dtypes.of("float32")
+                    moves.all_reduce(address, address, count, kind, "sum", 0)
+                context.team.synchronize(0)
+                PROGRESS[group.rank] = number
+        except Exception as error:
+            return type(error).__name__, list(error.ranks), time.monotonic(), usable(context)
+
+    return body
+
+
+@pytest.mark.parametrize("count", [300, 1 << 20, 36 << 20])
+def test_the_survivors_of_an_all_reduce_name_the_killed_rank(gpus, count):
+    size = gpus.size
+    if size < 2:
+        pytest.skip("one GPU has no peer")
+    PROGRESS[:] = memoryview(bytes(64)).cast("Q")
+    random_ = random.Random(count)
+    victim = random_.randrange(size)
+    with Job(size, reducing(count)) as job:
+        deadline = time.monotonic() + 40
+        while not all(PROGRESS[:size]):
+            assert time.monotonic() < deadline, list(PROGRESS[:size])
+            select.select([], [], [], 0.01)
+        select.select([], [], [], random_.uniform(0, 0.05))
+        killed = job.signal(victim, signal.SIGKILL)
+        for rank in range(size):
+            found = job.outcome(rank)
+            if rank == victim:
+                assert found is None
+                continue
+            assert not isinstance(found, Raised), found
+            kind, ranks, when, works = found
+            assert (kind, ranks, works) == ("RankFailure", [victim], True)
+            assert when - killed < SOON
