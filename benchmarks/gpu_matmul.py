@@ -154,7 +154,7 @@ def times(ranks: Ranks, systems: dict, calls: int) -> dict[str, float]:
         for name, call in systems.items()
     }
     found: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(9):
+    for _ in range(7):
         for name, run in runs.items():
             torch.cuda.synchronize()
             ranks.context.barrier()

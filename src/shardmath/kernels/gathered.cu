@@ -2,15 +2,12 @@
 //
 // Compiled for sm_90a with ELEMENT (Float16, Bfloat16), A_ALONG_K and B_ALONG_K (1 where the operand's contiguous
 // axis is k), C_ALONG_N (0 where C's columns are contiguous), WIDTH of a tile, CLUSTER (1 or 2 blocks that share
-// the columns of B that they load), STAGES, PIECES, and BOXES (0 where C is not aligned to 16 bytes). One block on
-// a multiprocessor walks over tiles of 128 x WIDTH, the parts of A in the order in which they come:
+// the columns of B that they load), STAGES, and BOXES (0 where C is not aligned to 16 bytes). One block on a multiprocessor walks over tiles of
+// 128 x WIDTH, the parts of A in the order in which they come:
 //
 //     warp 0: waits for the part, loads boxes of A and B  ->  8 warps: multiply, round, store
-//     warp 1: sends boxes of this rank's rows to the right neighbour, then to the one after it, and so on
 //
-// A box is 64 rows x 64 of k. The blocks of a rank share out its boxes; those of one k come one after another, so
-// that tiles can begin when the first chunk of k is there. A part's maps end with its rows: a tile at its end
-// reads zeros beyond them, and writes nothing there.
+// A part's maps end with its rows, so a tile at its end reads zeros beyond them, and writes nothing there.
 #include "shards.cuh"
 #include "widths.cuh"
 
@@ -24,7 +21,6 @@ constexpr u32 kABytes = kRows * kDepth * 2;
 constexpr u32 kSlabs = (kWidth + 63) / 64;
 constexpr u32 kBBytes = kBAlongK ? kWidth * 128 : kSlabs * kBox;
 constexpr u32 kThreads = 384, kMultipliers = 128;  // each group of four warps multiplies 64 rows
-constexpr u32 kPieces = PIECES;                    // boxes that a block has on their way to peers
 constexpr u32 kOut = 32;                           // columns that are stored at once
 constexpr u32 kOutBytes = 64 * kOut * 2;
 constexpr u32 kBand = 16 / kCluster;  // tiles above each other that are computed at about the same time
@@ -39,23 +35,20 @@ struct Rows {  // of one rank
 struct GatheredArgument {
     TensorMap a[kRanks], c[kRanks];  // by order of arrival
     TensorMap b;
-    TensorMap own;            // this rank's rows
-    TensorMap there[kRanks];  // and where they go to at each peer
     Team team;
-    Words* words[kRanks];
+    Words* own;
+    Words* left;      // of the rank that writes into this one's memory, or null
     char* out;        // C
     u64 pitch;        // bytes from one row, or column, to the next
     u32 parts, units, steps, columns;
+    u32 neighbour;    // on the left: its rows come in chunks of k
     u32 chunk;        // steps
-    u32 own_rows;
     Rows rows[kRanks];
     u32 start[kRanks];  // in C
-
-    __device__ Words& own_words() const { return *words[team.rank]; }
 };
 
 struct Shared {
-    u32 stages, out, pieces, full, empty, loaded;  // shared addresses
+    u32 stages, out, full, empty;  // shared addresses
     __device__ u32 a(u32 stage) const { return stages + stage * (kABytes + kBBytes); }
     __device__ u32 b(u32 stage) const { return a(stage) + kABytes; }
 };
@@ -151,82 +144,31 @@ __device__ inline void load_stage(const GatheredArgument& a, const Shared& s, co
     }
 }
 
-// Until the rows of `src` are here, from `step` on to the end of its chunk.
-__device__ inline void await_chunk(const GatheredArgument& a, const Rows& rows, u32 step, u64 launch) {
-    const u32 left = a.steps - step, steps = left < a.chunk ? left : a.chunk;
-    const u64 boxes = launch * steps * ((rows.rows + 63) / 64);
-    wait(a.team, &a.own_words().arrived[rows.src][step / a.chunk], boxes, rows.src, kProduct, step / a.chunk);
-    fence_async();
-}
-
 // One thread. Rows that have not come in time are multiplied as they lie: the host knows, and raises.
 __device__ inline void load_tiles(const GatheredArgument& a, const Shared& s, u32 block) {
-    const u64 launch = a.own_words().launches + 1;
+    const u64 launch = a.own->launches[kProducts] + 1;
     u32 number = 0, known = 0;  // parts that are here
     for (u32 unit = blockIdx.x / kCluster; unit < a.units; unit += gridDim.x / kCluster) {
         const Tile tile = locate(a, unit, block);
-        const Rows& rows = a.rows[tile.part];
-        const bool awaits = tile.part >= known && rows.src != a.team.rank;
+        const u32 src = a.rows[tile.part].src;
+        const bool awaits = tile.part >= known && src != a.team.rank;
+        const bool in_chunks = awaits && a.chunk < a.steps && src == a.neighbour;
+        if (awaits && !in_chunks) {
+            wait(a.team, &a.own->arrived[src], launch, src, kShard, src);
+            fence_async();
+        }
         known = tile.part + 1;
         for (u32 step = 0; step < a.steps; ++step, ++number) {
-            if (awaits && step % a.chunk == 0) await_chunk(a, rows, step, launch);
+            if (in_chunks && step % a.chunk == 0) {
+                const bool last = step + a.chunk >= a.steps;
+                wait(a.team, last ? &a.own->arrived[src] : &a.own->begun[step / a.chunk], launch, src, kShard, src);
+                fence_async();
+            }
             const u32 stage = number % kStages;
             bar_wait(s.empty + 8 * stage, (number / kStages & 1) ^ 1);
             load_stage(a, s, tile, step * kDepth, stage, block);
         }
     }
-}
-
-// -- sending -------------------------------------------------------------------------------------------
-
-// Boxes that have been stored to one word's rank and chunk, and are still to be told there.
-struct Told {
-    u64* word = nullptr;
-    u32 count = 0;
-    __device__ void tell() {
-        if (!word) return;
-        fence_async();
-        add_release(word, count);
-        word = nullptr;
-    }
-};
-
-template <u32 kPending>
-__device__ inline void stores_but() {
-    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
-}
-
-// One thread. It waits for no rows, only until a peer has read those of the launch before.
-__device__ inline void send_rows(const GatheredArgument& a, const Shared& s) {
-    const u64 launch = a.own_words().launches + 1;
-    const u32 high = (a.own_rows + 63) / 64, boxes = high * a.steps;
-    Told before, now;     // `before` ends with box number `last`
-    u32 number = 0, last = 0;
-    for (u32 distance = 1; distance < a.team.size; ++distance) {
-        const u32 peer = (a.team.rank + distance) % a.team.size;
-        if (boxes == 0 || !wait(a.team, &a.own_words().read[peer], launch - 1, peer, kProduct, 0)) continue;
-        for (u32 i = blockIdx.x; i < boxes; i += gridDim.x, ++number) {
-            const u32 step = i / high, row = i % high * 64, k = step * kDepth, place = number % kPieces;
-            const u32 piece = s.pieces + place * kBox, bar = s.loaded + 8 * place;
-            stores_but<kPieces - 1>();  // the piece is free: what it held has come to its peer
-            if (number >= last + kPieces) before.tell();
-            bar_expect(bar, kBox);
-            load_box(piece, &a.own, kAAlongK ? k : row, kAAlongK ? row : k, bar);
-            bar_wait(bar, number / kPieces & 1);
-            store_box(&a.there[peer], kAAlongK ? k : row, kAAlongK ? row : k, piece);
-            stores_commit();
-            u64* const word = &a.words[peer]->arrived[a.team.rank][step / a.chunk];
-            if (word != now.word) {
-                if (before.word) stores_but<1>();
-                before.tell();
-                before = now, last = number - 1, now = {word, 0};
-            }
-            ++now.count;
-        }
-    }
-    stores_but<0>();
-    before.tell();
-    now.tell();
 }
 
 // -- what the other warps do ---------------------------------------------------------------------------
@@ -324,48 +266,43 @@ __device__ inline void multiply_tiles(const GatheredArgument& a, const Shared& s
     if (threadIdx.x % kMultipliers == 0) stores_have_read();
 }
 
-// The last block says to all that all rows have been read.
+// The last block says that all rows have been read.
 __device__ inline void say_read(const GatheredArgument& a) {
-    Words& own = a.own_words();
-    const u64 launch = own.launches + 1;
+    Words& own = *a.own;
+    const u64 launch = own.launches[kProducts] + 1;
     __threadfence();
     if (atomicAdd(&own.ended, 1ull) != gridDim.x - 1) return;
     own.ended = 0;
-    own.launches = launch;
+    own.launches[kProducts] = launch;
     __threadfence();
-    for (u32 peer = 0; peer < a.team.size; ++peer)
-        if (peer != a.team.rank) signal(&a.words[peer]->read[a.team.rank], launch);
+    signal(&a.left->read[kProducts], launch);
 }
 
 extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     gathered(const __grid_constant__ GatheredArgument a) {
     extern __shared__ char memory[];
-    __shared__ u64 bars[2 * kStages + kPieces];
+    __shared__ u64 bars[2 * kStages];
     Shared s;
     s.stages = (shared_address(memory) + 1023) & ~1023u;
     s.out = s.stages + kStages * (kABytes + kBBytes);
-    s.pieces = s.out + 4 * kOutBytes;
     s.full = shared_address(bars);
     s.empty = s.full + 8 * kStages;
-    s.loaded = s.empty + 8 * kStages;
     const u32 block = rank_in_cluster();
     if (a.steps && threadIdx.x - 32 < a.parts) prefetch(&a.a[threadIdx.x - 32]);
     if (a.steps && threadIdx.x == 32) prefetch(&a.b);
     if (threadIdx.x == 0) {
         for (u32 i = 0; i < kStages; ++i) bar_init(s.full + 8 * i, 1), bar_init(s.empty + 8 * i, 8 * kCluster);
-        for (u32 i = 0; i < kPieces; ++i) bar_init(s.loaded + 8 * i, 1);
         bars_visible();
     }
     cluster_barrier();
     if (threadIdx.x < kMultipliers) {
         give_registers<40>();
         if (threadIdx.x == 0) load_tiles(a, s, block);
-        if (threadIdx.x == 32) send_rows(a, s);
     } else {
         take_registers<232>();
         multiply_tiles(a, s, block, threadIdx.x / kMultipliers - 1);
     }
     __syncwarp();
     cluster_barrier();  // a block's barriers and stages are there until its neighbour needs them no more
-    if (threadIdx.x == 0) say_read(a);
+    if (threadIdx.x == 0 && a.left) say_read(a);
 }

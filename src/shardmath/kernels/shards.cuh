@@ -1,25 +1,24 @@
-// What ranks that gather rows from each other tell each other, on the symmetric heap.
+// What the ring and the product that waits for it tell each other and their neighbours, on the symmetric heap.
 //
-// Every word has one writer and only counts up, so that a launch needs nothing from the host but its place in
-// the order of launches: it is what makes the kernel replayable in a CUDA graph. A rank writes into a peer's
-// memory for one launch after the peer has said that it has read what the launch before left there.
+// Every word has one writer and counts launches: it is a signal as symm.cuh has them, and the host's replay of a
+// CUDA graph needs to change nothing. A launch of the ring may write into the right neighbour's memory once both
+// the neighbour's ring and its product have read what the launch before left there.
 #pragma once
 #include "symm.cuh"
 
 namespace shardmath {
 
-constexpr int kChunks = 8;  // of k, at most
+constexpr int kChunks = 4;  // at most
+
+enum Part { kRing = 0, kProducts = 1 };
 
 struct Words {
-    u64 arrived[kRanks][kChunks];  // boxes of a rank's rows that have come, by chunk of k; that rank writes
-    u64 read[kRanks];              // launches whose rows a peer has read; the peer writes
-    u64 launches;                  // that are done here
-    u64 ended;                     // blocks of this launch that have
+    u64 arrived[kRanks];  // by the rank whose rows have come; the left neighbour writes
+    u64 begun[kChunks];   // by chunk of the left neighbour's own rows: it has come; the last chunk raises arrived
+    u64 read[2];          // by Part, how far the right neighbour has come; it writes
+    u64 launches[2];      // by Part, how many this rank has done
+    u64 spoiled;          // the launch in which the ring has waited in vain: it passes nothing on
+    u64 ended;            // blocks of the product that have ended
 };
-
-// Add to a peer's word, after all that this thread wrote before.
-__device__ inline void add_release(u64* word, u64 count) {
-    asm volatile("red.release.sys.global.add.u64 [%0], %1;" ::"l"(word), "l"(count) : "memory");
-}
 
 }  // namespace shardmath

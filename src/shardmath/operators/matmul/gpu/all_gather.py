@@ -1,9 +1,10 @@
-"""AllGather + GEMM: one kernel sends this rank's rows while it multiplies those that are here.
+"""AllGather + GEMM: rows go around a ring while those that are here are multiplied.
 
 A plan has room for all rows on the symmetric heap, and words that only count up, so that launches
-follow each other without the host, also when a CUDA graph replays them. Rows travel from where the
-caller has them into the peers' room, box by box, through the shared memory of the multiprocessors
-that multiply; there is no second stream, and no barrier. Every wait has a deadline.
+follow each other without the host, also when a CUDA graph replays them. Copy engines move the rows,
+on a second stream; between two copies one thread waits for the next rows and tells the neighbour.
+Every wait has a deadline: a rank that has waited in vain passes nothing on, so no peer takes what
+never came for rows.
 """
 
 from __future__ import annotations
@@ -15,13 +16,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from shardmath.context import DistributedContext
-from shardmath.cuda.driver import call
-from shardmath.cuda.kernel import Argument, Kernel
-from shardmath.cuda.stream import capturing
+from shardmath.cuda.driver import bindings, call
+from shardmath.cuda.kernel import Argument
+from shardmath.cuda.stream import Turns
 from shardmath.cuda.tensormap import ALIGNMENT, NBYTES, tensor_map
 from shardmath.errors import RankFailure
 from shardmath.operators.matmul.gpu.gathered import (
-    CHUNKS,
     DEPTH,
     TILE_ROWS,
     GatheredProduct,
@@ -41,7 +41,8 @@ _MOST_ARGUMENTS = 256
 class AllGatherGemm:
     """`launch` leaves the product of all ranks' rows with this rank's columns. See `together`.
 
-    A plan is used by one stream at a time; several plans may be at work on several streams.
+    A plan is used by one stream at a time; several plans may be used on several streams, and take
+    turns.
     """
 
     def __init__(
@@ -51,17 +52,28 @@ class AllGatherGemm:
         tiling: Tiling,
         buffer: Buffer,
         bases: Sequence[int],
+        chunks: Sequence[int],
     ) -> None:
         assert context.team is not None, "a context of GPUs"
         self.team: Team = context.team
         self.problem = problem
         self.tiling = tiling
         self._bases = tuple(bases)
+        self._chunks = tuple(chunks)  # of each rank's tiling
         self._buffer: Buffer | None = buffer
         self._kept = weakref.finalize(self, context.keep_for_kernels, buffer)
         self._kept.atexit = False
+        self._steps: dict[tuple[int, ...], Argument] = {}
         self._arguments: dict[tuple[int, ...], Argument] = {}
-        self._turns = Turns.of(context)
+        self.team.device.activate()
+        # Two products at once could leave no multiprocessor for what their rings do between copies.
+        device = self.team.device
+        self._turns: Turns = context.cache("turns of products", lambda: Turns(device))
+        self._step_kernel = self.team.kernel("ring", "ring_step")
+        self._step_kernel.load()  # now, and not while a product waits for it
+        _, highest = call("cuCtxGetStreamPriorityRange")
+        self._side = call("cuStreamCreateWithPriority", 1, highest)  # apart from the default stream
+        self._fork, self._join = call("cuEventCreate", 2), call("cuEventCreate", 2)  # no timing
 
     @classmethod
     def together(
@@ -73,6 +85,7 @@ class AllGatherGemm:
         `problem.misfit` speaks on one of them; HeapExhausted.
         """
         buffers: list[Buffer] = []
+        chosen: list[Tiling] = []
         nbytes = _words(context.size) + problem.offsets[-1]
 
         def describe() -> tuple[Any, ...]:
@@ -87,18 +100,18 @@ class AllGatherGemm:
             block = buffers[0].block
             device.zero(block.address, _words(context.size))
             context.announce(block)
-            return block.location.segment, block.location.offset, same_everywhere(problem)
+            chosen.append(tiling or choose_tiling(problem, context.rank, device.processors))
+            place = (block.location.segment, block.location.offset)
+            return *place, chosen[0].chunks, same_everywhere(problem)
 
         found = context.agree("a product of gathered rows", describe, _require_same)
         buffers[0].block.shared.add((context.number, context.next_share()))
         bases = [
             context.peer_address(rank, Location(segment, offset), nbytes) or 0
-            for rank, (segment, offset, _) in enumerate(found)
+            for rank, (segment, offset, *_) in enumerate(found)
         ]
-        if tiling is None:
-            assert context.team is not None
-            tiling = choose_tiling(problem, context.rank, context.team.device.processors)
-        return cls(context, problem, tiling, buffers[0], bases)
+        chunks = [chunks for _, _, chunks, _ in found]
+        return cls(context, problem, chosen[0], buffers[0], bases, chunks)
 
     def launch(self, a: int, b: int, result: int, stream: int, *, pitch: int | None = None) -> None:
         """Put the product on `stream`; this rank's rows of A, its columns of B and the result lie
@@ -109,19 +122,15 @@ class AllGatherGemm:
         Collective, in stream order.
         """
         self._require_usable()
-        problem, tiling = self.problem, self.tiling
-        if not problem.height:
-            return
+        problem = self.problem
         if pitch is None:
             pitch = problem.columns if problem.out == "C" else problem.height
-        key = (a, b, result, pitch)
-        if key not in self._arguments:
-            if len(self._arguments) >= _MOST_ARGUMENTS:
-                self._arguments.clear()
-            self._arguments[key] = Argument(self._packed(*key))
-        kernel = self._kernel(boxes=self._boxes(result, pitch))
-        with self._turns.taken(stream):
-            kernel.launch(stream, tiling.blocks, _THREADS, self._arguments[key])
+        if self.team.size > 1 and problem.height:
+            with self._turns.taken(stream), self._beside(stream):
+                self._pass_on(a)
+                self._multiply(a, b, result, pitch, stream)
+        else:
+            self._multiply(a, b, result, pitch, stream)
 
     def free(self) -> None:
         """Wait for this rank's kernels, and mark the memory: it is used again after all ranks have.
@@ -132,6 +141,9 @@ class AllGatherGemm:
             self.team.device.synchronize()
             self._kept.detach()
             self._buffer = None
+            for event in (self._fork, self._join):
+                call("cuEventDestroy", event)
+            call("cuStreamDestroy", self._side)
 
     def _require_usable(self) -> None:
         self.team.check()
@@ -143,23 +155,120 @@ class AllGatherGemm:
         if self._buffer is None:
             raise RuntimeError("this product has been freed")
 
-    # -- the kernel and its argument ---------------------------------------------------------------
+    # -- the ring ----------------------------------------------------------------------------------
 
-    def _kernel(self, *, boxes: bool) -> Kernel:
+    def _pass_on(self, a: int) -> None:
+        """Put on the second stream: this rank's rows to the right, then those from the left."""
+        size, rank = self.team.size, self.team.rank
+        before = self._pass_own(a)
+        for step in range(1, size - 1):
+            src = (rank - step) % size
+            if self.problem.rows[src]:
+                self._step(**before, awaited=src)
+                nbytes = 2 * self.problem.pitch(src) * self.problem.lines(src)
+                there = self._gathered((rank + 1) % size, src)
+                if nbytes:
+                    call("cuMemcpyAsync", there, self._gathered(rank, src), nbytes, self._side)
+                before = {"sent": src}
+        self._step(**before, last=1)
+
+    def _pass_own(self, a: int) -> dict[str, int]:
+        """This rank's rows, in chunks of k; what the next step has to tell of them."""
+        problem, rank = self.problem, self.team.rank
+        told = {"first": 1}
+        if not problem.rows[rank]:
+            self._step(**told)
+            return {}
+        chunk = DEPTH * self._chunk_of(rank)
+        for number, k in enumerate(range(0, max(problem.depth, 1), chunk)):
+            self._step(**told)
+            if problem.depth:
+                self._copy_own(a, k, min(problem.depth, k + chunk))
+            told = {"begun": number}
+        return {"sent": rank}
+
+    def _chunk_of(self, src: int) -> int:
+        """Steps of k in a chunk of the rows of `src`, on their way to its neighbour."""
+        steps = -(-self.problem.depth // DEPTH)
+        return max(1, -(-steps // self._chunks[src]))
+
+    def _step(self, **words: int) -> None:
+        """What is told and awaited between two copies: see ring.cu."""
+        fields = {"sent": -1, "begun": -1, "awaited": -1, "first": 0, "last": 0, **words}
+        key = tuple(fields.values())
+        if key not in self._steps:
+            size, rank = self.team.size, self.team.rank
+            left, right = (rank - 1) % size, (rank + 1) % size
+            bases = (self._bases[rank], self._bases[left], self._bases[right])
+            tail = struct.pack("QQQ8i", *bases, left, right, *key, 0)
+            self._steps[key] = Argument(self.team.packed() + tail)
+        self._step_kernel.launch(self._side, 1, 1, self._steps[key])
+
+    def _copy_own(self, a: int, begin: int, end: int) -> None:
+        """This rank's rows, from one k to another, to the right neighbour, by a copy engine."""
+        problem, rank = self.problem, self.team.rank
+        pitch, own = problem.pitch(rank), problem.a.pitch
+        there = self._gathered((rank + 1) % self.team.size, rank)
+        if problem.a.order == "C":
+            a, there = a + 2 * begin, there + 2 * begin
+            width, lines = end - begin, problem.rows[rank]
+        else:
+            a, there = a + 2 * begin * own, there + 2 * begin * pitch
+            width, lines = problem.rows[rank], end - begin
+        if own == width == pitch:
+            call("cuMemcpyAsync", there, a, 2 * width * lines, self._side)
+        else:
+            call("cuMemcpy2DAsync", _block(a, own, there, pitch, width, lines), self._side)
+
+    def _gathered(self, rank: int, src: int) -> int:
+        """Where the rows of `src` lie on `rank`."""
+        return self._bases[rank] + _words(self.team.size) + self.problem.offsets[src]
+
+    @contextmanager
+    def _beside(self, stream: int) -> Iterator[None]:
+        """The second stream starts where `stream` is; `stream` waits for it at the end."""
+        self.team.device.activate()
+        call("cuEventRecord", self._fork, stream)
+        call("cuStreamWaitEvent", self._side, self._fork, 0)
+        yield
+        call("cuEventRecord", self._join, self._side)
+        call("cuStreamWaitEvent", stream, self._join, 0)
+
+    # -- the product -------------------------------------------------------------------------------
+
+    def _multiply(self, a: int, b: int, result: int, pitch: int, stream: int) -> None:
         problem, tiling = self.problem, self.tiling
+        if not problem.height or not problem.columns:
+            if self.team.size > 1 and problem.height:
+                self._say_read(stream)
+            return
+        boxes = self._boxes(result, pitch)
+        b_along_k = problem.b.order == "F"
         defines = (
             f"ELEMENT={problem.dtype.capitalize()}",
             f"A_ALONG_K={problem.a.order == 'C':d}",
-            f"B_ALONG_K={problem.b.order == 'F':d}",
+            f"B_ALONG_K={b_along_k:d}",
             f"C_ALONG_N={problem.out == 'C':d}",
             f"WIDTH={tiling.width}",
             f"CLUSTER={tiling.cluster}",
             f"STAGES={tiling.stages}",
-            f"PIECES={tiling.pieces}",
             f"BOXES={boxes:d}",
         )
-        shared = tiling.shared_bytes
-        return self.team.kernel("gathered", "gathered", defines, shared=shared, features="a")
+        shared = tiling.shared_bytes(b_along_k=b_along_k)
+        kernel = self.team.kernel("gathered", "gathered", defines, shared=shared, features="a")
+        key = (a, b, result, pitch)
+        if key not in self._arguments:
+            if len(self._arguments) >= _MOST_ARGUMENTS:
+                self._arguments.clear()
+            self._arguments[key] = Argument(self._packed(*key))
+        kernel.launch(stream, tiling.blocks, _THREADS, self._arguments[key])
+
+    def _say_read(self, stream: int) -> None:
+        """For a rank without columns: it has read all rows."""
+        size, rank = self.team.size, self.team.rank
+        words = struct.pack("QQ", self._bases[rank], self._bases[(rank - 1) % size])
+        argument = Argument(self.team.packed() + words)
+        self.team.kernel("ring", "nothing_to_read").launch(stream, 1, 1, argument)
 
     def _boxes(self, result: int, pitch: int) -> bool:
         """Whether the part of the result that each rank's rows make can be stored in boxes, of
@@ -173,50 +282,39 @@ class AllGatherGemm:
         """The struct `GatheredArgument`."""
         problem, tiling, rank, size = self.problem, self.tiling, self.team.rank, self.team.size
         _require_aligned("A", a if problem.rows[rank] else 0)
-        _require_aligned("B", b if problem.columns else 0)
+        _require_aligned("B", b)
         arrivals = problem.arrivals(rank)
         absent = size - len(arrivals)
         maps = [self._map_of_rows(src, a) for src in arrivals] + [bytes(NBYTES)] * absent
         maps += [self._map_of_result(src, result, pitch) for src in arrivals]
         maps += [bytes(NBYTES)] * absent
-        maps += [self._map_of_b(b), self._map_of_rows(rank, a, 64)]
-        maps += [self._map_there(peer) for peer in range(size)]
+        maps.append(self._map_of_b(b))
         parts, units = [], 0
         for src in arrivals:
             heights = tiling.heights(problem.rows[src])
             parts += [units, heights, problem.rows[src], src]
             units += heights * tiling.across(problem.columns)
         starts = [problem.starts[src] for src in arrivals]
-        steps = -(-problem.depth // DEPTH)
-        counts = (len(arrivals), units, steps, problem.columns)
-        sent = (max(1, -(-steps // CHUNKS)), problem.rows[rank])
+        neighbour = (rank - 1) % size
+        left = self._bases[neighbour] if size > 1 else 0
+        counts = [len(arrivals), units, -(-problem.depth // DEPTH), problem.columns]
+        counts += [neighbour, self._chunk_of(neighbour)]
         packed = b"".join(maps) + self.team.packed()
-        packed += struct.pack(f"{size}QQQ6I", *self._bases, result, 2 * pitch, *counts, *sent)
+        packed += struct.pack("QQQQ6I", self._bases[rank], left, result, 2 * pitch, *counts)
         packed += struct.pack(f"{4 * size}I", *parts, *[0] * 4 * absent)
         packed += struct.pack(f"{size}I", *starts, *[0] * absent)
         return packed + bytes(-len(packed) % 64)
 
-    def _map_of_rows(self, src: int, a: int, box: int = TILE_ROWS) -> bytes:
+    def _map_of_rows(self, src: int, a: int) -> bytes:
         """The rows of `src`: this rank's own lie where the caller has them."""
         problem, rank = self.problem, self.team.rank
-        if src == rank:
-            return self._map_of_part(a, src, problem.a.pitch, box)
-        return self._map_of_part(self._gathered(rank, src), src, problem.pitch(src), box)
-
-    def _map_there(self, peer: int) -> bytes:
-        """Where this rank's rows go to on `peer`."""
-        rank = self.team.rank
-        return self._map_of_part(self._gathered(peer, rank), rank, self.problem.pitch(rank), 64)
-
-    def _map_of_part(self, at: int, src: int, pitch: int, box: int) -> bytes:
-        problem = self.problem
+        at = a if src == rank else self._gathered(rank, src)
+        pitch = problem.a.pitch if src == rank else problem.pitch(src)
         if problem.a.order == "C":
-            return tensor_map(at, problem.dtype, problem.depth, problem.rows[src], pitch, box)
-        return tensor_map(at, problem.dtype, problem.rows[src], problem.depth, pitch, DEPTH)
-
-    def _gathered(self, rank: int, src: int) -> int:
-        """Where the rows of `src` lie on `rank`."""
-        return self._bases[rank] + _words(self.team.size) + self.problem.offsets[src]
+            shape, box = (problem.depth, problem.rows[src]), TILE_ROWS
+        else:
+            shape, box = (problem.rows[src], problem.depth), DEPTH
+        return tensor_map(at, problem.dtype, *shape, pitch, box)
 
     def _map_of_b(self, b: int) -> bytes:
         """A block loads one of `cluster` shares of a tile's columns."""
@@ -238,38 +336,21 @@ class AllGatherGemm:
         return tensor_map(result + 2 * start, problem.dtype, rows, problem.columns, pitch, 32, 64)
 
 
-class Turns:
-    """Kernels of a context that wait for the same kernels of peers, one after another.
-
-    Two that fill the GPU, on two streams, could wait for each other: one here, the other there. In
-    a graph the streams are the caller's to order.
-    """
-
-    def __init__(self) -> None:
-        self._event = call("cuEventCreate", 2)  # no timing
-        self._stream: int | None = None
-
-    @classmethod
-    def of(cls, context: DistributedContext) -> Turns:
-        """The one of a context."""
-        turns: Turns = context.cache("turns", cls)
-        return turns
-
-    @contextmanager
-    def taken(self, stream: int) -> Iterator[None]:
-        """Around a launch on `stream`."""
-        captured = capturing(stream)
-        if not captured and self._stream not in (None, stream):
-            call("cuStreamWaitEvent", stream, self._event, 0)
-        yield
-        if not captured:
-            call("cuEventRecord", self._event, stream)
-            self._stream = stream
-
-
 def _words(size: int) -> int:
     """Bytes of the struct `Words`, as many as keep what follows aligned."""
-    return -(-8 * (size * (CHUNKS + 1) + 2) // 1024) * 1024
+    return -(-8 * (size + 10) // 1024) * 1024
+
+
+def _block(source: int, source_pitch: int, target: int, pitch: int, width: int, lines: int) -> Any:
+    """A copy of `lines` of `width` elements of two bytes."""
+    driver = bindings()
+    device = driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
+    block = driver.CUDA_MEMCPY2D()
+    block.srcMemoryType = block.dstMemoryType = device
+    block.srcDevice, block.srcPitch = source, 2 * source_pitch
+    block.dstDevice, block.dstPitch = target, 2 * pitch
+    block.WidthInBytes, block.Height = 2 * width, lines
+    return block
 
 
 def _require_aligned(name: str, address: int) -> None:

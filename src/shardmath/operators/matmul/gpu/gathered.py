@@ -1,8 +1,8 @@
 """A product whose rows are split: what each rank multiplies after a gather, and why it may not fit.
 
-Rank r has some rows of A and some columns of B, and all rows of the result in its columns. Every
-rank sends its rows to its right neighbour first, and so on around, so that rows come in the order
-own, left, left of the left, and the tiles of the result are computed in that order.
+Rank r has some rows of A and some columns of B, and all rows of the result in its columns. Ranks
+hand their rows around a ring, each to its right neighbour, so that they come in the order own,
+left, left of the left, and the tiles of the result are computed in that order.
 
               k                n of rank 0   1   2
     A  [ rows of rank 0 ]      B  [        |   |   ]      result  [        |   |   ]
@@ -23,14 +23,12 @@ __all__ = ["WIDTHS", "Factor", "GatheredProduct", "Tiling", "choose_tiling", "fu
 
 WIDTHS = (256, 224, 192, 160, 128)
 TILE_ROWS = 128
+MOST_CHUNKS = 4
 DEPTH = 64  # of k, that is multiplied at once
-CHUNKS = 8  # of k, that rows come in
-BOX_BYTES = 64 * 64 * 2
 _DTYPES = ("float16", "bfloat16")
 _MOST_RANKS = 64  # whose maps fit in a kernel's argument
 _LINE = 128  # bytes
-_SHARED_BYTES = (227 << 10) - 256  # that a block may have, less what its barriers need
-_ALWAYS = 1024 + 4 * 64 * 32 * 2  # bytes: to align the stages, and what is being stored
+_SHARED_BYTES = 226 << 10  # that a block may have, less what the barriers need
 
 
 @dataclass(frozen=True)
@@ -117,14 +115,15 @@ class GatheredProduct:
 @dataclass(frozen=True)
 class Tiling:
     """`width` columns in a tile, `cluster` tiles above each other that share them, `stages` of k
-    and `pieces` of rows for peers that are on their way at once, on `blocks` multiprocessors.
+    that are on their way at once, on `blocks` multiprocessors. The left neighbour's
+    rows come in `chunks` of k, so that tiles of them can begin early.
     """
 
     width: int
     cluster: int
     stages: int
-    pieces: int
     blocks: int
+    chunks: int = 1
 
     def heights(self, rows: int) -> int:
         """Units, of `cluster` tiles each, that `rows` have above each other."""
@@ -134,16 +133,21 @@ class Tiling:
         """Tiles next to each other."""
         return -(-columns // self.width)
 
-    @property
-    def shared_bytes(self) -> int:
-        """Of shared memory, as gathered.cu lays it out, with either layout of B."""
-        return _ALWAYS + self.stages * _stage_bytes(self.width) + self.pieces * BOX_BYTES
+    def shared_bytes(self, *, b_along_k: bool) -> int:
+        """Of shared memory, as gathered.cu lays it out."""
+        b = self.width if b_along_k else _rounded(self.width, 64)
+        return 1024 + self.stages * (TILE_ROWS + b) * DEPTH * 2 + 2 * 2 * 64 * 32 * 2
 
 
 def choose_tiling(problem: GatheredProduct, rank: int, processors: int) -> Tiling:
     """The tiling for which `predicted` says that the last tile is done first."""
     cluster = 2 if max(problem.rows, default=0) > TILE_ROWS else 1
-    tilings = [_tiling(width, cluster, processors, problem) for width in WIDTHS]
+    blocks = processors - _SPARE if len(problem.rows) > 1 else processors
+    tilings = [
+        _with_even_blocks(Tiling(width, cluster, _stages(width), blocks, chunks), problem)
+        for width in WIDTHS
+        for chunks in (1, 4)
+    ]
     return min(tilings, key=lambda tiling: predicted(problem, rank, tiling))
 
 
@@ -155,13 +159,14 @@ def predicted(problem: GatheredProduct, rank: int, tiling: Tiling) -> float:
     free = [0.0] * clusters
     number, across = 0, tiling.across(problem.columns)
     here = begun = 0.0
-    for src in problem.arrivals(rank):
-        if src != rank:
-            sent = 2 * problem.rows[src] * problem.depth / _BANDWIDTH
-            begun, here = max(here, _LATENCY) + sent / CHUNKS, max(here, _LATENCY) + sent
+    for part, src in enumerate(problem.arrivals(rank)):
+        chunks = tiling.chunks if (rank - src) % len(problem.rows) == 1 else 1
+        if part:
+            chunk = _PER_STEP + 2 * problem.rows[src] * problem.depth / _BANDWIDTH / chunks
+            begun, here = here + chunk, here + chunks * chunk
         for _ in range(tiling.heights(problem.rows[src]) * across):
             at = number % clusters
-            free[at] = max(max(free[at], begun) + unit, here + unit / CHUNKS)
+            free[at] = max(max(free[at], begun) + unit, here + unit / chunks)
             number += 1
     return max(free)
 
@@ -169,9 +174,9 @@ def predicted(problem: GatheredProduct, rank: int, tiling: Tiling) -> float:
 def fuses(problem: GatheredProduct, processors: int = 132) -> bool:
     """Whether to multiply while rows arrive; else gather first, and multiply then.
 
-    To be asked of the same problem on all ranks: that of the rank with most columns. A product of
-    few rows has too few tiles for the GPU, which cuBLAS cuts along k: then one gather and cuBLAS
-    are done first.
+    To be asked of the same problem on all ranks: that of the rank with most columns. A ring takes a
+    step for each rank before the last rows have come, and a product of few rows has too few tiles
+    for the GPU, which cuBLAS cuts along k: then one gather and cuBLAS are done first.
     """
     size = len(problem.rows)
     if size == 1:
@@ -179,33 +184,33 @@ def fuses(problem: GatheredProduct, processors: int = 132) -> bool:
     tiling = choose_tiling(problem, 0, processors)
     sent = 2.0 * max(problem.rows) * problem.depth * (size - 1)
     alone = problem.flops / (_FLOPS * processors) + _PER_TILE
-    return predicted(problem, 0, tiling) < _GATHER + sent / _BANDWIDTH + alone
+    return predicted(problem, 0, tiling) < _GATHER + sent / _GATHER_BANDWIDTH + alone
 
 
 # Measured on 8 H200.
 _FLOPS = 800e12 / 132  # of one multiprocessor, in half precision
 _PER_TILE = 1.5e-6  # seconds
-_BANDWIDTH = 320e9  # bytes per second, that a rank sends
-_LATENCY = 8e-6  # seconds until the first rows come
+_BANDWIDTH = 250e9  # of a copy engine beside a product, bytes per second; 370e9 alone
+_PER_STEP = 16e-6  # of the ring: a copy engine and a kernel follow each other
+_SPARE = 4  # multiprocessors on which the ring's kernels run: beside a block of the product, no
+# quarter of a multiprocessor has the registers of a warp left
 _EFFICIENCY = {256: 1.0, 224: 0.99, 192: 0.92, 160: 0.88, 128: 0.87}
 _GATHER = 10e-6  # seconds: two barriers, and a kernel that pushes
+_GATHER_BANDWIDTH = 320e9
 
 
-def _tiling(width: int, cluster: int, processors: int, problem: GatheredProduct) -> Tiling:
-    """With what fits into shared memory, and no more blocks than finish in as many turns."""
-    room = _SHARED_BYTES - _ALWAYS
-    stages = min(6, (room - 2 * BOX_BYTES) // _stage_bytes(width))
-    pieces = min(4, (room - stages * _stage_bytes(width)) // BOX_BYTES)
-    tiling = Tiling(width, cluster, stages, pieces, processors // cluster * cluster)
-    units = sum(map(tiling.heights, problem.rows)) * tiling.across(problem.columns)
-    turns = -(-units // (processors // cluster))
-    if turns < 2:
-        return tiling  # those without a tile send rows
-    return replace(tiling, blocks=-(-units // turns) * cluster)
+def _stages(width: int) -> int:
+    """As many as fit into the shared memory of a multiprocessor, at most 6."""
+    return min(6, (_SHARED_BYTES - 1024 - 16384) // ((TILE_ROWS + _rounded(width, 64)) * DEPTH * 2))
 
 
-def _stage_bytes(width: int) -> int:
-    return (TILE_ROWS + _rounded(width, 64)) * DEPTH * 2
+def _with_even_blocks(tiling: Tiling, problem: GatheredProduct) -> Tiling:
+    """No more blocks than finish in as many turns: those left over serve the ring."""
+    units = sum(tiling.heights(rows) for rows in problem.rows) * tiling.across(problem.columns)
+    clusters = max(1, min(tiling.blocks // tiling.cluster, units))
+    turns = -(-units // clusters)
+    fewest = -(-units // turns) if turns else 1
+    return replace(tiling, blocks=fewest * tiling.cluster)
 
 
 def _rounded(number: int, multiple: int) -> int:
