@@ -7,6 +7,7 @@ Two steps are cuBLAS and one collective. Their predicted times decide; the const
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from shardmath.operators.matmul.gpu.sharded import ShardedProduct
 from shardmath.operators.matmul.gpu.walk import TILE_COLUMNS, TILE_ROWS, Walk
@@ -37,16 +38,18 @@ class Choice:
         return f"{first} ({times[0] * 1e6:.0f} us; {second} {times[1] * 1e6:.0f} us)"
 
 
+@lru_cache(256)
 def choose_reduce_scatter(problem: ShardedProduct) -> Choice:
     """For rank r's `rows[r]` rows of the product."""
     nbytes = 2 * problem.height * problem.columns
     sent = nbytes * (1 - 1 / len(problem.rows))
     last = nbytes / min(8, _down(problem)) / _SUM
     burst = min(sent, 2.0 * _MULTIPLIERS * TILE_ROWS * TILE_COLUMNS) / _LINK
-    fused = max(_multiplying(problem), sent / _LINK) + burst + last + 2 * _STEP
+    fused = max(_multiplying(problem), sent / _LINK) + burst + last + 3 * _STEP
     return _choice(fused, problem.flops / _RATE + sent / _LINK + _COLLECTIVE)
 
 
+@lru_cache(256)
 def choose_all_reduce(problem: ShardedProduct) -> Choice:
     """For all rows on every rank."""
     nbytes = 2 * problem.height * problem.columns

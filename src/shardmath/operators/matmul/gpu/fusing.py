@@ -19,6 +19,7 @@ from shardmath.operators.lanes import Order
 from shardmath.operators.matmul.gpu import gathered, sharded
 from shardmath.operators.matmul.gpu.all_gather import AllGatherGemm
 from shardmath.operators.matmul.gpu.all_reduce import GemmAllReduce, even_rows
+from shardmath.operators.matmul.gpu.choice import choose_all_reduce, choose_reduce_scatter
 from shardmath.operators.matmul.gpu.form import Form
 from shardmath.operators.matmul.gpu.gathered import GatheredProduct, fuses
 from shardmath.operators.matmul.gpu.reduce_scatter import GemmReduceScatter
@@ -35,8 +36,7 @@ _KERNELS: dict[str, Any] = {
     "all-reduce": GemmAllReduce,
 }
 _HALVES = ("float16", "bfloat16")
-# Flops of a rank from which on tiles that are sent win over a product and what follows it.
-_LEAST_FLOPS = {"reduce-scatter": 2e10, "all-reduce": 2e9}
+_CHOICES = {"reduce-scatter": choose_reduce_scatter, "all-reduce": choose_all_reduce}
 
 
 class Fused:
@@ -127,7 +127,10 @@ def pays(share: Share) -> bool:
     m, n, k = problem.shape
     if form.kind != "all-gather":
         most = max(part.length for part in strategy.depth)
-        return 2.0 * m * n * most >= _LEAST_FLOPS[form.kind]
+        rows = form.rows or even_rows(m, problem.size)
+        lying = sharded.Factor("C", k), sharded.Factor("C", n)
+        sent = ShardedProduct(rows, m * n // max(1, sum(rows)), most, problem.dtype, *lying)
+        return _CHOICES[form.kind](sent).fused
     columns = strategy.rows if form.turned else strategy.columns
     plain = gathered.Factor("C", k)
     widest = max(part.length for part in columns)
