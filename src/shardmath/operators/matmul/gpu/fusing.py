@@ -15,6 +15,7 @@ from typing import Any
 from shardmath.context import DistributedContext
 from shardmath.cuda.device import Device
 from shardmath.local.gpu import Matrix
+from shardmath.operators.lanes import Order
 from shardmath.operators.matmul.gpu import gathered, sharded
 from shardmath.operators.matmul.gpu.all_gather import AllGatherGemm
 from shardmath.operators.matmul.gpu.all_reduce import GemmAllReduce, even_rows
@@ -45,6 +46,7 @@ class Fused:
 
     def __init__(self, form: Form, share: Share, operands: Operands, device: Device) -> None:
         self._form = form
+        self._device = device
         self._share = share
         self._operands = operands
         self._a, self._b = map(matrix_of, operands.factors)
@@ -75,12 +77,15 @@ class Fused:
         key = (self._form.kind, tuple(told))
         kept = self._share.kept
         if key not in kept:
-            kept[key] = made = _KERNELS[self._form.kind].together(context, self._problem)
+            made = _KERNELS[self._form.kind].together(context, self._problem)
+            kept[key] = made, Order(self._device)
             weakref.finalize(self._share, made.free).atexit = False
         lies = _lies(self._out)
         assert lies is not None
         a, b, out = self._a.address, self._b.address, self._out.address
-        kept[key].launch(a, b, out, self._operands.stream, pitch=lies[1])
+        product, order = kept[key]
+        with order.turn(self._operands.stream):  # its words are those of one launch at a time
+            product.launch(a, b, out, self._operands.stream, pitch=lies[1])
 
     def _suits(self) -> bool:
         """Whether nothing is asked for that the kernels lack, of operands that they can load."""
