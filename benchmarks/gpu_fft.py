@@ -272,7 +272,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=18, help="begin no size after so long")
     parser.add_argument("--commit", default="", help="where the source has no repository")
     options = parser.parse_args()
-    os.environ.setdefault("SHARDMATH_TIMEOUT", "6")  # a variant that hangs costs no more
+    os.environ.setdefault("SHARDMATH_TIMEOUT", "8")  # a variant that hangs costs no more
     with tempfile.TemporaryDirectory() as folder:
         found = spawn(measure, options.gpus, f"{folder}/store", options.gpus, options.seconds)
     rows, facts = found[0]

@@ -1,4 +1,4 @@
-"""The figures of gpu_fft.py as bars: python benchmarks/gpu_fft_picture.py [docs/gpu_fft.svg]."""
+"""The figures of gpu_fft.py as bars: python benchmarks/gpu_fft_picture.py [picture.svg]."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-RESULT = Path(__file__).parent / "results" / "gpu_fft.json"
+RESULTS = Path(__file__).parent / "results"
 BARS = [
     ("ours_ms", "shardmath", "#2a6f97"),  # the better of both ways
     ("nccl_ms", "torch.fft and NCCL, same run", "#a9a9a9"),
@@ -16,9 +16,12 @@ BARS = [
 
 
 def main() -> None:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    found = json.loads(RESULT.read_text())
+    found = json.loads((RESULTS / "gpu_fft.json").read_text())
     for row in found["rows"]:
         row["ours_ms"] = min(row[name] for name in ("steps_ms", "chunks_ms") if name in row)
     groups = [(result, dtype) for result in ("transposed", "back")
@@ -41,7 +44,7 @@ def main() -> None:
     all_axes[1][0].set_ylabel("time / shardmath's; labels: ms")
     all_axes[0][0].legend(fontsize=7, loc="upper left")
     figure.suptitle(f"3-D Fourier transforms on {found['gpus']} x {found['gpu']}")
-    figure.savefig(sys.argv[1] if len(sys.argv) > 1 else "docs/gpu_fft.svg")
+    figure.savefig(sys.argv[1] if len(sys.argv) > 1 else RESULTS / "gpu_fft.svg")
 
 
 if __name__ == "__main__":
