@@ -29,6 +29,7 @@ def main() -> None:
     figure, all_axes = plt.subplots(2, 3, figsize=(11, 6), constrained_layout=True)
     for axes, (result, dtype) in zip(all_axes.flat, groups, strict=True):
         rows = [r for r in found["rows"] if (r["result"], r["dtype"]) == (result, dtype)]
+        rows.sort(key=lambda row: row["n"])
         for number, (name, label, colour) in enumerate(BARS):
             # As multiples of our own time, so that all sizes can be seen.
             heights = [row.get(name, 0) / row["ours_ms"] for row in rows]
@@ -42,7 +43,8 @@ def main() -> None:
         axes.set_title(f"{dtype}, {slab}", fontsize=10)
     all_axes[0][0].set_ylabel("time / shardmath's; labels: ms")
     all_axes[1][0].set_ylabel("time / shardmath's; labels: ms")
-    all_axes[0][0].legend(fontsize=7, loc="upper left")
+    handles, labels = all_axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(BARS), fontsize=8)
     figure.suptitle(f"3-D Fourier transforms on {found['gpus']} x {found['gpu']}")
     figure.savefig(sys.argv[1] if len(sys.argv) > 1 else RESULTS / "gpu_fft.svg")
 
