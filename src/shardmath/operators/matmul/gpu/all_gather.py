@@ -17,7 +17,7 @@ from typing import Any
 
 from shardmath.context import DistributedContext
 from shardmath.cuda.driver import bindings, call
-from shardmath.cuda.kernel import Argument
+from shardmath.cuda.kernel import Argument, Kernel
 from shardmath.cuda.stream import Turns
 from shardmath.cuda.tensormap import ALIGNMENT, NBYTES, tensor_map
 from shardmath.errors import RankFailure
@@ -32,7 +32,7 @@ from shardmath.operators.matmul.gpu.gathered import (
 from shardmath.symmetric.heap import Buffer, Location
 from shardmath.symmetric.team import Team
 
-__all__ = ["AllGatherGemm"]
+__all__ = ["AllGatherGemm", "product_kernel"]
 
 _THREADS = 384
 _MOST_ARGUMENTS = 256
@@ -242,20 +242,7 @@ class AllGatherGemm:
             if self.team.size > 1 and problem.height:
                 self._say_read(stream)
             return
-        boxes = self._boxes(result, pitch)
-        b_along_k = problem.b.order == "F"
-        defines = (
-            f"ELEMENT={problem.dtype.capitalize()}",
-            f"A_ALONG_K={problem.a.order == 'C':d}",
-            f"B_ALONG_K={b_along_k:d}",
-            f"C_ALONG_N={problem.out == 'C':d}",
-            f"WIDTH={tiling.width}",
-            f"CLUSTER={tiling.cluster}",
-            f"STAGES={tiling.stages}",
-            f"BOXES={boxes:d}",
-        )
-        shared = tiling.shared_bytes(b_along_k=b_along_k)
-        kernel = self.team.kernel("gathered", "gathered", defines, shared=shared, features="a")
+        kernel = product_kernel(self.team, problem, tiling, boxes=self._boxes(result, pitch))
         key = (a, b, result, pitch)
         if key not in self._arguments:
             if len(self._arguments) >= _MOST_ARGUMENTS:
@@ -334,6 +321,27 @@ class AllGatherGemm:
             at = result + 2 * start * pitch
             return tensor_map(at, problem.dtype, problem.columns, rows, pitch, 64, 32)
         return tensor_map(result + 2 * start, problem.dtype, rows, problem.columns, pitch, 32, 64)
+
+
+def product_kernel(
+    team: Team, problem: GatheredProduct, tiling: Tiling, *, boxes: bool = True
+) -> Kernel:
+    """The kernel for a problem, compiled when first asked for; `boxes` where the result is aligned
+    as they need it.
+    """
+    b_along_k = problem.b.order == "F"
+    defines = (
+        f"ELEMENT={problem.dtype.capitalize()}",
+        f"A_ALONG_K={problem.a.order == 'C':d}",
+        f"B_ALONG_K={b_along_k:d}",
+        f"C_ALONG_N={problem.out == 'C':d}",
+        f"WIDTH={tiling.width}",
+        f"CLUSTER={tiling.cluster}",
+        f"STAGES={tiling.stages}",
+        f"BOXES={boxes:d}",
+    )
+    shared = tiling.shared_bytes(b_along_k=b_along_k)
+    return team.kernel("gathered", "gathered", defines, shared=shared, features="a")
 
 
 def _words(size: int) -> int:

@@ -14,8 +14,8 @@ from typing import Any
 
 from shardmath.context import DistributedContext
 from shardmath.cuda.device import Device
+from shardmath.cuda.stream import Turns
 from shardmath.local.gpu import Matrix
-from shardmath.operators.lanes import Order
 from shardmath.operators.matmul.gpu import gathered, sharded
 from shardmath.operators.matmul.gpu.all_gather import AllGatherGemm
 from shardmath.operators.matmul.gpu.all_reduce import GemmAllReduce, even_rows
@@ -78,13 +78,13 @@ class Fused:
         kept = self._share.kept
         if key not in kept:
             made = _KERNELS[self._form.kind].together(context, self._problem)
-            kept[key] = made, Order(self._device)
+            kept[key] = made, Turns(self._device)
             weakref.finalize(self._share, made.free).atexit = False
         lies = _lies(self._out)
         assert lies is not None
         a, b, out = self._a.address, self._b.address, self._out.address
-        product, order = kept[key]
-        with order.turn(self._operands.stream):  # its words are those of one launch at a time
+        product, turns = kept[key]
+        with turns.taken(self._operands.stream):  # its words are those of one launch at a time
             product.launch(a, b, out, self._operands.stream, pitch=lies[1])
 
     def _suits(self) -> bool:
