@@ -23,8 +23,8 @@ from gpu_collectives import Ranks
 
 from shardmath import startup
 from shardmath.launch.function import spawn
-from shardmath.operators.matmul.gpu.all_gather import AllGatherGemm
-from shardmath.operators.matmul.gpu.gathered import Factor, GatheredProduct, fuses
+from shardmath.operators.matmul.gpu.all_gather import AllGatherGemm, product_kernel
+from shardmath.operators.matmul.gpu.gathered import Factor, GatheredProduct, choose_tiling, fuses
 
 SETS = 2  # of operands
 LIMIT = 0.005  # of the greatest results: bfloat16 rounds off 0.002
@@ -71,8 +71,7 @@ class Gathered:
             ranks.dist.all_gather_into_tensor(whole, part)
         self.out = [torch.empty(m, columns, device=ranks.device).bfloat16() for _ in range(SETS)]
         self.room = torch.empty_like(self.whole[0])
-        factors = Factor("C", k), Factor("F", k)
-        self.problem = GatheredProduct((rows,) * size, columns, k, "bfloat16", *factors)
+        self.problem = problem_of(ranks, m, n, k)
         self.how = "fused" if fuses(self.problem) else "gather first"
         self.plan = AllGatherGemm.together(ranks.context, self.problem) if self.fused else None
         if self.plan:
@@ -137,6 +136,28 @@ class Gathered:
         """Let the heap have the plan's memory."""
         if self.plan:
             self.plan.free()
+
+
+def problem_of(ranks: Ranks, m: int, n: int, k: int) -> GatheredProduct:
+    """A by rows of m, B by columns of n."""
+    rows, factors = (m // ranks.size,) * ranks.size, (Factor("C", k), Factor("F", k))
+    return GatheredProduct(rows, n // ranks.size, k, "bfloat16", *factors)
+
+
+def compile_all(ranks: Ranks, cases: list) -> None:
+    """Compile what the cases need. Each rank begins with another kernel: the others, which it needs
+    next, are then on disk.
+    """
+    team = ranks.context.team
+    problems = [problem_of(ranks, *case[1:4]) for case in cases]
+    needed = [
+        (problem, choose_tiling(problem, ranks.rank, team.device.processors))
+        for problem in problems
+        if fuses(problem)
+    ]
+    kernels = list({(t.width, t.cluster, t.stages): (p, t) for p, t in needed}.values())
+    for number in range(len(kernels)):
+        product_kernel(team, *kernels[(number + ranks.rank) % len(kernels)])
 
 
 MOST_IN_CELLS = 512 << 10  # of a rank's rows
@@ -224,6 +245,7 @@ def measure(store: str, size: int, cases: list) -> list:
     import torch.distributed._symmetric_memory  # noqa: F401  (registers the fused operators)
 
     ranks = Ranks(store, size)
+    compile_all(ranks, cases)
     rows = [measure_case(ranks, *case) for case in cases]
     facts = {
         "gpu": ranks.torch.cuda.get_device_name(),
