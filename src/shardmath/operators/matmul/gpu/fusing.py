@@ -37,6 +37,8 @@ _KERNELS: dict[str, Any] = {
 }
 _HALVES = ("float16", "bfloat16")
 _CHOICES = {"reduce-scatter": choose_reduce_scatter, "all-reduce": choose_all_reduce}
+# What phases take, in units of a product and one collective: their sums move as float32.
+_PHASES = 1.3
 
 
 class Fused:
@@ -130,7 +132,8 @@ def pays(share: Share) -> bool:
         rows = form.rows or even_rows(m, problem.size)
         lying = sharded.Factor("C", k), sharded.Factor("C", n)
         sent = ShardedProduct(rows, m * n // max(1, sum(rows)), most, problem.dtype, *lying)
-        return _CHOICES[form.kind](sent).fused
+        choice = _CHOICES[form.kind](sent)
+        return bool(choice.fused_seconds < _PHASES * choice.separate_seconds)
     columns = strategy.rows if form.turned else strategy.columns
     plain = gathered.Factor("C", k)
     widest = max(part.length for part in columns)
