@@ -37,6 +37,7 @@ enum Operation : u32 {
     kNoPeer = 7,
     kWrongRanks = 8,
     kProduct = 9,
+    kShard = 10,
 };
 
 // What the host reads after a wait has expired. In host memory, written by one kernel at a time.

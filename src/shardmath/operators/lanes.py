@@ -16,47 +16,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from shardmath.context import DistributedContext
-from shardmath.cuda import stream as streams
-from shardmath.cuda.device import Device
 from shardmath.cuda.driver import call
+from shardmath.cuda.stream import Turns, capturing
 from shardmath.symmetric.heap import Buffer
 
-__all__ = ["LANES", "Lane", "Order"]
+__all__ = ["LANES", "Lane"]
 
 LANES = 16
 _FIRST_CHANNEL = 32  # of the team's; the others are those of collectives and of the user
-
-
-class Order:
-    """That the uses of one thing follow each other, whichever streams they come on."""
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._stream: int | None = None
-        self._done: Any = None
-
-    @contextmanager
-    def turn(self, stream: int) -> Iterator[None]:
-        """Around what one use puts on `stream`. In a graph the order is that of replays."""
-        self._device.activate()
-        if streams.capturing(stream):
-            yield
-            return
-        if self._done is None:
-            self._done = call("cuEventCreate", 2)  # no timing
-        if self._stream is not None and self._stream != stream:
-            call("cuStreamWaitEvent", stream, self._done, 0)
-        try:
-            yield
-        finally:
-            self._stream = stream
-            call("cuEventRecord", self._done, stream)
-
-    def wait(self) -> None:
-        """Wait, on the host, until the last use has ended."""
-        if self._stream is not None:
-            self._device.activate()
-            call("cuEventSynchronize", self._done)
 
 
 class Lane:
@@ -73,7 +40,7 @@ class Lane:
         self._kept: list[Buffer] = []
         self._side: Any = None
         self._events: dict[str, Any] = {}
-        self._order = Order(self.team.device)
+        self._turns = Turns(self.team.device)
 
     @classmethod
     def of(cls, context: DistributedContext, stream: int) -> Lane:
@@ -90,8 +57,9 @@ class Lane:
     @contextmanager
     def entered(self, stream: int) -> Iterator[None]:
         """Around what one operation puts on `stream`."""
-        self._captured |= streams.capturing(stream)
-        with self._order.turn(stream):
+        self._captured |= capturing(stream)
+        self.team.device.activate()
+        with self._turns.taken(stream):
             yield
 
     @property
@@ -147,4 +115,4 @@ class Lane:
         if self._captured:
             self._kept.append(buffer)
         else:
-            self._order.wait()
+            self._turns.wait()

@@ -19,6 +19,7 @@ __all__ = [
     "OF_COLLECTIVE",
     "OF_FLAG",
     "OF_PRODUCT",
+    "OF_SHARD",
     "OF_SIGNAL",
     "OF_USER",
     "PAD_ALIGNMENT",
@@ -72,6 +73,7 @@ NO_CHANNEL = 6
 NO_PEER = 7
 WRONG_RANKS = 8
 OF_PRODUCT = 9
+OF_SHARD = 10
 
 
 def pad_bytes(size: int, channels: int) -> int:

@@ -38,8 +38,9 @@ _OPERATIONS = {
     layout.OF_USER: "a kernel of the user's",
     layout.OF_FLAG: "put_signal",
     layout.OF_PRODUCT: "a product",
+    layout.OF_SHARD: "a product of gathered rows",
 }
-_PLACES = {layout.OF_COLLECTIVE: "block", layout.OF_PRODUCT: "chunk"}
+_PLACES = {layout.OF_COLLECTIVE: "block", layout.OF_PRODUCT: "chunk", layout.OF_SHARD: "part"}
 _COUNTED = (
     layout.OF_COLLECTIVE,
     layout.OF_PRODUCT,

@@ -14,8 +14,8 @@ from typing import Any
 
 from shardmath.context import DistributedContext
 from shardmath.cuda.device import Device
+from shardmath.cuda.stream import Turns
 from shardmath.local.gpu import Matrix
-from shardmath.operators.lanes import Order
 from shardmath.operators.matmul.gpu import gathered, sharded
 from shardmath.operators.matmul.gpu.all_gather import AllGatherGemm
 from shardmath.operators.matmul.gpu.all_reduce import GemmAllReduce, even_rows
@@ -37,6 +37,8 @@ _KERNELS: dict[str, Any] = {
 }
 _HALVES = ("float16", "bfloat16")
 _CHOICES = {"reduce-scatter": choose_reduce_scatter, "all-reduce": choose_all_reduce}
+# What phases take, in units of a product and one collective: their sums move as float32.
+_PHASES = 1.3
 
 
 class Fused:
@@ -78,13 +80,13 @@ class Fused:
         kept = self._share.kept
         if key not in kept:
             made = _KERNELS[self._form.kind].together(context, self._problem)
-            kept[key] = made, Order(self._device)
+            kept[key] = made, Turns(self._device)
             weakref.finalize(self._share, made.free).atexit = False
         lies = _lies(self._out)
         assert lies is not None
         a, b, out = self._a.address, self._b.address, self._out.address
-        product, order = kept[key]
-        with order.turn(self._operands.stream):  # its words are those of one launch at a time
+        product, turns = kept[key]
+        with turns.taken(self._operands.stream):  # its words are those of one launch at a time
             product.launch(a, b, out, self._operands.stream, pitch=lies[1])
 
     def _suits(self) -> bool:
@@ -130,7 +132,8 @@ def pays(share: Share) -> bool:
         rows = form.rows or even_rows(m, problem.size)
         lying = sharded.Factor("C", k), sharded.Factor("C", n)
         sent = ShardedProduct(rows, m * n // max(1, sum(rows)), most, problem.dtype, *lying)
-        return _CHOICES[form.kind](sent).fused
+        choice = _CHOICES[form.kind](sent)
+        return bool(choice.fused_seconds < _PHASES * choice.separate_seconds)
     columns = strategy.rows if form.turned else strategy.columns
     plain = gathered.Factor("C", k)
     widest = max(part.length for part in columns)
