@@ -9,16 +9,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from shardmath.operators.matmul.gpu.sending import Shape
 from shardmath.operators.matmul.gpu.sharded import ShardedProduct
 from shardmath.operators.matmul.gpu.walk import TILE_COLUMNS, TILE_ROWS, Walk
 
-__all__ = ["Choice", "choose_all_reduce", "choose_reduce_scatter"]
+__all__ = ["Choice", "choose_all_reduce", "choose_reduce_scatter", "choose_shape"]
 
 _RATE = 780e12  # operations per second of one GPU
 _MULTIPLIERS = 128  # multiprocessors that share out the tiles
 _LINK = 290e9  # bytes per second of a collective, sent by each rank
 _READ = 250e9  # bytes per second in which all multiprocessors read peers' memory
 _SUM = 3.5e12  # bytes per second of the local memory in a sum
+_TAKERS = 4
+_TAKEN = 1.6e11  # bytes per second that the takers add up, while others multiply
 _STEP = 5e-6  # seconds until a kernel has started and what peers do is seen
 _COLLECTIVE = 12e-6
 
@@ -58,6 +61,18 @@ def choose_all_reduce(problem: ShardedProduct) -> Choice:
     late = sent / min(8, _down(problem)) * min(3, _down(problem))
     fused = max(scatter + late / _READ, 2 * sent / _LINK) + 2 * _STEP
     return _choice(fused, problem.flops / _RATE + 2 * sent / _LINK + _COLLECTIVE)
+
+
+def choose_shape(problem: ShardedProduct) -> Shape:
+    """How to cut the work. The takers get what they can add up before the product ends.
+
+    Four multiprocessors take, and 128 multiply: most large products have tiles for 128 in even
+    numbers, and not for 132.
+    """
+    chunks = min(8, _down(problem))
+    each = 2 * problem.height * problem.columns / chunks / _TAKEN
+    left = problem.flops / _RATE * (1 - 1 / chunks)  # after the first chunk has come
+    return Shape(chunks, _TAKERS, late=chunks - min(chunks - 1, int(left / each)))
 
 
 def _multiplying(problem: ShardedProduct) -> float:
