@@ -23,8 +23,8 @@ from gpu_collectives import Ranks
 
 from shardmath import startup
 from shardmath.launch.function import spawn
-from shardmath.operators.matmul.gpu.all_gather import AllGatherGemm
-from shardmath.operators.matmul.gpu.gathered import Factor, GatheredProduct, fuses
+from shardmath.operators.matmul.gpu.all_gather import AllGatherGemm, product_kernel
+from shardmath.operators.matmul.gpu.gathered import Factor, GatheredProduct, choose_tiling, fuses
 
 SETS = 2  # of operands
 LIMIT = 0.005  # of the greatest results: bfloat16 rounds off 0.002
@@ -71,8 +71,7 @@ class Gathered:
             ranks.dist.all_gather_into_tensor(whole, part)
         self.out = [torch.empty(m, columns, device=ranks.device).bfloat16() for _ in range(SETS)]
         self.room = torch.empty_like(self.whole[0])
-        factors = Factor("C", k), Factor("F", k)
-        self.problem = GatheredProduct((rows,) * size, columns, k, "bfloat16", *factors)
+        self.problem = problem_of(ranks, m, n, k)
         self.how = "fused" if fuses(self.problem) else "gather first"
         self.plan = AllGatherGemm.together(ranks.context, self.problem) if self.fused else None
         if self.plan:
@@ -139,13 +138,61 @@ class Gathered:
             self.plan.free()
 
 
+def problem_of(ranks: Ranks, m: int, n: int, k: int) -> GatheredProduct:
+    """A by rows of m, B by columns of n."""
+    rows, factors = (m // ranks.size,) * ranks.size, (Factor("C", k), Factor("F", k))
+    return GatheredProduct(rows, n // ranks.size, k, "bfloat16", *factors)
+
+
+def compile_all(ranks: Ranks, cases: list) -> None:
+    """Compile what the cases need. Each rank begins with another kernel: the others, which it needs
+    next, are then on disk.
+    """
+    team = ranks.context.team
+    problems = [problem_of(ranks, *case[1:4]) for case in cases]
+    needed = [
+        (problem, choose_tiling(problem, ranks.rank, team.device.processors))
+        for problem in problems
+        if fuses(problem)
+    ]
+    kernels = list({(t.width, t.cluster, t.stages): (p, t) for p, t in needed}.values())
+    for number in range(len(kernels)):
+        product_kernel(team, *kernels[(number + ranks.rank) % len(kernels)])
+
+
 MOST_IN_CELLS = 512 << 10  # of a rank's rows
 OPERATIONS = {"AG+GEMM": Gathered}
 NO_GRAPHS = {"torch"}
 
 
-def time(ranks: Ranks, call, calls: int, *, graph: bool) -> float:
-    """Milliseconds per call: of all ranks, the slowest."""
+def times(ranks: Ranks, systems: dict, calls: int) -> dict[str, float]:
+    """Milliseconds per call of each system: of all ranks, the slowest. They take turns, so that all
+    run on GPUs that are equally warm.
+    """
+    torch = ranks.torch
+    runs = {
+        name: _run(ranks, call, calls, graph=name not in NO_GRAPHS)
+        for name, call in systems.items()
+    }
+    found: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(7):
+        for name, run in runs.items():
+            torch.cuda.synchronize()
+            ranks.context.barrier()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            run()
+            end.record()
+            torch.cuda.synchronize()
+            found[name].append(start.elapsed_time(end) / calls)
+    ranks.context.team.check()
+    medians = [statistics.median(found[name]) for name in runs]
+    every = ranks.context.agree("times", lambda: medians, lambda found: found)
+    return {name: max(column) for name, column in zip(runs, zip(*every, strict=True), strict=True)}
+
+
+def _run(ranks: Ranks, call, calls: int, *, graph: bool):
+    """`calls` calls, of the sets of operands in turn."""
     torch = ranks.torch
 
     def run():
@@ -154,25 +201,13 @@ def time(ranks: Ranks, call, calls: int, *, graph: bool) -> float:
 
     run()
     torch.cuda.synchronize()
-    if graph:
-        captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured):
-            run()
-        run = captured.replay
+    if not graph:
+        return run
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
         run()
-    times = []
-    for _ in range(7):
-        torch.cuda.synchronize()
-        ranks.context.barrier()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / calls)
-    ranks.context.team.check()
-    median = statistics.median(times)
-    return max(ranks.context.agree("time", lambda: median, lambda times: times))
+    captured.replay()
+    return captured.replay
 
 
 def measure_case(ranks: Ranks, what: str, m: int, n: int, k: int, target: str) -> dict:
@@ -189,9 +224,10 @@ def measure_case(ranks: Ranks, what: str, m: int, n: int, k: int, target: str) -
             error = work.error(out, turn)
             worst = max(ranks.context.agree("error", lambda e=error: e, lambda errors: errors))
             assert worst <= LIMIT, f"{what} {m} {n} {k} by {name}: error {worst}"
-        row[f"{name}_ms"] = time(ranks, call, calls, graph=name not in NO_GRAPHS)
         if name == "ours":
             row["error"] = worst
+    found = times(ranks, work.systems, calls)
+    row |= {f"{name}_ms": found[name] for name in found}
     row["of_local"] = row["local_ms"] / row["ours_ms"]
     row["to_nccl"] = row["nccl_ms"] / row["ours_ms"]
     peers = [row[f"{name}_ms"] for name in work.systems if name not in ("local", "ours")]
@@ -206,10 +242,10 @@ def measure_case(ranks: Ranks, what: str, m: int, n: int, k: int, target: str) -
 
 
 def measure(store: str, size: int, cases: list) -> list:
-    import torch.distributed._symmetric_memory as symm
+    import torch.distributed._symmetric_memory  # noqa: F401  (registers the fused operators)
 
     ranks = Ranks(store, size)
-    symm.enable_symm_mem_for_group(ranks.group)
+    compile_all(ranks, cases)
     rows = [measure_case(ranks, *case) for case in cases]
     facts = {
         "gpu": ranks.torch.cuda.get_device_name(),

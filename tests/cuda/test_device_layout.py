@@ -53,7 +53,6 @@ def facts(size):
         "kNoPeer": layout.NO_PEER,
         "kWrongRanks": layout.WRONG_RANKS,
         "kProduct": layout.OF_PRODUCT,
-        "kShard": layout.OF_SHARD,
     }
 
 

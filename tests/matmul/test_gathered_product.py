@@ -79,7 +79,7 @@ def test_tilings_that_are_chosen(rows, columns, width, blocks):
 def test_every_choice_fits(rows, columns, b_along_k):
     for rank in range(len(rows)):
         tiling = choose_tiling(product(rows, columns), rank, 132)
-        assert 1 <= tiling.blocks <= 132
+        assert 1 <= tiling.blocks <= (132 if len(rows) == 1 else 128)  # the ring needs some
         assert tiling.blocks % tiling.cluster == 0
         assert tiling.shared_bytes(b_along_k=b_along_k) < 227 << 10
 
@@ -87,13 +87,14 @@ def test_every_choice_fits(rows, columns, b_along_k):
 def test_prediction_waits_for_rows():
     tiling = Tiling(256, 2, 4, 132)
     alone = predicted(product([8192]), 0, tiling)
-    together = predicted(product([1024] * 8), 0, tiling)
-    assert alone < together < 1.1 * alone
+    assert predicted(product([1024] * 8), 0, tiling) < 1.15 * alone
+    narrow = predicted(product([8192], columns=512), 0, tiling)
+    assert predicted(product([1024] * 8, columns=512), 0, tiling) > 2 * narrow
     assert predicted(product([0] * 8), 0, tiling) == 0
 
 
 @pytest.mark.parametrize(
-    ("height", "fused"), [(128, False), (512, False), (1024, False), (2048, True), (8192, True)]
+    ("height", "fused"), [(128, False), (512, False), (1024, False), (4096, True), (8192, True)]
 )
 def test_few_rows_are_gathered_first(height, fused):
     assert fuses(product([height // 8] * 8)) is fused

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardmath.operators.matmul.gpu.paneled import TILE_ROWS, walk
+from shardmath.operators.matmul.gpu.paneled import MOST_REGIONS, TILE_ROWS, walk
 
 SIZES = st.integers(1, 9000)
 
@@ -38,12 +38,12 @@ def test_every_tile_is_computed_once_after_what_it_needs_is_fetched(m, n, k, cos
         assert fetch.k_lo % 64 == 0
         come[start : start + fetch.hi - fetch.lo, fetch.k_lo // 64 : -(-fetch.k_hi // 64)] += 1
     assert (come == 1).all()
-    assert max(made.parts) <= 11
+    assert len(made.regions) <= MOST_REGIONS
 
 
 @pytest.mark.parametrize("shape", [(8192, 4096, 16384), (16384, 8192, 32768)])
 def test_the_first_wave_comes_in_pieces_and_keeps_all_blocks_busy(shape):
     made = walk(shape, (0.75 * shape[2], 0.5 * shape[2]), width=256, cluster=2, blocks=132)
-    assert len(made.first_wave) >= 6
+    assert len(made.first_wave) >= 4
     first = made.regions[0]
     assert 66 <= first.heights * first.across <= 80

@@ -84,7 +84,7 @@ def test_a_rank_begins_with_the_next_one_and_ends_with_itself() -> None:
 
 
 def test_rows_of_tiles_are_walked_in_groups() -> None:
-    walk = Walk((2048,), 1024, 1)
+    walk = Walk((4096,), 1024, 1)
     row, column, *_ = fields(walk.of(0))
-    assert list(row[:16] // TILE_ROWS) == list(range(8)) * 2
-    assert list(column[:16] // TILE_COLUMNS) == [0] * 8 + [1] * 8
+    assert list(row[:32] // TILE_ROWS) == list(range(16)) * 2
+    assert list(column[:32] // TILE_COLUMNS) == [0] * 16 + [1] * 16

@@ -2,8 +2,7 @@
 
 Each rank copies what peers read to the heap, and tells where; then it fetches its own part from
 every peer, combines in the order of the ranks, and all meet again. So the result has the bits that
-it has on one host. They meet by barriers on the stream; a call waits for its stream in the end,
-when its memory returns to the heap.
+it has on one host. The ranks' processes meet, hence every call waits for its stream.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = ["FarCollectives"]
 
-_CHANNEL = 63  # of the barriers
 _THREADS = 256
 _ALIGNED = 256
 
@@ -87,7 +85,7 @@ class FarCollectives:
             here = target + starts[rank]
             own = source + there[rank]
             self._fetch(rank, places[rank][0], there[rank], here, sizes[rank], own, stream)
-        self._end(stream)
+        self._meet(stream)
         del kept
 
     # -- combining ---------------------------------------------------------------------------------
@@ -107,7 +105,7 @@ class FarCollectives:
         places, kept = self._show(source, [sum(counts) * item, part * self.team.size], stream)
         start = sum(counts[:rank]) * item
         self._fold(source, start, target, counts[rank], places, kept, dtype, operation, stream)
-        self._end(stream)
+        self._meet(stream)
 
     def all_reduce(
         self,
@@ -132,7 +130,7 @@ class FarCollectives:
         for peer in self._rotated():
             here = target + starts[peer]
             self._fetch(peer, places[peer][2], 0, here, sizes[peer], mine, stream)
-        self._end(stream)
+        self._meet(stream)
 
     def _fold(
         self,
@@ -177,11 +175,12 @@ class FarCollectives:
             for buffer in made:
                 context.announce(buffer.block)
             self._copy(made[0].block.address, source, rooms[0], stream)
+            self.team.synchronize(stream)
             found = [buffer.block.location for buffer in made]
             return [(where.segment, where.offset) for where in found]
 
+        # Also: after writing what a peer will read, and before reading what a peer wrote.
         told = context.agree("collectives, shown", tell, list)
-        self._meet(stream)  # after writing what a peer will read, before reading what a peer wrote
         return [[Location(*where) for where in places] for places in told], made
 
     def _fetch(
@@ -201,13 +200,9 @@ class FarCollectives:
             call("cuMemcpyAsync", target, source, nbytes, stream)
 
     def _meet(self, stream: int) -> None:
-        """All ranks' streams come here before any goes on."""
-        self.team.barrier(stream, channel=_CHANNEL)
-
-    def _end(self, stream: int) -> None:
-        """Before reusing what a peer may still read."""
-        self._meet(stream)
+        """Before reusing what a peer may still read: all ranks' streams have come here."""
         self.team.synchronize(stream)
+        self._context.board.barrier(self._context.board.operation)
 
     def _rotated(self) -> list[int]:
         """All ranks, from the next one on to this one: no two ranks begin with the same."""

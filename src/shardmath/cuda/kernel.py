@@ -47,15 +47,6 @@ class Kernel:
         self.device.activate()
         call("cuFuncLoad", self._function)
 
-    def prefer_shared(self) -> None:
-        """Run on multiprocessors that are set up for much shared memory, beside a kernel that uses
-        it: one set up otherwise must be empty before it changes.
-        """
-        self.device.activate()
-        which = bindings().CUfunction_attribute
-        carveout = which.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
-        call("cuFuncSetAttribute", self._function, carveout, 100)
-
     def launch(
         self,
         stream: int,

@@ -115,6 +115,10 @@ class Turns:
         call("cuEventRecord", self._done, stream)
         self._stream = stream
 
+    def wait(self) -> None:
+        """Wait, on the host, until the last turn has ended."""
+        call("cuEventSynchronize", self._done)
+
 
 def _destroy(event: Any) -> None:
     with suppress(CudaError):

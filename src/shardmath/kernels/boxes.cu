@@ -25,8 +25,7 @@ constexpr u32 kThreads = THREADS;
 constexpr int kDims = 8;
 constexpr int kBases = 128;
 constexpr u32 kRoom = 24 << 10;  // bytes of shared memory for a tile that is transposed
-constexpr u32 kLong = 128;       // bytes of a unit from which on its ends matter little
-constexpr int kMany = 4;         // accesses that a thread has in flight
+constexpr int kFlight = 4;       // accesses that a thread has in flight
 
 struct Tile {
     u32 box, number;
@@ -100,7 +99,7 @@ __device__ inline void locate(u32 index, i64& from, i64& to) {
 }
 
 // Items dealt out to the threads: `load(i, hold)` for some, then `store(i, hold)` for the same ones.
-template <class Hold, int kFlight, class Load, class Store>
+template <class Hold, class Load, class Store>
 __device__ inline void deal(u32 items, Load load, Store store) {
     for (u32 first = threadIdx.x; first < items; first += kThreads * kFlight) {
         Hold held[kFlight];
@@ -129,7 +128,7 @@ __device__ inline void copy_rows(u32 number, const char* source, char* target) {
     const u32 rows = box.count - row < box.rows ? box.count - row : box.rows;
     const u32 columns = nbytes / (u32)sizeof(Word);
     const Divider by_columns(columns);
-    deal<Placed<Word>, kMany>(
+    deal<Placed<Word>>(
         rows * columns,
         [&](u32 i, Placed<Word>& held) {
             u32 column;
@@ -139,60 +138,6 @@ __device__ inline void copy_rows(u32 number, const char* source, char* target) {
             held.to = target + to + column * (u32)sizeof(Word);
         },
         [&](u32, const Placed<Word>& held) { *(Word*)held.to = held.word; });
-}
-
-// 16 bytes from an address that is no multiple of 16: the two words around it, shifted. Both hold some of
-// the bytes, so neither is on a page where there are none.
-__device__ inline Wide unaligned(const char* at) {
-    const u32 offset = (u32)(u64)at & 15;
-    const Wide* word = (const Wide*)(at - offset);
-    const Wide low = word[0], high = word[offset != 0];
-    u32 all[8] = {low.words[0],  low.words[1],  low.words[2],  low.words[3],
-                  high.words[0], high.words[1], high.words[2], high.words[3]};
-#pragma unroll
-    for (int k = 0; k < 6; ++k) all[k] = offset & 8 ? all[k + 2] : all[k];
-#pragma unroll
-    for (int k = 0; k < 5; ++k) all[k] = offset & 4 ? all[k + 1] : all[k];
-    Wide found;
-#pragma unroll
-    for (int k = 0; k < 4; ++k) found.words[k] = __funnelshift_r(all[k], all[k + 1], (offset & 3) * 8);
-    return found;
-}
-
-struct Stretch {
-    Wide word;
-    const char* from;
-    char* to;
-    int start, end;  // of the 16 bytes at `to`, those that are copied
-};
-
-// Long rows that begin anywhere: what lies between multiples of 16 in the target is written whole.
-__device__ inline void copy_odd_rows(u32 number, const char* source, char* target) {
-    const u32 group = number / box.pieces, start = (number - group * box.pieces) * box.piece;
-    const int nbytes = (int)min(box.unit - start, box.piece);
-    const u32 row = group * box.rows, rows = min(box.count - row, box.rows);
-    const u32 columns = nbytes / 16 + 2;
-    const Divider by_columns(columns);
-    deal<Stretch, kMany / 2>(
-        rows * columns,
-        [&](u32 i, Stretch& held) {
-            u32 column;
-            i64 from = start, to = start;
-            locate(row + by_columns(i, column), from, to);
-            const int shift = (int)((u64)(target + to) & 15);
-            const int at = (int)column * 16 - shift;  // in the row
-            held.start = at < 0 ? shift : 0;
-            held.end = nbytes - at < 16 ? nbytes - at : 16;
-            held.from = source + from + at;
-            held.to = target + to + at;
-            if (held.start == 0 && held.end == 16) held.word = unaligned(held.from);
-        },
-        [&](u32, const Stretch& held) {
-            if (held.start == 0 && held.end == 16)
-                *(Wide*)held.to = held.word;
-            else
-                for (int k = held.start; k < held.end; ++k) held.to[k] = held.from[k];
-        });
 }
 
 // A tile of two axes, and of several of what lies beside them, through shared memory: rows of the source
@@ -230,7 +175,7 @@ struct Transposition {
         if (wide(source, box.from_strides, box.from_across, across)) {
             const u32 columns = across / kGroup;
             const Divider by_columns(columns), by_along(along);
-            deal<Wide, kMany>(
+            deal<Wide>(
                 many * along * columns,
                 [&](u32 i, Wide& held) {
                     u32 column, row;
@@ -248,7 +193,7 @@ struct Transposition {
         } else {
             const u32 columns = across * words;
             const Divider by_columns(columns), by_along(along), by_words(words);
-            deal<Word, kMany>(
+            deal<Word>(
                 many * along * columns,
                 [&](u32 i, Word& held) {
                     u32 column, row, word;
@@ -326,10 +271,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_EACH)
         const char* source = a.bases[box.source] + box.from;
         char* target = a.bases[box.target] + box.to;
         u32 misfit = (u32)(u64)source | (u32)(u64)target | box.unit | box.from_strides | box.to_strides;
-        if ((misfit & 15) && !box.transposed && box.unit >= kLong) {
-            copy_odd_rows(tile.number, source, target);
-            continue;
-        }
         if (box.transposed) misfit |= (u32)(box.from_across | box.to_along);
         if (!(misfit & 15))
             copy_tile<Wide>(tile.number, source, target);

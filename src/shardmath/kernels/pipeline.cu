@@ -123,12 +123,12 @@ __device__ inline void finish(const PushArgument& a, u32 chunk, u64 base) {
     a.words->finished[chunk] = 0;
     __threadfence_system();
     if (chunk == a.count - 1) a.words->done = base + a.chunks[chunk].needs;
-    Pad& own = a.team.own();
+    Channel& own = a.team.own().channel(a.channel);
     for (int i = 1; i <= a.team.size; ++i) {
         const int peer = (a.team.rank + i) % a.team.size;
-        const u64 value = own.sent[a.channel][peer] + 1;
-        own.sent[a.channel][peer] = value;
-        signal(&a.team.pad[peer]->signal[a.channel][a.team.rank], value);
+        const u64 value = own.sent[peer] + 1;
+        own.sent[peer] = value;
+        signal(&a.team.pad[peer]->channel(a.channel).signal[a.team.rank].low, value);
     }
 }
 
@@ -188,9 +188,8 @@ extern "C" __global__ void ready(const __grid_constant__ AwaitArgument a) {
 // Until every rank, this one too, has told of one more chunk. One block; thread i waits for rank i.
 extern "C" __global__ void await_all(const __grid_constant__ AwaitArgument a) {
     for (int peer = threadIdx.x; peer < a.team.size; peer += blockDim.x) {
-        Pad& own = a.team.own();
-        const u64 target = own.taken[a.channel][peer] + 1;
-        if (wait(a.team, &own.signal[a.channel][peer], target, peer, kCollective, a.channel))
-            own.taken[a.channel][peer] = target;
+        Channel& own = a.team.own().channel(a.channel);
+        const u64 target = own.taken[peer] + 1;
+        if (wait(a.team, &own.signal[peer].low, target, peer, kCollective, a.channel)) own.taken[peer] = target;
     }
 }

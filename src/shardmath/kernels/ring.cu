@@ -1,5 +1,5 @@
 // A step of the ring that hands every rank's rows to its right neighbour, and on from there: what comes before
-// and after a copy engine's copy. One thread; it fits beside a block of the product.
+// and after a copy engine's copy. One thread, on a multiprocessor that the product leaves free.
 #include "shards.cuh"
 
 using namespace shardmath;

@@ -1,11 +1,12 @@
 """Lanes of a context of GPUs: operations in one lane follow each other, those in others need not.
 
-A lane has a workspace on the heap, which its operations share, and a channel of barriers. All ranks
-put an operation into the same lane, since its number is the operator's, which they agree on. On one
-rank an operation that comes on another stream than the last one waits for it there, so the
-workspace is never in two hands; the barrier at the end of each operation says that no peer reads it
-any more. What is captured into a CUDA graph is ordered by whoever replays the graph: graphs of one
-operator, or of operators whose numbers are equal modulo `LANES`, are to be replayed one at a time.
+A lane has a workspace on the heap, which its operations share, and a channel of barriers. An
+operation takes the lane of its stream: streams are numbered as they are first used, and ranks whose
+numbers differ take the last lane, in which an operation waits for the one before it on whichever
+stream that was. So a workspace is never in two hands, and there is one for all operations of a
+stream; the barrier at the end of each says that no peer reads it any more. What is captured into a
+CUDA graph is ordered by whoever replays the graph: graphs captured on one stream, and operations
+on that stream, are to run one at a time.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from shardmath.context import DistributedContext
-from shardmath.cuda import stream as streams
 from shardmath.cuda.driver import call
+from shardmath.cuda.stream import Turns, capturing
 from shardmath.symmetric.heap import Buffer
 
 __all__ = ["LANES", "Lane"]
@@ -30,49 +31,48 @@ class Lane:
 
     def __init__(self, context: DistributedContext, number: int) -> None:
         assert context.team is not None, "a context of GPUs"
+        self.number = number
         self.channel = _FIRST_CHANNEL + number
         self.team = context.team
         self._context = context
         self._buffers: dict[str, Buffer] = {}
         self._captured = False  # a graph refers to the buffers
         self._kept: list[Buffer] = []
-        self._stream: int | None = None
         self._side: Any = None
         self._events: dict[str, Any] = {}
-        self._done: Any = None
+        self._turns = Turns(self.team.device)
 
     @classmethod
-    def of(cls, context: DistributedContext, number: int) -> Lane:
-        """The lane of the operator of that number."""
-        number %= LANES
+    def of(cls, context: DistributedContext, stream: int) -> Lane:
+        """The lane of a stream, on this rank: the peers' may have another number."""
+        known: dict[int, int] = context.cache("streams of lanes", dict)
+        return cls.numbered(context, known.setdefault(stream, len(known)) % (LANES - 1))
+
+    @classmethod
+    def numbered(cls, context: DistributedContext, number: int) -> Lane:
+        """The lane of that number, below LANES."""
         lane: Lane = context.cache(f"lane {number}", lambda: cls(context, number))
         return lane
 
     @contextmanager
     def entered(self, stream: int) -> Iterator[None]:
         """Around what one operation puts on `stream`."""
+        self._captured |= capturing(stream)
         self.team.device.activate()
-        if streams.capturing(stream):
-            self._captured = True
+        with self._turns.taken(stream):
             yield
-            return
-        if self._done is None:
-            self._done = call("cuEventCreate", 2)  # no timing
-        if self._stream is not None and self._stream != stream:
-            call("cuStreamWaitEvent", stream, self._done, 0)
-        try:
-            yield
-        finally:
-            self._stream = stream
-            call("cuEventRecord", self._done, stream)
 
     @property
     def side(self) -> Any:
-        """A stream of the lane's own, for what runs beside the user's. It starts where told to."""
+        """A stream of the lane's own, for what runs beside the user's. It starts where told to.
+
+        Its kernels come before what is left of a kernel of the user's stream: copies within a GPU
+        may be kernels, and would come after a product that they are to run beside.
+        """
         if self._side is None:
             self.team.device.activate()
-            least, _ = call("cuCtxGetStreamPriorityRange")
-            self._side = call("cuStreamCreateWithPriority", 1, least)
+            _, greatest = call("cuCtxGetStreamPriorityRange")
+            self._side = call("cuStreamCreateWithPriority", 1, greatest)
         return self._side
 
     def event(self, name: str) -> Any:
@@ -103,14 +103,16 @@ class Lane:
         """Where a buffer that has been asked for lies."""
         return self._buffers[name].block.address
 
-    def release(self) -> None:
-        """Give all buffers back that no graph refers to."""
-        while self._buffers:
-            self._drop(self._buffers.popitem()[1])
+    @classmethod
+    def release(cls, context: DistributedContext) -> None:
+        """Give back all buffers of a context's lanes that no graph refers to. Local."""
+        for number in range(LANES):
+            lane = cls.numbered(context, number)
+            while lane._buffers:
+                lane._drop(lane._buffers.popitem()[1])
 
     def _drop(self, buffer: Buffer) -> None:
         if self._captured:
             self._kept.append(buffer)
-        elif self._stream is not None:
-            self.team.device.activate()
-            call("cuEventSynchronize", self._done)
+        else:
+            self._turns.wait()

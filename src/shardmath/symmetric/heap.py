@@ -30,6 +30,7 @@ __all__ = ["Block", "Buffer", "Heap", "Location"]
 
 GRANULE = 2 << 20  # memory is committed, and given back, by so many bytes
 _PATIENCE = 0.05  # seconds that an allocation waits for fences before the heap grows
+_LAST_PATIENCE = 2.0  # the same where it cannot grow
 _PAUSE = 2e-5
 
 
@@ -301,7 +302,8 @@ class Heap:
 
     def _take_patiently(self, room: int) -> Location | None:
         """Wait for fences, but not long: what is before one may wait for this rank's next call."""
-        give_up = time.monotonic() + _PATIENCE
+        patience = _PATIENCE if self.transport.grows or not self._segments else _LAST_PATIENCE
+        give_up = time.monotonic() + patience
         for block in [b for b in self._limbo if b.unused and not b.shared and b.fence]:
             while not block.quiet:
                 if time.monotonic() > give_up:

@@ -91,6 +91,7 @@ class Transport(ABC):
     name: ClassVar[str]
     interface: ClassVar[str]  # the protocol by which array libraries take its memory
     spare_bytes: ClassVar[int]  # the most that a segment should exceed what was asked for
+    grows: ClassVar[bool] = True  # whether there can be more segments than one
     device: str  # where the memory is: "cpu", or like "cuda:0"
 
     def join(self, group: ProcessGroup) -> None:  # noqa: B027 - most have nothing to do

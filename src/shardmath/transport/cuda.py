@@ -30,7 +30,7 @@ from shardmath.transport.base import (
 )
 from shardmath.transport.mesh import Mesh
 
-__all__ = ["CudaTransport", "Mapping"]
+__all__ = ["CudaTransport", "DeviceFence", "Mapping"]
 
 GRANULE = 2 << 20
 
@@ -54,7 +54,7 @@ class Mapping:
         weakref.finalize(self, _unmap, device, address, nbytes).atexit = False
 
 
-class _DeviceFence(Fence):
+class DeviceFence(Fence):
     """An event behind all streams of a device's context."""
 
     def __init__(self, device: Device) -> None:
@@ -205,7 +205,7 @@ class CudaTransport(Transport):
 
     def fence(self) -> Fence | None:
         """See Transport."""
-        return None if streams.any_capturing(self._device) else _DeviceFence(self._device)
+        return None if streams.any_capturing(self._device) else DeviceFence(self._device)
 
     def _hold(self, segment: Segment, mapping: Mapping) -> None:
         self._segments[segment.rank, segment.index] = _Held(segment, mapping)

@@ -18,18 +18,21 @@ import numpy as np
 
 from shardmath import wire
 from shardmath.config import environment, export
+from shardmath.cuda import stream as streams
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import call
 from shardmath.errors import BackendUnavailable, HeapExhausted
 from shardmath.group.base import ProcessGroup
 from shardmath.transport.base import (
     DeviceBytes,
+    Fence,
     Memory,
     Probe,
     Segment,
     Transport,
     require_within,
 )
+from shardmath.transport.cuda import DeviceFence
 from shardmath.transport.mesh import Mesh
 
 __all__ = ["NVSHMEMTransport"]
@@ -62,6 +65,7 @@ class NVSHMEMTransport(Transport):
     name: ClassVar[str] = "nvshmem"
     interface: ClassVar[str] = "__cuda_array_interface__"
     spare_bytes: ClassVar[int] = 0  # there is one segment, of the size of the heap
+    grows: ClassVar[bool] = False
 
     def __init__(self, mesh: Mesh, device: Device, *, heap_bytes: int) -> None:
         """Raises BackendUnavailable where the library is missing."""
@@ -189,6 +193,10 @@ class NVSHMEMTransport(Transport):
         if not self._mesh.near(rank):
             return None
         return int(self._bindings.ptr(place, rank)) or None
+
+    def fence(self) -> Fence | None:
+        """See Transport."""
+        return None if streams.any_capturing(self._device) else DeviceFence(self._device)
 
     def lease(self, index: int) -> object:
         """See Transport."""

@@ -16,6 +16,7 @@ from shardmath.arrays import library_of
 from shardmath.context import DistributedContext
 from shardmath.cuda import stream as streams
 from shardmath.cuda.graph import Graph
+from shardmath.operators.fft import ways
 from shardmath.operators.fft.ways import Way
 from shardmath.operators.workspace import Workspace
 from shardmath.symmetric.allocation import block_of
@@ -93,7 +94,7 @@ def key_of(context: DistributedContext, call: Call) -> Key | None:
     """
     operand, out = call.operand, call.operand if call.read_options.inplace else call.out
     spec = call.spec
-    if out is None or spec.device == "cpu":
+    if not ways.GRAPHS or out is None or spec.device == "cpu":
         return None
     if hasattr(operand, "is_conj") and (operand.is_conj() or operand.is_neg()):
         return None

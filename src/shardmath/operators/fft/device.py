@@ -17,6 +17,7 @@ from shardmath.cuda import stream as streams
 from shardmath.cuda.constant import beside_captures
 from shardmath.cuda.graph import Graph
 from shardmath.local.gpu_fft import Transforms
+from shardmath.operators.fft import ways
 from shardmath.operators.fft.again import Known, Memory, key_of
 from shardmath.operators.fft.beside import Beside
 from shardmath.operators.fft.launching import Launch, Told, is_double
@@ -168,7 +169,7 @@ class _Execution:
         )
         device, rank = self._team.device, self._rank
         self._way = self._plan.way(
-            (rank, device, *self._reach, operand_view, result_view, overlap, same),
+            (rank, device, self._plan.cuts, *self._reach, operand_view, result_view, overlap, same),
             lambda: make_way(
                 self._plan, device, rank, self._reach, operand_view, result_view, overlap, same
             ),
@@ -271,7 +272,7 @@ class _Execution:
             Beside.of(self._context).require_usable()
         launch = self._launch(self._addresses)
         replay = None
-        if not streams.capturing(stream):
+        if ways.GRAPHS and not streams.capturing(stream):
             replay = way.replay((stream, tuple(self._addresses.values())), list(told))
         if replay is None:
             launch.all(stream, told)

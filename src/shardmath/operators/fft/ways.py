@@ -27,6 +27,9 @@ from shardmath.redistribution.device import Box, BoxCopies
 
 __all__ = ["DevicePlan", "Way", "boxes_of_copy", "boxes_of_exchange", "make_way"]
 
+CHUNKS = False  # whether exchanges run beside transforms, where they can and that pays
+GRAPHS = False  # whether what is launched again is one graph
+
 _KEPT = 16  # ways of one plan
 _REPLAYS = 8  # of one way
 
@@ -48,10 +51,10 @@ class DevicePlan:
         """The stages where some result does not."""
         return stages(self.strategy, reachable=False)
 
-    @cached_property
+    @property
     def cuts(self) -> Cuts | None:
-        """How exchanges run beside transforms, where they can and that pays."""
-        return cuts_for(self.problem)
+        """How exchanges run beside transforms; None where they come one after the other."""
+        return cuts_for(self.problem) if CHUNKS else None
 
     def explain(self) -> str:
         """The strategy, and its stages."""

@@ -123,7 +123,6 @@ def _places(context: DistributedContext) -> tuple[str, ...]:
 def run(
     context: DistributedContext,
     operation: str,
-    number: int,
     arguments: Arguments,
     ready: Callable[[], tuple[Plan, Call]],
 ) -> Any:
@@ -131,13 +130,12 @@ def run(
     Collective.
 
     `ready()` is the plan, and the call that the arguments make. What it raises on one rank is
-    raised on all, as is want of memory, before any element has been written. `number` is the
-    operator's, 0 for the function.
+    raised on all, as is want of memory, before any element has been written.
     """
     if context.team is not None:
         from shardmath.operators.matmul import gpu
 
-        return gpu.run(context, operation, number, arguments, ready)
+        return gpu.run(context, operation, arguments, ready)
     made: list[tuple[Any, host.Execution]] = []
 
     def prepare() -> bytes:
@@ -158,14 +156,14 @@ def run(
     return out, {name: library.from_host(array) for name, array in aux.items()}
 
 
-def give_back(context: DistributedContext, number: int) -> None:
-    """Give back the memory that the context keeps for operators of that number. Local."""
+def give_back(context: DistributedContext) -> None:
+    """Give back the memory that the context keeps for operations. Local."""
     if context.team is None:
         Workspace.of(context).release()
         return
     from shardmath.operators.lanes import Lane
 
-    Lane.of(context, number).release()
+    Lane.release(context)
 
 
 def _operands(

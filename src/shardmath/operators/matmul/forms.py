@@ -81,7 +81,7 @@ def matmul(
         stream=stream,
     )
     plan, call = agree_on_plan(context, arguments)
-    return run(context, "matmul", 0, arguments, lambda: (plan, call))
+    return run(context, "matmul", arguments, lambda: (plan, call))
 
 
 class Matmul(Lifecycle):
@@ -180,10 +180,9 @@ class Matmul(Lifecycle):
             return self._plan, call
 
         self._require_open()
-        operation = f"Matmul.execute #{self.number}"
-        result = run(self.context, operation, self.number, arguments, ready)
+        result = run(self.context, f"Matmul.execute #{self.number}", arguments, ready)
         if release_workspace:
-            give_back(self.context, self.number)
+            give_back(self.context)
         return result
 
     def reset_operands(

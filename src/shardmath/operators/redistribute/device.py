@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from shardmath.arrays import library_of
 from shardmath.context import DistributedContext
 from shardmath.geometry import Move
-from shardmath.operators.lanes import Lane
+from shardmath.operators.lanes import LANES, Lane
 from shardmath.operators.redistribute.device_arrays import DeviceArrays, KnownArrays
 from shardmath.operators.redistribute.notes import Note, lacking, pulls
 from shardmath.operators.redistribute.problem import Problem
@@ -82,7 +82,7 @@ class DeviceExecution:
 
             return execute_far(self._context, problem, arrays)
         memory = self._memory or DeviceMemory.of_plan(self._context, problem)
-        lane = Lane.of(self._context, number)
+        lane = Lane.numbered(self._context, number % (LANES - 1))  # the same on all ranks
         return execute_on_gpus(self._context, problem, arrays, notes, memory, lane)
 
     def forget(self) -> None:

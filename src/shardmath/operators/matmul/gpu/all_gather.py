@@ -17,7 +17,8 @@ from typing import Any
 
 from shardmath.context import DistributedContext
 from shardmath.cuda.driver import bindings, call
-from shardmath.cuda.kernel import Argument
+from shardmath.cuda.kernel import Argument, Kernel
+from shardmath.cuda.stream import Turns
 from shardmath.cuda.tensormap import ALIGNMENT, NBYTES, tensor_map
 from shardmath.errors import RankFailure
 from shardmath.operators.matmul.gpu.gathered import (
@@ -31,7 +32,7 @@ from shardmath.operators.matmul.gpu.gathered import (
 from shardmath.symmetric.heap import Buffer, Location
 from shardmath.symmetric.team import Team
 
-__all__ = ["AllGatherGemm"]
+__all__ = ["AllGatherGemm", "product_kernel"]
 
 _THREADS = 384
 _MOST_ARGUMENTS = 256
@@ -40,7 +41,8 @@ _MOST_ARGUMENTS = 256
 class AllGatherGemm:
     """`launch` leaves the product of all ranks' rows with this rank's columns. See `together`.
 
-    A plan is used by one stream at a time; several plans may be at work on several streams.
+    A plan is used by one stream at a time; several plans may be used on several streams, and take
+    turns.
     """
 
     def __init__(
@@ -64,8 +66,11 @@ class AllGatherGemm:
         self._steps: dict[tuple[int, ...], Argument] = {}
         self._arguments: dict[tuple[int, ...], Argument] = {}
         self.team.device.activate()
+        # Two products at once could leave no multiprocessor for what their rings do between copies.
+        device = self.team.device
+        self._turns: Turns = context.cache("turns of products", lambda: Turns(device))
         self._step_kernel = self.team.kernel("ring", "ring_step")
-        self._step_kernel.prefer_shared()  # or it waits for a multiprocessor without a product
+        self._step_kernel.load()  # now, and not while a product waits for it
         _, highest = call("cuCtxGetStreamPriorityRange")
         self._side = call("cuStreamCreateWithPriority", 1, highest)  # apart from the default stream
         self._fork, self._join = call("cuEventCreate", 2), call("cuEventCreate", 2)  # no timing
@@ -121,7 +126,7 @@ class AllGatherGemm:
         if pitch is None:
             pitch = problem.columns if problem.out == "C" else problem.height
         if self.team.size > 1 and problem.height:
-            with self._beside(stream):
+            with self._turns.taken(stream), self._beside(stream):
                 self._pass_on(a)
                 self._multiply(a, b, result, pitch, stream)
         else:
@@ -205,12 +210,8 @@ class AllGatherGemm:
         pitch, own = problem.pitch(rank), problem.a.pitch
         there = self._gathered((rank + 1) % self.team.size, rank)
         if problem.a.order == "C":
-            a, there, width, lines = (
-                a + 2 * begin,
-                there + 2 * begin,
-                end - begin,
-                problem.rows[rank],
-            )
+            a, there = a + 2 * begin, there + 2 * begin
+            width, lines = end - begin, problem.rows[rank]
         else:
             a, there = a + 2 * begin * own, there + 2 * begin * pitch
             width, lines = problem.rows[rank], end - begin
@@ -241,20 +242,7 @@ class AllGatherGemm:
             if self.team.size > 1 and problem.height:
                 self._say_read(stream)
             return
-        boxes = self._boxes(result, pitch)
-        b_along_k = problem.b.order == "F"
-        defines = (
-            f"ELEMENT={problem.dtype.capitalize()}",
-            f"A_ALONG_K={problem.a.order == 'C':d}",
-            f"B_ALONG_K={b_along_k:d}",
-            f"C_ALONG_N={problem.out == 'C':d}",
-            f"WIDTH={tiling.width}",
-            f"CLUSTER={tiling.cluster}",
-            f"STAGES={tiling.stages}",
-            f"BOXES={boxes:d}",
-        )
-        shared = tiling.shared_bytes(b_along_k=b_along_k)
-        kernel = self.team.kernel("gathered", "gathered", defines, shared=shared, features="a")
+        kernel = product_kernel(self.team, problem, tiling, boxes=self._boxes(result, pitch))
         key = (a, b, result, pitch)
         if key not in self._arguments:
             if len(self._arguments) >= _MOST_ARGUMENTS:
@@ -333,6 +321,27 @@ class AllGatherGemm:
             at = result + 2 * start * pitch
             return tensor_map(at, problem.dtype, problem.columns, rows, pitch, 64, 32)
         return tensor_map(result + 2 * start, problem.dtype, rows, problem.columns, pitch, 32, 64)
+
+
+def product_kernel(
+    team: Team, problem: GatheredProduct, tiling: Tiling, *, boxes: bool = True
+) -> Kernel:
+    """The kernel for a problem, compiled when first asked for; `boxes` where the result is aligned
+    as they need it.
+    """
+    b_along_k = problem.b.order == "F"
+    defines = (
+        f"ELEMENT={problem.dtype.capitalize()}",
+        f"A_ALONG_K={problem.a.order == 'C':d}",
+        f"B_ALONG_K={b_along_k:d}",
+        f"C_ALONG_N={problem.out == 'C':d}",
+        f"WIDTH={tiling.width}",
+        f"CLUSTER={tiling.cluster}",
+        f"STAGES={tiling.stages}",
+        f"BOXES={boxes:d}",
+    )
+    shared = tiling.shared_bytes(b_along_k=b_along_k)
+    return team.kernel("gathered", "gathered", defines, shared=shared, features="a")
 
 
 def _words(size: int) -> int:

@@ -13,11 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from shardmath.context import DistributedContext
+from shardmath.operators.matmul.gpu.choice import choose_shape
 from shardmath.operators.matmul.gpu.sending import SendingProduct, Shape, write
 from shardmath.operators.matmul.gpu.sharded import ShardedProduct
 from shardmath.operators.matmul.gpu.walk import TILE_COLUMNS, TILE_ROWS
 
-__all__ = ["GemmAllReduce", "choose_shape", "even_rows"]
+__all__ = ["GemmAllReduce", "even_rows"]
 
 _THREADS = 512
 
@@ -122,10 +123,3 @@ def even_rows(height: int, size: int) -> tuple[int, ...]:
     tiles = -(-height // TILE_ROWS)
     cuts = [min(height, tiles * rank // size * TILE_ROWS) for rank in range(size + 1)]
     return tuple(high - low for low, high in pairwise(cuts))
-
-
-def choose_shape(problem: ShardedProduct) -> Shape:
-    """How to cut the work. What four multiprocessors cannot read in time is read by all, later."""
-    most = max(-(-rows // TILE_ROWS) for rows in problem.rows)
-    chunks = max(1, min(8, most))
-    return Shape(chunks=chunks, early=max(0, chunks - 3))

@@ -22,7 +22,14 @@ from shardmath.local.gpu import Matrix
 from shardmath.operators.lanes import Lane
 from shardmath.operators.matmul.gpu.engines import EngineCopies, engine_copies
 from shardmath.operators.matmul.gpu.gathering import Places
-from shardmath.operators.matmul.gpu.paneled import DEPTH, TILE_ROWS, Fetch, Walk, walk
+from shardmath.operators.matmul.gpu.paneled import (
+    DEPTH,
+    MOST_REGIONS,
+    TILE_ROWS,
+    Fetch,
+    Walk,
+    walk,
+)
 from shardmath.operators.matmul.gpu.share import Operands, Share
 from shardmath.operators.matmul.panels import clip
 from shardmath.operators.showing import matrix_of
@@ -273,7 +280,6 @@ class Arriving:
         out, team = self._out, self._lane.team
         left, right = self._sides
         boxes = out.address % ALIGNMENT == 0 and 2 * out.row_stride % ALIGNMENT == 0
-        room = -(-len(made.regions) // 16) * 16
         defines = (
             f"ELEMENT={out.dtype.capitalize()}",
             f"A_ALONG_K={left.along_k:d}",
@@ -282,7 +288,7 @@ class Arriving:
             f"CLUSTER={_CLUSTER}",
             f"STAGES={_STAGES}",
             f"BOXES={boxes:d}",
-            f"REGIONS={room}",
+            f"REGIONS={MOST_REGIONS}",
         )
         shared = 1024 + _STAGES * (TILE_ROWS + _WIDTH) * DEPTH * 2 + 2 * 2 * 64 * 32 * 2
         kernel = team.kernel("paneled", "paneled", defines, shared=shared, features="a")
@@ -300,7 +306,7 @@ class Arriving:
                 *(region.rows_part, made.parts[0] + region.columns_part, 0),
             )
             packed += struct.pack("8I", *numbers)
-        packed += bytes(32 * (room - len(made.regions)))
+        packed += bytes(32 * (MOST_REGIONS - len(made.regions)))
         packed += bytes(-len(packed) % 64)
         blocks = min(self._device.processors // _CLUSTER, made.units) * _CLUSTER
         kernel.launch(self._operands.stream, blocks, _THREADS, Argument(packed))

@@ -17,7 +17,7 @@ from shardmath.cuda import stream as streams
 from shardmath.cuda.driver import call
 from shardmath.local.epilog import requirements
 from shardmath.local.gpu.blaslt import bindings
-from shardmath.operators.lanes import Lane
+from shardmath.operators.lanes import LANES, Lane
 from shardmath.operators.matmul.arguments import Arguments, packed_scalars, unpacked_scalars
 from shardmath.operators.matmul.gpu.execution import Execution
 from shardmath.operators.matmul.gpu.fusing import Fused
@@ -48,6 +48,7 @@ class _Made:
         first = call_.operands[0]
         assert first is not None
         self.stream = device_array.stream_of(context, first, given.stream)
+        self.lane = Lane.of(context, self.stream)
         self.blocking = call_.options.blocking is True
         a, b = (device_array.read(context, x, n) for x, n in ((given.a, "a"), (given.b, "b")))
         c = None if given.c is None else device_array.read(context, given.c, "c")
@@ -70,18 +71,18 @@ class _Made:
             compute=int(compute) if compute in _FAST_COMPUTE else None,
         )
 
-    def prepare(self, lane: Lane) -> bytes:
+    def prepare(self) -> bytes:
         """What to tell the peers first: whether one kernel could do it, else of the phases."""
         form = self._share.form
         if form is None:
-            return self.prepare_phases(lane)
-        self.fused = Fused(form, self._share, self.operands, lane.team.device)
+            return self.prepare_phases()
+        self.fused = Fused(form, self._share, self.operands, self.lane.team.device)
         told: bytes = self.fused.told
         return told
 
-    def prepare_phases(self, lane: Lane) -> bytes:
+    def prepare_phases(self) -> bytes:
         """Take memory for a product in phases; what to tell the peers. Raises HeapExhausted."""
-        self.execution = Execution(self._context, self._share, self.operands, lane)
+        self.execution = Execution(self._context, self._share, self.operands, self.lane)
         return self.execution.prepare()
 
     def _place(self, call_: Call, arrays: Sequence[DeviceArray | None]) -> Result:
@@ -142,33 +143,36 @@ class _Made:
 def run(
     context: DistributedContext,
     operation: str,
-    number: int,
     arguments: Arguments,
     ready: Callable[[], tuple[Any, Call]],
 ) -> Any:
-    """As `api.run`, on GPUs. `number` is the operator's, which says its lane. Collective."""
+    """As `api.run`, on GPUs. Collective."""
     made: list[_Made] = []
-    lane = Lane.of(context, number)
 
     def prepare() -> bytes:
         plan, call_ = ready()
         made.append(_Made(context, plan.share, call_, arguments))
-        return packed_scalars(arguments.scalars()) + made[0].prepare(lane)
+        number = bytes([made[0].lane.number])
+        return packed_scalars(arguments.scalars()) + number + made[0].prepare()
 
     notes = [unpacked_scalars(note) for note in context.gather(operation, prepare)]
     require_equal("(alpha, beta)", [scalars for scalars, _ in notes])
-    one, told = made[0], [text for _, text in notes]
-    if one.fused is not None and not one.fused.chosen(told):
-        told = context.gather(operation, lambda: one.prepare_phases(lane))
+    one, told = made[0], [text[1:] for _, text in notes]
+    fuses = one.fused is not None and one.fused.chosen(told)
+    apart = len({text[0] for _, text in notes}) > 1  # streams are numbered differently
+    if apart:
+        one.lane = Lane.numbered(context, LANES - 1)
+    if not fuses and (apart or one.fused is not None):
+        told = context.gather(operation, one.prepare_phases)
     with context.executing(operation):
-        if one.execution is not None:
-            one.execution.run(told)
-        else:
+        if fuses:
             assert one.fused is not None
-            with lane.entered(one.stream):
-                one.fused.run(context, told)
+            one.fused.run(context, told)
+        else:
+            assert one.execution is not None
+            one.execution.run(told)
         if one.blocking:
-            lane.team.synchronize(one.stream)
+            one.lane.team.synchronize(one.stream)
         out = one.result.give(context, one.stream)
         aux = {name: each.give(context, one.stream) for name, each in one.extras.items()}
     return (out, aux) if aux else out

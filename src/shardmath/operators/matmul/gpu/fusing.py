@@ -14,10 +14,12 @@ from typing import Any
 
 from shardmath.context import DistributedContext
 from shardmath.cuda.device import Device
+from shardmath.cuda.stream import Turns
 from shardmath.local.gpu import Matrix
 from shardmath.operators.matmul.gpu import gathered, sharded
 from shardmath.operators.matmul.gpu.all_gather import AllGatherGemm
 from shardmath.operators.matmul.gpu.all_reduce import GemmAllReduce, even_rows
+from shardmath.operators.matmul.gpu.choice import choose_all_reduce, choose_reduce_scatter
 from shardmath.operators.matmul.gpu.form import Form
 from shardmath.operators.matmul.gpu.gathered import GatheredProduct, fuses
 from shardmath.operators.matmul.gpu.reduce_scatter import GemmReduceScatter
@@ -34,8 +36,9 @@ _KERNELS: dict[str, Any] = {
     "all-reduce": GemmAllReduce,
 }
 _HALVES = ("float16", "bfloat16")
-# Flops of a rank from which on tiles that are sent win over a product and what follows it.
-_LEAST_FLOPS = {"reduce-scatter": 2e10, "all-reduce": 2e9}
+_CHOICES = {"reduce-scatter": choose_reduce_scatter, "all-reduce": choose_all_reduce}
+# What phases take, in units of a product and one collective: their sums move as float32.
+_PHASES = 1.3
 
 
 class Fused:
@@ -45,6 +48,7 @@ class Fused:
 
     def __init__(self, form: Form, share: Share, operands: Operands, device: Device) -> None:
         self._form = form
+        self._device = device
         self._share = share
         self._operands = operands
         self._a, self._b = map(matrix_of, operands.factors)
@@ -75,12 +79,15 @@ class Fused:
         key = (self._form.kind, tuple(told))
         kept = self._share.kept
         if key not in kept:
-            kept[key] = made = _KERNELS[self._form.kind].together(context, self._problem)
+            made = _KERNELS[self._form.kind].together(context, self._problem)
+            kept[key] = made, Turns(self._device)
             weakref.finalize(self._share, made.free).atexit = False
         lies = _lies(self._out)
         assert lies is not None
         a, b, out = self._a.address, self._b.address, self._out.address
-        kept[key].launch(a, b, out, self._operands.stream, pitch=lies[1])
+        product, turns = kept[key]
+        with turns.taken(self._operands.stream):  # its words are those of one launch at a time
+            product.launch(a, b, out, self._operands.stream, pitch=lies[1])
 
     def _suits(self) -> bool:
         """Whether nothing is asked for that the kernels lack, of operands that they can load."""
@@ -122,7 +129,11 @@ def pays(share: Share) -> bool:
     m, n, k = problem.shape
     if form.kind != "all-gather":
         most = max(part.length for part in strategy.depth)
-        return 2.0 * m * n * most >= _LEAST_FLOPS[form.kind]
+        rows = form.rows or even_rows(m, problem.size)
+        lying = sharded.Factor("C", k), sharded.Factor("C", n)
+        sent = ShardedProduct(rows, m * n // max(1, sum(rows)), most, problem.dtype, *lying)
+        choice = _CHOICES[form.kind](sent)
+        return bool(choice.fused_seconds < _PHASES * choice.separate_seconds)
     columns = strategy.rows if form.turned else strategy.columns
     plain = gathered.Factor("C", k)
     widest = max(part.length for part in columns)

@@ -142,10 +142,9 @@ class Tiling:
 def choose_tiling(problem: GatheredProduct, rank: int, processors: int) -> Tiling:
     """The tiling for which `predicted` says that the last tile is done first."""
     cluster = 2 if max(problem.rows, default=0) > TILE_ROWS else 1
+    blocks = processors - _SPARE if len(problem.rows) > 1 else processors
     tilings = [
-        _with_even_blocks(
-            Tiling(width, cluster, _stages(width), processors, chunks=chunks), problem
-        )
+        _with_even_blocks(Tiling(width, cluster, _stages(width), blocks, chunks), problem)
         for width in WIDTHS
         for chunks in (1, 4)
     ]
@@ -191,9 +190,10 @@ def fuses(problem: GatheredProduct, processors: int = 132) -> bool:
 # Measured on 8 H200.
 _FLOPS = 800e12 / 132  # of one multiprocessor, in half precision
 _PER_TILE = 1.5e-6  # seconds
-_BANDWIDTH = 370e9  # of a copy engine, bytes per second
-_PER_STEP = 18e-6  # of the ring: a copy engine and a kernel follow each other
-_SPARE = 4  # multiprocessors on which the ring's kernels run
+_BANDWIDTH = 250e9  # of a copy engine beside a product, bytes per second; 370e9 alone
+_PER_STEP = 16e-6  # of the ring: a copy engine and a kernel follow each other
+_SPARE = 4  # multiprocessors on which the ring's kernels run: beside a block of the product, no
+# quarter of a multiprocessor has the registers of a warp left
 _EFFICIENCY = {256: 1.0, 224: 0.99, 192: 0.92, 160: 0.88, 128: 0.87}
 _GATHER = 10e-6  # seconds: two barriers, and a kernel that pushes
 _GATHER_BANDWIDTH = 320e9

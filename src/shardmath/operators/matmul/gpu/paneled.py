@@ -18,12 +18,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import sqrt
 
-__all__ = ["DEPTH", "TILE_ROWS", "Fetch", "Region", "Walk", "walk"]
+__all__ = ["DEPTH", "MOST_REGIONS", "TILE_ROWS", "Fetch", "Region", "Walk", "walk"]
 
 TILE_ROWS, DEPTH = 128, 64
-_PIECES = 4  # of k, in which the first wave comes
-_LEAST_PIECE = 1024  # indices of k
-_LEAST_PART, _MOST_PARTS = 2, 9  # units in a part, and parts after the first
+_PIECES = 2  # of k, in which the first wave comes
+_PIECE = 2048  # indices of k that a piece is a multiple of: cut blocks have short rows
+_LEAST_PART, _MOST_PARTS = 2, 5  # units in a part, and parts after the first
+
+MOST_REGIONS = (1 + _MOST_PARTS) ** 2
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ def walk(
     extents, steps = (m, n), (unit, width)
     fetches: list[Fetch] = []
     regions: list[Region] = []
-    piece = max(_LEAST_PIECE, -(-k // _PIECES // DEPTH) * DEPTH)
+    piece = -(-k // _PIECES // _PIECE) * _PIECE
     for k_lo in range(0, k, piece):
         for side in (0, 1):
             lo, hi = _extent(bounds[side], 0, steps[side], extents[side])

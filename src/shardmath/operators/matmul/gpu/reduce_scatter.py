@@ -7,11 +7,11 @@ as float32: the sum has the same bits every time.
 from __future__ import annotations
 
 from shardmath.context import DistributedContext
+from shardmath.operators.matmul.gpu.choice import choose_shape
 from shardmath.operators.matmul.gpu.sending import SendingProduct, Shape
 from shardmath.operators.matmul.gpu.sharded import ShardedProduct
-from shardmath.operators.matmul.gpu.walk import TILE_ROWS
 
-__all__ = ["GemmReduceScatter", "choose_shape"]
+__all__ = ["GemmReduceScatter"]
 
 
 class GemmReduceScatter:
@@ -46,11 +46,3 @@ class GemmReduceScatter:
     def free(self) -> None:
         """See SendingProduct.free."""
         self._sending.free()
-
-
-def choose_shape(problem: ShardedProduct) -> Shape:
-    """How to cut the work. Four multiprocessors take tiles and 128 multiply: most large products
-    have tiles for 128 in even numbers, and not for 132.
-    """
-    most = max(-(-rows // TILE_ROWS) for rows in problem.rows)
-    return Shape(chunks=max(1, min(8, most)))

@@ -148,7 +148,7 @@ class SendingProduct:
         self.bases = tuple(bases)
         self._own = places[self.team.rank]
         self._buffer: Buffer | None = buffer
-        self._kept = weakref.finalize(self, context.keep_for_kernels, buffer)
+        self._kept = weakref.finalize(self, _keep, weakref.ref(context), buffer)
         self._kept.atexit = False
         self._arguments: dict[tuple[str | int | bytes, ...], Argument] = {}
 
@@ -346,6 +346,13 @@ class SendingProduct:
         ]
 
 
+def _keep(context: weakref.ref[DistributedContext], buffer: Buffer) -> None:
+    """A plan was dropped, and not freed: its kernels, and the peers', may still be at work."""
+    living = context()
+    if living is not None:
+        living.keep_for_kernels(buffer)
+
+
 def _require_same(found: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     for rank, (*_, same) in enumerate(found):
         if same != found[0][2]:
@@ -370,6 +377,7 @@ def _padded(struct: bytes) -> bytes:
 
 
 def write(address: int, words: npt.NDArray[np.uint32]) -> None:
-    """Copy a table to the device."""
+    """Copy a table to the device, and wait until it is there."""
     if words.size:
         call("cuMemcpyHtoD", address, words.ctypes.data, words.nbytes)
+        call("cuCtxSynchronize")

@@ -24,7 +24,7 @@ import numpy.typing as npt
 __all__ = ["TILE_COLUMNS", "TILE_ROWS", "Chunk", "Walk"]
 
 TILE_ROWS, TILE_COLUMNS = 128, 256
-_GROUP = 8  # rows of tiles that are walked together: they share columns of B, and these rows of A
+_GROUP = 16  # rows of tiles that are walked together: they share columns of B, and these rows of A
 Words = npt.NDArray[np.uint32]
 Integers = npt.NDArray[np.int64]
 
