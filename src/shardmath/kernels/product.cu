@@ -21,7 +21,7 @@ constexpr u32 kDepth = 64;                                  // of a stage, along
 constexpr u32 kABytes = kTileRows * kDepth * 2, kBBytes = kTileColumns * kDepth * 2;
 constexpr u32 kBox = 64 * 128;                              // bytes of 64 x 64 elements
 constexpr u32 kPacked = 2 / kParts * kBlockBytes;           // bytes of a half tile, or half of that
-constexpr u32 kBars = 2 * (Early::kStages > kStages ? Early::kStages : kStages) + 4 + Pull::kStages;
+constexpr u32 kBars = 2 * kStages + 4 > Pull::kStages ? 2 * kStages + 4 : Pull::kStages;
 constexpr u32 kThreads = 384, kMultipliers = 128;           // each group of four warps multiplies 64 rows
 
 struct ProductArgument {
@@ -138,11 +138,14 @@ __device__ inline void send_tiles(const ProductArgument& a, const Shared& s, u32
         for (u32 p = 0; p < kParts; ++p, ++part) {
             bar_wait(s.ready + 8 * half, part & 1);
             if (sent && !lost) store_bulk(to + p * kPacked, s.packed + half * kPacked, kPacked);
-            stores_have_read();
+            if (p + 1 < kParts)
+                stores_have_read();
+            else
+                stores_are_done();
             bar_arrive(s.room + 8 * half);
         }
-        stores_are_done();
         fence_async();
+        fence();
         if (sent && !lost) add_release(&a.arrived[dst][tile.chunk()], 1);
     }
 }
@@ -197,20 +200,15 @@ __device__ inline void multiply_tiles(const ProductArgument& a, const Shared& s,
     }
 }
 
-// A block that does not multiply takes, and reads peers' sums where they are shared.
+// A block that does not multiply: its last warp reads peers' sums, where they are shared, and the others take.
 __device__ inline void take_and_gather(const ProductArgument& a, u32 memory, u32 bars) {
+    constexpr u32 kWarps = kThreads / 32 - SHARED;
     const u32 block = blockIdx.x - a.multipliers, blocks = gridDim.x - a.multipliers, warp = threadIdx.x / 32;
     const u64 launch = a.take.ledger[a.team.rank]->launches;
-    const u32 empty = bars + 8 * Early::kStages, pulling = empty + 8 * Early::kStages;
-    const Early early = {a.team, a.take, memory, bars, empty, block, blocks, launch};
-    if (threadIdx.x == 0) early.start();
-    __syncthreads();
-    if (warp < Early::kAdders)
-        early.add();
-    else if (warp == Early::kAdders)
-        early.fetch();
-    else if (SHARED && threadIdx.x == 32 * (Early::kAdders + 1))
-        gather_early(a.team, a.gather, launch, memory + Early::kMemory, pulling, block, blocks);
+    if (warp < kWarps)
+        take_early(a.team, a.take, block * kWarps + warp, blocks * kWarps, launch);
+    else if (threadIdx.x % 32 == 0)
+        gather_early(a.team, a.gather, launch, memory, bars, block, blocks);
 }
 
 extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)

@@ -7,7 +7,6 @@
 #pragma once
 
 #include "elements.cuh"
-#include "hopper.cuh"
 #include "slots.cuh"
 
 namespace shardmath {
@@ -44,23 +43,15 @@ __device__ inline Vector load_slot(const char* from) {  // past the first cache:
     return vector;
 }
 
-__device__ inline Vector load_shared(u32 from) {
-    Vector vector;
-    u32* words = (u32*)&vector;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-                 : "r"(from)
-                 : "memory");
-    return vector;
-}
-
 // Whether all ranks' tiles of a chunk have come. By all threads of a warp.
 __device__ inline bool arrived(const Team& team, const TakeArgument& a, u32 chunk, u64 launch) {
     bool here = true;
     for (u32 rank = threadIdx.x % 32; rank < kRanks; rank += 32)
         here &= wait(team, a.arrived + rank * a.count + chunk, (launch + 1) * a.chunks[chunk].halves, rank,
                      kProduct, chunk);
-    return __all_sync(~0u, here);
+    here = __all_sync(~0u, here);
+    __syncwarp();  // what one thread has seen, all of the warp see
+    return here;
 }
 
 __device__ inline void add_up(const TakeArgument& a, const Vector (&parts)[kRanks], u32 number) {
@@ -109,64 +100,35 @@ __device__ inline void finish_chunk(const Team& team, const TakeArgument& a, u32
     if (before + 1 == (launch + 1) * warps) tell_ready(team, a, chunk, launch);
 }
 
-// Beside the product: one warp fetches the ranks' tiles by bulk copies, and eight add them up.
-struct Early {
-    static constexpr u32 kAdders = 8, kUnit = kAdders * 32;  // vectors of each rank in a stage
-    static constexpr u32 kStageBytes = kRanks * kUnit * 16;
-    static constexpr u32 kMemory = (SHARED ? 128 : 192) << 10;
-    static constexpr u32 kStages = kMemory / kStageBytes < 16 ? kMemory / kStageBytes : 16;
-    static_assert(kStages > 0, "one unit of every rank fits");
-    const Team& team;
-    const TakeArgument& a;
-    u32 memory, full, empty;  // shared addresses
-    u32 block, blocks;
-    u64 launch;
-
-    __device__ void start() const {  // by one thread
-        for (u32 i = 0; i < kStages; ++i) bar_init(full + 8 * i, 1), bar_init(empty + 8 * i, kAdders);
-        bars_visible();
-    }
-    __device__ u32 first(u32 chunk) const { return first_tile(a, chunk) * (kVectors / kUnit) + block; }
-    __device__ u32 end(u32 chunk) const { return a.chunks[chunk].end * (kVectors / kUnit); }
-
-    // By one warp. After a wait has expired it goes on, with what there is; the host knows, and raises.
-    __device__ void fetch() const {
-        u32 number = 0;
-        read_by_all(team, a, launch);
-        for (u32 chunk = 0; chunk + a.late < a.count; ++chunk) {
-            arrived(team, a, chunk, launch);
-            fence_async();
-            if (threadIdx.x % 32 == 0) {
-                for (u32 unit = first(chunk); unit < end(chunk); unit += blocks, ++number) {
-                    const u32 stage = number % kStages, to = memory + stage * kStageBytes;
-                    bar_wait(empty + 8 * stage, (number / kStages & 1) ^ 1);
-                    bar_expect(full + 8 * stage, kStageBytes);
-                    for (u32 rank = 0; rank < kRanks; ++rank)
-                        load_bulk(to + rank * kUnit * 16, a.slots + rank * a.stride + (u64)unit * kUnit * 16,
-                                  kUnit * 16, full + 8 * stage);
-                }
-            }
-            __syncwarp();
-        }
-        for (u32 chunk = a.count - a.late; block == 0 && chunk < a.count; ++chunk) arrived(team, a, chunk, launch);
-    }
-    // By the adders.
-    __device__ void add() const {
-        u32 number = 0;
-        for (u32 chunk = 0; chunk + a.late < a.count; ++chunk) {
-            for (u32 unit = first(chunk); unit < end(chunk); unit += blocks, ++number) {
-                const u32 stage = number % kStages, from = memory + stage * kStageBytes + threadIdx.x % kUnit * 16;
-                bar_wait(full + 8 * stage, number / kStages & 1);
-                Vector parts[kRanks];
+// The vectors of a chunk that fall to thread `thread` of `threads`, which has kAtOnce of each rank's under way.
+template <int kAtOnce>
+__device__ inline void take(const TakeArgument& a, u32 chunk, u32 thread, u32 threads) {
+    const u32 end = a.chunks[chunk].end * kVectors;
+    for (u32 number = first_tile(a, chunk) * kVectors + thread; number < end; number += kAtOnce * threads) {
+        Vector parts[kAtOnce][kRanks];
 #pragma unroll
-                for (int rank = 0; rank < kRanks; ++rank) parts[rank] = load_shared(from + rank * kUnit * 16);
-                __syncwarp();
-                if (threadIdx.x % 32 == 0) bar_arrive(empty + 8 * stage);
-                add_up(a, parts, unit * kUnit + threadIdx.x % kUnit);
-            }
-            finish_chunk(team, a, chunk, launch, blocks * kAdders);
+        for (int i = 0; i < kAtOnce; ++i) {
+            const char* from = a.slots + (u64)(number + i * threads) * 16;
+#pragma unroll
+            for (int rank = 0; rank < kRanks; ++rank)
+                if (number + i * threads < end) parts[i][rank] = load_slot(from + rank * a.stride);
         }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i)
+            if (number + i * threads < end) add_up(a, parts[i], number + i * threads);
     }
-};
+}
+
+// All chunks but the late ones, as they come, by some warps beside the product; then those are waited for.
+__device__ inline void take_early(const Team& team, const TakeArgument& a, u32 warp, u32 warps, u64 launch) {
+    if (!read_by_all(team, a, launch)) return;
+    for (u32 chunk = 0; chunk + a.late < a.count; ++chunk) {
+        if (!arrived(team, a, chunk, launch)) return;
+        take<kRanks <= 8 ? 2 : 1>(a, chunk, warp * 32 + threadIdx.x % 32, warps * 32);
+        finish_chunk(team, a, chunk, launch, warps);
+    }
+    for (u32 chunk = a.count - a.late; warp == 0 && chunk < a.count; ++chunk)
+        if (!arrived(team, a, chunk, launch)) return;
+}
 
 }  // namespace shardmath

@@ -1,6 +1,7 @@
 """GEMM + AllReduce: owners add up what they are sent, and all read the sums from them.
 
-Chunk after chunk is summed and read while the product goes on, and the last ones after it.
+Tiles travel while the product goes on. Sums are made and read after it, unless a Shape says that
+blocks beside the product do so chunk after chunk.
 The result may lie in any memory, and has the same bits on all ranks.
 """
 
@@ -13,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from shardmath.context import DistributedContext
-from shardmath.operators.matmul.gpu.choice import choose_shape
 from shardmath.operators.matmul.gpu.sending import SendingProduct, Shape, write
 from shardmath.operators.matmul.gpu.sharded import ShardedProduct
 from shardmath.operators.matmul.gpu.walk import TILE_COLUMNS, TILE_ROWS
@@ -44,7 +44,7 @@ class GemmAllReduce:
         Raises ValueError on all ranks where they do not mean the same product, or where
         `problem.misfit` speaks on one of them; HeapExhausted.
         """
-        shape = shape or choose_shape(problem)
+        shape = shape or Shape(chunks=1, takers=2)  # more hid less than they cost
         extra = _sums(problem, shape) + max(problem.rows) * _pitch(problem)
         return cls(SendingProduct.together(context, problem, shape, extra=extra))
 
