@@ -41,7 +41,9 @@ def given(stream: Any, library: str, device: Device) -> int:
     if stream is None:
         return current(library, device)
     handle = _handle(stream)
-    if handle not in (0, 1, 2):  # the default streams are those of whichever device is current
+    # The default streams are those of whichever device is current; one that is being captured may
+    # not be asked.
+    if handle not in (0, 1, 2) and not capturing(handle):
         device.activate()
         home = int(call("cuStreamGetDevice", handle))
         if home != int(device.handle):

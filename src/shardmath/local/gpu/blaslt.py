@@ -214,7 +214,9 @@ class Product:
         lt, names = self._lt, self._lt.MatmulPreferenceAttribute
         preference = lt.matmul_preference_create()
         try:
-            wanted = {"MAX_WORKSPACE_BYTES": WORKSPACE}
+            # Parts of k are added in the compute type; else they would be rounded to D's type first.
+            reduction = int(lt.ReductionScheme.COMPUTE_TYPE)
+            wanted = {"MAX_WORKSPACE_BYTES": WORKSPACE, "REDUCTION_SCHEME_MASK": reduction}
             for name, side in zip("ABCD", (shape.a, shape.b, shape.c, shape.d), strict=True):
                 wanted[f"MIN_ALIGNMENT_{name}_BYTES"] = side.alignment
             for name, value in wanted.items():

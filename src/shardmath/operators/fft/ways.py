@@ -27,8 +27,8 @@ from shardmath.redistribution.device import Box, BoxCopies
 
 __all__ = ["DevicePlan", "Way", "boxes_of_copy", "boxes_of_exchange", "make_way"]
 
-CHUNKS = False  # whether exchanges run beside transforms, where they can and that pays
-GRAPHS = False  # whether what is launched again is one graph
+CHUNKS = True  # whether exchanges run beside transforms, where they can and that pays
+GRAPHS = True  # whether what is launched again is one graph
 
 _KEPT = 16  # ways of one plan
 _REPLAYS = 8  # of one way
