@@ -214,7 +214,7 @@ class Product:
         lt, names = self._lt, self._lt.MatmulPreferenceAttribute
         preference = lt.matmul_preference_create()
         try:
-            # Parts of k are added in the compute type; else they would be rounded to D's type first.
+            # Parts of k are added in the compute type, not rounded to D's type before.
             reduction = int(lt.ReductionScheme.COMPUTE_TYPE)
             wanted = {"MAX_WORKSPACE_BYTES": WORKSPACE, "REDUCTION_SCHEME_MASK": reduction}
             for name, side in zip("ABCD", (shape.a, shape.b, shape.c, shape.d), strict=True):
