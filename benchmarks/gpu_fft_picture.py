@@ -24,16 +24,24 @@ def main() -> None:
     found = json.loads((RESULTS / "gpu_fft.json").read_text())
     for row in found["rows"]:
         row["ours_ms"] = min(row[name] for name in ("steps_ms", "chunks_ms") if name in row)
-    groups = [(result, dtype) for result in ("transposed", "back")
-              for dtype in ("complex64", "float32", "complex128")]  # fmt: skip
-    figure, all_axes = plt.subplots(2, 3, figsize=(11, 6), constrained_layout=True)
+    measured = {row["dtype"] for row in found["rows"]}
+    dtypes = [dtype for dtype in ("complex64", "float32", "complex128") if dtype in measured]
+    shown = [bar for bar in BARS if any(bar[0] in row for row in found["rows"])]
+    groups = [(result, dtype) for result in ("transposed", "back") for dtype in dtypes]
+    figure, all_axes = plt.subplots(
+        2,
+        len(dtypes),
+        figsize=(2 + 3 * max(len(dtypes), 2), 6),
+        constrained_layout=True,
+        squeeze=False,
+    )
     for axes, (result, dtype) in zip(all_axes.flat, groups, strict=True):
         rows = [r for r in found["rows"] if (r["result"], r["dtype"]) == (result, dtype)]
         rows.sort(key=lambda row: row["n"])
-        for number, (name, label, colour) in enumerate(BARS):
+        for number, (name, label, colour) in enumerate(shown):
             # As multiples of our own time, so that all sizes can be seen.
             heights = [row.get(name, 0) / row["ours_ms"] for row in rows]
-            places = [at + 0.2 * (number - 1.5) for at in range(len(rows))]
+            places = [at + 0.2 * (number - (len(shown) - 1) / 2) for at in range(len(rows))]
             bars = axes.bar(places, heights, 0.19, label=label, color=colour)
             texts = [f"{row[name]:.3g}" if name in row else "" for row in rows]
             axes.bar_label(bars, texts, fontsize=7, rotation=90, padding=2)
@@ -44,7 +52,7 @@ def main() -> None:
     all_axes[0][0].set_ylabel("time / shardmath's; labels: ms")
     all_axes[1][0].set_ylabel("time / shardmath's; labels: ms")
     handles, labels = all_axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(BARS), fontsize=8)
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(shown), fontsize=8)
     figure.suptitle(f"3-D Fourier transforms on {found['gpus']} x {found['gpu']}")
     figure.savefig(sys.argv[1] if len(sys.argv) > 1 else RESULTS / "gpu_fft.svg")
 
