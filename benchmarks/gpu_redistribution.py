@@ -81,7 +81,7 @@ def cyclic(ranks, n):
 
 
 def checked(ranks):
-    """Redistributions of uneven parts, in all orders and memories, against slices of the whole.
+    """Redistributions of uneven parts, in some orders and memories, against slices of the whole.
 
     The names of those that are wrong, and how many there were.
     """
@@ -93,10 +93,10 @@ def checked(ranks):
         "cyclic -> X": ((611, 83), BlockCyclic(grid, (16, 10)), Slab.X),
     }
     for name, (shape, source, target) in pairs.items():
-        for dtype in (torch.uint8, torch.float32, torch.complex128):
+        for dtype in (torch.uint8, torch.complex128):
             whole = torch.arange(torch.Size(shape).numel(), device=ranks.device) * 40503 % 251
             whole = whole.view(shape).to(dtype)
-            for orders, heaps in itertools.product(("CC", "CF", "FC"), ((1, 1), (1, 0), (0, 0))):
+            for orders, heaps in itertools.product(("CC", "CF"), ((1, 1), (0, 0))):
                 call = f"{name} {dtype} {orders} {heaps}"
                 operand, out = (
                     _placed(ranks, _part(ranks, whole, each), order, heap)
