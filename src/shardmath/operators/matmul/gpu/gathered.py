@@ -18,6 +18,7 @@ from functools import cached_property
 
 from shardmath.cuda.device import Device
 from shardmath.cuda.tensormap import ALIGNMENT
+from shardmath.operators.matmul.gpu.factor import Factor
 
 __all__ = ["WIDTHS", "Factor", "GatheredProduct", "Tiling", "choose_tiling", "fuses"]
 
@@ -29,14 +30,6 @@ _DTYPES = ("float16", "bfloat16")
 _MOST_RANKS = 64  # whose maps fit in a kernel's argument
 _LINE = 128  # bytes
 _SHARED_BYTES = 226 << 10  # that a block may have, less what the barriers need
-
-
-@dataclass(frozen=True)
-class Factor:
-    """How a matrix lies: rows ("C") or columns ("F") are contiguous, and `pitch` elements apart."""
-
-    order: str
-    pitch: int
 
 
 @dataclass(frozen=True)

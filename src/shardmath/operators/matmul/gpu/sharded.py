@@ -16,20 +16,13 @@ from itertools import accumulate
 
 from shardmath.cuda.device import Device
 from shardmath.cuda.tensormap import ALIGNMENT
+from shardmath.operators.matmul.gpu.factor import Factor
 
 __all__ = ["Factor", "ShardedProduct"]
 
 _DTYPES = ("float16", "bfloat16")
 _MOST_RANKS = 32  # whose slots a sender keeps account of in one word
 _MOST_ELEMENTS = 1 << 34  # of the result
-
-
-@dataclass(frozen=True)
-class Factor:
-    """How a matrix lies: rows ("C") or columns ("F") are contiguous, and `pitch` elements apart."""
-
-    order: str
-    pitch: int
 
 
 @dataclass(frozen=True)
