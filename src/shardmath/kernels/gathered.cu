@@ -2,19 +2,20 @@
 //
 // Compiled for sm_90a with ELEMENT (Float16, Bfloat16), A_ALONG_K and B_ALONG_K (1 where the operand's contiguous
 // axis is k), C_ALONG_N (0 where C's columns are contiguous), WIDTH of a tile, CLUSTER (1 or 2 blocks that share
-// the columns of B that they load), STAGES, and BOXES (0 where C is not aligned to 16 bytes). One block on a multiprocessor walks over tiles of
-// 128 x WIDTH, the parts of A in the order in which they come:
+// the columns of B that they load), STAGES, and BOXES (0 where C is not aligned to 16 bytes). One block on a
+// multiprocessor walks over tiles of 128 x WIDTH, the parts of A in the order in which they come:
 //
 //     warp 0: waits for the part, loads boxes of A and B  ->  8 warps: multiply, round, store
 //
 // A part's maps end with its rows, so a tile at its end reads zeros beyond them, and writes nothing there.
+#include "clusters.cuh"
 #include "shards.cuh"
 #include "widths.cuh"
 
 using namespace shardmath;
 
 constexpr bool kAAlongK = A_ALONG_K, kBAlongK = B_ALONG_K, kAlongN = C_ALONG_N;
-constexpr u32 kWidth = WIDTH, kStages = STAGES, kCluster = CLUSTER;
+constexpr u32 kWidth = WIDTH, kStages = STAGES;
 constexpr u32 kRows = 128, kDepth = 64;
 constexpr u32 kBox = 64 * 128;  // bytes of 64 x 64 elements
 constexpr u32 kABytes = kRows * kDepth * 2;
@@ -57,47 +58,13 @@ struct Tile {
     u32 part, row, column;
 };
 
-// -- clusters ------------------------------------------------------------------------------------------
+// -- one block ----------------------------------------------------------------------------------------
 
-__device__ inline u32 rank_in_cluster() {
-    u32 rank;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return kCluster == 1 ? 0 : rank;
-}
-__device__ inline void cluster_barrier() {
-    if (kCluster == 1) return __syncthreads();
-    asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-__device__ inline void arrive_at(u32 bar, u32 block) {
-    asm volatile(
-        "{\n\t.reg .b32 there;\n\tmapa.shared::cluster.u32 there, %0, %1;\n\t"
-        "mbarrier.arrive.shared::cluster.b64 _, [there];\n\t}" ::"r"(bar),
-        "r"(block)
-        : "memory");
-}
-__device__ inline void load_box_for_all(u32 to, const TensorMap* from, u32 x, u32 y, u32 bar) {
-    if (kCluster == 1) return load_box(to, from, x, y, bar);
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
-        "[%1, {%2, %3}], [%4], %5;" ::"r"(to),
-        "l"(from), "r"(x), "r"(y), "r"(bar), "h"((unsigned short)((1u << kCluster) - 1))
-        : "memory");
-}
-
-__device__ inline void store_box(const TensorMap* to, u32 x, u32 y, u32 from) {
-    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(to), "r"(x),
-                 "r"(y), "r"(from)
-                 : "memory");
-}
 // As store_matrices does, transposed.
 __device__ inline void store_transposed(u32 to, u32 a, u32 b, u32 c, u32 d) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b),
                  "r"(c), "r"(d)
                  : "memory");
-}
-__device__ inline void stores_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-__device__ inline void all_but_last_store_has_read() {
-    asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");
 }
 __device__ inline void group_barrier(u32 group) {
     asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(kMultipliers) : "memory");

@@ -10,13 +10,14 @@
 // Half a tile, 64 rows, is sent as blocks of 64 x 128 elements, in which 16-byte piece p of row r lies in place
 // p ^ (r & 7). After it has arrived, the counter of this rank and the tile's chunk at the owner goes up by one.
 // A rank's slots at an owner are written again only after the owner has taken what the launch before left there.
+#include "clusters.cuh"
 #include "gathering.cuh"
 #include "taking.cuh"
 
 using namespace shardmath;
 
 constexpr bool kAAlongK = A_ALONG_K, kBAlongK = B_ALONG_K;
-constexpr u32 kCluster = CLUSTER, kStages = STAGES, kParts = PARTS;
+constexpr u32 kStages = STAGES, kParts = PARTS;
 constexpr u32 kDepth = 64;                                  // of a stage, along k
 constexpr u32 kABytes = kTileRows * kDepth * 2, kBBytes = kTileColumns * kDepth * 2;
 constexpr u32 kBox = 64 * 128;                              // bytes of 64 x 64 elements
@@ -45,28 +46,9 @@ struct Shared {
 
 // -- clusters ------------------------------------------------------------------------------------------
 
-__device__ inline u32 rank_in_cluster() {
-    u32 rank;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return kCluster == 1 ? 0 : rank;
-}
-__device__ inline void cluster_barrier() {
+// By all threads, whose warps may have gone apart.
+__device__ inline void scattered_cluster_barrier() {
     asm volatile("barrier.cluster.arrive.release;\n\tbarrier.cluster.wait.acquire;" ::: "memory");
-}
-__device__ inline void arrive_at(u32 bar, u32 block) {
-    asm volatile(
-        "{\n\t.reg .b32 there;\n\tmapa.shared::cluster.u32 there, %0, %1;\n\t"
-        "mbarrier.arrive.shared::cluster.b64 _, [there];\n\t}" ::"r"(bar),
-        "r"(block)
-        : "memory");
-}
-__device__ inline void load_box_for_all(u32 to, const TensorMap* from, u32 x, u32 y, u32 bar) {
-    if (kCluster == 1) return load_box(to, from, x, y, bar);
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
-        "[%1, {%2, %3}], [%4], %5;" ::"r"(to),
-        "l"(from), "r"(x), "r"(y), "r"(bar), "h"((unsigned short)((1u << kCluster) - 1))
-        : "memory");
 }
 
 // A tile of this block; all blocks of a cluster walk alike.
@@ -232,7 +214,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
         bars_visible();
     }
     __syncthreads();
-    if (kCluster > 1) cluster_barrier();
+    if (kCluster > 1) scattered_cluster_barrier();
     if (threadIdx.x < kMultipliers) {
         give_registers<40>();
         if (threadIdx.x == 0) load_tiles(a, s);
@@ -242,5 +224,5 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
         multiply_tiles(a, s, threadIdx.x / kMultipliers - 1);
     }
     __syncwarp();
-    if (kCluster > 1) cluster_barrier();  // the other block may still write into this one's memory
+    if (kCluster > 1) scattered_cluster_barrier();  // the other block may still write into this one's memory
 }
