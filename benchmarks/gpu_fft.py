@@ -18,7 +18,6 @@ import statistics
 import tempfile
 import time
 from contextlib import suppress
-from pathlib import Path
 
 import record
 
@@ -232,17 +231,11 @@ def measure(store, size, seconds):
         Workspace.of(ranks.context).release()
         ranks.torch.cuda.empty_cache()
         ranks.context.barrier()
-    facts = {
-        "gpu": ranks.torch.cuda.get_device_name(),
-        "gpus": size,
-        "versions": {
-            "torch": ranks.torch.__version__,
-            "nccl": ".".join(map(str, ranks.torch.cuda.nccl.version())),
-            "cuda": ranks.torch.version.cuda,
-        },
-        "note": "cufftmp_seen_elsewhere_ms: cuFFTMp 12.1 through nvmath-python 1.0 on such a "
-        "machine on another day, for orientation; the other figures are of this run",
-    }
+    facts = record.of_gpus(ranks.torch, size)
+    facts["note"] = (
+        "cufftmp_seen_elsewhere_ms: cuFFTMp 12.1 through nvmath-python 1.0 on such a "
+        "machine on another day, for orientation; the other figures are of this run"
+    )
     with suppress(Exception):  # after a failure the figures are still good
         ranks.torch.cuda.synchronize()
         ranks.dist.destroy_process_group()
@@ -276,12 +269,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         found = spawn(measure, options.gpus, f"{folder}/store", options.gpus, options.seconds)
     rows, facts = found[0]
-    if options.commit:
-        facts["commit"] = options.commit
-    path = record.write("gpu_fft", [rounded(row) for row in rows], **facts)
-    out = os.environ.get("OUT")
-    if out:
-        Path(out, path.name).write_text(path.read_text())
+    record.keep("gpu_fft", [rounded(row) for row in rows], options.commit, **facts)
     print(table(rows))
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-from pathlib import Path
 
 import record
 
@@ -195,10 +194,7 @@ def main():
             f"{row['dtype']:>9} {row['n']:>6} {row['order']}  local {row['local_ms']:8.3f} ms  "
             f"ours {row['ours_ms']:8.3f} ms = {row['fraction']:.3f} of it{goal}"
         )
-    facts = {"commit": options.commit} if options.commit else {}
-    path = record.write("gpu_matmul_grid", rows, ranks=options.ranks, **facts)
-    if os.environ.get("OUT"):
-        Path(os.environ["OUT"], path.name).write_text(path.read_text())
+    record.keep("gpu_matmul_grid", rows, options.commit, ranks=options.ranks)
 
 
 if __name__ == "__main__":

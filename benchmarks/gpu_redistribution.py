@@ -12,9 +12,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import tempfile
-from pathlib import Path
 
 import record
 from gpu_collectives import Ranks
@@ -183,15 +181,7 @@ def measure(store, size):
         rows.append(measured(ranks, case))
         if ranks.rank == 0:
             print(json.dumps(rows[-1]), flush=True)
-    facts = {
-        "gpu": ranks.torch.cuda.get_device_name(),
-        "gpus": size,
-        "versions": {
-            "torch": ranks.torch.__version__,
-            "nccl": ".".join(map(str, ranks.torch.cuda.nccl.version())),
-            "cuda": ranks.torch.version.cuda,
-        },
-    }
+    facts = record.of_gpus(ranks.torch, size)
     ranks.torch.cuda.synchronize()
     ranks.dist.destroy_process_group()
     startup.finalize()
@@ -205,17 +195,12 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         rows, facts = spawn(measure, options.gpus, f"{folder}/store", options.gpus)[0]
-    if options.commit:
-        facts["commit"] = options.commit
     columns = ("ours_us", "ours_GBps", "nccl_us", "nccl_GBps", "wire_GBps", "ratio_to_nccl")
     print(f"{'':48}" + "".join(f"{name:>14}" for name in (*columns, "target_GBps")))
     for row in rows:
         figures = "".join(f"{row[name]:14.2f}" for name in columns)
         print(f"{row['what']:48}{figures}{row['target_GBps'] or '':>14}")
-    path = record.write("gpu_redistribution", rows, **facts)
-    out = os.environ.get("OUT")
-    if out:
-        Path(out, path.name).write_text(path.read_text())
+    record.keep("gpu_redistribution", rows, options.commit, **facts)
 
 
 if __name__ == "__main__":

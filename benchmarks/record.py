@@ -40,6 +40,32 @@ def write(name: str, rows: Iterable[dict[str, Any]], **facts: Any) -> Path:
     return path
 
 
+def keep(name: str, rows: Iterable[dict[str, Any]], commit: str, **facts: Any) -> None:
+    """As `write`, and once more in the folder that $OUT names, if it does.
+
+    `commit` is the source's, where it has no repository; empty where it has.
+    """
+    if commit:
+        facts["commit"] = commit
+    path = write(name, rows, **facts)
+    out = os.environ.get("OUT")
+    if out:
+        Path(out, path.name).write_text(path.read_text())
+
+
+def of_gpus(torch: Any, size: int) -> dict[str, Any]:
+    """The GPUs of this run, and the versions of what the peers' figures come from."""
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "gpus": size,
+        "versions": {
+            "torch": torch.__version__,
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+            "cuda": torch.version.cuda,
+        },
+    }
+
+
 def circumstances() -> dict[str, Any]:
     """Date, commit, machine and versions, of the libraries that are loaded."""
     loaded = {
