@@ -6,11 +6,11 @@ for every library.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["ArraySpec", "Order", "order_of"]
+__all__ = ["ArraySpec", "Order", "order_of", "packed_strides"]
 
 Order = Literal["C", "F", "both", "strided"]
 
@@ -74,6 +74,22 @@ def order_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> Order:
     if is_c and is_f:
         return "both"
     return "C" if is_c else "F" if is_f else "strided"
+
+
+def packed_strides(
+    shape: Sequence[int], step: int = 1, axes: Sequence[int] | Literal["C", "F"] = "C"
+) -> tuple[int, ...]:
+    """The strides of an array without gaps, whose elements are `step` apart.
+
+    `axes` are "C", "F", or all axes from the fastest on.
+    """
+    if isinstance(axes, str):
+        axes = range(len(shape)) if axes == "F" else range(len(shape))[::-1]
+    strides = [step] * len(shape)
+    for axis in axes:
+        strides[axis] = step
+        step *= max(shape[axis], 1)
+    return tuple(strides)
 
 
 def _packed(axes: Iterable[tuple[int, int]]) -> bool:

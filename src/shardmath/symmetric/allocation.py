@@ -21,6 +21,7 @@ import numpy as np
 from shardmath.agreement import require_equal
 from shardmath.arrays import DType, Library, library_of, library_of_package
 from shardmath.arrays.dtypes import of as dtype_of
+from shardmath.arrays.spec import packed_strides
 from shardmath.context import DistributedContext, open_contexts, require_context
 from shardmath.errors import CollectiveMismatch, UseAfterFree
 from shardmath.symmetric.heap import Block, Buffer, Heap
@@ -290,12 +291,7 @@ def _strides(shape: tuple[int, ...], axis_order: Any) -> tuple[int, ...]:
             raise ValueError(
                 f"axis_order is a permutation of the axes 0 to {ndim - 1}, not {axis_order!r}"
             )
-    strides = [1] * ndim
-    step = 1
-    for axis in axes:
-        strides[axis] = step
-        step *= max(shape[axis], 1)
-    return tuple(strides)
+    return packed_strides(shape, axes=axes)
 
 
 def _find(heap: Heap, library: Library, array: Any) -> _Place | None:

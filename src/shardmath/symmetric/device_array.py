@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any, Literal
 
 import numpy as np
 
 from shardmath.arrays import dtypes, library_of
 from shardmath.arrays.base import HostArray, overlaps
-from shardmath.arrays.spec import ArraySpec, Order, order_of
+from shardmath.arrays.spec import ArraySpec, Order, order_of, packed_strides
 from shardmath.context import DistributedContext
 from shardmath.cuda import stream as streams
 from shardmath.cuda.driver import call
@@ -216,14 +217,10 @@ def _on_heap(
 ) -> DeviceArray:
     """Packed memory of the heap, for an array of `shape`. Local. Raises HeapExhausted."""
     itemsize = dtypes.of(dtype).itemsize
-    strides = [0] * len(shape)
-    step = itemsize
-    for axis in range(len(shape)) if order == "F" else reversed(range(len(shape))):
-        strides[axis] = step
-        step *= shape[axis]
-    buffer = context.heap.allocate(step if 0 not in shape else 0)
+    strides = packed_strides(shape, itemsize, order)
+    buffer = context.heap.allocate(prod(shape) * itemsize)
     address = buffer.block.address
-    return DeviceArray(address, shape, tuple(strides), dtype, buffer.block, buffer)
+    return DeviceArray(address, shape, strides, dtype, buffer.block, buffer)
 
 
 def _uploaded(context: DistributedContext, host: HostArray) -> DeviceArray:

@@ -11,8 +11,10 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal
 
 from shardmath.arrays import dtypes
+from shardmath.arrays.spec import packed_strides
 from shardmath.local.batches import Batches, Strided, batches
 from shardmath.local.fft import Kind
 
@@ -65,16 +67,13 @@ class View:
         return f"{self.place} {self.dtype} {self.shape}"
 
 
-def packed(place: str, shape: Sequence[int], dtype: str, axes: Sequence[int] | str = "C") -> View:
+def packed(
+    place: str, shape: Sequence[int], dtype: str, axes: Sequence[int] | Literal["C", "F"] = "C"
+) -> View:
     """A view without gaps; `axes` are "C", "F", or all axes from the slowest in memory on."""
-    ndim = len(shape)
-    if isinstance(axes, str):
-        axes = range(ndim) if axes == "C" else range(ndim)[::-1]
-    strides, step = [0] * ndim, dtypes.of(dtype).itemsize
-    for axis in reversed(list(axes)):
-        strides[axis] = step
-        step *= max(1, shape[axis])
-    return View(place, tuple(shape), tuple(strides), dtype)
+    fastest_first = axes if isinstance(axes, str) else axes[::-1]
+    strides = packed_strides(shape, dtypes.of(dtype).itemsize, fastest_first)
+    return View(place, tuple(shape), strides, dtype)
 
 
 @dataclass(frozen=True)

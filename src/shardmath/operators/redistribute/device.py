@@ -14,9 +14,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from shardmath.arrays import library_of
+from shardmath.arrays.spec import packed_strides
 from shardmath.context import DistributedContext
 from shardmath.geometry import Move
 from shardmath.operators.lanes import LANES, Lane
@@ -140,15 +142,13 @@ class DeviceMemory:
     def stage(self, problem: Problem) -> None:
         """Reserve heap memory for a packed result. Raises HeapExhausted."""
         shape = problem.transfer.dst.local_shape(self._context.rank)
-        strides, step = [0] * len(shape), problem.transfer.itemsize
-        axes = range(len(shape)) if problem.order == "F" else reversed(range(len(shape)))
-        for axis in axes:
-            strides[axis] = step
-            step *= shape[axis]
-        self._buffer = self._context.heap.allocate(step)
+        itemsize = problem.transfer.itemsize
+        nbytes = prod(shape) * itemsize
+        self._buffer = self._context.heap.allocate(nbytes)
         block = self._buffer.block
         self._context.announce(block)
-        self._place = Exposed(block.location, step, 0, tuple(strides))
+        strides = packed_strides(shape, itemsize, problem.order)
+        self._place = Exposed(block.location, nbytes, 0, strides)
 
     def staged_on(self, stream: int) -> None:
         """The staging is used by what was put on `stream`."""
