@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from visible import GPUS
+from visible import RANKS, gpu_of
 
 from ranks import Pool
 from shardmath.startup import new_context
 
-SIZES = [size for size in (1, 2, 3, 4, 8) if size <= max(GPUS, 1)]
+SIZES = [size for size in (1, 2, 3, 4, 8) if size <= max(RANKS, 1)]
 
 
 def make_gpu_context(group):
-    return new_context(group.rank, group)
+    return new_context(gpu_of(group.rank), group)
 
 
 def pytest_collection_modifyitems(items):
-    if not GPUS:
+    if not RANKS:
         for item in items:
             if "gpus" in getattr(item, "fixturenames", ()):
                 item.add_marker(pytest.mark.skip(reason="this machine has no GPU"))
@@ -31,6 +31,6 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture(scope="session")
 def gpus() -> Iterator[Pool]:
-    """As many ranks as GPUs: `gpus.run(function, *args, ranks=k)` calls function(context, ...)."""
-    with Pool(GPUS, make_gpu_context) as ranks:
+    """`visible.RANKS` ranks: `gpus.run(function, *args, ranks=k)` calls function(context, ...)."""
+    with Pool(RANKS, make_gpu_context) as ranks:
         yield ranks

@@ -13,7 +13,7 @@ import pytest
 import test_host_bodies as bodies
 import test_redistribution as on_gpus
 from hypothesis import given, settings
-from visible import GPUS
+from visible import RANKS, gpu_of
 
 from arrangements import part_of
 from ranks import Pool
@@ -25,34 +25,34 @@ from shardmath.symmetric.allocation import allocate_symmetric_memory
 from shardmath.symmetric.rendezvous import rendezvous
 from shardmath.transport import mesh
 
-ALL = max(GPUS, 1)
+ALL = max(RANKS, 1)
 
 
 def make_mapped(group):
     config.export({"SHARDMATH_FAKE_HOSTS": "2", "SHARDMATH_TRANSPORT": "cuda"})
-    return new_context(group.rank, group)
+    return new_context(gpu_of(group.rank), group)
 
 
 def make_nvshmem(group):
     heap = str(256 << 20)
     config.export({"SHARDMATH_FAKE_HOSTS": "2", "SHARDMATH_TRANSPORT": "nvshmem"})
     config.export({"SHARDMATH_GPU_HEAP_BYTES": heap})
-    return new_context(group.rank, group)
+    return new_context(gpu_of(group.rank), group)
 
 
 @pytest.fixture(scope="session", params=[make_mapped, make_nvshmem], ids=["cuda", "nvshmem"])
 def far_gpus(request) -> Iterator[Pool]:
     """As many ranks as GPUs, half of them on each host."""
-    if GPUS < 2:
+    if RANKS < 2:
         pytest.skip("two hosts take two GPUs")
-    with Pool(GPUS, request.param) as ranks:
+    with Pool(RANKS, request.param) as ranks:
         yield ranks
 
 
 def test_the_table(far_gpus):
     for rank, (name, addresses) in enumerate(far_gpus.run(describe)):
         assert name in ("cuda", "nvshmem")
-        near = [r for r in range(GPUS) if r * 2 // GPUS == rank * 2 // GPUS]
+        near = [r for r in range(RANKS) if r * 2 // RANKS == rank * 2 // RANKS]
         assert [r for r, address in enumerate(addresses) if address] == near
 
 
@@ -153,7 +153,7 @@ CASES = [
 @pytest.mark.parametrize(("module", "body", "form", "args"), CASES)
 def test_collectives(far_gpus, module, body, form, args):
     found = far_gpus.run(bodies.check, module, body, form, args)
-    assert found in ([[]] * GPUS, [0] * GPUS)
+    assert found in ([[]] * RANKS, [0] * RANKS)
 
 
 @pytest.mark.parametrize("op", ["sum", "mean"])
@@ -162,7 +162,7 @@ def test_reduce_scatter(far_gpus, op, dtype):
     for shape, axis in (((7,), 0), ((5, 8), 1), ((0, 4), 0), ((9, 40_000), 0)):
         args = [(shape, axis, None), dtype, op]
         found = far_gpus.run(bodies.check, "test_reducing", "check_scatter", "plain", args)
-        assert found == [True] * GPUS, shape
+        assert found == [True] * RANKS, shape
 
 
 @settings(on_gpus.ANY, max_examples=40)
@@ -185,7 +185,7 @@ def test_a_plan_serves_any_operand_of_its_shape(far_gpus, case):
 
 @pytest.mark.parametrize("store", ["heap C", "C", "heap strided"])
 def test_operands_may_be_overwritten_after_each_execution(far_gpus, store):
-    assert far_gpus.run(on_gpus.check, "overwrite", "cupy", [store, 20]) == [0] * GPUS
+    assert far_gpus.run(on_gpus.check, "overwrite", "cupy", [store, 20]) == [0] * RANKS
 
 
 def check_large(context):
@@ -202,7 +202,7 @@ def check_large(context):
 
 
 def test_long_rows(far_gpus):
-    assert far_gpus.run(check_large) == [[True, True]] * GPUS
+    assert far_gpus.run(check_large) == [[True, True]] * RANKS
 
 
 def check_exhaustion(context):
@@ -260,11 +260,11 @@ def make_apart(group):
     """As if every second rank were on another machine: NVSHMEM is chosen."""
     mesh.host_identity = lambda: f"machine {group.rank % 2}"
     config.export({"SHARDMATH_GPU_HEAP_BYTES": str(256 << 20)})
-    return new_context(group.rank, group)
+    return new_context(gpu_of(group.rank), group)
 
 
 def test_nvshmem_is_chosen_between_machines():
-    if GPUS < 2:
+    if RANKS < 2:
         pytest.skip("two machines take two GPUs")
     with Pool(2, make_apart) as ranks:
         assert [name for name, _ in ranks.run(describe)] == ["nvshmem"] * 2

@@ -17,6 +17,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "collectives"))
 
 import samples
+from visible import GPUS, gpu_of
 
 from shardmath.arrays import dtypes, library_named
 
@@ -213,8 +214,8 @@ def check_spaces(context):
         (lambda: all_reduce(on[0], context=context), "CollectiveMismatch", size > 1),
         (lambda: all_reduce(on[1], out=torch.ones(3), context=context), "ValueError", True),
     ]
-    if size > 1:
-        other = torch.ones(3, device=f"cuda:{(rank + 1) % size}")
+    if min(GPUS, size) > 1:
+        other = torch.ones(3, device=f"cuda:{gpu_of(rank + 1)}")
         calls.append((lambda: all_reduce(other, context=context), "ValueError", True))
     wrong = []
     for number, (call, error, raises) in enumerate(calls):

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 sys.path.insert(0, str(Path(__file__).parent.parent / "redistribution"))
 
 import redistribution_cases as cases
-from visible import GPUS
+from visible import GPUS, RANKS, gpu_of
 
 from arrangements import part_of
 from shardmath.arrays import library_named, library_of
@@ -135,7 +135,7 @@ def check(context, body, name, args):
 
 
 @settings(ANY, max_examples=80)
-@given(case=cases.cases(most=max(GPUS, 1), libraries=("cupy", "torch")))
+@given(case=cases.cases(most=max(RANKS, 1), libraries=("cupy", "torch")))
 def test_any_distribution_to_any_other_on_gpus(gpus, case):
     gpus.run(check, "run_case", case[4], [case], ranks=case[0])
 
@@ -145,13 +145,13 @@ def check_host(context, module, body, args):
 
 
 @settings(ANY, max_examples=40)
-@given(case=cases.cases(most=max(GPUS, 1), stores=ORDINARY))
+@given(case=cases.cases(most=max(RANKS, 1), stores=ORDINARY))
 def test_any_distribution_to_any_other_from_host_memory(gpus, case):
     gpus.run(check_host, "test_redistribute_any", "run_case", [case], ranks=case[0])
 
 
 @settings(ANY, max_examples=10)
-@given(case=cases.cases(most=max(GPUS, 1)))
+@given(case=cases.cases(most=max(RANKS, 1)))
 def test_a_plan_serves_any_operand_of_its_shape(gpus, case):
     assert all(gpus.run(check, "keep_planned", "cupy", [case], ranks=case[0]))
 
@@ -180,7 +180,7 @@ def test_operands_in_host_memory_may_be_overwritten(gpus, size):
     assert found == [0] * size
 
 
-@pytest.mark.skipif(GPUS < 2, reason="a body for two ranks")
+@pytest.mark.skipif(RANKS < 2, reason="a body for two ranks")
 def test_reshape(gpus):
     for name in ("cupy", None):
         given = (
@@ -206,7 +206,7 @@ def check_mistakes(context, names, who):
         return bodies.mistaken(context, names, who)
 
 
-@pytest.mark.skipif(GPUS < 3, reason="the table is for three ranks")
+@pytest.mark.skipif(RANKS < 3, reason="the table is for three ranks")
 @pytest.mark.parametrize("who", ["rank 1", "all"])
 def test_mistakes_with_arrays_in_host_memory(gpus, who):
     bodies = importlib.import_module("test_redistribute_mistakes")
@@ -224,7 +224,7 @@ def test_mistakes_with_arrays_in_host_memory(gpus, who):
     assert not misses, "\n".join(map(str, misses))
 
 
-@pytest.mark.skipif(GPUS < 3, reason="the table is for three ranks")
+@pytest.mark.skipif(RANKS < 3, reason="the table is for three ranks")
 @pytest.mark.parametrize("who", ["rank 1", "all"])
 def test_mistakes_in_the_life_of_an_object(gpus, who):
     bodies = importlib.import_module("test_redistribute_mistakes")
@@ -248,7 +248,7 @@ def check_gpu_mistakes(context, library):
     """Each mistake on the last rank is an error on all, and what follows is right."""
     select(context, library)
     rank, size = context.rank, context.size
-    last, other = rank == size - 1, f"cuda:{(rank + 1) % max(GPUS, 1)}"
+    last, other = rank == size - 1, f"cuda:{gpu_of(rank + 1)}"
     good = slab(context, library)
     lib = library_named(library)
     module = importlib.import_module(library)
@@ -497,12 +497,22 @@ def test_a_lazily_conjugated_tensor(gpus, size):
     assert gpus.run(check_conjugated, ranks=size) == [True] * size
 
 
+def distribution_named(name, size):
+    """A distribution whose name can travel to the ranks: "X", "Y" or "cyclic 33 x 65"."""
+    if name in ("X", "Y"):
+        return getattr(Slab, name)
+    blocks = tuple(int(extent) for extent in name.removeprefix("cyclic ").split(" x "))
+    grid = ProcessGrid(shape=(2, size // 2) if size % 2 == 0 else (size, 1))
+    return BlockCyclic(grid, blocks)
+
+
 def check_large(context, shape, source, target, orders, heap):
     """Sizes at which every block has many tiles, against slices that torch has cut."""
     import torch
 
     select(context, "torch")
     size, rank = context.size, context.rank
+    source, target = (distribution_named(name, size) for name in (source, target))
     device = f"cuda:{context.device_id}"
     torch.manual_seed(7)
     whole = torch.randint(0, 1 << 30, shape, dtype=torch.int32, device=device)
@@ -533,15 +543,14 @@ def check_large(context, shape, source, target, orders, heap):
 @pytest.mark.parametrize("heap", [True, False])
 @pytest.mark.parametrize("shape", [(1000, 1023, 37), (256, 256, 256)])
 def test_large_slabs(gpus, size, orders, heap, shape):
-    args = [shape, Slab.X, Slab.Y, orders, heap]
+    args = [shape, "X", "Y", orders, heap]
     assert gpus.run(check_large, *args, ranks=size) == [True] * size
 
 
 @pytest.mark.parametrize("orders", ["CC", "CF", "FC"])
 def test_large_cyclic_blocks(gpus, size, orders):
-    grid = ProcessGrid(shape=(2, size // 2) if size % 2 == 0 else (size, 1))
-    for blocks, shape in (((256, 256), (4096, 4096)), ((33, 65), (3001, 2999))):
-        args = [shape, BlockCyclic(grid, blocks), Slab.X, orders, True]
+    for blocks, shape in (("256 x 256", (4096, 4096)), ("33 x 65", (3001, 2999))):
+        args = [shape, f"cyclic {blocks}", "X", orders, True]
         assert gpus.run(check_large, *args, ranks=size) == [True] * size
 
 
