@@ -8,24 +8,15 @@ slowest rank's. Results are checked before they are timed.
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import statistics
-import tempfile
 
-import record
+from on_gpus import command, run
 
-from shardmath import startup
 from shardmath.arrays import dtypes
-from shardmath.collectives.device import DeviceCollectives
 from shardmath.collectives.on_device import INTO_BYTES
 from shardmath.cuda.kernel import Argument
-from shardmath.launch.function import spawn
-from shardmath.symmetric.heap import Location
 
 KIB, MIB = 1 << 10, 1 << 20
-REPEATS = 9
 ALL_REDUCE = [2 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 32 * MIB, 256 * MIB]
 MOVES = [16 * KIB, 256 * KIB, 2 * MIB, 32 * MIB]
 # What issue 3 asks for on 8 H200: microseconds, ratios to NCCL, or GB/s.
@@ -40,64 +31,6 @@ TARGETS = {
     ("all_to_all", 32 * MIB): ">= 350 GB/s",
     ("all_gather", 32 * MIB): ">= 350 GB/s",
 }
-
-
-class Ranks:
-    """What a rank measures with: its context, NCCL's group, and torch's symmetric memory."""
-
-    def __init__(self, store: str, size: int) -> None:
-        import torch
-        import torch.distributed as dist
-
-        self.torch, self.dist = torch, dist
-        rank = int(os.environ["SHARDMATH_RANK"])
-        torch.cuda.set_device(rank)
-        self.device = torch.device("cuda", rank)
-        self.context = startup.initialize(rank)
-        dist.init_process_group(
-            "nccl", init_method=f"file://{store}", rank=rank, world_size=size, device_id=self.device
-        )
-        self.group = dist.group.WORLD.group_name
-        self.moves = DeviceCollectives.together(self.context)
-        self.rank, self.size = rank, size
-
-    def time(self, call, calls):
-        """Microseconds per call, in a graph of `calls` of them: of all ranks, the slowest."""
-        torch = self.torch
-        for _ in range(2):
-            call()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(calls):
-                call()
-        graph.replay()
-        times = []
-        for _ in range(REPEATS):
-            torch.cuda.synchronize()
-            self.context.barrier()
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            torch.cuda.synchronize()
-            times.append(start.elapsed_time(end) * 1e3 / calls)
-        self.context.team.check()
-        median = statistics.median(times)
-        return max(self.context.agree("time", lambda: median, lambda times: times))
-
-    def stream(self):
-        """The stream that is current, or being captured."""
-        return self.torch.cuda.current_stream().cuda_stream
-
-    def shared(self, nbytes):
-        """Symmetric memory of so many bytes: the buffer, and where every rank's lies."""
-        context, buffer = self.context, self.context.heap.allocate(nbytes)
-        context.announce(buffer.block)
-        where = buffer.block.location
-        found = context.agree("shared", lambda: (where.segment, where.offset), lambda f: f)
-        places = [context.peer_address(r, Location(*p), nbytes) for r, p in enumerate(found)]
-        return buffer, places
 
 
 def calls_for(nbytes):
@@ -225,32 +158,21 @@ def _through_cells(ranks, what, data, into, nbytes):
     return lambda: ranks.moves.all_to_all(source, target, table, ranks.stream())
 
 
-def measure(store, size):
-    ranks = Ranks(store, size)
+def measure(ranks):
     rows = [barriers(ranks)]
     rows += [all_reduces(ranks, nbytes) for nbytes in ALL_REDUCE]
     for nbytes in MOVES:
         rows += moves(ranks, nbytes)
-    facts = record.of_gpus(ranks.torch, size)
-    ranks.torch.cuda.synchronize()
-    ranks.dist.destroy_process_group()
-    startup.finalize()
-    return [rows, facts]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("gpus", type=int, nargs="?", default=8)
-    parser.add_argument("--commit", default="", help="where the source has no repository")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        rows, facts = spawn(measure, options.gpus, f"{folder}/store", options.gpus)[0]
     for row in rows:
         row["target"] = TARGETS.get((row["what"], row["bytes"]), "")
         if "nccl_us" in row:
             row["ratio_to_nccl"] = row["nccl_us"] / row["ours_us"]
+    return rows
+
+
+def main() -> None:
+    for row in run("gpu_collectives", measure, command(__doc__).parse_args()):
         print(json.dumps({k: round(v, 2) if isinstance(v, float) else v for k, v in row.items()}))
-    record.keep("gpu_collectives", rows, options.commit, **facts)
 
 
 if __name__ == "__main__":

@@ -11,16 +11,10 @@ product alone, as if all that it needs had been there.
 
 from __future__ import annotations
 
-import argparse
 import json
-import statistics
-import tempfile
 
-import record
-from gpu_collectives import Ranks
+from on_gpus import Ranks, command, in_turn, run
 
-from shardmath import startup
-from shardmath.launch.function import spawn
 from shardmath.operators.matmul.gpu.all_gather import AllGatherGemm, product_kernel
 from shardmath.operators.matmul.gpu.gathered import Factor, GatheredProduct, choose_tiling, fuses
 
@@ -160,52 +154,7 @@ def compile_all(ranks: Ranks, cases: list) -> None:
 
 MOST_IN_CELLS = 512 << 10  # of a rank's rows
 OPERATIONS = {"AG+GEMM": Gathered}
-NO_GRAPHS = {"torch"}
-
-
-def times(ranks: Ranks, systems: dict, calls: int) -> dict[str, float]:
-    """Milliseconds per call of each system: of all ranks, the slowest. They take turns, so that all
-    run on GPUs that are equally warm.
-    """
-    torch = ranks.torch
-    runs = {
-        name: _run(ranks, call, calls, graph=name not in NO_GRAPHS)
-        for name, call in systems.items()
-    }
-    found: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(7):
-        for name, run in runs.items():
-            torch.cuda.synchronize()
-            ranks.context.barrier()
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            run()
-            end.record()
-            torch.cuda.synchronize()
-            found[name].append(start.elapsed_time(end) / calls)
-    ranks.context.team.check()
-    medians = [statistics.median(found[name]) for name in runs]
-    every = ranks.context.agree("times", lambda: medians, lambda found: found)
-    return {name: max(column) for name, column in zip(runs, zip(*every, strict=True), strict=True)}
-
-
-def _run(ranks: Ranks, call, calls: int, *, graph: bool):
-    """`calls` calls, of the sets of operands in turn."""
-    torch = ranks.torch
-
-    def run():
-        for number in range(calls):
-            call(number % SETS)
-
-    run()
-    torch.cuda.synchronize()
-    if not graph:
-        return run
-    captured = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(captured):
-        run()
-    captured.replay()
-    return captured.replay
+NO_GRAPHS = {"torch"}  # its fused operator cannot be captured
 
 
 def measure_case(ranks: Ranks, what: str, m: int, n: int, k: int, target: str) -> dict:
@@ -220,12 +169,13 @@ def measure_case(ranks: Ranks, what: str, m: int, n: int, k: int, target: str) -
             out = call(turn)
             torch.cuda.synchronize()
             error = work.error(out, turn)
-            worst = max(ranks.context.agree("error", lambda e=error: e, lambda errors: errors))
+            worst = ranks.largest(error)
             assert worst <= LIMIT, f"{what} {m} {n} {k} by {name}: error {worst}"
         if name == "ours":
             row["error"] = worst
-    found = times(ranks, work.systems, calls)
-    row |= {f"{name}_ms": found[name] for name in found}
+    systems = {name: in_turn(call, SETS) for name, call in work.systems.items()}
+    found = ranks.times(systems, calls, eager=NO_GRAPHS)
+    row |= {f"{name}_ms": us / 1e3 for name, us in found.items()}
     row["of_local"] = row["local_ms"] / row["ours_ms"]
     row["to_nccl"] = row["nccl_ms"] / row["ours_ms"]
     peers = [row[f"{name}_ms"] for name in work.systems if name not in ("local", "ours")]
@@ -239,25 +189,17 @@ def measure_case(ranks: Ranks, what: str, m: int, n: int, k: int, target: str) -
     return row
 
 
-def measure(store: str, size: int, cases: list) -> list:
+def measure(ranks: Ranks, cases: list) -> list[dict]:
     import torch.distributed._symmetric_memory  # noqa: F401  (registers the fused operators)
 
-    ranks = Ranks(store, size)
     compile_all(ranks, cases)
-    rows = [measure_case(ranks, *case) for case in cases]
-    facts = record.of_gpus(ranks.torch, size)
-    ranks.torch.cuda.synchronize()
-    ranks.dist.destroy_process_group()
-    startup.finalize()
-    return [rows, facts]
+    return [measure_case(ranks, *case) for case in cases]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("gpus", type=int, nargs="?", default=8)
+    parser = command(__doc__)
     parser.add_argument("--only", default="", help="an operation")
     parser.add_argument("--most", type=int, default=1 << 30, help="the largest m")
-    parser.add_argument("--commit", default="", help="where the source has no repository")
     options = parser.parse_args()
     size = options.gpus
     cases = [
@@ -266,9 +208,7 @@ def main() -> None:
         for what, m, n, k, target in CASES
         if what.startswith(options.only) and m <= options.most
     ]
-    with tempfile.TemporaryDirectory() as folder:
-        rows, facts = spawn(measure, size, f"{folder}/store", size, cases)[0]
-    record.keep("gpu_matmul", rows, options.commit, **facts)
+    run("gpu_matmul", measure, options, cases)
 
 
 if __name__ == "__main__":

@@ -9,18 +9,13 @@ compared bit by bit with NCCL's before anything is timed.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
-import tempfile
 
-import record
-from gpu_collectives import Ranks
+from on_gpus import command, run
 
-from shardmath import startup
 from shardmath.arrays import library_named
 from shardmath.distribution import BlockCyclic, ProcessGrid, Redistribute, Slab, redistribute
-from shardmath.launch.function import spawn
 from shardmath.symmetric.allocation import empty_on_heap
 
 CALLS = 4
@@ -164,8 +159,7 @@ def measured(ranks, case):
     return row
 
 
-def measure(store, size):
-    ranks = Ranks(store, size)
+def measure(ranks):
     cases = [
         slabs(ranks, 256),
         slabs(ranks, 512),
@@ -181,26 +175,16 @@ def measure(store, size):
         rows.append(measured(ranks, case))
         if ranks.rank == 0:
             print(json.dumps(rows[-1]), flush=True)
-    facts = record.of_gpus(ranks.torch, size)
-    ranks.torch.cuda.synchronize()
-    ranks.dist.destroy_process_group()
-    startup.finalize()
-    return [rows, facts]
+    return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("gpus", type=int, nargs="?", default=8)
-    parser.add_argument("--commit", default="", help="where the source has no repository")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        rows, facts = spawn(measure, options.gpus, f"{folder}/store", options.gpus)[0]
+    rows = run("gpu_redistribution", measure, command(__doc__).parse_args())
     columns = ("ours_us", "ours_GBps", "nccl_us", "nccl_GBps", "wire_GBps", "ratio_to_nccl")
     print(f"{'':48}" + "".join(f"{name:>14}" for name in (*columns, "target_GBps")))
     for row in rows:
         figures = "".join(f"{row[name]:14.2f}" for name in columns)
         print(f"{row['what']:48}{figures}{row['target_GBps'] or '':>14}")
-    record.keep("gpu_redistribution", rows, options.commit, **facts)
 
 
 if __name__ == "__main__":

@@ -8,18 +8,14 @@ figure is the median of several launches, and of these the slowest rank's.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
-import tempfile
 import warnings
 from pathlib import Path
 
-import record
-from gpu_collectives import REPEATS, Ranks
+from on_gpus import REPEATS, command, run
 
-from shardmath import startup, symmetric_memory
-from shardmath.launch.function import spawn
+from shardmath import symmetric_memory
 
 SOURCE = Path(__file__).with_name("signals.cu").read_text()
 KIB = 1 << 10
@@ -36,37 +32,35 @@ SIZES = {
 ONE_WAY, BARRIER = "<= 1.5 us", "<= 2.5 us"
 
 
-class Signals(Ranks):
-    """What a rank measures with: the collectives' means, and the first `count` ranks' handle."""
+def handle_of(ranks, count):
+    """A handle of the first `count` ranks on room for every size; None on the others."""
+    if ranks.rank >= count:
+        return None
+    torch = ranks.torch
+    part = ranks.context.subset(range(count))
+    with part:
+        memory = symmetric_memory.empty(8 * 64 * KIB, dtype=torch.uint8, device="cuda")
+        memory.zero_()
+        torch.cuda.synchronize()
+        return symmetric_memory.rendezvous(memory, part)
 
-    def handle(self, count):
-        """A handle of the first `count` ranks on room for every size; None on the others."""
-        if self.rank >= count:
-            return None
-        torch = self.torch
-        part = self.context.subset(range(count))
-        with part:
-            memory = symmetric_memory.empty(8 * 64 * KIB, dtype=torch.uint8, device="cuda")
-            memory.zero_()
-            torch.cuda.synchronize()
-            return symmetric_memory.rendezvous(memory, part)
 
-    def timed(self, launch, out):
-        """Microseconds of one of TURNS in a kernel: the median, of all ranks the slowest."""
-        found = []
-        for _ in range(REPEATS):
-            self.torch.cuda.synchronize()
-            self.context.barrier()
-            launch()
-            self.torch.cuda.synchronize()
-            assert launch is nothing or int(out[1]) == 1, "a signal did not come"
-            found.append(int(out[0]) / TURNS / 1e3)
-        median = statistics.median(found)
-        return max(self.context.agree("time", lambda: median, lambda times: times))
+def timed(ranks, launch, out):
+    """Microseconds of one of TURNS in a kernel: the median, of all ranks the slowest."""
+    found = []
+    for _ in range(REPEATS):
+        ranks.torch.cuda.synchronize()
+        ranks.context.barrier()
+        launch()
+        ranks.torch.cuda.synchronize()
+        assert launch is nothing or int(out[1]) == 1, "a signal did not come"
+        found.append(int(out[0]) / TURNS / 1e3)
+    return ranks.largest(statistics.median(found))
 
-    def words(self):
-        """What a kernel writes."""
-        return self.torch.zeros(3, dtype=self.torch.int64, device=self.device)
+
+def words(ranks):
+    """What a kernel writes."""
+    return ranks.torch.zeros(3, dtype=ranks.torch.int64, device=ranks.device)
 
 
 def nothing():
@@ -74,7 +68,7 @@ def nothing():
 
 
 def one_way(ranks):
-    handle, out = ranks.handle(2), ranks.words()
+    handle, out = handle_of(ranks, 2), words(ranks)
     kernel = None if handle is None else handle.kernel(SOURCE, "ping_pong")
     rows = []
     for what, way in WAYS.items():
@@ -88,7 +82,7 @@ def one_way(ranks):
                     def launch(threads=threads, way=way, nbytes=nbytes):
                         kernel(1, threads, handle, way, TURNS, nbytes, out)
 
-                best[threads] = ranks.timed(launch, out) / 2
+                best[threads] = timed(ranks, launch, out) / 2
                 if handle is not None and way >= 2:
                     check(ranks, handle, nbytes, what)
             threads = min(best, key=best.get)
@@ -126,7 +120,7 @@ def check(ranks, handle, nbytes, what):
 
 def barriers(ranks, count):
     """Barriers of the first `count` ranks, within a kernel and as kernels in a graph."""
-    handle, out = ranks.handle(count), ranks.words()
+    handle, out = handle_of(ranks, count), words(ranks)
     inside, graph = nothing, nothing
     if handle is not None:
         kernel = handle.kernel(SOURCE, "barriers")
@@ -137,7 +131,7 @@ def barriers(ranks, count):
         def graph():
             handle.barrier()
 
-    row = {"what": "barrier in a kernel", "gpus": count, "ours_us": ranks.timed(inside, out)}
+    row = {"what": "barrier in a kernel", "gpus": count, "ours_us": timed(ranks, inside, out)}
     rows = [row, {"what": "barrier in a graph", "gpus": count, "ours_us": ranks.time(graph, 200)}]
     if count == ranks.size:
         rows[1] |= {"torch_us": torch_barrier(ranks), "target": BARRIER}
@@ -167,35 +161,17 @@ def on_streams(ranks):
     return {"what": "put_signal + wait_signal, two kernels in a graph", "gpus": size, "ours_us": us}
 
 
-def measure(store, size):
+def measure(ranks):
     warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # of ranks that only look on
-    ranks = Signals(store, size)
-    rows = one_way(ranks) if size > 1 else []
-    for count in range(2, size + 1):
+    rows = one_way(ranks) if ranks.size > 1 else []
+    for count in range(2, ranks.size + 1):
         rows += barriers(ranks, count)
-    rows.append(on_streams(ranks))
-    torch = ranks.torch
-    facts = {
-        "gpu": torch.cuda.get_device_name(),
-        "gpus": size,
-        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda},
-    }
-    torch.cuda.synchronize()
-    ranks.dist.destroy_process_group()
-    startup.finalize()
-    return [rows, facts]
+    return [*rows, on_streams(ranks)]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("gpus", type=int, nargs="?", default=8)
-    parser.add_argument("--commit", default="", help="where the source has no repository")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        rows, facts = spawn(measure, options.gpus, f"{folder}/store", options.gpus)[0]
-    for row in rows:
+    for row in run("gpu_signals", measure, command(__doc__).parse_args()):
         print(json.dumps({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}))
-    record.keep("gpu_signals", rows, options.commit, **facts)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,175 @@
+"""What every benchmark on GPUs needs: ranks beside NCCL, a clock, one command line, one record.
+
+A benchmark is a function of `Ranks` that returns rows; `run` starts it on as many ranks as the
+command line says, and keeps what rank 0 returns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import statistics
+import tempfile
+from collections.abc import Callable, Container
+from contextlib import suppress
+from functools import cached_property
+from typing import Any
+
+import record
+
+from shardmath import startup
+from shardmath.collectives.device import DeviceCollectives
+from shardmath.launch.function import spawn
+from shardmath.symmetric.heap import Location
+
+REPEATS = 9
+
+
+class Ranks:
+    """What a rank measures with: its context, NCCL's group, and our collectives."""
+
+    def __init__(self, store: str, size: int) -> None:
+        import torch
+        import torch.distributed as dist
+
+        self.torch, self.dist = torch, dist
+        self.rank, self.size = int(os.environ["SHARDMATH_RANK"]), size
+        torch.cuda.set_device(self.rank)
+        self.device = torch.device("cuda", self.rank)
+        self.context = startup.initialize(self.rank)
+        dist.init_process_group(
+            "nccl",
+            init_method=f"file://{store}",
+            rank=self.rank,
+            world_size=size,
+            device_id=self.device,
+        )
+        self.group = dist.group.WORLD.group_name
+
+    @cached_property
+    def moves(self) -> DeviceCollectives:
+        """Our collectives below their door. Collective when first asked for."""
+        return DeviceCollectives.together(self.context)
+
+    def stream(self) -> int:
+        """The stream that is current, or being captured."""
+        return self.torch.cuda.current_stream().cuda_stream
+
+    def largest(self, value: float) -> float:
+        """Of all ranks' values."""
+        return max(self.context.agree("largest", lambda: value, lambda values: values))
+
+    def time(self, call: Callable[[], object], calls: int, *, graph: bool = True) -> float:
+        """Microseconds per call, in a graph of so many or one by one: of all ranks, the slowest."""
+        return self.times({"call": call}, calls, eager=() if graph else ("call",))["call"]
+
+    def times(
+        self, systems: dict[str, Callable[[], object]], calls: int, *, eager: Container[str] = ()
+    ) -> dict[str, float]:
+        """The same of each system. They take turns, so that all run on GPUs that are equally warm.
+
+        Those named in `eager`, which cannot be captured, are called one by one.
+        """
+        torch = self.torch
+        runs = {
+            name: self._prepared(call, calls, graph=name not in eager)
+            for name, call in systems.items()
+        }
+        found: dict[str, list[float]] = {name: [] for name in runs}
+        for _ in range(REPEATS):
+            for name, run in runs.items():
+                torch.cuda.synchronize()
+                self.context.barrier()
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                run()
+                end.record()
+                torch.cuda.synchronize()
+                found[name].append(start.elapsed_time(end) * 1e3 / calls)
+        self.context.team.check()
+        return {name: self.largest(statistics.median(times)) for name, times in found.items()}
+
+    def _prepared(
+        self, call: Callable[[], object], calls: int, *, graph: bool
+    ) -> Callable[[], object]:
+        """What makes so many calls, which have been made before."""
+
+        def many() -> None:
+            for _ in range(calls):
+                call()
+
+        many()
+        self.torch.cuda.synchronize()
+        if not graph:
+            return many
+        captured = self.torch.cuda.CUDAGraph()
+        with self.torch.cuda.graph(captured):
+            many()
+        captured.replay()
+        return captured.replay
+
+    def shared(self, nbytes: int) -> tuple[Any, list[int]]:
+        """Symmetric memory of so many bytes: the buffer, and where every rank's lies."""
+        context, buffer = self.context, self.context.heap.allocate(nbytes)
+        context.announce(buffer.block)
+        where = buffer.block.location
+        found = context.agree("shared", lambda: (where.segment, where.offset), lambda f: f)
+        places = [context.peer_address(r, Location(*p), nbytes) for r, p in enumerate(found)]
+        return buffer, places
+
+    def facts(self) -> dict[str, Any]:
+        """The GPUs of this run, and the versions of what the peers' figures come from."""
+        torch = self.torch
+        return {
+            "gpu": torch.cuda.get_device_name(),
+            "gpus": self.size,
+            "versions": {
+                "torch": torch.__version__,
+                "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+                "cuda": torch.version.cuda,
+            },
+        }
+
+    def close(self) -> None:
+        """Leave NCCL's group and the context; after a failure the figures are still good."""
+        with suppress(Exception):
+            self.torch.cuda.synchronize()
+            self.dist.destroy_process_group()
+            startup.finalize()
+
+
+def in_turn(call: Callable[[int], object], count: int) -> Callable[[], object]:
+    """A call that calls `call(0)`, `call(1)`, ... `call(count - 1)`, `call(0)`, ..."""
+    turns = itertools.cycle(range(count))
+    return lambda: call(next(turns))
+
+
+def command(text: str | None) -> argparse.ArgumentParser:
+    """The command line that all have: how many GPUs, and which commit."""
+    parser = argparse.ArgumentParser(
+        description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("gpus", type=int, nargs="?", default=8)
+    parser.add_argument("--commit", default="", help="where the source has no repository")
+    return parser
+
+
+def run(
+    name: str, measure: Callable[..., list[dict]], options: argparse.Namespace, *args: Any
+) -> list[dict]:
+    """`measure(ranks, *args)` on `options.gpus` ranks: its rows, kept in `results/<name>.json`."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = f"{folder}/store"
+        found = spawn(_measured, options.gpus, measure, store, options.gpus, args)
+    rows, facts = found[0]
+    record.keep(name, rows, options.commit, **facts)
+    return rows
+
+
+def _measured(measure: Callable[..., list[dict]], store: str, size: int, args: Any) -> list:
+    ranks = Ranks(store, size)
+    rows = measure(ranks, *args)
+    facts = ranks.facts()
+    ranks.close()
+    return [rows, facts]
