@@ -6,6 +6,7 @@ array of it, or its module, has imported it already.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
@@ -15,7 +16,7 @@ import numpy as np
 from shardmath.arrays.dtypes import DType
 from shardmath.arrays.spec import ArraySpec
 
-__all__ = ["HostArray", "Library", "raw_view", "share_memory"]
+__all__ = ["HostArray", "Library", "in_elements", "overlaps", "raw_view", "share_memory"]
 
 HostArray = np.ndarray[Any, np.dtype[Any]]
 
@@ -137,6 +138,19 @@ def share_memory(one: HostArray, other: HostArray) -> bool:
         return np.shares_memory(one, other, max_work=10_000)  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return True
+
+
+def in_elements(
+    strides: Sequence[int], shape: Sequence[int], dtype: DType, package: str
+) -> tuple[int, ...]:
+    """Strides of bytes as strides of elements. Raises ValueError where they are no multiples."""
+    size = dtype.itemsize
+    if any(stride % size for stride in strides) and math.prod(shape) > 1:
+        raise ValueError(
+            f"strides of {tuple(strides)} bytes are not multiples of {size}, the bytes per element "
+            f"of {dtype}; pass {package}.ascontiguousarray(x)"
+        )
+    return tuple(stride // size for stride in strides)
 
 
 def overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, ClassVar, Literal
@@ -10,7 +9,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from shardmath.arrays import dtypes
-from shardmath.arrays.base import HostArray, Library, overlaps
+from shardmath.arrays.base import HostArray, Library, in_elements, overlaps
 from shardmath.arrays.dtypes import DType
 from shardmath.arrays.spec import ArraySpec
 
@@ -88,11 +87,5 @@ class NumPy(Library):
 def _spec(of: np.dtype[Any], shape: tuple[int, ...], strides: tuple[int, ...]) -> ArraySpec:
     """The spec of every array that looks like this: a program passes the same few for ever."""
     dtype = dtypes.of(of)
-    size = dtype.itemsize
-    if any(stride % size for stride in strides) and math.prod(shape) > 1:
-        raise ValueError(
-            f"strides of {strides} bytes are not multiples of {size}, the bytes per element "
-            f"of {dtype}; pass numpy.ascontiguousarray(x)"
-        )
-    steps = tuple(stride // size for stride in strides)
-    return ArraySpec(NumPy.name, dtype.name, shape, steps, "cpu", size)
+    steps = in_elements(strides, shape, dtype, "numpy")
+    return ArraySpec(NumPy.name, dtype.name, shape, steps, "cpu", dtype.itemsize)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 __all__ = ["ArraySpec", "Order", "order_of", "packed_strides"]
@@ -29,7 +30,7 @@ class ArraySpec:
     device: str
     itemsize: int
 
-    @property
+    @cached_property
     def space(self) -> str:
         """The kind of memory, "cpu" or "cuda": what ranks compare, since each has its own GPU."""
         return self.device.partition(":")[0]
@@ -39,7 +40,7 @@ class ArraySpec:
         """The number of axes."""
         return len(self.shape)
 
-    @property
+    @cached_property
     def size(self) -> int:
         """The number of elements."""
         count = 1
@@ -47,12 +48,12 @@ class ArraySpec:
             count *= extent
         return count
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of the elements, gaps between them not counted."""
         return self.size * self.itemsize
 
-    @property
+    @cached_property
     def order(self) -> Order:
         """How the elements lie in memory; see `order_of`."""
         return order_of(self.shape, self.strides)

@@ -7,6 +7,7 @@ been imported already.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -35,11 +36,8 @@ class Torch(Library):
 
     def spec(self, x: Any) -> ArraySpec:
         """The spec; a tensor on a GPU has one too."""
-        _require_strided(x)
-        dtype = dtypes.of(x.dtype)
-        return ArraySpec(
-            self.name, dtype.name, tuple(x.shape), x.stride(), str(x.device), dtype.itemsize
-        )
+        _require_strided(x.layout, x.device)
+        return _spec(x.dtype, x.shape, x.stride(), x.device)
 
     def pointer(self, x: Any) -> int:
         """The address of the first element, on its device."""
@@ -49,7 +47,7 @@ class Torch(Library):
         """A NumPy array on the memory of `x`, detached from any gradient."""
         import torch
 
-        _require_strided(x)
+        _require_strided(x.layout, x.device)
         if x.device.type != "cpu":
             raise ValueError(
                 f"this torch tensor is on {x.device}, and the call needs host memory; pass x.cpu()"
@@ -157,9 +155,18 @@ class Torch(Library):
         return dtypes.of(torch.get_default_dtype())
 
 
-def _require_strided(x: Any) -> None:
-    if str(x.layout) != "torch.strided" or x.device.type == "meta":
+@lru_cache(maxsize=1024)
+def _spec(of: Any, shape: tuple[int, ...], strides: tuple[int, ...], device: Any) -> ArraySpec:
+    """The spec of every tensor that looks like this: a program passes the same few for ever."""
+    dtype = dtypes.of(of)
+    return ArraySpec(Torch.name, dtype.name, tuple(shape), strides, str(device), dtype.itemsize)
+
+
+@lru_cache(maxsize=64)
+def _require_strided(layout: Any, device: Any) -> None:
+    """Raise ValueError unless tensors of such a layout have memory on `device`."""
+    if str(layout) != "torch.strided" or device.type == "meta":
         raise ValueError(
-            f"a torch tensor of layout {x.layout} on {x.device} has no strided memory; "
+            f"a torch tensor of layout {layout} on {device} has no strided memory; "
             "pass an ordinary dense tensor"
         )
