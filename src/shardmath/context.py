@@ -11,8 +11,7 @@ from __future__ import annotations
 import itertools
 import struct
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -21,7 +20,7 @@ from shardmath import agreement, current
 from shardmath.geometry.integers import index
 from shardmath.group.base import ProcessGroup
 from shardmath.machinery import Machinery
-from shardmath.symmetric.board import Board
+from shardmath.symmetric.board import Board, Turn
 from shardmath.symmetric.heap import Block, Buffer, Heap, Location
 from shardmath.transport.base import Bytes, DeviceBytes, Memory
 from shardmath.transport.wires import Channel
@@ -88,6 +87,7 @@ class DistributedContext:
         # A context that is dropped without `close` is left too: its memory is awaited by nobody.
         self._dropping = weakref.finalize(self, _leave, board, self.heap, self.number)
         self._dropping.atexit = False
+        self._announced: set[int] = set()  # the segments that all its ranks can attach
         self._outlived: list[Any] = []  # what peers may still read of contexts that have ended
         _contexts.add(self)
 
@@ -129,15 +129,9 @@ class DistributedContext:
             marks = [struct.unpack(f"={len(text) // 8}Q", text) for text in texts]
             self.heap.honour(self.number, marks)
 
-    @contextmanager
-    def executing(self, operation: str) -> Iterator[None]:
+    def executing(self, operation: str) -> Turn:
         """Around what follows agreement: an error here ends the wait of the peers at once."""
-        with self.board.turn(operation):
-            try:
-                yield
-            except BaseException as error:
-                self.board.fail(f"{operation}: {type(error).__name__}: {error}")
-                raise
+        return self.board.turn(operation)
 
     # -- memory ------------------------------------------------------------------------------------
 
@@ -145,7 +139,10 @@ class DistributedContext:
         """Let every peer attach the segment of `block`. Local; must precede the exchange that says
         where the block lies.
         """
-        self._machinery.transport.announce(block.location.segment, self._ranks)
+        segment = block.location.segment
+        if segment not in self._announced:  # one that peers know is never taken back
+            self._machinery.transport.announce(segment, self._ranks)
+            self._announced.add(segment)
 
     def peer_bytes(self, rank: int, location: Location, nbytes: int) -> Bytes | None:
         """Memory of `rank`, which it has announced, for cores; None where they have no address."""

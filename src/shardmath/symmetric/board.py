@@ -20,19 +20,18 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 from shardmath.errors import CollectiveMismatch, OpTimeout, RankFailure
+from shardmath.symmetric.heading import NAME_BYTES, bodies, heading
 from shardmath.symmetric.rows import ORDERED, Rows
 from shardmath.symmetric.waiting import Patience, caller_line, wait_until
 from shardmath.transport.watch import PeerWatch
 
-__all__ = ["ORDERED", "ROW_BYTES", "Board", "board_bytes"]
+__all__ = ["ORDERED", "ROW_BYTES", "Board", "Turn", "board_bytes"]
 
 _EXCHANGE, _BARRIER, _STATE = 0, 1, 2
 _OPERATION = 64  # byte offset in a row
-_OPERATION_BYTES = 64
 _REASON = 128
 _REASON_BYTES = 512
 _MAIL = _REASON + _REASON_BYTES  # byte offset of the first mailbox
@@ -91,61 +90,50 @@ class Board:
 
         `operation` must be equal on all ranks: CollectiveMismatch, on all of them, when it is not.
         """
-        self._begin(operation)
+        self.begin(operation)
         try:
             return self._exchange(operation, message)
         finally:
-            self._lock.release()
+            self.end()
 
     def _exchange(self, operation: str, message: bytes) -> list[bytes]:
         self._require_usable()
         self.operation = operation
         if self.size == 1:
             return [message]
-        head = operation.encode()[:_OPERATION_BYTES] + b"\0" + message
-        texts = self._gather(head)
-        messages: list[bytes] = []
-        operations: list[str] = []
-        for text in texts:
-            name, _, body = text.partition(b"\0")
-            operations.append(name.decode(errors="replace"))
-            messages.append(body)
-        if any(name != operations[0] for name in operations):
-            calls = "; ".join(f"rank {r} called {name}" for r, name in enumerate(operations))
-            raise CollectiveMismatch(f"the ranks called different operations: {calls}")
-        return messages
+        return bodies(self._gather(heading(operation) + message), operation)
 
     def _gather(self, text: bytes) -> list[bytes]:
         """All ranks' texts, in as many rounds as the longest needs."""
-        parts = self._round(len(text).to_bytes(_LENGTH_BYTES, "little") + text[:_CHUNK])
-        lengths = [int.from_bytes(part[:_LENGTH_BYTES], "little") for part in parts]
+        lengths, texts = self._round(len(text), text[:_CHUNK])
         longest = max(lengths)
         if longest > _MESSAGE_LIMIT:
             rank = lengths.index(longest)
             raise CollectiveMismatch(f"rank {rank} announced a message of {longest} bytes")
-        whole = [part[_LENGTH_BYTES:] for part in parts]
         for start in range(_CHUNK, longest, _CHUNK):
-            more = self._round(bytes(_LENGTH_BYTES) + text[start : start + _CHUNK])
-            whole = [a + b[_LENGTH_BYTES:] for a, b in zip(whole, more, strict=True)]
-        return [text[:length] for text, length in zip(whole, lengths, strict=True)]
+            _, more = self._round(len(text), text[start : start + _CHUNK], start)
+            texts = [a + b for a, b in zip(texts, more, strict=True)]
+        return texts
 
-    def _round(self, chunk: bytes) -> list[bytes]:
-        """One round: publish a chunk, then read everybody's.
+    def _round(self, length: int, chunk: bytes, start: int = 0) -> tuple[list[int], list[bytes]]:
+        """One round: publish a chunk, then read everybody's, and how long each text is in all.
 
-        The chunk is written before the word, by the same core in the same order; a reader loads the
-        word before the chunk. So whoever sees the round sees its chunk.
+        `start` is where in the texts the chunks begin. The chunk is written before the word, by the
+        same core in the same order; a reader loads the word before the chunk. So whoever sees the
+        round sees its chunk.
         """
         self._rounds += 1
         mailbox = _MAIL + (self._rounds & 1) * _MAIL_BYTES
-        self._rows.write(mailbox, chunk)
+        self._rows.write(mailbox, length.to_bytes(_LENGTH_BYTES, "little") + chunk)
         self._rows.publish(_EXCHANGE, self._rounds)
         self._await(_EXCHANGE, self._rounds)
-        chunks = []
-        for row in self._rows.bytes:
-            length = int.from_bytes(row[mailbox : mailbox + _LENGTH_BYTES], "little")
-            end = mailbox + _LENGTH_BYTES + (min(length, _CHUNK) if length else _CHUNK)
-            chunks.append(bytes(row[mailbox:end]))
-        return chunks
+        lengths = [words[mailbox // _LENGTH_BYTES] for words in self._words]
+        first = mailbox + _LENGTH_BYTES
+        chunks = [
+            row[first : first + min(max(length - start, 0), _CHUNK)].tobytes()
+            for row, length in zip(self._rows.bytes, lengths, strict=True)
+        ]
+        return lengths, chunks
 
     def barrier(self, operation: str = "barrier", timeout: float | None = None) -> None:
         """Wait until every rank has called it. Collective.
@@ -153,7 +141,7 @@ class Board:
         What a rank wrote before, every rank sees after. A barrier that timed out has still
         announced this rank's arrival, and the next call waits for the same one again.
         """
-        self._begin(operation)
+        self.begin(operation)
         try:
             self._require_usable()
             self.operation = operation
@@ -162,23 +150,19 @@ class Board:
             self._await(_BARRIER, self._barriers + 1, timeout)
             self._barriers += 1
         finally:
-            self._lock.release()
+            self.end()
 
-    @contextmanager
-    def turn(self, operation: str) -> Iterator[None]:
-        """Keep other threads from this board meanwhile: it serves one at a time.
+    def turn(self, operation: str) -> Turn:
+        """Around what follows agreement: an error there ends the wait of the peers at once.
 
-        Words that two threads wrote in turns would mix their calls. So a thread that finds the
-        board in use raises RuntimeError, and the board has failed, on all ranks: which of its
-        threads came first on another rank, nobody knows.
+        Meanwhile other threads are kept from this board. Words that two threads wrote in turns
+        would mix their calls: a thread that finds the board in use raises RuntimeError, and the
+        board has failed, on all ranks: which thread came first on another rank, nobody knows.
         """
-        self._begin(operation)
-        try:
-            yield
-        finally:
-            self._lock.release()
+        return Turn(self, operation)
 
-    def _begin(self, operation: str) -> None:
+    def begin(self, operation: str) -> None:
+        """Begin a thread's turn, if no other thread has it. See `turn`."""
         if not self._lock.acquire(blocking=False):
             self.fail(f"a second thread called {operation} during {self._operation}")
             raise RuntimeError(
@@ -186,6 +170,10 @@ class Board:
                 f"{self._operation}; give each thread a context of its own, from split() or "
                 "new_context()"
             )
+
+    def end(self) -> None:
+        """End the turn that has begun."""
+        self._lock.release()
 
     # -- states --------------------------------------------------------------------------------
 
@@ -196,10 +184,9 @@ class Board:
 
     @operation.setter
     def operation(self, name: str) -> None:
-        if name is not self._operation:
+        if name != self._operation:
             self._operation = name
-            text = name.encode()[:_OPERATION_BYTES].ljust(_OPERATION_BYTES, b"\0")
-            self._rows.write(_OPERATION, text)
+            self._rows.write(_OPERATION, heading(name)[:NAME_BYTES].ljust(NAME_BYTES, b"\0"))
 
     def leave(self) -> None:
         """Tell the peers that this rank takes part no more: it has finished."""
@@ -378,7 +365,7 @@ class Board:
         return looked
 
     def _operation_of(self, rank: int) -> str:
-        text = bytes(self._rows.bytes[rank][_OPERATION : _OPERATION + _OPERATION_BYTES])
+        text = bytes(self._rows.bytes[rank][_OPERATION : _OPERATION + NAME_BYTES])
         return text.rstrip(b"\0").decode(errors="replace")
 
     def _require_usable(self) -> None:
@@ -387,3 +374,20 @@ class Board:
                 f"rank {self.rank}: an earlier operation of this context failed ({self.failure}); "
                 "finalize and initialize again among the ranks that remain"
             )
+
+
+class Turn:
+    """One thread's turn at a board, as a context manager: see `Board.turn`."""
+
+    __slots__ = ("_board", "_operation")
+
+    def __init__(self, board: Board, operation: str) -> None:
+        self._board, self._operation = board, operation
+
+    def __enter__(self) -> None:
+        self._board.begin(self._operation)
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, _: object) -> None:
+        if kind is not None:
+            self._board.fail(f"{self._operation}: {kind.__name__}: {error}")
+        self._board.end()

@@ -1,0 +1,33 @@
+"""What stands before each message of an exchange: the name of the operation, the same on all ranks.
+
+Ranks whose program has gone different ways find out here, before a message is read as another's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from shardmath.errors import CollectiveMismatch
+
+__all__ = ["NAME_BYTES", "bodies", "heading"]
+
+NAME_BYTES = 64  # of a name; the rest of a longer one is not compared
+_END = b"\0"
+
+
+@lru_cache(maxsize=256)
+def heading(operation: str) -> bytes:
+    """What the messages of this operation begin with."""
+    return operation.encode()[:NAME_BYTES] + _END
+
+
+def bodies(texts: Sequence[bytes], operation: str) -> list[bytes]:
+    """All ranks' messages, without the heading that each must have. Raises CollectiveMismatch."""
+    head = heading(operation)
+    for text in texts:
+        if not text.startswith(head):
+            names = [each.partition(_END)[0].decode(errors="replace") for each in texts]
+            calls = "; ".join(f"rank {rank} called {name}" for rank, name in enumerate(names))
+            raise CollectiveMismatch(f"the ranks called different operations: {calls}")
+    return [text[len(head) :] for text in texts]
