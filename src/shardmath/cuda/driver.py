@@ -6,6 +6,7 @@ which names the function and the reason, when the status is not success.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -33,10 +34,13 @@ def call(name: str, *args: Any) -> Any:
 
     Raises CudaError when it fails, BackendUnavailable when there is no driver.
     """
-    status, results = status_of(name, *args)
-    if status:
-        raise CudaError(f"{name}: {_reason(status)}")
-    return results
+    try:
+        answer = _function(name)(*args)
+    except RuntimeError as error:
+        raise _unusable(name, error) from None
+    if answer[0]:
+        raise CudaError(f"{name}: {_reason(answer[0])}")
+    return _results(answer)
 
 
 def call_for_memory(need: int, name: str, *args: Any) -> Any:
@@ -58,12 +62,28 @@ def call_for_memory(need: int, name: str, *args: Any) -> Any:
 def status_of(name: str, *args: Any) -> tuple[int, Any]:
     """The status of the driver's function `name`, 0 for success, and its results."""
     try:
-        status, *results = getattr(bindings(), name)(*args)
-    except RuntimeError as error:  # the bindings find no libcuda, or no such function in it
-        raise BackendUnavailable(f"{name}: no usable CUDA driver here ({error})") from None
-    if not results:
-        return int(status), None
-    return int(status), results[0] if len(results) == 1 else tuple(results)
+        answer = _function(name)(*args)
+    except RuntimeError as error:
+        raise _unusable(name, error) from None
+    return int(answer[0]), _results(answer)
+
+
+@cache
+def _function(name: str) -> Callable[..., tuple[Any, ...]]:
+    function: Callable[..., tuple[Any, ...]] = getattr(bindings(), name)
+    return function
+
+
+def _results(answer: tuple[Any, ...]) -> Any:
+    """What a function answers after its status."""
+    if len(answer) == 2:
+        return answer[1]
+    return answer[1:] or None
+
+
+def _unusable(name: str, error: RuntimeError) -> BackendUnavailable:
+    """The bindings find no libcuda, or no such function in it."""
+    return BackendUnavailable(f"{name}: no usable CUDA driver here ({error})")
 
 
 def _reason(status: int) -> str:

@@ -7,16 +7,15 @@ it, and can launch it many times. Those of users take any number.
 from __future__ import annotations
 
 import threading
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
-
-import numpy as np
 
 from shardmath.cuda.compile import compiled, compiled_source
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import bindings, call
 
-__all__ = ["Argument", "Extent", "Kernel", "kernel", "kernel_of_source"]
+__all__ = ["Argument", "Extent", "Kernel", "Launch", "kernel", "kernel_of_source"]
 
 Extent = int | Sequence[int]  # of a grid or a block: along x, or along x, y and z
 
@@ -25,9 +24,9 @@ class Argument:
     """The bytes of each parameter of a kernel, at an address that the driver can read."""
 
     def __init__(self, *packed: bytes) -> None:
-        self._bytes = [np.frombuffer(bytearray(each), np.uint8) for each in packed]
-        self._pointers = np.array([each.ctypes.data for each in self._bytes], np.uint64)
-        self.address = int(self._pointers.ctypes.data)  # what the driver calls kernelParams
+        self._bytes = [array("B", each) for each in packed]
+        self._pointers = array("Q", [each.buffer_info()[0] for each in self._bytes])
+        self.address = self._pointers.buffer_info()[0]  # what the driver calls kernelParams
 
 
 class Kernel:
@@ -66,7 +65,7 @@ class Kernel:
         if early and self.device.overlaps_launches:
             key = (stream, grid, block)
             if key not in self._configs:
-                self._configs[key] = _early_config(stream, grid, block, self.shared)
+                self._configs[key] = _config(stream, grid, block, self.shared, early=True)
             call("cuLaunchKernelEx", self._configs[key], self._function, argument.address, 0)
             return
         call(
@@ -79,6 +78,32 @@ class Kernel:
             argument.address,
             0,
         )
+
+    def ready(
+        self, blocks: Extent, threads: Extent, argument: Argument, *, early: bool = False
+    ) -> Launch:
+        """A launch of it that is put on streams often. `early` as for `launch`."""
+        grid, block = _three(blocks), _three(threads)
+        early = early and self.device.overlaps_launches
+        config = _config(0, grid, block, self.shared, early=early)
+        return Launch(self._function, config, argument)
+
+
+class Launch:
+    """A kernel with its grid and its argument, ready to be put on any stream, again and again.
+
+    One thread at a time uses it. Made by `Kernel.ready`.
+    """
+
+    def __init__(self, function: Any, config: Any, argument: Argument) -> None:
+        self._function, self._config, self._argument = function, config, argument
+        self._stream = 0
+
+    def put(self, stream: int) -> None:
+        """Put it on `stream`. The device's context must be the calling thread's."""
+        if stream != self._stream:
+            self._config.hStream = self._stream = stream
+        call("cuLaunchKernelEx", self._config, self._function, self._argument.address, 0)
 
 
 def kernel(
@@ -125,20 +150,23 @@ def _loaded(
         return _kernels[known]
 
 
-def _early_config(stream: int, grid: Sequence[int], block: Sequence[int], shared: int) -> Any:
-    """How a kernel is launched that may start before the one ahead of it has ended."""
+def _config(
+    stream: int, grid: Sequence[int], block: Sequence[int], shared: int, *, early: bool
+) -> Any:
+    """How a kernel is launched; `early`: it may start before the one ahead of it has ended."""
     driver = bindings()
-    attribute = driver.CUlaunchAttribute()
-    names = driver.CUlaunchAttributeID
-    attribute.id = names.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-    attribute.value.programmaticStreamSerializationAllowed = 1
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = grid
     config.blockDimX, config.blockDimY, config.blockDimZ = block
     config.sharedMemBytes = shared
     config.hStream = stream
-    config.attrs = [attribute]
-    config.numAttrs = 1
+    if early:
+        attribute = driver.CUlaunchAttribute()
+        names = driver.CUlaunchAttributeID
+        attribute.id = names.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        config.attrs = [attribute]
+        config.numAttrs = 1
     return config
 
 

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any
 
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import call, status_of
 from shardmath.errors import CudaError
 
-__all__ = ["Lane", "Turns", "any_capturing", "capturing", "current", "given"]
+__all__ = ["Lane", "Turn", "Turns", "any_capturing", "capturing", "current", "given"]
 
 
 def current(library: str, device: Device) -> int:
@@ -25,10 +26,22 @@ def current(library: str, device: Device) -> int:
     if module is None:
         return 0
     if library == "torch":
-        return int(module.cuda.current_stream(device.ordinal).cuda_stream)
+        return _of_torch(module)(device.ordinal)
     if library == "cupy":
         return int(module.cuda.get_current_stream(device.ordinal).ptr)
     return 0
+
+
+@cache
+def _of_torch(torch: Any) -> Callable[[int], int]:
+    """How to ask torch for a device's current stream: what its generated code calls, if it has it.
+
+    The public function makes an object first, which takes ten times as long.
+    """
+    direct: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    if direct is not None and torch.cuda.is_initialized():
+        return direct
+    return lambda ordinal: int(torch.cuda.current_stream(ordinal).cuda_stream)
 
 
 def given(stream: Any, library: str, device: Device) -> int:
@@ -101,25 +114,52 @@ class Turns:
 
     def __init__(self, device: Device) -> None:
         device.activate()
+        self._device = device
         self._done = call("cuEventCreate", 2)  # no timing
         weakref.finalize(self, _destroy, self._done).atexit = False
         self._stream: int | None = None  # whose turn was the last
+        self.captured = False  # whether a CUDA graph has ever been told of such work
 
-    @contextmanager
-    def taken(self, stream: int) -> Iterator[None]:
-        """What is put on `stream` within comes after all that was put on others in their turns."""
-        if capturing(stream):
-            yield
-            return
-        if self._stream not in (None, stream):
-            call("cuStreamWaitEvent", stream, self._done, 0)
-        yield
-        call("cuEventRecord", self._done, stream)
-        self._stream = stream
+    def taken(self, stream: int) -> Turn:
+        """What is put on `stream` within comes after all that was put on others in their turns.
+
+        The device's context is the calling thread's within.
+        """
+        return Turn(self, stream)
 
     def wait(self) -> None:
         """Wait, on the host, until the last turn has ended."""
         call("cuEventSynchronize", self._done)
+
+    def _begin(self, stream: int) -> bool:
+        """Whether it is to be ended: false for what is captured."""
+        self._device.activate()
+        if capturing(stream):
+            self.captured = True
+            return False
+        if self._stream not in (None, stream):
+            call("cuStreamWaitEvent", stream, self._done, 0)
+        return True
+
+    def _end(self, stream: int) -> None:
+        call("cuEventRecord", self._done, stream)
+        self._stream = stream
+
+
+class Turn:
+    """One turn: see Turns."""
+
+    __slots__ = ("_begun", "_stream", "_turns")
+
+    def __init__(self, turns: Turns, stream: int) -> None:
+        self._turns, self._stream = turns, stream
+
+    def __enter__(self) -> None:
+        self._begun = self._turns._begin(self._stream)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None and self._begun:
+            self._turns._end(self._stream)
 
 
 def _destroy(event: Any) -> None:

@@ -11,13 +11,11 @@ on that stream, are to run one at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from shardmath.context import DistributedContext
 from shardmath.cuda.driver import call
-from shardmath.cuda.stream import Turns, capturing
+from shardmath.cuda.stream import Turn, Turns
 from shardmath.symmetric.heap import Buffer
 
 __all__ = ["LANES", "Lane"]
@@ -36,8 +34,7 @@ class Lane:
         self.team = context.team
         self._context = context
         self._buffers: dict[str, Buffer] = {}
-        self._captured = False  # a graph refers to the buffers
-        self._kept: list[Buffer] = []
+        self._kept: list[Buffer] = []  # what graphs refer to
         self._side: Any = None
         self._events: dict[str, Any] = {}
         self._turns = Turns(self.team.device)
@@ -54,13 +51,9 @@ class Lane:
         lane: Lane = context.cache(f"lane {number}", lambda: cls(context, number))
         return lane
 
-    @contextmanager
-    def entered(self, stream: int) -> Iterator[None]:
+    def entered(self, stream: int) -> Turn:
         """Around what one operation puts on `stream`."""
-        self._captured |= capturing(stream)
-        self.team.device.activate()
-        with self._turns.taken(stream):
-            yield
+        return self._turns.taken(stream)
 
     @property
     def side(self) -> Any:
@@ -112,7 +105,7 @@ class Lane:
                 lane._drop(lane._buffers.popitem()[1])
 
     def _drop(self, buffer: Buffer) -> None:
-        if self._captured:
+        if self._turns.captured:
             self._kept.append(buffer)
         else:
             self._turns.wait()

@@ -7,6 +7,7 @@ that waits for all. Words and deadlines are as on one host; what expires is wait
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping, Sequence
 
 from shardmath.symmetric import layout
@@ -44,9 +45,8 @@ class FarTeam(Team):
         """Put a barrier of all ranks on `stream`: what was written before, all see after."""
         self.check()
         self._require(channel)
-        argument = self._argument(timeout, channel, None)
-        threads = min(1024, -(-self.size // 32) * 32)
-        self.kernel("far", "advance").launch(stream, 1, threads, argument)
+        tail, threads = struct.pack("Ii", channel, 0), self._barrier_threads
+        self._put("advance", stream, timeout, tail, file="far", threads=threads)
         start = layout.PAD_BYTES + layout.CHANNEL_BYTES * self.size * channel
         rounds = self.pads[self.rank] + start + layout.ROUND * self.size
         inbox = start + layout.BARRIER * self.size + _WORD * self.rank
@@ -56,7 +56,7 @@ class FarTeam(Team):
             word = DeviceBytes(rounds + _WORD * rank, _WORD, self.device.name)
             number = self.numbers[rank]
             self.transport.put(number, pad.segment, pad.offset + inbox, word, stream)
-        self.kernel("far", "await_round").launch(stream, 1, threads, argument)
+        self._put("await_round", stream, timeout, tail, file="far", threads=threads)
 
     def put_signal(self, dst: int, stream: int, *, channel: int = 0) -> None:
         """Raise NotImplementedError: a handle's signals serve."""

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import bindings, call, status_of
-from shardmath.cuda.kernel import Argument, Kernel, kernel
+from shardmath.cuda.kernel import Argument, Kernel, Launch, kernel
 from shardmath.errors import CudaError, OpTimeout
 from shardmath.symmetric import layout
 from shardmath.symmetric.board import Board
@@ -30,6 +30,7 @@ __all__ = ["CHANNELS", "RESERVED", "Team"]
 
 CHANNELS = 64  # of a context's team
 RESERVED = CHANNELS - 1  # from here on they are the collectives'
+_LAUNCHES = 512  # that are kept ready
 _LOOK_AFTER, _LONGEST_NAP = 1e-3, 2e-3  # seconds: for peers that have died; between two looks
 _OPERATIONS = {
     layout.OF_BARRIER: "barrier",
@@ -80,7 +81,7 @@ class Team:
         self._own = own
         self._family: weakref.WeakSet[Team] = weakref.WeakSet([self])  # all teams of these ranks
         self._status, self._status_address = _host_words(device, 1 + 3 * self.size)
-        self._arguments: dict[tuple[Any, ...], Argument] = {}
+        self._launches: dict[tuple[Any, ...], Launch] = {}
 
     def another(self, own: Buffer, pads: Sequence[int], channels: int) -> Team:
         """A team of the same ranks with pads of its own."""
@@ -121,9 +122,8 @@ class Team:
         self.check()
         self._require(channel)
         if self.size > 1:
-            threads = min(1024, -(-self.size // 32) * 32)
-            argument = self._argument(timeout, channel, None)
-            self.kernel("signals", "team_barrier").launch(stream, 1, threads, argument, early=True)
+            tail = struct.pack("Ii", channel, 0)
+            self._put("team_barrier", stream, timeout, tail, threads=self._barrier_threads)
 
     def put_signal(self, dst: int, stream: int, *, channel: int = 0) -> None:
         """Send one more signal to rank `dst` when `stream` gets there. Never waits."""
@@ -147,8 +147,7 @@ class Team:
     ) -> None:
         """`raise_flag` or `lower_flag` of signals.cu, on the 32-bit word at address `slot`."""
         self.check()
-        argument = Argument(self.packed(timeout) + struct.pack("QIi", slot, channel, peer))
-        self.kernel("signals", function).launch(stream, 1, 1, argument, early=True)
+        self._put(function, stream, timeout, struct.pack("QIi", slot, channel, peer))
 
     def _signal(
         self, function: str, peer: int, stream: int, channel: int, timeout: float | None
@@ -157,15 +156,33 @@ class Team:
         self._require(channel)
         if not 0 <= peer < self.size:
             raise ValueError(f"rank {peer} is not among the {self.size} ranks, numbered from 0")
-        argument = self._argument(timeout, channel, peer)
-        self.kernel("signals", function).launch(stream, 1, 1, argument, early=True)
+        self._put(function, stream, timeout, struct.pack("Ii", channel, peer))
 
-    def _argument(self, timeout: float | None, channel: int, peer: int | None) -> Argument:
-        key = (timeout, channel, peer)
-        if key not in self._arguments:
-            tail = struct.pack("Ii", channel, 0 if peer is None else peer)
-            self._arguments[key] = Argument(self.packed(timeout) + tail)
-        return self._arguments[key]
+    def _put(
+        self,
+        function: str,
+        stream: int,
+        timeout: float | None,
+        tail: bytes,
+        *,
+        file: str = "signals",
+        threads: int = 1,
+    ) -> None:
+        """Launch a kernel of one block. `tail` is its argument after the struct `Team`."""
+        key = (function, timeout, tail)
+        launch = self._launches.get(key)
+        if launch is None:
+            argument = Argument(self.packed(timeout) + tail)
+            found, early = self.kernel(file, function), file == "signals"
+            launch = self._launches[key] = found.ready(1, threads, argument, early=early)
+            if len(self._launches) > _LAUNCHES:
+                del self._launches[next(iter(self._launches))]
+        self.device.activate()
+        launch.put(stream)
+
+    @property
+    def _barrier_threads(self) -> int:
+        return min(1024, -(-self.size // 32) * 32)
 
     def _require(self, channel: int) -> None:
         if not 0 <= channel < self.channels:
