@@ -61,7 +61,8 @@ def gather(board: Board, operation: str, describe: Callable[[], bytes]) -> list[
         message = _refusal(error)
     try:
         messages = board.exchange(operation, message)
-        _raise_refusal(messages, mistake)
+        if not all(text.startswith(_DESCRIBED) for text in messages):
+            _raise_refusal(messages, mistake)
     finally:
         del mistake  # its traceback refers to this frame: a cycle that would keep the operands
     return [text[1:] for text in messages]

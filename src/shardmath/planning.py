@@ -27,7 +27,9 @@ Plan = TypeVar("Plan")
 _Key = tuple[str, tuple[bytes, ...]]  # operation, digests of all ranks' specs
 
 _KEPT = 256  # plans per context
-_HEAD = struct.Struct("<I16s")  # plans made, digest of the spec
+_MADE = struct.Struct("<I")  # plans made, before the digest of the spec
+_DIGEST_BYTES = 16
+_HEAD_BYTES = _MADE.size + _DIGEST_BYTES
 
 
 def agree_plan(
@@ -53,14 +55,12 @@ def agree_plan(
     def described() -> bytes:
         spec, note = describe()
         specs.append(spec)
-        return _HEAD.pack(book.made, book.digest(operation, spec)) + note
+        return book.head(operation, spec) + note
 
     messages = context.gather(operation, described)
-    digests, made = _heads(messages)
-    notes = [text[_HEAD.size :] for text in messages]
-    if any(count != book.made for count in made):
-        book.restart(max(made) + 1)
-    key = (operation, tuple(digests))
+    book.compare(messages)
+    key = (operation, tuple([text[_MADE.size : _HEAD_BYTES] for text in messages]))
+    notes = [text[_HEAD_BYTES:] for text in messages]
     plan = book.find(key)
     if plan is None:
         texts = context.board.exchange(operation, wire.encode(specs[0]))
@@ -68,30 +68,35 @@ def agree_plan(
     return plan[0], notes
 
 
-def _heads(messages: Sequence[bytes]) -> tuple[list[bytes], list[int]]:
-    digests, made = [], []
-    for text in messages:
-        count, digest = _HEAD.unpack_from(text)
-        digests.append(digest)
-        made.append(count)
-    return digests, made
-
-
 class _Book:
     """The plans that one context has agreed on, the least recently used first."""
 
     def __init__(self) -> None:
-        self.made = 0  # equal on all ranks
+        self._made = 0  # equal on all ranks
+        self._said = _MADE.pack(0)  # the same, as peers are told
         self._plans: OrderedDict[_Key, tuple[Any]] = OrderedDict()
         self._digests: OrderedDict[tuple[str, Hashable], bytes] = OrderedDict()  # this rank's own
 
-    def digest(self, operation: str, spec: Hashable) -> bytes:
-        """16 bytes that stand for `spec`. Raises TypeError when it is not plain hashable data."""
+    def head(self, operation: str, spec: Hashable) -> bytes:
+        """How many plans were made, and 16 bytes that stand for `spec`.
+
+        Raises TypeError when it is not plain hashable data.
+        """
         digest = self._digests.get((operation, spec))
         if digest is None:
-            digest = blake2b(wire.encode(spec), digest_size=16).digest()
+            digest = blake2b(wire.encode(spec), digest_size=_DIGEST_BYTES).digest()
             _keep(self._digests, (operation, spec), digest)
-        return digest
+        return self._said + digest
+
+    def compare(self, messages: Sequence[bytes]) -> None:
+        """Start anew where ranks have made different numbers of plans, given all ranks' heads."""
+        if not all(text.startswith(self._said) for text in messages):
+            self.restart(1 + max(_MADE.unpack_from(text)[0] for text in messages))
+
+    def restart(self, made: int) -> None:
+        """Forget all plans, as if so many had been made."""
+        self._plans.clear()
+        self._count(made)
 
     def find(self, key: _Key) -> tuple[Any] | None:
         plan = self._plans.get(key)
@@ -101,12 +106,11 @@ class _Book:
 
     def keep(self, key: _Key, plan: tuple[Any]) -> tuple[Any]:
         _keep(self._plans, key, plan)
-        self.made += 1
+        self._count(self._made + 1)
         return plan
 
-    def restart(self, made: int) -> None:
-        self._plans.clear()
-        self.made = made
+    def _count(self, made: int) -> None:
+        self._made, self._said = made, _MADE.pack(made)
 
 
 def _keep(shelf: OrderedDict[Any, Any], key: Any, value: Any) -> None:
