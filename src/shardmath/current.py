@@ -53,9 +53,13 @@ def override(context: CurrentContext) -> None:
 
 
 def restore(context: CurrentContext) -> None:
-    """Undo the innermost `override`, which must have been of `context`."""
+    """Undo the innermost `override`. Raises RuntimeError when that was not of `context`."""
     stack = _stack.get()
-    assert stack and stack[-1] is context, "contexts must be left in the order they were entered"
+    if not stack or stack[-1] is not context:
+        raise RuntimeError(
+            "this context is not the innermost one that this thread has entered: leave contexts in "
+            "the reverse of the order they were entered in, as nested with blocks do"
+        )
     _stack.set(stack[:-1])
 
 

@@ -129,6 +129,20 @@ def test_no_array_of_ours_is_a_value_error_that_names_both(thing):
         library_of(thing)
 
 
+@pytest.mark.parametrize(
+    ("thing", "advice"),
+    [
+        ([1, 2], r"given was list; pass numpy.asarray\(x\)$"),
+        (range(3), r"asarray\(x\)$"),
+        (np.ma.zeros(3), r"pass x.filled\(value\), or x.data$"),
+        (None, "given was NoneType$"),
+    ],
+)
+def test_what_makes_an_array_of_it_is_said(thing, advice):
+    with pytest.raises(ValueError, match=advice):
+        library_of(thing)
+
+
 def test_packages_and_names():
     assert library_of_package(np) is NUMPY is library_named("numpy")
     assert library_of_package(torch) is TORCH is library_named("torch")

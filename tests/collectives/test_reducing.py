@@ -20,7 +20,7 @@ from samples import (
     values,
 )
 
-from shardmath.collectives import all_reduce, reduce_scatter, twoshot
+from shardmath.collectives import all_reduce, broadcast, reduce_scatter, twoshot
 
 SHAPES = ((), (0,), (1,), (7, 9), (3, 0, 2), (5, 1, 8))
 # Sizes about the limits: notes of 2 KB, copies of 64 KB, one shot of 1 MB, blocks of 2 MB.
@@ -68,6 +68,27 @@ def test_nan_infinity_zeros_and_denormals_at_every_rank_are_as_in_numpy(contexts
     results = contexts.run(check_specials, ranks=size)
     assert [wrong for wrong, _ in results] == [[]] * size
     assert all(digests == results[0][1] for _, digests in results)
+
+
+def check_numbers(context):
+    """Numbers are arrays of no axes: those of Python, and those that NumPy's functions return."""
+    wrong = []
+    for number in (True, 3, -2.5, 1 + 2j, np.float32(0.5), np.ones(3).sum(), np.int8(7), np.False_):
+        elements = np.asarray(number)
+        calls = {
+            "all_reduce": (all_reduce(number, context=context), [elements] * context.size),
+            "broadcast": (broadcast(number, context=context), [elements]),
+        }
+        for name, (found, parts) in calls.items():
+            wanted = reduced("sum", parts)
+            if type(found) is not np.ndarray or not same(found, wanted):
+                wrong.append((name, number))
+    return wrong
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_numbers(contexts, size):
+    assert contexts.run(check_numbers, ranks=size) == [[]] * size
 
 
 def check_lengths(context, lengths, dtype, op):

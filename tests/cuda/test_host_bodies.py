@@ -129,6 +129,7 @@ REDUCING = [
     ("check_lengths", [(511, 513, 16385, 262145), "float32", "sum"]),
     ("check_lengths", [(511, 16385), "int16", "mean"]),
     ("check_overlap", []),
+    ("check_numbers", []),
 ]
 MOVING = [
     ("check_broadcast", [0, ["float32", "bool", "bfloat16"]]),

@@ -101,6 +101,19 @@ def test_calls_after_finalize_and_a_second_initialize():
     assert on_ranks(2, body) == [["RuntimeError"] * 11] * 2
 
 
+def test_contexts_are_left_in_the_reverse_of_the_order_they_were_entered_in():
+    def body(context):
+        part = context.split(0)
+        with context:
+            with part:
+                wrong = [name_of(lambda: context.__exit__(None, None, None))]
+            wrong.append(name_of(lambda: part.__exit__(None, None, None)))
+            wrong.append(name_of(context.barrier))
+        return wrong
+
+    assert on_ranks(1, body) == [["RuntimeError", "RuntimeError", "nothing"]]
+
+
 def test_two_threads_in_one_context_are_told_apart_or_refused():
     def body(context):
         parts = [context.split(0) for _ in range(2)]

@@ -5,7 +5,13 @@ layers above see an `ArraySpec`, a pointer, or a NumPy view on the same memory.
 """
 
 from shardmath.arrays.base import Library, raw_view
-from shardmath.arrays.detect import LIBRARIES, library_named, library_of, library_of_package
+from shardmath.arrays.detect import (
+    LIBRARIES,
+    array_of,
+    library_named,
+    library_of,
+    library_of_package,
+)
 from shardmath.arrays.dtypes import DType
 from shardmath.arrays.spec import ArraySpec
 
@@ -14,6 +20,7 @@ __all__ = [
     "ArraySpec",
     "DType",
     "Library",
+    "array_of",
     "library_named",
     "library_of",
     "library_of_package",

@@ -9,14 +9,27 @@ from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+
 from shardmath.arrays.base import Library
 from shardmath.arrays.cupy import CuPy
 from shardmath.arrays.numpy import NumPy
 from shardmath.arrays.torch import Torch
 
-__all__ = ["LIBRARIES", "library_named", "library_of", "library_of_package"]
+__all__ = ["LIBRARIES", "array_of", "library_named", "library_of", "library_of_package"]
 
 LIBRARIES: tuple[Library, ...] = (NumPy(), Torch(), CuPy())
+
+
+def array_of(x: Any) -> Any:
+    """`x` itself; where it is a number, of Python's or NumPy's, a NumPy array of no axes.
+
+    NumPy's functions return numbers for arrays of no axes: the sum of an array is one.
+    """
+    return np.asarray(x) if isinstance(x, _NUMBERS) else x
+
+
+_NUMBERS = (np.generic, bool, int, float, complex)
 
 
 def library_of(x: object, name: str = "") -> Library:
@@ -29,7 +42,7 @@ def library_of(x: object, name: str = "") -> Library:
     if library is None:
         raise ValueError(
             f"{name and name + ': '}an array was expected, of {_accepted()}; given was "
-            f"{kind.__module__}.{kind.__qualname__}"
+            f"{_said(kind)}{_advice(x)}"
         )
     return library
 
@@ -55,6 +68,19 @@ def library_of_package(package: ModuleType) -> Library:
 @lru_cache(maxsize=128)
 def _library_of_type(kind: type) -> Library | None:
     return next((library for library in LIBRARIES if library.owns_type(kind)), None)
+
+
+def _said(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+
+
+def _advice(x: object) -> str:
+    """What turns `x` into an array, where something does."""
+    if isinstance(x, np.ndarray):
+        return ", which holds two arrays: pass x.filled(value), or x.data"
+    if isinstance(x, list | tuple | range | memoryview) or hasattr(x, "__array__"):
+        return "; pass numpy.asarray(x)"
+    return ""
 
 
 def _accepted() -> str:

@@ -1,7 +1,7 @@
 """Ranks move and combine arrays together: broadcast, gather, scatter, reduce, all to all.
 
 Every function takes ordinary arrays and arrays on the symmetric heap, of any strides, and agrees on
-the call before any element moves.
+the call before any element moves. A number is an array of no axes: all_reduce((x * x).sum()).
 """
 
 from shardmath.collectives.moving import all_gather, all_to_all, broadcast

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from shardmath.arrays import Library, library_of, raw_view
+from shardmath.arrays import Library, array_of, library_of, raw_view
 from shardmath.arrays.base import HostArray
 from shardmath.arrays.spec import ArraySpec
 from shardmath.context import DistributedContext, require_context
@@ -57,7 +57,11 @@ class Operand:
 
     @classmethod
     def of(cls, x: Any, context: DistributedContext) -> Operand:
-        """The operand `x`. Raises ValueError for what is no array of the host's memory."""
+        """The operand `x`, an array or a number.
+
+        Raises ValueError for what is no array of the host's memory.
+        """
+        x = array_of(x)
         library = library_of(x)
         spec = library.spec(x)
         view = library.host_view(x)
@@ -163,7 +167,7 @@ def as_index(what: str, value: Any, bound: int, *, negative: bool = False) -> in
 def as_axis(axis: Any, ndim: int) -> int:
     """`axis` as an index of one of `ndim` axes, counted from the end where it is negative."""
     if ndim == 0:
-        raise ValueError(f"axis={axis!r}: an array of no axes cannot be divided along one")
+        raise ValueError(f"axis={axis!r}: an array of no axes has none; pass x.reshape(1)")
     return as_index("axis", axis, ndim, negative=True)
 
 

@@ -227,6 +227,11 @@ class Heap:
 
     # -- marks: what the ranks of a group tell each other ------------------------------------------
 
+    def share(self, block: Block, group: int, number: int) -> None:
+        """Let `block` be reused only after every rank of `group` has marked `number`."""
+        with self._lock:
+            block.shared.add((group, number))
+
     def marks(self, group: int) -> list[int]:
         """The numbers of this rank's blocks of `group` that it no longer uses."""
         with self._lock:

@@ -138,8 +138,8 @@ def _share(context: DistributedContext, block: Block, offset: int) -> Share:
     share.number, pad_number = context.next_share(), context.next_share()
     if context.spans_hosts:
         share.far = FarSignals(context, share)
-    block.shared.add((context.number, share.number))
-    pad.block.shared.add((context.number, pad_number))
+    context.heap.share(block, context.number, share.number)
+    context.heap.share(pad.block, context.number, pad_number)
     return share
 
 

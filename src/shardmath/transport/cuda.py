@@ -8,6 +8,7 @@ moment leaves nothing behind and takes nothing from under its peers. Multicast i
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from collections.abc import Iterable
 from contextlib import ExitStack, suppress
@@ -92,6 +93,7 @@ class CudaTransport(Transport):
         self._segments: dict[tuple[int, int], _Held] = {}
         self._own = 0
         self._announced: set[tuple[int, int]] = set()  # (peer, index of an own segment)
+        self._introducing = threading.Lock()  # each segment is sent, and received, by one thread
         device.activate()
         _require_support(device)
 
@@ -133,9 +135,13 @@ class CudaTransport(Transport):
 
     def announce(self, index: int, peers: Iterable[int]) -> None:
         """See Transport."""
-        missing = [p for p in peers if p != self._mesh.rank and (p, index) not in self._announced]
-        if not missing:
-            return
+        with self._introducing:
+            done = self._announced
+            missing = [p for p in peers if p != self._mesh.rank and (p, index) not in done]
+            if missing:
+                self._announce(index, missing)
+
+    def _announce(self, index: int, missing: list[int]) -> None:
         self._device.activate()
         held = self._segments[self._mesh.rank, index]
         handle = call("cuMemRetainAllocationHandle", held.mapping.address)
@@ -152,9 +158,11 @@ class CudaTransport(Transport):
 
     def attach(self, rank: int, index: int) -> Segment:
         """See Transport. Raises BackendUnavailable where this device cannot reach the peer's."""
-        held = self._segments.get((rank, index))
-        if held is not None:
-            return held.segment
+        with self._introducing:
+            held = self._segments.get((rank, index))
+            return self._attached(rank, index) if held is None else held.segment
+
+    def _attached(self, rank: int, index: int) -> Segment:
         fd, nbytes = self._mesh.receive_sized(rank, f"segment {index}")
         self._device.activate()
         try:

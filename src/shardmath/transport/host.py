@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import mmap
 import os
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import ClassVar
@@ -44,6 +45,7 @@ class HostTransport(Transport):
         self._announced: set[tuple[int, int]] = set()  # (peer, index of an own segment)
         self._maps: dict[tuple[int, int], mmap.mmap] = {}
         self._bytes: dict[tuple[int, int], Bytes] = {}
+        self._introducing = threading.Lock()  # each segment is sent, and received, by one thread
 
     @classmethod
     def probe(cls) -> Probe:
@@ -89,17 +91,19 @@ class HostTransport(Transport):
     def announce(self, index: int, peers: Iterable[int]) -> None:
         """See Transport."""
         fd = self._own[index][0]
-        for peer in peers:
-            if peer != self._mesh.rank and (peer, index) not in self._announced:
-                self._mesh.send(peer, f"segment {index}", fd)
-                self._announced.add((peer, index))
+        with self._introducing:
+            for peer in peers:
+                if peer != self._mesh.rank and (peer, index) not in self._announced:
+                    self._mesh.send(peer, f"segment {index}", fd)
+                    self._announced.add((peer, index))
 
     def attach(self, rank: int, index: int) -> Segment:
         """See Transport."""
-        if (rank, index) not in self._maps:
-            fd = self._mesh.receive(rank, f"segment {index}")
-            mapping = map_memory(fd)
-            self._keep(Segment(rank, index, len(mapping)), mapping)
+        if (rank, index) not in self._bytes:
+            with self._introducing:
+                if (rank, index) not in self._bytes:
+                    mapping = map_memory(self._mesh.receive(rank, f"segment {index}"))
+                    self._keep(Segment(rank, index, len(mapping)), mapping)
         return Segment(rank, index, len(self._maps[rank, index]))
 
     def view(self, rank: int, index: int, offset: int, nbytes: int) -> Bytes | None:

@@ -16,6 +16,7 @@ import secrets
 import select
 import socket
 import struct
+import threading
 import time
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -58,6 +59,8 @@ class Mesh:
         self._timeout = timeout
         self._sockets: dict[int, socket.socket] = {}
         self._arrived: dict[int, dict[bytes, tuple[int, int]]] = {}
+        self._reading: set[int] = set()  # peers whose socket a thread of this rank reads just now
+        self._inbox = threading.Condition()  # guards the two
         with ExitStack() as undo:
             undo.callback(self._close_sockets)
             self._connect(group)
@@ -204,24 +207,40 @@ class Mesh:
     def receive_sized(self, rank: int, tag: str) -> tuple[int, int]:
         """The descriptor that `rank` sent under `tag`, which the caller owns, and its `nbytes`.
 
-        Others that arrive before it are kept for their own `receive`. Raises RankFailure when the
-        peer ends first, or says nothing within the start-up deadline.
+        Others that arrive before it are kept for their own `receive`, which may be another
+        thread's: of several that wait for one peer, one reads the socket for all. Raises
+        RankFailure when the peer ends first, or says nothing within the start-up deadline.
         """
         wanted = tag.encode()
-        arrived = self._arrived.setdefault(rank, {})
-        while wanted not in arrived:
-            try:
-                data, fds, flags, _ = socket.recv_fds(
-                    self._sockets[rank], _SIZE.size + _TAG_BYTES, 1
-                )
-            except OSError as error:
-                raise self._lost(rank, f"waiting for its {tag!r}", error) from None
-            if len(data) < _SIZE.size or len(fds) != 1 or flags & socket.MSG_CTRUNC:
-                for fd in fds:
-                    os.close(fd)
-                raise self._lost(rank, f"waiting for its {tag!r}", "its socket has ended")
-            arrived[data[_SIZE.size :]] = fds[0], _SIZE.unpack_from(data)[0]
-        return arrived.pop(wanted)
+        with self._inbox:
+            arrived = self._arrived.setdefault(rank, {})
+            while wanted not in arrived:
+                if rank in self._reading:
+                    self._inbox.wait()
+                    continue
+                self._reading.add(rank)
+                self._inbox.release()
+                try:
+                    found = self._read(rank, tag)
+                finally:
+                    self._inbox.acquire()
+                    self._reading.discard(rank)
+                    self._inbox.notify_all()
+                arrived.update(found)
+            return arrived.pop(wanted)
+
+    def _read(self, rank: int, awaited: str) -> dict[bytes, tuple[int, int]]:
+        """The next descriptor of `rank`, by its tag, with the bytes that it stands for."""
+        doing = f"waiting for its {awaited!r}"
+        try:
+            data, fds, flags, _ = socket.recv_fds(self._sockets[rank], _SIZE.size + _TAG_BYTES, 1)
+        except OSError as error:
+            raise self._lost(rank, doing, error) from None
+        if len(data) < _SIZE.size or len(fds) != 1 or flags & socket.MSG_CTRUNC:
+            for fd in fds:
+                os.close(fd)
+            raise self._lost(rank, doing, "its socket has ended")
+        return {data[_SIZE.size :]: (fds[0], _SIZE.unpack_from(data)[0])}
 
     def _lost(self, rank: int, doing: str, error: object) -> RankFailure:
         dead = self.watch.wait(_GRACE)  # a peer that ended because another died is not the cause

@@ -82,11 +82,13 @@ class Wires:
         `deliver(rank, place, data)` is called for each message; what it sends goes out after that.
         """
         key = _key(name)
-        self._opened[key] = max(number, self._opened.get(key, -1))
-        self.channels[key, number] = deliver
-        for message in self._early.pop((key, number), []):
-            self._early_bytes -= len(message[2])
-            deliver(*message)
+        with self._lock:  # no thread that looks meanwhile finds it half open
+            self._opened[key] = max(number, self._opened.get(key, -1))
+            self.channels[key, number] = deliver
+            for message in self._early.pop((key, number), []):
+                self._early_bytes -= len(message[2])
+                deliver(*message)
+            self._flush()
         return Channel(self, key, number)
 
     def forget(self, name: str) -> None:

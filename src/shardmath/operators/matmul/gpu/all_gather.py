@@ -105,7 +105,7 @@ class AllGatherGemm:
             return *place, chosen[0].chunks, same_everywhere(problem)
 
         found = context.agree("a product of gathered rows", describe, _require_same)
-        buffers[0].block.shared.add((context.number, context.next_share()))
+        context.heap.share(buffers[0].block, context.number, context.next_share())
         bases = [
             context.peer_address(rank, Location(segment, offset), nbytes) or 0
             for rank, (segment, offset, *_) in enumerate(found)

@@ -188,7 +188,7 @@ class SendingProduct:
             return block.location.segment, block.location.offset, same
 
         found = context.agree("a product that sends its tiles", describe, _require_same)
-        buffers[0].block.shared.add((context.number, context.next_share()))
+        context.heap.share(buffers[0].block, context.number, context.next_share())
         bases = [
             context.peer_address(rank, Location(segment, offset), places[rank].nbytes) or 0
             for rank, (segment, offset, _) in enumerate(found)
