@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from shardmath.cuda import stream as streams
+from shardmath.cuda.driver import call
 from shardmath.errors import OpTimeout, RankFailure
 from shardmath.operators.matmul.gpu.all_reduce import GemmAllReduce, even_rows
 from shardmath.operators.matmul.gpu.reduce_scatter import GemmReduceScatter
@@ -69,6 +70,25 @@ class Case:
         addresses = self.a.data_ptr(), self.b.data_ptr(), where.data_ptr()
         plan.launch(*addresses, stream, pitch=self.pitch)
 
+    def poison(self, plan):
+        """NaN in every slot and every shared sum of this rank: what is taken too early is seen.
+
+        No rank is at work between the two barriers.
+        """
+        self.done()
+        self.context.barrier()  # before writing what a peer may still write or read
+        sending, rank = plan._sending, self.context.rank
+        own = sending.places[rank]
+        places = [(sending.bases[rank] + own.slots, self.context.size * own.stride)]
+        if self.kind == "all":
+            places.append((plan._sums_of(rank), self.problem.rows[rank] * plan._pitch))
+        for address, nbytes in places:
+            if nbytes:
+                call("cuMemsetD8Async", address, 0xFF, nbytes, 0)
+        self.result.fill_(SENTINEL)
+        self.done()
+        self.context.barrier()  # before a peer sends here again
+
     def fault(self, result=None):
         """What is wrong with the result, or ""."""
         found = self.result if result is None else result
@@ -125,6 +145,7 @@ def check_case(context, kind, rows, columns, depth, orders, dtype, shape):
         plan = case.plan(Shape(*shape))
         seen = []
         for _ in range(3):
+            case.poison(plan)
             case.launch(plan)
             case.done()
             seen.append(case.result.clone())
@@ -140,6 +161,28 @@ def check_case(context, kind, rows, columns, depth, orders, dtype, shape):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_uneven_parts(gpus, size, kind, case):
     assert gpus.run(check_case, kind, *case, ranks=size) == [[]] * size
+
+
+def check_poisoned(context, kind, takers):
+    """Chunks are taken while others come: in none of many launches before a tile has come."""
+    rows = even_rows(1024 * context.size, context.size)
+    case = Case(context, kind, rows, 2048, [512] * context.size, "CC", "bfloat16")
+    plan = case.plan(Shape(8, takers, early=2 if kind == "all" else 0))
+    faults = []
+    for _ in range(12):
+        case.poison(plan)
+        case.launch(plan)
+        case.done()
+        faults.append(case.fault())
+    plan.free()
+    context.barrier()
+    return [fault for fault in faults if fault]
+
+
+@pytest.mark.parametrize("takers", [2, 8])
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_tile_is_taken_before_it_has_come(gpus, size, kind, takers):
+    assert gpus.run(check_poisoned, kind, takers, ranks=size) == [[]] * size
 
 
 def check_graph(context, kind):
