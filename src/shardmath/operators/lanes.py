@@ -11,12 +11,14 @@ on that stream, are to run one at a time.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from shardmath.context import DistributedContext
 from shardmath.cuda.driver import call
+from shardmath.cuda.graph import Graph
 from shardmath.cuda.stream import Turn, Turns
-from shardmath.symmetric.heap import Buffer
+from shardmath.symmetric.heap import Block, Buffer
 
 __all__ = ["LANES", "Lane"]
 
@@ -95,6 +97,26 @@ class Lane:
     def address(self, name: str) -> int:
         """Where a buffer that has been asked for lies."""
         return self._buffers[name].block.address
+
+    def blocks(self) -> dict[str, Block]:
+        """The memory of all buffers, as they are now."""
+        return {name: buffer.block for name, buffer in self._buffers.items()}
+
+    def holds(self, blocks: Mapping[str, Block]) -> bool:
+        """Whether buffers of these names are still that memory."""
+        held = self._buffers
+        return all(name in held and held[name].block is block for name, block in blocks.items())
+
+    def graph(self, launches: Callable[[int], None]) -> Graph:
+        """What `launches(stream)` puts on a stream, as a graph of ours.
+
+        It is launched only while the buffers are as they are now, and does not keep them.
+        """
+        captured = self._turns.captured
+        try:
+            return Graph(self.team.device, launches)
+        finally:
+            self._turns.captured = captured
 
     @classmethod
     def release(cls, context: DistributedContext) -> None:

@@ -7,7 +7,8 @@ the call returns when all is on the stream; operands in host memory are carried 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from shardmath.agreement import require_equal
 from shardmath.arrays import library_of
@@ -23,25 +24,38 @@ from shardmath.operators.matmul.gpu.execution import Execution
 from shardmath.operators.matmul.gpu.fusing import Fused
 from shardmath.operators.matmul.gpu.share import Operands, Share
 from shardmath.operators.matmul.problem import Call, Problem
+from shardmath.operators.repeats import Known
 from shardmath.symmetric import device_array
 from shardmath.symmetric.device_array import DeviceArray, Result
 
 __all__ = ["run"]
 
+_ANEW, _AGAIN = b"\0", b"\1"
 _FAST_COMPUTE = frozenset(
     {74, 75, 77, 78, 79}
 )  # sums that are faster, or slower, and not the usual
 
 
+class Agreed(NamedTuple):
+    """How all ranks perform an execution: by one kernel or in phases; what each has told for it."""
+
+    fuses: bool
+    told: tuple[bytes, ...]
+
+
 class _Made:
-    """What one rank prepares for one execution."""
+    """What one rank prepares for one execution.
+
+    Ranks `say` what they are about to do, `hear` what all have said, and `launch`.
+    """
 
     def __init__(self, context: DistributedContext, share: Share, call_: Call, given: Arguments):
         self._context, self._given = context, given
         self._share = share
         self._problem: Problem = share.strategy.problem
-        self.fused: Fused | None = None
-        self.execution: Execution | None = None
+        self._fused: Fused | None = None
+        self._phases: Execution | None = None
+        self._repeated: Known[Agreed] | None = None
         self.result: Result
         self.extras: dict[str, Result] = {}
         bindings()  # raises where there is no cuBLASLt
@@ -70,20 +84,86 @@ class _Made:
             autotune=given.autotune and not streams.capturing(self.stream),
             compute=int(compute) if compute in _FAST_COMPUTE else None,
         )
+        comes_again = not (given.autotune or streams.capturing(self.stream))
+        self._key = self.operands.places if comes_again else None
 
-    def prepare(self) -> bytes:
-        """What to tell the peers first: whether one kernel could do it, else of the phases."""
+    # -- what the ranks tell each other ------------------------------------------------------------
+
+    def say(self) -> bytes:
+        """What to tell the peers first: the execution that this one repeats, or all of it.
+
+        Raises HeapExhausted.
+        """
+        if self._key is not None:
+            self._repeated = self._share.repeats.find(self._key, self.lane)
+        if self._repeated is None:
+            return self._say_all()
+        return _AGAIN + self._repeated.number.to_bytes(8, "little")
+
+    def _say_all(self) -> bytes:
+        """The lane, and whether one kernel could do it, else what phases need."""
         form = self._share.form
         if form is None:
-            return self.prepare_phases()
-        self.fused = Fused(form, self._share, self.operands, self.lane.team.device)
-        told: bytes = self.fused.told
-        return told
+            told = self._prepare_phases()
+        else:
+            self._fused = Fused(form, self._share, self.operands, self.lane.team.device)
+            told = self._fused.told
+        return _ANEW + bytes([self.lane.number]) + told
 
-    def prepare_phases(self) -> bytes:
+    def _prepare_phases(self) -> bytes:
         """Take memory for a product in phases; what to tell the peers. Raises HeapExhausted."""
-        self.execution = Execution(self._context, self._share, self.operands, self.lane)
-        return self.execution.prepare()
+        self._phases = Execution(self._context, self._share, self.operands, self.lane)
+        return self._phases.prepare()
+
+    def hear(self, operation: str, said: Sequence[bytes]) -> None:
+        """Decide with what all ranks have said. Collective.
+
+        What only some of them repeat, or not the same execution, is told once more by all.
+        """
+        if self._repeated is not None and said.count(said[0]) == len(said):
+            self._agreed = self._repeated.agreed
+            return
+        self._repeated = None
+        number = self._share.repeats.next()
+        if any(text.startswith(_AGAIN) for text in said):
+            said = self._context.gather(operation, self._say_all)
+        told = [text[2:] for text in said]
+        apart = len({text[1] for text in said}) > 1  # streams are numbered differently
+        if apart:
+            self.lane = Lane.numbered(self._context, LANES - 1)
+        fuses = self._fused is not None and self._fused.chosen(told)
+        if not fuses and (apart or self._fused is not None):
+            told = self._context.gather(operation, self._prepare_phases)
+        self._agreed = Agreed(fuses, tuple(told))
+        if self._key is not None and not apart:
+            self._share.repeats.keep(self._key, number, self._agreed, self.lane)
+
+    # -- what is put on the stream -----------------------------------------------------------------
+
+    def launch(self) -> None:
+        """Put all of it on the stream."""
+        if self._repeated is not None:
+            self._repeated.launch(self.lane, self.stream, self._launch_anew)
+        elif self._agreed.fuses:
+            assert self._fused is not None
+            self._fused.run(self._context, self._agreed.told)
+        else:
+            assert self._phases is not None
+            self._phases.run(self._agreed.told)
+
+    def _launch_anew(self, stream: int) -> None:
+        """The same on another stream, which is being captured."""
+        operands = replace(self.operands, stream=stream)
+        if self._agreed.fuses:
+            assert self._share.form is not None
+            one = Fused(self._share.form, self._share, operands, self.lane.team.device)
+            one.run(self._context, self._agreed.told)
+        else:
+            phases = Execution(self._context, self._share, operands, self.lane)
+            phases.prepare()
+            phases.run(self._agreed.told)
+
+    # -- memory ------------------------------------------------------------------------------------
 
     def _place(self, call_: Call, arrays: Sequence[DeviceArray | None]) -> Result:
         """D: c itself where the call is in place, else new, in the operands' order and memory."""
@@ -152,25 +232,14 @@ def run(
     def prepare() -> bytes:
         plan, call_ = ready()
         made.append(_Made(context, plan.share, call_, arguments))
-        number = bytes([made[0].lane.number])
-        return packed_scalars(arguments.scalars()) + number + made[0].prepare()
+        return packed_scalars(arguments.scalars()) + made[0].say()
 
     notes = [unpacked_scalars(note) for note in context.gather(operation, prepare)]
     require_equal("(alpha, beta)", [scalars for scalars, _ in notes])
-    one, told = made[0], [text[1:] for _, text in notes]
-    fuses = one.fused is not None and one.fused.chosen(told)
-    apart = len({text[0] for _, text in notes}) > 1  # streams are numbered differently
-    if apart:
-        one.lane = Lane.numbered(context, LANES - 1)
-    if not fuses and (apart or one.fused is not None):
-        told = context.gather(operation, one.prepare_phases)
+    one = made[0]
+    one.hear(operation, [text for _, text in notes])
     with context.executing(operation):
-        if fuses:
-            assert one.fused is not None
-            one.fused.run(context, told)
-        else:
-            assert one.execution is not None
-            one.execution.run(told)
+        one.launch()
         if one.blocking:
             one.lane.team.synchronize(one.stream)
         out = one.result.give(context, one.stream)

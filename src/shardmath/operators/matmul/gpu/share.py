@@ -15,6 +15,7 @@ from shardmath.operators.matmul import host
 from shardmath.operators.matmul.gpu.feeding import Feed, Interval, feeds, intervals
 from shardmath.operators.matmul.gpu.form import Form, form_of
 from shardmath.operators.matmul.strategy import HOPPER
+from shardmath.operators.repeats import Repeats
 from shardmath.symmetric.device_array import DeviceArray
 
 __all__ = ["Operands", "Share"]
@@ -37,6 +38,15 @@ class Operands:
     stream: int
     compute: int | None = None  # a MatmulComputeType that is faster, and less exact
     autotune: bool = False
+
+    @property
+    def places(self) -> tuple[object, ...]:
+        """What makes two executions of a plan the same: where all arrays lie, and how they are
+        used.
+        """
+        arrays = (self.a, self.b, self.c, self.out, *self.inputs.values(), *self.outputs.values())
+        lying = tuple(x and (x.address, x.strides, x.block is not None) for x in arrays)
+        return lying, self.alpha, self.beta, self.stream, self.compute
 
     @property
     def factors(self) -> tuple[DeviceArray, DeviceArray]:
@@ -69,6 +79,11 @@ class Share(host.Share):
     def kept(self) -> dict[Any, Any]:
         """What executions of this share keep for the next: geometry that is on the device."""
         return {}
+
+    @cached_property
+    def repeats(self) -> Repeats[Any]:
+        """The executions that may come again."""
+        return Repeats()
 
     @cached_property
     def form(self) -> Form | None:

@@ -1,0 +1,89 @@
+"""Products that come again: one graph where all ranks repeat, launched anew where one does not."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import pytest
+
+KINDS = {
+    "gather": ("X", "X", "X"),
+    "reduce": ("Y", "X", "X"),
+    "move": ("X", "Y", "Y"),
+}
+
+
+def repeated(context, kind, dtype, heap):
+    """Wrong results; and for each execution, whether it was launched again."""
+    import torch
+
+    from shardmath.arrays import library_named
+    from shardmath.distribution import Slab
+    from shardmath.linalg.advanced import Matmul
+    from shardmath.operators.repeats import Known
+    from shardmath.symmetric.allocation import empty_on_heap
+
+    torch.cuda.set_device(context.device_id)
+    size, rank = context.size, context.rank
+    dists = [getattr(Slab, name) for name in KINDS[kind]]
+    m, n, k = 64 * size, 32 * size, 32 * size
+    library = library_named("torch")
+
+    def part(index, shape):
+        local = dists[index].shape(rank, shape)
+        if heap:
+            return empty_on_heap(context, library, local, dtype).zero_()
+        return torch.zeros(local, device="cuda", dtype=getattr(torch, dtype))
+
+    a, other, b = part(0, (m, k)), part(0, (m, k)), part(1, (k, n))
+    again, wrong, launch = [], [], Known.launch
+
+    def counted(self, *args):
+        again[-1] = True
+        launch(self, *args)
+
+    def checked(product, value):
+        again.append(False)
+        d = product.execute()
+        torch.cuda.synchronize()
+        if not (d == k * value).all():
+            wrong.append((len(again), d.flatten()[:3].tolist()))
+
+    with context, patch.object(Known, "launch", counted):
+        with Matmul(a, b, distributions=dists) as product:
+            product.plan()
+            for turn in range(6):  # results lie in two places in turn
+                a.fill_(turn)
+                b.fill_(1)
+                checked(product, turn)
+            steady = again[3:]
+            if rank == 0:  # one rank's operand lies elsewhere: all tell each other anew
+                product.reset_operands_unchecked(a=other)
+            other.fill_(3)
+            a.fill_(3)
+            for _ in range(5):
+                checked(product, 3)
+            changed, steady = again[6], [*steady, *again[9:]]
+        large = part(0, (m, k)).new_ones(dists[0].shape(rank, (16 * m, 16 * k)))
+        wide = large.new_ones(dists[1].shape(rank, (16 * k, n)))
+        with (
+            Matmul(a, b, distributions=dists) as product,
+            Matmul(large, wide, distributions=dists) as larger,
+        ):  # whose workspace replaces what the graphs refer to
+            product.plan()
+            larger.plan()
+            for each in (product, larger, product, product, product, larger, product):
+                again.append(False)
+                d = each.execute()
+                torch.cuda.synchronize()
+                if not (d == (3 * k if each is product else 16 * k)).all():
+                    wrong.append(("larger", d.flatten()[:3].tolist()))
+    return [wrong, steady, changed]
+
+
+@pytest.mark.parametrize("heap", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_all_ranks_repeat_is_one_graph(gpus, size, kind, dtype, heap):
+    for wrong, steady, changed in gpus.run(repeated, kind, dtype, heap, ranks=size):
+        assert (wrong, changed, all(steady)) == ([], False, True)
