@@ -30,7 +30,7 @@ def repeated(context, kind, dtype, heap):
     library = library_named("torch")
 
     def part(index, shape):
-        local = dists[index].shape(rank, shape)
+        local = dists[index].shape(rank, shape, size=size)
         if heap:
             return empty_on_heap(context, library, local, dtype).zero_()
         return torch.zeros(local, device="cuda", dtype=getattr(torch, dtype))
@@ -64,8 +64,8 @@ def repeated(context, kind, dtype, heap):
             for _ in range(5):
                 checked(product, 3)
             changed, steady = again[6], [*steady, *again[9:]]
-        large = part(0, (m, k)).new_ones(dists[0].shape(rank, (16 * m, 16 * k)))
-        wide = large.new_ones(dists[1].shape(rank, (16 * k, n)))
+        large = part(0, (m, k)).new_ones(dists[0].shape(rank, (16 * m, 16 * k), size=size))
+        wide = large.new_ones(dists[1].shape(rank, (16 * k, n), size=size))
         with (
             Matmul(a, b, distributions=dists) as product,
             Matmul(large, wide, distributions=dists) as larger,
