@@ -84,7 +84,7 @@ class _Made:
             autotune=given.autotune and not streams.capturing(self.stream),
             compute=int(compute) if compute in _FAST_COMPUTE else None,
         )
-        comes_again = not (given.autotune or streams.capturing(self.stream))
+        comes_again = not (given.autotune or streams.capturing(self.stream) or context.spans_hosts)
         self._key = self.operands.places if comes_again else None
 
     # -- what the ranks tell each other ------------------------------------------------------------
