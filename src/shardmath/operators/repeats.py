@@ -1,10 +1,10 @@
 """Executions that come again: agreed on by a number, and launched as one CUDA graph.
 
 Every execution of a plan has a number, the same on all ranks. A rank whose call is as it was in an
-earlier one, with its arrays and its lane's memory where they were then, says the number of that
+earlier one, with its operands and its lane's memory where they were then, says the number of that
 execution in place of what its peers would have to know. Where all ranks say the same one, what they
-told each other then still holds: nobody prepares anything, and what was launched then is launched
-again, from the second time on as a graph.
+told each other then still holds, and nobody says anything else. Where results lie is each rank's
+own affair: what is put on the stream for one place is a graph from the second time on.
 """
 
 from __future__ import annotations
@@ -20,30 +20,38 @@ from shardmath.symmetric.heap import Block
 
 __all__ = ["Known", "Repeats"]
 
-_KEPT = 16  # executions of a plan: results that are new each time lie in a few places
-
+_KEPT = 16  # executions of a plan, and places of the results of one
 
 Agreed = TypeVar("Agreed")
+T = TypeVar("T")
 
 
 @dataclass
 class Known(Generic[Agreed]):
-    """An execution that can come again: what all ranks `agreed` on for it, and the lane's memory
-    by name. Its `graph` is made when it does come again.
+    """An execution that can come again: what all ranks `agreed` on for it, the lane's memory by
+    name, and the `graphs` by where this rank's results lie, None for a place seen once.
     """
 
     number: int
     agreed: Agreed
     blocks: Mapping[str, Block] = field(repr=False)
-    graph: Graph | None = field(default=None, repr=False)
+    graphs: OrderedDict[Hashable, Graph | None] = field(repr=False, default_factory=OrderedDict)
 
-    def launch(self, lane: Lane, stream: int, launches: Callable[[int], None]) -> None:
-        """Put on `stream` what `launches(stream)` would. That is called the first time only."""
-        if self.graph is None:
-            self.graph = lane.graph(launches)
+    def launch(
+        self, place: Hashable, lane: Lane, stream: int, launches: Callable[[int], None]
+    ) -> None:
+        """Put on `stream` what `launches(stream)` puts there, for results at `place`."""
+        graph = self.graphs.get(place)
+        if graph is None:
+            seen = place in self.graphs
+            graph = lane.graph(launches) if seen else None
+            _keep(self.graphs, place, graph)
+        if graph is None:
+            launches(stream)
+            return
         lane.team.check()
         with lane.entered(stream):
-            self.graph.launch(stream)
+            graph.launch(stream)
 
 
 class Repeats(Generic[Agreed]):
@@ -68,7 +76,11 @@ class Repeats(Generic[Agreed]):
 
     def keep(self, key: Hashable, number: int, agreed: Agreed, lane: Lane) -> None:
         """Remember an execution whose memory has been prepared."""
-        self._known[key] = Known(number, agreed, lane.blocks())
-        self._known.move_to_end(key)
-        if len(self._known) > _KEPT:
-            self._known.popitem(last=False)
+        _keep(self._known, key, Known(number, agreed, lane.blocks()))
+
+
+def _keep(shelf: OrderedDict[Hashable, T], key: Hashable, value: T) -> None:
+    shelf[key] = value
+    shelf.move_to_end(key)
+    if len(shelf) > _KEPT:
+        shelf.popitem(last=False)

@@ -85,7 +85,7 @@ class _Made:
             compute=int(compute) if compute in _FAST_COMPUTE else None,
         )
         comes_again = not (given.autotune or streams.capturing(self.stream) or context.spans_hosts)
-        self._key = self.operands.places if comes_again else None
+        self._key = self.operands.use if comes_again else None
 
     # -- what the ranks tell each other ------------------------------------------------------------
 
@@ -143,7 +143,8 @@ class _Made:
     def launch(self) -> None:
         """Put all of it on the stream."""
         if self._repeated is not None:
-            self._repeated.launch(self.lane, self.stream, self._launch_anew)
+            place = self.operands.place
+            self._repeated.launch(place, self.lane, self.stream, self._launch_anew)
         elif self._agreed.fuses:
             assert self._fused is not None
             self._fused.run(self._context, self._agreed.told)
@@ -152,7 +153,7 @@ class _Made:
             self._phases.run(self._agreed.told)
 
     def _launch_anew(self, stream: int) -> None:
-        """The same on another stream, which is being captured."""
+        """All of it as agreed in an earlier execution, on a stream that may be being captured."""
         operands = replace(self.operands, stream=stream)
         if self._agreed.fuses:
             assert self._share.form is not None

@@ -40,13 +40,21 @@ class Operands:
     autotune: bool = False
 
     @property
-    def places(self) -> tuple[object, ...]:
-        """What makes two executions of a plan the same: where all arrays lie, and how they are
-        used.
-        """
-        arrays = (self.a, self.b, self.c, self.out, *self.inputs.values(), *self.outputs.values())
-        lying = tuple(x and (x.address, x.strides, x.block is not None) for x in arrays)
-        return lying, self.alpha, self.beta, self.stream, self.compute
+    def use(self) -> tuple[object, ...]:
+        """What executions of a plan have in common that differ at most in where results lie."""
+        read = (self.a, self.b, self.c, *self.inputs.values())
+        lying = [x and (x.address, x.strides, x.block is not None) for x in read]
+        made = [x.strides for x in self._made]
+        return *lying, *made, self.alpha, self.beta, self.stream, self.compute
+
+    @property
+    def place(self) -> tuple[int, ...]:
+        """Where results lie."""
+        return tuple(x.address for x in self._made)
+
+    @property
+    def _made(self) -> tuple[DeviceArray, ...]:
+        return self.out, *self.outputs.values()
 
     @property
     def factors(self) -> tuple[DeviceArray, DeviceArray]:
