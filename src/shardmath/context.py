@@ -12,6 +12,7 @@ import itertools
 import struct
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -163,7 +164,7 @@ class DistributedContext:
             transport.attach(peer, location.segment)
         return transport.address(peer, location.segment, location.offset, nbytes)
 
-    @property
+    @cached_property
     def spans_hosts(self) -> bool:
         """Whether some ranks have no address for each other's memory; the same on all ranks."""
         mesh = self._machinery.mesh

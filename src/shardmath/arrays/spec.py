@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-__all__ = ["ArraySpec", "Order", "order_of", "packed_strides"]
+__all__ = ["ArraySpec", "Order", "byte_span", "order_of", "packed_strides"]
 
 Order = Literal["C", "F", "both", "strided"]
 
@@ -54,6 +54,15 @@ class ArraySpec:
         return self.size * self.itemsize
 
     @cached_property
+    def span(self) -> tuple[int, int]:
+        """The first byte and the one behind the last, from the element with index 0 everywhere.
+
+        (0, 0) where there are no elements.
+        """
+        strides = [stride * self.itemsize for stride in self.strides]
+        return byte_span(self.shape, strides, self.itemsize)
+
+    @cached_property
     def order(self) -> Order:
         """How the elements lie in memory; see `order_of`."""
         return order_of(self.shape, self.strides)
@@ -75,6 +84,15 @@ def order_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> Order:
     if is_c and is_f:
         return "both"
     return "C" if is_c else "F" if is_f else "strided"
+
+
+def byte_span(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> tuple[int, int]:
+    """See `ArraySpec.span`; `strides` are bytes."""
+    if 0 in shape:
+        return 0, 0
+    reach = [(n - 1) * step for n, step in zip(shape, strides, strict=True)]
+    low = sum(step for step in reach if step < 0)
+    return low, sum(step for step in reach if step > 0) + itemsize
 
 
 def packed_strides(

@@ -14,14 +14,15 @@ contexts that are under way at once must begin in the same order on all ranks.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardmath.arrays.dtypes import DType
 from shardmath.collectives.far import FarCollectives
 from shardmath.collectives.pushes import Pushes, on_all_ranks, reduction_defines
-from shardmath.cuda.kernel import Argument
+from shardmath.cuda.kernel import Argument, ReadyLaunch
 from shardmath.symmetric.team import Team
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ _MOST_THREADS = 512  # kThreads
 _SETS, _PHASES = 3, 2  # kSets, kPhases
 _MOST_BLOCKS = 132  # one on each multiprocessor of an H100: half of its registers
 _SPREAD = 64  # blocks, before there are more threads in each
+_KEPT = 256  # launches that are kept ready
 _SECOND_WAIT_BYTES = 512 << 10  # what a link carries in the time of one wait, 1.4 us
 
 
@@ -75,6 +77,7 @@ class DeviceCollectives(Pushes):
     def __init__(self, context: DistributedContext, team: Team, places: Sequence[int]) -> None:
         super().__init__(context, team)
         self._places = tuple(places)
+        self._ready: OrderedDict[tuple[Any, ...], ReadyLaunch | None] = OrderedDict()
 
     @classmethod
     def together(cls, context: DistributedContext) -> DeviceCollectives | FarCollectives:
@@ -105,13 +108,14 @@ class DeviceCollectives(Pushes):
         launch: Launch | None = None,
     ) -> None:
         """Combine `count` elements of all ranks into `target`, which may be `source`."""
-        if count == 0:
-            return
-        nbytes = count * dtype.itemsize
-        launch = launch or choose_all_reduce(nbytes, self.team.size)
-        tail = struct.pack("QQQ", source, target, nbytes)
-        whole = (source | target | nbytes) % _PACKET == 0
-        self._reduce(launch, dtype, operation, whole, tail, stream)
+
+        def make() -> ReadyLaunch | None:
+            nbytes = count * dtype.itemsize
+            grid = launch or choose_all_reduce(nbytes, self.team.size)
+            return self._reduce(grid, dtype, operation, (source, target, nbytes))
+
+        key = ("all_reduce", source, target, count, dtype.name, operation, launch)
+        self._run(key, stream, make)
 
     def reduce_scatter(
         self,
@@ -123,39 +127,63 @@ class DeviceCollectives(Pushes):
         stream: int,
     ) -> None:
         """Combine all ranks' `sum(counts)` elements; rank r's `target` gets `counts[r]` of them."""
-        most = max(counts) * dtype.itemsize
-        if most == 0:
-            return
-        sizes = [count * dtype.itemsize for count in counts]
-        words = (source, target, most, *_starts(sizes), *sizes)
-        tail = struct.pack(f"{len(words)}Q", *words)
-        launch = _grid("reduce_scatter", -(-most // _PACKET))
-        whole = not any(word % _PACKET for word in words)
-        self._reduce(launch, dtype, operation, whole, tail, stream)
+
+        def make() -> ReadyLaunch | None:
+            sizes = [count * dtype.itemsize for count in counts]
+            grid = _grid("reduce_scatter", -(-max(sizes) // _PACKET))
+            words = (source, target, max(sizes), *_starts(sizes), *sizes)
+            return self._reduce(grid, dtype, operation, words)
+
+        key = ("reduce_scatter", source, target, tuple(counts), dtype.name, operation)
+        self._run(key, stream, make)
 
     def all_gather(self, source: int, target: int, sizes: Sequence[int], stream: int) -> None:
         """Put every rank's `sizes[rank]` bytes at `source`, in order, into everybody's `target`."""
-        own = sizes[self.team.rank]
-        self._exchange(
-            source, target, [0] * self.team.size, [own] * self.team.size, sizes, max(sizes), stream
-        )
+
+        def make() -> ReadyLaunch | None:
+            size, own = self.team.size, sizes[self.team.rank]
+            return self._exchange(source, target, [0] * size, [own] * size, sizes, max(sizes))
+
+        self._run(("all_gather", source, target, tuple(sizes)), stream, make)
 
     def all_to_all(
         self, source: int, target: int, sizes: Sequence[Sequence[int]], stream: int
     ) -> None:
         """Send `sizes[src][dst]` bytes from every rank to every other; both sides lie in order."""
-        rank = self.team.rank
-        sent = list(sizes[rank])
-        received = [row[rank] for row in sizes]
-        most = max(max(row) for row in sizes)
-        self._exchange(source, target, _starts(sent), sent, received, most, stream)
+
+        def make() -> ReadyLaunch | None:
+            rank = self.team.rank
+            received = [row[rank] for row in sizes]
+            most, sent = max(max(row) for row in sizes), sizes[rank]
+            return self._exchange(source, target, _starts(sent), sent, received, most)
+
+        self._run(("all_to_all", source, target, tuple(map(tuple, sizes))), stream, make)
 
     def broadcast(self, source: int, target: int, nbytes: int, root: int, stream: int) -> None:
         """Copy `nbytes` at `source` of rank `root` to everybody's `target`."""
-        size, rank = self.team.size, self.team.rank
-        received = [nbytes if peer == root else 0 for peer in range(size)]
-        sent = [nbytes if rank == root else 0] * size
-        self._exchange(source, target, [0] * size, sent, received, nbytes, stream)
+
+        def make() -> ReadyLaunch | None:
+            size, rank = self.team.size, self.team.rank
+            received = [nbytes if peer == root else 0 for peer in range(size)]
+            sent = [nbytes if rank == root else 0] * size
+            return self._exchange(source, target, [0] * size, sent, received, nbytes)
+
+        self._run(("broadcast", source, target, nbytes, root), stream, make)
+
+    def _run(
+        self, key: tuple[Any, ...], stream: int, make: Callable[[], ReadyLaunch | None]
+    ) -> None:
+        """Put the launch of that key, which `make` gives when it first comes, on `stream`."""
+        self._require_usable()
+        if key not in self._ready:
+            self._ready[key] = make()
+            if len(self._ready) > _KEPT:
+                self._ready.popitem(last=False)
+        self._ready.move_to_end(key)
+        launch = self._ready[key]
+        if launch is not None:
+            with self._turns.taken(stream):
+                launch.put(stream)
 
     def _exchange(
         self,
@@ -165,41 +193,33 @@ class DeviceCollectives(Pushes):
         sent: Sequence[int],
         received: Sequence[int],
         most: int,
-        stream: int,
-    ) -> None:
+    ) -> ReadyLaunch | None:
+        """A launch that exchanges bytes through cells; None where there are none."""
         if most == 0:
-            return
-        self._require_usable()
+            return None
         words = (source, target, most, *starts, *sent, *_starts(received), *received)
-        launch = _grid("exchange", -(-most // (_PACKET // 2)))
-        argument = Argument(self._packed() + struct.pack(f"{len(words)}Q", *words))
+        grid = _grid("exchange", -(-most // (_PACKET // 2)))
         whole = not any(word % (_PACKET // 2) for word in words)
-        kernel = self.team.kernel("exchange", launch.function, (f"WHOLE={whole:d}",))
-        with self._turns.taken(stream):
-            kernel.launch(stream, launch.blocks, launch.threads, argument)
+        kernel = self.team.kernel("exchange", grid.function, (f"WHOLE={whole:d}",))
+        return kernel.ready(grid.blocks, grid.threads, self._argument(words))
 
     def _reduce(
-        self,
-        launch: Launch,
-        dtype: DType,
-        operation: str,
-        whole: bool,
-        tail: bytes,
-        stream: int,
-    ) -> None:
-        self._require_usable()
-        assert launch.blocks <= _MOST_BLOCKS and launch.threads <= _MOST_THREADS, launch
-        kernel = self.team.kernel(
-            "reduce", launch.function, reduction_defines(dtype, operation, whole)
-        )
-        argument = Argument(self._packed() + tail)
-        with self._turns.taken(stream):
-            kernel.launch(stream, launch.blocks, launch.threads, argument)
+        self, grid: Launch, dtype: DType, operation: str, words: Sequence[int]
+    ) -> ReadyLaunch | None:
+        """A launch that combines through cells; the third of `words` are the most bytes."""
+        if words[2] == 0:
+            return None
+        assert grid.blocks <= _MOST_BLOCKS and grid.threads <= _MOST_THREADS, grid
+        whole = not any(word % _PACKET for word in words)
+        defines = reduction_defines(dtype, operation, whole)
+        kernel = self.team.kernel("reduce", grid.function, defines)
+        return kernel.ready(grid.blocks, grid.threads, self._argument(words))
 
-    def _packed(self) -> bytes:
-        """The struct `Cells`."""
+    def _argument(self, words: Sequence[int]) -> Argument:
+        """The struct `Cells`, and what follows it."""
         places = [self._places[rank] for rank in self._rotated()]
-        return self.team.packed() + struct.pack(f"{self.team.size}Q", *places)
+        words = (*places, *words)
+        return Argument(self.team.packed() + struct.pack(f"{len(words)}Q", *words))
 
 
 def _starts(sizes: Sequence[int]) -> list[int]:

@@ -161,6 +161,7 @@ class _Gather:
     dtype: str
     axis: int
     shape: Shape
+    operands: tuple[Shape, ...]
     sizes: Shape
     starts: tuple[int, ...]
 
@@ -173,7 +174,7 @@ def _plan_gather(specs: list[Any]) -> _Gather:
     shape = (*first[:axis], sum(counts), *first[axis + 1 :])
     require_outputs_fit(outs, libraries, dtype, [shape] * len(specs))
     sizes = tuple(prod(each) for each in shapes)
-    return _Gather(dtype, axis, shape, sizes, tuple(starts(counts)))
+    return _Gather(dtype, axis, shape, shapes, sizes, tuple(starts(counts)))
 
 
 def all_to_all(
@@ -323,11 +324,7 @@ def _all_gather_on_device(context: DistributedContext, x: Any, axis: int, out: A
 
     plan, _ = agree_plan(context, "all_gather", describe, _plan_gather)
     with context.executing("all_gather"):
-        ends = plan.starts[1:]
-        counts = [end - start for start, end in zip(plan.starts, ends, strict=False)]
-        before, after = plan.shape[: plan.axis], plan.shape[plan.axis + 1 :]
-        shapes = [(*before, count, *after) for count in counts]
-        return own[0].all_gather(plan.axis, shapes, plan.shape, out)
+        return own[0].all_gather(plan.axis, plan.operands, plan.shape, out)
 
 
 def _all_to_all_on_device(

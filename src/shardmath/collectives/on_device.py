@@ -18,13 +18,13 @@ from shardmath.arrays.dtypes import of as dtype_of
 from shardmath.arrays.dtypes import to_numpy
 from shardmath.arrays.spec import ArraySpec
 from shardmath.collectives.device import DeviceCollectives
-from shardmath.collectives.operand import OutputSpec, Shape, heap_location
+from shardmath.collectives.operand import OutputSpec, Shape, live_block
 from shardmath.collectives.reduction import Reduction
 from shardmath.context import DistributedContext
 from shardmath.cuda import stream as streams
 from shardmath.cuda.driver import call
 from shardmath.symmetric.allocation import array_on
-from shardmath.symmetric.heap import Location
+from shardmath.symmetric.heap import Buffer, Location
 from shardmath.symmetric.team import Team
 
 __all__ = ["INTO_BYTES", "DeviceOperand", "device_output_spec", "stand_in"]
@@ -51,7 +51,7 @@ class DeviceOperand:
         self._x = x
         _require_device(self.spec, team)
         if self.spec.size:
-            heap_location(context, self.library.pointer(x))  # refuses what has been freed
+            live_block(context, self.library.pointer(x))  # refuses what has been freed
 
     @property
     def on_host(self) -> bool:
@@ -81,10 +81,8 @@ class DeviceOperand:
             moves.all_reduce_into(source.pointer, places, count, dtype, op, stream)
             result = flat.narrow(reduction.result)
             return self._finish(result, self.spec.shape, reduction.result, None)
-        if dtype.name == reduction.result and self._takes(out, source.pointer):
-            moves.all_reduce(source.pointer, self.library.pointer(out), count, dtype, op, stream)
-            return out
-        flat = self._flat(count, dtype)
+        into = out if dtype.name == reduction.result else None
+        flat = self._room(self.spec.shape, dtype, into, source, in_place=True)
         moves.all_reduce(source.pointer, flat.pointer, count, dtype, op, stream)
         return self._finish(flat.narrow(reduction.result), self.spec.shape, reduction.result, out)
 
@@ -95,7 +93,8 @@ class DeviceOperand:
         source, dtype, op = self._wide(reduction, self._by_rank(axis, counts))
         width = self.spec.size // max(self.spec.shape[axis], 1)
         sizes = [count * width for count in counts]
-        flat = self._flat(sizes[self.context.rank], dtype)
+        into = out if dtype.name == reduction.result else None
+        flat = self._room(shape, dtype, into, source)
         moves = DeviceCollectives.together(self.context)
         moves.reduce_scatter(source.pointer, flat.pointer, sizes, dtype, op, self.stream)
         return self._finish(flat.narrow(reduction.result), shape, reduction.result, out)
@@ -113,7 +112,7 @@ class DeviceOperand:
             size = self.context.size
             moves.move([source.pointer] * size, targets, [sizes[rank]] * size, self.stream)
         else:
-            flat = self._flat(whole // item, dtype_of(self.spec.dtype))
+            flat = self._joinable(axis, shape, out, source)
             moves.all_gather(source.pointer, flat.pointer, sizes, self.stream)
         return self._joined(flat, axis, shapes, shape, out)
 
@@ -135,7 +134,7 @@ class DeviceOperand:
             ]
             moves.move(sources, targets, table[rank], self.stream)
         else:
-            flat = self._flat(sum(received) // item, dtype_of(self.spec.dtype))
+            flat = self._joinable(axis, shape, out, source)
             moves.all_to_all(source.pointer, flat.pointer, table, self.stream)
         parts = [
             (*each[:axis], row[rank], *each[axis + 1 :])
@@ -154,7 +153,7 @@ class DeviceOperand:
             sent = nbytes if rank == root else 0
             moves.move([source.pointer] * size, places, [sent] * size, self.stream)
         else:
-            flat = self._flat(prod(shape), dtype)
+            flat = self._room(shape, dtype, out, source)
             moves.broadcast(source.pointer, flat.pointer, nbytes, root, self.stream)
         return self._finish(flat, shape, self.spec.dtype, out)
 
@@ -181,14 +180,15 @@ class DeviceOperand:
     def _packed(self, x: Any) -> _Flat:
         """`x` in C order on the GPU: where it lies if it does, else a copy."""
         if not self.on_host:
-            return _Flat(self, _contiguous(x), dtype_of(self.library.spec(x).dtype))
+            spec = self.spec if x is self._x else self.library.spec(x)
+            return _Flat(self, _contiguous(x), dtype_of(spec.dtype), spec.shape)
         host = x if isinstance(x, np.ndarray) else self.library.host_view(x)
         host = np.ascontiguousarray(host)
         buffer = self.context.heap.allocate(host.nbytes)
         self.team.device.activate()
         if host.nbytes:
             call("cuMemcpyHtoD", buffer.block.address, host.ctypes.data, host.nbytes)
-        return _Flat(self, buffer, dtype_of(host.dtype))
+        return _Flat(self, buffer, dtype_of(host.dtype), host.shape)
 
     def _wide(self, reduction: Reduction, x: Any = None) -> tuple[_Flat, DType, str]:
         """The operand in the type that the kernel combines, that type, and the operation."""
@@ -201,12 +201,27 @@ class DeviceOperand:
             x = _cast(x, wide)
         return self._packed(x), wide, reduction.op
 
-    def _flat(self, count: int, dtype: DType) -> _Flat:
-        """Memory for a result of so many elements."""
+    def _room(
+        self, shape: Shape, dtype: DType, out: Any, source: _Flat, *, in_place: bool = False
+    ) -> _Flat:
+        """Memory for a result: `out` where it can be written straight into it, else new.
+
+        `in_place`: the result may be written over the source, element by element.
+        """
         if self.on_host:
-            return _Flat(self, self.context.heap.allocate(count * dtype.itemsize), dtype, count)
-        array = self.library.empty((count,), dtype, "C", self.spec.device)
-        return _Flat(self, array, dtype, count)
+            buffer = self.context.heap.allocate(prod(shape) * dtype.itemsize)
+            return _Flat(self, buffer, dtype, shape)
+        if out is not None and self._takes(out, source, in_place=in_place):
+            return _Flat(self, out, dtype, shape)
+        array = self.library.empty(shape, dtype, "C", self.spec.device)
+        return _Flat(self, array, dtype, shape)
+
+    def _joinable(self, axis: int, shape: Shape, out: Any, source: _Flat) -> _Flat:
+        """Memory for the parts of a result, which come one after the other; see `_joined`."""
+        dtype = dtype_of(self.spec.dtype)
+        if prod(shape[:axis]) == 1:
+            return self._room(shape, dtype, out, source)
+        return self._room((prod(shape),), dtype, None, source)
 
     def _shared(self, count: int, dtype: DType) -> tuple[_Flat, list[int]]:
         """Such memory on the heap, and where every rank's lies. Collective."""
@@ -227,15 +242,15 @@ class DeviceOperand:
         array = made[0]
         if not self.on_host:
             array = array_on(array, self.library, dtype, (count,), (1,))
-        return _Flat(self, array, dtype, count), places
+        return _Flat(self, array, dtype, (count,)), places
 
-    def _takes(self, out: Any, source: int) -> bool:
-        """Whether a result can be written straight into `out`: packed, not across the operand."""
-        if out is None or self.on_host:
-            return False
+    def _takes(self, out: Any, source: _Flat, *, in_place: bool) -> bool:
+        """Whether a result can be written straight into `out`: packed, and not over the source."""
         spec, target = self.library.spec(out), self.library.pointer(out)
-        apart = target == source or abs(target - source) >= spec.nbytes
-        return apart and spec.order in ("C", "both") and spec.device == self.spec.device
+        apart = target + spec.nbytes <= source.pointer or source.end <= target
+        apart = apart or (in_place and target == source.pointer)
+        packed = spec.order in ("C", "both") and not _is_lazy(out)
+        return apart and packed and spec.device == self.spec.device
 
     def _joined(
         self, flat: _Flat, axis: int, parts: Sequence[Shape], shape: Shape, out: Any
@@ -243,7 +258,7 @@ class DeviceOperand:
         """The result, whose parts lie one after the other."""
         if prod(shape[:axis]) == 1:
             return self._finish(flat, shape, self.spec.dtype, out)
-        array, result = flat.array(), self._result(shape, self.spec.dtype, out)
+        array, result = _ravel(flat.array()), self._result(shape, self.spec.dtype, out)
         view = self.library.host_view(result, writable=True) if self.on_host else result
         at = start = 0
         for part in parts:
@@ -253,7 +268,11 @@ class DeviceOperand:
         return result
 
     def _finish(self, flat: _Flat, shape: Shape, dtype: str, out: Any) -> Any:
-        array = flat.array().reshape(shape)
+        array = flat.array()
+        if array is out:
+            return out
+        if tuple(array.shape) != shape:
+            array = array.reshape(shape)
         if out is None and not self.on_host:
             return array
         result = self._result(shape, dtype, out)
@@ -266,21 +285,27 @@ class DeviceOperand:
 
 
 class _Flat:
-    """Elements in a row on the GPU, as an array of the operand's library or as a buffer."""
+    """Elements in C order on the GPU, as an array of the operand's library or as a buffer."""
 
-    def __init__(self, operand: DeviceOperand, kept: Any, dtype: DType, count: int = 0) -> None:
+    def __init__(self, operand: DeviceOperand, kept: Any, dtype: DType, shape: Shape) -> None:
         self._operand = operand
         self._kept = kept
         self._dtype = dtype
-        self._count = count
-        block = getattr(kept, "block", None)
-        self.pointer = block.address if block else operand.library.pointer(kept)
+        self._shape = shape
+        self.pointer: int = (
+            kept.block.address if isinstance(kept, Buffer) else operand.library.pointer(kept)
+        )
+
+    @property
+    def end(self) -> int:
+        """The address after the last element."""
+        return self.pointer + prod(self._shape) * self._dtype.itemsize
 
     def array(self) -> Any:
         """Its elements: of the library, or of NumPy for operands in host memory, after waiting."""
         if not self._operand.on_host:
             return self._kept
-        host = np.empty(self._count, to_numpy(self._dtype))
+        host = np.empty(self._shape, to_numpy(self._dtype))
         self._operand.team.synchronize(0)
         if host.nbytes:
             call("cuMemcpyDtoH", host.ctypes.data, self.pointer, host.nbytes)
@@ -330,11 +355,18 @@ def _is_numpy(x: Any) -> bool:
     return isinstance(x, np.ndarray)
 
 
+def _is_lazy(x: Any) -> bool:
+    """Whether the memory of a tensor lacks its values: its elements are conjugates or negatives."""
+    return hasattr(x, "is_conj") and bool(x.is_conj() or x.is_neg())
+
+
 def _contiguous(x: Any) -> Any:
     """`x` in C order, on the current stream of its library."""
-    if type(x).__module__.startswith("torch") or hasattr(x, "resolve_conj"):
-        return x.detach().resolve_conj().resolve_neg().contiguous()
-    return x if x.flags.c_contiguous else x.copy("C")
+    if not hasattr(x, "is_contiguous"):
+        return x if x.flags.c_contiguous else x.copy("C")
+    if x.is_contiguous() and not _is_lazy(x):
+        return x
+    return x.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def _ravel(x: Any) -> Any:

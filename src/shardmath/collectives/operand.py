@@ -20,7 +20,7 @@ from shardmath.arrays.spec import ArraySpec
 from shardmath.context import DistributedContext, require_context
 from shardmath.errors import UseAfterFree
 from shardmath.geometry import Spans
-from shardmath.symmetric.heap import Location
+from shardmath.symmetric.heap import Block, Location
 
 __all__ = [
     "Operand",
@@ -32,6 +32,7 @@ __all__ = [
     "column_view",
     "context_of",
     "heap_location",
+    "live_block",
     "output_spec",
     "require_outputs_fit",
     "slab_counts",
@@ -131,13 +132,19 @@ def heap_location(context: DistributedContext, address: int) -> Location | None:
 
     Raises UseAfterFree when the block there has been freed.
     """
-    block = context.heap.find(address)
+    block = live_block(context, address)
     if block is None:
         return None
-    if block.freed:
-        raise UseAfterFree("an operand lies in symmetric memory that has been freed")
     context.announce(block)
     return Location(block.location.segment, block.location.offset + address - block.address)
+
+
+def live_block(context: DistributedContext, address: int) -> Block | None:
+    """The block of this rank's heap in which `address` lies, if any; UseAfterFree if freed."""
+    block = context.heap.find(address)
+    if block is not None and block.freed:
+        raise UseAfterFree("an operand lies in symmetric memory that has been freed")
+    return block
 
 
 def context_of(context: DistributedContext | None) -> DistributedContext:

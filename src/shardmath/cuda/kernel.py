@@ -15,7 +15,7 @@ from shardmath.cuda.compile import compiled, compiled_source
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import bindings, call
 
-__all__ = ["Argument", "Extent", "Kernel", "Launch", "kernel", "kernel_of_source"]
+__all__ = ["Argument", "Extent", "Kernel", "ReadyLaunch", "kernel", "kernel_of_source"]
 
 Extent = int | Sequence[int]  # of a grid or a block: along x, or along x, y and z
 
@@ -81,15 +81,15 @@ class Kernel:
 
     def ready(
         self, blocks: Extent, threads: Extent, argument: Argument, *, early: bool = False
-    ) -> Launch:
+    ) -> ReadyLaunch:
         """A launch of it that is put on streams often. `early` as for `launch`."""
         grid, block = _three(blocks), _three(threads)
         early = early and self.device.overlaps_launches
         config = _config(0, grid, block, self.shared, early=early)
-        return Launch(self._function, config, argument)
+        return ReadyLaunch(self._function, config, argument)
 
 
-class Launch:
+class ReadyLaunch:
     """A kernel with its grid and its argument, ready to be put on any stream, again and again.
 
     One thread at a time uses it. Made by `Kernel.ready`.

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 
 from shardmath.cuda.constant import Constant
 from shardmath.cuda.device import Device
-from shardmath.cuda.kernel import Argument, kernel
+from shardmath.cuda.kernel import Argument, ReadyLaunch, kernel
 from shardmath.redistribution.boxes import BASES, Box, tables
 
 __all__ = ["Box", "BoxCopies"]
@@ -69,6 +69,14 @@ class BoxCopies:
         function = kernel(self.device, "boxes", "copy_boxes")
         argument = self._argument(tuple(sources), tuple(targets))
         function.launch(stream, min(self._count, most), _THREADS, argument)
+
+    def ready(self, sources: Sequence[int], targets: Sequence[int]) -> ReadyLaunch | None:
+        """The same as a launch that can be put on streams often; None where nothing is copied."""
+        if not self._count:
+            return None
+        blocks = min(self._count, self.device.processors * _BLOCKS_EACH)
+        function = kernel(self.device, "boxes", "copy_boxes")
+        return function.ready(blocks, _THREADS, self._argument(tuple(sources), tuple(targets)))
 
     def _argument(self, sources: tuple[int, ...], targets: tuple[int, ...]) -> Argument:
         key = (sources, targets)

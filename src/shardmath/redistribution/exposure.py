@@ -15,6 +15,7 @@ from math import prod
 import numpy as np
 
 from shardmath.arrays.base import HostArray
+from shardmath.arrays.spec import byte_span
 from shardmath.context import DistributedContext
 from shardmath.redistribution.host import Window, copy_array
 from shardmath.redistribution.plan import TransferPlan
@@ -68,11 +69,9 @@ def expose(context: DistributedContext, host: HostArray, block: Block) -> Expose
     context.announce(block)
     if host.size == 0:
         return Exposed(block.location, 0, 0, host.strides)
-    reach = [(n - 1) * stride for n, stride in zip(host.shape, host.strides, strict=True)]
-    low = sum(step for step in reach if step < 0)
-    high = sum(step for step in reach if step > 0) + host.itemsize
     address = int(host.__array_interface__["data"][0])
-    return Exposed.within(block, address, (low, high), host.strides)
+    span = byte_span(host.shape, host.strides, host.itemsize)
+    return Exposed.within(block, address, span, host.strides)
 
 
 def staged_bytes(ranges: Ranges, itemsize: int) -> int:

@@ -49,7 +49,7 @@ class TransferPlan:
         """The bytes that each rank sends and receives; what stays on a rank is not counted."""
         return bytes_moved(self.src, self.dst, self.itemsize)
 
-    @property
+    @cached_property
     def crosses(self) -> bool:
         """True when any byte changes its rank; otherwise ranks need not wait for each other."""
         return any(self.traffic.received)

@@ -303,11 +303,8 @@ def _find(heap: Heap, library: Library, array: Any) -> _Place | None:
     block = heap.find(pointer)
     if block is None:
         return None
-    reach = [(n - 1) * stride for n, stride in zip(spec.shape, spec.strides, strict=True)]
-    offset = pointer - block.address
-    first = offset + sum(step for step in reach if step < 0) * spec.itemsize
-    last = offset + (sum(step for step in reach if step > 0) + 1) * spec.itemsize
-    return (block, offset) if first >= 0 and last <= block.nbytes else None
+    offset, (low, high) = pointer - block.address, spec.span
+    return (block, offset) if offset + low >= 0 and offset + high <= block.nbytes else None
 
 
 def _owner_of(position: int, tensor: Any) -> tuple[Heap, Block]:

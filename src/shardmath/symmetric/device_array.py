@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import prod
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ import numpy as np
 
 from shardmath.arrays import dtypes, library_of
 from shardmath.arrays.base import HostArray, overlaps
-from shardmath.arrays.spec import ArraySpec, Order, order_of, packed_strides
+from shardmath.arrays.spec import ArraySpec, Order, byte_span, order_of, packed_strides
 from shardmath.context import DistributedContext
 from shardmath.cuda import stream as streams
 from shardmath.cuda.driver import call
@@ -68,14 +69,10 @@ class DeviceArray:
         """How the elements lie in memory; see `order_of`."""
         return order_of(self.shape, tuple(stride // self.itemsize for stride in self.strides))
 
-    @property
+    @cached_property
     def span(self) -> tuple[int, int]:
         """The first byte and the one behind the last, counted from `address`; (0, 0) if empty."""
-        if not self.size:
-            return 0, 0
-        reach = [(n - 1) * step for n, step in zip(self.shape, self.strides, strict=True)]
-        low = sum(step for step in reach if step < 0)
-        return low, sum(step for step in reach if step > 0) + self.itemsize
+        return byte_span(self.shape, self.strides, self.itemsize)
 
     def transposed(self) -> DeviceArray:
         """The same memory with its axes reversed."""

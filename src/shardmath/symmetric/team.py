@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import bindings, call, status_of
-from shardmath.cuda.kernel import Argument, Kernel, Launch, kernel
+from shardmath.cuda.kernel import Argument, Kernel, ReadyLaunch, kernel
 from shardmath.errors import CudaError, OpTimeout
 from shardmath.symmetric import layout
 from shardmath.symmetric.board import Board
@@ -81,7 +81,7 @@ class Team:
         self._own = own
         self._family: weakref.WeakSet[Team] = weakref.WeakSet([self])  # all teams of these ranks
         self._status, self._status_address = _host_words(device, 1 + 3 * self.size)
-        self._launches: dict[tuple[Any, ...], Launch] = {}
+        self._launches: dict[tuple[Any, ...], ReadyLaunch] = {}
 
     def another(self, own: Buffer, pads: Sequence[int], channels: int) -> Team:
         """A team of the same ranks with pads of its own."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from shardmath.operators.redistribute.device import DeviceExecution
 
 __all__ = ["Redistribute", "redistribute"]
+
+_KEPT = 64  # problems that are expected
 
 
 def redistribute(
@@ -63,12 +66,16 @@ def redistribute(
         stream=stream,
         out=out,
     )
-    execution = _execution(context, passing=True)
+    execution, expected = _execution(context, passing=True), Expected.of(context)
+    given: list[Description] = []
 
     def described() -> tuple[Description, bytes]:
-        return call.described(), execution.read(operand, out, stream)
+        given.append(call.described())
+        problem = expected.problem(given[0])
+        return given[0], execution.read(operand, out, stream, problem)
 
     problem, notes = agree_plan(context, "redistribute", described, check)
+    expected.keep(given[0], problem)
     call.log(problem)
     return execution.perform(problem, notes)
 
@@ -226,6 +233,32 @@ def _execution(
     from shardmath.operators.redistribute.device import DeviceExecution
 
     return DeviceExecution(context, passing=passing)
+
+
+class Expected:
+    """What calls of this rank became when they were last agreed on: likely the same again.
+
+    What follows from it is told to the peers, who see whether it holds.
+    """
+
+    def __init__(self) -> None:
+        self._problems: OrderedDict[Description, Problem] = OrderedDict()
+
+    @classmethod
+    def of(cls, context: DistributedContext) -> Expected:
+        """The one of a context."""
+        expected: Expected = context.cache("expected redistributions", cls)
+        return expected
+
+    def problem(self, description: Description) -> Problem | None:
+        """The problem of the last call that was described like this, if it is known."""
+        return self._problems.get(description)
+
+    def keep(self, description: Description, problem: Problem) -> None:
+        """Expect it the next time."""
+        self._problems[description] = problem
+        if len(self._problems) > _KEPT:
+            self._problems.popitem(last=False)
 
 
 @dataclass(kw_only=True)

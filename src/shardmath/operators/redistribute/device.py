@@ -18,40 +18,38 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from shardmath.arrays import library_of
-from shardmath.arrays.spec import packed_strides
 from shardmath.context import DistributedContext
 from shardmath.geometry import Move
 from shardmath.operators.lanes import LANES, Lane
 from shardmath.operators.redistribute.device_arrays import DeviceArrays, KnownArrays
-from shardmath.operators.redistribute.notes import Note, lacking, pulls
+from shardmath.operators.redistribute.notes import Note, lacking, pulls, staging_strides
 from shardmath.operators.redistribute.problem import Problem
 from shardmath.redistribution import Exposed, TransferPlan
 from shardmath.redistribution.copies import lowered, whole
 from shardmath.symmetric.allocation import block_of
-from shardmath.symmetric.device_array import (
-    require_device,
-    stream_of,
-)
-from shardmath.symmetric.heap import Buffer
+from shardmath.symmetric.device_array import require_device, stream_of
+from shardmath.symmetric.heap import Block, Buffer
 
 if TYPE_CHECKING:
+    from shardmath.cuda.kernel import ReadyLaunch
     from shardmath.redistribution.device import BoxCopies
 
 __all__ = ["DeviceExecution"]
 
-_KEPT = 16  # of plans without an object, and of steps and copies in each
+_KEPT = 64  # of plans without an object, and of steps and copies in each
+_STAGING = "staging"  # of the lane's buffers
+_KEPT_STAGING = 64 << 20  # bytes that calls without an object leave to the next
 
 
 class DeviceExecution:
     """What performs a redistribution on GPUs, and keeps copies and staging from call to call.
 
-    `passing`: for one call. What it keeps is kept in the context, but for the staging.
+    `passing`: for one call. What it keeps is kept in the context.
     """
 
     def __init__(self, context: DistributedContext, *, passing: bool = False) -> None:
         self._context = context
         self._memory = None if passing else DeviceMemory(context)
-        self._known = None if passing else KnownArrays(context)
         self._arrays: DeviceArrays | None = None
 
     def inspect(self, operand: Any, out: Any, stream: Any) -> None:
@@ -64,13 +62,17 @@ class DeviceExecution:
     def read(self, operand: Any, out: Any, stream: Any, problem: Problem | None = None) -> bytes:
         """Take the user's arrays for the next execution, and say what peers must know. Local.
 
-        With the problem, which is known from the second execution on, the result is made at once.
+        With a problem, which is known or at least expected from the second execution on, the result
+        is made at once.
         """
-        arrays = DeviceArrays(self._context, operand, out, stream, self._known)
-        if problem is not None:
+        arrays = DeviceArrays(self._context, operand, out, stream, KnownArrays.of(self._context))
+        if problem is None:
+            note = arrays.note(b"")
+        else:
             arrays.allocate(problem)
+            note = arrays.note(self._memory_of(problem).staging)
         self._arrays = arrays
-        return arrays.note(None if self._memory is None else self._memory.staging)
+        return note
 
     def perform(self, problem: Problem, notes: list[bytes], number: int = 0) -> Any:
         """Redistribute what was read; see `execute_on_gpus`. Collective.
@@ -83,9 +85,12 @@ class DeviceExecution:
             from shardmath.operators.redistribute.far import execute_far
 
             return execute_far(self._context, problem, arrays)
-        memory = self._memory or DeviceMemory.of_plan(self._context, problem)
         lane = Lane.numbered(self._context, number % (LANES - 1))  # the same on all ranks
+        memory = self._memory_of(problem)
         return execute_on_gpus(self._context, problem, arrays, notes, memory, lane)
+
+    def _memory_of(self, problem: Problem) -> DeviceMemory:
+        return self._memory or DeviceMemory.of_plan(self._context, problem)
 
     def forget(self) -> None:
         """Refer to no array that was read. Local."""
@@ -99,28 +104,33 @@ class DeviceExecution:
 
 @dataclass(frozen=True)
 class _Step:
-    """Copies with their addresses, ready to be launched."""
+    """Copies between addresses, ready to be launched; `launch` is None where there are none."""
 
     copies: BoxCopies
-    sources: tuple[int, ...]
-    targets: tuple[int, ...]
+    launch: ReadyLaunch | None
 
-    def launch(self, stream: int) -> None:
-        self.copies.launch(stream, self.sources, self.targets)
+    @classmethod
+    def of(cls, copies: BoxCopies, sources: Sequence[int], targets: Sequence[int]) -> _Step:
+        return cls(copies, copies.ready(sources, targets))
+
+    def put(self, stream: int) -> None:
+        if self.launch is not None:
+            self.launch.put(stream)
 
 
 class DeviceMemory:
     """What is kept from one execution to the next: staging, and copies on the device.
 
-    `passing`: the staging is given back after each execution, which therefore waits where it used
-    it.
+    `passing`: for calls without an object. Their staging is their lane's; where it is large it is
+    given back after each execution, which therefore waits where it used it.
     """
 
     def __init__(self, context: DistributedContext, *, passing: bool = False) -> None:
         self._context = context
-        self.passing = passing
-        self._buffer: Buffer | None = None
-        self._place: Exposed | None = None
+        self._lane = Lane.numbered(context, 0) if passing else None
+        self._buffer: Buffer | None = None  # not the lane's
+        self._block: Block | None = None
+        self._place = b""
         self._stream = 0  # of the last execution that used the staging
         self._copies: OrderedDict[Any, BoxCopies] = OrderedDict()
         self._steps: OrderedDict[Any, tuple[_Step, ...]] = OrderedDict()
@@ -135,20 +145,26 @@ class DeviceMemory:
         return book[id(problem)][1]
 
     @property
-    def staging(self) -> Exposed | None:
-        """Where the staging lies, if there is any."""
+    def staging(self) -> bytes:
+        """Where the staging lies, packed; b"" if there is none."""
+        if self._block is not None and self._buffer is None:
+            assert self._lane is not None, "whose buffer it is"
+            if not self._lane.holds({_STAGING: self._block}):  # it has grown, or was released
+                self._block, self._place = None, b""
         return self._place
 
     def stage(self, problem: Problem) -> None:
         """Reserve heap memory for a packed result. Raises HeapExhausted."""
-        shape = problem.transfer.dst.local_shape(self._context.rank)
-        itemsize = problem.transfer.itemsize
-        nbytes = prod(shape) * itemsize
-        self._buffer = self._context.heap.allocate(nbytes)
-        block = self._buffer.block
-        self._context.announce(block)
-        strides = packed_strides(shape, itemsize, problem.order)
-        self._place = Exposed(block.location, nbytes, 0, strides)
+        rank = self._context.rank
+        nbytes = prod(problem.transfer.dst.local_shape(rank)) * problem.transfer.itemsize
+        if self._lane is not None and nbytes <= _KEPT_STAGING:
+            self._block = self._lane.buffer(_STAGING, nbytes).block
+        else:
+            self._buffer = self._context.heap.allocate(nbytes)
+            self._block = self._buffer.block
+            self._context.announce(self._block)
+        strides = staging_strides(problem, rank)
+        self._place = Exposed(self._block.location, nbytes, 0, strides).pack()
 
     def staged_on(self, stream: int) -> None:
         """The staging is used by what was put on `stream`."""
@@ -156,8 +172,8 @@ class DeviceMemory:
 
     @property
     def staging_address(self) -> int:
-        assert self._buffer is not None, "staged"
-        return self._buffer.block.address
+        assert self._block is not None, "staged"
+        return self._block.address
 
     def copies(self, key: Any, make: Callable[[], BoxCopies]) -> BoxCopies:
         """The copies for arrays of such strides, made when they are first needed."""
@@ -174,12 +190,17 @@ class DeviceMemory:
         _keep(self._steps, key, steps)
         return steps
 
+    def pass_on(self) -> None:
+        """After an execution: give back what is not to be kept for the next."""
+        if self._lane is not None and self._buffer is not None:
+            self.release()
+
     def release(self) -> None:
-        """Give the staging back, when what uses it has ended."""
+        """Give the staging back, when what uses it has ended. The lane's stays."""
         if self._buffer is None:
             return
         self._steps.clear()
-        self._place = None
+        self._place, self._block = b"", None
         team = self._context.team
         if team is not None:
             team.synchronize(self._stream)
@@ -199,8 +220,7 @@ def execute_on_gpus(
     `texts` are all ranks' notes. Raises HeapExhausted on all ranks when one lacks memory.
     """
     texts, steps = _agreed_steps(context, problem, arrays, texts, memory)
-    assert arrays.result is not None and context.team is not None, "agreed on"
-    stream, team, result = arrays.stream, context.team, arrays.result
+    stream, crosses = arrays.stream, problem.transfer.crosses
     with context.executing("redistribute"):
         if not steps:
             notes = [Note.unpack(text) for text in texts]
@@ -208,19 +228,19 @@ def execute_on_gpus(
                 _key(arrays, texts), _steps(context, problem, arrays, notes, memory)
             )
         with lane.entered(stream):
-            if problem.transfer.crosses:
+            if crosses:
                 lane.barrier(stream)
-            steps[0].launch(stream)
-            if problem.transfer.crosses:
+            steps[0].put(stream)
+            if crosses:
                 lane.barrier(stream)
             for step in steps[1:]:
-                step.launch(stream)
+                step.put(stream)
                 memory.staged_on(stream)
-        if memory.passing:
-            memory.release()
-        given = result.give(context, stream)
+        memory.pass_on()
+        assert arrays.result is not None, "agreed on"
+        given = arrays.result.give(context, stream)
         if problem.blocking:
-            team.synchronize(stream)
+            lane.team.synchronize(stream)
     return given
 
 
@@ -239,11 +259,15 @@ def _agreed_steps(
     if steps:
         return texts, steps
     notes = [Note.unpack(text) for text in texts]
-    if any(note.allocates for note in notes) or lacking(problem.transfer, notes):
+    shapes = [problem.transfer.dst.local_shape(rank) for rank in range(context.size)]
+    unmade = any(
+        note.misfits((shape, problem.order)) for note, shape in zip(notes, shapes, strict=True)
+    )
+    if unmade or lacking(problem, notes):
 
         def prepare() -> bytes:
             arrays.allocate(problem)
-            if context.rank in lacking(problem.transfer, notes) and memory.staging is None:
+            if context.rank in lacking(problem, notes) and not memory.staging:
                 memory.stage(problem)
             return arrays.note(memory.staging)
 
@@ -251,7 +275,7 @@ def _agreed_steps(
         try:
             texts = context.agree("redistribute, memory", prepare, list)
         except BaseException:
-            if had is None:
+            if not had:
                 memory.release()
             raise
     return texts, ()
@@ -259,10 +283,11 @@ def _agreed_steps(
 
 def _key(arrays: DeviceArrays, texts: Sequence[bytes]) -> tuple[Any, ...]:
     """What the addresses and strides of all copies of this rank follow from."""
-    key: tuple[Any, ...] = (*texts, arrays.operand.address, arrays.operand.strides)
-    if arrays.result is not None:
-        key = (*key, arrays.result.array.address, arrays.result.array.strides)
-    return key
+    operand = arrays.operand
+    if arrays.result is None:
+        return (*texts, operand.address, operand.strides)
+    result = arrays.result.array
+    return (*texts, operand.address, operand.strides, result.address, result.strides)
 
 
 # -- this rank's copies ----------------------------------------------------------------------------
@@ -302,22 +327,21 @@ def _steps(
         shown = {src: notes[src].operand for src in transfer.sources(rank) if src != rank}
         bases, strides = _reached(context, shown, own=(operand.address, operand.strides))
         copies = made(from_next, lambda move: (move.src, 0, strides[move.src], result.strides))
-        return (_Step(copies, bases, (result.address,)),)
+        return (_Step.of(copies, bases, (result.address,)),)
     moves = transfer.out_of(rank)
     shown = {move.dst: notes[move.dst].place for move in moves if move.dst != rank}
     staged = bool(transfer.traffic.received[rank]) and result.block is None
     own = (result.address, result.strides)
     if staged:
-        assert memory.staging is not None, "agreed on"
-        own = (memory.staging_address, memory.staging.strides)
+        own = (memory.staging_address, staging_strides(problem, rank))
     bases, strides = _reached(context, shown, own=own)
     copies = made(moves, lambda move: (0, move.dst, operand.strides, strides[move.dst]))
-    step = _Step(copies, (operand.address,), bases)
+    step = _Step.of(copies, (operand.address,), bases)
     if not staged:
         return (step,)
     copy = whole(result.shape, transfer.itemsize, own[1], result.strides)
     back = memory.copies(("back", copy), lambda: BoxCopies(device, [Box.of(copy, 0)]))
-    return (step, _Step(back, (own[0],), (result.address,)))
+    return (step, _Step.of(back, (own[0],), (result.address,)))
 
 
 _Strides = tuple[int, ...]

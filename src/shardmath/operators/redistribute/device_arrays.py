@@ -5,15 +5,16 @@ An operand in host memory is on the heap from when it is read on, and so is the 
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import numpy as np
 
-from shardmath.arrays import Library, library_of
+from shardmath.arrays import ArraySpec, Library, library_of
 from shardmath.arrays.base import share_memory
 from shardmath.context import DistributedContext
-from shardmath.operators.redistribute.notes import Note
+from shardmath.operators.redistribute.notes import Made, Note
 from shardmath.operators.redistribute.problem import Problem
 from shardmath.redistribution import Exposed
 from shardmath.symmetric.allocation import block_of
@@ -28,19 +29,35 @@ from shardmath.symmetric.device_array import (
 
 __all__ = ["DeviceArrays", "KnownArrays"]
 
+_KEPT = 64  # places of arrays
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """An array on this GPU, and what is said of its place: b"" where it is not on the heap."""
+
+    array: DeviceArray
+    said: bytes
+
+    @classmethod
+    def of(cls, context: DistributedContext, array: DeviceArray) -> Self:
+        """Let peers reach it, if it is on the heap. Local."""
+        if array.block is None:
+            return cls(array, b"")
+        context.announce(array.block)
+        if not array.size:
+            return cls(array, Exposed(array.block.location, 0, 0, array.strides).pack())
+        shown = Exposed.within(array.block, array.address, array.span, array.strides)
+        return cls(array, shown.pack())
+
 
 class DeviceArrays:
     """One rank's arrays for one execution, on its GPU. `result` is None until there is one."""
 
     def __init__(
-        self,
-        context: DistributedContext,
-        operand: Any,
-        out: Any,
-        stream: Any,
-        known: KnownArrays | None = None,
+        self, context: DistributedContext, operand: Any, out: Any, stream: Any, known: KnownArrays
     ) -> None:
-        """Take the user's arrays. `known` is what the last execution has found out.
+        """Take the user's arrays. `known` is what earlier executions have found out.
 
         Raises ValueError when one lies on another GPU, `out` cannot be written to or overlaps the
         operand, or the stream is another device's; TypeError for what is no stream; UseAfterFree;
@@ -48,28 +65,45 @@ class DeviceArrays:
         """
         self._context = context
         self._user = operand
+        self._made: Made | None = None
+        self._target: Placed | None = None
+        self.result: Result | None = None
         library = library_of(operand)
         spec = library.spec(operand)
         self.stream = stream_of(context, spec, stream)
-        self.result: Result | None
-        found = None if known is None or out is None else known.find(operand, out)
-        if found is not None:
-            self._on_heap = found[0].block is not None
-            self.operand, self.result = found[0], Result(found[1], out)
+        if spec.device == "cpu":
+            if out is not None:
+                _require_apart(library, operand, out)
+                self._take(result_in(context, out))
+            self._source, self._on_heap = Placed.of(context, read(context, operand)), True
             return
+        self._source = known.operand(operand, spec)
+        self._on_heap = self.operand.block is not None
+        if not self._on_heap and _is_lazy(operand):  # it was read into a copy
+            self._on_heap = block_of(context, operand) is not None
         if out is not None:
-            _require_apart(library, operand, out)
-        self.result = None if out is None else result_in(context, out)
-        self.operand = read(context, operand)
-        self._on_heap = spec.device == "cpu" or block_of(context, operand) is not None
-        if known is not None and self.result is not None:
-            known.keep(operand, out, self.operand, self.result.array)
+            self._target = known.out(out)
+            if self.operand.overlaps(self._target.array):
+                _require_apart(library, operand, out)
+            self.result = Result(self._target.array, out)
+
+    @property
+    def operand(self) -> DeviceArray:
+        """The operand, or a copy of it."""
+        return self._source.array
 
     def allocate(self, problem: Problem) -> None:
-        """Make room for the result, where none was given. Raises HeapExhausted."""
-        if self.result is None:
-            shape = problem.transfer.dst.local_shape(self._context.rank)
-            self.result = new_result(
+        """Make room for the result, where none was given. Raises HeapExhausted.
+
+        One that was made for another problem goes.
+        """
+        shape = problem.transfer.dst.local_shape(self._context.rank)
+        made: Made = (shape, problem.order)
+        if self.result is not None and self._made in (None, made):
+            return
+        self._made, self.result = made, None
+        self._take(
+            new_result(
                 self._context,
                 self._user,
                 shape,
@@ -77,31 +111,26 @@ class DeviceArrays:
                 problem.order,
                 on_heap=self._on_heap,
             )
+        )
 
-    def note(self, staging: Exposed | None) -> bytes:
-        """What this rank says of this execution."""
-        result = self.result
-        on_heap = self._on_heap if result is None else result.array.block is not None
-        return Note(
-            operand=self.exposed(self.operand),
-            result=None if result is None else self.exposed(result.array),
-            staging=staging,
-            allocates=result is None,
-            on_heap=on_heap,
-        ).pack()
+    def _take(self, result: Result) -> None:
+        self.result, self._target = result, Placed.of(self._context, result.array)
 
-    def exposed(self, array: DeviceArray) -> Exposed | None:
-        """Where peers find an array of the heap; None for other memory."""
-        if array.block is None:
-            return None
-        self._context.announce(array.block)
-        if not array.size:
-            return Exposed(array.block.location, 0, 0, array.strides)
-        return Exposed.within(array.block, array.address, array.span, array.strides)
+    def note(self, staging: bytes) -> bytes:
+        """What this rank says of this execution. `staging` is packed, b"" where there is none."""
+        target = self._target
+        return Note.packed(
+            self._source.said,
+            b"" if target is None else target.said,
+            staging,
+            allocates=target is None,
+            on_heap=self._on_heap if target is None else target.array.block is not None,
+            made=self._made,
+        )
 
 
 class KnownArrays:
-    """Where the arrays of the last execution lie, so that the same ones are not looked at again.
+    """Where arrays of earlier executions lie, so that the same ones are not looked at again.
 
     It refers to none of them. What is compared is all that was looked at: library, shape, strides,
     type, address, and whether the block of the heap there is still the same and in use.
@@ -109,35 +138,48 @@ class KnownArrays:
 
     def __init__(self, context: DistributedContext) -> None:
         self._context = context
-        self._key: tuple[Any, ...] | None = None
-        self._arrays: tuple[DeviceArray, DeviceArray] | None = None
+        self._known: OrderedDict[tuple[Any, ...], Placed] = OrderedDict()
 
-    def find(self, operand: Any, out: Any) -> tuple[DeviceArray, DeviceArray] | None:
-        """The operand and `out` as arrays of this GPU, if they are those of the last execution."""
-        if self._arrays is None or self._key != self._outlined(operand, out):
+    @classmethod
+    def of(cls, context: DistributedContext) -> KnownArrays:
+        """Those of a context."""
+        known: KnownArrays = context.cache("places of arrays", lambda: cls(context))
+        return known
+
+    def operand(self, x: Any, spec: ArraySpec) -> Placed:
+        """The operand `x`, which is on a GPU."""
+        key = (spec, library_of(x).pointer(x), "read")
+        return self._find(key, x) or self._keep(key, x, read(self._context, x))
+
+    def out(self, x: Any) -> Placed:
+        """The array `x`, to be written to."""
+        library = library_of(x, "out")
+        key = (library.spec(x), library.pointer(x), "written")
+        return self._find(key, x) or self._keep(key, x, result_in(self._context, x).array)
+
+    def _find(self, key: tuple[Any, ...], x: Any) -> Placed | None:
+        found = self._known.get(key)
+        if found is None or _is_lazy(x):
             return None
-        for array in self._arrays:
-            block = self._context.heap.find(array.address)
-            if block is not array.block or (block is not None and block.freed):
-                return None
-        return self._arrays
+        block = self._context.heap.find(found.array.address)
+        if block is not found.array.block or (block is not None and block.freed):
+            return None
+        return found
 
-    def keep(self, operand: Any, out: Any, *arrays: DeviceArray) -> None:
-        """Remember these, where their memory is what the user gave."""
-        self._arrays = None
-        self._key = key = self._outlined(operand, out)
-        if not any(lazy or spec.space == "cpu" or not spec.size for spec, _, lazy in key):
-            first, second = (replace(array, keep=None) for array in arrays)
-            self._arrays = first, second
+    def _keep(self, key: tuple[Any, ...], x: Any, array: DeviceArray) -> Placed:
+        """Remember where it lies, if its memory is what the user gave."""
+        made = Placed.of(self._context, array)
+        spec: ArraySpec = key[0]
+        if spec.size and spec.space != "cpu" and not _is_lazy(x):
+            self._known[key] = Placed(replace(array, keep=None), made.said)
+            if len(self._known) > _KEPT:
+                self._known.popitem(last=False)
+        return made
 
-    @staticmethod
-    def _outlined(*arrays: Any) -> tuple[Any, ...]:
-        outline = []
-        for x in arrays:
-            library = library_of(x)
-            lazy = hasattr(x, "is_conj") and (x.is_conj() or x.is_neg())
-            outline.append((library.spec(x), library.pointer(x), lazy))
-        return tuple(outline)
+
+def _is_lazy(x: Any) -> bool:
+    """Whether the memory of a tensor lacks its values: its elements are conjugates or negatives."""
+    return hasattr(x, "is_conj") and bool(x.is_conj() or x.is_neg())
 
 
 def _require_apart(library: Library, operand: Any, out: Any) -> None:

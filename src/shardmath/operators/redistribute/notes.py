@@ -9,14 +9,19 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from math import prod
+from typing import Literal, Self
 
+from shardmath.arrays.spec import packed_strides
+from shardmath.operators.redistribute.problem import Problem
 from shardmath.redistribution import Exposed, TransferPlan
 
-__all__ = ["Note", "lacking", "pulls"]
+__all__ = ["Made", "Note", "lacking", "pulls", "staging_strides"]
 
-_ALLOCATES, _RESULT_ON_HEAP = 1, 2
-_HEAD = struct.Struct("<B3H")  # flags, and the bytes of each place
+_ALLOCATES, _RESULT_ON_HEAP, _MADE_C, _MADE_F = 1, 2, 4, 8
+_HEAD = struct.Struct("<B4H")  # flags, and the bytes of each part
+
+Made = tuple[tuple[int, ...], Literal["C", "F"]]  # the shape and order of a new result
 
 
 @dataclass(frozen=True)
@@ -24,7 +29,7 @@ class Note:
     """What a rank says of its arrays in one execution: where they are, if they are on the heap.
 
     `staging` is heap memory for a result in ordinary memory. `allocates`: the result is still to be
-    made, on the heap or not.
+    made, on the heap or not. `made`: it was made in expectation of the plan of the last such call.
     """
 
     operand: Exposed | None
@@ -32,29 +37,48 @@ class Note:
     staging: Exposed | None
     allocates: bool
     on_heap: bool
+    made: Made | None
 
-    def pack(self) -> bytes:
-        """The bytes that `unpack` takes."""
-        parts = [
-            b"" if each is None else each.pack()
-            for each in (self.operand, self.result, self.staging)
-        ]
-        flags = _ALLOCATES * self.allocates + _RESULT_ON_HEAP * self.on_heap
-        return _HEAD.pack(flags, *map(len, parts)) + b"".join(parts)
+    @staticmethod
+    def packed(
+        operand: bytes,
+        result: bytes,
+        staging: bytes,
+        *,
+        allocates: bool,
+        on_heap: bool,
+        made: Made | None,
+    ) -> bytes:
+        """The bytes that `unpack` takes; places are packed already, b"" where there is none."""
+        flags, shape = _ALLOCATES * allocates + _RESULT_ON_HEAP * on_heap, b""
+        if made is not None:
+            flags += _MADE_C if made[1] == "C" else _MADE_F
+            shape = struct.pack(f"<{len(made[0])}q", *made[0])
+        sizes = len(operand), len(result), len(staging), len(shape)
+        return b"".join((_HEAD.pack(flags, *sizes), operand, result, staging, shape))
 
     @classmethod
     def unpack(cls, data: bytes) -> Self:
         """What a peer packed."""
         flags, *lengths = _HEAD.unpack_from(data)
         at = _HEAD.size
-        parts: list[Exposed | None] = []
+        parts: list[bytes] = []
         for length in lengths:
-            parts.append(Exposed.unpack(data[at : at + length]) if length else None)
+            parts.append(data[at : at + length])
             at += length
-        operand, result, staging = parts
+        *places, shape = parts
+        operand, result, staging = (Exposed.unpack(each) if each else None for each in places)
+        made: Made | None = None
+        if flags & (_MADE_C | _MADE_F):
+            extents = struct.unpack(f"<{len(shape) // 8}q", shape)
+            made = extents, "C" if flags & _MADE_C else "F"
         return cls(
-            operand, result, staging, bool(flags & _ALLOCATES), bool(flags & _RESULT_ON_HEAP)
+            operand, result, staging, bool(flags & _ALLOCATES), bool(flags & _RESULT_ON_HEAP), made
         )
+
+    def misfits(self, made: Made) -> bool:
+        """Whether the result is still to be made: there is none, or it is not like `made`."""
+        return self.allocates or self.made not in (None, made)
 
     @property
     def place(self) -> Exposed | None:
@@ -70,10 +94,25 @@ def pulls(transfer: TransferPlan, notes: Sequence[Note]) -> bool:
     return not pushed_to and read_from
 
 
-def lacking(transfer: TransferPlan, notes: Sequence[Note]) -> list[int]:
+def lacking(problem: Problem, notes: Sequence[Note]) -> list[int]:
     """The ranks that need staging, where not all of them have it; else none."""
+    transfer = problem.transfer
     if pulls(transfer, notes):
         return []
     received = transfer.traffic.received
     staged = [r for r, note in enumerate(notes) if received[r] and not note.on_heap]
-    return staged if any(notes[rank].staging is None for rank in staged) else []
+    return staged if any(not _fits(problem, r, notes[r].staging) for r in staged) else []
+
+
+def staging_strides(problem: Problem, rank: int) -> tuple[int, ...]:
+    """Those of a packed result in bytes, as staging has it."""
+    shape = problem.transfer.dst.local_shape(rank)
+    return packed_strides(shape, problem.transfer.itemsize, problem.order)
+
+
+def _fits(problem: Problem, rank: int, staging: Exposed | None) -> bool:
+    """Whether it is for this problem: a rank may have expected another."""
+    if staging is None or staging.strides != staging_strides(problem, rank):
+        return False
+    shape = problem.transfer.dst.local_shape(rank)
+    return staging.nbytes == prod(shape) * problem.transfer.itemsize

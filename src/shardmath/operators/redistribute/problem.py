@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from logging import Logger
 from typing import Any, Literal
 
@@ -86,13 +87,19 @@ def describe(
     ):
         if not isinstance(given, Distribution):
             raise TypeError(f"{name} is a distribution such as Slab.X or a Box, not {given!r}")
-    return (
-        _facts(operand),
-        input_distribution.encode(),
-        output_distribution.encode(),
-        options.blocking,
-        None if out is None else _facts(out),
-    )
+    return _described(operand, input_distribution, output_distribution, options.blocking, out)
+
+
+@lru_cache(maxsize=256)
+def _described(
+    operand: ArraySpec,
+    source: Distribution,
+    target: Distribution,
+    blocking: Any,
+    out: ArraySpec | None,
+) -> Description:
+    given = None if out is None else _facts(out)
+    return _facts(operand), source.encode(), target.encode(), blocking, given
 
 
 def check(descriptions: Sequence[Description]) -> Problem:
