@@ -24,7 +24,7 @@ from shardmath.machinery import Machinery
 from shardmath.symmetric.board import Board, Turn
 from shardmath.symmetric.heap import Block, Buffer, Heap, Location
 from shardmath.transport.base import Bytes, DeviceBytes, Memory
-from shardmath.transport.wires import Channel
+from shardmath.transport.wires import RankChannel
 
 if TYPE_CHECKING:
     from shardmath.symmetric.team import Team
@@ -81,7 +81,8 @@ class DistributedContext:
         self._parent = parent
         self._name = name  # the same on all its ranks, and no other context's
         self._splits = 0
-        self._subsets: dict[tuple[int, ...], list[DistributedContext]] = {}
+        # By ranks: how many were made, and the last.
+        self._subsets: dict[tuple[int, ...], tuple[int, DistributedContext]] = {}
         self._shares = itertools.count()
         self._closed: str | None = None
         self._caches: dict[str, Any] = {}
@@ -295,13 +296,15 @@ class DistributedContext:
                 f"rank {self.rank} of {self.size} belongs to no subset {chosen}; name ranks of "
                 "this context, each once, this one among them"
             )
-        made = self._subsets.setdefault(chosen, [])
-        if not made or made[-1]._closed:
-            made.append(self._derive(chosen, f"subset {chosen} number {len(made)}"))
-        return made[-1]
+        count, last = self._subsets.get(chosen, (0, None))
+        if last is None or last._closed:
+            last = self._derive(chosen, f"subset {chosen} number {count}")
+            self._subsets[chosen] = count + 1, last
+        return last
 
     def _derive(self, ranks: Sequence[int], label: str) -> DistributedContext:
         """A context of `ranks`, which all of them make under the same label."""
+        self.heap.recycle()  # lets go of the boards of groups that have ended
         mesh_ranks = [self._ranks[r] for r in ranks]
         name = f"{self._name} / {label}"
         board = self._machinery.board(mesh_ranks, list(ranks).index(self.rank), name)
@@ -358,22 +361,6 @@ class DistributedContext:
         """Make the context unusable in this process, and tell nobody: it is not this process's."""
         self._closed = why
         self._machinery.mesh.abandon()
-
-
-class RankChannel:
-    """A channel of the mesh in a context's numbers."""
-
-    def __init__(self, channel: Channel, ranks: Sequence[int]) -> None:
-        self._channel = channel
-        self._ranks = tuple(ranks)
-
-    def send(self, ranks: Iterable[int], writes: Sequence[tuple[int, bytes]]) -> None:
-        """Send each of `ranks` these (place, data), in order."""
-        self._channel.send([self._ranks[rank] for rank in ranks], writes)
-
-    def close(self) -> None:
-        """Drop what still comes."""
-        self._channel.close()
 
 
 def get_context() -> DistributedContext | None:

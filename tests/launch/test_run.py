@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pty
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -92,6 +93,24 @@ def test_standard_input_is_rank_0s(tmp_path: Path) -> None:
     script = write(tmp_path, "print(repr(sys.stdin.read()))")
     done = run(script, ranks=2, stdin="one\ntwo\n")
     assert sorted(done.stdout.splitlines()) == [r"[0] 'one\ntwo\n'", "[1] ''"]
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_standard_streams_may_be_closed(tmp_path: Path, closed: str) -> None:
+    script = write(
+        tmp_path,
+        """
+        import shardmath
+        context = shardmath.initialize("cpu")
+        context.barrier()
+        print("lost, perhaps")
+        open(f"{sys.argv[1]}.{context.rank}", "w").write(str(context.size))
+        """,
+    )
+    command = shlex.join([*RUN, "-n", "2", script, str(tmp_path / "out")])
+    done = subprocess.run(f"{command} {closed}", shell=True, timeout=30, check=False)
+    assert done.returncode == 0
+    assert [(tmp_path / f"out.{rank}").read_text() for rank in range(2)] == ["2", "2"]
 
 
 ENDS = [

@@ -202,3 +202,6 @@ def test_refused_after_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_at_least_one_rank() -> None:
     with pytest.raises(ValueError, match="n is 0"):
         spawn(rank, 0)
+    for number in ("2", 2.0, True, None):
+        with pytest.raises(TypeError, match="n is an integer"):
+            spawn(rank, number)  # type: ignore[arg-type]

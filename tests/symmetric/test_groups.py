@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 from mortal import on_ranks
 from shardmath import symmetric_memory
+from shardmath.collectives import all_reduce
 from shardmath.group.base import GatheringGroup
 from shardmath.symmetric.allocation import allocate_symmetric_memory as allocate
 from shardmath.symmetric.rendezvous import rendezvous
@@ -101,6 +103,22 @@ def test_nested_splits_and_subsets():
         return part.rank
 
     assert sorted(on_ranks(2, body)) == [0, 1]
+
+
+@pytest.mark.parametrize("making", ["split", "subset"])
+def test_groups_that_have_ended_keep_no_descriptor(making):
+    def body(context):
+        def descriptors():
+            return len(list(Path("/proc/self/fd").iterdir()))
+
+        before = descriptors()
+        for _ in range(60):
+            part = context.split(0) if making == "split" else context.subset((0, 1))
+            all_reduce(np.ones(3), context=part)
+            part.close()
+        return descriptors() - before < 10
+
+    assert on_ranks(2, body) == [True] * 2
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from shardmath.errors import OpTimeout
+from shardmath.geometry.integers import index
 from shardmath.launch.failure import Failure, from_exception, rebuild
 from shardmath.launch.job import FAILURE, RESULT, Job
 from shardmath.launch.output import Prefixer
@@ -39,6 +40,7 @@ def spawn(
     the rank died, else RuntimeError. Raises OpTimeout after `timeout` seconds, TypeError when a
     result cannot travel, RuntimeError when this process has used CUDA, which no fork survives.
     """
+    n = index(n, "n")
     if n < 1:
         raise ValueError(f"n is {n}; a job has at least one rank")
     from shardmath import wire  # NumPy: loaded once, before the ranks are forked

@@ -89,6 +89,7 @@ def fork_ranks(
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()  # or else every rank would write what is buffered here once more
+    _fill_standard_descriptors()
     sockets = star(size)
     started: list[Rank] = []
     try:
@@ -107,6 +108,13 @@ def fork_ranks(
     finally:
         _close(sockets)  # in a rank, its own are detached by now
     return started
+
+
+def _fill_standard_descriptors() -> None:
+    """Open what is closed of descriptors 0 to 2 on nothing: no socket of a rank may get there."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
 
 
 def share_cores(size: int, threads: int | None = None) -> dict[str, str]:

@@ -14,16 +14,16 @@ import mmap
 import os
 import threading
 from collections.abc import Iterable
-from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 
 from shardmath.errors import CollectiveMismatch, HeapExhausted
+from shardmath.transport.available import available_memory
 from shardmath.transport.base import Bytes, Memory, Probe, Segment, Transport, require_within
 from shardmath.transport.mesh import Mesh
 
-__all__ = ["HostTransport", "available_memory", "export_memory", "map_memory"]
+__all__ = ["HostTransport", "export_memory", "map_memory"]
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
@@ -189,34 +189,6 @@ def _mapped(fd: int, nbytes: int) -> mmap.mmap:
     with contextlib.suppress(OSError):
         mapping.madvise(mmap.MADV_HUGEPAGE)  # fewer page faults where the system allows it
     return mapping
-
-
-def available_memory() -> int:
-    """Bytes that this process may still commit: the machine's, its control groups'."""
-    bounds = [_machine_memory()]
-    bounds.extend(_control_group_memory())
-    return max(0, min(bounds))
-
-
-def _machine_memory() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _control_group_memory() -> list[int]:
-    """What each control group above this process leaves (version 2)."""
-    bounds: list[int] = []
-    with contextlib.suppress(OSError, ValueError):
-        own = Path("/proc/self/cgroup").read_text().splitlines()[-1].split("::", 1)[-1]
-        folder = Path("/sys/fs/cgroup") / own.lstrip("/")
-        while folder != Path("/sys/fs"):
-            with contextlib.suppress(OSError, ValueError):
-                limit = int((folder / "memory.max").read_text())  # "max" is no integer: no limit
-                bounds.append(limit - int((folder / "memory.current").read_text()))
-            folder = folder.parent
-    return bounds
 
 
 def _exhausted(need: int, have: int) -> HeapExhausted:

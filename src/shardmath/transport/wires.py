@@ -23,7 +23,7 @@ from hashlib import blake2b
 
 from shardmath.transport.watch import PeerWatch
 
-__all__ = ["Channel", "Wires"]
+__all__ = ["Channel", "RankChannel", "Wires"]
 
 Deliver = Callable[[int, int, bytes], None]  # (rank that wrote, place, data)
 
@@ -50,6 +50,22 @@ class Channel:
     def close(self) -> None:
         """Drop what still comes."""
         self._wires.channels.pop(self._head, None)
+
+
+class RankChannel:
+    """A channel in the numbers of some of the ranks: `ranks` are theirs in the mesh."""
+
+    def __init__(self, channel: Channel, ranks: Sequence[int]) -> None:
+        self._channel = channel
+        self._ranks = tuple(ranks)
+
+    def send(self, ranks: Iterable[int], writes: Sequence[tuple[int, bytes]]) -> None:
+        """Send each of `ranks` these (place, data), in order."""
+        self._channel.send([self._ranks[rank] for rank in ranks], writes)
+
+    def close(self) -> None:
+        """Drop what still comes."""
+        self._channel.close()
 
 
 class Wires:

@@ -1,0 +1,69 @@
+"""How much memory this process may still take: what the machine has, and what it is allowed.
+
+Who takes more is killed without a word, so it is asked before memory is committed. Pages of files
+do not count as taken: the system drops them when memory is short.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+__all__ = ["available_memory", "control_group_memory"]
+
+_GROUPS = Path("/sys/fs/cgroup")
+
+
+def available_memory() -> int:
+    """Bytes that this process may still commit: the machine's, its control groups'."""
+    bounds = [_machine_memory()]
+    with contextlib.suppress(OSError):
+        told = Path("/proc/self/cgroup").read_text()
+        bounds.extend(control_group_memory(told, _GROUPS))
+    return max(0, min(bounds))
+
+
+def _machine_memory() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def control_group_memory(told: str, root: Path) -> list[int]:
+    """What each control group leaves of its limit, by the lines of /proc/self/cgroup.
+
+    Both versions count: a machine may have the one, the other, or both. In a container the lines
+    may name folders that are not to be seen there; then its own group is at `root`.
+    """
+    bounds: list[int] = []
+    for line in told.splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            bounds += _left_above(root, path, "memory.max", "memory.current", prefix="")
+        elif "memory" in controllers.split(","):
+            limit, used = "memory.limit_in_bytes", "memory.usage_in_bytes"
+            bounds += _left_above(root / "memory", path, limit, used, prefix="total_")
+    return bounds
+
+
+def _left_above(top: Path, path: str, limit: str, used: str, *, prefix: str) -> list[int]:
+    """What the group at `path` below `top` and all groups above it leave."""
+    bounds: list[int] = []
+    folder = top / path.lstrip("/")
+    while True:
+        with contextlib.suppress(OSError, ValueError):
+            most = int((folder / limit).read_text())  # "max" is no integer: no limit
+            taken = int((folder / used).read_text())
+            bounds.append(most - max(0, taken - _droppable(folder, prefix)))
+        if folder in (top, folder.parent):
+            return bounds
+        folder = folder.parent
+
+
+def _droppable(folder: Path, prefix: str) -> int:
+    """Bytes of file pages in a group; shared memory is not among them."""
+    wanted = (f"{prefix}active_file", f"{prefix}inactive_file")
+    pairs = (line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    return sum(int(value) for name, value in pairs if name in wanted)
