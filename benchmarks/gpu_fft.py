@@ -3,44 +3,40 @@
     python benchmarks/gpu_fft.py 8
 
 The operand is a slab along X; the result a slab along Y ("transposed"), or along X again ("back").
-Ours runs step by step, in chunks beside the exchange, and in chunks called one by one; the others
-are captured in a CUDA graph. Each figure is the median of several runs of many calls, and of these
-the slowest rank's. Results are compared before they are timed. What fails is told, and not tried
-again.
+Ours runs in a CUDA graph as it is (`ours`), with no exchange beside the transforms (`steps`), and
+called one by one (`called`). torch.fft with NCCL runs in a graph, too; `local` are its transforms
+alone, and `wire` is its all_to_all of what lies ready. Results are compared before they are timed.
+A row that fails is told, and the next begins.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import statistics
-import tempfile
 import time
-from contextlib import suppress
+import traceback
 
-import record
+from on_gpus import command, run
 
-from shardmath import startup
+from shardmath.arrays import library_named
 from shardmath.distribution import Slab
 from shardmath.fft import FFT, FFTOptions
-from shardmath.launch.function import spawn
 from shardmath.operators.fft import ways
 from shardmath.operators.workspace import Workspace
+from shardmath.symmetric.allocation import empty_on_heap
 
-REPEATS = 5
 CASES = [
     (512, "complex64"),
     (256, "complex64"),
+    (1024, "complex64"),
     (512, "float32"),
     (256, "float32"),
-    (1024, "complex64"),
-    (512, "complex128"),
     (1024, "float32"),
+    (512, "complex128"),
     (1024, "complex128"),
 ]
-# Name, in chunks, as one graph of ours, captured in a graph of the caller's.
-VARIANTS = [("steps_ms", 0, 0, 1), ("chunks_ms", 1, 0, 1), ("called_ms", 1, 1, 0)]
+CALLS = {256: 20, 512: 6, 1024: 2}
+LARGE = 2 << 30  # bytes of a rank's operand, from which on calls are not captured by torch
 # On 8 H200, milliseconds (transposed, back): what issue 5 asks for; and what cuFFTMp 12.1 took,
 # through nvmath-python 1.0, on such a machine on another day.
 TARGETS = {
@@ -65,67 +61,8 @@ SEEN_ELSEWHERE = {
 }
 
 
-class Ranks:
-    """What a rank measures with: its context, and NCCL's group."""
-
-    def __init__(self, store: str, size: int) -> None:
-        self.started = time.monotonic()
-        import torch
-        import torch.distributed as dist
-
-        self.torch, self.dist = torch, dist
-        self.rank, self.size = int(os.environ["SHARDMATH_RANK"]), size
-        torch.cuda.set_device(self.rank)
-        self.device = torch.device("cuda", self.rank)
-        self.context = startup.initialize(self.rank)
-        dist.init_process_group(
-            "nccl",
-            init_method=f"file://{store}",
-            rank=self.rank,
-            world_size=size,
-            device_id=self.device,
-        )
-
-    def slowest(self, value):
-        """The largest of all ranks' values."""
-        return max(self.context.agree("slowest", lambda: value, lambda values: values))
-
-    def time(self, call, calls, *, graph):
-        """Milliseconds per call: of all ranks, the slowest."""
-        torch = self.torch
-
-        def many():
-            for _ in range(calls):
-                call()
-
-        call()
-        torch.cuda.synchronize()
-        run = many
-        if graph:
-            captured = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(captured):
-                many()
-            run = captured.replay
-            run()
-        times = []
-        for _ in range(REPEATS):
-            torch.cuda.synchronize()
-            self.context.barrier()
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            run()
-            end.record()
-            torch.cuda.synchronize()
-            times.append(start.elapsed_time(end) / calls)
-        self.context.team.check()
-        return self.slowest(statistics.median(times))
-
-
 def operand(ranks, n, dtype):
     """This rank's planes, on the symmetric heap."""
-    from shardmath.arrays import library_named
-    from shardmath.symmetric.allocation import empty_on_heap
-
     x = empty_on_heap(
         ranks.context, library_named("torch"), Slab.X.shape(ranks.rank, (n,) * 3), dtype, "C"
     )
@@ -148,13 +85,16 @@ class Baseline:
         y = self.first()
         planes, rows, columns = y.shape
         blocks = y.view(planes, size, rows // size, columns).transpose(0, 1).contiguous()
+        del y
         taken = torch.empty_like(blocks)
         self.ranks.dist.all_to_all_single(taken, blocks)
+        del blocks
         z = torch.fft.fft(taken.view(size * planes, rows // size, columns), dim=0)
         if not self.back:
             return z
         self.ranks.dist.all_to_all_single(taken, z.contiguous())
-        return taken.view(size, planes, rows // size, columns).transpose(0, 1).reshape(y.shape)
+        shape = (planes, rows, columns)
+        return taken.view(size, planes, rows // size, columns).transpose(0, 1).reshape(shape)
 
     def first(self):
         """Every plane transformed."""
@@ -167,90 +107,85 @@ class Baseline:
         self.ranks.torch.fft.fft(y.view(y.shape[0] * self.ranks.size, -1, y.shape[2]), dim=0)
 
 
-def measure_one(ranks, x, n, dtype, back, broken):
-    """One row. `broken` are the variants that are not tried any more."""
-    torch = ranks.torch
-    calls = {256: 20, 512: 8, 1024: 2}.get(n, 2)
+def measured(ranks, x, n, dtype, back):
+    """One row."""
+    baseline, calls = Baseline(ranks, x, back), CALLS[n]
     row = {"n": n, "dtype": dtype, "result": "back" if back else "transposed", "ranks": ranks.size}
-    baseline = Baseline(ranks, x, back)
-    wanted = baseline()
     with FFT(x, distribution=Slab.X, options=FFTOptions(redistribute=back)) as transform:
         transform.plan()
-        for name, chunks, graphs, captured in VARIANTS:
-            if name in broken:
-                continue
-            ways.CHUNKS, ways.GRAPHS = bool(chunks), bool(graphs)
-            failure = ""
-            try:
-                row[name] = measure_ours(ranks, transform, wanted, dtype, calls, captured)
-            except Exception as error:
-                failure = repr(error)[:300]
-                row[name.replace("_ms", "_failed")] = failure
-            if ranks.slowest(bool(failure)):
-                row.pop(name, None)
-                broken.add(name)
-    ways.CHUNKS, ways.GRAPHS = True, True
-    del wanted
-    row["nccl_ms"] = ranks.time(baseline, calls, graph=True)
-    if not back:
-        row["local_ms"] = ranks.time(baseline.local, calls, graph=True)
-    ours = [row[name] for name in ("steps_ms", "chunks_ms") if name in row]
-    if ours:
-        row["ratio_to_nccl"] = row["nccl_ms"] / min(ours)
-    if ranks.size == 8 and (n, dtype) in TARGETS:
+        result = transform.execute()
+
+        def ours(chunks=True):
+            ways.CHUNKS = ways.GRAPHS = chunks  # what is done step by step is not remembered
+            transform.execute(out=result)
+
+        compare(ranks, baseline, result, ours, dtype)
+        systems = {
+            "ours": ours,
+            "steps": lambda: ours(chunks=False),
+            "called": lambda: ours(chunks=True),
+            "nccl": baseline,
+        }
+        eager = {"called"} | ({"nccl", "local"} if x.nbytes > LARGE else set())
+        if not back:
+            systems["local"] = baseline.local
+            ready, taken = (ranks.torch.empty_like(result) for _ in range(2))
+            systems["wire"] = lambda: ranks.dist.all_to_all_single(taken, ready)
+        found = ranks.times(systems, calls, eager=eager)
+    row |= {f"{name}_ms": micros / 1e3 for name, micros in found.items()}
+    row["ratio_to_nccl"] = found["nccl"] / found["ours"]
+    if ranks.size == 8:
         row["target_ms"] = TARGETS[n, dtype][back]
         row["cufftmp_seen_elsewhere_ms"] = SEEN_ELSEWHERE[n, dtype][back]
-    torch.cuda.synchronize()
     return row
 
 
-def measure_ours(ranks, transform, wanted, dtype, calls, captured):
-    """Milliseconds of one variant, whose results are right, that of a third call among them."""
-    result = transform.execute()
-    for _ in range(2):
-        transform.execute(out=result)
-    ranks.torch.cuda.synchronize()
-    error = ranks.slowest(float((result - wanted).abs().max() / wanted.abs().max()))
-    if not error < (1e-5 if dtype in ("complex64", "float32") else 1e-13):
-        raise ArithmeticError(f"the results differ by {error}")
-    return ranks.time(lambda: transform.execute(out=result), calls, graph=bool(captured))
+def compare(ranks, baseline, result, ours, dtype):
+    """Raise ArithmeticError unless a first call and later ones, both ways, make the same."""
+    wanted = baseline()
+    tolerance = 1e-5 if dtype in ("complex64", "float32") else 1e-13
+    for chunks in (True, True, True, False):
+        difference = float((result - wanted).abs().max() / wanted.abs().max())
+        if not difference < tolerance:
+            raise ArithmeticError(f"the results differ by {difference}")
+        result.zero_()
+        ours(chunks)
 
 
-def measure(store, size, seconds):
-    ranks = Ranks(store, size)
-    rows, broken = [], set()
+def measure(ranks, seconds):
+    started, rows = time.monotonic(), []
     for n, dtype in CASES:
-        if ranks.slowest(time.monotonic() - ranks.started) > seconds:
+        if ranks.largest(time.monotonic() - started) > seconds:
             break
         x = operand(ranks, n, dtype)
         for back in (False, True):
-            rows.append(measure_one(ranks, x, n, dtype, back, broken))
+            failure, row = "", {}
+            try:
+                row = measured(ranks, x, n, dtype, back)
+            except Exception:
+                failure = traceback.format_exc(limit=-3)
+            ways.CHUNKS = ways.GRAPHS = True
+            ranks.torch.cuda.empty_cache()
+            if ranks.largest(bool(failure)):
+                print(f"{n}^3 {dtype}, back: {back}: {failure or 'failed elsewhere'}", flush=True)
+                continue
+            rows.append(rounded(row))
             if ranks.rank == 0:
-                print(json.dumps(rounded(rows[-1])), flush=True)
+                print(json.dumps(rows[-1]), flush=True)
         del x
         Workspace.of(ranks.context).release()
-        ranks.torch.cuda.empty_cache()
         ranks.context.barrier()
-    facts = record.of_gpus(ranks.torch, size)
-    facts["note"] = (
-        "cufftmp_seen_elsewhere_ms: cuFFTMp 12.1 through nvmath-python 1.0 on such a "
-        "machine on another day, for orientation; the other figures are of this run"
-    )
-    with suppress(Exception):  # after a failure the figures are still good
-        ranks.torch.cuda.synchronize()
-        ranks.dist.destroy_process_group()
-        startup.finalize()
-    return [rows, facts]
+    return rows
 
 
 def table(rows):
     """The rows as lines of text."""
-    names = ("steps_ms", "chunks_ms", "called_ms", "nccl_ms", "local_ms", "target_ms",
+    names = ("ours_ms", "steps_ms", "called_ms", "nccl_ms", "local_ms", "wire_ms", "target_ms",
              "cufftmp_seen_elsewhere_ms")  # fmt: skip
-    heads = " ".join(f"{name.removesuffix('_ms')[:14]:>14}" for name in names)
+    heads = " ".join(f"{name.removesuffix('_ms')[:12]:>12}" for name in names)
     lines = [f"{'size':>6} {'dtype':10} {'result':10} {heads}"]
     for row in rows:
-        figures = " ".join(f"{row[n]:14.4g}" if n in row else 14 * " " for n in names)
+        figures = " ".join(f"{row[n]:12.4g}" if n in row else 12 * " " for n in names)
         lines.append(f"{row['n']:4}^3 {row['dtype']:10} {row['result']:10} {figures}")
     return "\n".join(lines)
 
@@ -260,17 +195,11 @@ def rounded(row):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("gpus", type=int, nargs="?", default=8)
-    parser.add_argument("--seconds", type=float, default=18, help="begin no size after so long")
-    parser.add_argument("--commit", default="", help="where the source has no repository")
+    parser = command(__doc__)
+    parser.add_argument("--seconds", type=float, default=40, help="begin no size after so long")
     options = parser.parse_args()
-    os.environ.setdefault("SHARDMATH_TIMEOUT", "8")  # a variant that hangs costs no more
-    with tempfile.TemporaryDirectory() as folder:
-        found = spawn(measure, options.gpus, f"{folder}/store", options.gpus, options.seconds)
-    rows, facts = found[0]
-    record.keep("gpu_fft", [rounded(row) for row in rows], options.commit, **facts)
-    print(table(rows))
+    os.environ.setdefault("SHARDMATH_TIMEOUT", "8")  # what hangs costs no more
+    print(table(run("gpu_fft", measure, options, options.seconds)))
 
 
 if __name__ == "__main__":

@@ -71,6 +71,14 @@ def test_python_and_short_names(given, name):
     assert dtypes.of(given).name == name
 
 
+def test_complex32_is_a_pair_of_halves_that_can_be_moved():
+    pair = np.dtype([("real", "f2"), ("imag", "f2")])
+    for given in ("complex32", pair, torch.complex32):
+        assert dtypes.of(given) == DType("complex32", 4, "V")
+    assert dtypes.to_numpy("complex32") == pair
+    assert "complex32" not in dtypes.NAMES
+
+
 @pytest.mark.parametrize("text", ["V12", "S3", "M8[ns]", ">f8", "longdouble", "U2"])
 def test_an_unknown_numpy_type_is_opaque_and_comes_back(text):
     dtype = dtypes.of(np.dtype(text))
@@ -84,7 +92,6 @@ def test_an_unknown_numpy_type_is_opaque_and_comes_back(text):
         None,
         "no such type",
         object,
-        torch.complex32,
         torch.qint8,
         ml_dtypes.int4,
         np.dtype([("x", "f4")]),

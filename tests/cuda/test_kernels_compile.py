@@ -54,7 +54,9 @@ CASES = [
     ("push", (*RANKS, *PUSH), "sm_90"),
     ("reduce", (*RANKS, "ELEMENT=complex64", "OPERATION=sum", "WHOLE=0"), "sm_90"),
     ("ring", RANKS, "sm_90"),
-    ("scale", ("SOURCE=float16", "TARGET=float32"), "sm_90"),
+    ("scale", ("SOURCE=float16", "TARGET=float32", "VECTOR=4"), "sm_90"),
+    ("scale", ("SOURCE=float32", "TARGET=float16", "VECTOR=1"), "sm_90"),
+    ("scale", ("SOURCE=float64", "TARGET=float64", "VECTOR=2"), "sm_90"),
     ("signals", RANKS, "sm_90"),
     ("take", (*RANKS, "ADDEND=bfloat16", "WHOLE=1", "SHARED=1"), "sm_90"),
 ]

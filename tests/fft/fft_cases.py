@@ -9,6 +9,7 @@ import scipy.fft
 from hypothesis import strategies as st
 
 from arrangements import distributions
+from shardmath.arrays import dtypes
 
 EXTENTS = st.one_of(st.sampled_from([1, 7, 8, 9, 13, 31, 37]), st.integers(1, 40))
 LARGEST = {1: 40, 2: 40, 3: 20, 4: 9}
@@ -16,6 +17,11 @@ STORES = ("C", "F", "strided", "reversed", "heap C", "heap F", "heap strided")
 NORMS = (None, "backward", "ortho", "forward")
 REAL = ("float32", "float64", "float16")
 COMPLEX = ("complex64", "complex128")
+HALVES = np.dtype([("real", "f2"), ("imag", "f2")])  # complex32
+RESULTS = {
+    "R2C": {"float16": "complex64", "float32": "complex64", "float64": "complex128"},
+    "C2R": {"complex32": "float16", "complex64": "float32", "complex128": "float64"},
+}
 
 
 @st.composite
@@ -40,6 +46,9 @@ def cases(draw, most=6):
     outputs = draw(distributions(made, size))
     alone = kind.startswith("C2C") or inputs[0][0] != "Box"
     library = draw(st.sampled_from(["numpy", "numpy", "torch"]))
+    dtype = draw(st.sampled_from(REAL if kind == "R2C" else COMPLEX))
+    if library == "torch" and dtype in ("float16", "complex64") and draw(st.booleans()):
+        dtype = "float16 halves" if kind == "R2C" else "complex32"
     stores = STORES if library == "numpy" else tuple(s for s in STORES if s != "reversed")
     return {
         "size": size,
@@ -51,7 +60,7 @@ def cases(draw, most=6):
         "inputs": inputs,
         "outputs": None if alone and draw(st.booleans()) else outputs,
         "library": library,
-        "dtype": draw(st.sampled_from(REAL if kind == "R2C" else COMPLEX)),
+        "dtype": dtype,
         "stores": [draw(st.sampled_from(stores)) for _ in range(size)],
         "block": draw(st.sampled_from([64, 700, 2 << 20])),
         "out": draw(st.sampled_from(["none", "none", "operand", *stores])),
@@ -67,18 +76,46 @@ def result_shape(shape, last, kind, parity):
     return tuple(made)
 
 
+def options_of(case):
+    """What the call is told besides."""
+    return {"last_axis_parity": case["parity"], "halves": case["dtype"] == "float16 halves"}
+
+
+def result_dtype(case):
+    """The name of the type of the result."""
+    if case["dtype"] == "float16 halves":
+        return "complex32"
+    return RESULTS.get(case["kind"], {}).get(case["dtype"], case["dtype"])
+
+
+def as_type(array, dtype):
+    """Numbers in a type that may be complex32."""
+    if dtype != HALVES:
+        return array.astype(dtype)
+    made = np.empty(array.shape, HALVES)
+    made["real"], made["imag"] = array.real, array.imag
+    return made
+
+
+def wide(array):
+    """In double precision."""
+    if array.dtype == HALVES:
+        return array["real"].astype(np.float64) + 1j * array["imag"]
+    return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
+
+
 def operand_of(case):
     """The global operand: numbers of both signs, the same on all ranks."""
     rng = np.random.default_rng(math.prod(case["shape"]) + len(case["kind"]))
     array = rng.standard_normal(case["shape"])
     if case["dtype"].startswith("complex"):
         array = array + 1j * rng.standard_normal(case["shape"])
-    return array.astype(case["dtype"])
+    return as_type(array, dtypes.to_numpy(case["dtype"].split()[0]))
 
 
 def wanted(case, array):
     """What scipy makes of it in double precision."""
-    wide = array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
+    array = wide(array)
     axes = tuple(range(array.ndim)) if case["axes"] is None else case["axes"]
     if array.size == 0:
         last = axes[-1] % array.ndim
@@ -90,14 +127,14 @@ def wanted(case, array):
         last = axes[-1] % array.ndim
         length = result_shape(array.shape, last, "C2R", case["parity"])[last]
         sizes = [array.shape[axis] for axis in axes[:-1]] + [length]
-        return scipy.fft.irfftn(wide, s=sizes, axes=axes, norm=norm)
+        return scipy.fft.irfftn(array, s=sizes, axes=axes, norm=norm)
     function = {"C2C": scipy.fft.fftn, "C2C inverse": scipy.fft.ifftn, "R2C": scipy.fft.rfftn}
-    return function[case["kind"]](wide, axes=axes, norm=norm)
+    return function[case["kind"]](array, axes=axes, norm=norm)
 
 
 def close(got, want, count):
     """Whether the error is at most 8 eps log2 n of the largest element."""
-    single = got.dtype in (np.complex64, np.float32)
-    eps = np.finfo(np.float32 if single else np.float64).eps
+    real = got.dtype["real"] if got.dtype == HALVES else np.finfo(got.dtype).dtype
+    eps, got = np.finfo(real).eps, wide(got)
     scale = np.abs(want).max(initial=0.0)
     return np.abs(got - want).max(initial=0.0) <= 8 * eps * math.log2(2 + count) * scale

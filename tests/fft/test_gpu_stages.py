@@ -54,8 +54,11 @@ class Memory:
 
 
 def performed(step, memory, forward):
-    if isinstance(step, (Copy, Convert)):
+    if isinstance(step, Copy):
         memory.array(step.target)[...] = memory.array(step.source)
+    elif isinstance(step, Convert):
+        target, made = memory.array(step.target), fft_cases.wide(memory.array(step.source))
+        target[...] = fft_cases.as_type(made * step.factor, target.dtype)
     elif isinstance(step, Scale):
         memory.array(step.target)[...] *= step.factor
     else:
@@ -172,7 +175,7 @@ def laid_out(part, store):
 def case_problem(case, parts, sources, targets):
     kind = case["kind"].split()[0]
     inverse = kind == "C2R" or case["kind"].endswith("inverse")
-    options = FFTOptions(last_axis_parity=case["parity"])
+    options = FFTOptions(**fft_cases.options_of(case))
     descriptions = []
     for part, source, target in zip(parts, sources, targets, strict=True):
         strides = tuple(step // part.itemsize for step in part.strides)
@@ -187,7 +190,8 @@ def case_problem(case, parts, sources, targets):
 def dtypes_spec(case, part, strides):
     from shardmath.arrays import ArraySpec
 
-    return ArraySpec("numpy", case["dtype"], part.shape, strides, "cpu", part.itemsize)
+    dtype = case["dtype"].split()[0]
+    return ArraySpec(case["library"], dtype, part.shape, strides, "cpu", part.itemsize)
 
 
 def run_case(case, reachable):
@@ -203,10 +207,10 @@ def run_case(case, reachable):
     for rank in range(size):
         shape = problem.target.local_shape(rank)
         store = case["stores"][rank]
-        blank = np.zeros(shape, problem.result)
+        blank = np.zeros(shape, dtypes.to_numpy(problem.result))
         held = [laid_out(part.copy(), s) for part, s in ((parts[rank], store), (blank, store))]
         views = [
-            View(place, part.shape, strides, part.dtype.name, 0)
+            View(place, part.shape, strides, dtypes.of(part.dtype).name, 0)
             for place, part, (_, _, strides) in zip(
                 ("operand", "result"), (parts[rank], blank), held, strict=True
             )
@@ -301,6 +305,9 @@ PIPELINES = {
     "batches": ((12, 16, 8, 64), "complex64", (0, 1), "X", "Y"),
     "matrix": ((64, 4608), "complex64", None, "X", "Y"),
     "to real": ((48, 48, 33), "complex64", None, "Y", "X"),
+    "halves": ((24, 16, 128), "complex32", None, "X", "Y"),
+    "halves, there and back": ((24, 24, 128), "complex32", None, "X", "X"),
+    "real halves": ((16, 24, 510), "float16 halves", None, "X", "Y"),
 }
 
 
@@ -311,7 +318,8 @@ def test_pipelines(name, size, cuts):
     shape, dtype, axes, one, two = PIPELINES[name]
     kind = "R2C" if dtype.startswith("float") else "C2R" if name == "to real" else "C2C"
     case = {"size": size, "shape": shape, "axes": axes, "kind": kind, "parity": "even",
-            "norm": None, "dtype": dtype}  # fmt: skip
+            "norm": "ortho" if "halves" in name else None, "dtype": dtype,
+            "library": "torch"}  # fmt: skip
     array = fft_cases.operand_of(case)
     full = fft_cases.wanted(case, array)
     ends = [getattr(geometry.Slab, axis) for axis in (one, two)]
@@ -320,7 +328,7 @@ def test_pipelines(name, size, cuts):
     found = stages(choose(problem, GPUS), reachable=True)
     memories, pipelines = [], []
     for rank in range(size):
-        operand = packed("operand", parts[rank].shape, dtype)
+        operand = packed("operand", parts[rank].shape, problem.dtype)
         result = packed("result", problem.target.local_shape(rank), problem.result)
         pipeline = pipelined(found, rank, Cuts(*cuts), order="C", operand=operand, result=result)
         assert pipeline is not None

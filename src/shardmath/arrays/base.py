@@ -100,6 +100,10 @@ class Library(ABC):
     ) -> Any:
         """A new array with undefined elements; ValueError where there is none on `device`."""
 
+    def offers(self, dtype: str) -> bool:
+        """Whether there are arrays of the type of that name for users to compute with."""
+        return dtype != "complex32"
+
     def device(self, name: str) -> Any:
         """A device such as "cuda:0", in the library's own words."""
         return name

@@ -2,7 +2,8 @@
 
 Two arrays hold the same kind of elements exactly when their `DType` are equal. A NumPy type that no
 rank computes with (dates, text, bytes, long double, foreign byte order) is opaque: kind "V", named
-by its NumPy type string, and may be moved but not multiplied.
+by its NumPy type string, and may be moved but not multiplied. So may torch's complex32, which only
+Fourier transforms know: on the host it is a pair of float16.
 """
 
 from __future__ import annotations
@@ -48,13 +49,15 @@ _KNOWN: dict[str, DType] = {
         DType("bfloat16", 2, "f"),
         DType("float32", 4, "f"),
         DType("float64", 8, "f"),
+        DType("complex32", 4, "V"),
         DType("complex64", 8, "c"),
         DType("complex128", 16, "c"),
     )
 }
-NAMES = tuple(_KNOWN)
+NAMES = tuple(name for name, known in _KNOWN.items() if known.kind != "V")
 # The types that NumPy lacks; ml_dtypes registers them under the same names.
 _EXTENDED = frozenset({"bfloat16", "float8_e4m3fn", "float8_e5m2"})
+_PAIR = np.dtype([("real", np.float16), ("imag", np.float16)])  # of which complex32 consists
 _WIDENED = _EXTENDED | {"float16"}
 
 
@@ -92,6 +95,8 @@ def to_numpy(dtype: Any) -> np.dtype[Any]:
     Raises BackendUnavailable for bfloat16 and float8 when ml_dtypes is not installed.
     """
     name = of(dtype).name
+    if name == "complex32":
+        return _PAIR
     if name not in _EXTENDED:
         return np.dtype(name)
     try:
@@ -111,6 +116,8 @@ def accumulator(dtype: Any) -> DType:
 
 
 def _of_numpy(dtype: np.dtype[Any]) -> DType:
+    if dtype == _PAIR:
+        return _KNOWN["complex32"]
     if dtype.isnative and dtype.name in _KNOWN:
         return _KNOWN[dtype.name]
     foreign = (

@@ -20,7 +20,12 @@ from shardmath.arrays.spec import ArraySpec
 __all__ = ["Torch"]
 
 # torch and NumPy exchange these through integers of the same size: NumPy has no such types itself.
-_CARRIER = {"bfloat16": "int16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
+_CARRIER = {
+    "bfloat16": "int16",
+    "complex32": "int32",
+    "float8_e4m3fn": "uint8",
+    "float8_e5m2": "uint8",
+}
 
 
 class Torch(Library):
@@ -135,6 +140,12 @@ class Torch(Library):
             return torch.empty(tuple(shape), dtype=native, device=device)
         reverse = tuple(range(len(shape)))[::-1]
         return torch.empty(tuple(shape)[::-1], dtype=native, device=device).permute(reverse)
+
+    def offers(self, dtype: str) -> bool:
+        """See Library."""
+        import torch
+
+        return hasattr(torch, dtype)
 
     def device(self, name: str) -> Any:
         """A torch.device."""

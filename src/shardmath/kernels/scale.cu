@@ -1,12 +1,18 @@
 // Real numbers multiplied by a factor, from one strided array into another of the same shape: in place, or
-// from halves to float32. Compiled with SOURCE and TARGET, types of elements.cuh.
+// from halves to float32 and back. Compiled with SOURCE and TARGET, types of elements.cuh, and VECTOR, how
+// many neighbours along the last dimension are read and written at once.
 #include "elements.cuh"
 
 using namespace shardmath;
 
 constexpr int kDims = 8;
 
-struct Dim {  // strides in bytes; the last dimension is the densest of the target
+template <class Element>
+struct __align__(VECTOR * sizeof(Element)) Vector {
+    Element part[VECTOR];
+};
+
+struct Dim {  // strides in bytes; the last dimension is the densest of the target, counted in vectors
     uint64 extent;
     int64 from, to;
 };
@@ -22,6 +28,8 @@ struct ScaleArgument {
 
 extern "C" __global__ void __launch_bounds__(256) scale(const __grid_constant__ ScaleArgument a) {
     typedef Wide<SOURCE> In;
+    typedef Wide<TARGET> Out;
+    typedef typename Out::type Number;
     const uint64 stride = (uint64)gridDim.x * blockDim.x;
     for (uint64 i = (uint64)blockIdx.x * blockDim.x + threadIdx.x; i < a.count; i += stride) {
         int64 from = 0, to = 0;
@@ -37,6 +45,11 @@ extern "C" __global__ void __launch_bounds__(256) scale(const __grid_constant__ 
             from += (int64)index * a.dims[0].from;
             to += (int64)index * a.dims[0].to;
         }
-        *(TARGET*)(a.target + to) = (TARGET)(In::widen(*(const SOURCE*)(a.source + from)) * (TARGET)a.factor);
+        const Vector<SOURCE> given = *(const Vector<SOURCE>*)(a.source + from);
+        Vector<TARGET> made;
+#pragma unroll
+        for (int k = 0; k < VECTOR; ++k)
+            made.part[k] = Out::narrow((Number)In::widen(given.part[k]) * (Number)a.factor);
+        *(Vector<TARGET>*)(a.target + to) = made;
     }
 }

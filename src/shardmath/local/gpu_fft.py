@@ -6,12 +6,14 @@ takes memory or time is done by `prepare`; `run` only launches, and can be captu
 
 from __future__ import annotations
 
+import math
 import struct
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+from shardmath.arrays.dtypes import of as dtype_of
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import call_for_memory
 from shardmath.cuda.kernel import Argument, kernel
@@ -165,8 +167,8 @@ def scale(
 ) -> None:
     """Launch: the real numbers at `source`, times `factor`, at `target`.
 
-    `strides` are bytes, of source and target; `dtypes` theirs: both float32 or float64, or from
-    float16 or bfloat16 to float32.
+    `strides` are bytes, of source and target; `dtypes` theirs: both float32 or float64, or one of
+    them float32 and the other float16 or bfloat16.
     """
     dims = _joined(sorted(zip(shape, *strides, strict=True), key=lambda dim: -abs(dim[2])))
     if 0 in shape:
@@ -186,13 +188,12 @@ def scale(
                 factor=factor,
             )
         return
-    count = 1
-    for extent, _, _ in dims:
-        count *= extent
+    vector, dims = _vectors(dims, (source, target), dtypes)
+    count = math.prod(extent for extent, _, _ in dims)
     packed = struct.pack("QQdQQ", source, target, factor, count, len(dims))
     packed += b"".join(struct.pack("Qqq", *dim) for dim in dims)
     packed += bytes(24 * (_DIMS - len(dims)))
-    defines = (f"SOURCE={dtypes[0]}", f"TARGET={dtypes[1]}")
+    defines = (f"SOURCE={dtypes[0]}", f"TARGET={dtypes[1]}", f"VECTOR={vector}")
     blocks = min(8 * device.processors, -(-count // _THREADS))
     kernel(device, "scale", "scale", defines).launch(stream, blocks, _THREADS, Argument(packed))
 
@@ -208,6 +209,22 @@ def _joined(dims: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
         else:
             found.append(dim)
     return found
+
+
+def _vectors(
+    dims: list[tuple[int, int, int]], addresses: tuple[int, int], dtypes: tuple[str, str]
+) -> tuple[int, list[tuple[int, int, int]]]:
+    """How many neighbours go at once, and the dimensions with the last one counted in them."""
+    sizes = tuple(dtype_of(dtype).itemsize for dtype in dtypes)
+    vector = 16 // max(sizes)
+    *outer, (extent, *steps) = dims or [(1, 0, 0)]
+    if tuple(steps) != sizes or extent % vector:
+        return 1, dims
+    for side, size in enumerate(sizes):
+        starts = (addresses[side], *(dim[1 + side] for dim in outer))
+        if any(start % (vector * size) for start in starts):
+            return 1, dims
+    return vector, [*outer, (extent // vector, vector * sizes[0], vector * sizes[1])]
 
 
 @cache

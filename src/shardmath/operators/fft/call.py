@@ -15,8 +15,15 @@ from shardmath.context import DistributedContext, require_context
 from shardmath.local.fft import Kind
 from shardmath.operators.fft import host
 from shardmath.operators.fft.allocation import memory_behind
+from shardmath.operators.fft.halves import widened
 from shardmath.operators.fft.host import Plan
-from shardmath.operators.fft.options import FFTDirection, FFTOptions, direction_of, options_from
+from shardmath.operators.fft.options import (
+    REAL_OF,
+    FFTDirection,
+    FFTOptions,
+    direction_of,
+    options_from,
+)
 from shardmath.operators.fft.problem import Description, Problem, check, describe, kind_of
 from shardmath.operators.fft.strategy import GPUS, choose
 from shardmath.operators.lifecycle import check_stream
@@ -109,7 +116,7 @@ class Call:
             return kind_of(dtype, asked)
         if asked not in (None, self.kind):
             raise ValueError(f"options.fft_type is {asked}, and the call is {self.kind}")
-        if self.kind == "R2C" and dtype in ("complex64", "complex128"):
+        if self.kind == "R2C" and dtype in REAL_OF:
             raise RuntimeError(f"the operand has dtype {dtype}; rfft takes a real one: call fft")
         return kind_of(dtype, self.kind)
 
@@ -124,9 +131,7 @@ class Call:
 
 
 def spec_of(array: Any) -> ArraySpec:
-    """The spec; TypeError for a tensor of complex halves, with which no library computes here."""
-    if str(getattr(array, "dtype", "")) == "torch.complex32":
-        raise TypeError("transforms take complex64 and complex128, not complex32")
+    """The spec. Raises TypeError or ValueError for what is no array of ours."""
     return library_of(array).spec(array)
 
 
@@ -173,7 +178,7 @@ def performed(context: DistributedContext, plan: Any, notes: list[bytes], call: 
 def plan_of(descriptions: tuple[Description, ...]) -> Plan:
     """The plan that all ranks' descriptions make. Pure; raises the same on all ranks."""
     problem = check(descriptions)
-    return Plan(problem, choose(problem))
+    return Plan(problem, choose(widened(problem)))
 
 
 @lru_cache(maxsize=64)

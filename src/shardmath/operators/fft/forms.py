@@ -42,12 +42,12 @@ def fft(
 ) -> Any:
     """The Fourier transform of a complex array that is split across ranks. Collective.
 
-    `operand` is this rank's part: complex64 or complex128, any strides, in ordinary memory or on
-    the symmetric heap; it is left as it was. `distribution` says which part, or is a pair that says
-    it of operand and result: boxes (each rank's own) or any others. `axes` are transformed, by
-    default all; the others are batches. A single axis of an array that has no other is transformed
-    on one rank. `norm` None scales neither direction; "backward", "ortho"
-    and "forward" are NumPy's. `sync_symmetric_memory` is accepted for programs written for
+    `operand` is this rank's part: complex64, complex128 or torch's complex32, any strides, in
+    ordinary memory or on the symmetric heap; it is left as it was. `distribution` says which part,
+    or is a pair that says it of operand and result: boxes (each rank's own) or any others. `axes`
+    are transformed, by default all; the others are batches. A single axis of an array that has no
+    other is transformed on one rank. `norm` None scales neither direction; "backward", "ortho" and
+    "forward" are NumPy's. `sync_symmetric_memory` is accepted for programs written for
     nvmath.distributed: agreement orders the ranks anyway.
 
     On GPUs the work is put on `stream`, by default the array library's current one, and the call
@@ -124,9 +124,10 @@ def rfft(
 ) -> Any:
     """The transform of a real array; the last of `axes` is halved, n // 2 + 1. Collective.
 
-    float32 gives complex64, float64 complex128, float16 and bfloat16 are computed in float32. Else
-    as `fft`; RuntimeError for a complex operand. A box of the operand is none of the result: give a
-    pair of boxes. Source: nvmath.distributed.fft.rfft.
+    float32 gives complex64, float64 complex128. float16 and bfloat16 are computed in float32 and
+    give complex64; float16 tensors give complex32 with options.halves=True. Else as `fft`;
+    RuntimeError for a complex operand. A box of the operand is none of the result: give a pair of
+    boxes. Source: nvmath.distributed.fft.rfft.
     """
     call = Call(
         operand=operand,

@@ -22,6 +22,7 @@ from shardmath.arrays.base import HostArray
 from shardmath.context import DistributedContext
 from shardmath.local.fft import engine_for, transform
 from shardmath.local.threads import threads_per_rank
+from shardmath.operators.fft.halves import narrow_into, wide, wide_like
 from shardmath.operators.fft.passes import Block, Pass, passes
 from shardmath.operators.fft.problem import Problem
 from shardmath.operators.fft.strategy import Strategy
@@ -105,7 +106,7 @@ class Arrays:
         Raises ValueError when `out` cannot be written to, UseAfterFree when one of them was freed.
         """
         library = library_of(operand)
-        host = library.host_view(operand)
+        host = wide(library.host_view(operand))
         on_heap = block_of(context, operand)
         in_place = host is operand or host.size == 0
         found = on_heap if in_place else block_of(context, host)
@@ -162,6 +163,7 @@ class _Execution:
         self._arrays = arrays
         self._inputs: list[HostArray] = []  # of each pass
         self._outputs: list[HostArray] = []
+        self._rounded: HostArray | None = None  # the result, where it is computed in a wider type
         self._engine = engine_for(plan.problem.library)
         threads = threads_per_rank(context.size)
         self._threads = 1 if self._engine == "torch" else threads  # torch has threads of its own
@@ -175,6 +177,8 @@ class _Execution:
         if out is None:
             self.result = self._new_result()
             out = self._arrays.library.host_view(self.result, writable=True)
+        if self._plan.strategy.problem.result != self._plan.problem.result:
+            self._rounded, out = out, wide_like(out)
         sizes = [0, 0]
         for each, place in zip(self._plan.passes, self._plan.places, strict=True):
             if place != _RESULT:
@@ -257,6 +261,8 @@ class _Execution:
         if after:
             # Before reusing what a peer may still read: the operand and both buffers.
             self._context.board.barrier("fft")
+        if self._rounded is not None:
+            narrow_into(self._rounded, self._outputs[-1])
 
     def _pass(self, index: int, each: Pass, shown: Sequence[bytes]) -> None:
         source, target = self._inputs[index], self._outputs[index]

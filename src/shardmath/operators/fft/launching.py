@@ -52,24 +52,12 @@ class Launch:
 
     def local(self, stream: int, step: LocalStep) -> None:
         """Launch one step of this rank's own."""
-        device = self.way.device
-        target = self._address(step.target)
         if isinstance(step, Scale):
-            view = _real(step.target)
-            scale(
-                device,
-                target,
-                target,
-                view.shape,
-                (view.strides, view.strides),
-                stream,
-                dtypes=(view.dtype, view.dtype),
-                factor=step.factor,
-            )
+            self._scale(stream, step.target, step.target, step.factor)
             return
-        source = self._address(step.source)
+        source, target = self._address(step.source), self._address(step.target)
         if isinstance(step, Fourier):
-            Transforms.of(device).run(
+            Transforms.of(self.way.device).run(
                 step.kind,
                 source,
                 target,
@@ -80,18 +68,22 @@ class Launch:
                 area=self.area,
             )
         elif isinstance(step, Convert):
-            scale(
-                device,
-                source,
-                target,
-                step.source.shape,
-                (step.source.strides, step.target.strides),
-                stream,
-                dtypes=(step.source.dtype, step.target.dtype),
-                factor=1.0,
-            )
+            self._scale(stream, step.source, step.target, step.factor)
         else:
             self.way.copier((step,), lambda: boxes_of_copy(step)).launch(stream, [source], [target])
+
+    def _scale(self, stream: int, source: View, target: View, factor: float) -> None:
+        one, two = _real(source), _real(target)
+        scale(
+            self.way.device,
+            self._address(source),
+            self._address(target),
+            one.shape,
+            (one.strides, two.strides),
+            stream,
+            dtypes=(one.dtype, two.dtype),
+            factor=factor,
+        )
 
     def _exchange(self, stream: int, step: Exchange, told: Sequence[Told]) -> None:
         """Move boxes between this rank's array and all ranks' arrays."""

@@ -17,12 +17,12 @@ from shardmath.arrays import dtypes
 from shardmath.arrays.spec import packed_strides
 from shardmath.local.batches import Batches, Strided, batches
 from shardmath.local.fft import Kind
+from shardmath.operators.fft.options import WIDE
 
 __all__ = ["Convert", "Copy", "Fourier", "LocalStep", "Scale", "View", "local_steps", "packed"]
 
 _CALL = 4e-6  # seconds that the host needs for one call of a plan
 _BANDWIDTH = 4e12  # bytes per second that a GPU reads and writes
-_HALVES = ("float16", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -89,13 +89,15 @@ class Copy:
 
 @dataclass(frozen=True)
 class Convert:
-    """Turn halves into float32."""
+    """Turn halves into single precision, or numbers times `factor` into halves."""
 
     source: View
     target: View
+    factor: float = 1.0
 
     def __str__(self) -> str:
-        return f"convert {self.source} to {self.target}"
+        times = f" times {self.factor:.6g}" if self.factor != 1 else ""
+        return f"convert {self.source}{times} to {self.target}"
 
 
 @dataclass(frozen=True)
@@ -137,25 +139,46 @@ LocalStep = Copy | Convert | Scale | Fourier
 
 
 def local_steps(
-    kind: Kind, axes: Sequence[int], source: View, target: View, *, keep: bool
+    kind: Kind,
+    axes: Sequence[int],
+    source: View,
+    target: View,
+    *,
+    keep: bool,
+    factor: float = 1.0,
 ) -> list[LocalStep]:
     """The transform of `source` along `axes`, of which a real one is the last, into `target`.
 
     They are the same place, with the same strides, or do not overlap. `keep`: the source must stay
-    as it is. Extra places that the steps use have names that begin with "pack".
+    as it is. Extra places that the steps use have names that begin with "pack". Halves are
+    transformed in single precision, and what is rounded to halves is multiplied by `factor` before;
+    other types have none.
     """
     if source.size == 0 or target.size == 0:
         return []
-    steps: list[LocalStep] = []
-    if source.dtype in _HALVES:
-        wide = packed("pack wide", source.shape, "float32")
-        steps.append(Convert(source, wide))
+    before: list[LocalStep] = []
+    after: list[LocalStep] = []
+    if source.dtype in WIDE:
+        wide = _like("pack wide", source, WIDE[source.dtype])
+        before = [Convert(source, wide)]
         source, keep = wide, False
+    if target.dtype in WIDE:
+        made = source
+        if keep or kind != "C2C":
+            made = _like("pack made", target, WIDE[target.dtype])
+        after = [Convert(made, target, factor)]
+        target = made
     if kind == "C2R":
-        return steps + _completing(axes, source, target, keep=keep)
+        return [*before, *_completing(axes, source, target, keep=keep), *after]
     real = axes[-1] if kind == "R2C" else None
     _, groups = _groups(kind, frozenset(axes), real, source, target)
-    return steps + _performed(kind, groups, source, target)
+    return [*before, *_performed(kind, groups, source, target), *after]
+
+
+def _like(place: str, view: View, dtype: str) -> View:
+    """A packed view whose axes lie in memory in the order that those of `view` have."""
+    axes = sorted(range(len(view.shape)), key=lambda axis: -abs(view.strides[axis]))
+    return packed(place, view.shape, dtype, axes)
 
 
 def _completing(axes: Sequence[int], source: View, target: View, *, keep: bool) -> list[LocalStep]:

@@ -13,18 +13,27 @@ from typing import Any, Literal
 
 from shardmath.operators.lifecycle import check_blocking, check_logger, options_of
 
-__all__ = ["COMPLEX_OF", "REAL_OF", "FFTDirection", "FFTOptions", "direction_of", "options_from"]
+__all__ = [
+    "COMPLEX_OF",
+    "REAL_OF",
+    "WIDE",
+    "FFTDirection",
+    "FFTOptions",
+    "direction_of",
+    "options_from",
+]
 
 FFTType = Literal["C2C", "C2R", "R2C"]
 
-# Halves are transformed in float32: no library of the host has complex halves.
 COMPLEX_OF = {
     "float16": "complex64",
     "bfloat16": "complex64",
     "float32": "complex64",
     "float64": "complex128",
 }
-REAL_OF = {"complex64": "float32", "complex128": "float64"}
+REAL_OF = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
+# What halves are transformed in: docs/decisions/halves-on-the-wire.md.
+WIDE = {"float16": "float32", "bfloat16": "float32", "complex32": "complex64"}
 
 
 class FFTDirection(IntEnum):
@@ -43,10 +52,11 @@ class FFTOptions:
     slab along a transformed axis becomes a slab along the first other axis (X becomes Y, all others
     X), and what needs no exchange stays. `last_axis_parity`: whether a C2R result is "even" or
     "odd" along its last transformed axis. `inplace`: the result takes the operand's memory.
+    `halves`: a float16 torch tensor gives complex32, as in torch.fft, and not complex64.
     `logger` is told what is planned. `blocking`: True or "auto"; host operands always block.
 
     Raises TypeError for a logger that is none, ValueError for another value out of range.
-    Source: nvmath.distributed.fft.FFTOptions; `inplace` is ours.
+    Source: nvmath.distributed.fft.FFTOptions; `inplace` and `halves` are ours.
     """
 
     fft_type: FFTType | None = None
@@ -55,13 +65,14 @@ class FFTOptions:
     inplace: bool = False
     logger: Logger | None = None
     blocking: Literal[True, "auto"] = "auto"
+    halves: bool = False
 
     def __post_init__(self) -> None:
         if self.fft_type not in (None, "C2C", "C2R", "R2C"):
             raise ValueError(f'fft_type is "C2C", "R2C", "C2R" or None, not {self.fft_type!r}')
         if self.last_axis_parity not in ("even", "odd"):
             raise ValueError(f'last_axis_parity is "even" or "odd", not {self.last_axis_parity!r}')
-        for name in ("redistribute", "inplace"):
+        for name in ("redistribute", "inplace", "halves"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is True or False, not {getattr(self, name)!r}")
         check_logger(self.logger)
@@ -75,6 +86,7 @@ class FFTOptions:
             self.last_axis_parity,
             self.inplace,
             self.blocking,
+            self.halves,
         )
 
 

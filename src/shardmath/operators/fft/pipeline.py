@@ -243,7 +243,8 @@ def _placed(place: str, stage: Stage, rank: int, order: Literal["C", "F"]) -> Vi
 
 def _transform(stage: Stage, source: View, target: View, *, keep: bool) -> tuple[LocalStep, ...]:
     assert stage.kind is not None, "a transform"
-    return tuple(local_steps(stage.kind, stage.axes, source, target, keep=keep))
+    steps = local_steps(stage.kind, stage.axes, source, target, keep=keep, factor=stage.factor)
+    return tuple(steps)
 
 
 def _chunks(

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from shardmath import geometry
 from shardmath.agreement import require_equal
-from shardmath.arrays import ArraySpec
+from shardmath.arrays import ArraySpec, library_named
 from shardmath.errors import BindDistributionError, CollectiveMismatch
 from shardmath.geometry import Distribution, Layout, Slab
 from shardmath.geometry.inference import check_alike
@@ -54,12 +54,13 @@ class Problem:
     dtype: str
     order: Literal["C", "F"]
     inplace: bool
+    halves: bool = False
 
     @property
     def result(self) -> str:
         """The name of the result's type."""
         if self.kind == "R2C":
-            return COMPLEX_OF[self.dtype]
+            return "complex32" if self.halves else COMPLEX_OF[self.dtype]
         return REAL_OF[self.dtype] if self.kind == "C2R" else self.dtype
 
     def __str__(self) -> str:
@@ -98,6 +99,8 @@ def describe(
         raise ValueError(f'norm is None, "backward", "ortho" or "forward", not {norm!r}')
     if options.inplace and out is not None:
         raise ValueError("options.inplace=True writes to the operand: leave out= away")
+    if options.halves:
+        _require_halves(operand)
     return (
         _facts(operand),
         given.encode(),
@@ -167,12 +170,12 @@ def check(descriptions: Sequence[Description]) -> Problem:
         ("direction", directions),
         ("axes", axes),
         ("norm", norms),
-        ("options (fft_type, redistribute, last_axis_parity, inplace, blocking)", options),
+        ("options (fft_type, redistribute, last_axis_parity, inplace, blocking, halves)", options),
         ("whether a pair of distributions is given", [each is not None for each in outputs]),
     ):
         require_equal(what, values)
     source = _bound("distribution", inputs, shapes=[operand[3] for operand in operands])
-    _, redistribute, parity, inplace, _ = options[0]
+    _, redistribute, parity, inplace, _, halves = options[0]
     shape = _result_shape(source.global_shape, axes[0], kinds[0], parity)
     if outputs[0] is None:
         wanted = _natural(inputs, source, axes[0], kinds[0], redistribute)
@@ -192,6 +195,7 @@ def check(descriptions: Sequence[Description]) -> Problem:
         dtype=dtype,
         order=_order([operand[4] for operand in operands]),
         inplace=inplace,
+        halves=halves,
     )
     for rank, out in enumerate(outs):
         if out is not None:
@@ -207,6 +211,20 @@ def _check_out(problem: Problem, rank: int, out: Sequence[Any]) -> None:
     ):
         if one != other:
             raise CollectiveMismatch(f"rank {rank}: out has {what} {one}, the result has {other}")
+
+
+def _require_halves(operand: ArraySpec) -> None:
+    """Raise ValueError for an operand of which no complex halves come."""
+    if not library_named(operand.library).offers("complex32"):
+        raise ValueError(
+            f"options.halves=True asks for complex32, which {operand.library} has not: use torch "
+            "tensors, or leave it away for complex64"
+        )
+    if operand.dtype not in ("float16", "complex32"):
+        raise ValueError(
+            f"options.halves=True takes float16 and complex32, and the operand has dtype "
+            f"{operand.dtype}"
+        )
 
 
 def _facts(spec: ArraySpec) -> tuple[Any, ...]:

@@ -36,7 +36,8 @@ class Stage:
     """One step of the strategy, with the places that it takes the array from and to.
 
     `kind` is None for an exchange, which `pulls` or pushes; then `layout` is the one before. For a
-    transform, `layout` and `result` are those before and after it.
+    transform, `layout` and `result` are those before and after it, and what it makes is multiplied
+    by `factor`.
     """
 
     kind: Kind | None
@@ -48,6 +49,7 @@ class Stage:
     source: str
     target: str
     pulls: bool = False
+    factor: float = 1.0
 
     def __str__(self) -> str:
         if self.kind is None:
@@ -77,7 +79,10 @@ def stages(strategy: Strategy, *, reachable: bool) -> tuple[Stage, ...]:
             else:
                 target = place
             axes = _axes(step.axes, problem.axes[-1])
-            found.append(Stage(kind, axes, step.layout, step.result, dtype, made, place, target))
+            # Halves are scaled on the way: what grows to the end may be too large for them.
+            factor = _factor(problem, axes) if "complex32" in (dtype, made) else 1.0
+            ends = step.layout, step.result
+            found.append(Stage(kind, axes, *ends, dtype, made, place, target, factor=factor))
             dtype = made
         place = target
     return tuple(found)
@@ -199,7 +204,7 @@ def programmed(
                 steps.append(Copy(array, kept))
                 array = kept
         keep = array.place == "operand"
-        steps += local_steps(stage.kind, stage.axes, array, target, keep=keep)
+        steps += local_steps(stage.kind, stage.axes, array, target, keep=keep, factor=stage.factor)
         array = target
     return Program((*steps, *scaled(problem, result)), tuple(dict.fromkeys(shared)))
 
@@ -212,9 +217,16 @@ def _at(place: str, stage: Stage, problem: Problem, rank: int, *, before: bool =
 
 
 def scaled(problem: Problem, result: View) -> list[LocalStep]:
-    """The multiplication by the factor of `norm`, where there is one."""
-    shape = (problem.target if problem.kind == "C2R" else problem.source).global_shape
-    count = math.prod(shape[axis] for axis in problem.axes)
-    whole = "forward" if problem.direction < 0 else "backward"
-    factor = {"ortho": 1 / math.sqrt(count), whole: 1 / count}.get(problem.norm or "", 1.0)
+    """The multiplication by the factor of `norm`, where there is one that no stage has done."""
+    if "complex32" in (problem.dtype, problem.result):
+        return []
+    factor = _factor(problem, problem.axes)
     return [Scale(result, factor)] if factor != 1 and result.size else []
+
+
+def _factor(problem: Problem, axes: Sequence[int]) -> float:
+    """The factor of `norm` for some of the transformed axes."""
+    shape = (problem.target if problem.kind == "C2R" else problem.source).global_shape
+    count = math.prod(shape[axis] for axis in axes)
+    whole = "forward" if problem.direction < 0 else "backward"
+    return {"ortho": 1 / math.sqrt(count), whole: 1 / count}.get(problem.norm or "", 1.0)
