@@ -21,25 +21,30 @@ from shardmath.local.gpu.blaslt import bindings
 from shardmath.operators.lanes import LANES, Lane
 from shardmath.operators.matmul.arguments import Arguments, packed_scalars, unpacked_scalars
 from shardmath.operators.matmul.gpu.execution import Execution
-from shardmath.operators.matmul.gpu.fusing import Fused
+from shardmath.operators.matmul.gpu.fusing import Fused, pays
 from shardmath.operators.matmul.gpu.share import Operands, Share
 from shardmath.operators.matmul.problem import Call, Problem
 from shardmath.operators.repeats import Known
+from shardmath.operators.showing import matrix_of
 from shardmath.symmetric import device_array
 from shardmath.symmetric.device_array import DeviceArray, Result
 
 __all__ = ["run"]
 
 _ANEW, _AGAIN = b"\0", b"\1"
+_ORDERS = ("", "C", "F")
 _FAST_COMPUTE = frozenset(
     {74, 75, 77, 78, 79}
 )  # sums that are faster, or slower, and not the usual
 
 
 class Agreed(NamedTuple):
-    """How all ranks perform an execution: by one kernel or in phases; what each has told for it."""
+    """How all ranks perform an execution: by one kernel or in phases, of which one collective adds
+    up the products in an order; what each has told for it.
+    """
 
     fuses: bool
+    addition_order: str
     told: tuple[bytes, ...]
 
 
@@ -102,18 +107,22 @@ class _Made:
 
     def _say_all(self) -> bytes:
         """The lane, and whether one kernel could do it, else what phases need."""
-        form = self._share.form
-        if form is None:
-            told = self._prepare_phases()
+        share, out = self._share, matrix_of(self.operands.out)
+        order = share.addition_order("F" if out.by_columns else "C")
+        if share.form is None or not pays(share):
+            told = self._prepare_phases(order)
         else:
-            self._fused = Fused(form, self._share, self.operands, self.lane.team.device)
+            self._fused = Fused(share.form, share, self.operands, self.lane.team.device)
             told = self._fused.told
-        return _ANEW + bytes([self.lane.number]) + told
+        return _ANEW + bytes([self.lane.number, _ORDERS.index(order)]) + told
 
-    def _prepare_phases(self) -> bytes:
+    def _prepare_phases(self, order: str) -> bytes:
         """Take memory for a product in phases; what to tell the peers. Raises HeapExhausted."""
-        self._phases = Execution(self._context, self._share, self.operands, self.lane)
+        self._phases = self._in_phases(self.operands, order)
         return self._phases.prepare()
+
+    def _in_phases(self, operands: Operands, order: str) -> Execution:
+        return Execution(self._context, self._share, operands, self.lane, addition_order=order)
 
     def hear(self, operation: str, said: Sequence[bytes]) -> None:
         """Decide with what all ranks have said. Collective.
@@ -127,14 +136,19 @@ class _Made:
         number = self._share.repeats.next()
         if any(text.startswith(_AGAIN) for text in said):
             said = self._context.gather(operation, self._say_all)
-        told = [text[2:] for text in said]
+        told = [text[3:] for text in said]
         apart = len({text[1] for text in said}) > 1  # streams are numbered differently
+        mixed = len({text[2] for text in said}) > 1  # results lie in different orders
+        order = "" if mixed else _ORDERS[said[0][2]]
         if apart:
             self.lane = Lane.numbered(self._context, LANES - 1)
         fuses = self._fused is not None and self._fused.chosen(told)
-        if not fuses and (apart or self._fused is not None):
-            told = self._context.gather(operation, self._prepare_phases)
-        self._agreed = Agreed(fuses, tuple(told))
+        if not fuses and (apart or mixed or self._fused is not None):
+            told = self._context.gather(operation, lambda: self._prepare_phases(order))
+        if not fuses:
+            assert self._phases is not None
+            self._phases.meet()
+        self._agreed = Agreed(fuses, order, tuple(told))
         if self._key is not None and not apart:
             self._share.repeats.keep(self._key, number, self._agreed, self.lane)
 
@@ -159,8 +173,9 @@ class _Made:
             one = Fused(self._share.form, self._share, operands, self.lane.team.device)
             one.run(self._context, self._agreed.told)
         else:
-            phases = Execution(self._context, self._share, operands, self.lane)
+            phases = self._in_phases(operands, self._agreed.addition_order)
             phases.prepare()
+            phases.meet()  # they have, when this was executed first
             phases.run(self._agreed.told)
 
     # -- memory ------------------------------------------------------------------------------------

@@ -20,11 +20,12 @@ from shardmath.local.gpu.blaslt import WORKSPACE
 from shardmath.local.gpu.epilog import copy, finish
 from shardmath.local.gpu.gemm import fits, multiply, takes_result
 from shardmath.operators.lanes import Lane
+from shardmath.operators.matmul.gpu.addition import Addition
 from shardmath.operators.matmul.gpu.arriving import Arriving
-from shardmath.operators.matmul.gpu.ending import AFTERWARDS, SHOWN, Ending
+from shardmath.operators.matmul.gpu.ending import SHOWN, Ending
 from shardmath.operators.matmul.gpu.feeding import Feed, Interval
 from shardmath.operators.matmul.gpu.gathering import Gathering
-from shardmath.operators.matmul.gpu.share import Operands, Share
+from shardmath.operators.matmul.gpu.share import AFTERWARDS, Operands, Share
 from shardmath.operators.showing import Showcase, matrix_of
 
 __all__ = ["Execution"]
@@ -33,10 +34,19 @@ _FUSED = (MatmulEpilog.DEFAULT, *AFTERWARDS)
 
 
 class Execution:
-    """One execution on one rank: `prepare`, tell the peers, `run`."""
+    """One execution on one rank: `prepare`, tell the peers, `run`.
+
+    `addition_order` is the order of products that one collective adds up, "" where peers read them.
+    """
 
     def __init__(
-        self, context: DistributedContext, share: Share, operands: Operands, lane: Lane
+        self,
+        context: DistributedContext,
+        share: Share,
+        operands: Operands,
+        lane: Lane,
+        *,
+        addition_order: str = "",
     ) -> None:
         self.context = context
         self.share = share
@@ -51,7 +61,10 @@ class Execution:
         self.out = matrix_of(operands.out)
         self.order = "F" if self.out.by_columns else "C"
         self.shown = Showcase(context, lane, SHOWN)
-        self.ending = Ending(context, share, operands, lane, self.shown)
+        self.addition: Addition | None = None
+        if addition_order:
+            self.addition = Addition(share, operands, lane, addition_order)
+        self.ending = Ending(context, share, operands, lane, self.shown, self.addition)
         self._arriving = self._on_arrival()
         self._copies: list[tuple[Matrix, Matrix]] = []  # (to, from): operands that peers read
 
@@ -99,6 +112,11 @@ class Execution:
                 self.lane.buffer(f"packed {'ab'[index]}", feed.extent * feed.width * itemsize)
 
     # -- run ---------------------------------------------------------------------------------------
+
+    def meet(self) -> None:
+        """What all ranks do together before. Collective; raises HeapExhausted on all ranks."""
+        if self.addition is not None:
+            self.addition.meet(self.context)
 
     def run(self, told: Sequence[bytes]) -> None:
         """Put everything on the stream: D and the epilog's outputs are there after it. Collective.
@@ -148,8 +166,8 @@ class Execution:
 
     def _target(self) -> Matrix:
         """Where the product goes."""
-        if self._shares_sums:
-            return self.shown.own("sums")
+        if self.ending.sums is not None:
+            return self.ending.sums
         if self._fused:
             return self.out
         shape = self.out.rows, self.out.columns
@@ -159,9 +177,8 @@ class Execution:
     def _multiply(self) -> list[Matrix] | None:
         """The product of the work's rows and columns as what is to be finished; None if it is."""
         if not self.share.multiplies:
-            if self._shares_sums:
-                sums = self.shown.own("sums")
-                finish(self.device, self.stream, sums, [])  # zeros
+            if self.ending.sums is not None:
+                finish(self.device, self.stream, self.ending.sums, [])  # zeros
             return []
         if self._arriving is not None and self._arriving.run(self._source):
             return None

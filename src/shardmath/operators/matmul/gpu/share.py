@@ -11,14 +11,19 @@ from functools import cached_property
 from typing import Any
 
 from shardmath.arrays import dtypes
+from shardmath.local.epilog import MatmulEpilog
 from shardmath.operators.matmul import host
+from shardmath.operators.matmul.gpu.choice import rounds_parts
 from shardmath.operators.matmul.gpu.feeding import Feed, Interval, feeds, intervals
 from shardmath.operators.matmul.gpu.form import Form, form_of
 from shardmath.operators.matmul.strategy import HOPPER
 from shardmath.operators.repeats import Repeats
 from shardmath.symmetric.device_array import DeviceArray
 
-__all__ = ["Operands", "Share"]
+__all__ = ["AFTERWARDS", "Operands", "Share"]
+
+# Epilogs of which nothing happens to D itself.
+AFTERWARDS = (MatmulEpilog.ALLREDUCE, MatmulEpilog.BGRADA, MatmulEpilog.BGRADB)
 
 
 @dataclass(frozen=True)
@@ -89,6 +94,29 @@ class Share(host.Share):
     def form(self) -> Form | None:
         """What the strategy is, if one kernel can do all of it."""
         return form_of(self.strategy)
+
+    @cached_property
+    def parts_dtype(self) -> str:
+        """The type in which the ranks' products are added up, where they are."""
+        problem = self.strategy.problem
+        m, n, _ = problem.shape
+        halves = dtypes.of(problem.result).itemsize == 2
+        added = self.form is not None and self.form.kind != "all-gather"
+        if halves and added and rounds_parts(m * n):
+            return problem.result
+        return dtypes.accumulator(problem.dtype).name
+
+    def addition_order(self, order: str) -> str:
+        """The order in which one collective adds up the products, for a result in that order.
+
+        "" where none does: parts of it would not lie as the ranks want them.
+        """
+        if self.form is None or self.form.kind == "all-gather":
+            return ""
+        if self.form.kind == "all-reduce":
+            return order
+        natural = "F" if self.form.turned else "C"
+        return natural if order == natural else ""
 
     @property
     def multiplies(self) -> bool:
