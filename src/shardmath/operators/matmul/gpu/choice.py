@@ -31,7 +31,9 @@ class Rates:
     product: float  # operations per second of a large product of halves
     memory: float  # bytes per second that a product reads its factors with
     multipliers: int  # multiprocessors that share out the tiles of our kernel
+    ours: float  # of that rate, what our kernel reaches
     link: float  # bytes per second that each rank sends in a collective, or beside a product
+    pair: float  # the same in a collective of two ranks
     read: float  # bytes per second in which all multiprocessors read peers' memory
     added: float  # bytes per second of the local memory in a sum
     taken: float  # bytes per second that the takers add up, while others multiply
@@ -40,12 +42,14 @@ class Rates:
     collective: float  # seconds of a collective of a few bytes
 
 
-# Measured on 8 H200; only ratios matter.
+# Measured on 8, 4 and 2 H200; only ratios matter.
 H200 = Rates(
     product=780e12,
     memory=3.6e12,
     multipliers=128,
+    ours=0.94,
     link=290e9,
+    pair=200e9,
     read=250e9,
     added=3.5e12,
     taken=1.6e11,
@@ -82,7 +86,7 @@ def choose_reduce_scatter(problem: ShardedProduct) -> Choice:
 def choose_all_reduce(problem: ShardedProduct) -> Choice:
     """For all rows on every rank."""
     sent = _sent(problem)
-    late = sent / min(8, _down(problem)) * min(3, _down(problem))
+    late = sent / min(8, _down(problem)) * min(2, _down(problem))
     fused = max(_scattering(problem) + late / H200.read, 2 * sent / H200.link) + 2 * H200.step
     return _choice(fused, _separate(problem, ways=2))
 
@@ -129,7 +133,8 @@ def _separate(problem: ShardedProduct, *, ways: int) -> float:
     cuBLAS cuts k where there are few tiles: it is bound by operations, or by memory.
     """
     wide = not rounds_parts(problem.height * problem.columns)
-    sent = (2 if wide else 1) * ways * _sent(problem) / H200.link
+    link = H200.pair if len(problem.rows) == 2 else H200.link
+    sent = (2 if wide else 1) * ways * _sent(problem) / link
     rounding = wide * (H200.launch + 3 * _result(problem) / H200.added)
     product = max(problem.flops / H200.product, _reading(problem))
     return H200.step + product + H200.launch + H200.collective + sent + rounding
@@ -139,7 +144,7 @@ def _multiplying(problem: ShardedProduct) -> float:
     """Seconds: tiles are computed in rounds of one on each multiprocessor."""
     tiles = Walk(problem.rows, problem.columns, 1).count
     work = 2.0 * TILE_ROWS * TILE_COLUMNS * max(problem.depth, 64)
-    return -(-tiles // H200.multipliers) * work * H200.multipliers / H200.product
+    return -(-tiles // H200.multipliers) * work * H200.multipliers / (H200.ours * H200.product)
 
 
 def _reading(problem: ShardedProduct) -> float:

@@ -190,10 +190,7 @@ class Ending:
     def _finish(self, parts: list[Matrix]) -> None:
         """Add the parts, apply alpha, beta C and the epilog; D is rounded once."""
         operands, epilog = self.operands, self.problem.epilog
-        name = epilog.needs_aux or epilog.makes_aux
-        arrays = operands.inputs if epilog.needs_aux else operands.outputs
-        bias = operands.inputs.get("bias")
-        kept = None
+        aux, kept = operands.aux(epilog), None
         if epilog.makes_bgrad and epilog.gradient:
             shape = self.out.rows, self.out.columns
             kept = Matrix.packed(self.lane.address("kept"), shape, self.wide, self.order)
@@ -206,8 +203,8 @@ class Ending:
             beta=complex(operands.beta),
             c=self._addend(),
             epilog=MatmulEpilog.DEFAULT if epilog in AFTERWARDS else epilog,
-            bias=None if bias is None else (bias.address, bias.strides[0] // bias.itemsize),
-            aux=None if name is None else matrix_of(arrays[name]),
+            bias=operands.bias,
+            aux=None if aux is None else matrix_of(aux),
             kept=kept,
         )
 

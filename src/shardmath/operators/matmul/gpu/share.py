@@ -12,6 +12,7 @@ from typing import Any
 
 from shardmath.arrays import dtypes
 from shardmath.local.epilog import MatmulEpilog
+from shardmath.local.gpu.gemm import Algorithms
 from shardmath.operators.matmul import host
 from shardmath.operators.matmul.gpu.choice import rounds_parts
 from shardmath.operators.matmul.gpu.feeding import Feed, Interval, feeds, intervals
@@ -42,7 +43,19 @@ class Operands:
     outputs: Mapping[str, DeviceArray] = field(repr=False)
     stream: int
     compute: int | None = None  # a MatmulComputeType that is faster, and less exact
-    autotune: bool = False
+    algorithms: Algorithms | None = None  # of cuBLASLt: the share's, or a dictionary to fill
+
+    @property
+    def bias(self) -> tuple[int, int] | None:
+        """The address of the epilog's bias, and how many elements apart its elements are."""
+        found = self.inputs.get("bias")
+        return None if found is None else (found.address, found.strides[0] // found.itemsize)
+
+    def aux(self, epilog: MatmulEpilog) -> DeviceArray | None:
+        """The auxiliary matrix that an epilog reads or makes."""
+        if epilog.needs_aux:
+            return self.inputs[epilog.needs_aux]
+        return self.outputs[epilog.makes_aux] if epilog.makes_aux else None
 
     @property
     def places(self) -> tuple[object, ...]:
@@ -89,6 +102,16 @@ class Share(host.Share):
     def repeats(self) -> Repeats[Any]:
         """The executions that may come again."""
         return Repeats()
+
+    @cached_property
+    def algorithms(self) -> Algorithms:
+        """Those of cuBLASLt's that have been chosen for this rank's products."""
+        return Algorithms()
+
+    @property
+    def told(self) -> tuple[str, ...]:
+        """What has been found out by timing."""
+        return tuple(self.kept.get("told", ()))
 
     @cached_property
     def form(self) -> Form | None:
