@@ -22,7 +22,6 @@ using namespace shardmath;
 def facts(size):
     """A C++ expression, and what it is here."""
     return {
-        "shardmath::kBlocks": layout.BLOCKS,
         "sizeof(Pad)": layout.PAD_BYTES,
         "sizeof(Channel)": layout.CHANNEL_BYTES * size,
         "alignof(Channel)": layout.PAD_ALIGNMENT,

@@ -233,6 +233,88 @@ def test_epilogs(gpus, dtype):
     assert gpus.run(check_epilogs, dtype, ranks=1) == [[]]
 
 
+def check_epilogs_within(context, dtype):
+    """Products with their epilogs in cuBLASLt that differ from the host's; how many there were."""
+    from shardmath.local.gpu.blaslt import WORKSPACE
+    from shardmath.local.gpu.gemm import has_algorithm, multiply
+    from shardmath.local.gpu.within import within
+
+    rng = np.random.default_rng(4)
+    room = context.heap.allocate(WORKSPACE)
+    tolerance, device = EPSILON.get(dtype, 2.0**-48), context.team.device
+    wrong, done = [], 0
+    for epilog, (m, n, k) in itertools.product(
+        MatmulEpilog, ((300, 17, 65), (33, 600, 24), (256, 128, 512))
+    ):
+        for sa, sb, sd in (("C", "F", "F"), ("F", "C", "padded F"), ("C", "C", "C")):
+            a, b, c = (sample(rng, shape, dtype) for shape in ((m, k), (k, n), (m, n)))
+            a[5], b[:, 3] = 0, 0  # ReLU and its mask at 0
+            a[7, 2], a[9, 3] = np.nan, np.inf
+            inputs = inputs_of(epilog, rng, m, n, dtype)
+            if epilog.has_bias:
+                inputs["bias"][5] = 0
+            with np.errstate(invalid="ignore", over="ignore"):
+                total = 0.5 * (wide(a) @ wide(b)) + 2 * wide(c)
+                want, aux = host.apply(epilog, total.copy(), inputs, dtype="float64")
+            bias, other = None, None
+            if epilog.has_bias:
+                bias = OnDevice(context, inputs["bias"].reshape(m, 1))
+            name = epilog.needs_aux or epilog.makes_aux
+            if name:
+                shape = inputs[name] if name in inputs else np.zeros(aux[name].shape, c.dtype)
+                other = OnDevice(context, shape, "F")
+            x, y, d = OnDevice(context, a, sa), OnDevice(context, b, sb), OnDevice(context, c, sd)
+            found = within(
+                epilog,
+                d.matrix,
+                bias=(bias.matrix.address, 1) if bias else None,
+                aux=other.matrix if other else None,
+            )
+            factors = x.matrix, y.matrix, d.matrix
+            if found is None or not has_algorithm(device, *factors, extras=found.extras):
+                continue
+            done += 1
+            multiply(
+                device,
+                *factors,
+                stream=0,
+                workspace=room.block.address,
+                alpha=0.5,
+                beta=2.0,
+                extras=found.extras,
+                bias=found.bias,
+                aux=found.aux,
+            )
+            case = (epilog.name, m, n, sd)
+            wrong += [(*case, *each) for each in differing(wide(d.get()), want, total, tolerance)]
+            if epilog.makes_aux:
+                each = differing(wide(other.get()), aux[name], total, tolerance)
+                wrong += [(*case, "aux", *one) for one in each]
+    return [wrong, done]
+
+
+def differing(got, want, total, tolerance):
+    """The greatest difference, if it is too large, or an element that is not finite as wanted."""
+    finite = np.isfinite(want)
+    strange = (np.isnan(got) != np.isnan(want)) | (np.isinf(want) & (got != want))
+    if strange.any():
+        at = tuple(int(i) for i in np.argwhere(strange)[0])
+        return [(at, float(got[at]), float(want[at]), int(strange.sum()))]
+    if len(want) > len(total):  # GELU's inputs are padded
+        total = np.vstack([total, np.zeros((len(want) - len(total), total.shape[1]))])
+    with np.errstate(invalid="ignore"):
+        bound = tolerance * (8 + 4 * abs(total) + 4 * abs(want))
+        off = np.where(finite, abs(got - want), 0)
+    return [] if (off <= np.where(finite, bound, 1)).all() else [(float(off.max()),)]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_epilogs_within_products(gpus, dtype):
+    ((wrong, done),) = gpus.run(check_epilogs_within, dtype, ranks=1)
+    assert wrong == []
+    assert done >= 20
+
+
 def check_row_sums(context, dtype):
     from shardmath.local.gpu.epilog import row_sums
 

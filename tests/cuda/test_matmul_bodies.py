@@ -420,6 +420,55 @@ def test_one_kernel(gpus, size, dtype, shape, kind, order):
     assert counts == ({3} if shape[2] % 8 == 0 and shape[0] > 2000 else counts)
 
 
+def tuned(context, kind, inplace):
+    """What `explain` says after autotuning, whether results are right and operands as they were,
+    and what is chosen.
+    """
+    import torch
+
+    from arrangements import part_of
+    from shardmath.distribution import Replicated, Slab
+    from shardmath.linalg.advanced import Matmul
+
+    torch.cuda.set_device(context.device_id)
+    dists = {
+        "rows": (Slab.X, Replicated(), Slab.X),
+        "gathered": (Slab.X, Slab.X, Slab.X),
+        "added": (Slab.Y, Slab.X, Replicated()),
+    }[kind]
+    m, n, k = 256, 320, 192
+    generator = torch.Generator("cuda").manual_seed(8)
+    a, b, c = (
+        torch.randn(shape, device="cuda", generator=generator) for shape in ((m, k), (k, n), (m, n))
+    )
+    want = (a.double() @ b.double() + 2 * c.double()).cpu().numpy()
+    a, b, c = (
+        torch.from_numpy(np.array(part_of(x.cpu().numpy(), d, context.rank, context.size))).cuda()
+        for x, d in zip((a, b, c), dists, strict=True)
+    )
+    before = [x.clone() for x in (a, b, c)]
+    with context, Matmul(a, b, c, beta=2, distributions=dists, options={"inplace": inplace}) as mm:
+        mm.plan(autotune=True)
+        same = all(bool((x == y).all()) for x, y in zip((a, b, c), before, strict=True))
+        lines = [line for line in mm.explain().splitlines() if "autotuned" in line]
+        chosen = dict(mm._plan.share.algorithms.chosen)
+        d = mm.execute()
+        off = abs(d.double().cpu().numpy() - part_of(want, dists[2], context.rank, context.size))
+        mm.plan()
+        plain = "autotuned" in mm.explain()
+    said = bool(lines) and all("of" in line for line in lines)
+    return [same, said, float(off.max(initial=0)) < 1e-3, plain, sorted(chosen.items())]
+
+
+@pytest.mark.parametrize("inplace", [False, True], ids=["", "in place"])
+@pytest.mark.parametrize("kind", ["rows", "gathered", "added"])
+def test_autotune(gpus, size, kind, inplace):
+    found = gpus.run(tuned, kind, inplace, ranks=size)
+    assert [row[:4] for row in found] == [[True, True, True, False]] * size
+    assert all(row[4] == found[0][4] for row in found), "ranks with equal products agree"
+    assert found[0][4], "a product was timed"
+
+
 def graphs(context, library):
     """A captured `execute` replays on new contents; two operators on two streams at once."""
     from shardmath.distribution import Slab

@@ -211,11 +211,9 @@ def test_a_device_that_is_not_there(gpus):
 def test_constants_are_the_kernels():
     from shardmath.collectives import device
     from shardmath.cuda.compile import KERNELS
-    from shardmath.symmetric import layout
 
     text = "".join(path.read_text() for path in KERNELS.glob("*.cuh"))
     for name, value in (
-        ("kBlocks", layout.BLOCKS),
         ("kThreads", device._MOST_THREADS),
         ("kPhases", device._PHASES),
         ("kSets", device._SETS),

@@ -77,6 +77,7 @@ class DeviceCollectives(Pushes):
     def __init__(self, context: DistributedContext, team: Team, places: Sequence[int]) -> None:
         super().__init__(context, team)
         self._places = tuple(places)
+        self._turns_at = places[team.rank] + _cells_bytes(team.size)
         self._ready: OrderedDict[tuple[Any, ...], ReadyLaunch | None] = OrderedDict()
 
     @classmethod
@@ -84,14 +85,18 @@ class DeviceCollectives(Pushes):
         """The context's collectives, made at the first call. Collective."""
         if context.spans_hosts:
             return FarCollectives(context)
-        made: DeviceCollectives = context.cache("device collectives", lambda: cls._made(context))
+        made: DeviceCollectives = context.cache("device collectives", lambda: cls.apart(context))
         return made
 
     @classmethod
-    def _made(cls, context: DistributedContext) -> DeviceCollectives:
+    def apart(cls, context: DistributedContext) -> DeviceCollectives:
+        """Others, with cells of their own: they never wait for the context's. Collective.
+
+        Ranks of one host only. Raises HeapExhausted on all ranks.
+        """
         team = context.team
         assert team is not None, "a context of GPUs"
-        nbytes = _MOST_BLOCKS * _SETS * _PHASES * team.size * _MOST_THREADS * _PACKET
+        nbytes = _cells_bytes(team.size) + 8 * _MOST_BLOCKS
         return cls(context, team, on_all_ranks(context, "collectives: cells", nbytes))
 
     # -- through cells -----------------------------------------------------------------------------
@@ -218,8 +223,13 @@ class DeviceCollectives(Pushes):
     def _argument(self, words: Sequence[int]) -> Argument:
         """The struct `Cells`, and what follows it."""
         places = [self._places[rank] for rank in self._rotated()]
-        words = (*places, *words)
+        words = (self._turns_at, *places, *words)
         return Argument(self.team.packed() + struct.pack(f"{len(words)}Q", *words))
+
+
+def _cells_bytes(size: int) -> int:
+    """Of one rank's cells; the blocks' turns follow."""
+    return _MOST_BLOCKS * _SETS * _PHASES * size * _MOST_THREADS * _PACKET
 
 
 def _starts(sizes: Sequence[int]) -> list[int]:

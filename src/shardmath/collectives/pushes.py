@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from shardmath.arrays.dtypes import DType
 from shardmath.collectives.slices import UNIT, Slice, chunked
+from shardmath.cuda.constant import fill
 from shardmath.cuda.driver import call
 from shardmath.cuda.kernel import Argument
 from shardmath.cuda.stream import Lane, Turns
@@ -218,7 +219,7 @@ def on_all_ranks(context: DistributedContext, name: str, nbytes: int) -> list[in
         buffers.append(context.heap.allocate(nbytes))
         block = buffers[0].block
         assert context.team is not None, "a context of GPUs"
-        context.team.device.fill(block.address, 0xFF, nbytes)
+        fill(context.team.device, block.address, 0xFF, nbytes)
         context.announce(block)
         return block.location.segment, block.location.offset
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +14,7 @@ from shardmath.cuda.device import Device
 from shardmath.cuda.driver import bindings, call, call_for_memory
 from shardmath.errors import CudaError
 
-__all__ = ["Constant", "beside_captures"]
+__all__ = ["Constant", "beside_captures", "fill"]
 
 
 class Constant:
@@ -33,12 +34,26 @@ class Constant:
         with beside_captures():
             self.address = int(call_for_memory(data.nbytes, "cuMemAlloc", data.nbytes))
             weakref.finalize(self, _free, device, self.address).atexit = False
-            stream = call("cuStreamCreate", 1)  # it does not wait for the default stream
-            try:
+            with _waited_for() as stream:
                 call("cuMemcpyHtoDAsync", self.address, data.ctypes.data, data.nbytes, stream)
-                call("cuStreamSynchronize", stream)
-            finally:
-                call("cuStreamDestroy", stream)
+
+
+def fill(device: Device, address: int, byte: int, nbytes: int) -> None:
+    """Set all bytes of memory, and wait until they are: now, also while a stream is captured."""
+    device.activate()
+    with beside_captures(), _waited_for() as stream:
+        call("cuMemsetD8Async", address, byte, nbytes, stream)
+
+
+@contextmanager
+def _waited_for() -> Iterator[Any]:
+    """A stream of its own, which does not wait for the default stream, and is waited for."""
+    stream = call("cuStreamCreate", 1)
+    try:
+        yield stream
+        call("cuStreamSynchronize", stream)
+    finally:
+        call("cuStreamDestroy", stream)
 
 
 def _free(device: Device, address: int) -> None:

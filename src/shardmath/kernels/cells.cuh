@@ -50,6 +50,7 @@ constexpr int kPhases = 2;
 // sends to its own cells too: that is cheaper than an exception for its own packet everywhere.
 struct Cells {
     Team team;
+    u64* turns;  // by block: those that it has taken in these cells
     Packet* to[kRanks];
 
     __device__ Packet* own() const { return to[kRanks - 1]; }
@@ -66,8 +67,8 @@ struct Turn {
     u64 number;
     u32 set;
 
-    __device__ explicit Turn(const Team& team) {
-        number = team.own().turn[blockIdx.x] + 1;
+    __device__ explicit Turn(const Cells& cells) {
+        number = cells.turns[blockIdx.x] + 1;
         set = (u32)(number % kSets);
     }
     __device__ Turn next() const {
@@ -88,9 +89,9 @@ struct Turn {
 __device__ inline void settle() { __threadfence(); }
 
 // Called by all threads of a block, with the turn after its last.
-__device__ inline void finish(const Team& team, const Turn& after) {
+__device__ inline void finish(const Cells& cells, const Turn& after) {
     __syncthreads();
-    if (threadIdx.x == 0) team.own().turn[blockIdx.x] = after.number - 1;
+    if (threadIdx.x == 0) cells.turns[blockIdx.x] = after.number - 1;
 }
 
 // Send a packet to every rank: `pick(i)` to the one of to[i].

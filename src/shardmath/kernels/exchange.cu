@@ -24,7 +24,7 @@ typedef Stretch<kBytes, uint8, WHOLE> Bytes;
 // Every turn joins every two ranks, also those with nothing to say: see Reuse in cells.cuh.
 extern "C" __global__ void __launch_bounds__(kThreads, 2) exchange(const __grid_constant__ ExchangeArgument a) {
     const u32 packets = Bytes{a.input, a.most}.packets(), stride = gridDim.x * blockDim.x;
-    Turn turn(a.cells.team);
+    Turn turn(a.cells);
     for (u32 row = blockIdx.x * blockDim.x; row < packets; row += stride, turn = turn.next()) {
         const u32 at = row + threadIdx.x;
         if (at >= packets) continue;
@@ -41,5 +41,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) exchange(const __grid_
             Bytes{a.output + a.to[from], a.received[from]}.write(at, have[from]);
         if (at + stride < packets) settle();
     }
-    finish(a.cells.team, turn);
+    finish(a.cells, turn);
 }

@@ -58,7 +58,7 @@ struct AllReduceArgument {
 extern "C" __global__ void __launch_bounds__(kThreads, 2) one_shot(const __grid_constant__ AllReduceArgument a) {
     const Elements input = {a.input, a.nbytes}, output = {a.output, a.nbytes};
     const u32 packets = input.packets(), stride = gridDim.x * blockDim.x;
-    Turn turn(a.cells.team);
+    Turn turn(a.cells);
     for (u32 row = blockIdx.x * blockDim.x; row < packets; row += stride, turn = turn.next()) {
         const u32 at = row + threadIdx.x;
         if (at >= packets) continue;
@@ -69,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) one_shot(const __grid_
         output.write(at, sealed(combined(have), turn));
         if (at + stride < packets) settle();
     }
-    finish(a.cells.team, turn);
+    finish(a.cells, turn);
 }
 
 // Every rank combines one slice of the array, and sends the result to all others. What it has of the next
@@ -84,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) two_shot(const __grid_
         send(a.cells, turn, 0, [&](int i) { return out[i]; });
     };
     const u32 row0 = blockIdx.x * blockDim.x;
-    Turn turn(a.cells.team);
+    Turn turn(a.cells);
     if (row0 + threadIdx.x < slice) contribute(row0 + threadIdx.x, turn);
     for (u32 row = row0; row < slice; row += stride, turn = turn.next()) {
         const u32 at = row + threadIdx.x;
@@ -99,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) two_shot(const __grid_
         for (int from = 0; from < kRanks; ++from) output.write(from * slice + at, have[from]);
         if (at + stride < slice) settle();
     }
-    finish(a.cells.team, turn);
+    finish(a.cells, turn);
 }
 
 struct ReduceScatterArgument {
@@ -115,7 +115,7 @@ struct ReduceScatterArgument {
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
     reduce_scatter(const __grid_constant__ ReduceScatterArgument a) {
     const u32 packets = Elements{a.input, a.most}.packets(), stride = gridDim.x * blockDim.x;
-    Turn turn(a.cells.team);
+    Turn turn(a.cells);
     for (u32 row = blockIdx.x * blockDim.x; row < packets; row += stride, turn = turn.next()) {
         const u32 at = row + threadIdx.x;
         if (at >= packets) continue;
@@ -130,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
         Elements{a.output, a.nbytes[a.cells.team.rank]}.write(at, sealed(combined(have), turn));
         if (at + stride < packets) settle();
     }
-    finish(a.cells.team, turn);
+    finish(a.cells, turn);
 }
 
 struct FoldArgument {

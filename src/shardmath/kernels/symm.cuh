@@ -24,7 +24,6 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 
 constexpr int kRanks = SHARDMATH_RANKS;
-constexpr int kBlocks = 512;  // the most blocks that a kernel on cells has
 
 // What a wait was for, or why a call was refused.
 enum Operation : u32 {
@@ -70,7 +69,6 @@ struct Channel {
 struct Pad {
     u64 failed;         // a wait has expired, and the host does not know yet
     u64 unused;
-    u64 turn[kBlocks];  // collectives that a block has taken part in
 
     __device__ Channel& channel(u32 number) { return ((Channel*)(this + 1))[number]; }
 };

@@ -28,6 +28,7 @@ from shardmath.symmetric.heap import Block
 __all__ = [
     "DeviceArray",
     "Result",
+    "laid_out_alike",
     "new_result",
     "read",
     "require_device",
@@ -185,6 +186,13 @@ def result_in(context: DistributedContext, out: Any) -> Result:
     if overlaps(spec.shape, spec.strides):
         raise ValueError("out is an expanded view, and the call writes into it")
     return Result(read(context, out, "out"), out)
+
+
+def laid_out_alike(context: DistributedContext, array: DeviceArray) -> DeviceArray:
+    """Other memory of this rank's GPU with the strides of `array`. Local. Raises HeapExhausted."""
+    low, high = array.span
+    buffer = context.heap.allocate(high - low)
+    return replace(array, address=buffer.block.address - low, block=None, keep=buffer)
 
 
 def _block(context: DistributedContext, array: DeviceArray, x: Any) -> Block | None:

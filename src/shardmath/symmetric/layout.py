@@ -8,7 +8,6 @@ from __future__ import annotations
 
 __all__ = [
     "BARRIER",
-    "BLOCKS",
     "CHANNEL_BYTES",
     "FAILED",
     "LATE",
@@ -37,11 +36,9 @@ __all__ = [
     "pad_bytes",
 ]
 
-BLOCKS = 512  # kBlocks
-
 # Pad: its channels follow it.
 FAILED = 0
-PAD_BYTES = 16 + 8 * BLOCKS
+PAD_BYTES = 16
 PAD_ALIGNMENT = 16
 
 # Channel: bytes for each rank, as all its members are arrays over the ranks.

@@ -7,10 +7,14 @@ by what it was made from, for the next product that looks the same. Addresses ar
 
 from __future__ import annotations
 
+import statistics
 import threading
 import weakref
 from collections import OrderedDict
-from functools import cache
+from collections.abc import Callable
+from functools import cache, cached_property
+from hashlib import blake2b
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +27,8 @@ __all__ = ["WORKSPACE", "Extras", "Product", "Shape", "Side", "product"]
 
 WORKSPACE = 32 << 20  # bytes that algorithms may use; what NVIDIA recommends for Hopper
 _KEPT = 512  # products per process
-_CANDIDATES = 8  # algorithms that are timed
+_CANDIDATES = 8  # algorithms that can be timed
+_TIMED = 5  # runs of each
 
 _TYPES = {
     "float32": 0,
@@ -115,9 +120,8 @@ class Product:
         self._set("TRANSA", _OPERATIONS[shape.a.operation])
         self._set("TRANSB", _OPERATIONS[shape.b.operation])
         self._describe(shape)
+        self._shape = shape
         self._algorithms: Any = None
-        self._best = 0
-        self._tuned = False
 
     @classmethod
     def make(cls, device: Device, shape: Shape) -> Product | None:
@@ -139,63 +143,58 @@ class Product:
         workspace: int,
         bias: int = 0,
         aux: int = 0,
+        algorithm: int = 0,
     ) -> None:
-        """Put it on `stream`. `workspace` has WORKSPACE bytes. D may be C."""
+        """Put it on `stream`. `workspace` has WORKSPACE bytes. D may be C.
+
+        `algorithm` counts those that the heuristics named, which they say is fastest first.
+        """
         self._device.activate()
         if bias:
             self._set("BIAS_POINTER", bias)
         if aux:
             self._set("EPILOGUE_AUX_POINTER", aux)
-        self._launch(self._best, stream, (a, b, c, d), (alpha, beta), workspace)
-
-    def tune(self, stream: int, places: tuple[int, int, int, int], workspace: int) -> None:
-        """Time the algorithms that the heuristics named on these operands, and keep the fastest.
-
-        Waits for the stream. D is overwritten. Does nothing the second time.
-        """
-        if self._tuned:
-            return
-        self._tuned = True
-        self._device.activate()
-        start, end = call("cuEventCreate", 0), call("cuEventCreate", 0)
-        times = []
-        for index in range(len(self._algorithms)):
-            for _ in range(2):  # the first loads its kernel
-                call("cuEventRecord", start, stream)
-                for _ in range(3):
-                    self._launch(index, stream, places, (1.0, 0.0), workspace)
-                call("cuEventRecord", end, stream)
-                call("cuEventSynchronize", end)
-            times.append(float(call("cuEventElapsedTime", start, end)))
-        for event in (start, end):
-            call("cuEventDestroy", event)
-        self._best = int(np.argmin(times))
-
-    def _launch(
-        self,
-        index: int,
-        stream: int,
-        places: tuple[int, int, int, int],
-        scalars: tuple[complex, complex],
-        workspace: int,
-    ) -> None:
-        a, b, c, d = places
-        alpha, beta = np.array(
-            scalars if self._scale.kind == "c" else [each.real for each in scalars], self._scale
-        )[:, None]
+        scalars = (alpha, beta) if self._scale.kind == "c" else (alpha.real, beta.real)
+        alphas, betas = np.array(scalars, self._scale)[:, None]
         left, right, addend, result = self._layouts
         self._lt.matmul(
             self._handle,
             self._descriptor,
-            alpha.ctypes.data,
+            alphas.ctypes.data,
             *(a, left, b, right),
-            beta.ctypes.data,
+            betas.ctypes.data,
             *(c, addend, d, result),
-            self._algorithms[index : index + 1]["algo"].ctypes.data,
+            self._algorithms[algorithm : algorithm + 1]["algo"].ctypes.data,
             workspace,
             WORKSPACE,
             stream,
         )
+
+    def times(self, stream: int, launch: Callable[[int], None]) -> list[float]:
+        """The median seconds of each algorithm that the heuristics named; waits for the stream.
+
+        `launch(algorithm)` runs this product with it.
+        """
+        self._device.activate()
+        events = [call("cuEventCreate", 0) for _ in range(_TIMED + 1)]
+        found = []
+        for algorithm in range(len(self._algorithms)):
+            launch(algorithm)  # loads its kernel
+            for event in events:
+                call("cuEventRecord", event, stream)
+                launch(algorithm)
+            call("cuEventSynchronize", events[-1])
+            taken = [float(call("cuEventElapsedTime", *two)) for two in pairwise(events)]
+            found.append(statistics.median(taken) * 1e-3)
+        for event in events:
+            call("cuEventDestroy", event)
+        return found
+
+    @cached_property
+    def signature(self) -> bytes:
+        """What stands for the product and its algorithms: equal where both are."""
+        text = repr(self._shape).encode() + self._algorithms["algo"].tobytes()
+        return blake2b(text, digest_size=16).digest()
 
     def _describe(self, shape: Shape) -> None:
         extras = shape.extras

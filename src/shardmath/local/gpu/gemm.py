@@ -7,13 +7,27 @@ packs it first. Halves are summed in float32; D may be float32 for them.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from shardmath.cuda.device import Device
 from shardmath.local.gpu.blaslt import Extras, Product, Shape, Side, product
 from shardmath.local.gpu.matrix import Matrix
 
-__all__ = ["fits", "multiply", "takes_result"]
+__all__ = ["Algorithms", "fits", "has_algorithm", "multiply", "takes_result"]
 
 _DEFAULT = Extras()
+
+
+@dataclass
+class Algorithms:
+    """Which of cuBLASLt's algorithms products are to use, by their signature; the first if none.
+
+    Where `timings` is a dictionary, a product times all of its own instead: their median seconds
+    are put there. It leaves anything in D, and waits for the stream.
+    """
+
+    chosen: dict[bytes, int] = field(default_factory=dict)
+    timings: dict[bytes, list[float]] | None = None
 
 
 def takes_result(d: Matrix) -> bool:
@@ -47,45 +61,82 @@ def multiply(
     bias: int = 0,
     aux: int = 0,
     processors: int = 0,
-    tune: bool = False,
+    algorithms: Algorithms | None = None,
 ) -> None:
     """Put d = F(alpha a @ b + beta c) on `stream`, where F is an epilog that cuBLASLt has.
 
-    `c` is `d` if left out, of the same type and order. a, b and d must fit, and have elements. An
-    epilog with a bias or an auxiliary matrix wants d by columns. `tune`: time the algorithms first
-    if this product has not been timed, which waits for the stream.
+    `c` is `d` if left out, of the same type and order. a, b and d must fit, and have elements.
+    `extras`, `bias` and `aux` are what `within` says. `algorithms` are those that have been chosen.
     Raises RuntimeError where cuBLASLt has no algorithm.
     """
-    c = d if c is None else c
+    matrices = a, b, d if c is None else c, d
+    shape = _shape(matrices, (conj_a, conj_b))
+    found = _found(device, shape._replace(compute=compute, extras=extras, processors=processors))
+    if found is None:
+        raise RuntimeError(f"cuBLASLt has no algorithm for {shape}")
+
+    def launch(algorithm: int) -> None:
+        found.run(
+            stream,
+            *_places(matrices),
+            alpha=alpha,
+            beta=beta,
+            workspace=workspace,
+            bias=bias,
+            aux=aux,
+            algorithm=algorithm,
+        )
+
+    if algorithms is None:
+        launch(0)
+    elif algorithms.timings is None:
+        launch(algorithms.chosen.get(found.signature, 0))
+    elif found.signature not in algorithms.timings:
+        algorithms.timings[found.signature] = found.times(stream, launch)
+
+
+def has_algorithm(
+    device: Device,
+    a: Matrix,
+    b: Matrix,
+    d: Matrix,
+    *,
+    extras: Extras,
+    c: Matrix | None = None,
+    conj_a: bool = False,
+    conj_b: bool = False,
+    compute: int | None = None,
+) -> bool:
+    """Whether cuBLASLt can do that product, of matrices that fit, with that epilog."""
+    shape = _shape((a, b, d if c is None else c, d), (conj_a, conj_b))
+    return _found(device, shape._replace(compute=compute, extras=extras)) is not None
+
+
+_Four = tuple[Matrix, Matrix, Matrix, Matrix]  # A, B, C and D
+
+
+def _shape(matrices: _Four, conjugate: tuple[bool, bool]) -> Shape:
+    """The product as cuBLASLt is told of it."""
+    a, b, c, d = matrices
+    conj_a, conj_b = conjugate
     if _swaps(d):
         a, b, conj_a, conj_b = b.transposed(), a.transposed(), conj_b, conj_a
         c, d = c.transposed(), d.transposed()
-    shape = Shape(
-        m=d.rows,
-        n=d.columns,
-        k=a.columns,
-        a=_factor(a, conj_a),
-        b=_factor(b, conj_b),
-        c=_side(c),
-        d=_side(d),
-        compute=compute,
-        extras=extras,
-        processors=processors,
-    )
-    found = _found(device, shape)
-    places = a.address, b.address, c.address, d.address
-    if tune and beta == 0:  # what is timed overwrites D
-        found.tune(stream, places, workspace)
-    found.run(stream, *places, alpha=alpha, beta=beta, workspace=workspace, bias=bias, aux=aux)
+    factors = _factor(a, conj_a), _factor(b, conj_b)
+    return Shape(d.rows, d.columns, a.columns, *factors, _side(c), _side(d))
 
 
-def _found(device: Device, shape: Shape) -> Product:
+def _places(matrices: _Four) -> tuple[int, int, int, int]:
+    """Where they lie, in cuBLASLt's order."""
+    a, b, c, d = (x.address for x in matrices)
+    return (b, a, c, d) if _swaps(matrices[3]) else (a, b, c, d)
+
+
+def _found(device: Device, shape: Shape) -> Product | None:
     """The product; where a faster way to sum is not there for these operands, the usual one."""
     found = product(device, shape)
     if found is None and shape.compute is not None:
         found = product(device, shape._replace(compute=None))
-    if found is None:
-        raise RuntimeError(f"cuBLASLt has no algorithm for {shape}")
     return found
 
 

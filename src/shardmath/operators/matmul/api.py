@@ -8,7 +8,7 @@ travel with each call, and must be equal on all ranks.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shardmath.agreement import require_equal
@@ -24,7 +24,7 @@ from shardmath.planning import agree_plan
 from shardmath.symmetric.allocation import block_of, empty_on_heap
 from shardmath.symmetric.heap import Block
 
-__all__ = ["Plan", "agree_on_operands", "agree_on_plan", "call_of", "give_back", "run"]
+__all__ = ["Plan", "agree_on_operands", "agree_on_plan", "call_of", "give_back", "run", "tuned"]
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Plan:
             f"chosen: {self.strategy}{forced}; predicted {costs[id(self.strategy)]}",
         ]
         lines += [f"  {i}. {step}" for i, step in enumerate(self.strategy.steps(), 1)]
-        lines += [f"  {note}" for note in self.notes]
+        lines += [f"  {note}" for note in (*self.notes, *self.share.told)]
         others = [entry for entry in self.compared if entry[0] is not self.strategy]
         if others:
             lines.append("compared with")
@@ -98,6 +98,20 @@ def agree_on_plan(context: DistributedContext, arguments: Arguments) -> tuple[Pl
     if calls[0].options.logger is not None:
         calls[0].options.logger.info("%s", plan.explain())
     return plan, calls[0]
+
+
+def tuned(context: DistributedContext, operation: str, arguments: Arguments, plan: Plan) -> Plan:
+    """A plan of its own whose products have been timed on the arguments, which stay as they are.
+
+    On cores the same plan: there is nothing to choose. Collective.
+    """
+    if context.team is None:
+        return plan
+    from shardmath.operators.matmul import gpu
+
+    own = replace(plan, share=gpu.Share(plan.strategy, context.rank))
+    gpu.tune(context, operation, arguments, lambda: (own, call_of(context, arguments)))
+    return own
 
 
 def call_of(context: DistributedContext, arguments: Arguments) -> Call:

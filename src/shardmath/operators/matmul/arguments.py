@@ -42,7 +42,6 @@ class Arguments(NamedTuple):
     inputs: Any = None
     preferences: Any = None
     stream: Any = None
-    autotune: bool = False
 
     def scalars(self) -> tuple[complex, complex]:
         """The numbers alpha, 1 by default, and beta, 0 by default."""

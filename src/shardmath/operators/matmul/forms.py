@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from shardmath.agreement import require_equal
 from shardmath.arrays import library_of
 from shardmath.context import DistributedContext, require_context
 from shardmath.errors import InvalidMatmulState, ShardmathError
@@ -22,6 +23,7 @@ from shardmath.operators.matmul.api import (
     call_of,
     give_back,
     run,
+    tuned,
 )
 from shardmath.operators.matmul.arguments import Arguments
 from shardmath.operators.matmul.options import MatmulOptions, MatmulPlanPreferences
@@ -139,16 +141,24 @@ class Matmul(Lifecycle):
     ) -> None:
         """Agree on how to compute, with an epilog and its inputs if given. Collective.
 
-        `autotune`: on GPUs, the next execution times the algorithms that cuBLASLt proposes for its
-        products, and keeps the fastest; it waits for the stream. Ranks choose for themselves, so
-        replicas of a result may then differ in their last bits. A further call plans anew.
+        `autotune`, the same on all ranks: on GPUs, the algorithms that cuBLASLt proposes for the
+        products are timed on the operands, which stay as they are, and the fastest are kept for
+        this plan, as `explain` says. It waits for the stream. Ranks with the same product choose
+        the same one. A further call plans anew.
 
         Raises ValueError or TypeError on every rank, as `matmul` does.
         """
-        self._together("plan", self._require_held, lambda _: None)
-        asked = {"epilog": epilog, "preferences": preferences, "autotune": bool(autotune)}
+
+        def described() -> bool:
+            self._require_held()
+            return bool(autotune)
+
+        tunes = self._together("plan", described, lambda all_: require_equal("autotune", all_))
+        asked = {"epilog": epilog, "preferences": preferences}
         arguments = self._arguments(inputs=epilog_inputs, stream=stream, **asked)
         plan, _ = agree_on_plan(self.context, arguments)
+        if tunes:
+            plan = tuned(self.context, f"Matmul.plan #{self.number}", arguments, plan)
         self._fixed.update(asked)
         self._hold(inputs=epilog_inputs)
         self._facts = describe(call_of(self.context, arguments))

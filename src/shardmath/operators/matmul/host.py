@@ -66,6 +66,11 @@ class Share:
             Source.plan(b, self.rank, axis=0, panel_elements=_PANEL_ELEMENTS),
         )
 
+    @property
+    def told(self) -> tuple[str, ...]:
+        """What executions have found out, for `explain`."""
+        return ()
+
     @cached_property
     def additions(self) -> tuple[tuple[Move, ...], ...]:
         """By source rank in order: its products that this rank adds to complete its sums."""

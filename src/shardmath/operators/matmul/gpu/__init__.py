@@ -1,7 +1,7 @@
 """A product on a context of GPUs: feeding factors, multiplying, and what follows."""
 
-from shardmath.operators.matmul.gpu.call import run
+from shardmath.operators.matmul.gpu.call import run, tune
 from shardmath.operators.matmul.gpu.fusing import notes
 from shardmath.operators.matmul.gpu.share import Share
 
-__all__ = ["Share", "notes", "run"]
+__all__ = ["Share", "notes", "run", "tune"]

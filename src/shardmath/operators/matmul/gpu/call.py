@@ -18,28 +18,35 @@ from shardmath.cuda import stream as streams
 from shardmath.cuda.driver import call
 from shardmath.local.epilog import requirements
 from shardmath.local.gpu.blaslt import bindings
+from shardmath.local.gpu.gemm import Algorithms
 from shardmath.operators.lanes import LANES, Lane
 from shardmath.operators.matmul.arguments import Arguments, packed_scalars, unpacked_scalars
+from shardmath.operators.matmul.gpu import tuning
 from shardmath.operators.matmul.gpu.execution import Execution
-from shardmath.operators.matmul.gpu.fusing import Fused
+from shardmath.operators.matmul.gpu.fusing import Fused, pays
 from shardmath.operators.matmul.gpu.share import Operands, Share
 from shardmath.operators.matmul.problem import Call, Problem
 from shardmath.operators.repeats import Known
+from shardmath.operators.showing import matrix_of
 from shardmath.symmetric import device_array
 from shardmath.symmetric.device_array import DeviceArray, Result
 
-__all__ = ["run"]
+__all__ = ["run", "tune"]
 
 _ANEW, _AGAIN = b"\0", b"\1"
+_ORDERS = ("", "C", "F")
 _FAST_COMPUTE = frozenset(
     {74, 75, 77, 78, 79}
 )  # sums that are faster, or slower, and not the usual
 
 
 class Agreed(NamedTuple):
-    """How all ranks perform an execution: by one kernel or in phases; what each has told for it."""
+    """How all ranks perform an execution: by one kernel or in phases, of which one collective adds
+    up the products in an order; what each has told for it.
+    """
 
     fuses: bool
+    addition_order: str
     told: tuple[bytes, ...]
 
 
@@ -49,9 +56,16 @@ class _Made:
     Ranks `say` what they are about to do, `hear` what all have said, and `launch`.
     """
 
-    def __init__(self, context: DistributedContext, share: Share, call_: Call, given: Arguments):
+    def __init__(
+        self,
+        context: DistributedContext,
+        share: Share,
+        call_: Call,
+        given: Arguments,
+        algorithms: Algorithms,
+    ) -> None:
         self._context, self._given = context, given
-        self._share = share
+        self.share = share
         self._problem: Problem = share.strategy.problem
         self._fused: Fused | None = None
         self._phases: Execution | None = None
@@ -62,12 +76,20 @@ class _Made:
         first = call_.operands[0]
         assert first is not None
         self.stream = device_array.stream_of(context, first, given.stream)
+        if algorithms.timings is not None and streams.capturing(self.stream):
+            raise RuntimeError(
+                "plan(autotune=True) waits for its stream, which is being captured into a CUDA "
+                "graph; plan before the capture"
+            )
         self.lane = Lane.of(context, self.stream)
         self.blocking = call_.options.blocking is True
         a, b = (device_array.read(context, x, n) for x, n in ((given.a, "a"), (given.b, "b")))
         c = None if given.c is None else device_array.read(context, given.c, "c")
         held = {n: device_array.read(context, x, n) for n, x in (given.inputs or {}).items()}
         self.result = self._place(call_, (a, b, c))
+        out = self.result.array
+        if call_.options.inplace and algorithms.timings is not None:
+            out = device_array.laid_out_alike(context, out)  # what is timed spoils it
         self._make_extras()
         alpha, beta = given.scalars()
         compute = call_.options.compute_type
@@ -75,16 +97,17 @@ class _Made:
             a=a.transposed() if call_.transpose[0] else a,
             b=b.transposed() if call_.transpose[1] else b,
             c=c,
-            out=self.result.array,
+            out=out,
             alpha=alpha,
             beta=beta,
             inputs=held,
             outputs={name: each.array for name, each in self.extras.items()},
             stream=self.stream,
-            autotune=given.autotune and not streams.capturing(self.stream),
+            algorithms=algorithms,
             compute=int(compute) if compute in _FAST_COMPUTE else None,
         )
-        comes_again = not (given.autotune or streams.capturing(self.stream) or context.spans_hosts)
+        once = algorithms.timings is not None or context.spans_hosts
+        comes_again = not (once or streams.capturing(self.stream))
         self._key = self.operands.use if comes_again else None
 
     # -- what the ranks tell each other ------------------------------------------------------------
@@ -95,25 +118,31 @@ class _Made:
         Raises HeapExhausted.
         """
         if self._key is not None:
-            self._repeated = self._share.repeats.find(self._key, self.lane)
+            self._repeated = self.share.repeats.find(self._key, self.lane)
         if self._repeated is None:
             return self._say_all()
         return _AGAIN + self._repeated.number.to_bytes(8, "little")
 
     def _say_all(self) -> bytes:
         """The lane, and whether one kernel could do it, else what phases need."""
-        form = self._share.form
-        if form is None:
-            told = self._prepare_phases()
+        share, out = self.share, matrix_of(self.operands.out)
+        order = ""
+        if not self._context.spans_hosts:
+            order = share.addition_order("F" if out.by_columns else "C")
+        if share.form is None or not pays(share):
+            told = self._prepare_phases(order)
         else:
-            self._fused = Fused(form, self._share, self.operands, self.lane.team.device)
+            self._fused = Fused(share.form, share, self.operands, self.lane.team.device)
             told = self._fused.told
-        return _ANEW + bytes([self.lane.number]) + told
+        return _ANEW + bytes([self.lane.number, _ORDERS.index(order)]) + told
 
-    def _prepare_phases(self) -> bytes:
+    def _prepare_phases(self, order: str) -> bytes:
         """Take memory for a product in phases; what to tell the peers. Raises HeapExhausted."""
-        self._phases = Execution(self._context, self._share, self.operands, self.lane)
+        self._phases = self._in_phases(self.operands, order)
         return self._phases.prepare()
+
+    def _in_phases(self, operands: Operands, order: str) -> Execution:
+        return Execution(self._context, self.share, operands, self.lane, addition_order=order)
 
     def hear(self, operation: str, said: Sequence[bytes]) -> None:
         """Decide with what all ranks have said. Collective.
@@ -124,19 +153,24 @@ class _Made:
             self._agreed = self._repeated.agreed
             return
         self._repeated = None
-        number = self._share.repeats.next()
+        number = self.share.repeats.next()
         if any(text.startswith(_AGAIN) for text in said):
             said = self._context.gather(operation, self._say_all)
-        told = [text[2:] for text in said]
+        told = [text[3:] for text in said]
         apart = len({text[1] for text in said}) > 1  # streams are numbered differently
+        mixed = len({text[2] for text in said}) > 1  # results lie in different orders
+        order = "" if mixed else _ORDERS[said[0][2]]
         if apart:
             self.lane = Lane.numbered(self._context, LANES - 1)
         fuses = self._fused is not None and self._fused.chosen(told)
-        if not fuses and (apart or self._fused is not None):
-            told = self._context.gather(operation, self._prepare_phases)
-        self._agreed = Agreed(fuses, tuple(told))
+        if not fuses and (apart or mixed or self._fused is not None):
+            told = self._context.gather(operation, lambda: self._prepare_phases(order))
+        if not fuses:
+            assert self._phases is not None
+            self._phases.meet()
+        self._agreed = Agreed(fuses, order, tuple(told))
         if self._key is not None and not apart:
-            self._share.repeats.keep(self._key, number, self._agreed, self.lane)
+            self.share.repeats.keep(self._key, number, self._agreed, self.lane)
 
     # -- what is put on the stream -----------------------------------------------------------------
 
@@ -156,12 +190,13 @@ class _Made:
         """All of it as agreed in an earlier execution, on a stream that may be being captured."""
         operands = replace(self.operands, stream=stream)
         if self._agreed.fuses:
-            assert self._share.form is not None
-            one = Fused(self._share.form, self._share, operands, self.lane.team.device)
+            assert self.share.form is not None
+            one = Fused(self.share.form, self.share, operands, self.lane.team.device)
             one.run(self._context, self._agreed.told)
         else:
-            phases = Execution(self._context, self._share, operands, self.lane)
+            phases = self._in_phases(operands, self._agreed.addition_order)
             phases.prepare()
+            phases.meet()  # they have, when this was executed first
             phases.run(self._agreed.told)
 
     # -- memory ------------------------------------------------------------------------------------
@@ -228,17 +263,7 @@ def run(
     ready: Callable[[], tuple[Any, Call]],
 ) -> Any:
     """As `api.run`, on GPUs. Collective."""
-    made: list[_Made] = []
-
-    def prepare() -> bytes:
-        plan, call_ = ready()
-        made.append(_Made(context, plan.share, call_, arguments))
-        return packed_scalars(arguments.scalars()) + made[0].say()
-
-    notes = [unpacked_scalars(note) for note in context.gather(operation, prepare)]
-    require_equal("(alpha, beta)", [scalars for scalars, _ in notes])
-    one = made[0]
-    one.hear(operation, [text for _, text in notes])
+    one = _heard(context, operation, arguments, ready)
     with context.executing(operation):
         one.launch()
         if one.blocking:
@@ -246,3 +271,48 @@ def run(
         out = one.result.give(context, one.stream)
         aux = {name: each.give(context, one.stream) for name, each in one.extras.items()}
     return (out, aux) if aux else out
+
+
+def tune(
+    context: DistributedContext,
+    operation: str,
+    arguments: Arguments,
+    ready: Callable[[], tuple[Any, Call]],
+) -> None:
+    """Time the algorithms of the products of a plan, and choose for all its executions. Collective.
+
+    Operands stay as they are. Waits for the stream. Raises RuntimeError on all ranks while one
+    rank's is being captured.
+    """
+    timed = Algorithms(timings={})
+    one = _heard(context, operation, arguments, ready, timed)
+    assert timed.timings is not None
+    with context.executing(operation):
+        one.launch()
+        one.lane.team.synchronize(one.stream)
+    texts = context.gather(operation, lambda: tuning.packed(timed.timings or {}))
+    chosen = tuning.fastest([tuning.unpacked(text) for text in texts])
+    one.share.algorithms.chosen.update(chosen)
+    one.share.kept["told"] = tuning.told(timed.timings, chosen)
+
+
+def _heard(
+    context: DistributedContext,
+    operation: str,
+    arguments: Arguments,
+    ready: Callable[[], tuple[Any, Call]],
+    algorithms: Algorithms | None = None,
+) -> _Made:
+    """What this rank has prepared, after all have agreed on how. Collective."""
+    made: list[_Made] = []
+
+    def prepare() -> bytes:
+        plan, call_ = ready()
+        chosen = algorithms or plan.share.algorithms
+        made.append(_Made(context, plan.share, call_, arguments, chosen))
+        return packed_scalars(arguments.scalars()) + made[0].say()
+
+    notes = [unpacked_scalars(note) for note in context.gather(operation, prepare)]
+    require_equal("(alpha, beta)", [scalars for scalars, _ in notes])
+    made[0].hear(operation, [text for _, text in notes])
+    return made[0]

@@ -1,11 +1,12 @@
-"""Whether a product whose parts are added up is fused with what follows, or done in two steps.
+"""How the parts of a product that add up become its result: one kernel, or cuBLAS and a collective.
 
-Two steps are cuBLAS and one collective. Their predicted times decide; the constants are measured on
-8 H200, and only their ratios matter. Pure: the same on all ranks for the same largest `depth`.
+Their predicted times decide, which are counted from bytes and operations and the rates of one
+table. Pure: the same on all ranks for the same largest `depth`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -13,17 +14,51 @@ from shardmath.operators.matmul.gpu.sending import Shape
 from shardmath.operators.matmul.gpu.sharded import ShardedProduct
 from shardmath.operators.matmul.gpu.walk import TILE_COLUMNS, TILE_ROWS, Walk
 
-__all__ = ["Choice", "choose_all_reduce", "choose_reduce_scatter", "choose_shape"]
+__all__ = [
+    "CHOICES",
+    "Choice",
+    "choose_all_reduce",
+    "choose_reduce_scatter",
+    "choose_shape",
+    "rounds_parts",
+]
 
-_RATE = 780e12  # operations per second of one GPU
-_MULTIPLIERS = 128  # multiprocessors that share out the tiles
-_LINK = 290e9  # bytes per second of a collective, sent by each rank
-_READ = 250e9  # bytes per second in which all multiprocessors read peers' memory
-_SUM = 3.5e12  # bytes per second of the local memory in a sum
+
+@dataclass(frozen=True)
+class Rates:
+    """Of one GPU, in operations, bytes and seconds."""
+
+    product: float  # operations per second of a large product of halves
+    memory: float  # bytes per second that a product reads its factors with
+    multipliers: int  # multiprocessors that share out the tiles of our kernel
+    ours: float  # of that rate, what our kernel reaches
+    link: float  # bytes per second that each rank sends in a collective, or beside a product
+    pair: float  # the same in a collective of two ranks
+    read: float  # bytes per second in which all multiprocessors read peers' memory
+    added: float  # bytes per second of the local memory in a sum
+    taken: float  # bytes per second that the takers add up, while others multiply
+    step: float  # seconds until a kernel has started, and what peers do is seen
+    launch: float  # seconds from one kernel of a graph to the next
+    collective: float  # seconds of a collective of a few bytes
+
+
+# Measured on 8, 4 and 2 H200; only ratios matter.
+H200 = Rates(
+    product=780e12,
+    memory=3.6e12,
+    multipliers=128,
+    ours=0.94,
+    link=290e9,
+    pair=200e9,
+    read=250e9,
+    added=3.5e12,
+    taken=1.6e11,
+    step=5e-6,
+    launch=1.5e-6,
+    collective=4.5e-6,
+)
 _TAKERS = 4
-_TAKEN = 1.6e11  # bytes per second that the takers add up, while others multiply
-_STEP = 5e-6  # seconds until a kernel has started and what peers do is seen
-_COLLECTIVE = 12e-6
+_EXACT_BYTES = 512 << 10  # of a result whose parts are added unrounded: a collective of a MiB
 
 
 @dataclass(frozen=True)
@@ -35,7 +70,7 @@ class Choice:
     separate_seconds: float
 
     def __str__(self) -> str:
-        names = ("fused", "cuBLAS and a collective")
+        names = ("one kernel", "cuBLAS and a collective")
         first, second = names if self.fused else names[::-1]
         times = sorted((self.fused_seconds, self.separate_seconds))
         return f"{first} ({times[0] * 1e6:.0f} us; {second} {times[1] * 1e6:.0f} us)"
@@ -44,23 +79,31 @@ class Choice:
 @lru_cache(256)
 def choose_reduce_scatter(problem: ShardedProduct) -> Choice:
     """For rank r's `rows[r]` rows of the product."""
-    nbytes = 2 * problem.height * problem.columns
-    sent = nbytes * (1 - 1 / len(problem.rows))
-    last = nbytes / min(8, _down(problem)) / _SUM
-    burst = min(sent, 2.0 * _MULTIPLIERS * TILE_ROWS * TILE_COLUMNS) / _LINK
-    fused = max(_multiplying(problem), sent / _LINK) + burst + last + 3 * _STEP
-    return _choice(fused, problem.flops / _RATE + sent / _LINK + _COLLECTIVE)
+    return _choice(_scattering(problem), _separate(problem, ways=1))
 
 
 @lru_cache(256)
 def choose_all_reduce(problem: ShardedProduct) -> Choice:
     """For all rows on every rank."""
-    nbytes = 2 * problem.height * problem.columns
-    sent = nbytes * (1 - 1 / len(problem.rows))
-    scatter = choose_reduce_scatter(problem).fused_seconds
-    late = sent / min(8, _down(problem)) * min(3, _down(problem))
-    fused = max(scatter + late / _READ, 2 * sent / _LINK) + 2 * _STEP
-    return _choice(fused, problem.flops / _RATE + 2 * sent / _LINK + _COLLECTIVE)
+    sent = _sent(problem)
+    late = sent / min(8, _down(problem)) * min(2, _down(problem))
+    fused = max(_scattering(problem) + late / H200.read, 2 * sent / H200.link) + 2 * H200.step
+    return _choice(fused, _separate(problem, ways=2))
+
+
+CHOICES: dict[str, Callable[[ShardedProduct], Choice]] = {
+    "reduce-scatter": choose_reduce_scatter,
+    "all-reduce": choose_all_reduce,
+}
+
+
+def rounds_parts(elements: int) -> bool:
+    """Whether the ranks' parts of so many halves are rounded before a collective adds them up.
+
+    The kernel always does so. A small result is the sum of float32: that takes a few microseconds
+    more at most.
+    """
+    return 2 * elements > _EXACT_BYTES
 
 
 def choose_shape(problem: ShardedProduct) -> Shape:
@@ -70,16 +113,53 @@ def choose_shape(problem: ShardedProduct) -> Shape:
     numbers, and not for 132.
     """
     chunks = min(8, _down(problem))
-    each = 2 * problem.height * problem.columns / chunks / _TAKEN
-    left = problem.flops / _RATE * (1 - 1 / chunks)  # after the first chunk has come
+    each = _result(problem) / chunks / H200.taken
+    left = problem.flops / H200.product * (1 - 1 / chunks)  # after the first chunk has come
     return Shape(chunks, _TAKERS, late=chunks - min(chunks - 1, int(left / each)))
+
+
+def _scattering(problem: ShardedProduct) -> float:
+    """Seconds of one kernel that sends tiles while it multiplies, and of the sums behind it."""
+    last = _result(problem) / min(8, _down(problem)) / H200.added
+    tiles = 2.0 * H200.multipliers * TILE_ROWS * TILE_COLUMNS  # bytes of the last round
+    burst = min(_sent(problem), tiles) / H200.link
+    together = max(_multiplying(problem), _reading(problem), _sent(problem) / H200.link)
+    return together + burst + last + 3 * H200.step
+
+
+def _separate(problem: ShardedProduct, *, ways: int) -> float:
+    """Seconds of cuBLAS and then one collective, which sends the result so many `ways`.
+
+    cuBLAS cuts k where there are few tiles: it is bound by operations, or by memory.
+    """
+    wide = not rounds_parts(problem.height * problem.columns)
+    link = H200.pair if len(problem.rows) == 2 else H200.link
+    sent = (2 if wide else 1) * ways * _sent(problem) / link
+    rounding = wide * (H200.launch + 3 * _result(problem) / H200.added)
+    product = max(problem.flops / H200.product, _reading(problem))
+    return H200.step + product + H200.launch + H200.collective + sent + rounding
 
 
 def _multiplying(problem: ShardedProduct) -> float:
     """Seconds: tiles are computed in rounds of one on each multiprocessor."""
     tiles = Walk(problem.rows, problem.columns, 1).count
-    each = 2.0 * TILE_ROWS * TILE_COLUMNS * max(problem.depth, 64) * _MULTIPLIERS / _RATE
-    return -(-tiles // _MULTIPLIERS) * each
+    work = 2.0 * TILE_ROWS * TILE_COLUMNS * max(problem.depth, 64)
+    return -(-tiles // H200.multipliers) * work * H200.multipliers / (H200.ours * H200.product)
+
+
+def _reading(problem: ShardedProduct) -> float:
+    """Seconds to read both factors once."""
+    return 2 * problem.depth * (problem.height + problem.columns) / H200.memory
+
+
+def _result(problem: ShardedProduct) -> int:
+    """Bytes of all rows of it."""
+    return 2 * problem.height * problem.columns
+
+
+def _sent(problem: ShardedProduct) -> float:
+    """Bytes that a rank sends when every rank gets its rows."""
+    return _result(problem) * (1 - 1 / len(problem.rows))
 
 
 def _down(problem: ShardedProduct) -> int:

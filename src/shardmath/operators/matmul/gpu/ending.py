@@ -19,14 +19,14 @@ from shardmath.local.gpu import Matrix
 from shardmath.local.gpu.epilog import copy, finish, row_sums
 from shardmath.operators.lanes import Lane
 from shardmath.operators.matmul import host
+from shardmath.operators.matmul.gpu.addition import Addition
 from shardmath.operators.matmul.gpu.gathering import Gathering
-from shardmath.operators.matmul.gpu.share import Operands, Share
+from shardmath.operators.matmul.gpu.share import AFTERWARDS, Operands, Share
 from shardmath.operators.showing import Showcase, matrix_of
 
-__all__ = ["AFTERWARDS", "SHOWN", "Ending"]
+__all__ = ["SHOWN", "Ending"]
 
 SHOWN = ("a", "b", "c", "sums", "reduced", "vector")  # what peers may read
-AFTERWARDS = (MatmulEpilog.ALLREDUCE, MatmulEpilog.BGRADA, MatmulEpilog.BGRADB)
 
 
 class Ending:
@@ -39,6 +39,7 @@ class Ending:
         operands: Operands,
         lane: Lane,
         shown: Showcase,
+        addition: Addition | None,
     ) -> None:
         self.context = context
         self.share = share
@@ -53,29 +54,40 @@ class Ending:
         self.out = matrix_of(operands.out)
         self.order = "F" if self.out.by_columns else "C"
         self.shown = shown
+        self.sums: Matrix | None = None  # this rank's product, to be added or moved
+        self._addition = addition
         self._own_c: Matrix | None = None
 
     def prepare(self) -> None:
         """Take memory for sums that peers read, for what is read of theirs, and for vectors."""
         strategy, problem, rank = self.strategy, self.problem, self.rank
-        if strategy.reduces or strategy.moves_result:
-            self.shown.made("sums", strategy.sums.local_shape(rank), self.wide, self.order)
-        if strategy.reduces and strategy.moves_result:
-            self.shown.made("reduced", strategy.reduced.local_shape(rank), self.wide, self.order)
+        if self._addition is not None:
+            self.sums = self._addition.prepare()
+        elif strategy.reduces or strategy.moves_result:
+            shape = strategy.sums.local_shape(rank)
+            self.sums = self.shown.made("sums", shape, self.wide, self.order)
+        if self._addition is None:
+            self._prepare_to_read()
         if problem.sums_c and self.operands.c is not None:
             c = self.operands.c
             rows, columns = c.shape
             self._own_c = self.shown.made("c", (rows, columns), c.dtype, self.order)
             self._private("all c", c.size)
-        if strategy.reduces:
-            self._private("pieces", _pieces(self.share.additions, strategy.reduced, self.rank))
-        if strategy.moves_result:
-            self._private("final", prod(problem.d.local_shape(self.rank)))
         if problem.epilog.makes_bgrad:
             held, need = self._gradient()
             self.shown.made("vector", held.local_shape(self.rank), self.wide, "C")
             self._private("vectors", self.context.size * need.local_shape(self.rank)[0])
             self._private("kept", self.operands.out.size)
+
+    def _prepare_to_read(self) -> None:
+        """Take memory for the peers' sums, and for those that move at the end."""
+        strategy, rank = self.strategy, self.rank
+        if strategy.reduces and strategy.moves_result:
+            self.shown.made("reduced", strategy.reduced.local_shape(rank), self.wide, self.order)
+        if strategy.reduces:
+            self._private("pieces", _pieces(self.share.additions, strategy.reduced, rank))
+        if strategy.moves_result:
+            self._private("final", prod(self.problem.d.local_shape(rank)))
 
     def _private(self, name: str, elements: int) -> None:
         """Memory for elements of the accumulator's type, which no peer reads."""
@@ -95,15 +107,20 @@ class Ending:
         `parts` are what this rank has computed of the sums, None if that is D already.
         """
         strategy, epilog = self.strategy, self.problem.epilog
-        if strategy.reduces:
-            parts = self._reduce()
-        if strategy.moves_result:
-            parts = self._move()
+        reads_peers = bool(epilog.makes_bgrad)
+        if self._addition is not None:
+            parts = self._addition.run()
+        else:
+            reads_peers |= strategy.reduces or strategy.moves_result
+            if strategy.reduces:
+                parts = self._reduce()
+            if strategy.moves_result:
+                parts = self._move()
         if parts is not None:
             self._finish(parts)
         if epilog.makes_bgrad:
             self._complete()
-        return strategy.reduces or strategy.moves_result or bool(epilog.makes_bgrad)
+        return reads_peers
 
     def _barrier(self) -> None:
         self.lane.barrier(self.stream)
@@ -173,10 +190,7 @@ class Ending:
     def _finish(self, parts: list[Matrix]) -> None:
         """Add the parts, apply alpha, beta C and the epilog; D is rounded once."""
         operands, epilog = self.operands, self.problem.epilog
-        name = epilog.needs_aux or epilog.makes_aux
-        arrays = operands.inputs if epilog.needs_aux else operands.outputs
-        bias = operands.inputs.get("bias")
-        kept = None
+        aux, kept = operands.aux(epilog), None
         if epilog.makes_bgrad and epilog.gradient:
             shape = self.out.rows, self.out.columns
             kept = Matrix.packed(self.lane.address("kept"), shape, self.wide, self.order)
@@ -189,8 +203,8 @@ class Ending:
             beta=complex(operands.beta),
             c=self._addend(),
             epilog=MatmulEpilog.DEFAULT if epilog in AFTERWARDS else epilog,
-            bias=None if bias is None else (bias.address, bias.strides[0] // bias.itemsize),
-            aux=None if name is None else matrix_of(arrays[name]),
+            bias=operands.bias,
+            aux=None if aux is None else matrix_of(aux),
             kept=kept,
         )
 

@@ -16,27 +16,40 @@ from shardmath.arrays import dtypes
 from shardmath.context import DistributedContext
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.gpu import Matrix
-from shardmath.local.gpu.blaslt import WORKSPACE
+from shardmath.local.gpu.blaslt import WORKSPACE, Extras
 from shardmath.local.gpu.epilog import copy, finish
-from shardmath.local.gpu.gemm import fits, multiply, takes_result
+from shardmath.local.gpu.gemm import fits, has_algorithm, multiply, takes_result
+from shardmath.local.gpu.within import Within, within
 from shardmath.operators.lanes import Lane
+from shardmath.operators.matmul.gpu.addition import Addition
 from shardmath.operators.matmul.gpu.arriving import Arriving
-from shardmath.operators.matmul.gpu.ending import AFTERWARDS, SHOWN, Ending
+from shardmath.operators.matmul.gpu.ending import SHOWN, Ending
 from shardmath.operators.matmul.gpu.feeding import Feed, Interval
 from shardmath.operators.matmul.gpu.gathering import Gathering
-from shardmath.operators.matmul.gpu.share import Operands, Share
+from shardmath.operators.matmul.gpu.share import AFTERWARDS, Operands, Share
 from shardmath.operators.showing import Showcase, matrix_of
 
 __all__ = ["Execution"]
 
-_FUSED = (MatmulEpilog.DEFAULT, *AFTERWARDS)
+_NOTHING = Within(Extras())
+
+_PLAIN = (MatmulEpilog.DEFAULT, *AFTERWARDS)
 
 
 class Execution:
-    """One execution on one rank: `prepare`, tell the peers, `run`."""
+    """One execution on one rank: `prepare`, tell the peers, `run`.
+
+    `addition_order` is the order of products that one collective adds up, "" where peers read them.
+    """
 
     def __init__(
-        self, context: DistributedContext, share: Share, operands: Operands, lane: Lane
+        self,
+        context: DistributedContext,
+        share: Share,
+        operands: Operands,
+        lane: Lane,
+        *,
+        addition_order: str = "",
     ) -> None:
         self.context = context
         self.share = share
@@ -51,8 +64,12 @@ class Execution:
         self.out = matrix_of(operands.out)
         self.order = "F" if self.out.by_columns else "C"
         self.shown = Showcase(context, lane, SHOWN)
-        self.ending = Ending(context, share, operands, lane, self.shown)
+        self.addition: Addition | None = None
+        if addition_order:
+            self.addition = Addition(share, operands, lane, addition_order)
+        self.ending = Ending(context, share, operands, lane, self.shown, self.addition)
         self._arriving = self._on_arrival()
+        self._within: Within | None = None
         self._copies: list[tuple[Matrix, Matrix]] = []  # (to, from): operands that peers read
 
     def _on_arrival(self) -> Arriving | None:
@@ -87,10 +104,14 @@ class Execution:
         """Memory for panels, for factors that BLAS cannot take as they lie, and for the product."""
         if self._arriving is not None:
             self._arriving.prepare()
-        target, (_, room) = self._target(), self.share.schedule
         self.lane.buffer("blas", WORKSPACE)
-        if not self._shares_sums and target.address != self.out.address:
-            self.lane.buffer("product", self.out.size * dtypes.of(self.wide).itemsize)
+        if self._leads_to_d and self.problem.epilog not in _PLAIN:
+            self._within = self._fused_epilog()
+        self._prepare_factors(self._target())
+
+    def _prepare_factors(self, target: Matrix) -> None:
+        """Memory for what is gathered, and for what does not fit a product into `target`."""
+        _, room = self.share.schedule
         itemsize = dtypes.of(self.problem.dtype).itemsize
         for index, feed in enumerate(self.share.feeds):
             if feed.gathers:
@@ -99,6 +120,11 @@ class Execution:
                 self.lane.buffer(f"packed {'ab'[index]}", feed.extent * feed.width * itemsize)
 
     # -- run ---------------------------------------------------------------------------------------
+
+    def meet(self) -> None:
+        """What all ranks do together before. Collective; raises HeapExhausted on all ranks."""
+        if self.addition is not None:
+            self.addition.meet(self.context)
 
     def run(self, told: Sequence[bytes]) -> None:
         """Put everything on the stream: D and the epilog's outputs are there after it. Collective.
@@ -121,18 +147,41 @@ class Execution:
     # -- the product -------------------------------------------------------------------------------
 
     @property
-    def _shares_sums(self) -> bool:
-        return self.strategy.reduces or self.strategy.moves_result
+    def _fused(self) -> bool:
+        """Whether products give D itself: nothing follows that cuBLASLt does not do."""
+        plain = self.problem.epilog in _PLAIN
+        return self._leads_to_d and (plain or self._within is not None)
+
+    def _fused_epilog(self) -> Within | None:
+        """How the product does the epilog too; None where it cannot. Takes memory for factors."""
+        operands, epilog, out = self.operands, self.problem.epilog, self.out
+        aux = operands.aux(epilog)
+        found = within(epilog, out, bias=operands.bias, aux=None if aux is None else matrix_of(aux))
+        if found is None or len(self.share.schedule[0]) > 1:
+            return None
+        self._prepare_factors(out)
+        conj_a, conj_b = self.problem.conjugate
+        there = has_algorithm(
+            self.device,
+            self._placed(0, out),
+            self._placed(1, out),
+            out,
+            c=matrix_of(operands.c) if operands.c is not None and operands.beta != 0 else None,
+            conj_a=conj_a,
+            conj_b=conj_b,
+            compute=operands.compute,
+            extras=found.extras,
+        )
+        return found if there else None
 
     @cached_property
-    def _fused(self) -> bool:
-        """Whether products give D itself: nothing follows that cuBLASLt could not do."""
+    def _leads_to_d(self) -> bool:
+        """Whether a product can be written to D, if the epilog can be done within it."""
         operands, c = self.operands, self.operands.c
         several = len(self.share.schedule[0]) > 1
         return not (
-            self._shares_sums
+            self.ending.sums is not None
             or self.problem.sums_c
-            or self.problem.epilog not in _FUSED
             or operands.alpha == 0  # NaN times 0 is NaN, which BLAS does not look for
             or not takes_result(self.out)
             or (several and self.out.dtype != self.wide)
@@ -148,8 +197,8 @@ class Execution:
 
     def _target(self) -> Matrix:
         """Where the product goes."""
-        if self._shares_sums:
-            return self.shown.own("sums")
+        if self.ending.sums is not None:
+            return self.ending.sums
         if self._fused:
             return self.out
         shape = self.out.rows, self.out.columns
@@ -159,9 +208,8 @@ class Execution:
     def _multiply(self) -> list[Matrix] | None:
         """The product of the work's rows and columns as what is to be finished; None if it is."""
         if not self.share.multiplies:
-            if self._shares_sums:
-                sums = self.shown.own("sums")
-                finish(self.device, self.stream, sums, [])  # zeros
+            if self.ending.sums is not None:
+                finish(self.device, self.stream, self.ending.sums, [])  # zeros
             return []
         if self._arriving is not None and self._arriving.run(self._source):
             return None
@@ -179,6 +227,7 @@ class Execution:
             if number == 0 and operands.c is not None and operands.beta != 0:
                 beta, c = complex(operands.beta), matrix_of(operands.c)
         conj_a, conj_b = self.problem.conjugate
+        inside = self._within or _NOTHING
         multiply(
             self.device,
             a,
@@ -192,7 +241,10 @@ class Execution:
             conj_a=conj_a,
             conj_b=conj_b,
             compute=operands.compute,
-            tune=operands.autotune,
+            extras=inside.extras,
+            bias=inside.bias,
+            aux=inside.aux,
+            algorithms=operands.algorithms,
         )
 
     def _factors(self, target: Matrix) -> Iterator[tuple[Matrix, Matrix]]:
@@ -234,12 +286,20 @@ class Execution:
 
     def _dense(self, index: int, target: Matrix) -> Matrix:
         """The same in a form that BLAS takes."""
+        own, placed = self._own(index), self._placed(index, target)
+        if placed != own:
+            finish(self.device, self.stream, placed, [own])
+        return placed
+
+    def _placed(self, index: int, target: Matrix) -> Matrix:
+        """A factor of a product in one interval: where it lies, or the memory it will be in."""
+        feed = self.share.feeds[index]
+        if feed.gathers:
+            return self._panel(index, feed, self.share.schedule[0][0], target)
         own = self._own(index)
         if self._fits(index, own, target):
             return own
-        packed = self._oriented(index, f"packed {'ab'[index]}", own, target)
-        finish(self.device, self.stream, packed, [own])
-        return packed
+        return self._oriented(index, f"packed {'ab'[index]}", own, target)
 
     def _panel(self, index: int, feed: Feed, interval: Interval, target: Matrix) -> Matrix:
         """Memory for an interval of a factor, in the order of the operand where BLAS takes that."""

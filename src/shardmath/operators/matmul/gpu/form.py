@@ -1,4 +1,4 @@
-"""The forms of strategies for which there is one kernel: pure.
+"""The forms of strategies for which there is one kernel, or one collective: pure.
 
 A form is seen from the layouts alone, so it is the same on all ranks. `turned` says that the kernel
 is given the transposes, B^T A^T = D^T; where the form does not say, the order of D does.
@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardmath.geometry import Layout, Spans
-from shardmath.local.epilog import MatmulEpilog
 from shardmath.operators.matmul.strategy import Strategy
 
 __all__ = ["Form", "form_of"]
@@ -23,7 +22,7 @@ __all__ = ["Form", "form_of"]
 
 @dataclass(frozen=True)
 class Form:
-    """What a strategy is, seen as one kernel. `rows`, by rank, are those of A that are gathered, or
+    """What a strategy is, seen as one step. `rows`, by rank, are those of A that are gathered, or
     of D that are scattered.
     """
 
@@ -33,9 +32,8 @@ class Form:
 
 
 def form_of(strategy: Strategy) -> Form | None:
-    """The form that a strategy has, the same on all ranks; None where there is no kernel for it."""
-    problem = strategy.problem
-    if problem.size == 1 or problem.epilog not in (MatmulEpilog.DEFAULT, MatmulEpilog.ALLREDUCE):
+    """The form that a strategy has, the same on all ranks; None where it has none of them."""
+    if strategy.problem.size == 1:
         return None
     return _summed(strategy) if strategy.reduces else _gathered(strategy)
 

@@ -15,11 +15,12 @@ from typing import Any
 from shardmath.context import DistributedContext
 from shardmath.cuda.device import Device
 from shardmath.cuda.stream import Turns
+from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.gpu import Matrix
 from shardmath.operators.matmul.gpu import gathered, sharded
 from shardmath.operators.matmul.gpu.all_gather import AllGatherGemm
 from shardmath.operators.matmul.gpu.all_reduce import GemmAllReduce, even_rows
-from shardmath.operators.matmul.gpu.choice import choose_all_reduce, choose_reduce_scatter
+from shardmath.operators.matmul.gpu.choice import CHOICES
 from shardmath.operators.matmul.gpu.form import Form
 from shardmath.operators.matmul.gpu.gathered import GatheredProduct, fuses
 from shardmath.operators.matmul.gpu.reduce_scatter import GemmReduceScatter
@@ -36,9 +37,7 @@ _KERNELS: dict[str, Any] = {
     "all-reduce": GemmAllReduce,
 }
 _HALVES = ("float16", "bfloat16")
-_CHOICES = {"reduce-scatter": choose_reduce_scatter, "all-reduce": choose_all_reduce}
-# What phases take, in units of a product and one collective: their sums move as float32.
-_PHASES = 1.3
+_EPILOGS = (MatmulEpilog.DEFAULT, MatmulEpilog.ALLREDUCE)
 
 
 class Fused:
@@ -120,24 +119,35 @@ def pays(share: Share) -> bool:
     """Whether the kernel for the share's form is predicted to be faster than the phases, or was
     asked for by the name of its kind. The same on all ranks.
     """
+    if "pays" not in share.kept:
+        share.kept["pays"] = _pays(share)
+    return bool(share.kept["pays"])
+
+
+def _pays(share: Share) -> bool:
     strategy, form = share.strategy, share.form
-    if form is None or strategy.problem.dtype not in _HALVES:
-        return False
     problem = strategy.problem
+    if form is None or problem.dtype not in _HALVES or problem.epilog not in _EPILOGS:
+        return False
     if problem.strategy == form.kind:
         return True
-    m, n, k = problem.shape
     if form.kind != "all-gather":
-        most = max(part.length for part in strategy.depth)
-        rows = form.rows or even_rows(m, problem.size)
-        lying = sharded.Factor("C", k), sharded.Factor("C", n)
-        sent = ShardedProduct(rows, m * n // max(1, sum(rows)), most, problem.dtype, *lying)
-        choice = _CHOICES[form.kind](sent)
-        return bool(choice.fused_seconds < _PHASES * choice.separate_seconds)
+        return CHOICES[form.kind](_sharded(share, form)).fused
     columns = strategy.rows if form.turned else strategy.columns
+    k = problem.shape[2]
     plain = gathered.Factor("C", k)
     widest = max(part.length for part in columns)
     return fuses(GatheredProduct(form.rows, widest, k, problem.dtype, plain, plain))
+
+
+def _sharded(share: Share, form: Form) -> ShardedProduct:
+    """The product of the rank with most of k."""
+    problem = share.strategy.problem
+    m, n, k = problem.shape
+    most = max(part.length for part in share.strategy.depth)
+    rows = form.rows or even_rows(m, problem.size)
+    factors = sharded.Factor("C", k), sharded.Factor("C", n)
+    return ShardedProduct(rows, m * n // max(1, sum(rows)), most, problem.dtype, *factors)
 
 
 _TOLD = {
@@ -150,11 +160,15 @@ _TOLD = {
 def notes(share: Share) -> list[str]:
     """What `explain` adds about how the steps are done on GPUs."""
     form = share.form
-    if form is None or share.strategy.problem.dtype not in _HALVES:
+    if form is None:
         return []
     if pays(share):
         how = _TOLD[form.kind].format(rows="columns of b" if form.turned else "rows of a")
         return [f"in one kernel: {how}, where all arrays lie in memory as it wants them"]
+    if form.kind in CHOICES:
+        return [f"by cuBLAS and one collective, of {share.parts_dtype}"]
+    if share.strategy.problem.dtype not in _HALVES:
+        return []
     return ["in phases, which are predicted to be faster than one kernel that moves data too"]
 
 

@@ -11,14 +11,20 @@ from functools import cached_property
 from typing import Any
 
 from shardmath.arrays import dtypes
+from shardmath.local.epilog import MatmulEpilog
+from shardmath.local.gpu.gemm import Algorithms
 from shardmath.operators.matmul import host
+from shardmath.operators.matmul.gpu.choice import rounds_parts
 from shardmath.operators.matmul.gpu.feeding import Feed, Interval, feeds, intervals
 from shardmath.operators.matmul.gpu.form import Form, form_of
 from shardmath.operators.matmul.strategy import HOPPER
 from shardmath.operators.repeats import Repeats
 from shardmath.symmetric.device_array import DeviceArray
 
-__all__ = ["Operands", "Share"]
+__all__ = ["AFTERWARDS", "Operands", "Share"]
+
+# Epilogs of which nothing happens to D itself.
+AFTERWARDS = (MatmulEpilog.ALLREDUCE, MatmulEpilog.BGRADA, MatmulEpilog.BGRADB)
 
 
 @dataclass(frozen=True)
@@ -37,7 +43,19 @@ class Operands:
     outputs: Mapping[str, DeviceArray] = field(repr=False)
     stream: int
     compute: int | None = None  # a MatmulComputeType that is faster, and less exact
-    autotune: bool = False
+    algorithms: Algorithms | None = None  # of cuBLASLt: the share's, or a dictionary to fill
+
+    @property
+    def bias(self) -> tuple[int, int] | None:
+        """The address of the epilog's bias, and how many elements apart its elements are."""
+        found = self.inputs.get("bias")
+        return None if found is None else (found.address, found.strides[0] // found.itemsize)
+
+    def aux(self, epilog: MatmulEpilog) -> DeviceArray | None:
+        """The auxiliary matrix that an epilog reads or makes."""
+        if epilog.needs_aux:
+            return self.inputs[epilog.needs_aux]
+        return self.outputs[epilog.makes_aux] if epilog.makes_aux else None
 
     @property
     def use(self) -> tuple[object, ...]:
@@ -94,9 +112,42 @@ class Share(host.Share):
         return Repeats()
 
     @cached_property
+    def algorithms(self) -> Algorithms:
+        """Those of cuBLASLt's that have been chosen for this rank's products."""
+        return Algorithms()
+
+    @property
+    def told(self) -> tuple[str, ...]:
+        """What has been found out by timing."""
+        return tuple(self.kept.get("told", ()))
+
+    @cached_property
     def form(self) -> Form | None:
         """What the strategy is, if one kernel can do all of it."""
         return form_of(self.strategy)
+
+    @cached_property
+    def parts_dtype(self) -> str:
+        """The type in which the ranks' products are added up, where they are."""
+        problem = self.strategy.problem
+        m, n, _ = problem.shape
+        halves = dtypes.of(problem.result).itemsize == 2
+        added = self.form is not None and self.form.kind != "all-gather"
+        if halves and added and rounds_parts(m * n):
+            return problem.result
+        return dtypes.accumulator(problem.dtype).name
+
+    def addition_order(self, order: str) -> str:
+        """The order in which one collective adds up the products, for a result in that order.
+
+        "" where none does: parts of it would not lie as the ranks want them.
+        """
+        if self.form is None or self.form.kind == "all-gather":
+            return ""
+        if self.form.kind == "all-reduce":
+            return order
+        natural = "F" if self.form.turned else "C"
+        return natural if order == natural else ""
 
     @property
     def multiplies(self) -> bool:

@@ -1,0 +1,73 @@
+"""Which epilogs a product of cuBLASLt does as we do, and what it is told: no GPU is needed."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("shardmath.local.gpu")
+
+from shardmath.local.epilog import MatmulEpilog as E
+from shardmath.local.gpu.blaslt import Extras
+from shardmath.local.gpu.matrix import Matrix
+from shardmath.local.gpu.within import Within, within
+
+BIAS, AUX = 4096, 8192
+
+
+def matrix(order, dtype, rows=300, columns=17):
+    return Matrix.packed(1024, (rows, columns), dtype, order)
+
+
+def aux_of(epilog, rows=300, columns=17):
+    if epilog.gradient == "relu" or epilog.makes_aux == "relu_aux":
+        return Matrix(AUX, 48, columns, 1, 48, "uint8")
+    return Matrix(AUX, rows + -rows % 8, columns, 1, rows + -rows % 8, "bfloat16")
+
+
+def asked(epilog, order, dtype, **changes):
+    needs = epilog.has_bias, bool(epilog.makes_aux or epilog.needs_aux)
+    given = {"bias": (BIAS, 1) if needs[0] else None, "aux": aux_of(epilog) if needs[1] else None}
+    return within(epilog, matrix(order, dtype), **{**given, **changes})
+
+
+@pytest.mark.parametrize(
+    ("epilog", "order", "dtype", "wanted"),
+    [
+        (E.RELU, "F", "float32", Within(Extras(2))),
+        (E.RELU, "C", "float64", Within(Extras(2))),
+        (E.BIAS, "F", "bfloat16", Within(Extras(4), BIAS)),
+        (E.BIAS, "C", "bfloat16", None),  # follows rows, which are columns there
+        (E.RELU_BIAS, "F", "float64", Within(Extras(6), BIAS)),
+        (E.GELU, "C", "float16", Within(Extras(32))),
+        (E.GELU, "F", "float32", None),  # not as exact as ours
+        (E.GELU_BIAS, "F", "bfloat16", Within(Extras(36), BIAS)),
+        (E.GELU_AUX, "F", "bfloat16", Within(Extras(160, 304), 0, AUX)),
+        (E.GELU_AUX, "C", "bfloat16", None),
+        (E.GELU_AUX_BIAS, "F", "bfloat16", Within(Extras(164, 304), BIAS, AUX)),
+        (E.DRELU, "F", "float32", Within(Extras(136, 384), 0, AUX)),
+        (E.DGELU, "F", "bfloat16", Within(Extras(192, 304), 0, AUX)),
+        (E.DGELU, "F", "float16", None),
+        (E.RELU_AUX, "F", "float32", None),  # a bit where the input is 0
+        (E.DRELU_BGRAD, "F", "float32", None),
+        (E.BGRADA, "F", "float32", None),
+        (E.RELU, "F", "complex64", None),
+    ],
+)
+def test_what_a_product_is_told(epilog, order, dtype, wanted):
+    assert asked(epilog, order, dtype) == wanted
+
+
+@pytest.mark.parametrize(
+    ("epilog", "changes"),
+    [
+        (E.BIAS, {"bias": (BIAS + 2, 1)}),
+        (E.BIAS, {"bias": (BIAS, 2)}),
+        (E.GELU_AUX, {"aux": aux_of(E.GELU_AUX)._replace(column_stride=305)}),
+        (E.GELU_AUX, {"aux": aux_of(E.GELU_AUX)._replace(address=AUX + 2)}),
+        (E.GELU_AUX, {"aux": aux_of(E.GELU_AUX)._replace(row_stride=2, column_stride=608)}),
+        (E.DRELU, {"aux": aux_of(E.DRELU)._replace(column_stride=49)}),
+    ],
+)
+def test_what_does_not_lie_as_it_wants(epilog, changes):
+    assert asked(epilog, "F", "bfloat16") is not None
+    assert asked(epilog, "F", "bfloat16", **changes) is None
