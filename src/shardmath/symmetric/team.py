@@ -15,9 +15,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import bindings, call, status_of
 from shardmath.cuda.kernel import Argument, Kernel, ReadyLaunch, kernel
@@ -25,6 +22,7 @@ from shardmath.errors import CudaError, OpTimeout
 from shardmath.symmetric import layout
 from shardmath.symmetric.board import Board
 from shardmath.symmetric.heap import Buffer
+from shardmath.symmetric.reports import report_of
 
 __all__ = ["CHANNELS", "RESERVED", "Team"]
 
@@ -80,7 +78,7 @@ class Team:
         self._board = board
         self._own = own
         self._family: weakref.WeakSet[Team] = weakref.WeakSet([self])  # all teams of these ranks
-        self._status, self._status_address = _host_words(device, 1 + 3 * self.size)
+        self._report = report_of(device, 1 + 3 * self.size)
         self._launches: dict[tuple[Any, ...], ReadyLaunch] = {}
 
     def another(self, own: Buffer, pads: Sequence[int], channels: int) -> Team:
@@ -112,7 +110,7 @@ class Team:
         """The struct `Team` of symm.cuh. `timeout` in seconds; None is the context's."""
         limit = self.timeout if timeout is None else timeout
         nanoseconds = max(1, min(int(limit * 1e9), 1 << 62))
-        words = (self.channels, 0, nanoseconds, self._status_address, *self.pads)
+        words = (self.channels, 0, nanoseconds, self._report.address, *self.pads)
         return struct.pack(f"iiIIQQ{self.size}Q", self.rank, self.size, *words)
 
     # -- operations on a stream --------------------------------------------------------------------
@@ -221,14 +219,14 @@ class Team:
         ValueError where a kernel named a channel or a rank that does not exist. Costs one load
         where nothing has gone wrong. After the error, the team can be used again.
         """
-        if self._status[0]:
+        if self._report.words[0]:
             raise self._noted()
 
     def _noted(self) -> Exception:
         with suppress(CudaError):  # what else was waiting ends now, and has its say
             self.device.synchronize()
-        late = self._status[1:].reshape(self.size, 3).copy()
-        self._status[:] = 0
+        late = self._report.words[1:].reshape(self.size, 3).copy()
+        self._report.words[:] = 0
         call("cuMemsetD8", self.pads[self.rank] + layout.FAILED, 0, 8)
         refused = late[self.rank].tolist()
         if refused[0] in _REFUSED:
@@ -267,32 +265,3 @@ def _place(operation: int) -> str:
     kind, number = operation & 0xFFFFFFFF, operation >> 32
     where = _PLACES.get(kind, "channel")
     return f"{_OPERATIONS.get(kind, f'operation {kind}')}, {where} {number}"
-
-
-class _Words:
-    """Words of host memory that the device writes, for NumPy."""
-
-    def __init__(self, address: int, count: int) -> None:
-        self.__array_interface__ = {
-            "shape": (count,),
-            "typestr": "<u8",
-            "data": (address, False),
-            "version": 3,
-        }
-
-
-def _host_words(device: Device, count: int) -> tuple[npt.NDArray[np.uint64], int]:
-    """Zeroed words of pinned host memory: as an array, and their address for the device."""
-    device.activate()
-    address = int(call("cuMemHostAlloc", 8 * count, 0x01))  # portable: valid in every context
-    words = _Words(address, count)
-    weakref.finalize(words, _free_host, device, address).atexit = False
-    array = np.asarray(words)
-    array[:] = 0
-    return array, int(call("cuMemHostGetDevicePointer", address, 0))
-
-
-def _free_host(device: Device, address: int) -> None:
-    with suppress(CudaError):
-        device.synchronize()  # a kernel may still write there
-        call("cuMemFreeHost", address)

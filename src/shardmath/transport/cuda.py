@@ -64,6 +64,11 @@ class DeviceFence(Fence):
         self._passed = False
         weakref.finalize(self, _destroy_event, self._event).atexit = False
 
+    @classmethod
+    def behind(cls, device: Device) -> DeviceFence | None:
+        """A fence behind what the device has been asked to do; None while that is captured."""
+        return None if streams.any_capturing(device) else cls(device)
+
     def passed(self) -> bool:
         """See Fence."""
         self._passed = self._passed or self._device.reached(self._event)
@@ -213,7 +218,7 @@ class CudaTransport(Transport):
 
     def fence(self) -> Fence | None:
         """See Transport."""
-        return None if streams.any_capturing(self._device) else DeviceFence(self._device)
+        return DeviceFence.behind(self._device)
 
     def _hold(self, segment: Segment, mapping: Mapping) -> None:
         self._segments[segment.rank, segment.index] = _Held(segment, mapping)

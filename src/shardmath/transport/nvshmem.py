@@ -18,7 +18,6 @@ import numpy as np
 
 from shardmath import wire
 from shardmath.config import environment, export
-from shardmath.cuda import stream as streams
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import call
 from shardmath.errors import BackendUnavailable, HeapExhausted
@@ -196,7 +195,7 @@ class NVSHMEMTransport(Transport):
 
     def fence(self) -> Fence | None:
         """See Transport."""
-        return None if streams.any_capturing(self._device) else DeviceFence(self._device)
+        return DeviceFence.behind(self._device)
 
     def lease(self, index: int) -> object:
         """See Transport."""
