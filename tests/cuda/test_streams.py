@@ -101,8 +101,8 @@ def test_memory_that_a_peers_stream_reads_is_not_given_away(gpus):
     assert found == [(False, False, 0.0, True), (False, True, 1.0, True)]
 
 
-def check_dropped_handles(context):
-    """Handles are dropped beside a busy stream, and in the middle of a capture."""
+def check_handles_beside(context):
+    """Handles are made and dropped beside a busy stream, and dropped in the middle of a capture."""
     torch = torch_on(context)
     slow, other = torch.cuda.Stream(), torch.cuda.Stream()
     handles = []
@@ -114,9 +114,12 @@ def check_dropped_handles(context):
     del array
     x = torch.ones(3, device="cuda")
     torch.cuda.synchronize()
+    with context:
+        array = allocate_symmetric_memory(5, torch, dtype="float32")
     with torch.cuda.stream(slow):
         torch.cuda._sleep(CYCLES)
     handles.pop()
+    handles.append(rendezvous(array, context))
     waited = slow.query()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -133,8 +136,8 @@ def check_dropped_handles(context):
     return waited, x.tolist()
 
 
-def test_dropping_a_handle_waits_for_nothing(gpus, size):
-    assert gpus.run(check_dropped_handles, ranks=size) == [(False, [3.0] * 3)] * size
+def test_handles_come_and_go_beside_what_runs(gpus, size):
+    assert gpus.run(check_handles_beside, ranks=size) == [(False, [3.0] * 3)] * size
 
 
 def sums(torch, size, count, number):

@@ -6,7 +6,7 @@ context can still be given back.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 from shardmath.cuda.driver import bindings, call, status_of
@@ -63,14 +63,19 @@ class Device:
             call("cuCtxSetCurrent", self._context)
 
     def zero(self, address: int, nbytes: int) -> None:
-        """Set memory of the device to zero, and wait until it is."""
+        """Set memory of the device to zero, and wait until it is, but for no other work."""
         self.fill(address, 0, nbytes)
 
     def fill(self, address: int, byte: int, nbytes: int) -> None:
-        """Set all bytes of memory of the device, and wait until they are."""
+        """Set all bytes of memory of the device, and wait until they are, but for no other work."""
         self.activate()
-        call("cuMemsetD8", address, byte, nbytes)
-        call("cuCtxSynchronize")
+        call("cuMemsetD8Async", address, byte, nbytes, self._side)
+        call("cuStreamSynchronize", self._side)
+
+    @cached_property
+    def _side(self) -> Any:
+        """A stream that waits for no other: what users have put on theirs may wait for a peer."""
+        return call("cuStreamCreate", 1)
 
     def record_all(self) -> Any:
         """A new event behind what has been put on all streams of the device by this process.
