@@ -7,6 +7,7 @@ import pytest
 from shardmath.arrays import dtypes
 from shardmath.collectives.device import DeviceCollectives, Launch
 from shardmath.cuda.driver import call
+from shardmath.cuda.graph import Graph
 from shardmath.symmetric.allocation import allocate_symmetric_memory
 from shardmath.symmetric.rendezvous import rendezvous
 
@@ -101,8 +102,8 @@ def test_memory_that_a_peers_stream_reads_is_not_given_away(gpus):
     assert found == [(False, False, 0.0, True), (False, True, 1.0, True)]
 
 
-def check_handles_beside(context):
-    """Handles are made and dropped beside a busy stream, and dropped in the middle of a capture."""
+def check_beside(context):
+    """Handles are made beside a busy stream; they and graphs are dropped there, and in captures."""
     torch = torch_on(context)
     slow, other = torch.cuda.Stream(), torch.cuda.Stream()
     handles = []
@@ -116,8 +117,16 @@ def check_handles_beside(context):
     torch.cuda.synchronize()
     with context:
         array = allocate_symmetric_memory(5, torch, dtype="float32")
+    cleared = torch.full((3,), 5, dtype=torch.uint8, device="cuda")
+    graphs = [
+        Graph(context.team.device, lambda on: call("cuMemsetD8Async", cleared.data_ptr(), 0, 3, on))
+        for _ in range(2)
+    ]
+    torch.cuda.synchronize()
     with torch.cuda.stream(slow):
         torch.cuda._sleep(CYCLES)
+    graphs[0].launch(slow.cuda_stream)
+    graphs.pop(0)
     handles.pop()
     handles.append(rendezvous(array, context))
     waited = slow.query()
@@ -126,6 +135,7 @@ def check_handles_beside(context):
     with torch.cuda.graph(graph, stream=other):
         x += 1
         handles.pop()
+        graphs.pop()
         x += 1
     graph.replay()
     with context:  # which takes the reports that were left
@@ -133,11 +143,11 @@ def check_handles_beside(context):
     after = rendezvous(array, context)
     after.barrier()
     after.synchronize()
-    return waited, x.tolist()
+    return waited, x.tolist() + cleared.tolist()
 
 
-def test_handles_come_and_go_beside_what_runs(gpus, size):
-    assert gpus.run(check_handles_beside, ranks=size) == [(False, [3.0] * 3)] * size
+def test_handles_and_graphs_come_and_go_beside_what_runs(gpus, size):
+    assert gpus.run(check_beside, ranks=size) == [(False, [3.0] * 3 + [0] * 3)] * size
 
 
 def sums(torch, size, count, number):

@@ -19,7 +19,8 @@ __all__ = ["Graph"]
 class Graph:
     """What `launches(stream)` puts on a stream, to be launched on any stream, often.
 
-    What the launches use must be kept as long as this object. Dropping it waits for the device.
+    What the launches use must be kept as long as this object, and until the last launch has ended.
+    It can be dropped before: the driver frees it behind that launch.
     """
 
     def __init__(self, device: Device, launches: Callable[[int], None]) -> None:
@@ -41,7 +42,7 @@ class Graph:
                 self._graph = call("cuGraphInstantiate", graph, 0)
             finally:
                 call("cuGraphDestroy", graph)
-        weakref.finalize(self, _destroy, device, self._graph).atexit = False
+        weakref.finalize(self, _destroy, self._graph).atexit = False
 
     def launch(self, stream: int) -> None:
         """Put all of it on `stream`."""
@@ -49,9 +50,8 @@ class Graph:
         call("cuGraphLaunch", self._graph, stream)
 
 
-def _destroy(device: Device, graph: Any) -> None:
-    with suppress(CudaError):
-        device.synchronize()
+def _destroy(graph: Any) -> None:
+    with suppress(CudaError), beside_captures():
         call("cuGraphExecDestroy", graph)
 
 
