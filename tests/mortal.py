@@ -6,6 +6,7 @@ the monotonic clock, which all processes share.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import select
@@ -18,10 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import shipped
+from ranks import Pool
 from shardmath import config, current, startup, wire
 from shardmath.errors import ShardmathError
 from shardmath.group.links import star
 from shardmath.group.local import LocalProcessGroup
+from shardmath.symmetric.padding import change_pad_setting, pad_setting
+from started import LAUNCHER
 
 __all__ = ["Job", "Raised", "left_behind", "on_ranks"]
 
@@ -104,10 +109,13 @@ class Job:
 
 
 def on_ranks(size: int, body: Callable[[Any], Any], timeout: float = 30.0) -> list[Any]:
-    """`body(context)` on new ranks with a default context: the results in rank order.
+    """`body(context)` on ranks with a new default context: the results in rank order.
 
-    AssertionError, with all tracebacks, when a body raises.
+    AssertionError, with all tracebacks, when a body raises. The ranks are new too, but where a
+    launcher has started them: those stay, and the first that fails is heard.
     """
+    if launched is not None:
+        return launched.run(run_body, shipped.pack(body), ranks=size, timeout=timeout)
 
     def told(group: Any) -> tuple[str, Any]:
         try:
@@ -123,6 +131,21 @@ def on_ranks(size: int, body: Callable[[Any], Any], timeout: float = 30.0) -> li
     texts = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(outcomes) if text]
     assert not texts, "\n".join(texts)
     return [result for _, result in outcomes]
+
+
+def run_body(group: Any, body: bytes) -> Any:
+    """`body(context)` on this rank of a pool, as on a new one: with its own default context."""
+    setting = pad_setting()
+    context = startup.initialize("cpu", group)
+    result = shipped.unpack(body)(context)
+    startup.finalize()
+    change_pad_setting(setting)
+    return result
+
+
+launched = Pool(8) if LAUNCHER else None
+if launched is not None:
+    atexit.register(launched.close)
 
 
 def _be_rank(rank: int, size: int, sockets: Any, writing: int, body: Callable[[Any], Any]) -> None:

@@ -130,28 +130,26 @@ def program(rank, world_size, group_name, store):
 """
 
 
-@pytest.fixture
-def example():
+def example(rank, store):
     names = {"torch": torch}
     exec(compile(EXAMPLE, "example", "exec"), names)
-    return names["program"]
+    return names["program"](rank, 2, "example", store)
 
 
-def test_the_example_of_torchs_proposal_runs_after_its_import_line_is_changed(example, tmp_path):
+def test_the_example_of_torchs_proposal_runs_after_its_import_line_is_changed(tmp_path):
     def body(context):
-        store = dist.FileStore(str(tmp_path / "store"), 2)
-        return example(context.rank, 2, "example", store)
+        return example(context.rank, dist.FileStore(str(tmp_path / "store"), 2))
 
     assert on_ranks(2, body) == [43.0 * 64 * 64] * 2
 
 
-def test_it_makes_its_context_through_the_store_when_there_is_none(example, tmp_path):
+def test_it_makes_its_context_through_the_store_when_there_is_none(tmp_path):
     from shardmath.config import environment
 
     def alone():
         rank = int(environment()["SHARDMATH_RANK"])
         assert get_context() is None
-        result = example(rank, 2, "example", dist.FileStore(str(tmp_path / "store"), 2))
+        result = example(rank, dist.FileStore(str(tmp_path / "store"), 2))
         assert (get_context().rank, get_context().size) == (rank, 2)
         return result
 
