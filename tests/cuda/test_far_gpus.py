@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import test_host_bodies as bodies
 import test_redistribution as on_gpus
+import test_symmetric_bodies as symmetric
 from hypothesis import given, settings
 from visible import RANKS, gpu_of
 
@@ -122,6 +123,14 @@ def check_handle(context, package):
 @pytest.mark.parametrize("package", ["torch", "cupy"])
 def test_a_handle_reaches_every_rank(far_gpus, package):
     assert all(far_gpus.run(check_handle, package))
+
+
+@pytest.mark.parametrize("package", ["torch", "cupy"])
+@pytest.mark.parametrize(("ranks", "name", "args"), symmetric.FAR_BODIES)
+def test_symmetric_memory(far_gpus, package, ranks, name, args):
+    if ranks > RANKS:
+        pytest.skip(f"there are {RANKS} ranks with GPUs")
+    assert far_gpus.run(symmetric.check, ranks, name, package, args) == [""] * RANKS
 
 
 CASES = [

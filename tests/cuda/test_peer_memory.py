@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -49,7 +50,7 @@ def check_peers(context, library, nbytes):
         host(on_peer(context, library, rank, place, nbytes)) for rank, place in enumerate(places)
     ]
     context.barrier()
-    return [sorted({int(value) for value in each}) for each in seen]
+    return [np.unique(each).tolist() for each in seen]
 
 
 def synchronize(context):
@@ -132,21 +133,21 @@ def test_probe_tries_and_tells(gpus):
 
 
 def check_release(context):
-    """What a closed context leaves on the device."""
+    """What each closed context has cost the device; other processes take and give, too."""
     from shardmath.cuda.driver import call
     from shardmath.group import SoloProcessGroup
     from shardmath.startup import new_context
 
     free = []
-    for _ in range(3):
+    for _ in range(6):
         other = new_context(context.device_id, SoloProcessGroup())
         buffer = other.heap.allocate(256 << 20)
         other.close()
         del buffer, other
         gc.collect()
         free.append(call("cuMemGetInfo")[0])
-    return free[1] - free[2]
+    return [before - after for before, after in pairwise(free)]
 
 
 def test_a_closed_context_gives_its_memory_back(gpus):
-    assert gpus.run(check_release, ranks=1)[0] < 64 << 20
+    assert min(gpus.run(check_release, ranks=1)[0]) < 64 << 20

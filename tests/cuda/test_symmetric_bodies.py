@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "symmetric"))
@@ -21,15 +22,26 @@ from test_device_handle import PACKAGES, ready
 
 from shardmath.symmetric.allocation import allocate_symmetric_memory
 
-# How many ranks, which test, and its arguments behind the package.
+# How many ranks, which test, and its arguments, where PACKAGE stands for the array library. The far
+# ones pass where ranks have no address of each other's memory, too.
+PACKAGE = "<package>"
+FAR_BODIES = [
+    (2, "test_handle.test_what_is_out_of_reach_raises", []),
+    (3, "test_handle.test_ordinary_memory_on_one_rank_is_an_error_on_all", []),
+    (1, "test_allocation.test_uneven_sizes_are_padded_or_skipped", [PACKAGE, 1]),
+    (3, "test_allocation.test_uneven_sizes_are_padded_or_skipped", [PACKAGE, 3]),
+    (2, "test_allocation.test_sizes_in_the_message_and_facts_on_every_rank", []),
+    (3, "test_groups.test_subsets_keep_the_order_given_and_are_the_same_again", []),
+    (2, "test_groups.test_a_color_and_a_key_are_integers", [1.5, 0]),
+    (2, "test_groups.test_nested_splits_and_subsets", []),
+    *[(4, "test_groups.test_overlapping_groups_in_any_order", [seed]) for seed in range(3)],
+    (4, "test_groups.test_a_process_group_means_its_ranks_and_is_asked_once", []),
+]
 BODIES = [
-    (3, "test_handle.test_views_are_the_peers_memory", []),
-    (2, "test_handle.test_a_view_of_an_array_has_its_own_offset_by_rank", []),
-    (1, "test_allocation.test_uneven_sizes_are_padded_or_skipped", [1]),
-    (3, "test_allocation.test_uneven_sizes_are_padded_or_skipped", [3]),
-    (3, "test_groups.test_subsets_keep_the_order_given_and_are_the_same_again", None),
-    (2, "test_groups.test_nested_splits_and_subsets", None),
-    (4, "test_groups.test_overlapping_groups_in_any_order", [0]),
+    *FAR_BODIES,
+    (3, "test_handle.test_views_are_the_peers_memory", [PACKAGE]),
+    (2, "test_handle.test_a_view_of_an_array_has_its_own_offset_by_rank", [PACKAGE]),
+    (2, "test_handle.test_signals_order_a_stream_of_messages", []),
 ]
 
 
@@ -48,6 +60,26 @@ def mine(module, context, value):
     return array
 
 
+def allocate(module, shape, package, **options):
+    """As the host's, where `module` is for NumPy, with its default."""
+    if package is np:
+        package, options = module, {"dtype": "float64", **options}
+    return allocate_symmetric_memory(shape, package, **options)
+
+
+def fetched(module, context, handle):
+    """As `values` of test_groups, without views."""
+    device = {"device": f"cuda:{context.device_id}"} if module.__name__ == "torch" else {}
+    found = module.zeros(4, dtype=module.int64, **device)
+    values = []
+    handle.barrier()
+    for rank in range(handle.world_size):
+        handle.get(found, rank)
+        values.append(int(found[3]))
+    handle.barrier()
+    return values
+
+
 def check(context, size, name, package, args):
     """What went wrong on this rank, or "". Ranks that are too many look on."""
     module = ready(context, package)
@@ -59,14 +91,14 @@ def check(context, size, name, package, args):
     values = {
         "on_ranks": partial(on_ranks, part),
         "mine": partial(mine, module),
+        "allocate": partial(allocate, module),
     }
+    if part.spans_hosts:
+        values["values"] = partial(fetched, module, part)
     known = {key: value for key, value in values.items() if hasattr(bodies, key)}
     with patch.multiple(bodies, **known):
         try:
-            if args is None or file == "test_groups":
-                getattr(bodies, test)(*(args or []))
-            else:
-                getattr(bodies, test)(module, *args)
+            getattr(bodies, test)(*(module if arg == PACKAGE else arg for arg in args))
         except BaseException:
             return traceback.format_exc()
     return ""
@@ -76,5 +108,12 @@ def check(context, size, name, package, args):
 @pytest.mark.parametrize(("ranks", "name", "args"), BODIES)
 def test_a_body_of_the_hosts(gpus, package, ranks, name, args):
     if ranks > gpus.size:
-        pytest.skip(f"this machine has {gpus.size} GPUs")
+        pytest.skip(f"there are {gpus.size} ranks with GPUs")
     assert gpus.run(check, ranks, name, package, args, ranks=ranks) == [""] * ranks
+
+
+def test_groups_of_torch_distributed(gpus, tmp_path):
+    if gpus.size < 3:
+        pytest.skip(f"there are {gpus.size} ranks with GPUs")
+    name = "test_groups.test_torch_groups_and_their_names"
+    assert gpus.run(check, 3, name, "torch", [str(tmp_path)], ranks=3) == [""] * 3

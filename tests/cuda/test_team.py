@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+from visible import GPUS
+
 from shardmath.cuda import stream as streams
 from shardmath.errors import BackendUnavailable, OpTimeout
 
@@ -169,14 +171,14 @@ def check_arguments(context):
             streams.given(wrong, "torch", device)
         except TypeError:
             refused.append(wrong)
-    if context.size > 1:
-        peer = (context.rank + 1) % context.size
-        with torch.cuda.device(peer):
+    if GPUS > 1:
+        another = (context.device_id + 1) % GPUS
+        with torch.cuda.device(another):
             foreign = torch.cuda.Stream()
         try:
             streams.given(foreign, "torch", device)
         except ValueError as error:
-            found.append(f"device {peer}" in str(error))
+            found.append(f"device {another}" in str(error))
     for call in (
         lambda: context.team.barrier(0, channel=64),
         lambda: context.team.put_signal(context.size, 0),
