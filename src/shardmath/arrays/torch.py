@@ -119,9 +119,14 @@ class Torch(Library):
         native = getattr(torch, kind.name, None)
         if native is None:
             raise ValueError(f"torch has no data type {kind}")
-        raw = torch.as_tensor(owner, device=owner.device)[start if 0 not in shape else 0 :]
-        whole = raw[: raw.numel() // kind.itemsize * kind.itemsize].view(native)
-        return whole.as_strided(tuple(shape), tuple(strides))
+        if 0 in shape:  # it lies somewhere too, and keeps the owner
+            raw = torch.as_tensor(owner, device=owner.device)
+            whole = raw[: raw.numel() // kind.itemsize * kind.itemsize].view(native)
+            return whole.as_strided(tuple(shape), tuple(strides))
+        carrier = _CARRIER.get(kind.name, kind.name)
+        part = _Part(owner, carrier, shape, strides, start)
+        made = torch.as_tensor(part, device=owner.device)
+        return made if carrier == kind.name else made.view(native)
 
     def empty(
         self,
@@ -164,6 +169,23 @@ class Torch(Library):
         import torch
 
         return dtypes.of(torch.get_default_dtype())
+
+
+class _Part:
+    """An array on a part of `owner`, as torch takes it, in one step: it keeps the owner."""
+
+    def __init__(
+        self, owner: Any, dtype: str, shape: Sequence[int], strides: Sequence[int], start: int
+    ) -> None:
+        native = np.dtype(dtype)
+        self._owner = owner
+        self.__cuda_array_interface__ = {
+            "shape": tuple(shape),
+            "typestr": native.str,
+            "data": (owner.__cuda_array_interface__["data"][0] + start, False),
+            "strides": tuple([stride * native.itemsize for stride in strides]),
+            "version": 3,
+        }
 
 
 @lru_cache(maxsize=1024)

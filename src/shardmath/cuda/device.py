@@ -36,6 +36,7 @@ class Device:
         attribute = bindings().CUdevice_attribute
         major = self.attribute(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)
         minor = self.attribute(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)
+        self.spare_events: list[Any] = []  # without times
         self.arch = f"sm_{major}{minor}"
         self.overlaps_launches = major >= 9
         self.processors = self.attribute(attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
@@ -78,12 +79,13 @@ class Device:
         return call("cuStreamCreate", 1)
 
     def record_all(self) -> Any:
-        """A new event behind what has been put on all streams of the device by this process.
+        """An event behind what has been put on all streams of the device by this process.
 
-        Not to be called while one of them is being captured: that would end the capture.
+        It is the caller's until given back to `spare_events`. Not to be called while a stream is
+        being captured: that would end the capture.
         """
         self.activate()
-        event = call("cuEventCreate", 2)  # without times
+        event = self.spare_events.pop() if self.spare_events else call("cuEventCreate", 2)
         call("cuCtxRecordEvent", self._context, event)
         return event
 

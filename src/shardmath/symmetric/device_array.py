@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 from typing import Any, Literal
 
@@ -22,7 +22,7 @@ from shardmath.context import DistributedContext
 from shardmath.cuda import stream as streams
 from shardmath.cuda.driver import call
 from shardmath.errors import UseAfterFree
-from shardmath.symmetric.allocation import block_of, empty_on_heap
+from shardmath.symmetric.allocation import array_on, block_of
 from shardmath.symmetric.heap import Block
 
 __all__ = [
@@ -164,11 +164,25 @@ def new_result(
     shape = tuple(shape)
     if library.spec(operand).device == "cpu":
         return _back_to(context, library.empty(shape, dtype, order), order)
+    steps, strides, nbytes = _packed(shape, dtype, order)
     if on_heap:
-        array = empty_on_heap(context, library, shape, dtype, order)
+        buffer = context.heap.allocate(nbytes)
+        array = array_on(buffer, library, dtypes.of(dtype), shape, steps)
+        made = DeviceArray(buffer.block.address, shape, strides, dtype, buffer.block, array)
     else:
         array = library.empty(shape, dtype, order, _team(context).device.name)
-    return Result(read(context, array), array)
+        made = DeviceArray(library.pointer(array), shape, strides, dtype, None, array)
+    return Result(made, array)
+
+
+@lru_cache(maxsize=1024)
+def _packed(
+    shape: tuple[int, ...], dtype: str, order: Literal["C", "F"]
+) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """The strides of a packed array in elements and in bytes, and all its bytes."""
+    itemsize = dtypes.of(dtype).itemsize
+    strides = packed_strides(shape, itemsize, order)
+    return packed_strides(shape, 1, order), strides, prod(shape) * itemsize
 
 
 def result_in(context: DistributedContext, out: Any) -> Result:
@@ -221,9 +235,8 @@ def _on_heap(
     context: DistributedContext, shape: tuple[int, ...], dtype: str, order: Literal["C", "F"]
 ) -> DeviceArray:
     """Packed memory of the heap, for an array of `shape`. Local. Raises HeapExhausted."""
-    itemsize = dtypes.of(dtype).itemsize
-    strides = packed_strides(shape, itemsize, order)
-    buffer = context.heap.allocate(prod(shape) * itemsize)
+    _, strides, nbytes = _packed(shape, dtype, order)
+    buffer = context.heap.allocate(nbytes)
     address = buffer.block.address
     return DeviceArray(address, shape, strides, dtype, buffer.block, buffer)
 

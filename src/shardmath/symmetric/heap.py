@@ -104,8 +104,17 @@ class Buffer:
     that was tied to the block, `group` the name of the group that it was allocated for, if any.
     """
 
-    def __init__(self, block: Block, lease: object, interface: str, device: str) -> None:
+    def __init__(
+        self,
+        block: Block,
+        lease: object,
+        interface: str,
+        device: str,
+        dropped: deque[Block],
+    ) -> None:
+        """`dropped` is told of the block at the end: the garbage collector only ever appends."""
         self.block = block
+        self._dropped = dropped
         self.shares: dict[Any, Any] = {}
         self.group: str | None = None
         self._lease = lease  # keeps the mapping
@@ -119,6 +128,9 @@ class Buffer:
         self.interface = interface
         self.device = device
         vars(self)[interface] = description
+
+    def __del__(self) -> None:
+        self._dropped.append(self.block)
 
 
 class _OwnSegment:
@@ -196,9 +208,9 @@ class Heap:
             at = bisect_right(self._addresses, block.address)
             self._addresses.insert(at, block.address)
             self._blocks.insert(at, block)
-        buffer = Buffer(block, segment.lease, self.transport.interface, self.transport.device)
+        kind, device = self.transport.interface, self.transport.device
+        buffer = Buffer(block, segment.lease, kind, device, self._dropped)
         block.buffer = weakref.ref(buffer)
-        weakref.finalize(buffer, self._dropped.append, block).atexit = False
         return buffer
 
     def find(self, address: int) -> Block | None:
@@ -260,8 +272,10 @@ class Heap:
         with self._lock:
             self._collect()
             waiting: dict[Block, None] = {}
+            busy = False  # a fence has not passed, nor then have those that were set after it
             for block in self._limbo:
-                if block.shared or not block.quiet:
+                busy = busy or not (block.shared or block.quiet)
+                if block.shared or busy:
                     waiting[block] = None
                 elif block.unused:
                     self._reuse(block)

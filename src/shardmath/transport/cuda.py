@@ -60,9 +60,13 @@ class DeviceFence(Fence):
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._event = device.record_all()
         self._passed = False
-        weakref.finalize(self, _destroy_event, self._event).atexit = False
+        self._event: Any = None
+        self._event = device.record_all()
+
+    def __del__(self) -> None:
+        if self._event is not None:
+            self._device.spare_events.append(self._event)
 
     @classmethod
     def behind(cls, device: Device) -> DeviceFence | None:
@@ -285,11 +289,6 @@ def _imported(fd: int) -> Any:
         return call("cuMemImportFromShareableHandle", fd, _descriptor_type())
     finally:
         os.close(fd)
-
-
-def _destroy_event(event: Any) -> None:
-    with suppress(CudaError):
-        call("cuEventDestroy", event)
 
 
 def _unmap(device: Device, address: Any, nbytes: int) -> None:
