@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from shardmath import (
+        autograd,
         collectives,
         distribution,
         errors,
@@ -42,6 +43,7 @@ _HOME = {
     "spawn": "launch",
 }
 _MODULES = (
+    "autograd",
     "collectives",
     "distribution",
     "errors",
@@ -59,6 +61,7 @@ __all__ = [
     "TorchProcessGroup",
     "__version__",
     "allocate_symmetric_memory",
+    "autograd",
     "collectives",
     "distribution",
     "errors",

@@ -11,6 +11,7 @@ from shardmath.arrays.detect import (
     library_named,
     library_of,
     library_of_package,
+    operand_library,
 )
 from shardmath.arrays.dtypes import DType
 from shardmath.arrays.spec import ArraySpec
@@ -24,5 +25,6 @@ __all__ = [
     "library_named",
     "library_of",
     "library_of_package",
+    "operand_library",
     "raw_view",
 ]

@@ -34,6 +34,10 @@ class Library(ABC):
         """Whether `x` is an array of this library."""
         return self.owns_type(type(x))
 
+    def records(self, x: Any) -> bool:
+        """Whether the library would now record what is done with `x`, to differentiate it."""
+        return False
+
     @abstractmethod
     def spec(self, x: Any) -> ArraySpec:
         """What `x` is. Raises ValueError where its dtype or layout is unsupported."""

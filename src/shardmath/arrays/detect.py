@@ -16,7 +16,14 @@ from shardmath.arrays.cupy import CuPy
 from shardmath.arrays.numpy import NumPy
 from shardmath.arrays.torch import Torch
 
-__all__ = ["LIBRARIES", "array_of", "library_named", "library_of", "library_of_package"]
+__all__ = [
+    "LIBRARIES",
+    "array_of",
+    "library_named",
+    "library_of",
+    "library_of_package",
+    "operand_library",
+]
 
 LIBRARIES: tuple[Library, ...] = (NumPy(), Torch(), CuPy())
 
@@ -43,6 +50,21 @@ def library_of(x: object, name: str = "") -> Library:
         raise ValueError(
             f"{name and name + ': '}an array was expected, of {_accepted()}; given was "
             f"{_said(kind)}{_advice(x)}"
+        )
+    return library
+
+
+def operand_library(x: object, name: str = "") -> Library:
+    """The library of `x`, an array that a call computes with.
+
+    Raises ValueError as `library_of`, and for a tensor whose gradient would be lost without a word.
+    """
+    library = library_of(x, name)
+    if library.records(x):
+        raise ValueError(
+            f"{name or 'a tensor'} requires grad, and no gradient passes through this call: use "
+            "shardmath.autograd where it has the operation; else pass x.detach(), or call it under "
+            "torch.no_grad()"
         )
     return library
 

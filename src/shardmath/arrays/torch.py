@@ -39,6 +39,14 @@ class Torch(Library):
             base.__name__ == "Tensor" and base.__module__ == "torch" for base in kind.__mro__
         )
 
+    def records(self, x: Any) -> bool:
+        """Whether `x` requires grad, outside of `torch.no_grad`."""
+        if not x.requires_grad:
+            return False
+        import torch
+
+        return bool(torch.is_grad_enabled())
+
     def spec(self, x: Any) -> ArraySpec:
         """The spec; a tensor on a GPU has one too."""
         _require_strided(x.layout, x.device)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from shardmath.arrays import DType, Library, array_of, library_named, library_of
+from shardmath.arrays import DType, Library, array_of, library_named, operand_library
 from shardmath.arrays.dtypes import of as dtype_of
 from shardmath.arrays.dtypes import to_numpy
 from shardmath.arrays.spec import ArraySpec
@@ -46,7 +46,7 @@ class DeviceOperand:
         assert team is not None, "a context of GPUs"
         self.context, self.team = context, team
         x = array_of(x)
-        self.library: Library = library_of(x)
+        self.library: Library = operand_library(x)
         self.spec: ArraySpec = self.library.spec(x)
         self._x = x
         _require_device(self.spec, team)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from shardmath.arrays import Library, array_of, library_of, raw_view
+from shardmath.arrays import Library, array_of, operand_library, raw_view
 from shardmath.arrays.base import HostArray
 from shardmath.arrays.spec import ArraySpec
 from shardmath.context import DistributedContext, require_context
@@ -63,7 +63,7 @@ class Operand:
         Raises ValueError for what is no array of the host's memory.
         """
         x = array_of(x)
-        library = library_of(x)
+        library = operand_library(x)
         spec = library.spec(x)
         view = library.host_view(x)
         location = heap_location(context, library.pointer(x)) if spec.size else None
@@ -118,7 +118,7 @@ def output_spec(out: Any, context: DistributedContext) -> tuple[OutputSpec, Host
     """
     if out is None:
         return None, None
-    library = library_of(out, "out")
+    library = operand_library(out, "out")
     spec = library.spec(out)
     view = library.host_view(out, writable=True)
     block = context.heap.find(library.pointer(out)) if spec.size else None

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
-from shardmath.arrays import ArraySpec, library_of
+from shardmath.arrays import ArraySpec, operand_library
 from shardmath.context import DistributedContext, require_context
 from shardmath.local.fft import Kind
 from shardmath.operators.fft import host
@@ -132,7 +132,7 @@ class Call:
 
 def spec_of(array: Any) -> ArraySpec:
     """The spec. Raises TypeError or ValueError for what is no array of ours."""
-    return library_of(array).spec(array)
+    return operand_library(array).spec(array)
 
 
 def require_near() -> DistributedContext:
