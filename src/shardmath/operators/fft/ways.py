@@ -18,7 +18,7 @@ from shardmath.operators.fft.beside import PushTables
 from shardmath.operators.fft.local_steps import Copy, LocalStep, View, packed
 from shardmath.operators.fft.pipeline import Cuts, Pipeline, cuts_for, pipelined
 from shardmath.operators.fft.problem import Problem
-from shardmath.operators.fft.stages import Exchange, Program, Stage, programmed, scaled, stages
+from shardmath.operators.fft.stages import Exchange, Program, Stage, programmed, stages
 from shardmath.operators.fft.strategy import Strategy
 from shardmath.redistribution import lowered
 from shardmath.redistribution.copies import whole
@@ -119,7 +119,6 @@ def make_way(
             found[3] = replace(found[3], target="landing 1")
             landing = packed("landing 1", result.shape, result.dtype, problem.order)
             last += [Copy(landing, result)] if result.size else []
-        last += scaled(problem, result)
         pipeline = pipelined(
             found, rank, plan.cuts, order=problem.order, operand=operand, result=result, last=last
         )
