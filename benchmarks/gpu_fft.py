@@ -22,7 +22,7 @@ from shardmath.arrays import library_named
 from shardmath.distribution import Slab
 from shardmath.fft import FFT, FFTOptions
 from shardmath.operators.fft import ways
-from shardmath.operators.workspace import Workspace
+from shardmath.operators.workspace import give_back
 from shardmath.symmetric.allocation import empty_on_heap
 
 CASES = [
@@ -173,7 +173,7 @@ def measure(ranks, seconds):
             if ranks.rank == 0:
                 print(json.dumps(rows[-1]), flush=True)
         del x
-        Workspace.of(ranks.context).release()
+        give_back(ranks.context)
         ranks.context.barrier()
     return rows
 

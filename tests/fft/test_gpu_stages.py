@@ -318,7 +318,7 @@ def test_pipelines(name, size, cuts):
     shape, dtype, axes, one, two = PIPELINES[name]
     kind = "R2C" if dtype.startswith("float") else "C2R" if name == "to real" else "C2C"
     case = {"size": size, "shape": shape, "axes": axes, "kind": kind, "parity": "even",
-            "norm": "ortho" if "halves" in name else None, "dtype": dtype,
+            "norm": "ortho", "dtype": dtype,
             "library": "torch"}  # fmt: skip
     array = fft_cases.operand_of(case)
     full = fft_cases.wanted(case, array)

@@ -14,7 +14,7 @@ from shardmath.arrays.base import HostArray
 from shardmath.context import DistributedContext
 from shardmath.symmetric.heap import Block, Buffer
 
-__all__ = ["Workspace"]
+__all__ = ["Workspace", "give_back"]
 
 
 class Workspace:
@@ -50,15 +50,16 @@ class Workspace:
         """The block of a buffer that has been asked for."""
         return self._buffers[name].block
 
-    def held(self, name: str) -> Block | None:
-        """The block of a buffer, if there is one of that name."""
-        buffer = self._buffers.get(name)
-        return None if buffer is None else buffer.block
-
-    def drop(self, name: str) -> None:
-        """Give the buffer of that name back."""
-        self._buffers.pop(name, None)
-
     def release(self) -> None:
         """Give all buffers back."""
         self._buffers.clear()
+
+
+def give_back(context: DistributedContext) -> None:
+    """Give back the memory that a context, of cores or GPUs, keeps for operations. Local."""
+    if context.team is None:
+        Workspace.of(context).release()
+        return
+    from shardmath.operators.lanes import Lane
+
+    Lane.release(context)

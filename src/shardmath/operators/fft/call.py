@@ -14,6 +14,7 @@ from shardmath.arrays import ArraySpec, operand_library
 from shardmath.context import DistributedContext, require_context
 from shardmath.local.fft import Kind
 from shardmath.operators.fft import host
+from shardmath.operators.fft.again import Seen, seen
 from shardmath.operators.fft.allocation import memory_behind
 from shardmath.operators.fft.halves import widened
 from shardmath.operators.fft.host import Plan
@@ -29,7 +30,7 @@ from shardmath.operators.fft.strategy import GPUS, choose
 from shardmath.operators.lifecycle import check_stream
 
 if TYPE_CHECKING:
-    from shardmath.operators.fft.device import DevicePlan
+    from shardmath.operators.fft.device import DevicePlan, Execution
 
 __all__ = [
     "Call",
@@ -56,9 +57,8 @@ class Call:
     out: Any = None
     kind: Kind | None = None
     read_options: FFTOptions = field(init=False)
-    description: Description = field(init=False)
-    key: Any = field(init=False, default=None)  # see `again`
-    said: bytes = field(init=False, default=b"")  # to the peers, of this execution
+    seen: Seen = field(init=False)
+    execution: Execution = field(init=False)  # on GPUs
 
     @cached_property
     def spec(self) -> ArraySpec:
@@ -70,33 +70,43 @@ class Call:
         """Of the array given for the result, if any."""
         return None if self.out is None else spec_of(self.out)
 
-    def described(self) -> Description:
+    @property
+    def description(self) -> Description:
+        """The call in plain data, once it is described."""
+        return self.seen.description
+
+    def described(self, context: DistributedContext) -> Description:
         """The call in plain data. Raises what is wrong with it on this rank."""
         self.read_options = options_from(self.options)
         check_stream(self.stream)
-        spec, out = self.spec, self.out_spec
-        kind = self._kind(spec.dtype)
-        self.description = describe(
-            spec,
+        given = (
+            *(self.spec, self.distribution, self.axes, self.norm, self.kind, self.direction),
+            *(self.read_options, self.out_spec),
+        )
+        self.seen = seen(context, given, self._described)
+        return self.description
+
+    def _described(self) -> Description:
+        kind = self._kind(self.spec.dtype)
+        return describe(
+            self.spec,
             self.distribution,
             self.axes,
             self.norm,
             kind,
             self._direction(kind),
             self.read_options,
-            out,
+            self.out_spec,
         )
-        return self.description
 
     def note(self, context: DistributedContext) -> bytes:
         """What the peers have to know of this execution. Raises what is wrong on this rank."""
         if context.team is None:
             return b""
-        from shardmath.operators.fft import device
+        from shardmath.operators.fft.device import Execution
 
-        self.key = device.key_of(context, self)
-        self.said = device.note(context, self)
-        return self.said
+        self.execution = Execution(context, self)
+        return self.execution.note()
 
     def target(self, context: DistributedContext, problem: Problem) -> Any:
         """The array that the result is written to, None for a new one.
@@ -164,14 +174,7 @@ def performed(context: DistributedContext, plan: Any, notes: list[bytes], call: 
             plan,
             lambda: host.Arrays.read(context, call.operand, call.target(context, plan.problem)),
         )
-    from shardmath.operators.fft import device
-
-    return device.execute(
-        context,
-        plan,
-        notes,
-        call,
-    )
+    return call.execution.perform(plan, notes)
 
 
 @lru_cache(maxsize=64)

@@ -2,33 +2,33 @@
 
 After the ranks have agreed, no process waits for another: GPUs do, by barriers on the stream. What
 takes memory is made while agreeing, so want of it on one rank is an error on all before an element
-is touched.
+is touched. Transforms of a context have one lane, and follow each other on any streams.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from shardmath.arrays import library_of
+from shardmath import wire
+from shardmath.arrays import ArraySpec, library_of
 from shardmath.context import DistributedContext
 from shardmath.cuda import stream as streams
 from shardmath.cuda.constant import beside_captures
-from shardmath.cuda.graph import Graph
 from shardmath.local.gpu_fft import Transforms
 from shardmath.operators.fft import ways
-from shardmath.operators.fft.again import Known, Memory, key_of
+from shardmath.operators.fft.again import Form
 from shardmath.operators.fft.beside import Beside
 from shardmath.operators.fft.launching import Launch, Told, is_double
-from shardmath.operators.fft.local_steps import (
-    Fourier,
-    View,
-)
+from shardmath.operators.fft.local_steps import Fourier, View
 from shardmath.operators.fft.problem import Problem, kind_in
-from shardmath.operators.fft.ways import DevicePlan, make_way
-from shardmath.operators.workspace import Workspace
-from shardmath.symmetric.allocation import block_of
+from shardmath.operators.fft.ways import DevicePlan, Way, make_way
+from shardmath.operators.lanes import LANES, Lane
+from shardmath.operators.repeats import Repeats
+from shardmath.symmetric.allocation import block_of, empty_on_heap
 from shardmath.symmetric.device_array import (
     DeviceArray,
     Result,
@@ -38,127 +38,203 @@ from shardmath.symmetric.device_array import (
     result_in,
     stream_of,
 )
-from shardmath.symmetric.heap import Block
-from shardmath.symmetric.team import Team
 
 if TYPE_CHECKING:
     from shardmath.operators.fft.call import Call
 
-__all__ = ["DevicePlan", "execute", "key_of", "note"]
+__all__ = ["DevicePlan", "Execution"]
+
+_NUMBER = struct.Struct("<I")  # of an execution, 0 for one that is like no earlier one
+_NOTE = struct.Struct("<I??")  # and whether the result is within reach, and packed
 
 
-_NOTE = struct.Struct("<I??")
+@dataclass(frozen=True)
+class _Agreed:
+    """What an execution does on this rank, and what all ranks have told for it.
 
-
-def note(context: DistributedContext, call: Call) -> bytes:
-    """For the peers: the number of the execution that this call is like, whether its result will
-    lie in symmetric memory, and whether it will be packed there. Local.
-
-    Raises ValueError for an array on another GPU, UseAfterFree.
+    `said` is the end of this rank's note.
     """
-    known = Memory.of(context).find(call.key)
-    if known is not None:
-        return (
-            _NOTE.pack(known.number, *_NOTE.unpack_from(known.said)[1:]) + known.said[_NOTE.size :]
-        )
-    inplace, operand, out, spec = call.read_options.inplace, call.operand, call.out, call.spec
-    require_device(context, spec, "the operand")
-    on_heap = block_of(context, operand) is not None  # or raises UseAfterFree
-    on_host = spec.device == "cpu"  # then it is on the heap meanwhile
-    if out is not None:
-        spec = library_of(out).spec(out)
-        require_device(context, spec, "out")
-        on_heap = spec.size == 0 or block_of(context, out) is not None
-    dense, order = True, "both"
-    if inplace and kind_in(call.description) != "C2C":
-        dense = False  # it is another array, in the same memory
-    elif (inplace or out is not None) and not on_host:
-        given = operand if out is None else out
-        dense = spec.order != "strided" and library_of(given).pointer(given) % 16 == 0
-        order = spec.order
-    return _NOTE.pack(0, on_host or on_heap, dense) + order.encode()
+
+    way: Way
+    addresses: Mapping[str, int]
+    told: tuple[bytes, ...]
+    said: bytes
 
 
-def _reach(notes: Sequence[bytes], problem: Problem) -> tuple[bool, bool]:
-    """Whether all results are reachable, and packed in the problem's order as well."""
-    flags = [_NOTE.unpack_from(text) for text in notes]
-    reachable = all(flag[1] for flag in flags)
-    wanted = (b"both", problem.order.encode())
-    orders = [text[_NOTE.size :] for text in notes]
-    dense = all(flag[2] for flag in flags) and all(order in wanted for order in orders)
-    return reachable, reachable and dense
+class Execution:
+    """One rank's part in one execution of a call: made while agreeing, then performed.
 
-
-def execute(
-    context: DistributedContext,
-    plan: DevicePlan,
-    notes: Sequence[bytes],
-    call: Call,
-) -> Any:
-    """The transform of the operand: the array given for it, or a new one. Collective.
-
-    `notes` are all ranks'. Returns when all is launched, for an operand in host memory when all is
-    done. Raises on all ranks HeapExhausted when one lacks memory, ValueError for an `out` that
-    cannot be written to, RuntimeError where an operand in place is too small for the result.
+    Raises ValueError for an array on another GPU, UseAfterFree, HeapExhausted.
     """
-    numbers = {_NOTE.unpack_from(text)[0] for text in notes}
-    if len(numbers) == 1 and 0 not in numbers:
-        with context.executing("fft"):
-            return _again(context, call, plan.problem)
-    made: list[_Execution] = []
-    number = Memory.of(context).next()
 
-    def prepare() -> Told:
-        with beside_captures():  # memory and plans are no part of what is captured
-            made.append(_Execution(context, plan, _reach(notes, plan.problem), call))
-            return made[0].prepare()
-
-    told = context.agree("fft, memory", prepare, list)
-    with context.executing("fft"):
-        return made[0].run(told, number)
-
-
-def _again(context: DistributedContext, call: Call, problem: Problem) -> Any:
-    """Launch what all ranks launched before, in the execution of one number."""
-    known, team = Memory.of(context).find(call.key), context.team
-    assert known is not None and team is not None, "found for the note"
-    team.check()
-    if known.way.tables is not None:
-        Beside.of(context).require_usable()
-    *_, stream = call.key
-    known.graph.launch(stream)
-    return call.target(context, problem)
-
-
-class _Execution:
-    """The state of one execution on one rank."""
-
-    def __init__(
-        self,
-        context: DistributedContext,
-        plan: DevicePlan,
-        reach: tuple[bool, bool],
-        call: Call,
-    ) -> None:
+    def __init__(self, context: DistributedContext, call: Call) -> None:
         assert context.team is not None, "a context of GPUs"
         self._context = context
-        self._team: Team = context.team
+        self._team = context.team
         self._rank = context.rank
-        self._plan = plan
-        self._problem = plan.problem
-        self._reach = reach
         self._call = call
+        self._lane = Lane.numbered(context, LANES - 1)
+        self._repeats: Repeats[_Agreed] = context.cache("fft repeats", Repeats)
+        require_device(context, call.spec, "the operand")
+        if call.out_spec is not None:
+            require_device(context, call.out_spec, "out")
+        self._on_heap = self._lies_on_heap(call.operand, call.spec)
+        self._stream = stream_of(context, call.spec, call.stream)
+        self._expected = self._made_early()
+        self._key = self._key_to(self._expected)
+        self._known = None if self._key is None else self._repeats.find(self._key, self._lane)
+        self._said = b"" if self._known is None else self._known.agreed.said
+
+    def note(self) -> bytes:
+        """For the peers: the number of the execution that this is like, whether the result will lie
+        in symmetric memory, and whether it will be packed there.
+        """
+        if self._known is not None:
+            return _NUMBER.pack(self._known.number) + self._said
+        call = self._call
+        inplace, spec = call.read_options.inplace, call.spec
+        on_host = spec.device == "cpu"  # then it is on the heap meanwhile
+        on_heap = self._on_heap
+        if call.out is not None:
+            assert call.out_spec is not None, "the spec of out"
+            spec = call.out_spec
+            on_heap = spec.size == 0 or self._lies_on_heap(call.out, spec)
+        dense, order = True, "both"
+        if inplace and kind_in(call.description) != "C2C":
+            dense = False  # it is another array, in the same memory
+        elif (inplace or call.out is not None) and not on_host:
+            given = call.operand if call.out is None else call.out
+            dense = spec.order != "strided" and library_of(given).pointer(given) % 16 == 0
+            order = spec.order
+        note = _NOTE.pack(0, on_host or on_heap, dense) + order.encode()
+        self._said = note[_NUMBER.size :]
+        return note
+
+    def perform(self, plan: DevicePlan, notes: Sequence[bytes]) -> Any:
+        """The transform of the operand: the array given for it, or a new one. Collective.
+
+        `notes` are all ranks'. Returns when all is launched, for an operand in host memory when all
+        is done. Raises on all ranks HeapExhausted when one lacks memory, ValueError for an `out`
+        that cannot be written to, RuntimeError where an operand in place is too small.
+        """
+        context = self._context
+        if self._known is not None and len({text[: _NUMBER.size] for text in notes}) == 1:
+            with context.executing("fft"):
+                return self._again(plan.problem)
+        number = self._repeats.next()
+
+        def prepare() -> bytes:
+            with beside_captures():  # memory and plans are no part of what is captured
+                return wire.encode(self._prepare(plan, _reach(notes, plan.problem)))
+
+        told = tuple(context.gather("fft, memory", prepare))
+        with context.executing("fft"):
+            return self._anew(plan.problem, told, number)
+
+    # -- the same again ----------------------------------------------------------------------------
+
+    def _key_to(self, target: Any) -> tuple[Any, ...] | None:
+        """What makes two executions on this rank the same; None for one that cannot come again.
+
+        Arrays in host memory are carried to another place each time, and what is captured is not
+        launched now. `target` is the array for the result, if it is known.
+        """
+        call = self._call
+        if not ways.GRAPHS or target is None or call.spec.device == "cpu":
+            return None
+        operand = call.operand
+        if hasattr(operand, "is_conj") and (operand.is_conj() or operand.is_neg()):
+            return None
+        if streams.capturing(self._stream):
+            return None
+        library = library_of(operand)
+        return call.seen, library.pointer(operand), library.pointer(target), self._stream
+
+    def _again(self, problem: Problem) -> Any:
+        """Launch what all ranks launched in an earlier execution."""
+        known = self._known
+        assert known is not None, "found for the note"
+        agreed = known.agreed
+        if agreed.way.tables is not None:
+            Beside.of(self._context).require_usable()
+        known.launch(
+            self._lane,
+            self._stream,
+            lambda own: self._launch(problem, agreed.way, agreed.addresses).all(
+                own, _decoded(agreed.told)
+            ),
+        )
+        return self._expected if self._is_new else self._call.target(self._context, problem)
+
+    def _anew(self, problem: Problem, told: tuple[bytes, ...], number: int) -> Any:
+        team, way = self._team, self._way
+        team.device.activate()
+        team.check()
+        if way.tables is not None:
+            Beside.of(self._context).require_usable()
+        with self._lane.entered(self._stream):
+            self._launch(problem, way, self._addresses).all(self._stream, _decoded(told))
+        result = self._result.give(self._context, self._stream)
+        if self._key is not None:
+            agreed = _Agreed(way, self._addresses, told, self._said)
+            self._repeats.keep(self._key, number, agreed, self._lane)
+        return result
+
+    def _launch(self, problem: Problem, way: Way, addresses: Mapping[str, int]) -> Launch:
+        barrier = self._lane.barrier
+        return Launch(self._context, way, addresses, barrier, problem.direction < 0, self._stream)
 
     # -- memory ------------------------------------------------------------------------------------
 
-    def prepare(self) -> Told:
+    @property
+    def _is_new(self) -> bool:
+        """Whether the result is an array that the user has not seen."""
+        return self._call.out is None and not self._call.read_options.inplace
+
+    def _lies_on_heap(self, array: Any, spec: ArraySpec) -> bool:
+        """Raises UseAfterFree."""
+        if spec.size and self._context.heap.find(library_of(array).pointer(array)) is None:
+            return False
+        return block_of(self._context, array) is not None
+
+    def _made_early(self) -> Any:
+        """The array for the result, as far as it is known: given, or like the last one."""
+        call = self._call
+        if call.spec.device == "cpu":
+            return None
+        if call.out is not None:
+            assert call.out_spec is not None, "the spec of out"
+            self._lies_on_heap(call.out, call.out_spec)  # or raises
+            return call.out
+        if call.read_options.inplace:
+            return call.operand
+        return None if call.seen.form is None else self._blank(call.seen.form)
+
+    def _blank(self, form: Form) -> Any:
+        library = library_of(self._call.operand)
+        if self._on_heap:
+            return empty_on_heap(self._context, library, *form)
+        return library.empty(*form, self._team.device.name)
+
+    def _made_result(self, problem: Problem) -> Result:
+        context, call = self._context, self._call
+        out = call.target(context, problem)
+        if out is not None:
+            return result_in(context, out)
+        form: Form = (problem.target.local_shape(self._rank), problem.result, problem.order)
+        if call.spec.device == "cpu":
+            return new_result(context, call.operand, *form, on_heap=True)
+        if self._expected is None or call.seen.form != form:
+            call.seen.form = form
+            self._expected = self._blank(form)
+            self._key = self._key_to(self._expected)
+        return Result(read(context, self._expected), self._expected)
+
+    def _prepare(self, plan: DevicePlan, reach: tuple[bool, bool]) -> Told:
         """Make all memory and plans; what peers have to know of it."""
         context = self._context
-        given = self._call.operand
-        library = library_of(given)
-        self._stream = stream_of(context, library.spec(given), self._call.stream)
-        self._operand = read(context, given)
-        self._result = self._made_result(given)
+        self._operand = read(context, self._call.operand)
+        self._result = self._made_result(plan.problem)
         result = self._result.array
         operand_view, result_view = _view("operand", self._operand), _view("result", result)
         overlap = self._operand.overlaps(result)
@@ -168,17 +244,15 @@ class _Execution:
             result.dtype,
         )
         device, rank = self._team.device, self._rank
-        self._way = self._plan.way(
-            (rank, device, self._plan.cuts, *self._reach, operand_view, result_view, overlap, same),
-            lambda: make_way(
-                self._plan, device, rank, self._reach, operand_view, result_view, overlap, same
-            ),
+        self._way = plan.way(
+            (rank, device, plan.cuts, *reach, operand_view, result_view, overlap, same),
+            lambda: make_way(plan, device, rank, reach, operand_view, result_view, overlap, same),
         )
         self._place_all()
         if self._stream not in self._way.streams:
             self._prepare_transforms()
         if self._way.tables is not None and not self._way.warm:
-            self._warm()
+            self._warm(plan.problem)
         return self._tell()
 
     def _prepare_transforms(self) -> None:
@@ -191,7 +265,7 @@ class _Execution:
                 )
         self._way.streams.add(self._stream)
 
-    def _warm(self) -> None:
+    def _warm(self, problem: Problem) -> None:
         """Launch once all that runs beside the second stream, with results that nobody reads.
 
         A kernel that is launched for the first time is loaded first, and that may wait for all that
@@ -199,42 +273,26 @@ class _Execution:
         """
         Beside.of(self._context)
         low, high = self._result.array.span
-        spare = Workspace.of(self._context).buffer("fft warm", high - low)
-        launch = self._launch(self._addresses | {"result": spare.block.address - low})
-        for step in self._way.program.local:
-            launch.local(self._stream, step)
-        if not streams.capturing(self._stream):
+        spare = self._context.heap.allocate(high - low)
+        addresses = self._addresses | {"result": spare.block.address - low}
+        launch = self._launch(problem, self._way, addresses)
+        with self._lane.entered(self._stream):
+            for step in self._way.program.local:
+                launch.local(self._stream, step)
+        if streams.capturing(self._stream):
+            self._way.kept.append(spare)  # each replay of the graph will write there
+        else:
             self._team.synchronize(self._stream)
-            del spare
-            Workspace.of(self._context).drop("fft warm")
         self._way.warm = True
-
-    def _made_result(self, given: Any) -> Result:
-        context, problem = self._context, self._problem
-        out = self._call.target(context, problem)
-        if out is not None:
-            return result_in(context, out)
-        return new_result(
-            context,
-            given,
-            problem.target.local_shape(self._rank),
-            problem.result,
-            problem.order,
-            on_heap=self._operand.block is not None,
-        )
 
     def _place_all(self) -> None:
         """An address for every place of the program."""
-        workspace = Workspace.of(self._context)
-        self._blocks: dict[str, Block] = {}
         self._addresses = {
             "operand": self._operand.address,
             "result": self._result.array.address,
         }
         for place, nbytes in self._way.program.places.items():
-            block = workspace.buffer(f"fft {place}", nbytes).block
-            self._blocks[place] = block
-            self._addresses[place] = block.address
+            self._addresses[place] = self._lane.buffer(f"fft {place}", nbytes).block.address
 
     def _tell(self) -> Told:
         """(segment, offset, first byte, bytes, strides) of every shared place."""
@@ -249,45 +307,28 @@ class _Execution:
                 low, high = array.span
                 block, start = array.block, array.address - array.block.address + low
                 entry = (start, low, high - low, array.strides)
+                self._context.announce(block)
             else:
-                block = self._blocks[place]
+                block = self._lane.buffer(f"fft {place}", 0).block
                 entry = (0, 0, block.nbytes, ())
-            self._context.announce(block)
             at = block.location
             told.append((at.segment, at.offset + entry[0], *entry[1:]))
         return tuple(told)
 
-    # -- steps -------------------------------------------------------------------------------------
 
-    def run(self, told: Sequence[Told], number: int) -> Any:
-        """Launch everything. `told` is what `prepare` returned on every rank, in the execution of
-        that number.
+@lru_cache(maxsize=64)
+def _decoded(told: tuple[bytes, ...]) -> list[Told]:
+    return [wire.decode(text) for text in told]
 
-        What is launched again between the same addresses is one CUDA graph from the second time on.
-        """
-        team, way, stream = self._team, self._way, self._stream
-        team.device.activate()
-        team.check()
-        if way.tables is not None:
-            Beside.of(self._context).require_usable()
-        launch = self._launch(self._addresses)
-        replay = None
-        if ways.GRAPHS and not streams.capturing(stream):
-            replay = way.replay((stream, tuple(self._addresses.values())), list(told))
-        if replay is None:
-            launch.all(stream, told)
-        else:
-            if replay.graph is None:
-                replay.graph = Graph(team.device, lambda own: launch.all(own, told))
-            blocks = {f"fft {place}": block for place, block in self._blocks.items()}
-            known = Known(number, self._call.said, way, replay.graph, blocks)
-            Memory.of(self._context).keep(self._call.key, known)
-            replay.graph.launch(stream)
-        return self._result.give(self._context, stream)
 
-    def _launch(self, addresses: Mapping[str, int]) -> Launch:
-        forward = self._problem.direction < 0
-        return Launch(self._context, self._way, addresses, forward, self._stream)
+def _reach(notes: Sequence[bytes], problem: Problem) -> tuple[bool, bool]:
+    """Whether all results are reachable, and packed in the problem's order as well."""
+    flags = [_NOTE.unpack_from(text) for text in notes]
+    reachable = all(flag[1] for flag in flags)
+    wanted = (b"both", problem.order.encode())
+    orders = [text[_NOTE.size :] for text in notes]
+    dense = all(flag[2] for flag in flags) and all(order in wanted for order in orders)
+    return reachable, reachable and dense
 
 
 def _view(place: str, array: DeviceArray) -> View:

@@ -16,7 +16,7 @@ from shardmath.local.fft import Norm
 from shardmath.operators.fft.call import Call, performed, planned, require_near, spec_of
 from shardmath.operators.fft.options import FFTDirection, FFTOptions
 from shardmath.operators.lifecycle import Lifecycle, check_stream
-from shardmath.operators.workspace import Workspace
+from shardmath.operators.workspace import give_back
 from shardmath.planning import agree_plan
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ def _transformed(name: str, call: Call) -> Any:
     plan, notes = agree_plan(
         context,
         name,
-        lambda: (call.described(), call.note(context)),
+        lambda: (call.described(context), call.note(context)),
         lambda specs: planned(context, tuple(specs)),
     )
     call.log(plan)
@@ -221,7 +221,7 @@ class FFT(Lifecycle):
         self._plan, _ = agree_plan(
             context,
             self.noun,
-            lambda: (call.described(), call.note(context)),
+            lambda: (call.described(context), call.note(context)),
             lambda specs: planned(context, tuple(specs)),
         )
         super().__init__(context, {"operand": operand, "distribution": distribution})
@@ -269,7 +269,7 @@ class FFT(Lifecycle):
             call = self._call(stream=stream, direction=direction, out=out)
             self._check(call.spec)
             calls.append(call)
-            return (self.number, call.described()), call.note(self.context)
+            return (self.number, call.described(self.context)), call.note(self.context)
 
         self._require_open()
         plan, notes = agree_plan(self.context, f"{self.noun}.execute", described, self._built)
@@ -277,7 +277,7 @@ class FFT(Lifecycle):
             return performed(self.context, plan, notes, calls[0])
         finally:
             if release_workspace:
-                Workspace.of(self.context).release()
+                give_back(self.context)
 
     def reset_operand(self, operand: Any, *, distribution: Any = None, stream: Any = None) -> None:
         """Execute on `operand` from now on; `distribution` None means the one before. Collective.
@@ -295,7 +295,7 @@ class FFT(Lifecycle):
                 )
             self._check(spec_of(operand))
             call = self._call(operand=operand, distribution=held, stream=stream)
-            return (self.number, call.described()), b""
+            return (self.number, call.described(self.context)), b""
 
         self._require_open()
         plan, _ = agree_plan(

@@ -5,7 +5,7 @@ Everything is put on one stream, but for pipelines, which have a second one; no 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,8 +20,6 @@ from shardmath.symmetric.heap import Location
 
 __all__ = ["Launch", "Told", "is_double"]
 
-_CHANNEL = 60  # of the barriers of transforms
-
 Told = tuple[Any, ...]  # where a rank's shared places lie, and the strides of its result
 
 
@@ -29,12 +27,14 @@ Told = tuple[Any, ...]  # where a rank's shared places lie, and the strides of i
 class Launch:
     """One rank's way between memories at `addresses`, by place.
 
-    `area` names the work area of cuFFT's: that of the stream on which the launches will run.
+    `barrier(stream)` is one of all ranks. `area` names the work area of cuFFT's: that of the stream
+    on which the launches will run.
     """
 
     context: DistributedContext
     way: Way
     addresses: Mapping[str, int]
+    barrier: Callable[[int], None]
     forward: bool
     area: int
 
@@ -97,13 +97,13 @@ class Launch:
         own = self._address(step.own)
         if step.opens or step.pulls:
             # Before reusing what a peer may still use; before reading what a peer wrote.
-            self._barrier(stream)
+            self.barrier(stream)
         if step.pulls:
             copier.launch(stream, addresses, [own])
         else:
             copier.launch(stream, [own], addresses)
         # Before reading what a peer wrote; before reusing what a peer may still read.
-        self._barrier(stream)
+        self.barrier(stream)
 
     def _address(self, view: View) -> int:
         return self.addresses[view.place] + view.offset
@@ -150,10 +150,6 @@ class Launch:
         address = self.context.peer_address(rank, Location(segment, offset), nbytes)
         assert address is not None, "GPUs of one host reach each other"
         return address - int(low)
-
-    def _barrier(self, stream: int) -> None:
-        assert self.context.team is not None, "a context of GPUs"
-        self.context.team.barrier(stream, channel=_CHANNEL)
 
 
 def is_double(step: Fourier) -> bool:

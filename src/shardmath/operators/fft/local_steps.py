@@ -150,14 +150,14 @@ def local_steps(
     """The transform of `source` along `axes`, of which a real one is the last, into `target`.
 
     They are the same place, with the same strides, or do not overlap. `keep`: the source must stay
-    as it is. Extra places that the steps use have names that begin with "pack". Halves are
-    transformed in single precision, and what is rounded to halves is multiplied by `factor` before;
-    other types have none.
+    as it is. What is made is multiplied by `factor`. Halves are transformed in single precision,
+    and scaled before they are rounded. Extra places that the steps use have names that begin with
+    "pack".
     """
     if source.size == 0 or target.size == 0:
         return []
     before: list[LocalStep] = []
-    after: list[LocalStep] = []
+    after: list[LocalStep] = [Scale(target, factor)] if factor != 1 else []
     if source.dtype in WIDE:
         wide = _like("pack wide", source, WIDE[source.dtype])
         before = [Convert(source, wide)]

@@ -28,7 +28,7 @@ from shardmath.operators.fft.local_steps import (
 from shardmath.operators.fft.problem import Problem
 from shardmath.operators.fft.strategy import Move, Strategy, Transform
 
-__all__ = ["Exchange", "Program", "Stage", "programmed", "scaled", "sizes_of", "stages"]
+__all__ = ["Exchange", "Program", "Stage", "programmed", "sizes_of", "stages"]
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,7 @@ def stages(strategy: Strategy, *, reachable: bool) -> tuple[Stage, ...]:
             else:
                 target = place
             axes = _axes(step.axes, problem.axes[-1])
-            # Halves are scaled on the way: what grows to the end may be too large for them.
-            factor = _factor(problem, axes) if "complex32" in (dtype, made) else 1.0
+            factor = _factor(problem, axes, first=all(each.kind is None for each in found))
             ends = step.layout, step.result
             found.append(Stage(kind, axes, *ends, dtype, made, place, target, factor=factor))
             dtype = made
@@ -206,7 +205,7 @@ def programmed(
         keep = array.place == "operand"
         steps += local_steps(stage.kind, stage.axes, array, target, keep=keep, factor=stage.factor)
         array = target
-    return Program((*steps, *scaled(problem, result)), tuple(dict.fromkeys(shared)))
+    return Program(tuple(steps), tuple(dict.fromkeys(shared)))
 
 
 def _at(place: str, stage: Stage, problem: Problem, rank: int, *, before: bool = False) -> View:
@@ -216,16 +215,14 @@ def _at(place: str, stage: Stage, problem: Problem, rank: int, *, before: bool =
     return packed(place, layout.local_shape(rank), dtype, problem.order)
 
 
-def scaled(problem: Problem, result: View) -> list[LocalStep]:
-    """The multiplication by the factor of `norm`, where there is one that no stage has done."""
-    if "complex32" in (problem.dtype, problem.result):
-        return []
-    factor = _factor(problem, problem.axes)
-    return [Scale(result, factor)] if factor != 1 and result.size else []
+def _factor(problem: Problem, axes: Sequence[int], *, first: bool) -> float:
+    """What a transform along some of the axes is multiplied by, the first one or a later one.
 
-
-def _factor(problem: Problem, axes: Sequence[int]) -> float:
-    """The factor of `norm` for some of the transformed axes."""
+    The first does it for all: what it made is still near, and an exchange that follows goes on
+    meanwhile. But halves are scaled by each: what grows to the end may be too large for them.
+    """
+    if "complex32" not in (problem.dtype, problem.result):
+        axes = problem.axes if first else ()
     shape = (problem.target if problem.kind == "C2R" else problem.source).global_shape
     count = math.prod(shape[axis] for axis in axes)
     whole = "forward" if problem.direction < 0 else "backward"

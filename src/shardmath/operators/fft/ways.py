@@ -13,17 +13,17 @@ from functools import cached_property
 from typing import Any
 
 from shardmath.cuda.device import Device
-from shardmath.cuda.graph import Graph
 from shardmath.geometry import moves
 from shardmath.operators.fft.beside import PushTables
 from shardmath.operators.fft.local_steps import Copy, LocalStep, View, packed
 from shardmath.operators.fft.pipeline import Cuts, Pipeline, cuts_for, pipelined
 from shardmath.operators.fft.problem import Problem
-from shardmath.operators.fft.stages import Exchange, Program, Stage, programmed, scaled, stages
+from shardmath.operators.fft.stages import Exchange, Program, Stage, programmed, stages
 from shardmath.operators.fft.strategy import Strategy
 from shardmath.redistribution import lowered
 from shardmath.redistribution.copies import whole
 from shardmath.redistribution.device import Box, BoxCopies
+from shardmath.symmetric.heap import Buffer
 
 __all__ = ["DevicePlan", "Way", "boxes_of_copy", "boxes_of_exchange", "make_way"]
 
@@ -31,7 +31,6 @@ CHUNKS = True  # whether exchanges run beside transforms, where they can and tha
 GRAPHS = True  # whether what is launched again is one graph
 
 _KEPT = 16  # ways of one plan
-_REPLAYS = 8  # of one way
 
 
 @dataclass(frozen=True)
@@ -82,15 +81,6 @@ class DevicePlan:
 
 
 @dataclass
-class Replay:
-    """A launch between certain addresses, which has happened before; `graph` from the second on."""
-
-    key: tuple[Any, ...]
-    told: list[Any]
-    graph: Graph | None = None
-
-
-@dataclass
 class Way:
     """What one rank does for certain strides on one device, and its tables there."""
 
@@ -100,16 +90,7 @@ class Way:
     streams: set[int] = field(default_factory=set)  # for which cuFFT has plans and a work area
     warm: bool = False  # whether all kernels of a pipeline have been launched before
     copies: dict[tuple[Any, ...], BoxCopies] = field(default_factory=dict)
-    replays: list[Replay] = field(default_factory=list)  # the latest last
-
-    def replay(self, key: tuple[Any, ...], told: list[Any]) -> Replay | None:
-        """What was launched like this before. None for the first time, which is noted."""
-        for at, each in enumerate(self.replays):
-            if each.key == key and each.told == told:
-                self.replays.append(self.replays.pop(at))
-                return each
-        self.replays = [*self.replays[1 - _REPLAYS :], Replay(key, told)]
-        return None
+    kept: list[Buffer] = field(default_factory=list)  # what graphs of the user's write to
 
     def copier(self, key: tuple[Any, ...], boxes: Callable[[], list[Box]]) -> BoxCopies:
         """The copies of that name, made when first asked for."""
@@ -138,7 +119,6 @@ def make_way(
             found[3] = replace(found[3], target="landing 1")
             landing = packed("landing 1", result.shape, result.dtype, problem.order)
             last += [Copy(landing, result)] if result.size else []
-        last += scaled(problem, result)
         pipeline = pipelined(
             found, rank, plan.cuts, order=problem.order, operand=operand, result=result, last=last
         )

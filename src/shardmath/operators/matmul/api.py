@@ -19,12 +19,11 @@ from shardmath.operators.matmul import host
 from shardmath.operators.matmul.arguments import Arguments, packed_scalars, unpacked_scalars
 from shardmath.operators.matmul.problem import Call, Facts, Problem, check, check_operands, describe
 from shardmath.operators.matmul.strategy import CORES, HOPPER, Cost, Strategy, choose
-from shardmath.operators.workspace import Workspace
 from shardmath.planning import agree_plan
 from shardmath.symmetric.allocation import block_of, empty_on_heap
 from shardmath.symmetric.heap import Block
 
-__all__ = ["Plan", "agree_on_operands", "agree_on_plan", "call_of", "give_back", "run", "tuned"]
+__all__ = ["Plan", "agree_on_operands", "agree_on_plan", "call_of", "run", "tuned"]
 
 
 @dataclass(frozen=True)
@@ -168,16 +167,6 @@ def run(
         return out
     library = library_of(arguments.a)
     return out, {name: library.from_host(array) for name, array in aux.items()}
-
-
-def give_back(context: DistributedContext) -> None:
-    """Give back the memory that the context keeps for operations. Local."""
-    if context.team is None:
-        Workspace.of(context).release()
-        return
-    from shardmath.operators.lanes import Lane
-
-    Lane.release(context)
 
 
 def _operands(

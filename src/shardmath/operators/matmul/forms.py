@@ -21,13 +21,13 @@ from shardmath.operators.matmul.api import (
     agree_on_operands,
     agree_on_plan,
     call_of,
-    give_back,
     run,
     tuned,
 )
 from shardmath.operators.matmul.arguments import Arguments
 from shardmath.operators.matmul.options import MatmulOptions, MatmulPlanPreferences
 from shardmath.operators.matmul.problem import Call, Facts, describe, place_of
+from shardmath.operators.workspace import give_back
 
 __all__ = ["Matmul", "matmul"]
 
