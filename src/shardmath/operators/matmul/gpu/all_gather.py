@@ -10,26 +10,24 @@ never came for rows.
 from __future__ import annotations
 
 import struct
-import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from shardmath.context import DistributedContext
+from shardmath.cuda.device import Device
 from shardmath.cuda.driver import bindings, call
 from shardmath.cuda.kernel import Argument, Kernel
 from shardmath.cuda.stream import Turns
 from shardmath.cuda.tensormap import ALIGNMENT, NBYTES, tensor_map
-from shardmath.errors import RankFailure
 from shardmath.operators.matmul.gpu.gathered import (
     DEPTH,
     TILE_ROWS,
     GatheredProduct,
     Tiling,
     choose_tiling,
-    same_everywhere,
 )
-from shardmath.symmetric.heap import Buffer, Location
+from shardmath.operators.matmul.gpu.room import Room
 from shardmath.symmetric.team import Team
 
 __all__ = ["AllGatherGemm", "product_kernel"]
@@ -50,19 +48,14 @@ class AllGatherGemm:
         context: DistributedContext,
         problem: GatheredProduct,
         tiling: Tiling,
-        buffer: Buffer,
-        bases: Sequence[int],
-        chunks: Sequence[int],
+        room: Room,
     ) -> None:
-        assert context.team is not None, "a context of GPUs"
-        self.team: Team = context.team
+        self.team = room.team
         self.problem = problem
         self.tiling = tiling
-        self._bases = tuple(bases)
-        self._chunks = tuple(chunks)  # of each rank's tiling
-        self._buffer: Buffer | None = buffer
-        self._kept = weakref.finalize(self, context.keep_for_kernels, buffer)
-        self._kept.atexit = False
+        self._room = room
+        self._bases = room.bases
+        self._chunks: tuple[int, ...] = room.told  # of each rank's tiling
         self._steps: dict[tuple[int, ...], Argument] = {}
         self._arguments: dict[tuple[int, ...], Argument] = {}
         self.team.device.activate()
@@ -84,34 +77,30 @@ class AllGatherGemm:
         Raises ValueError on all ranks where they do not mean the same product, or where
         `problem.misfit` speaks on one of them; HeapExhausted.
         """
-        buffers: list[Buffer] = []
         chosen: list[Tiling] = []
-        nbytes = _words(context.size) + problem.offsets[-1]
+        words = _words(context.size)
 
-        def describe() -> tuple[Any, ...]:
+        def refusal(device: Device) -> str:
+            if len(problem.rows) != context.size:
+                return f"rows of {len(problem.rows)} ranks, and there are {context.size}"
+            return problem.misfit(device)
+
+        def begin(address: int) -> int:
             assert context.team is not None, "a context of GPUs"
             device = context.team.device
-            misfit = problem.misfit(device)
-            if misfit:
-                raise ValueError(f"rank {context.rank}: {misfit}")
-            if len(problem.rows) != context.size:
-                raise ValueError(f"rows of {len(problem.rows)} ranks, and there are {context.size}")
-            buffers.append(context.heap.allocate(nbytes))
-            block = buffers[0].block
-            device.zero(block.address, _words(context.size))
-            context.announce(block)
+            device.zero(address, words)
             chosen.append(tiling or choose_tiling(problem, context.rank, device.processors))
-            place = (block.location.segment, block.location.offset)
-            return *place, chosen[0].chunks, same_everywhere(problem)
+            return chosen[0].chunks
 
-        found = context.agree("a product of gathered rows", describe, _require_same)
-        context.heap.share(buffers[0].block, context.number, context.next_share())
-        bases = [
-            context.peer_address(rank, Location(segment, offset), nbytes) or 0
-            for rank, (segment, offset, *_) in enumerate(found)
-        ]
-        chunks = [chunks for _, _, chunks, _ in found]
-        return cls(context, problem, chosen[0], buffers[0], bases, chunks)
+        room = Room.together(
+            context,
+            "a product of gathered rows",
+            lambda _: words + problem.offsets[-1],
+            refusal=refusal,
+            begin=begin,
+            same=problem.same_everywhere,
+        )
+        return cls(context, problem, chosen[0], room)
 
     def launch(self, a: int, b: int, result: int, stream: int, *, pitch: int | None = None) -> None:
         """Put the product on `stream`; this rank's rows of A, its columns of B and the result lie
@@ -121,7 +110,7 @@ class AllGatherGemm:
         is as few as can be. Never waits on the host, and can be captured in a CUDA graph.
         Collective, in stream order.
         """
-        self._require_usable()
+        self._room.require_usable()
         problem = self.problem
         if pitch is None:
             pitch = problem.columns if problem.out == "C" else problem.height
@@ -137,23 +126,10 @@ class AllGatherGemm:
 
         Nothing can be launched any more, on any rank.
         """
-        if self._buffer is not None:
-            self.team.device.synchronize()
-            self._kept.detach()
-            self._buffer = None
+        if self._room.free():
             for event in (self._fork, self._join):
                 call("cuEventDestroy", event)
             call("cuStreamDestroy", self._side)
-
-    def _require_usable(self) -> None:
-        self.team.check()
-        if self.team.broken:
-            raise RankFailure(
-                f"rank {self.team.rank}: an earlier operation of this context was given up "
-                f"({self.team.broken}); finalize and initialize again among the ranks that remain"
-            )
-        if self._buffer is None:
-            raise RuntimeError("this product has been freed")
 
     # -- the ring ----------------------------------------------------------------------------------
 
@@ -364,13 +340,3 @@ def _block(source: int, source_pitch: int, target: int, pitch: int, width: int, 
 def _require_aligned(name: str, address: int) -> None:
     if address % ALIGNMENT:
         raise ValueError(f"{name} lies at {address:#x}, which is no multiple of {ALIGNMENT}")
-
-
-def _require_same(found: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    for rank, (*_, same) in enumerate(found):
-        if same != found[0][-1]:
-            raise ValueError(
-                "a product of gathered rows: rows of each rank, depth, dtype and A's order are "
-                f"{found[0][-1]} on rank 0 and {same} on rank {rank}"
-            )
-    return found

@@ -12,7 +12,6 @@ left, left of the left, and the tiles of the result are computed in that order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -58,6 +57,16 @@ class GatheredProduct:
     def flops(self) -> float:
         """Of this rank: a multiplication and an addition count as two."""
         return 2.0 * self.height * self.columns * self.depth
+
+    @property
+    def same_everywhere(self) -> list[tuple[str, object]]:
+        """What all ranks must mean alike, by name."""
+        return [
+            ("the rows of each rank", list(self.rows)),
+            ("depth", self.depth),
+            ("dtype", self.dtype),
+            ("the order of A", self.a.order),
+        ]
 
     def misfit(self, device: Device) -> str:
         """Why `device` cannot multiply so while rows arrive, or "" where it can."""
@@ -208,8 +217,3 @@ def _with_even_blocks(tiling: Tiling, problem: GatheredProduct) -> Tiling:
 
 def _rounded(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
-
-
-def same_everywhere(problem: GatheredProduct) -> Sequence[object]:
-    """What all ranks must mean alike."""
-    return [list(problem.rows), problem.depth, problem.dtype, problem.a.order]

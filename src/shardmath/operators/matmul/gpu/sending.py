@@ -10,11 +10,9 @@ and come after the others in the same kernel: so several plans at work never wai
 from __future__ import annotations
 
 import struct
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,11 +21,9 @@ from shardmath.context import DistributedContext
 from shardmath.cuda.driver import call
 from shardmath.cuda.kernel import Argument
 from shardmath.cuda.tensormap import ALIGNMENT, tensor_map
-from shardmath.errors import RankFailure
+from shardmath.operators.matmul.gpu.room import Room
 from shardmath.operators.matmul.gpu.sharded import Factor, ShardedProduct
 from shardmath.operators.matmul.gpu.walk import TILE_COLUMNS, TILE_ROWS, Walk
-from shardmath.symmetric.heap import Buffer, Location
-from shardmath.symmetric.team import Team
 
 __all__ = ["SendingProduct", "Shape", "write"]
 
@@ -132,24 +128,19 @@ class SendingProduct:
 
     def __init__(
         self,
-        context: DistributedContext,
         problem: ShardedProduct,
         shape: Shape,
-        buffer: Buffer,
         places: Sequence[Places],
-        bases: Sequence[int],
+        room: Room,
     ) -> None:
-        assert context.team is not None, "a context of GPUs"
-        self.team: Team = context.team
+        self.team = room.team
         self.problem = problem
         self.shape = shape
         self.walk = places[0].walk
         self.places = tuple(places)
-        self.bases = tuple(bases)
+        self.bases = room.bases
         self._own = places[self.team.rank]
-        self._buffer: Buffer | None = buffer
-        self._kept = weakref.finalize(self, _keep, weakref.ref(context), buffer)
-        self._kept.atexit = False
+        self._room = room
         self._arguments: dict[tuple[str | int | bytes, ...], Argument] = {}
 
     @classmethod
@@ -168,32 +159,24 @@ class SendingProduct:
         """
         walk = Walk(problem.rows, problem.columns, shape.chunks)
         places = [Places(walk, rank, extra) for rank in range(context.size)]
-        buffers: list[Buffer] = []
 
-        def describe() -> tuple[Any, ...]:
+        def begin(address: int) -> None:
             assert context.team is not None, "a context of GPUs"
-            device = context.team.device
-            misfit = problem.misfit(device)
-            if misfit:
-                raise ValueError(f"rank {context.rank}: {misfit}")
             own = places[context.rank]
-            buffers.append(context.heap.allocate(own.nbytes))
-            block = buffers[0].block
-            device.zero(block.address, own.slots)
-            write(block.address + own.tiles, walk.of(context.rank, shape.cluster))
-            write(block.address + own.owned, walk.owned(context.rank))
-            write(block.address + own.chunks, walk.table(context.rank))
-            context.announce(block)
-            same = [*problem.rows, problem.columns, problem.dtype, shape.chunks, extra]
-            return block.location.segment, block.location.offset, same
+            context.team.device.zero(address, own.slots)
+            write(address + own.tiles, walk.of(context.rank, shape.cluster))
+            write(address + own.owned, walk.owned(context.rank))
+            write(address + own.chunks, walk.table(context.rank))
 
-        found = context.agree("a product that sends its tiles", describe, _require_same)
-        context.heap.share(buffers[0].block, context.number, context.next_share())
-        bases = [
-            context.peer_address(rank, Location(segment, offset), places[rank].nbytes) or 0
-            for rank, (segment, offset, _) in enumerate(found)
-        ]
-        return cls(context, problem, shape, buffers[0], places, bases)
+        room = Room.together(
+            context,
+            "a product that sends its tiles",
+            lambda rank: places[rank].nbytes,
+            refusal=problem.misfit,
+            begin=begin,
+            same=[*problem.same_everywhere, ("chunks", shape.chunks), ("extra bytes", extra)],
+        )
+        return cls(problem, shape, places, room)
 
     def extra(self, rank: int) -> int:
         """Where the caller's bytes of `rank` lie for this rank."""
@@ -204,23 +187,13 @@ class SendingProduct:
 
         Nothing can be launched any more, on any rank.
         """
-        if self._buffer is not None:
-            self.team.device.synchronize()
-            self._kept.detach()
-            self._buffer = None
+        self._room.free()
 
     # -- on a stream -------------------------------------------------------------------------------
 
     def require_usable(self) -> None:
-        """Raise what a kernel has noted; RankFailure after one was given up; else nothing."""
-        self.team.check()
-        if self.team.broken:
-            raise RankFailure(
-                f"rank {self.team.rank}: an earlier operation of this context was given up "
-                f"({self.team.broken}); finalize and initialize again among the ranks that remain"
-            )
-        if self._buffer is None:
-            raise RuntimeError("this product has been freed")
+        """See Room.require_usable."""
+        self._room.require_usable()
 
     def multiply(
         self, a: int, b: int, sums: int, pitch: int, stream: int, *, gather: bytes = b""
@@ -344,23 +317,6 @@ class SendingProduct:
             self.bases[rank] + int(getattr(place, name)) + skipped
             for rank, place in enumerate(self.places)
         ]
-
-
-def _keep(context: weakref.ref[DistributedContext], buffer: Buffer) -> None:
-    """A plan was dropped, and not freed: its kernels, and the peers', may still be at work."""
-    living = context()
-    if living is not None:
-        living.keep_for_kernels(buffer)
-
-
-def _require_same(found: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    for rank, (*_, same) in enumerate(found):
-        if same != found[0][2]:
-            raise ValueError(
-                "a product of all ranks: rows of each rank, columns, dtype, chunks and extra bytes "
-                f"are {found[0][2]} on rank 0 and {same} on rank {rank}"
-            )
-    return found
 
 
 def _rounded(nbytes: int) -> int:

@@ -50,6 +50,15 @@ class ShardedProduct:
         """Of this rank: a multiplication and an addition count as two."""
         return 2.0 * self.height * self.columns * self.depth
 
+    @property
+    def same_everywhere(self) -> list[tuple[str, object]]:
+        """What all ranks must mean alike, by name."""
+        return [
+            ("the rows of each rank", list(self.rows)),
+            ("columns", self.columns),
+            ("dtype", self.dtype),
+        ]
+
     def misfit(self, device: Device) -> str:
         """Why `device` cannot multiply so with tiles that are sent, or "" where it can."""
         if device.arch != "sm_90":
