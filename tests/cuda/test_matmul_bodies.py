@@ -325,7 +325,7 @@ def arriving(context, dtype, order, shape, block):
     x, y, wrong = mine(a), mine(b), []
     with (
         context,
-        patch.multiple(module, _LEAST_FLOPS=0.0, _LEAST_WIDTH=1),
+        patch.multiple(module, _LEAST_SECONDS=0.0, _LEAST_WIDTH=1),
         patch.object(module.Arriving, "run", counted),
     ):
         for turn in range(3):

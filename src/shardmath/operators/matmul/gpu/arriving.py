@@ -106,11 +106,12 @@ class Arriving:
         return "" if fit else "a factor is not aligned for the kernel"
 
     def prepare(self) -> None:
-        """Take memory for the panels and the words. Raises HeapExhausted."""
-        for side in self._sides:
-            if side.place is None:
-                self._lane.buffer(f"panel {'ab'[side.index]}", side.nbytes())
+        """Take memory for the words. Raises HeapExhausted."""
         self._lane.buffer("come", 8 * 64)
+
+    def room(self, index: int) -> int:
+        """Bytes that the panel of a factor needs, in the lane's buffer for that."""
+        return self._sides[self._order.index(index)].nbytes()
 
     def run(self, places: Callable[[int], Places]) -> bool:
         """Put it on the stream; false, with nothing done, where copy engines do not suit.
