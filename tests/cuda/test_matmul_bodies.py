@@ -358,7 +358,8 @@ def arriving(context, dtype, order, shape, block):
 def test_products_on_arrival(gpus, size, dtype, shape, block, order):
     found = gpus.run(arriving, dtype, order, shape, block, ranks=size)
     assert [wrong for wrong, _ in found] == [[]] * size
-    if size > 1 and not any(extent % block for extent in shape):
+    in_place = order == "skewed" and size < 4  # a factor is here, and cannot be loaded
+    if size > 1 and not in_place and not any(extent % block for extent in shape):
         assert all(ran == [True] * 3 for _, ran in found), found
 
 

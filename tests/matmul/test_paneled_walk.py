@@ -53,3 +53,19 @@ def test_the_first_wave_comes_in_pieces_and_keeps_all_blocks_busy(shape):
     assert len(made.first_wave) == 4
     first = made.regions[0]
     assert 66 <= first.heights * first.across <= 80
+
+
+@pytest.mark.parametrize(
+    ("shape", "steps", "whole"),
+    [
+        ((4096, 2048), 512, 198),  # 58 of 66 clusters have one more unit: shared by all
+        ((8448, 1024), 512, 264),  # nobody is idle
+        ((4096, 2048), 8, 256),  # too short to be shared
+        ((16384, 8192), 512, 4026),  # 62 rounds and 4 units: all of them and a round are shared
+        ((4352, 256), 512, 0),  # 34 units, more than half of the clusters
+        ((4096, 256), 512, 32),  # fewer
+    ],
+)
+def test_the_last_round_is_shared_by_all_clusters(shape, steps, whole):
+    tiles = Tiles(*shape, (1.0, 1.0), width=128, cluster=2, clusters=66, sharing=10)
+    assert tiles.whole(steps) == whole

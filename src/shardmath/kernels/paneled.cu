@@ -17,7 +17,7 @@ constexpr u32 kBox = 64 * 128;  // bytes of 64 x 64 elements
 constexpr u32 kABytes = kRows * kDepth * 2;
 constexpr u32 kSlabs = (kWidth + 63) / 64;
 constexpr u32 kBBytes = kBAlongK ? kWidth * 128 : kSlabs * kBox;
-constexpr u32 kThreads = 384, kMultipliers = 128;  // each group of four warps multiplies 64 rows
+constexpr u32 kThreads = 384, kGroup = 128;  // each group of four warps multiplies 64 rows
 constexpr u32 kOut = 32;                           // columns that are stored at once
 constexpr u32 kOutBytes = 64 * kOut * 2;
 struct Shared {
@@ -29,7 +29,7 @@ struct Shared {
 // -- one block ----------------------------------------------------------------------------------------
 
 __device__ inline void group_barrier(u32 group) {
-    asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(kMultipliers) : "memory");
+    asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(kGroup) : "memory");
 }
 
 // -- loading -------------------------------------------------------------------------------------------
@@ -63,7 +63,7 @@ __device__ inline void load_stage(const PanelsArgument& a, const Shared& s, cons
 __device__ inline void store_tile(const PanelsArgument& a, const Shared& s, const Tile& tile, u32 group,
                                   const float (&d)[kWidth / 2]) {
     const u32 lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16, right = lane / 16;
-    const bool issues = threadIdx.x % kMultipliers == 0;
+    const bool issues = threadIdx.x % kGroup == 0;
     const bool has_rows = tile.row + 64 * group < a.rows;
 #pragma unroll
     for (u32 i = 0; i < kWidth / kOut; ++i) {
@@ -103,8 +103,8 @@ __device__ inline void store_elements(const PanelsArgument& a, const Tile& tile,
 __device__ inline void multiply_tiles(const PanelsArgument& a, const Shared& s, u32 block, u32 group) {
     float d[kWidth / 2];
     u32 number = 0;
-    for (u32 unit = blockIdx.x / kCluster; unit < a.units; unit += gridDim.x / kCluster) {
-        for (u32 step = 0; step < a.depth; ++step, ++number) {
+    for (Work work = first_work(a); work.unit < a.units; work = next_work(a, work)) {
+        for (u32 step = work.first; step < work.last; ++step, ++number) {
             const u32 stage = number % kStages;
             bar_wait(s.full + 8 * stage, number / kStages & 1);
             products_begin();
@@ -113,21 +113,22 @@ __device__ inline void multiply_tiles(const PanelsArgument& a, const Shared& s, 
                 const u32 of_a = s.a(stage) + group * kBox + k * (kAAlongK ? 32 : 2048);
                 const u32 of_b = s.b(stage) + k * (kBAlongK ? 32 : 2048);
                 Multiply<ELEMENT, kAAlongK, kBAlongK>::add(d, describe<kAAlongK>(of_a, kBox),
-                                                           describe<kBAlongK>(of_b, kBox), step | k);
+                                                           describe<kBAlongK>(of_b, kBox), step > work.first || k);
             }
             products_commit();
             products_wait<1>();  // the step before has been multiplied
-            if (step) release(s.empty, (number - 1) % kStages);
+            if (step > work.first) release(s.empty, (number - 1) % kStages);
         }
         products_wait<0>();
         release(s.empty, (number - 1) % kStages);
-        const Tile tile = locate<kRows, kWidth>(a, unit, block);
+        if (!completes(a, d, work, threadIdx.x - kGroup)) continue;
+        const Tile tile = locate<kRows, kWidth>(a, work.unit, block);
         if (BOXES)
             store_tile(a, s, tile, group, d);
         else
             store_elements(a, tile, group, d);
     }
-    if (threadIdx.x % kMultipliers == 0) stores_have_read();
+    if (threadIdx.x % kGroup == 0) stores_have_read();
 }
 
 extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
@@ -145,7 +146,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
         bars_visible();
     }
     cluster_barrier();
-    if (threadIdx.x < kMultipliers) {
+    if (threadIdx.x < kGroup) {
         give_registers<40>();
         if (threadIdx.x == 0)
             load_tiles<kRows, kWidth, kStages>(a, s.empty, block, [&](const Tile& tile, Step at, u32 stage) {
@@ -153,7 +154,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
             });
     } else {
         take_registers<232>();
-        multiply_tiles(a, s, block, threadIdx.x / kMultipliers - 1);
+        multiply_tiles(a, s, block, threadIdx.x / kGroup - 1);
     }
     __syncwarp();
     cluster_barrier();  // a block's barriers and stages are there until its neighbour needs them no more

@@ -29,7 +29,7 @@ from shardmath.operators.matmul.gpu.engines import EngineCopies, engine_copies
 from shardmath.operators.matmul.gpu.gathering import Places
 from shardmath.operators.matmul.gpu.paneled import MOST_REGIONS, Fetch, Tiles, Walk, walk
 from shardmath.operators.matmul.gpu.share import Operands, Share
-from shardmath.operators.matmul.gpu.side import TILINGS, Side
+from shardmath.operators.matmul.gpu.side import SUMS_BYTES, TILINGS, Side
 from shardmath.operators.matmul.strategy import HOPPER
 from shardmath.operators.showing import matrix_of
 from shardmath.redistribution.copies import StridedCopy, lowered
@@ -41,6 +41,7 @@ _THREADS = 384
 _LEAST_SECONDS = 2.5e-4  # of a rank: below, gathering first and cuBLASLt are as fast
 _LEAST_WIDTH = 1024  # rows and columns of a rank
 _ROOM = 8 << 30  # bytes of panels
+_WORDS = 64  # how far fetches have come; behind them by block, whether its sums are there
 _FIRST_BYTES = 4 << 20  # of the first piece: what comes sooner takes longer than its bytes
 
 
@@ -106,8 +107,16 @@ class Arriving:
         return "" if fit else "a factor is not aligned for the kernel"
 
     def prepare(self) -> None:
-        """Take memory for the words. Raises HeapExhausted."""
-        self._lane.buffer("come", 8 * 64)
+        """Take memory for the words, and for sums of tiles by several blocks. Raises
+        HeapExhausted.
+        """
+        self._lane.buffer("come", 8 * (_WORDS + self._processors))
+        self._lane.buffer("sums", SUMS_BYTES * self._processors)
+
+    @property
+    def _processors(self) -> int:
+        """Multiprocessors, and blocks at most."""
+        return self._device.processors
 
     def room(self, index: int) -> int:
         """Bytes that the panel of a factor needs, in the lane's buffer for that."""
@@ -128,7 +137,7 @@ class Arriving:
             for side in self._sides
         ]
         words = lane.address("come")
-        call("cuMemsetD8Async", words, 0, 8 * sum(plan.walk.parts), stream)
+        call("cuMemsetD8Async", words, 0, 8 * (_WORDS + self._processors), stream)
         side_stream = lane.side
         call("cuEventRecord", lane.event("fork"), stream)
         call("cuStreamWaitEvent", side_stream, lane.event("fork"), 0)
@@ -187,7 +196,8 @@ class Arriving:
             (left.remote / out.rows, right.remote / out.columns),
             width=tiling.width,
             cluster=tiling.cluster,
-            clusters=self._device.processors // tiling.cluster,
+            clusters=self._processors // tiling.cluster,
+            sharing=tiling.sharing,
         )
         wave = [units * unit for units, unit in zip(tiles.first_wave, tiles.units, strict=True)]
         costs = wave[0] * float(out.itemsize), wave[1] * float(out.itemsize)
@@ -250,8 +260,9 @@ class Arriving:
             packed += bytes(NBYTES)
         packed += team.packed()
         packed += struct.pack("QQQQ", words, plan.steps.address, out.address, out.itemsize * pitch)
-        counts = len(made.regions), made.units, plan.depth, out.columns, out.rows, *plan.here, 0
-        packed += struct.pack("8I", *counts)
+        packed += struct.pack("QQ", words + 8 * _WORDS, self._lane.address("sums"))
+        shape = made.units, plan.depth, out.columns, out.rows
+        packed += struct.pack("8I", len(made.regions), *shape, *plan.here, made.whole)
         for region in made.regions:
             numbers = (
                 *(region.first, region.row, region.heights, region.column, region.across),
@@ -260,7 +271,8 @@ class Arriving:
             packed += struct.pack("8I", *numbers)
         packed += bytes(32 * (MOST_REGIONS - len(made.regions)))
         packed += bytes(-len(packed) % 64)
-        blocks = min(self._device.processors // tiling.cluster, made.units) * tiling.cluster
+        clusters = self._processors // tiling.cluster
+        blocks = tiling.cluster * (min(clusters, made.units) if made.shares_none else clusters)
         kernel.launch(self._operands.stream, blocks, _THREADS, Argument(packed))
 
 

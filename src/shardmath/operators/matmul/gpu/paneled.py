@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import sqrt
+from math import prod, sqrt
 
 __all__ = ["MOST_REGIONS", "TILE_ROWS", "Fetch", "Region", "Tiles", "Walk", "walk"]
 
@@ -56,12 +56,21 @@ class Region:
 
 @dataclass(frozen=True)
 class Walk:
-    """What is fetched, in this order, and the regions in the order in which they are computed."""
+    """What is fetched, in this order, and the regions in the order in which they are computed. The
+    first `whole` of all `units` are computed by one cluster each, the steps of the others are
+    shared out among all clusters.
+    """
 
     fetches: tuple[Fetch, ...]
     regions: tuple[Region, ...]
     parts: tuple[int, int]
     units: int
+    whole: int
+
+    @property
+    def shares_none(self) -> bool:
+        """Whether each unit is computed by one cluster."""
+        return self.whole == self.units
 
     @property
     def first_wave(self) -> tuple[Fetch, ...]:
@@ -73,7 +82,7 @@ class Walk:
 class Tiles:
     """An m x n result in tiles of TILE_ROWS x `width`, of which `clusters` times `cluster` above
     each other are computed at once; a row of A and a column of B cost so many bytes to fetch, 0 if
-    the factor is here.
+    the factor is here. To add up sums of several clusters takes as long as `sharing` steps.
     """
 
     m: int
@@ -82,6 +91,7 @@ class Tiles:
     width: int
     cluster: int
     clusters: int
+    sharing: int = 1 << 30
 
     @property
     def units(self) -> tuple[int, int]:
@@ -105,6 +115,19 @@ class Tiles:
         rows = min(high, max(1, round(sqrt(clusters * costs[1] / costs[0]))))
         columns = min(wide, max(1, -(-clusters // rows)))
         return min(high, max(1, -(-clusters // columns))), columns
+
+    def whole(self, steps: int) -> int:
+        """How many units of `steps` are not shared out: rounds of one for each cluster.
+
+        Otherwise some clusters would have nothing to do in the last round. Of what is shared each
+        has half a unit at least, so that few add to one; a whole one where that is as good: then
+        what it adds has been there for long.
+        """
+        count, clusters = prod(self.shape), self.clusters
+        over = count % clusters
+        whole = count - over - (clusters if 2 * over < clusters else 0)
+        idle = (clusters - over) / clusters * steps
+        return whole if over and whole >= 0 and idle >= self.sharing else count
 
 
 def walk(tiles: Tiles, pieces: Sequence[tuple[int, int]], steps: int) -> Walk:
@@ -139,7 +162,7 @@ def walk(tiles: Tiles, pieces: Sequence[tuple[int, int]], steps: int) -> Walk:
             served = [(part, other) if side == 0 else (other, part) for other in others]
             come[side] += 1
     parts = len(bounds[0]) - 1, len(bounds[1]) - 1
-    return Walk(tuple(fetches), tuple(regions), parts, units)
+    return Walk(tuple(fetches), tuple(regions), parts, units, tiles.whole(steps))
 
 
 def _unlocks(tiles: Tiles, bounds: Sequence[list[int]], come: Sequence[int], side: int) -> float:

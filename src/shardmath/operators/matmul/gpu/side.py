@@ -17,7 +17,9 @@ from shardmath.local.gpu import Matrix
 from shardmath.operators.matmul.gpu.depth import Lines
 from shardmath.operators.matmul.gpu.paneled import TILE_ROWS
 
-__all__ = ["TILINGS", "Side", "Tiling"]
+__all__ = ["SUMS_BYTES", "TILINGS", "Side", "Tiling"]
+
+SUMS_BYTES = 1 << 17  # of a block's tile (kSumsBytes of panels.cuh)
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,7 @@ class Tiling:
     """How a kernel cuts its work: tiles of TILE_ROWS x `width`, steps of `depth` indices of k, by
     clusters of `cluster` blocks; `out` bytes of shared memory are for results. Blocks of a cluster
     share out the columns that they load; `shares_depth`: or k, where a factor's rows lie across.
+    Adding up sums of several blocks takes as long as `sharing` steps.
     """
 
     file: str
@@ -34,6 +37,7 @@ class Tiling:
     stages: int
     out: int
     shares_depth: bool
+    sharing: int
 
     @property
     def shared(self) -> int:
@@ -41,8 +45,10 @@ class Tiling:
         return 1024 + self.stages * (TILE_ROWS + self.width) * BOX_BYTES + self.out
 
 
-_HALVES = Tiling("paneled", 256, 64, 2, stages=4, out=2 * 2 * 64 * 32 * 2, shares_depth=True)
-_DOUBLES = Tiling("doubles", 128, 16, 2, stages=6, out=0, shares_depth=False)
+_HALVES = Tiling(
+    "paneled", 256, 64, 2, stages=4, out=2 * 2 * 64 * 32 * 2, shares_depth=True, sharing=40
+)
+_DOUBLES = Tiling("doubles", 128, 16, 2, stages=6, out=0, shares_depth=False, sharing=10)
 TILINGS = {"float16": _HALVES, "bfloat16": _HALVES, "float64": _DOUBLES}
 
 
