@@ -2,28 +2,28 @@
 
     python benchmarks/gpu_matmul_grid.py 8
 
-The ranks form a grid of 2 rows; blocks have 512 rows and columns; all three matrices are
-distributed alike. Inputs are random and alternate between two sets. Each figure is the median of
-several replays of a CUDA graph that holds several calls, and of these the slowest rank's;
-`eager_ms` is the same without a graph. A sample of every rank's result is checked against float64.
+The ranks form a grid, of 2 x 4 for 8; blocks have 512 rows and columns; all three matrices are
+distributed alike. A case n is the share that a rank has of n x n x n on a grid of 2 x 4: n / 2 rows
+and n / 4 columns of the result, whatever the grid. Inputs are random and alternate between two
+sets. Figures are medians over graphs of several calls, in which the local product and ours take
+turns, and of these the slowest rank's; `eager_ms` is the same without a graph. A sample of every
+rank's result is checked against float64.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
-import statistics
+from typing import Any
 
-import record
+import on_gpus
+from on_gpus import Ranks, in_turn
 
-from shardmath import startup
 from shardmath.distribution import BlockCyclic, ProcessGrid
-from shardmath.launch.function import spawn
 from shardmath.linalg.advanced import Matmul
 from shardmath.symmetric.allocation import allocate_symmetric_memory
 
-REPEATS, CALLS, SAMPLE = 5, 4, 48
-# (dtype, n of n x n x n): the fraction that issue 4 asks for on 8 H200.
+CALLS, SAMPLE = 4, 48
+GRIDS = {8: [(2, 4)], 4: [(2, 2)], 2: [(1, 2), (2, 1)]}
+# (dtype, n): the fraction that is asked for on 8 H200.
 CASES = {
     ("bfloat16", 16384): 0.88,
     ("bfloat16", 32768): 0.95,
@@ -33,168 +33,130 @@ CASES = {
 TOLERANCE = {"bfloat16": 2.0**-7, "float16": 2.0**-9, "float32": 2.0**-18, "float64": 2.0**-44}
 
 
-class Ranks:
-    """What a rank measures with."""
+class Product:
+    """One product on a rank: its matrices are made from their indices, so that any rank can."""
 
-    def __init__(self, size: int) -> None:
-        import torch
+    def __init__(self, ranks: Ranks, grid: tuple[int, int], dtype: str, n: int, order: str) -> None:
+        self.ranks, self.dtype, self.order = ranks, dtype, order
+        process = ProcessGrid(shape=grid, layout=ProcessGrid.Layout.COL_MAJOR)
+        self.blocks = BlockCyclic(process, (512, 512))
+        self.shape = grid[0] * n // 2, grid[1] * n // 4, n
+        self.sets = [[self.factor(index, turn) for index in (0, 1)] for turn in (0, 1)]
 
-        self.torch, self.size = torch, size
-        self.rank = int(os.environ["SHARDMATH_RANK"])
-        torch.cuda.set_device(self.rank)
-        self.context = startup.initialize(self.rank)
-        rows = 2 if size % 2 == 0 else 1
-        self.grid = ProcessGrid(shape=(rows, size // rows), layout=ProcessGrid.Layout.COL_MAJOR)
-
-    def time(self, calls, *, graph=True):
-        """Milliseconds of one of `calls`, called in turn: of all ranks, the slowest."""
-        torch, times = self.torch, []
-        for call in calls:
-            call()
-        torch.cuda.synchronize()
-        self.context.barrier()
-        if graph:
-            held = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(held):
-                for turn in range(CALLS):
-                    calls[turn % len(calls)]()
-            held.replay()
-        for _ in range(REPEATS):
-            torch.cuda.synchronize()
-            self.context.barrier()
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            if graph:
-                held.replay()
-            else:
-                for turn in range(CALLS):
-                    calls[turn % len(calls)]()
-            end.record()
-            torch.cuda.synchronize()
-            times.append(start.elapsed_time(end) / CALLS)
-        self.context.team.check()
-        median = statistics.median(times)
-        return max(self.context.agree("time", lambda: median, lambda found: found))
-
-    def indices(self, layout, n, axis):
+    def indices(self, shape: tuple[int, int], axis: int) -> Any:
         """The global indices of this rank's part along an axis."""
-        spans = layout.part(self.rank, (n, n), size=self.size)[axis]
-        found = [i for lo, hi in spans.ranges() for i in range(lo, hi)]
-        return self.torch.tensor(found, device="cuda", dtype=self.torch.float64)
+        torch, ranks = self.ranks.torch, self.ranks
+        spans = self.blocks.part(ranks.rank, shape, size=ranks.size)
+        found = [i for lo, hi in spans[axis].ranges() for i in range(lo, hi)]
+        return torch.tensor(found, device="cuda", dtype=torch.float64)
 
-    def elements(self, rows, columns, seed, dtype):
-        """Elements between -0.5 and 0.5 that any rank can compute from their indices."""
-        torch = self.torch
-        made = torch.empty(len(rows), len(columns), device="cuda", dtype=getattr(torch, dtype))
+    def factor(self, index: int, turn: int) -> Any:
+        """This rank's part of A or B, on the heap."""
+        m, n, k = self.shape
+        shape = (m, k) if index == 0 else (k, n)
+        part = self.elements(self.indices(shape, 0), self.indices(shape, 1), turn + 5 * index)
+        made = allocate_symmetric_memory(
+            tuple(part.shape),
+            self.ranks.torch,
+            dtype=part.dtype,
+            axis_order=self.order,
+            skip_symmetric_check=True,
+        )
+        made.copy_(part)
+        return made
+
+    def elements(self, rows: Any, columns: Any, seed: int) -> Any:
+        """Elements between -0.5 and 0.5 of these rows and columns."""
+        torch = self.ranks.torch
+        made = torch.empty(len(rows), len(columns), device="cuda", dtype=getattr(torch, self.dtype))
         for lo in range(0, len(rows), 1024):
             angle = rows[lo : lo + 1024, None] * 12.9898 + columns[None] * (78.233 + seed)
             made[lo : lo + 1024] = ((angle.sin_() * 43758.5453).frac_() * 0.5).to(made.dtype)
         return made
 
-
-def on_heap(ranks, part, order):
-    torch = ranks.torch
-    made = allocate_symmetric_memory(
-        tuple(part.shape), torch, dtype=part.dtype, axis_order=order, skip_symmetric_check=True
-    )
-    made.copy_(part)
-    return made
-
-
-def measure(ranks, dtype, n, order):
-    """One row: the times of the local product and of ours, and the greatest error of a sample."""
-    torch = ranks.torch
-    blocks = BlockCyclic(ranks.grid, (512, 512))
-    rows, columns = ranks.indices(blocks, n, 0), ranks.indices(blocks, n, 1)
-    sets = [
-        [
-            on_heap(ranks, ranks.elements(rows, columns, seed + turn, dtype), order)
-            for seed in (0, 5)
+    def share(self) -> list[Any]:
+        """Random factors of the same share, whole."""
+        torch, (m, n, k) = self.ranks.torch, self.shape
+        rows, columns = len(self.indices((m, n), 0)), len(self.indices((m, n), 1))
+        return [
+            torch.rand(shape, device="cuda").sub_(0.5).to(getattr(torch, self.dtype))
+            for shape in ((rows, k), (k, columns))
         ]
-        for turn in (0, 1)
-    ]
-    share = [
-        torch.randn(shape, device="cuda", dtype=torch.float32).to(getattr(torch, dtype))
-        for shape in ((len(rows), n), (n, len(columns)))
-    ]
-    local = [ranks.time([lambda: torch.matmul(*share)])]
-    planned = [Matmul(a, b, distributions=[blocks] * 3) for a, b in sets]
+
+    def error(self, d: Any) -> float:
+        """The greatest of a sample of the result of the second set."""
+        torch, (m, n, k) = self.ranks.torch, self.shape
+        generator = torch.Generator().manual_seed(self.ranks.rank)
+        places = [self.indices((m, n), axis) for axis in (0, 1)]
+        chosen = [torch.randint(len(x), (SAMPLE,), generator=generator).cuda() for x in places]
+        every = torch.arange(k, device="cuda", dtype=torch.float64)
+        a = self.elements(places[0][chosen[0]], every, 1).double()
+        b = self.elements(every, places[1][chosen[1]], 6).double()
+        return float((d[chosen[0]][:, chosen[1]].double() - a @ b).abs().max())
+
+
+def measure(ranks: Ranks, grid: tuple[int, int], dtype: str, n: int, order: str) -> dict[str, Any]:
+    """One row: the times of the local product and of ours, and the greatest error of a sample."""
+    product, torch = Product(ranks, grid, dtype, n, order), ranks.torch
+    share = product.share()
+    planned = [Matmul(a, b, distributions=[product.blocks] * 3) for a, b in product.sets]
     for each in planned:
         each.plan()
-    calls = [each.execute for each in planned]
-    ours, eager = ranks.time(calls), ranks.time(calls, graph=False)
-    local.append(ranks.time([lambda: torch.matmul(*share)]))
-    error = check(ranks, planned[1].execute(), (rows, columns), n, dtype)
-    mean = statistics.mean(local)  # before and after: GPUs that are warm are slower
-    row = {"dtype": dtype, "n": n, "order": order, "ours_ms": ours, "local_ms": mean}
-    row |= {
-        "eager_ms": eager,
-        "locals_ms": local,
-        "fraction": mean / ours,
-        "target": CASES.get((dtype, n)),
-    }
-    row |= {"chosen": planned[0].explain().splitlines()[1], "error": error}
-    assert error <= TOLERANCE[dtype] * n**0.5, row
+    ours = in_turn(lambda turn: planned[turn].execute(), 2)
+    systems = {"local": lambda: torch.matmul(*share), "ours": ours, "eager": ours}
+    times = ranks.times(systems, CALLS, eager=("eager",))
+    row = {"dtype": dtype, "n": n, "grid": list(grid), "shape": list(product.shape), "order": order}
+    row |= {f"{name}_ms": time / 1e3 for name, time in times.items()}
+    row |= {"fraction": times["local"] / times["ours"], "target": CASES.get((dtype, n))}
+    row |= {"chosen": planned[0].explain().splitlines()[1]}
+    row |= {"error": ranks.largest(product.error(planned[1].execute()))}
+    assert row["error"] <= TOLERANCE[dtype] * n**0.5, row
     for each in planned:
         each.free()
+    if ranks.rank == 0:
+        print(line(row), row["chosen"], f"error {row['error']:.2g}", flush=True)
     return row
 
 
-def check(ranks, d, indices, n, dtype):
-    """The greatest error of a sample of this rank's result."""
-    torch = ranks.torch
-    generator = torch.Generator().manual_seed(ranks.rank)
-    chosen = [torch.randint(len(x), (SAMPLE,), generator=generator).cuda() for x in indices]
-    every = torch.arange(n, device="cuda", dtype=torch.float64)
-    a = ranks.elements(indices[0][chosen[0]], every, 1, dtype).double()
-    b = ranks.elements(every, indices[1][chosen[1]], 6, dtype).double()
-    found = d[chosen[0]][:, chosen[1]].double()
-    return float((found - a @ b).abs().max())
+def line(row: dict[str, Any]) -> str:
+    """A row in words."""
+    goal = "" if row["target"] is None else f"  (goal on 8: {row['target']:.2f})"
+    m, n, k = row["shape"]
+    return (
+        f"{row['dtype']:>9} {m} x {n} x {k} {row['order']} on {row['grid'][0]} x {row['grid'][1]}: "
+        f"local {row['local_ms']:.3f} ms, ours {row['ours_ms']:.3f} ms = {row['fraction']:.3f} of "
+        f"it{goal}; eager {row['eager_ms']:.3f}"
+    )
 
 
-def run(size, cases, orders):
-    ranks = Ranks(size)
+def run(
+    ranks: Ranks, grids: list[tuple[int, int]], cases: list[tuple[str, int]], orders: str
+) -> list[dict[str, Any]]:
+    """All rows."""
     found = []
-    with ranks.context:
+    for grid in grids:
         for dtype, n in cases:
             for order in orders:
-                row = measure(ranks, dtype, n, order)
-                found.append(row)
-                if ranks.rank == 0:
-                    shown = {
-                        key: row[key] for key in ("dtype", "n", "order", "eager_ms", "locals_ms")
-                    }
-                    print(
-                        f"{row['fraction']:.3f} of the local product: {row['ours_ms']:.3f} ms",
-                        shown,
-                        row["chosen"],
-                        f"error {row['error']:.2g}",
-                        flush=True,
-                    )
+                found.append(measure(ranks, grid, dtype, n, order))
                 ranks.torch.cuda.empty_cache()
     return found
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("ranks", type=int, nargs="?", default=8)
+def main() -> None:
+    parser = on_gpus.command(__doc__)
     parser.add_argument("--cases", default="", help="such as bfloat16:16384,float64:8192")
     parser.add_argument("--orders", default="C", help="of the matrices: C, F, or CF")
-    parser.add_argument("--commit", default="", help="where the source has no repository")
     options = parser.parse_args()
     cases = [
         (dtype, int(n))
         for dtype, _, n in (text.partition(":") for text in options.cases.split(","))
         if dtype
     ] or list(CASES)
-    rows = spawn(run, options.ranks, options.ranks, cases, list(options.orders))[0]
+    size = options.gpus
+    grids = GRIDS.get(size, [(2, size // 2) if size % 2 == 0 else (1, size)])
+    rows = on_gpus.run(f"gpu_matmul_grid_{size}", run, options, grids, cases, options.orders)
     for row in rows:
-        goal = "" if row["target"] is None else f"  (goal {row['target']:.2f})"
-        print(
-            f"{row['dtype']:>9} {row['n']:>6} {row['order']}  local {row['local_ms']:8.3f} ms  "
-            f"ours {row['ours_ms']:8.3f} ms = {row['fraction']:.3f} of it{goal}"
-        )
-    record.keep("gpu_matmul_grid", rows, options.commit, ranks=options.ranks)
+        print(line(row))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ PUSH = ("PIECE=16384", "STAGES=12", "AHEAD=6")
 # File, what it is compiled with, and the architecture: those of wgmma need sm_90a.
 CASES = [
     ("boxes", (), "sm_90"),
+    ("doubles", (*RANKS, *PRODUCT, "PAIRS=1", "REGIONS=36"), "sm_90a"),
     (
         "epilog",
         (
@@ -42,7 +43,7 @@ CASES = [
     ),
     (
         "paneled",
-        (*RANKS, *PRODUCT, "ELEMENT=Float16", "WIDTH=256", "BOXES=1", "REGIONS=16"),
+        (*RANKS, *PRODUCT, "ELEMENT=Float16", "WIDTH=256", "BOXES=1", "REGIONS=36"),
         "sm_90a",
     ),
     ("pipeline", (*RANKS, *PUSH), "sm_90"),

@@ -11,11 +11,11 @@ from functools import lru_cache
 
 from shardmath.cuda.driver import bindings, call
 
-__all__ = ["ALIGNMENT", "BOX_WIDTH", "NBYTES", "tensor_map"]
+__all__ = ["ALIGNMENT", "BOX_BYTES", "NBYTES", "tensor_map"]
 
 NBYTES = 128
 ALIGNMENT = 16  # of the matrix's address, and of the bytes from one row to the next
-BOX_WIDTH = 64  # elements of two bytes
+BOX_BYTES = 128  # of a row of a box
 
 
 @lru_cache(1024)
@@ -26,24 +26,25 @@ def tensor_map(
     height: int,
     pitch: int,
     box_height: int,
-    box_width: int = BOX_WIDTH,
+    box_bytes: int = BOX_BYTES,
 ) -> bytes:
     """The struct `TensorMap` of `height` rows of `width` elements, `pitch` elements apart.
 
-    `dtype` is "float16" or "bfloat16", `box_width` 64 or 32. Zeros where the matrix
-    is empty: then it must not be used.
+    `dtype` is "float16", "bfloat16" or "float64", `box_bytes` 128 or 64. Zeros where the matrix is
+    empty: then it must not be used.
     """
     if not width or not height:
         return bytes(NBYTES)
     driver = bindings()
     swizzle = {
-        64: driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-        32: driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_64B,
-    }[box_width]
+        128: driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        64: driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_64B,
+    }[box_bytes]
     kinds = driver.CUtensorMapDataType
-    kind = {
-        "float16": kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-        "bfloat16": kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+    kind, itemsize = {
+        "float16": (kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2),
+        "bfloat16": (kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2),
+        "float64": (kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT64, 8),
     }[dtype]
     made = call(
         "cuTensorMapEncodeTiled",
@@ -51,8 +52,8 @@ def tensor_map(
         2,
         address,
         [driver.cuuint64_t(width), driver.cuuint64_t(height)],
-        [driver.cuuint64_t(2 * pitch)],
-        [driver.cuuint32_t(box_width), driver.cuuint32_t(box_height)],
+        [driver.cuuint64_t(itemsize * pitch)],
+        [driver.cuuint32_t(box_bytes // itemsize), driver.cuuint32_t(box_height)],
         [driver.cuuint32_t(1), driver.cuuint32_t(1)],
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         swizzle,

@@ -1,16 +1,11 @@
-// A product of panels: C = A B, where rows of A and columns of B come while others are multiplied.
+// A product of panels of halves: C = A B, where rows of A and columns of B come while others are multiplied.
 //
 // Compiled for sm_90a with ELEMENT (Float16, Bfloat16), A_ALONG_K and B_ALONG_K (1 where the factor's contiguous
-// axis is k), WIDTH of a tile, CLUSTER (1 or 2 blocks that share the columns of B that they load), STAGES, BOXES
-// (0 where the rows of C are not aligned to 16 bytes) and REGIONS (how many there can be). One block on a
-// multiprocessor walks over tiles of 128 x WIDTH, region by region:
+// axis is k), WIDTH of a tile, CLUSTER, STAGES, BOXES (0 where the rows of C are not aligned to 16 bytes) and
+// REGIONS. One block on a multiprocessor walks over tiles of 128 x WIDTH, region by region (panels.cuh):
 //
 //     warp 0: waits until panels are here, loads boxes of A and B  ->  8 warps: multiply, round, store
-//
-// The panels lie in this GPU's memory. A copy engine fills them, and after each piece its stream writes to the
-// word of the rows or columns how far along k they have come; this kernel only reads the words.
-#include "clusters.cuh"
-#include "symm.cuh"
+#include "panels.cuh"
 #include "widths.cuh"
 
 using namespace shardmath;
@@ -22,125 +17,53 @@ constexpr u32 kBox = 64 * 128;  // bytes of 64 x 64 elements
 constexpr u32 kABytes = kRows * kDepth * 2;
 constexpr u32 kSlabs = (kWidth + 63) / 64;
 constexpr u32 kBBytes = kBAlongK ? kWidth * 128 : kSlabs * kBox;
-constexpr u32 kThreads = 384, kMultipliers = 128;  // each group of four warps multiplies 64 rows
+constexpr u32 kThreads = 384, kGroup = 128;  // each group of four warps multiplies 64 rows
 constexpr u32 kOut = 32;                           // columns that are stored at once
 constexpr u32 kOutBytes = 64 * kOut * 2;
-constexpr u32 kBand = 16 / kCluster;  // tiles above each other that are computed at about the same time
-
-struct Region {  // of the result: tiles that need the same panels
-    u32 first;             // its first unit; a unit is a tile of each block of a cluster
-    u32 row, heights;      // in units
-    u32 column, across;    // in tiles
-    u32 a, b;              // the words of its rows and columns
-    u32 reserved;
-};
-
-struct PaneledArgument {
-    TensorMap a, b, c;
-    Team team;
-    const u64* come;  // how far along k, by word
-    char* out;        // C
-    u64 pitch;        // bytes
-    u32 regions, units, depth, columns, rows, reserved;
-    Region region[REGIONS];
-};
-
 struct Shared {
     u32 stages, out, full, empty;  // shared addresses
     __device__ u32 a(u32 stage) const { return stages + stage * (kABytes + kBBytes); }
     __device__ u32 b(u32 stage) const { return a(stage) + kABytes; }
 };
 
-struct Tile {
-    u32 region, row, column;
-};
-
 // -- one block ----------------------------------------------------------------------------------------
 
 __device__ inline void group_barrier(u32 group) {
-    asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(kMultipliers) : "memory");
+    asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(kGroup) : "memory");
 }
 
-// -- the walk ------------------------------------------------------------------------------------------
+// -- loading -------------------------------------------------------------------------------------------
 
-// Columns come one after another, in bands of kBand units: what is in flight at once needs little of A and B.
-__device__ inline Tile locate(const PaneledArgument& a, u32 unit, u32 block) {
-    u32 number = 0;
-    while (number + 1 < a.regions && unit >= a.region[number + 1].first) ++number;
-    const Region& region = a.region[number];
-    const u32 local = unit - region.first;
-    const u32 band = local / (kBand * region.across), within = local % (kBand * region.across);
-    const u32 left = region.heights - band * kBand, heights = left < kBand ? left : kBand;
-    const u32 height = region.row + band * kBand + within % heights;
-    return {number, (height * kCluster + block) * kRows, (region.column + within / heights) * kWidth};
-}
-
-// How far along k both panels of a region are here, at least `target`: what has not come in time is
-// multiplied as it lies, and the host, which is told, raises.
-__device__ inline u32 come(const PaneledArgument& a, const Region& region, u32 target) {
-    const u64 *of_a = &a.come[region.a], *of_b = &a.come[region.b];
-    wait(a.team, of_a, target, a.team.rank, kUser, region.a);
-    wait(a.team, of_b, target, a.team.rank, kUser, region.b);
-    const u64 there = load_acquire(of_a), too = load_acquire(of_b);
-    fence_async();
-    return (u32)(there < too ? there : too);
-}
-
-__device__ inline void load_stage(const PaneledArgument& a, const Shared& s, const Tile& tile, u32 k, u32 stage,
+__device__ inline void load_stage(const PanelsArgument& a, const Shared& s, const Tile& tile, Step at, u32 stage,
                                   u32 block) {
     const u32 full = s.full + 8 * stage, to_a = s.a(stage), to_b = s.b(stage);
+    const TensorMap *of_a = a.map_a(at), *of_b = a.map_b(at);
+    const u32 k_of_a = at.a & ~kOwn, k_of_b = at.b & ~kOwn;
     bar_expect(full, kABytes + kBBytes);
     if (kAAlongK) {
-        load_box(to_a, &a.a, k, tile.row, full);
+        load_box(to_a, of_a, k_of_a, tile.row, full);
     } else {
-        load_box(to_a, &a.a, tile.row, k, full);
-        load_box(to_a + kBox, &a.a, tile.row + 64, k, full);
+        load_box(to_a, of_a, tile.row, k_of_a, full);
+        load_box(to_a + kBox, of_a, tile.row + 64, k_of_a, full);
     }
     if (kBAlongK) {
         constexpr u32 kShare = kWidth / kCluster;
-        load_box_for_all(to_b + block * kShare * 128, &a.b, k, tile.column + block * kShare, full);
+        load_box_for_all(to_b + block * kShare * 128, of_b, k_of_b, tile.column + block * kShare, full);
     } else {
         constexpr u32 kShare = kDepth / kCluster;
 #pragma unroll
         for (u32 i = 0; i < kSlabs; ++i)
-            load_box_for_all(to_b + i * kBox + block * kShare * 128, &a.b, tile.column + 64 * i, k + block * kShare,
-                             full);
-    }
-}
-
-// One thread.
-__device__ inline void load_tiles(const PaneledArgument& a, const Shared& s, u32 block) {
-    const u32 steps = (a.depth + kDepth - 1) / kDepth;
-    u32 number = 0;
-    for (u32 unit = blockIdx.x / kCluster; unit < a.units; unit += gridDim.x / kCluster) {
-        const Tile tile = locate(a, unit, block);
-        u32 here = 0;
-        for (u32 step = 0; step < steps; ++step, ++number) {
-            const u32 end = (step + 1) * kDepth < a.depth ? (step + 1) * kDepth : a.depth;
-            if (here < end) here = max(end, come(a, a.region[tile.region], end));
-            const u32 stage = number % kStages;
-            bar_wait(s.empty + 8 * stage, (number / kStages & 1) ^ 1);
-            load_stage(a, s, tile, step * kDepth, stage, block);
-        }
+            load_box_for_all(to_b + i * kBox + block * kShare * 128, of_b, tile.column + 64 * i,
+                             k_of_b + block * kShare, full);
     }
 }
 
 // -- what the other warps do ---------------------------------------------------------------------------
 
-// The stage has been multiplied by this warp: to all blocks that write into it.
-__device__ inline void release(const Shared& s, u32 stage) {
-    const u32 lane = threadIdx.x % 32;
-    if (kCluster == 1) {
-        if (lane == 0) bar_arrive(s.empty + 8 * stage);
-    } else if (lane < kCluster) {
-        arrive_at(s.empty + 8 * stage, lane);
-    }
-}
-
-__device__ inline void store_tile(const PaneledArgument& a, const Shared& s, const Tile& tile, u32 group,
+__device__ inline void store_tile(const PanelsArgument& a, const Shared& s, const Tile& tile, u32 group,
                                   const float (&d)[kWidth / 2]) {
     const u32 lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16, right = lane / 16;
-    const bool issues = threadIdx.x % kMultipliers == 0;
+    const bool issues = threadIdx.x % kGroup == 0;
     const bool has_rows = tile.row + 64 * group < a.rows;
 #pragma unroll
     for (u32 i = 0; i < kWidth / kOut; ++i) {
@@ -165,7 +88,7 @@ __device__ inline void store_tile(const PaneledArgument& a, const Shared& s, con
 }
 
 // Rows that boxes cannot be stored to, because they are not aligned.
-__device__ inline void store_elements(const PaneledArgument& a, const Tile& tile, u32 group,
+__device__ inline void store_elements(const PanelsArgument& a, const Tile& tile, u32 group,
                                       const float (&d)[kWidth / 2]) {
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     const u32 row = tile.row + 64 * group + 16 * warp + lane / 4;
@@ -177,12 +100,11 @@ __device__ inline void store_elements(const PaneledArgument& a, const Tile& tile
     }
 }
 
-__device__ inline void multiply_tiles(const PaneledArgument& a, const Shared& s, u32 block, u32 group) {
-    const u32 steps = (a.depth + kDepth - 1) / kDepth;
+__device__ inline void multiply_tiles(const PanelsArgument& a, const Shared& s, u32 block, u32 group) {
     float d[kWidth / 2];
     u32 number = 0;
-    for (u32 unit = blockIdx.x / kCluster; unit < a.units; unit += gridDim.x / kCluster) {
-        for (u32 step = 0; step < steps; ++step, ++number) {
+    for (Work work = first_work(a); work.unit < a.units; work = next_work(a, work)) {
+        for (u32 step = work.first; step < work.last; ++step, ++number) {
             const u32 stage = number % kStages;
             bar_wait(s.full + 8 * stage, number / kStages & 1);
             products_begin();
@@ -191,25 +113,26 @@ __device__ inline void multiply_tiles(const PaneledArgument& a, const Shared& s,
                 const u32 of_a = s.a(stage) + group * kBox + k * (kAAlongK ? 32 : 2048);
                 const u32 of_b = s.b(stage) + k * (kBAlongK ? 32 : 2048);
                 Multiply<ELEMENT, kAAlongK, kBAlongK>::add(d, describe<kAAlongK>(of_a, kBox),
-                                                           describe<kBAlongK>(of_b, kBox), step | k);
+                                                           describe<kBAlongK>(of_b, kBox), step > work.first || k);
             }
             products_commit();
             products_wait<1>();  // the step before has been multiplied
-            if (step) release(s, (number - 1) % kStages);
+            if (step > work.first) release(s.empty, (number - 1) % kStages);
         }
         products_wait<0>();
-        release(s, (number - 1) % kStages);
-        const Tile tile = locate(a, unit, block);
+        release(s.empty, (number - 1) % kStages);
+        if (!completes(a, d, work, threadIdx.x - kGroup)) continue;
+        const Tile tile = locate<kRows, kWidth>(a, work.unit, block);
         if (BOXES)
             store_tile(a, s, tile, group, d);
         else
             store_elements(a, tile, group, d);
     }
-    if (threadIdx.x % kMultipliers == 0) stores_have_read();
+    if (threadIdx.x % kGroup == 0) stores_have_read();
 }
 
 extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
-    paneled(const __grid_constant__ PaneledArgument a) {
+    paneled(const __grid_constant__ PanelsArgument a) {
     extern __shared__ char memory[];
     __shared__ u64 bars[2 * kStages];
     Shared s;
@@ -223,12 +146,15 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
         bars_visible();
     }
     cluster_barrier();
-    if (threadIdx.x < kMultipliers) {
+    if (threadIdx.x < kGroup) {
         give_registers<40>();
-        if (threadIdx.x == 0) load_tiles(a, s, block);
+        if (threadIdx.x == 0)
+            load_tiles<kRows, kWidth, kStages>(a, s.empty, block, [&](const Tile& tile, Step at, u32 stage) {
+                load_stage(a, s, tile, at, stage, block);
+            });
     } else {
         take_registers<232>();
-        multiply_tiles(a, s, block, threadIdx.x / kMultipliers - 1);
+        multiply_tiles(a, s, block, threadIdx.x / kGroup - 1);
     }
     __syncwarp();
     cluster_barrier();  // a block's barriers and stages are there until its neighbour needs them no more

@@ -295,8 +295,8 @@ class AllGatherGemm:
             return bytes(NBYTES)
         if problem.out == "C":
             at = result + 2 * start * pitch
-            return tensor_map(at, problem.dtype, problem.columns, rows, pitch, 64, 32)
-        return tensor_map(result + 2 * start, problem.dtype, rows, problem.columns, pitch, 32, 64)
+            return tensor_map(at, problem.dtype, problem.columns, rows, pitch, 64, 64)
+        return tensor_map(result + 2 * start, problem.dtype, rows, problem.columns, pitch, 32, 128)
 
 
 def product_kernel(

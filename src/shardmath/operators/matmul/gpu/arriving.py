@@ -1,18 +1,22 @@
-"""Performing a product whose factors come while it runs: see `paneled` for the order.
+"""Performing a product whose factors come while it runs: see `paneled` and `depth` for the order.
 
-What this rank has itself is copied first, by a kernel on the product's stream. What peers have is
-pulled by copy engines on a second stream, which writes after each piece how far it has come; the
-product, which fills every multiprocessor, only reads these words. No kernel may be needed beside
-it: it would not find room. Every wait of the product has a deadline.
+What peers have is pulled by copy engines on a second stream, which writes after each piece how far
+it has come; the product, which fills every multiprocessor, only reads these words. No kernel may be
+needed beside it: it would not find room. What this rank has itself is read where it lies; where it
+cannot be, a kernel on the product's stream copies it first. Every wait of the product has a
+deadline.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
-from shardmath.arrays import dtypes
+import numpy as np
+
+from shardmath.cuda.constant import Constant
 from shardmath.cuda.driver import call
 from shardmath.cuda.kernel import Argument
 from shardmath.cuda.tensormap import ALIGNMENT, NBYTES, tensor_map
@@ -20,83 +24,25 @@ from shardmath.geometry import Move
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.gpu import Matrix
 from shardmath.operators.lanes import Lane
+from shardmath.operators.matmul.gpu.depth import Depth
 from shardmath.operators.matmul.gpu.engines import EngineCopies, engine_copies
 from shardmath.operators.matmul.gpu.gathering import Places
-from shardmath.operators.matmul.gpu.paneled import (
-    DEPTH,
-    MOST_REGIONS,
-    TILE_ROWS,
-    Fetch,
-    Walk,
-    walk,
-)
+from shardmath.operators.matmul.gpu.paneled import MOST_REGIONS, Fetch, Tiles, Walk, walk
 from shardmath.operators.matmul.gpu.share import Operands, Share
-from shardmath.operators.matmul.panels import clip
+from shardmath.operators.matmul.gpu.side import SUMS_BYTES, TILINGS, Side
+from shardmath.operators.matmul.strategy import HOPPER
 from shardmath.operators.showing import matrix_of
-from shardmath.redistribution.copies import lowered
+from shardmath.redistribution.copies import StridedCopy, lowered
 from shardmath.redistribution.device import Box, BoxCopies
 
 __all__ = ["Arriving"]
 
-_WIDTH, _CLUSTER, _STAGES, _THREADS = 256, 2, 4, 384
-_DTYPES = ("float16", "bfloat16")
-_LEAST_FLOPS = 2e11  # of a rank: below, gathering first and cuBLASLt are as fast
-_ROOM = 8 << 30  # bytes of panels
+_THREADS = 384
+_LEAST_SECONDS = 2.5e-4  # of a rank: below, gathering first and cuBLASLt are as fast
 _LEAST_WIDTH = 1024  # rows and columns of a rank
-
-
-@dataclass(frozen=True)
-class _Side:
-    """A factor as the kernel sees it: rows x k (side 0) or k x columns (side 1)."""
-
-    index: int  # 0: op(A), 1: op(B)
-    own: Matrix  # this rank's local array, in this orientation
-    moves: tuple[Move, ...]
-    place: tuple[int, int] | None  # where it lies in `own`, if nothing needs to move
-    shape: tuple[int, int]
-    turned: bool  # against the operand
-
-    @property
-    def along_k(self) -> bool:
-        return self.own.by_columns == (self.shape_k_axis == 0)
-
-    @property
-    def shape_k_axis(self) -> int:
-        return 0 if self.is_right else 1
-
-    @property
-    def is_right(self) -> bool:
-        return (self.index == 1) != self.turned
-
-    def panel(self, address: int) -> Matrix:
-        """Memory for all of it, in the order of the operand, its lines 16 bytes aligned."""
-        rows, columns = self.shape
-        pitch = -(-(rows if self.own.by_columns else columns) // 8) * 8
-        strides = (1, pitch) if self.own.by_columns else (pitch, 1)
-        return Matrix(address, rows, columns, *strides, self.own.dtype)
-
-    def nbytes(self) -> int:
-        """Of that memory."""
-        panel = self.panel(0)
-        lines = panel.columns if self.own.by_columns else panel.rows
-        return 2 * lines * max(panel.row_stride, panel.column_stride)
-
-    def lying(self) -> Matrix:
-        """Where it lies, if nothing needs to move."""
-        assert self.place is not None
-        (row, column), (rows, columns) = self.place, self.shape
-        return self.own.part((row, row + rows), (column, column + columns))
-
-    def clipped(self, fetch: Fetch) -> list[Move]:
-        """The moves of a fetch, within its own part of the panel."""
-        across, k = (1, 0) if self.is_right else (0, 1)
-        found = [part for move in self.moves for part in clip(move, across, fetch.lo, fetch.hi)]
-        return [part for move in found for part in clip(move, k, fetch.k_lo, fetch.k_hi)]
-
-    def part(self, panel: Matrix, fetch: Fetch) -> Matrix:
-        """A fetch's part of the panel."""
-        across, k = (fetch.lo, fetch.hi), (fetch.k_lo, fetch.k_hi)
-        return panel.part(k, across) if self.is_right else panel.part(across, k)
+_ROOM = 8 << 30  # bytes of panels
+_WORDS = 64  # how far fetches have come; behind them by block, whether its sums are there
+_FIRST_BYTES = 4 << 20  # of the first piece: what comes sooner takes longer than its bytes
 
 
 class Arriving:
@@ -110,17 +56,23 @@ class Arriving:
         self._turned = out.column_stride != 1
         self._out = out.transposed() if self._turned else out
         first = 1 if self._turned else 0
-        self._sides = (self._side(first), self._side(1 - first))
-        self._depth = self._sides[0].shape[1]
+        self._extent = share.feeds[0].extent  # of k
+        self._order = first, 1 - first  # which operand is on the left, which on the right
 
-    def _side(self, index: int) -> _Side:
+    @cached_property
+    def _sides(self) -> tuple[Side, Side]:
+        return self._side(self._order[0]), self._side(self._order[1])
+
+    def _side(self, index: int) -> Side:
         feed, own = self._share.feeds[index], matrix_of(self._operands.factors[index])
         moves, place, shape = feed.moves, feed.place, feed.shape(0, feed.extent)
         if self._turned:
             own, shape = own.transposed(), shape[::-1]
             moves = tuple(Move(move.src, move.dst, move.runs[::-1]) for move in moves)
             place = None if place is None else place[::-1]
-        return _Side(index, own, moves, place, shape, self._turned)
+        is_right = (index == 1) != self._turned
+        rank, tiling = self._lane.team.rank, TILINGS[self._out.dtype]
+        return Side(index, is_right, own, moves, place, shape, rank, tiling)
 
     @property
     def misfit(self) -> str:
@@ -130,36 +82,45 @@ class Arriving:
     def _misfit_of_kind(self) -> str:
         strategy, operands, out = self._share.strategy, self._operands, self._out
         problem = strategy.problem
-        if self._device.arch != "sm_90" or problem.dtype not in _DTYPES:
-            return "the kernel multiplies halves on GPUs of capability 9.0"
+        if self._device.arch != "sm_90" or problem.dtype not in TILINGS:
+            return "the kernels multiply halves and float64 on GPUs of capability 9.0"
         if strategy.reduces or strategy.moves_result or not strategy.sums.disjoint():
             return "ranks share elements of the result"
         if out.dtype != problem.dtype or out.column_stride != 1 or out.row_stride < out.columns:
-            return "the kernel writes halves, row by row or column by column"
+            return "the kernels write the operands' type, row by row or column by column"
         if problem.epilog is not MatmulEpilog.DEFAULT or operands.alpha != 1:
-            return "the kernel has no epilog and no alpha"
+            return "the kernels have no epilog and no alpha"
         if operands.c is not None and operands.beta != 0:
-            return "the kernel adds no C"
+            return "the kernels add no C"
         return ""
 
     def _misfit_of_size(self) -> str:
         out = self._out
         if not any(feed.gathers for feed in self._share.feeds):
             return "all lies here"
-        flops = 2.0 * out.rows * out.columns * self._depth
-        if flops < _LEAST_FLOPS or min(out.rows, out.columns, self._depth) < _LEAST_WIDTH:
+        seconds = 2.0 * out.rows * out.columns * self._extent / HOPPER.rate(out.dtype)
+        if seconds < _LEAST_SECONDS or min(out.rows, out.columns, self._extent) < _LEAST_WIDTH:
             return "the product is small"
         if sum(side.nbytes() for side in self._sides if side.place is None) > _ROOM:
             return "the panels are large"
-        here = [side.lying() for side in self._sides if side.place is not None]
-        return "" if all(map(_is_loadable, here)) else "a factor is not aligned for the kernel"
+        fit = all(side.fits for side in self._sides)
+        return "" if fit else "a factor is not aligned for the kernel"
 
     def prepare(self) -> None:
-        """Take memory for the panels and the words. Raises HeapExhausted."""
-        for side in self._sides:
-            if side.place is None:
-                self._lane.buffer(f"panel {'ab'[side.index]}", side.nbytes())
-        self._lane.buffer("come", 8 * 64)
+        """Take memory for the words, and for sums of tiles by several blocks. Raises
+        HeapExhausted.
+        """
+        self._lane.buffer("come", 8 * (_WORDS + self._processors))
+        self._lane.buffer("sums", SUMS_BYTES * self._processors)
+
+    @property
+    def _processors(self) -> int:
+        """Multiprocessors, and blocks at most."""
+        return self._device.processors
+
+    def room(self, index: int) -> int:
+        """Bytes that the panel of a factor needs, in the lane's buffer for that."""
+        return self._sides[self._order.index(index)].nbytes()
 
     def run(self, places: Callable[[int], Places]) -> bool:
         """Put it on the stream; false, with nothing done, where copy engines do not suit.
@@ -168,36 +129,31 @@ class Arriving:
         """
         stream, lane = self._operands.stream, self._lane
         found = [self._oriented(places(side.index)) for side in self._sides]
-        panels = [
-            side.panel(lane.address(f"panel {'ab'[side.index]}"))
-            if side.place is None
-            else side.lying()
-            for side in self._sides
-        ]
         plan = self._plan(found)
         if plan is None:
             return False
+        panels = [
+            side.panel(lane.address(f"panel {'ab'[side.index]}") if side.place is None else 0)
+            for side in self._sides
+        ]
         words = lane.address("come")
-        call("cuMemsetD8Async", words, 0, 8 * sum(plan.walk.parts), stream)
-        for side, at in zip(self._sides, (0, plan.walk.parts[0]), strict=True):
-            if side.place is not None:
-                call("cuMemsetD32Async", words + 8 * at, self._depth, 1, stream)
+        call("cuMemsetD8Async", words, 0, 8 * (_WORDS + self._processors), stream)
         side_stream = lane.side
         call("cuEventRecord", lane.event("fork"), stream)
         call("cuStreamWaitEvent", side_stream, lane.event("fork"), 0)
-        for own, panel, address in zip(plan.own, panels, self._own_addresses(), strict=True):
+        for side, own, panel in zip(self._sides, plan.own, panels, strict=True):
             if own is not None:
-                own.launch(stream, [address], [panel.address])
+                own.launch(stream, [side.own.address], [panel.address])
         sources = [
             [place(rank)[0] if needed else 0 for rank, needed in enumerate(ranks)]
             for place, ranks in zip(found, plan.needed, strict=True)
         ]
         for fetch, copies, number in plan.fetches:
-            target = self._sides[fetch.side].part(panels[fetch.side], fetch)
-            if copies is not None:
-                copies.launch(side_stream, sources[fetch.side], target.address)
-            call("cuStreamWriteValue64", side_stream, words + 8 * number, fetch.k_hi, 0)
-        self._launch(plan.walk, panels, words)
+            side, panel = self._sides[fetch.side], panels[fetch.side]
+            target = side.across(panel, fetch.lo, fetch.hi)
+            copies.launch(side_stream, sources[fetch.side], target.address)
+            call("cuStreamWriteValue64", side_stream, words + 8 * number, fetch.last, 0)
+        self._launch(plan, panels, words)
         call("cuEventRecord", lane.event("join"), side_stream)
         call("cuStreamWaitEvent", stream, lane.event("join"), 0)
         return True
@@ -213,13 +169,9 @@ class Arriving:
 
         return turned
 
-    def _own_addresses(self) -> list[int]:
-        return [side.own.address for side in self._sides]
-
     # -- the plan, kept with the share -------------------------------------------------------------
 
     def _plan(self, found: Sequence[Places]) -> _Plan | None:
-        ranks = range(self._lane.team.size)
         needed = [
             {move.src for move in side.moves} if side.place is None else set()
             for side in self._sides
@@ -228,78 +180,89 @@ class Arriving:
             tuple((rank, place(rank)[1]) for rank in sorted(need))
             for need, place in zip(needed, found, strict=True)
         )
-        key = ("arriving", self._turned, strides)
+        own = tuple(side.lines.own for side in self._sides)
+        key = ("arriving", self._turned, strides, own)
         kept = self._share.kept
         if key not in kept:
-            kept[key] = self._planned(found, needed, ranks)
+            kept[key] = self._planned(found, needed)
         plan: _Plan | None = kept[key]
         return plan
 
-    def _planned(
-        self, found: Sequence[Places], needed: Sequence[set[int]], ranks: Sequence[int]
-    ) -> _Plan | None:
-        own_rank, item = self._lane.team.rank, dtypes.of(self._out.dtype).itemsize
-        costs = []
-        for side, extent in zip(self._sides, (self._out.rows, self._out.columns), strict=True):
-            remote = sum(move.elements for move in side.moves if move.src != own_rank)
-            costs.append(item * remote / extent if side.place is None else 0.0)
-        processors = self._device.processors // _CLUSTER * _CLUSTER
-        shape = self._out.rows, self._out.columns, self._depth
-        made = walk(shape, (costs[0], costs[1]), width=_WIDTH, cluster=_CLUSTER, blocks=processors)
+    def _planned(self, found: Sequence[Places], needed: Sequence[set[int]]) -> _Plan | None:
+        out, tiling, (left, right) = self._out, TILINGS[self._out.dtype], self._sides
+        tiles = Tiles(
+            out.rows,
+            out.columns,
+            (left.remote / out.rows, right.remote / out.columns),
+            width=tiling.width,
+            cluster=tiling.cluster,
+            clusters=self._processors // tiling.cluster,
+            sharing=tiling.sharing,
+        )
+        wave = [units * unit for units, unit in zip(tiles.first_wave, tiles.units, strict=True)]
+        costs = wave[0] * float(out.itemsize), wave[1] * float(out.itemsize)
+        depth = Depth.plan((left.lines, right.lines), costs, tiling.depth)
+        made = walk(tiles, depth.pieces(costs, _FIRST_BYTES), depth.steps)
         fetches = []
         for fetch in made.fetches:
-            side = self._sides[fetch.side]
-            if side.place is not None:
+            if depth.here(fetch.side) >= fetch.last:
                 continue
-            panel, place = side.panel(0), found[fetch.side]
-            steps = panel.row_stride * item, panel.column_stride * item
-            moves = [move for move in side.clipped(fetch) if move.src != own_rank]
-            moves.sort(key=lambda move: (move.src < own_rank, move.src))
-            copies = [lowered(move, item, place(move.src)[1], steps) for move in moves]
-            engines = engine_copies(copies)
+            side, place = self._sides[fetch.side], found[fetch.side]
+            moves = depth.gathering(fetch.side, fetch.first, fetch.last, (fetch.lo, fetch.hi))
+            moves.sort(key=side.turn)
+            engines = engine_copies(_lowered(side, moves, place))
             if engines is None:
                 return None
-            number = fetch.part + (made.parts[0] if fetch.side else 0)
-            fetches.append((fetch, engines if copies else None, number))
-        own = []
-        for side, place in zip(self._sides, found, strict=True):
-            panel = side.panel(0)
-            steps = panel.row_stride * item, panel.column_stride * item
-            mine = [move for move in side.moves if move.src == own_rank and move.elements]
-            boxes = [
-                Box.of(lowered(Move(0, 0, m.runs), item, place(own_rank)[1], steps), 0)
-                for m in mine
-            ]
-            own.append(BoxCopies(self._device, boxes) if boxes and side.place is None else None)
+            fetches.append((fetch, engines, fetch.part + (made.parts[0] if fetch.side else 0)))
+        own = [self._own_copies(*pair) for pair in zip(self._sides, found, strict=True)]
+        ranks = range(self._lane.team.size)
         reached = tuple(tuple(rank in need for rank in ranks) for need in needed)
-        return _Plan(made, tuple(fetches), tuple(own), reached)
+        steps = Constant(self._device, depth.table())
+        here = depth.here(0), depth.here(1)
+        return _Plan(made, tuple(fetches), tuple(own), reached, depth.steps, here, steps)
+
+    def _own_copies(self, side: Side, place: Places) -> BoxCopies | None:
+        """What this rank has, but cannot load where it lies, into its panel."""
+        if side.place is not None:
+            return None
+        every = np.arange(len(side.lines.places))
+        moves = side.lines.gathering(every, (0, side.extent), side.tiling.depth)
+        mine = [move for move in moves if move.src == side.rank]
+        boxes = [Box.of(replace(copy, src=0), 0) for copy in _lowered(side, mine, place)]
+        return BoxCopies(self._device, boxes) if boxes else None
 
     # -- the kernel --------------------------------------------------------------------------------
 
-    def _launch(self, made: Walk, panels: Sequence[Matrix], words: int) -> None:
-        out, team = self._out, self._lane.team
+    def _launch(self, plan: _Plan, panels: Sequence[Matrix], words: int) -> None:
+        out, team, made = self._out, self._lane.team, plan.walk
         left, right = self._sides
-        boxes = out.address % ALIGNMENT == 0 and 2 * out.row_stride % ALIGNMENT == 0
+        tiling, pitch = left.tiling, out.row_stride
+        aligned = out.address % ALIGNMENT == 0 and out.itemsize * pitch % ALIGNMENT == 0
+        if out.dtype == "float64":
+            of_kind: tuple[str, ...] = (f"PAIRS={aligned:d}",)
+        else:
+            names = f"ELEMENT={out.dtype.capitalize()}", f"WIDTH={tiling.width}"
+            of_kind = (*names, f"BOXES={aligned:d}")
         defines = (
-            f"ELEMENT={out.dtype.capitalize()}",
             f"A_ALONG_K={left.along_k:d}",
             f"B_ALONG_K={right.along_k:d}",
-            f"WIDTH={_WIDTH}",
-            f"CLUSTER={_CLUSTER}",
-            f"STAGES={_STAGES}",
-            f"BOXES={boxes:d}",
+            f"CLUSTER={tiling.cluster}",
+            f"STAGES={tiling.stages}",
             f"REGIONS={MOST_REGIONS}",
+            *of_kind,
         )
-        shared = 1024 + _STAGES * (TILE_ROWS + _WIDTH) * DEPTH * 2 + 2 * 2 * 64 * 32 * 2
-        kernel = team.kernel("paneled", "paneled", defines, shared=shared, features="a")
-        pitch = out.row_stride
-        c_map = (out.address, out.dtype, out.columns, out.rows, pitch, 64, 32)
-        packed = self._map(left, panels[0]) + self._map(right, panels[1])
-        packed += tensor_map(*c_map) if boxes else bytes(NBYTES)
+        kernel = team.kernel(tiling.file, tiling.file, defines, shared=tiling.shared, features="a")
+        packed = b"".join(side.map(panel) for side, panel in zip(self._sides, panels, strict=True))
+        packed += b"".join(side.map(side.lying()) for side in self._sides)
+        if aligned and out.dtype != "float64":
+            packed += tensor_map(out.address, out.dtype, out.columns, out.rows, pitch, 64, 64)
+        else:
+            packed += bytes(NBYTES)
         packed += team.packed()
-        packed += struct.pack("QQQ", words, out.address, 2 * pitch)
-        counts = (len(made.regions), made.units, self._depth, out.columns, out.rows, 0)
-        packed += struct.pack("6I", *counts)
+        packed += struct.pack("QQQQ", words, plan.steps.address, out.address, out.itemsize * pitch)
+        packed += struct.pack("QQ", words + 8 * _WORDS, self._lane.address("sums"))
+        shape = made.units, plan.depth, out.columns, out.rows
+        packed += struct.pack("8I", len(made.regions), *shape, *plan.here, made.whole)
         for region in made.regions:
             numbers = (
                 *(region.first, region.row, region.heights, region.column, region.across),
@@ -308,43 +271,30 @@ class Arriving:
             packed += struct.pack("8I", *numbers)
         packed += bytes(32 * (MOST_REGIONS - len(made.regions)))
         packed += bytes(-len(packed) % 64)
-        blocks = min(self._device.processors // _CLUSTER, made.units) * _CLUSTER
+        clusters = self._processors // tiling.cluster
+        blocks = tiling.cluster * (min(clusters, made.units) if made.shares_none else clusters)
         kernel.launch(self._operands.stream, blocks, _THREADS, Argument(packed))
-
-    def _map(self, side: _Side, panel: Matrix) -> bytes:
-        """The struct `TensorMap` of a factor, in boxes as paneled.cu loads them."""
-        rows, columns = (
-            (panel.columns, panel.rows)
-            if panel.by_columns
-            else (
-                panel.rows,
-                panel.columns,
-            )
-        )
-        pitch = max(panel.row_stride, panel.column_stride)
-        if side.is_right:
-            height = (_WIDTH if side.along_k else DEPTH) // _CLUSTER
-        else:
-            height = TILE_ROWS if side.along_k else DEPTH
-        return tensor_map(panel.address, panel.dtype, columns, rows, pitch, height)
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is launched: the walk, copies and the number of the word of each fetch, own copies, and
-    by side and rank whether its part is read.
+    """What is launched: the walk, copies and the number of the word of each fetch, own copies, by
+    side and rank whether its part is read, and the steps along k: how many, those for which nothing
+    of a side has to come, and where each lies.
     """
 
     walk: Walk
-    fetches: tuple[tuple[Fetch, EngineCopies | None, int], ...]
+    fetches: tuple[tuple[Fetch, EngineCopies, int], ...]
     own: tuple[BoxCopies | None, ...]
     needed: tuple[tuple[bool, ...], ...]
+    depth: int
+    here: tuple[int, int]
+    steps: Constant
 
 
-def _is_loadable(x: Matrix) -> bool:
-    """Whether boxes of it can be loaded where it lies."""
-    if min(abs(x.row_stride), abs(x.column_stride)) != 1:
-        return False
-    pitch = x.column_stride if x.by_columns else x.row_stride
-    width = x.rows if x.by_columns else x.columns
-    return pitch >= width and 2 * pitch % ALIGNMENT == 0 and x.address % ALIGNMENT == 0
+def _lowered(side: Side, moves: Sequence[Move], places: Places) -> list[StridedCopy]:
+    """Moves into a side's panel as the machine sees them."""
+    panel = side.panel(0)
+    item = panel.itemsize
+    steps = panel.row_stride * item, panel.column_stride * item
+    return [lowered(move, item, places(move.src)[1], steps) for move in moves]

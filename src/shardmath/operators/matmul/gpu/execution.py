@@ -115,7 +115,9 @@ class Execution:
         itemsize = dtypes.of(self.problem.dtype).itemsize
         for index, feed in enumerate(self.share.feeds):
             if feed.gathers:
-                self.lane.buffer(f"panel {'ab'[index]}", room * feed.width * itemsize)
+                whole = 0 if self._arriving is None else self._arriving.room(index)
+                nbytes = max(whole, room * feed.width * itemsize)
+                self.lane.buffer(f"panel {'ab'[index]}", nbytes)
             elif not self._fits(index, self._own(index), target):
                 self.lane.buffer(f"packed {'ab'[index]}", feed.extent * feed.width * itemsize)
 

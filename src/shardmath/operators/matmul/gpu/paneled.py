@@ -1,9 +1,9 @@
 """A product whose factors come while it runs: what comes in which order, for which tiles.
 
-Both factors of this rank's share are gathered whole, and one kernel computes all tiles; each waits
-for the rows and columns that it needs, as far along k as it has come. The first wave of tiles is
-fetched in pieces of k, so that it can begin soon; from then on whole rows and columns come faster
-than they are used.
+What this rank lacks of the factors of its share is gathered, and one kernel computes all tiles;
+each waits for the rows and columns that it needs, as far along k as it has come: `depth` has the
+order. The first wave of tiles is fetched in pieces of k, so that it can begin soon; from then on
+whole rows and columns come faster than they are used.
 
             columns 0     1   2       fetched            unlocks
     rows 0  [ 1st wave ][ 2 ][ 4 ]    rows 0, columns 0  1st wave, piece by piece
@@ -15,14 +15,13 @@ Pure: no address and no rank is known here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import sqrt
+from math import prod, sqrt
 
-__all__ = ["DEPTH", "MOST_REGIONS", "TILE_ROWS", "Fetch", "Region", "Walk", "walk"]
+__all__ = ["MOST_REGIONS", "TILE_ROWS", "Fetch", "Region", "Tiles", "Walk", "walk"]
 
-TILE_ROWS, DEPTH = 128, 64
-_PIECES = 2  # of k, in which the first wave comes
-_PIECE = 2048  # indices of k that a piece is a multiple of: cut blocks have short rows
+TILE_ROWS = 128
 _LEAST_PART, _MOST_PARTS = 2, 5  # units in a part, and parts after the first
 
 MOST_REGIONS = (1 + _MOST_PARTS) ** 2
@@ -30,14 +29,16 @@ MOST_REGIONS = (1 + _MOST_PARTS) ** 2
 
 @dataclass(frozen=True)
 class Fetch:
-    """Rows (side 0) or columns (side 1) number `part`, from `lo` to `hi`, for k from `k_lo` on."""
+    """Rows (side 0) or columns (side 1) number `part`, from `lo` to `hi`, for the steps along k
+    from `first` to before `last`.
+    """
 
     side: int
     part: int
     lo: int
     hi: int
-    k_lo: int
-    k_hi: int
+    first: int
+    last: int
 
 
 @dataclass(frozen=True)
@@ -55,12 +56,21 @@ class Region:
 
 @dataclass(frozen=True)
 class Walk:
-    """What is fetched, in this order, and the regions in the order in which they are computed."""
+    """What is fetched, in this order, and the regions in the order in which they are computed. The
+    first `whole` of all `units` are computed by one cluster each, the steps of the others are
+    shared out among all clusters.
+    """
 
     fetches: tuple[Fetch, ...]
     regions: tuple[Region, ...]
     parts: tuple[int, int]
     units: int
+    whole: int
+
+    @property
+    def shares_none(self) -> bool:
+        """Whether each unit is computed by one cluster."""
+        return self.whole == self.units
 
     @property
     def first_wave(self) -> tuple[Fetch, ...]:
@@ -68,31 +78,71 @@ class Walk:
         return tuple(fetch for fetch in self.fetches if fetch.part == 0)
 
 
-def walk(
-    shape: tuple[int, int, int],
-    costs: tuple[float, float],
-    *,
-    width: int,
-    cluster: int,
-    blocks: int,
-) -> Walk:
-    """The walk over m x n x k, where a row of A and a column of B cost so many bytes to fetch.
-
-    A cost of 0 says that a factor is here. Tiles have TILE_ROWS rows and `width` columns.
+@dataclass(frozen=True)
+class Tiles:
+    """An m x n result in tiles of TILE_ROWS x `width`, of which `clusters` times `cluster` above
+    each other are computed at once; a row of A and a column of B cost so many bytes to fetch, 0 if
+    the factor is here. To add up sums of several clusters takes as long as `sharing` steps.
     """
-    m, n, k = shape
-    unit = TILE_ROWS * cluster
-    high, wide = -(-m // unit), -(-n // width)
-    first = _first_wave((high, wide), (costs[0] * unit, costs[1] * width), blocks // cluster)
-    bounds = [_cuts(high, first[0], costs[0] > 0), _cuts(wide, first[1], costs[1] > 0)]
-    extents, steps = (m, n), (unit, width)
+
+    m: int
+    n: int
+    costs: tuple[float, float]
+    width: int
+    cluster: int
+    clusters: int
+    sharing: int = 1 << 30
+
+    @property
+    def units(self) -> tuple[int, int]:
+        """Rows and columns of a unit, which a cluster computes at a time."""
+        return TILE_ROWS * self.cluster, self.width
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the result, in units."""
+        return -(-self.m // self.units[0]), -(-self.n // self.width)
+
+    @property
+    def first_wave(self) -> tuple[int, int]:
+        """Units of rows and of columns that keep all clusters busy and come soonest."""
+        (high, wide), clusters = self.shape, self.clusters
+        costs = [cost * unit for cost, unit in zip(self.costs, self.units, strict=True)]
+        if not costs[0]:
+            return high, min(wide, max(1, round(clusters / high)))
+        if not costs[1]:
+            return min(high, max(1, round(clusters / wide))), wide
+        rows = min(high, max(1, round(sqrt(clusters * costs[1] / costs[0]))))
+        columns = min(wide, max(1, -(-clusters // rows)))
+        return min(high, max(1, -(-clusters // columns))), columns
+
+    def whole(self, steps: int) -> int:
+        """How many units of `steps` are not shared out: rounds of one for each cluster.
+
+        Otherwise some clusters would have nothing to do in the last round. Of what is shared each
+        has half a unit at least, so that few add to one; a whole one where that is as good: then
+        what it adds has been there for long.
+        """
+        count, clusters = prod(self.shape), self.clusters
+        over = count % clusters
+        whole = count - over - (clusters if 2 * over < clusters else 0)
+        idle = (clusters - over) / clusters * steps
+        return whole if over and whole >= 0 and idle >= self.sharing else count
+
+
+def walk(tiles: Tiles, pieces: Sequence[tuple[int, int]], steps: int) -> Walk:
+    """The walk over the tiles. The first wave comes in `pieces` of the `steps` along k."""
+    first = tiles.first_wave
+    bounds = [
+        _cuts(extent, first[side], tiles.costs[side] > 0) for side, extent in enumerate(tiles.shape)
+    ]
+    extents = tiles.m, tiles.n
     fetches: list[Fetch] = []
     regions: list[Region] = []
-    piece = -(-k // _PIECES // _PIECE) * _PIECE
-    for k_lo in range(0, k, piece):
+    for start, end in pieces:
         for side in (0, 1):
-            lo, hi = _extent(bounds[side], 0, steps[side], extents[side])
-            fetches.append(Fetch(side, 0, lo, hi, k_lo, min(k, k_lo + piece)))
+            lo, hi = _extent(bounds[side], 0, tiles.units[side], extents[side])
+            fetches.append(Fetch(side, 0, lo, hi, start, end))
     come, units = [1, 1], 0
     served = [(0, 0)]
     while served:
@@ -104,29 +154,20 @@ def walk(
         served = []
         waiting = [side for side in (0, 1) if come[side] < len(bounds[side]) - 1]
         if waiting:  # what unlocks most for its bytes
-            side = max(waiting, key=lambda s: bounds[1 - s][come[1 - s]] / (costs[s] * steps[s]))
+            side = max(waiting, key=lambda s: _unlocks(tiles, bounds, come, s))
             part = come[side]
-            lo, hi = _extent(bounds[side], part, steps[side], extents[side])
-            fetches.append(Fetch(side, part, lo, hi, 0, k))
+            lo, hi = _extent(bounds[side], part, tiles.units[side], extents[side])
+            fetches.append(Fetch(side, part, lo, hi, 0, steps))
             others = range(come[1 - side])
             served = [(part, other) if side == 0 else (other, part) for other in others]
             come[side] += 1
     parts = len(bounds[0]) - 1, len(bounds[1]) - 1
-    return Walk(tuple(fetches), tuple(regions), parts, units)
+    return Walk(tuple(fetches), tuple(regions), parts, units, tiles.whole(steps))
 
 
-def _first_wave(
-    tiles: tuple[int, int], costs: tuple[float, float], clusters: int
-) -> tuple[int, int]:
-    """Units of rows, and tiles of columns, that keep all clusters busy and come soonest."""
-    high, wide = tiles
-    if not costs[0]:
-        return high, min(wide, max(1, round(clusters / high)))
-    if not costs[1]:
-        return min(high, max(1, round(clusters / wide))), wide
-    rows = min(high, max(1, round(sqrt(clusters * costs[1] / costs[0]))))
-    columns = min(wide, max(1, -(-clusters // rows)))
-    return min(high, max(1, -(-clusters // columns))), columns
+def _unlocks(tiles: Tiles, bounds: Sequence[list[int]], come: Sequence[int], side: int) -> float:
+    """Tiles for a byte of the next rows or columns."""
+    return bounds[1 - side][come[1 - side]] / (tiles.costs[side] * tiles.units[side])
 
 
 def _cuts(extent: int, first: int, comes: bool) -> list[int]:
