@@ -9,7 +9,7 @@ RUN := $(VENV)/bin/python
 PIP := $(PYTHON) -m pip --python $(RUN) --quiet --disable-pip-version-check
 
 # Those that need no GPU; each prints a table and writes benchmarks/results/*.json.
-BENCHMARKS := $(filter-out benchmarks/record.py benchmarks/gpu%,$(wildcard benchmarks/*.py))
+BENCHMARKS := $(filter-out benchmarks/record.py benchmarks/on_gpus.py benchmarks/gpu%,$(wildcard benchmarks/*.py))
 
 .PHONY: help demo test check bench clean
 .DELETE_ON_ERROR:
