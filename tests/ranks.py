@@ -7,10 +7,7 @@ sees what another has broken, and die with the process that made them.
 
 from __future__ import annotations
 
-import os
-import select
 import selectors
-import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +18,7 @@ from serve import CALL, FAILED, name_of, receive, send
 from shardmath import wire
 from shardmath.errors import OpTimeout
 from shardmath.launch.failure import Failure, rebuild
-from started import LAUNCHER, Member, Started
+from started import LAUNCHER, Member, Started, stacks_of
 
 __all__ = ["Pool"]
 
@@ -86,7 +83,7 @@ class Pool:
         failures = [reply for reply in replies.values() if isinstance(reply, Failure)]
         if failures or len(replies) < size:
             late = [member for member in members if member.rank not in replies]
-            stacks = _stacks(late)
+            stacks = stacks_of(late)
             said = job.said()
             job.kill()
             if not failures:
@@ -145,18 +142,3 @@ def _reply(member: Member) -> Any:
         return member.last_words()
     kind, payload = message
     return Failure.decode(payload) if kind == FAILED else payload
-
-
-def _stacks(members: Sequence[Member]) -> str:
-    """Where each of the ranks is, as faulthandler sees it."""
-    texts = []
-    for member in members:
-        os.kill(member.pid, signal.SIGUSR1)
-        give_up = time.monotonic() + 1.0
-        text = ""
-        # The dump is complete when it ends in the outermost frame; a stopped rank writes none.
-        while "<module>" not in text and time.monotonic() < give_up:
-            select.select([], [], [], 0.01)
-            text = member.stack.read_text()
-        texts.append(f"rank {member.rank} was here:\n{text}")
-    return "\n".join(texts)

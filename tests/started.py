@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import IO, Any
@@ -28,7 +29,7 @@ from shardmath import config, wire
 from shardmath.launch.failure import Failure
 from shardmath.launch.ranks import die_with
 
-__all__ = ["LAUNCHER", "LAUNCHERS", "Member", "Started", "command", "missing"]
+__all__ = ["LAUNCHER", "LAUNCHERS", "Member", "Started", "command", "missing", "stacks_of"]
 
 LAUNCHER = config.environment().get("TEST_LAUNCHER", "")
 MOST = 24  # ranks that are kept at the same time
@@ -169,11 +170,13 @@ class Started:
     def end(self) -> None:
         """Dismiss it and wait for its end. AssertionError unless the launcher is content."""
         self.dismiss()
+        stacks = ""
         try:
             status: Any = self._process.wait(GRACE)
         except subprocess.TimeoutExpired:
             status = f"nothing within {GRACE} s"
-        text = self.said()
+            stacks = stacks_of(self.members)
+        text = self.said() + stacks
         self.kill()
         assert status == 0, f"the launcher returned {status}: {text}"
 
@@ -203,3 +206,20 @@ _THREADS = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_TH
 def _make_room(size: int) -> None:
     while _running and sum(job.size for job in _running) + size > MOST:
         _running[0].end()
+
+
+def stacks_of(members: Sequence[Member]) -> str:
+    """Where each of the ranks is, as faulthandler sees it."""
+    texts = []
+    for member in members:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(member.pid, signal.SIGUSR1)
+        give_up = time.monotonic() + 1.0
+        text = ""
+        # The dump is complete when it ends in the outermost frame; a stopped rank writes none.
+        while "<module>" not in text and time.monotonic() < give_up:
+            select.select([], [], [], 0.01)
+            with contextlib.suppress(OSError):
+                text = member.stack.read_text()
+        texts.append(f"rank {member.rank} was here:\n{text}")
+    return "\n".join(texts)
