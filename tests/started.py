@@ -34,7 +34,7 @@ __all__ = ["LAUNCHER", "LAUNCHERS", "Member", "Started", "command", "missing", "
 LAUNCHER = config.environment().get("TEST_LAUNCHER", "")
 MOST = 24  # ranks that are kept at the same time
 PATIENCE = 60.0  # seconds for a job to start
-GRACE = 10.0  # for one to end
+GRACE = 60.0  # for one to end; with torch loaded that takes a second of a core for each rank
 
 # What a launcher is, which package it needs, and whose communicator its ranks pass.
 LAUNCHERS = {
