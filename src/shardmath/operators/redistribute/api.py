@@ -229,7 +229,7 @@ def _execution(
 ) -> HostExecution | DeviceExecution:
     """What moves the elements: on cores or on GPUs. `passing`: for one call only."""
     if context.team is None:
-        return HostExecution(context)
+        return HostExecution(context, passing=passing)
     from shardmath.operators.redistribute.device import DeviceExecution
 
     return DeviceExecution(context, passing=passing)

@@ -273,7 +273,7 @@ def _agreed_steps(
 
         had = memory.staging
         try:
-            texts = context.agree("redistribute, memory", prepare, list)
+            texts = context.gather("redistribute, memory", prepare)
         except BaseException:
             if not had:
                 memory.release()
