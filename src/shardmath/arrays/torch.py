@@ -65,7 +65,7 @@ class Torch(Library):
             raise ValueError(
                 f"this torch tensor is on {x.device}, and the call needs host memory; pass x.cpu()"
             )
-        if writable and (x.is_conj() or x.is_neg()):
+        if writable and self.is_lazy(x):
             raise ValueError("this torch tensor is a lazy conjugate, and the call writes into it")
         if writable and overlaps(tuple(x.shape), x.stride()):
             raise ValueError("this torch tensor is an expanded view, and the call writes into it")
@@ -76,6 +76,10 @@ class Torch(Library):
             return np.asarray(tensor.numpy())
         host: HostArray = tensor.view(getattr(torch, carrier)).numpy()
         return host.view(dtypes.to_numpy(dtype))
+
+    def is_lazy(self, x: Any) -> bool:
+        """See Library."""
+        return bool(x.is_conj() or x.is_neg())
 
     def from_host(self, host: HostArray) -> Any:
         """A tensor on the memory of `host`; ValueError for negative strides or read-only memory."""
