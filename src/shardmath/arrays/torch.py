@@ -49,8 +49,11 @@ class Torch(Library):
 
     def spec(self, x: Any) -> ArraySpec:
         """The spec; a tensor on a GPU has one too."""
-        _require_strided(x.layout, x.device)
-        return _spec(x.dtype, x.shape, x.stride(), x.device)
+        try:
+            return _spec(x.dtype, x.shape, x.stride(), x.layout, x.device)
+        except RuntimeError:  # it has no strides
+            _require_strided(x.layout, x.device)
+            raise
 
     def pointer(self, x: Any) -> int:
         """The address of the first element, on its device."""
@@ -201,13 +204,15 @@ class _Part:
 
 
 @lru_cache(maxsize=1024)
-def _spec(of: Any, shape: tuple[int, ...], strides: tuple[int, ...], device: Any) -> ArraySpec:
+def _spec(
+    of: Any, shape: tuple[int, ...], strides: tuple[int, ...], layout: Any, device: Any
+) -> ArraySpec:
     """The spec of every tensor that looks like this: a program passes the same few for ever."""
+    _require_strided(layout, device)
     dtype = dtypes.of(of)
     return ArraySpec(Torch.name, dtype.name, tuple(shape), strides, str(device), dtype.itemsize)
 
 
-@lru_cache(maxsize=64)
 def _require_strided(layout: Any, device: Any) -> None:
     """Raise ValueError unless tensors of such a layout have memory on `device`."""
     if str(layout) != "torch.strided" or device.type == "meta":

@@ -126,6 +126,7 @@ class Redistribute(Lifecycle):
         super().__init__(context, {"operand": operand})
         call.log(self._problem)
         self._shape = library_of(operand).spec(operand).shape
+        self._fitting: tuple[ArraySpec, ArraySpec | None] | None = None  # of the last execution
 
     def explain(self) -> str:
         """What moves, in a few lines. Local."""
@@ -154,12 +155,10 @@ class Redistribute(Lifecycle):
             self._require_ready()
             check_stream(stream)
             operand = self._operands["operand"]
-            self._check_shape(library_of(operand).spec(operand))
-            wrong = None
-            if out is not None:
-                wrong = misfit(self._problem, self.context.rank, library_of(out, "out").spec(out))
-            if wrong:
-                raise ValueError(wrong)
+            self._require_fit(
+                library_of(operand).spec(operand),
+                None if out is None else library_of(out, "out").spec(out),
+            )
             return (self.number,), self._execution.read(operand, out, stream, self._problem)
 
         self._require_open()
@@ -209,6 +208,16 @@ class Redistribute(Lifecycle):
         """Refer to the operand no more; the next step is `reset_operand`. Local."""
         self._require_alive()
         self._drop()
+
+    def _require_fit(self, operand: ArraySpec, out: ArraySpec | None) -> None:
+        """Raise ValueError unless such arrays are what the plan is for."""
+        if (operand, out) == self._fitting:
+            return
+        self._check_shape(operand)
+        wrong = None if out is None else misfit(self._problem, self.context.rank, out)
+        if wrong:
+            raise ValueError(wrong)
+        self._fitting = operand, out
 
     def _check_shape(self, spec: ArraySpec) -> None:
         problem = self._problem
