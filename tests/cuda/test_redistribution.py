@@ -27,6 +27,7 @@ from shardmath.arrays import library_named, library_of
 from shardmath.context import DistributedContext
 from shardmath.distribution import BlockCyclic, ProcessGrid, Redistribute, Slab, redistribute
 from shardmath.errors import HeapExhausted
+from shardmath.operators.lanes import Lane
 from shardmath.symmetric.allocation import (
     block_of,
     empty_on_heap,
@@ -350,6 +351,7 @@ def check_want_of_memory(context):
     with context:
         plan = Redistribute(ordinary, Slab.X, Slab.Y)
         plan.plan()
+        Lane.release(context)  # what earlier calls have left would do
         before = context.heap.used
 
         def full(nbytes):

@@ -56,6 +56,10 @@ class Library(ABC):
         ValueError when the memory is not the host's.
         """
 
+    def is_lazy(self, x: Any) -> bool:
+        """Whether the memory of `x` lacks its values: they are to be conjugated or negated."""
+        return False
+
     @abstractmethod
     def from_host(self, host: HostArray) -> Any:
         """An array of this library on the memory of `host`, which it keeps alive.

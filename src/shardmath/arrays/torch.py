@@ -49,8 +49,11 @@ class Torch(Library):
 
     def spec(self, x: Any) -> ArraySpec:
         """The spec; a tensor on a GPU has one too."""
-        _require_strided(x.layout, x.device)
-        return _spec(x.dtype, x.shape, x.stride(), x.device)
+        try:
+            return _spec(x.dtype, x.shape, x.stride(), x.layout, x.device)
+        except RuntimeError:  # it has no strides
+            _require_strided(x.layout, x.device)
+            raise
 
     def pointer(self, x: Any) -> int:
         """The address of the first element, on its device."""
@@ -65,7 +68,7 @@ class Torch(Library):
             raise ValueError(
                 f"this torch tensor is on {x.device}, and the call needs host memory; pass x.cpu()"
             )
-        if writable and (x.is_conj() or x.is_neg()):
+        if writable and self.is_lazy(x):
             raise ValueError("this torch tensor is a lazy conjugate, and the call writes into it")
         if writable and overlaps(tuple(x.shape), x.stride()):
             raise ValueError("this torch tensor is an expanded view, and the call writes into it")
@@ -76,6 +79,10 @@ class Torch(Library):
             return np.asarray(tensor.numpy())
         host: HostArray = tensor.view(getattr(torch, carrier)).numpy()
         return host.view(dtypes.to_numpy(dtype))
+
+    def is_lazy(self, x: Any) -> bool:
+        """See Library."""
+        return bool(x.is_conj() or x.is_neg())
 
     def from_host(self, host: HostArray) -> Any:
         """A tensor on the memory of `host`; ValueError for negative strides or read-only memory."""
@@ -197,13 +204,15 @@ class _Part:
 
 
 @lru_cache(maxsize=1024)
-def _spec(of: Any, shape: tuple[int, ...], strides: tuple[int, ...], device: Any) -> ArraySpec:
+def _spec(
+    of: Any, shape: tuple[int, ...], strides: tuple[int, ...], layout: Any, device: Any
+) -> ArraySpec:
     """The spec of every tensor that looks like this: a program passes the same few for ever."""
+    _require_strided(layout, device)
     dtype = dtypes.of(of)
     return ArraySpec(Torch.name, dtype.name, tuple(shape), strides, str(device), dtype.itemsize)
 
 
-@lru_cache(maxsize=64)
 def _require_strided(layout: Any, device: Any) -> None:
     """Raise ValueError unless tensors of such a layout have memory on `device`."""
     if str(layout) != "torch.strided" or device.type == "meta":

@@ -289,42 +289,40 @@ def _said(kind: tuple[str, str, Shape]) -> str:
 
 
 def _broadcast_on_device(context: DistributedContext, x: Any, root: int, out: Any) -> Any:
-    from shardmath.collectives.on_device import DeviceOperand, device_output_spec, stand_in
+    from shardmath.collectives.on_device import DeviceOperand, DeviceOutput, stand_in
 
     own: list[DeviceOperand] = []
 
     def describe() -> tuple[Any, bytes]:
         source = as_index("root", root, context.size)
-        into = device_output_spec(out, context)
         if x is None:
             if context.rank == source:
                 raise ValueError("the root of a broadcast passes an array, not None")
-            return (source, None, into), b""
-        own.append(DeviceOperand(context, x))
+            return (source, None, None if out is None else DeviceOutput(context, out).spec), b""
+        own.append(DeviceOperand(context, x, out))
         spec = own[0].spec
-        return (source, (own[0].kind, spec.dtype, spec.shape), into), b""
+        return (source, (own[0].kind, spec.dtype, spec.shape), own[0].into), b""
 
     plan, _ = agree_plan(context, "broadcast", describe, _plan_broadcast)
     with context.executing("broadcast"):
-        operand = own[0] if own else stand_in(context, plan.library, plan.dtype, plan.shape)
-        return operand.broadcast(plan.root, plan.shape, out)
+        operand = own[0] if own else stand_in(context, plan.library, plan.dtype, plan.shape, out)
+        return operand.broadcast(plan.root, plan.shape)
 
 
 def _all_gather_on_device(context: DistributedContext, x: Any, axis: int, out: Any) -> Any:
-    from shardmath.collectives.on_device import DeviceOperand, device_output_spec
+    from shardmath.collectives.on_device import DeviceOperand
 
     own: list[DeviceOperand] = []
 
     def describe() -> tuple[Any, bytes]:
-        own.append(DeviceOperand(context, x))
+        own.append(DeviceOperand(context, x, out))
         spec = own[0].spec
         at = as_axis(axis, spec.ndim)
-        into = device_output_spec(out, context)
-        return (own[0].kind, spec.dtype, spec.shape, at, into), b""
+        return (own[0].kind, spec.dtype, spec.shape, at, own[0].into), b""
 
     plan, _ = agree_plan(context, "all_gather", describe, _plan_gather)
     with context.executing("all_gather"):
-        return own[0].all_gather(plan.axis, plan.operands, plan.shape, out)
+        return own[0].all_gather(plan.axis, plan.operands, plan.shape)
 
 
 def _all_to_all_on_device(
@@ -335,22 +333,21 @@ def _all_to_all_on_device(
     receive_counts: Sequence[int] | None,
     out: Any,
 ) -> Any:
-    from shardmath.collectives.on_device import DeviceOperand, device_output_spec
+    from shardmath.collectives.on_device import DeviceOperand
 
     own: list[DeviceOperand] = []
 
     def describe() -> tuple[Any, bytes]:
-        own.append(DeviceOperand(context, x))
+        own.append(DeviceOperand(context, x, out))
         spec = own[0].spec
         at = as_axis(axis, spec.ndim)
         extent = spec.shape[at]
         sent = as_counts("send_counts", send_counts, context.size, extent)
         expected = as_counts("receive_counts", receive_counts, context.size, None)
         sent = slab_counts(extent, context.size) if sent is None else sent
-        into = device_output_spec(out, context)
-        return (own[0].kind, spec.dtype, spec.shape, at, into, sent, expected), b""
+        return (own[0].kind, spec.dtype, spec.shape, at, own[0].into, sent, expected), b""
 
     plan, _ = agree_plan(context, "all_to_all", describe, _plan_all_to_all)
     with context.executing("all_to_all"):
         shape = plan.results[context.rank]
-        return own[0].all_to_all(plan.axis, plan.sent, plan.operands, shape, out)
+        return own[0].all_to_all(plan.axis, plan.sent, plan.operands, shape)

@@ -27,7 +27,7 @@ from shardmath.symmetric.allocation import array_on
 from shardmath.symmetric.heap import Buffer, Location
 from shardmath.symmetric.team import Team
 
-__all__ = ["INTO_BYTES", "DeviceOperand", "device_output_spec", "stand_in"]
+__all__ = ["INTO_BYTES", "DeviceOperand", "DeviceOutput", "stand_in"]
 
 _ON_GPUS = " on GPUs"
 _LARGE_BYTES = 4 << 20  # to one rank; from here on parts are pushed into place on the peers
@@ -40,8 +40,11 @@ Parts = Sequence[int]
 class DeviceOperand:
     """One rank's array in a call of a context of GPUs, and how its result comes back."""
 
-    def __init__(self, context: DistributedContext, x: Any) -> None:
-        """Raises ValueError for what is no array, or lies on another GPU; UseAfterFree."""
+    def __init__(self, context: DistributedContext, x: Any, out: Any = None) -> None:
+        """Raises ValueError for what is no array, or lies on another GPU; UseAfterFree.
+
+        Of `out` too, and where it cannot be written.
+        """
         team = context.team
         assert team is not None, "a context of GPUs"
         self.context, self.team = context, team
@@ -52,6 +55,7 @@ class DeviceOperand:
         _require_device(self.spec, team)
         if self.spec.size:
             live_block(context, self.library.pointer(x))  # refuses what has been freed
+        self.out = None if out is None else DeviceOutput(context, out)
 
     @property
     def on_host(self) -> bool:
@@ -64,42 +68,44 @@ class DeviceOperand:
         return self.library.name if self.on_host else f"{self.library.name}{_ON_GPUS}"
 
     @property
+    def into(self) -> OutputSpec:
+        """What `out` is, for all ranks to check."""
+        return None if self.out is None else self.out.spec
+
+    @property
     def stream(self) -> int:
         """The stream of the call."""
         return 0 if self.on_host else streams.current(self.library.name, self.team.device)
 
     # -- collectives, after agreement --------------------------------------------------------------
 
-    def all_reduce(self, reduction: Reduction, out: Any) -> Any:
+    def all_reduce(self, reduction: Reduction) -> Any:
         """See `reducing.all_reduce`."""
         source, dtype, op = self._wide(reduction)
         moves = DeviceCollectives.together(self.context)
         count, stream = self.spec.size, self.stream
-        large = out is None and count * dtype.itemsize >= INTO_BYTES
+        large = self.out is None and count * dtype.itemsize >= INTO_BYTES
         if large and self.context.size > 1 and isinstance(moves, DeviceCollectives):
             flat, places = self._shared(count, dtype)
             moves.all_reduce_into(source.pointer, places, count, dtype, op, stream)
             result = flat.narrow(reduction.result)
-            return self._finish(result, self.spec.shape, reduction.result, None)
-        into = out if dtype.name == reduction.result else None
-        flat = self._room(self.spec.shape, dtype, into, source, in_place=True)
+            return self._finish(result, self.spec.shape, reduction.result)
+        straight = dtype.name == reduction.result
+        flat = self._room(self.spec.shape, dtype, source, straight=straight, in_place=True)
         moves.all_reduce(source.pointer, flat.pointer, count, dtype, op, stream)
-        return self._finish(flat.narrow(reduction.result), self.spec.shape, reduction.result, out)
+        return self._finish(flat.narrow(reduction.result), self.spec.shape, reduction.result)
 
-    def reduce_scatter(
-        self, reduction: Reduction, axis: int, counts: Parts, shape: Shape, out: Any
-    ) -> Any:
+    def reduce_scatter(self, reduction: Reduction, axis: int, counts: Parts, shape: Shape) -> Any:
         """See `reducing.reduce_scatter`."""
         source, dtype, op = self._wide(reduction, self._by_rank(axis, counts))
         width = self.spec.size // max(self.spec.shape[axis], 1)
         sizes = [count * width for count in counts]
-        into = out if dtype.name == reduction.result else None
-        flat = self._room(shape, dtype, into, source)
+        flat = self._room(shape, dtype, source, straight=dtype.name == reduction.result)
         moves = DeviceCollectives.together(self.context)
         moves.reduce_scatter(source.pointer, flat.pointer, sizes, dtype, op, self.stream)
-        return self._finish(flat.narrow(reduction.result), shape, reduction.result, out)
+        return self._finish(flat.narrow(reduction.result), shape, reduction.result)
 
-    def all_gather(self, axis: int, shapes: Sequence[Shape], shape: Shape, out: Any) -> Any:
+    def all_gather(self, axis: int, shapes: Sequence[Shape], shape: Shape) -> Any:
         """See `moving.all_gather`; `shapes` are the ranks' own."""
         moves = DeviceCollectives.together(self.context)
         item, rank = self.spec.itemsize, self.context.rank
@@ -112,12 +118,12 @@ class DeviceOperand:
             size = self.context.size
             moves.move([source.pointer] * size, targets, [sizes[rank]] * size, self.stream)
         else:
-            flat = self._joinable(axis, shape, out, source)
+            flat = self._joinable(axis, shape, source)
             moves.all_gather(source.pointer, flat.pointer, sizes, self.stream)
-        return self._joined(flat, axis, shapes, shape, out)
+        return self._joined(flat, axis, shapes, shape)
 
     def all_to_all(
-        self, axis: int, sent: Sequence[Parts], shapes: Sequence[Shape], shape: Shape, out: Any
+        self, axis: int, sent: Sequence[Parts], shapes: Sequence[Shape], shape: Shape
     ) -> Any:
         """See `moving.all_to_all`; `sent[src][dst]` are indices of the axis."""
         moves = DeviceCollectives.together(self.context)
@@ -134,15 +140,15 @@ class DeviceOperand:
             ]
             moves.move(sources, targets, table[rank], self.stream)
         else:
-            flat = self._joinable(axis, shape, out, source)
+            flat = self._joinable(axis, shape, source)
             moves.all_to_all(source.pointer, flat.pointer, table, self.stream)
         parts = [
             (*each[:axis], row[rank], *each[axis + 1 :])
             for each, row in zip(shapes, sent, strict=True)
         ]
-        return self._joined(flat, axis, parts, shape, out)
+        return self._joined(flat, axis, parts, shape)
 
-    def broadcast(self, root: int, shape: Shape, out: Any) -> Any:
+    def broadcast(self, root: int, shape: Shape) -> Any:
         """See `moving.broadcast`. A rank that gives nothing brings a stand-in."""
         moves = DeviceCollectives.together(self.context)
         dtype = dtype_of(self.spec.dtype)
@@ -153,9 +159,9 @@ class DeviceOperand:
             sent = nbytes if rank == root else 0
             moves.move([source.pointer] * size, places, [sent] * size, self.stream)
         else:
-            flat = self._room(shape, dtype, out, source)
+            flat = self._room(shape, dtype, source)
             moves.broadcast(source.pointer, flat.pointer, nbytes, root, self.stream)
-        return self._finish(flat, shape, self.spec.dtype, out)
+        return self._finish(flat, shape, self.spec.dtype)
 
     # -- memory ------------------------------------------------------------------------------------
 
@@ -181,7 +187,7 @@ class DeviceOperand:
         """`x` in C order on the GPU: where it lies if it does, else a copy."""
         if not self.on_host:
             spec = self.spec if x is self._x else self.library.spec(x)
-            return _Flat(self, _contiguous(x), dtype_of(spec.dtype), spec.shape)
+            return _Flat(self, _contiguous(self.library, x), dtype_of(spec.dtype), spec.shape)
         host = x if isinstance(x, np.ndarray) else self.library.host_view(x)
         host = np.ascontiguousarray(host)
         buffer = self.context.heap.allocate(host.nbytes)
@@ -202,26 +208,33 @@ class DeviceOperand:
         return self._packed(x), wide, reduction.op
 
     def _room(
-        self, shape: Shape, dtype: DType, out: Any, source: _Flat, *, in_place: bool = False
+        self,
+        shape: Shape,
+        dtype: DType,
+        source: _Flat,
+        *,
+        straight: bool = True,
+        in_place: bool = False,
     ) -> _Flat:
-        """Memory for a result: `out` where it can be written straight into it, else new.
+        """Memory for a result: `out` where it can be written `straight` into it, else new.
 
         `in_place`: the result may be written over the source, element by element.
         """
         if self.on_host:
             buffer = self.context.heap.allocate(prod(shape) * dtype.itemsize)
             return _Flat(self, buffer, dtype, shape)
-        if out is not None and self._takes(out, source, in_place=in_place):
-            return _Flat(self, out, dtype, shape)
+        out = self.out
+        if out is not None and straight and out.takes(source, in_place=in_place):
+            return _Flat(self, out.array, dtype, shape)
         array = self.library.empty(shape, dtype, "C", self.spec.device)
         return _Flat(self, array, dtype, shape)
 
-    def _joinable(self, axis: int, shape: Shape, out: Any, source: _Flat) -> _Flat:
+    def _joinable(self, axis: int, shape: Shape, source: _Flat) -> _Flat:
         """Memory for the parts of a result, which come one after the other; see `_joined`."""
         dtype = dtype_of(self.spec.dtype)
         if prod(shape[:axis]) == 1:
-            return self._room(shape, dtype, out, source)
-        return self._room((prod(shape),), dtype, None, source)
+            return self._room(shape, dtype, source)
+        return self._room((prod(shape),), dtype, source, straight=False)
 
     def _shared(self, count: int, dtype: DType) -> tuple[_Flat, list[int]]:
         """Such memory on the heap, and where every rank's lies. Collective."""
@@ -244,21 +257,11 @@ class DeviceOperand:
             array = array_on(array, self.library, dtype, (count,), (1,))
         return _Flat(self, array, dtype, (count,)), places
 
-    def _takes(self, out: Any, source: _Flat, *, in_place: bool) -> bool:
-        """Whether a result can be written straight into `out`: packed, and not over the source."""
-        spec, target = self.library.spec(out), self.library.pointer(out)
-        apart = target + spec.nbytes <= source.pointer or source.end <= target
-        apart = apart or (in_place and target == source.pointer)
-        packed = spec.order in ("C", "both") and not _is_lazy(out)
-        return apart and packed and spec.device == self.spec.device
-
-    def _joined(
-        self, flat: _Flat, axis: int, parts: Sequence[Shape], shape: Shape, out: Any
-    ) -> Any:
+    def _joined(self, flat: _Flat, axis: int, parts: Sequence[Shape], shape: Shape) -> Any:
         """The result, whose parts lie one after the other."""
         if prod(shape[:axis]) == 1:
-            return self._finish(flat, shape, self.spec.dtype, out)
-        array, result = _ravel(flat.array()), self._result(shape, self.spec.dtype, out)
+            return self._finish(flat, shape, self.spec.dtype)
+        array, result = _ravel(flat.array()), self._result(shape, self.spec.dtype)
         view = self.library.host_view(result, writable=True) if self.on_host else result
         at = start = 0
         for part in parts:
@@ -267,21 +270,48 @@ class DeviceOperand:
             at, start = at + prod(part), start + part[axis]
         return result
 
-    def _finish(self, flat: _Flat, shape: Shape, dtype: str, out: Any) -> Any:
+    def _finish(self, flat: _Flat, shape: Shape, dtype: str) -> Any:
         array = flat.array()
-        if array is out:
-            return out
+        if self.out is not None and array is self.out.array:
+            return array
         if tuple(array.shape) != shape:
             array = array.reshape(shape)
-        if out is None and not self.on_host:
+        if self.out is None and not self.on_host:
             return array
-        result = self._result(shape, dtype, out)
+        result = self._result(shape, dtype)
         view = self.library.host_view(result, writable=True) if self.on_host else result
         view[...] = array
         return result
 
-    def _result(self, shape: Shape, dtype: str, out: Any) -> Any:
-        return self.library.empty(shape, dtype, "C", self.spec.device) if out is None else out
+    def _result(self, shape: Shape, dtype: str) -> Any:
+        if self.out is not None:
+            return self.out.array
+        return self.library.empty(shape, dtype, "C", self.spec.device)
+
+
+class DeviceOutput:
+    """The array that receives a rank's result."""
+
+    def __init__(self, context: DistributedContext, out: Any) -> None:
+        """Raises ValueError for what is no array, or cannot be written here; UseAfterFree."""
+        operand = DeviceOperand(context, out)
+        if operand.on_host:
+            operand.library.host_view(out, writable=True)  # raises where it cannot be written
+        self.array, self._operand = out, operand
+
+    @property
+    def spec(self) -> OutputSpec:
+        """What all ranks check."""
+        spec = self._operand.spec
+        return self._operand.kind, spec.dtype, spec.shape
+
+    def takes(self, source: _Flat, *, in_place: bool) -> bool:
+        """Whether a result can be written straight into it: packed, and not over the source."""
+        spec, library = self._operand.spec, self._operand.library
+        target = library.pointer(self.array)
+        apart = target + spec.nbytes <= source.pointer or source.end <= target
+        apart = apart or (in_place and target == source.pointer)
+        return apart and spec.order in ("C", "both") and not library.is_lazy(self.array)
 
 
 class _Flat:
@@ -327,21 +357,13 @@ class _Cast(_Flat):
         return _cast(self._wide.array(), self._as)
 
 
-def device_output_spec(out: Any, context: DistributedContext) -> OutputSpec:
-    """As `operand.output_spec`, for a context of GPUs."""
-    if out is None:
-        return None
-    operand = DeviceOperand(context, out)
-    if operand.on_host:
-        operand.library.host_view(out, writable=True)  # raises where it cannot be written
-    return operand.kind, operand.spec.dtype, operand.spec.shape
-
-
-def stand_in(context: DistributedContext, kind: str, dtype: str, shape: Shape) -> DeviceOperand:
-    """An operand of that kind with undefined elements, for a rank that gives none."""
+def stand_in(
+    context: DistributedContext, kind: str, dtype: str, shape: Shape, out: Any
+) -> DeviceOperand:
+    """An operand of that kind with undefined elements, for a rank that gives none but `out`."""
     library = library_named(kind.removesuffix(_ON_GPUS))
     device = f"cuda:{context.device_id}" if kind.endswith(_ON_GPUS) else "cpu"
-    return DeviceOperand(context, library.empty(shape, dtype, "C", device))
+    return DeviceOperand(context, library.empty(shape, dtype, "C", device), out)
 
 
 def _require_device(spec: ArraySpec, team: Team) -> None:
@@ -355,16 +377,11 @@ def _is_numpy(x: Any) -> bool:
     return isinstance(x, np.ndarray)
 
 
-def _is_lazy(x: Any) -> bool:
-    """Whether the memory of a tensor lacks its values: its elements are conjugates or negatives."""
-    return hasattr(x, "is_conj") and bool(x.is_conj() or x.is_neg())
-
-
-def _contiguous(x: Any) -> Any:
+def _contiguous(library: Library, x: Any) -> Any:
     """`x` in C order, on the current stream of its library."""
     if not hasattr(x, "is_contiguous"):
         return x if x.flags.c_contiguous else x.copy("C")
-    if x.is_contiguous() and not _is_lazy(x):
+    if x.is_contiguous() and not library.is_lazy(x):
         return x
     return x.detach().resolve_conj().resolve_neg().contiguous()
 

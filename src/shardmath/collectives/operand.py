@@ -66,8 +66,9 @@ class Operand:
         library = operand_library(x)
         spec = library.spec(x)
         view = library.host_view(x)
-        location = heap_location(context, library.pointer(x)) if spec.size else None
-        own = view.ctypes.data == library.pointer(x)  # a lazy conjugate is resolved into a copy
+        pointer = library.pointer(x)
+        location = heap_location(context, pointer) if spec.size else None
+        own = view is x or view.ctypes.data == pointer  # a lazy conjugate is resolved into a copy
         if spec.order in ("C", "both") and own:
             return cls(library, spec, _flat(view), location)
         return cls(library, spec, _flat(_packed(view)), None)
@@ -236,7 +237,7 @@ def require_outputs_fit(
 
 
 def _flat(view: HostArray) -> HostArray:
-    return view.reshape(-1)
+    return view if view.ndim == 1 and view.flags.c_contiguous else view.reshape(-1)
 
 
 def _packed(view: HostArray) -> HostArray:

@@ -194,42 +194,40 @@ def _require_one_reduction(
 
 
 def _all_reduce_on_device(context: DistributedContext, x: Any, op: str, out: Any) -> Any:
-    from shardmath.collectives.on_device import DeviceOperand, device_output_spec
+    from shardmath.collectives.on_device import DeviceOperand
 
     own: list[DeviceOperand] = []
 
     def describe() -> tuple[Any, bytes]:
-        operand = DeviceOperand(context, x)
+        operand = DeviceOperand(context, x, out)
         own.append(operand)
         spec = operand.spec
         reduction = Reduction.of(op, spec.dtype)
-        into = device_output_spec(out, context)
-        return (operand.kind, spec.dtype, spec.shape, reduction.op, into), b""
+        return (operand.kind, spec.dtype, spec.shape, reduction.op, operand.into), b""
 
     plan, _ = agree_plan(context, "all_reduce", describe, _plan_all_reduce)
     with context.executing("all_reduce"):
-        return own[0].all_reduce(plan.reduction, out)
+        return own[0].all_reduce(plan.reduction)
 
 
 def _reduce_scatter_on_device(
     context: DistributedContext, x: Any, op: str, axis: int, counts: Sequence[int] | None, out: Any
 ) -> Any:
-    from shardmath.collectives.on_device import DeviceOperand, device_output_spec
+    from shardmath.collectives.on_device import DeviceOperand
 
     own: list[DeviceOperand] = []
 
     def describe() -> tuple[Any, bytes]:
-        operand = DeviceOperand(context, x)
+        operand = DeviceOperand(context, x, out)
         own.append(operand)
         spec = operand.spec
         reduction = Reduction.of(op, spec.dtype)
         at = as_axis(axis, spec.ndim)
         given = as_counts("counts", counts, context.size, spec.shape[at])
         parts = slab_counts(spec.shape[at], context.size) if given is None else given
-        into = device_output_spec(out, context)
-        return (operand.kind, spec.dtype, spec.shape, reduction.op, into, at, parts), b""
+        return (operand.kind, spec.dtype, spec.shape, reduction.op, operand.into, at, parts), b""
 
     plan, _ = agree_plan(context, "reduce_scatter", describe, _plan_reduce_scatter)
     with context.executing("reduce_scatter"):
         shape = plan.results[context.rank]
-        return own[0].reduce_scatter(plan.reduction, plan.axis, plan.counts, shape, out)
+        return own[0].reduce_scatter(plan.reduction, plan.axis, plan.counts, shape)

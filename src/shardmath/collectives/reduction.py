@@ -72,8 +72,11 @@ def fold(reduction: Reduction, inputs: Sequence[HostArray], outputs: Sequence[Ho
     rows, columns = inputs[0].shape
     wide = dtypes.to_numpy(reduction.accumulator)
     limit = max(1, _CHUNK_BYTES // wide.itemsize)
-    partial = np.empty(min(rows * columns, max(limit, 1)), wide)
+    partial = np.empty(min(rows * columns, limit), wide)
     with np.errstate(all="ignore"):  # NaN and infinities are results, and no rank may warn alone
+        if 0 < rows * columns <= limit:
+            _fold_piece(reduction, inputs, outputs, partial)
+            return
         for piece in pieces(rows, columns, limit):
             _fold_piece(reduction, [x[piece] for x in inputs], [y[piece] for y in outputs], partial)
 

@@ -19,6 +19,8 @@ from shardmath.errors import CudaError
 
 __all__ = ["Lane", "Turn", "Turns", "any_capturing", "capturing", "current", "given"]
 
+_DEFAULT = (0, 1)  # handles of the default stream, which cannot be captured
+
 
 def current(library: str, device: Device) -> int:
     """The current stream of the calling thread in the array library of that name."""
@@ -115,7 +117,7 @@ class Turns:
     def __init__(self, device: Device) -> None:
         device.activate()
         self._device = device
-        self._done = call("cuEventCreate", 2)  # no timing
+        self._done = call("cuEventCreate", 2)  # no timing; see `_mark`
         weakref.finalize(self, _destroy, self._done).atexit = False
         self._stream: int | None = None  # whose turn was the last
         self.captured = False  # whether a CUDA graph has ever been told of such work
@@ -129,21 +131,34 @@ class Turns:
 
     def wait(self) -> None:
         """Wait, on the host, until the last turn has ended."""
+        if self._stream in _DEFAULT:
+            self._mark(self._stream)
         call("cuEventSynchronize", self._done)
 
     def _begin(self, stream: int) -> bool:
         """Whether it is to be ended: false for what is captured."""
         self._device.activate()
-        if capturing(stream):
+        if stream not in _DEFAULT and capturing(stream):
             self.captured = True
             return False
         if self._stream not in (None, stream):
+            if self._stream in _DEFAULT:
+                self._mark(self._stream)
             call("cuStreamWaitEvent", stream, self._done, 0)
         return True
 
     def _end(self, stream: int) -> None:
-        call("cuEventRecord", self._done, stream)
+        if stream not in _DEFAULT:
+            self._mark(stream)
         self._stream = stream
+
+    def _mark(self, stream: int | None) -> None:
+        """Let the event say when the last turn has ended.
+
+        A stream may be gone when the next turn comes on another one: its event is recorded at once.
+        The default stream stays, and most programs use no other: there it is done when asked for.
+        """
+        call("cuEventRecord", self._done, stream)
 
 
 class Turn:

@@ -77,8 +77,8 @@ class Lane:
         return self._events[name]
 
     def barrier(self, stream: int) -> None:
-        """All ranks have come here in their operation of this lane. On `stream`."""
-        self.team.barrier(stream, channel=self.channel)
+        """All ranks have come here in their operation of this lane. On `stream`, when entered."""
+        self.team.barrier_within(stream, channel=self.channel)
 
     def buffer(self, name: str, nbytes: int) -> Buffer:
         """At least `nbytes` of memory under that name. Local. Raises HeapExhausted.
@@ -117,6 +117,11 @@ class Lane:
             return Graph(self.team.device, launches)
         finally:
             self._turns.captured = captured
+
+    def drop(self, name: str) -> None:
+        """Give the buffer of that name back, if there is one."""
+        if name in self._buffers:
+            self._drop(self._buffers.pop(name))
 
     @classmethod
     def release(cls, context: DistributedContext) -> None:

@@ -136,7 +136,7 @@ def read(context: DistributedContext, x: Any, name: str = "the operand") -> Devi
     require_device(context, spec, name)
     if spec.device == "cpu":
         return _uploaded(context, library.host_view(x))
-    if hasattr(x, "resolve_conj") and (x.is_conj() or x.is_neg()):
+    if library.is_lazy(x):
         x = x.detach().resolve_conj().resolve_neg()  # a lazy tensor's memory lacks its values
         spec = library.spec(x)
     address, item = library.pointer(x), spec.itemsize
@@ -195,7 +195,7 @@ def result_in(context: DistributedContext, out: Any) -> Result:
     require_device(context, spec, "out")
     if spec.device == "cpu":
         return _back_to(context, out, "F" if spec.order == "F" else "C")
-    if hasattr(out, "is_conj") and (out.is_conj() or out.is_neg()):
+    if library.is_lazy(out):
         raise ValueError("out is a lazy conjugate, and the call writes into it")
     if overlaps(spec.shape, spec.strides):
         raise ValueError("out is an expanded view, and the call writes into it")

@@ -41,7 +41,9 @@ class FarTeam(Team):
         made._family = self._family
         return made
 
-    def barrier(self, stream: int, *, channel: int = 0, timeout: float | None = None) -> None:
+    def barrier_within(
+        self, stream: int, *, channel: int = 0, timeout: float | None = None
+    ) -> None:
         """Put a barrier of all ranks on `stream`: what was written before, all see after."""
         self.check()
         self._require(channel)

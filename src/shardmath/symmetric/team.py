@@ -117,6 +117,13 @@ class Team:
 
     def barrier(self, stream: int, *, channel: int = 0, timeout: float | None = None) -> None:
         """Put a barrier of all ranks on `stream`: what was written before, all see after."""
+        self.device.activate()
+        self.barrier_within(stream, channel=channel, timeout=timeout)
+
+    def barrier_within(
+        self, stream: int, *, channel: int = 0, timeout: float | None = None
+    ) -> None:
+        """The same where the device's context is the calling thread's, as within a turn."""
         self.check()
         self._require(channel)
         if self.size > 1:
@@ -145,6 +152,7 @@ class Team:
     ) -> None:
         """`raise_flag` or `lower_flag` of signals.cu, on the 32-bit word at address `slot`."""
         self.check()
+        self.device.activate()
         self._put(function, stream, timeout, struct.pack("QIi", slot, channel, peer))
 
     def _signal(
@@ -154,6 +162,7 @@ class Team:
         self._require(channel)
         if not 0 <= peer < self.size:
             raise ValueError(f"rank {peer} is not among the {self.size} ranks, numbered from 0")
+        self.device.activate()
         self._put(function, stream, timeout, struct.pack("Ii", channel, peer))
 
     def _put(
@@ -175,7 +184,6 @@ class Team:
             launch = self._launches[key] = found.ready(1, threads, argument, early=early)
             if len(self._launches) > _LAUNCHES:
                 del self._launches[next(iter(self._launches))]
-        self.device.activate()
         launch.put(stream)
 
     @property

@@ -195,6 +195,12 @@ class DeviceMemory:
         if self._lane is not None and self._buffer is not None:
             self.release()
 
+    def unstage(self) -> None:
+        """Undo `stage`, whose memory nothing has used."""
+        self.release()
+        if self._lane is not None:
+            self._lane.drop(_STAGING)
+
     def release(self) -> None:
         """Give the staging back, when what uses it has ended. The lane's stays."""
         if self._buffer is None:
@@ -273,10 +279,10 @@ def _agreed_steps(
 
         had = memory.staging
         try:
-            texts = context.agree("redistribute, memory", prepare, list)
+            texts = context.gather("redistribute, memory", prepare)
         except BaseException:
             if not had:
-                memory.release()
+                memory.unstage()
             raise
     return texts, ()
 

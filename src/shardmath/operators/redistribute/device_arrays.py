@@ -79,7 +79,7 @@ class DeviceArrays:
             return
         self._source = known.operand(operand, spec)
         self._on_heap = self.operand.block is not None
-        if not self._on_heap and _is_lazy(operand):  # it was read into a copy
+        if not self._on_heap and library.is_lazy(operand):  # it was read into a copy
             self._on_heap = block_of(context, operand) is not None
         if out is not None:
             self._target = known.out(out)
@@ -159,7 +159,7 @@ class KnownArrays:
 
     def _find(self, key: tuple[Any, ...], x: Any) -> Placed | None:
         found = self._known.get(key)
-        if found is None or _is_lazy(x):
+        if found is None or library_of(x).is_lazy(x):
             return None
         block = self._context.heap.find(found.array.address)
         if block is not found.array.block or (block is not None and block.freed):
@@ -170,16 +170,11 @@ class KnownArrays:
         """Remember where it lies, if its memory is what the user gave."""
         made = Placed.of(self._context, array)
         spec: ArraySpec = key[0]
-        if spec.size and spec.space != "cpu" and not _is_lazy(x):
+        if spec.size and spec.space != "cpu" and not library_of(x).is_lazy(x):
             self._known[key] = Placed(replace(array, keep=None), made.said)
             if len(self._known) > _KEPT:
                 self._known.popitem(last=False)
         return made
-
-
-def _is_lazy(x: Any) -> bool:
-    """Whether the memory of a tensor lacks its values: its elements are conjugates or negatives."""
-    return hasattr(x, "is_conj") and bool(x.is_conj() or x.is_neg())
 
 
 def _require_apart(library: Library, operand: Any, out: Any) -> None:

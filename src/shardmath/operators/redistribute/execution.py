@@ -14,6 +14,7 @@ from shardmath.arrays import Library, library_of
 from shardmath.arrays.base import HostArray, share_memory
 from shardmath.context import DistributedContext
 from shardmath.operators.redistribute.problem import Problem
+from shardmath.operators.workspace import Workspace
 from shardmath.redistribution import Exposed, Window, expose, perform, stage, window_on
 from shardmath.redistribution.exposure import staged_bytes
 from shardmath.symmetric.allocation import block_of, empty_on_heap
@@ -22,14 +23,18 @@ from shardmath.symmetric.heap import Block, Buffer
 __all__ = ["HostExecution"]
 
 _ORDINARY, _ALLOCATES = 1, 2
+_KEPT_STAGING = 64 << 20  # bytes that calls without an object leave to the next
 
 
 class HostExecution:
-    """What performs a redistribution on cores, and keeps its staging from call to call."""
+    """What performs a redistribution on cores, and keeps its staging from call to call.
 
-    def __init__(self, context: DistributedContext) -> None:
+    `passing`: for one call. Its staging is the context's workspace, unless it is large.
+    """
+
+    def __init__(self, context: DistributedContext, *, passing: bool = False) -> None:
         self._context = context
-        self._staging = Staging(context)
+        self._staging = Staging(context, passing=passing)
         self._arrays: Arrays | None = None
 
     def inspect(self, operand: Any, out: Any, stream: Any) -> None:
@@ -102,12 +107,15 @@ class Arrays:
 class Staging:
     """The heap memory through which ordinary operands pass; kept until released."""
 
-    def __init__(self, context: DistributedContext) -> None:
+    def __init__(self, context: DistributedContext, *, passing: bool) -> None:
         self._context = context
+        self._passing = passing
         self._buffer: Buffer | None = None
 
     def buffer(self, nbytes: int) -> Buffer:
         """At least `nbytes`. Raises HeapExhausted."""
+        if self._passing and nbytes <= _KEPT_STAGING:
+            return Workspace.of(self._context).buffer("redistribution", nbytes)
         if self._buffer is None or self._buffer.block.nbytes < nbytes:
             self._buffer = None  # its memory first, then more
             self._buffer = self._context.heap.allocate(nbytes)
@@ -147,7 +155,7 @@ def execute(
 
     if any(stages) or any(note[0] & _ALLOCATES for note in notes):
         # Also: after writing what a peer will read, and before reading what a peer wrote.
-        shown = context.agree("redistribute, memory", prepare, list)
+        shown = context.gather("redistribute, memory", prepare)
     with context.executing("redistribute"):
         target = arrays.out
         if target is None:
