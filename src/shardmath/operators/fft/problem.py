@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from shardmath import geometry
 from shardmath.agreement import require_equal
-from shardmath.arrays import ArraySpec, library_named
+from shardmath.arrays import ArraySpec, dtypes, library_named
 from shardmath.errors import BindDistributionError, CollectiveMismatch
 from shardmath.geometry import Distribution, Layout, Slab
 from shardmath.geometry.inference import check_alike
@@ -147,7 +147,9 @@ def kind_of(dtype: str, asked: str | None) -> Kind:
     """
     if dtype not in COMPLEX_OF and dtype not in REAL_OF:
         names = ", ".join((*COMPLEX_OF, *REAL_OF))
-        raise ValueError(f"the operand has dtype {dtype}; transforms take {names}")
+        raise ValueError(
+            f"the operand has dtype {dtype}; transforms take {names}{dtypes.advice(dtype)}"
+        )
     natural: Kind = "R2C" if dtype in COMPLEX_OF else "C2C"
     if asked is None:
         return natural
