@@ -154,7 +154,10 @@ def kind_of(dtype: str, asked: str | None) -> Kind:
     if asked is None:
         return natural
     if (asked == "R2C") != (natural == "R2C"):
-        raise ValueError(f"the operand has dtype {dtype}, which a {asked} transform does not take")
+        instead = "call rfft, or pass x + 0j" if natural == "R2C" else "take its real part"
+        raise ValueError(
+            f"the operand has dtype {dtype}, which a {asked} transform does not take: {instead}"
+        )
     kinds: dict[str, Kind] = {"C2C": "C2C", "R2C": "R2C", "C2R": "C2R"}
     return kinds[asked]
 
