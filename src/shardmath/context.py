@@ -13,7 +13,7 @@ import struct
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 
@@ -101,6 +101,12 @@ class DistributedContext:
     def __repr__(self) -> str:
         state = f" ({self._closed})" if self._closed else ""
         return f"DistributedContext(rank {self.rank} of {self.size} on {self.device_id}){state}"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a DistributedContext is this process's own, and is neither copied nor pickled: pass "
+            "the object itself; another process calls initialize"
+        )
 
     # -- agreement ---------------------------------------------------------------------------------
 

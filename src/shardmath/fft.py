@@ -1,8 +1,9 @@
 """Fourier transforms of distributed arrays: four functions, and `FFT` to plan once.
 
-Names and arguments are those of nvmath.distributed.fft.
+Names and arguments are those of nvmath.distributed.fft, which has `Slab` too.
 """
 
+from shardmath.geometry import Slab
 from shardmath.operators.fft import (
     FFT,
     FFTDirection,
@@ -18,6 +19,7 @@ __all__ = [
     "FFT",
     "FFTDirection",
     "FFTOptions",
+    "Slab",
     "allocate_operand",
     "fft",
     "ifft",

@@ -56,7 +56,7 @@ __all__ = [
     "wait_signal",
 ]
 
-_BACKEND = "HOST"
+_BACKENDS = ("HOST", "CUDA", "NVSHMEM", "NCCL", "NIXL")
 
 
 def empty(
@@ -198,14 +198,24 @@ def include_path() -> str:
 
 
 def set_backend(name: str) -> None:
-    """Accept "HOST", the one backend there is; ValueError for any other."""
-    if str(name).upper() != _BACKEND:
-        raise ValueError(f'the backend is "{_BACKEND}", this machine\'s memory; not {name!r}')
+    """Accept "HOST" and torch's names; ValueError for any other.
+
+    It chooses nothing: the transport is found by trying; see `get_backend`, SHARDMATH_TRANSPORT.
+    """
+    if str(name).upper() not in _BACKENDS:
+        raise ValueError(f"a backend is one of {', '.join(_BACKENDS)}, not {name!r}")
 
 
 def get_backend(device: Any) -> str | None:
-    """The name HOST for the host, None for any other device."""
-    return _BACKEND if _kind_of(device) == "cpu" else None
+    """How memory of that device is shared: "HOST" for the host, "CUDA" or "NVSHMEM" for the GPU of
+    the current context, None for any other device.
+    """
+    context = get_context()
+    if _kind_of(device) == "cpu":
+        return "HOST"
+    if context is None or context.team is None or _kind_of(device) != "cuda":
+        return None
+    return "NVSHMEM" if context.nvshmem_available else "CUDA"
 
 
 def has_multicast_support(device_type: Any = "cpu", device_idx: int = 0) -> bool:

@@ -1,5 +1,7 @@
 """Data types: one name for each, whatever library spells it."""
 
+import sys
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -103,3 +105,24 @@ def test_an_unknown_numpy_type_is_opaque_and_comes_back(text):
 def test_what_is_no_plain_type_is_a_value_error(given):
     with pytest.raises(ValueError, match="not"):
         dtypes.of(given)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "advice"),
+    [
+        (">f8", "x.astype('float64')"),
+        (">i2", "x.astype('int16')"),
+        (">c16", "x.astype('complex128')"),
+        ("float64", ""),
+        ("<f16", ""),
+        (">f16", ""),
+        (">M8[s]", ""),
+        ("<U3", ""),
+        ("|V12", ""),
+        ("bfloat16", ""),
+    ],
+)
+def test_what_makes_a_type_of_it_to_compute_with(dtype, advice):
+    if sys.byteorder == "little":
+        said = dtypes.advice(dtype)
+        assert said.endswith(advice) and bool(said) == bool(advice)

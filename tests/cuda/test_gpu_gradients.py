@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "autograd"))
 def on_gpu(context, dtype):
     importlib.import_module("torch").cuda.set_device(context.device_id)
     body = importlib.import_module("test_gradients").check_products
-    return body(context, dtype, f"cuda:{context.device_id}")
+    return body(context, dtype, f"cuda:{context.device_id}", shapes=[(13, 7, 11)], kinds=3)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "complex128"])

@@ -53,6 +53,15 @@ def test_against_the_table(case):
         assert tuple(len(axis) for axis in axes) == bound.shape(rank)
         assert bound.index_ranges(rank) == ranges
         assert bound.shape(rank) == distribution.shape(rank, case.shape, size=case.size)
+        lone = [len(axis) < 2 or all(hi - lo == 1 for lo, hi in axis) for axis in ranges]
+        if all(lone):
+            slices = distribution.slices(rank, case.shape, size=case.size)
+            every = zip(slices, case.shape, strict=True)
+            assert [list(range(extent)[piece]) for piece, extent in every] == axes
+            assert bound.slices(rank) == slices
+        else:
+            with pytest.raises(ValueError, match=f"axis {lone.index(False)}.*no slice"):
+                bound.slices(rank)
         for axis, held in enumerate(axes):
             # An empty part may still name indices along some axes.
             if mine:
@@ -199,6 +208,7 @@ def test_parts():
         (lambda: Slab.X.shape(0, (8, 8)), RuntimeError),
         (lambda: Slab.X.bind((8, 8)).shape(0), RuntimeError),
         (lambda: Replicated().index_ranges(0, (8, 8)), RuntimeError),
+        (lambda: Replicated().slices(0, (8, 8)), RuntimeError),
         (lambda: BlockCyclic(GRID, (1, 1)).shape(0), RuntimeError),
         (lambda: BlockCyclic(GRID, (1, 1)).shape(6, (8, 8)), ValueError),
         (lambda: BlockCyclic(GRID, (1, 1)).shape(0, (8, 8), size=4), ValueError),

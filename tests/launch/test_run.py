@@ -95,6 +95,12 @@ def test_standard_input_is_rank_0s(tmp_path: Path) -> None:
     assert sorted(done.stdout.splitlines()) == [r"[0] 'one\ntwo\n'", "[1] ''"]
 
 
+@pytest.mark.parametrize("number", ["0", "-1", "two", "2.0", ""])
+def test_the_number_of_ranks_is_a_positive_number(tmp_path: Path, number: str) -> None:
+    done = run(write(tmp_path, "print(rank)"), options=["-n", number])
+    assert done.returncode == 2 and "is not a positive number" in done.stderr
+
+
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_standard_streams_may_be_closed(tmp_path: Path, closed: str) -> None:
     script = write(

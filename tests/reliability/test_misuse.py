@@ -1,10 +1,13 @@
 """R7 and R9, short: each misuse and each shortage is a named exception, and no more than that."""
 
+import copy
 import os
+import pickle
 import resource
 import signal
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -112,6 +115,15 @@ def test_contexts_are_left_in_the_reverse_of_the_order_they_were_entered_in():
         return wrong
 
     assert on_ranks(1, body) == [["RuntimeError", "RuntimeError", "nothing"]]
+
+
+def test_handles_and_contexts_are_neither_copied_nor_pickled():
+    def body(context):
+        handle = rendezvous(allocate(3, np))
+        calls = [copy.copy, copy.deepcopy, pickle.dumps]
+        return [name_of(partial(call, each)) for call in calls for each in (handle, context)]
+
+    assert on_ranks(1, body) == [["TypeError"] * 6]
 
 
 def test_two_threads_in_one_context_are_told_apart_or_refused():

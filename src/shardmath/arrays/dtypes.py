@@ -109,6 +109,14 @@ def to_numpy(dtype: Any) -> np.dtype[Any]:
     return extended
 
 
+def advice(dtype: str) -> str:
+    """What makes a type that can be computed with of one that cannot, to end a message with."""
+    swapped = np.dtype(dtype).newbyteorder() if dtype[:1] in "<>" else None
+    if swapped is None or swapped.name not in _KNOWN or not swapped.isnative:
+        return ""
+    return f"; in this machine's byte order it can: x.astype({swapped.name!r})"
+
+
 def accumulator(dtype: Any) -> DType:
     """The type to sum in: float32 for every float narrower than that, else the type itself."""
     own = of(dtype)
@@ -123,7 +131,9 @@ def _of_numpy(dtype: np.dtype[Any]) -> DType:
     foreign = (
         dtype.kind == "V" and dtype.type is not np.void
     )  # an extension type that we do not know
-    if dtype.hasobject or dtype.names or dtype.subdtype or dtype.itemsize == 0 or foreign:
+    if dtype.hasobject:
+        raise ValueError(f"{dtype!r} is not supported: objects are this process's alone")
+    if dtype.names or dtype.subdtype or dtype.itemsize == 0 or foreign:
         raise ValueError(
             f"{dtype!r} is not supported: elements must be plain values without named fields; "
             "a view as bytes, such as x.view('V12'), can be moved"

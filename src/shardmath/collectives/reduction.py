@@ -56,7 +56,9 @@ class Reduction:
     def _of(cls, op: str, dtype: str) -> Reduction:
         kind = dtypes.of(dtype).kind
         if kind == "V":
-            raise ValueError(f"elements of type {dtype} can be moved, but have no {op}")
+            raise ValueError(
+                f"elements of type {dtype} can be moved, but have no {op}{dtypes.advice(dtype)}"
+            )
         if kind == "c" and op in ("min", "max"):
             raise ValueError(f"complex numbers have no order: op={op!r} of {dtype}")
         if op == "mean" and kind in "iub":

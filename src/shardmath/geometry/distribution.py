@@ -129,6 +129,24 @@ class Distribution(ABC):
         """
         return tuple(list(s.ranges()) for s in self._known_part(rank, global_shape, size))
 
+    def slices(
+        self, rank: int, global_shape: Sequence[int] | None = None, *, size: int | None = None
+    ) -> tuple[slice, ...]:
+        """Where the part of `rank` lies: `x[distribution.slices(rank, x.shape)]` of a global array.
+
+        Errors as `shape`; ValueError also where the indices along an axis make no slice, as blocks
+        of several indices that are dealt in turn.
+        """
+        part = self._known_part(rank, global_shape, size)
+        found = [spans.slice() for spans in part]
+        if None in found:
+            axis = found.index(None)
+            raise ValueError(
+                f"rank {rank} owns {part[axis]} along axis {axis}, which is no slice: take them "
+                "from index_ranges, or the part by redistribute(x, Replicated(), distribution)"
+            )
+        return tuple(each for each in found if each is not None)
+
     def owner(
         self,
         index: Sequence[int],

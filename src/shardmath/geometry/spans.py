@@ -134,6 +134,12 @@ class Spans:
         for lo in range(self.start, self.stop, self.period):
             yield lo, min(lo + self.block, self.stop)
 
+    def slice(self) -> slice | None:
+        """The indices as a slice; None where there is none, for equal blocks of several."""
+        if self.period == 0:
+            return slice(self.start, self.stop)
+        return slice(self.start, self.stop, self.period) if self.block == 1 else None
+
     def before(self, index: int) -> int:
         """How many owned indices are smaller than `index`."""
         if index <= self.start:

@@ -143,7 +143,10 @@ def _signals_to_descriptor() -> Iterator[int]:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")
     return value

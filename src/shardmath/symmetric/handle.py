@@ -13,7 +13,7 @@ import math
 import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence, Sized
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -68,6 +68,12 @@ class SymmetricMemory(metaclass=PadSetting):
         return (
             f"SymmetricMemory(rank {self.rank} of {self.world_size}, "
             f"buffers of {self.buffer_sizes} bytes)"
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a SymmetricMemory is this process's own, and is neither copied nor pickled: pass the "
+            "object itself; another process calls rendezvous"
         )
 
     # -- what it is --------------------------------------------------------------------------------

@@ -84,9 +84,10 @@ def _wait_asleep(
         if error is not None and not arrived():  # a peer may arrive and then end
             raise error
         if waited > limit:
+            raised = "SHARDMATH_TIMEOUT" if timeout is None else "the timeout of this call"
             raise OpTimeout(
-                f"{doing()}: waited {waited:.1f} s for {_ranks(late)}; "
-                "raise SHARDMATH_TIMEOUT if they were only slow",
+                f"{doing()}: waited {waited:.1f} s for {_ranks(late)}; raise {raised} if they were "
+                "only slow",
                 late,
             )
         if waited > patience.notice and not noticed:

@@ -182,6 +182,9 @@ def _mapped(fd: int, nbytes: int) -> mmap.mmap:
     try:
         mapping = mmap.mmap(fd, nbytes, mmap.MAP_SHARED)
     except (OSError, ValueError, OverflowError):
+        have = available_memory()
+        if nbytes > have:
+            raise _exhausted(nbytes, have) from None
         raise HeapExhausted(
             f"cannot map {nbytes:,} bytes: the address space (ulimit -v) is exhausted",
             need=nbytes,

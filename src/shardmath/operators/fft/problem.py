@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from shardmath import geometry
 from shardmath.agreement import require_equal
-from shardmath.arrays import ArraySpec, library_named
+from shardmath.arrays import ArraySpec, dtypes, library_named
 from shardmath.errors import BindDistributionError, CollectiveMismatch
 from shardmath.geometry import Distribution, Layout, Slab
 from shardmath.geometry.inference import check_alike
@@ -147,12 +147,17 @@ def kind_of(dtype: str, asked: str | None) -> Kind:
     """
     if dtype not in COMPLEX_OF and dtype not in REAL_OF:
         names = ", ".join((*COMPLEX_OF, *REAL_OF))
-        raise ValueError(f"the operand has dtype {dtype}; transforms take {names}")
+        raise ValueError(
+            f"the operand has dtype {dtype}; transforms take {names}{dtypes.advice(dtype)}"
+        )
     natural: Kind = "R2C" if dtype in COMPLEX_OF else "C2C"
     if asked is None:
         return natural
     if (asked == "R2C") != (natural == "R2C"):
-        raise ValueError(f"the operand has dtype {dtype}, which a {asked} transform does not take")
+        instead = "call rfft, or pass x + 0j" if natural == "R2C" else "take its real part"
+        raise ValueError(
+            f"the operand has dtype {dtype}, which a {asked} transform does not take: {instead}"
+        )
     kinds: dict[str, Kind] = {"C2C": "C2C", "R2C": "R2C", "C2R": "C2R"}
     return kinds[asked]
 

@@ -98,8 +98,12 @@ def packed_scalars(scalars: tuple[complex, complex]) -> bytes:
 
 def unpacked_scalars(note: bytes) -> tuple[tuple[complex, complex], bytes]:
     """Alpha and beta that a rank has told, and what it told after them."""
-    numbers = _SCALARS.unpack_from(note)
-    return (complex(*numbers[:2]), complex(*numbers[2:])), note[_SCALARS.size :]
+    alpha, alpha_imag, beta, beta_imag = _SCALARS.unpack_from(note)
+    scalars = (
+        complex(alpha, alpha_imag) if alpha_imag else alpha,
+        complex(beta, beta_imag) if beta_imag else beta,
+    )
+    return scalars, note[_SCALARS.size :]
 
 
 def _qualifiers(

@@ -184,9 +184,15 @@ _SAID = {"transpose": "is_transpose", "conjugate": "is_conjugate"}
 
 def _check_operand(name: str, spec: ArraySpec) -> None:
     if spec.ndim != 2:
-        raise ValueError(f"{name} has {spec.ndim} axes, shape {spec.shape}; matmul takes matrices")
+        column = f": as a column a vector is {name}[:, None]" if spec.ndim == 1 else ""
+        raise ValueError(
+            f"{name} has {spec.ndim} axes, shape {spec.shape}; matmul takes matrices{column}"
+        )
     if spec.dtype not in _SUPPORTED:
-        raise ValueError(f"{name} has dtype {spec.dtype}; supported are {', '.join(_SUPPORTED)}")
+        raise ValueError(
+            f"{name} has dtype {spec.dtype}; supported are {', '.join(_SUPPORTED)}"
+            f"{dtypes.advice(spec.dtype)}"
+        )
 
 
 def _check_scalars(call: Call, dtype: str) -> None:
