@@ -271,7 +271,7 @@ def large(context, dtype, kind, order):
                 d = matmul(*operands, distributions=dists, options={"strategy": label})
             unit = {"bfloat16": 2.0**-8, "float32": 2.0**-20}.get(dtype, 2.0**-48)
             error = (d.double() - mine(want, dists[2])).abs().max().item()
-            if not error <= unit * 6 * k**0.5:
+            if not error <= unit * 12 * k**0.5:  # a product sums 9000 terms one by one
                 wrong.append((label, error))
     return wrong
 

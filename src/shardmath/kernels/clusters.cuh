@@ -30,6 +30,31 @@ __device__ inline void arrive_at(u32 bar, u32 block) {
         : "memory");
 }
 
+// A stage has been multiplied by this warp: to the barriers `empty` of all blocks that write into it.
+__device__ inline void release(u32 empty, u32 stage) {
+    const u32 lane = threadIdx.x % 32;
+    if (kCluster == 1) {
+        if (lane == 0) bar_arrive(empty + 8 * stage);
+    } else if (lane < kCluster) {
+        arrive_at(empty + 8 * stage, lane);
+    }
+}
+
+constexpr u32 kBand = 16 / kCluster;  // tiles above each other that are computed at about the same time
+
+// A place in a rectangle of units, `heights` above each other and `across` wide; a unit is a tile of each block of
+// a cluster. Columns come one after another, in bands of kBand units: what is in flight at once needs little of A
+// and B.
+struct Unit {
+    u32 height, column;
+    __device__ Unit(u32 number, u32 heights, u32 across) {
+        const u32 band = number / (kBand * across), within = number % (kBand * across);
+        const u32 left = heights - band * kBand, high = left < kBand ? left : kBand;
+        height = band * kBand + within % high;
+        column = within / high;
+    }
+};
+
 // Load a box to the same place in all blocks of the cluster, and tell the barriers of all.
 __device__ inline void load_box_for_all(u32 to, const TensorMap* from, u32 x, u32 y, u32 bar) {
     if (kCluster == 1) return load_box(to, from, x, y, bar);

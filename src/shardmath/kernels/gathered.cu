@@ -1,30 +1,17 @@
 // A product of gathered rows: C = A B, where A's rows come from all ranks and tiles wait for the rows they need.
 //
-// Compiled for sm_90a with ELEMENT (Float16, Bfloat16), A_ALONG_K and B_ALONG_K (1 where the operand's contiguous
-// axis is k), C_ALONG_N (0 where C's columns are contiguous), WIDTH of a tile, CLUSTER (1 or 2 blocks that share
-// the columns of B that they load), STAGES, and BOXES (0 where C is not aligned to 16 bytes). One block on a
-// multiprocessor walks over tiles of 128 x WIDTH, the parts of A in the order in which they come:
+// Compiled as tiles.cuh says, with C_ALONG_N (0 where C's columns are contiguous) and BOXES (0 where C is not
+// aligned to 16 bytes). Tiles are walked in the order in which the parts of A come:
 //
 //     warp 0: waits for the part, loads boxes of A and B  ->  8 warps: multiply, round, store
 //
 // A part's maps end with its rows, so a tile at its end reads zeros beyond them, and writes nothing there.
-#include "clusters.cuh"
 #include "shards.cuh"
-#include "widths.cuh"
+#include "tiles.cuh"
 
 using namespace shardmath;
 
-constexpr bool kAAlongK = A_ALONG_K, kBAlongK = B_ALONG_K, kAlongN = C_ALONG_N;
-constexpr u32 kWidth = WIDTH, kStages = STAGES;
-constexpr u32 kRows = 128, kDepth = 64;
-constexpr u32 kBox = 64 * 128;  // bytes of 64 x 64 elements
-constexpr u32 kABytes = kRows * kDepth * 2;
-constexpr u32 kSlabs = (kWidth + 63) / 64;
-constexpr u32 kBBytes = kBAlongK ? kWidth * 128 : kSlabs * kBox;
-constexpr u32 kThreads = 384, kMultipliers = 128;  // each group of four warps multiplies 64 rows
-constexpr u32 kOut = 32;                           // columns that are stored at once
-constexpr u32 kOutBytes = 64 * kOut * 2;
-constexpr u32 kBand = 16 / kCluster;  // tiles above each other that are computed at about the same time
+constexpr bool kAlongN = C_ALONG_N;
 
 struct Rows {  // of one rank
     u32 first;     // its first unit
@@ -48,12 +35,6 @@ struct GatheredArgument {
     u32 start[kRanks];  // in C
 };
 
-struct Shared {
-    u32 stages, out, full, empty;  // shared addresses
-    __device__ u32 a(u32 stage) const { return stages + stage * (kABytes + kBBytes); }
-    __device__ u32 b(u32 stage) const { return a(stage) + kABytes; }
-};
-
 struct Tile {
     u32 part, row, column;
 };
@@ -66,49 +47,18 @@ __device__ inline void store_transposed(u32 to, u32 a, u32 b, u32 c, u32 d) {
                  "r"(c), "r"(d)
                  : "memory");
 }
-__device__ inline void group_barrier(u32 group) {
-    asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(kMultipliers) : "memory");
-}
-
 __device__ inline void prefetch(const TensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
 // -- the walk ------------------------------------------------------------------------------------------
 
-// Columns come one after another, in bands of kBand units: what is in flight at once needs little of A and B.
 __device__ inline Tile locate(const GatheredArgument& a, u32 unit, u32 block) {
     u32 part = 0;
     while (part + 1 < a.parts && unit >= a.rows[part + 1].first) ++part;
     const Rows& rows = a.rows[part];
-    const u32 across = (a.columns + kWidth - 1) / kWidth;
-    const u32 local = unit - rows.first, band = local / (kBand * across), within = local % (kBand * across);
-    const u32 left = rows.heights - band * kBand, heights = left < kBand ? left : kBand;
-    const u32 height = band * kBand + within % heights;
-    return {part, (height * kCluster + block) * kRows, within / heights * kWidth};
-}
-
-__device__ inline void load_stage(const GatheredArgument& a, const Shared& s, const Tile& tile, u32 k, u32 stage,
-                                  u32 block) {
-    const u32 full = s.full + 8 * stage, to_a = s.a(stage), to_b = s.b(stage);
-    bar_expect(full, kABytes + kBBytes);
-    const TensorMap* map = &a.a[tile.part];
-    if (kAAlongK) {
-        load_box(to_a, map, k, tile.row, full);
-    } else {
-        load_box(to_a, map, tile.row, k, full);
-        load_box(to_a + kBox, map, tile.row + 64, k, full);
-    }
-    if (kBAlongK) {
-        constexpr u32 kShare = kWidth / kCluster;
-        load_box_for_all(to_b + block * kShare * 128, &a.b, k, tile.column + block * kShare, full);
-    } else {
-        constexpr u32 kShare = kDepth / kCluster;
-#pragma unroll
-        for (u32 i = 0; i < kSlabs; ++i)
-            load_box_for_all(to_b + i * kBox + block * kShare * 128, &a.b, tile.column + 64 * i, k + block * kShare,
-                             full);
-    }
+    const Unit at(unit - rows.first, rows.heights, (a.columns + kWidth - 1) / kWidth);
+    return {part, (at.height * kCluster + block) * kRows, at.column * kWidth};
 }
 
 // One thread. Rows that have not come in time are multiplied as they lie: the host knows, and raises.
@@ -133,27 +83,18 @@ __device__ inline void load_tiles(const GatheredArgument& a, const Shared& s, u3
             }
             const u32 stage = number % kStages;
             bar_wait(s.empty + 8 * stage, (number / kStages & 1) ^ 1);
-            load_stage(a, s, tile, step * kDepth, stage, block);
+            const u32 k = step * kDepth;
+            load_stage(s, stage, block, {&a.a[tile.part], &a.b, tile.row, tile.column, k, k});
         }
     }
 }
 
 // -- what the other warps do ---------------------------------------------------------------------------
 
-// The stage has been multiplied by this warp: to all blocks that write into it.
-__device__ inline void release(const Shared& s, u32 stage) {
-    const u32 lane = threadIdx.x % 32;
-    if (kCluster == 1) {
-        if (lane == 0) bar_arrive(s.empty + 8 * stage);
-    } else if (lane < kCluster) {
-        arrive_at(s.empty + 8 * stage, lane);
-    }
-}
-
 __device__ inline void store_tile(const GatheredArgument& a, const Shared& s, const Tile& tile, u32 group,
                                   const float (&d)[kWidth / 2]) {
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-    const bool issues = threadIdx.x % kMultipliers == 0;
+    const bool issues = threadIdx.x % kGroup == 0;
     const bool has_rows = tile.row + 64 * group < a.rows[tile.part].rows;
 #pragma unroll
     for (u32 i = 0; i < kWidth / kOut; ++i) {
@@ -207,30 +148,14 @@ __device__ inline void multiply_tiles(const GatheredArgument& a, const Shared& s
 #pragma unroll
             for (u32 j = 0; j < kWidth / 2; ++j) d[j] = 0;
         }
-        for (u32 step = 0; step < a.steps; ++step, ++number) {
-            const u32 stage = number % kStages;
-            bar_wait(s.full + 8 * stage, number / kStages & 1);
-            products_begin();
-#pragma unroll
-            for (u32 k = 0; k < kDepth / 16; ++k) {
-                const u32 of_a = s.a(stage) + group * kBox + k * (kAAlongK ? 32 : 2048);
-                const u32 of_b = s.b(stage) + k * (kBAlongK ? 32 : 2048);
-                Multiply<ELEMENT, kAAlongK, kBAlongK>::add(d, describe<kAAlongK>(of_a, kBox),
-                                                           describe<kBAlongK>(of_b, kBox), step | k);
-            }
-            products_commit();
-            products_wait<1>();  // the step before has been multiplied
-            if (step) release(s, (number - 1) % kStages);
-        }
-        products_wait<0>();
-        if (a.steps) release(s, (number - 1) % kStages);
+        multiply_steps(d, s, group, 0, a.steps, number);
         const Tile tile = locate(a, unit, block);
         if (BOXES)
             store_tile(a, s, tile, group, d);
         else
             store_elements(a, tile, group, d);
     }
-    if (threadIdx.x % kMultipliers == 0) stores_have_read();
+    if (threadIdx.x % kGroup == 0) stores_have_read();
 }
 
 // The last block says that all rows have been read.
@@ -247,29 +172,8 @@ __device__ inline void say_read(const GatheredArgument& a) {
 
 extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     gathered(const __grid_constant__ GatheredArgument a) {
-    extern __shared__ char memory[];
-    __shared__ u64 bars[2 * kStages];
-    Shared s;
-    s.stages = (shared_address(memory) + 1023) & ~1023u;
-    s.out = s.stages + kStages * (kABytes + kBBytes);
-    s.full = shared_address(bars);
-    s.empty = s.full + 8 * kStages;
-    const u32 block = rank_in_cluster();
     if (a.steps && threadIdx.x - 32 < a.parts) prefetch(&a.a[threadIdx.x - 32]);
     if (a.steps && threadIdx.x == 32) prefetch(&a.b);
-    if (threadIdx.x == 0) {
-        for (u32 i = 0; i < kStages; ++i) bar_init(s.full + 8 * i, 1), bar_init(s.empty + 8 * i, 8 * kCluster);
-        bars_visible();
-    }
-    cluster_barrier();
-    if (threadIdx.x < kMultipliers) {
-        give_registers<40>();
-        if (threadIdx.x == 0) load_tiles(a, s, block);
-    } else {
-        take_registers<232>();
-        multiply_tiles(a, s, block, threadIdx.x / kMultipliers - 1);
-    }
-    __syncwarp();
-    cluster_barrier();  // a block's barriers and stages are there until its neighbour needs them no more
+    run_block(a);
     if (threadIdx.x == 0 && a.left) say_read(a);
 }

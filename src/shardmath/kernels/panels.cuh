@@ -46,19 +46,13 @@ struct Tile {
     u32 region, row, column;
 };
 
-constexpr u32 kBand = 16 / kCluster;  // tiles above each other that are computed at about the same time
-
-// Columns come one after another, in bands of kBand units: what is in flight at once needs little of A and B.
 template <u32 kRows, u32 kWidth>
 __device__ inline Tile locate(const PanelsArgument& a, u32 unit, u32 block) {
     u32 number = 0;
     while (number + 1 < a.regions && unit >= a.region[number + 1].first) ++number;
     const Region& region = a.region[number];
-    const u32 local = unit - region.first;
-    const u32 band = local / (kBand * region.across), within = local % (kBand * region.across);
-    const u32 left = region.heights - band * kBand, heights = left < kBand ? left : kBand;
-    const u32 height = region.row + band * kBand + within % heights;
-    return {number, (height * kCluster + block) * kRows, (region.column + within / heights) * kWidth};
+    const Unit at(unit - region.first, region.heights, region.across);
+    return {number, ((region.row + at.height) * kCluster + block) * kRows, (region.column + at.column) * kWidth};
 }
 
 // How many steps of one factor are here, at least `target`: what has not come in time is multiplied as it lies,
@@ -129,16 +123,6 @@ __device__ inline void load_tiles(const PanelsArgument& a, u32 empty, u32 block,
             bar_wait(empty + 8 * stage, (number / kStages & 1) ^ 1);
             load_stage(tile, at, stage);
         }
-    }
-}
-
-// The stage has been multiplied by this warp: to all blocks that write into it.
-__device__ inline void release(u32 empty, u32 stage) {
-    const u32 lane = threadIdx.x % 32;
-    if (kCluster == 1) {
-        if (lane == 0) bar_arrive(empty + 8 * stage);
-    } else if (lane < kCluster) {
-        arrive_at(empty + 8 * stage, lane);
     }
 }
 
