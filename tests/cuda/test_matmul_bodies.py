@@ -322,7 +322,7 @@ def arriving(context, dtype, order, shape, block):
         ran.append(original(self, places))
         return ran[-1]
 
-    x, y, wrong = mine(a), mine(b), []
+    x, y, wrong, first = mine(a), mine(b), [], None
     with (
         context,
         patch.multiple(module, _LEAST_SECONDS=0.0, _LEAST_WIDTH=1),
@@ -339,6 +339,9 @@ def arriving(context, dtype, order, shape, block):
             most = (2.0**-46 if dtype == "float64" else 2.0**-18) * k * 2**turn
             if error.numel() and not error.max() <= most:
                 wrong.append((turn, error.max().item()))
+            first = first if turn else d.clone()
+            if not torch.equal(d, first * 2**turn):  # in the same order each time
+                wrong.append((turn, "other sums"))
     return [wrong, ran]
 
 
@@ -353,6 +356,8 @@ def arriving(context, dtype, order, shape, block):
         ("float64", (1500, 2300, 3001), 256),
         ("float64", (700, 500, 900), 100),
         ("float64", (300, 4096, 2048), 512),
+        ("float64", (5000, 1100, 4000), 512),  # steps of the last tiles are shared out
+        ("bfloat16", (5000, 2100, 8000), 512),
     ],
 )
 def test_products_on_arrival(gpus, size, dtype, shape, block, order):

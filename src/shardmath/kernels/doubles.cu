@@ -185,8 +185,9 @@ __device__ inline void store_tile(const PanelsArgument& a, u32 first_row, u32 fi
     }
 }
 
-// What the next products need is loaded while these run: 16 rows further down, and columns once the last rows of a
-// stage have been multiplied by them. Beyond the last step what is loaded is not used.
+// What later products need is loaded behind one that runs, into registers of which the one before was the last to
+// read: rows further down, and in a stage's last rows the columns of the next. Beyond the last step what is loaded
+// is not used.
 __device__ inline void multiply_tiles(const PanelsArgument& a, const Shared& s, u32 block, u32 thread) {
     const u32 warp = thread / 32, top = warp / 4 * kTall, left = warp % 4 * kWide;
     const u32 steps = steps_of_all_work(a);
@@ -194,31 +195,31 @@ __device__ inline void multiply_tiles(const PanelsArgument& a, const Shared& s, 
     const Lane<kPairs> lane;
     Rows rows[2];
     Columns columns;
-    u32 number = 0, stage = 0, turn = 0;
+    u32 number = 0, next = 0, turn = 0;
     bar_wait(s.full, 0);
 #pragma unroll
-    for (u32 j = 0; j < kAcross; ++j) lane.load(columns, s.wide(0) + left * 128, j);
+    for (u32 j = 0; j + 1 < kAcross; ++j) lane.load(columns, s.wide(0) + left * 128, j);
     lane.load(rows[0], s.tall(0) + top * 128, 0);
     for (Work work = first_work(a); work.unit < a.units; work = next_work(a, work)) {
         double d[kSums] = {};
         for (u32 step = work.first; step < work.last; ++step) {
-            const u32 before = stage;
+            const u32 stage = next;
             ++number;
-            if (++stage == kStages) stage = 0, turn ^= 1;
+            if (++next == kStages) next = 0, turn ^= 1;
 #pragma unroll
             for (u32 i = 0; i < kDown; ++i) {
-                if (i + 1 < kDown) {
-                    lane.load(rows[(i + 1) % 2], s.tall(before) + top * 128, i + 1);
-                } else {
-                    __syncwarp();
-                    release(s.empty, before);
-                    if (number < steps) bar_wait(s.full + 8 * stage, turn);
-                    lane.load(rows[0], s.tall(stage) + top * 128, 0);
-                }
 #pragma unroll
                 for (u32 j = 0; j < kAcross; ++j) {
                     multiply(d + 4 * (i * kAcross + j), rows[i % 2].of, columns.of[j]);
-                    if (i + 1 == kDown) lane.load(columns, s.wide(stage) + left * 128, j);
+                    if (j == 0 && i == 0) lane.load(columns, s.wide(stage) + left * 128, kAcross - 1);
+                    if (j == 0 && i + 1 < kDown) lane.load(rows[(i + 1) % 2], s.tall(stage) + top * 128, i + 1);
+                    if (j == 0 && i + 1 == kDown) {
+                        __syncwarp();
+                        release(s.empty, stage);
+                        if (number < steps) bar_wait(s.full + 8 * next, turn);
+                        lane.load(rows[0], s.tall(next) + top * 128, 0);
+                    }
+                    if (j > 0 && i + 1 == kDown) lane.load(columns, s.wide(next) + left * 128, j - 1);
                 }
             }
         }

@@ -72,7 +72,7 @@ class Arriving:
             place = None if place is None else place[::-1]
         is_right = (index == 1) != self._turned
         rank, tiling = self._lane.team.rank, TILINGS[self._out.dtype]
-        return Side(index, is_right, own, moves, place, shape, rank, tiling)
+        return Side(index, is_right, own, moves, place, shape, rank, tiling, self._share.kept)
 
     @property
     def misfit(self) -> str:
@@ -107,9 +107,7 @@ class Arriving:
         return "" if fit else "a factor is not aligned for the kernel"
 
     def prepare(self) -> None:
-        """Take memory for the words, and for sums of tiles by several blocks. Raises
-        HeapExhausted.
-        """
+        """Take memory for words and for sums of tiles by several blocks. Raises HeapExhausted."""
         self._lane.buffer("come", 8 * (_WORDS + self._processors))
         self._lane.buffer("sums", SUMS_BYTES * self._processors)
 

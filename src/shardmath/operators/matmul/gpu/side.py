@@ -7,8 +7,8 @@ caller has it, if boxes of it can be loaded.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from typing import Any
 
 from shardmath.arrays import dtypes
 from shardmath.cuda.tensormap import ALIGNMENT, BOX_BYTES, NBYTES, tensor_map
@@ -56,7 +56,7 @@ TILINGS = {"float16": _HALVES, "bfloat16": _HALVES, "float64": _DOUBLES}
 class Side:
     """Factor `index` (0: op(A), 1: op(B)) of this rank: `own` is its local array, `moves` bring
     what it needs, `place` is where that lies in `own` if nothing needs to move. All are oriented as
-    the kernel takes them, on the right if `is_right`.
+    the kernel takes them, on the right if `is_right`. `kept` lives as long as the product's plan.
     """
 
     index: int
@@ -67,6 +67,7 @@ class Side:
     shape: tuple[int, int]
     rank: int
     tiling: Tiling
+    kept: dict[Any, Any] = field(repr=False)
 
     @property
     def k_axis(self) -> int:
@@ -94,14 +95,21 @@ class Side:
         """From the next rank on: no two ranks begin with the same."""
         return move.src < self.rank, move.src
 
-    @cached_property
+    @property
     def lines(self) -> Lines:
         """Where it has its steps along k."""
+        loadable = self.place is not None or _is_loadable(self.own)
+        key = ("lines", self.index, self.is_right, loadable)
+        if key not in self.kept:
+            self.kept[key] = self._lines(loadable)
+        lines: Lines = self.kept[key]
+        return lines
+
+    def _lines(self, loadable: bool) -> Lines:
         axis, step = self.k_axis, self.tiling.depth
         extent = self.shape[axis]
         if self.place is not None:
             return Lines.here(axis, extent, step)
-        loadable = _is_loadable(self.own)
         return Lines.of(
             self.moves, self.rank, axis=axis, extent=extent, step=step, loadable=loadable
         )
