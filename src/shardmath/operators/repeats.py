@@ -46,12 +46,12 @@ class Known(Generic[Agreed]):
             seen = place in self.graphs
             graph = lane.graph(launches) if seen else None
             _keep(self.graphs, place, graph)
-        if graph is None:
-            launches(stream)
-            return
         lane.team.check()
         with lane.entered(stream):
-            graph.launch(stream)
+            if graph is None:
+                launches(stream)
+            else:
+                graph.launch(stream)
 
 
 class Repeats(Generic[Agreed]):

@@ -158,6 +158,7 @@ class Execution:
         if agreed.way.tables is not None:
             Beside.of(self._context).require_usable()
         known.launch(
+            (),  # peers write the result: where it lies is part of the key
             self._lane,
             self._stream,
             lambda own: self._launch(problem, agreed.way, agreed.addresses).all(
