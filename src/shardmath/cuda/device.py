@@ -85,7 +85,10 @@ class Device:
         being captured: that would end the capture.
         """
         self.activate()
-        event = self.spare_events.pop() if self.spare_events else call("cuEventCreate", 2)
+        try:
+            event = self.spare_events.pop()
+        except IndexError:
+            event = call("cuEventCreate", 2)
         call("cuCtxRecordEvent", self._context, event)
         return event
 

@@ -131,6 +131,7 @@ class Turns:
 
     def wait(self) -> None:
         """Wait, on the host, until the last turn has ended."""
+        self._device.activate()
         if self._stream in _DEFAULT:
             self._mark(self._stream)
         call("cuEventSynchronize", self._done)

@@ -1,0 +1,122 @@
+"""What a call on small arrays costs on cores: `python benchmarks/calls.py`.
+
+2 ranks, arrays of 1 KiB or of 64 x 64, calls that come again as they were. A figure is the median
+of the slower rank; beside it a barrier and an exchange, which are what ranks need to meet at all,
+and gloo's all_reduce and barrier in the same run.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import record
+
+from shardmath.arrays import library_named
+from shardmath.collectives import all_gather, all_reduce
+from shardmath.distribution import Redistribute, Slab, redistribute
+from shardmath.fft import FFT, fft
+from shardmath.launch import spawn
+from shardmath.linalg.advanced import Matmul, matmul
+from shardmath.planning import agree_plan
+from shardmath.startup import finalize, initialize
+from shardmath.symmetric.allocation import empty_on_heap
+
+RANKS, TURNS, CALLS = 2, 20, 50
+SMALL, N = 256, 64
+GOALS = {"agreement on a known plan": 20.0}  # microseconds
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        rows = spawn(measure, RANKS, str(Path(folder) / "store"), timeout=300)[0]
+    for row in rows:
+        goal = GOALS.get(row["what"])
+        print(f"{row['what']:36} {row['us']:8.1f} us" + f"   goal {goal}" * (goal is not None))
+    print(record.write("calls", rows, ranks=RANKS, goals=GOALS))
+
+
+def measure(store: str) -> list[dict[str, Any]]:
+    """A row for each call. They take turns, so that what else the machine does falls on all."""
+    import torch
+    import torch.distributed as gloo
+
+    context = initialize("cpu")
+    torch.set_num_threads(1)
+    gloo.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=context.rank, world_size=context.size
+    )
+    ways, kept = calls(context)
+    tensor = torch.ones(SMALL)
+    ways["gloo, all_reduce 1 KiB"] = lambda: gloo.all_reduce(tensor)
+    ways["gloo, barrier"] = gloo.barrier
+    times: dict[str, list[float]] = {what: [] for what in ways}
+    for turn in range(TURNS):
+        for what, call in ways.items():
+            context.barrier()
+            found = timed(call)
+            times[what] += found if turn else []
+    medians = np.array([statistics.median(each) for each in times.values()])
+    slowest = 1e6 * all_reduce(medians, op="max")
+    for plan in kept:
+        plan.free()
+    gloo.barrier()
+    gloo.destroy_process_group()
+    finalize()
+    return [{"what": what, "us": float(us)} for what, us in zip(ways, slowest, strict=True)]
+
+
+def timed(call: Callable[[], object]) -> list[float]:
+    """Seconds of calls in a row."""
+    times = []
+    for _ in range(CALLS):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return times
+
+
+def calls(context: Any) -> tuple[dict[str, Callable[[], object]], list[Any]]:
+    """The calls by name, and what is to be freed after them."""
+    numpy = library_named("numpy")
+    part, turned = (slab.shape(context.rank, (N, N)) for slab in (Slab.X, Slab.Y))
+
+    def on_heap(shape: tuple[int, ...], dtype: str = "float32") -> Any:
+        array = empty_on_heap(context, numpy, shape, dtype)
+        array[...] = 1
+        return array
+
+    small, into = np.ones(SMALL, "f4"), np.ones(SMALL, "f4")
+    x, heap, target = np.ones(part, "f4"), on_heap(part), on_heap(turned)
+    waves, splits = on_heap(part, "complex64"), [Slab.X] * 3
+    spec = ("numpy", "float32", (1024, 1024), "sum")
+    moved = Redistribute(heap, Slab.X, Slab.Y)
+    product, transform = Matmul(heap, heap, distributions=splits), FFT(waves, distribution=Slab.X)
+    for plan in (moved, product, transform):
+        plan.plan()
+    return {
+        "barrier": lambda: context.board.barrier("barrier"),
+        "exchange of 16 bytes": lambda: context.board.exchange("exchange", bytes(16)),
+        "agreement on a known plan": lambda: agree_plan(
+            context, "plan", lambda: (spec, b""), tuple
+        ),
+        "all_reduce 1 KiB": lambda: all_reduce(small),
+        "all_reduce 1 KiB (out)": lambda: all_reduce(small, out=into),
+        "all_gather 1 KiB": lambda: all_gather(small),
+        "redistribute": lambda: redistribute(x, Slab.X, Slab.Y),
+        "redistribute, heap (out)": lambda: redistribute(heap, Slab.X, Slab.Y, out=target),
+        "Redistribute.execute, heap (out)": lambda: moved.execute(out=target),
+        "matmul": lambda: matmul(x, x, distributions=splits),
+        "Matmul.execute, heap": product.execute,
+        "fft, heap": lambda: fft(waves, distribution=Slab.X),
+        "FFT.execute, heap": transform.execute,
+    }, [moved, product, transform]
+
+
+if __name__ == "__main__":
+    main()
