@@ -35,6 +35,7 @@ def asked(epilog, order, dtype, **changes):
     [
         (E.RELU, "F", "float32", Within(Extras(2))),
         (E.RELU, "C", "float64", Within(Extras(2))),
+        (E.RELU, "F", "float16", None),  # NaN would be 0
         (E.BIAS, "F", "bfloat16", Within(Extras(4), BIAS)),
         (E.BIAS, "C", "bfloat16", None),  # follows rows, which are columns there
         (E.RELU_BIAS, "F", "float64", Within(Extras(6), BIAS)),
