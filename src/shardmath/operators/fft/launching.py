@@ -88,7 +88,7 @@ class Launch:
     def _exchange(self, stream: int, step: Exchange, told: Sequence[Told]) -> None:
         """Move boxes between this rank's array and all ranks' arrays."""
         place = "result" if step.theirs is None else step.theirs[self.context.rank].place
-        addresses, strides = self._everywhere(place, told)
+        addresses, strides = self.everywhere(place, told)
         if step.theirs is not None:
             strides = [view.strides for view in step.theirs]
         copier = self.way.copier(
@@ -108,9 +108,7 @@ class Launch:
     def _address(self, view: View) -> int:
         return self.addresses[view.place] + view.offset
 
-    def _everywhere(
-        self, place: str, told: Sequence[Told]
-    ) -> tuple[list[int], list[Sequence[int]]]:
+    def everywhere(self, place: str, told: Sequence[Told]) -> tuple[list[int], list[Sequence[int]]]:
         """Where all ranks' arrays of that place begin for this GPU, and their strides."""
         notes = [each[self.way.program.shared.index(place)] for each in told]
         addresses = [
@@ -123,7 +121,7 @@ class Launch:
         """Transforms on the user's stream, and exchanges beside them."""
         beside = Beside.of(self.context)
         assert self.way.tables is not None, "made with the pipeline"
-        targets = [self._everywhere(place, told)[0] for place in program.shared]
+        targets = [self.everywhere(place, told)[0] for place in program.shared]
         sources = [self.addresses[place] for place in program.sources]
         beside.start(self.way.tables, stream, sources, targets)
         for steps in program.first:

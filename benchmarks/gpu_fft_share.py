@@ -1,0 +1,209 @@
+"""What one rank of many does in a 3-D transform, on 2 GPUs: a rehearsal for a machine of 8.
+
+    python benchmarks/gpu_fft_share.py 2 --ranks 8
+
+Both GPUs play rank 0. What rank 0 sends to its peers goes to the other GPU, each peer's part to a
+place of its own there, so a link carries what it would carry, at the same time as the transforms
+of a rank's size. Results are not those of a transform, and barriers are of 2. `steps` does one
+thing after another, `chunks` exchanges beside the transforms; `local` and `wire` are the parts of
+`chunks` alone. Milliseconds, in CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import dataclass, replace
+
+from on_gpus import command, run
+
+from shardmath.arrays import library_named
+from shardmath.cuda.graph import Graph
+from shardmath.distribution import Slab
+from shardmath.fft import FFTDirection, FFTOptions
+from shardmath.local.gpu_fft import Transforms
+from shardmath.operators.fft import ways
+from shardmath.operators.fft.beside import Beside, PushTables
+from shardmath.operators.fft.launching import Launch, is_double
+from shardmath.operators.fft.local_steps import Fourier, packed
+from shardmath.operators.fft.pipeline import Pipeline
+from shardmath.operators.fft.problem import check, describe
+from shardmath.operators.fft.strategy import GPUS, choose
+
+CASES = [
+    *itertools.product((256, 512), ("complex64", "float32"), (False, True)),
+    *itertools.product((512,), ("complex128",), (False, True)),
+    *itertools.product((1024,), ("complex64", "float32"), (False, True)),
+]
+CALLS = {256: 20, 512: 8, 1024: 3}
+
+
+@dataclass(frozen=True)
+class Played(Launch):
+    """Rank 0's launches, with its peers' places on the other GPU.
+
+    `shared` has, by place, where that lies on this GPU and on the other, and how far the parts that
+    rank 0 writes on its peers are to lie apart.
+    """
+
+    shared: dict
+    peers: int
+
+    def everywhere(self, place, told):
+        """See Launch; `told` are the strides of all results."""
+        own, other, apart = self.shared[place]
+        if isinstance(self.way.program, Pipeline):  # whose rows know how far
+            return [own, other], []
+        return [own, *(other + peer * apart for peer in range(1, self.peers))], told
+
+
+def on_two(pipeline, apart):
+    """The rows of all peers as rows for one, at a distance from each other."""
+    chunks = [
+        replace(
+            chunk,
+            rows=tuple(
+                replace(
+                    rows,
+                    peer=min(rows.peer, 1),
+                    target=rows.target + rows.peer * apart[chunk.exchange],
+                )
+                for rows in chunk.rows
+            ),
+        )
+        for chunk in pipeline.chunks
+    ]
+    return replace(pipeline, size=2, chunks=tuple(chunks))
+
+
+class Share:
+    """Memory, stages and launches of one case."""
+
+    def __init__(self, ranks, n, dtype, back, size):
+        self.ranks, self.size = ranks, size
+        kind = "R2C" if dtype.startswith("float") else "C2C"
+        own = n // size
+        self.operand = library_named("torch").empty((own, n, n), dtype, "C", str(ranks.device))
+        whole = self.operand
+        (ranks.torch.view_as_real(whole) if whole.is_complex() else whole).normal_()
+        spec = library_named("torch").spec(whole)
+        options = FFTOptions(redistribute=back)
+        said = describe(spec, Slab.X, None, None, kind, FFTDirection.FORWARD, options, None)
+        self.problem = check([said] * size)
+        self.plan = ways.DevicePlan(self.problem, choose(self.problem, GPUS))
+        self.result = packed("result", self.problem.target.local_shape(0), self.problem.result)
+        nbytes = self.result.size * self.result.itemsize
+        block = nbytes // size  # what goes to one peer
+        places = {"landing 0": block, "result": block // own if back else block}
+        self.apart = [places["landing 0"], places["result"]]
+        self.shared, self.held = {}, []
+        for place, apart in places.items():
+            buffer, addresses = ranks.shared(nbytes)
+            self.held.append(buffer)
+            self.shared[place] = (addresses[ranks.rank], addresses[1 - ranks.rank], apart)
+        self.held += [ranks.context.heap.allocate(nbytes) for _ in range(2)]
+        self.addresses = {
+            "operand": whole.data_ptr(),
+            "work": self.held[2].block.address,
+            "landing 1": self.held[3].block.address,
+            **{place: where[0] for place, where in self.shared.items()},
+        }
+
+    def launch(self, chunks):
+        """Rank 0's launches; None where there are no chunks."""
+        ranks, team = self.ranks, self.ranks.context.team
+        ways.CHUNKS = chunks
+        source = packed("operand", tuple(self.operand.shape), self.problem.dtype)
+        way = ways.make_way(
+            self.plan, team.device, 0, (True, True), source, self.result, False, False
+        )
+        ways.CHUNKS = True
+        if isinstance(way.program, Pipeline) != chunks:
+            return None
+        if chunks:
+            program = on_two(way.program, self.apart)
+            way = ways.Way(team.device, program, PushTables(team.device, program))
+        stream, transforms = ranks.stream(), Transforms.of(team.device)
+        for step in way.program.local:
+            if isinstance(step, Fourier):
+                transforms.prepare(
+                    step.kind, double=is_double(step), batches=step.batches, stream=stream
+                )
+        made = Played(
+            ranks.context,
+            way,
+            self.addresses,
+            lambda on: team.barrier(int(on), channel=60),
+            True,
+            stream,
+            self.shared,
+            self.size,
+        )
+        for step in way.program.local:  # loads the kernels
+            made.local(stream, step)
+        return made
+
+    def time(self, launches):
+        """Milliseconds."""
+        graph = Graph(self.ranks.context.team.device, launches)
+        calls = CALLS[self.problem.source.global_shape[0]]
+        micros = self.ranks.time(lambda: graph.launch(self.ranks.stream()), calls, graph=False)
+        return float(f"{micros / 1e3:.4g}")
+
+
+def wire(launch, stream):
+    """The exchanges of a pipeline without its transforms."""
+    program, beside = launch.way.program, Beside.of(launch.context)
+    sources = [launch.addresses[place] for place in program.sources]
+    targets = [launch.everywhere(place, ())[0] for place in program.shared]
+    beside.start(launch.way.tables, stream, sources, targets)
+    for _ in program.first:
+        beside.ready(stream)
+    for _ in program.second:
+        beside.wait(stream)
+        if program.returns:
+            beside.ready(stream)
+    if program.returns:
+        beside.wait(stream)
+    beside.end(stream)
+
+
+def measured(ranks, n, dtype, back, size):
+    """One row."""
+    share = Share(ranks, n, dtype, back, size)
+    row = {"n": n, "dtype": dtype, "result": "back" if back else "transposed", "of": size}
+    strides = [share.result.strides] * size
+    steps, chunks = share.launch(False), share.launch(True)
+    row["steps_ms"] = share.time(lambda on: steps.all(on, strides))
+    if chunks is not None:
+        row["chunks_ms"] = share.time(lambda on: chunks.all(on, strides))
+        row["wire_ms"] = share.time(lambda on: wire(chunks, on))
+        row["cuts"] = str(share.plan.cuts)
+    alone = chunks or steps
+    row["local_ms"] = share.time(
+        lambda on: [alone.local(on, step) for step in alone.way.program.local]
+    )
+    return row
+
+
+def measure(ranks, size):
+    rows = []
+    for n, dtype, back in CASES:
+        rows.append(measured(ranks, n, dtype, back, size))
+        ranks.torch.cuda.empty_cache()
+        ranks.context.barrier()
+        if ranks.rank == 0:
+            print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = command(__doc__)
+    parser.add_argument("--ranks", type=int, default=8, help="how many ranks there would be")
+    options = parser.parse_args()
+    assert options.gpus == 2, "two GPUs play"
+    run("gpu_fft_share", measure, options, options.ranks)
+
+
+if __name__ == "__main__":
+    main()
