@@ -6,7 +6,6 @@ Through NVSHMEM, and through mapped memory that the transport keeps to itself.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -27,27 +26,6 @@ from shardmath.symmetric.rendezvous import rendezvous
 from shardmath.transport import mesh
 
 ALL = max(RANKS, 1)
-
-
-def make_mapped(group):
-    config.export({"SHARDMATH_FAKE_HOSTS": "2", "SHARDMATH_TRANSPORT": "cuda"})
-    return new_context(gpu_of(group.rank), group)
-
-
-def make_nvshmem(group):
-    heap = str(256 << 20)
-    config.export({"SHARDMATH_FAKE_HOSTS": "2", "SHARDMATH_TRANSPORT": "nvshmem"})
-    config.export({"SHARDMATH_GPU_HEAP_BYTES": heap})
-    return new_context(gpu_of(group.rank), group)
-
-
-@pytest.fixture(scope="session", params=[make_mapped, make_nvshmem], ids=["cuda", "nvshmem"])
-def far_gpus(request) -> Iterator[Pool]:
-    """As many ranks as GPUs, half of them on each host."""
-    if RANKS < 2:
-        pytest.skip("two hosts take two GPUs")
-    with Pool(RANKS, request.param) as ranks:
-        yield ranks
 
 
 def test_the_table(far_gpus):
