@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).parent.parent / "fft"))
 
 import fft_cases
+from visible import GPUS, gpu_of
 
 from arrangements import part_of
 from shardmath.arrays import library_named, library_of
@@ -346,8 +347,8 @@ def mistaken(context, module, x, part):
     ]
     if size == 1:
         del mistakes[1]
-    if size % 2 == 0:
-        stranger = elsewhere(module, part.shape, rank ^ 1)
+    if size % 2 == 0 and GPUS > 1:
+        stranger = elsewhere(module, part.shape, gpu_of(rank ^ 1))
         mistakes.append(("another GPU", lambda: fft(stranger, distribution=Slab.X), ValueError))
     for what, call, kind in mistakes:
         try:

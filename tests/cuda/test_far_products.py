@@ -86,10 +86,12 @@ def explain(context):
     from shardmath.linalg.advanced import Matmul
 
     torch.cuda.set_device(context.device_id)
-    x = torch.zeros(Slab.X.shape(context.rank, (512, 512)), device="cuda", dtype=torch.bfloat16)
-    with context, Matmul(x, x, distributions=[Slab.X] * 3) as product:
-        product.plan()
-        return product.explain()
+    with context:
+        shape = Slab.X.shape(context.rank, (512, 512))
+        x = torch.zeros(shape, device="cuda", dtype=torch.bfloat16)
+        with Matmul(x, x, distributions=[Slab.X] * 3) as product:
+            product.plan()
+            return product.explain()
 
 
 def test_how_bytes_travel_is_explained(far_gpus):

@@ -33,9 +33,10 @@ def explain(context):
     from shardmath.fft import FFT
 
     torch.cuda.set_device(context.device_id)
-    x = torch.zeros(Slab.X.shape(context.rank, (8, 8)), dtype=torch.complex64, device="cuda")
-    with context, FFT(x, distribution=Slab.X) as transform:
-        return transform.explain()
+    with context:
+        x = torch.zeros(Slab.X.shape(context.rank, (8, 8)), dtype=torch.complex64, device="cuda")
+        with FFT(x, distribution=Slab.X) as transform:
+            return transform.explain()
 
 
 def test_how_bytes_travel_is_explained(far_gpus):

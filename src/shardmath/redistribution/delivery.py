@@ -98,7 +98,9 @@ class Delivery:
         found = [move for move in self.transfer.into(self.rank) if move.elements]
         found.sort(key=lambda move: (move.src - self.rank - 1) % size)
         return tuple(
-            move if move.src == self.rank else self._parcel(move.src).boxed(move) for move in found
+            boxed
+            for move in found
+            for boxed in ([move] if move.src == self.rank else self._parcel(move.src).boxed(move))
         )
 
     def _outbox(self, src: int) -> Outbox:

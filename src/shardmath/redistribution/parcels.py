@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from functools import lru_cache
+from itertools import accumulate, pairwise, product
 from math import prod
 
 from shardmath.geometry import Move, Run
@@ -28,7 +29,7 @@ Columns = tuple[tuple[_Taken, ...], ...]
 
 @dataclass(frozen=True)
 class Parcel:
-    """Every combination of indices that `columns` take of each axis of a local array.
+    """Every combination of indices that `columns` take of each axis of a local array, in order.
 
     It begins at byte `offset` of the outbox; `strides` are bytes.
     """
@@ -38,15 +39,25 @@ class Parcel:
     strides: tuple[int, ...]
     offset: int
 
-    def boxed(self, move: Move) -> Move:
+    def boxed(self, move: Move) -> list[Move]:
         """`move`, taken from the parcel in place of the array."""
-        runs = []
+        columns = []
         for run, column in zip(move.runs, self.columns, strict=True):
-            at = column.index(_taken(run))
-            start = sum(count * length for count, length, _, _ in column[:at])
-            step = run.length if run.count > 1 else 0
-            runs.append(replace(run, src_start=start, src_step=step))
-        return replace(move, runs=tuple(runs))
+            places = _places(column)[_taken(run)]
+            columns.append(
+                [
+                    Run(
+                        count,
+                        run.length,
+                        at,
+                        step,
+                        run.dst_start + first * run.dst_step,
+                        run.dst_step if count > 1 else 0,
+                    )
+                    for first, count, at, step in places
+                ]
+            )
+        return [replace(move, runs=runs) for runs in product(*columns)]
 
     def span(self, moves: Iterable[Move]) -> tuple[int, int]:
         """The bytes, from the parcel's start, between the first and the last that boxed moves read.
@@ -151,13 +162,57 @@ def _columns(moves: Sequence[Move]) -> Columns:
     )
 
 
-def _into(column: Sequence[_Taken]) -> list[Run]:
+def _into(column: tuple[_Taken, ...]) -> list[Run]:
     """The runs that put a column's indices side by side."""
-    runs, at = [], 0
-    for count, length, start, step in column:
-        runs.append(Run(count, length, start, step, at, length if count > 1 else 0))
-        at += count * length
-    return runs
+    return [
+        Run(count, length, start + first * step, step if count > 1 else 0, at, apart)
+        for (_, length, start, step), places in _places(column).items()
+        for first, count, at, apart in places
+    ]
+
+
+_Place = tuple[
+    int, int, int, int
+]  # first block, how many, where they are put, from one to the next
+
+
+@lru_cache(maxsize=1024)
+def _places(column: tuple[_Taken, ...]) -> dict[_Taken, list[_Place]]:
+    """Where the blocks of each run of a column come to lie: all indices in their order."""
+    ends = [(start, start + (count - 1) * step + length) for count, length, start, step in column]
+    if all(one[1] <= two[0] for one, two in pairwise(ends)):
+        starts = accumulate((count * length for count, length, _, _ in column), initial=0)
+        return {
+            taken: [(0, taken[0], at, taken[1] if taken[0] > 1 else 0)]
+            for taken, at in zip(column, starts, strict=False)
+        }
+    blocks = sorted(  # the runs interleave
+        (start + number * step, length, taken)
+        for taken in column
+        for count, length, start, step in [taken]
+        for number in range(count)
+    )
+    found: dict[_Taken, list[int]] = {taken: [] for taken in column}
+    at = 0
+    for _, length, taken in blocks:
+        found[taken].append(at)
+        at += length
+    return {taken: _evenly(each) for taken, each in found.items()}
+
+
+def _evenly(places: Sequence[int]) -> list[_Place]:
+    """The places of blocks as few ranges in which they are evenly apart."""
+    found: list[_Place] = []
+    first = 0
+    while first < len(places):
+        last = first + 1
+        step = places[last] - places[first] if last < len(places) else 0
+        while last < len(places) and places[last] - places[last - 1] == step:
+            last += 1
+        count = last - first
+        found.append((first, count, places[first], step if count > 1 else 0))
+        first = last
+    return found
 
 
 def _packed(shape: Sequence[int], itemsize: int, axes: Sequence[int]) -> tuple[int, ...]:

@@ -42,12 +42,13 @@ class Routes:
 
     def boxed(self, name: str, found: Iterable[Move], itemsize: int) -> tuple[Move, ...]:
         """Moves into this rank, those of peers out of what they have packed."""
-        return tuple(
-            move
-            if move.src == self._rank
-            else self.outbox(name, move.src, itemsize).parcels[self._rank].boxed(move)
-            for move in found
-        )
+        made: list[Move] = []
+        for move in found:
+            if move.src == self._rank:
+                made.append(move)
+            else:
+                made += self.outbox(name, move.src, itemsize).parcels[self._rank].boxed(move)
+        return tuple(made)
 
     def fetches(
         self, name: str, part: str, boxed: Sequence[Move], itemsize: int
