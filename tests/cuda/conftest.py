@@ -43,7 +43,7 @@ def make_mapped(group):
 
 
 def make_nvshmem(group):
-    heap = str(256 << 20)
+    heap = str(1 << 30)
     config.export({"SHARDMATH_FAKE_HOSTS": "2", "SHARDMATH_TRANSPORT": "nvshmem"})
     config.export({"SHARDMATH_GPU_HEAP_BYTES": heap})
     return new_context(gpu_of(group.rank), group)

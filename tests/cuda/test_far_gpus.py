@@ -6,6 +6,7 @@ Through NVSHMEM, and through mapped memory that the transport keeps to itself.
 from __future__ import annotations
 
 import importlib
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -18,8 +19,10 @@ from visible import RANKS, gpu_of
 from arrangements import part_of
 from ranks import Pool
 from shardmath import config
-from shardmath.distribution import Slab, redistribute
+from shardmath.distribution import Redistribute, Slab, redistribute
 from shardmath.errors import HeapExhausted, OpTimeout
+from shardmath.fft import fft
+from shardmath.linalg.advanced import Matmul
 from shardmath.startup import new_context
 from shardmath.symmetric.allocation import allocate_symmetric_memory
 from shardmath.symmetric.rendezvous import rendezvous
@@ -173,6 +176,52 @@ def test_a_plan_serves_any_operand_of_its_shape(far_gpus, case):
 @pytest.mark.parametrize("store", ["heap C", "C", "heap strided"])
 def test_operands_may_be_overwritten_after_each_execution(far_gpus, store):
     assert far_gpus.run(on_gpus.check, "overwrite", "cupy", [store, 20]) == [0] * RANKS
+
+
+@pytest.mark.parametrize("library", ["cupy", "torch"])
+def test_a_captured_redistribution(far_gpus, library):
+    assert far_gpus.run(on_gpus.check_capture, library, (False, False)) == [[]] * RANKS
+
+
+def count_meetings(context):
+    """By operation, of a call that is made again: how often the processes meet in an exchange, or
+    in a barrier, and how often one waits for its GPU."""
+    torch = importlib.import_module("torch")
+    torch.cuda.set_device(context.device_id)
+    rank = context.rank
+    with context:
+        x = torch.ones(Slab.X.shape(rank, (64, 64)), device="cuda", dtype=torch.complex64)
+        y = torch.empty(Slab.Y.shape(rank, (64, 64)), device="cuda", dtype=torch.complex64)
+        product = Matmul(x, x, distributions=[Slab.X] * 3)
+        product.plan()
+        redistribution = Redistribute(x, Slab.X, Slab.Y)
+        redistribution.plan()
+        calls = {
+            "product": product.execute,
+            "transform": lambda: fft(x, distribution=(Slab.X, Slab.Y), out=y),
+            "redistribution": lambda: redistribution.execute(out=y),
+        }
+        found = {}
+        for name, call in calls.items():
+            for _ in range(3):
+                call()
+            board, team = type(context.board), type(context.team)
+            with (
+                patch.object(board, "exchange", autospec=True, side_effect=board.exchange) as meet,
+                patch.object(board, "barrier", autospec=True, side_effect=board.barrier) as wait,
+                patch.object(team, "synchronize", autospec=True) as synchronize,
+            ):
+                call()
+            found[name] = (meet.call_count, wait.call_count, synchronize.call_count)
+        context.barrier()
+        context.team.synchronize(0)
+    return found
+
+
+def test_processes_meet_once_and_never_wait_for_the_gpu(far_gpus):
+    once = (1, 0, 0)
+    wanted = {"product": once, "transform": once, "redistribution": once}
+    assert far_gpus.run(count_meetings) == [wanted] * RANKS
 
 
 def check_large(context):
