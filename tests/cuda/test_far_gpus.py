@@ -19,6 +19,7 @@ from visible import RANKS, gpu_of
 from arrangements import part_of
 from ranks import Pool
 from shardmath import config
+from shardmath.collectives import all_gather, all_reduce
 from shardmath.distribution import Redistribute, Slab, redistribute
 from shardmath.errors import HeapExhausted, OpTimeout
 from shardmath.fft import fft
@@ -197,6 +198,7 @@ def count_meetings(context):
         redistribution = Redistribute(x, Slab.X, Slab.Y)
         redistribution.plan()
         calls = {
+            "all_reduce": lambda: all_reduce(x.real.contiguous()),
             "product": product.execute,
             "transform": lambda: fft(x, distribution=(Slab.X, Slab.Y), out=y),
             "redistribution": lambda: redistribution.execute(out=y),
@@ -220,8 +222,43 @@ def count_meetings(context):
 
 def test_processes_meet_once_and_never_wait_for_the_gpu(far_gpus):
     once = (1, 0, 0)
-    wanted = {"product": once, "transform": once, "redistribution": once}
+    wanted = dict.fromkeys(("all_reduce", "product", "transform", "redistribution"), once)
     assert far_gpus.run(count_meetings) == [wanted] * RANKS
+
+
+def check_captured(context):
+    """Collectives in one CUDA graph, replayed on operands that change; larger ones in between."""
+    torch = importlib.import_module("torch")
+    torch.cuda.set_device(context.device_id)
+    rank, size, wrong = context.rank, context.size, []
+    with context:
+        x = torch.full((1000,), float(rank), device="cuda")
+        all_gather(all_reduce(x))
+        torch.cuda.synchronize()
+        context.barrier()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            total = all_reduce(x)
+            whole = all_gather(x)
+        for turn in range(4):
+            x.fill_(rank + turn)
+            graph.replay()
+            if turn == 2:  # outboxes grow
+                large = all_reduce(torch.ones(3_000_000, device="cuda"))
+                torch.cuda.synchronize()
+                wrong += [] if bool((large == size).all()) else ["large"]
+                context.barrier()
+            torch.cuda.synchronize()
+            if total.unique().tolist() != [sum(range(size)) + size * turn]:
+                wrong.append(("sum", turn, total[:3].tolist()))
+            if whole.view(size, -1)[:, 0].tolist() != [each + turn for each in range(size)]:
+                wrong.append(("all", turn))
+        context.barrier()
+    return wrong
+
+
+def test_captured_collectives(far_gpus):
+    assert far_gpus.run(check_captured) == [[]] * RANKS
 
 
 def check_large(context):
@@ -276,8 +313,6 @@ def check_again(context):
             assert found.tolist() == [turn + (second.rank + 1) % second.size] * 7
             handle.barrier()
             half = second.split(second.rank * 2 // second.size)
-            from shardmath.collectives import all_reduce
-
             total = all_reduce(torch.ones(3, device="cuda"), context=half)
             assert total.tolist() == [half.size] * 3
             half.barrier()
