@@ -94,8 +94,9 @@ def check_handle(context, package):
     reach.put(found, before, 0)  # `before` gets its own successor's successor
     reach.barrier()
     assert bool((large == (rank + 2) % size).all())
+    handle.wait_signal(after, 2, timeout_ms=20)
     with pytest.raises(OpTimeout) as caught:
-        handle.wait_signal(after, 2, timeout_ms=20)
+        handle.synchronize()
     assert caught.value.ranks == (after,)
     handle.barrier()
     context.barrier()
@@ -224,6 +225,50 @@ def test_processes_meet_once_and_never_wait_for_the_gpu(far_gpus):
     once = (1, 0, 0)
     wanted = dict.fromkeys(("all_reduce", "product", "transform", "redistribution"), once)
     assert far_gpus.run(count_meetings) == [wanted] * RANKS
+
+
+def check_ring(context):
+    """Signals on the stream alone: a ring that the host only puts there, captured, and replayed."""
+    torch = importlib.import_module("torch")
+    torch.cuda.set_device(context.device_id)
+    rank, size = context.rank, context.size
+    after, before = (rank + 1) % size, (rank - 1) % size
+    with context:
+        array = allocate_symmetric_memory(1 << 16, torch, dtype="float32")
+        array.fill_(-1)
+        handle = rendezvous(array)
+        value, seen = torch.zeros_like(array), torch.zeros(4, device="cuda")
+        handle.barrier()
+
+        def turn(number):
+            handle.put(value, after)
+            handle.put_signal(after)
+            handle.wait_signal(before)
+            seen[number] = array[-1]
+            handle.put_signal(before, 1)
+            handle.wait_signal(after, 1)  # it has read what was put
+
+        with patch.object(type(context.team), "synchronize", autospec=True) as waited:
+            for number in range(4):
+                value.fill_(10 * number + rank)
+                turn(number)
+        found = [waited.call_count, seen.tolist()]
+        handle.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            turn(0)
+        for number in range(3):
+            value.fill_(number + 0.5 * rank)
+            graph.replay()
+            found.append(seen[0].item())
+        handle.synchronize()
+        context.barrier()
+    want = [0, [10.0 * number + before for number in range(4)]]
+    return found == [*want, *(number + 0.5 * before for number in range(3))]
+
+
+def test_signals_are_on_the_stream(far_gpus):
+    assert all(far_gpus.run(check_ring))
 
 
 def check_captured(context):
