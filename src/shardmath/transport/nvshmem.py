@@ -18,6 +18,7 @@ import numpy as np
 
 from shardmath import wire
 from shardmath.config import environment, export
+from shardmath.cuda import stream as streams
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import call
 from shardmath.errors import BackendUnavailable, HeapExhausted
