@@ -174,8 +174,12 @@ class DistributedContext:
     @cached_property
     def spans_hosts(self) -> bool:
         """Whether some ranks have no address for each other's memory; the same on all ranks."""
-        mesh = self._machinery.mesh
-        return len({mesh.host_of[rank] for rank in self._ranks}) > 1
+        return len(set(self.hosts)) > 1
+
+    @property
+    def hosts(self) -> tuple[int, ...]:
+        """The number of each rank's host, the same on all ranks: those of one host are near."""
+        return tuple(self._machinery.mesh.host_of[rank] for rank in self._ranks)
 
     def reads_in_place(self, rank: int) -> bool:
         """Whether `rank` is on this rank's host: its memory has addresses here."""

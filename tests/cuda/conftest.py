@@ -8,6 +8,7 @@ import pytest
 from visible import RANKS, gpu_of
 
 from ranks import Pool
+from shardmath import config
 from shardmath.startup import new_context
 
 SIZES = [size for size in (1, 2, 3, 4, 8) if size <= max(RANKS, 1)]
@@ -33,4 +34,25 @@ def pytest_generate_tests(metafunc):
 def gpus() -> Iterator[Pool]:
     """`visible.RANKS` ranks: `gpus.run(function, *args, ranks=k)` calls function(context, ...)."""
     with Pool(RANKS, make_gpu_context) as ranks:
+        yield ranks
+
+
+def make_mapped(group):
+    config.export({"SHARDMATH_FAKE_HOSTS": "2", "SHARDMATH_TRANSPORT": "cuda"})
+    return new_context(gpu_of(group.rank), group)
+
+
+def make_nvshmem(group):
+    heap = str(1 << 30)
+    config.export({"SHARDMATH_FAKE_HOSTS": "2", "SHARDMATH_TRANSPORT": "nvshmem"})
+    config.export({"SHARDMATH_GPU_HEAP_BYTES": heap})
+    return new_context(gpu_of(group.rank), group)
+
+
+@pytest.fixture(scope="session", params=[make_mapped, make_nvshmem], ids=["cuda", "nvshmem"])
+def far_gpus(request) -> Iterator[Pool]:
+    """As many ranks as GPUs, half of them on each host."""
+    if RANKS < 2:
+        pytest.skip("two hosts take two GPUs")
+    with Pool(RANKS, request.param) as ranks:
         yield ranks

@@ -6,7 +6,7 @@ Through NVSHMEM, and through mapped memory that the transport keeps to itself.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -19,35 +19,17 @@ from visible import RANKS, gpu_of
 from arrangements import part_of
 from ranks import Pool
 from shardmath import config
-from shardmath.distribution import Slab, redistribute
+from shardmath.collectives import all_gather, all_reduce
+from shardmath.distribution import Redistribute, Slab, redistribute
 from shardmath.errors import HeapExhausted, OpTimeout
+from shardmath.fft import fft
+from shardmath.linalg.advanced import Matmul
 from shardmath.startup import new_context
 from shardmath.symmetric.allocation import allocate_symmetric_memory
 from shardmath.symmetric.rendezvous import rendezvous
 from shardmath.transport import mesh
 
 ALL = max(RANKS, 1)
-
-
-def make_mapped(group):
-    config.export({"SHARDMATH_FAKE_HOSTS": "2", "SHARDMATH_TRANSPORT": "cuda"})
-    return new_context(gpu_of(group.rank), group)
-
-
-def make_nvshmem(group):
-    heap = str(256 << 20)
-    config.export({"SHARDMATH_FAKE_HOSTS": "2", "SHARDMATH_TRANSPORT": "nvshmem"})
-    config.export({"SHARDMATH_GPU_HEAP_BYTES": heap})
-    return new_context(gpu_of(group.rank), group)
-
-
-@pytest.fixture(scope="session", params=[make_mapped, make_nvshmem], ids=["cuda", "nvshmem"])
-def far_gpus(request) -> Iterator[Pool]:
-    """As many ranks as GPUs, half of them on each host."""
-    if RANKS < 2:
-        pytest.skip("two hosts take two GPUs")
-    with Pool(RANKS, request.param) as ranks:
-        yield ranks
 
 
 def test_the_table(far_gpus):
@@ -112,8 +94,9 @@ def check_handle(context, package):
     reach.put(found, before, 0)  # `before` gets its own successor's successor
     reach.barrier()
     assert bool((large == (rank + 2) % size).all())
+    handle.wait_signal(after, 2, timeout_ms=20)
     with pytest.raises(OpTimeout) as caught:
-        handle.wait_signal(after, 2, timeout_ms=20)
+        handle.synchronize()
     assert caught.value.ranks == (after,)
     handle.barrier()
     context.barrier()
@@ -197,6 +180,132 @@ def test_operands_may_be_overwritten_after_each_execution(far_gpus, store):
     assert far_gpus.run(on_gpus.check, "overwrite", "cupy", [store, 20]) == [0] * RANKS
 
 
+@pytest.mark.parametrize("library", ["cupy", "torch"])
+def test_a_captured_redistribution(far_gpus, library):
+    assert far_gpus.run(on_gpus.check_capture, library, (False, False)) == [[]] * RANKS
+
+
+def count_meetings(context):
+    """By operation, of a call that is made again: how often the processes meet in an exchange, or
+    in a barrier, and how often one waits for its GPU."""
+    torch = importlib.import_module("torch")
+    torch.cuda.set_device(context.device_id)
+    rank = context.rank
+    with context:
+        x = torch.ones(Slab.X.shape(rank, (64, 64)), device="cuda", dtype=torch.complex64)
+        y = torch.empty(Slab.Y.shape(rank, (64, 64)), device="cuda", dtype=torch.complex64)
+        product = Matmul(x, x, distributions=[Slab.X] * 3)
+        product.plan()
+        redistribution = Redistribute(x, Slab.X, Slab.Y)
+        redistribution.plan()
+        calls = {
+            "all_reduce": lambda: all_reduce(x.real.contiguous()),
+            "product": product.execute,
+            "transform": lambda: fft(x, distribution=(Slab.X, Slab.Y), out=y),
+            "redistribution": lambda: redistribution.execute(out=y),
+        }
+        found = {}
+        for name, call in calls.items():
+            for _ in range(3):
+                call()
+            board, team = type(context.board), type(context.team)
+            with (
+                patch.object(board, "exchange", autospec=True, side_effect=board.exchange) as meet,
+                patch.object(board, "barrier", autospec=True, side_effect=board.barrier) as wait,
+                patch.object(team, "synchronize", autospec=True) as synchronize,
+            ):
+                call()
+            found[name] = (meet.call_count, wait.call_count, synchronize.call_count)
+        context.barrier()
+        context.team.synchronize(0)
+    return found
+
+
+def test_processes_meet_once_and_never_wait_for_the_gpu(far_gpus):
+    once = (1, 0, 0)
+    wanted = dict.fromkeys(("all_reduce", "product", "transform", "redistribution"), once)
+    assert far_gpus.run(count_meetings) == [wanted] * RANKS
+
+
+def check_ring(context):
+    """Signals on the stream alone: a ring that the host only puts there, captured, and replayed."""
+    torch = importlib.import_module("torch")
+    torch.cuda.set_device(context.device_id)
+    rank, size = context.rank, context.size
+    after, before = (rank + 1) % size, (rank - 1) % size
+    with context:
+        array = allocate_symmetric_memory(1 << 16, torch, dtype="float32")
+        array.fill_(-1)
+        handle = rendezvous(array)
+        value, seen = torch.zeros_like(array), torch.zeros(4, device="cuda")
+        handle.barrier()
+
+        def turn(number):
+            handle.put(value, after)
+            handle.put_signal(after)
+            handle.wait_signal(before)
+            seen[number] = array[-1]
+            handle.put_signal(before, 1)
+            handle.wait_signal(after, 1)  # it has read what was put
+
+        with patch.object(type(context.team), "synchronize", autospec=True) as waited:
+            for number in range(4):
+                value.fill_(10 * number + rank)
+                turn(number)
+        found = [waited.call_count, seen.tolist()]
+        handle.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            turn(0)
+        for number in range(3):
+            value.fill_(number + 0.5 * rank)
+            graph.replay()
+            found.append(seen[0].item())
+        handle.synchronize()
+        context.barrier()
+    want = [0, [10.0 * number + before for number in range(4)]]
+    return found == [*want, *(number + 0.5 * before for number in range(3))]
+
+
+def test_signals_are_on_the_stream(far_gpus):
+    assert all(far_gpus.run(check_ring))
+
+
+def check_captured(context):
+    """Collectives in one CUDA graph, replayed on operands that change; larger ones in between."""
+    torch = importlib.import_module("torch")
+    torch.cuda.set_device(context.device_id)
+    rank, size, wrong = context.rank, context.size, []
+    with context:
+        x = torch.full((1000,), float(rank), device="cuda")
+        all_gather(all_reduce(x))
+        torch.cuda.synchronize()
+        context.barrier()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            total = all_reduce(x)
+            whole = all_gather(x)
+        for turn in range(4):
+            x.fill_(rank + turn)
+            graph.replay()
+            if turn == 2:  # outboxes grow
+                large = all_reduce(torch.ones(3_000_000, device="cuda"))
+                torch.cuda.synchronize()
+                wrong += [] if bool((large == size).all()) else ["large"]
+                context.barrier()
+            torch.cuda.synchronize()
+            if total.unique().tolist() != [sum(range(size)) + size * turn]:
+                wrong.append(("sum", turn, total[:3].tolist()))
+            if whole.view(size, -1)[:, 0].tolist() != [each + turn for each in range(size)]:
+                wrong.append(("all", turn))
+        context.barrier()
+    return wrong
+
+
+def test_captured_collectives(far_gpus):
+    assert far_gpus.run(check_captured) == [[]] * RANKS
+
+
 def check_large(context):
     """Rows to columns and back, where whole rows are fetched one by one."""
     torch = importlib.import_module("torch")
@@ -249,8 +358,6 @@ def check_again(context):
             assert found.tolist() == [turn + (second.rank + 1) % second.size] * 7
             handle.barrier()
             half = second.split(second.rank * 2 // second.size)
-            from shardmath.collectives import all_reduce
-
             total = all_reduce(torch.ones(3, device="cuda"), context=half)
             assert total.tolist() == [half.size] * 3
             half.barrier()

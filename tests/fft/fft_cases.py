@@ -25,9 +25,9 @@ RESULTS = {
 
 
 @st.composite
-def cases(draw, most=6):
-    """A call as a dictionary of plain data, on `most` ranks or fewer."""
-    size = draw(st.integers(1, most))
+def cases(draw, most=6, least=1):
+    """A call as a dictionary of plain data, on `least` to `most` ranks."""
+    size = draw(st.integers(least, most))
     ndim = draw(st.integers(1, 4))
     shape = tuple(min(draw(EXTENTS), LARGEST[ndim]) for _ in range(ndim))
     axes = draw(st.permutations(range(ndim)))[: draw(st.integers(1, ndim))]

@@ -13,9 +13,11 @@ import fft_cases
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
 
 from arrangements import part_of
+from copying import copy_boxes
 from shardmath import geometry
 from shardmath.arrays import dtypes
 from shardmath.geometry import decode, moves
@@ -24,8 +26,8 @@ from shardmath.operators.fft.local_steps import Convert, Copy, Fourier, View, lo
 from shardmath.operators.fft.options import FFTDirection, FFTOptions
 from shardmath.operators.fft.pipeline import Cuts, pipelined
 from shardmath.operators.fft.problem import check, describe
-from shardmath.operators.fft.stages import Exchange, Scale, programmed, stages
-from shardmath.operators.fft.strategy import GPUS, choose
+from shardmath.operators.fft.stages import ROOM, Delivered, Exchange, Scale, programmed, stages
+from shardmath.operators.fft.strategy import GPUS, GPUS_APART, choose
 
 COMPLEX = {4: np.complex64, 8: np.complex64, 16: np.complex128}
 
@@ -113,7 +115,8 @@ def side(memory, view, place, offset, shape, count):
 def exchanged(programs, memories, at, results):
     for rank, (program, memory) in enumerate(zip(programs, memories, strict=True)):
         step = program.steps[at[rank]]
-        assert isinstance(step, Exchange)
+        if isinstance(step, Delivered):
+            continue
         own = memory.array(step.own).copy() if not step.pulls else memory.array(step.own)
         only = {"dst_rank": rank} if step.pulls else {"src_rank": rank}
         for move in moves(step.source, step.target, **only):
@@ -121,6 +124,35 @@ def exchanged(programs, memories, at, results):
             there = memories[peer].array((step.theirs or results)[peer])
             src, dst = (there, own) if step.pulls else (own, there)
             copy_move(move, src, dst)
+
+
+def delivered(programs, memories, at, shown):
+    """All ranks pack; and then each takes what it needs. `shown` is what they packed last."""
+    steps = [program.steps[at[rank]] for rank, program in enumerate(programs)]
+    if not isinstance(steps[0], Delivered):
+        return
+    for step, memory, program, seen in zip(steps, memories, programs, shown, strict=True):
+        outbox = memory.held[step.outbox]
+        assert seen.pop(step.outbox, None) is None, "not before all have read what was in it"
+        start = memory.origin[step.own.place] + step.own.offset
+        boxes = step.delivery.packing(step.own.strides)
+        copy_boxes(boxes, [(memory.held[step.own.place], start)], (outbox, 0))
+        assert step.outbox in program.shared
+    for seen, step in zip(shown, steps, strict=True):
+        seen.clear()  # all have met since they read the one before
+        if not step.closes:
+            seen[step.outbox] = True
+    for step, memory in zip(steps, memories, strict=True):
+        delivery, room = step.delivery, memory.held[ROOM]
+        for each in delivery.fetches:
+            theirs = memories[each.src].held[steps[each.src].outbox]
+            room[each.at : each.at + each.nbytes] = theirs[each.offset : each.offset + each.nbytes]
+        ends = [memory.origin[view.place] + view.offset for view in (step.own, step.into)]
+        near = [(memories[peer].held[steps[peer].outbox], 0) for peer in delivery.near]
+        own = (memory.held[step.own.place], ends[0])
+        boxes = delivery.unpacking(step.own.strides, step.into.strides)
+        sources = delivery.memories(own, (room, 0), near)
+        copy_boxes(boxes, sources, (memory.held[step.into.place], ends[1]))
 
 
 def copy_move(move, src, dst):
@@ -135,11 +167,12 @@ def copy_move(move, src, dst):
 
 def run_all(programs, memories, results, forward):
     at = [0] * len(programs)
+    shown = [{} for _ in programs]
     while True:
         for rank, program in enumerate(programs):
             while at[rank] < len(program.steps):
                 step = program.steps[at[rank]]
-                if isinstance(step, Exchange):
+                if isinstance(step, (Exchange, Delivered)):
                     break
                 performed(step, memories[rank], forward)
                 at[rank] += 1
@@ -148,6 +181,7 @@ def run_all(programs, memories, results, forward):
         if not waiting[0]:
             return
         exchanged(programs, memories, at, results)
+        delivered(programs, memories, at, shown)
         at = [each + 1 for each in at]
 
 
@@ -194,7 +228,7 @@ def dtypes_spec(case, part, strides):
     return ArraySpec(case["library"], dtype, part.shape, strides, "cpu", part.itemsize)
 
 
-def run_case(case, reachable):
+def run_case(case, reachable, hosts=1):
     size = case["size"]
     array = fft_cases.operand_of(case)
     full = fft_cases.wanted(case, array)
@@ -202,7 +236,8 @@ def run_case(case, reachable):
     targets = [None if case["outputs"] is None else decode(case["outputs"][r]) for r in range(size)]
     parts = [part_of(array, sources[r], r, size) for r in range(size)]
     problem = case_problem(case, parts, sources, targets)
-    found = stages(choose(problem, GPUS), reachable=reachable)
+    machine = GPUS if hosts == 1 else GPUS_APART
+    found = stages(choose(problem, machine), reachable=reachable, apart=hosts > 1)
     results, given = [], []
     for rank in range(size):
         shape = problem.target.local_shape(rank)
@@ -226,6 +261,7 @@ def run_case(case, reachable):
             result=results[rank],
             overlap=False,
             same=False,
+            hosts=tuple(rank * hosts // size for rank in range(size)),
         )
         for rank in range(size)
     ]  # fmt: skip
@@ -251,6 +287,12 @@ def run_case(case, reachable):
 def test_any_program(case):
     for reachable in (True, False):
         run_case(case, reachable)
+
+
+@settings(max_examples=150, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@given(case=fft_cases.cases(), hosts=st.integers(2, 3))
+def test_any_program_of_ranks_on_several_hosts(case, hosts):
+    run_case(case, False, hosts)
 
 
 def pushed(memories, rank, pipeline, at, ready, signals):

@@ -151,9 +151,9 @@ EXTENTS = st.one_of(st.sampled_from([0, 1, 7, 8, 9]), st.integers(0, 40))
 
 
 @st.composite
-def cases(draw, most=6):
-    """Products on at most that many ranks."""
-    size = draw(st.integers(1, most))
+def cases(draw, most=6, least=1):
+    """Products on at least and at most that many ranks."""
+    size = draw(st.integers(least, most))
     m, n, k = draw(EXTENTS), draw(EXTENTS), draw(EXTENTS)
     dtype = draw(st.sampled_from(DTYPES))
     library = draw(st.sampled_from(["numpy", "numpy", "torch"]))

@@ -84,7 +84,7 @@ class DeviceCollectives(Pushes):
     def together(cls, context: DistributedContext) -> DeviceCollectives | FarCollectives:
         """The context's collectives, made at the first call. Collective."""
         if context.spans_hosts:
-            return FarCollectives(context)
+            return FarCollectives.of(context)
         made: DeviceCollectives = context.cache("device collectives", lambda: cls.apart(context))
         return made
 

@@ -1,22 +1,28 @@
-"""Collectives on memory of GPUs of several hosts: show, meet, fetch, meet.
+"""Collectives on memory of GPUs of several hosts: pack, meet, fetch, meet; all on a stream.
 
-Each rank copies what peers read to the heap, and tells where; then it fetches its own part from
-every peer, combines in the order of the ranks, and all meet again. So the result has the bits that
-it has on one host. The ranks' processes meet, hence every call waits for its stream.
+Each rank copies what peers read to its outbox on the heap; all ranks wait for each other on their
+streams; then each fetches its own part of every outbox, combines in the order of the ranks, and all
+meet again before an outbox is written anew. So the result has the bits that it has on one host, and
+no process waits. What is fetched passes through a room of fixed size, unless it goes to the heap:
+networks read and write the heap alone.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from shardmath.arrays.dtypes import DType
 from shardmath.cuda.driver import call
 from shardmath.cuda.kernel import Argument
+from shardmath.cuda.stream import Turns
+from shardmath.errors import RankFailure
 from shardmath.geometry import Spans
 from shardmath.symmetric.heap import Buffer, Location
-from shardmath.symmetric.team import Team
+from shardmath.symmetric.team import RESERVED, Team
 from shardmath.transport.base import DeviceBytes
 
 if TYPE_CHECKING:
@@ -26,28 +32,40 @@ __all__ = ["FarCollectives"]
 
 _THREADS = 256
 _ALIGNED = 256
+_ROOM = 32 << 20
+_GRANULE = 1 << 20  # of an outbox
 
 
 class FarCollectives:
     """The verbs of DeviceCollectives for ranks of which some have no address. All are collective.
 
-    Addresses are this rank's own memory, ordinary or symmetric.
+    Addresses are this rank's own memory, ordinary or symmetric. Get it with `of`.
     """
 
     def __init__(self, context: DistributedContext) -> None:
         team = context.team
         assert team is not None, "a context of GPUs"
-        self._context = context
+        self._context = weakref.ref(context)  # it keeps this
         self.team: Team = team
+        self._turns = Turns(team.device)
+        self._outbox: Buffer | None = None
+        self._room: Buffer | None = None
+        self._places: list[Location] = []  # of the ranks' outboxes
+        self._capacity = 0  # of each, in bytes
+        self._kept: list[Buffer] = []  # what CUDA graphs refer to
+
+    @classmethod
+    def of(cls, context: DistributedContext) -> FarCollectives:
+        """The context's collectives, made at the first call."""
+        made: FarCollectives = context.cache("far collectives", lambda: cls(context))
+        return made
 
     # -- moving ------------------------------------------------------------------------------------
 
     def all_gather(self, source: int, target: int, sizes: Sequence[int], stream: int) -> None:
         """Put every rank's `sizes[rank]` bytes at `source`, in order, into everybody's `target`."""
-        starts = _starts(sizes)
-        self._fetch_all(
-            source, sizes[self.team.rank], target, starts, [0] * len(sizes), sizes, stream
-        )
+        starts, own = _starts(sizes), sizes[self.team.rank]
+        self._fetch_all(source, own, max(sizes), target, starts, [0] * len(sizes), sizes, stream)
 
     def all_to_all(
         self, source: int, target: int, sizes: Sequence[Sequence[int]], stream: int
@@ -56,37 +74,38 @@ class FarCollectives:
         rank = self.team.rank
         received = [row[rank] for row in sizes]
         there = [sum(row[:rank]) for row in sizes]
-        nbytes = sum(sizes[rank])
-        self._fetch_all(source, nbytes, target, _starts(received), there, received, stream)
+        packed = [sum(row) for row in sizes]
+        starts = _starts(received)
+        self._fetch_all(source, packed[rank], max(packed), target, starts, there, received, stream)
 
     def broadcast(self, source: int, target: int, nbytes: int, root: int, stream: int) -> None:
         """Copy `nbytes` at `source` of rank `root` to everybody's `target`."""
         size, own = self.team.size, self.team.rank == root
         sizes = [nbytes * (rank == root) for rank in range(size)]
         zeros = [0] * size
-        self._fetch_all(source, nbytes * own, target, zeros, zeros, sizes, stream)
+        self._fetch_all(source, nbytes * own, nbytes, target, zeros, zeros, sizes, stream)
 
     def _fetch_all(
         self,
         source: int,
-        shown: int,
+        packed: int,
+        most: int,
         target: int,
         starts: Sequence[int],
         there: Sequence[int],
         sizes: Sequence[int],
         stream: int,
     ) -> None:
-        """Of each rank's shown bytes, `sizes[rank]` from `there[rank]` to `target + starts[rank]`.
+        """Of each rank's outbox, `sizes[rank]` bytes from `there[rank]` to `target + starts[rank]`.
 
-        `source` and `shown` are this rank's.
+        This rank packs `packed` bytes at `source`; no rank more than `most`.
         """
-        places, kept = self._show(source, [shown], stream)
-        for rank in self._rotated():
-            here = target + starts[rank]
-            own = source + there[rank]
-            self._fetch(rank, places[rank][0], there[rank], here, sizes[rank], own, stream)
-        self._meet(stream)
-        del kept
+        if most == 0:
+            return
+        with self._shown(source, packed, most, stream):
+            for rank in self._rotated():
+                here, own = target + starts[rank], source + there[rank]
+                self._fetch(rank, there[rank], here, sizes[rank], own, stream)
 
     # -- combining ---------------------------------------------------------------------------------
 
@@ -101,11 +120,11 @@ class FarCollectives:
     ) -> None:
         """Combine all ranks' `sum(counts)` elements; rank r's `target` gets `counts[r]` of them."""
         item, rank = dtype.itemsize, self.team.rank
-        part = _aligned(counts[rank] * item)
-        places, kept = self._show(source, [sum(counts) * item, part * self.team.size], stream)
-        start = sum(counts[:rank]) * item
-        self._fold(source, start, target, counts[rank], places, kept, dtype, operation, stream)
-        self._meet(stream)
+        nbytes, start = sum(counts) * item, sum(counts[:rank]) * item
+        if nbytes == 0:
+            return
+        with self._shown(source, nbytes, nbytes, stream):
+            self._fold(source, start, target, counts[rank], dtype, operation, stream)
 
     def all_reduce(
         self,
@@ -118,19 +137,19 @@ class FarCollectives:
     ) -> None:
         """Combine `count` elements of all ranks into `target`, which may be `source`."""
         size, rank, item = self.team.size, self.team.rank, dtype.itemsize
+        if count == 0:
+            return
         counts = [Spans.even(count, size, each).length for each in range(size)]
         sizes = [each * item for each in counts]
-        part = _aligned(sizes[rank])
-        places, kept = self._show(source, [count * item, part * size, part], stream)
-        starts = _starts(sizes)
-        mine = kept[2].block.address
-        self._fold(source, starts[rank], mine, counts[rank], places, kept, dtype, operation, stream)
-        # After writing what peers will read; and they have read all of `source`.
-        self._meet(stream)
-        for peer in self._rotated():
-            here = target + starts[peer]
-            self._fetch(peer, places[peer][2], 0, here, sizes[peer], mine, stream)
-        self._meet(stream)
+        starts, sums = _starts(sizes), _aligned(count * item)  # where an outbox has its sums
+        with self._shown(source, count * item, sums + max(sizes), stream):
+            assert self._outbox is not None, "shown"
+            mine = self._outbox.block.address + sums
+            self._fold(source, starts[rank], mine, counts[rank], dtype, operation, stream)
+            # After writing what a peer will read; and all have read what is in `source`.
+            self._barrier(stream)
+            for peer in self._rotated():
+                self._fetch(peer, sums, target + starts[peer], sizes[peer], mine, stream)
 
     def _fold(
         self,
@@ -138,71 +157,105 @@ class FarCollectives:
         start: int,
         target: int,
         count: int,
-        places: Sequence[Sequence[Location]],
-        kept: Sequence[Buffer],
         dtype: DType,
         operation: str,
         stream: int,
     ) -> None:
-        """Fetch all ranks' bytes from `start` on, and combine `count` elements into `target`."""
-        nbytes = count * dtype.itemsize
-        if not nbytes:
-            return
-        scratch, stride = kept[1].block.address, _aligned(nbytes)
-        for rank in self._rotated():
-            here = scratch + rank * stride
-            self._fetch(rank, places[rank][0], start, here, nbytes, source + start, stream)
+        """Fetch all ranks' bytes from `start` on, and combine `count` elements into `target`.
+
+        As many at a time as the room has space for.
+        """
+        assert self._room is not None, "shown"
+        item, room = dtype.itemsize, self._room.block.address
+        stride = _ROOM // self.team.size // _ALIGNED * _ALIGNED
+        most = stride // item
         element = "boolean" if dtype.name == "bool" else dtype.name
         defines = (f"ELEMENT={element}", f"OPERATION={operation}")
-        blocks = min(8 * self.team.device.processors, -(-count // _THREADS))
-        argument = Argument(struct.pack("QQQQ", scratch, stride, target, count))
-        self.team.kernel("fold", "fold", defines).launch(stream, blocks, _THREADS, argument)
+        for first in range(0, count, most):
+            some = min(most, count - first)
+            at = start + first * item
+            for rank in self._rotated():
+                here = room + rank * stride
+                self._fetch(rank, at, here, some * item, source + at, stream)
+            blocks = min(8 * self.team.device.processors, -(-some // _THREADS))
+            argument = Argument(struct.pack("QQQQ", room, stride, target + first * item, some))
+            self.team.kernel("fold", "fold", defines).launch(stream, blocks, _THREADS, argument)
 
     # -- showing and fetching ----------------------------------------------------------------------
 
-    def _show(
-        self, source: int, rooms: Sequence[int], stream: int
-    ) -> tuple[list[list[Location]], list[Buffer]]:
-        """Heap memory of so many bytes each, the first a copy of what is at `source`, and where
-        every rank's lies.
+    @contextmanager
+    def _shown(self, source: int, nbytes: int, most: int, stream: int) -> Iterator[None]:
+        """Around the reading of outboxes into which all ranks have packed what is at `source`.
 
-        Raises HeapExhausted on all ranks when one lacks the memory.
+        An outbox needs `most` bytes on every rank. Raises HeapExhausted on all ranks when one lacks
+        the memory, RankFailure after a call that was given up.
         """
-        context, made = self._context, list[Buffer]()
+        self.team.check()
+        if self.team.broken:
+            raise RankFailure(
+                f"rank {self.team.rank}: an earlier collective of this context was given up "
+                f"({self.team.broken}); finalize and initialize again among the ranks that remain"
+            )
+        if most > self._capacity:
+            self._grow(-(-most // _GRANULE) * _GRANULE)
+        assert self._outbox is not None, "made together"
+        with self._turns.taken(stream):
+            self._copy(self._outbox.block.address, source, nbytes, stream)
+            # After writing what a peer will read, and before reading what a peer wrote.
+            self._barrier(stream)
+            yield
+            self._barrier(stream)  # before reusing what a peer may still read: the outbox
 
-        def tell() -> list[tuple[int, int]]:
-            made.extend(context.heap.allocate(room) for room in rooms)
-            for buffer in made:
-                context.announce(buffer.block)
-            self._copy(made[0].block.address, source, rooms[0], stream)
-            self.team.synchronize(stream)
-            found = [buffer.block.location for buffer in made]
-            return [(where.segment, where.offset) for where in found]
+    def _grow(self, nbytes: int) -> None:
+        """Make all ranks' outboxes that large. Collective."""
+        context = self._opened()
 
-        # Also: after writing what a peer will read, and before reading what a peer wrote.
-        told = context.agree("collectives, shown", tell, list)
-        return [[Location(*where) for where in places] for places in told], made
+        def tell() -> tuple[int, int]:
+            if self._room is None:
+                self._room = context.heap.allocate(_ROOM)
+            self._outbox = context.heap.allocate(nbytes)
+            context.announce(self._outbox.block)
+            where = self._outbox.block.location
+            return where.segment, where.offset
 
-    def _fetch(
-        self, rank: int, where: Location, at: int, target: int, nbytes: int, own: int, stream: int
-    ) -> None:
-        """Bytes of `rank`, from `at` on of what lies at `where`; this rank's own are at `own`."""
+        if self._outbox is not None:
+            if self._turns.captured:
+                self._kept.append(self._outbox)
+            self._turns.wait()  # its memory may go to anyone
+        self._capacity, self._outbox = 0, None
+        told = context.agree("collectives, outbox", tell, list)
+        self._places = [Location(*where) for where in told]
+        self._capacity = nbytes
+
+    def _fetch(self, rank: int, at: int, target: int, nbytes: int, own: int, stream: int) -> None:
+        """Bytes of `rank`, from `at` on of its outbox; this rank's own are at `own`."""
         if rank == self.team.rank:
             self._copy(target, own, nbytes, stream)
-        elif nbytes:
-            place = Location(where.segment, where.offset + at)
-            into = DeviceBytes(target, nbytes, self.team.device.name)
-            self._context.get(rank, place, into, stream)
+            return
+        assert self._room is not None, "shown"
+        context, where, room = self._opened(), self._places[rank], self._room.block.address
+        direct = room <= target < room + _ROOM or context.heap.find(target) is not None
+        step = nbytes if direct else _ROOM
+        for start in range(0, nbytes, max(step, 1)):
+            some = min(step, nbytes - start)
+            here = target + start if direct else room
+            place = Location(where.segment, where.offset + at + start)
+            into = DeviceBytes(here, some, self.team.device.name)
+            context.get(rank, place, into, stream)
+            self._copy(target + start, here, some, stream)
+
+    def _opened(self) -> DistributedContext:
+        context = self._context()
+        assert context is not None, "it makes the call"
+        return context
 
     def _copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
         if nbytes and target != source:
             self.team.device.activate()
             call("cuMemcpyAsync", target, source, nbytes, stream)
 
-    def _meet(self, stream: int) -> None:
-        """Before reusing what a peer may still read: all ranks' streams have come here."""
-        self.team.synchronize(stream)
-        self._context.board.barrier(self._context.board.operation)
+    def _barrier(self, stream: int) -> None:
+        self.team.barrier(stream, channel=RESERVED)
 
     def _rotated(self) -> list[int]:
         """All ranks, from the next one on to this one: no two ranks begin with the same."""

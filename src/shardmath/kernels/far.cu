@@ -33,3 +33,36 @@ extern "C" __global__ void await_round(const __grid_constant__ BarrierArgument a
     if (!arrived)
         for (int peer = threadIdx.x; peer < kRanks; peer += blockDim.x) own.round[peer] -= 1;
 }
+
+struct SignalArgument {
+    Team team;
+    u32 channel;
+    int peer;
+};
+
+// One more signal to `peer`, on another host: counted here; a copy on the stream carries the count there.
+extern "C" __global__ void count_signal(const __grid_constant__ SignalArgument a) {
+    Channel& own = a.team.own().channel(a.channel);
+    own.sent[a.peer] = load_relaxed(&own.sent[a.peer]) + 1;
+}
+
+// torch's semaphore of one bit as two counts: it is raised while more was sent than the peer has taken. What the
+// peer has taken comes back in the upper half of its signal. One that expires has sent, or taken, nothing.
+extern "C" __global__ void raise_flag(const __grid_constant__ SignalArgument a) {
+    Channel& own = a.team.own().channel(a.channel);
+    Pad* const theirs = a.team.pad[a.peer];
+    const u64 sent = load_relaxed(&own.sent[a.peer]);
+    if (!wait(a.team, &own.signal[a.peer].high, sent, a.peer, kFlag, a.channel)) return;
+    own.sent[a.peer] = sent + 1;
+    fence();  // what kernels before this one have written to peers
+    if (theirs) signal(&theirs->channel(a.channel).signal[a.team.rank].low, sent + 1);
+}
+
+extern "C" __global__ void lower_flag(const __grid_constant__ SignalArgument a) {
+    Channel& own = a.team.own().channel(a.channel);
+    Pad* const theirs = a.team.pad[a.peer];
+    const u64 next = load_relaxed(&own.taken[a.peer]) + 1;
+    if (!wait(a.team, &own.signal[a.peer].low, next, a.peer, kSignal, a.channel)) return;
+    own.taken[a.peer] = next;
+    if (theirs) signal(&theirs->channel(a.channel).signal[a.team.rank].high, next);
+}

@@ -118,18 +118,18 @@ class Lane:
         finally:
             self._turns.captured = captured
 
-    def drop(self, name: str) -> None:
-        """Give the buffer of that name back, if there is one."""
-        if name in self._buffers:
-            self._drop(self._buffers.pop(name))
+    def drop(self, *names: str) -> None:
+        """Give back the buffers of these names that no graph refers to. Local."""
+        for name in names:
+            if name in self._buffers:
+                self._drop(self._buffers.pop(name))
 
     @classmethod
     def release(cls, context: DistributedContext) -> None:
         """Give back all buffers of a context's lanes that no graph refers to. Local."""
         for number in range(LANES):
             lane = cls.numbered(context, number)
-            while lane._buffers:
-                lane._drop(lane._buffers.popitem()[1])
+            lane.drop(*lane._buffers.copy())
 
     def _drop(self, buffer: Buffer) -> None:
         if self._turns.captured:

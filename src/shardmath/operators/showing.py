@@ -7,16 +7,20 @@ every rank knows the addresses, and a barrier on the stream says when elements m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from shardmath.context import DistributedContext
+from shardmath.geometry import Move
 from shardmath.local.gpu import Matrix
 from shardmath.operators.lanes import Lane
 from shardmath.redistribution.exposure import Exposed
 from shardmath.symmetric.device_array import DeviceArray
 from shardmath.symmetric.heap import Location
 
-__all__ = ["Showcase", "matrix_of"]
+__all__ = ["Places", "Showcase", "matrix_of"]
+
+Places = Callable[[int], tuple[int, tuple[int, ...]]]  # by rank: address of (0, 0), byte strides
 
 
 def matrix_of(array: DeviceArray) -> Matrix:
@@ -69,6 +73,27 @@ class Showcase:
         copy = copy._replace(address=buffer.block.address)
         self._show(name, copy, (rows[0], columns[0]))
         return copy
+
+    def make_room(
+        self,
+        name: str,
+        parts: Callable[[], Iterable[tuple[str, Sequence[Move]]]],
+        itemsize: int,
+    ) -> None:
+        """Take memory for what `reach` brings of any of these parts, its moves by its name.
+
+        None is needed where every rank is reached in place. Raises HeapExhausted.
+        """
+
+    def publish(self, name: str, stream: int) -> None:
+        """After this on `stream`, and a barrier, peers may read the matrix of that name."""
+
+    def reach(self, name: str, part: str, moves: Sequence[Move], stream: Any) -> Places:
+        """Where the ranks' matrices of that name can be read by `moves`, on `stream`, after the
+        barrier; what was reached for another part before may be gone. A `part` stands for the same
+        moves each time.
+        """
+        return lambda rank: self.place(name, rank)
 
     def _show(self, name: str, lane_matrix: Matrix, first: tuple[int, int]) -> None:
         """Show memory of the lane that holds a matrix from row and column `first` on."""

@@ -1,8 +1,9 @@
-"""The GPUs of a context whose ranks are on several hosts: barriers whose signals are copies.
+"""The GPUs of a context whose ranks are on several hosts: signals to these are copies.
 
 No kernel can write the words of a rank without an address. A barrier is therefore three steps on
 the stream: a kernel that writes down the round, `put` of that word to each rank elsewhere, a kernel
-that waits for all. Words and deadlines are as on one host; what expires is waited for anew.
+that waits for all; a signal is counted by a kernel, and `put`. Words and deadlines are as on one
+host; what expires is waited for anew.
 """
 
 from __future__ import annotations
@@ -49,29 +50,52 @@ class FarTeam(Team):
         self._require(channel)
         tail, threads = struct.pack("Ii", channel, 0), self._barrier_threads
         self._put("advance", stream, timeout, tail, file="far", threads=threads)
-        start = layout.PAD_BYTES + layout.CHANNEL_BYTES * self.size * channel
-        rounds = self.pads[self.rank] + start + layout.ROUND * self.size
-        inbox = start + layout.BARRIER * self.size + _WORD * self.rank
         for rank in self._far:
             self.transport.quiet(self.numbers[rank], stream)
-        for rank, pad in self._far.items():
-            word = DeviceBytes(rounds + _WORD * rank, _WORD, self.device.name)
-            number = self.numbers[rank]
-            self.transport.put(number, pad.segment, pad.offset + inbox, word, stream)
+        for rank in self._far:
+            inbox = layout.BARRIER * self.size + _WORD * self.rank
+            self._carry(rank, channel, layout.ROUND, inbox, stream)
         self._put("await_round", stream, timeout, tail, file="far", threads=threads)
 
     def put_signal(self, dst: int, stream: int, *, channel: int = 0) -> None:
-        """Raise NotImplementedError: a handle's signals serve."""
-        raise self._no_kernel("put_signal")
+        """See Team."""
+        if dst not in self._far:
+            super().put_signal(dst, stream, channel=channel)
+            return
+        self.check()
+        self._require(channel)
+        self._put("count_signal", stream, None, struct.pack("Ii", channel, dst), file="far")
+        self._tell(dst, channel, layout.SENT, 0, stream)
 
-    def wait_signal(
-        self, src: int, stream: int, *, channel: int = 0, timeout: float | None = None
+    def flag(
+        self,
+        function: str,
+        peer: int,
+        stream: int,
+        *,
+        slot: int,
+        channel: int,
+        timeout: float | None = None,
     ) -> None:
-        """Raise NotImplementedError: a handle's signals serve."""
-        raise self._no_kernel("wait_signal")
+        """See Team. The word at `slot` stays as it is: two counts of the channel take its place."""
+        self.check()
+        tail = struct.pack("Ii", channel, peer)
+        self._put(function, stream, timeout, tail, file="far")
+        if peer in self._far:
+            raises = function == "raise_flag"
+            counter, half = (layout.SENT, 0) if raises else (layout.TAKEN, _WORD)
+            self._tell(peer, channel, counter, half, stream)
 
-    def _no_kernel(self, name: str) -> NotImplementedError:
-        return NotImplementedError(
-            f"rank {self.rank}: {name} of a team is a kernel that writes peers' memory, and some "
-            "ranks are on other hosts; use the handle of a rendezvous"
-        )
+    def _tell(self, peer: int, channel: int, counter: int, half: int, stream: int) -> None:
+        """Carry a counter to that half of `peer`'s inbox of signals, after what was put before."""
+        self.transport.quiet(self.numbers[peer], stream)
+        inbox = layout.SIGNAL * self.size + 2 * _WORD * self.rank + half
+        self._carry(peer, channel, counter, inbox, stream)
+
+    def _carry(self, peer: int, channel: int, counter: int, inbox: int, stream: int) -> None:
+        """Put this rank's word of `counter` for `peer` to byte `inbox` of the peer's channel."""
+        start = layout.PAD_BYTES + layout.CHANNEL_BYTES * self.size * channel
+        address = self.pads[self.rank] + start + counter * self.size + _WORD * peer
+        word, pad = DeviceBytes(address, _WORD, self.device.name), self._far[peer]
+        place = pad.offset + start + inbox
+        self.transport.put(self.numbers[peer], pad.segment, place, word, stream)

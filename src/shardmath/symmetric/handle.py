@@ -378,7 +378,7 @@ def handle_of(
 def _kind(share: Share) -> type[SymmetricMemory]:
     if share.team is None:
         return SymmetricMemory
-    if share.far is not None:
+    if 0 in share.team.pads:
         from shardmath.symmetric.far_handle import FarDeviceSymmetricMemory
 
         return FarDeviceSymmetricMemory

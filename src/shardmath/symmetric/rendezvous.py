@@ -136,7 +136,7 @@ def _share(context: DistributedContext, block: Block, offset: int) -> Share:
     share = made.pop()
     # Two marks: array and pad may be dropped at different times.
     share.number, pad_number = context.next_share(), context.next_share()
-    if context.spans_hosts:
+    if context.spans_hosts and context.team is None:
         share.far = FarSignals(context, share)
     context.heap.share(block, context.number, share.number)
     context.heap.share(pad.block, context.number, pad_number)

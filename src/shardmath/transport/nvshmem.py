@@ -18,6 +18,7 @@ import numpy as np
 
 from shardmath import wire
 from shardmath.config import environment, export
+from shardmath.cuda import stream as streams
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import call
 from shardmath.errors import BackendUnavailable, HeapExhausted
@@ -75,7 +76,7 @@ class NVSHMEMTransport(Transport):
         self._taken: _Taken | None = None
         self._reserved = False
         self._bindings = _bindings()
-        self._bounced: Any = None  # an event: the bounce buffer has served its last copy
+        self._bounces = streams.Turns(device)  # of the streams that the bounce buffer serves
 
     @classmethod
     def probe(cls) -> Probe:
@@ -233,23 +234,15 @@ class NVSHMEMTransport(Transport):
             return
         # Networks read and write registered memory only: ordinary memory passes through the heap.
         bounce = heap.address + self._heap_bytes - _BOUNCE
-        self._turn(stream)
-        for start in range(0, nbytes, _BOUNCE):
-            size = min(_BOUNCE, nbytes - start)
-            if writes:
-                call("cuMemcpyAsync", bounce, memory.address + start, size, stream)
-                copy(place + start, bounce, size, rank, stream)
-            else:
-                copy(bounce, place + start, size, rank, stream)
-                call("cuMemcpyAsync", memory.address + start, bounce, size, stream)
-        call("cuEventRecord", self._bounced, stream)
-
-    def _turn(self, stream: int) -> None:
-        """Let `stream` wait until the bounce buffer has served the stream before."""
-        if self._bounced is None:
-            self._bounced = call("cuEventCreate", 2)  # no timing
-        else:
-            call("cuStreamWaitEvent", stream, self._bounced, 0)
+        with self._bounces.taken(stream):
+            for start in range(0, nbytes, _BOUNCE):
+                size = min(_BOUNCE, nbytes - start)
+                if writes:
+                    call("cuMemcpyAsync", bounce, memory.address + start, size, stream)
+                    copy(place + start, bounce, size, rank, stream)
+                else:
+                    copy(bounce, place + start, size, rank, stream)
+                    call("cuMemcpyAsync", memory.address + start, bounce, size, stream)
 
     @property
     def _heap(self) -> _Taken:

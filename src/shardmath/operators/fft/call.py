@@ -11,7 +11,7 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from shardmath.arrays import ArraySpec, operand_library
-from shardmath.context import DistributedContext, require_context
+from shardmath.context import DistributedContext
 from shardmath.local.fft import Kind
 from shardmath.operators.fft import host
 from shardmath.operators.fft.again import Seen, seen
@@ -26,7 +26,7 @@ from shardmath.operators.fft.options import (
     options_from,
 )
 from shardmath.operators.fft.problem import Description, Problem, check, describe, kind_of
-from shardmath.operators.fft.strategy import GPUS, choose
+from shardmath.operators.fft.strategy import GPUS, GPUS_APART, choose
 from shardmath.operators.lifecycle import check_stream
 
 if TYPE_CHECKING:
@@ -38,7 +38,6 @@ __all__ = [
     "performed",
     "plan_of",
     "planned",
-    "require_near",
     "spec_of",
 ]
 
@@ -145,25 +144,13 @@ def spec_of(array: Any) -> ArraySpec:
     return operand_library(array).spec(array)
 
 
-def require_near() -> DistributedContext:
-    """The current context. Raises NotImplementedError when its GPUs are on several hosts.
-
-    The same on every rank. Cores of several hosts are well.
-    """
-    context = require_context()
-    if context.team is not None and 0 in context.team.pads:
-        raise NotImplementedError(
-            "transforms on GPUs need ranks of one host so far: their kernels write peers' memory. "
-            'Use them in a context of one host, or of cores: new_context("cpu", ...)'
-        )
-    return context
-
-
 def planned(
     context: DistributedContext, descriptions: tuple[Description, ...]
 ) -> Plan | DevicePlan:
     """The plan for the ranks of a context, of cores or of GPUs."""
-    return plan_of(descriptions) if context.team is None else device_plan_of(descriptions)
+    if context.team is None:
+        return plan_of(descriptions)
+    return device_plan_of(descriptions, context.hosts)
 
 
 def performed(context: DistributedContext, plan: Any, notes: list[bytes], call: Call) -> Any:
@@ -185,9 +172,10 @@ def plan_of(descriptions: tuple[Description, ...]) -> Plan:
 
 
 @lru_cache(maxsize=64)
-def device_plan_of(descriptions: tuple[Description, ...]) -> DevicePlan:
-    """As `plan_of`, for ranks with GPUs."""
+def device_plan_of(descriptions: tuple[Description, ...], hosts: tuple[int, ...]) -> DevicePlan:
+    """As `plan_of`, for ranks with GPUs, of which these are the numbers of the hosts."""
     from shardmath.operators.fft.device import DevicePlan
 
     problem = check(descriptions)
-    return DevicePlan(problem, choose(problem, GPUS))
+    machine = GPUS_APART if len(set(hosts)) > 1 else GPUS
+    return DevicePlan(problem, choose(problem, machine), hosts)

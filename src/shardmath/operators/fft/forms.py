@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from shardmath.agreement import require_equal
 from shardmath.arrays import ArraySpec
+from shardmath.context import require_context
 from shardmath.errors import InvalidFFTState, ShardmathError
 from shardmath.geometry import Layout
 from shardmath.local.fft import Norm
-from shardmath.operators.fft.call import Call, performed, planned, require_near, spec_of
+from shardmath.operators.fft.call import Call, performed, planned, spec_of
 from shardmath.operators.fft.options import FFTDirection, FFTOptions
 from shardmath.operators.lifecycle import Lifecycle, check_stream
 from shardmath.operators.workspace import give_back
@@ -175,7 +176,7 @@ def irfft(
 
 
 def _transformed(name: str, call: Call) -> Any:
-    context = require_near()
+    context = require_context()
     plan, notes = agree_plan(
         context,
         name,
@@ -214,7 +215,7 @@ class FFT(Lifecycle):
         axes: Any = None,
         norm: Norm = None,
     ) -> None:
-        context = require_near()
+        context = require_context()
         self._fixed = {"options": options, "axes": axes, "norm": norm}
         call = Call(operand=operand, distribution=distribution, stream=stream, **self._fixed)
         self._plan: Plan | DevicePlan

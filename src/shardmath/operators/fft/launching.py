@@ -14,8 +14,9 @@ from shardmath.local.gpu_fft import Transforms, scale
 from shardmath.operators.fft.beside import Beside
 from shardmath.operators.fft.local_steps import Convert, Fourier, LocalStep, Scale, View
 from shardmath.operators.fft.pipeline import Pipeline
-from shardmath.operators.fft.stages import Exchange
+from shardmath.operators.fft.stages import ROOM, Delivered, Exchange
 from shardmath.operators.fft.ways import Way, boxes_of_copy, boxes_of_exchange
+from shardmath.redistribution.fetching import fetch
 from shardmath.symmetric.heap import Location
 
 __all__ = ["Launch", "Told", "is_double"]
@@ -47,6 +48,8 @@ class Launch:
         for step in program.steps:
             if isinstance(step, Exchange):
                 self._exchange(stream, step, told)
+            elif isinstance(step, Delivered):
+                self._deliver(stream, step, told)
             else:
                 self.local(stream, step)
 
@@ -104,6 +107,24 @@ class Launch:
             copier.launch(stream, [own], addresses)
         # Before reading what a peer wrote; before reusing what a peer may still read.
         self.barrier(stream)
+
+    def _deliver(self, stream: int, step: Delivered, told: Sequence[Told]) -> None:
+        """Pack, meet, fetch what lies on other hosts, and unpack."""
+        own, into, delivery = self._address(step.own), self._address(step.into), step.delivery
+        room, outbox = self.addresses[ROOM], self.addresses[step.outbox]
+        packer = self.way.copier((step, "pack"), lambda: delivery.packing(step.own.strides))
+        packer.launch(stream, [own], [outbox])
+        # After writing what a peer will read, and before reading what a peer wrote.
+        self.barrier(stream)
+        notes = [each[self.way.program.shared.index(step.outbox)] for each in told]
+        fetch(self.context, delivery.fetches, [Location(*note[:2]) for note in notes], room, stream)
+        near = [self._peer(peer, notes[peer]) for peer in delivery.near]
+        unpacker = self.way.copier(
+            (step, "unpack"), lambda: delivery.unpacking(step.own.strides, step.into.strides)
+        )
+        unpacker.launch(stream, delivery.memories(own, room, near), [into])
+        if step.closes:
+            self.barrier(stream)  # before reusing what a peer may still read
 
     def _address(self, view: View) -> int:
         return self.addresses[view.place] + view.offset

@@ -6,6 +6,9 @@ does in between is its own. Pure, like the strategy.
 
     operand --transform--> work --push--> landing 0 --transform--> result      a slab, transposed
                                                     --transform--> landing 0 --push--> result
+
+Where ranks are on several hosts nobody writes to another's memory: arrays are delivered, by way of
+outboxes that take turns, to landings and results of any kind.
 """
 
 from __future__ import annotations
@@ -14,7 +17,9 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
+from shardmath.arrays import dtypes
 from shardmath.geometry import Layout
 from shardmath.local.fft import Kind
 from shardmath.operators.fft.local_steps import (
@@ -27,17 +32,33 @@ from shardmath.operators.fft.local_steps import (
 )
 from shardmath.operators.fft.problem import Problem
 from shardmath.operators.fft.strategy import Move, Strategy, Transform
+from shardmath.redistribution import TransferPlan
+from shardmath.redistribution.delivery import Delivery
 
-__all__ = ["Exchange", "Program", "Stage", "programmed", "sizes_of", "stages"]
+__all__ = [
+    "ROOM",
+    "Delivered",
+    "Exchange",
+    "Program",
+    "Stage",
+    "programmed",
+    "sizes_of",
+    "stages",
+]
+
+ROOM = "room"  # the place into which parts of peers' outboxes are fetched
+
+
+Verb = Literal["push", "pull", "deliver"]
 
 
 @dataclass(frozen=True)
 class Stage:
     """One step of the strategy, with the places that it takes the array from and to.
 
-    `kind` is None for an exchange, which `pulls` or pushes; then `layout` is the one before. For a
-    transform, `layout` and `result` are those before and after it, and what it makes is multiplied
-    by `factor`.
+    `kind` is None for an exchange, whose `verb` is push, pull or deliver; then `layout` is the one
+    before. For a transform, `layout` and `result` are those before and after it, and what it makes
+    is multiplied by `factor`.
     """
 
     kind: Kind | None
@@ -48,18 +69,19 @@ class Stage:
     made: str
     source: str
     target: str
-    pulls: bool = False
+    verb: Verb = "push"
     factor: float = 1.0
 
     def __str__(self) -> str:
         if self.kind is None:
-            verb = "pull" if self.pulls else "push"
-            return f"{verb} {self.source} -> {self.target}: {self.layout} -> {self.result}"
+            return f"{self.verb} {self.source} -> {self.target}: {self.layout} -> {self.result}"
         return f"{self.kind} along {self.axes}, {self.source} -> {self.target}: {self.result}"
 
 
-def stages(strategy: Strategy, *, reachable: bool) -> tuple[Stage, ...]:
-    """The stages; `reachable`: all ranks' results lie in symmetric memory."""
+def stages(strategy: Strategy, *, reachable: bool, apart: bool = False) -> tuple[Stage, ...]:
+    """The stages; `reachable`: all ranks' results lie in symmetric memory. `apart`: some ranks have
+    no address for others' memory, symmetric or not.
+    """
     problem, steps = strategy.problem, strategy.steps
     found: list[Stage] = []
     place, dtype, landings = "operand", problem.dtype, 0
@@ -68,8 +90,8 @@ def stages(strategy: Strategy, *, reachable: bool) -> tuple[Stage, ...]:
         if isinstance(step, Move):
             target = "result" if last else f"landing {landings % 2}"
             landings += not last
-            pulls = last and not reachable
-            found.append(Stage(None, (), step.src, step.dst, dtype, dtype, place, target, pulls))
+            verb: Verb = "deliver" if apart else "pull" if last and not reachable else "push"
+            found.append(Stage(None, (), step.src, step.dst, dtype, dtype, place, target, verb))
         else:
             kind, made = _kind(problem, step, dtype)
             if last:
@@ -128,23 +150,54 @@ class Exchange:
 
 
 @dataclass(frozen=True)
+class Delivered:
+    """This rank's array `own` becomes `into`, by what all ranks pack into their places `outbox`.
+
+    All ranks wait for each other once, before reading what peers wrote. That the outbox is no
+    longer read, the wait of the next delivery says, whose outbox is another; one that `closes` says
+    it itself, before reusing what a peer may still read.
+    """
+
+    own: View
+    into: View
+    outbox: str
+    delivery: Delivery
+    closes: bool
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The bytes of the outbox, and of the place into which parts are fetched."""
+        return {self.outbox: self.delivery.outbox.nbytes, ROOM: self.delivery.room}
+
+    def __str__(self) -> str:
+        return f"deliver {self.own} to {self.into}"
+
+
+@dataclass(frozen=True)
 class Program:
     """What one rank does, in order. `shared` are the places that peers reach."""
 
-    steps: tuple[LocalStep | Exchange, ...]
+    steps: tuple[LocalStep | Exchange | Delivered, ...]
     shared: tuple[str, ...]
 
     @cached_property
     def places(self) -> dict[str, int]:
         """Bytes of each place that is not the operand or the result."""
         sizes = dict.fromkeys((place for place in self.shared if place != "result"), 0)
-        own = [step.own for step in self.steps if isinstance(step, Exchange)]
-        return sizes | sizes_of(self.local, own)
+        views: list[View] = []
+        for step in self.steps:
+            if isinstance(step, Exchange):
+                views.append(step.own)
+            elif isinstance(step, Delivered):
+                views += [step.own, step.into]
+                for place, nbytes in step.sizes.items():
+                    sizes[place] = max(sizes.get(place, 0), nbytes)
+        return sizes | sizes_of(self.local, views)
 
     @cached_property
     def local(self) -> tuple[LocalStep, ...]:
         """All steps but the exchanges."""
-        return tuple(step for step in self.steps if not isinstance(step, Exchange))
+        return tuple(step for step in self.steps if not isinstance(step, (Exchange, Delivered)))
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.steps))
@@ -172,27 +225,40 @@ def programmed(
     result: View,
     overlap: bool,
     same: bool,
+    hosts: tuple[int, ...] = (),
 ) -> Program:
     """What `rank` does with an operand and a result of its own.
 
     `overlap`: writing the result may change the operand; `same`: element by element, in its place.
+    `hosts` are the numbers of all ranks' hosts, for stages that deliver.
     """
-    steps: list[LocalStep | Exchange] = []
+    steps: list[LocalStep | Exchange | Delivered] = []
     shared: list[str] = []
     array, opens = operand, True
+    delivered = sum(stage.verb == "deliver" for stage in found)
     for stage in found:
+        if stage.verb == "deliver":
+            into = result if stage.target == "result" else _at(stage.target, stage, problem, rank)
+            delivered -= 1
+            made = _delivery(stage, problem, rank, hosts)
+            outbox = f"outbox {delivered % 2}"
+            steps.append(Delivered(array, into, outbox, made, closes=not delivered))
+            shared.append(outbox)
+            array = into
+            continue
         if stage.kind is None:
             ranks = range(stage.layout.size)
             own, theirs = array, None
-            if stage.pulls:
+            if stage.verb == "pull":
                 own = result
                 theirs = tuple(_at(stage.source, stage, problem, r, before=True) for r in ranks)
             elif stage.target != "result":
                 theirs = tuple(_at(stage.target, stage, problem, r) for r in ranks)
-            shared.append(stage.source if stage.pulls else stage.target)
-            steps.append(Exchange(stage.layout, stage.result, own, theirs, stage.pulls, opens))
+            pulls = stage.verb == "pull"
+            shared.append(stage.source if pulls else stage.target)
+            steps.append(Exchange(stage.layout, stage.result, own, theirs, pulls, opens))
             opens = False
-            array = result if theirs is None or stage.pulls else theirs[rank]
+            array = result if theirs is None or pulls else theirs[rank]
             continue
         target = result if stage.target == "result" else _at(stage.target, stage, problem, rank)
         if target.place == "result" and array.place == "operand" and overlap:
@@ -206,6 +272,12 @@ def programmed(
         steps += local_steps(stage.kind, stage.axes, array, target, keep=keep, factor=stage.factor)
         array = target
     return Program(tuple(steps), tuple(dict.fromkeys(shared)))
+
+
+def _delivery(stage: Stage, problem: Problem, rank: int, hosts: tuple[int, ...]) -> Delivery:
+    axes = tuple(range(stage.layout.ndim))
+    transfer = TransferPlan(stage.layout, stage.result, dtypes.of(stage.dtype).itemsize)
+    return Delivery(transfer, rank, hosts, axes if problem.order == "C" else axes[::-1])
 
 
 def _at(place: str, stage: Stage, problem: Problem, rank: int, *, before: bool = False) -> View:

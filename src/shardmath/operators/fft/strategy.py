@@ -22,7 +22,17 @@ from shardmath.arrays import dtypes
 from shardmath.geometry import Layout, Spans, bytes_moved
 from shardmath.operators.fft.problem import Problem
 
-__all__ = ["CORES", "GPUS", "Machine", "Move", "Step", "Strategy", "Transform", "choose"]
+__all__ = [
+    "CORES",
+    "GPUS",
+    "GPUS_APART",
+    "Machine",
+    "Move",
+    "Step",
+    "Strategy",
+    "Transform",
+    "choose",
+]
 
 
 @dataclass(frozen=True)
@@ -51,6 +61,9 @@ CORES = Machine(2.5e9, 6e9, 6e9, 1e-5, 1.0, 2.0)
 # An H200 with NVLink: every move is a kernel that the wire limits. Transforms that come first hide
 # the move after them.
 GPUS = Machine(1e13, 4e12, 3.3e11, 1e-5, 0.5, 0.0, whole=True)
+# The same on several hosts, a network card of 400 Gb/s for each. A move is packed and unpacked, two
+# passes that nothing hides.
+GPUS_APART = Machine(1e13, 4e12, 4.5e10, 4e-5, 2.0, 2.0, whole=True)
 
 
 @dataclass(frozen=True)

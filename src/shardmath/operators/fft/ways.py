@@ -39,6 +39,17 @@ class DevicePlan:
 
     problem: Problem
     strategy: Strategy
+    hosts: tuple[int, ...]  # the number of each rank's
+
+    @property
+    def apart(self) -> bool:
+        """Whether ranks are on several hosts, and so have no address for each other's memory."""
+        return len(set(self.hosts)) > 1
+
+    @cached_property
+    def delivered(self) -> tuple[Stage, ...]:
+        """The stages where ranks are on several hosts."""
+        return stages(self.strategy, reachable=False, apart=True)
 
     @cached_property
     def pushed(self) -> tuple[Stage, ...]:
@@ -53,11 +64,17 @@ class DevicePlan:
     @property
     def cuts(self) -> Cuts | None:
         """How exchanges run beside transforms; None where they come one after the other."""
-        return cuts_for(self.problem) if CHUNKS else None
+        return cuts_for(self.problem) if CHUNKS and not self.apart else None
 
     def explain(self) -> str:
         """The strategy, and its stages."""
-        lines = [f"stage {i}: {each}" for i, each in enumerate(self.pushed, 1)]
+        found = self.delivered if self.apart else self.pushed
+        lines = [f"stage {i}: {each}" for i, each in enumerate(found, 1)]
+        if self.apart:
+            lines.append(
+                f"{len(set(self.hosts))} hosts: what is delivered is packed by each rank, and taken"
+                " by its peers, in place on the same host, by `get` from another"
+            )
         if self.cuts is not None:
             lines.append(f"in chunks, where these stages allow it: {self.cuts}")
         return "\n".join([self.strategy.explain(), *lines])
@@ -124,9 +141,16 @@ def make_way(
         )
         if pipeline is not None:
             return Way(device, pipeline, PushTables(device, pipeline))
-    chosen = plan.pushed if reachable else plan.pulled
+    chosen = plan.delivered if plan.apart else plan.pushed if reachable else plan.pulled
     program = programmed(
-        chosen, problem, rank, operand=operand, result=result, overlap=overlap, same=same
+        chosen,
+        problem,
+        rank,
+        operand=operand,
+        result=result,
+        overlap=overlap,
+        same=same,
+        hosts=plan.hosts,
     )
     return Way(device, program)
 

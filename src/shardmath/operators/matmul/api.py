@@ -18,7 +18,7 @@ from shardmath.context import DistributedContext
 from shardmath.operators.matmul import host
 from shardmath.operators.matmul.arguments import Arguments, packed_scalars, unpacked_scalars
 from shardmath.operators.matmul.problem import Call, Facts, Problem, check, check_operands, describe
-from shardmath.operators.matmul.strategy import CORES, HOPPER, Cost, Strategy, choose
+from shardmath.operators.matmul.strategy import CORES, HOPPER, HOPPER_APART, Cost, Strategy, choose
 from shardmath.planning import agree_plan
 from shardmath.symmetric.allocation import block_of, empty_on_heap
 from shardmath.symmetric.heap import Block
@@ -89,8 +89,9 @@ def agree_on_plan(context: DistributedContext, arguments: Arguments) -> tuple[Pl
             return Plan(strategy, tuple(compared), host.Share(strategy, context.rank))
         from shardmath.operators.matmul import gpu
 
-        strategy, compared = choose(check(specs), HOPPER)
-        share = gpu.Share(strategy, context.rank)
+        hosts = context.hosts
+        strategy, compared = choose(check(specs), HOPPER if len(set(hosts)) == 1 else HOPPER_APART)
+        share = gpu.Share(strategy, context.rank, hosts)
         return Plan(strategy, tuple(compared), share, tuple(gpu.notes(share)))
 
     plan, _ = agree_plan(context, "matmul", described, build)
@@ -108,7 +109,7 @@ def tuned(context: DistributedContext, operation: str, arguments: Arguments, pla
         return plan
     from shardmath.operators.matmul import gpu
 
-    own = replace(plan, share=gpu.Share(plan.strategy, context.rank))
+    own = replace(plan, share=gpu.Share(plan.strategy, context.rank, context.hosts))
     gpu.tune(context, operation, arguments, lambda: (own, call_of(context, arguments)))
     return own
 

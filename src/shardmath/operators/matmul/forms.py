@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from shardmath.agreement import require_equal
 from shardmath.arrays import library_of
-from shardmath.context import DistributedContext, require_context
+from shardmath.context import require_context
 from shardmath.errors import InvalidMatmulState, ShardmathError
 from shardmath.geometry import Distribution
 from shardmath.operators.lifecycle import Lifecycle
@@ -66,7 +66,7 @@ def matmul(
     freed operand, RuntimeError before `initialize`; c is then as it was.
     Source: nvmath.distributed.linalg.advanced.matmul.
     """
-    context = _reaching_context()
+    context = require_context()
     arguments = Arguments(
         a=a,
         b=b,
@@ -116,7 +116,7 @@ class Matmul(Lifecycle):
         options: MatmulOptions | Mapping[str, Any] | None = None,
         stream: Any = None,
     ) -> None:
-        context = _reaching_context()
+        context = require_context()
         self._fixed: dict[str, Any] = {
             "distributions": distributions,
             "qualifiers": qualifiers,
@@ -300,14 +300,3 @@ class Matmul(Lifecycle):
             raise ValueError(
                 f"epilog_inputs are {new_inputs}; this Matmul was planned for {self._facts.inputs}"
             )
-
-
-def _reaching_context() -> DistributedContext:
-    """The current context. Raises NotImplementedError for one of GPUs of several hosts."""
-    context = require_context()
-    if context.team is not None and context.spans_hosts:
-        raise NotImplementedError(
-            "matmul on GPUs wants all ranks on one host so far; use a context of each host's ranks "
-            '(split), or one made by new_context("cpu", ...)'
-        )
-    return context

@@ -23,6 +23,7 @@ from shardmath.local import epilog as epilogs
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.gemm import multiply
 from shardmath.operators.matmul.panels import Piece, Source, intervals
+from shardmath.operators.matmul.problem import gradient_layouts
 from shardmath.operators.matmul.strategy import Strategy
 from shardmath.operators.workspace import Workspace
 from shardmath.redistribution import Exposed, copy_moves, expose, stage, window_on
@@ -269,15 +270,12 @@ class Execution:
         if name is None:
             return aux
         if self.problem.epilog is MatmulEpilog.BGRADA:
-            partial, layout, axis = epilogs.row_sums(self._op(0)), self.problem.a, 0
+            partial = epilogs.row_sums(self._op(0))
         elif self.problem.epilog is MatmulEpilog.BGRADB:
-            partial, layout, axis = epilogs.column_sums(self._op(1)), self.problem.b, 1
+            partial = epilogs.column_sums(self._op(1))
         else:
-            partial, layout, axis = aux[name], self.problem.d, 0
-        extent = layout.global_shape[axis]
-        held = Layout.product((extent, 1), [layout.column(axis), None], size=layout.size)
-        everywhere = Layout.replicated((extent, 1), layout.size)
-        need = held if name.startswith("d") else everywhere
+            partial = aux[name]
+        layout, held, need = gradient_layouts(self.problem)
         total = self._added_vectors(partial, held, need, once=not layout.disjoint())
         return {**aux, name: total.astype(result)}
 

@@ -79,6 +79,20 @@ class Problem:
         return f"matmul ({m} x {k}) @ ({k} x {n}){plus}, {kinds} on {self.size} ranks{extra}"
 
 
+def gradient_layouts(problem: Problem) -> tuple[Layout, Layout, Layout]:
+    """Of the gradient of a bias: the matrix that is summed along one axis; which elements, as a
+    column, each rank has sums of; and which it is to get.
+    """
+    layout, axis = {
+        MatmulEpilog.BGRADA: (problem.a, 0),
+        MatmulEpilog.BGRADB: (problem.b, 1),
+    }.get(problem.epilog, (problem.d, 0))
+    extent = layout.global_shape[axis]
+    held = Layout.product((extent, 1), [layout.column(axis), None], size=layout.size)
+    everywhere = Layout.replicated((extent, 1), layout.size)
+    return layout, held, held if problem.epilog.gradient else everywhere
+
+
 class Facts(NamedTuple):
     """What ranks tell each other of a call: plain, hashable data."""
 

@@ -25,7 +25,7 @@ from shardmath.geometry import Layout, Spans, bytes_moved, common_elements
 from shardmath.operators.matmul.problem import Problem
 from shardmath.redistribution import TransferPlan
 
-__all__ = ["CORES", "HOPPER", "Cost", "Machine", "Strategy", "candidates", "choose"]
+__all__ = ["CORES", "HOPPER", "HOPPER_APART", "Cost", "Machine", "Strategy", "candidates", "choose"]
 
 Column = tuple[Spans, ...]  # one axis of the work, by rank
 
@@ -73,6 +73,8 @@ HOPPER = Machine(
     bandwidth=3.4e11,
     latency=1e-5,
 )
+# The same on several hosts, a network card of 400 Gb/s for each GPU.
+HOPPER_APART = replace(HOPPER, bandwidth=4.5e10, latency=4e-5)
 
 
 @dataclass(frozen=True)

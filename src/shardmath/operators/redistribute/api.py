@@ -159,7 +159,8 @@ class Redistribute(Lifecycle):
                 library_of(operand).spec(operand),
                 None if out is None else library_of(out, "out").spec(out),
             )
-            return (self.number,), self._execution.read(operand, out, stream, self._problem)
+            note = self._execution.read(operand, out, stream, self._problem, self.number)
+            return (self.number,), note
 
         self._require_open()
         try:

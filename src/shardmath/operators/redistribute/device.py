@@ -11,10 +11,8 @@ the second.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from math import prod
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shardmath.arrays import library_of
@@ -22,23 +20,18 @@ from shardmath.context import DistributedContext
 from shardmath.geometry import Move
 from shardmath.operators.lanes import LANES, Lane
 from shardmath.operators.redistribute.device_arrays import DeviceArrays, KnownArrays
+from shardmath.operators.redistribute.memory import DeviceMemory, Step
 from shardmath.operators.redistribute.notes import Note, lacking, pulls, staging_strides
 from shardmath.operators.redistribute.problem import Problem
 from shardmath.redistribution import Exposed, TransferPlan
 from shardmath.redistribution.copies import lowered, whole
 from shardmath.symmetric.allocation import block_of
 from shardmath.symmetric.device_array import require_device, stream_of
-from shardmath.symmetric.heap import Block, Buffer
 
 if TYPE_CHECKING:
-    from shardmath.cuda.kernel import ReadyLaunch
     from shardmath.redistribution.device import BoxCopies
 
 __all__ = ["DeviceExecution"]
-
-_KEPT = 64  # of plans without an object, and of steps and copies in each
-_STAGING = "staging"  # of the lane's buffers
-_KEPT_STAGING = 64 << 20  # bytes that calls without an object leave to the next
 
 
 class DeviceExecution:
@@ -51,6 +44,7 @@ class DeviceExecution:
         self._context = context
         self._memory = None if passing else DeviceMemory(context)
         self._arrays: DeviceArrays | None = None
+        self._lane: Lane | None = None
 
     def inspect(self, operand: Any, out: Any, stream: Any) -> None:
         """Raise what is wrong with the user's arrays; see `DeviceArrays`. Local."""
@@ -59,18 +53,25 @@ class DeviceExecution:
         require_device(self._context, spec, "the operand")
         block_of(self._context, operand)  # raises UseAfterFree
 
-    def read(self, operand: Any, out: Any, stream: Any, problem: Problem | None = None) -> bytes:
+    def read(
+        self,
+        operand: Any,
+        out: Any,
+        stream: Any,
+        problem: Problem | None = None,
+        number: int = 0,
+    ) -> bytes:
         """Take the user's arrays for the next execution, and say what peers must know. Local.
 
         With a problem, which is known or at least expected from the second execution on, the result
-        is made at once.
+        is made at once. `number` as in `perform`.
         """
         arrays = DeviceArrays(self._context, operand, out, stream, KnownArrays.of(self._context))
         if problem is None:
             note = arrays.note(b"")
         else:
             arrays.allocate(problem)
-            note = arrays.note(self._memory_of(problem).staging)
+            note = arrays.note(self._staging(problem, number))
         self._arrays = arrays
         return note
 
@@ -81,13 +82,31 @@ class DeviceExecution:
         """
         arrays = self._arrays
         assert arrays is not None, "read first"
-        if self._context.spans_hosts and problem.transfer.crosses:
+        memory, lane = self._memory_of(problem), self._take_lane(number)
+        if self._reaches_far(problem):
             from shardmath.operators.redistribute.far import execute_far
 
-            return execute_far(self._context, problem, arrays)
-        lane = Lane.numbered(self._context, number % (LANES - 1))  # the same on all ranks
-        memory = self._memory_of(problem)
+            return execute_far(self._context, problem, arrays, notes, memory, lane)
         return execute_on_gpus(self._context, problem, arrays, notes, memory, lane)
+
+    def _staging(self, problem: Problem, number: int) -> bytes:
+        """Where memory lies that peers are to reach, packed; b"" if there is none so far."""
+        if not self._reaches_far(problem):
+            return self._memory_of(problem).staging
+        if self._memory is None:
+            return b""  # the plan may turn out to be another
+        from shardmath.operators.redistribute.far import made_outbox
+
+        delivery = self._memory.delivery(problem)
+        return made_outbox(self._context, delivery, self._take_lane(number)).pack()
+
+    def _take_lane(self, number: int) -> Lane:
+        """The same on all ranks."""
+        self._lane = Lane.numbered(self._context, number % (LANES - 1))
+        return self._lane
+
+    def _reaches_far(self, problem: Problem) -> bool:
+        return self._context.spans_hosts and problem.transfer.crosses
 
     def _memory_of(self, problem: Problem) -> DeviceMemory:
         return self._memory or DeviceMemory.of_plan(self._context, problem)
@@ -100,117 +119,10 @@ class DeviceExecution:
         """Give the staging back."""
         if self._memory is not None:
             self._memory.release()
+        if self._lane is not None and self._context.spans_hosts:
+            from shardmath.operators.redistribute.far import drop_outbox
 
-
-@dataclass(frozen=True)
-class _Step:
-    """Copies between addresses, ready to be launched; `launch` is None where there are none."""
-
-    copies: BoxCopies
-    launch: ReadyLaunch | None
-
-    @classmethod
-    def of(cls, copies: BoxCopies, sources: Sequence[int], targets: Sequence[int]) -> _Step:
-        return cls(copies, copies.ready(sources, targets))
-
-    def put(self, stream: int) -> None:
-        if self.launch is not None:
-            self.launch.put(stream)
-
-
-class DeviceMemory:
-    """What is kept from one execution to the next: staging, and copies on the device.
-
-    `passing`: for calls without an object. Their staging is their lane's; where it is large it is
-    given back after each execution, which therefore waits where it used it.
-    """
-
-    def __init__(self, context: DistributedContext, *, passing: bool = False) -> None:
-        self._context = context
-        self._lane = Lane.numbered(context, 0) if passing else None
-        self._buffer: Buffer | None = None  # not the lane's
-        self._block: Block | None = None
-        self._place = b""
-        self._stream = 0  # of the last execution that used the staging
-        self._copies: OrderedDict[Any, BoxCopies] = OrderedDict()
-        self._steps: OrderedDict[Any, tuple[_Step, ...]] = OrderedDict()
-
-    @classmethod
-    def of_plan(cls, context: DistributedContext, problem: Problem) -> DeviceMemory:
-        """That of a plan without an object; of a few of them it is kept."""
-        book: OrderedDict[int, tuple[Problem, DeviceMemory]]
-        book = context.cache("redistributions on GPUs", OrderedDict)
-        if id(problem) not in book:
-            _keep(book, id(problem), (problem, cls(context, passing=True)))
-        return book[id(problem)][1]
-
-    @property
-    def staging(self) -> bytes:
-        """Where the staging lies, packed; b"" if there is none."""
-        if self._block is not None and self._buffer is None:
-            assert self._lane is not None, "whose buffer it is"
-            if not self._lane.holds({_STAGING: self._block}):  # it has grown, or was released
-                self._block, self._place = None, b""
-        return self._place
-
-    def stage(self, problem: Problem) -> None:
-        """Reserve heap memory for a packed result. Raises HeapExhausted."""
-        rank = self._context.rank
-        nbytes = prod(problem.transfer.dst.local_shape(rank)) * problem.transfer.itemsize
-        if self._lane is not None and nbytes <= _KEPT_STAGING:
-            self._block = self._lane.buffer(_STAGING, nbytes).block
-        else:
-            self._buffer = self._context.heap.allocate(nbytes)
-            self._block = self._buffer.block
-            self._context.announce(self._block)
-        strides = staging_strides(problem, rank)
-        self._place = Exposed(self._block.location, nbytes, 0, strides).pack()
-
-    def staged_on(self, stream: int) -> None:
-        """The staging is used by what was put on `stream`."""
-        self._stream = stream
-
-    @property
-    def staging_address(self) -> int:
-        assert self._block is not None, "staged"
-        return self._block.address
-
-    def copies(self, key: Any, make: Callable[[], BoxCopies]) -> BoxCopies:
-        """The copies for arrays of such strides, made when they are first needed."""
-        if key not in self._copies:
-            _keep(self._copies, key, make())
-        return self._copies[key]
-
-    def steps(self, key: Any) -> tuple[_Step, ...]:
-        """The copies between arrays at such places, where they are known; else none."""
-        return self._steps.get(key, ())
-
-    def keep_steps(self, key: Any, steps: tuple[_Step, ...]) -> tuple[_Step, ...]:
-        """Keep them for the next execution."""
-        _keep(self._steps, key, steps)
-        return steps
-
-    def pass_on(self) -> None:
-        """After an execution: give back what is not to be kept for the next."""
-        if self._lane is not None and self._buffer is not None:
-            self.release()
-
-    def unstage(self) -> None:
-        """Undo `stage`, whose memory nothing has used."""
-        self.release()
-        if self._lane is not None:
-            self._lane.drop(_STAGING)
-
-    def release(self) -> None:
-        """Give the staging back, when what uses it has ended. The lane's stays."""
-        if self._buffer is None:
-            return
-        self._steps.clear()
-        self._place, self._block = b"", None
-        team = self._context.team
-        if team is not None:
-            team.synchronize(self._stream)
-        self._buffer = None
+            drop_outbox(self._lane)
 
 
 def execute_on_gpus(
@@ -256,7 +168,7 @@ def _agreed_steps(
     arrays: DeviceArrays,
     texts: list[bytes],
     memory: DeviceMemory,
-) -> tuple[list[bytes], tuple[_Step, ...]]:
+) -> tuple[list[bytes], tuple[Step, ...]]:
     """All ranks' notes when all have what they need, and the copies, if they are known. Collective.
 
     Ranks agree once more where one has to allocate. The same notes mean the same on all.
@@ -305,7 +217,7 @@ def _steps(
     arrays: DeviceArrays,
     notes: Sequence[Note],
     memory: DeviceMemory,
-) -> tuple[_Step, ...]:
+) -> tuple[Step, ...]:
     """The copies between the barriers, and those after them."""
     from shardmath.redistribution.device import Box, BoxCopies
 
@@ -333,7 +245,7 @@ def _steps(
         shown = {src: notes[src].operand for src in transfer.sources(rank) if src != rank}
         bases, strides = _reached(context, shown, own=(operand.address, operand.strides))
         copies = made(from_next, lambda move: (move.src, 0, strides[move.src], result.strides))
-        return (_Step.of(copies, bases, (result.address,)),)
+        return (Step.of(copies, bases, (result.address,)),)
     moves = transfer.out_of(rank)
     shown = {move.dst: notes[move.dst].place for move in moves if move.dst != rank}
     staged = bool(transfer.traffic.received[rank]) and result.block is None
@@ -342,12 +254,12 @@ def _steps(
         own = (memory.staging_address, staging_strides(problem, rank))
     bases, strides = _reached(context, shown, own=own)
     copies = made(moves, lambda move: (0, move.dst, operand.strides, strides[move.dst]))
-    step = _Step.of(copies, (operand.address,), bases)
+    step = Step.of(copies, (operand.address,), bases)
     if not staged:
         return (step,)
     copy = whole(result.shape, transfer.itemsize, own[1], result.strides)
     back = memory.copies(("back", copy), lambda: BoxCopies(device, [Box.of(copy, 0)]))
-    return (step, _Step.of(back, (own[0],), (result.address,)))
+    return (step, Step.of(back, (own[0],), (result.address,)))
 
 
 _Strides = tuple[int, ...]
@@ -374,9 +286,3 @@ def _reached(
         bases[peer] = address + exposed.origin
         strides[peer] = exposed.strides
     return tuple(bases), strides
-
-
-def _keep(shelf: OrderedDict[Any, Any], key: Any, value: Any) -> None:
-    shelf[key] = value
-    if len(shelf) > _KEPT:
-        shelf.popitem(last=False)

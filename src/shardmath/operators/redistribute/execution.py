@@ -41,7 +41,14 @@ class HostExecution:
         """Raise what is wrong with the user's arrays; see `Arrays.read`. Local."""
         Arrays.read(self._context, operand, out)
 
-    def read(self, operand: Any, out: Any, stream: Any, problem: Problem | None = None) -> bytes:
+    def read(
+        self,
+        operand: Any,
+        out: Any,
+        stream: Any,
+        problem: Problem | None = None,
+        number: int = 0,
+    ) -> bytes:
         """Take the user's arrays for the next execution, and say what peers must know. Local."""
         self._arrays = Arrays.read(self._context, operand, out)
         return self._arrays.note(self._context)

@@ -1,151 +1,125 @@
-"""One execution of a redistribution on GPUs of several hosts: show, fetch, copy, meet.
+"""One execution of a redistribution on GPUs of several hosts: pack, meet, fetch, unpack, meet.
 
-Each rank shows its operand where it lies on the heap, or a packed copy of it. From every peer it
-fetches the bytes that move to it, and a launch copies them from there to their place in the result.
-Ranks of its own host it reads in place. The ranks' processes meet, hence the call waits for its
-stream.
+All of it is on the stream. Outbox and room are those of the lane, in which operations follow each
+other; the barrier at the end says that no peer reads them any more. Ranks agree once more where one
+of them has to allocate.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from shardmath.context import DistributedContext
+from shardmath.operators.lanes import Lane
 from shardmath.operators.redistribute.device_arrays import DeviceArrays
+from shardmath.operators.redistribute.notes import Note
 from shardmath.operators.redistribute.problem import Problem
-from shardmath.redistribution import Exposed, TransferPlan
-from shardmath.redistribution.copies import lowered, whole
-from shardmath.redistribution.device import Box, BoxCopies
-from shardmath.symmetric.device_array import DeviceArray
-from shardmath.symmetric.heap import Buffer, Location
-from shardmath.transport.base import DeviceBytes
+from shardmath.redistribution import Exposed
+from shardmath.redistribution.delivery import Delivery
+from shardmath.redistribution.device import BoxCopies
+from shardmath.redistribution.fetching import fetch
 
-__all__ = ["execute_far"]
+if TYPE_CHECKING:
+    from shardmath.operators.redistribute.memory import DeviceMemory
+
+__all__ = ["delivery_of", "drop_outbox", "execute_far", "made_outbox"]
+
+_OUTBOX, _ROOM = "redistribute outbox", "redistribute room"
 
 
-def execute_far(context: DistributedContext, problem: Problem, arrays: DeviceArrays) -> Any:
+def delivery_of(context: DistributedContext, problem: Problem) -> Delivery:
+    """What this rank packs, fetches and unpacks."""
+    axes = tuple(range(len(problem.transfer.src.global_shape)))
+    axes = axes if problem.order == "C" else axes[::-1]
+    return Delivery(problem.transfer, context.rank, context.hosts, axes)
+
+
+def made_outbox(context: DistributedContext, delivery: Delivery, lane: Lane) -> Exposed:
+    """Take memory for what is packed, and for what is fetched; where the first is. Local.
+
+    Raises HeapExhausted.
+    """
+    lane.buffer(_ROOM, delivery.room)
+    block = lane.buffer(_OUTBOX, delivery.outbox.nbytes).block
+    context.announce(block)
+    return Exposed(block.location, delivery.outbox.nbytes, 0, ())
+
+
+def drop_outbox(lane: Lane) -> None:
+    """Give back what `made_outbox` took, when what uses it has ended. Local."""
+    lane.drop(_OUTBOX, _ROOM)
+
+
+def execute_far(
+    context: DistributedContext,
+    problem: Problem,
+    arrays: DeviceArrays,
+    texts: Sequence[bytes],
+    memory: DeviceMemory,
+    lane: Lane,
+) -> Any:
     """The result of redistributing `arrays.operand`: `out`, or a new array. Collective.
 
-    Raises HeapExhausted on all ranks when one lacks memory.
+    `texts` are all ranks' notes. Raises HeapExhausted on all ranks when one lacks memory.
     """
-    team = context.team
-    assert team is not None, "a context of GPUs"
-    transfer, rank, stream = problem.transfer, context.rank, arrays.stream
-    kept: list[Any] = []  # until the stream has come to the end
-
-    def show() -> bytes:
-        arrays.allocate(problem)
-        exposed = _shown(context, transfer, arrays.operand, stream, kept)
-        team.synchronize(stream)
-        return exposed
-
-    # Also: after writing what a peer will read, and before reading what a peer wrote.
-    shown = context.agree("redistribute, shown", show, list)
-    peers = [src for src in transfer.sources(rank) if src != rank]
-    peers.sort(key=lambda src: (src - rank) % context.size)
-    sources = [_Source.of(context, transfer, src, Exposed.unpack(shown[src])) for src in peers]
-    scratch: list[Buffer] = []
-
-    def make_room() -> None:
-        scratch.append(context.heap.allocate(max((each.room for each in sources), default=0)))
-
-    context.agree("redistribute, memory", make_room, lambda _: None)
-    assert arrays.result is not None, "agreed on"
+    delivery, stream = memory.delivery(problem), arrays.stream
+    outboxes = _outboxes(context, problem, arrays, texts, delivery, lane)
+    assert arrays.result is not None and context.team is not None, "agreed on"
+    device, operand, result = context.team.device, arrays.operand, arrays.result.array
+    packing = memory.copies(
+        ("pack", operand.strides), lambda: BoxCopies(device, delivery.packing(operand.strides))
+    )
+    unpacking = memory.copies(
+        ("unpack", operand.strides, result.strides),
+        lambda: BoxCopies(device, delivery.unpacking(operand.strides, result.strides)),
+    )
     with context.executing("redistribute"):
-        operand, result = arrays.operand, arrays.result.array
-        for source in sources:
-            address = source.fetch(context, scratch[0], stream)
-            kept.append(_copies(context, transfer, source.rank, source.shown.strides, result))
-            kept[-1].launch(stream, [address], [result.address])
-        kept.append(_copies(context, transfer, rank, operand.strides, result))
-        kept[-1].launch(stream, [operand.address], [result.address])
-        team.synchronize(stream)
-        # Before reusing what a peer may still read: operand and staging.
-        context.board.barrier("redistribute")
-        return arrays.result.give(context, stream)
+        room = lane.address(_ROOM)
+        near = [_address(context, peer, outboxes[peer]) for peer in delivery.near]
+        with lane.entered(stream):
+            packing.launch(stream, [operand.address], [lane.address(_OUTBOX)])
+            # After writing what a peer will read, and before reading what a peer wrote.
+            lane.barrier(stream)
+            locations = [outbox.location for outbox in outboxes]
+            fetch(context, delivery.fetches, locations, room, stream)
+            sources = delivery.memories(operand.address, room, near)
+            unpacking.launch(stream, sources, [result.address])
+            lane.barrier(stream)  # before reusing what a peer may still read
+        given = arrays.result.give(context, stream)
+        if problem.blocking:
+            context.team.synchronize(stream)
+        return given
 
 
-@dataclass(frozen=True)
-class _Source:
-    """What a peer shows, and which of its bytes this rank fetches, from the peer's element 0."""
-
-    rank: int
-    shown: Exposed
-    pieces: tuple[tuple[int, int], ...]  # none where it is read in place
-
-    @classmethod
-    def of(
-        cls, context: DistributedContext, transfer: TransferPlan, src: int, shown: Exposed
-    ) -> _Source:
-        if context.reads_in_place(src):
-            return cls(src, shown, ())
-        return cls(src, shown, tuple(transfer.pieces(context.rank, src, shown.strides)))
-
-    @property
-    def low(self) -> int:
-        """The first byte that is fetched."""
-        return min((low for low, _ in self.pieces), default=0)
-
-    @property
-    def room(self) -> int:
-        """The bytes from there to the last."""
-        return max((high for _, high in self.pieces), default=0) - self.low
-
-    def fetch(self, context: DistributedContext, scratch: Buffer, stream: int) -> int:
-        """Put the fetching on `stream`; where the peer's element 0 then is, or would be."""
-        where = self.shown.location
-        if not self.pieces:
-            address = context.peer_address(self.rank, where, self.shown.nbytes)
-            assert address is not None, "it is on this host"
-            return address + self.shown.origin
-        start = scratch.block.address - self.low
-        for low, high in self.pieces:
-            place = Location(where.segment, where.offset + self.shown.origin + low)
-            into = DeviceBytes(start + low, high - low, scratch.device)
-            context.get(self.rank, place, into, stream)
-        return start
-
-
-def _shown(
+def _outboxes(
     context: DistributedContext,
-    transfer: TransferPlan,
-    operand: DeviceArray,
-    stream: int,
-    kept: list[Any],
-) -> bytes:
-    """Show the operand, or a packed copy of one in ordinary memory; nothing if none reads it."""
-    if not transfer.traffic.sent[context.rank]:
-        return b""
-    if operand.block is not None:
-        context.announce(operand.block)
-        return Exposed.within(operand.block, operand.address, operand.span, operand.strides).pack()
-    strides, step = [0] * len(operand.shape), transfer.itemsize
-    for axis in sorted(range(len(strides)), key=lambda axis: (abs(operand.strides[axis]), -axis)):
-        strides[axis] = step
-        step *= operand.shape[axis]
-    buffer = context.heap.allocate(step)
-    context.announce(buffer.block)
-    assert context.team is not None, "a context of GPUs"
-    copy = whole(operand.shape, transfer.itemsize, operand.strides, strides)
-    packing = BoxCopies(context.team.device, [Box.of(copy, 0)])
-    packing.launch(stream, [operand.address], [buffer.block.address])
-    kept += [buffer, packing]
-    return Exposed(buffer.block.location, step, 0, tuple(strides)).pack()
+    problem: Problem,
+    arrays: DeviceArrays,
+    texts: Sequence[bytes],
+    delivery: Delivery,
+    lane: Lane,
+) -> list[Exposed]:
+    """Where all ranks' outboxes are, when all have what they need. Collective."""
+    notes = [Note.unpack(text) for text in texts]
+    shapes = [problem.transfer.dst.local_shape(rank) for rank in range(context.size)]
+    if any(
+        note.staging is None or note.misfits((shape, problem.order))
+        for note, shape in zip(notes, shapes, strict=True)
+    ):
+
+        def prepare() -> bytes:
+            arrays.allocate(problem)
+            return arrays.note(made_outbox(context, delivery, lane).pack())
+
+        texts = context.agree("redistribute, memory", prepare, list)
+        notes = [Note.unpack(text) for text in texts]
+    found = [note.staging for note in notes if note.staging is not None]
+    assert len(found) == context.size, "agreed on"
+    return found
 
 
-def _copies(
-    context: DistributedContext,
-    transfer: TransferPlan,
-    src: int,
-    strides: tuple[int, ...],
-    result: DeviceArray,
-) -> BoxCopies:
-    """What moves to this rank from `src`, whose array has these strides."""
-    assert context.team is not None, "a context of GPUs"
-    boxes = [
-        Box.of(replace(lowered(move, transfer.itemsize, strides, result.strides), src=0), 0)
-        for move in transfer.into(context.rank)
-        if move.src == src
-    ]
-    return BoxCopies(context.team.device, boxes)
+def _address(context: DistributedContext, peer: int, outbox: Exposed) -> int:
+    address = context.peer_address(peer, outbox.location, outbox.nbytes)
+    assert address is not None, "it is on this host"
+    return address

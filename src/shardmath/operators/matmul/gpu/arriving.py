@@ -26,12 +26,11 @@ from shardmath.local.gpu import Matrix
 from shardmath.operators.lanes import Lane
 from shardmath.operators.matmul.gpu.depth import Depth
 from shardmath.operators.matmul.gpu.engines import EngineCopies, engine_copies
-from shardmath.operators.matmul.gpu.gathering import Places
 from shardmath.operators.matmul.gpu.paneled import MOST_REGIONS, Fetch, Tiles, Walk, walk
 from shardmath.operators.matmul.gpu.share import Operands, Share
 from shardmath.operators.matmul.gpu.side import SUMS_BYTES, TILINGS, Side
 from shardmath.operators.matmul.strategy import HOPPER
-from shardmath.operators.showing import matrix_of
+from shardmath.operators.showing import Places, matrix_of
 from shardmath.redistribution.copies import StridedCopy, lowered
 from shardmath.redistribution.device import Box, BoxCopies
 

@@ -106,8 +106,7 @@ class _Made:
             algorithms=algorithms,
             compute=int(compute) if compute in _FAST_COMPUTE else None,
         )
-        once = algorithms.timings is not None or context.spans_hosts
-        comes_again = not (once or streams.capturing(self.stream))
+        comes_again = algorithms.timings is None and not streams.capturing(self.stream)
         self._key = self.operands.use if comes_again else None
 
     # -- what the ranks tell each other ------------------------------------------------------------
@@ -126,9 +125,7 @@ class _Made:
     def _say_all(self) -> bytes:
         """The lane, and whether one kernel could do it, else what phases need."""
         share, out = self.share, matrix_of(self.operands.out)
-        order = ""
-        if not self._context.spans_hosts:
-            order = share.addition_order("F" if out.by_columns else "C")
+        order = share.addition_order("F" if out.by_columns else "C")
         if share.form is None or not pays(share):
             told = self._prepare_phases(order)
         else:

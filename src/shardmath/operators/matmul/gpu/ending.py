@@ -7,7 +7,7 @@ it wrote.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import prod
 
 from shardmath.arrays import dtypes
@@ -18,11 +18,11 @@ from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.gpu import Matrix
 from shardmath.local.gpu.epilog import copy, finish, row_sums
 from shardmath.operators.lanes import Lane
-from shardmath.operators.matmul import host
 from shardmath.operators.matmul.gpu.addition import Addition
 from shardmath.operators.matmul.gpu.gathering import Gathering
 from shardmath.operators.matmul.gpu.share import AFTERWARDS, Operands, Share
-from shardmath.operators.showing import Showcase, matrix_of
+from shardmath.operators.matmul.problem import gradient_layouts
+from shardmath.operators.showing import Places, Showcase, matrix_of
 
 __all__ = ["SHOWN", "Ending"]
 
@@ -66,16 +66,19 @@ class Ending:
         elif strategy.reduces or strategy.moves_result:
             shape = strategy.sums.local_shape(rank)
             self.sums = self.shown.made("sums", shape, self.wide, self.order)
+            self._make_room("sums", self.share.additions if strategy.reduces else self._last)
         if self._addition is None:
             self._prepare_to_read()
         if problem.sums_c and self.operands.c is not None:
             c = self.operands.c
             rows, columns = c.shape
             self._own_c = self.shown.made("c", (rows, columns), c.dtype, self.order)
+            self.shown.make_room("c", lambda: [("", self.share.all_c)], c.itemsize)
             self._private("all c", c.size)
         if problem.epilog.makes_bgrad:
-            held, need = self._gradient()
+            _, held, need = gradient_layouts(problem)
             self.shown.made("vector", held.local_shape(self.rank), self.wide, "C")
+            self._make_room("vector", self.share.vectors)
             self._private("vectors", self.context.size * need.local_shape(self.rank)[0])
             self._private("kept", self.operands.out.size)
 
@@ -84,6 +87,7 @@ class Ending:
         strategy, rank = self.strategy, self.rank
         if strategy.reduces and strategy.moves_result:
             self.shown.made("reduced", strategy.reduced.local_shape(rank), self.wide, self.order)
+            self._make_room("reduced", self._last)
         if strategy.reduces:
             self._private("pieces", _pieces(self.share.additions, strategy.reduced, rank))
         if strategy.moves_result:
@@ -93,12 +97,22 @@ class Ending:
         """Memory for elements of the accumulator's type, which no peer reads."""
         self.lane.buffer(name, elements * dtypes.of(self.wide).itemsize)
 
+    def _make_room(self, name: str, groups: Sequence[tuple[Move, ...]]) -> None:
+        """Memory for what is reached of the ranks' matrices of that name, all groups at once."""
+        moves = tuple(move for found in groups for move in found)
+        self.shown.make_room(name, lambda: [("", moves)], dtypes.of(self.wide).itemsize)
+
+    @property
+    def _last(self) -> tuple[tuple[Move, ...], ...]:
+        return (self.share.last_moves,)
+
     def show_c(self) -> bool:
         """Copy C to where peers read it, if each rank has one: true on all ranks if so."""
         if self._own_c is None:
             return False
         assert self.operands.c is not None
         copy(self.device, self.stream, self._own_c, matrix_of(self.operands.c))
+        self.shown.publish("c", self.stream)
         return True
 
     def run(self, parts: list[Matrix] | None) -> bool:
@@ -122,14 +136,18 @@ class Ending:
             self._complete()
         return reads_peers
 
-    def _barrier(self) -> None:
+    def _meet(self, name: str) -> None:
+        """After writing what a peer will read, the matrix of that name, and before reading what it
+        wrote.
+        """
+        self.shown.publish(name, self.stream)
         self.lane.barrier(self.stream)
 
     # -- sums of several ranks ---------------------------------------------------------------------
 
     def _reduce(self) -> list[Matrix]:
         """The ranks' products of this rank's part, to be added in rank order."""
-        self._barrier()  # after writing what a peer will read, before reading what it wrote
+        self._meet("sums")
         shape = self.strategy.reduced.local_shape(self.rank)
         parts = self._collected(self.share.additions, "sums", shape, "pieces")
         if not self.strategy.moves_result:
@@ -140,10 +158,10 @@ class Ending:
 
     def _move(self) -> list[Matrix]:
         """The complete sums, brought to where the caller wants them."""
-        self._barrier()  # as in `_reduce`
         name = "reduced" if self.strategy.reduces else "sums"
+        self._meet(name)
         shape = self.problem.d.local_shape(self.rank)
-        return self._collected((self.share.last_moves,), name, shape, "final")
+        return self._collected(self._last, name, shape, "final")
 
     def _collected(
         self, groups: Sequence[tuple[Move, ...]], name: str, shape: tuple[int, ...], room: str
@@ -156,12 +174,14 @@ class Ending:
         if 0 in shape:
             return parts
         used = 0
+        every = tuple(move for found in groups for move in found)
+        places = self.shown.reach(name, "", every, self.stream)
         gathering = Gathering(self.lane, self.stream, self.share.kept)
         for number, found in enumerate(groups):
             if not found:
                 continue
             if _is_whole(found, shape):
-                parts.append(self._lying(found[0], name, shape))
+                parts.append(self._lying(found[0], places, shape))
                 continue
             order = "C" if name == "vector" else self.order
             rows, columns = shape
@@ -169,16 +189,13 @@ class Ending:
             used += piece.size * piece.itemsize
             if sum(move.elements for move in found) < piece.size:
                 call("cuMemsetD8Async", piece.address, 0, piece.size * piece.itemsize, self.stream)
-            gathering.copy(f"{room} {number}", found, self._sharer(name), piece)
+            gathering.copy(f"{room} {number}", found, places, piece)
             parts.append(piece)
         return parts
 
-    def _sharer(self, name: str) -> Callable[[int], tuple[int, tuple[int, ...]]]:
-        return lambda rank: self.shown.place(name, rank)
-
-    def _lying(self, move: Move, name: str, shape: tuple[int, ...]) -> Matrix:
+    def _lying(self, move: Move, places: Places, shape: tuple[int, ...]) -> Matrix:
         """A dense box of a rank's matrix."""
-        address, strides = self.shown.place(name, move.src)
+        address, strides = places(move.src)
         item = dtypes.of(self.wide).itemsize
         rows, columns = shape
         whole = Matrix(address, rows, columns, strides[0] // item, strides[1] // item, self.wide)
@@ -219,7 +236,8 @@ class Ending:
         shape = own.rows, own.columns
         total = Matrix.packed(self.lane.address("all c"), shape, self.wide, self.order)
         item = own.itemsize
-        places = [self.shown.place("c", rank) for rank in range(self.context.size)]
+        place = self.shown.reach("c", "", self.share.all_c, self.stream)
+        places = [place(rank) for rank in range(self.context.size)] if total.size else []
         each = [
             Matrix(address, *shape, steps[0] // item, steps[1] // item, own.dtype)
             for address, steps in places
@@ -227,41 +245,25 @@ class Ending:
         finish(self.device, self.stream, total, each if total.size else [])
         return total
 
-    def _gradient(self) -> tuple[Layout, Layout]:
-        """Of the gradient of a bias: which elements each rank has partial sums of, and which it is
-        to get.
-        """
-        epilog, problem = self.problem.epilog, self.problem
-        layout, axis = {
-            MatmulEpilog.BGRADA: (problem.a, 0),
-            MatmulEpilog.BGRADB: (problem.b, 1),
-        }.get(epilog, (problem.d, 0))
-        extent = layout.global_shape[axis]
-        held = Layout.product((extent, 1), [layout.column(axis), None], size=layout.size)
-        everywhere = Layout.replicated((extent, 1), layout.size)
-        return held, held if epilog.gradient else everywhere
-
     def _complete(self) -> None:
         """Bias gradients: each rank sums what it holds, and all ranks' sums add up."""
-        epilog, problem, size = self.problem.epilog, self.problem, self.context.size
-        held, need = self._gradient()
+        epilog, problem, conjugate = self.problem.epilog, self.problem, False
         own = self.shown.own("vector")
         if epilog.gradient:
             shape = self.out.rows, self.out.columns
             x = Matrix.packed(self.lane.address("kept"), shape, self.wide, self.order)
-            layout, conjugate = problem.d, False
         else:
             index = 0 if epilog is MatmulEpilog.BGRADA else 1
             x = matrix_of(self.operands.factors[index])
             x = x if index == 0 else x.transposed()
-            layout, conjugate = (problem.a, problem.b)[index], problem.conjugate[index]
+            conjugate = problem.conjugate[index]
         row_sums(self.device, self.stream, x, own.address, conjugate=conjugate)
-        self._barrier()  # after writing what a peer will read, before reading what it wrote
-        sources = range(size) if layout.disjoint() else [self.rank]  # replicas count once
-        groups = [host.shared_part(held, need, src=src, dst=self.rank) for src in sources]
+        self._meet("vector")
         assert epilog.makes_bgrad is not None
         total = matrix_of(self.operands.outputs[epilog.makes_bgrad])
-        parts = self._collected(groups, "vector", need.local_shape(self.rank), "vectors")
+        _, _, need = gradient_layouts(problem)
+        lines = need.local_shape(self.rank)
+        parts = self._collected(self.share.vectors, "vector", lines, "vectors")
         finish(self.device, self.stream, total, parts)
 
 

@@ -9,11 +9,13 @@ stream while the last panel is multiplied.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
+from collections.abc import Iterator, Sequence
+from functools import cached_property, partial
+from typing import Any
 
 from shardmath.arrays import dtypes
 from shardmath.context import DistributedContext
+from shardmath.geometry import Move
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.gpu import Matrix
 from shardmath.local.gpu.blaslt import WORKSPACE, Extras
@@ -24,10 +26,11 @@ from shardmath.operators.lanes import Lane
 from shardmath.operators.matmul.gpu.addition import Addition
 from shardmath.operators.matmul.gpu.arriving import Arriving
 from shardmath.operators.matmul.gpu.ending import SHOWN, Ending
+from shardmath.operators.matmul.gpu.far_showing import FarShowcase
 from shardmath.operators.matmul.gpu.feeding import Feed, Interval
 from shardmath.operators.matmul.gpu.gathering import Gathering
 from shardmath.operators.matmul.gpu.share import AFTERWARDS, Operands, Share
-from shardmath.operators.showing import Showcase, matrix_of
+from shardmath.operators.showing import Places, Showcase, matrix_of
 
 __all__ = ["Execution"]
 
@@ -64,6 +67,8 @@ class Execution:
         self.out = matrix_of(operands.out)
         self.order = "F" if self.out.by_columns else "C"
         self.shown = Showcase(context, lane, SHOWN)
+        if share.apart:
+            self.shown = FarShowcase(context, lane, SHOWN, share.routes, share.kept)
         self.addition: Addition | None = None
         if addition_order:
             self.addition = Addition(share, operands, lane, addition_order)
@@ -74,7 +79,7 @@ class Execution:
 
     def _on_arrival(self) -> Arriving | None:
         """How to multiply while factors come, None where the kernel for that does not suit."""
-        if not self.share.multiplies:
+        if not self.share.multiplies or self.share.apart:
             return None
         made = Arriving(self.share, self.operands, self.lane, self.out)
         return None if made.misfit else made
@@ -118,6 +123,8 @@ class Execution:
                 whole = 0 if self._arriving is None else self._arriving.room(index)
                 nbytes = max(whole, room * feed.width * itemsize)
                 self.lane.buffer(f"panel {'ab'[index]}", nbytes)
+                parts = partial(self._parts, index, feed)
+                self.shown.make_room("ab"[index], parts, itemsize)
             elif not self._fits(index, self._own(index), target):
                 self.lane.buffer(f"packed {'ab'[index]}", feed.extent * feed.width * itemsize)
 
@@ -137,6 +144,8 @@ class Execution:
         with self.lane.entered(self.stream):
             for shown, original in self._copies:
                 copy(self.device, self.stream, shown, original)
+            for name in "ab":
+                self.shown.publish(name, self.stream)
             together = self.ending.show_c() or self.share.reads_peers
             if together:
                 self._barrier()  # after writing what a peer will read, before reading what it wrote
@@ -270,7 +279,8 @@ class Execution:
                         if interval.after is not None:
                             gathering.leave(interval.after)
                         name = f"{'ab'[index]} {number}"
-                        gathering.copy(name, moves, self._source(index), panel)
+                        places = self._source(index, name, moves, gathering.stream)
+                        gathering.copy(name, moves, places, panel)
                         pair.append(panel)
                 gathering.arrive(number)
                 yield pair[0], pair[1]
@@ -317,14 +327,25 @@ class Execution:
         packed = [Matrix.packed(address, shape, like.dtype, order) for order in orders]
         return next(x for x in packed if self._fits(index, x, target))
 
-    def _source(self, index: int) -> Callable[[int], tuple[int, tuple[int, ...]]]:
-        """Where each rank's local part of a factor lies."""
+    def _parts(self, index: int, feed: Feed) -> list[tuple[str, list[Move]]]:
+        """What is gathered of a factor for each interval, by name."""
+        plan, _ = self.share.schedule
+        return [
+            (f"{'ab'[index]} {number}", feed.gathering(interval.lo, interval.hi))
+            for number, interval in enumerate(plan)
+        ]
+
+    def _source(
+        self, index: int, part: str = "", moves: Sequence[Move] = (), stream: Any = None
+    ) -> Places:
+        """Where each rank's local part of a factor lies, for moves that are put on `stream`."""
         array = self.operands.factors[index]
+        shown = self.shown.reach("ab"[index], part, moves, stream)
 
         def place(rank: int) -> tuple[int, tuple[int, ...]]:
             if rank == self.rank:
                 return array.address, array.strides
-            return self.shown.place("ab"[index], rank)
+            return shown(rank)
 
         return place
 

@@ -15,9 +15,8 @@ from functools import cached_property
 
 from shardmath.geometry import Move
 from shardmath.operators.matmul.panels import clip
-from shardmath.operators.matmul.strategy import Strategy
 
-__all__ = ["Feed", "Interval", "feeds", "intervals"]
+__all__ = ["Feed", "Interval", "intervals"]
 
 _FIRST_BYTES = 8 << 20  # of panels: less is gathered in one go
 _LEAST = 256  # indices of k
@@ -90,15 +89,6 @@ class Interval:
     hi: int
     offset: int
     after: int | None
-
-
-def feeds(strategy: Strategy, rank: int) -> tuple[Feed, Feed]:
-    """How `rank` reads op(A), along its axis 1, and op(B), along its axis 0."""
-    a, b = strategy.transfers
-    return (
-        Feed.plan(a.into(rank), strategy.a.local_shape(rank), rank, 1),
-        Feed.plan(b.into(rank), strategy.b.local_shape(rank), rank, 0),
-    )
 
 
 def intervals(

@@ -159,6 +159,11 @@ _TOLD = {
 
 def notes(share: Share) -> list[str]:
     """What `explain` adds about how the steps are done on GPUs."""
+    if share.apart:
+        return [
+            f"in phases, on {len(set(share.hosts))} hosts: what peers take is packed by each rank, "
+            "and read in place on the same host, fetched by `get` from another"
+        ]
     form = share.form
     if form is None:
         return []

@@ -8,21 +8,23 @@ runs; all else by one launch of a kernel.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from shardmath.cuda.driver import call
 from shardmath.geometry import Move
 from shardmath.local.gpu import Matrix
 from shardmath.operators.lanes import Lane
-from shardmath.operators.matmul.gpu.engines import engine_copies
+from shardmath.operators.matmul.gpu.engines import EngineCopies, engine_copies
+from shardmath.operators.showing import Places
 from shardmath.redistribution.copies import StridedCopy, lowered
 from shardmath.redistribution.device import Box, BoxCopies
 
-__all__ = ["Gathering", "Places"]
+__all__ = ["Gathering"]
 
-Places = Callable[[int], tuple[int, tuple[int, ...]]]  # by rank: address of (0, 0), byte strides
+_MEMORIES = 96  # of one launch
 
 
 class Gathering:
@@ -36,6 +38,11 @@ class Gathering:
         self._stream = stream
         self._side: Any = None
         self._kept = kept
+
+    @property
+    def stream(self) -> Any:
+        """Where it gathers."""
+        return self._stream if self._side is None else self._side
 
     @contextmanager
     def beside(self, apart: bool) -> Iterator[None]:
@@ -77,16 +84,27 @@ class Gathering:
             ]
             by_engines = None if self._side is None else engine_copies(found)
             self._kept[key] = by_engines or self._boxes(found)
-        made = self._kept[key]
-        stream = self._stream if self._side is None else self._side
-        addresses = [lying.get(rank, (0, ()))[0] for rank in range(max(lying, default=-1) + 1)]
-        if isinstance(made, BoxCopies):
-            made.launch(stream, addresses, [panel.address])
-        else:
+        made, stream = self._kept[key], self.stream
+        if isinstance(made, EngineCopies):
+            last = max(lying, default=-1)
+            addresses = [lying.get(rank, (0, ()))[0] for rank in range(last + 1)]
             made.launch(stream, addresses, panel.address)
+            return
+        for ranks, boxes in made:
+            boxes.launch(stream, [lying[rank][0] for rank in ranks], [panel.address])
 
-    def _boxes(self, found: Sequence[StridedCopy]) -> BoxCopies:
-        return BoxCopies(self._lane.team.device, [Box.of(copy, 0) for copy in found])
+    def _boxes(self, found: Sequence[StridedCopy]) -> list[tuple[list[int], BoxCopies]]:
+        """Launches from the memories of these ranks each, since one has room for so many."""
+        ranks, launches = list(dict.fromkeys(copy.src for copy in found)), []
+        for start in range(0, len(ranks), _MEMORIES):
+            number = {rank: at for at, rank in enumerate(ranks[start : start + _MEMORIES])}
+            boxes = [
+                Box.of(replace(copy, src=number[copy.src]), 0)
+                for copy in found
+                if copy.src in number
+            ]
+            launches.append((list(number), BoxCopies(self._lane.team.device, boxes)))
+        return launches
 
     def _record(self, name: str, stream: Any) -> Any:
         event = self._lane.event(name)

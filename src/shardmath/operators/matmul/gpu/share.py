@@ -11,13 +11,16 @@ from functools import cached_property
 from typing import Any
 
 from shardmath.arrays import dtypes
+from shardmath.geometry import Layout, Move
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.gpu.gemm import Algorithms
 from shardmath.operators.matmul import host
 from shardmath.operators.matmul.gpu.choice import rounds_parts
-from shardmath.operators.matmul.gpu.feeding import Feed, Interval, feeds, intervals
+from shardmath.operators.matmul.gpu.feeding import Feed, Interval, intervals
 from shardmath.operators.matmul.gpu.form import Form, form_of
-from shardmath.operators.matmul.strategy import HOPPER
+from shardmath.operators.matmul.gpu.routes import Routes
+from shardmath.operators.matmul.problem import gradient_layouts
+from shardmath.operators.matmul.strategy import HOPPER, HOPPER_APART, Machine
 from shardmath.operators.repeats import Repeats
 from shardmath.symmetric.device_array import DeviceArray
 
@@ -82,12 +85,77 @@ class Operands:
 
 @dataclass(frozen=True)
 class Share(host.Share):
-    """What `rank` does for `strategy` on its GPU."""
+    """What `rank` does for `strategy` on its GPU; `hosts` are the numbers of all ranks' hosts.
+
+    All moves of peers are out of what they show: their arrays, or their outboxes where ranks are on
+    several hosts.
+    """
+
+    hosts: tuple[int, ...]
+
+    @property
+    def apart(self) -> bool:
+        """Whether ranks are on several hosts, and so have no address for each other's memory."""
+        return len(set(self.hosts)) > 1
+
+    @property
+    def machine(self) -> Machine:
+        """What such ranks can do."""
+        return HOPPER_APART if self.apart else HOPPER
+
+    @cached_property
+    def routes(self) -> Routes:
+        """What is in the ranks' outboxes."""
+        return Routes(self.strategy, self.rank, self.hosts)
 
     @cached_property
     def feeds(self) -> tuple[Feed, Feed]:
-        """How this rank reads op(A) and op(B)."""
-        return feeds(self.strategy, self.rank)
+        """How this rank reads op(A), along its axis 1, and op(B), along its axis 0."""
+        (one, two), rank = self.strategy.transfers, self.rank
+        shapes = self.strategy.a.local_shape(rank), self.strategy.b.local_shape(rank)
+        return (
+            Feed.plan(self._shown("a", one.into(rank)), shapes[0], rank, 1),
+            Feed.plan(self._shown("b", two.into(rank)), shapes[1], rank, 0),
+        )
+
+    @cached_property
+    def additions(self) -> tuple[tuple[Move, ...], ...]:
+        """See host.Share."""
+        return tuple(self._shown("sums", found) for found in super().additions)
+
+    @cached_property
+    def last_moves(self) -> tuple[Move, ...]:
+        """See host.Share."""
+        return self._shown("reduced" if self.strategy.reduces else "sums", super().last_moves)
+
+    @cached_property
+    def vectors(self) -> tuple[tuple[Move, ...], ...]:
+        """What brings the sums of a bias's gradient: of each rank, or of this one of replicas."""
+        layout, held, need = gradient_layouts(self.strategy.problem)
+        sources = range(layout.size) if layout.disjoint() else [self.rank]
+        return tuple(
+            self._shown("vector", host.shared_part(held, need, src=src, dst=self.rank))
+            for src in sources
+        )
+
+    @cached_property
+    def all_c(self) -> tuple[Move, ...]:
+        """What brings every rank's C, where all have one."""
+        d = self.strategy.problem.d
+        everywhere = Layout.replicated(d.global_shape, d.size)
+        return tuple(
+            move
+            for src in range(d.size)
+            for move in self._shown("c", host.shared_part(d, everywhere, src=src, dst=self.rank))
+        )
+
+    def _shown(self, name: str, found: tuple[Move, ...]) -> tuple[Move, ...]:
+        """Moves of ranks' matrices of that name, as they are shown."""
+        if not self.apart:
+            return found
+        dtype = dtypes.of(self.strategy.problem.dtype)
+        wide = dtypes.accumulator(dtype)
+        return self.routes.boxed(name, found, (dtype if name in ("a", "b") else wide).itemsize)
 
     @cached_property
     def schedule(self) -> tuple[list[Interval], int]:
@@ -96,8 +164,8 @@ class Share(host.Share):
         dtype = strategy.problem.dtype
         itemsize = dtypes.of(dtype).itemsize
         flops = 2.0 * strategy.rows[rank].length * strategy.columns[rank].length
-        came = max((a.remote + b.remote) * itemsize / HOPPER.bandwidth, 1e-12)
-        rate = HOPPER.rate(dtype)
+        came = max((a.remote + b.remote) * itemsize / self.machine.bandwidth, 1e-12)
+        rate = self.machine.rate(dtype)
         rotate = strategy.sums.disjoint()
         return intervals(a, b, itemsize, rate=rate, ratio=flops / rate / came, rotate=rotate)
 
@@ -124,7 +192,7 @@ class Share(host.Share):
     @cached_property
     def form(self) -> Form | None:
         """What the strategy is, if one kernel can do all of it."""
-        return form_of(self.strategy)
+        return None if self.apart else form_of(self.strategy)
 
     @cached_property
     def parts_dtype(self) -> str:

@@ -1,0 +1,95 @@
+"""What the ranks of a product on several hosts pack for each other, by the names of matrices: pure.
+
+Of a factor every parcel has k slowest: an interval of k is one range of its bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from shardmath.geometry import Layout, Move, moves
+from shardmath.operators.matmul import host
+from shardmath.operators.matmul.problem import gradient_layouts
+from shardmath.operators.matmul.strategy import Strategy
+from shardmath.redistribution.parcels import Fetch, Outbox, fetches, room_for
+
+__all__ = ["Routes"]
+
+_SLOWEST = {"a": (1, 0), "b": (0, 1)}
+
+
+class Routes:
+    """Where `rank` finds what the ranks pack, each on the host of that number.
+
+    `name` is one of those that `ending.SHOWN` lists. All is worked out when it is first asked for.
+    """
+
+    def __init__(self, strategy: Strategy, rank: int, hosts: Sequence[int]) -> None:
+        self._strategy = strategy
+        self._rank = rank
+        self._hosts = tuple(hosts)
+        self._outboxes: dict[tuple[str, int, int], Outbox] = {}
+        self._fetches: dict[tuple[str, str, int], tuple[Fetch, ...]] = {}
+        self._rooms: dict[tuple[str, int], int] = {}
+
+    def outbox(self, name: str, src: int, itemsize: int) -> Outbox:
+        """What `src` packs of its matrix, whose elements have so many bytes."""
+        key = (name, src, itemsize)
+        if key not in self._outboxes:
+            axes = _SLOWEST.get(name, (0, 1))
+            self._outboxes[key] = Outbox.of(self._out_of(name, src), itemsize, axes)
+        return self._outboxes[key]
+
+    def boxed(self, name: str, found: Iterable[Move], itemsize: int) -> tuple[Move, ...]:
+        """Moves into this rank, those of peers out of what they have packed."""
+        made: list[Move] = []
+        for move in found:
+            if move.src == self._rank:
+                made.append(move)
+            else:
+                made += self.outbox(name, move.src, itemsize).parcels[self._rank].boxed(move)
+        return tuple(made)
+
+    def fetches(
+        self, name: str, part: str, boxed: Sequence[Move], itemsize: int
+    ) -> tuple[Fetch, ...]:
+        """What moves read of outboxes on other hosts; a `part` names the same moves each time."""
+        key = (name, part, itemsize)
+        if key not in self._fetches:
+            self._fetches[key] = fetches(
+                boxed,
+                lambda src: self.outbox(name, src, itemsize).parcels[self._rank],
+                lambda src: self._hosts[src] != self._hosts[self._rank],
+            )
+        return self._fetches[key]
+
+    def room(
+        self, name: str, parts: Callable[[], Iterable[tuple[str, Sequence[Move]]]], itemsize: int
+    ) -> int:
+        """The bytes that the fetches of the largest of `parts` need; each is named, and boxed."""
+        key = (name, itemsize)
+        if key not in self._rooms:
+            rooms = [room_for(self.fetches(name, part, boxed, itemsize)) for part, boxed in parts()]
+            self._rooms[key] = max(rooms, default=0)
+        return self._rooms[key]
+
+    def _out_of(self, name: str, src: int) -> Iterable[Move]:
+        """All moves out of the matrix of `src`."""
+        strategy, problem = self._strategy, self._strategy.problem
+        if name in ("a", "b"):
+            return strategy.transfers["ab".index(name)].out_of(src)
+        if name == "vector":
+            layout, held, need = gradient_layouts(problem)
+            return self._shared(held, need, src) if layout.disjoint() else ()
+        if name == "c":
+            everywhere = Layout.replicated(problem.d.global_shape, problem.size)
+            return self._shared(problem.d, everywhere, src)
+        if name == "sums" and strategy.reduces:
+            holds = strategy.depth[src].length > 0
+            return self._shared(strategy.sums, strategy.reduced, src) if holds else ()
+        return moves(strategy.reduced, problem.d, src_rank=src)
+
+    def _shared(self, held: Layout, need: Layout, src: int) -> list[Move]:
+        """All that `src` holds, to whomever needs it, whoever else holds it too."""
+        ranks = range(self._strategy.problem.size)
+        return [move for dst in ranks for move in host.shared_part(held, need, src=src, dst=dst)]

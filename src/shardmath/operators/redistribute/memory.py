@@ -1,0 +1,156 @@
+"""What redistributions on GPUs keep from one execution to the next: staging, copies, and steps."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from shardmath.context import DistributedContext
+from shardmath.operators.lanes import Lane
+from shardmath.operators.redistribute.notes import staging_strides
+from shardmath.operators.redistribute.problem import Problem
+from shardmath.redistribution import Exposed
+from shardmath.symmetric.heap import Block, Buffer
+
+if TYPE_CHECKING:
+    from shardmath.cuda.kernel import ReadyLaunch
+    from shardmath.redistribution.delivery import Delivery
+    from shardmath.redistribution.device import BoxCopies
+
+__all__ = ["DeviceMemory", "Step"]
+
+_KEPT = 64  # of plans without an object, and of steps and copies in each
+_STAGING = "staging"  # of the lane's buffers
+_KEPT_STAGING = 64 << 20  # bytes that calls without an object leave to the next
+
+
+@dataclass(frozen=True)
+class Step:
+    """Copies between addresses, ready to be launched; `launch` is None where there are none."""
+
+    copies: BoxCopies
+    launch: ReadyLaunch | None
+
+    @classmethod
+    def of(cls, copies: BoxCopies, sources: Sequence[int], targets: Sequence[int]) -> Step:
+        """Those copies, between these memories."""
+        return cls(copies, copies.ready(sources, targets))
+
+    def put(self, stream: int) -> None:
+        """Launch them."""
+        if self.launch is not None:
+            self.launch.put(stream)
+
+
+class DeviceMemory:
+    """What is kept from one execution to the next: staging, and copies on the device.
+
+    `passing`: for calls without an object. Their staging is their lane's; where it is large it is
+    given back after each execution, which therefore waits where it used it.
+    """
+
+    def __init__(self, context: DistributedContext, *, passing: bool = False) -> None:
+        self._context = context
+        self._lane = Lane.numbered(context, 0) if passing else None
+        self._buffer: Buffer | None = None  # not the lane's
+        self._block: Block | None = None
+        self._place = b""
+        self._stream = 0  # of the last execution that used the staging
+        self._copies: OrderedDict[Any, BoxCopies] = OrderedDict()
+        self._steps: OrderedDict[Any, tuple[Step, ...]] = OrderedDict()
+        self._delivery: Delivery | None = None
+
+    def delivery(self, problem: Problem) -> Delivery:
+        """What is packed and fetched where ranks are on several hosts. `problem` is always one."""
+        if self._delivery is None:
+            from shardmath.operators.redistribute.far import delivery_of
+
+            self._delivery = delivery_of(self._context, problem)
+        return self._delivery
+
+    @classmethod
+    def of_plan(cls, context: DistributedContext, problem: Problem) -> DeviceMemory:
+        """That of a plan without an object; of a few of them it is kept."""
+        book: OrderedDict[int, tuple[Problem, DeviceMemory]]
+        book = context.cache("redistributions on GPUs", OrderedDict)
+        if id(problem) not in book:
+            _keep(book, id(problem), (problem, cls(context, passing=True)))
+        return book[id(problem)][1]
+
+    @property
+    def staging(self) -> bytes:
+        """Where the staging lies, packed; b"" if there is none."""
+        if self._block is not None and self._buffer is None:
+            assert self._lane is not None, "whose buffer it is"
+            if not self._lane.holds({_STAGING: self._block}):  # it has grown, or was released
+                self._block, self._place = None, b""
+        return self._place
+
+    def stage(self, problem: Problem) -> None:
+        """Reserve heap memory for a packed result. Raises HeapExhausted."""
+        rank = self._context.rank
+        nbytes = prod(problem.transfer.dst.local_shape(rank)) * problem.transfer.itemsize
+        if self._lane is not None and nbytes <= _KEPT_STAGING:
+            self._block = self._lane.buffer(_STAGING, nbytes).block
+        else:
+            self._buffer = self._context.heap.allocate(nbytes)
+            self._block = self._buffer.block
+            self._context.announce(self._block)
+        strides = staging_strides(problem, rank)
+        self._place = Exposed(self._block.location, nbytes, 0, strides).pack()
+
+    def staged_on(self, stream: int) -> None:
+        """The staging is used by what was put on `stream`."""
+        self._stream = stream
+
+    @property
+    def staging_address(self) -> int:
+        """Where it lies, once there is some."""
+        assert self._block is not None, "staged"
+        return self._block.address
+
+    def copies(self, key: Any, make: Callable[[], BoxCopies]) -> BoxCopies:
+        """The copies for arrays of such strides, made when they are first needed."""
+        if key not in self._copies:
+            _keep(self._copies, key, make())
+        return self._copies[key]
+
+    def steps(self, key: Any) -> tuple[Step, ...]:
+        """The copies between arrays at such places, where they are known; else none."""
+        return self._steps.get(key, ())
+
+    def keep_steps(self, key: Any, steps: tuple[Step, ...]) -> tuple[Step, ...]:
+        """Keep them for the next execution."""
+        _keep(self._steps, key, steps)
+        return steps
+
+    def pass_on(self) -> None:
+        """After an execution: give back what is not to be kept for the next."""
+        if self._lane is not None and self._buffer is not None:
+            self.release()
+
+    def unstage(self) -> None:
+        """Undo `stage`, whose memory nothing has used."""
+        self.release()
+        if self._lane is not None:
+            self._lane.drop(_STAGING)
+
+    def release(self) -> None:
+        """Give the staging back, when what uses it has ended. The lane's stays."""
+        if self._buffer is None:
+            return
+        self._steps.clear()
+        self._place, self._block = b"", None
+        team = self._context.team
+        if team is not None:
+            team.synchronize(self._stream)
+        self._buffer = None
+
+
+def _keep(shelf: OrderedDict[Any, Any], key: Any, value: Any) -> None:
+    shelf[key] = value
+    if len(shelf) > _KEPT:
+        shelf.popitem(last=False)

@@ -1,0 +1,227 @@
+"""What ranks pack for peers that cannot reach into their arrays: boxes without gaps.
+
+Both sides derive from the moves what lies where in a rank's outbox, so nothing needs to be told but
+where that begins. What one rank takes of another is one parcel, hence one range of bytes; a parcel
+that several ranks take is there once. Pure, as the moves are.
+
+    array of rank 0          its outbox             rank 2
+    [ . a a . a b b ]  pack  [ a a a | b b ]  get   [ a a a ]  unpack  ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate, pairwise, product
+from math import prod
+
+from shardmath.geometry import Move, Run
+from shardmath.redistribution.copies import StridedCopy, lowered
+
+__all__ = ["Fetch", "Outbox", "Parcel", "fetches", "room_for"]
+
+ALIGNMENT = 256  # bytes; of parcels, and of what is fetched
+
+_Taken = tuple[int, int, int, int]  # blocks, their length, the first's start, from one to the next
+Columns = tuple[tuple[_Taken, ...], ...]
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """Every combination of indices that `columns` take of each axis of a local array, in order.
+
+    It begins at byte `offset` of the outbox; `strides` are bytes.
+    """
+
+    columns: Columns
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    def boxed(self, move: Move) -> list[Move]:
+        """`move`, taken from the parcel in place of the array."""
+        columns = []
+        for run, column in zip(move.runs, self.columns, strict=True):
+            places = _places(column)[_taken(run)]
+            columns.append(
+                [
+                    Run(
+                        count,
+                        run.length,
+                        at,
+                        step,
+                        run.dst_start + first * run.dst_step,
+                        run.dst_step if count > 1 else 0,
+                    )
+                    for first, count, at, step in places
+                ]
+            )
+        return [replace(move, runs=runs) for runs in product(*columns)]
+
+    def span(self, moves: Iterable[Move]) -> tuple[int, int]:
+        """The bytes, from the parcel's start, between the first and the last that boxed moves read.
+
+        They are all that they read where the moves are cut along the slowest axis alone.
+        """
+        lows, highs = [], []
+        for move in moves:
+            ends = [(run.src_start, _last(run)) for run in move.runs]
+            steps = list(zip(ends, self.strides, strict=True))
+            lows.append(sum(first * stride for (first, _), stride in steps))
+            highs.append(sum(last * stride for (_, last), stride in steps))
+        return min(lows), max(highs) + min(self.strides, default=0)
+
+
+@dataclass(frozen=True)
+class Outbox:
+    """What one rank packs for its peers: the parcel of each, by rank, and the bytes of all."""
+
+    parcels: Mapping[int, Parcel]
+    itemsize: int
+    nbytes: int
+
+    @classmethod
+    def of(cls, found: Iterable[Move], itemsize: int, axes: Sequence[int]) -> Outbox:
+        """For the moves out of one rank's array. `axes` are those of a parcel, the slowest first.
+
+        What stays on the rank is not packed.
+        """
+        taken: dict[int, list[Move]] = {}
+        for move in found:
+            if move.src != move.dst and move.elements:
+                taken.setdefault(move.dst, []).append(move)
+        parcels: dict[int, Parcel] = {}
+        made: dict[Columns, Parcel] = {}
+        at = 0
+        for dst, moves in taken.items():
+            columns = _columns(moves)
+            if columns not in made:
+                shape = tuple(sum(count * n for count, n, _, _ in each) for each in columns)
+                strides = _packed(shape, itemsize, axes)
+                made[columns] = Parcel(columns, shape, strides, at)
+                at += _aligned(prod(shape) * itemsize)
+            parcels[dst] = made[columns]
+        return cls(parcels, itemsize, at)
+
+    def packing(self, strides: Sequence[int]) -> list[StridedCopy]:
+        """The copies from an array of these strides, in bytes, to the outbox."""
+        copies = []
+        for parcel in dict.fromkeys(self.parcels.values()):
+            for runs in product(*map(_into, parcel.columns)):
+                copy = lowered(Move(0, 0, runs), self.itemsize, strides, parcel.strides)
+                copies.append(replace(copy, dst_offset=copy.dst_offset + parcel.offset))
+        return copies
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """`nbytes` from `offset` of the outbox of rank `src`, to byte `at` of the room."""
+
+    src: int
+    offset: int
+    nbytes: int
+    at: int
+
+
+def fetches(
+    moves: Iterable[Move], parcel: Callable[[int], Parcel], far: Callable[[int], bool]
+) -> tuple[Fetch, ...]:
+    """What boxed moves read of the parcels of ranks that are `far`: one range of each rank's."""
+    by_source: dict[int, list[Move]] = {}
+    for move in moves:
+        if move.elements and move.src != move.dst and far(move.src):
+            by_source.setdefault(move.src, []).append(move)
+    found, at = [], 0
+    for src, taken in by_source.items():
+        held = parcel(src)
+        low, high = held.span(taken)
+        at += low % ALIGNMENT  # what can be copied in wide words can be so from the room
+        found.append(Fetch(src, held.offset + low, high - low, at))
+        at += _aligned(high - low)
+    return tuple(found)
+
+
+def room_for(found: Sequence[Fetch]) -> int:
+    """The bytes that these fetches need."""
+    return max((each.at + each.nbytes for each in found), default=0)
+
+
+def _taken(run: Run) -> _Taken:
+    return run.count, run.length, run.src_start, run.src_step
+
+
+def _last(run: Run) -> int:
+    return run.src_start + (run.count - 1) * run.src_step + run.length - 1
+
+
+def _columns(moves: Sequence[Move]) -> Columns:
+    axes = zip(*(move.runs for move in moves), strict=True)
+    return tuple(
+        tuple(sorted({_taken(run) for run in runs}, key=lambda taken: taken[2])) for runs in axes
+    )
+
+
+def _into(column: tuple[_Taken, ...]) -> list[Run]:
+    """The runs that put a column's indices side by side."""
+    return [
+        Run(count, length, start + first * step, step if count > 1 else 0, at, apart)
+        for (_, length, start, step), places in _places(column).items()
+        for first, count, at, apart in places
+    ]
+
+
+_Place = tuple[
+    int, int, int, int
+]  # first block, how many, where they are put, from one to the next
+
+
+@lru_cache(maxsize=1024)
+def _places(column: tuple[_Taken, ...]) -> dict[_Taken, list[_Place]]:
+    """Where the blocks of each run of a column come to lie: all indices in their order."""
+    ends = [(start, start + (count - 1) * step + length) for count, length, start, step in column]
+    if all(one[1] <= two[0] for one, two in pairwise(ends)):
+        starts = accumulate((count * length for count, length, _, _ in column), initial=0)
+        return {
+            taken: [(0, taken[0], at, taken[1] if taken[0] > 1 else 0)]
+            for taken, at in zip(column, starts, strict=False)
+        }
+    blocks = sorted(  # the runs interleave
+        (start + number * step, length, taken)
+        for taken in column
+        for count, length, start, step in [taken]
+        for number in range(count)
+    )
+    found: dict[_Taken, list[int]] = {taken: [] for taken in column}
+    at = 0
+    for _, length, taken in blocks:
+        found[taken].append(at)
+        at += length
+    return {taken: _evenly(each) for taken, each in found.items()}
+
+
+def _evenly(places: Sequence[int]) -> list[_Place]:
+    """The places of blocks as few ranges in which they are evenly apart."""
+    found: list[_Place] = []
+    first = 0
+    while first < len(places):
+        last = first + 1
+        step = places[last] - places[first] if last < len(places) else 0
+        while last < len(places) and places[last] - places[last - 1] == step:
+            last += 1
+        count = last - first
+        found.append((first, count, places[first], step if count > 1 else 0))
+        first = last
+    return found
+
+
+def _packed(shape: Sequence[int], itemsize: int, axes: Sequence[int]) -> tuple[int, ...]:
+    strides = [0] * len(shape)
+    for axis in reversed(axes):
+        strides[axis] = itemsize
+        itemsize *= shape[axis]
+    return tuple(strides)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,193 @@
+"""Products of ranks on several hosts as data: what is packed, fetched and added, in this process.
+
+All ranks' outboxes are arrays of bytes here; nothing is read but a rank's own memory, the outboxes
+on its host, and what its fetches brought into its room.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_matmul_strategies import problem
+
+from arrangements import distributions
+from copying import copy_boxes
+from shardmath.geometry import BlockCyclic, ProcessGrid, Slab, decode
+from shardmath.operators.matmul.gpu import feeding
+from shardmath.operators.matmul.gpu.share import Share
+from shardmath.operators.matmul.strategy import candidates
+from shardmath.redistribution.boxes import Box
+from shardmath.redistribution.copies import lowered
+from shardmath.redistribution.parcels import room_for
+
+
+def indices(spans):
+    return np.array([i for lo, hi in spans.ranges() for i in range(lo, hi)], np.intp)
+
+
+def part(array, layout, rank):
+    return array[np.ix_(*map(indices, layout.spans(rank)))]
+
+
+class Ranks:
+    """All ranks of one product; matrices by name."""
+
+    def __init__(self, strategy, hosts):
+        self.hosts = hosts
+        self.shares = [Share(strategy, rank, hosts) for rank in range(len(hosts))]
+        self.arrays, self.outboxes = {}, {}
+
+    def pack(self, name, arrays):
+        """Every rank packs its matrix."""
+        self.arrays[name] = arrays = [np.ascontiguousarray(array) for array in arrays]
+        self.outboxes[name] = []
+        for share, array in zip(self.shares, arrays, strict=True):
+            outbox = share.routes.outbox(name, share.rank, array.itemsize)
+            held = np.full(outbox.nbytes, 0xA5, np.uint8)
+            boxes = [Box.of(copy, 0) for copy in outbox.packing(array.strides)]
+            copy_boxes(boxes, [(bytes_of(array), 0)], (held, 0))
+            self.outboxes[name].append(held)
+
+    def gathered(self, rank, name, part, moves, shape):
+        """The matrix that moves fill."""
+        share, arrays = self.shares[rank], self.arrays[name]
+        itemsize = arrays[rank].itemsize
+        found = share.routes.fetches(name, part, moves, itemsize)
+        room = np.full(room_for(found), 0xA5, np.uint8)
+        starts = {}
+        for each in found:
+            assert self.hosts[each.src] != self.hosts[rank]
+            source = self.outboxes[name][each.src][each.offset : each.offset + each.nbytes]
+            assert source.size == each.nbytes
+            room[each.at : each.at + each.nbytes] = source
+            starts[each.src] = each.at - each.offset
+        target = np.zeros(shape, arrays[rank].dtype)
+        for move in moves:
+            memory, start, strides = bytes_of(arrays[rank]), 0, arrays[rank].strides
+            if move.src != rank:
+                parcel = share.routes.outbox(name, move.src, itemsize).parcels[rank]
+                near = self.hosts[move.src] == self.hosts[rank]
+                assert near != (move.src in starts)
+                memory = self.outboxes[name][move.src] if near else room
+                start, strides = starts.get(move.src, 0) + parcel.offset, parcel.strides
+            box = Box.of(lowered(move, itemsize, strides, target.strides), 0)
+            source = (memory, start)
+            copy_boxes([box], {move.src: source}, (bytes_of(target), 0))
+        return target
+
+
+def bytes_of(array):
+    return array.reshape(-1).view(np.uint8)
+
+
+def check(strategy, hosts):
+    """The whole product, by what the shares say."""
+    given, size = strategy.problem, len(hosts)
+    m, n, k = given.shape
+    rng = np.random.default_rng(0)
+    a, b = (rng.integers(-9, 9, shape).astype(np.float64) for shape in ((m, k), (k, n)))
+    ranks = Ranks(strategy, hosts)
+    factors = [
+        [part(x, layout, r) for r in range(size)] for x, layout in ((a, given.a), (b, given.b))
+    ]
+    sums = []
+    for name, parts in zip("ab", factors, strict=True):
+        ranks.pack(name, parts)
+    for rank, share in enumerate(ranks.shares):
+        assert share.form is None and share.apart == (len(set(hosts)) > 1)
+        needed = [part(a, strategy.a, rank), part(b, strategy.b, rank)]
+        if share.multiplies:
+            for index, feed in enumerate(share.feeds):
+                if not feed.gathers:
+                    continue
+                for number, interval in enumerate(share.schedule[0]):
+                    moves = feed.gathering(interval.lo, interval.hi)
+                    cut = (slice(None),) * feed.axis + (slice(interval.lo, interval.hi),)
+                    shape = feed.shape(interval.lo, interval.hi)
+                    panel = ranks.gathered(rank, "ab"[index], f"{index} {number}", moves, shape)
+                    assert panel.tobytes() == needed[index][cut].tobytes()
+        sums.append(needed[0] @ needed[1])
+    final = finished(strategy, ranks, sums) if strategy.reduces or strategy.moves_result else sums
+    for rank in range(size):
+        want = part(a @ b, given.d, rank)
+        assert not want.size or np.array_equal(final[rank], want), str(strategy)
+
+
+def finished(strategy, ranks, sums):
+    """Sums added, and moved."""
+    name, size = "sums", len(sums)
+    if strategy.reduces:
+        ranks.pack("sums", sums)
+        name, totals = "reduced", []
+        for rank, share in enumerate(ranks.shares):
+            shape = strategy.reduced.local_shape(rank)
+            every = [move for found in share.additions for move in found]
+            assert len({move.src for move in every}) <= size
+            parts = [
+                ranks.gathered(rank, "sums", f"{at}", found, shape)
+                for at, found in enumerate(share.additions)
+            ]
+            totals.append(sum(parts, np.zeros(shape)))
+        sums = totals
+    if not strategy.moves_result:
+        return sums
+    ranks.pack(name, sums)
+    return [
+        ranks.gathered(r, name, "", share.last_moves, strategy.problem.d.local_shape(r))
+        for r, share in enumerate(ranks.shares)
+    ]
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), hosts=st.integers(2, 3))
+def test_any_product(data, hosts):
+    size = data.draw(st.integers(2, 6))
+    m, n, k = (data.draw(st.integers(0, 20)) for _ in range(3))
+    sides = [
+        [decode(each) for each in data.draw(distributions(shape, size))]
+        for shape in ((m, k), (k, n), (m, n))
+    ]
+    numbers = tuple(rank * hosts // size for rank in range(size))
+    for strategy in candidates(problem((m, n, k), *sides)):
+        check(strategy, numbers)
+
+
+GRID = ProcessGrid(shape=(2, 2), layout=ProcessGrid.Layout.ROW_MAJOR)
+BLOCKS = BlockCyclic(GRID, (6, 7))
+
+
+@pytest.mark.parametrize(
+    "sides", [(Slab.X,) * 3, (Slab.Y,) * 3, (BLOCKS,) * 3, (Slab.Y, Slab.X, BLOCKS)]
+)
+def test_intervals_fetch_what_they_need(sides, monkeypatch):
+    """Many intervals of k: each fetches its own part, and all together what moves between hosts."""
+    monkeypatch.setattr(feeding, "_FIRST_BYTES", 1 << 10)
+    monkeypatch.setattr(feeding, "_LEAST", 64)
+    monkeypatch.setattr(feeding, "_FIRST", 0.0)
+    hosts, shape = (0, 0, 1, 1), (24, 20, 700)
+    for strategy in candidates(problem(shape, *([side] * 4 for side in sides))):
+        check(strategy, hosts)
+        for rank in range(4):
+            share = Share(strategy, rank, hosts)
+            for name, feed, transfer in zip("ab", share.feeds, strategy.transfers, strict=True):
+                if not feed.gathers or len(share.schedule[0]) < 2:
+                    continue
+                fetched = sum(
+                    each.nbytes
+                    for number, interval in enumerate(share.schedule[0])
+                    for each in share.routes.fetches(
+                        name, f"{number}", feed.gathering(interval.lo, interval.hi), 8
+                    )
+                )
+                far = [move for move in transfer.into(rank) if hosts[move.src] != hosts[rank]]
+                assert fetched == 8 * sum(move.elements for move in far), str(strategy)
+
+
+def test_what_all_take_is_packed_once():
+    size = 4
+    strategies = candidates(problem((16, 16, 16), *([side] * size for side in (Slab.X,) * 3)))
+    (strategy,) = [each for each in strategies if each.label == "stationary c"]
+    outbox = Share(strategy, 0, (0, 0, 1, 1)).routes.outbox("b", 0, 8)
+    assert len(outbox.parcels) == 3 and outbox.nbytes == 16 * 4 * 8
