@@ -34,6 +34,7 @@ CASES = [
     ),
     ("exchange", (*RANKS, "WHOLE=1"), "sm_90"),
     ("far", RANKS, "sm_90"),
+    ("float8", ("ELEMENT=float8_e5m2",), "sm_90"),
     ("fold", (*RANKS, "ELEMENT=float16", "OPERATION=sum"), "sm_90"),
     ("gather", RANKS, "sm_90"),
     (

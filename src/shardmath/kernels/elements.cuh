@@ -61,6 +61,32 @@ struct Wide<bfloat16> {
     }
 };
 
+// Eight-bit floats, which go by way of float16. What is too large becomes the greatest finite number.
+struct float8_e4m3fn {
+    unsigned char bits;
+};
+struct float8_e5m2 {
+    unsigned char bits;
+};
+#define SHARDMATH_FLOAT8(element, name)                                                         \
+    template <>                                                                                 \
+    struct Wide<element> {                                                                      \
+        typedef float type;                                                                     \
+        static __device__ float widen(element x) {                                              \
+            unsigned two;                                                                       \
+            asm("cvt.rn.f16x2." name "x2 %0, %1;" : "=r"(two) : "h"((unsigned short)x.bits));   \
+            return Wide<float16>::widen({(unsigned short)two});                                 \
+        }                                                                                       \
+        static __device__ element narrow(float x) {                                             \
+            unsigned short two;                                                                 \
+            asm("cvt.rn.satfinite." name "x2.f32 %0, %1, %2;" : "=h"(two) : "f"(0.0f), "f"(x)); \
+            return {(unsigned char)two};                                                        \
+        }                                                                                       \
+    };
+SHARDMATH_FLOAT8(float8_e4m3fn, "e4m3")
+SHARDMATH_FLOAT8(float8_e5m2, "e5m2")
+#undef SHARDMATH_FLOAT8
+
 // One of the door's bool: a byte of its own, so that sums and products are "or" and "and".
 struct boolean {
     unsigned char bits;

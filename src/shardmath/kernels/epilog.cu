@@ -5,8 +5,8 @@
 // local/epilog.py, which is its oracle. A thread has 8 rows of one column, so that no byte of a ReLU mask is
 // written by two.
 //
-// Compiled with ELEMENT (of D, bias and GELU's aux), PART and ADDEND (of the parts and of C), PARTS (how many
-// there can be), and the switches BIAS, ACTIVATION, GRADIENT (0 none, 1 ReLU, 2 GELU) and KEEP_AUX.
+// Compiled with ELEMENT (of D), EXTRA (of bias and GELU's aux, if not that), PART and ADDEND (of the parts and of
+// C), PARTS (how many there can be), and the switches BIAS, ACTIVATION, GRADIENT (0 none, 1 ReLU, 2 GELU) and KEEP_AUX.
 #include "elements.cuh"
 
 #ifndef ELEMENT
@@ -18,6 +18,10 @@
 #define ACTIVATION 2
 #define GRADIENT 0
 #define KEEP_AUX 1
+#endif
+
+#ifndef EXTRA
+#define EXTRA ELEMENT
 #endif
 
 using namespace shardmath;
@@ -130,12 +134,12 @@ __device__ inline void finish(const EpilogArgument& a, i64 group, i64 j) {
             y = sum::combine(y, is_one(a.beta) ? c : scaled(a.beta, c));
         }
 #if BIAS
-        y = sum::combine(y, Wide<ELEMENT>::widen(((const ELEMENT*)a.bias)[i * a.bias_step]));
+        y = sum::combine(y, Wide<EXTRA>::widen(((const EXTRA*)a.bias)[i * a.bias_step]));
 #endif
 #if KEEP_AUX && ACTIVATION == 1
         mask |= (unsigned)(y > 0) << r;
 #elif KEEP_AUX && ACTIVATION == 2
-        ((ELEMENT*)a.aux.data)[i + j * a.aux.column] = Wide<ELEMENT>::narrow(y);
+        ((EXTRA*)a.aux.data)[i + j * a.aux.column] = Wide<EXTRA>::narrow(y);
 #endif
 #if ACTIVATION
         y = activated(y);
@@ -143,7 +147,7 @@ __device__ inline void finish(const EpilogArgument& a, i64 group, i64 j) {
 #if GRADIENT == 1
         if (!(mask >> r & 1)) y = 0;  // not a product: a masked infinity becomes 0
 #elif GRADIENT == 2
-        y *= slope(Wide<ELEMENT>::widen(((const ELEMENT*)a.aux.data)[i + j * a.aux.column]));
+        y *= slope(Wide<EXTRA>::widen(((const EXTRA*)a.aux.data)[i + j * a.aux.column]));
 #endif
         if (a.kept.data) ((W*)a.kept.data)[i * a.kept.row + j * a.kept.column] = y;
         ((ELEMENT*)a.d.data)[i * a.d.row + j * a.d.column] = Wide<ELEMENT>::narrow(y);
@@ -171,7 +175,7 @@ constexpr int kRun = 8;  // elements that lie side by side in every matrix
 template <class Element>
 __device__ void load_run(const Matrix& x, i64 start, W* out) {
     union {
-        uint4 wide[kRun * sizeof(Element) / 16];
+        uint4 wide[kRun * sizeof(Element) / 16 + (sizeof(Element) == 1)];  // eight bits go the other way
         Element each[kRun];
     } run;
     const uint4* from = (const uint4*)((const Element*)x.data + start);
@@ -202,7 +206,7 @@ extern "C" __global__ void __launch_bounds__(256) epilog_runs(const __grid_const
         }
         if (add) load_run<ADDEND>(a.c, line * (a.by_rows ? a.c.column : a.c.row) + first, y);
         union {
-            uint4 wide[kRun * sizeof(ELEMENT) / 16];
+            uint4 wide[kRun * sizeof(ELEMENT) / 16 + (sizeof(ELEMENT) == 1)];
             ELEMENT each[kRun];
         } run;
 #pragma unroll
@@ -211,7 +215,7 @@ extern "C" __global__ void __launch_bounds__(256) epilog_runs(const __grid_const
             if (add) x[i] = sum::combine(x[i], plain ? y[i] : scaled(a.beta, y[i]));
 #if BIAS
             const i64 row = a.by_rows ? first + i : line;
-            x[i] = sum::combine(x[i], Wide<ELEMENT>::widen(((const ELEMENT*)a.bias)[row * a.bias_step]));
+            x[i] = sum::combine(x[i], Wide<EXTRA>::widen(((const EXTRA*)a.bias)[row * a.bias_step]));
 #endif
 #if ACTIVATION
             x[i] = activated(x[i]);

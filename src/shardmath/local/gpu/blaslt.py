@@ -11,7 +11,7 @@ import statistics
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, cached_property
 from hashlib import blake2b
 from itertools import pairwise
@@ -23,7 +23,7 @@ from shardmath.cuda.device import Device
 from shardmath.cuda.driver import call
 from shardmath.errors import BackendUnavailable
 
-__all__ = ["WORKSPACE", "Extras", "Product", "Shape", "Side", "product"]
+__all__ = ["WORKSPACE", "Extras", "Product", "Scaled", "Shape", "Side", "product"]
 
 WORKSPACE = 32 << 20  # bytes that algorithms may use; what NVIDIA recommends for Hopper
 _KEPT = 512  # products per process
@@ -65,6 +65,17 @@ class Extras(NamedTuple):
     aux_type: str = ""
 
 
+class Scaled(NamedTuple):
+    """Scales of eight-bit matrices: cuBLASLt's numbers of the modes of A's and B's, whether D has
+    one, and whether its greatest absolute value is wanted.
+    """
+
+    a: int = 0
+    b: int = 0
+    d: bool = False
+    amax: bool = False
+
+
 class Shape(NamedTuple):
     """All that a product's algorithm depends on: D = F(alpha op(A) op(B) + beta C)."""
 
@@ -78,6 +89,7 @@ class Shape(NamedTuple):
     compute: int | None = None  # a MatmulComputeType; None for the usual one
     extras: Extras = Extras()
     processors: int = 0  # leave the others to whoever runs beside; 0 for all
+    scaled: Scaled | None = None
 
 
 def product(device: Device, shape: Shape) -> Product | None:
@@ -144,9 +156,11 @@ class Product:
         bias: int = 0,
         aux: int = 0,
         algorithm: int = 0,
+        scales: Sequence[int] = (),
     ) -> None:
         """Put it on `stream`. `workspace` has WORKSPACE bytes. D may be C.
 
+        `scales` are addresses, or 0: of the scales of A, of B, of D, and of D's greatest value.
         `algorithm` counts those that the heuristics named, which they say is fastest first.
         """
         self._device.activate()
@@ -154,6 +168,8 @@ class Product:
             self._set("BIAS_POINTER", bias)
         if aux:
             self._set("EPILOGUE_AUX_POINTER", aux)
+        for name, address in zip(_SCALE_POINTERS, scales, strict=False):
+            self._set(name, address)
         scalars = (alpha, beta) if self._scale.kind == "c" else (alpha.real, beta.real)
         alphas, betas = np.array(scalars, self._scale)[:, None]
         left, right, addend, result = self._layouts
@@ -208,6 +224,14 @@ class Product:
             self._set("EPILOGUE_AUX_DATA_TYPE", _TYPES[extras.aux_type])
         if shape.processors:
             self._set("SM_COUNT_TARGET", shape.processors)
+        if shape.scaled is not None:
+            self._set("A_SCALE_MODE", shape.scaled.a)
+            self._set("B_SCALE_MODE", shape.scaled.b)
+            # What is chosen depends on which there are: not on where they lie.
+            there = (bool(shape.scaled.a), bool(shape.scaled.b), shape.scaled.d, shape.scaled.amax)
+            for name, is_there in zip(_SCALE_POINTERS, there, strict=True):
+                if is_there:
+                    self._set(name, _SOMEWHERE)
 
     def _choose(self, shape: Shape) -> bool:
         lt, names = self._lt, self._lt.MatmulPreferenceAttribute
@@ -249,6 +273,8 @@ class Product:
         self._lt.matmul_desc_set_attribute(self._descriptor, which, text.ctypes.data, text.nbytes)
 
 
+_SCALE_POINTERS = ("A_SCALE_POINTER", "B_SCALE_POINTER", "D_SCALE_POINTER", "AMAX_D_POINTER")
+_SOMEWHERE = 1 << 20  # an aligned address that nothing reads
 _SCALES = {0: "f4", 1: "f8", 4: "c8", 5: "c16"}
 
 

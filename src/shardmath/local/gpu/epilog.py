@@ -41,13 +41,15 @@ def finish(
     aux: Matrix | None = None,
     kept: Matrix | None = None,
     conjugate: bool = False,
+    extra: str = "",
 ) -> None:
     """Put d = F(alpha (parts[0] + parts[1] + ...) + beta c) on `stream`.
 
     All have d's shape; the parts are of one type. `bias` is the address of an element for each row
     and their distance in elements; `aux` is what the epilog reads or makes, of which a made mask
     must be zero where it has no row of d. `kept`, of the accumulator's type, gets d before it is
-    rounded; it may be one of the parts. `conjugate` conjugates the parts.
+    rounded; it may be one of the parts. `conjugate` conjugates the parts. `extra` is the type of a
+    bias and of GELU's aux, if not d's.
     """
     if d.size == 0:
         return
@@ -57,6 +59,7 @@ def finish(
         room *= 2
     defines = (
         f"ELEMENT={d.dtype}",
+        *([f"EXTRA={extra}"] if extra else []),
         f"PART={part}",
         f"ADDEND={c.dtype if c is not None else d.dtype}",
         f"PARTS={room}",
@@ -103,6 +106,8 @@ def row_sums(
 def _lies_in_runs(d: Matrix, others: Sequence[Matrix]) -> bool:
     """Whether 8 elements lie side by side, aligned to 16 bytes, everywhere in all matrices."""
     for x in (d, *others):
+        if x.itemsize == 1:  # fewer than 16 bytes
+            return False
         line = x if d.by_columns else x.transposed()
         aligned = x.address % 16 == 0 and (line.column_stride * x.itemsize) % 16 == 0
         if line.row_stride != 1 or not aligned:

@@ -7,6 +7,7 @@ packs it first. Halves are summed in float32; D may be float32 for them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from shardmath.cuda.device import Device
@@ -28,6 +29,13 @@ class Algorithms:
 
     chosen: dict[bytes, int] = field(default_factory=dict)
     timings: dict[bytes, list[float]] | None = None
+
+    def launch(self, product: Product, stream: int, launch: Callable[[int], None]) -> None:
+        """Run a product, or time it: `launch(algorithm)` runs it with that one."""
+        if self.timings is None:
+            launch(self.chosen.get(product.signature, 0) if self.chosen else 0)
+        elif product.signature not in self.timings:
+            self.timings[product.signature] = product.times(stream, launch)
 
 
 def takes_result(d: Matrix) -> bool:
@@ -87,12 +95,7 @@ def multiply(
             algorithm=algorithm,
         )
 
-    if algorithms is None:
-        launch(0)
-    elif algorithms.timings is None:
-        launch(algorithms.chosen.get(found.signature, 0))
-    elif found.signature not in algorithms.timings:
-        algorithms.timings[found.signature] = found.times(stream, launch)
+    (algorithms or Algorithms()).launch(found, stream, launch)
 
 
 def has_algorithm(

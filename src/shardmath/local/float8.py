@@ -1,0 +1,77 @@
+"""Eight-bit floats on one rank: numbers from elements and scales, and elements from numbers.
+
+An element stands for itself times the scale of its block. Blocks are counted from the first element
+of a local part; `Blocks` says how many rows and columns one has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shardmath.arrays import dtypes
+from shardmath.arrays.base import HostArray
+
+__all__ = ["BLOCK", "FLOAT8", "Blocks", "dequantize", "largest", "quantize"]
+
+FLOAT8 = frozenset({"float8_e4m3fn", "float8_e5m2"})
+BLOCK = 128  # elements along a side of a block, as cuBLASLt has them on Hopper
+_LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
+_STRIP = 1 << 20  # elements that are converted at once
+
+
+class Blocks(NamedTuple):
+    """Rows and columns of a block that has one scale; None: all there are."""
+
+    rows: int | None
+    columns: int | None
+
+    def shape(self, rows: int, columns: int) -> tuple[int, int]:
+        """The shape of the scales of a part of `rows` x `columns` elements."""
+        return _count(rows, self.rows), _count(columns, self.columns)
+
+
+def _count(extent: int, block: int | None) -> int:
+    return 1 if block is None else -(-extent // block)
+
+
+def largest(dtype: str) -> float:
+    """The greatest finite number of an eight-bit type."""
+    return _LARGEST[dtype]
+
+
+def dequantize(x: HostArray, scales: HostArray, blocks: Blocks, out: HostArray) -> None:
+    """Set `out`, of float32, to the numbers that the elements of `x` stand for.
+
+    `scales` has the shape that `blocks` gives for that of `x`.
+    """
+    rows, columns = x.shape
+    assert scales.shape == blocks.shape(rows, columns), (scales.shape, blocks, x.shape)
+    for top, bottom in _strips(rows, columns):
+        at = np.arange(top, bottom) // (blocks.rows or max(rows, 1))
+        strip = scales[at]
+        if blocks.columns is not None:
+            strip = np.repeat(strip, blocks.columns, axis=1)[:, :columns]
+        np.multiply(x[top:bottom].astype(np.float32), strip, out=out[top:bottom])
+
+
+def quantize(x: HostArray, scale: float, out: HostArray) -> None:
+    """Set `out`, of an eight-bit type, to `x` times `scale`, rounded to the nearest.
+
+    What is too large, infinity included, becomes the greatest finite number of its sign; NaN stays.
+    """
+    most: Any = np.float32(largest(dtypes.of(out.dtype).name))
+    rows, columns = x.shape
+    for top, bottom in _strips(rows, columns):
+        strip = x[top:bottom] * np.float32(scale)
+        np.clip(strip, -most, most, out=strip)
+        out[top:bottom] = strip.astype(out.dtype)
+
+
+def _strips(rows: int, columns: int) -> Iterator[tuple[int, int]]:
+    """Ranges of rows with few enough elements."""
+    step = max(1, _STRIP // max(columns, 1))
+    for top in range(0, rows, step):
+        yield top, min(top + step, rows)

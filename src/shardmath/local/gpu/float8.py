@@ -1,0 +1,90 @@
+"""Launches of kernels/float8.cu: numbers from eight-bit elements and scales, and back.
+
+The host's `local/float8.py` is the oracle.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+from shardmath.cuda.device import Device
+from shardmath.cuda.kernel import Argument, kernel
+from shardmath.local.float8 import Blocks
+from shardmath.local.gpu.matrix import Matrix
+
+__all__ = ["MOST_RANKS", "greatest", "numbers", "quantize"]
+
+MOST_RANKS = 64  # kRanks
+_THREADS = 256
+_RUN = 4  # kRun
+_WAVES = 16  # blocks on each multiprocessor, beyond which they take turns
+_MATRIX = struct.Struct("Qqq")
+_NOTHING = _MATRIX.pack(0, 0, 0)
+
+
+def numbers(
+    device: Device,
+    stream: int,
+    out: Matrix,
+    elements: Matrix | None,
+    scales: Matrix | None,
+    blocks: Blocks,
+    *,
+    factor: float = 1.0,
+    known_rows: int | None = None,
+) -> None:
+    """Put out = elements x scales x factor on `stream`, in float32.
+
+    Without `elements`, of ones; without `scales`, of `factor` alone. Rows from `known_rows` on, all
+    by default, become zeros.
+    """
+    if not out.size:
+        return
+    element = "float8_e4m3fn" if elements is None else elements.dtype
+    rows, columns = (each or 1 << 62 for each in blocks)
+    text = struct.pack("qq", out.rows, out.columns)
+    text += b"".join(_NOTHING if x is None else _packed(x) for x in (elements, scales, out))
+    known = out.rows if known_rows is None else known_rows
+    text += struct.pack("qqqfi", rows, columns, known, factor, out.by_columns)
+    launched = kernel(device, "float8", "numbers", (f"ELEMENT={element}",))
+    launched.launch(stream, _blocks(device, out.size), _THREADS, Argument(text))
+
+
+def quantize(
+    device: Device,
+    stream: int,
+    out: Matrix,
+    source: Matrix,
+    *,
+    factor: float,
+    scale: int = 0,
+    most: int = 0,
+) -> None:
+    """Put out = source x factor x the number at address `scale`, if any, on `stream`, rounded.
+
+    `source` is of float32. The bits at address `most`, if any, become those of the greatest
+    absolute value of `source` if that is greater.
+    """
+    if not out.size:
+        return
+    text = struct.pack("qq", out.rows, out.columns) + _packed(source) + _packed(out)
+    text += struct.pack("QQfi", scale, most, factor, out.by_columns)
+    launched = kernel(device, "float8", "quantize", (f"ELEMENT={out.dtype}",))
+    launched.launch(stream, _blocks(device, out.size // _RUN + 1), _THREADS, Argument(text))
+
+
+def greatest(device: Device, stream: int, out: int, each: Sequence[int]) -> None:
+    """Put at address `out` the greatest of the numbers at some addresses, none of them negative."""
+    assert len(each) <= MOST_RANKS, "addresses for which there is room"
+    text = struct.pack("Qq", out, len(each))
+    text += struct.pack(f"{MOST_RANKS}Q", *each, *[0] * (MOST_RANKS - len(each)))
+    kernel(device, "float8", "greatest").launch(stream, 1, 32, Argument(text))
+
+
+def _blocks(device: Device, threads: int) -> int:
+    return min(-(-threads // _THREADS), device.processors * _WAVES)
+
+
+def _packed(x: Matrix) -> bytes:
+    return _MATRIX.pack(x.address, x.row_stride, x.column_stride)

@@ -1,0 +1,141 @@
+"""One rank's product of eight-bit floats on its GPU, as cuBLASLt has it on Hopper.
+
+Both factors lie along k, 16 bytes aligned; `fits` and `takes_result` say what else is wanted, and
+the caller pads and packs. Scales are at addresses, in the layouts that cuBLASLt gives for a mode:
+
+    tensor    one number, or none for 1
+    outer     one for each line: a row of A, a column of B
+    vectors   lines x blocks of 128 along k, lines contiguous; the number of lines a multiple of 4
+    squares   blocks of 128 lines x blocks of 128 along k, those along k contiguous, 4 `up`
+
+Tensor goes with tensor, outer with outer, vectors with vectors or squares.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from shardmath.cuda.device import Device
+from shardmath.local.gpu.blaslt import Scaled, Shape, Side, product
+from shardmath.local.gpu.gemm import Algorithms
+from shardmath.local.gpu.matrix import Matrix
+
+__all__ = ["GRAIN", "Quantized", "Scale", "fits", "multiply", "takes_result", "up"]
+
+GRAIN = 16  # bytes to which everything is aligned, and k is a multiple of
+_MODES = {"tensor": 0, "outer": 3, "vectors": 4, "squares": 5}
+
+
+class Scale(NamedTuple):
+    """The scales of a factor, of a mode, at an address."""
+
+    mode: str = "tensor"
+    address: int = 0
+
+
+class Quantized(NamedTuple):
+    """How an eight-bit D is made: addresses of its scale and of its greatest value, or 0."""
+
+    scale: int
+    most: int
+
+
+def up(extent: int, multiple: int) -> int:
+    """The least multiple that is not below `extent`."""
+    return -(-extent // multiple) * multiple
+
+
+def fits(x: Matrix) -> bool:
+    """Whether a factor's lines, which are the columns of `x`, can be taken as they lie."""
+    leading = x.leading
+    aligned = leading is not None and leading % GRAIN == 0 and x.address % GRAIN == 0
+    return aligned and x.rows % GRAIN == 0
+
+
+def takes_result(d: Matrix, *, blocks: bool) -> bool:
+    """Whether a product, of factors with or without scales of blocks, can be written to `d`."""
+    d = d if d.leading is not None else d.transposed()
+    if d.leading is None or (blocks and d.columns % 4):
+        return False
+    return not any(n % GRAIN for n in (d.address, d.leading * d.itemsize, d.rows * d.itemsize))
+
+
+def multiply(
+    device: Device,
+    a: Matrix,
+    b: Matrix,
+    d: Matrix,
+    *,
+    scale_a: Scale,
+    scale_b: Scale,
+    stream: int,
+    workspace: int,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    c: Matrix | None = None,
+    quantized: Quantized | None = None,
+    algorithms: Algorithms | None = None,
+) -> None:
+    """Put d = alpha (scaled a) @ (scaled b) + beta c on `stream`; c is d if left out.
+
+    The columns of a^T and of b fit, and d takes the result. `quantized` is for an eight-bit d, then
+    without c. `algorithms` as in `gemm.multiply`.
+    Raises RuntimeError where cuBLASLt has no algorithm.
+    """
+    first, second, scales = a.transposed(), b, (scale_a, scale_b)
+    if d.leading is None:
+        first, second, scales = second, first, (scale_b, scale_a)
+        d, c = d.transposed(), None if c is None else c.transposed()
+    c = d if c is None else c
+    shape = _shape((first, second, c, d), scales, quantized)
+    found = product(device, shape)
+    if found is None:
+        raise RuntimeError(f"cuBLASLt has no algorithm for {shape}")
+    last = (0, 0) if quantized is None else quantized
+    places = first.address, second.address, workspace if quantized else c.address, d.address
+    addresses = scales[0].address, scales[1].address, *last
+
+    def launch(algorithm: int) -> None:
+        found.run(
+            stream,
+            *places,
+            alpha=alpha,
+            beta=beta,
+            workspace=workspace,
+            algorithm=algorithm,
+            scales=addresses,
+        )
+
+    (algorithms or Algorithms()).launch(found, stream, launch)
+
+
+def _shape(
+    matrices: tuple[Matrix, Matrix, Matrix, Matrix],
+    scales: tuple[Scale, Scale],
+    quantized: Quantized | None,
+) -> Shape:
+    """The product as cuBLASLt is told of it."""
+    first, second, c, d = matrices
+    # Beside an eight-bit D it wants a C of 16 bits, which is not read as beta is 0.
+    addend = _side(c) if quantized is None else _side(d)._replace(dtype="bfloat16")
+    return Shape(
+        m=d.rows,
+        n=d.columns,
+        k=first.rows,
+        a=_side(first)._replace(operation="T"),
+        b=_side(second),
+        c=addend,
+        d=_side(d),
+        scaled=Scaled(
+            _MODES[scales[0].mode],
+            _MODES[scales[1].mode],
+            d=quantized is not None,
+            amax=quantized is not None and quantized.most != 0,
+        ),
+    )
+
+
+def _side(x: Matrix) -> Side:
+    leading = x.leading
+    assert leading is not None, f"{x} was to be packed first"
+    return Side(x.dtype, x.rows, x.columns, leading, min(x.address & -x.address or 256, 256))
