@@ -7,18 +7,30 @@ travel with each call, and must be equal on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from shardmath.agreement import require_equal
 from shardmath.arrays import Library, library_of
 from shardmath.arrays.base import HostArray, share_memory
 from shardmath.context import DistributedContext
+from shardmath.local.float8 import dequantize
 from shardmath.operators.matmul import host
-from shardmath.operators.matmul.arguments import Arguments, packed_scalars, unpacked_scalars
+from shardmath.operators.matmul.arguments import Arguments, agreed_scalars, packed_scalars
 from shardmath.operators.matmul.problem import Call, Facts, Problem, check, check_operands, describe
-from shardmath.operators.matmul.strategy import CORES, HOPPER, HOPPER_APART, Cost, Strategy, choose
+from shardmath.operators.matmul.scaling import Scaling, blocks_of, scale_matrix
+from shardmath.operators.matmul.strategy import (
+    CORES,
+    HOPPER,
+    HOPPER_APART,
+    Cost,
+    Strategy,
+    choose,
+)
+from shardmath.operators.workspace import Workspace
 from shardmath.planning import agree_plan
 from shardmath.symmetric.allocation import block_of, empty_on_heap
 from shardmath.symmetric.heap import Block
@@ -85,12 +97,13 @@ def agree_on_plan(context: DistributedContext, arguments: Arguments) -> tuple[Pl
 
     def build(specs: list[Any]) -> Plan:
         if context.team is None:
-            strategy, compared = choose(check(specs), CORES)
+            strategy, compared = choose(check(specs).widened(), CORES)
             return Plan(strategy, tuple(compared), host.Share(strategy, context.rank))
         from shardmath.operators.matmul import gpu
 
         hosts = context.hosts
-        strategy, compared = choose(check(specs), HOPPER if len(set(hosts)) == 1 else HOPPER_APART)
+        machine = HOPPER if len(set(hosts)) == 1 else HOPPER_APART
+        strategy, compared = gpu.chosen(check(specs), machine)
         share = gpu.Share(strategy, context.rank, hosts)
         return Plan(strategy, tuple(compared), share, tuple(gpu.notes(share)))
 
@@ -156,15 +169,14 @@ def run(
         plan, call = ready()
         out, operands = _operands(context, plan, call, arguments)
         made.append((out, host.Execution(context, plan.share, operands, operation)))
-        return packed_scalars((operands.alpha, operands.beta)) + made[0][1].prepare()
+        told = packed_scalars((operands.alpha, operands.beta), operands.scales)
+        return told + made[0][1].prepare()
 
-    notes = [unpacked_scalars(note) for note in context.gather(operation, prepare)]
-    require_equal("(alpha, beta)", [scalars for scalars, _ in notes])
+    shown = agreed_scalars(context.gather(operation, prepare))
     out, execution = made[0]
     with context.executing(operation):
-        aux = execution.run([shown for _, shown in notes])
-    epilog = execution.problem.epilog
-    if not (epilog.makes_aux or epilog.makes_bgrad):
+        aux = execution.run(shown)
+    if not aux:
         return out
     library = library_of(arguments.a)
     return out, {name: library.from_host(array) for name, array in aux.items()}
@@ -178,11 +190,12 @@ def _operands(
     Raises UseAfterFree for a freed operand, ValueError when D is c and cannot be written to or
     overlaps a or b, HeapExhausted when D finds no room.
     """
-    library = library_of(arguments.a)
+    library, scaling = library_of(arguments.a), plan.problem.scaling
     a, b = library.host_view(arguments.a), library.host_view(arguments.b)
     c = None if arguments.c is None else library.host_view(arguments.c)
     blocks = [None if x is None else _block(context, x) for x in (a, b, c)]
     alpha, beta = arguments.scalars()
+    scales = () if scaling is None else arguments.numbers(scaling)
     if call.options.inplace:
         out, target = arguments.c, library.host_view(arguments.c, writable=True)
         if share_memory(target, a) or share_memory(target, b):
@@ -190,16 +203,42 @@ def _operands(
     else:
         out = _result(context, plan, library, call, None not in blocks[: 2 + (c is not None)])
         target = library.host_view(out, writable=True)
+    a, b = (x.T if turned else x for x, turned in zip((a, b), call.transpose, strict=False))
+    if scaling is not None:
+        a, b, blocks = _widened(context, scaling, arguments, (a, b), call.transpose)
     return out, host.Operands(
-        a=a.T if call.transpose[0] else a,
-        b=b.T if call.transpose[1] else b,
+        a=a,
+        b=b,
         c=c,
         out=target,
         alpha=alpha,
         beta=beta,
         blocks=(blocks[0], blocks[1]),
         inputs={name: library.host_view(x) for name, x in (arguments.inputs or {}).items()},
+        scales=scales,
     )
+
+
+def _widened(
+    context: DistributedContext,
+    scaling: Scaling,
+    arguments: Arguments,
+    factors: tuple[HostArray, HostArray],
+    transpose: Sequence[bool],
+) -> tuple[HostArray, HostArray, list[Block | None]]:
+    """The numbers that op(A) and op(B) stand for, on the heap, where peers read them in place."""
+    found: list[HostArray] = []
+    workspace = Workspace.of(context)
+    for index, x in enumerate(factors):
+        blocks = blocks_of((scaling.a, scaling.b)[index], index)
+        scales = scale_matrix(arguments.scales, index, blocks.shape(*x.shape), transpose[index])
+        by_columns = abs(x.strides[0]) < abs(x.strides[1])
+        shape = x.shape[::-1] if by_columns else x.shape
+        numbers = workspace.array(f"numbers {'ab'[index]}", shape, np.float32)
+        numbers = numbers.T if by_columns else numbers
+        dequantize(x, scales, blocks, numbers)
+        found.append(numbers)
+    return found[0], found[1], [workspace.block(f"numbers {name}") for name in "ab"]
 
 
 def _block(context: DistributedContext, host_array: HostArray) -> Block | None:

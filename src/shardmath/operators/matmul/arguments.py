@@ -11,16 +11,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from shardmath.agreement import require_equal
 from shardmath.arrays import ArraySpec, operand_library
 from shardmath.geometry import Distribution
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.operators.lifecycle import check_stream, options_of
 from shardmath.operators.matmul.options import MatmulOptions, MatmulPlanPreferences
 from shardmath.operators.matmul.problem import Call
+from shardmath.operators.matmul.scaling import Scaling, given_scales, known_numbers
 
-__all__ = ["Arguments", "packed_scalars", "scalar", "unpacked_scalars"]
+__all__ = ["Arguments", "agreed_scalars", "packed_scalars", "scalar"]
 
 _SCALARS = struct.Struct("<dddd")
+_SCALE = struct.Struct("<?d")
 
 
 class Arguments(NamedTuple):
@@ -59,8 +62,6 @@ class Arguments(NamedTuple):
         if operands[0] is None or operands[1] is None:
             raise ValueError("matmul needs both a and b")
         transpose, conjugate = _qualifiers(self.qualifiers)
-        if self.scales is not None:
-            raise ValueError(f"quantization_scales want float8 operands, not {operands[0].dtype}")
         check_stream(self.stream)
         options_of(MatmulPlanPreferences, self.preferences, "preferences").check()
         options = options_of(MatmulOptions, self.options)
@@ -76,7 +77,12 @@ class Arguments(NamedTuple):
             options=options,
             epilog=_epilog(self.epilog),
             inputs=_input_specs(self.inputs),
+            scales=given_scales(self.scales),
         )
+
+    def numbers(self, scaling: Scaling) -> tuple[float | None, ...]:
+        """The scales of a, b, c and d that are numbers for whole matrices, None for all others."""
+        return known_numbers(self.scales, scaling)
 
 
 def scalar(name: str, value: Any) -> float | complex:
@@ -90,20 +96,36 @@ def scalar(name: str, value: Any) -> float | complex:
     raise ValueError(f"{name} is a number, not {value!r}")
 
 
-def packed_scalars(scalars: tuple[complex, complex]) -> bytes:
-    """Alpha and beta, to be told before anything else."""
+def packed_scalars(scalars: tuple[complex, complex], scales: Sequence[float | None] = ()) -> bytes:
+    """Alpha and beta, and the scales of whole matrices, to be told before anything else."""
     alpha, beta = scalars
-    return _SCALARS.pack(alpha.real, alpha.imag, beta.real, beta.imag)
+    told = _SCALARS.pack(alpha.real, alpha.imag, beta.real, beta.imag) + bytes([len(scales)])
+    return told + b"".join(_SCALE.pack(x is not None, x or 0.0) for x in scales)
 
 
-def unpacked_scalars(note: bytes) -> tuple[tuple[complex, complex], bytes]:
-    """Alpha and beta that a rank has told, and what it told after them."""
-    alpha, alpha_imag, beta, beta_imag = _SCALARS.unpack_from(note)
-    scalars = (
-        complex(alpha, alpha_imag) if alpha_imag else alpha,
-        complex(beta, beta_imag) if beta_imag else beta,
-    )
-    return scalars, note[_SCALARS.size :]
+def agreed_scalars(notes: Sequence[bytes]) -> list[bytes]:
+    """What each rank has told after its scalars and scales.
+
+    Raises CollectiveMismatch where those differ. A scale that lies on a GPU is not compared.
+    """
+    ends = [_SCALARS.size + 1 + _SCALE.size * note[_SCALARS.size] for note in notes]
+    heads = [note[:end] for note, end in zip(notes, ends, strict=True)]
+    if any(head != heads[0] for head in heads):
+        numbers = [_SCALARS.unpack_from(head) for head in heads]
+        told = [(_plain(*each[:2]), _plain(*each[2:])) for each in numbers]
+        require_equal("(alpha, beta)", told)
+        scales = [list(_SCALE.iter_unpack(head[_SCALARS.size + 1 :])) for head in heads]
+        for name, each in zip("abcd", zip(*scales, strict=True), strict=False):
+            known = [value for is_known, value in each if is_known]
+            values = [value if is_known else known[0] for is_known, value in each if known]
+            if values:
+                require_equal(f"the scale of {name}", values)
+    return [note[end:] for note, end in zip(notes, ends, strict=True)]
+
+
+def _plain(real: float, imaginary: float) -> complex:
+    """A number as it is best shown."""
+    return complex(real, imaginary) if imaginary else real
 
 
 def _qualifiers(

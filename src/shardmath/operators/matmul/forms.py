@@ -27,6 +27,7 @@ from shardmath.operators.matmul.api import (
 from shardmath.operators.matmul.arguments import Arguments
 from shardmath.operators.matmul.options import MatmulOptions, MatmulPlanPreferences
 from shardmath.operators.matmul.problem import Call, Facts, describe, place_of
+from shardmath.operators.matmul.scaling import merged
 from shardmath.operators.workspace import give_back
 
 __all__ = ["Matmul", "matmul"]
@@ -58,8 +59,14 @@ def matmul(
     complex128 are summed in at least float32. alpha is 1 and beta, which c requires, has no
     default.
 
+    float8_e4m3fn and float8_e5m2, one e5m2 factor at most, take `quantization_scales` (see
+    MatmulQuantizationScales), which also says how a float8 result is scaled. The result, whose type
+    `options.result_type` names, has c's type, or a's without c; too large a number for a float8 one
+    becomes the greatest there is.
+
     Returns this rank's part of the result, in the library of a, on the heap if all operands are;
-    with an epilog that has outputs, (result, dictionary of outputs by name).
+    with an epilog that has outputs, or options.result_amax, (result, dictionary of outputs by
+    name).
 
     Raises, on every rank, ValueError or TypeError for arguments that are wrong on one rank or do
     not fit together (CollectiveMismatch, a ValueError, where ranks differ), UseAfterFree for a
@@ -220,7 +227,8 @@ class Matmul(Lifecycle):
                 raise ValueError("reset_operands was given nothing to reset")
             self._require_complete(given)
             self._require_same_library(given)
-            arguments = self._arguments(**given, stream=stream)
+            changed = {**given, "scales": merged(given.get("scales"), self._operands["scales"])}
+            arguments = self._arguments(**changed, stream=stream)
             self._require_alike(describe(call_of(self.context, arguments)))
 
         self._together("reset_operands", described, lambda _: None)
@@ -252,7 +260,10 @@ class Matmul(Lifecycle):
 
     def _take(self, given: Mapping[str, Any]) -> None:
         self._scalars.update({name: given[name] for name in self._scalars if name in given})
-        self._hold(**{name: x for name, x in given.items() if name not in self._scalars})
+        held = {name: x for name, x in given.items() if name not in self._scalars}
+        if "scales" in held:
+            held["scales"] = merged(held["scales"], self._operands["scales"])
+        self._hold(**held)
 
     @staticmethod
     def _given(*values: Any) -> dict[str, Any]:
@@ -271,6 +282,7 @@ class Matmul(Lifecycle):
             return
         needed = ["a", "b", *(["c"] if self._facts.has_c else [])]
         needed += ["inputs"] if self._facts.inputs else []
+        needed += ["scales"] if self._facts.scales else []
         missing = [name for name in needed if name not in given]
         if missing:
             raise ValueError(
@@ -294,6 +306,11 @@ class Matmul(Lifecycle):
             raise ValueError(
                 f"{name} has dtype {new[1]} and shape {new[2]}; this Matmul was made for "
                 f"{old[1]} and {old[2]}"
+            )
+        if facts.scales != self._facts.scales:
+            raise ValueError(
+                f"quantization_scales are {facts.scales}; this Matmul was made for "
+                f"{self._facts.scales}"
             )
         new_inputs = [(name, fact[:3]) for name, fact in facts.inputs]
         if new_inputs != [(name, fact[:3]) for name, fact in self._facts.inputs]:

@@ -21,6 +21,7 @@ from shardmath.context import DistributedContext
 from shardmath.geometry import Layout, Move, moves
 from shardmath.local import epilog as epilogs
 from shardmath.local.epilog import MatmulEpilog
+from shardmath.local.float8 import quantize
 from shardmath.local.gemm import multiply
 from shardmath.operators.matmul.panels import Piece, Source, intervals
 from shardmath.operators.matmul.problem import gradient_layouts
@@ -39,7 +40,10 @@ _ArrayOf = Callable[[int], HostArray]  # the array of a rank, in memory that can
 
 @dataclass(frozen=True)
 class Operands:
-    """One execution's arrays: op(A) and op(B) as views, C, D to be filled, the epilog's inputs."""
+    """One execution's arrays: op(A) and op(B) as views, C, D to be filled, the epilog's inputs.
+
+    Of a product of eight-bit floats, op(A) and op(B) are the numbers that these stand for.
+    """
 
     a: HostArray
     b: HostArray
@@ -49,6 +53,7 @@ class Operands:
     beta: complex
     blocks: tuple[Block | None, Block | None]  # of a and b, where they lie on the heap
     inputs: Mapping[str, HostArray]
+    scales: tuple[float | None, ...] = ()  # of a, b, c and D, where they are numbers
 
 
 @dataclass(frozen=True)
@@ -247,14 +252,32 @@ class Execution:
             sums *= np.asarray(self.operands.alpha, self.wide)
         if c is not None:
             self._add_c(sums, c)
-        result = dtypes.to_numpy(problem.result)
-        _, aux = epilogs.apply(problem.epilog, sums, self.operands.inputs, dtype=result, out=out)
-        return self._complete(aux, result)
+        extras = dtypes.to_numpy(problem.extras)
+        quantizes = problem.scaling is not None and problem.scaling.d
+        last = sums if quantizes else out
+        _, aux = epilogs.apply(problem.epilog, sums, self.operands.inputs, dtype=extras, out=last)
+        aux = self._complete(aux, extras)
+        return {**aux, **self._quantize(sums)} if quantizes else aux
+
+    def _quantize(self, numbers: HostArray) -> dict[str, HostArray]:
+        """Round to an eight-bit D; the greatest absolute value of all ranks' if that is wanted."""
+        scaling, scale = self.problem.scaling, self.operands.scales[3]
+        assert scaling is not None and scale is not None
+        quantize(numbers, scale, self.operands.out)
+        if not scaling.amax:
+            return {}
+        most = np.abs(numbers).max(initial=0.0)
+        told = self.context.board.exchange(self.operation, np.float32(most).tobytes())
+        every = np.frombuffer(b"".join(told), np.float32)
+        return {"result_amax": every.max(keepdims=True)}
 
     def _add_c(self, sums: HostArray, c: HostArray) -> None:
         beta = np.asarray(self.operands.beta, self.wide)
         if beta == 0:  # as BLAS: C is not read
             return
+        scaling = self.problem.scaling
+        if scaling is not None and scaling.c:
+            c = c.astype(self.wide) * np.float32(self.operands.scales[2])
         if not self.problem.sums_c:
             sums += beta * c
             return

@@ -14,15 +14,18 @@ from typing import Any, Literal
 
 import numpy as np
 
+from shardmath.local.float8 import FLOAT8
 from shardmath.operators.lifecycle import check_blocking, check_logger, options_of
 
 __all__ = [
+    "FROM_FLOAT8",
     "MatmulAlgoType",
     "MatmulComputeType",
     "MatmulEpilogPreferences",
     "MatmulOptions",
     "MatmulPlanPreferences",
     "MatmulQuantizationScales",
+    "extras_dtype",
     "matrix_qualifiers_dtype",
     "result_dtype",
 ]
@@ -67,11 +70,12 @@ class MatmulOptions:
 
     `inplace`: the result overwrites c. `compute_type`, `scale_type`, `result_type`, `algo_type`:
     numbers of the reference, None for the default; `result_type` may ask for a wider result than
-    the operands'. `logger` is told what was planned. `strategy` names the strategy to use instead
-    of the one predicted to be fastest, by its kind ("all-gather", "stationary-c", "reduce-scatter",
-    "all-reduce", "replicate", "redistribute", ...) or by its label in what `explain` prints ("grid
-    2 x 2 x 1"). `blocking`: True, or "auto" (operands in host memory always block). The other
-    fields concern GPUs.
+    the operands', and for any of a float8 product. `result_amax`: of a float8 result, the greatest
+    absolute value before it is scaled and rounded is returned too, as "result_amax". `logger` is
+    told what was planned. `strategy` names the strategy to use instead of the one predicted to be
+    fastest, by its kind ("all-gather", "stationary-c", "reduce-scatter", "all-reduce", "replicate",
+    "redistribute", ...) or by its label in what `explain` prints ("grid 2 x 2 x 1"). `blocking`:
+    True, or "auto" (operands in host memory always block). The other fields concern GPUs.
 
     Source: nvmath.distributed.linalg.advanced.MatmulOptions; `strategy` is ours.
     """
@@ -125,8 +129,14 @@ class MatmulOptions:
             raise ValueError(
                 f"scale_type {self.scale_type!r} does not suit operands of {dtype}; use {names}"
             )
-        if self.result_amax or self.block_scaling:
+        if (self.result_amax or self.block_scaling) and dtype not in FLOAT8:
             raise ValueError(f"result_amax and block_scaling want float8 operands, not {dtype}")
+        if self.block_scaling:
+            raise NotImplementedError(
+                "block_scaling asks for scales of MX formats, which only GPUs of capability 10.0 "
+                "have; for blocks of 128 x 128 or 1 x 128 elements leave it out, and pass float32 "
+                "matrices as quantization_scales"
+            )
 
 
 @dataclass(frozen=True)
@@ -152,7 +162,23 @@ class MatmulPlanPreferences:
 
 @dataclass(frozen=True)
 class MatmulQuantizationScales:
-    """Scales of float8 operands and result."""
+    """Scales of float8 operands, and of a float8 result: D = d F(alpha (a A) @ (b B) + beta c C).
+
+    a and b: a number, or a float32 array with one element, for the whole matrix; or a float32 array
+    for this rank's part of it, m x k of op(A) or k x n of op(B):
+
+        one scale for            a                         b
+        each row, each column    (m,) or (m, 1)            (n,) or (1, n)
+        128 elements along k     (m, ceil(k / 128))        (ceil(k / 128), n)
+        128 x 128 elements       (ceil(m / 128), ...)      (..., ceil(n / 128))
+
+    Blocks are counted from the first element of the part that a rank has, in any distribution. What
+    has two axes is transposed where the operand is. Ranks that hold the same elements give the same
+    scales; numbers must be equal on all ranks. c, of a float8 c, and d are numbers or arrays of one
+    element. Arrays are of the library of the operands, in the memory of the operands or the host's.
+
+    Source: nvmath.distributed.linalg.advanced.MatmulQuantizationScales; all but numbers are ours.
+    """
 
     a: Any = None
     b: Any = None
@@ -160,17 +186,33 @@ class MatmulQuantizationScales:
     d: Any = None
 
 
-def result_dtype(options: MatmulOptions, dtype: str) -> str:
-    """The name of D's type for operands of `dtype`. Raises ValueError when D cannot have it."""
+def result_dtype(options: MatmulOptions, dtype: str, addend: str | None = None) -> str:
+    """The name of D's type for operands of `dtype`, and c of type `addend`.
+
+    Raises ValueError when D cannot have it.
+    """
     if options.result_type is None:
-        return dtype
+        return addend if dtype in FLOAT8 and addend in FROM_FLOAT8 else dtype
     wanted = _CUDA_TYPES.get(options.result_type)
-    allowed = (dtype, "float32") if dtype in ("float16", "bfloat16") else (dtype,)
+    allowed: tuple[str, ...] = (dtype,)
+    if dtype in FLOAT8:
+        allowed = FROM_FLOAT8
+    elif dtype in ("float16", "bfloat16"):
+        allowed = (dtype, "float32")
     if wanted is None or wanted not in allowed:
         shown = wanted or f"type number {options.result_type}"
         names = " or ".join(allowed)
         raise ValueError(f"operands of {dtype} give a result of {names}, not {shown}")
     return wanted
+
+
+def extras_dtype(result: str, addend: str | None = None) -> str:
+    """The type of a bias, of GELU's auxiliary matrix and of bias gradients: D's; beside a float8 D
+    that of c, and float16 where that is none.
+    """
+    if result not in FLOAT8:
+        return result
+    return "float16" if addend is None or addend in FLOAT8 else addend
 
 
 _FLAGS = ("inplace", "result_amax", "block_scaling")
@@ -183,7 +225,10 @@ _CUDA_TYPES = {
     4: "complex64",
     5: "complex128",
     14: "bfloat16",
+    28: "float8_e4m3fn",
+    29: "float8_e5m2",
 }
+FROM_FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32")
 
 _SINGLE = frozenset({68, 69})
 _FAST = frozenset({74, 75, 77, 78})
@@ -195,6 +240,8 @@ _COMPUTE = {
     "complex64": _SINGLE | _FAST,
     "float64": _DOUBLE,
     "complex128": _DOUBLE,
+    "float8_e4m3fn": _SINGLE,
+    "float8_e5m2": _SINGLE,
 }
 _SCALE = {
     "float16": frozenset({0, 2}),
@@ -203,4 +250,6 @@ _SCALE = {
     "complex64": frozenset({4}),
     "float64": frozenset({1}),
     "complex128": frozenset({5}),
+    "float8_e4m3fn": frozenset({0}),
+    "float8_e5m2": frozenset({0}),
 }

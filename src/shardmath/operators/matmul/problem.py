@@ -8,7 +8,7 @@ what does not fit together. Both are pure: neither touches an element.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -17,11 +17,27 @@ from shardmath.agreement import require_equal
 from shardmath.arrays import ArraySpec, dtypes
 from shardmath.geometry import Distribution, Layout
 from shardmath.local.epilog import MatmulEpilog, requirements
-from shardmath.operators.matmul.options import MatmulOptions, result_dtype
+from shardmath.local.float8 import FLOAT8
+from shardmath.operators.matmul.options import (
+    FROM_FLOAT8,
+    MatmulOptions,
+    extras_dtype,
+    result_dtype,
+)
+from shardmath.operators.matmul.scaling import (
+    Given,
+    Scaling,
+    agree_granularities,
+    check_scales,
+    readings,
+)
 
 __all__ = ["Call", "Problem", "check", "check_operands", "describe", "place_of"]
 
-_SUPPORTED = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
+_SUPPORTED = (
+    *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
+    *sorted(FLOAT8),
+)
 _NAMES = ("a", "b", "c")
 
 
@@ -37,6 +53,7 @@ class Call(NamedTuple):
     options: MatmulOptions
     epilog: MatmulEpilog
     inputs: tuple[tuple[str, ArraySpec], ...]
+    scales: tuple[Given, ...] = (None, None, None, None)  # of a, b, c and the result
 
 
 @dataclass(frozen=True)
@@ -59,6 +76,7 @@ class Problem:
     sums_c: bool
     epilog: MatmulEpilog
     strategy: str | None
+    scaling: Scaling | None = None  # of a product of eight-bit floats
 
     @property
     def size(self) -> int:
@@ -75,8 +93,25 @@ class Problem:
         m, n, k = self.shape
         extra = f", epilog {self.epilog.name}" if self.epilog else ""
         plus = " + beta c" if self.has_c else ""
-        kinds = self.dtype if self.result == self.dtype else f"{self.dtype} -> {self.result}"
-        return f"matmul ({m} x {k}) @ ({k} x {n}){plus}, {kinds} on {self.size} ranks{extra}"
+        given = (self.dtype,) if self.scaling is None else tuple(dict.fromkeys(self.scaling.given))
+        kinds = (
+            " x ".join(given)
+            if given == (self.result,)
+            else f"{' x '.join(given)} -> {self.result}"
+        )
+        scales = f", {self.scaling}" if self.scaling else ""
+        return (
+            f"matmul ({m} x {k}) @ ({k} x {n}){plus}, {kinds} on {self.size} ranks{extra}{scales}"
+        )
+
+    @property
+    def extras(self) -> str:
+        """The type of what an epilog reads and makes beside D."""
+        return self.result if self.scaling is None else self.scaling.extras
+
+    def widened(self) -> Problem:
+        """The same product of numbers in place of scaled elements: factors of float32."""
+        return self if self.scaling is None else replace(self, dtype="float32")
 
 
 def gradient_layouts(problem: Problem) -> tuple[Layout, Layout, Layout]:
@@ -105,6 +140,7 @@ class Facts(NamedTuple):
     result: str
     epilog: int
     inputs: tuple[Any, ...]  # (name, (library and memory, dtype, shape, strides)) of epilog inputs
+    scales: tuple[Any, ...]  # the granularities that those of a, of b can mean; or nothing
 
 
 @lru_cache(maxsize=256)
@@ -124,19 +160,42 @@ def describe(call: Call) -> Facts:
             raise TypeError(f"{name} is a {spec.library} array, and a is of {a.library}")
     _check_scalars(call, a.dtype)
     call.options.check(a.dtype)
-    if call.options.inplace and call.operands[2] is None:
+    c = call.operands[2]
+    result = result_dtype(call.options, a.dtype, None if c is None else c.dtype)
+    if call.options.result_amax and result not in FLOAT8:
+        raise ValueError(f"result_amax wants a float8 result, and this one is {result}")
+    if call.options.inplace and c is None:
         raise ValueError("options.inplace=True overwrites c, and no c is given")
     return Facts(
         operands=tuple(None if spec is None else _fact(spec) for spec in call.operands),
         distributions=tuple(each.encode() for each in call.distributions),
-        has_c=call.operands[2] is not None,
+        has_c=c is not None,
         transpose=call.transpose,
         conjugate=call.conjugate,
         options=call.options.compared,
-        result=result_dtype(call.options, a.dtype),
+        result=result,
         epilog=int(call.epilog),
         inputs=tuple((name, (*_fact(s), s.strides)) for name, s in call.inputs),
+        scales=_readings(call, result),
     )
+
+
+def _readings(call: Call, result: str) -> tuple[Any, ...]:
+    """What this rank's scales can mean. Raises ValueError or TypeError for what does not fit."""
+    a, b, c = call.operands
+    assert a is not None and b is not None
+    if a.dtype not in FLOAT8:
+        if any(call.scales):
+            raise ValueError(f"quantization_scales want float8 operands, not {a.dtype}")
+        return ()
+    narrow_c = c is not None and c.dtype in FLOAT8
+    needed = {"a": True, "b": True, "c": narrow_c, "d": result in FLOAT8}
+    check_scales(call.scales, needed, a)
+    found = []
+    for index, (spec, transposed) in enumerate(zip((a, b), call.transpose, strict=False)):
+        rows, columns = spec.shape[::-1] if transposed else spec.shape
+        found.append(readings(call.scales[index], index, (rows, columns), transposed))
+    return tuple(found)
 
 
 def check_operands(specs: Sequence[Sequence[Any]], rank: int) -> Facts:
@@ -172,7 +231,31 @@ def check(specs: Sequence[Sequence[Any]]) -> Problem:
         sums_c=sums_c,
         epilog=epilog,
         strategy=dict(first.options)["strategy"],
+        scaling=_scaling(facts, a, b),
     )
+
+
+def _scaling(facts: Sequence[Facts], a: Layout, b: Layout) -> Scaling | None:
+    first = facts[0]
+    if not first.scales:
+        return None
+    c = first.operands[2]
+    for_a, for_b = agree_granularities([each.scales for each in facts], (a, b))
+    return Scaling(
+        given=(first.operands[0][1], first.operands[1][1]),
+        extras=_extras(first),
+        a=for_a,
+        b=for_b,
+        c=c is not None and c[1] in FLOAT8,
+        d=first.result in FLOAT8,
+        amax=dict(first.options)["result_amax"],
+    )
+
+
+def _extras(facts: Facts) -> str:
+    """The type of what an epilog reads and makes beside D."""
+    c = facts.operands[2]
+    return extras_dtype(facts.result, None if c is None else c[1])
 
 
 def _check_factors(facts: Sequence[Facts]) -> tuple[Layout, Layout]:
@@ -211,15 +294,18 @@ def _check_operand(name: str, spec: ArraySpec) -> None:
 
 def _check_scalars(call: Call, dtype: str) -> None:
     _, b, c = call.operands
-    if b is not None and b.dtype != dtype:
+    if b is not None and b.dtype != dtype and not {b.dtype, dtype} <= FLOAT8:
         raise ValueError(f"a has dtype {dtype} and b has {b.dtype}; they must be equal")
+    if b is not None and b.dtype == dtype == "float8_e5m2":
+        raise ValueError("a and b are both float8_e5m2; one of them is to be float8_e4m3fn")
     if c is None and call.has_beta:
         raise ValueError("beta is given without c; pass c, or leave beta out")
     if c is not None:
         if not call.has_beta:
             raise ValueError("c is given without beta; pass beta too, for example beta=1")
-        expected = result_dtype(call.options, dtype)
-        if c.dtype not in (dtype, expected) or (call.options.inplace and c.dtype != expected):
+        expected = result_dtype(call.options, dtype, c.dtype)
+        fits = c.dtype in (FROM_FLOAT8 if dtype in FLOAT8 else (dtype, expected))
+        if not fits or (call.options.inplace and c.dtype != expected):
             raise ValueError(f"c has dtype {c.dtype}; the result has {expected}")
         if call.transpose[2] or call.conjugate[2]:
             raise ValueError("c can be neither transposed nor conjugated by its qualifiers")
@@ -279,7 +365,7 @@ def _check_c(facts: Sequence[Facts], d: Layout) -> None:
 
 
 def _check_inputs(facts: Sequence[Facts], d: Layout, epilog: MatmulEpilog) -> None:
-    dtype = facts[0].result
+    dtype = _extras(facts[0])
     for rank, each in enumerate(facts):
         m, n = d.local_shape(rank)
         needed = {e.name: e for e in requirements(epilog, m, n, dtype).inputs}

@@ -67,6 +67,8 @@ HOPPER = Machine(
         "float32": 5e13,
         "float16": 7.5e14,
         "bfloat16": 7.5e14,
+        "float8_e4m3fn": 1.2e15,
+        "float8_e5m2": 1.2e15,
         "complex64": 1.2e13,
         "complex128": 1.5e13,
     },

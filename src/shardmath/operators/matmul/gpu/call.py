@@ -10,22 +10,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from shardmath.agreement import require_equal
 from shardmath.arrays import library_of
 from shardmath.arrays.base import share_memory
 from shardmath.context import DistributedContext
 from shardmath.cuda import stream as streams
 from shardmath.cuda.driver import call
-from shardmath.local.epilog import requirements
+from shardmath.local.epilog import Extra, requirements
 from shardmath.local.gpu.blaslt import bindings
 from shardmath.local.gpu.gemm import Algorithms
 from shardmath.operators.lanes import LANES, Lane
-from shardmath.operators.matmul.arguments import Arguments, packed_scalars, unpacked_scalars
+from shardmath.operators.matmul.arguments import Arguments, agreed_scalars, packed_scalars
 from shardmath.operators.matmul.gpu import tuning
 from shardmath.operators.matmul.gpu.execution import Execution
 from shardmath.operators.matmul.gpu.fusing import Fused, pays
-from shardmath.operators.matmul.gpu.share import Operands, Share
+from shardmath.operators.matmul.gpu.share import Operands, Scales, Share
 from shardmath.operators.matmul.problem import Call, Problem
+from shardmath.operators.matmul.scaling import scales_in_order
 from shardmath.operators.repeats import Known
 from shardmath.operators.showing import matrix_of
 from shardmath.symmetric import device_array
@@ -104,6 +104,7 @@ class _Made:
             outputs={name: each.array for name, each in self.extras.items()},
             stream=self.stream,
             algorithms=algorithms,
+            scales=self._scales(call_),
             compute=int(compute) if compute in _FAST_COMPUTE else None,
         )
         comes_again = algorithms.timings is None and not streams.capturing(self.stream)
@@ -223,6 +224,23 @@ class _Made:
             on_heap=on_heap,
         )
 
+    def _scales(self, call_: Call) -> Scales | None:
+        """The scales of eight-bit matrices: those of a and b lie as op(A) and op(B)."""
+        scaling, context = self._problem.scaling, self._context
+        if scaling is None:
+            return None
+        numbers = self._given.numbers(scaling)
+        given = scales_in_order(self._given.scales)
+        arrays: list[DeviceArray | None] = []
+        for index, (number, scale) in enumerate(zip(numbers, given, strict=True)):
+            if number is not None or scale is None:
+                arrays.append(None)
+                continue
+            array = device_array.read(context, scale, f"the scale of {'abcd'[index]}")
+            turned = index < 2 and call_.transpose[index] and len(array.shape) == 2
+            arrays.append(array.transposed() if turned else array)
+        return Scales(tuple(1.0 if x is None else x for x in numbers), tuple(arrays))
+
     def _require_apart(self, out: DeviceArray, a: DeviceArray, b: DeviceArray) -> None:
         """Raise ValueError when writing to c would change a or b."""
         given = self._given
@@ -239,7 +257,10 @@ class _Made:
         """Room for the epilog's outputs, zero where nothing will be written."""
         context, problem = self._context, self._problem
         m, n = problem.d.local_shape(context.rank)
-        for extra in requirements(problem.epilog, m, n, problem.result).outputs:
+        made_of = [*requirements(problem.epilog, m, n, problem.extras).outputs]
+        if problem.scaling is not None and problem.scaling.amax:
+            made_of.append(Extra("result_amax", ((1,),), "float32"))
+        for extra in made_of:
             shape = extra.shape
             if extra.name == problem.epilog.makes_bgrad and not problem.epilog.gradient:
                 layout, axis = (problem.a, 0) if extra.name == "bgrada" else (problem.b, 1)
@@ -307,9 +328,9 @@ def _heard(
         plan, call_ = ready()
         chosen = algorithms or plan.share.algorithms
         made.append(_Made(context, plan.share, call_, arguments, chosen))
-        return packed_scalars(arguments.scalars()) + made[0].say()
+        scales = plan.problem.scaling and arguments.numbers(plan.problem.scaling)
+        return packed_scalars(arguments.scalars(), scales or ()) + made[0].say()
 
-    notes = [unpacked_scalars(note) for note in context.gather(operation, prepare)]
-    require_equal("(alpha, beta)", [scalars for scalars, _ in notes])
-    made[0].hear(operation, [text for _, text in notes])
+    said = agreed_scalars(context.gather(operation, prepare))
+    made[0].hear(operation, said)
     return made[0]

@@ -20,13 +20,15 @@ from shardmath.local.gpu.epilog import copy, finish, row_sums
 from shardmath.operators.lanes import Lane
 from shardmath.operators.matmul.gpu.addition import Addition
 from shardmath.operators.matmul.gpu.gathering import Gathering
+from shardmath.operators.matmul.gpu.numbers import Quantizing
 from shardmath.operators.matmul.gpu.share import AFTERWARDS, Operands, Share
 from shardmath.operators.matmul.problem import gradient_layouts
 from shardmath.operators.showing import Places, Showcase, matrix_of
 
 __all__ = ["SHOWN", "Ending"]
 
-SHOWN = ("a", "b", "c", "sums", "reduced", "vector")  # what peers may read
+# What peers may read.
+SHOWN = ("a", "b", "c", "sums", "reduced", "vector", "scales a", "scales b", "amax")
 
 
 class Ending:
@@ -57,10 +59,16 @@ class Ending:
         self.sums: Matrix | None = None  # this rank's product, to be added or moved
         self._addition = addition
         self._own_c: Matrix | None = None
+        scaling = self.problem.scaling
+        self.quantizing: Quantizing | None = None
+        if scaling is not None and scaling.d:
+            self.quantizing = Quantizing(share, operands, lane, shown, context.size)
 
     def prepare(self) -> None:
         """Take memory for sums that peers read, for what is read of theirs, and for vectors."""
         strategy, problem, rank = self.strategy, self.problem, self.rank
+        if self.quantizing is not None:
+            self.quantizing.prepare()
         if self._addition is not None:
             self.sums = self._addition.prepare()
         elif strategy.reduces or strategy.moves_result:
@@ -134,6 +142,10 @@ class Ending:
             self._finish(parts)
         if epilog.makes_bgrad:
             self._complete()
+        if self.quantizing is not None and self.quantizing.finds_most:
+            self._meet("amax")
+            self.quantizing.complete()
+            reads_peers = True
         return reads_peers
 
     def _meet(self, name: str) -> None:
@@ -211,10 +223,11 @@ class Ending:
         if epilog.makes_bgrad and epilog.gradient:
             shape = self.out.rows, self.out.columns
             kept = Matrix.packed(self.lane.address("kept"), shape, self.wide, self.order)
+        numbers = self.out if self.quantizing is None else self.quantizing.numbers
         finish(
             self.device,
             self.stream,
-            self.out,
+            numbers,
             parts,
             alpha=complex(operands.alpha),
             beta=complex(operands.beta),
@@ -223,7 +236,10 @@ class Ending:
             bias=operands.bias,
             aux=None if aux is None else matrix_of(aux),
             kept=kept,
+            extra="" if self.quantizing is None else self.problem.extras,
         )
+        if self.quantizing is not None:
+            self.quantizing.finish(numbers)
 
     def _addend(self) -> Matrix | None:
         """C; where each rank has one, their sum."""

@@ -29,6 +29,8 @@ from shardmath.operators.matmul.gpu.ending import SHOWN, Ending
 from shardmath.operators.matmul.gpu.far_showing import FarShowcase
 from shardmath.operators.matmul.gpu.feeding import Feed, Interval
 from shardmath.operators.matmul.gpu.gathering import Gathering
+from shardmath.operators.matmul.gpu.numbers import Numbers
+from shardmath.operators.matmul.gpu.scaled import ScaledProducts
 from shardmath.operators.matmul.gpu.share import AFTERWARDS, Operands, Share
 from shardmath.operators.showing import Places, Showcase, matrix_of
 
@@ -58,7 +60,8 @@ class Execution:
         self.share = share
         self.strategy = share.strategy
         self.problem = share.strategy.problem
-        self.operands = operands
+        self._numbers = Numbers(share, operands, lane)
+        self.operands = operands = self._numbers.operands
         self.rank = context.rank
         self.lane = lane
         self.device = lane.team.device
@@ -75,6 +78,9 @@ class Execution:
         self.ending = Ending(context, share, operands, lane, self.shown, self.addition)
         self._arriving = self._on_arrival()
         self._within: Within | None = None
+        self._scaled: ScaledProducts | None = None
+        if share.multiplies_elements:
+            self._scaled = ScaledProducts(share, operands, lane, self.shown, self.ending)
         self._copies: list[tuple[Matrix, Matrix]] = []  # (to, from): operands that peers read
 
     def _on_arrival(self) -> Arriving | None:
@@ -101,12 +107,17 @@ class Execution:
                 if room is not None:
                     self._copies.append((room, matrix_of(array).part(ranges[0], ranges[1])))
         self.ending.prepare()
+        if self._scaled is not None:
+            self._scaled.prepare_scales()
         if self.share.multiplies:
             self._prepare_product()
         return self.shown.pack()
 
     def _prepare_product(self) -> None:
         """Memory for panels, for factors that BLAS cannot take as they lie, and for the product."""
+        if self._scaled is not None:
+            self._scaled.prepare()
+            return
         if self._arriving is not None:
             self._arriving.prepare()
         self.lane.buffer("blas", WORKSPACE)
@@ -142,10 +153,15 @@ class Execution:
         """
         self.shown.learn(told)
         with self.lane.entered(self.stream):
+            self._numbers.launch(self.device, self.stream)
             for shown, original in self._copies:
                 copy(self.device, self.stream, shown, original)
             for name in "ab":
                 self.shown.publish(name, self.stream)
+            if self._scaled is not None:
+                self._scaled.show_scales()
+            if self.ending.quantizing is not None:
+                self.ending.quantizing.begin()
             together = self.ending.show_c() or self.share.reads_peers
             if together:
                 self._barrier()  # after writing what a peer will read, before reading what it wrote
@@ -196,6 +212,7 @@ class Execution:
             or operands.alpha == 0  # NaN times 0 is NaN, which BLAS does not look for
             or not takes_result(self.out)
             or (several and self.out.dtype != self.wide)
+            or (self.problem.scaling is not None and self.out.dtype != self.wide)
             or (c is not None and operands.beta != 0 and not self._takes_c(matrix_of(c)))
         )
 
@@ -222,6 +239,8 @@ class Execution:
             if self.ending.sums is not None:
                 finish(self.device, self.stream, self.ending.sums, [])  # zeros
             return []
+        if self._scaled is not None:
+            return self._scaled.run(self._source)
         if self._arriving is not None and self._arriving.run(self._source):
             return None
         target = self._target()

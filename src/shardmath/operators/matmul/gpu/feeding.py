@@ -92,13 +92,21 @@ class Interval:
 
 
 def intervals(
-    a: Feed, b: Feed, itemsize: int, *, rate: float, ratio: float, rotate: bool
+    a: Feed,
+    b: Feed,
+    itemsize: int,
+    *,
+    rate: float,
+    ratio: float,
+    rotate: bool,
+    grain: int = 64,
 ) -> tuple[list[Interval], int]:
     """The intervals in the order in which they are multiplied, and how many indices the memory of
     the panels has.
 
     Products have `rate` flops per second; panels come `ratio` times as fast as they are used. With
-    `rotate` the intervals begin with what this rank has itself.
+    `rotate` the intervals begin with what this rank has itself. Their lengths are multiples of
+    `grain`, and with a greater one than 64 their bounds too; but for the end of k.
     """
     extent = a.extent
     per_index = itemsize * sum(feed.width for feed in (a, b) if feed.gathers)
@@ -108,20 +116,21 @@ def intervals(
     if per_index * extent <= _FIRST_BYTES or extent <= 2 * least:
         return [Interval(0, extent, 0, None)], extent
     room = max(least, _ROOM // per_index)
-    first = max(least, _FIRST_BYTES // per_index) // 64 * 64
+    first = max(least, _FIRST_BYTES // per_index) // grain * grain
     growth = min(_MOST_GROWTH, max(_LEAST_GROWTH, 0.9 * ratio))
     start = 0
     if rotate:
         start = next((feed.own_start for feed in (a, b) if feed.gathers), 0)
+        start -= start % grain if grain > 64 else 0
     ends = [extent, start] if start else [extent]
     fits_at_once = extent <= room
-    most = extent if fits_at_once else max(64, room // _SLOTS // 64 * 64)
+    most = extent if fits_at_once else max(grain, room // _SLOTS // grain * grain)
     pieces: list[tuple[int, int]] = []
     at, length = start, float(min(first, most))
     for end in ends:
         while at < end:
             left = end - at
-            step = min(int(length) // 64 * 64, most)
+            step = min(int(length) // grain * grain, most)
             step = left if left < 1.5 * step and left <= most else min(step, left)
             pieces.append((at, at + step))
             at += step

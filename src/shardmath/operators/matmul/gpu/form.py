@@ -33,7 +33,7 @@ class Form:
 
 def form_of(strategy: Strategy) -> Form | None:
     """The form that a strategy has, the same on all ranks; None where it has none of them."""
-    if strategy.problem.size == 1:
+    if strategy.problem.size == 1 or strategy.problem.scaling is not None:
         return None
     return _summed(strategy) if strategy.reduces else _gathered(strategy)
 

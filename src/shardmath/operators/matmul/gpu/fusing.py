@@ -166,7 +166,7 @@ def notes(share: Share) -> list[str]:
         ]
     form = share.form
     if form is None:
-        return []
+        return [] if share.strategy.problem.scaling is None else [_scaled_note(share)]
     if pays(share):
         how = _TOLD[form.kind].format(rows="columns of b" if form.turned else "rows of a")
         return [f"in one kernel: {how}, where all arrays lie in memory as it wants them"]
@@ -175,6 +175,13 @@ def notes(share: Share) -> list[str]:
     if share.strategy.problem.dtype not in _HALVES:
         return []
     return ["in phases, which are predicted to be faster than one kernel that moves data too"]
+
+
+def _scaled_note(share: Share) -> str:
+    if not share.multiplies_elements:
+        return "elements become float32 first: products of them do not fit what is asked for"
+    a, b = share.modes
+    return f"eight-bit elements are multiplied, scales of a: {a}, of b: {b}"
 
 
 def _lies(x: Matrix) -> tuple[str, int] | None:

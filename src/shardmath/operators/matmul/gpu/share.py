@@ -13,21 +13,43 @@ from typing import Any
 from shardmath.arrays import dtypes
 from shardmath.geometry import Layout, Move
 from shardmath.local.epilog import MatmulEpilog
+from shardmath.local.float8 import BLOCK, FLOAT8
 from shardmath.local.gpu.gemm import Algorithms
 from shardmath.operators.matmul import host
 from shardmath.operators.matmul.gpu.choice import rounds_parts
 from shardmath.operators.matmul.gpu.feeding import Feed, Interval, intervals
 from shardmath.operators.matmul.gpu.form import Form, form_of
 from shardmath.operators.matmul.gpu.routes import Routes
+from shardmath.operators.matmul.gpu.scale_moves import ScaleMoves, modes, scale_moves
 from shardmath.operators.matmul.problem import gradient_layouts
 from shardmath.operators.matmul.strategy import HOPPER, HOPPER_APART, Machine
 from shardmath.operators.repeats import Repeats
 from shardmath.symmetric.device_array import DeviceArray
 
-__all__ = ["AFTERWARDS", "Operands", "Share"]
+__all__ = ["AFTERWARDS", "Operands", "Scales", "Share"]
 
 # Epilogs of which nothing happens to D itself.
 AFTERWARDS = (MatmulEpilog.ALLREDUCE, MatmulEpilog.BGRADA, MatmulEpilog.BGRADB)
+
+
+@dataclass(frozen=True)
+class Scales:
+    """The scales of eight-bit a, b, c and D: for each a number, and what multiplies it, if any: an
+    array on the GPU, of a's and b's granularity and lying as op(A) and op(B).
+    """
+
+    numbers: tuple[float, ...]
+    arrays: tuple[DeviceArray | None, ...]
+
+    @property
+    def use(self) -> tuple[object, ...]:
+        """The numbers, and where the arrays lie."""
+        return self.numbers, tuple(x and (x.address, x.strides) for x in self.arrays)
+
+    def address(self, index: int) -> int:
+        """That of an array of one element; 0 if there is none."""
+        array = self.arrays[index]
+        return 0 if array is None else array.address
 
 
 @dataclass(frozen=True)
@@ -45,6 +67,7 @@ class Operands:
     inputs: Mapping[str, DeviceArray] = field(repr=False)
     outputs: Mapping[str, DeviceArray] = field(repr=False)
     stream: int
+    scales: Scales | None = None
     compute: int | None = None  # a MatmulComputeType that is faster, and less exact
     algorithms: Algorithms | None = None  # of cuBLASLt: the share's, or a dictionary to fill
 
@@ -66,7 +89,8 @@ class Operands:
         read = (self.a, self.b, self.c, *self.inputs.values())
         lying = [x and (x.address, x.strides, x.block is not None) for x in read]
         made = [x.strides for x in self._made]
-        return *lying, *made, self.alpha, self.beta, self.stream, self.compute
+        scales = self.scales and self.scales.use
+        return *lying, *made, self.alpha, self.beta, scales, self.stream, self.compute
 
     @property
     def place(self) -> tuple[int, ...]:
@@ -167,7 +191,24 @@ class Share(host.Share):
         came = max((a.remote + b.remote) * itemsize / self.machine.bandwidth, 1e-12)
         rate = self.machine.rate(dtype)
         rotate = strategy.sums.disjoint()
-        return intervals(a, b, itemsize, rate=rate, ratio=flops / rate / came, rotate=rotate)
+        grain = BLOCK if self.multiplies_elements else 64
+        ratio = flops / rate / came
+        return intervals(a, b, itemsize, rate=rate, ratio=ratio, rotate=rotate, grain=grain)
+
+    @cached_property
+    def scale_moves(self) -> tuple[ScaleMoves | None, ScaleMoves | None]:
+        """How the scales of eight-bit factors get here."""
+        return scale_moves(self.strategy, 0), scale_moves(self.strategy, 1)
+
+    @cached_property
+    def modes(self) -> tuple[str, str]:
+        """The modes of a product of eight-bit factors."""
+        return modes(self.strategy)
+
+    @property
+    def multiplies_elements(self) -> bool:
+        """Whether factors are multiplied as eight-bit elements, with scales."""
+        return self.strategy.problem.dtype in FLOAT8
 
     @cached_property
     def kept(self) -> dict[Any, Any]:

@@ -1,0 +1,157 @@
+"""How scales of float8 factors get to the ranks that multiply, and whether they can: pure.
+
+The scales of a factor are a matrix of lines x blocks of k, where lines are rows of op(A) or columns
+of op(B). Blocks are counted within a rank's part; where all parts begin and end at multiples of 128
+of k these are blocks of the whole matrix too, and travel as its elements do.
+
+    a, b                    modes of the product
+    tensor, tensor          tensor, tensor
+    tensor or outer         outer, outer
+    1 x 128 among them      vectors, vectors; squares for one factor of 128 x 128
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardmath.geometry import Layout, Spans
+from shardmath.local.epilog import MatmulEpilog
+from shardmath.local.float8 import BLOCK, Blocks
+from shardmath.operators.matmul.problem import Problem
+from shardmath.operators.matmul.scaling import OUTER, SQUARES, TENSOR, VECTORS
+from shardmath.operators.matmul.strategy import HOPPER, Cost, Machine, Strategy, choose
+from shardmath.redistribution import TransferPlan
+
+__all__ = ["ScaleMoves", "chosen", "keeps_blocks", "modes", "scale_moves"]
+
+
+@dataclass(frozen=True)
+class ScaleMoves:
+    """One factor's scales on their way. `blocks` are the lines and indices of k of those that
+    travel; those that a rank was given, `given`, may be of more lines.
+    """
+
+    given: Blocks
+    blocks: Blocks
+    transfer: TransferPlan
+
+    @property
+    def stay(self) -> bool:
+        """Whether each rank needs just what it was given."""
+        return self.given == self.blocks and self.transfer.src.same_as(self.transfer.dst)
+
+
+def chosen(problem: Problem, machine: Machine) -> tuple[Strategy, list[tuple[Strategy, Cost]]]:
+    """The fastest strategy that can multiply elements; where there is none, or the one that was
+    asked for cannot, a strategy for the numbers that they stand for.
+
+    Raises NotImplementedError for scaled elements between hosts.
+    """
+    if problem.scaling is not None and machine is not HOPPER:
+        raise NotImplementedError(
+            "products of float8 on GPUs want all ranks on one host so far; use a context of each "
+            'host\'s ranks (split), or one made by new_context("cpu", ...)'
+        )
+    strategy, compared = choose(problem, machine)
+    if problem.scaling is None:
+        return strategy, compared
+    candidates = [strategy, *(each for each, _ in compared if problem.strategy is None)]
+    for each in candidates:
+        if keeps_blocks(each) and problem.epilog not in _OF_NUMBERS:
+            return each, compared
+    return choose(problem.widened(), HOPPER)
+
+
+_OF_NUMBERS = (MatmulEpilog.BGRADA, MatmulEpilog.BGRADB)  # which sum a factor's numbers
+
+
+def keeps_blocks(strategy: Strategy) -> bool:
+    """Whether blocks of k are the same for all ranks, in the operands and in what is multiplied."""
+    problem = strategy.problem
+    assert problem.scaling is not None
+    k = problem.shape[2]
+    for index, granularity in enumerate((problem.scaling.a, problem.scaling.b)):
+        if granularity not in (VECTORS, SQUARES):
+            continue
+        for layout in ((problem.a, problem.b)[index], (strategy.a, strategy.b)[index]):
+            if not _is_aligned(layout, 1 - index, k):
+                return False
+    return True
+
+
+def modes(strategy: Strategy) -> tuple[str, str]:
+    """The modes of the product, of A and of B."""
+    scaling = strategy.problem.scaling
+    assert scaling is not None
+    given = (scaling.a, scaling.b)
+    if given == (TENSOR, TENSOR):
+        return "tensor", "tensor"
+    if not {VECTORS, SQUARES} & set(given):
+        return "outer", "outer"
+    found = ["vectors", "vectors"]
+    for index in (1, 0):  # the weights of a layer are B
+        if given[index] == SQUARES and _keeps_lines(strategy, index):
+            found[index] = "squares"
+            break
+    return found[0], found[1]
+
+
+def scale_moves(strategy: Strategy, index: int) -> ScaleMoves | None:
+    """The moves of the scales of op(A), index 0, or op(B); None where one number is all."""
+    scaling = strategy.problem.scaling
+    assert scaling is not None
+    granularity = (scaling.a, scaling.b)[index]
+    if granularity == TENSOR:
+        return None
+    k = BLOCK if granularity != OUTER else None
+    given = Blocks(BLOCK if granularity == SQUARES else 1, k)
+    blocks = given if granularity != SQUARES or _keeps_lines(strategy, index) else Blocks(1, k)
+    held, need = (
+        _coarse(layout, index, blocks)
+        for layout in (
+            (strategy.problem.a, strategy.problem.b)[index], (strategy.a, strategy.b)[index],
+        )
+    )  # fmt: skip
+    return ScaleMoves(given, blocks, TransferPlan(held, need, 4))
+
+
+def _keeps_lines(strategy: Strategy, index: int) -> bool:
+    """Whether blocks of 128 lines are the same for all ranks."""
+    problem = strategy.problem
+    layouts = (problem.a, problem.b)[index], (strategy.a, strategy.b)[index]
+    return all(_is_aligned(each, index, each.global_shape[index]) for each in layouts)
+
+
+def _is_aligned(layout: Layout, axis: int, extent: int) -> bool:
+    """Whether all parts with elements are made of blocks of 128 of the whole axis."""
+    return all(
+        part.start % BLOCK == 0
+        and part.period % BLOCK == 0
+        and (part.stop % BLOCK == 0 or part.stop == extent)
+        and (part.period == 0 or part.block % BLOCK == 0)
+        for rank, part in enumerate(layout.column(axis))
+        if 0 not in layout.local_shape(rank)
+    )
+
+
+def _coarse(layout: Layout, index: int, blocks: Blocks) -> Layout:
+    """The layout of scales of such blocks, lines first, for that of the elements."""
+    lines, k = layout.global_shape[index], layout.global_shape[1 - index]
+    shape = blocks.shape(lines, k)
+    empty = [0 in layout.local_shape(rank) for rank in range(layout.size)]
+    columns = []
+    for axis, unit in ((index, blocks.rows), (1 - index, blocks.columns)):
+        whole = Spans.interval(0, 1)
+        columns.append(
+            [
+                Spans.interval(0, 0) if nothing else whole if unit is None else _divided(part, unit)
+                for part, nothing in zip(layout.column(axis), empty, strict=True)
+            ]
+        )
+    return Layout.product(shape, columns, size=layout.size)
+
+
+def _divided(part: Spans, unit: int) -> Spans:
+    """The blocks of `unit` indices that aligned spans are made of."""
+    block = -(-part.block // unit)
+    return Spans(part.start // unit, block, part.period // unit, -(-part.stop // unit))

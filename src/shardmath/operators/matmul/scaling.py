@@ -1,0 +1,251 @@
+"""Scales of eight-bit operands: what a rank gave, which granularity that is, what all agreed on.
+
+An element of op(A) or op(B) stands for itself times a scale. One rank's scales belong to its local
+part, blocks being counted from its first element, so that any distribution has them:
+
+    granularity      of op(A), m x k here           of op(B), k x n here
+    -------------    ---------------------------    ---------------------------
+    tensor           a number, () or (1,)           the same
+    outer            (m,) or (m, 1), each row       (n,) or (1, n), each column
+    1 x 128          (m, k / 128), along k          (k / 128, n), along k
+    128 x 128        (m / 128, k / 128)             (k / 128, n / 128)
+
+Quotients are rounded up. What has two axes lies as the operand does: transposed where that is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from shardmath.arrays import ArraySpec, library_of
+from shardmath.arrays.base import HostArray
+from shardmath.errors import CollectiveMismatch
+from shardmath.geometry import Layout
+from shardmath.local.float8 import BLOCK, Blocks
+from shardmath.operators.lifecycle import options_of
+from shardmath.operators.matmul.options import MatmulQuantizationScales
+
+__all__ = [
+    "Given",
+    "Scaling",
+    "agree_granularities",
+    "blocks_of",
+    "check_scales",
+    "given_scales",
+    "known_numbers",
+    "merged",
+    "readings",
+    "scale_matrix",
+    "scales_in_order",
+]
+
+TENSOR, OUTER, VECTORS, SQUARES = "tensor", "outer", "1 x 128", "128 x 128"
+_NAMES = ("a", "b", "c", "d")
+
+Given = ArraySpec | str | None  # an array, the word "number", or nothing
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """What all ranks agreed on: the types of a and b, and of what an epilog has beside D; the
+    granularity of a's and b's scales; whether c and d have one, and whether the greatest absolute
+    value of D is wanted.
+    """
+
+    given: tuple[str, str]
+    extras: str
+    a: str
+    b: str
+    c: bool
+    d: bool
+    amax: bool
+
+    def __str__(self) -> str:
+        extra = ["c a number"] * self.c + ["d a number"] * self.d
+        names = [f"a by {_SAID[self.a]}", f"b by {_SAID[self.b].replace('row', 'column')}", *extra]
+        return f"scales: {', '.join(names)}" + "; amax of d" * self.amax
+
+
+_SAID = {TENSOR: "tensor", OUTER: "row", VECTORS: "1 x 128 along k", SQUARES: "128 x 128"}
+
+
+def blocks_of(granularity: str, index: int) -> Blocks:
+    """The blocks of op(A), index 0, or op(B), index 1."""
+    along_rows, along_k = {
+        TENSOR: (None, None),
+        OUTER: (1, None),
+        VECTORS: (1, BLOCK),
+        SQUARES: (BLOCK, BLOCK),
+    }[granularity]
+    return Blocks(along_rows, along_k) if index == 0 else Blocks(along_k, along_rows)
+
+
+def given_scales(scales: Any) -> tuple[Given, ...]:
+    """What was given for a, b, c and d, without values. Raises TypeError or ValueError."""
+    if scales is None:
+        return (None,) * 4
+    return tuple(_given(n, x) for n, x in zip(_NAMES, scales_in_order(scales), strict=True))
+
+
+def merged(new: Any, old: Any) -> Any:
+    """`new` scales, with `old` ones where there is no new one; for resets."""
+    if new is None or old is None:
+        return old if new is None else new
+    one, two = (options_of(MatmulQuantizationScales, x, "quantization_scales") for x in (new, old))
+    kept = {n: getattr(two, n) if getattr(one, n) is None else getattr(one, n) for n in _NAMES}
+    return MatmulQuantizationScales(**kept)
+
+
+def known_numbers(scales: Any, scaling: Scaling) -> tuple[float | None, ...]:
+    """The scales of a, b, c and d that are numbers for whole matrices and are known to the host;
+    None for all others.
+    """
+    whole = (scaling.a == TENSOR, scaling.b == TENSOR, scaling.c, scaling.d)
+    return tuple(
+        _number(scale) if is_whole else None
+        for scale, is_whole in zip(scales_in_order(scales), whole, strict=True)
+    )
+
+
+def scales_in_order(scales: Any) -> tuple[Any, ...]:
+    """Those of a, b, c and d, as given."""
+    read = options_of(MatmulQuantizationScales, scales, "quantization_scales")
+    return tuple(getattr(read, name) for name in _NAMES)
+
+
+def scale_matrix(scales: Any, index: int, shape: tuple[int, int], transposed: bool) -> HostArray:
+    """The scales of op(A), index 0, or op(B), in host memory, as a matrix of `shape`."""
+    scale = scales_in_order(scales)[index]
+    if _is_number(scale):
+        return np.full(shape, scale, np.float32)
+    found = library_of(scale).host_view(scale)
+    if found.ndim == 2 and transposed:
+        found = found.T
+    return found.reshape(shape)
+
+
+def check_scales(given: Sequence[Given], needed: Mapping[str, bool], like: ArraySpec) -> None:
+    """Raise ValueError for scales that are missing or too many, TypeError for another library's.
+
+    `needed` says of each of a, b, c and d whether it is an eight-bit matrix; `like` is a's spec.
+    """
+    for name, scale in zip(_NAMES, given, strict=True):
+        if needed[name] and scale is None:
+            what = "the result" if name == "d" else name
+            raise ValueError(
+                f"{what} is of an eight-bit type, and quantization_scales has no {name}; pass its "
+                f"scale, for example quantization_scales={{{name!r}: 1.0, ...}}"
+            )
+        if scale is not None and not needed[name]:
+            what = "the result" if name == "d" else name
+            raise ValueError(
+                f"quantization_scales has {name}, and {what} is of no eight-bit type: leave it out"
+            )
+        if isinstance(scale, ArraySpec):
+            _check_array(name, scale, like)
+            if name in "cd" and scale.size != 1:
+                raise ValueError(
+                    f"the scale of {name} is one number for the whole matrix; given is an array of "
+                    f"shape {scale.shape}"
+                )
+
+
+def readings(given: Given, index: int, shape: tuple[int, int], transposed: bool) -> tuple[str, ...]:
+    """The granularities that this rank's scale of operand `index`, 0 or 1, can mean.
+
+    `shape` is that of the local part of op(A) or op(B). Raises ValueError where there is none.
+    """
+    if not isinstance(given, ArraySpec):
+        return (TENSOR,)
+    found = [TENSOR] if given.size == 1 else []
+    wide = given.shape[::-1] if transposed else given.shape
+    for each in (OUTER, VECTORS, SQUARES):
+        expected = blocks_of(each, index).shape(*shape)
+        if wide == expected or (each == OUTER and given.shape == (shape[index],)):
+            found.append(each)
+    if not found:
+        name = _NAMES[index]
+        kinds = [f"{each}: {_turned(blocks_of(each, index).shape(*shape), transposed)}"
+                 for each in (OUTER, VECTORS, SQUARES)]  # fmt: skip
+        raise ValueError(
+            f"the scales of {name} have shape {given.shape}; for the local part of {name} they are "
+            f"one number, or have a shape of {'; '.join(kinds)}"
+        )
+    return tuple(found)
+
+
+def agree_granularities(
+    found: Sequence[Sequence[Sequence[str]]], layouts: Sequence[Layout]
+) -> tuple[str, str]:
+    """What fits the scales of every rank, for a and for b, whose readings are `found[rank]`.
+
+    Of several the finest is taken: where they fit all ranks, they say the same. Raises
+    CollectiveMismatch where none fits all ranks.
+    """
+    chosen = []
+    for index in (0, 1):
+        each = [set(readings_[index]) for readings_ in found]
+        common = set.intersection(*each)
+        if not common:
+            odd = next(rank for rank, one in enumerate(each) if not one & each[0])
+            raise CollectiveMismatch(
+                f"the scales of {_NAMES[index]} must be of one kind on all ranks: rank 0 has "
+                f"{' or '.join(found[0][index])}, rank {odd} has {' or '.join(found[odd][index])}"
+            )
+        whole = _has_whole_k(layouts[index], 1 - index)
+        order = [OUTER] * whole + [VECTORS, SQUARES, OUTER, TENSOR]
+        chosen.append(next(kind for kind in order if kind in common))
+    return chosen[0], chosen[1]
+
+
+def _has_whole_k(layout: Layout, axis: int) -> bool:
+    """Whether no row of op(A), no column of op(B), is split over ranks."""
+    k = layout.global_shape[axis]
+    return all(
+        part.length == k or 0 in layout.local_shape(rank)
+        for rank, part in enumerate(layout.column(axis))
+    )
+
+
+def _given(name: str, scale: Any) -> Given:
+    if scale is None:
+        return None
+    if _is_number(scale):
+        return "number"
+    if isinstance(scale, (bool, np.bool_, str, bytes, complex, list, tuple)):
+        raise ValueError(f"the scale of {name} is a number or a float32 array, not {scale!r}")
+    return library_of(scale, f"the scale of {name}").spec(scale)
+
+
+def _number(scale: Any) -> float | None:
+    """The value of a number, or of an array of one element in host memory."""
+    if _is_number(scale):
+        return float(scale)
+    library = library_of(scale)
+    if library.spec(scale).device != "cpu":
+        return None
+    return float(library.host_view(scale).reshape(()))
+
+
+def _is_number(scale: Any) -> bool:
+    known = isinstance(scale, (int, float, np.integer, np.floating))
+    return known and not isinstance(scale, bool)
+
+
+def _check_array(name: str, scale: ArraySpec, like: ArraySpec) -> None:
+    if scale.library != like.library:
+        raise TypeError(
+            f"the scale of {name} is a {scale.library} array, and a is of {like.library}"
+        )
+    if scale.dtype != "float32":
+        raise ValueError(f"the scale of {name} has dtype {scale.dtype}; scales are float32")
+    if scale.ndim > 2:
+        raise ValueError(f"the scale of {name} has {scale.ndim} axes; scales have two at most")
+
+
+def _turned(shape: tuple[int, int], transposed: bool) -> tuple[int, int]:
+    return (shape[1], shape[0]) if transposed else shape

@@ -1,0 +1,91 @@
+"""The host's test bodies for products of eight-bit floats, on ranks with GPUs.
+
+Tensor cores add up eight-bit products with fewer bits than float32 has: sums may be further off.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+from test_matmul_bodies import body
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "matmul"))
+
+import test_float8_products as bodies
+
+SUMS = 4e-4
+ONE = [("vectors", "squares", "float8_e4m3fn", "float8_e4m3fn", "bfloat16", (False, True), "C")]
+MANY = [
+    *ONE,
+    ("tensor", "tensor", "float8_e4m3fn", "float8_e5m2", "float8_e5m2", (False, False), "C"),
+    ("outer", "tensor", "float8_e5m2", "float8_e4m3fn", "float32", (True, False), "F"),
+    ("squares", "squares", "float8_e4m3fn", "float8_e4m3fn", "float16", (True, True), "F"),
+]
+
+
+@pytest.mark.parametrize("where", ["gpu", "host"])
+@pytest.mark.parametrize("layout", list(bodies.cases.LAYOUTS))
+def test_every_granularity(gpus, size, layout, where):
+    cases = bodies.all_cases() if where == "gpu" else bodies.all_cases()[::5]
+    for name in ("small", "thin", "blocks", "none"):
+        args = ["torch", layout, bodies.SHAPES[name], cases, SUMS]
+        assert gpus.run(body, bodies.__name__, "table", where, args, ranks=size) == [[]] * size
+
+
+@pytest.mark.parametrize("layout", ["rows", "reduce", "blocks"])
+def test_many_intervals(gpus, size, layout):
+    args = ["torch", layout, (640, 1024, 10000), MANY, SUMS]
+    assert gpus.run(body, bodies.__name__, "table", "gpu", args, ranks=size) == [[]] * size
+
+
+@pytest.mark.parametrize("layout", ["rows", "reduce", "everywhere", "blocks"])
+def test_every_strategy(gpus, size, layout):
+    args = ["torch", layout, bodies.SHAPES["blocks"], SUMS]
+    for wrong, _ in gpus.run(body, bodies.__name__, "every_strategy", "gpu", args, ranks=size):
+        assert not wrong
+
+
+@pytest.mark.parametrize("where", ["gpu", "host"])
+@pytest.mark.parametrize(
+    ("result", "addend"),
+    [
+        ("bfloat16", "bfloat16"),
+        ("float8_e4m3fn", "float16"),
+        ("float8_e5m2", "float8_e5m2"),
+        ("float32", "float8_e4m3fn"),
+        ("float8_e4m3fn", "float32"),
+    ],
+)
+def test_epilogs(gpus, size, result, addend, where):
+    args = ["torch", result, addend, SUMS]
+    assert gpus.run(body, bodies.__name__, "run_epilogs", where, args, ranks=size) == [[]] * size
+
+
+@pytest.mark.parametrize("where", ["gpu", "host"])
+def test_too_large_a_number_is_the_greatest(gpus, where):
+    ranks = min(gpus.size, 2)
+    gpus.run(body, bodies.__name__, "saturate", where, ["torch"], ranks=ranks)
+
+
+@pytest.mark.parametrize("where", ["gpu", "host"])
+def test_resetting_scales(gpus, where):
+    ranks = min(gpus.size, 2)
+    args = ["torch"] if where == "gpu" else ["numpy"]
+    found = gpus.run(body, bodies.__name__, "reset_scales", where, args, ranks=ranks)
+    assert found == [[1.0, 1.5, 3.0, 2.0]] * ranks
+
+
+def mistakes(context, culprit, through):
+    return importlib.import_module("test_float8_mistakes").make_mistakes(context, culprit, through)
+
+
+def test_mistakes(gpus):
+    ranks = min(gpus.size, 3)
+    rows = importlib.import_module("test_float8_mistakes").MISTAKES
+    first, *others = gpus.run(mistakes, ranks - 1, "make", ranks=ranks)
+    assert all(other == first for other in others)
+    for name, (kind, text) in first.items():
+        assert kind in rows[name][1 if ranks > 1 else 2].split(" or "), (name, kind, text)

@@ -1,0 +1,312 @@
+"""Products of scaled elements as a GPU performs them, by NumPy: every rank in one process.
+
+Memory is the host's; what launches kernels is replaced by the same in NumPy, which asserts what
+cuBLASLt asks for: lines along k, everything at multiples of 16 bytes, scales in its layouts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import float8_cases as cases
+import numpy as np
+import pytest
+from float8_cases import E4, E5
+
+from shardmath.arrays.dtypes import of, to_numpy
+from shardmath.geometry import Layout
+from shardmath.local.epilog import MatmulEpilog
+from shardmath.local.gpu import Matrix, scaled
+from shardmath.operators.matmul.gpu import feeding
+from shardmath.operators.matmul.gpu import scaled as module
+from shardmath.operators.matmul.gpu.scale_moves import chosen
+from shardmath.operators.matmul.gpu.share import Operands, Scales, Share
+from shardmath.operators.matmul.problem import Problem
+from shardmath.operators.matmul.scaling import OUTER, SQUARES, TENSOR, VECTORS, Scaling
+from shardmath.operators.matmul.strategy import HOPPER
+from shardmath.symmetric.device_array import DeviceArray
+
+MODES = {"tensor": TENSOR, "outer": OUTER, "vectors": VECTORS, "squares": SQUARES}
+
+
+def view(x: Matrix):
+    """A matrix of the "GPU" as NumPy sees it."""
+    item = x.itemsize
+    nbytes = ((x.rows - 1) * x.row_stride + (x.columns - 1) * x.column_stride + 1) * item
+    if not x.size:
+        return np.zeros((x.rows, x.columns), to_numpy(x.dtype))
+    buffer = (ctypes.c_char * nbytes).from_address(x.address)
+    steps = (x.row_stride * item, x.column_stride * item)
+    return np.ndarray((x.rows, x.columns), to_numpy(x.dtype), buffer, strides=steps)
+
+
+def room(nbytes):
+    """Memory at a multiple of 256, full of NaN."""
+    whole = np.full(nbytes + 256, 0xFF, np.uint8)
+    start = -whole.ctypes.data % 256
+    return whole[start : start + nbytes]
+
+
+class Lane:
+    """Buffers by name."""
+
+    def __init__(self):
+        self.team = SimpleNamespace(device=None)
+        self.held = {}
+
+    def buffer(self, name, nbytes):
+        if name not in self.held or self.held[name].nbytes < nbytes:
+            self.held[name] = room(nbytes)
+        return SimpleNamespace(block=SimpleNamespace(address=self.address(name)))
+
+    def address(self, name):
+        return self.held[name].ctypes.data
+
+
+class Shown:
+    """A showcase whose ranks are all here."""
+
+    def __init__(self, lane, rank, everyone):
+        self._lane, self._rank, self._everyone = lane, rank, everyone
+        self.made_here = {}
+
+    def made(self, name, shape, dtype, order):
+        empty = Matrix.packed(0, tuple(shape), dtype, order)
+        self._lane.buffer(name, empty.size * empty.itemsize)
+        self.made_here[name] = empty._replace(address=self._lane.address(name))
+        return self.made_here[name]
+
+    def own(self, name):
+        return self.made_here[name]
+
+    def place(self, name, rank):
+        x = self._everyone[rank].made_here[name]
+        return x.address, (x.row_stride * x.itemsize, x.column_stride * x.itemsize)
+
+
+class Gathering:
+    """Copies at once; what has come must have been waited for."""
+
+    def __init__(self, *_):
+        self._apart, self._came = False, set()
+
+    @contextmanager
+    def beside(self, apart):
+        self._apart = apart
+        yield
+
+    def leave(self, number): ...
+
+    def arrive(self, number):
+        self._came.add(number)
+
+    def used(self, number):
+        assert number in self._came
+
+    def copy(self, name, moves, places, panel):
+        out, item = view(panel), panel.itemsize
+        for move in moves:
+            at = [
+                [
+                    (start + np.arange(run.count)[:, None] * step + np.arange(run.length)).ravel()
+                    for start, step in (
+                        (run.src_start, run.src_step),
+                        (run.dst_start, run.dst_step),
+                    )
+                ]
+                for run in move.runs
+            ]
+            address, strides = places(move.src)
+            shape = [int(one[0].max(initial=-1)) + 1 for one in at]
+            steps = [stride // item for stride in strides]
+            source = view(Matrix(address, *shape, *steps, panel.dtype))
+            out[np.ix_(at[0][1], at[1][1])] = source[np.ix_(at[0][0], at[1][0])]
+
+
+def numbers(_, __, out, elements, scales, blocks, *, factor=1.0, known_rows=None):
+    assert elements is None
+    i, j = np.indices((out.rows, out.columns))
+    values = np.full(i.shape, factor, np.float32)
+    known = out.rows if known_rows is None else known_rows
+    if scales is not None:
+        given = view(scales)
+        row = np.minimum(i // (blocks.rows or 1 << 40), (known - 1) // (blocks.rows or 1 << 40))
+        values = values * given[row, j // (blocks.columns or 1 << 40)]
+    view(out)[...] = np.where(i < known, values, 0)
+
+
+def decoded(scale, lines, k):
+    """The scale of each element of a factor, lines first, from cuBLASLt's layouts."""
+    deep = -(-k // 128)
+    if scale.mode == "tensor":
+        one = 1.0 if not scale.address else view(Matrix(scale.address, 1, 1, 1, 1, "float32"))
+        return np.broadcast_to(one, (lines, k))
+    assert scale.address % 16 == 0
+    if scale.mode == "outer":
+        vector = view(Matrix(scale.address, lines, 1, 1, lines, "float32"))
+        return np.broadcast_to(vector, (lines, k))
+    if scale.mode == "vectors":
+        assert lines % 4 == 0
+        made = view(Matrix(scale.address, lines, deep, 1, lines, "float32"))
+    else:
+        step = -(-deep // 4) * 4
+        made = view(Matrix(scale.address, -(-lines // 128), deep, step, 1, "float32"))
+        made = made.repeat(128, 0)[:lines]
+    return made.repeat(128, 1)[:, :k]
+
+
+def multiply(_, a, b, d, *, scale_a, scale_b, alpha=1.0, beta=0.0, c=None, quantized=None, **rest):
+    one, two = a.transposed(), b
+    assert scaled.fits(one) and scaled.fits(two)
+    blocks = bool({scale_a.mode, scale_b.mode} & {"vectors", "squares"})
+    assert scaled.takes_result(d, blocks=blocks), d
+    pairs = {"tensor": {"tensor"}, "outer": {"outer"}, "vectors": {"vectors", "squares"},
+             "squares": {"vectors"}}  # fmt: skip
+    assert scale_b.mode in pairs[scale_a.mode] and quantized is None and rest["workspace"]
+    left = view(a).astype(float) * decoded(scale_a, a.rows, a.columns)
+    right = view(b).astype(float) * decoded(scale_b, b.columns, b.rows).T
+    total = alpha * (left @ right)
+    addend = view(d if c is None else c)
+    view(d)[...] = (total + beta * addend if beta else total).astype(to_numpy(d.dtype))
+
+
+def finish(_, __, d, parts):
+    (part,) = parts
+    view(d)[...] = view(part)
+
+
+def clear(name, address, pitch, value, width, height, _):
+    assert name == "cuMemsetD2D8Async"
+    view(Matrix(address, height, width, pitch, 1, "uint8"))[...] = value
+
+
+@pytest.fixture(autouse=True)
+def _by_numpy(monkeypatch):
+    monkeypatch.setattr(module, "Gathering", Gathering)
+    monkeypatch.setattr(module.float8, "numbers", numbers)
+    monkeypatch.setattr(module.scaled, "multiply", multiply)
+    monkeypatch.setattr(module, "finish", finish)
+    monkeypatch.setattr(module, "call", clear)
+    monkeypatch.setattr(feeding, "_FIRST_BYTES", 1 << 10)
+    monkeypatch.setattr(feeding, "_LEAST", 128)
+    monkeypatch.setattr(feeding, "_FIRST", 0.0)
+
+
+def device_array(x, keep):
+    memory = room(x.nbytes)
+    held = np.ndarray(x.shape, x.dtype, memory, order="F" if x.flags.f_contiguous else "C")
+    held[...] = x
+    keep.append(memory)
+    name = of(x.dtype).name
+    return DeviceArray(held.ctypes.data, held.shape, held.strides, name, None, held)
+
+
+class Rank:
+    """One rank's products."""
+
+    def __init__(self, strategy, rank, everyone, factors, keep, order):
+        problem = strategy.problem
+        self.share = Share(strategy, rank, (0,) * 4)
+        operands, arrays, given = [], [], []
+        for factor in factors:
+            part = np.asarray(factor[rank].part, order=order)
+            operands.append(device_array(part, keep))
+            scale = factor[rank].scales
+            is_number = np.ndim(scale) == 0 and rank % 2
+            arrays.append(None if is_number else device_array(np.atleast_1d(scale), keep))
+            given.append(float(scale) if is_number else 1.0)
+        shape = problem.d.local_shape(rank)
+        out = device_array(np.zeros(shape, to_numpy(problem.result), order), keep)
+        self.operands = Operands(
+            *operands, None, out, 1.0, 0.0, {}, {}, 0,
+            scales=Scales((*given, 1.0, 1.0), (*arrays, None, None)),
+        )  # fmt: skip
+        self.lane = Lane()
+        self.shown = Shown(self.lane, rank, everyone)
+        everyone.append(self.shown)
+        sums = None
+        if strategy.reduces or strategy.moves_result:
+            by_columns = "F" if module.matrix_of(out).by_columns else "C"
+            shape = strategy.sums.local_shape(rank)
+            sums = self.shown.made("sums", shape, "float32", by_columns)
+        ending = SimpleNamespace(sums=sums, quantizing=None)
+        self.made = module.ScaledProducts(self.share, self.operands, self.lane, self.shown, ending)
+        self.made.prepare_scales()
+        if self.share.multiplies:
+            self.made.prepare()
+
+    def result(self, strategy):
+        """What this rank has computed, and where."""
+        parts = self.made.run(lambda index: lambda rank: self.places[index][rank])
+        if parts is None:
+            return view(module.matrix_of(self.operands.out))
+        return view(parts[0])
+
+
+def perform(layout, mode_a, mode_b, shape, result, order, label=None):
+    m, n, k = shape
+    size, shapes = 4, [(m, k), (k, n), (m, n)]
+    rng = np.random.default_rng(3)
+    whole = cases.elements(rng, (m, k), E4), cases.elements(rng, (k, n), E5)
+    dists = [cases.layout(layout, shapes, rank, size) for rank in range(size)]
+    given = tuple(MODES[each] for each in (mode_a, mode_b))
+    problem = Problem(
+        *(Layout.bind([d[i] for d in dists], shapes[i]) for i in range(3)),
+        dtype=E4, result=result, transpose=(False, False), conjugate=(False, False), has_c=False,
+        sums_c=False, epilog=MatmulEpilog.DEFAULT, strategy=label,
+        scaling=Scaling((E4, E5), result, *given, c=False, d=False, amax=False),
+    )  # fmt: skip
+    strategy, compared = chosen(problem, HOPPER)
+    if strategy.problem.dtype != E4:
+        return None, compared
+    factors = [
+        [
+            cases.Factor(i, whole[i], mode, [d[i] for d in dists], rank, 5 + i)
+            for rank in range(size)
+        ]
+        for i, mode in enumerate((mode_a, mode_b))
+    ]
+    everyone, keep = [], []
+    ranks = [Rank(strategy, rank, everyone, factors, keep, order) for rank in range(size)]
+    places = [
+        [(x.address, x.strides) for x in (r.operands.factors[i] for r in ranks)] for i in (0, 1)
+    ]
+    for rank in ranks:
+        rank.places = places
+        rank.made.show_scales()
+    one, two = factors[0][0].numbers, factors[1][0].numbers
+    for number, rank in enumerate(ranks):
+        if not rank.share.multiplies:
+            continue
+        got = rank.result(strategy)
+        part = strategy.sums.parts[number]
+        at = [np.array([i for lo, hi in each.ranges() for i in range(lo, hi)]) for each in part]
+        depth = [i for lo, hi in strategy.depth[number].ranges() for i in range(lo, hi)]
+        want = one[np.ix_(at[0], depth)] @ two[np.ix_(depth, at[1])]
+        limit = cases.bound(want, one[at[0]], two[:, at[1]], got.dtype.name)
+        assert got.shape == want.shape
+        assert (abs(got.astype(float) - want) <= limit).all(), (strategy.label, number)
+    return strategy, compared
+
+
+SHAPES = {"fitting": (512, 128, 512), "odd": (130, 77, 300), "small": (5, 3, 20)}
+
+
+@pytest.mark.parametrize("layout", list(cases.LAYOUTS))
+@pytest.mark.parametrize("shape", list(SHAPES))
+def test_products_of_scaled_elements(layout, shape):
+    turns = itertools.cycle([("bfloat16", "C"), ("float32", "F"), ("float16", "C")])
+    for mode_a, mode_b in itertools.product(cases.MODES, repeat=2):
+        result, order = next(turns)
+        _, compared = perform(layout, mode_a, mode_b, SHAPES[shape], result, order)
+        if mode_a == "vectors":
+            label = compared[-1][0].label
+            perform(layout, mode_a, mode_b, SHAPES[shape], result, order, label)
+
+
+def test_some_are_of_several_intervals_and_padded():
+    strategy, _ = perform("rows", "outer", "tensor", SHAPES["odd"], "bfloat16", "C")
+    assert len(Share(strategy, 0, (0,) * 4).schedule[0]) > 1
