@@ -7,6 +7,7 @@ operator is written once for CuPy, torch and NumPy, and never asks which it has.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -35,6 +36,9 @@ __all__ = [
     "result_in",
     "stream_of",
 ]
+
+
+_KNOWN = 256  # places of arrays, of a context
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,11 @@ class DeviceArray:
     def span(self) -> tuple[int, int]:
         """The first byte and the one behind the last, counted from `address`; (0, 0) if empty."""
         return byte_span(self.shape, self.strides, self.itemsize)
+
+    def is_there(self, context: DistributedContext) -> bool:
+        """Whether what lies there now is in the same block of the heap, which is still in use."""
+        block = context.heap.find(self.address)
+        return block is self.block and not (block is not None and block.freed)
 
     def transposed(self) -> DeviceArray:
         """The same memory with its axes reversed."""
@@ -136,11 +145,26 @@ def read(context: DistributedContext, x: Any, name: str = "the operand") -> Devi
     require_device(context, spec, name)
     if spec.device == "cpu":
         return _uploaded(context, library.host_view(x))
-    if library.is_lazy(x):
-        x = x.detach().resolve_conj().resolve_neg()  # a lazy tensor's memory lacks its values
-        spec = library.spec(x)
-    address, item = library.pointer(x), spec.itemsize
-    strides = tuple(stride * item for stride in spec.strides)
+    if library.is_lazy(x):  # its memory lacks its values
+        x = x.detach().resolve_conj().resolve_neg()
+        return _seen(context, library.spec(x), library.pointer(x), x)
+    if not spec.size:  # it has no address
+        return _seen(context, spec, library.pointer(x), x)
+    known: OrderedDict[tuple[ArraySpec, int], DeviceArray]
+    known = context.cache("arrays that were read", OrderedDict)
+    key = spec, library.pointer(x)
+    found = known.get(key)
+    if found is None or not found.is_there(context):
+        found = _seen(context, *key, x)
+        known[key] = replace(found, keep=None)  # what the caller has is the caller's to keep
+        if len(known) > _KNOWN:
+            known.popitem(last=False)
+    return found
+
+
+def _seen(context: DistributedContext, spec: ArraySpec, address: int, x: Any) -> DeviceArray:
+    """Memory of this rank's GPU, and the block of the heap that it lies in. Raises UseAfterFree."""
+    strides = tuple(stride * spec.itemsize for stride in spec.strides)
     made = DeviceArray(address, spec.shape, strides, spec.dtype, None, x)
     block = _block(context, made, x)
     return made if block is None else replace(made, block=block)

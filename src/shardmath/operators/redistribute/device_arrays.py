@@ -161,10 +161,7 @@ class KnownArrays:
         found = self._known.get(key)
         if found is None or library_of(x).is_lazy(x):
             return None
-        block = self._context.heap.find(found.array.address)
-        if block is not found.array.block or (block is not None and block.freed):
-            return None
-        return found
+        return found if found.array.is_there(self._context) else None
 
     def _keep(self, key: tuple[Any, ...], x: Any, array: DeviceArray) -> Placed:
         """Remember where it lies, if its memory is what the user gave."""
