@@ -328,6 +328,13 @@ def check_life(context, library):
             y = fft(x, distribution=Slab.X, stream=stream)
             stream.synchronize()
             expect("on a stream", y, part_of(want, Slab.X, rank, size))
+            two = [torch.cuda.Stream() for _ in range(2)]
+            for each in two:
+                each.wait_stream(torch.cuda.current_stream())
+            many = [fft(x, distribution=Slab.X, stream=each) for each in two * 4]
+            torch.cuda.synchronize()
+            for each in many:
+                expect("on two streams", each, part_of(want, Slab.X, rank, size))
             for _ in range(4):  # anew, and again
                 if weakref.ref(fft(x, distribution=Slab.X))() is not None:
                     wrong.append("a result that nobody has stays")
