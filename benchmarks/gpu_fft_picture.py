@@ -1,4 +1,4 @@
-"""The figures of gpu_fft.py as bars: python benchmarks/gpu_fft_picture.py [picture.svg]."""
+"""The figures of gpu_fft.py as bars, beside them: python benchmarks/gpu_fft_picture.py [json]."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def main() -> None:
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    found = json.loads((RESULTS / "gpu_fft.json").read_text())
+    path = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS / "gpu_fft.json"
+    found = json.loads(path.read_text())
     measured = {row["dtype"] for row in found["rows"]}
     dtypes = [dtype for dtype in ("complex64", "float32", "complex128") if dtype in measured]
     shown = [bar for bar in BARS if any(bar[0] in row for row in found["rows"])]
@@ -52,7 +53,7 @@ def main() -> None:
     handles, labels = all_axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(shown), fontsize=8)
     figure.suptitle(f"3-D Fourier transforms on {found['gpus']} x {found['gpu']}")
-    figure.savefig(sys.argv[1] if len(sys.argv) > 1 else RESULTS / "gpu_fft.svg")
+    figure.savefig(path.with_suffix(".svg"))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import importlib
 import math
 import sys
 import traceback
+import weakref
 from functools import partial
 from pathlib import Path
 
@@ -202,7 +203,7 @@ def check_chunks(context, cases):
     from shardmath.operators.fft import pipeline
 
     use(context)
-    pipeline._LEAST_BYTES, pipeline._CHUNK_BYTES = 1, 1 << 14
+    pipeline._CUTS = tuple((n, pipeline.Cuts(*cuts)) for n, cuts in SMALL_CUTS)
     rank, size = context.rank, context.size
     wrong = []
     for name, shape, kind, dtype, one, two, norm, heap in cases:
@@ -251,6 +252,7 @@ def check_chunks(context, cases):
     return wrong
 
 
+SMALL_CUTS = [(1 << 19, (8, 8, 3)), (1 << 17, (8, 4, 2)), (1 << 15, (4, 2, 1)), (1, (2, 2, 1))]
 CHUNKS = [
     ("X to Y", (48, 40, 64), "C2C", "complex64", "X", "Y", None, True),
     ("X to Y, ordinary", (48, 40, 128), "C2C", "complex64", "X", "Y", "ortho", False),
@@ -326,6 +328,16 @@ def check_life(context, library):
             y = fft(x, distribution=Slab.X, stream=stream)
             stream.synchronize()
             expect("on a stream", y, part_of(want, Slab.X, rank, size))
+            two = [torch.cuda.Stream() for _ in range(2)]
+            for each in two:
+                each.wait_stream(torch.cuda.current_stream())
+            many = [fft(x, distribution=Slab.X, stream=each) for each in two * 4]
+            torch.cuda.synchronize()
+            for each in many:
+                expect("on two streams", each, part_of(want, Slab.X, rank, size))
+            for _ in range(4):  # anew, and again
+                if weakref.ref(fft(x, distribution=Slab.X))() is not None:
+                    wrong.append("a result that nobody has stays")
             lazy = fft(x.conj(), distribution=Slab.X)
             expect("conjugate", lazy, part_of(np.fft.fftn(array.conj()), Slab.X, rank, size))
         wrong += mistaken(context, module, x, part)

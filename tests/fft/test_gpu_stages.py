@@ -24,7 +24,7 @@ from shardmath.geometry import decode, moves
 from shardmath.local.batches import Strided, batches
 from shardmath.operators.fft.local_steps import Convert, Copy, Fourier, View, local_steps, packed
 from shardmath.operators.fft.options import FFTDirection, FFTOptions
-from shardmath.operators.fft.pipeline import Cuts, pipelined
+from shardmath.operators.fft.pipeline import Cuts, _rising, pipelined
 from shardmath.operators.fft.problem import check, describe
 from shardmath.operators.fft.stages import ROOM, Delivered, Exchange, Scale, programmed, stages
 from shardmath.operators.fft.strategy import GPUS, GPUS_APART, choose
@@ -429,6 +429,17 @@ def test_a_plan_for_any_order_of_memory(kind, axes, orders):
         "C2R": lambda: np.fft.irfftn(before, s=[GRID[a] for a in axes], axes=axes, norm="forward"),
     }[kind]()
     assert np.abs(memory.array(views[1]) - want).max() < 1e-3
+
+
+@pytest.mark.parametrize("extent", [0, 1, 2, 7, 12, 13, 31, 32, 64, 129])
+@pytest.mark.parametrize("parts", [1, 2, 6, 8, 16])
+def test_chunks_cover_all_and_none_is_empty(extent, parts):
+    ranges = _rising(extent, parts)
+    assert [i for lo, hi in ranges for i in range(lo, hi)] == list(range(extent))
+    assert len(ranges) == max(1, min(parts, extent // 2))
+    assert extent == 0 or all(lo < hi for lo, hi in ranges)
+    lengths = [hi - lo for lo, hi in ranges]
+    assert max(lengths) <= 4 * max(1, lengths[0])
 
 
 def test_one_real_number_from_one_complex():

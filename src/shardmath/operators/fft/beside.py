@@ -24,7 +24,7 @@ __all__ = ["Beside", "PushTables"]
 _SIGNALS, _BARRIER = 59, 58  # channels
 _WORDS = 16 + 4 * 62  # struct Words
 _PIECE, _STAGES, _AHEAD = 16 << 10, 12, 6
-_BLOCKS = 24
+_BLOCKS = 32  # about so many, and as many for each peer
 
 
 class PushTables:
@@ -103,7 +103,8 @@ class Beside:
                 *key,
             )
             tables.arguments[key] = Argument(team.packed() + words)
-        self._kernel("push").launch(int(self._stream), _BLOCKS, 32, tables.arguments[key])
+        blocks = max(1, _BLOCKS // team.size) * team.size
+        self._kernel("push").launch(int(self._stream), blocks, 32, tables.arguments[key])
 
     def ready(self, stream: int) -> None:
         """Launch: what `stream` has done so far can be pushed, as far as a chunk needs it."""

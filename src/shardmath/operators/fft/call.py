@@ -105,7 +105,7 @@ class Call:
         from shardmath.operators.fft.device import Execution
 
         self.execution = Execution(context, self)
-        return self.execution.note()
+        return self.execution.note(self)
 
     def target(self, context: DistributedContext, problem: Problem) -> Any:
         """The array that the result is written to, None for a new one.
@@ -161,7 +161,7 @@ def performed(context: DistributedContext, plan: Any, notes: list[bytes], call: 
             plan,
             lambda: host.Arrays.read(context, call.operand, call.target(context, plan.problem)),
         )
-    return call.execution.perform(plan, notes)
+    return call.execution.perform(call, plan, notes)
 
 
 @lru_cache(maxsize=64)

@@ -64,7 +64,8 @@ class _Agreed:
 class Execution:
     """One rank's part in one execution of a call: made while agreeing, then performed.
 
-    Raises ValueError for an array on another GPU, UseAfterFree, HeapExhausted.
+    It does not refer to the call, which refers to it: both go as soon as nobody needs them, and the
+    arrays with them. Raises ValueError for an array on another GPU, UseAfterFree, HeapExhausted.
     """
 
     def __init__(self, context: DistributedContext, call: Call) -> None:
@@ -72,7 +73,6 @@ class Execution:
         self._context = context
         self._team = context.team
         self._rank = context.rank
-        self._call = call
         self._lane = Lane.numbered(context, LANES - 1)
         self._repeats: Repeats[_Agreed] = context.cache("fft repeats", Repeats)
         require_device(context, call.spec, "the operand")
@@ -80,18 +80,17 @@ class Execution:
             require_device(context, call.out_spec, "out")
         self._on_heap = self._lies_on_heap(call.operand, call.spec)
         self._stream = stream_of(context, call.spec, call.stream)
-        self._expected = self._made_early()
-        self._key = self._key_to(self._expected)
+        self._expected = self._made_early(call)
+        self._key = self._key_to(call, self._expected)
         self._known = None if self._key is None else self._repeats.find(self._key, self._lane)
         self._said = b"" if self._known is None else self._known.agreed.said
 
-    def note(self) -> bytes:
+    def note(self, call: Call) -> bytes:
         """For the peers: the number of the execution that this is like, whether the result will lie
         in symmetric memory, and whether it will be packed there.
         """
         if self._known is not None:
             return _NUMBER.pack(self._known.number) + self._said
-        call = self._call
         inplace, spec = call.read_options.inplace, call.spec
         on_host = spec.device == "cpu"  # then it is on the heap meanwhile
         on_heap = self._on_heap
@@ -110,7 +109,7 @@ class Execution:
         self._said = note[_NUMBER.size :]
         return note
 
-    def perform(self, plan: DevicePlan, notes: Sequence[bytes]) -> Any:
+    def perform(self, call: Call, plan: DevicePlan, notes: Sequence[bytes]) -> Any:
         """The transform of the operand: the array given for it, or a new one. Collective.
 
         `notes` are all ranks'. Returns when all is launched, for an operand in host memory when all
@@ -120,12 +119,12 @@ class Execution:
         context = self._context
         if self._known is not None and len({text[: _NUMBER.size] for text in notes}) == 1:
             with context.executing("fft"):
-                return self._again(plan.problem)
+                return self._again(call, plan.problem)
         number = self._repeats.next()
 
         def prepare() -> bytes:
             with beside_captures():  # memory and plans are no part of what is captured
-                return wire.encode(self._prepare(plan, _reach(notes, plan.problem)))
+                return wire.encode(self._prepare(call, plan, _reach(notes, plan.problem)))
 
         told = tuple(context.gather("fft, memory", prepare))
         with context.executing("fft"):
@@ -133,13 +132,12 @@ class Execution:
 
     # -- the same again ----------------------------------------------------------------------------
 
-    def _key_to(self, target: Any) -> tuple[Any, ...] | None:
+    def _key_to(self, call: Call, target: Any) -> tuple[Any, ...] | None:
         """What makes two executions on this rank the same; None for one that cannot come again.
 
         Arrays in host memory are carried to another place each time, and what is captured is not
         launched now. `target` is the array for the result, if it is known.
         """
-        call = self._call
         if not ways.GRAPHS or target is None or call.spec.device == "cpu":
             return None
         operand = call.operand
@@ -148,9 +146,11 @@ class Execution:
         if streams.capturing(self._stream):
             return None
         library = library_of(operand)
-        return call.seen, library.pointer(operand), library.pointer(target), self._stream
+        strides = call.spec.strides, None if call.out_spec is None else call.out_spec.strides
+        places = library.pointer(operand), library.pointer(target)
+        return call.seen, places, strides, self._stream
 
-    def _again(self, problem: Problem) -> Any:
+    def _again(self, call: Call, problem: Problem) -> Any:
         """Launch what all ranks launched in an earlier execution."""
         known = self._known
         assert known is not None, "found for the note"
@@ -165,7 +165,7 @@ class Execution:
                 own, _decoded(agreed.told)
             ),
         )
-        return self._expected if self._is_new else self._call.target(self._context, problem)
+        return self._expected if _makes_new(call) else call.target(self._context, problem)
 
     def _anew(self, problem: Problem, told: tuple[bytes, ...], number: int) -> Any:
         team, way = self._team, self._way
@@ -187,20 +187,14 @@ class Execution:
 
     # -- memory ------------------------------------------------------------------------------------
 
-    @property
-    def _is_new(self) -> bool:
-        """Whether the result is an array that the user has not seen."""
-        return self._call.out is None and not self._call.read_options.inplace
-
     def _lies_on_heap(self, array: Any, spec: ArraySpec) -> bool:
         """Raises UseAfterFree."""
         if spec.size and self._context.heap.find(library_of(array).pointer(array)) is None:
             return False
         return block_of(self._context, array) is not None
 
-    def _made_early(self) -> Any:
+    def _made_early(self, call: Call) -> Any:
         """The array for the result, as far as it is known: given, or like the last one."""
-        call = self._call
         if call.spec.device == "cpu":
             return None
         if call.out is not None:
@@ -209,16 +203,16 @@ class Execution:
             return call.out
         if call.read_options.inplace:
             return call.operand
-        return None if call.seen.form is None else self._blank(call.seen.form)
+        return None if call.seen.form is None else self._blank(call, call.seen.form)
 
-    def _blank(self, form: Form) -> Any:
-        library = library_of(self._call.operand)
+    def _blank(self, call: Call, form: Form) -> Any:
+        library = library_of(call.operand)
         if self._on_heap:
             return empty_on_heap(self._context, library, *form)
         return library.empty(*form, self._team.device.name)
 
-    def _made_result(self, problem: Problem) -> Result:
-        context, call = self._context, self._call
+    def _made_result(self, call: Call, problem: Problem) -> Result:
+        context = self._context
         out = call.target(context, problem)
         if out is not None:
             return result_in(context, out)
@@ -227,15 +221,15 @@ class Execution:
             return new_result(context, call.operand, *form, on_heap=True)
         if self._expected is None or call.seen.form != form:
             call.seen.form = form
-            self._expected = self._blank(form)
-            self._key = self._key_to(self._expected)
+            self._expected = self._blank(call, form)
+            self._key = self._key_to(call, self._expected)
         return Result(read(context, self._expected), self._expected)
 
-    def _prepare(self, plan: DevicePlan, reach: tuple[bool, bool]) -> Told:
+    def _prepare(self, call: Call, plan: DevicePlan, reach: tuple[bool, bool]) -> Told:
         """Make all memory and plans; what peers have to know of it."""
         context = self._context
-        self._operand = read(context, self._call.operand)
-        self._result = self._made_result(plan.problem)
+        self._operand = read(context, call.operand)
+        self._result = self._made_result(call, plan.problem)
         result = self._result.array
         operand_view, result_view = _view("operand", self._operand), _view("result", result)
         overlap = self._operand.overlaps(result)
@@ -320,6 +314,11 @@ class Execution:
 @lru_cache(maxsize=64)
 def _decoded(told: tuple[bytes, ...]) -> list[Told]:
     return [wire.decode(text) for text in told]
+
+
+def _makes_new(call: Call) -> bool:
+    """Whether the result is an array that the user has not seen."""
+    return call.out is None and not call.read_options.inplace
 
 
 def _reach(notes: Sequence[bytes], problem: Problem) -> tuple[bool, bool]:

@@ -32,10 +32,7 @@ __all__ = ["Chunk", "Cuts", "Pipeline", "Rows", "cuts_for", "pipelined"]
 _GRAIN = 16  # bytes that bulk copies are made of
 _LEAST_ROW = 512  # bytes of a row that is worth a bulk copy
 _MOST_CHUNKS = 62  # kMostChunks
-
-_LEAST_BYTES = 4 << 20  # of a rank's result
-_CHUNK_BYTES = 16 << 20
-_MOST_PARTS = 16
+_RISING = 6  # so many chunks are many
 
 _ROWS = np.dtype(
     [
@@ -60,14 +57,23 @@ class Cuts:
     tail: int = 1
 
 
+# By bytes of a rank's result, from so many on; docs/decisions/chunks-beside-transforms.md.
+_CUTS = (
+    (1 << 30, Cuts(8, 8, 3)),
+    (256 << 20, Cuts(8, 4, 3)),
+    (96 << 20, Cuts(8, 4, 2)),
+    (32 << 20, Cuts(4, 2, 1)),
+    (12 << 20, Cuts(2, 2, 1)),
+)
+
+
 def cuts_for(problem: Problem) -> Cuts | None:
     """The cuts for arrays of that size; None where they are so small that chunks do not pay."""
     size = problem.source.size
     nbytes = problem.target.elements * dtypes.of(problem.result).itemsize // size
-    if size == 1 or nbytes < _LEAST_BYTES:
+    if size == 1:
         return None
-    first = min(_MOST_PARTS, max(2, nbytes // _CHUNK_BYTES))
-    return Cuts(first, max(2, first // 2), max(1, first // 4))
+    return next((cuts for least, cuts in _CUTS if nbytes >= least), None)
 
 
 @dataclass(frozen=True)
@@ -200,7 +206,7 @@ def pipelined(
     target = landing if more else result
     first = tuple(
         _transform(one, operand.part(a, lo, hi), work.part(a, lo, hi), keep=True)
-        for lo, hi in _even(operand.shape[a], cuts.first)
+        for lo, hi in _rising(operand.shape[a], cuts.first)
     )
     second = tuple(
         _transform(two, landing.part(b, lo, hi), target.part(b, lo, hi), keep=False)
@@ -256,7 +262,7 @@ def _chunks(
 ) -> tuple[Chunk, ...]:
     """What `rank` pushes, in order."""
     one = _Slabs(found[1], rank, axes[0], axes[1], order)
-    made = _even(one.extent, cuts.first)
+    made = _rising(one.extent, cuts.first)
     tail = max(1, min(cuts.tail, len(made)))
     chunks = [
         Chunk(one.rows(lo, hi, 0, 1), number, 0, False)
@@ -332,13 +338,25 @@ def _rows(peer: int, source: View, target: View) -> Iterator[Rows]:
         )
 
 
-def _even(extent: int, parts: int) -> list[tuple[int, int]]:
-    """Ranges that cover range(extent): one at least, and none empty beside others."""
-    return _parts(extent, max(1, min(extent // 2, parts)))
+def _rising(extent: int, parts: int) -> list[tuple[int, int]]:
+    """Ranges that cover range(extent): one at least, and none empty beside others.
+
+    Of many, the first are smaller: the wire begins early, and is busy while the next are made.
+    """
+    parts = max(1, min(extent // 2, parts))
+    rises = parts >= _RISING and extent >= 4 * parts
+    return _cut(extent, [min(4, 2 + i) if rises else 1 for i in range(parts)])
 
 
 def _parts(extent: int, parts: int) -> list[tuple[int, int]]:
-    """So many ranges that cover range(extent), even ones where it has many indices."""
-    grain = 2 if extent >= 2 * parts else 1
-    ends = [extent * i // (parts * grain) * grain for i in range(parts)] + [extent]
+    """So many ranges that cover range(extent)."""
+    return _cut(extent, [1] * parts)
+
+
+def _cut(extent: int, weights: Sequence[int]) -> list[tuple[int, int]]:
+    """Ranges as long as the weights say, even ones where there are many indices."""
+    grain = 2 if extent >= 2 * len(weights) else 1
+    total = sum(weights) * grain
+    before = itertools.accumulate(weights[:-1], initial=0)
+    ends = [extent * weight // total * grain for weight in before] + [extent]
     return list(itertools.pairwise(ends))
