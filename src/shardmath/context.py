@@ -370,6 +370,7 @@ class DistributedContext:
     def abandon(self, why: str) -> None:
         """Make the context unusable in this process, and tell nobody: it is not this process's."""
         self._closed = why
+        self._dropping.detach()  # it would say on the board that the parent has left
         self._machinery.mesh.abandon()
 
 

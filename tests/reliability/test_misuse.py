@@ -1,6 +1,7 @@
 """R7 and R9, short: each misuse and each shortage is a named exception, and no more than that."""
 
 import copy
+import gc
 import os
 import pickle
 import resource
@@ -201,6 +202,53 @@ def test_a_forked_child_cannot_use_the_parents_context_and_does_it_no_harm():
         return names
 
     assert on_ranks(2, body) == [["RuntimeError"] * 6 + ["nothing"]] * 2
+
+
+def forget_all(kept):
+    kept.clear()
+    gc.collect()
+
+
+def close_all(kept):
+    for context in kept[:2]:
+        context.close()
+    startup.finalize()
+
+
+def start_anew(kept):
+    assert startup.initialize("cpu").size == 1 and all_reduce(3) == 3
+    startup.finalize()
+
+
+@pytest.mark.parametrize("hosts", ["1", "2"])
+@pytest.mark.parametrize("doing", [forget_all, close_all, start_anew])
+def test_what_a_forked_child_does_with_its_copies_is_nobodys_business(doing, hosts, monkeypatch):
+    monkeypatch.setenv("SHARDMATH_FAKE_HOSTS", hosts)
+
+    def body(group):
+        kept = [startup.initialize("cpu", group)]
+        kept.append(kept[0].split(0))
+        array = allocate(1000, np)
+        array[:] = kept[0].rank
+        kept += [array, rendezvous(array)]
+        kept[3].barrier()
+        child = os.fork()
+        if child == 0:
+            del array
+            try:
+                doing(kept)
+            except BaseException:
+                os._exit(1)
+            os._exit(0)
+        status = os.waitpid(child, 0)[1]
+        found, other = np.empty(1000), 1 - kept[0].rank
+        kept[3].get(found, other)
+        kept[3].barrier()
+        sums = [int(all_reduce(1, context=context)) for context in kept[:2]]
+        return status, sums, bool((found == other).all())
+
+    with Job(2, body) as job:
+        assert [job.outcome(rank) for rank in range(2)] == [(0, [2, 2], True)] * 2
 
 
 def test_an_address_space_limit_is_heap_exhausted_on_all_ranks():

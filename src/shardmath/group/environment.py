@@ -173,13 +173,16 @@ def _torch_group(timeout: float) -> ProcessGroup:
         from datetime import timedelta
 
         distributed.init_process_group("gloo", timeout=timedelta(seconds=timeout))
-        atexit.register(_end_torch_group, distributed)
+        atexit.register(_end_torch_group, distributed, os.getpid())
     return TorchProcessGroup(device_id=_torch_device(distributed), timeout=timeout)
 
 
-def _end_torch_group(distributed: Any) -> None:
-    """Who has started it ends it: its threads, if left alone, may abort the process at exit."""
-    if distributed.is_initialized():
+def _end_torch_group(distributed: Any, starter: int) -> None:
+    """Who has started it ends it: its threads, if left alone, may abort the process at exit.
+
+    A process that was forked off has none of its threads.
+    """
+    if os.getpid() == starter and distributed.is_initialized():
         distributed.destroy_process_group()
 
 
