@@ -330,7 +330,7 @@ def arriving(context, dtype, order, shape, block):
     x, y, wrong, first = mine(a), mine(b), [], None
     with (
         context,
-        patch.multiple(module, _LEAST_SECONDS=0.0, _LEAST_WIDTH=1),
+        patch.multiple(module, _LEAST_SECONDS=0.0, _LEAST_WIDTH=1, _LEAST_ROUND=0.0),
         patch.object(module.Arriving, "run", counted),
     ):
         for turn in range(3):

@@ -13,6 +13,7 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 
 import numpy as np
 
@@ -39,6 +40,7 @@ __all__ = ["Arriving"]
 _THREADS = 384
 _LEAST_SECONDS = 2.5e-4  # of a rank: below, gathering first and cuBLASLt are as fast
 _LEAST_WIDTH = 1024  # rows and columns of a rank
+_LEAST_ROUND = 0.5  # of the clusters of blocks have a unit of tiles: then all share out the steps
 _ROOM = 8 << 30  # bytes of panels
 _WORDS = 64  # how far fetches have come; behind them by block, whether its sums are there
 _FIRST_BYTES = 4 << 20  # of the first piece: what comes sooner takes longer than its bytes
@@ -100,10 +102,25 @@ class Arriving:
         seconds = 2.0 * out.rows * out.columns * self._extent / HOPPER.rate(out.dtype)
         if seconds < _LEAST_SECONDS or min(out.rows, out.columns, self._extent) < _LEAST_WIDTH:
             return "the product is small"
+        tiles = self._tiles()
+        if prod(tiles.shape) < _LEAST_ROUND * tiles.clusters:
+            return "the product has few tiles"
         if sum(side.nbytes() for side in self._sides if side.place is None) > _ROOM:
             return "the panels are large"
         fit = all(side.fits for side in self._sides)
         return "" if fit else "a factor is not aligned for the kernel"
+
+    def _tiles(self) -> Tiles:
+        out, (left, right) = self._out, self._sides
+        return Tiles(
+            out.rows,
+            out.columns,
+            (left.remote / out.rows, right.remote / out.columns),
+            width=left.tiling.width,
+            cluster=left.tiling.cluster,
+            clusters=self._processors // left.tiling.cluster,
+            sharing=left.tiling.sharing,
+        )
 
     def prepare(self) -> None:
         """Take memory for words and for sums of tiles by several blocks. Raises HeapExhausted."""
@@ -186,19 +203,10 @@ class Arriving:
         return plan
 
     def _planned(self, found: Sequence[Places], needed: Sequence[set[int]]) -> _Plan | None:
-        out, tiling, (left, right) = self._out, TILINGS[self._out.dtype], self._sides
-        tiles = Tiles(
-            out.rows,
-            out.columns,
-            (left.remote / out.rows, right.remote / out.columns),
-            width=tiling.width,
-            cluster=tiling.cluster,
-            clusters=self._processors // tiling.cluster,
-            sharing=tiling.sharing,
-        )
+        out, (left, right), tiles = self._out, self._sides, self._tiles()
         wave = [units * unit for units, unit in zip(tiles.first_wave, tiles.units, strict=True)]
         costs = wave[0] * float(out.itemsize), wave[1] * float(out.itemsize)
-        depth = Depth.plan((left.lines, right.lines), costs, tiling.depth)
+        depth = Depth.plan((left.lines, right.lines), costs, left.tiling.depth)
         made = walk(tiles, depth.pieces(costs, _FIRST_BYTES), depth.steps)
         fetches = []
         for fetch in made.fetches:

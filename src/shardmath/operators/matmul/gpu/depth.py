@@ -37,10 +37,10 @@ class Lines:
     """One factor along k: by step, whom it comes from, and at which index of its panel, or of the
     own array, it begins.
 
-    `own` is the rank whose steps are read where they lie: none of them is fetched. `width` is what
-    the panel holds along k, `bases[src]` what is to be added to an index of a source's array to
-    have that of the panel, and `ends[src]` where what is needed of that array ends; both are empty
-    where the panel is k itself.
+    `own` says whether the steps of `rank` itself are read where they lie. `width` is what the panel
+    holds along k, `bases[src]` what is to be added to an index of a source's array to have that of
+    the panel, and `ends[src]` where what is needed of that array ends; both are empty where the
+    panel is k itself.
     """
 
     axis: int  # of the factor, which is k

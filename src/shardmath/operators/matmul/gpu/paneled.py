@@ -2,8 +2,8 @@
 
 What this rank lacks of the factors of its share is gathered, and one kernel computes all tiles;
 each waits for the rows and columns that it needs, as far along k as it has come: `depth` has the
-order. The first wave of tiles is fetched in pieces of k, so that it can begin soon; from then on
-whole rows and columns come faster than they are used.
+order. The first wave of tiles is fetched in pieces of k, so that it can begin soon; then rows and
+columns come in parts that grow, as each unlocks more tiles than the last.
 
             columns 0     1   2       fetched            unlocks
     rows 0  [ 1st wave ][ 2 ][ 4 ]    rows 0, columns 0  1st wave, piece by piece
@@ -17,12 +17,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod, sqrt
 
 __all__ = ["MOST_REGIONS", "TILE_ROWS", "Fetch", "Region", "Tiles", "Walk", "walk"]
 
 TILE_ROWS = 128
 _LEAST_PART, _MOST_PARTS = 2, 5  # units in a part, and parts after the first
+_GROWTH = 1.3  # from part to part: the first ones are waited for, later ones come in time
+_CUTS = 2  # pieces of k of each part after the first
 
 MOST_REGIONS = (1 + _MOST_PARTS) ** 2
 
@@ -157,7 +160,8 @@ def walk(tiles: Tiles, pieces: Sequence[tuple[int, int]], steps: int) -> Walk:
             side = max(waiting, key=lambda s: _unlocks(tiles, bounds, come, s))
             part = come[side]
             lo, hi = _extent(bounds[side], part, tiles.units[side], extents[side])
-            fetches.append(Fetch(side, part, lo, hi, 0, steps))
+            cuts = sorted({steps * cut // _CUTS for cut in range(_CUTS + 1)})
+            fetches += [Fetch(side, part, lo, hi, *cut) for cut in pairwise(cuts)]
             others = range(come[1 - side])
             served = [(part, other) if side == 0 else (other, part) for other in others]
             come[side] += 1
@@ -174,8 +178,14 @@ def _cuts(extent: int, first: int, comes: bool) -> list[int]:
     """Bounds of the parts: all at once for a factor that is here."""
     if not comes or first >= extent:
         return [0, extent]
-    step = max(_LEAST_PART, -(-(extent - first) // _MOST_PARTS))
-    return [0, *range(first, extent, step), extent]
+    weights, bounds = [_GROWTH**i for i in range(_MOST_PARTS)], [0, first]
+    for i, weight in enumerate(weights):
+        at = bounds[-1]
+        step = max(_LEAST_PART, round((extent - at) * weight / sum(weights[i:])))
+        bounds.append(at + step if at + step + _LEAST_PART <= extent else extent)
+        if bounds[-1] == extent:
+            break
+    return bounds
 
 
 def _extent(bounds: list[int], part: int, step: int, extent: int) -> tuple[int, int]:
