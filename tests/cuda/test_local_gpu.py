@@ -165,7 +165,7 @@ def check_epilogs(context, dtype):
         real = dtypes.of(dtype).kind == "f"
         if (epilog.activation or epilog.gradient) and not real:
             continue
-        for m, n in ((1, 1), (7, 9), (8, 1), (300, 17), (33, 600)):
+        for m, n in ((1, 1), (7, 9), (8, 1), (300, 17), (33, 600), (264, 40)):
             for sd, sp, count in (
                 ("C", "C", 1),
                 ("F", "F", 2),

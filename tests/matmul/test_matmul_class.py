@@ -268,6 +268,20 @@ def test_a_further_plan_plans_anew(contexts):
     assert contexts.run(plan_again, ranks=2) == [["ValueError"] * 4] * 2
 
 
+def tune(context):
+    x = Operands(context)
+    with context, Matmul(x.a, x.b, distributions=XXX) as mm:
+        refused = raised(mm.plan, autotune=context.rank == 0)
+        mm.plan(autotune=True)  # on cores there is nothing to choose
+        close(mm.execute(), x.want())
+        assert "autotuned" not in mm.explain()
+    return refused[0]
+
+
+def test_all_ranks_tune_or_none(contexts):
+    assert contexts.run(tune, ranks=2) == ["CollectiveMismatch"] * 2
+
+
 def explain(context):
     x = Operands(context)
     with context:

@@ -169,7 +169,6 @@ extern "C" __global__ void __launch_bounds__(256) epilog(const __grid_constant__
     }
 }
 
-#if !KEEP_AUX && !GRADIENT
 constexpr int kRun = 8;  // elements that lie side by side in every matrix
 
 template <class Element>
@@ -185,8 +184,22 @@ __device__ void load_run(const Matrix& x, i64 start, W* out) {
     for (int i = 0; i < kRun; ++i) out[i] = Wide<Element>::widen(run.each[i]);
 }
 
-// The same as `epilog` where rows, or with by_rows columns, are contiguous and aligned in D, C and all parts:
-// a thread has 8 elements side by side. Not for epilogs with an auxiliary matrix.
+template <class Element>
+__device__ void store_run(const Matrix& x, i64 start, const W* values) {
+    union {
+        uint4 wide[kRun * sizeof(Element) / 16 + (sizeof(Element) == 1)];  // as in load_run
+        Element each[kRun];
+    } run;
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) run.each[i] = Wide<Element>::narrow(values[i]);
+    uint4* to = (uint4*)((Element*)x.data + start);
+#pragma unroll
+    for (int i = 0; i < (int)(kRun * sizeof(Element) / 16); ++i) to[i] = run.wide[i];
+}
+
+// The same as `epilog` where rows, or with by_rows columns, are contiguous and aligned in D, C, `kept` and all
+// parts: a thread has 8 elements side by side. With an auxiliary matrix, of which the same holds, by_rows only: a
+// byte of a mask has one thread.
 extern "C" __global__ void __launch_bounds__(256) epilog_runs(const __grid_constant__ EpilogArgument a) {
     const uint32 runs = (uint32)((a.by_rows ? a.m : a.n) / kRun);
     const i64 lines = a.by_rows ? a.n : a.m, step = (i64)gridDim.x * blockDim.x;
@@ -205,10 +218,6 @@ extern "C" __global__ void __launch_bounds__(256) epilog_runs(const __grid_const
             }
         }
         if (add) load_run<ADDEND>(a.c, line * (a.by_rows ? a.c.column : a.c.row) + first, y);
-        union {
-            uint4 wide[kRun * sizeof(ELEMENT) / 16 + (sizeof(ELEMENT) == 1)];
-            ELEMENT each[kRun];
-        } run;
 #pragma unroll
         for (int i = 0; i < kRun; ++i) {
             if (scale) x[i] = scaled(a.alpha, x[i]);
@@ -217,17 +226,38 @@ extern "C" __global__ void __launch_bounds__(256) epilog_runs(const __grid_const
             const i64 row = a.by_rows ? first + i : line;
             x[i] = sum::combine(x[i], Wide<EXTRA>::widen(((const EXTRA*)a.bias)[row * a.bias_step]));
 #endif
+        }
+#if (KEEP_AUX && ACTIVATION == 1) || GRADIENT == 1
+        unsigned char* const bits = (unsigned char*)a.aux.data + line * a.aux.column + first / kRun;
+        unsigned mask = 0;
+#endif
+#if KEEP_AUX && ACTIVATION == 1
+#pragma unroll
+        for (int i = 0; i < kRun; ++i) mask |= (unsigned)(x[i] > 0) << i;
+        *bits = (unsigned char)mask;
+#elif KEEP_AUX && ACTIVATION == 2
+        store_run<EXTRA>(a.aux, line * a.aux.column + first, x);
+#endif
+#if GRADIENT == 1
+        mask = *bits;
+#elif GRADIENT == 2
+        load_run<EXTRA>(a.aux, line * a.aux.column + first, y);
+#endif
+#pragma unroll
+        for (int i = 0; i < kRun; ++i) {
 #if ACTIVATION
             x[i] = activated(x[i]);
 #endif
-            run.each[i] = Wide<ELEMENT>::narrow(x[i]);
+#if GRADIENT == 1
+            if (!(mask >> i & 1)) x[i] = 0;
+#elif GRADIENT == 2
+            x[i] *= slope(y[i]);
+#endif
         }
-        uint4* to = (uint4*)((ELEMENT*)a.d.data + line * (a.by_rows ? a.d.column : a.d.row) + first);
-#pragma unroll
-        for (int i = 0; i < (int)(kRun * sizeof(ELEMENT) / 16); ++i) to[i] = run.wide[i];
+        if (a.kept.data) store_run<W>(a.kept, line * (a.by_rows ? a.kept.column : a.kept.row) + first, x);
+        store_run<ELEMENT>(a.d, line * (a.by_rows ? a.d.column : a.d.row) + first, x);
     }
 }
-#endif
 
 struct SumsArgument {
     i64 m, n;

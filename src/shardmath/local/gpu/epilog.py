@@ -72,7 +72,7 @@ def finish(
     text += b"".join(_NOWHERE if x is None else _packed(x) for x in (d, c, aux, kept))
     text += struct.pack("Qq", *(bias or (0, 0)))
     text += struct.pack("dddd", alpha.real, alpha.imag, beta.real, beta.imag)
-    runs = _lies_in_runs(d, [*parts, *([] if c is None else [c])]) and not (aux or kept)
+    runs = _lies_in_runs(d, [x for x in (*parts, c, kept) if x is not None], aux)
     text += struct.pack("iiii", len(parts), conjugate, d.by_columns, 0)
     text += b"".join(map(_packed, parts)) + _NOWHERE * (room - len(parts))
     if runs:
@@ -103,9 +103,15 @@ def row_sums(
     launched.launch(stream, blocks, _SIDE * _SIDE, Argument(text))
 
 
-def _lies_in_runs(d: Matrix, others: Sequence[Matrix]) -> bool:
-    """Whether 8 elements lie side by side, aligned to 16 bytes, everywhere in all matrices."""
-    for x in (d, *others):
+def _lies_in_runs(d: Matrix, others: Sequence[Matrix], aux: Matrix | None) -> bool:
+    """Whether 8 elements lie side by side, aligned to 16 bytes, everywhere in all matrices.
+
+    With an auxiliary matrix, whose columns are contiguous, only along columns: 8 bits are a byte.
+    """
+    if aux is not None and not d.by_columns:
+        return False
+    masks = aux is not None and aux.dtype == "uint8"
+    for x in (d, *others, *([] if aux is None or masks else [aux])):
         if x.itemsize == 1:  # fewer than 16 bytes
             return False
         line = x if d.by_columns else x.transposed()

@@ -5,7 +5,9 @@
     B [ 0 ][ 1 ]                                                        [ rows of rank 1 ]
 
 The products are added in the order of the ranks, so the bits are the same every time. Each lane has
-a collective of its own, as it has barriers: operations in other lanes never wait for it.
+a collective of its own, as it has barriers: operations in other lanes never wait for it. Large ones
+take up to half of each multiprocessor, so those of two lanes find room at once; of three lanes and
+more they are to begin in the same order on all ranks (see `DeviceCollectives`).
 """
 
 from __future__ import annotations
