@@ -335,15 +335,32 @@ def check_life(context, library):
             torch.cuda.synchronize()
             for each in many:
                 expect("on two streams", each, part_of(want, Slab.X, rank, size))
-            for _ in range(4):  # anew, and again
-                if weakref.ref(fft(x, distribution=Slab.X))() is not None:
-                    wrong.append("a result that nobody has stays")
             lazy = fft(x.conj(), distribution=Slab.X)
             expect("conjugate", lazy, part_of(np.fft.fftn(array.conj()), Slab.X, rank, size))
         wrong += mistaken(context, module, x, part)
         expect("afterwards", fft(x, distribution=Slab.X), part_of(want, Slab.X, rank, size))
     context.team.synchronize(0)
     return wrong
+
+
+def check_results_go(context):
+    """A result that nobody has goes at once: how many stayed."""
+    import torch
+
+    from shardmath.distribution import Slab
+    from shardmath.fft import fft
+
+    use(context)
+    with context:
+        x = torch.ones(Slab.X.shape(context.rank, (9, 10)), device="cuda", dtype=torch.complex64)
+        made = [weakref.ref(fft(x, distribution=Slab.X)) for _ in range(4)]  # anew, and again
+        stay = [result() is not None for result in made]
+    context.team.synchronize(0)
+    return sum(stay)
+
+
+def test_results_that_nobody_has_go(gpus, size):
+    assert gpus.run(check_results_go, ranks=size) == [0] * size
 
 
 def mistaken(context, module, x, part):
