@@ -280,8 +280,6 @@ def test_chunks(gpus, size):
 
 def check_life(context, library):
     """The class, operands in place, a stream of the user's, and mistakes; what was wrong."""
-    import torch
-
     from shardmath.distribution import Slab
     from shardmath.fft import FFT, allocate_operand, fft
 
@@ -323,24 +321,31 @@ def check_life(context, library):
         expect("itself", x, part_of(want, Slab.X, rank, size))
         fill(x, part)
         if library == "torch":
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            y = fft(x, distribution=Slab.X, stream=stream)
-            stream.synchronize()
-            expect("on a stream", y, part_of(want, Slab.X, rank, size))
-            two = [torch.cuda.Stream() for _ in range(2)]
-            for each in two:
-                each.wait_stream(torch.cuda.current_stream())
-            many = [fft(x, distribution=Slab.X, stream=each) for each in two * 4]
-            torch.cuda.synchronize()
-            for each in many:
-                expect("on two streams", each, part_of(want, Slab.X, rank, size))
+            for what, y in on_streams(x):
+                expect(what, y, part_of(want, Slab.X, rank, size))
             lazy = fft(x.conj(), distribution=Slab.X)
             expect("conjugate", lazy, part_of(np.fft.fftn(array.conj()), Slab.X, rank, size))
         wrong += mistaken(context, module, x, part)
         expect("afterwards", fft(x, distribution=Slab.X), part_of(want, Slab.X, rank, size))
     context.team.synchronize(0)
     return wrong
+
+
+def on_streams(x):
+    """The transform of a slab on a stream, and many on two streams, each with a name."""
+    import torch
+
+    from shardmath.distribution import Slab
+    from shardmath.fft import fft
+
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    for each in streams:
+        each.wait_stream(torch.cuda.current_stream())
+    first = fft(x, distribution=Slab.X, stream=streams[0])
+    streams[0].synchronize()
+    many = [fft(x, distribution=Slab.X, stream=each) for each in streams[1:] * 4]
+    torch.cuda.synchronize()
+    return [("on a stream", first), *(("on two streams", each) for each in many)]
 
 
 def check_results_go(context):
