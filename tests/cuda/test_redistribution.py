@@ -190,6 +190,11 @@ def test_a_plan_serves_any_operand_of_its_shape(gpus, case):
     assert all(gpus.run(check, "keep_planned", "cupy", [case], ranks=case[0]))
 
 
+@pytest.mark.parametrize("store", ["C", "heap C"])
+def test_a_call_may_become_another_than_the_last_that_looked_like_it(gpus, size, store):
+    assert all(gpus.run(check, "expect_otherwise", "cupy", [store], ranks=size))
+
+
 @pytest.mark.parametrize("store", cases.STORES)
 def test_a_result_keeps_the_order_of_the_operand(gpus, size, store):
     column_major = store.endswith("F")

@@ -122,6 +122,26 @@ def test_a_plan_serves_any_operand_of_its_shape(contexts, case):
     assert all(contexts.run(keep_planned, case, ranks=case[0]))
 
 
+def expect_otherwise(context, store):
+    """Calls that look the same on all ranks but the last, with results of two shapes."""
+    rank, size = context.rank, context.size
+    numpy = library_named("numpy")
+    with context:
+        for turn in range(6):
+            array = cases.global_array((4 * size - turn % 2, 2 * size + 1), "f8")
+            part, want = (part_of(array, slab, rank, size) for slab in (Slab.X, Slab.Y))
+            operand, _, _ = placed(context, numpy, part, store)
+            got = redistribute(operand, Slab.X, Slab.Y)
+            assert got.shape == want.shape
+            assert got.tobytes() == want.tobytes()
+    return True
+
+
+@pytest.mark.parametrize("store", ["C", "heap C"])
+def test_a_call_may_become_another_than_the_last_that_looked_like_it(contexts, store):
+    assert all(contexts.run(expect_otherwise, store, ranks=2))
+
+
 def keep_order(context, store, target):
     library = library_named("numpy")
     array = cases.global_array((8, 9, 7), "f8")

@@ -101,17 +101,12 @@ class DeviceArrays:
         made: Made = (shape, problem.order)
         if self.result is not None and self._made in (None, made):
             return
-        self._made, self.result = made, None
+        self._made = self.result = self._target = None
+        context, order = self._context, problem.order
         self._take(
-            new_result(
-                self._context,
-                self._user,
-                shape,
-                problem.dtype,
-                problem.order,
-                on_heap=self._on_heap,
-            )
+            new_result(context, self._user, shape, problem.dtype, order, on_heap=self._on_heap)
         )
+        self._made = made
 
     def _take(self, result: Result) -> None:
         self.result, self._target = result, Placed.of(self._context, result.array)
