@@ -18,7 +18,7 @@ __all__ = ["Device"]
 class Device:
     """One CUDA device. `ordinal` is its index among those that this process sees.
 
-    `arch` is like "sm_90"; `processors` the number of its multiprocessors; `overlaps_launches` says
+    `name` is like "cuda:0", `arch` like "sm_90"; `processors` the number of its multiprocessors; `overlaps_launches` says
     whether a kernel can start before the one ahead of it has ended. Get it with `Device.of`.
     """
 
@@ -30,6 +30,7 @@ class Device:
                 f"device_id={ordinal}: this process sees {count} CUDA devices, numbered from 0"
             )
         self.ordinal = ordinal
+        self.name = f"cuda:{ordinal}"  # as array libraries write it
         self.handle = call("cuDeviceGet", ordinal)
         self._context = call("cuDevicePrimaryCtxRetain", self.handle)
         self._context_address = int(self._context)
@@ -48,11 +49,6 @@ class Device:
 
     def __repr__(self) -> str:
         return f"Device({self.ordinal}, {self.arch})"
-
-    @property
-    def name(self) -> str:
-        """How array libraries write it, such as "cuda:0"."""
-        return f"cuda:{self.ordinal}"
 
     def attribute(self, which: object) -> int:
         """The value of a `CUdevice_attribute`."""
