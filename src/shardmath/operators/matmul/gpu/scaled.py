@@ -14,7 +14,7 @@ from functools import cached_property
 from shardmath.cuda.driver import call
 from shardmath.geometry import Move
 from shardmath.local.epilog import MatmulEpilog
-from shardmath.local.float8 import BLOCK, Blocks
+from shardmath.local.float8 import BLOCK, FLOAT8, Blocks
 from shardmath.local.gpu import Matrix, float8, scaled
 from shardmath.local.gpu.blaslt import WORKSPACE
 from shardmath.local.gpu.epilog import finish
@@ -30,8 +30,6 @@ from shardmath.operators.matmul.scaling import Scaling
 from shardmath.operators.showing import Places, Showcase, matrix_of
 
 __all__ = ["ScaledProducts"]
-
-_NARROW_RESULTS = {"float8_e4m3fn", "float8_e5m2"}
 
 
 class ScaledProducts:
@@ -107,7 +105,7 @@ class ScaledProducts:
         if problem.epilog is not MatmulEpilog.DEFAULT or (several and dtype != "float32"):
             return False
         adds = c is not None and operands.beta != 0
-        if dtype in _NARROW_RESULTS:
+        if dtype in FLOAT8:
             known = dtype == "float8_e4m3fn" or dtype in self._scaling.given
             return known and not adds and set(self._share.modes) == {"tensor"}
         if not adds or c is None:
