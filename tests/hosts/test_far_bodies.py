@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fft_cases
 import matmul_cases
+import numpy as np
 import pytest
 import redistribution_cases
 import test_fft_any
@@ -12,6 +13,8 @@ import test_moving
 import test_redistribute_any
 import test_reducing
 from hypothesis import HealthCheck, given, settings
+
+from shardmath.distribution import Redistribute, Slab
 
 FEW = settings(
     max_examples=15, deadline=None, database=None, suppress_health_check=list(HealthCheck)
@@ -88,6 +91,16 @@ def test_groups_within_and_across_hosts(far_contexts):
 @given(case=redistribution_cases.cases())
 def test_any_distribution_to_any_other(far_contexts, case):
     far_contexts.run(test_redistribute_any.run_case, case, ranks=case[0])
+
+
+def explain(context):
+    with context, Redistribute(np.zeros((2, 6)), Slab.X, Slab.Y) as redistribution:
+        return redistribution.explain()
+
+
+def test_how_bytes_travel_is_explained(far_contexts):
+    first, *others = far_contexts.run(explain, ranks=3)
+    assert others == [first] * 2 and "2 hosts: read in place" in first
 
 
 @FEW

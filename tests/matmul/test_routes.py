@@ -67,7 +67,8 @@ class Ranks:
         for move in moves:
             memory, start, strides = bytes_of(arrays[rank]), 0, arrays[rank].strides
             if move.src != rank:
-                parcel = share.routes.outbox(name, move.src, itemsize).parcels[rank]
+                parcel = share.routes.parcel(name, move.src, itemsize)
+                assert parcel == share.routes.outbox(name, move.src, itemsize).parcels[rank]
                 near = self.hosts[move.src] == self.hosts[rank]
                 assert near != (move.src in starts)
                 memory = self.outboxes[name][move.src] if near else room

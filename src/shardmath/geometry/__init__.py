@@ -17,6 +17,7 @@ from shardmath.geometry.moves import (
     bytes_moved,
     classify,
     common_elements,
+    counted,
     moves,
 )
 from shardmath.geometry.spans import Run, Spans
@@ -39,6 +40,7 @@ __all__ = [
     "bytes_moved",
     "classify",
     "common_elements",
+    "counted",
     "decode",
     "infer_global_shape",
     "moves",

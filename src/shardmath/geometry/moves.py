@@ -18,7 +18,16 @@ from shardmath.geometry.coverage import Atom, atoms
 from shardmath.geometry.layout import Layout
 from shardmath.geometry.spans import Run, Spans
 
-__all__ = ["Move", "Pattern", "Traffic", "bytes_moved", "classify", "common_elements", "moves"]
+__all__ = [
+    "Move",
+    "Pattern",
+    "Traffic",
+    "bytes_moved",
+    "classify",
+    "common_elements",
+    "counted",
+    "moves",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +96,41 @@ def bytes_moved(src: Layout, dst: Layout, itemsize: int) -> Traffic:
     """
     _check(src, dst)
     sent, received = [0] * src.size, [0] * dst.size
-    for s, d, count in _counted(src, dst):
+    for s, d, count in counted(src, dst):
         if s != d:
             sent[s] += count * itemsize
             received[d] += count * itemsize
     return Traffic(tuple(sent), tuple(received))
+
+
+def counted(src: Layout, dst: Layout) -> Iterator[tuple[int, int, int]]:
+    """(source, destination, elements) of all moves, ascending by destination, without the runs.
+
+    Raises ValueError as `moves` does.
+    """
+    groups = src.groups
+    if groups is None:
+        for d in range(dst.size):
+            for s, columns in _sources(src, dst, d, None):
+                yield s, d, prod(sum(run.elements for run in runs) for runs in columns)
+        return
+    shared = common_elements(src, dst)
+    turns = [0] * len(groups)
+    for d in range(dst.size):
+        found = 0
+        for at, group in enumerate(groups):
+            count = shared[group[0]][d]
+            if not count:
+                continue
+            found += count
+            if d in group:
+                yield d, d, count
+            else:
+                yield group[turns[at] % len(group)], d, count  # the turn that `_choose` finds
+                turns[at] += 1
+        need = prod(s.length for s in dst.spans(d))
+        if found != need:
+            raise ValueError(f"rank {d} needs {need} elements of which {found} have an owner")
 
 
 def common_elements(one: Layout, two: Layout) -> list[list[int]]:
@@ -157,33 +196,6 @@ def _sources(
         found += prod(sum(run.elements for run in runs) for runs in columns)
     if only is None and found != need:
         raise ValueError(f"rank {d} needs {need} elements of which {found} have an owner")
-
-
-def _counted(src: Layout, dst: Layout) -> Iterator[tuple[int, int, int]]:
-    """(source, destination, elements) of all moves: what `_sources` gives, without the runs."""
-    groups = src.groups
-    if groups is None:
-        for d in range(dst.size):
-            for s, columns in _sources(src, dst, d, None):
-                yield s, d, prod(sum(run.elements for run in runs) for runs in columns)
-        return
-    shared = common_elements(src, dst)
-    turns = [0] * len(groups)
-    for d in range(dst.size):
-        found = 0
-        for at, group in enumerate(groups):
-            count = shared[group[0]][d]
-            if not count:
-                continue
-            found += count
-            if d in group:
-                yield d, d, count
-            else:
-                yield group[turns[at] % len(group)], d, count  # the turn that `_choose` finds
-                turns[at] += 1
-        need = prod(s.length for s in dst.spans(d))
-        if found != need:
-            raise ValueError(f"rank {d} needs {need} elements of which {found} have an owner")
 
 
 def _meet(src: Sequence[Spans], dst: Sequence[Spans]) -> list[tuple[Run, ...]] | None:

@@ -16,7 +16,7 @@ from functools import cached_property
 from shardmath.geometry import Move
 from shardmath.redistribution.boxes import Box
 from shardmath.redistribution.copies import lowered
-from shardmath.redistribution.parcels import Fetch, Outbox, Parcel, fetches, room_for
+from shardmath.redistribution.parcels import Fetch, Outbox, Parcel, fetches, parcel_of, room_for
 from shardmath.redistribution.plan import TransferPlan
 
 __all__ = ["Delivery"]
@@ -39,7 +39,7 @@ class Delivery:
     @cached_property
     def outbox(self) -> Outbox:
         """What this rank packs."""
-        return self._outbox(self.rank)
+        return Outbox.of_transfer(self.transfer, self.rank, self.axes)
 
     @cached_property
     def fetches(self) -> tuple[Fetch, ...]:
@@ -89,7 +89,7 @@ class Delivery:
     def _parcels(self) -> dict[int, Parcel]:
         """What this rank takes of each peer."""
         sources = [src for src in self.transfer.sources(self.rank) if src != self.rank]
-        return {src: self._outbox(src).parcels[self.rank] for src in sources}
+        return {src: parcel_of(self.transfer, src, self.rank, self.axes) for src in sources}
 
     @cached_property
     def _moves(self) -> tuple[Move, ...]:
@@ -102,9 +102,6 @@ class Delivery:
             for move in found
             for boxed in ([move] if move.src == self.rank else self._parcel(move.src).boxed(move))
         )
-
-    def _outbox(self, src: int) -> Outbox:
-        return Outbox.of(self.transfer.out_of(src), self.transfer.itemsize, self.axes)
 
     def _parcel(self, src: int) -> Parcel:
         return self._parcels[src]

@@ -10,7 +10,7 @@ that several ranks take is there once. Pure, as the moves are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise, product
@@ -18,8 +18,9 @@ from math import prod
 
 from shardmath.geometry import Move, Run
 from shardmath.redistribution.copies import StridedCopy, lowered
+from shardmath.redistribution.plan import TransferPlan
 
-__all__ = ["Fetch", "Outbox", "Parcel", "fetches", "room_for"]
+__all__ = ["Fetch", "Outbox", "Parcel", "fetches", "parcel_of", "room_for"]
 
 ALIGNMENT = 256  # bytes; of parcels, and of what is fetched
 
@@ -38,6 +39,12 @@ class Parcel:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int
+
+    @classmethod
+    def at(cls, offset: int, columns: Columns, itemsize: int, axes: Sequence[int]) -> Parcel:
+        """A parcel without gaps. `axes` are its axes, the slowest first."""
+        shape = tuple(sum(count * length for count, length, _, _ in each) for each in columns)
+        return cls(columns, shape, _packed(shape, itemsize, axes), offset)
 
     def boxed(self, move: Move) -> list[Move]:
         """`move`, taken from the parcel in place of the array."""
@@ -87,21 +94,39 @@ class Outbox:
 
         What stays on the rank is not packed.
         """
+        return cls._of(found, itemsize, axes, lambda _, columns: columns)
+
+    @classmethod
+    def of_transfer(cls, transfer: TransferPlan, src: int, axes: Sequence[int]) -> Outbox:
+        """For what moves out of `src`. See `parcel_of`, which finds one parcel of it."""
+        found, itemsize = transfer.out_of(src), transfer.itemsize
+        if transfer.src.groups is None:
+            return cls.of(found, itemsize, axes)
+        return cls._of(found, itemsize, axes, lambda dst, _: transfer.dst.spans(dst))
+
+    @classmethod
+    def _of(
+        cls,
+        found: Iterable[Move],
+        itemsize: int,
+        axes: Sequence[int],
+        key: Callable[[int, Columns], Hashable],
+    ) -> Outbox:
+        """Ranks with the same key have the same parcel."""
         taken: dict[int, list[Move]] = {}
         for move in found:
             if move.src != move.dst and move.elements:
                 taken.setdefault(move.dst, []).append(move)
         parcels: dict[int, Parcel] = {}
-        made: dict[Columns, Parcel] = {}
+        made: dict[Hashable, Parcel] = {}
         at = 0
-        for dst, moves in taken.items():
+        for dst, moves in sorted(taken.items()):
             columns = _columns(moves)
-            if columns not in made:
-                shape = tuple(sum(count * n for count, n, _, _ in each) for each in columns)
-                strides = _packed(shape, itemsize, axes)
-                made[columns] = Parcel(columns, shape, strides, at)
-                at += _aligned(prod(shape) * itemsize)
-            parcels[dst] = made[columns]
+            name = key(dst, columns)
+            if name not in made:
+                made[name] = Parcel.at(at, columns, itemsize, axes)
+                at += _aligned(prod(made[name].shape) * itemsize)
+            parcels[dst] = made[name]
         return cls(parcels, itemsize, at)
 
     def packing(self, strides: Sequence[int]) -> list[StridedCopy]:
@@ -112,6 +137,26 @@ class Outbox:
                 copy = lowered(Move(0, 0, runs), self.itemsize, strides, parcel.strides)
                 copies.append(replace(copy, dst_offset=copy.dst_offset + parcel.offset))
         return copies
+
+
+def parcel_of(transfer: TransferPlan, src: int, dst: int, axes: Sequence[int]) -> Parcel:
+    """What `dst` takes of the outbox of `src`, without the moves to other ranks.
+
+    These are counted: of many ranks each would otherwise work out the moves of all.
+    """
+    if transfer.src.groups is None:
+        return Outbox.of_transfer(transfer, src, axes).parcels[dst]
+    offsets: dict[Hashable, int] = {}
+    at = 0
+    for peer, elements in transfer.parts_out_of(src):
+        part = transfer.dst.spans(peer)
+        if part not in offsets:
+            offsets[part] = at
+            at += _aligned(elements * transfer.itemsize)
+        if peer == dst:
+            break
+    columns = _columns([move for move in transfer.into(dst) if move.src == src])
+    return Parcel.at(offsets[transfer.dst.spans(dst)], columns, transfer.itemsize, axes)
 
 
 @dataclass(frozen=True)

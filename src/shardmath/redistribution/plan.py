@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from shardmath.geometry import Layout, Move, Pattern, Traffic, bytes_moved, classify, moves
+from shardmath.geometry import Layout, Move, Pattern, Traffic, bytes_moved, classify, counted, moves
 from shardmath.redistribution.copies import StridedCopy, lowered
 from shardmath.redistribution.pieces import pieces_of
 
@@ -68,6 +68,10 @@ class TransferPlan:
             ordered = sorted(found, key=lambda move: (move.dst - rank - 1) % size)
             self._out_of[rank] = tuple(ordered)
         return self._out_of[rank]
+
+    def parts_out_of(self, rank: int) -> list[tuple[int, int]]:
+        """(destination, elements) of what moves from `rank` to each of its peers, ascending."""
+        return self._parts_out.get(rank, [])
 
     def copies(
         self, rank: int, src_strides: Mapping[int, Strides], dst_strides: Strides
@@ -154,6 +158,14 @@ class TransferPlan:
     @cached_property
     def _sources(self) -> dict[int, tuple[int, ...]]:
         return {}
+
+    @cached_property
+    def _parts_out(self) -> dict[int, list[tuple[int, int]]]:
+        found: dict[int, list[tuple[int, int]]] = {}
+        for src, dst, count in counted(self.src, self.dst):
+            if src != dst:
+                found.setdefault(src, []).append((dst, count))
+        return found
 
     @cached_property
     def _copies(self) -> dict[str, Any]:

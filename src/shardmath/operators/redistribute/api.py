@@ -129,8 +129,15 @@ class Redistribute(Lifecycle):
         self._fitting: tuple[ArraySpec, ArraySpec | None] | None = None  # of the last execution
 
     def explain(self) -> str:
-        """What moves, in a few lines. Local."""
-        return self._problem.explain()
+        """What moves, in a few lines, and how it does between hosts. Local."""
+        hosts = len(set(self.context.hosts))
+        if hosts == 1 or not self._problem.transfer.crosses:
+            return self._problem.explain()
+        packed = "packed by each rank, and " * (self.context.team is not None)
+        return (
+            f"{self._problem.explain()}\n"
+            f"{hosts} hosts: {packed}read in place on the same host, by `get` from another"
+        )
 
     def plan(self, stream: Any = None) -> None:
         """Make it ready for `execute`; a second call does nothing. Collective."""

@@ -102,7 +102,7 @@ class FarShowcase(Showcase):
                 shown = self._found[src][name]
                 start = context.peer_address(src, shown.location, shown.nbytes)
                 assert start is not None, "it is on this host"
-            parcel = self._routes.outbox(name, src, itemsize).parcels[rank]
+            parcel = self._routes.parcel(name, src, itemsize)
             return start + parcel.offset, parcel.strides
 
         return place

@@ -7,11 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from shardmath.geometry import Layout, Move, moves
+from shardmath.geometry import Layout, Move
 from shardmath.operators.matmul import host
 from shardmath.operators.matmul.problem import gradient_layouts
 from shardmath.operators.matmul.strategy import Strategy
-from shardmath.redistribution.parcels import Fetch, Outbox, fetches, room_for
+from shardmath.redistribution import TransferPlan
+from shardmath.redistribution.parcels import (
+    Fetch,
+    Outbox,
+    Parcel,
+    fetches,
+    parcel_of,
+    room_for,
+)
 
 __all__ = ["Routes"]
 
@@ -29,6 +37,8 @@ class Routes:
         self._rank = rank
         self._hosts = tuple(hosts)
         self._outboxes: dict[tuple[str, int, int], Outbox] = {}
+        self._parcels: dict[tuple[str, int, int], Parcel] = {}
+        self._transfers: dict[tuple[str, int], TransferPlan] = {}
         self._fetches: dict[tuple[str, str, int], tuple[Fetch, ...]] = {}
         self._rooms: dict[tuple[str, int], int] = {}
 
@@ -36,9 +46,23 @@ class Routes:
         """What `src` packs of its matrix, whose elements have so many bytes."""
         key = (name, src, itemsize)
         if key not in self._outboxes:
-            axes = _SLOWEST.get(name, (0, 1))
-            self._outboxes[key] = Outbox.of(self._out_of(name, src), itemsize, axes)
+            axes, transfer = _SLOWEST.get(name, (0, 1)), self._transfer(name, itemsize)
+            if transfer is not None:
+                self._outboxes[key] = Outbox.of_transfer(transfer, src, axes)
+            else:
+                self._outboxes[key] = Outbox.of(self._added(name, src), itemsize, axes)
         return self._outboxes[key]
+
+    def parcel(self, name: str, src: int, itemsize: int) -> Parcel:
+        """What this rank takes of it."""
+        key = (name, src, itemsize)
+        if key not in self._parcels:
+            axes, transfer = _SLOWEST.get(name, (0, 1)), self._transfer(name, itemsize)
+            if transfer is not None:
+                self._parcels[key] = parcel_of(transfer, src, self._rank, axes)
+            else:
+                self._parcels[key] = self.outbox(name, src, itemsize).parcels[self._rank]
+        return self._parcels[key]
 
     def boxed(self, name: str, found: Iterable[Move], itemsize: int) -> tuple[Move, ...]:
         """Moves into this rank, those of peers out of what they have packed."""
@@ -47,7 +71,7 @@ class Routes:
             if move.src == self._rank:
                 made.append(move)
             else:
-                made += self.outbox(name, move.src, itemsize).parcels[self._rank].boxed(move)
+                made += self.parcel(name, move.src, itemsize).boxed(move)
         return tuple(made)
 
     def fetches(
@@ -58,7 +82,7 @@ class Routes:
         if key not in self._fetches:
             self._fetches[key] = fetches(
                 boxed,
-                lambda src: self.outbox(name, src, itemsize).parcels[self._rank],
+                lambda src: self.parcel(name, src, itemsize),
                 lambda src: self._hosts[src] != self._hosts[self._rank],
             )
         return self._fetches[key]
@@ -73,21 +97,29 @@ class Routes:
             self._rooms[key] = max(rooms, default=0)
         return self._rooms[key]
 
-    def _out_of(self, name: str, src: int) -> Iterable[Move]:
-        """All moves out of the matrix of `src`."""
+    def _transfer(self, name: str, itemsize: int) -> TransferPlan | None:
+        """What moves of the matrices of that name; None where they are added up."""
+        strategy, key = self._strategy, (name, itemsize)
+        if name in ("vector", "c") or (name == "sums" and strategy.reduces):
+            return None
+        if key not in self._transfers:
+            made = TransferPlan(strategy.reduced, strategy.problem.d, itemsize)
+            if name in ("a", "b"):
+                made = strategy.transfers["ab".index(name)]
+            self._transfers[key] = made
+        return self._transfers[key]
+
+    def _added(self, name: str, src: int) -> Iterable[Move]:
+        """All moves out of a matrix of `src` that is added to others."""
         strategy, problem = self._strategy, self._strategy.problem
-        if name in ("a", "b"):
-            return strategy.transfers["ab".index(name)].out_of(src)
         if name == "vector":
             layout, held, need = gradient_layouts(problem)
             return self._shared(held, need, src) if layout.disjoint() else ()
         if name == "c":
             everywhere = Layout.replicated(problem.d.global_shape, problem.size)
             return self._shared(problem.d, everywhere, src)
-        if name == "sums" and strategy.reduces:
-            holds = strategy.depth[src].length > 0
-            return self._shared(strategy.sums, strategy.reduced, src) if holds else ()
-        return moves(strategy.reduced, problem.d, src_rank=src)
+        holds = strategy.depth[src].length > 0
+        return self._shared(strategy.sums, strategy.reduced, src) if holds else ()
 
     def _shared(self, held: Layout, need: Layout, src: int) -> list[Move]:
         """All that `src` holds, to whomever needs it, whoever else holds it too."""
