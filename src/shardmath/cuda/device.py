@@ -18,8 +18,9 @@ __all__ = ["Device"]
 class Device:
     """One CUDA device. `ordinal` is its index among those that this process sees.
 
-    `name` is like "cuda:0", `arch` like "sm_90"; `processors` the number of its multiprocessors; `overlaps_launches` says
-    whether a kernel can start before the one ahead of it has ended. Get it with `Device.of`.
+    `name` is like "cuda:0", `arch` like "sm_90"; `processors` the number of its multiprocessors;
+    `overlaps_launches` says whether a kernel can start before the one ahead of it has ended. Get it
+    with `Device.of`.
     """
 
     def __init__(self, ordinal: int) -> None:
