@@ -90,7 +90,7 @@ class Share:
         options = FFTOptions(redistribute=back)
         said = describe(spec, Slab.X, None, None, kind, FFTDirection.FORWARD, options, None)
         self.problem = check([said] * size)
-        self.plan = ways.DevicePlan(self.problem, choose(self.problem, GPUS))
+        self.plan = ways.DevicePlan(self.problem, choose(self.problem, GPUS), (0,) * size)
         self.result = packed("result", self.problem.target.local_shape(0), self.problem.result)
         nbytes = self.result.size * self.result.itemsize
         block = nbytes // size  # what goes to one peer

@@ -59,10 +59,11 @@ class Cuts:
 
 # By bytes of a rank's result, from so many on; docs/decisions/chunks-beside-transforms.md.
 _CUTS = (
+    (6 << 30, Cuts(16, 8, 4)),
     (1 << 30, Cuts(8, 8, 3)),
     (256 << 20, Cuts(8, 4, 3)),
     (96 << 20, Cuts(8, 4, 2)),
-    (32 << 20, Cuts(4, 2, 1)),
+    (48 << 20, Cuts(4, 2, 1)),
     (12 << 20, Cuts(2, 2, 1)),
 )
 
