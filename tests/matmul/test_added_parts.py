@@ -32,7 +32,7 @@ def share(kind, shape, dtype, *, size=2, label="stationary a", epilog=MatmulEpil
     return Share(choose(problem, HOPPER)[0], 0, (0,) * size)
 
 
-# Shapes as in tests/cuda/test_added_products.py: all go through the collective.
+# Shapes as in tests/cuda/test_added_products.py: all go through the collective, none by the kernel.
 @pytest.mark.parametrize("epilog", [MatmulEpilog.DEFAULT, MatmulEpilog.BIAS])
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize(
