@@ -44,7 +44,8 @@ def added(context, kind, orders, dtype, shape, more):
     whole = torch.complex128 if native.is_complex else torch.float64
     a, b, c, bias = sample(m, k), sample(k, n), sample(m, n), sample(m)
     want, dist = a.to(whole) @ b.to(whole), RESULTS[kind]
-    given, named = [mine(a, Slab.Y), mine(b, Slab.X)], {"distributions": (Slab.Y, Slab.X, dist)}
+    given = [mine(a, Slab.Y), mine(b, Slab.X)]
+    named = {"distributions": (Slab.Y, Slab.X, dist), "options": {"strategy": "stationary a"}}
     if more:
         given.append(mine(c, dist))
         rows = mine(bias[:, None].expand(m, n).contiguous(), dist)[:, 0].contiguous()
@@ -112,7 +113,8 @@ def side_by_side(context):
             b = torch.ones(Slab.X.shape(context.rank, (k, n)), device="cuda")
             stream = torch.cuda.Stream()
             with torch.cuda.stream(stream):
-                mm = Matmul(a, b, distributions=(Slab.Y, Slab.X, Replicated()))
+                named = {"distributions": (Slab.Y, Slab.X, Replicated())}
+                mm = Matmul(a, b, **named, options={"strategy": "stationary a"})
                 mm.plan()
                 mm.execute()  # compiles, and takes memory
             torch.cuda.synchronize()

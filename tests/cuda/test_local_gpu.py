@@ -257,6 +257,7 @@ def check_epilogs_within(context, dtype):
             if epilog.has_bias:
                 inputs["bias"][5] = 0
             with np.errstate(invalid="ignore", over="ignore"):
+                size = np.nan_to_num(0.5 * abs(wide(a)) @ abs(wide(b)))  # the product's own error
                 total = 0.5 * (wide(a) @ wide(b)) + 2 * wide(c)
                 want, aux = host.apply(epilog, total.copy(), inputs, dtype="float64")
             bias, other = None, None
@@ -301,14 +302,15 @@ def check_epilogs_within(context, dtype):
                 d.host[...] = before
                 run(Algorithms({signature: number}))
                 case = (epilog.name, m, n, sd, number)
-                faults = differing(wide(d.get()), want, total, tolerance)
+                slack = (2.0**-48 if dtype == "float64" else 2.0**-20) * size
+                faults = differing(wide(d.get()), want, total, tolerance, slack)
                 if epilog.makes_aux:
-                    faults += differing(wide(other.get()), aux[name], total, tolerance)
+                    faults += differing(wide(other.get()), aux[name], total, tolerance, slack)
                 wrong += [(*case, *each) for each in faults]
     return [wrong, done]
 
 
-def differing(got, want, total, tolerance):
+def differing(got, want, total, tolerance, slack):
     """The greatest difference, if it is too large, or an element that is not finite as wanted."""
     finite = np.isfinite(want)
     strange = (np.isnan(got) != np.isnan(want)) | (np.isinf(want) & (got != want))
@@ -316,9 +318,10 @@ def differing(got, want, total, tolerance):
         at = tuple(int(i) for i in np.argwhere(strange)[0])
         return [(at, float(got[at]), float(want[at]), int(strange.sum()))]
     if len(want) > len(total):  # GELU's inputs are padded
-        total = np.vstack([total, np.zeros((len(want) - len(total), total.shape[1]))])
+        padding = np.zeros((len(want) - len(total), total.shape[1]))
+        total, slack = np.vstack([total, padding]), np.vstack([slack, padding])
     with np.errstate(invalid="ignore"):
-        bound = tolerance * (8 + 4 * np.nan_to_num(abs(total)) + 4 * abs(want))
+        bound = tolerance * (8 + 4 * np.nan_to_num(abs(total)) + 4 * abs(want)) + slack
         off = np.where(finite, abs(got - want), 0)
     return [] if (off <= np.where(finite, bound, 1)).all() else [(float(off.max()),)]
 
@@ -327,7 +330,7 @@ def differing(got, want, total, tolerance):
 def test_epilogs_within_products(gpus, dtype):
     ((wrong, done),) = gpus.run(check_epilogs_within, dtype, ranks=1)
     assert wrong == []
-    assert done >= 20
+    assert done >= (15 if dtype in ("float16", "bfloat16") else 3)
 
 
 def check_row_sums(context, dtype):

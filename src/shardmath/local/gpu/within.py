@@ -1,7 +1,7 @@
 """Epilogs within a product of cuBLASLt: what it is to be told, for epilogs that it does as we do.
 
 Our semantics are cuBLASLt's for a result by columns. Of a result by rows it writes the transpose,
-whose rows are our columns: so a bias, a mask and a gradient, which follow our rows, cannot be had
+whose rows are our columns: so a bias and an auxiliary matrix, which follow our rows, cannot be had
 there. Pure: whether there is an algorithm, cuBLASLt's heuristics are asked.
 """
 
@@ -17,24 +17,19 @@ __all__ = ["Within", "within"]
 
 _HALVES = ("float16", "bfloat16")
 _FLOATS = (*_HALVES, "float32", "float64")
-# For which types of D its epilogs are ours. Its masks have a bit where the input of ReLU is 0, ours
-# have none: our kernel makes those. Its ReLU of float16 makes NaN 0 by some algorithms. Its GELU is
-# off by 5e-6 in float32 and 3e-10 in float64, its derivative by several roundings in float16. Sums
-# of rows are added across ranks before they are rounded.
+# For which types of D its epilogs are ours, and faster than our kernel. Its masks have a bit where
+# the input of ReLU is 0, ours have none; its ReLU makes NaN 0 by some algorithms; its GELU is off
+# by 5e-6 in float32 and 3e-10 in float64, the derivative by several roundings in float16; and where
+# a mask is read our kernel is faster. Sums of rows are added across ranks before they are rounded.
 _ALIKE = {
     MatmulEpilog.BIAS: _FLOATS,
-    MatmulEpilog.RELU: _FLOATS[1:],
-    MatmulEpilog.RELU_BIAS: _FLOATS[1:],
-    MatmulEpilog.DRELU: _FLOATS,
     MatmulEpilog.GELU: _HALVES,
     MatmulEpilog.GELU_BIAS: _HALVES,
     MatmulEpilog.GELU_AUX: _HALVES,
     MatmulEpilog.GELU_AUX_BIAS: _HALVES,
-    MatmulEpilog.DGELU: ("bfloat16",),
 }
 _ALIGNMENT = 16  # bytes, of a bias and an auxiliary matrix
-_MASK_ROWS = 128  # bits of a mask's column are a multiple of
-_AUX_ROWS = 8  # elements of a column of the inputs of GELU
+_AUX_ROWS = 8  # of which the distance of columns of GELU's inputs is a multiple
 
 
 class Within(NamedTuple):
@@ -58,7 +53,7 @@ def within(
     """
     if d.dtype not in _ALIKE.get(epilog, ()):
         return None
-    follows_rows = epilog.has_bias or epilog.makes_aux or epilog.needs_aux
+    follows_rows = epilog.has_bias or epilog.makes_aux
     if follows_rows and d.leading is None:
         return None
     vector, leading = 0, 0
@@ -67,19 +62,9 @@ def within(
         vector, step = bias
         if vector % _ALIGNMENT or (step != 1 and d.rows > 1):
             return None
-    if epilog.makes_aux or epilog.needs_aux:
+    if epilog.makes_aux:
         assert aux is not None
-        found = _leading(aux, bits=aux.dtype == "uint8")
-        if found is None or aux.address % _ALIGNMENT:
+        if aux.leading is None or aux.leading % _AUX_ROWS or aux.address % _ALIGNMENT:
             return None
-        leading = found
+        leading = aux.leading
     return Within(Extras(int(epilog), leading), vector, aux.address if leading and aux else 0)
-
-
-def _leading(aux: Matrix, *, bits: bool) -> int | None:
-    """From a column to the next, in bits of a mask or in elements; None where it does not suit."""
-    distance = aux.leading
-    if distance is None:
-        return None
-    distance *= 8 if bits else 1
-    return None if distance % (_MASK_ROWS if bits else _AUX_ROWS) else distance

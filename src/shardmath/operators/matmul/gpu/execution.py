@@ -184,7 +184,8 @@ class Execution:
         operands, epilog, out = self.operands, self.problem.epilog, self.out
         aux = operands.aux(epilog)
         found = within(epilog, out, bias=operands.bias, aux=None if aux is None else matrix_of(aux))
-        if found is None or len(self.share.schedule[0]) > 1:
+        wider = self.problem.result != self.problem.dtype  # not seen with a bias
+        if found is None or wider or len(self.share.schedule[0]) > 1:
             return None
         self._prepare_factors(out)
         conj_a, conj_b = self.problem.conjugate

@@ -1,0 +1,71 @@
+"""Which products one collective adds up, in which order and type: pure."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardmath.geometry import Layout, Replicated, Slab
+from shardmath.local.epilog import MatmulEpilog
+from shardmath.operators.matmul.gpu.fusing import pays
+from shardmath.operators.matmul.gpu.share import Share
+from shardmath.operators.matmul.problem import Problem
+from shardmath.operators.matmul.strategy import HOPPER, choose
+
+RESULTS = {"everywhere": Replicated(), "rows": Slab.X, "columns": Slab.Y}
+
+
+def share(kind, shape, dtype, *, size=2, label="stationary a", epilog=MatmulEpilog.DEFAULT):
+    m, n, k = shape
+    problem = Problem(
+        a=Layout.bind([Slab.Y] * size, (m, k)),
+        b=Layout.bind([Slab.X] * size, (k, n)),
+        d=Layout.bind([RESULTS[kind]] * size, (m, n)),
+        dtype=dtype,
+        result=dtype,
+        transpose=(False, False),
+        conjugate=(False, False),
+        has_c=False,
+        sums_c=False,
+        epilog=epilog,
+        strategy=label,
+    )
+    return Share(choose(problem, HOPPER)[0], 0, (0,) * size)
+
+
+# Shapes as in tests/cuda/test_added_products.py: all go through the collective, none by the kernel.
+@pytest.mark.parametrize("epilog", [MatmulEpilog.DEFAULT, MatmulEpilog.BIAS])
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("dtype", "shape", "parts"),
+    [
+        ("float32", (70, 90, 33), "float32"),
+        ("bfloat16", (7, 9, 64), "float32"),
+        ("float16", (800, 700, 129), "float16"),
+        ("complex64", (40, 31, 20), "complex64"),
+        ("float64", (1, 17, 3), "float64"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("kind", "orders"),
+    [
+        ("everywhere", {"C": "C", "F": "F"}),
+        ("rows", {"C": "C", "F": ""}),
+        ("columns", {"C": "", "F": "F"}),
+    ],
+)
+def test_what_a_collective_adds_up(kind, orders, dtype, shape, parts, size, epilog):
+    found = share(kind, shape, dtype, size=size, epilog=epilog)
+    assert {order: found.addition_order(order) for order in "CF"} == orders
+    assert found.parts_dtype == parts
+    assert not pays(found)
+
+
+def test_large_products_go_through_the_kernel():
+    found = share("everywhere", (8192, 8192, 28672), "bfloat16", size=8)
+    assert pays(found)
+    biased = share("everywhere", (8192, 8192, 28672), "bfloat16", size=8, epilog=MatmulEpilog.BIAS)
+    assert not pays(biased)  # it has no epilog
+
+
+def test_what_is_gathered_is_not_added():
+    assert share("rows", (64, 64, 64), "float32", label="stationary c").addition_order("C") == ""
