@@ -17,10 +17,11 @@ import pytest
 from float8_cases import E4, E5
 
 from shardmath.arrays.dtypes import of, to_numpy
+from shardmath.distribution import Slab
 from shardmath.geometry import Layout
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.gpu import Matrix, scaled
-from shardmath.operators.matmul.gpu import feeding
+from shardmath.operators.matmul.gpu import feeding, share
 from shardmath.operators.matmul.gpu import scaled as module
 from shardmath.operators.matmul.gpu.scale_moves import chosen
 from shardmath.operators.matmul.gpu.share import Operands, Scales, Share
@@ -193,6 +194,7 @@ def _by_numpy(monkeypatch):
     monkeypatch.setattr(feeding, "_FIRST_BYTES", 1 << 10)
     monkeypatch.setattr(feeding, "_LEAST", 128)
     monkeypatch.setattr(feeding, "_FIRST", 0.0)
+    monkeypatch.setattr(share, "_MEMORY", 1e30)  # small products have several intervals, too
 
 
 def device_array(x, keep):
@@ -246,6 +248,15 @@ class Rank:
         return view(parts[0])
 
 
+def problem_of(layouts, modes, result, label=None):
+    """A product of eight-bit factors without more."""
+    return Problem(
+        *layouts, dtype=E4, result=result, transpose=(False, False), conjugate=(False, False),
+        has_c=False, sums_c=False, epilog=MatmulEpilog.DEFAULT, strategy=label,
+        scaling=Scaling((E4, E5), result, *modes, c=False, d=False, amax=False),
+    )  # fmt: skip
+
+
 def perform(layout, mode_a, mode_b, shape, result, order, label=None):
     m, n, k = shape
     size, shapes = 4, [(m, k), (k, n), (m, n)]
@@ -253,13 +264,8 @@ def perform(layout, mode_a, mode_b, shape, result, order, label=None):
     whole = cases.elements(rng, (m, k), E4), cases.elements(rng, (k, n), E5)
     dists = [cases.layout(layout, shapes, rank, size) for rank in range(size)]
     given = tuple(MODES[each] for each in (mode_a, mode_b))
-    problem = Problem(
-        *(Layout.bind([d[i] for d in dists], shapes[i]) for i in range(3)),
-        dtype=E4, result=result, transpose=(False, False), conjugate=(False, False), has_c=False,
-        sums_c=False, epilog=MatmulEpilog.DEFAULT, strategy=label,
-        scaling=Scaling((E4, E5), result, *given, c=False, d=False, amax=False),
-    )  # fmt: skip
-    strategy, compared = chosen(problem, HOPPER)
+    layouts = [Layout.bind([d[i] for d in dists], shapes[i]) for i in range(3)]
+    strategy, compared = chosen(problem_of(layouts, given, result, label), HOPPER)
     if strategy.problem.dtype != E4:
         return None, compared
     factors = [
@@ -310,3 +316,18 @@ def test_products_of_scaled_elements(layout, shape):
 def test_some_are_of_several_intervals_and_padded():
     strategy, _ = perform("rows", "outer", "tensor", SHAPES["odd"], "bfloat16", "C")
     assert len(Share(strategy, 0, (0,) * 4).schedule[0]) > 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "several"), [((8192, 8192, 8192), False), ((1024, 1024, 1 << 16), True)]
+)
+def test_panels_of_k_are_cut_where_sums_are_small(shape, several, monkeypatch):
+    """Each panel reads and writes the sums; rows of A come from the other rank."""
+    monkeypatch.undo()
+    m, n, k = shape
+    layouts = [
+        Layout.bind([slab] * 2, extents)
+        for slab, extents in ((Slab.X, (m, k)), (Slab.Y, (k, n)), (Slab.Y, (m, n)))
+    ]
+    strategy, _ = chosen(problem_of(layouts, (TENSOR, TENSOR), "bfloat16"), HOPPER)
+    assert (len(Share(strategy, 0, (0, 0)).schedule[0]) > 1) == several

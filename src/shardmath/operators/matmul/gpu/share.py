@@ -28,6 +28,8 @@ from shardmath.symmetric.device_array import DeviceArray
 
 __all__ = ["AFTERWARDS", "Operands", "Scales", "Share"]
 
+_MEMORY = 4e12  # bytes per second of an H200's memory
+
 # Epilogs of which nothing happens to D itself.
 AFTERWARDS = (MatmulEpilog.ALLREDUCE, MatmulEpilog.BGRADA, MatmulEpilog.BGRADB)
 
@@ -193,7 +195,21 @@ class Share(host.Share):
         rotate = strategy.sums.disjoint()
         grain = BLOCK if self.multiplies_elements else 64
         ratio = flops / rate / came
-        return intervals(a, b, itemsize, rate=rate, ratio=ratio, rotate=rotate, grain=grain)
+        plan, room = intervals(a, b, itemsize, rate=rate, ratio=ratio, rotate=rotate, grain=grain)
+        if self.multiplies_elements and room == a.extent:
+            hidden = came * (a.extent - (plan[0].hi - plan[0].lo))
+            if self._passes_over_sums(len(plan)) >= hidden:
+                return [Interval(0, a.extent, 0, None)], room
+        return plan, room
+
+    def _passes_over_sums(self, panels: int) -> float:
+        """Seconds that several panels of eight-bit factors cost: their sums are added up in memory,
+        as float32, which each further panel reads and writes, and are then rounded.
+        """
+        strategy, result = self.strategy, dtypes.of(self.strategy.problem.result)
+        sums = strategy.rows[self.rank].length * strategy.columns[self.rank].length
+        rounding = 0 if result.name == "float32" else 4 + result.itemsize
+        return sums * (8 * (panels - 1) + rounding) / _MEMORY
 
     @cached_property
     def scale_moves(self) -> tuple[ScaleMoves | None, ScaleMoves | None]:
