@@ -122,7 +122,7 @@ class Pushes:
         """Around pushes: before them, the owners may use the targets; after, all is there."""
         self.team.barrier(stream, channel=CHANNEL)
 
-    # -- helpers -----------------------------------------------------------------------------------
+    # -- launching ---------------------------------------------------------------------------------
 
     def _require_usable(self) -> None:
         self.team.check()
