@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any
 
 from shardmath.arrays.dtypes import of as dtype_of
+from shardmath.cuda import stream as streams
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import call_for_memory
 from shardmath.cuda.kernel import Argument, kernel
@@ -23,7 +24,7 @@ from shardmath.local.fft import Kind
 
 __all__ = ["Transforms", "scale"]
 
-_KEPT = 256  # plans; a graph needs those that it was captured with
+_KEPT = 256  # plans
 _TYPES = {
     ("C2C", False): 0x29,
     ("R2C", False): 0x2A,
@@ -80,6 +81,7 @@ class Transforms:
         """
         self.device.activate()
         plan = self._plan(kind, double, batches)
+        plan.captured = plan.captured or streams.capturing(stream)
         work = self._areas.get(stream if area is None else area)
         plan.bind(stream, work.address if plan.work and work is not None else 0)
         for src, dst in batches.offsets:
@@ -90,13 +92,19 @@ class Transforms:
         plan = self._plans.get(key)
         if plan is None:
             self.device.activate()
+            if len(self._plans) >= _KEPT:
+                self._drop_one()
             plan = self._plans[key] = _Plan(_TYPES[kind, double], batches)
-            if len(self._plans) > _KEPT:
-                self.device.synchronize()  # it may still run
-                self._plans.popitem(last=False)[1].destroy()
         else:
             self._plans.move_to_end(key)
         return plan
+
+    def _drop_one(self) -> None:
+        """Destroy the plan that was used longest ago, of those that no graph was captured with."""
+        oldest = next((key for key, plan in self._plans.items() if not plan.captured), None)
+        if oldest is not None:
+            self.device.synchronize()  # it may still run
+            self._plans.pop(oldest).destroy()
 
 
 class _Plan:
@@ -106,6 +114,7 @@ class _Plan:
         self._cufft = _cufft()
         self._kind = kind
         self._bound = (-1, -1)
+        self.captured = False  # a graph needs it
         self._handle = _done("create", self._cufft.create)
         source, target = batches.source, batches.target
         try:

@@ -1,0 +1,58 @@
+"""Which of cuFFT's plans are kept, with plans and a device that only take notes."""
+
+import pytest
+
+from shardmath.local import gpu_fft
+from shardmath.local.batches import Batches, Placement
+
+CAPTURED, ORDINARY = 1, 0  # streams
+
+
+class Device:
+    def activate(self):
+        pass
+
+    def synchronize(self):
+        pass
+
+
+class Plan:
+    work = 0
+    destroyed = ()  # lengths
+
+    def __init__(self, kind, batches):
+        self.captured = False
+        self._length = batches.lengths[0]
+
+    def bind(self, stream, area):
+        pass
+
+    def execute(self, source, target, forward):
+        pass
+
+    def destroy(self):
+        Plan.destroyed += (self._length,)
+
+
+# Lengths as they come, each with its stream, and the plans that have to go; two are kept.
+CASES = [
+    ([(3, ORDINARY), (4, ORDINARY), (3, ORDINARY)], []),
+    ([(3, ORDINARY), (4, ORDINARY), (5, ORDINARY)], [3]),
+    ([(3, ORDINARY), (4, ORDINARY), (3, ORDINARY), (5, ORDINARY)], [4]),
+    ([(3, CAPTURED), (4, ORDINARY), (5, ORDINARY), (6, ORDINARY)], [4, 5]),
+    ([(3, ORDINARY), (3, CAPTURED), (4, CAPTURED), (5, ORDINARY), (6, ORDINARY)], [5]),
+]
+
+
+@pytest.mark.parametrize(("calls", "gone"), CASES)
+def test_plans_that_a_graph_needs_stay(calls, gone, monkeypatch):
+    monkeypatch.setattr(gpu_fft, "_KEPT", 2)
+    monkeypatch.setattr(gpu_fft, "_Plan", Plan)
+    monkeypatch.setattr(gpu_fft.streams, "capturing", lambda stream: stream == CAPTURED)
+    monkeypatch.setattr(Plan, "destroyed", ())
+    transforms = gpu_fft.Transforms(Device())
+    for length, stream in calls:
+        lies = Placement((length,), 1, length)
+        batches = Batches((length,), lies, lies, 1, ((0, 0),))
+        transforms.run("C2C", 0, 0, stream, double=False, batches=batches, forward=True)
+    assert list(Plan.destroyed) == gone
