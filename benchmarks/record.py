@@ -53,19 +53,6 @@ def keep(name: str, rows: Iterable[dict[str, Any]], commit: str, **facts: Any) -
         Path(out, path.name).write_text(path.read_text())
 
 
-def of_gpus(torch: Any, size: int) -> dict[str, Any]:
-    """The GPUs of this run, and the versions of what the peers' figures come from."""
-    return {
-        "gpu": torch.cuda.get_device_name(),
-        "gpus": size,
-        "versions": {
-            "torch": torch.__version__,
-            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-            "cuda": torch.version.cuda,
-        },
-    }
-
-
 def circumstances() -> dict[str, Any]:
     """Date, commit, machine and versions, of the libraries that are loaded."""
     loaded = {
