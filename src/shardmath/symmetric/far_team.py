@@ -64,6 +64,7 @@ class FarTeam(Team):
             return
         self.check()
         self._require(channel)
+        self.device.activate()
         self._put("count_signal", stream, None, struct.pack("Ii", channel, dst), file="far")
         self._tell(dst, channel, layout.SENT, 0, stream)
 
@@ -79,6 +80,7 @@ class FarTeam(Team):
     ) -> None:
         """See Team. The word at `slot` stays as it is: two counts of the channel take its place."""
         self.check()
+        self.device.activate()
         tail = struct.pack("Ii", channel, peer)
         self._put(function, stream, timeout, tail, file="far")
         if peer in self._far:
