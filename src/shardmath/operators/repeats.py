@@ -78,6 +78,10 @@ class Repeats(Generic[Agreed]):
         """Remember an execution whose memory has been prepared."""
         _keep(self._known, key, Known(number, agreed, lane.blocks()))
 
+    def forget(self) -> None:
+        """Nothing comes again as it was: the way to do it has changed on all ranks."""
+        self._known.clear()
+
 
 def _keep(shelf: OrderedDict[Hashable, T], key: Hashable, value: T) -> None:
     shelf[key] = value

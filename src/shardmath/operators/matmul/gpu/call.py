@@ -311,6 +311,7 @@ def tune(
     texts = context.gather(operation, lambda: tuning.packed(timed.timings or {}))
     chosen = tuning.fastest([tuning.unpacked(text) for text in texts])
     one.share.algorithms.chosen.update(chosen)
+    one.share.repeats.forget()  # graphs have the algorithms of before
     one.share.kept["told"] = tuning.told(timed.timings, chosen)
 
 

@@ -1,0 +1,50 @@
+"""What executions come again as, by lanes that are only books of blocks."""
+
+import pytest
+
+from shardmath.operators.repeats import Repeats
+
+
+class Lane:
+    def __init__(self, **held):
+        self.held = held
+
+    def blocks(self):
+        return dict(self.held)
+
+    def holds(self, blocks):
+        return all(self.held.get(name) is block for name, block in blocks.items())
+
+
+def kept(repeats, lane, *keys):
+    for key in keys:
+        repeats.keep(key, repeats.next(), f"told {key}", lane)
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (lambda repeats, lane: None, "told a"),
+        (lambda repeats, lane: lane.held.update(more=object()), "told a"),
+        (lambda repeats, lane: lane.held.update(room=object()), None),  # it has grown
+        (lambda repeats, lane: lane.held.clear(), None),  # it was released
+        (lambda repeats, lane: repeats.forget(), None),
+        (lambda repeats, lane: kept(repeats, lane, *range(100)), None),  # only the latest stay
+    ],
+    ids=["as it was", "another buffer", "grown", "released", "forgotten", "long ago"],
+)
+def test_an_execution_comes_again_while_all_is_as_it_was(change, found):
+    repeats, lane = Repeats(), Lane(room=object())
+    kept(repeats, lane, "a")
+    assert repeats.find("b", lane) is None
+    change(repeats, lane)
+    known = repeats.find("a", lane)
+    assert (known and known.agreed) == found
+
+
+def test_numbers_go_on():
+    repeats, lane = Repeats(), Lane()
+    kept(repeats, lane, "a", "b")
+    repeats.forget()
+    kept(repeats, lane, "a")
+    assert repeats.find("a", lane).number == 3
