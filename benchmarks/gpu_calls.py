@@ -189,7 +189,7 @@ def show(rows):
 
 def main() -> None:
     options = command(__doc__).parse_args()
-    show(run(f"gpu_calls_{options.gpus}", measure, options))
+    show(run("gpu_calls", measure, options))
 
 
 if __name__ == "__main__":

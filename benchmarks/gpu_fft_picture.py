@@ -1,4 +1,7 @@
-"""The figures of gpu_fft.py as bars, beside them: python benchmarks/gpu_fft_picture.py [json]."""
+"""The figures of gpu_fft.py as bars, beside them.
+
+python benchmarks/gpu_fft_picture.py results/gpu_fft_4.json
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ import json
 import sys
 from pathlib import Path
 
-RESULTS = Path(__file__).parent / "results"
 BARS = [
     ("ours_ms", "shardmath", "#2a6f97"),
     ("nccl_ms", "torch.fft and NCCL, same run", "#a9a9a9"),
@@ -21,7 +23,7 @@ def main() -> None:
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    path = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS / "gpu_fft.json"
+    path = Path(sys.argv[1])
     found = json.loads(path.read_text())
     measured = {row["dtype"] for row in found["rows"]}
     dtypes = [dtype for dtype in ("complex64", "float32", "complex128") if dtype in measured]

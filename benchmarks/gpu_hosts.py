@@ -101,8 +101,7 @@ def main() -> None:
     parser = command(__doc__)
     parser.add_argument("--transport", choices=["cuda", "nvshmem"], default="cuda")
     options = parser.parse_args()
-    name = f"gpu_hosts_{options.gpus}_{options.transport}"
-    show(run(name, measure, options, options.transport))
+    show(run(f"gpu_hosts_{options.transport}", measure, options, options.transport))
 
 
 if __name__ == "__main__":

@@ -154,7 +154,7 @@ def main() -> None:
     ] or list(CASES)
     size = options.gpus
     grids = GRIDS.get(size, [(2, size // 2) if size % 2 == 0 else (1, size)])
-    rows = on_gpus.run(f"gpu_matmul_grid_{size}", run, options, grids, cases, options.orders)
+    rows = on_gpus.run("gpu_matmul_grid", run, options, grids, cases, options.orders)
     for row in rows:
         print(line(row))
 

@@ -1,6 +1,6 @@
-"""A picture of results/gpu_matmul.json: time against m, one line a system.
+"""A picture of gpu_matmul.py's figures, beside them: time against m, one line a system.
 
-python benchmarks/gpu_matmul_picture.py [--what AG+GEMM] [--to picture.svg]
+python benchmarks/gpu_matmul_picture.py results/gpu_matmul_8.json [--what AG+GEMM]
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import json
 from collections import Counter
 from pathlib import Path
 
-RESULTS = Path(__file__).parent / "results"
 LINES = {  # by column: name, colour, style
     "nccl_ms": ("NCCL + cuBLAS", "tab:orange", "o-"),
     "torch_ms": ("torch, fused", "tab:red", "s-"),
@@ -26,10 +25,10 @@ def main() -> None:
     import matplotlib.pyplot as plt
 
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("json", type=Path)
     parser.add_argument("--what", default="AG+GEMM")
-    parser.add_argument("--to", type=Path, default=RESULTS / "gpu_matmul.svg")
     options = parser.parse_args()
-    found = json.loads((RESULTS / "gpu_matmul.json").read_text())
+    found = json.loads(options.json.read_text())
     rows = [row for row in found["rows"] if row["what"] == options.what]
     (n, k), _ = Counter((row["n"], row["k"]) for row in rows).most_common(1)[0]
     rows = sorted((row for row in rows if (row["n"], row["k"]) == (n, k)), key=lambda r: r["m"])
@@ -46,7 +45,7 @@ def main() -> None:
     axes.grid(True, which="both", alpha=0.3)
     axes.legend()
     figure.tight_layout()
-    figure.savefig(options.to)
+    figure.savefig(options.json.with_suffix(".svg"))
 
 
 if __name__ == "__main__":

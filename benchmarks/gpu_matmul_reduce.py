@@ -191,9 +191,8 @@ def main() -> None:
     parser = command(__doc__)
     parser.add_argument("--most", type=int, default=1 << 30, help="rows of A")
     parser.add_argument("--only", default="", help="GEMM+RS or GEMM+AR")
-    parser.add_argument("--name", default="gpu_matmul_reduce", help="of the file of results")
     options = parser.parse_args()
-    run(options.name, measure, options, options.most, options.only)
+    run("gpu_matmul_reduce", measure, options, options.most, options.only)
 
 
 if __name__ == "__main__":

@@ -158,12 +158,15 @@ def command(text: str | None) -> argparse.ArgumentParser:
 def run(
     name: str, measure: Callable[..., list[dict]], options: argparse.Namespace, *args: Any
 ) -> list[dict]:
-    """`measure(ranks, *args)` on `options.gpus` ranks: its rows, kept in `results/<name>.json`."""
+    """`measure(ranks, *args)` on `options.gpus` ranks: its rows.
+
+    They are kept in `results/<name>_<how many GPUs>.json`.
+    """
     with tempfile.TemporaryDirectory() as folder:
         store = f"{folder}/store"
         found = spawn(_measured, options.gpus, measure, store, options.gpus, args)
     rows, facts = found[0]
-    record.keep(name, rows, options.commit, **facts)
+    record.keep(f"{name}_{options.gpus}", rows, options.commit, **facts)
     return rows
 
 
