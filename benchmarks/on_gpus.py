@@ -118,25 +118,27 @@ class Ranks:
         places = [context.peer_address(r, Location(*p), nbytes) for r, p in enumerate(found)]
         return buffer, places
 
-    def facts(self) -> dict[str, Any]:
-        """The GPUs of this run, and the versions of what the peers' figures come from."""
-        torch = self.torch
-        return {
-            "gpu": torch.cuda.get_device_name(),
-            "gpus": self.size,
-            "versions": {
-                "torch": torch.__version__,
-                "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-                "cuda": torch.version.cuda,
-            },
-        }
-
     def close(self) -> None:
         """Leave NCCL's group and the context; after a failure the figures are still good."""
         with suppress(Exception):
             self.torch.cuda.synchronize()
             self.dist.destroy_process_group()
             startup.finalize()
+
+
+def facts(gpus: int) -> dict[str, Any]:
+    """The GPUs of this run, and the versions of what the peers' figures come from."""
+    import torch
+
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "gpus": gpus,
+        "versions": {
+            "torch": torch.__version__,
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+            "cuda": torch.version.cuda,
+        },
+    }
 
 
 def in_turn(call: Callable[[int], object], count: int) -> Callable[[], object]:
@@ -165,14 +167,14 @@ def run(
     with tempfile.TemporaryDirectory() as folder:
         store = f"{folder}/store"
         found = spawn(_measured, options.gpus, measure, store, options.gpus, args)
-    rows, facts = found[0]
-    record.keep(f"{name}_{options.gpus}", rows, options.commit, **facts)
+    rows, told = found[0]
+    record.keep(f"{name}_{options.gpus}", rows, options.commit, **told)
     return rows
 
 
 def _measured(measure: Callable[..., list[dict]], store: str, size: int, args: Any) -> list:
     ranks = Ranks(store, size)
     rows = measure(ranks, *args)
-    facts = ranks.facts()
+    found = [rows, facts(size)]
     ranks.close()
-    return [rows, facts]
+    return found
