@@ -542,7 +542,8 @@ def distribution_named(name, size):
     if name in ("X", "Y"):
         return getattr(Slab, name)
     blocks = tuple(int(extent) for extent in name.removeprefix("cyclic ").split(" x "))
-    grid = ProcessGrid(shape=(2, size // 2) if size % 2 == 0 else (size, 1))
+    shape = (2, size // 2) if size % 2 == 0 else (size, 1)
+    grid = ProcessGrid(shape=shape, layout=ProcessGrid.Layout.ROW_MAJOR)
     return BlockCyclic(grid, blocks)
 
 
