@@ -30,6 +30,13 @@ class ArraySpec:
     device: str
     itemsize: int
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:  # what calls have found out is looked up by it, several times in each
+        return hash((self.library, self.dtype, self.shape, self.strides, self.device))
+
     @cached_property
     def space(self) -> str:
         """The kind of memory, "cpu" or "cuda": what ranks compare, since each has its own GPU."""
