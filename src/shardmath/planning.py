@@ -10,12 +10,12 @@ and start anew together.
 from __future__ import annotations
 
 import struct
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardmath import wire
+from shardmath.latest import Latest
 
 if TYPE_CHECKING:
     from shardmath.context import DistributedContext
@@ -69,23 +69,23 @@ def agree_plan(
 
 
 class _Book:
-    """The plans that one context has agreed on, the least recently used first."""
+    """The plans that one context has agreed on."""
 
     def __init__(self) -> None:
         self._made = 0  # equal on all ranks
         self._said = _MADE.pack(0)  # the same, as peers are told
-        self._plans: OrderedDict[_Key, tuple[Any]] = OrderedDict()
-        self._digests: OrderedDict[tuple[str, Hashable], bytes] = OrderedDict()  # this rank's own
+        self._plans: Latest[_Key, tuple[Any]] = Latest(_KEPT)  # all ranks use them alike
+        self._digests: Latest[tuple[str, Hashable], bytes] = Latest(_KEPT)  # this rank's own
 
     def head(self, operation: str, spec: Hashable) -> bytes:
         """How many plans were made, and 16 bytes that stand for `spec`.
 
         Raises TypeError when it is not plain hashable data.
         """
-        digest = self._digests.get((operation, spec))
+        digest = self._digests.find((operation, spec))
         if digest is None:
             digest = blake2b(wire.encode(spec), digest_size=_DIGEST_BYTES).digest()
-            _keep(self._digests, (operation, spec), digest)
+            self._digests.keep((operation, spec), digest)
         return self._said + digest
 
     def compare(self, messages: Sequence[bytes]) -> None:
@@ -99,21 +99,11 @@ class _Book:
         self._count(made)
 
     def find(self, key: _Key) -> tuple[Any] | None:
-        plan = self._plans.get(key)
-        if plan is not None:
-            self._plans.move_to_end(key)
-        return plan
+        return self._plans.find(key)
 
     def keep(self, key: _Key, plan: tuple[Any]) -> tuple[Any]:
-        _keep(self._plans, key, plan)
         self._count(self._made + 1)
-        return plan
+        return self._plans.keep(key, plan)
 
     def _count(self, made: int) -> None:
         self._made, self._said = made, _MADE.pack(made)
-
-
-def _keep(shelf: OrderedDict[Any, Any], key: Any, value: Any) -> None:
-    shelf[key] = value
-    if len(shelf) > _KEPT:
-        shelf.popitem(last=False)

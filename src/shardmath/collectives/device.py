@@ -14,7 +14,6 @@ contexts that are under way at once must begin in the same order on all ranks.
 from __future__ import annotations
 
 import struct
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -23,6 +22,7 @@ from shardmath.arrays.dtypes import DType
 from shardmath.collectives.far import FarCollectives
 from shardmath.collectives.pushes import Pushes, on_all_ranks, reduction_defines
 from shardmath.cuda.kernel import Argument, ReadyLaunch
+from shardmath.latest import Latest
 from shardmath.symmetric.team import Team
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class DeviceCollectives(Pushes):
         super().__init__(context, team)
         self._places = tuple(places)
         self._turns_at = places[team.rank] + _cells_bytes(team.size)
-        self._ready: OrderedDict[tuple[Any, ...], ReadyLaunch | None] = OrderedDict()
+        self._ready: Latest[tuple[Any, ...], ReadyLaunch | None] = Latest(_KEPT)
 
     @classmethod
     def together(cls, context: DistributedContext) -> DeviceCollectives | FarCollectives:
@@ -180,12 +180,7 @@ class DeviceCollectives(Pushes):
     ) -> None:
         """Put the launch of that key, which `make` gives when it first comes, on `stream`."""
         self._require_usable()
-        if key not in self._ready:
-            self._ready[key] = make()
-            if len(self._ready) > _KEPT:
-                self._ready.popitem(last=False)
-        self._ready.move_to_end(key)
-        launch = self._ready[key]
+        launch = self._ready.made(key, make)
         if launch is not None:
             with self._turns.taken(stream):
                 launch.put(stream)

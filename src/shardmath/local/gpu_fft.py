@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import struct
-from collections import OrderedDict
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -19,6 +18,7 @@ from shardmath.cuda.device import Device
 from shardmath.cuda.driver import call_for_memory
 from shardmath.cuda.kernel import Argument, kernel
 from shardmath.errors import BackendUnavailable, CudaError
+from shardmath.latest import Latest
 from shardmath.local.batches import Batches
 from shardmath.local.fft import Kind
 
@@ -44,7 +44,7 @@ class Transforms:
 
     def __init__(self, device: Device) -> None:
         self.device = device
-        self._plans: OrderedDict[_Key, _Plan] = OrderedDict()
+        self._plans = _Plans(device)
         self._areas: dict[int, _Area] = {}
         self._outgrown: list[_Area] = []  # a graph may still work there
 
@@ -89,22 +89,28 @@ class Transforms:
 
     def _plan(self, kind: Kind, double: bool, batches: Batches) -> _Plan:
         key = (kind, double, batches.plan)
-        plan = self._plans.get(key)
+        plan = self._plans.find(key)
         if plan is None:
             self.device.activate()
-            if len(self._plans) >= _KEPT:
-                self._drop_one()
-            plan = self._plans[key] = _Plan(_TYPES[kind, double], batches)
-        else:
-            self._plans.move_to_end(key)
+            plan = self._plans.keep(key, _Plan(_TYPES[kind, double], batches))
         return plan
 
-    def _drop_one(self) -> None:
+
+class _Plans(Latest[_Key, "_Plan"]):
+    """The plans of one device; those that a graph was captured with stay."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__(_KEPT)
+        self._device = device
+
+    def _drop(self) -> None:
         """Destroy the plan that was used longest ago, of those that no graph was captured with."""
-        oldest = next((key for key, plan in self._plans.items() if not plan.captured), None)
-        if oldest is not None:
-            self.device.synchronize()  # it may still run
-            self._plans.pop(oldest).destroy()
+        for key, entry in self._entries.items():
+            if entry is not self._newest and not entry[0].captured:
+                self._device.synchronize()  # it may still run
+                del self._entries[key]
+                entry[0].destroy()
+                return
 
 
 class _Plan:

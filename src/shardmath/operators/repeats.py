@@ -9,12 +9,12 @@ own affair: what is put on the stream for one place is a graph from the second t
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from shardmath.cuda.graph import Graph
+from shardmath.latest import Latest
 from shardmath.operators.lanes import Lane
 from shardmath.symmetric.heap import Block
 
@@ -23,7 +23,6 @@ __all__ = ["Known", "Repeats"]
 _KEPT = 16  # executions of a plan, and places of the results of one
 
 Agreed = TypeVar("Agreed")
-T = TypeVar("T")
 
 
 @dataclass
@@ -35,17 +34,19 @@ class Known(Generic[Agreed]):
     number: int
     agreed: Agreed
     blocks: Mapping[str, Block] = field(repr=False)
-    graphs: OrderedDict[Hashable, Graph | None] = field(repr=False, default_factory=OrderedDict)
+    graphs: Latest[Hashable, Graph | None] = field(
+        repr=False, default_factory=lambda: Latest(_KEPT)
+    )
 
     def launch(
         self, place: Hashable, lane: Lane, stream: int, launches: Callable[[int], None]
     ) -> None:
         """Put on `stream` what `launches(stream)` puts there, for results at `place`."""
-        graph = self.graphs.get(place)
+        graph = self.graphs.find(place)
         if graph is None:
             seen = place in self.graphs
             graph = lane.graph(launches) if seen else None
-            _keep(self.graphs, place, graph)
+            self.graphs.keep(place, graph)
         lane.team.check()
         with lane.entered(stream):
             if graph is None:
@@ -59,7 +60,7 @@ class Repeats(Generic[Agreed]):
 
     def __init__(self) -> None:
         self._count = 0
-        self._known: OrderedDict[Hashable, Known[Agreed]] = OrderedDict()
+        self._known: Latest[Hashable, Known[Agreed]] = Latest(_KEPT)
 
     def next(self) -> int:
         """The number of one more execution. To be called where all ranks call it."""
@@ -68,23 +69,13 @@ class Repeats(Generic[Agreed]):
 
     def find(self, key: Hashable, lane: Lane) -> Known[Agreed] | None:
         """The execution that had that key, if the lane's memory is what it was then."""
-        known = self._known.get(key)
-        if known is None or not lane.holds(known.blocks):
-            return None
-        self._known.move_to_end(key)
-        return known
+        known = self._known.find(key)
+        return known if known is not None and lane.holds(known.blocks) else None
 
     def keep(self, key: Hashable, number: int, agreed: Agreed, lane: Lane) -> None:
         """Remember an execution whose memory has been prepared."""
-        _keep(self._known, key, Known(number, agreed, lane.blocks()))
+        self._known.keep(key, Known(number, agreed, lane.blocks()))
 
     def forget(self) -> None:
         """Nothing comes again as it was: the way to do it has changed on all ranks."""
         self._known.clear()
-
-
-def _keep(shelf: OrderedDict[Hashable, T], key: Hashable, value: T) -> None:
-    shelf[key] = value
-    shelf.move_to_end(key)
-    if len(shelf) > _KEPT:
-        shelf.popitem(last=False)

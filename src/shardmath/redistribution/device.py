@@ -15,12 +15,12 @@ to others, and takes about 4 GB/s of a link for each block, as long as that is w
 from __future__ import annotations
 
 import struct
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from shardmath.cuda.constant import Constant
 from shardmath.cuda.device import Device
 from shardmath.cuda.kernel import Argument, ReadyLaunch, kernel
+from shardmath.latest import Latest
 from shardmath.redistribution.boxes import BASES, Box, tables
 
 __all__ = ["Box", "BoxCopies"]
@@ -46,8 +46,7 @@ class BoxCopies:
         self._memories = made.sources, made.targets
         self._boxes = Constant(device, made.boxes)
         self._tiles = Constant(device, made.tiles)
-        self._arguments: OrderedDict[tuple[tuple[int, ...], tuple[int, ...]], Argument]
-        self._arguments = OrderedDict()
+        self._arguments: Latest[tuple[tuple[int, ...], tuple[int, ...]], Argument] = Latest(_KEPT)
 
     def __repr__(self) -> str:
         sources, targets = self._memories
@@ -80,14 +79,13 @@ class BoxCopies:
 
     def _argument(self, sources: tuple[int, ...], targets: tuple[int, ...]) -> Argument:
         key = (sources, targets)
-        argument = self._arguments.get(key)
+        argument = self._arguments.find(key)
         if argument is None:
             used, into = self._memories
             bases = [*sources[:used], *targets[:into]]
             assert len(bases) == used + into, "an address for every memory of the boxes"
             bases += [0] * (BASES - len(bases))
             words = (self._tiles.address, self._boxes.address, self._count, *bases)
-            argument = self._arguments[key] = Argument(struct.pack(f"{len(words)}Q", *words))
-            if len(self._arguments) > _KEPT:
-                self._arguments.popitem(last=False)
+            argument = Argument(struct.pack(f"{len(words)}Q", *words))
+            self._arguments.keep(key, argument)
         return argument

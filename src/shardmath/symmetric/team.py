@@ -19,6 +19,7 @@ from shardmath.cuda.device import Device
 from shardmath.cuda.driver import bindings, call, status_of
 from shardmath.cuda.kernel import Argument, Kernel, ReadyLaunch, kernel
 from shardmath.errors import CudaError, OpTimeout
+from shardmath.latest import Latest
 from shardmath.symmetric import layout
 from shardmath.symmetric.board import Board
 from shardmath.symmetric.heap import Buffer
@@ -79,7 +80,7 @@ class Team:
         self._own = own
         self._family: weakref.WeakSet[Team] = weakref.WeakSet([self])  # all teams of these ranks
         self._report = report_of(device, 1 + 3 * self.size)
-        self._launches: dict[tuple[Any, ...], ReadyLaunch] = {}
+        self._launches: Latest[tuple[Any, ...], ReadyLaunch] = Latest(_LAUNCHES)
 
     def another(self, own: Buffer, pads: Sequence[int], channels: int) -> Team:
         """A team of the same ranks with pads of its own."""
@@ -177,13 +178,11 @@ class Team:
     ) -> None:
         """Launch a kernel of one block. `tail` is its argument after the struct `Team`."""
         key = (function, timeout, tail)
-        launch = self._launches.get(key)
+        launch = self._launches.find(key)
         if launch is None:
             argument = Argument(self.packed(timeout) + tail)
             found, early = self.kernel(file, function), file == "signals"
-            launch = self._launches[key] = found.ready(1, threads, argument, early=early)
-            if len(self._launches) > _LAUNCHES:
-                del self._launches[next(iter(self._launches))]
+            launch = self._launches.keep(key, found.ready(1, threads, argument, early=early))
         launch.put(stream)
 
     @property

@@ -10,7 +10,6 @@ from __future__ import annotations
 import statistics
 import threading
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import cache, cached_property
 from hashlib import blake2b
@@ -22,6 +21,7 @@ import numpy as np
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import call
 from shardmath.errors import BackendUnavailable
+from shardmath.latest import Latest
 
 __all__ = ["WORKSPACE", "Extras", "Product", "Scaled", "Shape", "Side", "product"]
 
@@ -94,21 +94,12 @@ class Shape(NamedTuple):
 
 def product(device: Device, shape: Shape) -> Product | None:
     """The product of that shape on `device`, kept; None where cuBLASLt has no algorithm."""
-    key = (device.ordinal, shape)
     with _lock:
-        if key in _products:
-            _products.move_to_end(key)
-            return _products[key]
-    made = Product.make(device, shape)
-    with _lock:
-        _products[key] = made
-        if len(_products) > _KEPT:
-            _products.popitem(last=False)
-    return made
+        return _products.made((device.ordinal, shape), lambda: Product.make(device, shape))
 
 
 _lock = threading.Lock()
-_products: OrderedDict[tuple[int, Shape], Product | None] = OrderedDict()
+_products: Latest[tuple[int, Shape], Product | None] = Latest(_KEPT)
 
 
 class Product:

@@ -6,17 +6,18 @@ last new result was is a guess for the next: it lets the result be made before t
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 from shardmath.context import DistributedContext
+from shardmath.latest import Latest
 from shardmath.operators.fft.problem import Description
 
 __all__ = ["Form", "Seen", "seen"]
 
-_KEPT = 128
+_LATEST = partial(Latest[Any, Any], 128)
 
 Form = tuple[tuple[int, ...], str, Literal["C", "F"]]  # shape, dtype and order of a new array
 
@@ -34,16 +35,14 @@ def seen(context: DistributedContext, given: Hashable, describe: Callable[[], De
 
     What has no hash is described anew, and found by its description. Raises what `describe` does.
     """
-    known: OrderedDict[Hashable, Seen] = context.cache("fft calls", OrderedDict)
+    known: Latest[Hashable, Seen] = context.cache("fft calls", _LATEST)
     try:
-        found = known.get(given)
+        found = known.find(given)
     except TypeError:
         found, given = None, None
     if found is None:
         description = describe()
-        found = known.setdefault(description, Seen(description))
+        found = known.made(description, lambda: Seen(description))
         if given is not None:
-            known[given] = found
-        while len(known) > _KEPT:
-            known.popitem(last=False)
+            known.keep(given, found)
     return found

@@ -6,7 +6,6 @@ all have the same exchanges.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -14,6 +13,7 @@ from typing import Any
 
 from shardmath.cuda.device import Device
 from shardmath.geometry import moves
+from shardmath.latest import Latest
 from shardmath.operators.fft.beside import PushTables
 from shardmath.operators.fft.local_steps import Copy, LocalStep, View, packed
 from shardmath.operators.fft.pipeline import Cuts, Pipeline, cuts_for, pipelined
@@ -80,21 +80,13 @@ class DevicePlan:
         return "\n".join([self.strategy.explain(), *lines])
 
     @cached_property
-    def ways(self) -> OrderedDict[tuple[Any, ...], Way]:
-        """What has been worked out so far, by strides; the least recently used first."""
-        return OrderedDict()
+    def ways(self) -> Latest[tuple[Any, ...], Way]:
+        """What has been worked out so far, by strides."""
+        return Latest(_KEPT)
 
     def way(self, key: tuple[Any, ...], make: Callable[[], Way]) -> Way:
         """The way of that name, made when first asked for."""
-        found = self.ways.get(key)
-        if found is None:
-            found = self.ways[key] = make()
-            if len(self.ways) > _KEPT:
-                found.device.synchronize()  # the oldest may still run
-                self.ways.popitem(last=False)
-        else:
-            self.ways.move_to_end(key)
-        return found
+        return self.ways.made(key, make)
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -11,6 +10,7 @@ from shardmath.arrays import ArraySpec, library_of, operand_library
 from shardmath.context import DistributedContext, require_context
 from shardmath.errors import InvalidRedistributeState
 from shardmath.geometry import Distribution
+from shardmath.latest import Latest
 from shardmath.operators.lifecycle import Lifecycle, check_stream, options_of
 from shardmath.operators.redistribute.execution import HostExecution
 from shardmath.operators.redistribute.problem import (
@@ -259,7 +259,7 @@ class Expected:
     """
 
     def __init__(self) -> None:
-        self._problems: OrderedDict[Description, Problem] = OrderedDict()
+        self._problems: Latest[Description, Problem] = Latest(_KEPT)
 
     @classmethod
     def of(cls, context: DistributedContext) -> Expected:
@@ -269,13 +269,11 @@ class Expected:
 
     def problem(self, description: Description) -> Problem | None:
         """The problem of the last call that was described like this, if it is known."""
-        return self._problems.get(description)
+        return self._problems.find(description)
 
     def keep(self, description: Description, problem: Problem) -> None:
         """Expect it the next time."""
-        self._problems[description] = problem
-        if len(self._problems) > _KEPT:
-            self._problems.popitem(last=False)
+        self._problems.keep(description, problem)
 
 
 @dataclass(kw_only=True)

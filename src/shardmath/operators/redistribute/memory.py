@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 from shardmath.context import DistributedContext
+from shardmath.latest import Latest
 from shardmath.operators.lanes import Lane
 from shardmath.operators.redistribute.notes import staging_strides
 from shardmath.operators.redistribute.problem import Problem
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["DeviceMemory", "Step"]
 
 _KEPT = 64  # of plans without an object, and of steps and copies in each
+_LATEST = partial(Latest[Any, Any], _KEPT)
 _STAGING = "staging"  # of the lane's buffers
 _KEPT_STAGING = 64 << 20  # bytes that calls without an object leave to the next
 
@@ -59,8 +61,8 @@ class DeviceMemory:
         self._block: Block | None = None
         self._place = b""
         self._stream = 0  # of the last execution that used the staging
-        self._copies: OrderedDict[Any, BoxCopies] = OrderedDict()
-        self._steps: OrderedDict[Any, tuple[Step, ...]] = OrderedDict()
+        self._copies: Latest[Any, BoxCopies] = Latest(_KEPT)
+        self._steps: Latest[Any, tuple[Step, ...]] = Latest(_KEPT)
         self._delivery: Delivery | None = None
 
     def delivery(self, problem: Problem) -> Delivery:
@@ -74,11 +76,9 @@ class DeviceMemory:
     @classmethod
     def of_plan(cls, context: DistributedContext, problem: Problem) -> DeviceMemory:
         """That of a plan without an object; of a few of them it is kept."""
-        book: OrderedDict[int, tuple[Problem, DeviceMemory]]
-        book = context.cache("redistributions on GPUs", OrderedDict)
-        if id(problem) not in book:
-            _keep(book, id(problem), (problem, cls(context, passing=True)))
-        return book[id(problem)][1]
+        book: Latest[int, tuple[Problem, DeviceMemory]]
+        book = context.cache("redistributions on GPUs", _LATEST)
+        return book.made(id(problem), lambda: (problem, cls(context, passing=True)))[1]
 
     @property
     def staging(self) -> bytes:
@@ -114,18 +114,15 @@ class DeviceMemory:
 
     def copies(self, key: Any, make: Callable[[], BoxCopies]) -> BoxCopies:
         """The copies for arrays of such strides, made when they are first needed."""
-        if key not in self._copies:
-            _keep(self._copies, key, make())
-        return self._copies[key]
+        return self._copies.made(key, make)
 
     def steps(self, key: Any) -> tuple[Step, ...]:
         """The copies between arrays at such places, where they are known; else none."""
-        return self._steps.get(key, ())
+        return self._steps.find(key) or ()
 
     def keep_steps(self, key: Any, steps: tuple[Step, ...]) -> tuple[Step, ...]:
         """Keep them for the next execution."""
-        _keep(self._steps, key, steps)
-        return steps
+        return self._steps.keep(key, steps)
 
     def pass_on(self) -> None:
         """After an execution: give back what is not to be kept for the next."""
@@ -148,9 +145,3 @@ class DeviceMemory:
         if team is not None:
             team.synchronize(self._stream)
         self._buffer = None
-
-
-def _keep(shelf: OrderedDict[Any, Any], key: Any, value: Any) -> None:
-    shelf[key] = value
-    if len(shelf) > _KEPT:
-        shelf.popitem(last=False)
