@@ -16,7 +16,7 @@ import numpy as np
 from shardmath.arrays.dtypes import DType
 from shardmath.arrays.spec import ArraySpec
 
-__all__ = ["HostArray", "Library", "in_elements", "overlaps", "raw_view", "share_memory"]
+__all__ = ["HostArray", "Library", "in_elements", "raw_view", "share_memory"]
 
 HostArray = np.ndarray[Any, np.dtype[Any]]
 
@@ -163,10 +163,3 @@ def in_elements(
             f"of {dtype}; pass {package}.ascontiguousarray(x)"
         )
     return tuple(stride // size for stride in strides)
-
-
-def overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether two indices surely share an element: an axis longer than 1 takes no step."""
-    return 0 not in shape and any(
-        extent > 1 and stride == 0 for extent, stride in zip(shape, strides, strict=True)
-    )

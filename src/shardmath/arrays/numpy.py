@@ -9,9 +9,9 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from shardmath.arrays import dtypes
-from shardmath.arrays.base import HostArray, Library, in_elements, overlaps
+from shardmath.arrays.base import HostArray, Library, in_elements
 from shardmath.arrays.dtypes import DType
-from shardmath.arrays.spec import ArraySpec
+from shardmath.arrays.spec import ArraySpec, overlaps
 
 __all__ = ["NumPy"]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-__all__ = ["ArraySpec", "Order", "byte_span", "order_of", "packed_strides"]
+__all__ = ["ArraySpec", "Order", "byte_span", "order_of", "overlaps", "packed_strides"]
 
 Order = Literal["C", "F", "both", "strided"]
 
@@ -74,6 +74,11 @@ class ArraySpec:
         """How the elements lie in memory; see `order_of`."""
         return order_of(self.shape, self.strides)
 
+    @cached_property
+    def overlaps(self) -> bool:
+        """Whether two indices surely share an element; see `overlaps`."""
+        return overlaps(self.shape, self.strides)
+
     def __str__(self) -> str:
         return f"{self.library} {self.dtype} {self.shape} order {self.order} on {self.device}"
 
@@ -100,6 +105,13 @@ def byte_span(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> tu
     reach = [(n - 1) * step for n, step in zip(shape, strides, strict=True)]
     low = sum(step for step in reach if step < 0)
     return low, sum(step for step in reach if step > 0) + itemsize
+
+
+def overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether two indices surely share an element: an axis longer than 1 takes no step."""
+    return 0 not in shape and any(
+        extent > 1 and stride == 0 for extent, stride in zip(shape, strides, strict=True)
+    )
 
 
 def packed_strides(

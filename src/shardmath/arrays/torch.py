@@ -13,9 +13,9 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from shardmath.arrays import dtypes
-from shardmath.arrays.base import HostArray, Library, overlaps
+from shardmath.arrays.base import HostArray, Library
 from shardmath.arrays.dtypes import DType
-from shardmath.arrays.spec import ArraySpec
+from shardmath.arrays.spec import ArraySpec, overlaps
 
 __all__ = ["Torch"]
 

@@ -14,9 +14,8 @@ from shardmath.context import DistributedContext
 from shardmath.geometry import Move
 from shardmath.local.gpu import Matrix
 from shardmath.operators.lanes import Lane
-from shardmath.redistribution.exposure import Exposed
 from shardmath.symmetric.device_array import DeviceArray
-from shardmath.symmetric.heap import Location
+from shardmath.symmetric.exposed import Exposed
 
 __all__ = ["Places", "Showcase", "matrix_of"]
 
@@ -59,11 +58,7 @@ class Showcase:
         """
         if array.block is not None:
             self._context.announce(array.block)
-            low, high = array.span
-            at = array.block.location
-            start = at.offset + array.address - array.block.address + low
-            where = Location(at.segment, start)
-            self._shown[name] = Exposed(where, high - low, -low, array.strides)
+            self._shown[name] = array.exposed
             return None
         rows, columns = ranges
         part = matrix_of(array).part(rows, columns)

@@ -5,9 +5,10 @@ memory; executors know no distribution.
 """
 
 from shardmath.redistribution.copies import StridedCopy, lowered
-from shardmath.redistribution.exposure import Exposed, expose, stage, window_on
+from shardmath.redistribution.exposure import expose, stage, window_on
 from shardmath.redistribution.host import Window, copy_moves, perform
 from shardmath.redistribution.plan import TransferPlan
+from shardmath.symmetric.exposed import Exposed
 
 __all__ = [
     "Exposed",

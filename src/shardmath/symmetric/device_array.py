@@ -7,23 +7,24 @@ operator is written once for CuPy, torch and NumPy, and never asks which it has.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from math import prod
 from typing import Any, Literal
 
 import numpy as np
 
 from shardmath.arrays import dtypes, library_of
-from shardmath.arrays.base import HostArray, overlaps
+from shardmath.arrays.base import HostArray
 from shardmath.arrays.spec import ArraySpec, Order, byte_span, order_of, packed_strides
 from shardmath.context import DistributedContext
 from shardmath.cuda import stream as streams
 from shardmath.cuda.driver import call
 from shardmath.errors import UseAfterFree
+from shardmath.latest import Latest
 from shardmath.symmetric.allocation import array_on, block_of
+from shardmath.symmetric.exposed import Exposed
 from shardmath.symmetric.heap import Block
 
 __all__ = [
@@ -38,7 +39,7 @@ __all__ = [
 ]
 
 
-_KNOWN = 256  # places of arrays, of a context
+_LATEST = partial(Latest[Any, Any], 256)  # places of arrays, of a context
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,19 @@ class DeviceArray:
     def span(self) -> tuple[int, int]:
         """The first byte and the one behind the last, counted from `address`; (0, 0) if empty."""
         return byte_span(self.shape, self.strides, self.itemsize)
+
+    @cached_property
+    def exposed(self) -> Exposed:
+        """Where peers find it, once its block has been announced. Of an array on the heap."""
+        assert self.block is not None, "on the heap"
+        if not self.size:
+            return Exposed(self.block.location, 0, 0, self.strides)
+        return Exposed.within(self.block, self.address, self.span, self.strides)
+
+    @cached_property
+    def told(self) -> bytes:
+        """`exposed`, packed."""
+        return self.exposed.pack()
 
     def is_there(self, context: DistributedContext) -> bool:
         """Whether what lies there now is in the same block of the heap, which is still in use."""
@@ -134,31 +148,33 @@ def require_device(context: DistributedContext, spec: ArraySpec, name: str) -> N
         raise ValueError(f"{name} is on {spec.device}, and this rank computes on {own}")
 
 
-def read(context: DistributedContext, x: Any, name: str = "the operand") -> DeviceArray:
+def read(
+    context: DistributedContext, x: Any, name: str = "the operand", *, spec: ArraySpec | None = None
+) -> DeviceArray:
     """The operand on this rank's GPU: where it lies, or a copy on the heap of one in host memory.
 
-    Local. Raises ValueError for what is no array or lies on another GPU, UseAfterFree,
-    HeapExhausted.
+    `spec` is the operand's, where it is known. An array that was read before is the same object
+    again, which holds no memory. Local. Raises ValueError for what is no array or lies on another
+    GPU, UseAfterFree, HeapExhausted.
     """
     library = library_of(x, name)
-    spec = library.spec(x)
-    require_device(context, spec, name)
+    spec = spec or library.spec(x)
     if spec.device == "cpu":
         return _uploaded(context, library.host_view(x))
+    address = library.pointer(x)
     if library.is_lazy(x):  # its memory lacks its values
+        require_device(context, spec, name)
         x = x.detach().resolve_conj().resolve_neg()
         return _seen(context, library.spec(x), library.pointer(x), x)
-    if not spec.size:  # it has no address
-        return _seen(context, spec, library.pointer(x), x)
-    known: OrderedDict[tuple[ArraySpec, int], DeviceArray]
-    known = context.cache("arrays that were read", OrderedDict)
-    key = spec, library.pointer(x)
-    found = known.get(key)
+    known: Latest[tuple[ArraySpec, int], DeviceArray]
+    known = context.cache("arrays that were read", _LATEST)
+    found = known.find((spec, address))
     if found is None or not found.is_there(context):
-        found = _seen(context, *key, x)
-        known[key] = replace(found, keep=None)  # what the caller has is the caller's to keep
-        if len(known) > _KNOWN:
-            known.popitem(last=False)
+        require_device(context, spec, name)
+        found = _seen(context, spec, address, x)
+        if spec.size:  # else it has no address
+            # What the caller has is the caller's to keep.
+            known.keep((spec, address), replace(found, keep=None))
     return found
 
 
@@ -221,9 +237,9 @@ def result_in(context: DistributedContext, out: Any) -> Result:
         return _back_to(context, out, "F" if spec.order == "F" else "C")
     if library.is_lazy(out):
         raise ValueError("out is a lazy conjugate, and the call writes into it")
-    if overlaps(spec.shape, spec.strides):
+    if spec.overlaps:
         raise ValueError("out is an expanded view, and the call writes into it")
-    return Result(read(context, out, "out"), out)
+    return Result(read(context, out, "out", spec=spec), out)
 
 
 def laid_out_alike(context: DistributedContext, array: DeviceArray) -> DeviceArray:

@@ -21,7 +21,7 @@ from shardmath.context import DistributedContext
 from shardmath.errors import HeapExhausted
 from shardmath.geometry import Move
 from shardmath.operators.lanes import LANES, Lane
-from shardmath.operators.redistribute.device_arrays import DeviceArrays, KnownArrays
+from shardmath.operators.redistribute.device_arrays import DeviceArrays
 from shardmath.operators.redistribute.memory import DeviceMemory, Step
 from shardmath.operators.redistribute.notes import Note, lacking, pulls, staging_strides
 from shardmath.operators.redistribute.problem import Problem
@@ -68,7 +68,7 @@ class DeviceExecution:
         With a problem, which is known or at least expected from the second execution on, the result
         is made at once. `number` as in `perform`.
         """
-        arrays = DeviceArrays(self._context, operand, out, stream, KnownArrays.of(self._context))
+        arrays = DeviceArrays(self._context, operand, out, stream)
         if problem is None:
             note = arrays.note(b"")
         else:
