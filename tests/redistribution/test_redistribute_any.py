@@ -135,7 +135,7 @@ def test_a_call_may_become_another_than_the_last_that_looked_like_it(contexts, s
 
 def keep_order(context, store, target):
     library = library_named("numpy")
-    array = cases.global_array((8, 9, 7), "f8")
+    array = cases.global_array((8, 9, 16), "f8")  # 8 ranks have parts of which the order shows
     part = part_of(array, Slab.X, context.rank, context.size)
     operand, _, _ = placed(context, library, part, store)
     with context:
