@@ -4,7 +4,8 @@
 
 Each figure is the median of several replays of a graph that holds a few calls, and of these the
 slowest rank's. `wire` is NCCL's all-to-all alone, of as many bytes that lie ready. Results are
-compared bit by bit with NCCL's before anything is timed.
+compared bit by bit with NCCL's before anything is timed. Ours reads and writes arrays on the heap,
+NCCL torch's own memory: it registers what it finds in a graph, and has hung on the heap's.
 """
 
 from __future__ import annotations
@@ -137,18 +138,19 @@ def measured(ranks, case):
     out = empty_on_heap(ranks.context, library, to_shape, dtype, case["order"])
     numbers = torch.view_as_real(x) if x.is_complex() else x
     numbers.copy_(torch.rand(numbers.shape, device=ranks.device))
-    room, theirs = torch.empty_like(x), torch.empty(to_shape, dtype=x.dtype, device=ranks.device)
+    given, room = x.clone(), torch.empty_like(x)
+    theirs = torch.empty(to_shape, dtype=x.dtype, device=ranks.device)
     with Redistribute(x, *case["distributions"]) as plan:
         plan.plan()
         plan.execute(out=out)
-        case["theirs"](x, room, theirs)
+        case["theirs"](given, room, theirs)
         torch.cuda.synchronize()
         assert torch.equal(out, theirs), case["what"]
         out.zero_()
         ours = ranks.time(lambda: plan.execute(out=out), CALLS)
         assert torch.equal(out, theirs), case["what"]
-    packed = ranks.time(lambda: case["theirs"](x, room, theirs), CALLS)
-    wire = ranks.time(lambda: ranks.dist.all_to_all_single(flat(theirs), flat(x)), CALLS)
+    packed = ranks.time(lambda: case["theirs"](given, room, theirs), CALLS)
+    wire = ranks.time(lambda: ranks.dist.all_to_all_single(flat(theirs), flat(given)), CALLS)
     sent = x.numel() * x.element_size() * (size - 1) / size
     row = {"what": case["what"], "bytes_sent": sent}
     for name, micros in (("ours", ours), ("nccl", packed), ("wire", wire)):
@@ -160,16 +162,17 @@ def measured(ranks, case):
 
 
 def measure(ranks):
-    cases = [
-        slabs(ranks, 256),
-        slabs(ranks, 512),
-        slabs(ranks, 1024),
-        slabs(ranks, 512, "F"),
-        cyclic(ranks, 16384),
-    ]
+    """The rows, each printed when it is there, small arrays before large ones."""
     wrong, count = checked(ranks)
     if wrong or ranks.rank == 0:
         print(f"checked {count} redistributions: {wrong or 'all right'}", flush=True)
+    cases = [
+        slabs(ranks, 256),
+        slabs(ranks, 512),
+        slabs(ranks, 512, "F"),
+        cyclic(ranks, 16384),
+        slabs(ranks, 1024),
+    ]
     rows = []
     for case in cases:
         rows.append(measured(ranks, case))
