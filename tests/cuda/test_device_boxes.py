@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from shardmath.cuda.driver import call
+from shardmath.cuda.stream import given
 from shardmath.redistribution.boxes import Box
 from shardmath.symmetric.heap import Location
 
@@ -196,6 +197,7 @@ def check_capture(context):
     BoxCopies(device, [box]).launch(0, *addresses)  # loads the kernel
     stream = call("cuStreamCreate", 1)
     call("cuStreamBeginCapture", stream, 0)
+    assert given(int(stream), "numpy", device) == int(stream)  # as operations begin
     copies = BoxCopies(device, [box])
     copies.launch(stream, *addresses)
     graph = call("cuGraphInstantiate", call("cuStreamEndCapture", stream), 0)
@@ -215,3 +217,46 @@ def check_capture(context):
 
 def test_capture_and_replay(gpus):
     assert gpus.run(check_capture, ranks=1) == [[True, True]]
+
+
+CYCLES = 400_000_000  # of a GPU: some tenths of a second
+
+
+def check_dropped(context):
+    """Objects that are dropped while a kernel is ahead of their launches, and others made then.
+
+    Whether the stream was still busy when all was dropped, and whether each launch copied.
+    """
+    import torch
+
+    from shardmath.redistribution.device import BoxCopies
+
+    device = context.team.device
+    torch.cuda.set_device(device.ordinal)
+    stream = torch.cuda.Stream()
+    data = random_bytes(2, 6000)
+    source = filled(context, data)
+    targets = [filled(context, np.zeros(6000, np.uint8)) for _ in range(5)]
+    box = Box(0, 0, 2, (30, 100), 0, (200, 2), 0, (2, 60))
+    other = Box(0, 0, 2, (100, 30), 0, (60, 2), 0, (2, 200))
+    spare = filled(context, np.zeros(6000, np.uint8))
+    BoxCopies(device, [box]).launch(
+        stream.cuda_stream, [source.block.address], [spare.block.address]
+    )
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(CYCLES)
+    for target in targets:
+        copies = BoxCopies(device, [box])
+        copies.launch(stream.cuda_stream, [source.block.address], [target.block.address])
+        del copies
+        BoxCopies(device, [other])  # whose tables are not to lie where those did
+    busy = not stream.query()
+    torch.cuda.synchronize()
+    want = np.zeros(6000, np.uint8)
+    perform([box], [data], [want])
+    return busy, [bool((held(target, 6000) == want).all()) for target in targets]
+
+
+def test_dropping_waits_for_nothing(gpus):
+    assert gpus.run(check_dropped, ranks=1) == [(True, [True] * 5)]

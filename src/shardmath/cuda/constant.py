@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -12,16 +13,18 @@ import numpy.typing as npt
 
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import bindings, call, call_for_memory
-from shardmath.errors import CudaError
+from shardmath.cuda.fence import Leftovers
 
 __all__ = ["Constant", "beside_captures", "fill"]
+
+_KEPT_BYTES = 64 << 20  # of memory that is free, from the driver
 
 
 class Constant:
     """The bytes of an array at `address` on the device; they go with this object.
 
     It can be made and dropped while a stream is being captured into a CUDA graph. Dropping it waits
-    for the kernels that may still read it.
+    for nothing: kernels that were launched before may still read it.
     """
 
     def __init__(self, device: Device, array: npt.NDArray[np.generic]) -> None:
@@ -31,11 +34,11 @@ class Constant:
         if not data.nbytes:
             return
         device.activate()
-        with beside_captures():
-            self.address = int(call_for_memory(data.nbytes, "cuMemAlloc", data.nbytes))
-            weakref.finalize(self, _free, device, self.address).atexit = False
-            with _waited_for() as stream:
-                call("cuMemcpyHtoDAsync", self.address, data.ctypes.data, data.nbytes, stream)
+        pool = _pool(device)
+        with beside_captures(), _waited_for() as stream:
+            self.address = pool.take(data.nbytes, stream)
+            weakref.finalize(self, pool.left.leave, self.address).atexit = False
+            call("cuMemcpyHtoDAsync", self.address, data.ctypes.data, data.nbytes, stream)
 
 
 def fill(device: Device, address: int, byte: int, nbytes: int) -> None:
@@ -56,11 +59,34 @@ def _waited_for() -> Iterator[Any]:
         call("cuStreamDestroy", stream)
 
 
-def _free(device: Device, address: int) -> None:
-    with suppress(CudaError):
-        device.activate()
-        with beside_captures():
-            call("cuMemFree", address)
+class _Pool:
+    """Memory of one device for constants. What is dropped returns here behind a fence.
+
+    The driver's own free waits for all that the device does.
+    """
+
+    def __init__(self, device: Device) -> None:
+        driver = bindings()
+        props = driver.CUmemPoolProps()
+        props.allocType = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        props.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        props.location.id = device.ordinal
+        self._pool = call("cuMemPoolCreate", props)
+        threshold = driver.CUmemPool_attribute.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
+        call("cuMemPoolSetAttribute", self._pool, threshold, driver.cuuint64_t(_KEPT_BYTES))
+        self.left: Leftovers[int] = Leftovers(device)
+
+    def take(self, nbytes: int, stream: Any) -> int:
+        """So much memory, which is there when `stream` has come so far. Raises HeapExhausted."""
+        for address in self.left.free():
+            call("cuMemFreeAsync", address, stream)
+        name = "cuMemAllocFromPoolAsync"
+        return int(call_for_memory(nbytes, name, nbytes, self._pool, stream))
+
+
+@cache
+def _pool(device: Device) -> _Pool:
+    return _Pool(device)
 
 
 @contextmanager

@@ -39,6 +39,8 @@ class Device:
         major = self.attribute(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)
         minor = self.attribute(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)
         self.spare_events: list[Any] = []  # without times
+        self.captures = False  # whether one of our own graphs is being captured
+        self.captured_on: int | None = None  # the stream given to an operation, if it is captured
         self.arch = f"sm_{major}{minor}"
         self.overlaps_launches = major >= 9
         self.processors = self.attribute(attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)

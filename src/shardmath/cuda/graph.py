@@ -31,12 +31,15 @@ class Graph:
         with beside_captures():
             relaxed = bindings().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
             call("cuStreamBeginCapture", stream, relaxed)
+            device.captures = True
             try:
                 launches(int(stream))
             except BaseException:
                 with suppress(CudaError):
                     call("cuGraphDestroy", call("cuStreamEndCapture", stream))
                 raise
+            finally:
+                device.captures = False
             graph = call("cuStreamEndCapture", stream)
             try:
                 self._graph = call("cuGraphInstantiate", graph, 0)

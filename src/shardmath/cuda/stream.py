@@ -58,7 +58,11 @@ def given(stream: Any, library: str, device: Device) -> int:
     handle = _handle(stream)
     # The default streams are those of whichever device is current; one that is being captured may
     # not be asked.
-    if handle not in (0, 1, 2) and not capturing(handle):
+    if handle in (0, 1, 2):
+        return handle
+    if capturing(handle):
+        device.captured_on = handle
+    else:
         device.activate()
         home = int(call("cuStreamGetDevice", handle))
         if home != int(device.handle):
@@ -77,10 +81,13 @@ def capturing(stream: int) -> bool:
 def any_capturing(device: Device) -> bool:
     """Whether one of the calling thread's current streams is being captured.
 
-    And whether any stream is that waits for the default stream: asked of that, the driver fails.
+    And whether the stream is that was given to the operation under way, one of our own graphs, or
+    any stream that waits for the default stream: asked of that, the driver fails.
     """
+    if device.captures:
+        return True
     device.activate()
-    handles = {0}
+    handles = {0} if device.captured_on is None else {0, device.captured_on}
     if "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
         handles.add(current("torch", device))
     handles.add(current("cupy", device))
@@ -141,6 +148,7 @@ class Turns:
         self._device.activate()
         if stream not in _DEFAULT and capturing(stream):
             self.captured = True
+            self._device.captured_on = None  # nobody asks before the next operation
             return False
         if self._stream not in (None, stream):
             if self._stream in _DEFAULT:

@@ -2,15 +2,13 @@
 
 Words that a team has left go to another team only when the device has done all that it had been
 asked to do by then, so that a late kernel reports to nobody else. The driver never gets them back:
-that would wait for the device. The garbage collector, which may come in the middle of a capture,
-only appends to a list.
+that would wait for the device.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections import deque
 from functools import cache
 
 import numpy as np
@@ -18,7 +16,7 @@ import numpy.typing as npt
 
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import call
-from shardmath.transport.cuda import DeviceFence
+from shardmath.cuda.fence import Leftovers
 
 __all__ = ["Report", "report_of"]
 
@@ -30,7 +28,7 @@ class Report:
         self.words: npt.NDArray[np.uint64] = np.asarray(memory)
         self.words[:] = 0
         self.address = memory.address
-        weakref.finalize(self, pool.left.append, memory).atexit = False
+        weakref.finalize(self, pool.left.leave, memory).atexit = False
 
 
 def report_of(device: Device, count: int) -> Report:
@@ -60,30 +58,15 @@ class _Pool:
         self._device = device
         self._count = count
         self._lock = threading.Lock()
-        self._behind: list[tuple[DeviceFence, list[_Memory]]] = []
         self._free: list[_Memory] = []
-        self.left: deque[_Memory] = deque()
+        self.left: Leftovers[_Memory] = Leftovers(device)
 
     def take(self) -> Report:
         """A report that no kernel of another team writes to."""
         with self._lock:
-            self._collect()
+            self._free += self.left.free()
             memory = self._free.pop() if self._free else _Memory(self._device, self._count)
             return Report(self, memory)
-
-    def _collect(self) -> None:
-        """Set a fence behind what was left, and free what is before a fence that has passed."""
-        count = len(self.left)  # more may come at any time: the next fence is theirs
-        fence = DeviceFence.behind(self._device) if count else None
-        if fence is not None:
-            self._behind.append((fence, [self.left.popleft() for _ in range(count)]))
-        waiting = []
-        for each, memories in self._behind:
-            if each.passed():
-                self._free += memories
-            else:
-                waiting.append((each, memories))
-        self._behind = waiting
 
 
 @cache

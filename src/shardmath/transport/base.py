@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -51,11 +51,17 @@ class DeviceBytes:
 Memory = Bytes | DeviceBytes
 
 
-class Fence:
-    """The work that was asked of a device up to a moment. Cores leave none pending."""
+class Fence(Protocol):
+    """The work that was asked of a device up to a moment."""
 
     def passed(self) -> bool:
         """Whether all of it is done. Never blocks."""
+
+
+class _NonePending(Fence):
+    """What cores leave."""
+
+    def passed(self) -> bool:
         return True
 
 
@@ -149,7 +155,7 @@ class Transport(ABC):
 
         It can be set at most other times: not while what is asked for is captured in a CUDA graph.
         """
-        return Fence()
+        return _NonePending()
 
     @abstractmethod
     def get(self, rank: int, index: int, offset: int, into: Memory, stream: int = 0) -> None:

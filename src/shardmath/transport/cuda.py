@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
-from shardmath.cuda import stream as streams
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import bindings, call, call_for_memory
+from shardmath.cuda.fence import DeviceFence
 from shardmath.errors import BackendUnavailable, CudaError, HeapExhausted
 from shardmath.transport.base import (
     DeviceBytes,
@@ -31,7 +31,7 @@ from shardmath.transport.base import (
 )
 from shardmath.transport.mesh import Mesh
 
-__all__ = ["CudaTransport", "DeviceFence", "Mapping"]
+__all__ = ["CudaTransport", "Mapping"]
 
 GRANULE = 2 << 20
 
@@ -53,30 +53,6 @@ class Mapping:
                 undo_mapping.pop_all()
         self.address = int(address)
         weakref.finalize(self, _unmap, device, address, nbytes).atexit = False
-
-
-class DeviceFence(Fence):
-    """An event behind all streams of a device's context."""
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._passed = False
-        self._event: Any = None
-        self._event = device.record_all()
-
-    def __del__(self) -> None:
-        if self._event is not None:
-            self._device.spare_events.append(self._event)
-
-    @classmethod
-    def behind(cls, device: Device) -> DeviceFence | None:
-        """A fence behind what the device has been asked to do; None while that is captured."""
-        return None if streams.any_capturing(device) else cls(device)
-
-    def passed(self) -> bool:
-        """See Fence."""
-        self._passed = self._passed or self._device.reached(self._event)
-        return self._passed
 
 
 @dataclass(frozen=True)

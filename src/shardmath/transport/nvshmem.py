@@ -21,6 +21,7 @@ from shardmath.config import environment, export
 from shardmath.cuda import stream as streams
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import call
+from shardmath.cuda.fence import DeviceFence
 from shardmath.errors import BackendUnavailable, HeapExhausted
 from shardmath.group.base import ProcessGroup
 from shardmath.transport.base import (
@@ -32,7 +33,6 @@ from shardmath.transport.base import (
     Transport,
     require_within,
 )
-from shardmath.transport.cuda import DeviceFence
 from shardmath.transport.mesh import Mesh
 
 __all__ = ["NVSHMEMTransport"]

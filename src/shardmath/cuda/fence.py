@@ -1,0 +1,70 @@
+"""When a device is done with what it was given: fences, and what may be used again behind them."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import Any, Generic, TypeVar
+
+from shardmath.cuda import stream as streams
+from shardmath.cuda.device import Device
+
+__all__ = ["DeviceFence", "Leftovers"]
+
+T = TypeVar("T")
+
+
+class DeviceFence:
+    """An event behind all streams of a device's context."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._passed = False
+        self._event: Any = None
+        self._event = device.record_all()
+
+    def __del__(self) -> None:
+        if self._event is not None:
+            self._device.spare_events.append(self._event)
+
+    @classmethod
+    def behind(cls, device: Device) -> DeviceFence | None:
+        """A fence behind what the device has been asked to do; None while that is captured."""
+        return None if streams.any_capturing(device) else cls(device)
+
+    def passed(self) -> bool:
+        """Whether all of it is done. Never blocks."""
+        self._passed = self._passed or self._device.reached(self._event)
+        return self._passed
+
+
+class Leftovers(Generic[T]):
+    """What the host has left while kernels may still use it. Nobody waits for them.
+
+    `leave` only appends to a list: the garbage collector may call it in the middle of a capture,
+    when no fence can be set. So fences are set when it is asked what is free again.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._lock = threading.Lock()
+        self._left: deque[T] = deque()
+        self._behind: list[tuple[DeviceFence, list[T]]] = []
+        self.leave = self._left.append
+
+    def free(self) -> list[T]:
+        """What no kernel uses any more, given out once: what was left before a fence has passed."""
+        with self._lock:
+            count = len(self._left)  # more may come at any time: the next fence is theirs
+            fence = DeviceFence.behind(self._device) if count else None
+            if fence is not None:
+                self._behind.append((fence, [self._left.popleft() for _ in range(count)]))
+            found: list[T] = []
+            waiting = []
+            for each, things in self._behind:
+                if each.passed():
+                    found += things
+                else:
+                    waiting.append((each, things))
+            self._behind = waiting
+            return found
