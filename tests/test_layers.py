@@ -23,10 +23,6 @@ LONGEST_FUNCTION = 60
 
 # (importing module, imported unit): why it may look up.
 UPWARD: dict[tuple[str, str], str] = {}
-# Files that are longer than they should be, and how long they may be.
-LONG_FILES = {
-    "context": 430,  # start, splitting and the end of contexts are to become a file of their own
-}
 
 FORBIDDEN_MODULES = {"cloudpickle", "dill", "marshal", "pickle", "shelve"}
 FORBIDDEN_CALLS = {"eval", "exec"}
@@ -158,7 +154,7 @@ def test_files_and_functions_are_short() -> None:
     long = []
     for path in FILES:
         count = len(path.read_text().splitlines())
-        if count > LONG_FILES.get(dotted(path), LONGEST_FILE):
+        if count > LONGEST_FILE:
             long.append(f"{where(path, 1)} has {count} lines")
         for node in ast.walk(parse(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):

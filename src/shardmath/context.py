@@ -24,7 +24,7 @@ from shardmath.machinery import Machinery
 from shardmath.symmetric.board import Board, Turn
 from shardmath.symmetric.heap import Block, Buffer, Heap, Location
 from shardmath.transport.base import Bytes, DeviceBytes, Memory
-from shardmath.transport.wires import RankChannel
+from shardmath.transport.wires import Deliver, RankChannel
 
 if TYPE_CHECKING:
     from shardmath.symmetric.team import Team
@@ -227,21 +227,15 @@ class DistributedContext:
         else:
             np.asarray(buffer)[:] = 0
 
-    def channel(self, number: int, deliver: Callable[[int, int, bytes], None]) -> RankChannel:
+    def channel(self, number: int, deliver: Deliver) -> RankChannel:
         """Messages between this context's ranks of different hosts: see `wires.Channel`.
 
         `number` is 1 or more, and rises from one channel to the next. `deliver` gets ranks of this
         context.
         """
-        wires, ranks = self._machinery.mesh.wires, self._ranks
+        wires = self._machinery.mesh.wires
         assert wires is not None, "there are ranks on other hosts"
-        number_of = {peer: rank for rank, peer in enumerate(ranks)}
-
-        def translated(peer: int, place: int, data: bytes) -> None:
-            if peer in number_of:
-                deliver(number_of[peer], place, data)
-
-        return RankChannel(wires.open(self._name, number, translated), ranks)
+        return RankChannel(wires, self._name, number, self._ranks, deliver)
 
     def next_share(self) -> int:
         """The number of the next object that the ranks of this context share, the same on all."""

@@ -23,7 +23,7 @@ from hashlib import blake2b
 
 from shardmath.transport.watch import PeerWatch
 
-__all__ = ["Channel", "RankChannel", "Wires"]
+__all__ = ["Channel", "Deliver", "RankChannel", "Wires"]
 
 Deliver = Callable[[int, int, bytes], None]  # (rank that wrote, place, data)
 
@@ -55,9 +55,18 @@ class Channel:
 class RankChannel:
     """A channel in the numbers of some of the ranks: `ranks` are theirs in the mesh."""
 
-    def __init__(self, channel: Channel, ranks: Sequence[int]) -> None:
-        self._channel = channel
+    def __init__(
+        self, wires: Wires, name: str, number: int, ranks: Sequence[int], deliver: Deliver
+    ) -> None:
+        """Open it; see `Wires.open`. What other ranks of the mesh send there is dropped."""
         self._ranks = tuple(ranks)
+        number_of = {peer: rank for rank, peer in enumerate(ranks)}
+
+        def translated(peer: int, place: int, data: bytes) -> None:
+            if peer in number_of:
+                deliver(number_of[peer], place, data)
+
+        self._channel = wires.open(name, number, translated)
 
     def send(self, ranks: Iterable[int], writes: Sequence[tuple[int, bytes]]) -> None:
         """Send each of `ranks` these (place, data), in order."""
