@@ -37,8 +37,8 @@ def grids(draw, size, ndim):
 
 
 @st.composite
-def box_partitions(draw, shape, size):
-    """`size` boxes that tile `shape`, by halving one of them again and again, in any order."""
+def tilings(draw, shape, size):
+    """(lower, upper) of `size` boxes that tile `shape`: one is cut in two again and again."""
     boxes = [((0,) * len(shape), tuple(shape))]
     while len(boxes) < size:
         lower, upper = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
@@ -46,7 +46,7 @@ def box_partitions(draw, shape, size):
         cut = draw(st.integers(lower[axis], upper[axis]))
         boxes.append((lower, (*upper[:axis], cut, *upper[axis + 1 :])))
         boxes.append(((*lower[:axis], cut, *lower[axis + 1 :]), upper))
-    return [Box(*box) for box in draw(st.permutations(boxes))]
+    return draw(st.permutations(boxes))
 
 
 @st.composite
@@ -55,7 +55,7 @@ def distributions(draw, shape, size):
     ndim = len(shape)
     kind = draw(st.sampled_from(["slab", "box", "cyclic", "noncyclic", "replicated"]))
     if kind == "box":
-        return [box.encode() for box in draw(box_partitions(shape, size))]
+        return [Box(*box).encode() for box in draw(tilings(shape, size))]
     if kind == "slab":
         made = Slab(draw(st.integers(0, ndim - 1)))
     elif kind == "replicated":

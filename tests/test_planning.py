@@ -3,24 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 
 import pytest
 
-from ranks import Pool
 from shardmath.agreement import require_equal
 from shardmath.planning import agree_plan
-from shardmath.startup import new_context
-
-
-def make_context(group):
-    return new_context("cpu", group)
-
-
-@pytest.fixture(scope="module")
-def contexts() -> Iterator[Pool]:
-    with Pool(3, make_context) as ranks:
-        yield ranks
 
 
 class Counted:

@@ -9,6 +9,8 @@ from visible import RANKS, gpu_of
 
 from ranks import Pool
 from shardmath import config
+from shardmath.cuda import compile as compiling
+from shardmath.errors import BackendUnavailable
 from shardmath.startup import new_context
 
 SIZES = [size for size in (1, 2, 3, 4, 8) if size <= max(RANKS, 1)]
@@ -34,6 +36,24 @@ def pytest_generate_tests(metafunc):
 def gpus() -> Iterator[Pool]:
     """`visible.RANKS` ranks: `gpus.run(function, *args, ranks=k)` calls function(context, ...)."""
     with Pool(RANKS, make_gpu_context) as ranks:
+        yield ranks
+
+
+def why_not(_):
+    try:
+        compiling._nvrtc()
+    except BackendUnavailable as missing:
+        return str(missing)
+    return ""
+
+
+@pytest.fixture(scope="session")
+def compiler() -> Iterator[Pool]:
+    """A rank that can compile kernels: loading the compiler is nothing for the parent."""
+    with Pool(1) as ranks:
+        (reason,) = ranks.run(why_not)
+        if reason:
+            pytest.skip(reason)
         yield ranks
 
 

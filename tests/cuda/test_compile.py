@@ -6,34 +6,15 @@ Everything runs in a rank of its own: NVRTC looks at the driver, after which no 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 
-from ranks import Pool
 from shardmath.cuda import compile as compiling
-from shardmath.errors import BackendUnavailable, CudaError
+from shardmath.errors import CudaError
 
 DEFINES = ["SHARDMATH_RANKS=2"]
-
-
-def why_not(_):
-    try:
-        compiling._nvrtc()
-    except BackendUnavailable as missing:
-        return str(missing)
-    return ""
-
-
-@pytest.fixture(scope="module")
-def compiler() -> Iterator[Pool]:
-    with Pool(1) as ranks:
-        (reason,) = ranks.run(why_not)
-        if reason:
-            pytest.skip(reason)
-        yield ranks
 
 
 def made(folder, defines=DEFINES, arch="sm_90"):

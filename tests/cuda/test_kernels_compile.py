@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
-from ranks import Pool
 from shardmath.cuda import compile as compiling
-from shardmath.errors import BackendUnavailable
 
 RANKS = ("SHARDMATH_RANKS=8", "SHARDMATH_CHANNELS=64")
 PRODUCT = ("A_ALONG_K=1", "B_ALONG_K=0", "CLUSTER=2", "STAGES=4")
@@ -62,23 +58,6 @@ CASES = [
     ("signals", RANKS, "sm_90"),
     ("take", (*RANKS, "ADDEND=bfloat16", "WHOLE=1", "SHARED=1"), "sm_90"),
 ]
-
-
-def why_not(_):
-    try:
-        compiling._nvrtc()
-    except BackendUnavailable as missing:
-        return str(missing)
-    return ""
-
-
-@pytest.fixture(scope="module")
-def compiler() -> Iterator[Pool]:
-    with Pool(1) as ranks:
-        (reason,) = ranks.run(why_not)
-        if reason:
-            pytest.skip(reason)
-        yield ranks
 
 
 def size_of_code(_, name, defines, arch):

@@ -8,6 +8,7 @@ from math import prod
 
 from hypothesis import strategies as st
 
+from arrangements import tilings
 from shardmath.geometry import (
     BlockCyclic,
     BlockNonCyclic,
@@ -102,19 +103,6 @@ def grids(draw, ndim, size):
     for extent in reversed(shape[1:]):
         rows = [rows[i : i + extent] for i in range(0, len(rows), extent)]
     return ProcessGrid(process_array=rows)
-
-
-@st.composite
-def tilings(draw, shape, size):
-    """`size` boxes that tile `shape`, by cutting one of them in two again and again."""
-    boxes = [((0,) * len(shape), tuple(shape))]
-    while len(boxes) < size:
-        lower, upper = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
-        axis = draw(st.integers(0, len(shape) - 1))
-        cut = draw(st.integers(lower[axis], upper[axis]))
-        boxes.append((lower, (*upper[:axis], cut, *upper[axis + 1 :])))
-        boxes.append(((*lower[:axis], cut, *lower[axis + 1 :]), upper))
-    return draw(st.permutations(boxes))
 
 
 @st.composite
