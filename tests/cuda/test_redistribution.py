@@ -434,6 +434,38 @@ def test_capture_and_replay(gpus, size, library, heap, out_heap):
     assert gpus.run(check_capture, library, kinds, ranks=size) == [[]] * size
 
 
+def check_kept(context):
+    """A call in a CUDA graph, replayed after so many others that nothing else keeps its tables."""
+    import torch
+
+    select(context, "torch")
+    torch.cuda.set_device(context.device_id)
+    rank, size = context.rank, context.size
+    operand = slab(context, "torch", heap=True)
+    out = slab(context, "torch", Slab.Y, base=1000, heap=True)
+    with context:
+        redistribute(operand, Slab.X, Slab.Y, out=out)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            redistribute(operand, Slab.X, Slab.Y, out=out)
+        for columns in range(1, 80):
+            other = torch.zeros((size, columns), device=operand.device)
+            redistribute(other[:1], Slab.X, Slab.Y)
+        torch.cuda.synchronize()
+        operand += 7
+        out[...] = -1
+        graph.replay()
+        torch.cuda.synchronize()
+        context.team.check()
+        context.barrier()
+    want = part_of(np.arange(96.0).reshape(12, 8) + 7, Slab.Y, rank, size)
+    return OnGpu("torch", context).host_view(out).tolist() == want.tolist()
+
+
+def test_a_graph_keeps_what_it_was_captured_with(gpus, size):
+    assert gpus.run(check_kept, ranks=size) == [True] * size
+
+
 def check_streams(context):
     """The work is on the stream that is given, or on the library's current one; a call that blocks
     returns when it is done."""

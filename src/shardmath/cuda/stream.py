@@ -171,18 +171,19 @@ class Turns:
 
 
 class Turn:
-    """One turn: see Turns."""
+    """One turn: see Turns. `captured`: what is put on the stream within goes into a graph."""
 
-    __slots__ = ("_begun", "_stream", "_turns")
+    __slots__ = ("_stream", "_turns", "captured")
 
     def __init__(self, turns: Turns, stream: int) -> None:
         self._turns, self._stream = turns, stream
 
-    def __enter__(self) -> None:
-        self._begun = self._turns._begin(self._stream)
+    def __enter__(self) -> Turn:
+        self.captured = not self._turns._begin(self._stream)
+        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None and self._begun:
+        if kind is None and not self.captured:
             self._turns._end(self._stream)
 
 

@@ -36,7 +36,7 @@ class Lane:
         self.team = context.team
         self._context = context
         self._buffers: dict[str, Buffer] = {}
-        self._kept: list[Buffer] = []  # what graphs refer to
+        self._kept: list[object] = []  # what graphs refer to
         self._side: Any = None
         self._events: dict[str, Any] = {}
         self._turns = Turns(self.team.device)
@@ -117,6 +117,10 @@ class Lane:
             return Graph(self.team.device, launches)
         finally:
             self._turns.captured = captured
+
+    def keep(self, used: object) -> None:
+        """Keep what a graph refers to that has just been captured in this lane."""
+        self._kept.append(used)
 
     def drop(self, *names: str) -> None:
         """Give back the buffers of these names that no graph refers to. Local."""

@@ -149,7 +149,7 @@ def execute_on_gpus(
             steps = memory.keep_steps(
                 _key(arrays, texts), _steps(context, problem, arrays, notes, memory)
             )
-        with lane.entered(stream):
+        with lane.entered(stream) as turn:
             if crosses:
                 lane.barrier(stream)
             steps[0].put(stream)
@@ -158,6 +158,8 @@ def execute_on_gpus(
             for step in steps[1:]:
                 step.put(stream)
                 memory.staged_on(stream)
+        if turn.captured:
+            lane.keep(steps)
         memory.pass_on()
         assert arrays.result is not None, "agreed on"
         given = arrays.result.give(context, stream)

@@ -77,7 +77,7 @@ def execute_far(
     with context.executing("redistribute"):
         room = lane.address(_ROOM)
         near = [_address(context, peer, outboxes[peer]) for peer in delivery.near]
-        with lane.entered(stream):
+        with lane.entered(stream) as turn:
             packing.launch(stream, [operand.address], [lane.address(_OUTBOX)])
             # After writing what a peer will read, and before reading what a peer wrote.
             lane.barrier(stream)
@@ -86,6 +86,8 @@ def execute_far(
             sources = delivery.memories(operand.address, room, near)
             unpacking.launch(stream, sources, [result.address])
             lane.barrier(stream)  # before reusing what a peer may still read
+        if turn.captured:
+            lane.keep((packing, unpacking))
         given = arrays.result.give(context, stream)
         if problem.blocking:
             context.team.synchronize(stream)
