@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import logging
 
 import numpy as np
@@ -10,6 +9,7 @@ import pytest
 import scipy.fft
 import torch
 
+from mistakes import heard, listening, misses
 from shardmath.distribution import BlockCyclic, Box, ProcessGrid, Slab
 from shardmath.errors import HeapExhausted, ShardmathError
 from shardmath.fft import (
@@ -230,16 +230,6 @@ def construct(operand, call=fft, out=None, options=None, **rest):
         return transform.execute(out=out)
 
 
-def heard(action):
-    """What a call raised: (the built-in type that it is, text)."""
-    try:
-        action()
-    except Exception as error:
-        builtin = [kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins"]
-        return builtin[0], str(error)
-    return "nothing", ""
-
-
 def plain(x):
     """An ordinary array, whose contents can be compared."""
     return type(x) is np.ndarray and x.flags.owndata and x.size > 0
@@ -281,21 +271,16 @@ ONLY_CALL = {
 def test_a_mistake_is_the_same_error_on_all_ranks(contexts, who):
     names = [name for name, whose in TABLE if whose == who]
     everywhere = contexts.run(mistaken, names, who, ranks=RANKS)
-    misses = []
-    for case, said in everywhere[0].items():
+
+    def expected(case):
         name, _, form = case.rpartition(", ")
         _, kind, words = EVERY[name]
         if form == "construct" and name in ONLY_CALL:
             kind, words = Exception, ""
-        fits = (
-            all(rank[case] == said for rank in everywhere)
-            and issubclass(getattr(builtins, said[0], int), kind)
-            and words in said[1]
-            and (who == "all" or "rank 1" in said[1] or name in ALL_SHAPES)
-        )
-        if not fits:
-            misses.append((case, [rank[case] for rank in everywhere]))
-    assert not misses, "\n".join(map(str, misses))
+        return kind, words, "" if who == "all" or name in ALL_SHAPES else "rank 1"
+
+    wrong = misses(everywhere, expected)
+    assert not wrong, "\n".join(map(str, wrong))
 
 
 def test_the_table_is_as_long_as_promised():
@@ -603,16 +588,9 @@ def test_a_freed_object_says_so_after_its_context_has_ended(contexts):
 
 
 def told(context):
-    logger = logging.getLogger("told")
-    logger.setLevel(logging.INFO)
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logger.addHandler(handler)
-    options = {"logger": logger}
-    with context:
+    with context, listening() as (logger, lines):
+        options = {"logger": logger}
         ifft(rows(context.rank), distribution=Slab.X, options=options)
-    logger.removeHandler(handler)
     return lines if options == {"logger": logger} else []
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import builtins
-import logging
-
 import numpy as np
 import pytest
 import torch
 
+from mistakes import heard, listening, misses
 from shardmath.distribution import (
     BlockCyclic,
     Box,
@@ -211,16 +209,6 @@ def construct(operand, source, target, *, out, **rest):
         return plan.execute(out=out)
 
 
-def heard(action):
-    """What a call raised: (built-in types it is, text)."""
-    try:
-        action()
-    except Exception as error:
-        builtin = [kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins"]
-        return builtin[0], str(error)
-    return "nothing", ""
-
-
 def mistaken(context, table, who):
     rank = context.rank
     heard_by_case = {}
@@ -255,18 +243,13 @@ def test_a_mistake_is_the_same_error_on_all_ranks(contexts, who):
     names = [name for name, whose in TABLE if whose == who]
     everywhere = contexts.run(mistaken, names, who, ranks=RANKS)
     table = {**MISTAKES, **DIFFERENCES, **PARTITIONS}
-    misses = []
-    for case, said in everywhere[0].items():
+
+    def expected(case):
         _, kind, words = table[case.rpartition(",")[0]]
-        fits = (
-            all(rank[case] == said for rank in everywhere)
-            and issubclass(getattr(builtins, said[0], int), kind)
-            and words in said[1]
-            and (who == "all" or "rank 1" in said[1])
-        )
-        if not fits:
-            misses.append((case, [rank[case] for rank in everywhere]))
-    assert not misses, "\n".join(map(str, misses))
+        return kind, words, "" if who == "all" else "rank 1"
+
+    wrong = misses(everywhere, expected)
+    assert not wrong, "\n".join(map(str, wrong))
 
 
 def a_row_too_many(context):
@@ -472,16 +455,9 @@ def test_a_freed_object_says_so_after_its_context_has_ended(contexts):
 
 
 def told(context):
-    logger = logging.getLogger("told")
-    logger.setLevel(logging.INFO)
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logger.addHandler(handler)
-    options = {"logger": logger, "blocking": True}
-    with context:
+    with context, listening() as (logger, lines):
+        options = {"logger": logger, "blocking": True}
         redistribute(my_slab(context.rank), Slab.X, Slab.Y, options=options)
-    logger.removeHandler(handler)
     assert options == {"logger": logger, "blocking": True}
     return lines
 

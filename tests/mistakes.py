@@ -1,0 +1,49 @@
+"""What calls with mistakes say: the same error on all ranks."""
+
+from __future__ import annotations
+
+import builtins
+import logging
+from contextlib import contextmanager
+
+
+def heard(action):
+    """What a call raised: (the built-in type that it is, text)."""
+    try:
+        action()
+    except Exception as error:
+        builtin = [kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins"]
+        return builtin[0], str(error)
+    return "nothing", ""
+
+
+def misses(everywhere, expected):
+    """The cases of which not all ranks heard the same, or not what is expected.
+
+    `everywhere` has what each rank heard, by case. `expected(case)`: an exception type, and what
+    words the text must have.
+    """
+    found = []
+    for case, said in everywhere[0].items():
+        kind, *words = expected(case)
+        fits = (
+            all(rank[case] == said for rank in everywhere)
+            and issubclass(getattr(builtins, said[0], int), kind)
+            and all(word in said[1] for word in words)
+        )
+        if not fits:
+            found.append((case, [rank[case] for rank in everywhere]))
+    return found
+
+
+@contextmanager
+def listening(name="told"):
+    """A logger, and the lines that it is told within."""
+    logger, lines, handler = logging.getLogger(name), [], logging.Handler()
+    logger.setLevel(logging.INFO)
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger.addHandler(handler)
+    try:
+        yield logger, lines
+    finally:
+        logger.removeHandler(handler)
