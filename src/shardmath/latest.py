@@ -1,14 +1,13 @@
 """A mapping that keeps its latest entries: what calls that come again have worked out before.
 
-The order of entries is that of their uses alone. So mappings of several ranks that are used alike
-hold the same entries.
+Which entries stay follows from the order of their uses alone. So mappings of several ranks that are
+used alike hold the same entries.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 __all__ = ["Latest"]
 
@@ -17,12 +16,12 @@ V = TypeVar("V")
 
 
 class Latest(Generic[K, V]):
-    """At most `most` entries. When there is one more, the one goes that was used longest ago."""
+    """At most `most` entries. Before there are more, the quarter goes that was used longest ago."""
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self._entries: OrderedDict[K, tuple[V]] = OrderedDict()
-        self._newest: object = None  # the entry used last is the last already: it saves a hash
+        self._uses = 0
+        self._entries: dict[K, list[Any]] = {}  # value, and number of its last use: hits hash once
 
     def __repr__(self) -> str:
         return f"Latest({len(self)} of at most {self.most} entries)"
@@ -38,34 +37,36 @@ class Latest(Generic[K, V]):
         entry = self._entries.get(key)
         if entry is None:
             return None
-        if entry is not self._newest:
-            self._entries.move_to_end(key)
-            self._newest = entry
-        return entry[0]
+        entry[1] = self._uses = self._uses + 1
+        found: V = entry[0]
+        return found
 
     def made(self, key: K, make: Callable[[], V]) -> V:
         """The value of that key, kept from now on if `make()` has to give it. A use of it."""
         entry = self._entries.get(key)
         if entry is None:
             return self.keep(key, make())
-        if entry is not self._newest:
-            self._entries.move_to_end(key)
-            self._newest = entry
-        return entry[0]
+        entry[1] = self._uses = self._uses + 1
+        found: V = entry[0]
+        return found
 
     def keep(self, key: K, value: V) -> V:
         """Let `key` have that value, which is returned. This is a use of it."""
-        self._newest = self._entries[key] = (value,)
-        self._entries.move_to_end(key)
-        if len(self._entries) > self.most:
-            self._drop()
+        if len(self._entries) >= self.most and key not in self._entries:
+            self._drop(self._oldest()[: max(1, self.most // 4)])
+        self._uses += 1
+        self._entries[key] = [value, self._uses]
         return value
 
     def clear(self) -> None:
         """Forget all entries."""
         self._entries.clear()
-        self._newest = None
 
-    def _drop(self) -> None:
-        """Let the entry go that was used longest ago."""
-        self._entries.popitem(last=False)
+    def _oldest(self) -> list[K]:
+        """The keys of what may go, the one used longest ago first."""
+        return sorted(self._entries, key=lambda key: self._entries[key][1])
+
+    def _drop(self, keys: list[K]) -> None:
+        """Let the entries of these keys go."""
+        for key in keys:
+            del self._entries[key]

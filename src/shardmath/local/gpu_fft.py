@@ -103,14 +103,15 @@ class _Plans(Latest[_Key, "_Plan"]):
         super().__init__(_KEPT)
         self._device = device
 
-    def _drop(self) -> None:
-        """Destroy the plan that was used longest ago, of those that no graph was captured with."""
-        for key, entry in self._entries.items():
-            if entry is not self._newest and not entry[0].captured:
-                self._device.synchronize()  # it may still run
-                del self._entries[key]
-                entry[0].destroy()
-                return
+    def _oldest(self) -> list[_Key]:
+        return [key for key in super()._oldest() if not self._entries[key][0].captured]
+
+    def _drop(self, keys: list[_Key]) -> None:
+        if keys:
+            self._device.synchronize()  # they may still run
+        for key in keys:
+            self._entries[key][0].destroy()
+        super()._drop(keys)
 
 
 class _Plan:
