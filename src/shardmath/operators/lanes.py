@@ -36,7 +36,7 @@ class Lane:
         self.team = context.team
         self._context = context
         self._buffers: dict[str, Buffer] = {}
-        self._kept: list[Buffer] = []  # what graphs refer to
+        self._kept: list[Any] = []  # what graphs refer to
         self._side: Any = None
         self._events: dict[str, Any] = {}
         self._turns = Turns(self.team.device)
@@ -117,6 +117,11 @@ class Lane:
             return Graph(self.team.device, launches)
         finally:
             self._turns.captured = captured
+
+    def keep(self, held: Any) -> None:
+        """Let what a graph of the user's refers to live as long as the lane: it may be replayed."""
+        if not any(each is held for each in self._kept):
+            self._kept.append(held)
 
     def drop(self, *names: str) -> None:
         """Give back the buffers of these names that no graph refers to. Local."""

@@ -176,6 +176,8 @@ class Execution:
         with self._lane.entered(self._stream):
             self._launch(problem, way, self._addresses).all(self._stream, _decoded(told))
         result = self._result.give(self._context, self._stream)
+        if self._key is None and streams.capturing(self._stream):
+            self._lane.keep(way)  # the graph reads its tables
         if self._key is not None:
             agreed = _Agreed(way, self._addresses, told, self._said)
             self._repeats.keep(self._key, number, agreed, self._lane)
