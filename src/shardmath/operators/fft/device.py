@@ -28,7 +28,7 @@ from shardmath.operators.fft.problem import Problem, kind_in
 from shardmath.operators.fft.ways import DevicePlan, Way, make_way
 from shardmath.operators.lanes import LANES, Lane
 from shardmath.operators.repeats import Repeats
-from shardmath.symmetric.allocation import block_of, empty_on_heap
+from shardmath.symmetric.allocation import block_at, block_of, empty_on_heap
 from shardmath.symmetric.device_array import (
     DeviceArray,
     Result,
@@ -191,9 +191,9 @@ class Execution:
 
     def _lies_on_heap(self, array: Any, spec: ArraySpec) -> bool:
         """Raises UseAfterFree."""
-        if spec.size and self._context.heap.find(library_of(array).pointer(array)) is None:
-            return False
-        return block_of(self._context, array) is not None
+        if not spec.size:
+            return block_of(self._context, array) is not None
+        return block_at(self._context, spec, library_of(array).pointer(array)) is not None
 
     def _made_early(self, call: Call) -> Any:
         """The array for the result, as far as it is known: given, or like the last one."""
