@@ -1,12 +1,13 @@
-"""What one rank of many does in a 3-D transform, on 2 GPUs: a rehearsal for a machine of 8.
+"""What one rank of many does in a 3-D transform, on a few GPUs: a rehearsal for a machine of 8.
 
-    python benchmarks/gpu_fft_share.py 2 --ranks 8
+    python benchmarks/gpu_fft_share.py 4 --ranks 8
 
-Both GPUs play rank 0. What rank 0 sends to its peers goes to the other GPU, each peer's part to a
-place of its own there, so a link carries what it would carry, at the same time as the transforms
-of a rank's size. Results are not those of a transform, and barriers are of 2. `steps` does one
-thing after another, `chunks` exchanges beside the transforms; `local` and `wire` are the parts of
-`chunks` alone. Milliseconds, in CUDA graphs.
+All GPUs play rank 0. What rank 0 sends to its peers goes to the other GPUs in turns, each peer's
+part to a place of its own there, so a link carries what it would carry, at the same time as the
+transforms of a rank's size. Results are not those of a transform, and barriers are of as many as
+there are GPUs. `steps` does one thing after another, `chunks` exchanges beside the transforms;
+`local` and `wire` are the parts of `chunks` alone. Milliseconds, in CUDA graphs. For the cases in
+TOLD it prints when each part of one execution ended, in microseconds.
 """
 
 from __future__ import annotations
@@ -33,17 +34,19 @@ from shardmath.operators.fft.strategy import GPUS, choose
 CASES = [
     *itertools.product((256, 512), ("complex64", "float32"), (False, True)),
     *itertools.product((512,), ("complex128",), (False, True)),
-    *itertools.product((1024,), ("complex64", "float32"), (False, True)),
+    *itertools.product((1024,), ("complex64", "float32", "complex128"), (False, True)),
 ]
 CALLS = {256: 20, 512: 8, 1024: 3}
+TOLD = [(512, "complex64"), (1024, "complex64")]
+HEAD_START = 20_000_000  # cycles that the GPU sleeps while an execution is put on its stream
 
 
 @dataclass(frozen=True)
 class Played(Launch):
-    """Rank 0's launches, with its peers' places on the other GPU.
+    """Rank 0's launches, with its peers' places on the other GPUs.
 
-    `shared` has, by place, where that lies on this GPU and on the other, and how far the parts that
-    rank 0 writes on its peers are to lie apart.
+    `shared` has, by place, where that lies on this GPU and then on the others, and how far the
+    parts that rank 0 writes on its peers are to lie apart.
     """
 
     shared: dict
@@ -51,21 +54,27 @@ class Played(Launch):
 
     def everywhere(self, place, told):
         """See Launch; `told` are the strides of all results."""
-        own, other, apart = self.shared[place]
+        where, apart = self.shared[place]
         if isinstance(self.way.program, Pipeline):  # whose rows know how far
-            return [own, other], []
-        return [own, *(other + peer * apart for peer in range(1, self.peers))], told
+            return where, []
+        players = [player(peer, len(where)) for peer in range(self.peers)]
+        return [where[gpu] + peer * apart for peer, gpu in enumerate(players)], told
 
 
-def on_two(pipeline, apart):
-    """The rows of all peers as rows for one, at a distance from each other."""
+def player(peer, gpus):
+    """Which GPU has a peer's place, counted from this one."""
+    return 1 + (peer - 1) % (gpus - 1) if peer else 0
+
+
+def on_gpus(pipeline, apart, gpus):
+    """The rows of all peers as rows for so many GPUs, at a distance from each other."""
     chunks = [
         replace(
             chunk,
             rows=tuple(
                 replace(
                     rows,
-                    peer=min(rows.peer, 1),
+                    peer=player(rows.peer, gpus),
                     target=rows.target + rows.peer * apart[chunk.exchange],
                 )
                 for rows in chunk.rows
@@ -73,7 +82,7 @@ def on_two(pipeline, apart):
         )
         for chunk in pipeline.chunks
     ]
-    return replace(pipeline, size=2, chunks=tuple(chunks))
+    return replace(pipeline, size=gpus, chunks=tuple(chunks))
 
 
 class Share:
@@ -100,13 +109,14 @@ class Share:
         for place, apart in places.items():
             buffer, addresses = ranks.shared(nbytes)
             self.held.append(buffer)
-            self.shared[place] = (addresses[ranks.rank], addresses[1 - ranks.rank], apart)
+            mine = ranks.rank
+            self.shared[place] = ([*addresses[mine:], *addresses[:mine]], apart)
         self.held += [ranks.context.heap.allocate(nbytes) for _ in range(2)]
         self.addresses = {
             "operand": whole.data_ptr(),
             "work": self.held[2].block.address,
             "landing 1": self.held[3].block.address,
-            **{place: where[0] for place, where in self.shared.items()},
+            **{place: where[0] for place, (where, _) in self.shared.items()},
         }
 
     def launch(self, chunks):
@@ -121,7 +131,7 @@ class Share:
         if isinstance(way.program, Pipeline) != chunks:
             return None
         if chunks:
-            program = on_two(way.program, self.apart)
+            program = on_gpus(way.program, self.apart, ranks.size)
             way = ways.Way(team.device, program, PushTables(team.device, program))
         stream, transforms = ranks.stream(), Transforms.of(team.device)
         for step in way.program.local:
@@ -151,21 +161,57 @@ class Share:
         return float(f"{micros / 1e3:.4g}")
 
 
-def wire(launch, stream):
-    """The exchanges of a pipeline without its transforms."""
+def piped(launch, stream, *, local, told=lambda name, stream: None):
+    """What a pipeline launches, with or without its transforms; after each part, `told`."""
     program, beside = launch.way.program, Beside.of(launch.context)
     sources = [launch.addresses[place] for place in program.sources]
     targets = [launch.everywhere(place, ())[0] for place in program.shared]
+
+    def transform(steps, name):
+        if local:
+            for step in steps:
+                launch.local(stream, step)
+        told(name, stream)
+
+    told("begin", stream)
     beside.start(launch.way.tables, stream, sources, targets)
-    for _ in program.first:
+    told("all pushed", beside.stream)
+    for number, steps in enumerate(program.first):
+        transform(steps, f"first {number}")
         beside.ready(stream)
-    for _ in program.second:
+    for number, steps in enumerate(program.second):
         beside.wait(stream)
+        told(f"arrived {number}", stream)
+        transform(steps, f"second {number}")
         if program.returns:
             beside.ready(stream)
     if program.returns:
         beside.wait(stream)
+    transform(program.last, "last")
     beside.end(stream)
+    told("end", stream)
+
+
+def timeline(ranks, launch):
+    """{what: microseconds after the begin when it had ended}, of one execution."""
+    torch, marks = ranks.torch, []
+
+    def told(name, stream):
+        event = torch.cuda.Event(enable_timing=True)
+        beside = int(stream) != ranks.stream()
+        event.record(torch.cuda.ExternalStream(int(stream)) if beside else None)
+        marks.append((name, event))
+
+    for _ in range(3):
+        marks.clear()
+        torch.cuda.synchronize()
+        ranks.context.barrier()
+        torch.cuda._sleep(HEAD_START)
+        piped(launch, ranks.stream(), local=True, told=told)
+    torch.cuda.synchronize()
+    begin = marks[0][1]
+    found = [(begin.elapsed_time(event) * 1e3, name) for name, event in marks]
+    return {name: round(micros) for micros, name in sorted(found)}
 
 
 def measured(ranks, n, dtype, back, size):
@@ -177,8 +223,10 @@ def measured(ranks, n, dtype, back, size):
     row["steps_ms"] = share.time(lambda on: steps.all(on, strides))
     if chunks is not None:
         row["chunks_ms"] = share.time(lambda on: chunks.all(on, strides))
-        row["wire_ms"] = share.time(lambda on: wire(chunks, on))
+        row["wire_ms"] = share.time(lambda on: piped(chunks, on, local=False))
         row["cuts"] = str(share.plan.cuts)
+        if (n, dtype) in TOLD:
+            row["timeline_us"] = timeline(ranks, chunks)
     alone = chunks or steps
     row["local_ms"] = share.time(
         lambda on: [alone.local(on, step) for step in alone.way.program.local]
@@ -201,7 +249,7 @@ def main() -> None:
     parser = command(__doc__)
     parser.add_argument("--ranks", type=int, default=8, help="how many ranks there would be")
     options = parser.parse_args()
-    assert options.gpus == 2, "two GPUs play"
+    assert options.gpus > 1, "peers have their places on other GPUs"
     run("gpu_fft_share", measure, options, options.ranks)
 
 

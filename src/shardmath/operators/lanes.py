@@ -119,8 +119,9 @@ class Lane:
             self._turns.captured = captured
 
     def keep(self, used: object) -> None:
-        """Keep what a graph refers to that has just been captured in this lane."""
-        self._kept.append(used)
+        """Let what a graph refers to, captured in this lane, live as long as the lane does."""
+        if not any(each is used for each in self._kept):
+            self._kept.append(used)
 
     def drop(self, *names: str) -> None:
         """Give back the buffers of these names that no graph refers to. Local."""

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 
 from shardmath.agreement import require_equal
-from shardmath.arrays import DType, Library, library_of, library_of_package
+from shardmath.arrays import ArraySpec, DType, Library, library_of, library_of_package
 from shardmath.arrays.dtypes import of as dtype_of
 from shardmath.arrays.spec import packed_strides
 from shardmath.context import DistributedContext, open_contexts, require_context
@@ -29,6 +29,7 @@ from shardmath.symmetric.heap import Block, Buffer, Heap
 __all__ = [
     "allocate_symmetric_memory",
     "array_on",
+    "block_at",
     "block_of",
     "empty_on_heap",
     "extent_of",
@@ -38,6 +39,8 @@ __all__ = [
 ]
 
 _Place = tuple[Block, int]
+
+_FREED = "this array was freed with free_symmetric_memory"
 
 
 def allocate_symmetric_memory(
@@ -126,7 +129,15 @@ def block_of(context: DistributedContext, array: Any) -> _Place | None:
     """
     found = _find(context.heap, library_of(array), array)
     if found is not None and found[0].freed:
-        raise UseAfterFree("this array was freed with free_symmetric_memory")
+        raise UseAfterFree(_FREED)
+    return found
+
+
+def block_at(context: DistributedContext, spec: ArraySpec, address: int) -> _Place | None:
+    """As `block_of`, for an array that has elements, of which these are known."""
+    found = _located(context.heap, spec, address)
+    if found is not None and found[0].freed:
+        raise UseAfterFree(_FREED)
     return found
 
 
@@ -296,14 +307,17 @@ def _strides(shape: tuple[int, ...], axis_order: Any) -> tuple[int, ...]:
 
 def _find(heap: Heap, library: Library, array: Any) -> _Place | None:
     spec = library.spec(array)
-    pointer = library.pointer(array)
     if spec.size == 0:
         block = heap.find(library.anchor(array))
         return None if block is None else (block, 0)
-    block = heap.find(pointer)
+    return _located(heap, spec, library.pointer(array))
+
+
+def _located(heap: Heap, spec: ArraySpec, address: int) -> _Place | None:
+    block = heap.find(address)
     if block is None:
         return None
-    offset, (low, high) = pointer - block.address, spec.span
+    offset, (low, high) = address - block.address, spec.span
     return (block, offset) if offset + low >= 0 and offset + high <= block.nbytes else None
 
 

@@ -51,7 +51,7 @@ class Beside:
         self._words = words.block.address
         _, highest = call("cuCtxGetStreamPriorityRange")
         # It does not wait for the default stream, and its kernel starts before others' next blocks.
-        self._stream = call("cuStreamCreateWithPriority", 1, highest)
+        self.stream = call("cuStreamCreateWithPriority", 1, highest)
         self._fork, self._join = call("cuEventCreate", 2), call("cuEventCreate", 2)  # no timing
         for name in ("push", "ready", "await_all"):  # none is loaded while another waits for it
             self._kernel(name).load()
@@ -88,8 +88,8 @@ class Beside:
         """
         team = self._team
         call("cuEventRecord", self._fork, stream)
-        call("cuStreamWaitEvent", self._stream, self._fork, 0)
-        team.barrier(int(self._stream), channel=_BARRIER)
+        call("cuStreamWaitEvent", self.stream, self._fork, 0)
+        team.barrier(int(self.stream), channel=_BARRIER)
         ends = (
             (*sources, 0)[:2],
             [each for side in (*targets, [0] * team.size)[:2] for each in side],
@@ -104,7 +104,7 @@ class Beside:
             )
             tables.arguments[key] = Argument(team.packed() + words)
         blocks = max(1, _BLOCKS // team.size) * team.size
-        self._kernel("push").launch(int(self._stream), blocks, 32, tables.arguments[key])
+        self._kernel("push").launch(int(self.stream), blocks, 32, tables.arguments[key])
 
     def ready(self, stream: int) -> None:
         """Launch: what `stream` has done so far can be pushed, as far as a chunk needs it."""
@@ -116,7 +116,7 @@ class Beside:
 
     def end(self, stream: int) -> None:
         """Make `stream` wait for the second one."""
-        call("cuEventRecord", self._join, self._stream)
+        call("cuEventRecord", self._join, self.stream)
         call("cuStreamWaitEvent", stream, self._join, 0)
 
     def _kernel(self, name: str) -> Kernel:

@@ -28,7 +28,7 @@ from shardmath.operators.fft.problem import Problem, kind_in
 from shardmath.operators.fft.ways import DevicePlan, Way, make_way
 from shardmath.operators.lanes import LANES, Lane
 from shardmath.operators.repeats import Repeats
-from shardmath.symmetric.allocation import block_of, empty_on_heap
+from shardmath.symmetric.allocation import block_at, block_of, empty_on_heap
 from shardmath.symmetric.device_array import (
     DeviceArray,
     Result,
@@ -176,6 +176,8 @@ class Execution:
         with self._lane.entered(self._stream):
             self._launch(problem, way, self._addresses).all(self._stream, _decoded(told))
         result = self._result.give(self._context, self._stream)
+        if self._key is None and streams.capturing(self._stream):
+            self._lane.keep(way)  # the graph reads its tables
         if self._key is not None:
             agreed = _Agreed(way, self._addresses, told, self._said)
             self._repeats.keep(self._key, number, agreed, self._lane)
@@ -189,9 +191,9 @@ class Execution:
 
     def _lies_on_heap(self, array: Any, spec: ArraySpec) -> bool:
         """Raises UseAfterFree."""
-        if spec.size and self._context.heap.find(library_of(array).pointer(array)) is None:
-            return False
-        return block_of(self._context, array) is not None
+        if not spec.size:
+            return block_of(self._context, array) is not None
+        return block_at(self._context, spec, library_of(array).pointer(array)) is not None
 
     def _made_early(self, call: Call) -> Any:
         """The array for the result, as far as it is known: given, or like the last one."""

@@ -31,6 +31,7 @@ __all__ = ["Chunk", "Cuts", "Pipeline", "Rows", "cuts_for", "pipelined"]
 
 _GRAIN = 16  # bytes that bulk copies are made of
 _LEAST_ROW = 512  # bytes of a row that is worth a bulk copy
+_MOST_ROW = (1 << 32) - 1  # bytes, as the tables count them
 _MOST_CHUNKS = 62  # kMostChunks
 _RISING = 6  # so many chunks are many
 
@@ -93,7 +94,8 @@ class Rows:
     def fits(self) -> bool:
         """Whether bulk copies can move it, and are worth it."""
         steps = (self.unit, self.source, self.source_step, self.target, self.target_step)
-        return self.unit >= _LEAST_ROW and not any(step % _GRAIN for step in steps)
+        fits = _LEAST_ROW <= self.unit <= _MOST_ROW
+        return fits and not any(step % _GRAIN for step in steps)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,59 @@
+"""Transforms in CUDA graphs of the user's: what they read stays, whatever is done in between."""
+
+from __future__ import annotations
+
+import numpy as np
+from test_device_fft import placed, to_host, use
+
+from arrangements import part_of
+from shardmath.distribution import Slab
+from shardmath.fft import FFT, FFTOptions
+
+SHAPE = (48, 48, 64)
+KEPT = 2  # ways of a plan, here
+
+
+def check_graphs_outlive_ways(context, back):
+    """Capture a transform, do it in so many other ways that the first is dropped, and replay."""
+    import torch
+
+    from shardmath.cuda.constant import Constant
+    from shardmath.operators.fft import pipeline, ways
+
+    use(context)
+    ways._KEPT = KEPT
+    rank, size = context.rank, context.size
+    array = np.random.default_rng(3).standard_normal((2, *SHAPE))
+    array = (array[0] + 1j * array[1]).astype(np.complex64)
+    operand, _ = placed(context, "torch gpu", part_of(array, Slab.X, rank, size), "heap C")
+    want = part_of(np.fft.fftn(array), Slab.X if back else Slab.Y, rank, size)
+    with (
+        context,
+        FFT(operand, distribution=Slab.X, options=FFTOptions(redistribute=back)) as transform,
+    ):
+        transform.plan()
+        pipeline._CUTS = ((1, pipeline.Cuts(2, 2, 1)),)
+        result = transform.execute()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            transform.execute(out=result)
+        for first in range(3, 6 + KEPT):
+            pipeline._CUTS = ((1, pipeline.Cuts(first, 2, 1)),)
+            transform.execute(out=result)
+        torch.cuda.synchronize()
+        other = np.full(1 << 12, 0x5A, np.uint8)
+        taken = [Constant(context.team.device, other) for _ in range(64)]  # what was given back
+        result.zero_()
+        for _ in range(2):
+            graph.replay()
+        torch.cuda.synchronize()
+        context.team.check()
+        del taken
+    error = np.abs(to_host(result) - want).max() / np.abs(want).max()
+    return "" if error < 1e-5 else f"rank {rank}: {error}"
+
+
+def test_graphs_outlive_ways(gpus, size):
+    for back in (False, True):
+        assert gpus.run(check_graphs_outlive_ways, back, ranks=size) == [""] * size

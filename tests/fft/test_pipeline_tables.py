@@ -1,0 +1,66 @@
+"""The tables of pipelines, which a kernel reads: sizes that no test can allocate, and limits."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from shardmath.arrays import ArraySpec
+from shardmath.geometry import Slab
+from shardmath.operators.fft.local_steps import packed
+from shardmath.operators.fft.options import FFTDirection, FFTOptions
+from shardmath.operators.fft.pipeline import Rows, cuts_for, pipelined
+from shardmath.operators.fft.problem import check, describe
+from shardmath.operators.fft.stages import stages
+from shardmath.operators.fft.strategy import GPUS, choose
+
+LARGE = {"512^3": (512,) * 3, "1024^3": (1024,) * 3, "uneven": (2047, 1032, 1024)}
+
+
+@pytest.mark.parametrize("size", [2, 4, 7, 8])
+@pytest.mark.parametrize("name", LARGE)
+def test_tables_of_large_arrays(name, size):
+    """Offsets beyond 2^32 bytes: all of every rank's landing and result is written, and no more."""
+    slab, shape = Slab.X, LARGE[name]
+    options = FFTOptions(redistribute=True)
+    owned = [slab.index_ranges(rank, shape, size=size) for rank in range(size)]
+    locals_ = [tuple(sum(hi - lo for lo, hi in axis) for axis in ranges) for ranges in owned]
+    specs = [
+        ArraySpec("torch", "complex128", local, (local[1] * local[2], local[2], 1), "cuda:0", 16)
+        for local in locals_
+    ]
+    problem = check(
+        [describe(s, slab, None, None, "C2C", FFTDirection.FORWARD, options, None) for s in specs]
+    )
+    found = stages(choose(problem, GPUS), reachable=True)
+    written = np.zeros((2, size), np.int64)
+    for rank in range(size):
+        operand, result = (
+            packed(place, locals_[rank], "complex128") for place in ("operand", "result")
+        )
+        cuts = cuts_for(problem)
+        pipeline = pipelined(found, rank, cuts, order="C", operand=operand, result=result)
+        chunks, rows = pipeline.tables(1 << 14)
+        sides = pipeline.places | {"result": result.size * 16}
+        for chunk in chunks.tolist():
+            source = sides[pipeline.sources[chunk[4]]]
+            for row in rows[chunk[0] : chunk[0] + chunk[1]].tolist():
+                begin, to, step, to_step, unit, count, pieces, target = row
+                exchange, peer = divmod(target, size)
+                there = (found[1], found[3])[exchange].result.local_shape(peer)
+                assert begin + (count - 1) * step + unit <= source
+                assert to + (count - 1) * to_step + unit <= math.prod(there) * 16
+                assert (pieces - 1) << 14 < unit <= pieces << 14
+                written[exchange, peer] += unit * count
+    for exchange, stage in enumerate((found[1], found[3])):
+        wanted = [math.prod(stage.result.local_shape(peer)) * 16 for peer in range(size)]
+        assert written[exchange].tolist() == wanted
+
+
+@pytest.mark.parametrize(
+    ("unit", "fits"), [(496, 0), (512, 1), (520, 0), ((1 << 32) - 16, 1), (1 << 32, 0)]
+)
+def test_rows_that_the_kernel_takes(unit, fits):
+    assert Rows(0, unit, 2, 0, 2 * unit, 1 << 40, 2 * unit).fits == fits
