@@ -134,5 +134,13 @@ def test_a_strategy_by_name_and_sums_of_factors():
         assert strategy.label == label and strategy.problem.dtype == "float32"
     given = problem((X, X, X), TENSOR, TENSOR, epilog=MatmulEpilog.BGRADA)
     assert chosen(given, HOPPER)[0].problem.dtype == "float32"
-    with pytest.raises(NotImplementedError, match="on one host"):
-        chosen(given, HOPPER_APART)
+
+
+@pytest.mark.parametrize("layouts", [(X, X, X), (Y, X, X), (BLOCKS, BLOCKS, BLOCKS)])
+def test_elements_are_multiplied_between_hosts_too(layouts):
+    strategy, compared = chosen(problem(layouts, VECTORS, SQUARES), HOPPER_APART)
+    assert strategy.problem.dtype == "float8_e4m3fn"
+    assert strategy is min(compared, key=lambda each: each[1].seconds)[0]
+    assert (
+        chosen(problem((NARROW, X, X), VECTORS, TENSOR), HOPPER_APART)[0].problem.dtype == "float32"
+    )

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from float8_cases import E4, E5
 
+from copying import copy_boxes
 from shardmath.arrays.dtypes import of, to_numpy
 from shardmath.distribution import Slab
 from shardmath.geometry import Layout
@@ -27,7 +28,8 @@ from shardmath.operators.matmul.gpu.scale_moves import chosen
 from shardmath.operators.matmul.gpu.share import Operands, Scales, Share
 from shardmath.operators.matmul.problem import Problem
 from shardmath.operators.matmul.scaling import OUTER, SQUARES, TENSOR, VECTORS, Scaling
-from shardmath.operators.matmul.strategy import HOPPER
+from shardmath.operators.matmul.strategy import HOPPER, HOPPER_APART
+from shardmath.redistribution.boxes import Box
 from shardmath.symmetric.device_array import DeviceArray
 
 MODES = {"tensor": TENSOR, "outer": OUTER, "vectors": VECTORS, "squares": SQUARES}
@@ -42,6 +44,16 @@ def view(x: Matrix):
     buffer = (ctypes.c_char * nbytes).from_address(x.address)
     steps = (x.row_stride * item, x.column_stride * item)
     return np.ndarray((x.rows, x.columns), to_numpy(x.dtype), buffer, strides=steps)
+
+
+def bytes_of(x: Matrix):
+    """All bytes from its first element to its last."""
+    last = (x.rows - 1) * x.row_stride + (x.columns - 1) * x.column_stride + 1
+    return view(Matrix(x.address, 1, last * x.itemsize if x.size else 0, 0, 1, "uint8"))[0]
+
+
+def strides_of(x: Matrix):
+    return x.row_stride * x.itemsize, x.column_stride * x.itemsize
 
 
 def room(nbytes):
@@ -85,11 +97,58 @@ class Shown:
 
     def place(self, name, rank):
         x = self._everyone[rank].made_here[name]
-        return x.address, (x.row_stride * x.itemsize, x.column_stride * x.itemsize)
+        return x.address, strides_of(x)
+
+    def make_room(self, name, parts, itemsize): ...
+
+    def publish(self, name, stream): ...
+
+    def reach(self, name, part, moves, stream):
+        return lambda rank: self.place(name, rank)
+
+
+class FarShown(Shown):
+    """The same on several hosts: nothing is read but outboxes of this host, and what is fetched."""
+
+    def __init__(self, lane, everyone, share):
+        super().__init__(lane, share.rank, everyone)
+        self._share = share
+        self._rooms, self.outboxes = {}, {}
+
+    def make_room(self, name, parts, itemsize):
+        self._rooms[name] = room(self._share.routes.room(name, parts, itemsize))
+
+    def publish(self, name, stream):
+        x = self.made_here[name]
+        outbox = self._share.routes.outbox(name, self._rank, x.itemsize)
+        self.outboxes[name] = held = room(outbox.nbytes)
+        boxes = [Box.of(copy, 0) for copy in outbox.packing(strides_of(x))]
+        copy_boxes(boxes, [(bytes_of(x), 0)], (held, 0))
+
+    def reach(self, name, part, moves, stream):
+        x, share = self.made_here[name], self._share
+        starts, held = {}, self._rooms[name]
+        for each in share.routes.fetches(name, part, moves, x.itemsize):
+            assert share.hosts[each.src] != share.hosts[self._rank]
+            source = self._everyone[each.src].outboxes[name]
+            held[each.at : each.at + each.nbytes] = source[each.offset : each.offset + each.nbytes]
+            starts[each.src] = held.ctypes.data + each.at - each.offset
+
+        def place(src):
+            if src == self._rank:
+                return self.place(name, src)
+            parcel = share.routes.parcel(name, src, x.itemsize)
+            near = share.hosts[src] == share.hosts[self._rank]
+            start = self._everyone[src].outboxes[name].ctypes.data if near else starts[src]
+            return start + parcel.offset, parcel.strides
+
+        return place
 
 
 class Gathering:
     """Copies at once; what has come must have been waited for."""
+
+    stream = 0
 
     def __init__(self, *_):
         self._apart, self._came = False, set()
@@ -209,9 +268,9 @@ def device_array(x, keep):
 class Rank:
     """One rank's products."""
 
-    def __init__(self, strategy, rank, everyone, factors, keep, order):
+    def __init__(self, strategy, hosts, rank, everyone, factors, keep, order):
         problem = strategy.problem
-        self.share = Share(strategy, rank, (0,) * 4)
+        self.share = Share(strategy, rank, hosts)
         operands, arrays, given = [], [], []
         for factor in factors:
             part = np.asarray(factor[rank].part, order=order)
@@ -228,6 +287,10 @@ class Rank:
         )  # fmt: skip
         self.lane = Lane()
         self.shown = Shown(self.lane, rank, everyone)
+        if self.share.apart:
+            self.shown = FarShown(self.lane, everyone, self.share)
+        for name, operand in zip("ab", operands, strict=True):
+            self.shown.made_here[name] = module.matrix_of(operand)
         everyone.append(self.shown)
         sums = None
         if strategy.reduces or strategy.moves_result:
@@ -242,7 +305,11 @@ class Rank:
 
     def result(self, strategy):
         """What this rank has computed, and where."""
-        parts = self.made.run(lambda index: lambda rank: self.places[index][rank])
+
+        def source(index, part, moves, stream):
+            return self.shown.reach("ab"[index], part, moves, stream)
+
+        parts = self.made.run(source)
         if parts is None:
             return view(module.matrix_of(self.operands.out))
         return view(parts[0])
@@ -257,15 +324,16 @@ def problem_of(layouts, modes, result, label=None):
     )  # fmt: skip
 
 
-def perform(layout, mode_a, mode_b, shape, result, order, label=None):
+def perform(layout, mode_a, mode_b, shape, result, order, label=None, hosts=(0,) * 4):
     m, n, k = shape
-    size, shapes = 4, [(m, k), (k, n), (m, n)]
+    size, shapes = len(hosts), [(m, k), (k, n), (m, n)]
     rng = np.random.default_rng(3)
     whole = cases.elements(rng, (m, k), E4), cases.elements(rng, (k, n), E5)
     dists = [cases.layout(layout, shapes, rank, size) for rank in range(size)]
     given = tuple(MODES[each] for each in (mode_a, mode_b))
     layouts = [Layout.bind([d[i] for d in dists], shapes[i]) for i in range(3)]
-    strategy, compared = chosen(problem_of(layouts, given, result, label), HOPPER)
+    machine = HOPPER if len(set(hosts)) == 1 else HOPPER_APART
+    strategy, compared = chosen(problem_of(layouts, given, result, label), machine)
     if strategy.problem.dtype != E4:
         return None, compared
     factors = [
@@ -276,12 +344,10 @@ def perform(layout, mode_a, mode_b, shape, result, order, label=None):
         for i, mode in enumerate((mode_a, mode_b))
     ]
     everyone, keep = [], []
-    ranks = [Rank(strategy, rank, everyone, factors, keep, order) for rank in range(size)]
-    places = [
-        [(x.address, x.strides) for x in (r.operands.factors[i] for r in ranks)] for i in (0, 1)
-    ]
+    ranks = [Rank(strategy, hosts, rank, everyone, factors, keep, order) for rank in range(size)]
     for rank in ranks:
-        rank.places = places
+        for name in "ab":
+            rank.shown.publish(name, 0)
         rank.made.show_scales()
     one, two = factors[0][0].numbers, factors[1][0].numbers
     for number, rank in enumerate(ranks):
@@ -311,6 +377,22 @@ def test_products_of_scaled_elements(layout, shape):
         if mode_a == "vectors":
             label = compared[-1][0].label
             perform(layout, mode_a, mode_b, SHAPES[shape], result, order, label)
+
+
+@pytest.mark.parametrize("layout", list(cases.LAYOUTS))
+def test_products_between_hosts(layout):
+    """Elements and scales that no rank of another host can read where they lie."""
+    pairs = [
+        *zip(cases.MODES, cases.MODES, strict=True),
+        ("vectors", "squares"),
+        ("outer", "tensor"),
+    ]
+    for number, (mode_a, mode_b) in enumerate(pairs):
+        hosts = [(0, 0, 1, 1), (0, 1, 2, 2)][number % 2]
+        given = mode_a, mode_b, SHAPES["odd" if number else "fitting"], "bfloat16", "CF"[number % 2]
+        _, compared = perform(layout, *given, hosts=hosts)
+        for strategy, _ in compared if number in (1, 4) else ():
+            perform(layout, *given, strategy.label, hosts=hosts)
 
 
 def test_some_are_of_several_intervals_and_padded():

@@ -134,7 +134,7 @@ class Execution:
                 whole = 0 if self._arriving is None else self._arriving.room(index)
                 nbytes = max(whole, room * feed.width * itemsize)
                 self.lane.buffer(f"panel {'ab'[index]}", nbytes)
-                parts = partial(self._parts, index, feed)
+                parts = partial(self.share.parts, index)
                 self.shown.make_room("ab"[index], parts, itemsize)
             elif not self._fits(index, self._own(index), target):
                 self.lane.buffer(f"packed {'ab'[index]}", feed.extent * feed.width * itemsize)
@@ -346,14 +346,6 @@ class Execution:
         address, shape = self.lane.address(name), (like.rows, like.columns)
         packed = [Matrix.packed(address, shape, like.dtype, order) for order in orders]
         return next(x for x in packed if self._fits(index, x, target))
-
-    def _parts(self, index: int, feed: Feed) -> list[tuple[str, list[Move]]]:
-        """What is gathered of a factor for each interval, by name."""
-        plan, _ = self.share.schedule
-        return [
-            (f"{'ab'[index]} {number}", feed.gathering(interval.lo, interval.hi))
-            for number, interval in enumerate(plan)
-        ]
 
     def _source(
         self, index: int, part: str = "", moves: Sequence[Move] = (), stream: Any = None

@@ -110,6 +110,7 @@ class Quantizing:
         self._shown = shown
         self._size = size
         self._amax = scaling.amax
+        self._share = share
         self._out = matrix_of(operands.out)
 
     def prepare(self) -> None:
@@ -118,6 +119,7 @@ class Quantizing:
         self._lane.buffer("scale d", 4)
         if self._amax:
             self._shown.made("amax", (1, 1), "float32", "C")
+            self._shown.make_room("amax", lambda: [("", self._share.greatest)], 4)
 
     def begin(self) -> None:
         """To be put on the stream before anything of D."""
@@ -179,7 +181,8 @@ class Quantizing:
     def complete(self) -> None:
         """The greatest of all ranks' values. To be put behind a barrier."""
         target = self._operands.outputs["result_amax"]
-        each: Sequence[int] = [self._shown.place("amax", rank)[0] for rank in range(self._size)]
+        places = self._shown.reach("amax", "", self._share.greatest, self._stream)
+        each: Sequence[int] = [places(rank)[0] for rank in range(self._size)]
         for start in range(0, self._size, float8.MOST_RANKS):
             some = each[start : start + float8.MOST_RANKS]
             float8.greatest(self._device, self._stream, target.address, some)

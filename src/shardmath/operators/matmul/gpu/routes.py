@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from shardmath.geometry import Layout, Move
 from shardmath.operators.matmul import host
+from shardmath.operators.matmul.gpu.scale_moves import greatest_moves, scale_moves
 from shardmath.operators.matmul.problem import gradient_layouts
 from shardmath.operators.matmul.strategy import Strategy
 from shardmath.redistribution import TransferPlan
@@ -103,11 +104,20 @@ class Routes:
         if name in ("vector", "c") or (name == "sums" and strategy.reduces):
             return None
         if key not in self._transfers:
-            made = TransferPlan(strategy.reduced, strategy.problem.d, itemsize)
-            if name in ("a", "b"):
-                made = strategy.transfers["ab".index(name)]
-            self._transfers[key] = made
+            self._transfers[key] = self._made_transfer(name, itemsize)
         return self._transfers[key]
+
+    def _made_transfer(self, name: str, itemsize: int) -> TransferPlan:
+        strategy = self._strategy
+        if name in ("a", "b"):
+            return strategy.transfers["ab".index(name)]
+        if name == "amax":
+            return greatest_moves(strategy.problem.size)
+        if name.startswith("scales "):
+            found = scale_moves(strategy, "ab".index(name[-1]))
+            assert found is not None, "there are some"
+            return found.transfer
+        return TransferPlan(strategy.reduced, strategy.problem.d, itemsize)
 
     def _added(self, name: str, src: int) -> Iterable[Move]:
         """All moves out of a matrix of `src` that is added to others."""

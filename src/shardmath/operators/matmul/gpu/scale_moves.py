@@ -19,10 +19,10 @@ from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.float8 import BLOCK, Blocks
 from shardmath.operators.matmul.problem import Problem
 from shardmath.operators.matmul.scaling import OUTER, SQUARES, TENSOR, VECTORS
-from shardmath.operators.matmul.strategy import HOPPER, Cost, Machine, Strategy, choose
+from shardmath.operators.matmul.strategy import Cost, Machine, Strategy, choose
 from shardmath.redistribution import TransferPlan
 
-__all__ = ["ScaleMoves", "chosen", "keeps_blocks", "modes", "scale_moves"]
+__all__ = ["ScaleMoves", "chosen", "greatest_moves", "keeps_blocks", "modes", "scale_moves"]
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,7 @@ class ScaleMoves:
 def chosen(problem: Problem, machine: Machine) -> tuple[Strategy, list[tuple[Strategy, Cost]]]:
     """The fastest strategy that can multiply elements; where there is none, or the one that was
     asked for cannot, a strategy for the numbers that they stand for.
-
-    Raises NotImplementedError for scaled elements between hosts.
     """
-    if problem.scaling is not None and machine is not HOPPER:
-        raise NotImplementedError(
-            "products of float8 on GPUs want all ranks on one host so far; use a context of each "
-            'host\'s ranks (split), or one made by new_context("cpu", ...)'
-        )
     strategy, compared = choose(problem, machine)
     if problem.scaling is None:
         return strategy, compared
@@ -59,7 +52,7 @@ def chosen(problem: Problem, machine: Machine) -> tuple[Strategy, list[tuple[Str
     for each in candidates:
         if keeps_blocks(each) and problem.epilog not in _OF_NUMBERS:
             return each, compared
-    return choose(problem.widened(), HOPPER)
+    return choose(problem.widened(), machine)
 
 
 _OF_NUMBERS = (MatmulEpilog.BGRADA, MatmulEpilog.BGRADB)  # which sum a factor's numbers
@@ -113,6 +106,12 @@ def scale_moves(strategy: Strategy, index: int) -> ScaleMoves | None:
         )
     )  # fmt: skip
     return ScaleMoves(given, blocks, TransferPlan(held, need, 4))
+
+
+def greatest_moves(size: int) -> TransferPlan:
+    """Each rank's greatest value of D, one number, to all ranks."""
+    shape = (size, 1)
+    return TransferPlan(Layout.slab(shape, size, axis=0), Layout.replicated(shape, size), 4)
 
 
 def _keeps_lines(strategy: Strategy, index: int) -> bool:

@@ -9,7 +9,8 @@ elements do, and are laid out for each interval of k as its product wants them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
+from typing import Any
 
 from shardmath.cuda.driver import call
 from shardmath.geometry import Move
@@ -30,6 +31,9 @@ from shardmath.operators.matmul.scaling import Scaling
 from shardmath.operators.showing import Places, Showcase, matrix_of
 
 __all__ = ["ScaledProducts"]
+
+# Where each rank's part of factor 0 or 1 lies, for moves by their name, put on a stream.
+Source = Callable[[int, str, Sequence[Move], Any], Places]
 
 
 class ScaledProducts:
@@ -74,14 +78,19 @@ class ScaledProducts:
             if feed.gathers:
                 room = up(self._share.schedule[1], GRAIN) + GRAIN
                 self._lane.buffer(f"panel {name}", room * lines)
+                self._shown.make_room(name, partial(self._share.parts, index), 1)
             elif not self._in_place(index):
                 self._lane.buffer(f"packed {name}", up(feed.extent, GRAIN) * lines)
             found = self._share.scale_moves[index]
             if found is not None and not found.stay:
                 rows, columns = found.transfer.dst.local_shape(self._share.rank)
                 self._lane.buffer(f"come scales {name}", 4 * rows * columns)
+                self._shown.make_room(f"scales {name}", partial(self._scale_parts, index), 4)
             laid = sum(self._laid(index, interval).size for interval in self._intervals)
             self._lane.buffer(f"laid scales {name}", 4 * laid + 256)
+
+    def _scale_parts(self, index: int) -> list[tuple[str, tuple[Move, ...]]]:
+        return [("", self._share.scales_into(index))]
 
     # -- where things lie --------------------------------------------------------------------------
 
@@ -162,29 +171,27 @@ class ScaledProducts:
         for index, found in enumerate(self._share.scale_moves):
             if found is None or found.stay:
                 continue
-            out = self._shown.own(f"scales {'ab'[index]}")
+            name = f"scales {'ab'[index]}"
+            out = self._shown.own(name)
             source = self._given_scales(index, found)
             same = found.given == found.blocks
             blocks = Blocks(1 if same else found.given.rows, 1)
             float8.numbers(self._device, self._stream, out, None, source, blocks)
+            self._shown.publish(name, self._stream)
 
-    def run(self, source: Callable[[int], Places]) -> list[Matrix] | None:
-        """Put the products on the stream; what is to be finished, None if that is D.
-
-        `source(index)` says where each rank's part of a factor lies.
-        """
+    def run(self, source: Source) -> list[Matrix] | None:
+        """Put the products on the stream; what is to be finished, None if that is D."""
         target, quantized = self._target, None
         if not self._is_direct:
             target = self._padded._replace(address=self._lane.address("product"))
         elif self._gives_result and self._ending.quantizing is not None:
             quantized = self._ending.quantizing.as_part_of_product()
         scales = [self._lay_scales(index) for index in (0, 1)]
-        packed = [self._packed(index, source(index)) for index in (0, 1)]
+        packed = [self._packed(index) for index in (0, 1)]
         with self._gathering.beside(len(self._intervals) > 1):
             for number, interval in enumerate(self._intervals):
                 a, b = (
-                    self._factor(index, number, interval, packed[index], source(index))
-                    for index in (0, 1)
+                    self._factor(index, number, interval, packed[index], source) for index in (0, 1)
                 )
                 self._gathering.arrive(number)
                 pair = scales[0][number], scales[1][number]
@@ -237,7 +244,7 @@ class ScaledProducts:
     # -- factors -----------------------------------------------------------------------------------
 
     def _factor(
-        self, index: int, number: int, interval: Interval, packed: Matrix | None, places: Places
+        self, index: int, number: int, interval: Interval, packed: Matrix | None, source: Source
     ) -> Matrix:
         """A factor's indices of one interval, its lines as columns."""
         lo, hi = interval.lo, interval.hi
@@ -248,19 +255,20 @@ class ScaledProducts:
         if interval.after is not None:
             self._gathering.leave(interval.after)
         address = self._lane.address(f"panel {name}") + up(interval.offset, GRAIN) * lines
-        return self._filled(
-            f"{name} {number}", feed.gathering(lo, hi), index, places, address, hi - lo
-        )
+        part, moves = f"{name} {number}", feed.gathering(lo, hi)
+        places = source(index, part, moves, self._gathering.stream)
+        return self._filled(part, moves, index, places, address, hi - lo)
 
-    def _packed(self, index: int, places: Places) -> Matrix | None:
+    def _packed(self, index: int) -> Matrix | None:
         """A factor that needs no gathering, in place or copied; None for one that comes."""
         feed, name = self._share.feeds[index], "ab"[index]
         if feed.gathers:
             return None
         if self._in_place(index):
             return self._own(index)
-        address = self._lane.address(f"packed {name}")
-        return self._filled(f"{name} own", feed.moves, index, places, address, feed.extent)
+        address, array = self._lane.address(f"packed {name}"), self._operands.factors[index]
+        own = array.address, array.strides
+        return self._filled(f"{name} own", feed.moves, index, lambda _: own, address, feed.extent)
 
     def _filled(
         self, name: str, moves: Sequence[Move], index: int, places: Places, address: int, k: int
@@ -294,8 +302,9 @@ class ScaledProducts:
         name, rank = f"scales {'ab'[index]}", self._share.rank
         rows, columns = found.transfer.dst.local_shape(rank)
         come = Matrix.packed(self._lane.address(f"come {name}"), (rows, columns), "float32", "F")
-        moves = found.transfer.into(rank)
-        self._gathering.copy(name, moves, lambda each: self._shown.place(name, each), come)
+        moves = self._share.scales_into(index)
+        places = self._shown.reach(name, "", moves, self._stream)
+        self._gathering.copy(name, moves, places, come)
         return come
 
     def _laid(self, index: int, interval: Interval) -> Matrix:

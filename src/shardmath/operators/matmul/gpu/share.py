@@ -20,7 +20,12 @@ from shardmath.operators.matmul.gpu.choice import rounds_parts
 from shardmath.operators.matmul.gpu.feeding import Feed, Interval, intervals
 from shardmath.operators.matmul.gpu.form import Form, form_of
 from shardmath.operators.matmul.gpu.routes import Routes
-from shardmath.operators.matmul.gpu.scale_moves import ScaleMoves, modes, scale_moves
+from shardmath.operators.matmul.gpu.scale_moves import (
+    ScaleMoves,
+    greatest_moves,
+    modes,
+    scale_moves,
+)
 from shardmath.operators.matmul.problem import gradient_layouts
 from shardmath.operators.matmul.strategy import HOPPER, HOPPER_APART, Machine
 from shardmath.operators.repeats import Repeats
@@ -144,6 +149,14 @@ class Share(host.Share):
             Feed.plan(self._shown("b", two.into(rank)), shapes[1], rank, 0),
         )
 
+    def parts(self, index: int) -> list[tuple[str, list[Move]]]:
+        """What is gathered of a factor for each interval, by name."""
+        feed = self.feeds[index]
+        return [
+            (f"{'ab'[index]} {number}", feed.gathering(interval.lo, interval.hi))
+            for number, interval in enumerate(self.schedule[0])
+        ]
+
     @cached_property
     def additions(self) -> tuple[tuple[Move, ...], ...]:
         """See host.Share."""
@@ -215,6 +228,17 @@ class Share(host.Share):
     def scale_moves(self) -> tuple[ScaleMoves | None, ScaleMoves | None]:
         """How the scales of eight-bit factors get here."""
         return scale_moves(self.strategy, 0), scale_moves(self.strategy, 1)
+
+    def scales_into(self, index: int) -> tuple[Move, ...]:
+        """What brings the scales of a factor that do not stay where they are."""
+        found = self.scale_moves[index]
+        assert found is not None, "there are some"
+        return self._shown(f"scales {'ab'[index]}", found.transfer.into(self.rank))
+
+    @cached_property
+    def greatest(self) -> tuple[Move, ...]:
+        """What brings the greatest value of every rank's part of D."""
+        return self._shown("amax", greatest_moves(len(self.hosts)).into(self.rank))
 
     @cached_property
     def modes(self) -> tuple[str, str]:
