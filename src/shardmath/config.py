@@ -16,6 +16,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from shardmath.caller import caller_place
+
 __all__ = ["PREFIX", "Settings", "cache_folder", "environment", "export", "table"]
 
 PREFIX = "SHARDMATH_"
@@ -62,7 +64,8 @@ class Settings:
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=1)
                 hint = f"; did you mean {near[0]}?" if near else ""
-                warnings.warn(f"unknown variable {name}{hint}", stacklevel=2)
+                file, line = caller_place()
+                warnings.warn_explicit(f"unknown variable {name}{hint}", UserWarning, file, line)
                 continue
             entry = known[name]
             kind: Callable[[str], Any] = type(entry.default)

@@ -18,7 +18,8 @@ from shardmath import agreement, current
 from shardmath.config import Settings
 from shardmath.context import DistributedContext, open_contexts
 from shardmath.errors import OpTimeout, RankFailure
-from shardmath.group import as_process_group
+from shardmath.group import ProcessGroup, as_process_group
+from shardmath.group.notice import noticed
 from shardmath.machinery import Machinery
 
 __all__ = ["finalize", "initialize", "new_context"]
@@ -59,7 +60,8 @@ def new_context(
     group = as_process_group(process_group, settings)
     _watch_process()
     with ExitStack() as undo:
-        machinery = Machinery(group, settings)
+        with noticed(group.rank, settings.notice, lambda: _awaited(group)):
+            machinery = Machinery(group, settings)
         undo.callback(machinery.close)
         ranks = range(group.nranks)
         board = machinery.board(ranks, group.rank, "board")
@@ -97,6 +99,14 @@ def finalize() -> None:
             context.board.exchange("finalize", b"")
     finally:
         context.close("finalize() has ended it")
+
+
+def _awaited(group: ProcessGroup) -> str:
+    """Whom start-up waits for, in words."""
+    ranks = group.awaited
+    if not ranks:
+        return "the other ranks"
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def _ordinal(device_id: object, backends: Sequence[str] | None) -> int | None:

@@ -151,6 +151,8 @@ def get_symm_mem_workspace(group_name: Any, min_size: int) -> SymmetricMemory:
     tensors where torch has been imported, else NumPy arrays. Raises as `rendezvous`.
     """
     context = require_context()
+    if index(min_size, "min_size") < 0:
+        raise ValueError(f"rank {context.rank}: min_size is a number of bytes, not {min_size}")
     kept: dict[Any, Any] = context.cache("workspaces", dict)
     present = kept.get(group_name)
     if present is None or library_of(present).spec(present).nbytes < min_size:

@@ -305,6 +305,38 @@ def test_a_reader_that_goes_away_ends_the_job(tmp_path: Path) -> None:
         assert job.wait(timeout=10) == 141
 
 
+def test_output_that_cannot_be_written_ends_the_job(tmp_path: Path) -> None:
+    script = write(tmp_path, "print('some')\n" + FOREVER)
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            [*RUN, "-n", "2", script], stdout=full, stderr=subprocess.PIPE, check=False, timeout=30
+        )
+    assert done.returncode == 1
+    text = b"shardmath run: stdout takes no more output: No space left on device; the job was ended"
+    assert done.stderr.splitlines() == [text]
+
+
+def test_a_pipe_that_does_not_block_gets_all_output(tmp_path: Path) -> None:
+    script = write(tmp_path, "print('x' * 300_000)")
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with subprocess.Popen([*RUN, "-n", "2", script], stdout=writing, stderr=subprocess.PIPE) as job:
+        os.close(writing)
+        with os.fdopen(reading, "rb") as pipe:
+            lines = sorted(pipe.read().splitlines())
+        assert lines == [b"[%d] " % rank + b"x" * 300_000 for rank in (0, 1)]
+        assert job.wait(timeout=10) == 0
+
+
+def test_too_few_descriptors(tmp_path: Path) -> None:
+    script = write(tmp_path, "print('never')")
+    limited = f"ulimit -n 32; exec {shlex.join([*RUN, '-n', '20', script])}"
+    done = subprocess.run(["bash", "-c", limited], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    words = "shardmath run: no rank was started: 20 ranks need more descriptors than 32"
+    assert done.stderr == f"{words}: raise ulimit -n\n"
+
+
 def test_bad_calls(tmp_path: Path) -> None:
     missing = run(str(tmp_path / "none.py"))
     assert missing.returncode == 2 and "there is no file" in missing.stderr

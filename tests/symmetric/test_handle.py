@@ -128,6 +128,38 @@ def test_a_view_of_an_array_has_its_own_offset_by_rank(package):
     on_ranks(2, body)
 
 
+MISTAKES = {
+    "rank 1: rank 2 does not exist; there are 2 ranks": lambda h, x: h.get_buffer(2, (1,), "f4"),
+    "rank 1: peer 2 does not exist": lambda h, x: h.get_remote_tensor(2, (1,), "f4"),
+    "rank 1: dst_rank 2 does not exist": lambda h, x: h.put_signal(2),
+    "rank 1: src_rank -1 does not exist": lambda h, x: h.wait_signal(-1),
+    "rank 1: src_rank 3 does not exist": lambda h, x: h.get(x, 3),
+    "rank 1: dst_rank 3 does not exist": lambda h, x: h.put(x, 3),
+    "rank 1: src is a contiguous array, not": lambda h, x: h.put(x.T[::2], 0),
+    "dst: an array was expected": lambda h, x: h.get([1.0], 0),
+    "rank 1: elements 99 to 105 of float32: rank 0 has": lambda h, x: h.put(x, 0, 99),
+    "rank 1: float32 (99,) from byte 0 on ends": lambda h, x: h.get_buffer(0, (99,), "f4"),
+    "rank 1: channel 1152 does not exist": lambda h, x: h.barrier(1152),
+    "rank 1: timeout_ms is 0": lambda h, x: h.barrier(0, -1),
+    "dtype 'f99' is not a data type": lambda h, x: h.get_buffer(0, (1,), "f99"),
+}
+
+
+def test_mistakes_name_the_rank_and_the_argument():
+    def body(context):
+        handle = rendezvous(uneven(context, np))
+        x = np.zeros((2, 3), np.float32)
+        said = []
+        for call in MISTAKES.values() if context.rank == 1 else ():
+            with pytest.raises((ValueError, RuntimeError)) as error:
+                call(handle, x)
+            said.append(str(error.value))
+        return said
+
+    said = on_ranks(2, body)[1]
+    assert not [words for words, text in zip(MISTAKES, said, strict=True) if words not in text]
+
+
 def test_what_is_out_of_reach_raises():
     def body(context):
         handle = rendezvous(uneven(context, np))

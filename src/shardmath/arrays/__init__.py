@@ -8,10 +8,10 @@ from shardmath.arrays.base import Library, raw_view
 from shardmath.arrays.detect import (
     LIBRARIES,
     array_of,
+    library_and_spec,
     library_named,
     library_of,
     library_of_package,
-    operand_library,
 )
 from shardmath.arrays.dtypes import DType
 from shardmath.arrays.spec import ArraySpec
@@ -22,9 +22,9 @@ __all__ = [
     "DType",
     "Library",
     "array_of",
+    "library_and_spec",
     "library_named",
     "library_of",
     "library_of_package",
-    "operand_library",
     "raw_view",
 ]

@@ -14,15 +14,16 @@ import numpy as np
 from shardmath.arrays.base import Library
 from shardmath.arrays.cupy import CuPy
 from shardmath.arrays.numpy import NumPy
+from shardmath.arrays.spec import ArraySpec
 from shardmath.arrays.torch import Torch
 
 __all__ = [
     "LIBRARIES",
     "array_of",
+    "library_and_spec",
     "library_named",
     "library_of",
     "library_of_package",
-    "operand_library",
 ]
 
 LIBRARIES: tuple[Library, ...] = (NumPy(), Torch(), CuPy())
@@ -54,19 +55,23 @@ def library_of(x: object, name: str = "") -> Library:
     return library
 
 
-def operand_library(x: object, name: str = "") -> Library:
-    """The library of `x`, an array that a call computes with.
+def library_and_spec(x: object, name: str) -> tuple[Library, ArraySpec]:
+    """The library and the spec of `x`, an array that a call computes with.
 
-    Raises ValueError as `library_of`, and for a tensor whose gradient would be lost without a word.
+    Raises ValueError, naming the argument: as `library_of`, for elements that are no plain values,
+    and for a tensor whose gradient would be lost without a word.
     """
     library = library_of(x, name)
     if library.records(x):
         raise ValueError(
-            f"{name or 'a tensor'} requires grad, and no gradient passes through this call: use "
+            f"{name} requires grad, and no gradient passes through this call: use "
             "shardmath.autograd where it has the operation; else pass x.detach(), or call it under "
             "torch.no_grad()"
         )
-    return library
+    try:
+        return library, library.spec(x)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 def library_named(name: str) -> Library:
@@ -83,7 +88,7 @@ def library_of_package(package: ModuleType) -> Library:
     Raises ValueError for any other object.
     """
     if not isinstance(package, ModuleType):
-        raise ValueError(f"the module {_accepted()} was expected; given was {package!r}")
+        raise ValueError(f"package is the module {_accepted()}, not {package!r}")
     return library_named(package.__name__)
 
 

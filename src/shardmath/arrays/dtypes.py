@@ -72,7 +72,7 @@ def of(dtype: Any) -> DType:
     try:
         return _of(dtype)
     except TypeError:  # a list of fields, say, which has no hash
-        raise ValueError(f"{dtype!r} is not a data type") from None
+        raise ValueError(f"dtype {dtype!r} is not a data type") from None
 
 
 @lru_cache(maxsize=256)
@@ -85,7 +85,7 @@ def _of(dtype: Any) -> DType:
             return _KNOWN[name]
         raise ValueError(f"{dtype} is not supported; supported are {', '.join(_KNOWN)}")
     if dtype is None:  # np.dtype(None) is float64
-        raise ValueError("None is not a data type")
+        raise ValueError("dtype None is not a data type")
     return _of_numpy(np.dtype(dtype))
 
 

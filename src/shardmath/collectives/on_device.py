@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from shardmath.arrays import DType, Library, array_of, library_named, operand_library
+from shardmath.arrays import DType, Library, array_of, library_and_spec, library_named
 from shardmath.arrays.dtypes import of as dtype_of
 from shardmath.arrays.dtypes import to_numpy
 from shardmath.arrays.spec import ArraySpec
@@ -49,8 +49,7 @@ class DeviceOperand:
         assert team is not None, "a context of GPUs"
         self.context, self.team = context, team
         x = array_of(x)
-        self.library: Library = operand_library(x)
-        self.spec: ArraySpec = self.library.spec(x)
+        self.library, self.spec = library_and_spec(x, "x")
         self._x = x
         _require_device(self.spec, team)
         if self.spec.size:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from shardmath.arrays import Library, array_of, operand_library, raw_view
+from shardmath.arrays import Library, array_of, library_and_spec, raw_view
 from shardmath.arrays.base import HostArray
 from shardmath.arrays.spec import ArraySpec
 from shardmath.context import DistributedContext, require_context
@@ -63,8 +63,7 @@ class Operand:
         Raises ValueError for what is no array of the host's memory.
         """
         x = array_of(x)
-        library = operand_library(x)
-        spec = library.spec(x)
+        library, spec = library_and_spec(x, "x")
         view = library.host_view(x)
         pointer = library.pointer(x)
         location = heap_location(context, pointer) if spec.size else None
@@ -119,8 +118,7 @@ def output_spec(out: Any, context: DistributedContext) -> tuple[OutputSpec, Host
     """
     if out is None:
         return None, None
-    library = operand_library(out, "out")
-    spec = library.spec(out)
+    library, spec = library_and_spec(out, "out")
     view = library.host_view(out, writable=True)
     block = context.heap.find(library.pointer(out)) if spec.size else None
     if block is not None and block.freed:

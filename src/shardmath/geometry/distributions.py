@@ -69,8 +69,7 @@ class Slab(Distribution):
         Distribution._check(self, shape, size)
         if self.partition_dim >= len(shape):
             raise BindDistributionError(
-                f"{self!r} needs at least {self.partition_dim + 1} axes, the global shape {shape} "
-                f"has {len(shape)}"
+                f"{self!r} needs at least {self.partition_dim + 1} axes; the array has {len(shape)}"
             )
 
 

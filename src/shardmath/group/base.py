@@ -49,6 +49,11 @@ class ProcessGroup(ABC):
     def nranks(self) -> int:
         """The number of ranks in the group."""
 
+    @property
+    def awaited(self) -> Sequence[int]:
+        """The ranks that a call in progress still waits for, as far as this group knows."""
+        return ()
+
     @abstractmethod
     def broadcast_buffer(self, array: Array, *, root: int = 0) -> None:
         """Fill `array` with the array of rank `root`. Collective; same shape and dtype on all."""

@@ -8,7 +8,8 @@ one: where the launcher and the library disagree about the size, start-up fails.
 from __future__ import annotations
 
 import atexit
-import importlib
+import contextlib
+import importlib.util
 import os
 import sys
 from collections.abc import Mapping
@@ -21,6 +22,8 @@ from shardmath.errors import BackendUnavailable, BootstrapError
 from shardmath.group.base import ProcessGroup
 from shardmath.group.local import LocalProcessGroup
 from shardmath.group.mpi import MPIProcessGroup
+from shardmath.group.mpi_process import bounded_start
+from shardmath.group.notice import noticed
 from shardmath.group.solo import SoloProcessGroup
 from shardmath.group.torch import TorchProcessGroup
 
@@ -120,9 +123,9 @@ def from_environment(settings: Settings) -> ProcessGroup:
             facts.rank, facts.size, descriptors, timeout=timeout
         )
     if facts.launcher == "torchrun" and facts.size > 1:
-        return _checked(_torch_group(timeout), facts)
+        return _checked(_torch_group(facts, settings), facts)
     if facts.launcher is not None and facts.size > 1:
-        return _checked(_mpi_group(facts, timeout), facts)
+        return _checked(_mpi_group(facts, settings), facts)
     running = _running_library(timeout)
     return running if running is not None and running.nranks > 1 else SoloProcessGroup()
 
@@ -166,15 +169,27 @@ def _descriptors(text: str) -> list[int]:
         raise BootstrapError(f"{_P}LAUNCHER_FD={text!r} is not a list of descriptors") from None
 
 
-def _torch_group(timeout: float) -> ProcessGroup:
+def _torch_group(facts: LaunchFacts, settings: Settings) -> ProcessGroup:
     """The default group of torch.distributed, started over gloo if the program has not done it."""
     distributed = _library("torch.distributed", "torch", "torchrun started this process")
     if not distributed.is_initialized():
-        from datetime import timedelta
-
-        distributed.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+        with noticed(facts.rank, settings.notice, lambda: "the other ranks"):
+            _start_torch(distributed, facts, settings.startup_timeout)
         atexit.register(_end_torch_group, distributed, os.getpid())
-    return TorchProcessGroup(device_id=_torch_device(distributed), timeout=timeout)
+    return TorchProcessGroup(device_id=_torch_device(distributed), timeout=settings.startup_timeout)
+
+
+def _start_torch(distributed: Any, facts: LaunchFacts, timeout: float) -> None:
+    from datetime import timedelta
+
+    try:
+        distributed.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+    except RuntimeError as error:
+        raise BootstrapError(
+            f"rank {facts.rank}: torch.distributed did not bring {facts.size} ranks together "
+            f"({error}): does every rank call shardmath.initialize()? SHARDMATH_STARTUP_TIMEOUT, "
+            f"{timeout:g} s, sets how long they are waited for"
+        ) from error
 
 
 def _end_torch_group(distributed: Any, starter: int) -> None:
@@ -193,9 +208,13 @@ def _torch_device(distributed: Any) -> Any:
     return sys.modules["torch"].cuda.current_device()
 
 
-def _mpi_group(facts: LaunchFacts, timeout: float) -> ProcessGroup:
+def _mpi_group(facts: LaunchFacts, settings: Settings) -> ProcessGroup:
+    timeout, name = settings.startup_timeout, "mpi4py.MPI"
+    starts = name not in sys.modules and importlib.util.find_spec("mpi4py") is not None
+    watch = bounded_start(facts.rank, facts.size, notice=settings.notice, timeout=timeout)
     try:
-        mpi = _library("mpi4py.MPI", "mpi4py mpich", f"{facts.launcher} started this process")
+        with watch if starts else contextlib.nullcontext():
+            mpi = _library(name, "mpi4py mpich", f"{facts.launcher} started this process")
     except BackendUnavailable as error:
         if facts.launcher != "slurm":
             raise

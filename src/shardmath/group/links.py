@@ -61,13 +61,17 @@ def star(size: int) -> list[list[socket.socket]]:
 
 
 class Link:
-    """One end of the socket to one peer; remembers a frame that is partly through."""
+    """One end of the socket to one peer; remembers a frame that is partly through.
+
+    `is_awaited` says whether `receive_all` waits for one.
+    """
 
     def __init__(self, sock: socket.socket, *, rank: int, peer: int) -> None:
         sock.setblocking(False)
         self.socket = sock
         self.rank = rank
         self.peer = peer
+        self.is_awaited = False
         self._outgoing = memoryview(b"")
         self._incoming = bytearray()
 
@@ -167,6 +171,8 @@ def receive_all(links: Sequence[Link], number: int, *, deadline: float) -> dict[
     """
     received: dict[int, bytes] = {}
     waiting = list(links)
+    for link in waiting:
+        link.is_awaited = True
     while waiting:
         ready = _poll(waiting, select.POLLIN, deadline)
         if not ready:
@@ -181,6 +187,7 @@ def receive_all(links: Sequence[Link], number: int, *, deadline: float) -> dict[
             if payload is not None:
                 received[link.peer] = payload
                 waiting.remove(link)
+                link.is_awaited = False
         if len(ended) == 1:
             raise ended[0]
         if ended:
@@ -261,8 +268,8 @@ def _poll(links: Sequence[Link], event: int, deadline: float) -> list[Link]:
 def _late(links: Sequence[Link], verb: str) -> BootstrapError:
     names = _names(sorted(link.peer for link in links))
     return BootstrapError(
-        f"rank {links[0].rank}: {names} did not {verb} before the deadline; "
-        "SHARDMATH_STARTUP_TIMEOUT sets it"
+        f"rank {links[0].rank}: {names} did not {verb} before the deadline: does every rank call "
+        "shardmath.initialize()? SHARDMATH_STARTUP_TIMEOUT sets the limit"
     )
 
 

@@ -90,6 +90,11 @@ class LocalProcessGroup(GatheringGroup):
         """The number of ranks in the group."""
         return self._size
 
+    @property
+    def awaited(self) -> list[int]:
+        """The ranks that rank 0 waits for; the others wait for its answer, and do not know."""
+        return [link.peer for link in self._links if link.is_awaited and self._rank == 0]
+
     def allgather_bytes(self, data: bytes) -> list[bytes]:
         """The `data` of every rank, in the order of the ranks. Collective; sizes may differ.
 

@@ -13,6 +13,7 @@ from typing import Any
 from shardmath.config import Settings
 from shardmath.errors import BootstrapError
 from shardmath.group.base import GatheringGroup
+from shardmath.group.mpi_process import bound_end
 
 __all__ = ["MPIProcessGroup"]
 
@@ -27,6 +28,7 @@ class MPIProcessGroup(GatheringGroup):
         self._comm = mpi_comm
         self._mpi: Any = sys.modules["mpi4py.MPI"]
         self._timeout = Settings.from_environment().startup_timeout if timeout is None else timeout
+        bound_end()
 
     @property
     def rank(self) -> int:

@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import os
 import runpy
+import select
 import signal
 import socket
 import sys
@@ -70,23 +71,33 @@ def run(program: Program, size: int, *, threads: int | None = None) -> int:
     if not program.is_module and not Path(program.name).exists():
         print(f"shardmath run: there is no file {program.name!r}", file=sys.stderr)
         return 2
-    started = fork_ranks(size, variables=share_cores(size, threads), share_stdin=True)
+    try:
+        started = fork_ranks(size, variables=share_cores(size, threads), share_stdin=True)
+    except OSError as error:
+        print(f"shardmath run: no rank was started: {error.strerror}", file=sys.stderr)
+        return 1
     if isinstance(started, Place):
         return _be_rank(started, program)
-    job = Job(started, Prefixer(_writer(1)), Prefixer(_writer(2)))
+    return _watch(Job(started, Prefixer(_writer(1)), Prefixer(_writer(2))))
+
+
+def _watch(job: Job) -> int:
+    """Watch the ranks until all have ended; the launcher's exit status."""
     with _signals_to_descriptor() as wake:
         try:
             job.watch(wake=wake)
         except BrokenPipeError:  # whoever read the output has gone, as `head` does
             return 128 + signal.SIGPIPE
+        except _UnwrittenError as error:
+            _say(str(error))
+            return 1
     if job.interrupt is not None:
         _say(f"ended by {signal.Signals(job.interrupt).name}")
         return 128 + job.interrupt
     failure = job.first_failure
-    if failure is None:
-        return 0
-    _say(_last_words(failure))
-    return failure.status
+    if failure is not None:
+        _say(_last_words(failure))
+    return 0 if failure is None else failure.status
 
 
 def _be_rank(place: Place, program: Program) -> int:
@@ -111,15 +122,29 @@ def _last_words(failure: Failure) -> str:
 
 
 def _say(text: str) -> None:
-    with contextlib.suppress(BrokenPipeError):
+    with contextlib.suppress(BrokenPipeError, _UnwrittenError):
         _writer(2)(f"shardmath run: {text}\n".encode("utf-8", "backslashreplace"))
+
+
+class _UnwrittenError(Exception):
+    """Output of the ranks could not be written: a full disk, a quota."""
 
 
 def _writer(descriptor: int) -> Callable[[bytes], None]:
     def write(data: bytes) -> None:
         view = memoryview(data)
         while view:
-            view = view[os.write(descriptor, view) :]
+            try:
+                view = view[os.write(descriptor, view) :]
+            except BlockingIOError:  # whoever shares the pipe or terminal has set it so
+                select.select([], [descriptor], [])
+            except BrokenPipeError:
+                raise
+            except OSError as error:
+                name = "stdout" if descriptor == 1 else "stderr"
+                raise _UnwrittenError(
+                    f"{name} takes no more output: {error.strerror}; the job was ended"
+                ) from None
 
     return write
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import faulthandler
 import gc
 import io
 import os
+import resource
 import signal
 import socket
 import struct
@@ -84,26 +86,33 @@ def fork_ranks(
     """Start `size` ranks. Returns them in the starter, and its own `Place` in each of them.
 
     `variables` are added to their environment. With `share_stdin` rank 0 reads the starter's
-    standard input; all others read nothing. Starts no rank if it raises.
+    standard input; all others read nothing. Starts no rank if it raises: OSError where the system
+    refuses, saying what to raise where that are descriptors.
     """
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()  # or else every rank would write what is buffered here once more
     _fill_standard_descriptors()
-    sockets = star(size)
+    sockets: list[list[socket.socket]] = []
     started: list[Rank] = []
     try:
+        sockets = star(size)
         with _signals_held_back():
             for number in range(size):
                 place = _fork_one(number, sockets, started, share_stdin and number == 0)
                 if place is not None:
                     config.export(variables)
                     return place
-    except BaseException:
+    except BaseException as error:
         for rank in started:
             rank.send_signal(signal.SIGKILL)
             os.waitpid(rank.pid, 0)
             rank.close()
+        if getattr(error, "errno", 0) == errno.EMFILE:
+            limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            raise OSError(
+                errno.EMFILE, f"{size} ranks need more descriptors than {limit}: raise ulimit -n"
+            ) from error
         raise
     finally:
         _close(sockets)  # in a rank, its own are detached by now

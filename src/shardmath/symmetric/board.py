@@ -22,10 +22,11 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 
+from shardmath.caller import caller_line
 from shardmath.errors import CollectiveMismatch, OpTimeout, RankFailure
 from shardmath.symmetric.heading import NAME_BYTES, bodies, heading
 from shardmath.symmetric.rows import ORDERED, Rows
-from shardmath.symmetric.waiting import Patience, caller_line, wait_until
+from shardmath.symmetric.waiting import Patience, wait_until
 from shardmath.transport.watch import PeerWatch
 
 __all__ = ["ORDERED", "ROW_BYTES", "Board", "Turn", "board_bytes"]

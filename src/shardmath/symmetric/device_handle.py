@@ -193,14 +193,16 @@ class DeviceSymmetricMemory(SymmetricMemory):
     def put_signal(self, dst_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
         """Signal `dst_rank` from the current stream, once it has consumed the last signal."""
         timeout = self._ready(channel, timeout_ms)
-        slot = int(self._share.pad_table[self._peer(dst_rank)]) + self._slot(channel, self.rank)
+        peer = self._peer(dst_rank, "dst_rank")
+        slot = int(self._share.pad_table[peer]) + self._slot(channel, self.rank)
         stream = self._stream()
         self._team.flag("raise_flag", dst_rank, stream, slot=slot, channel=channel, timeout=timeout)
 
     def wait_signal(self, src_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
         """Make the current stream wait for a signal of `src_rank`, and consume it."""
         timeout = self._ready(channel, timeout_ms)
-        slot = int(self._share.pad_table[self.rank]) + self._slot(channel, self._peer(src_rank))
+        peer = self._peer(src_rank, "src_rank")
+        slot = int(self._share.pad_table[self.rank]) + self._slot(channel, peer)
         stream = self._stream()
         self._team.flag("lower_flag", src_rank, stream, slot=slot, channel=channel, timeout=timeout)
 

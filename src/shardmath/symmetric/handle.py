@@ -65,10 +65,7 @@ class SymmetricMemory(metaclass=PadSetting):
         self._library = library
 
     def __repr__(self) -> str:
-        return (
-            f"SymmetricMemory(rank {self.rank} of {self.world_size}, "
-            f"buffers of {self.buffer_sizes} bytes)"
-        )
+        return f"SymmetricMemory(rank {self.rank} of {self.world_size}, {self.buffer_sizes} bytes)"
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -149,7 +146,7 @@ class SymmetricMemory(metaclass=PadSetting):
         does not exist, UseAfterFree when this rank's array was freed.
         """
         self._require_array()
-        place = self._share.places[self._peer(rank)]
+        place = self._share.places[self._peer(rank, "rank")]
         wanted = dtype_of(dtype)
         skipped = _elements(storage_offset) * wanted.itemsize
         memory = self._share.memory[rank]
@@ -161,7 +158,7 @@ class SymmetricMemory(metaclass=PadSetting):
         Raises as `get_buffer`.
         """
         self._require_array()
-        place = self._share.places[self._peer(peer)]
+        place = self._share.places[self._peer(peer, "peer")]
         memory, start = self._share.memory[peer], place.array_offset
         return self._view(memory, sizes, dtype_of(dtype), start=start, limit=place.nbytes)
 
@@ -178,7 +175,7 @@ class SymmetricMemory(metaclass=PadSetting):
         `get_buffer`.
         """
         wanted = dtype_of("uint32" if dtype is None else dtype)
-        size = self._share.places[self._peer(rank)].pad_size
+        size = self._share.places[self._peer(rank, "rank")].pad_size
         skipped = _elements(storage_offset)
         whole = isinstance(sizes, Sized) and len(sizes) == 0
         shape = [max(0, size // wanted.itemsize - skipped)] if whole else sizes
@@ -193,11 +190,12 @@ class SymmetricMemory(metaclass=PadSetting):
             raise TypeError(f"sizes is a sequence of integers, not {sizes!r}")
         shape = tuple(index(extent, "an extent of sizes") for extent in sizes)
         if start < 0 or any(extent < 0 for extent in shape):
-            raise ValueError(f"sizes {shape} and the offset, {start} bytes, must not be negative")
+            raise self._wrong(f"sizes {shape} and the offset, {start} bytes, must not be negative")
         end = start + math.prod(shape) * dtype.itemsize
         if end > limit:
             raise RuntimeError(
-                f"{dtype} {shape} from byte {start} on ends at byte {end}; the rank has {limit}"
+                f"rank {self.rank}: {dtype} {shape} from byte {start} on ends at byte {end}; the "
+                f"peer's memory has {limit}"
             )
         if memory is None:
             raise RuntimeError(
@@ -211,10 +209,14 @@ class SymmetricMemory(metaclass=PadSetting):
         if self._buffer.block.freed:
             raise UseAfterFree("this rank's array was freed with free_symmetric_memory")
 
-    def _peer(self, rank: int) -> int:
-        if not 0 <= index(rank, "rank") < self.world_size:
-            raise ValueError(f"rank {rank} does not exist; the handle has {self.world_size} ranks")
+    def _peer(self, rank: int, name: str) -> int:
+        """`rank`, the argument of that name, if there is such a rank."""
+        if not 0 <= index(rank, name) < self.world_size:
+            raise self._wrong(f"{name} {rank} does not exist; there are {self.world_size} ranks")
         return rank
+
+    def _wrong(self, what: str) -> ValueError:
+        return ValueError(f"rank {self.rank}: {what}")
 
     # -- copies ------------------------------------------------------------------------------------
 
@@ -243,18 +245,18 @@ class SymmetricMemory(metaclass=PadSetting):
     def _copy(self, array: Any, rank: int, offset: int, *, writes: bool) -> None:
         self._context.require_open()
         self._require_array()
-        place = self._share.places[self._peer(rank)]
-        library = library_of(array)
+        place = self._share.places[self._peer(rank, "dst_rank" if writes else "src_rank")]
+        library = library_of(array, "src" if writes else "dst")
         spec = library.spec(array)
         skipped = index(offset, "offset") * spec.itemsize
         if spec.order not in ("C", "both"):
-            raise ValueError(f"a contiguous array was expected, not {spec}")
+            name = "src" if writes else "dst"
+            raise self._wrong(f"{name} is a contiguous array, not {spec}")
         start = place.array_offset + skipped
         if skipped < 0 or start + spec.nbytes > place.nbytes:
-            raise ValueError(
-                f"elements {offset} to {offset + spec.size} of {spec.dtype}: rank {rank} has "
-                f"{(place.nbytes - place.array_offset) // spec.itemsize} of them"
-            )
+            given = f"elements {offset} to {offset + spec.size} of {spec.dtype}"
+            have = (place.nbytes - place.array_offset) // spec.itemsize
+            raise self._wrong(f"{given}: rank {rank} has {have} of them")
         if not spec.nbytes:
             return
         memory, stream = self._own_bytes(library, array, writable=not writes)
@@ -294,7 +296,8 @@ class SymmetricMemory(metaclass=PadSetting):
     def put_signal(self, dst_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
         """Signal `dst_rank`, after waiting until it has consumed this channel's last signal."""
         self._require_channel(channel)
-        slots, slot = self._share.slots[self._peer(dst_rank)], channel * self.world_size + self.rank
+        slots = self._share.slots[self._peer(dst_rank, "dst_rank")]
+        slot = channel * self.world_size + self.rank
         self._wait(
             lambda: slots[slot] == 0,
             lambda: [dst_rank],
@@ -313,7 +316,8 @@ class SymmetricMemory(metaclass=PadSetting):
         What `src_rank` wrote before its `put_signal`, this rank sees after.
         """
         self._require_channel(channel)
-        slots, slot = self._share.slots[self.rank], channel * self.world_size + self._peer(src_rank)
+        slots = self._share.slots[self.rank]
+        slot = channel * self.world_size + self._peer(src_rank, "src_rank")
         self._wait(
             lambda: slots[slot] == 1,
             lambda: [src_rank],
@@ -349,13 +353,13 @@ class SymmetricMemory(metaclass=PadSetting):
 
     def _seconds(self, timeout_ms: int) -> float | None:
         if index(timeout_ms, "timeout_ms") < 0:
-            raise ValueError(f"timeout_ms is 0, for SHARDMATH_TIMEOUT, or more; not {timeout_ms}")
+            raise self._wrong(f"timeout_ms is 0, for SHARDMATH_TIMEOUT, or more; not {timeout_ms}")
         return timeout_ms / 1000 or None
 
     def _require_channel(self, channel: int) -> None:
         channels = self.signal_pad_size // (SLOT_BYTES * self.world_size)
         if not 0 <= index(channel, "channel") < channels:
-            raise ValueError(
+            raise self._wrong(
                 f"channel {channel} does not exist: a pad of {self.signal_pad_size} bytes has "
                 f"{channels} channels for {self.world_size} ranks; see set_signal_pad_size"
             )

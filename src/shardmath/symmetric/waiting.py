@@ -13,13 +13,11 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from shardmath.errors import OpTimeout
 
-__all__ = ["Patience", "caller_line", "wait_until"]
+__all__ = ["Patience", "wait_until"]
 
-_PACKAGE = str(Path(__file__).parent.parent)
 _YIELDS = 100
 _FIRST_SLEEP = 20e-6
 _LAST_SLEEP = 1e-3
@@ -104,11 +102,3 @@ def _wait_asleep(
 def _ranks(ranks: Sequence[int]) -> str:
     word = "rank" if len(ranks) == 1 else "ranks"
     return f"{word} {', '.join(map(str, ranks))}"
-
-
-def caller_line() -> str:
-    """The innermost line of the user's program on the stack, as `file.py:31`."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
-        frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
-from shardmath.arrays import ArraySpec, operand_library
+from shardmath.arrays import ArraySpec, library_and_spec
 from shardmath.context import DistributedContext
 from shardmath.local.fft import Kind
 from shardmath.operators.fft import host
@@ -62,12 +62,12 @@ class Call:
     @cached_property
     def spec(self) -> ArraySpec:
         """Of the operand. Raises TypeError or ValueError for what is none."""
-        return spec_of(self.operand)
+        return spec_of(self.operand, "operand")
 
     @cached_property
     def out_spec(self) -> ArraySpec | None:
         """Of the array given for the result, if any."""
-        return None if self.out is None else spec_of(self.out)
+        return None if self.out is None else spec_of(self.out, "out")
 
     @property
     def description(self) -> Description:
@@ -139,9 +139,9 @@ class Call:
         return given
 
 
-def spec_of(array: Any) -> ArraySpec:
-    """The spec. Raises TypeError or ValueError for what is no array of ours."""
-    return operand_library(array).spec(array)
+def spec_of(array: Any, name: str) -> ArraySpec:
+    """The spec. Raises ValueError, naming the argument, for what is no array of ours."""
+    return library_and_spec(array, name)[1]
 
 
 def planned(

@@ -294,7 +294,7 @@ class FFT(Lifecycle):
                 raise ValueError(
                     "reset_operand needs an operand; release_operand drops the old one"
                 )
-            self._check(spec_of(operand))
+            self._check(spec_of(operand, "operand"))
             call = self._call(operand=operand, distribution=held, stream=stream)
             return (self.number, call.described(self.context)), b""
 

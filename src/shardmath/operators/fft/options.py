@@ -6,7 +6,7 @@ Options are frozen and never written to; a dictionary is accepted in their place
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from enum import IntEnum
 from logging import Logger
 from typing import Any, Literal
@@ -54,6 +54,7 @@ class FFTOptions:
     "odd" along its last transformed axis. `inplace`: the result takes the operand's memory.
     `halves`: a float16 torch tensor gives complex32, as in torch.fft, and not complex64.
     `logger` is told what is planned. `blocking`: True or "auto"; host operands always block.
+    `reshape` is the older name of `redistribute`.
 
     Raises TypeError for a logger that is none, ValueError for another value out of range.
     Source: nvmath.distributed.fft.FFTOptions; `inplace` and `halves` are ours.
@@ -62,12 +63,15 @@ class FFTOptions:
     fft_type: FFTType | None = None
     redistribute: bool = True
     last_axis_parity: Literal["even", "odd"] = "even"
-    inplace: bool = False
     logger: Logger | None = None
     blocking: Literal[True, "auto"] = "auto"
+    inplace: bool = False
     halves: bool = False
+    reshape: InitVar[bool | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, reshape: bool | None) -> None:
+        if reshape is not None:
+            object.__setattr__(self, "redistribute", reshape)
         if self.fft_type not in (None, "C2C", "C2R", "R2C"):
             raise ValueError(f'fft_type is "C2C", "R2C", "C2R" or None, not {self.fft_type!r}')
         if self.last_axis_parity not in ("even", "odd"):
@@ -91,7 +95,7 @@ class FFTOptions:
 
 
 def options_from(value: Any) -> FFTOptions:
-    """FFTOptions, a dictionary of its fields, or None. `reshape` is `redistribute`'s older name."""
+    """FFTOptions, a dictionary of its fields, or None."""
     if isinstance(value, Mapping) and "reshape" in value and "redistribute" not in value:
         value = {("redistribute" if k == "reshape" else k): v for k, v in value.items()}
     return options_of(FFTOptions, value)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardmath.agreement import require_equal
-from shardmath.arrays import ArraySpec, operand_library
+from shardmath.arrays import ArraySpec, library_and_spec
 from shardmath.geometry import Distribution
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.operators.lifecycle import check_stream, options_of
@@ -56,7 +56,7 @@ class Arguments(NamedTuple):
     def call(self) -> Call:
         """The call with specs in place of arrays."""
         operands = tuple(
-            None if x is None else operand_library(x, name).spec(x)
+            None if x is None else library_and_spec(x, name)[1]
             for name, x in (("a", self.a), ("b", self.b), ("c", self.c))
         )
         if operands[0] is None or operands[1] is None:
@@ -176,4 +176,4 @@ def _input_specs(inputs: Any) -> tuple[tuple[str, ArraySpec], ...]:
     unnamed = [name for name in inputs if not isinstance(name, str)]
     if unnamed:
         raise TypeError(f"the names of epilog_inputs are strings, not {unnamed[0]!r}")
-    return tuple((name, operand_library(x, name).spec(x)) for name, x in sorted(inputs.items()))
+    return tuple((name, library_and_spec(x, name)[1]) for name, x in sorted(inputs.items()))

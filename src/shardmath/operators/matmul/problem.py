@@ -210,7 +210,8 @@ def check(specs: Sequence[Sequence[Any]]) -> Problem:
     facts = [Facts(*spec) for spec in specs]
     first = facts[0]
     a, b = _check_factors(facts)
-    epilog = MatmulEpilog(require_equal("epilog", [each.epilog for each in facts]))
+    names = [MatmulEpilog(each.epilog).name for each in facts]
+    epilog = MatmulEpilog[require_equal("epilog", names)]
     require_equal("the names of epilog_inputs", [[n for n, _ in each.inputs] for each in facts])
     shape = (a.global_shape[0], b.global_shape[1])
     sums_c = epilog is MatmulEpilog.ALLREDUCE

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from shardmath.agreement import require_equal
-from shardmath.arrays import ArraySpec, library_of, operand_library
+from shardmath.arrays import ArraySpec, library_and_spec, library_of
 from shardmath.context import DistributedContext, require_context
 from shardmath.errors import InvalidRedistributeState
 from shardmath.geometry import Distribution
@@ -291,8 +291,8 @@ class _Call:
         """The call in plain data. Raises what is wrong with it."""
         options = options_of(RedistributeOptions, self.options)
         check_stream(self.stream)
-        spec = operand_library(self.operand, "operand").spec(self.operand)
-        out = None if self.out is None else operand_library(self.out, "out").spec(self.out)
+        spec = library_and_spec(self.operand, "operand")[1]
+        out = None if self.out is None else library_and_spec(self.out, "out")[1]
         return describe(spec, self.source, self.target, options, out)
 
     def log(self, problem: Problem) -> None:

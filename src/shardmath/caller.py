@@ -1,0 +1,25 @@
+"""Which line of the user's program called: for messages, which name it and not a line of ours."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+
+__all__ = ["caller_line", "caller_place"]
+
+_OURS = (str(Path(__file__).parent), contextlib.__file__)  # our context managers run through that
+
+
+def caller_place() -> tuple[str, int]:
+    """The file and the number of the innermost line on the stack that is not of this package."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+def caller_line() -> str:
+    """That line, as `file.py:31`."""
+    file, number = caller_place()
+    return f"{Path(file).name}:{number}"

@@ -1,0 +1,119 @@
+"""Ranks that come late to the start, or never: the others say so soon, and end in time."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from started import command, missing
+
+LIMITS = {"SHARDMATH_NOTICE": "0.3", "SHARDMATH_STARTUP_TIMEOUT": "2"}
+ABSENT = """
+import os, sys, time
+import shardmath
+if {"1"} & {os.environ.get(name) for name in ("SHARDMATH_RANK", "PMI_RANK")}:
+    time.sleep(60) if sys.argv[1] == "sleeps" else sys.exit()
+shardmath.initialize("cpu")
+"""
+
+
+def ended(arguments: list[str], **variables: str) -> tuple[int, str, float]:
+    """The status of a program, what it wrote to stderr, and how many seconds it took."""
+    start = time.monotonic()
+    done = subprocess.run(
+        arguments,
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+        env={**os.environ, **variables},
+    )
+    return done.returncode, done.stderr, time.monotonic() - start
+
+
+@pytest.mark.parametrize(
+    ("launcher", "rank_1", "said"),
+    [
+        (
+            "shardmath",
+            "sleeps",
+            [
+                "rank 0 in initialize, absent.py:6: waiting for rank 1\n",
+                "rank 2 in initialize, absent.py:6: waiting for the other ranks\n",
+                "rank 1 did not arrive before the deadline: does every rank call",
+            ],
+        ),
+        ("shardmath", "ends", ["rank 1 ended while this rank waited for it"]),
+        ("mpirun", "sleeps", ["MPI_Init, absent.py:6: waiting for all 3", "ended after 2 s"]),
+        ("mpirun", "ends", ["MPI_Init, absent.py:6: waiting for all 3", "ended after 2 s"]),
+    ],
+)
+def test_an_absent_rank(tmp_path: Path, launcher: str, rank_1: str, said: list[str]) -> None:
+    if missing(launcher):
+        pytest.skip(missing(launcher))
+    program = tmp_path / "absent.py"
+    program.write_text(ABSENT)
+    status, text, seconds = ended([*command(launcher, 3), str(program), rank_1], **LIMITS)
+    assert status != 0
+    assert seconds < 30
+    assert all(words in text for words in said), text
+
+
+def test_torch_says_whom_it_misses() -> None:
+    pytest.importorskip("torch")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    facts = dict(zip(names, ("0", "0", "2", "2", "127.0.0.1", port), strict=True))
+    program = 'import shardmath; shardmath.initialize("cpu")'
+    status, text, _ = ended([sys.executable, "-c", program], **LIMITS, **facts)
+    assert status == 1
+    assert "shardmath: rank 0 in initialize, <string>:1: waiting for the other ranks" in text
+    assert re.search(r"BootstrapError: rank 0: .* did not bring 2 ranks together .*2 s", text)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "status", "words"),
+    [
+        (0.0, 0, []),
+        (0.4, 0, ["waiting for all 2 ranks to start MPI"]),
+        (60.0, -signal.SIGTERM, ["<string>:3: waiting", "<string>:3: ended after 1 s"]),
+    ],
+)
+def test_a_start_of_mpi_is_bounded(seconds: float, status: int, words: list[str]) -> None:
+    program = f"""import os, time
+from shardmath.group.mpi_process import bounded_start
+with bounded_start(0, 2, notice=0.2, timeout=1.0):
+    time.sleep({seconds})
+try:
+    os.wait()
+except ChildProcessError:
+    print("no child is left")
+"""
+    found, text, _ = ended([sys.executable, "-c", program])
+    assert found == status
+    assert all(word in text for word in words)
+    assert words or not text
+
+
+@pytest.mark.parametrize(("mistake", "status"), [("pass", 0), ("1 / 0", -signal.SIGALRM)])
+def test_an_end_of_mpi_is_bounded_after_a_failure(mistake: str, status: int) -> None:
+    program = f"""import atexit, time
+from shardmath.group import mpi_process
+mpi_process._GRACE = 1
+atexit.register(time.sleep, 1.5)  # runs after the other, as MPI_Finalize does
+mpi_process.bound_end()
+{mistake}
+"""
+    found, _, seconds = ended([sys.executable, "-c", program])
+    assert found == status
+    assert seconds > 1
