@@ -1,4 +1,4 @@
-"""Symmetric memory under torch's names, for NumPy arrays and torch tensors on this machine's cores.
+"""Symmetric memory under torch's names, for arrays of NumPy, CuPy and PyTorch.
 
     t = symmetric_memory.empty(1024, dtype=np.float32)
     handle = symmetric_memory.rendezvous(t)

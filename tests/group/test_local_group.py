@@ -210,12 +210,13 @@ def test_a_rank_that_does_not_come_is_named_at_the_deadline(late: int) -> None:
             return None
         return outcome(lambda: group.allgather_bytes(b""))
 
-    for rank, seen in enumerate(spawn(function, 3, timeout=10)):
-        if rank != late:
-            kind, message, seconds = seen
-            assert kind == "BootstrapError" and f"rank {late} did not arrive" in message
-            assert "SHARDMATH_STARTUP_TIMEOUT" in message
-            assert 0.25 < seconds < 1.5
+    seen = [one for one in spawn(function, 3, timeout=10) if one is not None]
+    assert len(seen) == 2
+    for kind, message, _ in seen:
+        assert kind == "BootstrapError" and f"rank {late} did not arrive" in message
+        assert "SHARDMATH_STARTUP_TIMEOUT" in message
+    # One that has come later than rank 0 is told by it before its own time is up.
+    assert 0.25 < max(seconds for _, _, seconds in seen) < 1.5
 
 
 def header(magic: bytes = b"SMG1", kind: int = 0, number: int = 0, length: int = 0) -> bytes:

@@ -105,9 +105,17 @@ except ChildProcessError:
     assert words or not text
 
 
-@pytest.mark.parametrize(("mistake", "status"), [("pass", 0), ("1 / 0", -signal.SIGALRM)])
+@pytest.mark.parametrize(
+    ("mistake", "status"),
+    [("pass", 0), ("1 / 0", -signal.SIGALRM), ("caught()", 0), ("sys.exit(3)", 3)],
+)
 def test_an_end_of_mpi_is_bounded_after_a_failure(mistake: str, status: int) -> None:
-    program = f"""import atexit, time
+    program = f"""import atexit, sys, time
+def caught():  # and kept, as test runners and notebooks do
+    try:
+        1 / 0
+    except ZeroDivisionError as error:
+        sys.last_value, sys.last_traceback = error, error.__traceback__
 from shardmath.group import mpi_process
 mpi_process._GRACE = 1
 atexit.register(time.sleep, 1.5)  # runs after the other, as MPI_Finalize does

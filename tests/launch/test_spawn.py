@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import resource
 import signal
 import sys
 import time
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardmath import current
+from shardmath import current, startup
 from shardmath.errors import HeapExhausted, OpTimeout, RankFailure
 from shardmath.group import LocalProcessGroup, as_process_group
 from shardmath.launch import spawn
@@ -180,6 +181,20 @@ def open_sockets() -> set[str]:
         with contextlib.suppress(FileNotFoundError):  # the listing's own descriptor
             names.add(str(link.readlink()))
     return {name for name in names if name.startswith("socket:")}
+
+
+def test_ranks_that_hold_more_descriptors_than_select_can_name() -> None:
+    def function() -> int:
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(3000, hard), hard))
+        kept = [os.dup(0) for _ in range(1100)]
+        context = startup.initialize("cpu")
+        context.barrier()
+        return len(kept) - 1100 + context.size
+
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 1500:
+        pytest.skip("the hard limit of descriptors is below 1500")
+    assert spawn(function, 3, timeout=30) == [3] * 3
 
 
 def open_descriptors() -> list[str]:

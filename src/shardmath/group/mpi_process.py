@@ -21,6 +21,7 @@ from shardmath.caller import caller_line
 
 __all__ = ["bound_end", "bounded_start"]
 
+_OUTERMOST = ("<module>", "_run_module_as_main")  # the frames that programs start in
 _GRACE = 5  # seconds for the peers to hear of a failure, and to end as well
 
 
@@ -69,7 +70,9 @@ def _watch(started: int, parent: int, words: tuple[str, str], limits: tuple[floa
 
 
 def _closed(descriptor: int, seconds: float) -> bool:
-    return bool(select.select([descriptor], [], [], seconds)[0])
+    waiting = select.poll()
+    waiting.register(descriptor, select.POLLIN)
+    return bool(waiting.poll(seconds * 1000))
 
 
 @cache
@@ -82,6 +85,12 @@ def bound_end() -> None:
 
 
 def _set_alarm(starter: int) -> None:
-    if os.getpid() == starter and getattr(sys, "last_value", None) is not None:
+    if os.getpid() == starter and _has_failed():
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(_GRACE)
+
+
+def _has_failed() -> bool:
+    """Whether the program itself ended by an exception: pytest and notebooks keep theirs too."""
+    trace = getattr(sys, "last_traceback", None)
+    return trace is not None and trace.tb_frame.f_code.co_name in _OUTERMOST

@@ -137,7 +137,9 @@ def _writer(descriptor: int) -> Callable[[bytes], None]:
             try:
                 view = view[os.write(descriptor, view) :]
             except BlockingIOError:  # whoever shares the pipe or terminal has set it so
-                select.select([], [descriptor], [])
+                waiting = select.poll()
+                waiting.register(descriptor, select.POLLOUT)
+                waiting.poll()
             except BrokenPipeError:
                 raise
             except OSError as error:

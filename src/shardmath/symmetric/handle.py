@@ -25,8 +25,8 @@ from shardmath.geometry.integers import index
 from shardmath.symmetric.allocation import array_on
 from shardmath.symmetric.board import ORDERED
 from shardmath.symmetric.heap import Buffer, Location
-from shardmath.symmetric.padding import PadSetting
-from shardmath.symmetric.share import SLOT_BYTES, Share
+from shardmath.symmetric.padding import SLOT_BYTES, PadSetting
+from shardmath.symmetric.share import Share
 from shardmath.transport.base import DeviceBytes, Memory
 
 __all__ = ["SymmetricMemory", "handle_of"]

@@ -254,9 +254,10 @@ class Heap:
     def honour(self, group: int, marks: Iterable[Iterable[int]]) -> None:
         """Drop the marks that every rank of `group` has set, given all ranks' `marks`."""
         common = set.intersection(*(set(numbers) for numbers in marks))
+        set_by_all = {(group, number) for number in common}
         with self._lock:
             for block in self._limbo:
-                block.shared -= {(group, number) for number in common}
+                block.shared -= set_by_all
             self.recycle()
 
     def forget(self, group: int, ended: Callable[[], bool]) -> None:

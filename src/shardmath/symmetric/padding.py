@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from shardmath.geometry.integers import index
 
-__all__ = ["SLOT", "PadSetting", "change_pad_setting", "pad_setting"]
+__all__ = ["SLOT_BYTES", "PadSetting", "change_pad_setting", "pad_setting"]
 
-SLOT = 4  # bytes
+SLOT_BYTES = 4
 
 
 class PadSetting(type):
@@ -35,6 +35,6 @@ def pad_setting() -> int:
 def change_pad_setting(nbytes: int) -> None:
     """Set it. Raises ValueError when it is not a positive multiple of 4."""
     size = index(nbytes, "the size of a signal pad")
-    if size <= 0 or size % SLOT:
-        raise ValueError(f"a signal pad has a positive multiple of {SLOT} bytes, not {size}")
+    if size <= 0 or size % SLOT_BYTES:
+        raise ValueError(f"a signal pad has a positive multiple of {SLOT_BYTES} bytes, not {size}")
     PadSetting._setting = size

@@ -22,7 +22,7 @@ from shardmath.symmetric import layout
 from shardmath.symmetric.allocation import block_of
 from shardmath.symmetric.handle import SymmetricMemory, handle_of
 from shardmath.symmetric.heap import Block, Buffer, Location
-from shardmath.symmetric.padding import pad_setting
+from shardmath.symmetric.padding import SLOT_BYTES, pad_setting
 from shardmath.symmetric.share import FarSignals, Place, Share, pad_bytes
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ def _pad_bytes(context: DistributedContext, slots: int) -> int:
     """Bytes of a pad: on GPUs, a team's own pad follows the slots."""
     if context.team is None:
         return pad_bytes(slots, context.size)
-    return _team_start(slots) + layout.pad_bytes(context.size, slots // (4 * context.size))
+    return _team_start(slots) + layout.pad_bytes(context.size, slots // (SLOT_BYTES * context.size))
 
 
 def _team_start(slots: int) -> int:
@@ -162,7 +162,7 @@ def _team(context: DistributedContext, share: Share) -> Team | None:
     slots = share.places[0].pad_size
     start = _team_start(slots)
     pads = [int(address) and int(address) + start for address in share.pad_table]
-    channels = slots // (4 * context.size)
+    channels = slots // (SLOT_BYTES * context.size)
     team = whole.another(share.pad_buffer, pads, channels)
     if context.spans_hosts:
         _locate(team, whole, share, start)

@@ -22,6 +22,7 @@ import numpy as np
 
 from shardmath.context import DistributedContext
 from shardmath.symmetric.heap import Buffer
+from shardmath.symmetric.padding import SLOT_BYTES
 from shardmath.transport.base import DeviceBytes, Memory
 
 if TYPE_CHECKING:
@@ -29,9 +30,9 @@ if TYPE_CHECKING:
     from shardmath.symmetric.handle import SymmetricMemory
     from shardmath.symmetric.team import Team
 
-__all__ = ["SLOT_BYTES", "FarSignals", "Place", "Share", "address_of", "pad_bytes"]
+__all__ = ["FarSignals", "Place", "Share", "address_of", "pad_bytes"]
 
-SLOT_BYTES, _WORD = 4, 8
+_WORD = 8
 
 
 @dataclass(frozen=True)

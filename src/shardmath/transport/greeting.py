@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hmac
 import secrets
-import select
 import socket
 import struct
 import time
@@ -142,8 +141,7 @@ def _await_call(
     rank: int, listener: socket.socket, watch: PeerWatch, missing: list[int], deadline: float
 ) -> None:
     """Return when somebody calls."""
-    waited_for = [listener.fileno(), *watch.descriptors]
-    ready = select.select(waited_for, [], [], max(0.0, deadline - time.monotonic()))[0]
+    ready = watch.await_readable(listener.fileno(), deadline - time.monotonic())
     _require_alive(rank, watch.dead())
     if not ready:
         raise BootstrapError(

@@ -13,7 +13,6 @@ from __future__ import annotations
 import array
 import os
 import secrets
-import select
 import socket
 import struct
 import threading
@@ -147,8 +146,7 @@ class Mesh:
     ) -> None:
         """Accept one connection; one that is not a peer's is closed and forgotten."""
         remaining = max(0.0, deadline - time.monotonic())
-        waited_for = [listener.fileno(), *watch.descriptors]
-        ready = select.select(waited_for, [], [], remaining)[0]
+        ready = watch.await_readable(listener.fileno(), remaining)
         self._require_alive(watch.dead())
         if not ready:
             raise BootstrapError(

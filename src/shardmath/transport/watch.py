@@ -45,10 +45,12 @@ class PeerWatch:
         self._poll.register(fd, self._events(fd))
         self._rank_of[fd] = rank
 
-    @property
-    def descriptors(self) -> list[int]:
-        """The pidfds: readable when their process has ended. For `select`."""
-        return list(self._pidfds)
+    def await_readable(self, descriptor: int, seconds: float) -> bool:
+        """Whether there was anything to read, or a peer of a known process ended, in that time."""
+        own = select.poll()  # which, unlike `select.select`, takes descriptors above 1023
+        for each in (descriptor, *self._pidfds):
+            own.register(each, select.POLLIN)
+        return bool(own.poll(max(0.0, seconds) * 1000))
 
     def note(self, rank: int) -> None:
         """Count `rank` as dead: whoever reads its connection has come to the end."""
