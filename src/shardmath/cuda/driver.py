@@ -83,7 +83,9 @@ def _results(answer: tuple[Any, ...]) -> Any:
 
 def _unusable(name: str, error: RuntimeError) -> BackendUnavailable:
     """The bindings find no libcuda, or no such function in it."""
-    return BackendUnavailable(f"{name}: no usable CUDA driver here ({error})")
+    return BackendUnavailable(
+        f'{name}: no usable CUDA driver here ({error}); with device_id "cpu" cores compute'
+    )
 
 
 def _reason(status: int) -> str:
