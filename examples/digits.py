@@ -15,6 +15,7 @@ pairs that is D = C - 2 X @ Y.T, where C[i, j] = |x_i|^2 + |y_j|^2:
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import Any
 
@@ -63,7 +64,10 @@ def read_digits(rank: int) -> tuple[Any, Any]:
     """The images, one per row, and their labels: rank 0 reads them and tells the others."""
     if rank != 0:
         return broadcast(None), broadcast(None)
-    from sklearn.datasets import load_digits  # a large library: only the reader loads it
+    try:
+        from sklearn.datasets import load_digits  # a large library: only the reader loads it
+    except ImportError:
+        sys.exit("this example needs scikit-learn: pip install 'shardmath[demo]'")
 
     digits = load_digits()
     return broadcast(digits.data), broadcast(digits.target)

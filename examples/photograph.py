@@ -68,15 +68,17 @@ def read_photograph(rank: int) -> Any:
     """The pixels, 0 to 1, of shape (height, width, 3): rank 0 reads them and tells the others."""
     if rank != 0:
         return broadcast(None)
-    from sklearn.datasets import load_sample_image  # a large library: only the reader loads it
+    try:
+        from sklearn.datasets import load_sample_image  # a large library: only the reader loads it
+    except ImportError:
+        sys.exit("this example needs scikit-learn and pillow: pip install 'shardmath[demo]'")
 
     return broadcast(load_sample_image("china.jpg") / 255.0)
 
 
 def own_rows(context: Any, height: int) -> slice:
     """The rows that this rank owns."""
-    ((first, last),) = Slab.X.index_ranges(context.rank, (height, 1), size=context.size)[0]
-    return slice(first, last)
+    return Slab.X.slices(context.rank, (height, 1))[0]
 
 
 def kept_of_long(height: int, width: int, rows: slice) -> Any:
