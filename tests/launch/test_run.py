@@ -343,6 +343,15 @@ def test_bad_calls(tmp_path: Path) -> None:
     assert run("x.py", ranks=0).returncode == 2
 
 
+def test_the_number_of_ranks_behind_the_script_is_the_scripts(tmp_path: Path) -> None:
+    script = write(tmp_path, "print(sys.argv[1:], os.environ['SHARDMATH_SIZE'])")
+    done = subprocess.run(
+        [*RUN, script, "-n", "4"], capture_output=True, text=True, check=True, timeout=30
+    )
+    assert done.stdout == "[0] ['-n', '4'] 1\n"
+    assert done.stderr.startswith("shardmath run: 1 rank: options of run stand before the script")
+
+
 def test_start_is_fast(tmp_path: Path) -> None:
     """Goal 0.5 s on 2 idle cores; the bound leaves room for a busy machine."""
     script = write(tmp_path, "print(time.monotonic())")

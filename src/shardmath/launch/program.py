@@ -50,7 +50,7 @@ class Program:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `run`."""
-    parser.add_argument("-n", type=_positive, default=1, metavar="N", help="number of ranks")
+    parser.add_argument("-n", type=_positive, metavar="N", help="number of ranks (default: 1)")
     parser.add_argument(
         "--threads",
         type=_positive,
@@ -62,15 +62,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
 
 
-def run(program: Program, size: int, *, threads: int | None = None) -> int:
-    """Run `program` on `size` ranks; the exit status for this process, launcher or rank.
+def run(program: Program, size: int | None, *, threads: int | None = None) -> int:
+    """Run `program` on `size` ranks, by default 1; the exit status for this process.
 
-    The launcher's is 0, the status of the first failing rank (128 + n for signal n), or 128 + n
-    when signal n ended the launcher. The status of a rank is its program's.
+    That is the launcher, or a rank. The launcher's is 0, the status of the first failing rank
+    (128 + n for signal n), or 128 + n when signal n ended the launcher. The status of a rank is its
+    program's.
     """
     if not program.is_module and not Path(program.name).exists():
         print(f"shardmath run: there is no file {program.name!r}", file=sys.stderr)
         return 2
+    if size is None:
+        size = 1
+        if "-n" in program.arguments:
+            _say("1 rank: options of run stand before the script, and this -n is the script's own")
     try:
         started = fork_ranks(size, variables=share_cores(size, threads), share_stdin=True)
     except OSError as error:
