@@ -51,7 +51,8 @@ def bounded_start(rank: int, size: int, *, notice: float, timeout: float) -> Ite
         yield
     finally:
         os.close(writing)
-        os.waitpid(watcher, 0)
+        with contextlib.suppress(ChildProcessError):  # the program waits for all its children
+            os.waitpid(watcher, 0)
 
 
 def _watch(started: int, parent: int, words: tuple[str, str], limits: tuple[float, float]) -> None:
