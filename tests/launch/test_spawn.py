@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from shardmath import current, startup
-from shardmath.errors import HeapExhausted, OpTimeout, RankFailure
+from shardmath.errors import BootstrapError, HeapExhausted, OpTimeout, RankFailure
 from shardmath.group import LocalProcessGroup, as_process_group
 from shardmath.launch import spawn
 
@@ -195,6 +195,18 @@ def test_ranks_that_hold_more_descriptors_than_select_can_name() -> None:
     if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 1500:
         pytest.skip("the hard limit of descriptors is below 1500")
     assert spawn(function, 3, timeout=30) == [3] * 3
+
+
+def test_ranks_that_may_hold_too_few_descriptors() -> None:
+    def function() -> None:
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        highest = max(map(int, open_descriptors()))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 6, hard))
+        startup.initialize("cpu")
+
+    words = r"rank \d: rank \d: a rank among 9 opens two descriptors .*: raise ulimit -n"
+    with pytest.raises(BootstrapError, match=words):
+        spawn(function, 9, timeout=30)
 
 
 def open_descriptors() -> list[str]:

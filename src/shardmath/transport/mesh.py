@@ -11,7 +11,9 @@ interpreted.
 from __future__ import annotations
 
 import array
+import errno
 import os
+import resource
 import secrets
 import socket
 import struct
@@ -62,10 +64,19 @@ class Mesh:
         self._inbox = threading.Condition()  # guards the two
         with ExitStack() as undo:
             undo.callback(self._close_sockets)
-            self._connect(group)
-            self.watch = PeerWatch(
-                {r: (self._pid(r), s.fileno()) for r, s in self._sockets.items() if self.near(r)}
-            )
+            try:
+                self._connect(group)
+                self.watch = PeerWatch(
+                    {
+                        r: (self._pid(r), s.fileno())
+                        for r, s in self._sockets.items()
+                        if self.near(r)
+                    }
+                )
+            except OSError as error:
+                if error.errno == errno.EMFILE:
+                    raise self._too_few_descriptors() from error
+                raise
             undo.callback(self.watch.close)
             if self.spans_hosts:
                 self.wires = self._wired(group, address)
@@ -166,6 +177,13 @@ class Mesh:
                 self._sockets[peer] = connection
                 return
         connection.close()
+
+    def _too_few_descriptors(self) -> BootstrapError:
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return BootstrapError(
+            f"rank {self.rank}: a rank among {self.size} opens two descriptors for each peer on "
+            f"its host, and it may have {limit} in all: raise ulimit -n"
+        )
 
     def _require_alive(self, dead: frozenset[int]) -> None:
         if dead:
