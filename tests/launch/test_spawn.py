@@ -200,8 +200,8 @@ def test_ranks_that_hold_more_descriptors_than_select_can_name() -> None:
 def test_ranks_that_may_hold_too_few_descriptors() -> None:
     def function() -> None:
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        highest = max(map(int, open_descriptors()))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 6, hard))
+        free = sorted(set(range(1000)) - set(map(int, open_descriptors())))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free[6], hard))
         startup.initialize("cpu")
 
     words = r"rank \d: rank \d: a rank among 9 opens two descriptors .*: raise ulimit -n"
