@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import resource
 import select
 import socket
 import struct
@@ -29,6 +30,7 @@ __all__ = [
     "send_sockets",
     "star",
     "tell_failure",
+    "too_few_descriptors",
 ]
 
 FRAME_LIMIT: Final = (
@@ -234,6 +236,15 @@ def tell_failure(links: Collection[Link], error: RankFailure | BootstrapError) -
         if not link._outgoing:  # a frame that is partly out cannot be overtaken
             link.load(_FAILURE, 0, payload)
             _pushed(link)
+
+
+def too_few_descriptors(rank: int) -> BootstrapError:
+    """What to raise where the system gives `rank` no more of them."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return BootstrapError(
+        f"rank {rank}: it may open {limit} descriptors, and needs two for each peer on its host "
+        "beside its own: raise ulimit -n"
+    )
 
 
 def _failure(rank: int, payload: bytes) -> RankFailure | BootstrapError:

@@ -8,6 +8,7 @@ fails on all. A group that failed once stays failed.
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import struct
@@ -26,6 +27,7 @@ from shardmath.group.links import (
     send_sockets,
     star,
     tell_failure,
+    too_few_descriptors,
 )
 
 __all__ = ["LocalProcessGroup"]
@@ -187,6 +189,8 @@ def _duplicate(descriptor: int, rank: int) -> socket.socket:
     except OSError as error:
         if copy >= 0:
             os.close(copy)
+        if error.errno == errno.EMFILE:
+            raise too_few_descriptors(rank) from None
         raise BootstrapError(
             f"rank {rank}: descriptor {descriptor} is not a socket of the launcher's "
             f"({error.strerror}); start the program with python -m shardmath run"

@@ -13,7 +13,6 @@ from __future__ import annotations
 import array
 import errno
 import os
-import resource
 import secrets
 import socket
 import struct
@@ -25,6 +24,7 @@ from pathlib import Path
 from shardmath import wire
 from shardmath.errors import BootstrapError, RankFailure
 from shardmath.group.base import ProcessGroup
+from shardmath.group.links import too_few_descriptors
 from shardmath.transport.greeting import connect_far
 from shardmath.transport.hosts import host_identity, host_name, hosts_of
 from shardmath.transport.watch import PeerWatch
@@ -75,7 +75,7 @@ class Mesh:
                 )
             except OSError as error:
                 if error.errno == errno.EMFILE:
-                    raise self._too_few_descriptors() from error
+                    raise too_few_descriptors(self.rank) from error
                 raise
             undo.callback(self.watch.close)
             if self.spans_hosts:
@@ -177,13 +177,6 @@ class Mesh:
                 self._sockets[peer] = connection
                 return
         connection.close()
-
-    def _too_few_descriptors(self) -> BootstrapError:
-        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        return BootstrapError(
-            f"rank {self.rank}: a rank among {self.size} opens two descriptors for each peer on "
-            f"its host, and it may have {limit} in all: raise ulimit -n"
-        )
 
     def _require_alive(self, dead: frozenset[int]) -> None:
         if dead:
