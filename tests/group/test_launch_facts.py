@@ -106,6 +106,26 @@ def test_the_launchers_library_is_missing(
         as_process_group(None, Settings())
 
 
+def test_the_launchers_library_lacks_one_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As mpi4py without an MPI."""
+    for name, value in HYDRA.items():
+        monkeypatch.setenv(name, value)
+    for name in ("mpi4py", "mpi4py.MPI"):  # put back, or removed again, after the test
+        monkeypatch.setitem(sys.modules, name, None)
+        del sys.modules[name]
+    (tmp_path / "mpi4py").mkdir()
+    (tmp_path / "mpi4py" / "__init__.py").touch()
+    (tmp_path / "mpi4py" / "MPI.py").write_text(
+        "raise RuntimeError('cannot load MPI library\\nlibmpi.so: no such file')"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    words = r"cannot be imported \(cannot load MPI library\): pip install mpi4py mpich"
+    with pytest.raises(BackendUnavailable, match=words):
+        as_process_group(None, Settings())
+
+
 def test_a_library_of_another_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four ranks, each of which would otherwise compute alone."""
     for name, value in HYDRA.items():

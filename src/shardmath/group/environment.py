@@ -229,9 +229,10 @@ def _mpi_group(facts: LaunchFacts, settings: Settings) -> ProcessGroup:
 def _library(module: str, package: str, why: str) -> Any:
     try:
         return importlib.import_module(module)
-    except ImportError as error:
+    except (ImportError, OSError, RuntimeError) as error:  # or it lacks a library of its own
+        first_line = str(error).partition("\n")[0]
         raise BackendUnavailable(
-            f"{why}, and {module} cannot be imported ({error}): pip install {package}"
+            f"{why}, and {module} cannot be imported ({first_line}): pip install {package}"
         ) from error
 
 

@@ -41,7 +41,7 @@ class MPITransport(ApartTransport):
         """Available where mpi4py can be imported and MPI runs."""
         try:
             from mpi4py import MPI
-        except ImportError as error:
+        except (ImportError, RuntimeError) as error:  # mpi4py may be there without an MPI
             return Probe(cls.name, False, f"{error}: pip install mpi4py mpich")
         if not MPI.Is_initialized() or MPI.Is_finalized():
             return Probe(cls.name, False, "MPI is not running in this process")
