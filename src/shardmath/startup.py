@@ -19,6 +19,7 @@ from shardmath.config import Settings
 from shardmath.context import DistributedContext, open_contexts
 from shardmath.errors import OpTimeout, RankFailure
 from shardmath.group import ProcessGroup, as_process_group
+from shardmath.group.base import rank_names
 from shardmath.group.notice import noticed
 from shardmath.machinery import Machinery
 
@@ -103,10 +104,7 @@ def finalize() -> None:
 
 def _awaited(group: ProcessGroup) -> str:
     """Whom start-up waits for, in words."""
-    ranks = group.awaited
-    if not ranks:
-        return "the other ranks"
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    return rank_names(group.awaited) if group.awaited else "the other ranks"
 
 
 def _ordinal(device_id: object, backends: Sequence[str] | None) -> int | None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     Array = NDArray[Any]
 
-__all__ = ["GatheringGroup", "ProcessGroup", "ReductionOp", "parts_of"]
+__all__ = ["GatheringGroup", "ProcessGroup", "ReductionOp", "parts_of", "rank_names"]
 
 T = TypeVar("T")
 
@@ -143,6 +143,11 @@ class GatheringGroup(ProcessGroup):
                     f"rank 0 one of {parts[0][0]}"
                 )
         return [part for _, part in parts]
+
+
+def rank_names(ranks: Sequence[int]) -> str:
+    """The ranks in words, such as `rank 2` or `ranks 2, 5`."""
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
 def parts_of(cards: Sequence[tuple[int | None, int]]) -> list[list[int]]:

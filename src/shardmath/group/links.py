@@ -20,6 +20,7 @@ from collections.abc import Collection, Sequence
 from typing import Final
 
 from shardmath.errors import BootstrapError, RankFailure
+from shardmath.group.base import rank_names
 
 __all__ = [
     "FRAME_LIMIT",
@@ -194,7 +195,7 @@ def receive_all(links: Sequence[Link], number: int, *, deadline: float) -> dict[
             raise ended[0]
         if ended:
             ranks = sorted({rank for error in ended for rank in error.ranks})
-            raise RankFailure(f"rank {links[0].rank}: {_names(ranks)} ended", ranks)
+            raise RankFailure(f"rank {links[0].rank}: {rank_names(ranks)} ended", ranks)
     return received
 
 
@@ -277,12 +278,8 @@ def _poll(links: Sequence[Link], event: int, deadline: float) -> list[Link]:
 
 
 def _late(links: Sequence[Link], verb: str) -> BootstrapError:
-    names = _names(sorted(link.peer for link in links))
+    names = rank_names(sorted(link.peer for link in links))
     return BootstrapError(
         f"rank {links[0].rank}: {names} did not {verb} before the deadline: does every rank call "
         "shardmath.initialize()? SHARDMATH_STARTUP_TIMEOUT sets the limit"
     )
-
-
-def _names(ranks: Sequence[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

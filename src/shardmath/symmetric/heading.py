@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from shardmath.errors import CollectiveMismatch
+from shardmath.group.base import rank_names
 
 __all__ = ["NAME_BYTES", "bodies", "heading"]
 
@@ -27,7 +28,14 @@ def bodies(texts: Sequence[bytes], operation: str) -> list[bytes]:
     head = heading(operation)
     for text in texts:
         if not text.startswith(head):
-            names = [each.partition(_END)[0].decode(errors="replace") for each in texts]
-            calls = "; ".join(f"rank {rank} called {name}" for rank, name in enumerate(names))
-            raise CollectiveMismatch(f"the ranks called different operations: {calls}")
+            raise CollectiveMismatch(f"the ranks called different operations: {_calls(texts)}")
     return [text[len(head) :] for text in texts]
+
+
+def _calls(texts: Sequence[bytes]) -> str:
+    """Who called what, those together that called the same."""
+    callers: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        name = text.partition(_END)[0].decode(errors="replace")
+        callers.setdefault(name, []).append(rank)
+    return "; ".join(f"{rank_names(ranks)} called {name}" for name, ranks in callers.items())

@@ -224,5 +224,6 @@ def _named(context: DistributedContext, name: str) -> Any:
         with suppress(RuntimeError, LookupError, ValueError):
             return torch_groups._resolve_process_group(name)
     raise ValueError(
-        f"no group is called {name!r}; tell its ranks with set_group_info, or pass the group itself"
+        f"no group is called {name!r}: pass the group itself, tell its ranks with set_group_info, "
+        "or leave it out for all ranks"
     )

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from shardmath.errors import OpTimeout
+from shardmath.group.base import rank_names
 
 __all__ = ["Patience", "wait_until"]
 
@@ -84,21 +85,16 @@ def _wait_asleep(
         if waited > limit:
             raised = "SHARDMATH_TIMEOUT" if timeout is None else "the timeout of this call"
             raise OpTimeout(
-                f"{doing()}: waited {waited:.1f} s for {_ranks(late)}; raise {raised} if they were "
-                "only slow",
+                f"{doing()}: waited {waited:.1f} s for {rank_names(late)}; raise {raised} if they "
+                "were only slow",
                 late,
             )
         if waited > patience.notice and not noticed:
             noticed = True
             print(
-                f"shardmath: {doing()}: waiting for {_ranks(late)}",
+                f"shardmath: {doing()}: waiting for {rank_names(late)}",
                 file=sys.stderr,
                 flush=True,
             )
         time.sleep(min(pause, max(limit - waited, _FIRST_SLEEP)))
         pause = min(2 * pause, _LAST_SLEEP)
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    word = "rank" if len(ranks) == 1 else "ranks"
-    return f"{word} {', '.join(map(str, ranks))}"
