@@ -27,6 +27,7 @@ from shardmath.symmetric.allocation import allocate_symmetric_memory
 PACKAGE = "<package>"
 FAR_BODIES = [
     (2, "test_handle.test_what_is_out_of_reach_raises", []),
+    (2, "test_handle.test_mistakes_name_the_rank_and_the_argument", []),
     (3, "test_handle.test_ordinary_memory_on_one_rank_is_an_error_on_all", []),
     (1, "test_allocation.test_uneven_sizes_are_padded_or_skipped", [PACKAGE, 1]),
     (3, "test_allocation.test_uneven_sizes_are_padded_or_skipped", [PACKAGE, 3]),
