@@ -18,7 +18,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m shardmath", description=__doc__)
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
-    add_arguments(commands.add_parser("run", help="start a program on several ranks"))
+    start = "start a program on several ranks of this host; the first that fails ends the job"
+    add_arguments(commands.add_parser("run", help=start, description=f"{start.capitalize()}."))
     commands.add_parser("env", help="list the variables that steer shardmath")
     options = parser.parse_args(arguments)
     if options.command == "env":

@@ -8,7 +8,8 @@ from pathlib import Path
 
 __all__ = ["caller_line", "caller_place"]
 
-_OURS = (str(Path(__file__).parent), contextlib.__file__)  # our context managers run through that
+# The package's folder, and what its context managers run through.
+_OURS = (f"{Path(__file__).parent}/", contextlib.__file__)
 
 
 def caller_place() -> tuple[str, int]:
