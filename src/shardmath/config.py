@@ -62,8 +62,9 @@ class Settings:
             if not name.startswith(PREFIX):
                 continue
             if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f"; did you mean {near[0]}?" if near else ""
+                endings = [each.removeprefix(PREFIX) for each in known]
+                near = difflib.get_close_matches(name.removeprefix(PREFIX), endings, n=1)
+                hint = f"; did you mean {PREFIX}{near[0]}?" if near else ""
                 file, line = caller_place()
                 warnings.warn_explicit(f"unknown variable {name}{hint}", UserWarning, file, line)
                 continue

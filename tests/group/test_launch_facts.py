@@ -215,3 +215,15 @@ def test_mpi_groups() -> None:
 def test_a_limit_is_a_finite_number_of_seconds(text):
     with pytest.raises(ValueError, match=r"SHARDMATH_TIMEOUT=.* is not a finite number of seconds"):
         Settings.from_environment({"SHARDMATH_TIMEOUT": text})
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("SHARDMATH_TIMEOU", "; did you mean SHARDMATH_TIMEOUT?"), ("SHARDMATH_XYZZY", "")],
+)
+def test_an_unknown_variable_is_warned_of_at_the_users_line(name, hint):
+    with pytest.warns(UserWarning, match="unknown variable") as caught:
+        assert Settings.from_environment({name: "3", "OTHER": "4"}) == Settings()
+    (warning,) = caught
+    assert str(warning.message) == f"unknown variable {name}{hint}"
+    assert warning.filename == __file__
