@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import builtins
 import contextlib
+import linecache
 import os
 import resource
 import signal
@@ -181,6 +183,30 @@ def open_sockets() -> set[str]:
         with contextlib.suppress(FileNotFoundError):  # the listing's own descriptor
             names.add(str(link.readlink()))
     return {name for name in names if name.startswith("socket:")}
+
+
+def test_what_a_notebook_put_into_pythons_place_stays_with_it(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its hook and its input talk to the notebook's own process; its source is in no file."""
+    name, source = "<cell 7>", "def fails():\n    raise OSError('of the cell')\n"
+    lines = source.splitlines(keepends=True)
+    monkeypatch.setitem(linecache.cache, name, (len(source), None, lines, name))
+    cell: dict[str, Any] = {}
+    exec(compile(source, name, "exec"), cell)
+
+    def talks(*_: object) -> str:
+        os.write(2, b"to the notebook")
+        return "an answer that never comes"
+
+    monkeypatch.setattr(sys, "excepthook", talks)
+    monkeypatch.setattr(builtins, "input", talks)
+    with pytest.raises(OSError, match="rank 0: of the cell") as error:
+        spawn(cell["fails"], 1)
+    assert "raise OSError('of the cell')" in error.value.__notes__[0]
+    with pytest.raises(EOFError, match="rank 0: ranks of spawn read no input: ask before spawn"):
+        spawn(lambda: input("? "), 1)
+    assert capfd.readouterr().err == ""
 
 
 def test_ranks_that_hold_more_descriptors_than_select_can_name() -> None:

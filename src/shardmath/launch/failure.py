@@ -143,11 +143,17 @@ def _text(error: BaseException) -> str:
 
 
 def _shown(error: BaseException, frames: TracebackType | None) -> str:
-    """What `sys.excepthook`, the user's or Python's, writes about the exception."""
+    """What the user's `sys.excepthook` writes about the exception, or else Python.
+
+    Python's own hook is not asked: it knows no source that is in no file, as that of notebooks.
+    """
+    plain = traceback.format_exception(type(error), error, frames)
+    if sys.excepthook is sys.__excepthook__:
+        return "".join(plain)
     page = io.StringIO()
     try:
         with contextlib.redirect_stderr(page):
             sys.excepthook(type(error), error.with_traceback(frames), frames)
     except Exception:
         page = io.StringIO()
-    return page.getvalue() or "".join(traceback.format_exception(error))
+    return page.getvalue() or "".join(plain)

@@ -7,6 +7,7 @@ returns into the parent's code: it ends in `os._exit`, whatever the function doe
 from __future__ import annotations
 
 import atexit
+import builtins
 import contextlib
 import os
 import sys
@@ -14,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import BuiltinFunctionType
 from typing import Any, NoReturn
 
 from shardmath.errors import OpTimeout
@@ -64,6 +66,7 @@ def spawn(
 def run_after_fork(place: Place, function: Callable[..., Any], args: tuple[Any, ...]) -> NoReturn:
     """Be a rank: call the function, report how it went, end this process."""
     atexit._clear()  # the parent's exit hooks are the parent's
+    _leave_notebook()
     failure = _call(place, function, args)
     status = 0 if failure is None else failure.status or 1
     if failure is not None:
@@ -75,6 +78,17 @@ def run_after_fork(place: Place, function: Callable[..., Any], args: tuple[Any, 
         with contextlib.suppress(Exception):
             stream.flush()
     os._exit(status)
+
+
+def _leave_notebook() -> None:
+    """Undo what a notebook has put into Python's place: it talks to the notebook's own process."""
+    sys.excepthook = sys.__excepthook__
+    if not isinstance(builtins.input, BuiltinFunctionType):
+        builtins.input = _no_input
+
+
+def _no_input(prompt: object = "", /) -> NoReturn:
+    raise EOFError("ranks of spawn read no input: ask before spawn, and pass the answer on")
 
 
 def _call(place: Place, function: Callable[..., Any], args: tuple[Any, ...]) -> Failure | None:
