@@ -201,6 +201,17 @@ def test_what_a_notebook_put_into_pythons_place_stays_with_it(
 
     monkeypatch.setattr(sys, "excepthook", talks)
     monkeypatch.setattr(builtins, "input", talks)
+
+    class Shell:
+        cleared = 0
+
+        @classmethod
+        def clear_instance(cls) -> None:
+            cls.cleared += 1
+
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=Shell))
+    assert spawn(lambda: Shell.cleared, 2) == [1, 1]
+    assert Shell.cleared == 0
     with pytest.raises(OSError, match="rank 0: of the cell") as error:
         spawn(cell["fails"], 1)
     assert "raise OSError('of the cell')" in error.value.__notes__[0]

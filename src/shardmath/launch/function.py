@@ -85,6 +85,10 @@ def _leave_notebook() -> None:
     sys.excepthook = sys.__excepthook__
     if not isinstance(builtins.input, BuiltinFunctionType):
         builtins.input = _no_input
+    ipython: Any = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    if shell is not None:
+        type(shell).clear_instance()  # without one, `display` prints
 
 
 def _no_input(prompt: object = "", /) -> NoReturn:
