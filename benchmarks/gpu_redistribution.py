@@ -5,7 +5,7 @@
 Each figure is the median of several replays of a graph that holds a few calls, and of these the
 slowest rank's. `wire` is NCCL's all-to-all alone, of as many bytes that lie ready. Results are
 compared bit by bit with NCCL's before anything is timed. Ours reads and writes arrays on the heap,
-NCCL torch's own memory: it registers what it finds in a graph, and has hung on the heap's.
+NCCL torch's own memory: it registers what it finds in a graph, and hangs on the heap's.
 """
 
 from __future__ import annotations
