@@ -5,7 +5,7 @@
 Each figure is the median of several replays of a graph that holds a few calls, and of these the
 slowest rank's. `wire` is NCCL's all-to-all alone, of as many bytes that lie ready. Results are
 compared bit by bit with NCCL's before anything is timed. Ours reads and writes arrays on the heap,
-NCCL torch's own memory: it registers what it finds in a graph, and has hung on the heap's.
+NCCL torch's own memory: it registers what it finds in a graph, and hangs on the heap's.
 """
 
 from __future__ import annotations
@@ -34,21 +34,39 @@ def flat(x):
     return (x.view(x.real.dtype) if x.is_complex() else x).view(-1)
 
 
-def slabs(ranks, n, order="C"):
-    """X -> Y of n^3 complex64; with order "F" the result is column-major, and NCCL's stays C."""
-    size, own = ranks.size, n // ranks.size
+def slabs(ranks, shape, dtype="complex64", order="C"):
+    """X -> Y of three axes; with order "F" the result is column-major, and NCCL's stays C."""
+    size, rank = ranks.size, ranks.rank
+    rows = [Slab.X.shape(each, shape, size=size)[0] for each in range(size)]
+    columns = [Slab.Y.shape(each, shape, size=size)[1] for each in range(size)]
+    numbers = (2 if dtype.startswith("complex") else 1) * shape[2]  # of a row
+    sent = [rows[rank] * each * numbers for each in columns]
+    came = [each * columns[rank] * numbers for each in rows]
+    even = len({*rows}) == len({*columns}) == 1
+
+    def wire(room, out):
+        splits = () if even else (came, sent)
+        ranks.dist.all_to_all_single(flat(out), flat(room), *splits)
 
     def theirs(x, room, out):
-        room.view(size, own, own, n).copy_(x.view(own, size, own, n).permute(1, 0, 2, 3))
-        ranks.dist.all_to_all_single(flat(out), flat(room))
+        if even:
+            parts = x.view(rows[0], size, columns[0], shape[2]).permute(1, 0, 2, 3)
+            room.view(parts.shape).copy_(parts)
+        else:
+            for part, place in zip(x.split(columns, 1), flat(room).split(sent), strict=True):
+                place.view(part.shape).copy_(part)
+        wire(room, out)
 
+    extents = f"{shape[0]}^3" if len({*shape}) == 1 else " x ".join(map(str, shape))
     return {
-        "what": f"slab X -> Y, {n}^3 complex64" + (", C -> F" if order == "F" else ""),
+        "what": f"slab X -> Y, {extents} {dtype}" + (", C -> F" if order == "F" else ""),
         "distributions": (Slab.X, Slab.Y),
-        "shapes": ((own, n, n), (n, own, n)),
-        "dtype": "complex64",
+        "shape": shape,
+        "dtype": dtype,
         "order": order,
+        "stays": columns[rank] / shape[1],
         "theirs": theirs,
+        "wire": wire,
     }
 
 
@@ -59,18 +77,23 @@ def cyclic(ranks, n):
     grid = ProcessGrid(shape=(rows, columns), layout=ProcessGrid.Layout.ROW_MAJOR)
     mine, across = n // size // BLOCK // rows, n // BLOCK // columns  # blocks from each rank
 
+    def wire(room, out):
+        ranks.dist.all_to_all_single(flat(out), flat(room))
+
     def theirs(x, room, out):
-        ranks.dist.all_to_all_single(flat(room), flat(x))
+        wire(x, room)
         came = room.view(rows, columns, mine, BLOCK, across, BLOCK)
         out.view(mine, rows, BLOCK, across, columns, BLOCK).copy_(came.permute(2, 0, 3, 4, 1, 5))
 
     return {
         "what": f"block-cyclic {BLOCK} -> slab X, {n}^2 float32",
         "distributions": (BlockCyclic(grid, (BLOCK, BLOCK)), Slab.X),
-        "shapes": ((n // rows, n // columns), (n // size, n)),
+        "shape": (n, n),
         "dtype": "float32",
         "order": "C",
+        "stays": 1 / size,
         "theirs": theirs,
+        "wire": wire,
     }
 
 
@@ -131,13 +154,13 @@ def _placed(ranks, part, order, heap):
 
 def measured(ranks, case):
     """One row of the table: ours, NCCL's with packing and unpacking, and NCCL's alone."""
-    torch, size = ranks.torch, ranks.size
-    (from_shape, to_shape), dtype = case["shapes"], case["dtype"]
-    library = library_named("torch")
+    torch, dtype, library = ranks.torch, case["dtype"], library_named("torch")
+    from_shape, to_shape = (
+        each.shape(ranks.rank, case["shape"], size=ranks.size) for each in case["distributions"]
+    )
     x = empty_on_heap(ranks.context, library, from_shape, dtype)
     out = empty_on_heap(ranks.context, library, to_shape, dtype, case["order"])
-    numbers = torch.view_as_real(x) if x.is_complex() else x
-    numbers.copy_(torch.rand(numbers.shape, device=ranks.device))
+    flat(x).copy_(torch.randint(0, 100, flat(x).shape, device=ranks.device, dtype=torch.uint8))
     given, room = x.clone(), torch.empty_like(x)
     theirs = torch.empty(to_shape, dtype=x.dtype, device=ranks.device)
     with Redistribute(x, *case["distributions"]) as plan:
@@ -150,8 +173,8 @@ def measured(ranks, case):
         ours = ranks.time(lambda: plan.execute(out=out), CALLS)
         assert torch.equal(out, theirs), case["what"]
     packed = ranks.time(lambda: case["theirs"](given, room, theirs), CALLS)
-    wire = ranks.time(lambda: ranks.dist.all_to_all_single(flat(theirs), flat(given)), CALLS)
-    sent = x.numel() * x.element_size() * (size - 1) / size
+    wire = ranks.time(lambda: case["wire"](given, theirs), CALLS)
+    sent = x.numel() * x.element_size() * (1 - case["stays"])
     row = {"what": case["what"], "bytes_sent": sent}
     for name, micros in (("ours", ours), ("nccl", packed), ("wire", wire)):
         row[f"{name}_us"] = micros
@@ -167,11 +190,14 @@ def measure(ranks):
     if wrong or ranks.rank == 0:
         print(f"checked {count} redistributions: {wrong or 'all right'}", flush=True)
     cases = [
-        slabs(ranks, 256),
-        slabs(ranks, 512),
-        slabs(ranks, 512, "F"),
+        slabs(ranks, (256, 256, 256)),
+        slabs(ranks, (513, 511, 509), "float32"),
+        slabs(ranks, (513, 511, 1017), "float16"),
+        slabs(ranks, (512, 512, 512)),
+        slabs(ranks, (512, 512, 512), order="F"),
+        slabs(ranks, (1023, 1023, 1021), "uint8"),
         cyclic(ranks, 16384),
-        slabs(ranks, 1024),
+        slabs(ranks, (1024, 1024, 1024)),
     ]
     rows = []
     for case in cases:

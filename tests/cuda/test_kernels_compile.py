@@ -12,7 +12,8 @@ PUSH = ("PIECE=16384", "STAGES=12", "AHEAD=6")
 
 # File, what it is compiled with, and the architecture: those of wgmma need sm_90a.
 CASES = [
-    ("boxes", (), "sm_90"),
+    ("boxes", ("ANYWHERE=0",), "sm_90"),
+    ("boxes", ("ANYWHERE=1",), "sm_90"),
     ("doubles", (*RANKS, *PRODUCT, "PAIRS=1", "REGIONS=36"), "sm_90a"),
     (
         "epilog",

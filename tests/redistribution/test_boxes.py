@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 from math import prod
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -176,3 +178,59 @@ def test_tiles_fit_into_shared_memory(bytes_, unit):
             assert row["transposed"]
             across = int(row["tile_across"]) * unit + 32
             assert int(row["rows"]) * int(row["tile_along"]) * across <= 24 << 10
+
+
+# Whether rows lie at multiples of 16 bytes: by unit, strides of source and target, and offsets.
+ALIGNED = [
+    (64, (64, 80), (0, 0), False),
+    (64, (64, 72), (0, 0), True),
+    (64, (72, 64), (0, 0), True),
+    (60, (64, 64), (0, 0), True),
+    (64, (64, 64), (16, 0), False),
+    (64, (64, 64), (4, 0), True),
+    (64, (64, 64), (0, 1), True),
+]
+
+
+@pytest.mark.parametrize(("unit", "strides", "offsets", "anywhere"), ALIGNED)
+def test_rows_that_begin_anywhere_are_known(unit, strides, offsets, anywhere):
+    (source, target), shape = strides, (3,)
+    given = box(shape, unit, (source,), (target,), offsets)
+    assert tables([given]).anywhere == anywhere
+    assert tables([box((3, 4), 128, (1024, 128)), given]).anywhere == anywhere
+
+
+class Device:
+    processors = 1
+
+
+class Loaded:
+    """A kernel that takes notes."""
+
+    def __init__(self, device, file, function, defines):
+        self.defines = defines
+
+    def load(self):
+        pass
+
+    def ready(self, blocks, threads, argument):
+        return self.defines
+
+    def launch(self, stream, blocks, threads, argument):
+        stream.append(self.defines)
+
+
+@pytest.mark.parametrize("address", [4096, 4096 + 8])
+@pytest.mark.parametrize("unit", [64, 60])
+def test_the_kernel_is_the_one_for_such_rows(unit, address, monkeypatch):
+    from shardmath.redistribution import device
+
+    monkeypatch.setattr(device, "kernel", Loaded)
+    monkeypatch.setattr(device, "Constant", lambda device, array: SimpleNamespace(address=0))
+    monkeypatch.setattr(device, "beside_captures", nullcontext)
+    copies = device.BoxCopies(Device(), [box((3,), unit, (64,), (64,))])
+    want = (f"ANYWHERE={unit % 16 != 0 or address % 16 != 0:d}",)
+    put = []
+    copies.launch(put, [0], [address])
+    assert put == [want]
+    assert copies.ready([address], [0]) == want

@@ -87,7 +87,13 @@ def any_capturing(device: Device) -> bool:
     if device.captures:
         return True
     device.activate()
-    handles = {0} if device.captured_on is None else {0, device.captured_on}
+    given_one = device.captured_on
+    if given_one is not None:
+        status, state = status_of("cuStreamIsCapturing", given_one)
+        if not status and int(state):
+            return True
+        device.captured_on = None  # the capture has ended; the stream may even be gone
+    handles = {0}
     if "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
         handles.add(current("torch", device))
     handles.add(current("cupy", device))

@@ -4,7 +4,9 @@
 // redistribution/boxes.py.
 //
 // Bits are copied, never values. How wide an access is, the addresses decide when the kernel runs: 16
-// bytes where everything is a multiple of 16, and half as much as often as needed where it is not.
+// bytes where everything is a multiple of 16, and half as much as often as needed where it is not. Built with
+// ANYWHERE=1, rows that begin anywhere are written 16 bytes at a time all the same, each put together from 5
+// words; without them the kernel has registers enough for 1 % more.
 // It includes nothing.
 
 typedef unsigned int u32;
@@ -20,12 +22,16 @@ typedef long long i64;
 #ifndef INLINE
 #define INLINE inline
 #endif
+#ifndef ANYWHERE
+#define ANYWHERE 0
+#endif
 
 constexpr u32 kThreads = THREADS;
 constexpr int kDims = 8;
 constexpr int kBases = 128;
 constexpr u32 kRoom = 24 << 10;  // bytes of shared memory for a tile that is transposed
 constexpr int kFlight = 4;       // accesses that a thread has in flight
+constexpr u32 kLong = 64;        // bytes of a row that is put together, at least
 
 struct Tile {
     u32 box, number;
@@ -99,17 +105,17 @@ __device__ inline void locate(u32 index, i64& from, i64& to) {
 }
 
 // Items dealt out to the threads: `load(i, hold)` for some, then `store(i, hold)` for the same ones.
-template <class Hold, class Load, class Store>
+template <class Hold, int kMany = kFlight, class Load, class Store>
 __device__ inline void deal(u32 items, Load load, Store store) {
-    for (u32 first = threadIdx.x; first < items; first += kThreads * kFlight) {
-        Hold held[kFlight];
+    for (u32 first = threadIdx.x; first < items; first += kThreads * kMany) {
+        Hold held[kMany];
 #pragma unroll
-        for (int k = 0; k < kFlight; ++k) {
+        for (int k = 0; k < kMany; ++k) {
             if (first + k * kThreads < items) load(first + k * kThreads, held[k]);
             asm volatile("" ::: "memory");  // fields of the box are read again, rather than kept in registers
         }
 #pragma unroll
-        for (int k = 0; k < kFlight; ++k)
+        for (int k = 0; k < kMany; ++k)
             if (first + k * kThreads < items) store(first + k * kThreads, held[k]);
     }
 }
@@ -138,6 +144,75 @@ __device__ inline void copy_rows(u32 number, const char* source, char* target) {
             held.to = target + to + column * (u32)sizeof(Word);
         },
         [&](u32, const Placed<Word>& held) { *(Word*)held.to = held.word; });
+}
+
+struct Together {  // what goes to the 16 bytes at `to`: bytes `begin` to `end` of them
+    Wide value;
+    char* to;
+    int begin, end;
+};
+
+// In as few stores as there can be: each is a packet on the link.
+__device__ inline void store_part(const Together& held) {
+    const u32* words = held.value.words;
+    int at = held.begin;
+    const auto word = [&] { return at < 8 ? at < 4 ? words[0] : words[1] : at < 12 ? words[2] : words[3]; };
+    const auto narrow = [&](int size) {
+        if (size == 4)
+            *(u32*)(held.to + at) = word();
+        else if (size == 2)
+            *(unsigned short*)(held.to + at) = (unsigned short)(word() >> 8 * (at & 3));
+        else
+            held.to[at] = (char)(word() >> 8 * (at & 3));
+        at += size;
+    };
+#pragma unroll
+    for (int size = 1; size < 8; size *= 2)
+        if (at & size && at + size <= held.end) narrow(size);
+    if (at + 8 <= held.end) {
+        *(u64*)(held.to + at) = at ? words[2] | (u64)words[3] << 32 : words[0] | (u64)words[1] << 32;
+        at += 8;
+    }
+#pragma unroll
+    for (int size = 4; size; size /= 2)
+        if (at + size <= held.end) narrow(size);
+}
+
+// Rows that begin anywhere. All of a word of the source is read where some of its bytes are wanted.
+__device__ inline void put_rows_together(u32 number, const char* source, char* target) {
+    const u32 group = number / box.pieces, start = (number - group * box.pieces) * box.piece;
+    const u32 nbytes = box.unit - start < box.piece ? box.unit - start : box.piece;
+    const u32 row = group * box.rows;
+    const u32 rows = box.count - row < box.rows ? box.count - row : box.rows;
+    const u32 columns = nbytes / 16 + 2;  // of 16 bytes of the target, for rows wherever they begin
+    const Divider by_columns(columns);
+    deal<Together, kFlight / 2>(
+        rows * columns,
+        [&](u32 i, Together& held) {
+            u32 column;
+            i64 from = start, to = start;
+            locate(row + by_columns(i, column), from, to);
+            const int before = (int)(u32)((u64)(target + to) & 15);  // bytes between a multiple of 16 and the row
+            const int ahead = before - (int)(column * 16);          // where the row begins, seen from `held.to`
+            held.to = target + to - ahead;
+            held.begin = max(ahead, 0);
+            held.end = min(ahead + (int)nbytes, 16);
+            const char* at = source + from - ahead;
+            const int shift = (int)((u64)at & 3);
+            const u32* words = (const u32*)(at - shift);
+            u32 read[5];
+#pragma unroll
+            for (int k = 0; k < 5; ++k)
+                read[k] = 4 * k - shift < held.end && 4 * k - shift + 4 > held.begin ? words[k] : 0;
+#pragma unroll
+            for (int k = 0; k < 4; ++k) held.value.words[k] = __funnelshift_r(read[k], read[k + 1], 8 * shift);
+        },
+        [&](u32, const Together& held) {
+            if (held.begin == 0 && held.end == 16)
+                *(Wide*)held.to = held.value;
+            else
+                store_part(held);
+        });
 }
 
 // A tile of two axes, and of several of what lies beside them, through shared memory: rows of the source
@@ -274,6 +349,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_EACH)
         if (box.transposed) misfit |= (u32)(box.from_across | box.to_along);
         if (!(misfit & 15))
             copy_tile<Wide>(tile.number, source, target);
+        else if (ANYWHERE && !box.transposed && box.unit >= kLong)
+            put_rows_together(tile.number, source, target);
         else if (!(misfit & 7))
             copy_tile<u64>(tile.number, source, target);
         else if (!(misfit & 3))

@@ -88,6 +88,7 @@ class Tables:
     """What a launch reads: `boxes`, one row each, and `tiles`, (box, number in it), in their order.
 
     `sources` and `targets` are how many memories there are of each; `nbytes` are copied.
+    `anywhere`: some rows do not begin at multiples of 16 bytes, or do not end there.
     """
 
     boxes: npt.NDArray[Any]
@@ -95,6 +96,7 @@ class Tables:
     sources: int
     targets: int
     nbytes: int
+    anywhere: bool
 
 
 def tables(boxes: Iterable[Box]) -> Tables:
@@ -113,7 +115,9 @@ def tables(boxes: Iterable[Box]) -> Tables:
     counts = [_fill(row, piece, tile) for row, piece in zip(rows, pieces, strict=True)]
     rows["target"] += sources  # their addresses come after those of the sources
     links = [(piece.source, piece.target) for piece in pieces]
-    return Tables(rows, _in_turn(links, counts), sources, targets, nbytes)
+    names = ("from", "to", "unit", "from_strides", "to_strides")
+    anywhere = any((rows[name][rows["transposed"] == 0] & 15).any() for name in names)
+    return Tables(rows, _in_turn(links, counts), sources, targets, nbytes, anywhere)
 
 
 def _packed(box: Box) -> Box:

@@ -4,7 +4,7 @@ Boxes are pushes where a target is a peer's memory, pulls where a source is, and
 (gathering, transposing) where both are this GPU's: the kernel knows only addresses. It writes to
 the targets, and reads from the sources, whole lines where the memory there is dense along some
 axis: what is dense along different axes passes through shared memory. Accesses are 16 bytes wide
-where addresses, strides and units allow it, and as narrow as needed where not. It neither signals
+where addresses, strides and units allow it, and for long rows also where not. It neither signals
 nor waits: order it against the peers with barriers of the team on the same stream.
 
 `kernels/boxes.cu` runs blocks of 256 threads, 3 on a multiprocessor; each takes tiles of 4 to 64
@@ -16,17 +16,19 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import Any
 
-from shardmath.cuda.constant import Constant
+from shardmath.cuda.constant import Constant, beside_captures
 from shardmath.cuda.device import Device
-from shardmath.cuda.kernel import Argument, ReadyLaunch, kernel
+from shardmath.cuda.kernel import Argument, Kernel, ReadyLaunch, kernel
 from shardmath.latest import Latest
 from shardmath.redistribution.boxes import BASES, Box, tables
 
 __all__ = ["Box", "BoxCopies"]
 
 _THREADS, _BLOCKS_EACH = 256, 3
-_KEPT = 16  # arguments of launches
+_KEPT = 16  # pairs of sources and targets
 
 
 class BoxCopies:
@@ -42,11 +44,12 @@ class BoxCopies:
         made = tables(copies)
         self.device = device
         self.nbytes = made.nbytes
+        self._anywhere = made.anywhere
         self._count = len(made.tiles)
         self._memories = made.sources, made.targets
         self._boxes = Constant(device, made.boxes)
         self._tiles = Constant(device, made.tiles)
-        self._arguments: Latest[tuple[tuple[int, ...], tuple[int, ...]], Argument] = Latest(_KEPT)
+        self._between: Latest[Any, tuple[Kernel, Argument]] = Latest(_KEPT)
 
     def __repr__(self) -> str:
         sources, targets = self._memories
@@ -65,8 +68,7 @@ class BoxCopies:
         if not self._count:
             return
         most = blocks or self.device.processors * _BLOCKS_EACH
-        function = kernel(self.device, "boxes", "copy_boxes")
-        argument = self._argument(tuple(sources), tuple(targets))
+        function, argument = self._prepared(tuple(sources), tuple(targets))
         function.launch(stream, min(self._count, most), _THREADS, argument)
 
     def ready(self, sources: Sequence[int], targets: Sequence[int]) -> ReadyLaunch | None:
@@ -74,18 +76,38 @@ class BoxCopies:
         if not self._count:
             return None
         blocks = min(self._count, self.device.processors * _BLOCKS_EACH)
-        function = kernel(self.device, "boxes", "copy_boxes")
-        return function.ready(blocks, _THREADS, self._argument(tuple(sources), tuple(targets)))
+        function, argument = self._prepared(tuple(sources), tuple(targets))
+        return function.ready(blocks, _THREADS, argument)
 
-    def _argument(self, sources: tuple[int, ...], targets: tuple[int, ...]) -> Argument:
-        key = (sources, targets)
-        argument = self._arguments.find(key)
-        if argument is None:
+    def _prepared(
+        self, sources: tuple[int, ...], targets: tuple[int, ...]
+    ) -> tuple[Kernel, Argument]:
+        """The kernel for memories at these addresses, and its argument."""
+        found = self._between.find((sources, targets))
+        if found is None:
             used, into = self._memories
             bases = [*sources[:used], *targets[:into]]
             assert len(bases) == used + into, "an address for every memory of the boxes"
+            anywhere = self._anywhere or any(base % 16 for base in bases)
+            function = _kernels(self.device)[anywhere]
             bases += [0] * (BASES - len(bases))
             words = (self._tiles.address, self._boxes.address, self._count, *bases)
-            argument = Argument(struct.pack(f"{len(words)}Q", *words))
-            self._arguments.keep(key, argument)
-        return argument
+            found = function, Argument(struct.pack(f"{len(words)}Q", *words))
+            self._between.keep((sources, targets), found)
+        return found
+
+
+@cache
+def _kernels(device: Device) -> tuple[Kernel, Kernel]:
+    """The one for rows at multiples of 16 bytes, and the one for rows anywhere.
+
+    Both are loaded when one is first needed: later a kernel may run that waits for such copies,
+    and for which loading would wait.
+    """
+    with beside_captures():
+        even, anywhere = (
+            kernel(device, "boxes", "copy_boxes", (f"ANYWHERE={which}",)) for which in (0, 1)
+        )
+        even.load()
+        anywhere.load()
+    return even, anywhere

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from shardmath.arrays import dtypes, library_of
+from shardmath.arrays import Library, dtypes, library_of
 from shardmath.arrays.base import HostArray
 from shardmath.arrays.spec import ArraySpec, Order, byte_span, order_of, packed_strides
 from shardmath.context import DistributedContext
@@ -25,7 +25,7 @@ from shardmath.errors import UseAfterFree
 from shardmath.latest import Latest
 from shardmath.symmetric.allocation import array_on, block_of
 from shardmath.symmetric.exposed import Exposed
-from shardmath.symmetric.heap import Block
+from shardmath.symmetric.heap import Block, Buffer
 
 __all__ = [
     "DeviceArray",
@@ -47,7 +47,8 @@ class DeviceArray:
     """Memory of this rank's GPU, seen as an array.
 
     `address` is that of the element with index 0 along every axis; `strides` are bytes. `block` is
-    the heap block that it lies in, None for ordinary memory; `keep` holds the memory.
+    the heap block that it lies in, which peers can attach, None for ordinary memory; `keep` holds
+    the memory.
     """
 
     address: int
@@ -82,7 +83,7 @@ class DeviceArray:
 
     @cached_property
     def exposed(self) -> Exposed:
-        """Where peers find it, once its block has been announced. Of an array on the heap."""
+        """Where peers find it. Of an array on the heap."""
         assert self.block is not None, "on the heap"
         if not self.size:
             return Exposed(self.block.location, 0, 0, self.strides)
@@ -90,8 +91,8 @@ class DeviceArray:
 
     @cached_property
     def told(self) -> bytes:
-        """`exposed`, packed."""
-        return self.exposed.pack()
+        """`exposed`, packed; b"" for ordinary memory."""
+        return b"" if self.block is None else self.exposed.pack()
 
     def is_there(self, context: DistributedContext) -> bool:
         """Whether what lies there now is in the same block of the heap, which is still in use."""
@@ -161,20 +162,26 @@ def read(
     spec = spec or library.spec(x)
     if spec.device == "cpu":
         return _uploaded(context, library.host_view(x))
-    address = library.pointer(x)
     if library.is_lazy(x):  # its memory lacks its values
         require_device(context, spec, name)
         x = x.detach().resolve_conj().resolve_neg()
         return _seen(context, library.spec(x), library.pointer(x), x)
+    return _placed(context, library, spec, x, name)
+
+
+def _placed(
+    context: DistributedContext, library: Library, spec: ArraySpec, x: Any, name: str
+) -> DeviceArray:
+    """Where an array on a GPU lies; as `read`."""
+    key = spec, library.pointer(x)
     known: Latest[tuple[ArraySpec, int], DeviceArray]
     known = context.cache("arrays that were read", _LATEST)
-    found = known.find((spec, address))
+    found = known.find(key)
     if found is None or not found.is_there(context):
         require_device(context, spec, name)
-        found = _seen(context, spec, address, x)
+        found = _seen(context, *key, x)
         if spec.size:  # else it has no address
-            # What the caller has is the caller's to keep.
-            known.keep((spec, address), replace(found, keep=None))
+            known.keep(key, replace(found, keep=None))  # the caller keeps what the caller has
     return found
 
 
@@ -183,7 +190,10 @@ def _seen(context: DistributedContext, spec: ArraySpec, address: int, x: Any) ->
     strides = tuple(stride * spec.itemsize for stride in spec.strides)
     made = DeviceArray(address, spec.shape, strides, spec.dtype, None, x)
     block = _block(context, made, x)
-    return made if block is None else replace(made, block=block)
+    if block is None:
+        return made
+    context.announce(block)
+    return replace(made, block=block)
 
 
 def new_result(
@@ -206,7 +216,7 @@ def new_result(
         return _back_to(context, library.empty(shape, dtype, order), order)
     steps, strides, nbytes = _packed(shape, dtype, order)
     if on_heap:
-        buffer = context.heap.allocate(nbytes)
+        buffer = _allocated(context, nbytes)
         array = array_on(buffer, library, dtypes.of(dtype), shape, steps)
         made = DeviceArray(buffer.block.address, shape, strides, dtype, buffer.block, array)
     else:
@@ -239,7 +249,7 @@ def result_in(context: DistributedContext, out: Any) -> Result:
         raise ValueError("out is a lazy conjugate, and the call writes into it")
     if spec.overlaps:
         raise ValueError("out is an expanded view, and the call writes into it")
-    return Result(read(context, out, "out", spec=spec), out)
+    return Result(_placed(context, library, spec, out, "out"), out)
 
 
 def laid_out_alike(context: DistributedContext, array: DeviceArray) -> DeviceArray:
@@ -276,9 +286,16 @@ def _on_heap(
 ) -> DeviceArray:
     """Packed memory of the heap, for an array of `shape`. Local. Raises HeapExhausted."""
     _, strides, nbytes = _packed(shape, dtype, order)
-    buffer = context.heap.allocate(nbytes)
+    buffer = _allocated(context, nbytes)
     address = buffer.block.address
     return DeviceArray(address, shape, strides, dtype, buffer.block, buffer)
+
+
+def _allocated(context: DistributedContext, nbytes: int) -> Buffer:
+    """Memory of the heap that peers can reach. Local. Raises HeapExhausted."""
+    buffer = context.heap.allocate(nbytes)
+    context.announce(buffer.block)
+    return buffer
 
 
 def _uploaded(context: DistributedContext, host: HostArray) -> DeviceArray:

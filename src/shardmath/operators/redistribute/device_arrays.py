@@ -16,7 +16,6 @@ from shardmath.operators.redistribute.notes import Made, Note
 from shardmath.operators.redistribute.problem import Problem
 from shardmath.symmetric.allocation import block_of
 from shardmath.symmetric.device_array import (
-    DeviceArray,
     Result,
     new_result,
     read,
@@ -76,21 +75,13 @@ class DeviceArrays:
         """What this rank says of this execution. `staging` is packed, b"" where there is none."""
         target = None if self.result is None else self.result.array
         return Note.packed(
-            _told(self._context, self.operand),
-            b"" if target is None else _told(self._context, target),
+            self.operand.told,
+            b"" if target is None else target.told,
             staging,
             allocates=target is None,
             on_heap=self._on_heap if target is None else target.block is not None,
             made=self._made,
         )
-
-
-def _told(context: DistributedContext, array: DeviceArray) -> bytes:
-    """Where peers find it, packed, which lets them reach it; b"" where it is not on the heap."""
-    if array.block is None:
-        return b""
-    context.announce(array.block)
-    return array.told
 
 
 def _require_apart(library: Library, operand: Any, out: Any) -> None:
