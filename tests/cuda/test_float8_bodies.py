@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from test_matmul_bodies import body
@@ -33,6 +34,24 @@ def test_every_granularity(gpus, size, layout, where):
     for name in ("small", "thin", "blocks", "none"):
         args = ["torch", layout, bodies.SHAPES[name], cases, SUMS]
         assert gpus.run(body, bodies.__name__, "table", where, args, ranks=size) == [[]] * size
+
+
+def in_rounds(context, after, args):
+    """The body's table, with products that follow on these rounds."""
+    rounds = importlib.import_module("shardmath.operators.matmul.gpu.rounds")
+    with patch.object(rounds, "cuts", lambda *_: tuple(after)):
+        return body(context, bodies.__name__, "table", "gpu", args)
+
+
+@pytest.mark.parametrize("which", ["none", "each", "last"])
+@pytest.mark.parametrize(("layout", "index"), [("rows of a", 0), ("columns of b", 1)])
+def test_lines_that_come_in_rounds(gpus, size, layout, index, which):
+    after = {"none": (), "each": range(size), "last": sorted({0, size - 1})}[which]
+    for lines, others in ((1536, 272), (576, 60)):  # in squares for all ranks, or not
+        k = 400 + 16 * ["none", "each", "last"].index(which)  # of its own: plans are kept
+        shape = (lines, others, k) if index == 0 else (others, lines, k)
+        args = ["torch", layout, shape, bodies.all_cases(), SUMS]
+        assert gpus.run(in_rounds, list(after), args, ranks=size) == [[]] * size
 
 
 @pytest.mark.parametrize("layout", ["rows", "reduce", "blocks"])

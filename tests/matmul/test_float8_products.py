@@ -57,12 +57,17 @@ def one_product(context, library, layout, shape, case, sums, force=None):
         "distributions": dists[rank],
         "qualifiers": qualifiers(turned),
         "quantization_scales": MatmulQuantizationScales(**scales),
-        "options": {"result_type": NUMBERS[result], "strategy": force},
+        "options": {
+            "result_type": NUMBERS[result],
+            "result_amax": result in cases.LARGEST,
+            "strategy": force,
+        },
         "alpha": -0.75,
     }
     with Matmul(*operands, **given) as mm:
         mm.plan()
         got = mm.execute()
+        got, aux = got if isinstance(got, tuple) else (got, {})
         explained = mm.explain()
     one, two = (factor.numbers for factor in factors)
     exact = -0.75 * (one @ two) * scale_d
@@ -72,6 +77,9 @@ def one_product(context, library, layout, shape, case, sums, force=None):
     )
     host = library.host_view(got)
     assert host.shape == want.shape and host.dtype == to_numpy(result), (host.dtype, result)
+    if aux:
+        most = abs(exact / scale_d).max(initial=0.0)
+        assert abs(library.host_view(aux["result_amax"])[0] - most) <= 2e-3 * most
     wrong = abs(host.astype(np.float64) - want) / limit
     worst = float(wrong.max(initial=0.0))
     return explained, worst if not np.isnan(wrong).any() else np.inf

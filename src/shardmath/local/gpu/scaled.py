@@ -39,6 +39,10 @@ class Quantized(NamedTuple):
     scale: int
     most: int
 
+    def part(self, number: int) -> Quantized:
+        """The same for one of several products that make D: each has a word for its greatest."""
+        return self._replace(most=self.most and self.most + 4 * number)
+
 
 def up(extent: int, multiple: int) -> int:
     """The least multiple that is not below `extent`."""

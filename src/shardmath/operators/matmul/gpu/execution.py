@@ -102,13 +102,13 @@ class Execution:
             "ab", self.operands.factors, strategy.transfers, strict=True
         ):
             ranges = transfer.read_by_peers(rank)
-            if ranges is not None:
+            if ranges is not None and self.share.rounds is None:
                 room = self.shown.operand(name, array, (ranges[0], ranges[1]))
                 if room is not None:
                     self._copies.append((room, matrix_of(array).part(ranges[0], ranges[1])))
         self.ending.prepare()
         if self._scaled is not None:
-            self._scaled.prepare_scales()
+            self._scaled.prepare_shown()
         if self.share.multiplies:
             self._prepare_product()
         return self.shown.pack()
@@ -159,7 +159,7 @@ class Execution:
             for name in "ab":
                 self.shown.publish(name, self.stream)
             if self._scaled is not None:
-                self._scaled.show_scales()
+                self._scaled.begin()
             if self.ending.quantizing is not None:
                 self.ending.quantizing.begin()
             together = self.ending.show_c() or self.share.reads_peers
