@@ -67,6 +67,7 @@ def finish(
         f"ACTIVATION={_SWITCH[epilog.activation]}",
         f"GRADIENT={_SWITCH[epilog.gradient]}",
         f"KEEP_AUX={bool(epilog.makes_aux):d}",
+        f"HALVES={dtypes.of(extra or d.dtype).itemsize <= 2 >= d.itemsize:d}",
     )
     text = struct.pack("qq", d.rows, d.columns)
     text += b"".join(_NOWHERE if x is None else _packed(x) for x in (d, c, aux, kept))

@@ -28,20 +28,24 @@ _ALIKE = {
     MatmulEpilog.GELU_AUX: _HALVES,
     MatmulEpilog.GELU_AUX_BIAS: _HALVES,
 }
-# What the product does, and what our kernel then does to D in place: ReLU and its slope have the
-# same bits before rounding and after.
+# What the product does, and what our kernel then does to D in place: ReLU and its derivative have
+# the same bits before rounding and after. DGELU is rounded twice, which may not make it infinite.
 _SPLIT = {
     MatmulEpilog.RELU: (MatmulEpilog.DEFAULT, MatmulEpilog.RELU),
     MatmulEpilog.RELU_BIAS: (MatmulEpilog.BIAS, MatmulEpilog.RELU),
     MatmulEpilog.DRELU: (MatmulEpilog.DEFAULT, MatmulEpilog.DRELU),
+    MatmulEpilog.DGELU: (MatmulEpilog.DEFAULT, MatmulEpilog.DGELU),
 }
+_TWICE = {MatmulEpilog.DGELU: "bfloat16"}  # the only type of D for which it is split
 _ALIGNMENT = 16  # bytes, of a bias and an auxiliary matrix
 _AUX_ROWS = 8  # of which the distance of columns of GELU's inputs is a multiple
 
 
-def split(epilog: MatmulEpilog) -> tuple[MatmulEpilog, MatmulEpilog]:
-    """What of an epilog a product should do, and what is left to be done to its result in place."""
-    return _SPLIT.get(epilog, (epilog, MatmulEpilog.DEFAULT))
+def split(epilog: MatmulEpilog, dtype: str) -> tuple[MatmulEpilog, MatmulEpilog]:
+    """What of an epilog a product does, and what is left to be done in place, for a D of a type."""
+    if _TWICE.get(epilog, dtype) == dtype and epilog in _SPLIT:
+        return _SPLIT[epilog]
+    return epilog, MatmulEpilog.DEFAULT
 
 
 class Within(NamedTuple):

@@ -78,7 +78,7 @@ class Execution:
         self.ending = Ending(context, share, operands, lane, self.shown, self.addition)
         self._arriving = self._on_arrival()
         self._within: Within | None = None
-        self._first, self._rest = split(self.problem.epilog)
+        self._first, self._rest = split(self.problem.epilog, self.out.dtype)
         self._scaled: ScaledProducts | None = None
         if share.multiplies_elements:
             self._scaled = ScaledProducts(share, operands, lane, self.shown, self.ending)
