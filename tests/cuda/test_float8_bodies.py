@@ -46,11 +46,14 @@ def in_rounds(context, after, args):
 @pytest.mark.parametrize("which", ["none", "each", "last"])
 @pytest.mark.parametrize(("layout", "index"), [("rows of a", 0), ("columns of b", 1)])
 def test_lines_that_come_in_rounds(gpus, size, layout, index, which):
-    after = {"none": (), "each": range(size), "last": sorted({0, size - 1})}[which]
+    if size == 1:
+        pytest.skip("one rank has all lines")
+    number = ["none", "each", "last"].index(which)
+    after = [(), range(size), sorted({0, size - 1})][number]
     for lines, others in ((1536, 272), (576, 60)):  # in squares for all ranks, or not
-        k = 400 + 16 * ["none", "each", "last"].index(which)  # of its own: plans are kept
+        k = 400 + 16 * number  # of its own: plans are kept
         shape = (lines, others, k) if index == 0 else (others, lines, k)
-        args = ["torch", layout, shape, bodies.all_cases(), SUMS]
+        args = ["torch", layout, shape, bodies.all_cases()[number::3], SUMS]
         assert gpus.run(in_rounds, list(after), args, ranks=size) == [[]] * size
 
 
