@@ -76,17 +76,19 @@ def test_products_follow_from_the_first_round_to_the_last(size):
 
 
 STRATEGIES = [
-    ((X, Y, Y), 0),
-    ((X, Y, X), 1),
-    ((R, Y, Y), None),  # is there
-    ((Y, X, X), None),  # is added up
-    ((X, X, X), None),  # comes along k
+    ((X, Y, Y), 1024, 0),
+    ((X, Y, X), 1024, 1),
+    ((R, Y, Y), 1024, None),  # is there
+    ((Y, X, X), 1024, None),  # is added up
+    ((X, X, X), 1024, None),  # comes along k
+    ((X, Y, Y), 1 << 25, None),  # is too large
+    ((X, Y, Y), 0, None),
 ]
 
 
-@pytest.mark.parametrize(("dists", "index"), STRATEGIES)
-def test_strategies_that_gather_lines(dists, index):
-    m = n = k = 1024
+@pytest.mark.parametrize(("dists", "k", "index"), STRATEGIES)
+def test_strategies_that_gather_lines(dists, k, index):
+    m = n = 1024
     e4, layouts = "float8_e4m3fn", []
     for dist, shape in zip(dists, ((m, k), (k, n), (m, n)), strict=True):
         layouts.append(Layout.bind([dist] * 4, shape))

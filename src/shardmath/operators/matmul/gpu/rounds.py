@@ -31,6 +31,7 @@ _BARRIER, _COPY, _PUSH, _PRODUCT = 4e-6, 3e-6, 5e-6, 3e-6
 _ENGINES = 1.2e-5  # until the first copy has begun, and a kernel after the last
 _ENGINE, _KERNEL = 3.7e11, 3.3e11
 _PROCESSORS, _RATE, _TILE = 132, 1.3e15, 128  # of a product, whose tiles have so many lines
+_ROOM = 16 << 30  # bytes: of more, panels along k come, and take turns in less
 
 
 @dataclass(frozen=True)
@@ -98,14 +99,14 @@ class Rounds:
 
 def rounds_of(strategy: Strategy) -> Rounds | None:
     """How the factor comes that all ranks need whole, of a strategy that gathers one, along whole
-    k, and needs nothing else; None for others. The same on all ranks.
+    k, and needs nothing else; None for others, and for what is too large. The same on all ranks.
     """
-    form = gathered_lines(strategy)
-    if form is None or strategy.problem.size == 1 or not strategy.problem.shape[2]:
+    form, k = gathered_lines(strategy), strategy.problem.shape[2]
+    if form is None or strategy.problem.size == 1 or not 0 < k * sum(form.rows) <= _ROOM:
         return None
     other = strategy.rows if form.turned else strategy.columns
     widest = max(part.length for part in other)
-    after = cuts(form.rows, widest, strategy.problem.shape[2])
+    after = cuts(form.rows, widest, k)
     return Rounds(int(bool(form.turned)), form.rows, after)
 
 
