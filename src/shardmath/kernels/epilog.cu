@@ -7,7 +7,8 @@
 //
 // Compiled with ELEMENT (of D), EXTRA (of bias and GELU's aux, if not that), PART and ADDEND (of the parts and of
 // C), PARTS (how many there can be), and the switches BIAS, ACTIVATION, GRADIENT (0 none, 1 ReLU, 2 GELU), KEEP_AUX,
-// and HALVES (D and what an epilog reads and makes have 16 bits at most).
+// HALVES (D and what an epilog reads and makes have 16 bits at most), and PLAIN (there is one part, which is not
+// conjugated, alpha is 1, and there is no C: what follows a product that has done all that).
 #include "elements.cuh"
 
 #ifndef ELEMENT
@@ -27,6 +28,7 @@
 
 #ifndef HALVES
 #define HALVES 0
+#define PLAIN 0
 #endif
 
 using namespace shardmath;
@@ -230,9 +232,11 @@ struct Spot {
 // One run of D, of whose first part and auxiliary matrix these are the elements.
 __device__ inline void finish_run(const EpilogArgument& a, const Spot& at, const Run<PART>& part,
                                   [[maybe_unused]] const Run<EXTRA>& side) {
-    const bool scale = !is_one(a.alpha), add = a.c.data && !is_zero(a.beta), plain = is_one(a.beta);
-    W x[kRun], y[kRun];
+    W x[kRun];
+    [[maybe_unused]] W y[kRun];
     part.widen(x);
+#if !PLAIN
+    const bool scale = !is_one(a.alpha), add = a.c.data && !is_zero(a.beta), whole = is_one(a.beta);
 #pragma unroll
     for (int i = 0; i < kRun; ++i)
         if (a.conjugate) x[i] = conjugated(x[i]);
@@ -251,12 +255,16 @@ __device__ inline void finish_run(const EpilogArgument& a, const Spot& at, const
 #pragma unroll
     for (int i = 0; i < kRun; ++i) {
         if (scale) x[i] = scaled(a.alpha, x[i]);
-        if (add) x[i] = sum::combine(x[i], plain ? y[i] : scaled(a.beta, y[i]));
+        if (add) x[i] = sum::combine(x[i], whole ? y[i] : scaled(a.beta, y[i]));
+    }
+#endif
 #if BIAS
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) {
         const i64 row = a.by_rows ? at.first + i : at.line;
         x[i] = sum::combine(x[i], Wide<EXTRA>::widen(((const EXTRA*)a.bias)[row * a.bias_step]));
-#endif
     }
+#endif
 #if (KEEP_AUX && ACTIVATION == 1) || GRADIENT == 1
     unsigned char* const bits = (unsigned char*)a.aux.data + at.line * a.aux.column + at.first / kRun;
     unsigned mask = 0;
@@ -289,13 +297,16 @@ __device__ inline void finish_run(const EpilogArgument& a, const Spot& at, const
 }
 
 // The same as `epilog` where rows, or with by_rows columns, are contiguous and aligned in D, C, `kept` and all
-// parts: a thread has 8 elements side by side, and loads several such runs before it goes on. With an auxiliary
-// matrix, of which the same holds, by_rows only: a byte of a mask has one thread.
+// parts: a thread has 8 elements side by side, and loads several such runs before it goes on, a block what lies
+// side by side. With an auxiliary matrix, of which the same holds, by_rows only: a byte of a mask has one thread.
 extern "C" __global__ void __launch_bounds__(256) epilog_runs(const __grid_constant__ EpilogArgument a) {
     constexpr int kAtOnce = sizeof(PART) <= 2 ? 4 : sizeof(PART) == 4 ? 2 : 1;
-    const uint32 runs = (uint32)((a.by_rows ? a.m : a.n) / kRun);
-    const i64 all = (a.by_rows ? a.n : a.m) * runs, step = (i64)gridDim.x * blockDim.x;
-    for (i64 next = (i64)blockIdx.x * blockDim.x + threadIdx.x; next < all; next += kAtOnce * step) {
+    const uint32 runs = (uint32)((a.by_rows ? a.m : a.n) / kRun), step = blockDim.x;
+    const i64 all = (a.by_rows ? a.n : a.m) * runs, stride = (i64)gridDim.x * step * kAtOnce;
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");  // it is launched early
+#endif
+    for (i64 next = (i64)blockIdx.x * step * kAtOnce + threadIdx.x; next < all; next += stride) {
         Run<PART> part[kAtOnce];
         Run<EXTRA> side[kAtOnce];
         Spot at[kAtOnce];
@@ -305,7 +316,7 @@ extern "C" __global__ void __launch_bounds__(256) epilog_runs(const __grid_const
             if (number >= all) break;
             const i64 line = number >> 32 ? number / runs : (uint32)number / runs;
             at[k] = {line, (number - line * runs) * kRun, a.by_rows};
-            if (a.parts)
+            if (PLAIN || a.parts)
                 part[k].load(a.part[0], at[k].in(a.part[0]));
             else
                 part[k] = {};
