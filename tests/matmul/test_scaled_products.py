@@ -280,6 +280,7 @@ def _by_numpy(monkeypatch):
     monkeypatch.setattr(feeding, "_LEAST", 128)
     monkeypatch.setattr(feeding, "_FIRST", 0.0)
     monkeypatch.setattr(share, "_MEMORY", 1e30)  # small products have several intervals, too
+    monkeypatch.setattr(share, "_PANEL", 0.0)
 
 
 def device_array(x, keep):

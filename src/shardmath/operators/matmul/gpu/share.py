@@ -35,6 +35,7 @@ from shardmath.symmetric.device_array import DeviceArray
 __all__ = ["AFTERWARDS", "Operands", "Scales", "Share"]
 
 _MEMORY = 4e12  # bytes per second of an H200's memory
+_PANEL = 6e-6  # seconds that one more product takes to begin, and to end with few tiles
 
 # Epilogs of which nothing happens to D itself.
 AFTERWARDS = (MatmulEpilog.ALLREDUCE, MatmulEpilog.BGRADA, MatmulEpilog.BGRADB)
@@ -225,7 +226,7 @@ class Share(host.Share):
         strategy, result = self.strategy, dtypes.of(self.strategy.problem.result)
         sums = strategy.rows[self.rank].length * strategy.columns[self.rank].length
         rounding = 0 if result.name == "float32" else 4 + result.itemsize
-        return sums * (8 * (panels - 1) + rounding) / _MEMORY
+        return sums * (8 * (panels - 1) + rounding) / _MEMORY + (panels - 1) * _PANEL
 
     @cached_property
     def rounds(self) -> Rounds | None:
