@@ -54,9 +54,7 @@ def finish(
     if d.size == 0:
         return
     part = parts[0].dtype if parts else dtypes.accumulator(d.dtype).name
-    room = 8
-    while room < len(parts):
-        room *= 2
+    room = max(8, 1 << (len(parts) - 1).bit_length())
     defines = (
         f"ELEMENT={d.dtype}",
         *([f"EXTRA={extra}"] if extra else []),
