@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from test_matmul_bodies import body
@@ -33,6 +34,74 @@ def test_every_granularity(gpus, size, layout, where):
     for name in ("small", "thin", "blocks", "none"):
         args = ["torch", layout, bodies.SHAPES[name], cases, SUMS]
         assert gpus.run(body, bodies.__name__, "table", where, args, ranks=size) == [[]] * size
+
+
+def in_rounds(context, after, args):
+    """The body's table, with products that follow on these rounds."""
+    rounds = importlib.import_module("shardmath.operators.matmul.gpu.rounds")
+    with patch.object(rounds, "cuts", lambda *_: tuple(after)):
+        return body(context, bodies.__name__, "table", "gpu", args)
+
+
+@pytest.mark.parametrize("which", ["none", "each", "last"])
+@pytest.mark.parametrize(("layout", "index"), [("rows of a", 0), ("columns of b", 1)])
+def test_lines_that_come_in_rounds(gpus, size, layout, index, which):
+    if size == 1:
+        pytest.skip("one rank has all lines")
+    number = ["none", "each", "last"].index(which)
+    after = [(), range(size), sorted({0, size - 1})][number]
+    for lines, others in ((1536, 272), (576, 60)):  # in squares for all ranks, or not
+        k = 400 + 16 * number  # of its own: plans are kept
+        shape = (lines, others, k) if index == 0 else (others, lines, k)
+        args = ["torch", layout, shape, bodies.all_cases()[number::3], SUMS]
+        assert gpus.run(in_rounds, list(after), args, ranks=size) == [[]] * size
+
+
+def replayed(context, after):
+    """Whether a graph sees new elements, and whether other algorithms compute the same."""
+    torch = importlib.import_module("torch")
+    rounds = importlib.import_module("shardmath.operators.matmul.gpu.rounds")
+    torch.cuda.set_device(context.device_id)
+    device = torch.device("cuda", context.device_id)
+    random = torch.Generator(device).manual_seed(context.rank)
+
+    def some(*shape):
+        x = torch.randn(shape, device=device, generator=random)
+        return x.to(torch.float8_e4m3fn) if len(shape) == 2 else x.abs()
+
+    k = 320 + 16 * len(after)  # of its own: plans are kept
+    a, b, scales = some(64, k), some(48, k).T, {"a": some(64), "b": some(48)}
+    given = {
+        "distributions": [bodies.cases.Slab.X, bodies.cases.Slab.Y, bodies.cases.Slab.Y],
+        "quantization_scales": scales,
+        "options": {"result_type": bodies.NUMBERS["float32"]},
+    }
+    with patch.object(rounds, "cuts", lambda *_: tuple(after)), context:
+        bodies.matmul(a, b, **given)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            made = bodies.matmul(a, b, **given)
+        same = []
+        for _ in range(3):
+            a.copy_(some(64, k))
+            scales["a"].copy_(some(64))
+            graph.replay()
+            fresh = bodies.matmul(a, b, **given)
+            same.append(torch.equal(made, fresh))
+        with bodies.Matmul(a, b, **given) as mm:
+            mm.plan(autotune=True)
+            close = torch.allclose(mm.execute(), fresh, rtol=1e-3, atol=1e-2)
+            explained = mm.explain()
+    context.team.synchronize(0)
+    return [same, close, "autotuned" in explained, "rows of a come" in explained]
+
+
+@pytest.mark.parametrize("which", ["none", "each"])
+def test_rounds_in_graphs(gpus, which):
+    after = range(gpus.size) if which == "each" else ()
+    found = gpus.run(replayed, list(after), ranks=gpus.size)
+    assert found == [[[True] * 3, True, True, gpus.size > 1]] * gpus.size
 
 
 @pytest.mark.parametrize("layout", ["rows", "reduce", "blocks"])

@@ -234,13 +234,14 @@ def test_epilogs(gpus, dtype):
 
 
 def check_epilogs_within(context, dtype):
-    """Products with their epilogs in cuBLASLt, by each of its algorithms, that differ from the
-    host's; how many there were.
+    """Products with their epilogs, or the first part, in cuBLASLt, by each of its algorithms, that
+    differ from the host's; how many there were.
     """
     from shardmath.cuda.driver import call
     from shardmath.local.gpu.blaslt import WORKSPACE
+    from shardmath.local.gpu.epilog import finish
     from shardmath.local.gpu.gemm import Algorithms, has_algorithm, multiply
-    from shardmath.local.gpu.within import within
+    from shardmath.local.gpu.within import split, within
 
     rng = np.random.default_rng(4)
     room = context.heap.allocate(WORKSPACE)
@@ -260,26 +261,26 @@ def check_epilogs_within(context, dtype):
                 size = np.nan_to_num(0.5 * abs(wide(a)) @ abs(wide(b)))  # the product's own error
                 total = 0.5 * (wide(a) @ wide(b)) + 2 * wide(c)
                 want, aux = host.apply(epilog, total.copy(), inputs, dtype="float64")
-            bias, other = None, None
-            if epilog.has_bias:
-                bias = OnDevice(context, inputs["bias"].reshape(m, 1))
+            bias = OnDevice(context, inputs["bias"].reshape(m, 1)) if epilog.has_bias else None
+            matrix = None
             name = epilog.needs_aux or epilog.makes_aux
             if name:
-                shape = inputs[name] if name in inputs else np.zeros(aux[name].shape, c.dtype)
-                other = OnDevice(context, shape, "F")
+                given = inputs[name] if name in inputs else np.zeros(aux[name].shape, c.dtype)
+                matrix = (other := OnDevice(context, given, "F")).matrix
             x, y, d = OnDevice(context, a, sa), OnDevice(context, b, sb), OnDevice(context, c, sd)
+            first, rest = split(epilog, dtype)
             found = within(
-                epilog,
+                first,
                 d.matrix,
                 bias=(bias.matrix.address, 1) if bias else None,
-                aux=other.matrix if other else None,
+                aux=matrix if first is epilog else None,
             )
             factors = x.matrix, y.matrix, d.matrix
             if found is None or not has_algorithm(device, *factors, extras=found.extras):
                 continue
             done += 1
 
-            def run(algorithms, factors=factors, found=found, d=d):
+            def run(algorithms, factors=factors, found=found, d=d, rest=rest, matrix=matrix):
                 call("cuMemcpyHtoD", d._buffer.block.address, d.host.ctypes.data, d.host.nbytes)
                 multiply(
                     device,
@@ -293,6 +294,8 @@ def check_epilogs_within(context, dtype):
                     aux=found.aux,
                     algorithms=algorithms,
                 )
+                if rest:
+                    finish(device, 0, d.matrix, [d.matrix], epilog=rest, aux=matrix)
 
             timed = Algorithms(timings={})
             run(timed)

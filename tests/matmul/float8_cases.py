@@ -47,6 +47,8 @@ LAYOUTS = {
     "columns": lambda *_: (Slab.Y, Slab.Y, Slab.Y),
     "everywhere": lambda *_: (Slab.Y, Slab.X, Replicated()),
     "copies": lambda *_: (Replicated(), Replicated(), Slab.Y),
+    "rows of a": lambda *_: (Slab.X, Slab.Y, Slab.Y),
+    "columns of b": lambda *_: (Slab.X, Slab.Y, Slab.X),
     "blocks": lambda shapes, rank, size: (blocks(size),) * 3,
     "odd blocks": lambda shapes, rank, size: (odd_blocks(size), Slab.X, odd_blocks(size)),
     "boxes": lambda shapes, rank, size: (

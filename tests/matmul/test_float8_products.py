@@ -57,12 +57,17 @@ def one_product(context, library, layout, shape, case, sums, force=None):
         "distributions": dists[rank],
         "qualifiers": qualifiers(turned),
         "quantization_scales": MatmulQuantizationScales(**scales),
-        "options": {"result_type": NUMBERS[result], "strategy": force},
+        "options": {
+            "result_type": NUMBERS[result],
+            "result_amax": result in cases.LARGEST,
+            "strategy": force,
+        },
         "alpha": -0.75,
     }
     with Matmul(*operands, **given) as mm:
         mm.plan()
         got = mm.execute()
+        got, aux = got if isinstance(got, tuple) else (got, {})
         explained = mm.explain()
     one, two = (factor.numbers for factor in factors)
     exact = -0.75 * (one @ two) * scale_d
@@ -72,6 +77,9 @@ def one_product(context, library, layout, shape, case, sums, force=None):
     )
     host = library.host_view(got)
     assert host.shape == want.shape and host.dtype == to_numpy(result), (host.dtype, result)
+    if aux:
+        most = abs(exact / scale_d).max(initial=0.0)
+        assert abs(library.host_view(aux["result_amax"])[0] - most) <= 2e-3 * most
     wrong = abs(host.astype(np.float64) - want) / limit
     worst = float(wrong.max(initial=0.0))
     return explained, worst if not np.isnan(wrong).any() else np.inf
@@ -184,11 +192,11 @@ def run_epilogs(context, library_name, result, addend, sums=cases.SUMS):
     mine = [np.array(part_of(x, dists[2], rank, size)) for x in (bias.repeat(n, 1), slope)]
     scales = {"a": 0.5, "b": 0.25}
     scales |= {"c": 2.0} if addend in cases.LARGEST else {}
-    scales |= {"d": library.from_host(np.array([8.0], "f4"))} if result in cases.LARGEST else {}
-    scale_d = 8.0 if "d" in scales else 1.0
+    scale_d = 8.0 if result in cases.LARGEST else 1.0
     one, two = a.astype(float) * 0.5, b.astype(float) * 0.25
     sums_ = 1.5 * one @ two + 0.5 * c.astype(float) * scales.get("c", 1.0)
     with context:
+        scales |= {"d": library.from_host(np.array([8.0], "f4"))} if scale_d > 1 else {}
         for name in EPILOGS:
             inputs = {}
             if "BIAS" in name:
@@ -272,7 +280,8 @@ def reset_scales(context, library_name):
     rng = np.random.default_rng(1)
     whole = [cases.elements(rng, shape, E4) for shape in ((8 * size, 16), (16, 8))]
     a, b = (np.array(part_of(x, cases.Slab.X, rank, size)) for x in whole)
-    rows = library.from_host(np.full((8, 1), 0.5, "f4"))
+    with context:
+        rows = library.from_host(np.full((8, 1), 0.5, "f4"))
     exact = whole[0].astype(float) @ whole[1].astype(float)
     with context, Matmul(
         library.from_host(a),

@@ -21,8 +21,8 @@ from shardmath.arrays.dtypes import of, to_numpy
 from shardmath.distribution import Slab
 from shardmath.geometry import Layout
 from shardmath.local.epilog import MatmulEpilog
-from shardmath.local.gpu import Matrix, scaled
-from shardmath.operators.matmul.gpu import feeding, share
+from shardmath.local.gpu import Matrix, float8, scaled
+from shardmath.operators.matmul.gpu import exchange, feeding, rounds, share
 from shardmath.operators.matmul.gpu import scaled as module
 from shardmath.operators.matmul.gpu.scale_moves import chosen
 from shardmath.operators.matmul.gpu.share import Operands, Scales, Share
@@ -67,7 +67,7 @@ class Lane:
     """Buffers by name."""
 
     def __init__(self):
-        self.team = SimpleNamespace(device=None)
+        self.team = SimpleNamespace(device=SimpleNamespace(processors=132))
         self.held = {}
 
     def buffer(self, name, nbytes):
@@ -77,6 +77,17 @@ class Lane:
 
     def address(self, name):
         return self.held[name].ctypes.data
+
+    def stream(self, name):
+        return 1
+
+    def event(self, name): ...
+
+    def barrier(self, stream): ...
+
+    @property
+    def pushes(self):
+        return SimpleNamespace(push_to_all=push)
 
 
 class Shown:
@@ -186,7 +197,13 @@ class Gathering:
             out[np.ix_(at[0][1], at[1][1])] = source[np.ix_(at[0][0], at[1][0])]
 
 
-def numbers(_, __, out, elements, scales, blocks, *, factor=1.0, known_rows=None):
+def push(source, targets, nbytes, stream):
+    assert not any(word % 16 for word in (source, nbytes, *targets))
+    for target in targets:
+        ctypes.memmove(target, source, nbytes)
+
+
+def numbers(_, __, out, elements, scales, blocks, *, factor=1.0, known_rows=None, also=()):
     assert elements is None
     i, j = np.indices((out.rows, out.columns))
     values = np.full(i.shape, factor, np.float32)
@@ -195,7 +212,8 @@ def numbers(_, __, out, elements, scales, blocks, *, factor=1.0, known_rows=None
         given = view(scales)
         row = np.minimum(i // (blocks.rows or 1 << 40), (known - 1) // (blocks.rows or 1 << 40))
         values = values * given[row, j // (blocks.columns or 1 << 40)]
-    view(out)[...] = np.where(i < known, values, 0)
+    for each in (out, *also):
+        view(each)[...] = np.where(i < known, values, 0)
 
 
 def decoded(scale, lines, k):
@@ -238,22 +256,31 @@ def finish(_, __, d, parts):
     view(d)[...] = view(part)
 
 
-def clear(name, address, pitch, value, width, height, _):
-    assert name == "cuMemsetD2D8Async"
-    view(Matrix(address, height, width, pitch, 1, "uint8"))[...] = value
+def call(name, *given):
+    """What the driver is asked for."""
+    if name == "cuMemcpyAsync":
+        target, source, nbytes, _ = given
+        ctypes.memmove(target, source, nbytes)
+    elif name == "cuMemsetD2D8Async":
+        address, pitch, value, width, height, _ = given
+        view(Matrix(address, height, width, pitch, 1, "uint8"))[...] = value
+    else:
+        assert name in ("cuEventRecord", "cuStreamWaitEvent")
 
 
 @pytest.fixture(autouse=True)
 def _by_numpy(monkeypatch):
     monkeypatch.setattr(module, "Gathering", Gathering)
-    monkeypatch.setattr(module.float8, "numbers", numbers)
+    monkeypatch.setattr(float8, "numbers", numbers)
     monkeypatch.setattr(module.scaled, "multiply", multiply)
     monkeypatch.setattr(module, "finish", finish)
-    monkeypatch.setattr(module, "call", clear)
+    monkeypatch.setattr(exchange, "call", call)
+    monkeypatch.setattr(rounds, "_PROCESSORS", 1)  # small products take time, too
     monkeypatch.setattr(feeding, "_FIRST_BYTES", 1 << 10)
     monkeypatch.setattr(feeding, "_LEAST", 128)
     monkeypatch.setattr(feeding, "_FIRST", 0.0)
     monkeypatch.setattr(share, "_MEMORY", 1e30)  # small products have several intervals, too
+    monkeypatch.setattr(share, "_PANEL", 0.0)
 
 
 def device_array(x, keep):
@@ -299,7 +326,7 @@ class Rank:
             sums = self.shown.made("sums", shape, "float32", by_columns)
         ending = SimpleNamespace(sums=sums, quantizing=None)
         self.made = module.ScaledProducts(self.share, self.operands, self.lane, self.shown, ending)
-        self.made.prepare_scales()
+        self.made.prepare_shown()
         if self.share.multiplies:
             self.made.prepare()
 
@@ -348,7 +375,7 @@ def perform(layout, mode_a, mode_b, shape, result, order, label=None, hosts=(0,)
     for rank in ranks:
         for name in "ab":
             rank.shown.publish(name, 0)
-        rank.made.show_scales()
+        rank.made.begin()
     one, two = factors[0][0].numbers, factors[1][0].numbers
     for number, rank in enumerate(ranks):
         if not rank.share.multiplies:
@@ -400,16 +427,36 @@ def test_some_are_of_several_intervals_and_padded():
     assert len(Share(strategy, 0, (0,) * 4).schedule[0]) > 1
 
 
+ROUNDS = [(), (0, 1, 2, 3), (0, 1, 3), (0, 2, 3), (0, 3)]
+
+
+@pytest.mark.parametrize("after", ROUNDS)
+@pytest.mark.parametrize(("layout", "index"), [("rows of a", 0), ("columns of b", 1)])
+def test_lines_that_come_in_rounds(layout, index, after, monkeypatch):
+    monkeypatch.setattr(rounds, "cuts", lambda *_: after)
+    turns = itertools.cycle([("bfloat16", "C"), ("float32", "F"), ("float16", "C")])
+    pairs = list(itertools.product(cases.MODES, repeat=2))
+    # Blocks of 128 lines begin where parts do, or not; D can be written to where it lies, or not.
+    kinds = itertools.product((512, 192), ((256, 272), (76, 400)))
+    for number, (lines, (others, k)) in enumerate(kinds):
+        shape = (lines, others, k) if index == 0 else (others, lines, k)
+        for mode_a, mode_b in pairs[(number + len(after)) % 3 :: 3]:
+            result, order = next(turns)
+            strategy, _ = perform(layout, mode_a, mode_b, shape, result, order)
+            found = Share(strategy, 0, (0,) * 4).rounds
+            assert found is not None and (found.index, found.cuts) == (index, after)
+
+
 @pytest.mark.parametrize(
-    ("shape", "several"), [((8192, 8192, 8192), False), ((1024, 1024, 1 << 16), True)]
+    ("shape", "several"), [((8192, 8192, 8192), False), ((1024, 1024, 1 << 17), True)]
 )
 def test_panels_of_k_are_cut_where_sums_are_small(shape, several, monkeypatch):
-    """Each panel reads and writes the sums; rows of A come from the other rank."""
+    """Each panel reads and writes the sums; B comes from the other rank, cut along k."""
     monkeypatch.undo()
     m, n, k = shape
     layouts = [
         Layout.bind([slab] * 2, extents)
-        for slab, extents in ((Slab.X, (m, k)), (Slab.Y, (k, n)), (Slab.Y, (m, n)))
+        for slab, extents in ((Slab.X, (m, k)), (Slab.X, (k, n)), (Slab.X, (m, n)))
     ]
     strategy, _ = chosen(problem_of(layouts, (TENSOR, TENSOR), "bfloat16"), HOPPER)
     assert (len(Share(strategy, 0, (0, 0)).schedule[0]) > 1) == several

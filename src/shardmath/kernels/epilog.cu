@@ -6,7 +6,9 @@
 // written by two.
 //
 // Compiled with ELEMENT (of D), EXTRA (of bias and GELU's aux, if not that), PART and ADDEND (of the parts and of
-// C), PARTS (how many there can be), and the switches BIAS, ACTIVATION, GRADIENT (0 none, 1 ReLU, 2 GELU) and KEEP_AUX.
+// C), PARTS (how many there can be), and the switches BIAS, ACTIVATION, GRADIENT (0 none, 1 ReLU, 2 GELU), KEEP_AUX,
+// HALVES (D and what an epilog reads and makes have 16 bits at most), and PLAIN (there is one part, which is not
+// conjugated, alpha is 1, and there is no C: what follows a product that has done all that).
 #include "elements.cuh"
 
 #ifndef ELEMENT
@@ -22,6 +24,11 @@
 
 #ifndef EXTRA
 #define EXTRA ELEMENT
+#endif
+
+#ifndef HALVES
+#define HALVES 0
+#define PLAIN 0
 #endif
 
 using namespace shardmath;
@@ -79,6 +86,18 @@ __device__ W loaded(const Matrix& x, i64 i, i64 j) {
 
 #if ACTIVATION == 2 || GRADIENT == 2
 constexpr double kC0 = 0.7978845608028654, kC1 = 0.044715;  // sqrt(2 / pi), and the cubic's factor
+
+// x / (1 + exp(y)), for halves by the multiprocessor's own exponential and reciprocal: they are off by 1e-5 at
+// most, a twentieth of what float16 rounds off, and else take longer than memory does.
+__device__ inline W over_one_plus(W x, W exponent, W& e) {
+#if HALVES
+    e = __expf(exponent);
+    return __fdividef(x, 1 + e);
+#else
+    e = exp(exponent);
+    return x / (1 + e);
+#endif
+}
 #endif
 
 #if ACTIVATION
@@ -87,7 +106,8 @@ __device__ inline W activated(W x) {
     return x > 0 || x != x ? x : 0;
 #else
     const W square = x * x;
-    return x / (1 + exp((square * (W)(-2 * kC0 * kC1) - (W)(2 * kC0)) * x));
+    W e;
+    return over_one_plus(x, (square * (W)(-2 * kC0 * kC1) - (W)(2 * kC0)) * x, e);
 #endif
 }
 #endif
@@ -97,8 +117,8 @@ __device__ inline W activated(W x) {
 __device__ inline W slope(W x) {
     x = x < -10 ? -10 : x > 10 ? 10 : x;
     const W square = x * x;
-    const W e = exp((square * (W)(-2 * kC0 * kC1) - (W)(2 * kC0)) * x);
-    const W p = 1 / (1 + e);
+    W e;
+    const W p = over_one_plus(1, (square * (W)(-2 * kC0 * kC1) - (W)(2 * kC0)) * x, e);
     return (e * p * (square * (W)(6 * kC0 * kC1) + (W)(2 * kC0)) * x + 1) * p;
 }
 #endif
@@ -171,91 +191,142 @@ extern "C" __global__ void __launch_bounds__(256) epilog(const __grid_constant__
 
 constexpr int kRun = 8;  // elements that lie side by side in every matrix
 
+// Elements of one type that lie side by side, as they are loaded and stored.
 template <class Element>
-__device__ void load_run(const Matrix& x, i64 start, W* out) {
-    union {
-        uint4 wide[kRun * sizeof(Element) / 16 + (sizeof(Element) == 1)];  // eight bits go the other way
-        Element each[kRun];
-    } run;
-    const uint4* from = (const uint4*)((const Element*)x.data + start);
+union Run {
+    uint4 wide[kRun * sizeof(Element) / 16 + (sizeof(Element) == 1)];  // eight bits go the other way
+    Element each[kRun];
+
+    __device__ void load(const Matrix& x, i64 start) {
+        const uint4* from = (const uint4*)((const Element*)x.data + start);
 #pragma unroll
-    for (int i = 0; i < (int)(kRun * sizeof(Element) / 16); ++i) run.wide[i] = from[i];
+        for (int i = 0; i < (int)(kRun * sizeof(Element) / 16); ++i) wide[i] = from[i];
+    }
+    __device__ void store(const Matrix& x, i64 start) const {
+        uint4* to = (uint4*)((Element*)x.data + start);
 #pragma unroll
-    for (int i = 0; i < kRun; ++i) out[i] = Wide<Element>::widen(run.each[i]);
-}
+        for (int i = 0; i < (int)(kRun * sizeof(Element) / 16); ++i) to[i] = wide[i];
+    }
+    __device__ void widen(W* out) const {
+#pragma unroll
+        for (int i = 0; i < kRun; ++i) out[i] = Wide<Element>::widen(each[i]);
+    }
+};
 
 template <class Element>
 __device__ void store_run(const Matrix& x, i64 start, const W* values) {
-    union {
-        uint4 wide[kRun * sizeof(Element) / 16 + (sizeof(Element) == 1)];  // as in load_run
-        Element each[kRun];
-    } run;
+    Run<Element> run;
 #pragma unroll
     for (int i = 0; i < kRun; ++i) run.each[i] = Wide<Element>::narrow(values[i]);
-    uint4* to = (uint4*)((Element*)x.data + start);
-#pragma unroll
-    for (int i = 0; i < (int)(kRun * sizeof(Element) / 16); ++i) to[i] = run.wide[i];
+    run.store(x, start);
 }
 
-// The same as `epilog` where rows, or with by_rows columns, are contiguous and aligned in D, C, `kept` and all
-// parts: a thread has 8 elements side by side. With an auxiliary matrix, of which the same holds, by_rows only: a
-// byte of a mask has one thread.
-extern "C" __global__ void __launch_bounds__(256) epilog_runs(const __grid_constant__ EpilogArgument a) {
-    const uint32 runs = (uint32)((a.by_rows ? a.m : a.n) / kRun);
-    const i64 lines = a.by_rows ? a.n : a.m, step = (i64)gridDim.x * blockDim.x;
-    const bool scale = !is_one(a.alpha), add = a.c.data && !is_zero(a.beta), plain = is_one(a.beta);
-    for (i64 at = (i64)blockIdx.x * blockDim.x + threadIdx.x; at < lines * runs; at += step) {
-        const i64 line = at >> 32 ? at / runs : (uint32)at / runs, first = (at - line * runs) * kRun;
-        W x[kRun], y[kRun];
+// Of a run of all matrices: its line, and its first element there.
+struct Spot {
+    i64 line, first;
+    int by_rows;
+
+    __device__ i64 in(const Matrix& x) const { return line * (by_rows ? x.column : x.row) + first; }
+};
+
+// One run of D, of whose first part and auxiliary matrix these are the elements.
+__device__ inline void finish_run(const EpilogArgument& a, const Spot& at, const Run<PART>& part,
+                                  [[maybe_unused]] const Run<EXTRA>& side) {
+    W x[kRun];
+    [[maybe_unused]] W y[kRun];
+    part.widen(x);
+#if !PLAIN
+    const bool scale = !is_one(a.alpha), add = a.c.data && !is_zero(a.beta), whole = is_one(a.beta);
 #pragma unroll
-        for (int i = 0; i < kRun; ++i) x[i] = W{};
-        for (int p = 0; p < a.parts; ++p) {
-            load_run<PART>(a.part[p], line * (a.by_rows ? a.part[p].column : a.part[p].row) + first, y);
+    for (int i = 0; i < kRun; ++i)
+        if (a.conjugate) x[i] = conjugated(x[i]);
+    for (int p = 1; p < a.parts; ++p) {
+        Run<PART> next;
+        next.load(a.part[p], at.in(a.part[p]));
+        next.widen(y);
 #pragma unroll
-            for (int i = 0; i < kRun; ++i) {
-                if (a.conjugate) y[i] = conjugated(y[i]);
-                x[i] = p == 0 ? y[i] : sum::combine(x[i], y[i]);
-            }
-        }
-        if (add) load_run<ADDEND>(a.c, line * (a.by_rows ? a.c.column : a.c.row) + first, y);
+        for (int i = 0; i < kRun; ++i) x[i] = sum::combine(x[i], a.conjugate ? conjugated(y[i]) : y[i]);
+    }
+    if (add) {
+        Run<ADDEND> c;
+        c.load(a.c, at.in(a.c));
+        c.widen(y);
+    }
 #pragma unroll
-        for (int i = 0; i < kRun; ++i) {
-            if (scale) x[i] = scaled(a.alpha, x[i]);
-            if (add) x[i] = sum::combine(x[i], plain ? y[i] : scaled(a.beta, y[i]));
-#if BIAS
-            const i64 row = a.by_rows ? first + i : line;
-            x[i] = sum::combine(x[i], Wide<EXTRA>::widen(((const EXTRA*)a.bias)[row * a.bias_step]));
+    for (int i = 0; i < kRun; ++i) {
+        if (scale) x[i] = scaled(a.alpha, x[i]);
+        if (add) x[i] = sum::combine(x[i], whole ? y[i] : scaled(a.beta, y[i]));
+    }
 #endif
-        }
+#if BIAS
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) {
+        const i64 row = a.by_rows ? at.first + i : at.line;
+        x[i] = sum::combine(x[i], Wide<EXTRA>::widen(((const EXTRA*)a.bias)[row * a.bias_step]));
+    }
+#endif
 #if (KEEP_AUX && ACTIVATION == 1) || GRADIENT == 1
-        unsigned char* const bits = (unsigned char*)a.aux.data + line * a.aux.column + first / kRun;
-        unsigned mask = 0;
+    unsigned char* const bits = (unsigned char*)a.aux.data + at.line * a.aux.column + at.first / kRun;
+    unsigned mask = 0;
 #endif
 #if KEEP_AUX && ACTIVATION == 1
 #pragma unroll
-        for (int i = 0; i < kRun; ++i) mask |= (unsigned)(x[i] > 0) << i;
-        *bits = (unsigned char)mask;
+    for (int i = 0; i < kRun; ++i) mask |= (unsigned)(x[i] > 0) << i;
+    *bits = (unsigned char)mask;
 #elif KEEP_AUX && ACTIVATION == 2
-        store_run<EXTRA>(a.aux, line * a.aux.column + first, x);
+    store_run<EXTRA>(a.aux, at.in(a.aux), x);
 #endif
 #if GRADIENT == 1
-        mask = *bits;
+    mask = *bits;
 #elif GRADIENT == 2
-        load_run<EXTRA>(a.aux, line * a.aux.column + first, y);
+    side.widen(y);
 #endif
 #pragma unroll
-        for (int i = 0; i < kRun; ++i) {
+    for (int i = 0; i < kRun; ++i) {
 #if ACTIVATION
-            x[i] = activated(x[i]);
+        x[i] = activated(x[i]);
 #endif
 #if GRADIENT == 1
-            if (!(mask >> i & 1)) x[i] = 0;
+        if (!(mask >> i & 1)) x[i] = 0;
 #elif GRADIENT == 2
-            x[i] *= slope(y[i]);
+        x[i] *= slope(y[i]);
+#endif
+    }
+    if (a.kept.data) store_run<W>(a.kept, at.in(a.kept), x);
+    store_run<ELEMENT>(a.d, at.in(a.d), x);
+}
+
+// The same as `epilog` where rows, or with by_rows columns, are contiguous and aligned in D, C, `kept` and all
+// parts: a thread has 8 elements side by side, and loads several such runs before it goes on, a block what lies
+// side by side. With an auxiliary matrix, of which the same holds, by_rows only: a byte of a mask has one thread.
+extern "C" __global__ void __launch_bounds__(256) epilog_runs(const __grid_constant__ EpilogArgument a) {
+    constexpr int kAtOnce = sizeof(PART) <= 2 ? 4 : sizeof(PART) == 4 ? 2 : 1;
+    const uint32 runs = (uint32)((a.by_rows ? a.m : a.n) / kRun), step = blockDim.x;
+    const i64 all = (a.by_rows ? a.n : a.m) * runs, stride = (i64)gridDim.x * step * kAtOnce;
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");  // it is launched early
+#endif
+    for (i64 next = (i64)blockIdx.x * step * kAtOnce + threadIdx.x; next < all; next += stride) {
+        Run<PART> part[kAtOnce];
+        Run<EXTRA> side[kAtOnce];
+        Spot at[kAtOnce];
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k) {
+            const i64 number = next + k * step;
+            if (number >= all) break;
+            const i64 line = number >> 32 ? number / runs : (uint32)number / runs;
+            at[k] = {line, (number - line * runs) * kRun, a.by_rows};
+            if (PLAIN || a.parts)
+                part[k].load(a.part[0], at[k].in(a.part[0]));
+            else
+                part[k] = {};
+#if GRADIENT == 2
+            side[k].load(a.aux, at[k].in(a.aux));
 #endif
         }
-        if (a.kept.data) store_run<W>(a.kept, line * (a.by_rows ? a.kept.column : a.kept.row) + first, x);
-        store_run<ELEMENT>(a.d, line * (a.by_rows ? a.d.column : a.d.row) + first, x);
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k)
+            if (next + k * step < all) finish_run(a, at[k], part[k], side[k]);
     }
 }
 

@@ -1,11 +1,15 @@
 // Eight-bit elements and their scales, and the numbers that they stand for. Matrices have any strides.
 //
 // A NaN or a number is greater than another as its absolute value's bits are, NaN being the greatest: so maxima
-// of any number of threads need no order. Compiled with ELEMENT, an eight-bit type.
+// of any number of threads need no order. Compiled with ELEMENT, an eight-bit type, and OUTS, how many matrices
+// the same numbers go to: some may be peers'.
 #include "elements.cuh"
 
 #ifndef ELEMENT
 #define ELEMENT float8_e4m3fn
+#endif
+#ifndef OUTS
+#define OUTS 1
 #endif
 
 using namespace shardmath;
@@ -19,11 +23,12 @@ struct Matrix {
 
 struct NumbersArgument {
     i64 m, n;
-    Matrix elements, scales, out;  // without `elements`, of all ones; without `scales`, of `factor` alone
-    i64 rows, columns;             // of a block that has one scale
-    i64 known_rows;                // rows of the source; those below are of all zeros
+    Matrix elements, scales;  // without `elements`, of all ones; without `scales`, of `factor` alone
+    i64 rows, columns;        // of a block that has one scale
+    i64 known_rows;           // rows of the source; those below are of all zeros
     float factor;
     int by_rows;  // neighbouring threads have neighbouring rows
+    Matrix out[OUTS];
 };
 
 // out = elements x scales x factor, block by block.
@@ -41,7 +46,9 @@ extern "C" __global__ void __launch_bounds__(256) numbers(const __grid_constant_
                 y *= Wide<ELEMENT>::widen(
                     ((const ELEMENT*)a.elements.data)[i * a.elements.row + j * a.elements.column]);
         }
-        ((float*)a.out.data)[i * a.out.row + j * a.out.column] = y;
+#pragma unroll
+        for (int out = 0; out < OUTS; ++out)
+            ((float*)a.out[out].data)[i * a.out[out].row + j * a.out[out].column] = y;
     }
 }
 

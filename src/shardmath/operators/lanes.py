@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from shardmath.collectives.pushes import Pushes
 from shardmath.context import DistributedContext
 from shardmath.cuda.driver import call
 from shardmath.cuda.graph import Graph
@@ -37,7 +38,7 @@ class Lane:
         self._context = context
         self._buffers: dict[str, Buffer] = {}
         self._kept: list[object] = []  # what graphs refer to
-        self._side: Any = None
+        self._streams: dict[str, Any] = {}
         self._events: dict[str, Any] = {}
         self._turns = Turns(self.team.device)
 
@@ -59,16 +60,27 @@ class Lane:
 
     @property
     def side(self) -> Any:
-        """A stream of the lane's own, for what runs beside the user's. It starts where told to.
+        """A stream of the lane's own, for what runs beside the user's. It starts where told to."""
+        return self.stream("side")
+
+    def stream(self, name: str) -> Any:
+        """A stream of the lane's own, by name.
 
         Its kernels come before what is left of a kernel of the user's stream: copies within a GPU
         may be kernels, and would come after a product that they are to run beside.
         """
-        if self._side is None:
+        if name not in self._streams:
             self.team.device.activate()
             _, greatest = call("cuCtxGetStreamPriorityRange")
-            self._side = call("cuStreamCreateWithPriority", 1, greatest)
-        return self._side
+            self._streams[name] = call("cuStreamCreateWithPriority", 1, greatest)
+        return self._streams[name]
+
+    @property
+    def pushes(self) -> Pushes:
+        """What pushes to peers by a kernel, on the stream of an operation of this lane."""
+        context = self._context
+        made: Pushes = context.cache("pushes of lanes", lambda: Pushes(context, self.team))
+        return made
 
     def event(self, name: str) -> Any:
         """An event of the lane's own."""

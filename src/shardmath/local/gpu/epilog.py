@@ -54,9 +54,7 @@ def finish(
     if d.size == 0:
         return
     part = parts[0].dtype if parts else dtypes.accumulator(d.dtype).name
-    room = 8
-    while room < len(parts):
-        room *= 2
+    room = max(8, 1 << (len(parts) - 1).bit_length())
     defines = (
         f"ELEMENT={d.dtype}",
         *([f"EXTRA={extra}"] if extra else []),
@@ -67,6 +65,8 @@ def finish(
         f"ACTIVATION={_SWITCH[epilog.activation]}",
         f"GRADIENT={_SWITCH[epilog.gradient]}",
         f"KEEP_AUX={bool(epilog.makes_aux):d}",
+        f"PLAIN={_is_plain(parts, alpha, beta, c, conjugate=conjugate):d}",
+        f"HALVES={dtypes.of(extra or d.dtype).itemsize <= 2 >= d.itemsize:d}",
     )
     text = struct.pack("qq", d.rows, d.columns)
     text += b"".join(_NOWHERE if x is None else _packed(x) for x in (d, c, aux, kept))
@@ -76,9 +76,10 @@ def finish(
     text += struct.pack("iiii", len(parts), conjugate, d.by_columns, 0)
     text += b"".join(map(_packed, parts)) + _NOWHERE * (room - len(parts))
     if runs:
-        blocks = min(-(-d.size // (_RUN * _THREADS)), device.processors * _WAVES)
+        each = _RUN * _THREADS * (4 if dtypes.of(part).itemsize == 2 else 1)
+        blocks = min(-(-d.size // each), device.processors * _WAVES)
         launched = kernel(device, "epilog", "epilog_runs", defines)
-        launched.launch(stream, blocks, _THREADS, Argument(text))
+        launched.launch(stream, blocks, _THREADS, Argument(text), early=True)
         return
     groups = -(-d.rows // _ROWS)
     fast, slow = (groups, d.columns) if d.by_columns else (d.columns, groups)
@@ -101,6 +102,13 @@ def row_sums(
     blocks = min(-(-x.rows // _SIDE), device.processors * _WAVES)
     launched = kernel(device, "epilog", "row_sums", defines)
     launched.launch(stream, blocks, _SIDE * _SIDE, Argument(text))
+
+
+def _is_plain(
+    parts: Sequence[Matrix], alpha: complex, beta: complex, c: Matrix | None, *, conjugate: bool
+) -> bool:
+    """Whether the first part is all that an epilog is of."""
+    return len(parts) == 1 and alpha == 1 and (c is None or beta == 0) and not conjugate
 
 
 def _lies_in_runs(d: Matrix, others: Sequence[Matrix], aux: Matrix | None) -> bool:

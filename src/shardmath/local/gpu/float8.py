@@ -33,21 +33,24 @@ def numbers(
     *,
     factor: float = 1.0,
     known_rows: int | None = None,
+    also: Sequence[Matrix] = (),
 ) -> None:
-    """Put out = elements x scales x factor on `stream`, in float32.
+    """Put out = elements x scales x factor on `stream`, in float32, and the same in `also`.
 
-    Without `elements`, of ones; without `scales`, of `factor` alone. Rows from `known_rows` on, all
-    by default, become zeros.
+    Without `elements`, of ones; without `scales`, of `factor` alone. Rows from `known_rows` on
+    become zeros; there are none by default.
     """
     if not out.size:
         return
     element = "float8_e4m3fn" if elements is None else elements.dtype
     rows, columns = (each or 1 << 62 for each in blocks)
     text = struct.pack("qq", out.rows, out.columns)
-    text += b"".join(_NOTHING if x is None else _packed(x) for x in (elements, scales, out))
+    text += b"".join(_NOTHING if x is None else _packed(x) for x in (elements, scales))
     known = out.rows if known_rows is None else known_rows
     text += struct.pack("qqqfi", rows, columns, known, factor, out.by_columns)
-    launched = kernel(device, "float8", "numbers", (f"ELEMENT={element}",))
+    text += b"".join(_packed(x) for x in (out, *also))
+    defines = (f"ELEMENT={element}", f"OUTS={1 + len(also)}")
+    launched = kernel(device, "float8", "numbers", defines)
     launched.launch(stream, _blocks(device, out.size), _THREADS, Argument(text))
 
 

@@ -7,8 +7,8 @@ packs it first. Halves are summed in float32; D may be float32 for them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from shardmath.cuda.device import Device
 from shardmath.local.gpu.blaslt import Extras, Product, Shape, Side, product
@@ -30,8 +30,12 @@ class Algorithms:
     chosen: dict[bytes, int] = field(default_factory=dict)
     timings: dict[bytes, list[float]] | None = None
 
-    def launch(self, product: Product, stream: int, launch: Callable[[int], None]) -> None:
-        """Run a product, or time it: `launch(algorithm)` runs it with that one."""
+    def run(self, product: Product, stream: int, *places: int, **given: Any) -> None:
+        """Run a product, or time it. `places` and `given` are those of `Product.run`."""
+
+        def launch(algorithm: int) -> None:
+            product.run(stream, *places, **given, algorithm=algorithm)
+
         if self.timings is None:
             launch(self.chosen.get(product.signature, 0) if self.chosen else 0)
         elif product.signature not in self.timings:
@@ -74,7 +78,8 @@ def multiply(
     """Put d = F(alpha a @ b + beta c) on `stream`, where F is an epilog that cuBLASLt has.
 
     `c` is `d` if left out, of the same type and order. a, b and d must fit, and have elements.
-    `extras`, `bias` and `aux` are what `within` says. `algorithms` are those that have been chosen.
+    `extras`, `bias` and `aux` are what `within` says; `processors` are how many multiprocessors it
+    is to use, 0 for all. `algorithms` are those that have been chosen.
     Raises RuntimeError where cuBLASLt has no algorithm.
     """
     matrices = a, b, d if c is None else c, d
@@ -82,20 +87,16 @@ def multiply(
     found = _found(device, shape._replace(compute=compute, extras=extras, processors=processors))
     if found is None:
         raise RuntimeError(f"cuBLASLt has no algorithm for {shape}")
-
-    def launch(algorithm: int) -> None:
-        found.run(
-            stream,
-            *_places(matrices),
-            alpha=alpha,
-            beta=beta,
-            workspace=workspace,
-            bias=bias,
-            aux=aux,
-            algorithm=algorithm,
-        )
-
-    (algorithms or Algorithms()).launch(found, stream, launch)
+    (algorithms or Algorithms()).run(
+        found,
+        stream,
+        *_places(matrices),
+        alpha=alpha,
+        beta=beta,
+        workspace=workspace,
+        bias=bias,
+        aux=aux,
+    )
 
 
 def has_algorithm(

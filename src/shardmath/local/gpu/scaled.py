@@ -39,6 +39,10 @@ class Quantized(NamedTuple):
     scale: int
     most: int
 
+    def part(self, number: int) -> Quantized:
+        """The same for one of several products that make D: each has a word for its greatest."""
+        return self._replace(most=self.most and self.most + 4 * number)
+
 
 def up(extent: int, multiple: int) -> int:
     """The least multiple that is not below `extent`."""
@@ -74,12 +78,13 @@ def multiply(
     beta: float = 0.0,
     c: Matrix | None = None,
     quantized: Quantized | None = None,
+    processors: int = 0,
     algorithms: Algorithms | None = None,
 ) -> None:
     """Put d = alpha (scaled a) @ (scaled b) + beta c on `stream`; c is d if left out.
 
     The columns of a^T and of b fit, and d takes the result. `quantized` is for an eight-bit d, then
-    without c. `algorithms` as in `gemm.multiply`.
+    without c. `processors` and `algorithms` as in `gemm.multiply`.
     Raises RuntimeError where cuBLASLt has no algorithm.
     """
     first, second, scales = a.transposed(), b, (scale_a, scale_b)
@@ -87,26 +92,22 @@ def multiply(
         first, second, scales = second, first, (scale_b, scale_a)
         d, c = d.transposed(), None if c is None else c.transposed()
     c = d if c is None else c
-    shape = _shape((first, second, c, d), scales, quantized)
+    shape = _shape((first, second, c, d), scales, quantized)._replace(processors=processors)
     found = product(device, shape)
     if found is None:
         raise RuntimeError(f"cuBLASLt has no algorithm for {shape}")
     last = (0, 0) if quantized is None else quantized
     places = first.address, second.address, workspace if quantized else c.address, d.address
     addresses = scales[0].address, scales[1].address, *last
-
-    def launch(algorithm: int) -> None:
-        found.run(
-            stream,
-            *places,
-            alpha=alpha,
-            beta=beta,
-            workspace=workspace,
-            algorithm=algorithm,
-            scales=addresses,
-        )
-
-    (algorithms or Algorithms()).launch(found, stream, launch)
+    (algorithms or Algorithms()).run(
+        found,
+        stream,
+        *places,
+        alpha=alpha,
+        beta=beta,
+        workspace=workspace,
+        scales=addresses,
+    )
 
 
 def _shape(

@@ -13,7 +13,7 @@ from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.gpu.blaslt import Extras
 from shardmath.local.gpu.matrix import Matrix
 
-__all__ = ["Within", "within"]
+__all__ = ["Within", "split", "within"]
 
 _HALVES = ("float16", "bfloat16")
 _FLOATS = (*_HALVES, "float32", "float64")
@@ -28,8 +28,24 @@ _ALIKE = {
     MatmulEpilog.GELU_AUX: _HALVES,
     MatmulEpilog.GELU_AUX_BIAS: _HALVES,
 }
+# What the product does, and what our kernel then does to D in place: ReLU and its derivative have
+# the same bits before rounding and after. DGELU is rounded twice, which may not make it infinite.
+_SPLIT = {
+    MatmulEpilog.RELU: (MatmulEpilog.DEFAULT, MatmulEpilog.RELU),
+    MatmulEpilog.RELU_BIAS: (MatmulEpilog.BIAS, MatmulEpilog.RELU),
+    MatmulEpilog.DRELU: (MatmulEpilog.DEFAULT, MatmulEpilog.DRELU),
+    MatmulEpilog.DGELU: (MatmulEpilog.DEFAULT, MatmulEpilog.DGELU),
+}
+_TWICE = {MatmulEpilog.DGELU: "bfloat16"}  # the only type of D for which it is split
 _ALIGNMENT = 16  # bytes, of a bias and an auxiliary matrix
 _AUX_ROWS = 8  # of which the distance of columns of GELU's inputs is a multiple
+
+
+def split(epilog: MatmulEpilog, dtype: str) -> tuple[MatmulEpilog, MatmulEpilog]:
+    """What of an epilog a product does, and what is left to be done in place, for a D of a type."""
+    if _TWICE.get(epilog, dtype) == dtype and epilog in _SPLIT:
+        return _SPLIT[epilog]
+    return epilog, MatmulEpilog.DEFAULT
 
 
 class Within(NamedTuple):
@@ -51,6 +67,8 @@ def within(
 
     `bias` and `aux` are as for `epilog.finish`.
     """
+    if epilog is MatmulEpilog.DEFAULT:
+        return Within(Extras())
     if d.dtype not in _ALIKE.get(epilog, ()):
         return None
     follows_rows = epilog.has_bias or epilog.makes_aux

@@ -19,6 +19,7 @@ from shardmath.local.gpu import Matrix
 from shardmath.local.gpu.epilog import copy, finish, row_sums
 from shardmath.operators.lanes import Lane
 from shardmath.operators.matmul.gpu.addition import Addition
+from shardmath.operators.matmul.gpu.exchange import LINE_SCALES, LINES
 from shardmath.operators.matmul.gpu.gathering import Gathering
 from shardmath.operators.matmul.gpu.numbers import Quantizing
 from shardmath.operators.matmul.gpu.share import AFTERWARDS, Operands, Share
@@ -27,8 +28,11 @@ from shardmath.operators.showing import Places, Showcase, matrix_of
 
 __all__ = ["SHOWN", "Ending"]
 
-# What peers may read.
-SHOWN = ("a", "b", "c", "sums", "reduced", "vector", "scales a", "scales b", "amax")
+# What peers may read, and what they write.
+SHOWN = (
+    *("a", "b", "c", "sums", "reduced", "vector", "scales a", "scales b", "amax"),
+    *(LINES, LINE_SCALES),
+)
 
 
 class Ending:

@@ -21,7 +21,7 @@ from shardmath.local.gpu import Matrix
 from shardmath.local.gpu.blaslt import WORKSPACE, Extras
 from shardmath.local.gpu.epilog import copy, finish
 from shardmath.local.gpu.gemm import fits, has_algorithm, multiply, takes_result
-from shardmath.local.gpu.within import Within, within
+from shardmath.local.gpu.within import Within, split, within
 from shardmath.operators.lanes import Lane
 from shardmath.operators.matmul.gpu.addition import Addition
 from shardmath.operators.matmul.gpu.arriving import Arriving
@@ -78,6 +78,7 @@ class Execution:
         self.ending = Ending(context, share, operands, lane, self.shown, self.addition)
         self._arriving = self._on_arrival()
         self._within: Within | None = None
+        self._first, self._rest = split(self.problem.epilog, self.out.dtype)
         self._scaled: ScaledProducts | None = None
         if share.multiplies_elements:
             self._scaled = ScaledProducts(share, operands, lane, self.shown, self.ending)
@@ -102,13 +103,13 @@ class Execution:
             "ab", self.operands.factors, strategy.transfers, strict=True
         ):
             ranges = transfer.read_by_peers(rank)
-            if ranges is not None:
+            if ranges is not None and self.share.rounds is None:
                 room = self.shown.operand(name, array, (ranges[0], ranges[1]))
                 if room is not None:
                     self._copies.append((room, matrix_of(array).part(ranges[0], ranges[1])))
         self.ending.prepare()
         if self._scaled is not None:
-            self._scaled.prepare_scales()
+            self._scaled.prepare_shown()
         if self.share.multiplies:
             self._prepare_product()
         return self.shown.pack()
@@ -159,7 +160,7 @@ class Execution:
             for name in "ab":
                 self.shown.publish(name, self.stream)
             if self._scaled is not None:
-                self._scaled.show_scales()
+                self._scaled.begin()
             if self.ending.quantizing is not None:
                 self.ending.quantizing.begin()
             together = self.ending.show_c() or self.share.reads_peers
@@ -175,13 +176,15 @@ class Execution:
 
     @property
     def _fused(self) -> bool:
-        """Whether products give D itself: nothing follows that cuBLASLt does not do."""
+        """Whether products give D itself: nothing follows that is not done in place."""
         plain = self.problem.epilog in _PLAIN
         return self._leads_to_d and (plain or self._within is not None)
 
     def _fused_epilog(self) -> Within | None:
-        """How the product does the epilog too; None where it cannot. Takes memory for factors."""
-        operands, epilog, out = self.operands, self.problem.epilog, self.out
+        """How the product does the epilog's first part too; None where it cannot. Takes memory for
+        factors.
+        """
+        operands, epilog, out = self.operands, self._first, self.out
         aux = operands.aux(epilog)
         found = within(epilog, out, bias=operands.bias, aux=None if aux is None else matrix_of(aux))
         wider = self.problem.result != self.problem.dtype  # not seen with a bias
@@ -247,7 +250,17 @@ class Execution:
         target = self._target()
         for number, (a, b) in enumerate(self._factors(target)):
             self._product(a, b, target, number)
-        return None if self._fused else [target]
+        if not self._fused:
+            return [target]
+        self._finish_in_place()
+        return None
+
+    def _finish_in_place(self) -> None:
+        """What the product has left of the epilog."""
+        if self._within is not None and self._rest is not MatmulEpilog.DEFAULT:
+            aux = self.operands.aux(self._rest)
+            given = None if aux is None else matrix_of(aux)
+            finish(self.device, self.stream, self.out, [self.out], epilog=self._rest, aux=given)
 
     def _product(self, a: Matrix, b: Matrix, target: Matrix, number: int) -> None:
         """One interval's product, added to those before it."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from shardmath.geometry import Layout, Spans
 from shardmath.operators.matmul.strategy import Strategy
 
-__all__ = ["Form", "form_of"]
+__all__ = ["Form", "form_of", "gathered_lines"]
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,14 @@ def form_of(strategy: Strategy) -> Form | None:
     """The form that a strategy has, the same on all ranks; None where it has none of them."""
     if strategy.problem.size == 1 or strategy.problem.scaling is not None:
         return None
-    return _summed(strategy) if strategy.reduces else _gathered(strategy)
+    return _summed(strategy) if strategy.reduces else gathered_lines(strategy)
 
 
-def _gathered(strategy: Strategy) -> Form | None:
+def gathered_lines(strategy: Strategy) -> Form | None:
+    """The form of a strategy of which one factor is gathered, and nothing else moves; else None."""
     problem = strategy.problem
     m, n, k = problem.shape
-    if strategy.moves_result or not _are_whole(strategy.depth, k):
+    if strategy.reduces or strategy.moves_result or not _are_whole(strategy.depth, k):
         return None
     if _are_whole(strategy.rows, m) and strategy.b.same_as(problem.b):
         rows = _slabs(problem.a, 0)

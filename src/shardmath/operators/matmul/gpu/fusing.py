@@ -181,7 +181,8 @@ def _scaled_note(share: Share) -> str:
     if not share.multiplies_elements:
         return "elements become float32 first: products of them do not fit what is asked for"
     a, b = share.modes
-    return f"eight-bit elements are multiplied, scales of a: {a}, of b: {b}"
+    how = "" if share.rounds is None else f"; {share.rounds}"
+    return f"eight-bit elements are multiplied, scales of a: {a}, of b: {b}{how}"
 
 
 def _lies(x: Matrix) -> tuple[str, int] | None:

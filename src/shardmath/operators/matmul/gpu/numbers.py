@@ -7,7 +7,6 @@ the greatest absolute value of all ranks' parts is found on the way.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -111,6 +110,7 @@ class Quantizing:
         self._size = size
         self._amax = scaling.amax
         self._share = share
+        self._words = size if share.rounds is not None else 1  # a word for each product of D
         self._out = matrix_of(operands.out)
 
     def prepare(self) -> None:
@@ -118,13 +118,13 @@ class Quantizing:
         self._lane.buffer("numbers d", 4 * self._out.size)
         self._lane.buffer("scale d", 4)
         if self._amax:
-            self._shown.made("amax", (1, 1), "float32", "C")
+            self._shown.made("amax", (1, self._words), "float32", "C")
             self._shown.make_room("amax", lambda: [("", self._share.greatest)], 4)
 
     def begin(self) -> None:
         """To be put on the stream before anything of D."""
         if self._amax:
-            call("cuMemsetD32Async", self._most, 0, 1, self._stream)
+            call("cuMemsetD32Async", self._most, 0, self._words, self._stream)
 
     @property
     def numbers(self) -> Matrix:
@@ -137,7 +137,10 @@ class Quantizing:
         return self._shown.own("amax").address
 
     def as_part_of_product(self) -> Quantized:
-        """How the product itself is to make D; puts its scale where it can be read."""
+        """How products themselves are to make D; puts its scale where it can be read."""
+        most = self._most if self._amax else 0
+        if self._given is None and self._number == 1:
+            return Quantized(0, most)
         float8.numbers(
             self._device,
             self._stream,
@@ -147,7 +150,7 @@ class Quantizing:
             _TENSOR,
             factor=self._number,
         )
-        return Quantized(self._lane.address("scale d"), self._most if self._amax else 0)
+        return Quantized(self._lane.address("scale d"), most)
 
     @property
     def _given(self) -> Matrix | None:
@@ -182,7 +185,8 @@ class Quantizing:
         """The greatest of all ranks' values. To be put behind a barrier."""
         target = self._operands.outputs["result_amax"]
         places = self._shown.reach("amax", "", self._share.greatest, self._stream)
-        each: Sequence[int] = [places(rank)[0] for rank in range(self._size)]
-        for start in range(0, self._size, float8.MOST_RANKS):
+        first = [places(rank)[0] for rank in range(self._size)]
+        each = [address + 4 * word for address in first for word in range(self._words)]
+        for start in range(0, len(each), float8.MOST_RANKS):
             some = each[start : start + float8.MOST_RANKS]
             float8.greatest(self._device, self._stream, target.address, some)

@@ -12,20 +12,20 @@ from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Any
 
-from shardmath.cuda.driver import call
 from shardmath.geometry import Move
 from shardmath.local.epilog import MatmulEpilog
-from shardmath.local.float8 import BLOCK, FLOAT8, Blocks
-from shardmath.local.gpu import Matrix, float8, scaled
+from shardmath.local.float8 import FLOAT8
+from shardmath.local.gpu import Matrix, scaled
 from shardmath.local.gpu.blaslt import WORKSPACE
 from shardmath.local.gpu.epilog import finish
 from shardmath.local.gpu.scaled import GRAIN, Scale, up
 from shardmath.operators.lanes import Lane
 from shardmath.operators.matmul.gpu.ending import Ending
+from shardmath.operators.matmul.gpu.exchange import Exchange, fill_behind
 from shardmath.operators.matmul.gpu.feeding import Interval
 from shardmath.operators.matmul.gpu.gathering import Gathering
-from shardmath.operators.matmul.gpu.numbers import scales_as
-from shardmath.operators.matmul.gpu.scale_moves import ScaleMoves
+from shardmath.operators.matmul.gpu.laid_scales import LaidScales
+from shardmath.operators.matmul.gpu.rounds import Stage
 from shardmath.operators.matmul.gpu.share import Operands, Share
 from shardmath.operators.matmul.scaling import Scaling
 from shardmath.operators.showing import Places, Showcase, matrix_of
@@ -34,6 +34,8 @@ __all__ = ["ScaledProducts"]
 
 # Where each rank's part of factor 0 or 1 lies, for moves by their name, put on a stream.
 Source = Callable[[int, str, Sequence[Move], Any], Places]
+
+_LEFT = 4  # multiprocessors, for what runs beside products: the barriers of the rounds
 
 
 class ScaledProducts:
@@ -58,15 +60,23 @@ class ScaledProducts:
         self._out = matrix_of(operands.out)
         self._blocks = bool({"vectors", "squares"} & set(share.modes))
         self._gathering = Gathering(lane, self._stream, share.kept)
+        self._scales = LaidScales(share, operands, lane, shown, self._gathering)
+        self._exchange: Exchange | None = None
+        if share.rounds is not None:
+            gathering = self._gathering
+            self._exchange = Exchange(share, share.rounds, operands, lane, shown, gathering)
 
     # -- prepare -----------------------------------------------------------------------------------
 
-    def prepare_scales(self) -> None:
-        """Memory for this rank's scales, where peers read them. Raises HeapExhausted."""
-        for index, found in enumerate(self._share.scale_moves):
-            if found is not None and not found.stay:
-                rows, columns = found.transfer.src.local_shape(self._share.rank)
-                self._shown.made(f"scales {'ab'[index]}", (rows, columns), "float32", "F")
+    def prepare_shown(self) -> None:
+        """Memory for what peers read and write. Raises HeapExhausted."""
+        self._scales.prepare_shown()
+        rounds = self._share.rounds
+        if self._exchange is None or rounds is None:
+            return
+        multiplies = self._share.multiplies
+        every = self._lines(rounds.index) if multiplies else rounds.starts[-1]
+        self._exchange.prepare(every)
 
     def prepare(self) -> None:
         """Memory for factors, for scales as products want them, and for the product."""
@@ -75,22 +85,15 @@ class ScaledProducts:
             self._lane.buffer("product", 4 * self._padded.size)
         for index, feed in enumerate(self._share.feeds):
             name, lines = "ab"[index], self._lines(index)
-            if feed.gathers:
+            if self._comes_in_rounds(index):
+                lines = self._share.own_lines
+            elif feed.gathers:
                 room = up(self._share.schedule[1], GRAIN) + GRAIN
                 self._lane.buffer(f"panel {name}", room * lines)
                 self._shown.make_room(name, partial(self._share.parts, index), 1)
             elif not self._in_place(index):
-                self._lane.buffer(f"packed {name}", up(feed.extent, GRAIN) * lines)
-            found = self._share.scale_moves[index]
-            if found is not None and not found.stay:
-                rows, columns = found.transfer.dst.local_shape(self._share.rank)
-                self._lane.buffer(f"come scales {name}", 4 * rows * columns)
-                self._shown.make_room(f"scales {name}", partial(self._scale_parts, index), 4)
-            laid = sum(self._laid(index, interval).size for interval in self._intervals)
-            self._lane.buffer(f"laid scales {name}", 4 * laid + 256)
-
-    def _scale_parts(self, index: int) -> list[tuple[str, tuple[Move, ...]]]:
-        return [("", self._share.scales_into(index))]
+                self._lane.buffer(f"packed {name}", self._deep(index) * lines)
+            self._scales.prepare(index, lines, self._intervals)
 
     # -- where things lie --------------------------------------------------------------------------
 
@@ -125,6 +128,13 @@ class ScaledProducts:
         aligned = leading is not None and not (leading * addend.itemsize | addend.address) % GRAIN
         return aligned and addend.dtype == dtype
 
+    @cached_property
+    def _addend(self) -> Matrix | None:
+        """C where products of D itself add it."""
+        c = self._operands.c
+        adds = self._gives_result and self._is_direct and self._operands.beta != 0
+        return matrix_of(c) if adds and c is not None else None
+
     @property
     def _scaling(self) -> Scaling:
         assert self._problem.scaling is not None
@@ -157,6 +167,13 @@ class ScaledProducts:
         part = array.part((row, row + rows), (column, column + columns))
         return part.transposed() if index == 0 else part
 
+    def _deep(self, index: int) -> int:
+        """Elements of a line of a factor in memory that is padded along k."""
+        return up(self._share.feeds[index].extent, GRAIN)
+
+    def _comes_in_rounds(self, index: int) -> bool:
+        return self._share.rounds is not None and self._share.rounds.index == index
+
     def _in_place(self, index: int) -> bool:
         """Whether a factor is multiplied where it lies."""
         feed = self._share.feeds[index]
@@ -166,18 +183,16 @@ class ScaledProducts:
 
     # -- run ---------------------------------------------------------------------------------------
 
-    def show_scales(self) -> None:
-        """Put this rank's scales where peers read them, before the barrier that lets them."""
-        for index, found in enumerate(self._share.scale_moves):
-            if found is None or found.stay:
-                continue
-            name = f"scales {'ab'[index]}"
-            out = self._shown.own(name)
-            source = self._given_scales(index, found)
-            same = found.given == found.blocks
-            blocks = Blocks(1 if same else found.given.rows, 1)
-            float8.numbers(self._device, self._stream, out, None, source, blocks)
-            self._shown.publish(name, self._stream)
+    def begin(self) -> None:
+        """Put on the stream what comes before the barrier that lets peers read this rank's scales;
+        or send lines to those who multiply them.
+        """
+        self._scales.show()
+        if self._exchange is None:
+            return
+        self._exchange.send(self._scales)
+        if not self._share.multiplies:
+            self._exchange.end()
 
     def run(self, source: Source) -> list[Matrix] | None:
         """Put the products on the stream; what is to be finished, None if that is D."""
@@ -186,17 +201,10 @@ class ScaledProducts:
             target = self._padded._replace(address=self._lane.address("product"))
         elif self._gives_result and self._ending.quantizing is not None:
             quantized = self._ending.quantizing.as_part_of_product()
-        scales = [self._lay_scales(index) for index in (0, 1)]
-        packed = [self._packed(index) for index in (0, 1)]
-        with self._gathering.beside(len(self._intervals) > 1):
-            for number, interval in enumerate(self._intervals):
-                a, b = (
-                    self._factor(index, number, interval, packed[index], source) for index in (0, 1)
-                )
-                self._gathering.arrive(number)
-                pair = scales[0][number], scales[1][number]
-                self._product(a.transposed(), b, target, pair, number, quantized)
-                self._gathering.used(number)
+        if self._exchange is None:
+            self._multiply_panels(source, target, quantized)
+        else:
+            self._multiply_lines(self._exchange, target, quantized)
         if self._gives_result and self._is_direct:
             return None
         wanted = target.part((0, self._target.rows), (0, self._target.columns))
@@ -206,23 +214,73 @@ class ScaledProducts:
             finish(self._device, self._stream, self._target, [wanted])
         return [self._target]
 
+    def _multiply_panels(
+        self, source: Source, target: Matrix, quantized: scaled.Quantized | None
+    ) -> None:
+        """A product of each interval of k, added to those before it."""
+        scales = [self._lay(index) for index in (0, 1)]
+        packed = [self._packed(index) for index in (0, 1)]
+        with self._gathering.beside(len(self._intervals) > 1):
+            for number, interval in enumerate(self._intervals):
+                a, b = (
+                    self._factor(index, number, interval, packed[index], source) for index in (0, 1)
+                )
+                self._gathering.arrive(number)
+                pair = scales[0][number], scales[1][number]
+                c = None if number else self._addend
+                self._product(a.transposed(), b, target, pair, c, quantized, adds=number > 0)
+                self._gathering.used(number)
+
+    def _multiply_lines(
+        self, exchange: Exchange, target: Matrix, quantized: scaled.Quantized | None
+    ) -> None:
+        """Products of the lines that have come, beside the rounds that bring others."""
+        rounds = self._share.rounds
+        assert rounds is not None
+        index = rounds.index
+        other, scale = self._packed(1 - index), self._lay(1 - index)[0]
+        assert other is not None, "one factor is exchanged, the other is here"
+        stages = rounds.stages(self._share.rank)
+        if not rounds.cuts:
+            stages = [Stage(0, 0, self._lines(index))]  # with lines that pad it
+        for number, stage in enumerate(stages):
+            exchange.arrive(stage.round)
+            is_own = bool(rounds.cuts) and not stage.round
+            lines = exchange.own if is_own else exchange.lines(stage)
+            is_known = is_own or self._share.modes[index] == "tensor"
+            laid = self._lay(index)[0] if is_known else exchange.scale(stage)
+            a, b = (lines, other) if index == 0 else (other, lines)
+            c = self._addend
+            self._product(
+                a.transposed(),
+                b,
+                _of_lines(target, index, stage),
+                (laid, scale) if index == 0 else (scale, laid),
+                None if c is None else _of_lines(c, index, stage),
+                None if quantized is None else quantized.part(number),
+                processors=self._device.processors - _LEFT if stage.round < rounds.count else 0,
+            )
+        exchange.end()
+
     def _product(
         self,
         a: Matrix,
         b: Matrix,
         target: Matrix,
         scales: tuple[Scale, Scale],
-        number: int,
+        c: Matrix | None,
         quantized: scaled.Quantized | None,
+        *,
+        adds: bool = False,
+        processors: int = 0,
     ) -> None:
-        """One interval's product, added to those before it."""
-        operands, c = self._operands, None
+        """One product, added to `target` or to beta c; c is what the product can add."""
+        operands = self._operands
         assert operands.scales is not None
-        alpha, beta = 1.0, float(number > 0)
+        alpha, beta = 1.0, float(adds)
         if self._gives_result and self._is_direct:
             alpha = operands.alpha.real
-            if number == 0 and operands.c is not None and operands.beta != 0:
-                beta, c = operands.beta.real, matrix_of(operands.c)
+            beta = beta if c is None else operands.beta.real
         if set(self._share.modes) == {"tensor"}:
             alpha *= operands.scales.numbers[0] * operands.scales.numbers[1]
         scaled.multiply(
@@ -238,6 +296,7 @@ class ScaledProducts:
             beta=beta,
             c=c,
             quantized=quantized,
+            processors=processors,
             algorithms=operands.algorithms,
         )
 
@@ -276,100 +335,23 @@ class ScaledProducts:
         """Memory that `moves` fill with `k` indices of a factor, and zeros behind them."""
         lines, width, deep = self._lines(index), self._share.feeds[index].width, up(k, GRAIN)
         made = Matrix(address, deep, lines, 1, deep, self._scaling.given[index])
-        if deep != k and width:
-            call("cuMemsetD2D8Async", address + k, deep, 0, deep - k, width, self._stream)
         part = made.part((0, k), (0, width))
+        fill_behind(made, part, self._stream)
         self._gathering.copy(name, moves, places, part.transposed() if index == 0 else part)
         return made
 
-    # -- scales ------------------------------------------------------------------------------------
-
-    def _given_scales(self, index: int, found: ScaleMoves) -> Matrix:
-        """This rank's scales of a factor, lines first."""
-        scales, array = self._operands.scales, self._operands.factors[index]
-        assert scales is not None
-        held = scales.arrays[index]
-        lines, k = array.shape if index == 0 else array.shape[::-1]
-        shape = found.given.shape(lines, k)
-        assert held is not None, "scales of several blocks are an array"
-        matrix = scales_as(held, shape if index == 0 else shape[::-1])
-        return matrix if index == 0 else matrix.transposed()
-
-    def _come_scales(self, index: int, found: ScaleMoves) -> Matrix:
-        """The scales that this rank needs of a factor, lines first."""
-        if found.stay:
-            return self._given_scales(index, found)
-        name, rank = f"scales {'ab'[index]}", self._share.rank
-        rows, columns = found.transfer.dst.local_shape(rank)
-        come = Matrix.packed(self._lane.address(f"come {name}"), (rows, columns), "float32", "F")
-        moves = self._share.scales_into(index)
-        places = self._shown.reach(name, "", moves, self._stream)
-        self._gathering.copy(name, moves, places, come)
-        return come
-
-    def _laid(self, index: int, interval: Interval) -> Matrix:
-        """The form of an interval's scales as cuBLASLt wants them, lines first."""
-        mode, lines, deep = self._share.modes[index], self._lines(index), interval.hi - interval.lo
-        blocks = -(-deep // BLOCK)
-        if mode == "tensor":
-            return Matrix.packed(0, (1, 1), "float32", "F")
-        if mode == "outer":
-            return Matrix.packed(0, (up(lines, 4), 1), "float32", "F")
-        if mode == "vectors":
-            return Matrix.packed(0, (lines, blocks), "float32", "F")
-        return Matrix(0, -(-lines // BLOCK), up(blocks, 4), up(blocks, 4), 1, "float32")
-
-    def _lay_scales(self, index: int) -> list[Scale]:
-        """The scales of each interval, where its product reads them."""
-        mode, found, scales = self._share.modes[index], self._share.scale_moves[index], []
-        given = self._operands.scales
-        assert given is not None
-        if mode == "tensor":
-            return [Scale(mode, given.address(index))] * len(self._intervals)
-        source = None if found is None else self._come_scales(index, found)
-        number = given.numbers[index]
-        if found is None and given.arrays[index] is not None:
-            source = Matrix(given.address(index), 1, 1, 0, 0, "float32")
-        unit = Blocks(None, None) if found is None else found.blocks
-        address = up(self._lane.address(f"laid scales {'ab'[index]}"), 16)
-        known = self._share.feeds[index].width
-        if mode == "squares":
-            known = -(-known // BLOCK)
-        for interval in self._intervals:
-            laid = self._laid(index, interval)._replace(address=address)
-            address += 4 * laid.size
-            lines = None if unit.rows is None else 1 if mode == "squares" else unit.rows
-            blocks = Blocks(lines, None if unit.columns is None else 1)
-            part = source
-            if source is not None and unit.columns is not None:
-                first = interval.lo // BLOCK
-                part = source.part((0, source.rows), (first, source.columns))
-            deep = min(laid.columns, -(-(interval.hi - interval.lo) // BLOCK))
-            laid = laid.part((0, laid.rows), (0, deep))
-            if part is not None and number == 1 and blocks.rows == 1 and _lies_as(part, laid):
-                laid = part
-            else:
-                float8.numbers(
-                    self._device,
-                    self._stream,
-                    laid,
-                    None,
-                    part,
-                    blocks,
-                    factor=number,
-                    known_rows=known,
-                )
-            scales.append(Scale(mode, laid.address))
-            if mode == "outer":  # the same for all of k
-                return scales * len(self._intervals)
-        return scales
+    def _lay(self, index: int) -> list[Scale]:
+        """The scales of each interval, where its product reads them; of lines that are exchanged,
+        those of this rank's own.
+        """
+        lines, known = self._lines(index), self._share.feeds[index].width
+        if self._comes_in_rounds(index):
+            lines = known = self._share.own_lines
+        return self._scales.lay(index, lines, known, self._intervals)
 
 
-def _lies_as(x: Matrix, wanted: Matrix) -> bool:
-    """Whether the wanted columns of a matrix of scales can be read where they lie."""
-    steps = (
-        x.rows == 1 or x.row_stride == wanted.row_stride,
-        wanted.columns == 1 or x.column_stride == wanted.column_stride,
-    )
-    has_all = x.rows == wanted.rows and x.columns >= wanted.columns
-    return has_all and all(steps) and x.address % GRAIN == 0
+def _of_lines(x: Matrix, index: int, stage: Stage) -> Matrix:
+    """What lines of a factor make of a product."""
+    if index == 0:
+        return x.part((stage.lo, stage.hi), (0, x.columns))
+    return x.part((0, x.rows), (stage.lo, stage.hi))

@@ -19,6 +19,7 @@ from shardmath.operators.matmul import host
 from shardmath.operators.matmul.gpu.choice import rounds_parts
 from shardmath.operators.matmul.gpu.feeding import Feed, Interval, intervals
 from shardmath.operators.matmul.gpu.form import Form, form_of
+from shardmath.operators.matmul.gpu.rounds import Rounds, rounds_of
 from shardmath.operators.matmul.gpu.routes import Routes
 from shardmath.operators.matmul.gpu.scale_moves import (
     ScaleMoves,
@@ -34,6 +35,7 @@ from shardmath.symmetric.device_array import DeviceArray
 __all__ = ["AFTERWARDS", "Operands", "Scales", "Share"]
 
 _MEMORY = 4e12  # bytes per second of an H200's memory
+_PANEL = 6e-6  # seconds that one more product takes to begin, and to end with few tiles
 
 # Epilogs of which nothing happens to D itself.
 AFTERWARDS = (MatmulEpilog.ALLREDUCE, MatmulEpilog.BGRADA, MatmulEpilog.BGRADB)
@@ -209,6 +211,8 @@ class Share(host.Share):
         grain = BLOCK if self.multiplies_elements else 64
         ratio = flops / rate / came
         plan, room = intervals(a, b, itemsize, rate=rate, ratio=ratio, rotate=rotate, grain=grain)
+        if self.rounds is not None:
+            return [Interval(0, a.extent, 0, None)], 0
         if self.multiplies_elements and room == a.extent:
             hidden = came * (a.extent - (plan[0].hi - plan[0].lo))
             if self._passes_over_sums(len(plan)) >= hidden:
@@ -222,7 +226,17 @@ class Share(host.Share):
         strategy, result = self.strategy, dtypes.of(self.strategy.problem.result)
         sums = strategy.rows[self.rank].length * strategy.columns[self.rank].length
         rounding = 0 if result.name == "float32" else 4 + result.itemsize
-        return sums * (8 * (panels - 1) + rounding) / _MEMORY
+        return sums * (8 * (panels - 1) + rounding) / _MEMORY + (panels - 1) * _PANEL
+
+    @cached_property
+    def rounds(self) -> Rounds | None:
+        """How eight-bit lines that all ranks need come; None where none do."""
+        return rounds_of(self.strategy) if self.multiplies_elements and not self.apart else None
+
+    @property
+    def own_lines(self) -> int:
+        """How many of them this rank has."""
+        return 0 if self.rounds is None else self.rounds.lines[self.rank]
 
     @cached_property
     def scale_moves(self) -> tuple[ScaleMoves | None, ScaleMoves | None]:
@@ -306,5 +320,5 @@ class Share(host.Share):
 
     @cached_property
     def reads_peers(self) -> bool:
-        """Whether any rank reads another's operand."""
-        return any(transfer.crosses for transfer in self.strategy.transfers)
+        """Whether any rank reads another's operand where that is shown."""
+        return self.rounds is None and any(transfer.crosses for transfer in self.strategy.transfers)

@@ -1,0 +1,144 @@
+"""How the lines of a factor get to all ranks, and which products follow on which of them: pure.
+
+Lines are rows of op(A) or columns of op(B); every rank has some, and needs all. Large parts come in
+rounds: in each a rank sends its lines to one other and hears from one, so that every link carries
+one stretch at a time. Lines that follow each other and have come are multiplied while others come.
+
+    4 ranks       own  round 1  2  3      after rounds 0, 1 and 3 products of the lines of ranks
+    rank 0        0          1  2  3      0     1     2 and 3
+    rank 1        1          0  3  2      1     0     2 and 3
+    rank 2        2          3  0  1      2     3     0 and 1
+    rank 3        3          2  1  0      3     2     0 and 1
+
+Small parts come all at once, pushed by a kernel, and there is one product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+
+from shardmath.local.gpu.scaled import GRAIN, up
+from shardmath.operators.matmul.gpu.form import gathered_lines
+from shardmath.operators.matmul.strategy import Strategy
+
+__all__ = ["Rounds", "Stage", "cuts", "rounds_of"]
+
+# Of an H200, as measured: seconds to begin one, and bytes per second.
+_BARRIER, _COPY, _PUSH, _PRODUCT = 4e-6, 3e-6, 5e-6, 3e-6
+_ENGINES = 1.2e-5  # until the first copy has begun, and a kernel after the last
+_ENGINE, _KERNEL = 3.7e11, 3.3e11
+_PROCESSORS, _RATE, _TILE = 132, 1.3e15, 128  # of a product, whose tiles have so many lines
+_ROOM = 16 << 30  # bytes: of more, panels along k come, and take turns in less
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Lines `lo` to `hi`, which have come and are multiplied after a round; 0: this rank's own."""
+
+    round: int
+    lo: int
+    hi: int
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """How factor `index`, 0 for op(A), comes: the `lines` of each rank, in the order of ranks, and
+    the rounds that products follow on, from 0 to the last; none where all comes at once.
+    """
+
+    index: int
+    lines: tuple[int, ...]
+    cuts: tuple[int, ...]
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Each rank's first line, and the one behind all."""
+        return tuple(accumulate(self.lines, initial=0))
+
+    @property
+    def count(self) -> int:
+        """The number of rounds; 0 where all comes at once."""
+        return len(self.lines) - 1 if self.cuts else 0
+
+    def target(self, rank: int, number: int) -> int:
+        """To whom a rank sends in round `number`, from 1 on."""
+        size = len(self.lines)
+        return rank ^ number if size & (size - 1) == 0 else (rank + number) % size
+
+    def source(self, rank: int, number: int) -> int:
+        """Whose lines it gets."""
+        size = len(self.lines)
+        return rank ^ number if size & (size - 1) == 0 else (rank - number) % size
+
+    def stages(self, rank: int) -> list[Stage]:
+        """What a rank multiplies, in order."""
+        if not self.cuts:
+            return [Stage(0, 0, self.starts[-1])]
+        found = [Stage(0, self.starts[rank], self.starts[rank + 1])]
+        for before, last in pairwise(self.cuts):
+            come = sorted(self.source(rank, number) for number in range(before + 1, last + 1))
+            runs: list[list[int]] = []
+            for src in come:
+                if runs and runs[-1][1] == src:
+                    runs[-1][1] = src + 1
+                else:
+                    runs.append([src, src + 1])
+            found += [Stage(last, self.starts[lo], self.starts[hi]) for lo, hi in runs]
+        return [stage for stage in found if stage.lo < stage.hi]
+
+    def __str__(self) -> str:
+        what = "columns of b" if self.index else "rows of a"
+        if not self.cuts:
+            return f"{what} come all at once"
+        after = ", ".join(map(str, self.cuts))
+        return f"{what} come in {self.count} rounds, products follow on {after}"
+
+
+def rounds_of(strategy: Strategy) -> Rounds | None:
+    """How the factor comes that all ranks need whole, of a strategy that gathers one, along whole
+    k, and needs nothing else; None for others, and for what is too large. The same on all ranks.
+    """
+    form, k = gathered_lines(strategy), strategy.problem.shape[2]
+    if form is None or strategy.problem.size == 1 or not 0 < k * sum(form.rows) <= _ROOM:
+        return None
+    other = strategy.rows if form.turned else strategy.columns
+    widest = max(part.length for part in other)
+    after = cuts(form.rows, widest, k)
+    return Rounds(int(bool(form.turned)), form.rows, after)
+
+
+def cuts(lines: Sequence[int], others: int, k: int) -> tuple[int, ...]:
+    """The rounds that products of `lines` by `others` lines of the other factor follow on, in the
+    least time; none where it is less with one product when all has come.
+    """
+    if any(start % GRAIN for start in accumulate(lines)):
+        return ()
+    size, most, deep = len(lines), max(lines), up(k, GRAIN)
+    each = _COPY + most * deep / _ENGINE
+    ends = [_seconds(most, others, k)]  # when the lines of so many rounds have been multiplied
+    follows = [0]
+    for number in range(1, size):
+        come = 2 * _BARRIER + _ENGINES + number * each
+        ways = [
+            (max(ends[before], come) + _seconds((number - before) * most, others, k), before)
+            for before in range(number)
+        ]
+        end, before = min(ways)
+        ends.append(end)
+        follows.append(before)
+    push = 2 * _BARRIER + _PUSH + (size - 1) * most * deep / _KERNEL
+    if push + _seconds(size * most, others, k) <= ends[-1]:
+        return ()
+    found = [size - 1]
+    while found[-1]:
+        found.append(follows[found[-1]])
+    return tuple(reversed(found))
+
+
+def _seconds(lines: int, others: int, k: int) -> float:
+    """Of one product: its tiles take turns on the multiprocessors."""
+    tiles = up(-(-lines // _TILE) * -(-others // _TILE), _PROCESSORS)
+    return _PRODUCT + tiles * 2.0 * _TILE * _TILE * k / _RATE
