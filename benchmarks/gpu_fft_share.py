@@ -52,6 +52,11 @@ class Played(Launch):
     shared: dict
     peers: int
 
+    @property
+    def rank(self):
+        """Whose part it is: rank 0's on all GPUs, or boxes would end behind their places."""
+        return 0
+
     def everywhere(self, place, told):
         """See Launch; `told` are the strides of all results."""
         where, apart = self.shared[place]

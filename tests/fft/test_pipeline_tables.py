@@ -9,6 +9,7 @@ import pytest
 
 from shardmath.arrays import ArraySpec
 from shardmath.geometry import Slab
+from shardmath.operators.fft.beside import widest_cluster
 from shardmath.operators.fft.local_steps import packed
 from shardmath.operators.fft.options import FFTDirection, FFTOptions
 from shardmath.operators.fft.pipeline import Rows, cuts_for, pipelined
@@ -64,3 +65,19 @@ def test_tables_of_large_arrays(name, size):
 )
 def test_rows_that_the_kernel_takes(unit, fits):
     assert Rows(0, unit, 2, 0, 2 * unit, 1 << 40, 2 * unit).fits == fits
+
+
+@pytest.mark.parametrize(
+    ("blocks", "most", "wide"),
+    [(32, 16, 16), (16, 16, 16), (30, 16, 15), (28, 16, 14), (17, 16, 1), (1, 16, 1), (32, 8, 8),
+     (30, 8, 6), (32, 1, 1), (24, 9, 8)],
+)  # fmt: skip
+def test_blocks_that_push_are_neighbours(blocks, most, wide):
+    asked = []
+
+    def holds(count, size):
+        asked.append((count, size))
+        return size <= most
+
+    assert widest_cluster(blocks, holds) == wide
+    assert all(count * size == blocks for count, size in asked)

@@ -13,9 +13,11 @@ from typing import Any
 
 from shardmath.cuda.compile import compiled, compiled_source
 from shardmath.cuda.device import Device
-from shardmath.cuda.driver import bindings, call
+from shardmath.cuda.driver import bindings, call, status_of
 
 __all__ = ["Argument", "Extent", "Kernel", "ReadyLaunch", "kernel", "kernel_of_source"]
+
+_PORTABLE = 8  # blocks of a cluster that all devices with clusters can have
 
 Extent = int | Sequence[int]  # of a grid or a block: along x, or along x, y and z
 
@@ -36,7 +38,7 @@ class Kernel:
         self.device = device
         self.shared = shared  # bytes of dynamic shared memory
         self._function = function
-        self._configs: dict[tuple[int, Extent, Extent], Any] = {}
+        self._configs: dict[tuple[int, Extent, Extent, bool, int], Any] = {}
         if shared > 48 << 10:
             limit = bindings().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             call("cuFuncSetAttribute", function, limit, shared)
@@ -54,18 +56,24 @@ class Kernel:
         argument: Argument,
         *,
         early: bool = False,
+        cluster: int = 1,
     ) -> None:
         """Put it on `stream`.
 
         `early` is for a kernel that waits itself, first of all, for what is ahead of it on the
         stream (griddepcontrol.wait): where the device can do it, its launch overlaps with that.
+        Each `cluster` of blocks runs at the same time on neighbouring multiprocessors, of which the
+        device has so many (`holds_clusters`); a grid is a multiple of it along x.
         """
         self.device.activate()
         grid, block = _three(blocks), _three(threads)
-        if early and self.device.overlaps_launches:
-            key = (stream, grid, block)
+        early = early and self.device.overlaps_launches
+        if early or cluster > 1:
+            key = (stream, grid, block, early, cluster)
             if key not in self._configs:
-                self._configs[key] = _config(stream, grid, block, self.shared, early=True)
+                self._configs[key] = _config(
+                    stream, grid, block, self.shared, early=early, cluster=cluster
+                )
             call("cuLaunchKernelEx", self._configs[key], self._function, argument.address, 0)
             return
         call(
@@ -78,6 +86,23 @@ class Kernel:
             argument.address,
             0,
         )
+
+    def holds_clusters(self, count: int, size: int, threads: Extent) -> bool:
+        """Whether the device can run `count` clusters of `size` blocks at once, and nothing else.
+
+        After that, launches with such clusters are allowed.
+        """
+        if size == 1:
+            return True
+        if not self.device.overlaps_launches:  # those that have clusters
+            return False
+        if size > _PORTABLE:
+            names = bindings().CUfunction_attribute
+            allowed = names.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+            call("cuFuncSetAttribute", self._function, allowed, 1)
+        config = _config(0, (size, 1, 1), _three(threads), self.shared, early=False, cluster=size)
+        status, most = status_of("cuOccupancyMaxActiveClusters", self._function, config)
+        return not status and int(most) >= count
 
     def ready(
         self, blocks: Extent, threads: Extent, argument: Argument, *, early: bool = False
@@ -151,22 +176,39 @@ def _loaded(
 
 
 def _config(
-    stream: int, grid: Sequence[int], block: Sequence[int], shared: int, *, early: bool
+    stream: int,
+    grid: Sequence[int],
+    block: Sequence[int],
+    shared: int,
+    *,
+    early: bool,
+    cluster: int = 1,
 ) -> Any:
-    """How a kernel is launched; `early`: it may start before the one ahead of it has ended."""
+    """How a kernel is launched, in clusters of so many blocks.
+
+    `early`: it may start before the one ahead of it has ended.
+    """
     driver = bindings()
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = grid
     config.blockDimX, config.blockDimY, config.blockDimZ = block
     config.sharedMemBytes = shared
     config.hStream = stream
+    names, attributes = driver.CUlaunchAttributeID, []
     if early:
         attribute = driver.CUlaunchAttribute()
-        names = driver.CUlaunchAttributeID
         attribute.id = names.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         attribute.value.programmaticStreamSerializationAllowed = 1
-        config.attrs = [attribute]
-        config.numAttrs = 1
+        attributes.append(attribute)
+    if cluster > 1:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = names.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        extents = attribute.value.clusterDim
+        extents.x, extents.y, extents.z = cluster, 1, 1
+        attributes.append(attribute)
+    if attributes:
+        config.attrs = attributes
+        config.numAttrs = len(attributes)
     return config
 
 

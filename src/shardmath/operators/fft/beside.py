@@ -8,7 +8,7 @@ A wait that expires leaves the words in no known state: then the context's trans
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from shardmath.context import DistributedContext
 from shardmath.cuda.constant import Constant
@@ -19,12 +19,13 @@ from shardmath.errors import RankFailure
 from shardmath.operators.fft.pipeline import Pipeline
 from shardmath.symmetric.team import Team
 
-__all__ = ["Beside", "PushTables"]
+__all__ = ["Beside", "PushTables", "widest_cluster"]
 
 _SIGNALS, _BARRIER = 59, 58  # channels
 _WORDS = 16 + 4 * 62  # struct Words
 _PIECE, _STAGES, _AHEAD = 16 << 10, 12, 6
 _BLOCKS = 32  # about so many, and as many for each peer
+_CLUSTER = 16  # blocks that are neighbours; see docs/decisions/chunks-beside-transforms.md
 
 
 class PushTables:
@@ -36,6 +37,17 @@ class PushTables:
         self.chunks = Constant(device, chunks)
         self.rows = Constant(device, rows)
         self.arguments: dict[tuple[int, ...], Argument] = {}
+
+
+def widest_cluster(blocks: int, holds: Callable[[int, int], bool]) -> int:
+    """How many blocks that push are neighbours: as many as the device has room for.
+
+    `holds(count, size)` says whether it has for so many clusters. Multiprocessors that are
+    neighbours share a way to memory and to the links. Blocks that are in one place have it for
+    themselves; spread over the device they share it with transforms.
+    """
+    sizes = (size for size in range(_CLUSTER, 1, -1) if blocks % size == 0)
+    return next((size for size in sizes if holds(blocks // size, size)), 1)
 
 
 class Beside:
@@ -55,6 +67,11 @@ class Beside:
         self._fork, self._join = call("cuEventCreate", 2), call("cuEventCreate", 2)  # no timing
         for name in ("push", "ready", "await_all"):  # none is loaded while another waits for it
             self._kernel(name).load()
+        self._blocks = max(1, _BLOCKS // self._team.size) * self._team.size
+        self._cluster = widest_cluster(
+            self._blocks,
+            lambda count, size: self._kernel("push").holds_clusters(count, size, 32),
+        )
         tail = struct.pack("QII", self._words, _SIGNALS, 0)
         self._argument = Argument(self._team.packed() + tail)
 
@@ -103,8 +120,9 @@ class Beside:
                 *key,
             )
             tables.arguments[key] = Argument(team.packed() + words)
-        blocks = max(1, _BLOCKS // team.size) * team.size
-        self._kernel("push").launch(int(self.stream), blocks, 32, tables.arguments[key])
+        self._kernel("push").launch(
+            int(self.stream), self._blocks, 32, tables.arguments[key], cluster=self._cluster
+        )
 
     def ready(self, stream: int) -> None:
         """Launch: what `stream` has done so far can be pushed, as far as a chunk needs it."""

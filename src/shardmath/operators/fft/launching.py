@@ -39,6 +39,11 @@ class Launch:
     forward: bool
     area: int
 
+    @property
+    def rank(self) -> int:
+        """Whose part it is."""
+        return self.context.rank
+
     def all(self, stream: int, told: Sequence[Told]) -> None:
         """Launch everything. `told` are all ranks'."""
         program = self.way.program
@@ -90,12 +95,12 @@ class Launch:
 
     def _exchange(self, stream: int, step: Exchange, told: Sequence[Told]) -> None:
         """Move boxes between this rank's array and all ranks' arrays."""
-        place = "result" if step.theirs is None else step.theirs[self.context.rank].place
+        place = "result" if step.theirs is None else step.theirs[self.rank].place
         addresses, strides = self.everywhere(place, told)
         if step.theirs is not None:
             strides = [view.strides for view in step.theirs]
         copier = self.way.copier(
-            (step, *strides), lambda: boxes_of_exchange(step, self.context.rank, strides)
+            (step, *strides), lambda: boxes_of_exchange(step, self.rank, strides)
         )
         own = self._address(step.own)
         if step.opens or step.pulls:
@@ -133,7 +138,7 @@ class Launch:
         """Where all ranks' arrays of that place begin for this GPU, and their strides."""
         notes = [each[self.way.program.shared.index(place)] for each in told]
         addresses = [
-            self.addresses[place] if rank == self.context.rank else self._peer(rank, entry)
+            self.addresses[place] if rank == self.rank else self._peer(rank, entry)
             for rank, entry in enumerate(notes)
         ]
         return addresses, [entry[4] for entry in notes]
