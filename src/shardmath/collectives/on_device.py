@@ -17,7 +17,7 @@ from shardmath.arrays import DType, Library, array_of, library_and_spec, library
 from shardmath.arrays.dtypes import of as dtype_of
 from shardmath.arrays.dtypes import to_numpy
 from shardmath.arrays.spec import ArraySpec
-from shardmath.collectives.device import DeviceCollectives
+from shardmath.collectives.device import DeviceCollectives, pushes_all_reduce
 from shardmath.collectives.operand import OutputSpec, Shape, live_block
 from shardmath.collectives.reduction import Reduction
 from shardmath.context import DistributedContext
@@ -27,11 +27,10 @@ from shardmath.symmetric.allocation import array_on
 from shardmath.symmetric.heap import Buffer, Location
 from shardmath.symmetric.team import Team
 
-__all__ = ["INTO_BYTES", "DeviceOperand", "DeviceOutput", "stand_in"]
+__all__ = ["DeviceOperand", "DeviceOutput", "stand_in"]
 
 _ON_GPUS = " on GPUs"
 _LARGE_BYTES = 4 << 20  # to one rank; from here on parts are pushed into place on the peers
-INTO_BYTES = 16 << 20  # of an array that is reduced into symmetric memory
 
 # In the rank's own operand, the part for a rank; in the result, the part of a rank.
 Parts = Sequence[int]
@@ -78,13 +77,13 @@ class DeviceOperand:
 
     # -- collectives, after agreement --------------------------------------------------------------
 
-    def all_reduce(self, reduction: Reduction) -> Any:
-        """See `reducing.all_reduce`."""
+    def all_reduce(self, reduction: Reduction, *, new: bool) -> Any:
+        """See `reducing.all_reduce`. `new`: the results of all ranks are new arrays."""
         source, dtype, op = self._wide(reduction)
         moves = DeviceCollectives.together(self.context)
         count, stream = self.spec.size, self.stream
-        large = self.out is None and count * dtype.itemsize >= INTO_BYTES
-        if large and self.context.size > 1 and isinstance(moves, DeviceCollectives):
+        pushed = pushes_all_reduce(count * dtype.itemsize, self.context.size, dtype)
+        if pushed and new and isinstance(moves, DeviceCollectives):
             flat, places = self._shared(count, dtype)
             moves.all_reduce_into(source.pointer, places, count, dtype, op, stream)
             result = flat.narrow(reduction.result)

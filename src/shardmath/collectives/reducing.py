@@ -96,13 +96,14 @@ def _in_one_shot(nbytes: int, size: int) -> bool:
 @dataclass(frozen=True)
 class _AllReduce:
     reduction: Reduction
+    new: bool  # no rank has given an array for the result
 
 
 def _plan_all_reduce(specs: list[Any]) -> _AllReduce:
     libraries, dtypes, shapes, ops, outs = zip(*specs, strict=True)
     reduction = _require_one_reduction(libraries, dtypes, shapes, ops)
     require_outputs_fit(outs, libraries, reduction.result, shapes)
-    return _AllReduce(reduction)
+    return _AllReduce(reduction, not any(outs))
 
 
 def reduce_scatter(
@@ -207,7 +208,7 @@ def _all_reduce_on_device(context: DistributedContext, x: Any, op: str, out: Any
 
     plan, _ = agree_plan(context, "all_reduce", describe, _plan_all_reduce)
     with context.executing("all_reduce"):
-        return own[0].all_reduce(plan.reduction)
+        return own[0].all_reduce(plan.reduction, new=plan.new)
 
 
 def _reduce_scatter_on_device(
