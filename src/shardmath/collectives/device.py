@@ -194,8 +194,7 @@ class DeviceCollectives(Pushes):
         self._require_usable()
         launch = self._ready.made(key, make)
         if launch is not None:
-            with self._turns.taken(stream):
-                launch.put(stream)
+            self._turns.put(launch, stream)
 
     def _exchange(
         self,
