@@ -118,7 +118,8 @@ def check_mistakes(context):
     found.append(said(lambda: all_gather(square, axis=True if last else 1, context=group)))
     graded = torch.ones(N, device="cuda", requires_grad=last)
     found.append(said(lambda: all_reduce(graded, context=group)))
-    free_symmetric_memory(heap)
+    with group:
+        free_symmetric_memory(heap)
     found.append(said(lambda: all_reduce(heap if last else x, context=group)))
     found.append(said(lambda: all_reduce(x, context=group)))
     context.barrier()
