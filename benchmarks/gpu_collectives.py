@@ -13,11 +13,14 @@ import json
 from on_gpus import command, run
 
 from shardmath.arrays import dtypes
-from shardmath.collectives.on_device import INTO_BYTES
+from shardmath.collectives.device import pushes_all_reduce
 from shardmath.cuda.kernel import Argument
 
 KIB, MIB = 1 << 10, 1 << 20
-ALL_REDUCE = [2 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 32 * MIB, 256 * MIB]
+ALL_REDUCE = [size * KIB for size in (2, 16, 64, 256)]
+ALL_REDUCE += [size * MIB for size in (1, 4, 8, 16, 32, 64, 128, 256)]
+OTHER_TYPES = {"float32": "f32", "float64": "f64", "int32": "i32"}  # of 32 and 256 MiB
+REDUCE_SCATTER = [MIB, 32 * MIB, 256 * MIB]  # of what each rank gives
 MOVES = [16 * KIB, 256 * KIB, 2 * MIB, 32 * MIB]
 # What issue 3 asks for on 8 H200: microseconds, ratios to NCCL, or GB/s.
 TARGETS = {
@@ -63,50 +66,93 @@ def _nobody(ranks):
     return lambda: kernel.launch(ranks.stream(), 1, 32, argument)
 
 
-def all_reduces(ranks, nbytes):
-    import torch.distributed._symmetric_memory as symm
-
+def all_reduces(ranks, nbytes, dtype="bfloat16", name="bf16"):
     torch, dist = ranks.torch, ranks.dist
-    count = nbytes // 2
-    generator = torch.Generator(ranks.device).manual_seed(ranks.rank)
-    x = torch.randn(count, device=ranks.device, generator=generator).bfloat16()
-    bf16 = dtypes.of("bfloat16")
-
-    if nbytes < INTO_BYTES:
-        y = torch.empty_like(x)
-    else:  # as the call does
+    kind, known = getattr(torch, dtype), dtypes.of(dtype)
+    count = nbytes // known.itemsize
+    x = values(ranks, count, kind)
+    pushed = pushes_all_reduce(nbytes, ranks.size, known)
+    if pushed:  # as the call does
         buffer, places = ranks.shared(nbytes)
-        y = torch.as_tensor(buffer, device=ranks.device).view(torch.bfloat16)
+        y = torch.as_tensor(buffer, device=ranks.device).view(kind)
+    else:
+        y = torch.empty_like(x)
 
     def ours():
         source, stream = x.data_ptr(), ranks.stream()
-        if nbytes < INTO_BYTES:
-            ranks.moves.all_reduce(source, y.data_ptr(), count, bf16, "sum", stream)
+        if pushed:
+            ranks.moves.all_reduce_into(source, places, count, known, "sum", stream)
         else:
-            ranks.moves.all_reduce_into(source, places, count, bf16, "sum", stream)
+            ranks.moves.all_reduce(source, y.data_ptr(), count, known, "sum", stream)
 
     ours()
-    reference = x.float()
-    dist.all_reduce(reference)
-    torch.cuda.synchronize()
-    assert (y.float() - reference).abs().max() <= 0.04 * ranks.size, "wrong sum"
+    check(ranks, y, x)
     z = x.clone()
     calls = calls_for(nbytes)
-    row = {"what": "all_reduce bf16", "bytes": nbytes, "ours_us": ranks.time(ours, calls)}
-    row["nccl_us"] = ranks.time(lambda: dist.all_reduce(z), calls)
+    row = {"what": f"all_reduce {name}", "bytes": nbytes}
+    systems = {"ours_us": ours, "nccl_us": lambda: dist.all_reduce(z)}
+    if name == "bf16":
+        systems |= torchs(ranks, count, nbytes)
+    row |= ranks.times(systems, calls)
+    for system in ("ours", "nccl"):
+        row[f"{system}_GBps"] = (
+            2 * nbytes * (ranks.size - 1) / ranks.size / row[f"{system}_us"] / 1e3
+        )
+    return row
+
+
+def values(ranks, count, kind):
+    torch = ranks.torch
+    generator = torch.Generator(ranks.device).manual_seed(ranks.rank)
+    if not kind.is_floating_point:
+        return torch.randint(-999, 999, (count,), device=ranks.device, generator=generator).to(kind)
+    return torch.randn(count, device=ranks.device, generator=generator).to(kind)
+
+
+def check(ranks, found, x):
+    """That `found` is the sum of all ranks' `x`, or this rank's part of it."""
+    reference = x.float()
+    ranks.dist.all_reduce(reference)
+    ranks.torch.cuda.synchronize()
+    part = reference.numel() // found.numel()
+    if part > 1:
+        reference = reference.view(part, -1)[ranks.rank]
+    assert (found.float() - reference).abs().max() <= 0.04 * ranks.size, "wrong sum"
+
+
+def torchs(ranks, count, nbytes):
+    import torch.distributed._symmetric_memory as symm
+
+    torch = ranks.torch
     theirs = symm.empty(count, dtype=torch.bfloat16, device=ranks.device)
     symm.rendezvous(theirs, ranks.group)
     theirs.zero_()
     ops = torch.ops.symm_mem
+    found = {"torch_two_shot_us": lambda: ops.two_shot_all_reduce_(theirs, "sum", ranks.group)}
     if nbytes <= 4 * MIB:
-        row["torch_one_shot_us"] = ranks.time(
-            lambda: ops.one_shot_all_reduce(theirs, "sum", ranks.group), calls
-        )
-    row["torch_two_shot_us"] = ranks.time(
-        lambda: ops.two_shot_all_reduce_(theirs, "sum", ranks.group), calls
-    )
-    row["ours_GBps"] = 2 * nbytes * (ranks.size - 1) / ranks.size / row["ours_us"] / 1e3
-    row["nccl_GBps"] = 2 * nbytes * (ranks.size - 1) / ranks.size / row["nccl_us"] / 1e3
+        found["torch_one_shot_us"] = lambda: ops.one_shot_all_reduce(theirs, "sum", ranks.group)
+    return found
+
+
+def reduce_scatters(ranks, nbytes):
+    """Of `nbytes` on each rank, from and into ordinary memory."""
+    torch, dist, size = ranks.torch, ranks.dist, ranks.size
+    bf16 = dtypes.of("bfloat16")
+    counts = [nbytes // 2 // size] * size
+    x = values(ranks, nbytes // 2, torch.bfloat16)
+    y = torch.empty(counts[0], dtype=torch.bfloat16, device=ranks.device)
+
+    def ours():
+        source, target = x.data_ptr(), y.data_ptr()
+        ranks.moves.reduce_scatter(source, target, counts, bf16, "sum", ranks.stream())
+
+    ours()
+    check(ranks, y, x)
+    row = {"what": "reduce_scatter bf16", "bytes": nbytes}
+    systems = {"ours_us": ours, "nccl_us": lambda: dist.reduce_scatter_tensor(y, x)}
+    row |= ranks.times(systems, calls_for(nbytes))
+    for system in ("ours", "nccl"):
+        row[f"{system}_GBps"] = nbytes * (size - 1) / size / row[f"{system}_us"] / 1e3
     return row
 
 
@@ -161,6 +207,9 @@ def _through_cells(ranks, what, data, into, nbytes):
 def measure(ranks):
     rows = [barriers(ranks)]
     rows += [all_reduces(ranks, nbytes) for nbytes in ALL_REDUCE]
+    for dtype, name in OTHER_TYPES.items():
+        rows += [all_reduces(ranks, nbytes, dtype, name) for nbytes in (32 * MIB, 256 * MIB)]
+    rows += [reduce_scatters(ranks, nbytes) for nbytes in REDUCE_SCATTER]
     for nbytes in MOVES:
         rows += moves(ranks, nbytes)
     for row in rows:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from shardmath import errors, wire
 from shardmath.errors import CollectiveMismatch
 from shardmath.symmetric.board import Board
+from shardmath.symmetric.heading import bodies, heading
 
 __all__ = ["agree", "gather", "require_equal"]
 
@@ -53,19 +54,22 @@ def gather(board: Board, operation: str, describe: Callable[[], bytes]) -> list[
     Raises on every rank what `describe` raised on the first rank where it did, or
     CollectiveMismatch when the operations differ.
     """
+    prefix = heading(operation) + _DESCRIBED
     mistake: Exception | None = None
     try:
-        message = _DESCRIBED + describe()
+        text = prefix + describe()
     except Exception as error:
         mistake = error
-        message = _refusal(error)
+        text = heading(operation) + _refusal(error)
     try:
-        messages = board.exchange(operation, message)
-        if not all(text.startswith(_DESCRIBED) for text in messages):
-            _raise_refusal(messages, mistake)
+        texts = board.texts(operation, text)
+        for each in texts:
+            if not each.startswith(prefix):
+                _raise_refusal(bodies(texts, operation), mistake)
     finally:
         del mistake  # its traceback refers to this frame: a cycle that would keep the operands
-    return [text[1:] for text in messages]
+    start = len(prefix)
+    return [each[start:] for each in texts]
 
 
 def require_equal(what: str, values: Sequence[Any]) -> Any:

@@ -58,6 +58,9 @@ def agree_plan(
         return book.head(operation, spec) + note
 
     messages = context.gather(operation, described)
+    heard = book.recall(operation, messages)
+    if heard is not None:
+        return heard[0], [b""] * len(messages)
     book.compare(messages)
     key = (operation, tuple([text[_MADE.size : _HEAD_BYTES] for text in messages]))
     notes = [text[_HEAD_BYTES:] for text in messages]
@@ -65,6 +68,8 @@ def agree_plan(
     if plan is None:
         texts = context.board.exchange(operation, wire.encode(specs[0]))
         plan = book.keep(key, (build([wire.decode(text) for text in texts]),))
+    elif not any(notes):
+        book.remember(operation, messages, key)
     return plan[0], notes
 
 
@@ -76,6 +81,8 @@ class _Book:
         self._said = _MADE.pack(0)  # the same, as peers are told
         self._plans: Latest[_Key, tuple[Any]] = Latest(_KEPT)  # all ranks use them alike
         self._digests: Latest[tuple[str, Hashable], bytes] = Latest(_KEPT)  # this rank's own
+        # By operation and all that was said in it without notes, since the last plan was made.
+        self._heard: dict[tuple[Any, ...], _Key] = {}
 
     def head(self, operation: str, spec: Hashable) -> bytes:
         """How many plans were made, and 16 bytes that stand for `spec`.
@@ -98,6 +105,16 @@ class _Book:
         self._plans.clear()
         self._count(made)
 
+    def recall(self, operation: str, messages: Sequence[bytes]) -> tuple[Any] | None:
+        """The plan of a call in which all ranks say what they said in an earlier one."""
+        key = self._heard.get((operation, *messages))
+        return None if key is None else self.find(key)
+
+    def remember(self, operation: str, messages: Sequence[bytes], key: _Key) -> None:
+        """Let `recall` find the plan of that key."""
+        if len(self._heard) < _KEPT:
+            self._heard[(operation, *messages)] = key
+
     def find(self, key: _Key) -> tuple[Any] | None:
         return self._plans.find(key)
 
@@ -107,3 +124,4 @@ class _Book:
 
     def _count(self, made: int) -> None:
         self._made, self._said = made, _MADE.pack(made)
+        self._heard.clear()

@@ -60,6 +60,13 @@ class Library(ABC):
         """Whether the memory of `x` lacks its values: they are to be conjugated or negated."""
         return False
 
+    def glance(self, x: Any) -> tuple[ArraySpec, int] | None:
+        """The spec and the pointer of `x`, if a call on it may come again as it is.
+
+        None for one that is lazy or may be under a gradient. Raises as `spec`.
+        """
+        return None if self.is_lazy(x) or self.records(x) else (self.spec(x), self.pointer(x))
+
     @abstractmethod
     def from_host(self, host: HostArray) -> Any:
         """An array of this library on the memory of `host`, which it keeps alive.

@@ -84,6 +84,12 @@ class Torch(Library):
         """See Library."""
         return bool(x.is_conj() or x.is_neg())
 
+    def glance(self, x: Any) -> tuple[ArraySpec, int] | None:
+        """See Library."""
+        if x.requires_grad or x.is_conj() or x.is_neg():
+            return None
+        return _spec(x.dtype, x.shape, x.stride(), x.layout, x.device), x.data_ptr()
+
     def from_host(self, host: HostArray) -> Any:
         """A tensor on the memory of `host`; ValueError for negative strides or read-only memory."""
         import torch

@@ -28,7 +28,7 @@ from shardmath.symmetric.team import Team
 if TYPE_CHECKING:
     from shardmath.context import DistributedContext
 
-__all__ = ["DeviceCollectives", "Launch", "choose_all_reduce"]
+__all__ = ["DeviceCollectives", "Launch", "choose_all_reduce", "pushes_all_reduce"]
 
 
 _PACKET = 16
@@ -37,6 +37,9 @@ _SETS, _PHASES = 3, 2  # kSets, kPhases
 _MOST_BLOCKS = 132  # one on each multiprocessor of an H100: half of its registers
 _SPREAD = 64  # blocks, before there are more threads in each
 _KEPT = 256  # launches that are kept ready
+# From here on an all_reduce is pushed: of a rank's slice where packets are all data, as those of
+# floats are; else of the array.
+_PUSHED_SLICE_BYTES, _PUSHED_BYTES = 32 << 20, 16 << 20
 _SECOND_WAIT_BYTES = 512 << 10  # what a link carries in the time of one wait, 1.4 us
 
 
@@ -57,6 +60,15 @@ def choose_all_reduce(nbytes: int, size: int) -> Launch:
     if more <= _SECOND_WAIT_BYTES:
         return _grid("one_shot", packets)
     return _grid("two_shot", -(-packets // size))
+
+
+def pushes_all_reduce(nbytes: int, size: int, dtype: DType) -> bool:
+    """Whether `nbytes` of each rank are reduced faster into symmetric memory than through cells."""
+    if size == 1:
+        return False
+    if dtype.kind in "fc":
+        return nbytes // size >= _PUSHED_SLICE_BYTES
+    return nbytes >= _PUSHED_BYTES
 
 
 def _grid(function: str, packets: int) -> Launch:
@@ -182,8 +194,7 @@ class DeviceCollectives(Pushes):
         self._require_usable()
         launch = self._ready.made(key, make)
         if launch is not None:
-            with self._turns.taken(stream):
-                launch.put(stream)
+            self._turns.put(launch, stream)
 
     def _exchange(
         self,

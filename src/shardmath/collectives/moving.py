@@ -9,10 +9,10 @@ its own. Seen along the axis, an array is a matrix whose columns are divided amo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -38,6 +38,9 @@ from shardmath.collectives.operand import (
 from shardmath.context import DistributedContext
 from shardmath.errors import CollectiveMismatch
 from shardmath.planning import agree_plan
+
+if TYPE_CHECKING:
+    from shardmath.collectives.on_device import DeviceOperand
 
 __all__ = ["all_gather", "all_to_all", "broadcast"]
 
@@ -289,40 +292,56 @@ def _said(kind: tuple[str, str, Shape]) -> str:
 
 
 def _broadcast_on_device(context: DistributedContext, x: Any, root: int, out: Any) -> Any:
-    from shardmath.collectives.on_device import DeviceOperand, DeviceOutput, stand_in
+    from shardmath.collectives.calls import perform_on_device
+    from shardmath.collectives.on_device import DeviceOutput, stand_in
 
-    own: list[DeviceOperand] = []
+    if x is not None:
 
-    def describe() -> tuple[Any, bytes]:
+        def describe(operand: DeviceOperand) -> Hashable:
+            source = as_index("root", root, context.size)
+            spec = operand.spec
+            return source, (operand.kind, spec.dtype, spec.shape), operand.into
+
+        return perform_on_device(
+            context,
+            "broadcast",
+            (root,),
+            x,
+            out,
+            describe=describe,
+            build=_plan_broadcast,
+            perform=lambda operand, plan: operand.broadcast(plan.root, plan.shape),
+        )
+
+    def nothing() -> tuple[Hashable, bytes]:
         source = as_index("root", root, context.size)
-        if x is None:
-            if context.rank == source:
-                raise ValueError("the root of a broadcast passes an array, not None")
-            return (source, None, None if out is None else DeviceOutput(context, out).spec), b""
-        own.append(DeviceOperand(context, x, out))
-        spec = own[0].spec
-        return (source, (own[0].kind, spec.dtype, spec.shape), own[0].into), b""
+        if context.rank == source:
+            raise ValueError("the root of a broadcast passes an array, not None")
+        return (source, None, None if out is None else DeviceOutput(context, out).spec), b""
 
-    plan, _ = agree_plan(context, "broadcast", describe, _plan_broadcast)
+    plan, _ = agree_plan(context, "broadcast", nothing, _plan_broadcast)
     with context.executing("broadcast"):
-        operand = own[0] if own else stand_in(context, plan.library, plan.dtype, plan.shape, out)
+        operand = stand_in(context, plan.library, plan.dtype, plan.shape, out)
         return operand.broadcast(plan.root, plan.shape)
 
 
 def _all_gather_on_device(context: DistributedContext, x: Any, axis: int, out: Any) -> Any:
-    from shardmath.collectives.on_device import DeviceOperand
+    from shardmath.collectives.calls import perform_on_device
 
-    own: list[DeviceOperand] = []
+    def describe(operand: DeviceOperand) -> Hashable:
+        spec = operand.spec
+        return operand.kind, spec.dtype, spec.shape, as_axis(axis, spec.ndim), operand.into
 
-    def describe() -> tuple[Any, bytes]:
-        own.append(DeviceOperand(context, x, out))
-        spec = own[0].spec
-        at = as_axis(axis, spec.ndim)
-        return (own[0].kind, spec.dtype, spec.shape, at, own[0].into), b""
-
-    plan, _ = agree_plan(context, "all_gather", describe, _plan_gather)
-    with context.executing("all_gather"):
-        return own[0].all_gather(plan.axis, plan.operands, plan.shape)
+    return perform_on_device(
+        context,
+        "all_gather",
+        (axis,),
+        x,
+        out,
+        describe=describe,
+        build=_plan_gather,
+        perform=lambda operand, plan: operand.all_gather(plan.axis, plan.operands, plan.shape),
+    )
 
 
 def _all_to_all_on_device(
@@ -333,21 +352,28 @@ def _all_to_all_on_device(
     receive_counts: Sequence[int] | None,
     out: Any,
 ) -> Any:
-    from shardmath.collectives.on_device import DeviceOperand
+    from shardmath.collectives.calls import perform_on_device
 
-    own: list[DeviceOperand] = []
-
-    def describe() -> tuple[Any, bytes]:
-        own.append(DeviceOperand(context, x, out))
-        spec = own[0].spec
+    def describe(operand: DeviceOperand) -> Hashable:
+        spec = operand.spec
         at = as_axis(axis, spec.ndim)
         extent = spec.shape[at]
         sent = as_counts("send_counts", send_counts, context.size, extent)
         expected = as_counts("receive_counts", receive_counts, context.size, None)
         sent = slab_counts(extent, context.size) if sent is None else sent
-        return (own[0].kind, spec.dtype, spec.shape, at, own[0].into, sent, expected), b""
+        return operand.kind, spec.dtype, spec.shape, at, operand.into, sent, expected
 
-    plan, _ = agree_plan(context, "all_to_all", describe, _plan_all_to_all)
-    with context.executing("all_to_all"):
+    def perform(operand: DeviceOperand, plan: _AllToAll) -> Any:
         shape = plan.results[context.rank]
-        return own[0].all_to_all(plan.axis, plan.sent, plan.operands, shape)
+        return operand.all_to_all(plan.axis, plan.sent, plan.operands, shape)
+
+    return perform_on_device(
+        context,
+        "all_to_all",
+        (axis, send_counts, receive_counts),
+        x,
+        out,
+        describe=describe,
+        build=_plan_all_to_all,
+        perform=perform,
+    )

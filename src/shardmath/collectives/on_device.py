@@ -15,23 +15,22 @@ import numpy as np
 
 from shardmath.arrays import DType, Library, array_of, library_and_spec, library_named
 from shardmath.arrays.dtypes import of as dtype_of
-from shardmath.arrays.dtypes import to_numpy
 from shardmath.arrays.spec import ArraySpec
-from shardmath.collectives.device import DeviceCollectives
+from shardmath.collectives.device import DeviceCollectives, pushes_all_reduce
+from shardmath.collectives.flat import Flat, Launch, Put, cast, is_numpy
 from shardmath.collectives.operand import OutputSpec, Shape, live_block
 from shardmath.collectives.reduction import Reduction
 from shardmath.context import DistributedContext
 from shardmath.cuda import stream as streams
 from shardmath.cuda.driver import call
 from shardmath.symmetric.allocation import array_on
-from shardmath.symmetric.heap import Buffer, Location
+from shardmath.symmetric.heap import Location
 from shardmath.symmetric.team import Team
 
-__all__ = ["INTO_BYTES", "DeviceOperand", "DeviceOutput", "stand_in"]
+__all__ = ["DeviceOperand", "DeviceOutput", "stand_in"]
 
 _ON_GPUS = " on GPUs"
 _LARGE_BYTES = 4 << 20  # to one rank; from here on parts are pushed into place on the peers
-INTO_BYTES = 16 << 20  # of an array that is reduced into symmetric memory
 
 # In the rank's own operand, the part for a rank; in the result, the part of a rank.
 Parts = Sequence[int]
@@ -55,6 +54,7 @@ class DeviceOperand:
         if self.spec.size:
             live_block(context, self.library.pointer(x))  # refuses what has been freed
         self.out = None if out is None else DeviceOutput(context, out)
+        self.put: Put | None = None  # what the call has put on the stream, if only that
 
     @property
     def on_host(self) -> bool:
@@ -78,20 +78,25 @@ class DeviceOperand:
 
     # -- collectives, after agreement --------------------------------------------------------------
 
-    def all_reduce(self, reduction: Reduction) -> Any:
-        """See `reducing.all_reduce`."""
+    def all_reduce(self, reduction: Reduction, *, new: bool) -> Any:
+        """See `reducing.all_reduce`. `new`: the results of all ranks are new arrays."""
         source, dtype, op = self._wide(reduction)
         moves = DeviceCollectives.together(self.context)
         count, stream = self.spec.size, self.stream
-        large = self.out is None and count * dtype.itemsize >= INTO_BYTES
-        if large and self.context.size > 1 and isinstance(moves, DeviceCollectives):
+        pushed = pushes_all_reduce(count * dtype.itemsize, self.context.size, dtype)
+        if pushed and new and isinstance(moves, DeviceCollectives):
             flat, places = self._shared(count, dtype)
             moves.all_reduce_into(source.pointer, places, count, dtype, op, stream)
             result = flat.narrow(reduction.result)
             return self._finish(result, self.spec.shape, reduction.result)
         straight = dtype.name == reduction.result
         flat = self._room(self.spec.shape, dtype, source, straight=straight, in_place=True)
-        moves.all_reduce(source.pointer, flat.pointer, count, dtype, op, stream)
+        self._put(
+            source,
+            flat,
+            lambda start, to, stream: moves.all_reduce(start, to, count, dtype, op, stream),
+            in_place=True,
+        )
         return self._finish(flat.narrow(reduction.result), self.spec.shape, reduction.result)
 
     def reduce_scatter(self, reduction: Reduction, axis: int, counts: Parts, shape: Shape) -> Any:
@@ -101,7 +106,11 @@ class DeviceOperand:
         sizes = [count * width for count in counts]
         flat = self._room(shape, dtype, source, straight=dtype.name == reduction.result)
         moves = DeviceCollectives.together(self.context)
-        moves.reduce_scatter(source.pointer, flat.pointer, sizes, dtype, op, self.stream)
+        self._put(
+            source,
+            flat,
+            lambda start, to, stream: moves.reduce_scatter(start, to, sizes, dtype, op, stream),
+        )
         return self._finish(flat.narrow(reduction.result), shape, reduction.result)
 
     def all_gather(self, axis: int, shapes: Sequence[Shape], shape: Shape) -> Any:
@@ -118,7 +127,9 @@ class DeviceOperand:
             moves.move([source.pointer] * size, targets, [sizes[rank]] * size, self.stream)
         else:
             flat = self._joinable(axis, shape, source)
-            moves.all_gather(source.pointer, flat.pointer, sizes, self.stream)
+            self._put(
+                source, flat, lambda start, to, stream: moves.all_gather(start, to, sizes, stream)
+            )
         return self._joined(flat, axis, shapes, shape)
 
     def all_to_all(
@@ -140,7 +151,9 @@ class DeviceOperand:
             moves.move(sources, targets, table[rank], self.stream)
         else:
             flat = self._joinable(axis, shape, source)
-            moves.all_to_all(source.pointer, flat.pointer, table, self.stream)
+            self._put(
+                source, flat, lambda start, to, stream: moves.all_to_all(start, to, table, stream)
+            )
         parts = [
             (*each[:axis], row[rank], *each[axis + 1 :])
             for each, row in zip(shapes, sent, strict=True)
@@ -159,8 +172,16 @@ class DeviceOperand:
             moves.move([source.pointer] * size, places, [sent] * size, self.stream)
         else:
             flat = self._room(shape, dtype, source)
-            moves.broadcast(source.pointer, flat.pointer, nbytes, root, self.stream)
+            self._put(
+                source,
+                flat,
+                lambda start, to, stream: moves.broadcast(start, to, nbytes, root, stream),
+            )
         return self._finish(flat, shape, self.spec.dtype)
+
+    def _put(self, source: Flat, flat: Flat, launch: Launch, *, in_place: bool = False) -> None:
+        self.put = Put(source.pointer, flat.pointer, launch, in_place)
+        launch(source.pointer, flat.pointer, self.stream)
 
     # -- memory ------------------------------------------------------------------------------------
 
@@ -182,60 +203,60 @@ class DeviceOperand:
             at += part.shape[0]
         return joined
 
-    def _packed(self, x: Any) -> _Flat:
+    def _packed(self, x: Any) -> Flat:
         """`x` in C order on the GPU: where it lies if it does, else a copy."""
         if not self.on_host:
             spec = self.spec if x is self._x else self.library.spec(x)
-            return _Flat(self, _contiguous(self.library, x), dtype_of(spec.dtype), spec.shape)
+            return Flat(self, _contiguous(self.library, x), dtype_of(spec.dtype), spec.shape)
         host = x if isinstance(x, np.ndarray) else self.library.host_view(x)
         host = np.ascontiguousarray(host)
         buffer = self.context.heap.allocate(host.nbytes)
         self.team.device.activate()
         if host.nbytes:
             call("cuMemcpyHtoD", buffer.block.address, host.ctypes.data, host.nbytes)
-        return _Flat(self, buffer, dtype_of(host.dtype), host.shape)
+        return Flat(self, buffer, dtype_of(host.dtype), host.shape)
 
-    def _wide(self, reduction: Reduction, x: Any = None) -> tuple[_Flat, DType, str]:
+    def _wide(self, reduction: Reduction, x: Any = None) -> tuple[Flat, DType, str]:
         """The operand in the type that the kernel combines, that type, and the operation."""
         x = self._x if x is None else x
         own = dtype_of(reduction.dtype)
         inside = own.name in ("float16", "bfloat16") or reduction.accumulator == own.name
         wide = own if inside else dtype_of(reduction.accumulator)
         if wide != own:
-            x = self.library.host_view(x) if self.on_host and not _is_numpy(x) else x
-            x = _cast(x, wide)
+            x = self.library.host_view(x) if self.on_host and not is_numpy(x) else x
+            x = cast(x, wide)
         return self._packed(x), wide, reduction.op
 
     def _room(
         self,
         shape: Shape,
         dtype: DType,
-        source: _Flat,
+        source: Flat,
         *,
         straight: bool = True,
         in_place: bool = False,
-    ) -> _Flat:
+    ) -> Flat:
         """Memory for a result: `out` where it can be written `straight` into it, else new.
 
         `in_place`: the result may be written over the source, element by element.
         """
         if self.on_host:
             buffer = self.context.heap.allocate(prod(shape) * dtype.itemsize)
-            return _Flat(self, buffer, dtype, shape)
+            return Flat(self, buffer, dtype, shape)
         out = self.out
         if out is not None and straight and out.takes(source, in_place=in_place):
-            return _Flat(self, out.array, dtype, shape)
+            return Flat(self, out.array, dtype, shape)
         array = self.library.empty(shape, dtype, "C", self.spec.device)
-        return _Flat(self, array, dtype, shape)
+        return Flat(self, array, dtype, shape)
 
-    def _joinable(self, axis: int, shape: Shape, source: _Flat) -> _Flat:
+    def _joinable(self, axis: int, shape: Shape, source: Flat) -> Flat:
         """Memory for the parts of a result, which come one after the other; see `_joined`."""
         dtype = dtype_of(self.spec.dtype)
         if prod(shape[:axis]) == 1:
             return self._room(shape, dtype, source)
         return self._room((prod(shape),), dtype, source, straight=False)
 
-    def _shared(self, count: int, dtype: DType) -> tuple[_Flat, list[int]]:
+    def _shared(self, count: int, dtype: DType) -> tuple[Flat, list[int]]:
         """Such memory on the heap, and where every rank's lies. Collective."""
         context = self.context
         made: list[Any] = []
@@ -254,9 +275,9 @@ class DeviceOperand:
         array = made[0]
         if not self.on_host:
             array = array_on(array, self.library, dtype, (count,), (1,))
-        return _Flat(self, array, dtype, (count,)), places
+        return Flat(self, array, dtype, (count,)), places
 
-    def _joined(self, flat: _Flat, axis: int, parts: Sequence[Shape], shape: Shape) -> Any:
+    def _joined(self, flat: Flat, axis: int, parts: Sequence[Shape], shape: Shape) -> Any:
         """The result, whose parts lie one after the other."""
         if prod(shape[:axis]) == 1:
             return self._finish(flat, shape, self.spec.dtype)
@@ -269,7 +290,7 @@ class DeviceOperand:
             at, start = at + prod(part), start + part[axis]
         return result
 
-    def _finish(self, flat: _Flat, shape: Shape, dtype: str) -> Any:
+    def _finish(self, flat: Flat, shape: Shape, dtype: str) -> Any:
         array = flat.array()
         if self.out is not None and array is self.out.array:
             return array
@@ -304,56 +325,13 @@ class DeviceOutput:
         spec = self._operand.spec
         return self._operand.kind, spec.dtype, spec.shape
 
-    def takes(self, source: _Flat, *, in_place: bool) -> bool:
+    def takes(self, source: Flat, *, in_place: bool) -> bool:
         """Whether a result can be written straight into it: packed, and not over the source."""
         spec, library = self._operand.spec, self._operand.library
         target = library.pointer(self.array)
         apart = target + spec.nbytes <= source.pointer or source.end <= target
         apart = apart or (in_place and target == source.pointer)
         return apart and spec.order in ("C", "both") and not library.is_lazy(self.array)
-
-
-class _Flat:
-    """Elements in C order on the GPU, as an array of the operand's library or as a buffer."""
-
-    def __init__(self, operand: DeviceOperand, kept: Any, dtype: DType, shape: Shape) -> None:
-        self._operand = operand
-        self._kept = kept
-        self._dtype = dtype
-        self._shape = shape
-        self.pointer: int = (
-            kept.block.address if isinstance(kept, Buffer) else operand.library.pointer(kept)
-        )
-
-    @property
-    def end(self) -> int:
-        """The address after the last element."""
-        return self.pointer + prod(self._shape) * self._dtype.itemsize
-
-    def array(self) -> Any:
-        """Its elements: of the library, or of NumPy for operands in host memory, after waiting."""
-        if not self._operand.on_host:
-            return self._kept
-        host = np.empty(self._shape, to_numpy(self._dtype))
-        self._operand.team.synchronize(0)
-        if host.nbytes:
-            call("cuMemcpyDtoH", host.ctypes.data, self.pointer, host.nbytes)
-        return host
-
-    def narrow(self, dtype: str) -> _Flat:
-        """The same elements in another type."""
-        known = dtype_of(dtype)
-        if known == self._dtype:
-            return self
-        return _Cast(self, known)
-
-
-class _Cast(_Flat):
-    def __init__(self, flat: _Flat, dtype: DType) -> None:
-        self._wide, self._as = flat, dtype
-
-    def array(self) -> Any:
-        return _cast(self._wide.array(), self._as)
 
 
 def stand_in(
@@ -372,10 +350,6 @@ def _require_device(spec: ArraySpec, team: Team) -> None:
         )
 
 
-def _is_numpy(x: Any) -> bool:
-    return isinstance(x, np.ndarray)
-
-
 def _contiguous(library: Library, x: Any) -> Any:
     """`x` in C order, on the current stream of its library."""
     if not hasattr(x, "is_contiguous"):
@@ -387,11 +361,3 @@ def _contiguous(library: Library, x: Any) -> Any:
 
 def _ravel(x: Any) -> Any:
     return x.reshape(-1)
-
-
-def _cast(x: Any, dtype: DType) -> Any:
-    if _is_numpy(x) or hasattr(x, "astype"):
-        return x.astype(to_numpy(dtype))
-    import torch
-
-    return x.to(getattr(torch, dtype.name))

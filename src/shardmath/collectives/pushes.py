@@ -32,7 +32,7 @@ CHANNEL = RESERVED  # of the barriers
 _COPY_ENGINE_BYTES = 24 << 20  # to one rank
 _PIECE, _STAGES, _AHEAD = 16 << 10, 12, 6
 _OWN_BLOCKS = 16  # that copy a rank's own part beside the copy engine
-_SLICE_BYTES = 32 << 20  # of scratch memory for each rank's part of a reduction
+_SLICE_BYTES = 64 << 20  # of scratch memory for each rank's part of a reduction
 _FOLD_BLOCKS, _FOLD_THREADS = 528, 256
 
 

@@ -7,9 +7,9 @@ all operands and hands the result to the others, two shots; see `twoshot`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardmath.agreement import require_equal
 from shardmath.collectives import twoshot
@@ -30,6 +30,9 @@ from shardmath.collectives.operand import (
 from shardmath.collectives.reduction import Reduction, fold
 from shardmath.context import DistributedContext
 from shardmath.planning import agree_plan
+
+if TYPE_CHECKING:
+    from shardmath.collectives.on_device import DeviceOperand
 
 __all__ = ["all_reduce", "reduce_scatter"]
 
@@ -96,13 +99,14 @@ def _in_one_shot(nbytes: int, size: int) -> bool:
 @dataclass(frozen=True)
 class _AllReduce:
     reduction: Reduction
+    new: bool  # no rank has given an array for the result
 
 
 def _plan_all_reduce(specs: list[Any]) -> _AllReduce:
     libraries, dtypes, shapes, ops, outs = zip(*specs, strict=True)
     reduction = _require_one_reduction(libraries, dtypes, shapes, ops)
     require_outputs_fit(outs, libraries, reduction.result, shapes)
-    return _AllReduce(reduction)
+    return _AllReduce(reduction, not any(outs))
 
 
 def reduce_scatter(
@@ -194,40 +198,49 @@ def _require_one_reduction(
 
 
 def _all_reduce_on_device(context: DistributedContext, x: Any, op: str, out: Any) -> Any:
-    from shardmath.collectives.on_device import DeviceOperand
+    from shardmath.collectives.calls import perform_on_device
 
-    own: list[DeviceOperand] = []
-
-    def describe() -> tuple[Any, bytes]:
-        operand = DeviceOperand(context, x, out)
-        own.append(operand)
+    def describe(operand: DeviceOperand) -> Hashable:
         spec = operand.spec
         reduction = Reduction.of(op, spec.dtype)
-        return (operand.kind, spec.dtype, spec.shape, reduction.op, operand.into), b""
+        return operand.kind, spec.dtype, spec.shape, reduction.op, operand.into
 
-    plan, _ = agree_plan(context, "all_reduce", describe, _plan_all_reduce)
-    with context.executing("all_reduce"):
-        return own[0].all_reduce(plan.reduction)
+    return perform_on_device(
+        context,
+        "all_reduce",
+        (op,),
+        x,
+        out,
+        describe=describe,
+        build=_plan_all_reduce,
+        perform=lambda operand, plan: operand.all_reduce(plan.reduction, new=plan.new),
+    )
 
 
 def _reduce_scatter_on_device(
     context: DistributedContext, x: Any, op: str, axis: int, counts: Sequence[int] | None, out: Any
 ) -> Any:
-    from shardmath.collectives.on_device import DeviceOperand
+    from shardmath.collectives.calls import perform_on_device
 
-    own: list[DeviceOperand] = []
-
-    def describe() -> tuple[Any, bytes]:
-        operand = DeviceOperand(context, x, out)
-        own.append(operand)
+    def describe(operand: DeviceOperand) -> Hashable:
         spec = operand.spec
         reduction = Reduction.of(op, spec.dtype)
         at = as_axis(axis, spec.ndim)
         given = as_counts("counts", counts, context.size, spec.shape[at])
         parts = slab_counts(spec.shape[at], context.size) if given is None else given
-        return (operand.kind, spec.dtype, spec.shape, reduction.op, operand.into, at, parts), b""
+        return operand.kind, spec.dtype, spec.shape, reduction.op, operand.into, at, parts
 
-    plan, _ = agree_plan(context, "reduce_scatter", describe, _plan_reduce_scatter)
-    with context.executing("reduce_scatter"):
+    def perform(operand: DeviceOperand, plan: _ReduceScatter) -> Any:
         shape = plan.results[context.rank]
-        return own[0].reduce_scatter(plan.reduction, plan.axis, plan.counts, shape)
+        return operand.reduce_scatter(plan.reduction, plan.axis, plan.counts, shape)
+
+    return perform_on_device(
+        context,
+        "reduce_scatter",
+        (op, axis, counts),
+        x,
+        out,
+        describe=describe,
+        build=_plan_reduce_scatter,
+        perform=perform,
+    )

@@ -15,6 +15,7 @@ from typing import Any
 
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import call, status_of
+from shardmath.cuda.kernel import ReadyLaunch
 from shardmath.errors import CudaError
 
 __all__ = ["Lane", "Turn", "Turns", "any_capturing", "capturing", "current", "given"]
@@ -141,6 +142,13 @@ class Turns:
         The device's context is the calling thread's within.
         """
         return Turn(self, stream)
+
+    def put(self, launch: ReadyLaunch, stream: int) -> None:
+        """Put one launch on `stream` in a turn of its own."""
+        begun = self._begin(stream)
+        launch.put(stream)
+        if begun:
+            self._end(stream)
 
     def wait(self) -> None:
         """Wait, on the host, until the last turn has ended."""

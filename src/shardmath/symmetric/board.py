@@ -74,6 +74,7 @@ class Board:
         self._rows = rows
         self._words = rows.words
         self._own = rows.words[rank]
+        self._mail = list(zip(rows.words, rows.bytes, strict=True))
         self._peers = [r for r in range(size) if r != rank]
         self._watch = watch
         self._watch_ranks = list(watch_ranks)
@@ -91,18 +92,17 @@ class Board:
 
         `operation` must be equal on all ranks: CollectiveMismatch, on all of them, when it is not.
         """
+        return bodies(self.texts(operation, heading(operation) + message), operation)
+
+    def texts(self, operation: str, text: bytes) -> list[bytes]:
+        """The same of messages that have their heading, which is not compared. Collective."""
         self.begin(operation)
         try:
-            return self._exchange(operation, message)
+            self._require_usable()
+            self.operation = operation
+            return [text] if self.size == 1 else self._gather(text)
         finally:
             self.end()
-
-    def _exchange(self, operation: str, message: bytes) -> list[bytes]:
-        self._require_usable()
-        self.operation = operation
-        if self.size == 1:
-            return [message]
-        return bodies(self._gather(heading(operation) + message), operation)
 
     def _gather(self, text: bytes) -> list[bytes]:
         """All ranks' texts, in as many rounds as the longest needs."""
@@ -128,12 +128,14 @@ class Board:
         self._rows.write(mailbox, length.to_bytes(_LENGTH_BYTES, "little") + chunk)
         self._rows.publish(_EXCHANGE, self._rounds)
         self._await(_EXCHANGE, self._rounds)
-        lengths = [words[mailbox // _LENGTH_BYTES] for words in self._words]
-        first = mailbox + _LENGTH_BYTES
-        chunks = [
-            row[first : first + min(max(length - start, 0), _CHUNK)].tobytes()
-            for row, length in zip(self._rows.bytes, lengths, strict=True)
-        ]
+        word, first = mailbox // _LENGTH_BYTES, mailbox + _LENGTH_BYTES
+        lengths, chunks = [], []
+        for words, row in self._mail:
+            whole = words[word]
+            left = whole - start
+            end = first + left if left < _CHUNK else first + _CHUNK
+            lengths.append(whole)
+            chunks.append(row[first:end].tobytes() if left > 0 else b"")
         return lengths, chunks
 
     def barrier(self, operation: str = "barrier", timeout: float | None = None) -> None:

@@ -1,0 +1,97 @@
+"""Elements in C order on a GPU, from which and into which the kernels of collectives move them.
+
+Where an operand is in host memory they are a copy of it on the heap, and come back from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardmath.arrays import DType
+from shardmath.arrays.dtypes import of as dtype_of
+from shardmath.arrays.dtypes import to_numpy
+from shardmath.collectives.operand import Shape
+from shardmath.cuda.driver import call
+from shardmath.symmetric.heap import Buffer
+
+if TYPE_CHECKING:
+    from shardmath.collectives.on_device import DeviceOperand
+
+__all__ = ["Flat", "Launch", "Put", "cast", "is_numpy"]
+
+Launch = Callable[[int, int, int], None]  # of the addresses of an operand and a result; the stream
+
+
+@dataclass(frozen=True)
+class Put:
+    """The one launch of a call, from where to where; `launch` does it again, also elsewhere.
+
+    `in_place`: the result may lie where the operand does.
+    """
+
+    source: int
+    target: int
+    launch: Launch
+    in_place: bool
+
+
+class Flat:
+    """Elements in C order on the GPU, as an array of the operand's library or as a buffer."""
+
+    def __init__(self, operand: DeviceOperand, kept: Any, dtype: DType, shape: Shape) -> None:
+        self._operand = operand
+        self._kept = kept
+        self._dtype = dtype
+        self._shape = shape
+        self.pointer: int = (
+            kept.block.address if isinstance(kept, Buffer) else operand.library.pointer(kept)
+        )
+
+    @property
+    def end(self) -> int:
+        """The address after the last element."""
+        return self.pointer + prod(self._shape) * self._dtype.itemsize
+
+    def array(self) -> Any:
+        """Its elements: of the library, or of NumPy for operands in host memory, after waiting."""
+        if not self._operand.on_host:
+            return self._kept
+        host = np.empty(self._shape, to_numpy(self._dtype))
+        self._operand.team.synchronize(0)
+        if host.nbytes:
+            call("cuMemcpyDtoH", host.ctypes.data, self.pointer, host.nbytes)
+        return host
+
+    def narrow(self, dtype: str) -> Flat:
+        """The same elements in another type."""
+        known = dtype_of(dtype)
+        if known == self._dtype:
+            return self
+        return Cast(self, known)
+
+
+class Cast(Flat):
+    def __init__(self, flat: Flat, dtype: DType) -> None:
+        self._wide, self._as = flat, dtype
+
+    def array(self) -> Any:
+        return cast(self._wide.array(), self._as)
+
+
+def is_numpy(x: Any) -> bool:
+    """Whether `x` is in host memory as NumPy has it."""
+    return isinstance(x, np.ndarray)
+
+
+def cast(x: Any, dtype: DType) -> Any:
+    """The elements of an array of any library in another type."""
+    if is_numpy(x) or hasattr(x, "astype"):
+        return x.astype(to_numpy(dtype))
+    import torch
+
+    return x.to(getattr(torch, dtype.name))

@@ -1,0 +1,153 @@
+"""Collectives that come again: what is kept of a call serves only where it is the same call."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+
+from shardmath.arrays import library_named
+from shardmath.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
+from shardmath.symmetric.allocation import empty_on_heap, free_symmetric_memory
+
+N = 24
+TURNS = 4
+
+
+def maker(context, library):
+    """What turns a NumPy array into one of the library on this rank's GPU, and back."""
+    if library == "torch":
+        import torch
+
+        torch.cuda.set_device(context.device_id)
+        return lambda host: torch.as_tensor(host, device="cuda"), lambda x: x.cpu().numpy()
+    import cupy
+
+    cupy.cuda.Device(context.device_id).use()
+    return cupy.asarray, cupy.asnumpy
+
+
+def given(rank, turn, shape):
+    return np.random.default_rng([rank, turn]).integers(-99, 99, shape).astype(np.float32)
+
+
+def check_turns(context, library):
+    """Each call several times: with the same arrays, and with others that look alike."""
+    with context:
+        return turns(context, *maker(context, library))
+
+
+def turns(context, make, host):
+    rank, size = context.rank, context.size
+    kept = {name: make(np.zeros(N, np.float32)) for name in ("x", "out")}
+    counts = [r + (r == 0) for r in range(size)]
+    wrong = []
+
+    def tell(name, turn, found, wanted):
+        if not np.array_equal(host(found), wanted):
+            wrong.append((name, turn))
+
+    for turn in range(TURNS):
+        values = [given(r, turn, N) for r in range(size)]
+        total = np.sum(values, axis=0, dtype=np.float32)
+        x = kept["x"] if turn % 2 else make(np.zeros(N, np.float32))
+        x[:] = make(values[rank])
+        tell("all_reduce", turn, all_reduce(x), total)
+        out = kept["out"]
+        found = all_reduce(x, out=out)
+        tell("out", turn, found, total)
+        if found is not out:
+            wrong.append(("another array", turn))
+        tell("max", turn, all_reduce(x, op="max"), np.max(values, axis=0))
+        wide = make(values[rank].astype(np.int32))
+        tell("mean", turn, all_reduce(wide, op="mean"), np.mean(values, axis=0, dtype=np.float64))
+        # One rank's part changes, and nothing on the others.
+        lengths = [r + 1 + (turn if r == 0 else 0) for r in range(size)]
+        parts = [given(r, turn, lengths[r]) for r in range(size)]
+        tell("all_gather", turn, all_gather(make(parts[rank])), np.concatenate(parts))
+        whole = [given(r, turn, sum(counts)) for r in range(size)]
+        start = sum(counts[:rank])
+        piece = np.sum(whole, axis=0, dtype=np.float32)[start : start + counts[rank]]
+        tell("reduce_scatter", turn, reduce_scatter(make(whole[rank]), counts=counts), piece)
+        even = [given(r, turn, 3 * size) for r in range(size)]
+        sent = np.concatenate([part[3 * rank :][:3] for part in even])
+        tell("all_to_all", turn, all_to_all(make(even[rank])), sent)
+        root = turn % size
+        shown = make(values[root]) if rank == root or turn < 2 else None
+        tell("broadcast", turn, broadcast(shown, root=root), values[root])
+        # Over the operand: in its place, and beside it.
+        tell("in place", turn, all_reduce(x, out=x), total)
+        both = make(np.concatenate([values[rank], np.zeros(N, np.float32)]))
+        at = (N, 7, 0, 7)[turn]
+        tell("over", turn, all_reduce(both[:N], out=both[at : at + N]), total)
+    context.barrier()
+    return wrong
+
+
+@pytest.mark.parametrize("library", ["torch", "cupy"])
+def test_calls_that_look_alike(gpus, size, library):
+    pytest.importorskip(library)
+    assert gpus.run(check_turns, library, ranks=size) == [[]] * size
+
+
+def said(call):
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__
+    return "fine"
+
+
+def check_mistakes(context):
+    """What is wrong with a call that looks like a kept one is an error on all ranks."""
+    import torch
+
+    make, _ = maker(context, "torch")
+    group = context.split(0)
+    last = group.rank == group.size - 1
+    found = []
+    x, square = make(np.ones(N, np.float32)), make(np.ones((4, 4), np.float32))
+    heap = empty_on_heap(group, library_named("torch"), (N,), "float32")
+    heap[:] = 1
+    for _ in range(2):
+        all_reduce(x, context=group)
+        all_reduce(heap, context=group)
+        all_gather(square, axis=1, context=group)
+    found.append(said(lambda: all_reduce(x, op="max" if last else "sum", context=group)))
+    found.append(said(lambda: all_gather(square, axis=True if last else 1, context=group)))
+    graded = torch.ones(N, device="cuda", requires_grad=last)
+    found.append(said(lambda: all_reduce(graded, context=group)))
+    with group:
+        free_symmetric_memory(heap)
+    found.append(said(lambda: all_reduce(heap if last else x, context=group)))
+    found.append(said(lambda: all_reduce(x, context=group)))
+    context.barrier()
+    return found
+
+
+def test_mistakes_after_calls_that_look_alike(gpus, size):
+    if size > 1:
+        wanted = ["CollectiveMismatch", "ValueError", "ValueError", "UseAfterFree", "fine"]
+        assert gpus.run(check_mistakes, ranks=size) == [wanted] * size
+
+
+def check_pushed(context):
+    """A large all_reduce, where no rank, the last one or all give an array for the result."""
+    make, host = maker(context, "torch")
+    rank, size = context.rank, context.size
+    count, wrong = 5000 * size, []
+    with patch("shardmath.collectives.device._PUSHED_SLICE_BYTES", 4096):
+        for turn in range(2):
+            for given_by in ((), (size - 1,), range(size)):
+                values = [given(r, turn, count) for r in range(size)]
+                out = make(np.zeros(count, np.float32)) if rank in given_by else None
+                found = host(all_reduce(make(values[rank]), out=out, context=context))
+                if not np.array_equal(found, np.sum(values, axis=0, dtype=np.float32)):
+                    wrong.append((turn, given_by))
+    context.barrier()
+    return wrong
+
+
+def test_large_sums_into_arrays_that_some_ranks_give(gpus, size):
+    assert gpus.run(check_pushed, ranks=size) == [[]] * size
