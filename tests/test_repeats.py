@@ -1,4 +1,4 @@
-"""What executions come again as, by lanes that are only books of blocks."""
+"""What executions come again as, by lanes that are only books."""
 
 import pytest
 
@@ -9,11 +9,11 @@ class Lane:
     def __init__(self, **held):
         self.held = held
 
-    def blocks(self):
+    def memory(self):
         return dict(self.held)
 
-    def holds(self, blocks):
-        return all(self.held.get(name) is block for name, block in blocks.items())
+    def holds(self, memory):
+        return all(self.held.get(name) is each for name, each in memory.items())
 
 
 def kept(repeats, lane, *keys):

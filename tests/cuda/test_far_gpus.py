@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from visible import RANKS, gpu_of
 
 from arrangements import part_of
+from heap_use import settled_use
 from ranks import Pool
 from shardmath import config
 from shardmath.collectives import all_gather, all_reduce
@@ -330,10 +331,11 @@ def check_exhaustion(context):
     if context.heap.transport.name != "nvshmem":
         return True
     with context:
-        used = context.heap.used
+        used = settled_use(context)
         with pytest.raises(HeapExhausted) as caught:
             allocate_symmetric_memory(1 << 30, torch, dtype="uint8")
-        assert caught.value.need >= 1 << 30 and context.heap.used == used
+        assert caught.value.need >= 1 << 30 > caught.value.have and context.heap.used == used
+        assert "SHARDMATH_GPU_HEAP_BYTES larger by" in str(caught.value)
         assert allocate_symmetric_memory(1000, torch).shape == (1000,)
     return True
 

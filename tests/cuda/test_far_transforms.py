@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import test_device_fft as on_one_host
 from visible import RANKS
@@ -42,4 +44,5 @@ def explain(context):
 def test_how_bytes_travel_is_explained(far_gpus):
     first, *others = far_gpus.run(explain)
     assert others == [first] * (RANKS - 1)
-    assert "deliver work -> landing 0" in first and "2 hosts" in first and "`get`" in first
+    assert re.search("deliver (work|operand) -> landing 0", first)  # as fast, of so few elements
+    assert "2 hosts" in first and "`get`" in first

@@ -24,6 +24,7 @@ import redistribution_cases as cases
 from visible import GPUS, RANKS, gpu_of
 
 from arrangements import part_of
+from heap_use import settled_use
 from mistakes import heard
 from shardmath.arrays import library_named, library_of
 from shardmath.context import DistributedContext
@@ -353,7 +354,7 @@ def check_want_of_memory(context):
         plan = Redistribute(ordinary, Slab.X, Slab.Y)
         plan.plan()
         Lane.release(context)  # what earlier calls have left would do
-        before = context.heap.used
+        before = settled_use(context)
 
         def full(nbytes):
             raise HeapExhausted("the heap is full", need=nbytes, have=0)

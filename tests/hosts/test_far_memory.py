@@ -17,6 +17,7 @@ import pytest
 import torch
 from far_program import check as check_program
 
+from heap_use import settled_use
 from mortal import Job, Raised, on_ranks
 from shardmath import startup, symmetric_memory
 from shardmath.errors import OpTimeout
@@ -157,8 +158,7 @@ def test_exchanges_of_any_length(far_contexts, size):
 @within
 def check_reuse(context):
     """Handles come and go; memory returns to use when all ranks have dropped it."""
-    context.barrier()
-    before = context.heap.used
+    before = settled_use(context)
     for turn in range(20):
         array = allocate(10_000 + turn, np)
         handle = rendezvous(array)

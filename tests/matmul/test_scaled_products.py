@@ -75,6 +75,9 @@ class Lane:
             self.held[name] = room(nbytes)
         return SimpleNamespace(block=SimpleNamespace(address=self.address(name)))
 
+    def private(self, name, nbytes):
+        return self.buffer(name, nbytes).block.address
+
     def address(self, name):
         return self.held[name].ctypes.data
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 
 import numpy as np
@@ -11,6 +10,7 @@ import redistribution_cases as cases
 from hypothesis import HealthCheck, given, settings
 
 from arrangements import part_of
+from heap_use import settled_use
 from shardmath.arrays import library_named
 from shardmath.arrays.dtypes import to_numpy
 from shardmath.distribution import Box, Redistribute, Replicated, Slab, redistribute
@@ -78,17 +78,6 @@ def run_case(context, case):
 @given(case=cases.cases())
 def test_any_distribution_to_any_other(contexts, case):
     contexts.run(run_case, case, ranks=case[0])
-
-
-def settled_use(context):
-    """Bytes of the heap in use, once what this process has dropped is back. Collective.
-
-    A group that another test has dropped is garbage in a cycle with its parent, and the memory that
-    its ranks shared comes back when the last of them has collected it: at any time, if not now.
-    """
-    gc.collect()
-    context.barrier()
-    return context.heap.used
 
 
 def keep_planned(context, case):

@@ -188,6 +188,25 @@ def test_an_allocation_waits_for_a_fence_before_the_heap_grows(heap):
         assert heap.find(first.address) is not first
 
 
+def test_a_heap_that_cannot_grow_says_what_it_has(heap):
+    with (
+        patch.object(type(heap.transport), "grows", False),
+        patch.object(heap_module, "_LAST_PATIENCE", 0),
+    ):
+        kept = [heap.allocate(MIB) for _ in range(4)]
+        del kept[0], kept[1]  # two pieces, apart
+        used = heap.used
+        words = (
+            r"rank 0: .* needs 1,572,864 .* of its 4,194,304 .* 2,097,152 are free, 1,048,576 in"
+        )
+        with pytest.raises(
+            HeapExhausted, match=words + ".*GPU_HEAP_BYTES larger by 2097152"
+        ) as caught:
+            heap.allocate(3 * MIB // 2)
+        assert (caught.value.need, caught.value.have) == (3 * MIB // 2, MIB)
+        assert heap.used == used and heap.allocate(MIB).block.location.segment == 0
+
+
 def test_nothing_is_reused_while_no_fence_can_be_set(heap):
     with patch.object(heap.transport, "fence", lambda: None):
         buffer = heap.allocate(100)

@@ -45,6 +45,8 @@ def test_ranges_taken_never_overlap_and_given_ones_merge(steps):
             first = offset // ALIGNMENT
             owner[first : first + size] = [None] * size
         assert ranges.free == owner.count(None) * ALIGNMENT
+        runs = "".join("x" if one is not None else "." for one in owner).split("x")
+        assert ranges.longest == max(map(len, runs)) * ALIGNMENT
     for offset, size in held:
         ranges.give(offset, size * ALIGNMENT)
     assert ranges.take(UNITS * ALIGNMENT) == 0, "all is one range again"

@@ -1,12 +1,12 @@
 """Lanes of a context of GPUs: operations in one lane follow each other, those in others need not.
 
-A lane has a workspace on the heap, which its operations share, and a channel of barriers. An
-operation takes the lane of its stream: streams are numbered as they are first used, and ranks whose
-numbers differ take the last lane, in which an operation waits for the one before it on whichever
-stream that was. So a workspace is never in two hands, and there is one for all operations of a
-stream; the barrier at the end of each says that no peer reads it any more. What is captured into a
-CUDA graph is ordered by whoever replays the graph: graphs captured on one stream, and operations
-on that stream, are to run one at a time.
+A lane has a workspace, which its operations share, and a channel of barriers. What peers reach of
+the workspace is on the heap; the rest may be elsewhere. An operation takes the lane of its stream:
+streams are numbered as they are first used, and ranks whose numbers differ take the last lane, in
+which an operation waits for the one before it on whichever stream that was. So a workspace is never
+in two hands, and there is one for all operations of a stream; the barrier at the end of each says
+that no peer reads it any more. What is captured into a CUDA graph is ordered by whoever replays the
+graph: graphs captured on one stream, and operations on that stream, are to run one at a time.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from typing import Any
 
 from shardmath.collectives.pushes import Pushes
 from shardmath.context import DistributedContext
+from shardmath.cuda.allocation import Allocation
 from shardmath.cuda.driver import call
 from shardmath.cuda.graph import Graph
 from shardmath.cuda.stream import Turn, Turns
-from shardmath.symmetric.heap import Block, Buffer
+from shardmath.symmetric.heap import Buffer
 
 __all__ = ["LANES", "Lane"]
 
@@ -37,6 +38,7 @@ class Lane:
         self.team = context.team
         self._context = context
         self._buffers: dict[str, Buffer] = {}
+        self._allocations: dict[str, Allocation] = {}  # no name of a buffer
         self._kept: list[object] = []  # what graphs refer to
         self._streams: dict[str, Any] = {}
         self._events: dict[str, Any] = {}
@@ -106,18 +108,41 @@ class Lane:
             self._context.announce(self._buffers[name].block)
         return self._buffers[name]
 
+    def private(self, name: str, nbytes: int) -> int:
+        """The address of at least `nbytes` under that name, which no peer reaches. Local.
+
+        Ordinary memory of the GPU where the heap cannot grow. As `buffer` in all else.
+        """
+        if self._context.heap.transport.grows:
+            return self.buffer(name, nbytes).block.address
+        held = self._allocations.get(name)
+        if held is None or held.nbytes < nbytes:
+            if held is not None:
+                self._drop(self._allocations.pop(name))
+            del held
+            self._allocations[name] = Allocation(self.team.device, nbytes)
+        return self._allocations[name].address
+
     def address(self, name: str) -> int:
-        """Where a buffer that has been asked for lies."""
+        """Where memory that has been asked for lies."""
+        if name in self._allocations:
+            return self._allocations[name].address
         return self._buffers[name].block.address
 
-    def blocks(self) -> dict[str, Block]:
-        """The memory of all buffers, as they are now."""
-        return {name: buffer.block for name, buffer in self._buffers.items()}
+    def memory(self) -> dict[str, object]:
+        """What tells memory from other memory, of all that has been asked for. Keeps none."""
+        return {name: self._identity(name) for name in (*self._buffers, *self._allocations)}
 
-    def holds(self, blocks: Mapping[str, Block]) -> bool:
-        """Whether buffers of these names are still that memory."""
-        held = self._buffers
-        return all(name in held and held[name].block is block for name, block in blocks.items())
+    def holds(self, memory: Mapping[str, object]) -> bool:
+        """Whether what has these names is still that memory."""
+        return all(self._identity(name) is each for name, each in memory.items())
+
+    def _identity(self, name: str) -> object:
+        buffer = self._buffers.get(name)
+        if buffer is not None:
+            return buffer.block
+        allocation = self._allocations.get(name)
+        return None if allocation is None else allocation.identity
 
     def graph(self, launches: Callable[[int], None]) -> Graph:
         """What `launches(stream)` puts on a stream, as a graph of ours.
@@ -138,18 +163,20 @@ class Lane:
     def drop(self, *names: str) -> None:
         """Give back the buffers of these names that no graph refers to. Local."""
         for name in names:
-            if name in self._buffers:
-                self._drop(self._buffers.pop(name))
+            held = self._buffers.pop(name, None) or self._allocations.pop(name, None)
+            if held is not None:
+                self._drop(held)
+            del held
 
     @classmethod
     def release(cls, context: DistributedContext) -> None:
         """Give back all buffers of a context's lanes that no graph refers to. Local."""
         for number in range(LANES):
             lane = cls.numbered(context, number)
-            lane.drop(*lane._buffers.copy())
+            lane.drop(*lane.memory())
 
-    def _drop(self, buffer: Buffer) -> None:
+    def _drop(self, held: Buffer | Allocation) -> None:
         if self._turns.captured:
-            self._kept.append(buffer)
+            self._kept.append(held)
         else:
             self._turns.wait()

@@ -16,7 +16,6 @@ from typing import Generic, TypeVar
 from shardmath.cuda.graph import Graph
 from shardmath.latest import Latest
 from shardmath.operators.lanes import Lane
-from shardmath.symmetric.heap import Block
 
 __all__ = ["Known", "Repeats"]
 
@@ -33,7 +32,7 @@ class Known(Generic[Agreed]):
 
     number: int
     agreed: Agreed
-    blocks: Mapping[str, Block] = field(repr=False)
+    memory: Mapping[str, object] = field(repr=False)
     graphs: Latest[Hashable, Graph | None] = field(
         repr=False, default_factory=lambda: Latest(_KEPT)
     )
@@ -70,11 +69,11 @@ class Repeats(Generic[Agreed]):
     def find(self, key: Hashable, lane: Lane) -> Known[Agreed] | None:
         """The execution that had that key, if the lane's memory is what it was then."""
         known = self._known.find(key)
-        return known if known is not None and lane.holds(known.blocks) else None
+        return known if known is not None and lane.holds(known.memory) else None
 
     def keep(self, key: Hashable, number: int, agreed: Agreed, lane: Lane) -> None:
         """Remember an execution whose memory has been prepared."""
-        self._known.keep(key, Known(number, agreed, lane.blocks()))
+        self._known.keep(key, Known(number, agreed, lane.memory()))
 
     def forget(self) -> None:
         """Nothing comes again as it was: the way to do it has changed on all ranks."""

@@ -337,6 +337,8 @@ class Heap:
 
     def _grow(self, room: int) -> None:
         """Add a segment as large as all before it together, so that there are never many."""
+        if self._segments and not self.transport.grows:
+            raise self._full(room)
         total = sum(segment.nbytes for segment in self._segments)
         wanted = min(max(self._segment_bytes, total), room + self.transport.spare_bytes)
         wanted = aligned(max(room, wanted), GRANULE)
@@ -347,6 +349,20 @@ class Heap:
         address = self.transport.address(self.rank, made.index, 0, made.nbytes)
         assert address is not None, "a rank has an address for its own memory"
         self._segments.append(_OwnSegment(address, made.nbytes, self.transport.lease(made.index)))
+
+    def _full(self, room: int) -> HeapExhausted:
+        """What to raise where there will be no other segment."""
+        total = sum(segment.nbytes for segment in self._segments)
+        free = sum(segment.ranges.free for segment in self._segments)
+        longest = max(segment.ranges.longest for segment in self._segments)
+        more = aligned(room - longest, GRANULE)
+        return HeapExhausted(
+            f"rank {self.rank}: symmetric memory needs {room:,} bytes in one piece, and of its "
+            f"{total:,} bytes {free:,} are free, {longest:,} in one piece; between hosts it cannot "
+            f"grow: start all ranks with SHARDMATH_GPU_HEAP_BYTES larger by {more}, or free arrays",
+            need=room,
+            have=longest,
+        )
 
     def _commit(self, location: Location, room: int) -> None:
         segment = self._segments[location.segment]

@@ -30,6 +30,11 @@ class FreeRanges:
         """Bytes free in all."""
         return sum(size for size, _ in self._by_size)
 
+    @property
+    def longest(self) -> int:
+        """Bytes of the longest free range."""
+        return self._by_size[-1][0] if self._by_size else 0
+
     def take(self, nbytes: int) -> int | None:
         """The offset of `nbytes` now taken from the smallest range that holds them, or None."""
         at = bisect_left(self._by_size, (nbytes, 0))

@@ -107,7 +107,7 @@ class Ending:
 
     def _private(self, name: str, elements: int) -> None:
         """Memory for elements of the accumulator's type, which no peer reads."""
-        self.lane.buffer(name, elements * dtypes.of(self.wide).itemsize)
+        self.lane.private(name, elements * dtypes.of(self.wide).itemsize)
 
     def _make_room(self, name: str, groups: Sequence[tuple[Move, ...]]) -> None:
         """Memory for what is reached of the ranks' matrices of that name, all groups at once."""

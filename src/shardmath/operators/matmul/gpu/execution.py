@@ -121,7 +121,7 @@ class Execution:
             return
         if self._arriving is not None:
             self._arriving.prepare()
-        self.lane.buffer("blas", WORKSPACE)
+        self.lane.private("blas", WORKSPACE)
         if self._leads_to_d and self.problem.epilog not in _PLAIN:
             self._within = self._fused_epilog()
         self._prepare_factors(self._target())
@@ -134,11 +134,11 @@ class Execution:
             if feed.gathers:
                 whole = 0 if self._arriving is None else self._arriving.room(index)
                 nbytes = max(whole, room * feed.width * itemsize)
-                self.lane.buffer(f"panel {'ab'[index]}", nbytes)
+                self.lane.private(f"panel {'ab'[index]}", nbytes)
                 parts = partial(self.share.parts, index)
                 self.shown.make_room("ab"[index], parts, itemsize)
             elif not self._fits(index, self._own(index), target):
-                self.lane.buffer(f"packed {'ab'[index]}", feed.extent * feed.width * itemsize)
+                self.lane.private(f"packed {'ab'[index]}", feed.extent * feed.width * itemsize)
 
     # -- run ---------------------------------------------------------------------------------------
 
@@ -234,8 +234,8 @@ class Execution:
         if self._fused:
             return self.out
         shape = self.out.rows, self.out.columns
-        held = self.lane.buffer("product", self.out.size * dtypes.of(self.wide).itemsize)
-        return Matrix.packed(held.block.address, shape, self.wide, self.order)
+        address = self.lane.private("product", self.out.size * dtypes.of(self.wide).itemsize)
+        return Matrix.packed(address, shape, self.wide, self.order)
 
     def _multiply(self) -> list[Matrix] | None:
         """The product of the work's rows and columns as what is to be finished; None if it is."""

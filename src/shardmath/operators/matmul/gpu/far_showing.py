@@ -45,8 +45,8 @@ class FarShowcase(Showcase):
         """See Showcase: memory for a packed matrix, of which a copy is shown."""
         rows, columns = shape
         empty = Matrix.packed(0, (rows, columns), dtype, order)
-        buffer = self._lane.buffer(name, empty.size * empty.itemsize)
-        self._own[name] = empty._replace(address=buffer.block.address)
+        address = self._lane.private(name, empty.size * empty.itemsize)
+        self._own[name] = empty._replace(address=address)
         self._make_outbox(name, empty.itemsize)
         return self._own[name]
 

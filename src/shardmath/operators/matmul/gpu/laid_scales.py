@@ -66,11 +66,11 @@ class LaidScales:
         moves, name = self._share.scale_moves[index], "ab"[index]
         if moves is not None and not self._stays(index):
             rows, columns = moves.transfer.dst.local_shape(self._share.rank)
-            self._lane.buffer(f"come scales {name}", 4 * rows * columns)
+            self._lane.private(f"come scales {name}", 4 * rows * columns)
             parts = partial(self._parts, index)
             self._shown.make_room(f"scales {name}", parts, 4)
         laid = sum(self.form(index, lines, each.hi - each.lo).size for each in intervals)
-        self._lane.buffer(f"laid scales {name}", 4 * laid + 256)
+        self._lane.private(f"laid scales {name}", 4 * laid + 256)
 
     def _parts(self, index: int) -> list[tuple[str, Sequence[Move]]]:
         return [("", self._share.scales_into(index))]

@@ -49,6 +49,7 @@ class Numbers:
 
     def __init__(self, share: Share, operands: Operands, lane: Lane) -> None:
         self.operands = operands
+        self._apart = share.apart
         self._steps: list[_Step] = []
         scaling = share.strategy.problem.scaling
         if scaling is None or operands.scales is None:
@@ -68,16 +69,18 @@ class Numbers:
         self, array: DeviceArray, index: int, granularity: str, scales: Scales, lane: Lane
     ) -> DeviceArray:
         elements = matrix_of(array)
-        buffer = lane.buffer(f"numbers {'abc'[index]}", 4 * elements.size)
+        name, nbytes = f"numbers {'abc'[index]}", 4 * elements.size
+        block = None if self._apart else lane.buffer(name, nbytes).block  # peers may read it there
+        address = lane.private(name, nbytes) if block is None else block.address
         order = "F" if elements.by_columns else "C"
         shape = elements.rows, elements.columns
-        out = Matrix.packed(buffer.block.address, shape, "float32", order)
+        out = Matrix.packed(address, shape, "float32", order)
         blocks = _TENSOR if granularity == TENSOR else blocks_of(granularity, index)
         held = scales.arrays[index]
         matrix = None if held is None else scales_as(held, blocks.shape(*shape))
         self._steps.append(_Step(out, elements, matrix, blocks, scales.numbers[index]))
         strides = (4 * out.row_stride, 4 * out.column_stride)
-        return DeviceArray(out.address, shape, strides, "float32", buffer.block, buffer)
+        return DeviceArray(out.address, shape, strides, "float32", block)
 
     def launch(self, device: Device, stream: int) -> None:
         """Put them on `stream`."""
@@ -115,8 +118,8 @@ class Quantizing:
 
     def prepare(self) -> None:
         """Take memory for numbers, for a number's place, and for the greatest value."""
-        self._lane.buffer("numbers d", 4 * self._out.size)
-        self._lane.buffer("scale d", 4)
+        self._lane.private("numbers d", 4 * self._out.size)
+        self._lane.private("scale d", 4)
         if self._amax:
             self._shown.made("amax", (1, self._words), "float32", "C")
             self._shown.make_room("amax", lambda: [("", self._share.greatest)], 4)

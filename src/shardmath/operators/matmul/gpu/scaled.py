@@ -80,19 +80,19 @@ class ScaledProducts:
 
     def prepare(self) -> None:
         """Memory for factors, for scales as products want them, and for the product."""
-        self._lane.buffer("blas", WORKSPACE)
+        self._lane.private("blas", WORKSPACE)
         if not self._is_direct:
-            self._lane.buffer("product", 4 * self._padded.size)
+            self._lane.private("product", 4 * self._padded.size)
         for index, feed in enumerate(self._share.feeds):
             name, lines = "ab"[index], self._lines(index)
             if self._comes_in_rounds(index):
                 lines = self._share.own_lines
             elif feed.gathers:
                 room = up(self._share.schedule[1], GRAIN) + GRAIN
-                self._lane.buffer(f"panel {name}", room * lines)
+                self._lane.private(f"panel {name}", room * lines)
                 self._shown.make_room(name, partial(self._share.parts, index), 1)
             elif not self._in_place(index):
-                self._lane.buffer(f"packed {name}", self._deep(index) * lines)
+                self._lane.private(f"packed {name}", self._deep(index) * lines)
             self._scales.prepare(index, lines, self._intervals)
 
     # -- where things lie --------------------------------------------------------------------------
