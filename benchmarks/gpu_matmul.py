@@ -102,7 +102,7 @@ class Gathered:
         return fused(*arguments, return_A=False)[1][0]
 
     def ours(self, turn):
-        """What `fuses` says: the ring, or one gather and cuBLAS."""
+        """What `fuses` says: the plan, or one gather and cuBLAS."""
         a, b, out, stream = self.a[turn], self.b[turn], self.out[turn], self.ranks.stream()
         if self.plan:
             self.plan.launch(a.data_ptr(), b.data_ptr(), out.data_ptr(), stream)
