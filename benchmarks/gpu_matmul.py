@@ -7,6 +7,10 @@ bfloat16, random operands, two sets of them in turn. Every result is checked aga
 samples before it is timed. A figure is the median of several replays of a graph of calls (of calls
 themselves where a system cannot be captured), and of these the slowest rank's. `local` is the
 product alone, as if all that it needs had been there.
+
+On fewer than 8 GPUs n is smaller, and m and k are as on 8: a rank multiplies all rows of A with as
+many columns as a rank of 8, in as many tiles. Of A it has more itself, and less comes from peers
+(on 4 GPUs, 3 / 4 of it in place of 7 / 8).
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from shardmath.operators.matmul.gpu.gathered import Factor, GatheredProduct, cho
 SETS = 2  # of operands
 LIMIT = 0.005  # of the greatest results: bfloat16 rounds off 0.002
 
-# Of 8 GPUs: operation, m, n, k, and what issue 4 asks for.
+# Operation, m, n on 8 GPUs, k, and what issue 4 asks for.
 CASES = [
     ("AG+GEMM", 8192, 28672, 8192, ">= 0.95 of local"),
     ("AG+GEMM", 16384, 53248, 16384, ">= 0.99 of local"),
@@ -98,7 +102,7 @@ class Gathered:
         return fused(*arguments, return_A=False)[1][0]
 
     def ours(self, turn):
-        """What `fuses` says: the ring, or one gather and cuBLAS."""
+        """What `fuses` says: the plan, or one gather and cuBLAS."""
         a, b, out, stream = self.a[turn], self.b[turn], self.out[turn], self.ranks.stream()
         if self.plan:
             self.plan.launch(a.data_ptr(), b.data_ptr(), out.data_ptr(), stream)
@@ -162,7 +166,8 @@ def measure_case(ranks: Ranks, what: str, m: int, n: int, k: int, target: str) -
     torch = ranks.torch
     torch.cuda.empty_cache()
     work = OPERATIONS[what](ranks, m, n, k)
-    row = {"what": what, "m": m, "n": n, "k": k, "how": work.how, "target": target}
+    row = {"what": what, "m": m, "n": n, "k": k, "share": [*work.shape], "how": work.how}
+    row["target"] = target
     calls = 4 if 2.0 * m * n * k / ranks.size > 5e11 else 10
     for name, call in work.systems.items():
         for turn in range(SETS):
@@ -203,8 +208,7 @@ def main() -> None:
     options = parser.parse_args()
     size = options.gpus
     cases = [
-        # On fewer GPUs, the shares of 8.
-        [what, m * size // 8, n * size // 8, k, target]
+        [what, m, n * size // 8, k, target]
         for what, m, n, k, target in CASES
         if what.startswith(options.only) and m <= options.most
     ]

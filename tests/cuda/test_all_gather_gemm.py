@@ -1,4 +1,4 @@
-"""Products whose rows go around a ring, against float64."""
+"""Products whose rows come from all ranks, against float64."""
 
 from __future__ import annotations
 
@@ -154,24 +154,43 @@ def test_agrees_with_float64(gpus, size, name):
 @pytest.mark.parametrize("b", ["C", "F"])
 def test_every_tiling(gpus, width, cluster, b):
     size = min(2, gpus.size)
-    tiling = (width, cluster, 4, 6, 1)
+    tiling = (width, cluster, 4, 6)
     found = gpus.run(check, [390, 260], [700], 520, {"b": b}, tiling, ranks=size)
     assert found == [[]] * size
 
 
-@pytest.mark.parametrize("layout", [{}, {"a": "F", "pad": 8}])
-@pytest.mark.parametrize("depth", [0, 64, 136, 257, 1000])
-@pytest.mark.parametrize("rows", [[200], [0, 300], [130, 0, 0, 260]])
-def test_first_rows_in_chunks(gpus, size, rows, depth, layout):
-    tiling = (128, 2, 4, 6, 4)
+@pytest.mark.parametrize(
+    ("rows", "depth", "layout"),
+    [
+        ([200], 0, {}),
+        ([200], 1000, {}),
+        ([0, 300], 257, {}),
+        ([0, 300], 1000, {"a": "F", "pad": 8}),
+        ([130, 0, 0, 260], 136, {"a": "F"}),
+        ([1200], 64, {"pad": 8}),
+    ],
+)
+@pytest.mark.parametrize("early", [1, 2, 9])
+def test_rows_in_pieces(gpus, size, rows, depth, layout, early):
+    tiling = (128, 2, 4, 6, early)
     assert gpus.run(check, rows, [264], depth, layout, tiling, ranks=size) == [[]] * size
 
 
-def check_graph(context, replays):
+def test_ways_that_differ(gpus, size):
+    """Each rank hands its rows on as it likes: peers see only that they have come."""
+    tilings = [(128, 2, 4, 6, 2), (256, 1, 4, 5, 1), (192, 2, 4, 2, 0)]
+    assert gpus.run(check_own, [300, 129], [264], 640, tilings, ranks=size) == [[]] * size
+
+
+def check_own(context, rows, columns, depth, tilings):
+    return check(context, rows, columns, depth, {}, tilings[context.rank % len(tilings)])
+
+
+def check_graph(context, replays, tiling):
     """A graph of several launches, replayed; eager launches between replays."""
     case = Case(context, [200, 300], [264], 320)
     torch = case.torch
-    plan = AllGatherGemm.together(context, case.problem)
+    plan = AllGatherGemm.together(context, case.problem, Tiling(*tiling))
     a, b, _, _ = case.operands(1)
     out = [case.result() for _ in range(3)]
 
@@ -202,8 +221,9 @@ def check_graph(context, replays):
     return wrong
 
 
-def test_graphs(gpus, size):
-    assert gpus.run(check_graph, 6, ranks=size) == [[]] * size
+@pytest.mark.parametrize("early", [0, 1])
+def test_graphs(gpus, size, early):
+    assert gpus.run(check_graph, 6, (128, 2, 4, 6, early), ranks=size) == [[]] * size
 
 
 def check_two_plans(context, rounds, rows, columns):
@@ -246,7 +266,7 @@ def check_absent(context):
     from shardmath.errors import OpTimeout
 
     case = Case(context, [256], [256], 256)
-    plan = AllGatherGemm.together(context, case.problem)
+    plan = AllGatherGemm.together(context, case.problem, Tiling(128, 2, 4, 6, 1))
     a, b, wanted, scale = case.operands(1)
     stream = case.torch.cuda.current_stream().cuda_stream
     late = context.size - 1

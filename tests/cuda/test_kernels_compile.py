@@ -41,6 +41,7 @@ CASES = [
         (*RANKS, *PRODUCT, "ELEMENT=Bfloat16", "C_ALONG_N=1", "WIDTH=224", "BOXES=1"),
         "sm_90a",
     ),
+    ("handing", RANKS, "sm_90"),
     (
         "paneled",
         (*RANKS, *PRODUCT, "ELEMENT=Float16", "WIDTH=256", "BOXES=1", "REGIONS=36"),
@@ -56,7 +57,6 @@ CASES = [
     ),
     ("push", (*RANKS, *PUSH), "sm_90"),
     ("reduce", (*RANKS, "ELEMENT=complex64", "OPERATION=sum", "WHOLE=0"), "sm_90"),
-    ("ring", RANKS, "sm_90"),
     ("scale", ("SOURCE=float16", "TARGET=float32", "VECTOR=4"), "sm_90"),
     ("scale", ("SOURCE=float32", "TARGET=float16", "VECTOR=1"), "sm_90"),
     ("scale", ("SOURCE=float64", "TARGET=float64", "VECTOR=2"), "sm_90"),

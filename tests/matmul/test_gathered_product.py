@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from shardmath.operators.matmul.gpu.gathered import (
+    CHUNKS,
+    DEPTH,
     Factor,
     GatheredProduct,
     Tiling,
@@ -14,6 +16,7 @@ from shardmath.operators.matmul.gpu.gathered import (
     fuses,
     predicted,
 )
+from shardmath.operators.matmul.gpu.handing import steps_of_engines
 
 HOPPER = SimpleNamespace(arch="sm_90")
 
@@ -65,12 +68,24 @@ def test_misfit(problem, device, words):
     [
         ([1024] * 8, 3584, 224, 128),  # one turn of 128 tiles for the rows of each rank
         ([512] * 8, 6144, 256, 128),
-        ([1] * 8, 8, 128, 8),
     ],
 )
 def test_tilings_that_are_chosen(rows, columns, width, blocks):
     tiling = choose_tiling(product(rows, columns), 0, 132)
     assert (tiling.width, tiling.blocks) == (width, blocks)
+
+
+@pytest.mark.parametrize(
+    ("size", "height", "early"),
+    [
+        (8, 4096, 1),  # own rows are half a round
+        (8, 8192, 0),  # own rows are a round
+        (4, 2048, 1),
+        (4, 4096, 0),
+    ],
+)
+def test_who_gets_rows_in_pieces(size, height, early):
+    assert choose_tiling(product([height // size] * size), 0, 132).early == early
 
 
 @pytest.mark.parametrize("rows", [[0] * 4, [7, 0, 300], [4096] * 8, [100]])
@@ -79,9 +94,36 @@ def test_tilings_that_are_chosen(rows, columns, width, blocks):
 def test_every_choice_fits(rows, columns, b_along_k):
     for rank in range(len(rows)):
         tiling = choose_tiling(product(rows, columns), rank, 132)
-        assert 1 <= tiling.blocks <= (132 if len(rows) == 1 else 128)  # the ring needs some
+        assert 1 <= tiling.blocks <= (132 if len(rows) == 1 else 128)  # what begins copies: some
         assert tiling.blocks % tiling.cluster == 0
+        assert 0 <= tiling.early < len(rows)
         assert tiling.shared_bytes(b_along_k=b_along_k) < 227 << 10
+
+
+@pytest.mark.parametrize("depth", [0, 1, 64, 65, 512, 513, 8192])
+def test_chunks_of_k_are_whole_steps(depth):
+    problem = product([8], depth=depth)
+    ends = [0, *(end for _, end in problem.chunks)]
+    assert [first for first, _ in problem.chunks] == ends[:-1]
+    assert ends[-1] == depth
+    assert len(problem.chunks) <= CHUNKS
+    assert all(first % (DEPTH * problem.chunk) == 0 < end - first for first, end in problem.chunks)
+
+
+@pytest.mark.parametrize(
+    ("rows", "depth", "early", "steps"),
+    [
+        ([8] * 4, 128, 0, [(1, 0, 2), (2, 0, 2), (3, 0, 2)]),
+        ([8] * 4, 128, 1, [(1, 0, 1), (1, 1, 2), (2, 0, 2), (3, 0, 2)]),
+        ([8] * 3, 128, 2, [(1, 0, 1), (2, 0, 1), (1, 1, 2), (2, 1, 2)]),
+        ([8] * 2, 128, 7, [(1, 0, 1), (1, 1, 2)]),
+        ([8] * 2, 8192, 1, [(1, 0, 2), (1, 2, 4), (1, 4, 6), (1, 6, 8)]),
+        ([8] * 3, 0, 1, []),
+        ([8], 128, 0, []),
+    ],
+)
+def test_what_copy_engines_copy(rows, depth, early, steps):
+    assert list(steps_of_engines(len(rows), early, product(rows, depth=depth))) == steps
 
 
 def test_prediction_waits_for_rows():
@@ -94,7 +136,7 @@ def test_prediction_waits_for_rows():
 
 
 @pytest.mark.parametrize(
-    ("height", "fused"), [(128, False), (512, False), (1024, False), (4096, True), (8192, True)]
+    ("height", "fused"), [(128, False), (512, False), (2048, True), (4096, True), (8192, True)]
 )
 def test_few_rows_are_gathered_first(height, fused):
     assert fuses(product([height // 8] * 8)) is fused

@@ -24,15 +24,16 @@ struct GatheredArgument {
     TensorMap a[kRanks], c[kRanks];  // by order of arrival
     TensorMap b;
     Team team;
-    Words* own;
-    Words* left;      // of the rank that writes into this one's memory, or null
+    Words* words[kRanks];  // by rank
     char* out;        // C
     u64 pitch;        // bytes from one row, or column, to the next
     u32 parts, units, steps, columns;
-    u32 neighbour;    // on the left: its rows come in chunks of k
-    u32 chunk;        // steps
+    u32 chunk;        // steps of k that come at once
+    u32 unused;
     Rows rows[kRanks];
     u32 start[kRanks];  // in C
+
+    __device__ Words& own() const { return *words[team.rank]; }
 };
 
 struct Tile {
@@ -63,22 +64,17 @@ __device__ inline Tile locate(const GatheredArgument& a, u32 unit, u32 block) {
 
 // One thread. Rows that have not come in time are multiplied as they lie: the host knows, and raises.
 __device__ inline void load_tiles(const GatheredArgument& a, const Shared& s, u32 block) {
-    const u64 launch = a.own->launches[kProducts] + 1;
+    const Words& own = a.own();
+    const u64 launch = own.launches + 1;
     u32 number = 0, known = 0;  // parts that are here
     for (u32 unit = blockIdx.x / kCluster; unit < a.units; unit += gridDim.x / kCluster) {
         const Tile tile = locate(a, unit, block);
         const u32 src = a.rows[tile.part].src;
         const bool awaits = tile.part >= known && src != a.team.rank;
-        const bool in_chunks = awaits && a.chunk < a.steps && src == a.neighbour;
-        if (awaits && !in_chunks) {
-            wait(a.team, &a.own->arrived[src], launch, src, kShard, src);
-            fence_async();
-        }
         known = tile.part + 1;
         for (u32 step = 0; step < a.steps; ++step, ++number) {
-            if (in_chunks && step % a.chunk == 0) {
-                const bool last = step + a.chunk >= a.steps;
-                wait(a.team, last ? &a.own->arrived[src] : &a.own->begun[step / a.chunk], launch, src, kShard, src);
+            if (awaits && step % a.chunk == 0) {
+                wait(a.team, &own.arrived[src][step / a.chunk], launch, src, kShard, src);
                 fence_async();
             }
             const u32 stage = number % kStages;
@@ -158,22 +154,23 @@ __device__ inline void multiply_tiles(const GatheredArgument& a, const Shared& s
     if (threadIdx.x % kGroup == 0) stores_have_read();
 }
 
-// The last block says that all rows have been read.
+// The last block tells all peers that their rows have been read.
 __device__ inline void say_read(const GatheredArgument& a) {
-    Words& own = *a.own;
-    const u64 launch = own.launches[kProducts] + 1;
+    Words& own = a.own();
+    const u64 launch = own.launches + 1;
     __threadfence();
     if (atomicAdd(&own.ended, 1ull) != gridDim.x - 1) return;
     own.ended = 0;
-    own.launches[kProducts] = launch;
+    own.launches = launch;
     __threadfence();
-    signal(&a.left->read[kProducts], launch);
+    for (u32 i = 0; i < kRanks; ++i) signal(&a.words[i]->read[a.team.rank], launch);
 }
 
 extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     gathered(const __grid_constant__ GatheredArgument a) {
-    if (a.steps && threadIdx.x - 32 < a.parts) prefetch(&a.a[threadIdx.x - 32]);
-    if (a.steps && threadIdx.x == 32) prefetch(&a.b);
+    const bool loads = a.steps && a.units;
+    if (loads && threadIdx.x - 32 < a.parts) prefetch(&a.a[threadIdx.x - 32]);
+    if (loads && threadIdx.x == 32) prefetch(&a.b);
     run_block(a);
-    if (threadIdx.x == 0 && a.left) say_read(a);
+    if (threadIdx.x == 0) say_read(a);
 }

@@ -151,7 +151,7 @@ def _sharded(share: Share, form: Form) -> ShardedProduct:
 
 
 _TOLD = {
-    "all-gather": "{rows} go around a ring while those that are here are multiplied",
+    "all-gather": "{rows} come from all ranks while those that are here are multiplied",
     "reduce-scatter": "tiles are sent to their owners while others are multiplied",
     "all-reduce": "tiles are sent to those who add them up, and all read the sums",
 }

@@ -1,7 +1,7 @@
 """A product whose rows are split: what each rank multiplies after a gather, and why it may not fit.
 
-Rank r has some rows of A and some columns of B, and all rows of the result in its columns. Ranks
-hand their rows around a ring, each to its right neighbour, so that they come in the order own,
+Rank r has some rows of A and some columns of B, and all rows of the result in its columns. Each
+rank hands its rows to the others, its right neighbour first, so that they come in the order own,
 left, left of the left, and the tiles of the result are computed in that order.
 
               k                n of rank 0   1   2
@@ -23,7 +23,8 @@ __all__ = ["WIDTHS", "Factor", "GatheredProduct", "Tiling", "choose_tiling", "fu
 
 WIDTHS = (256, 224, 192, 160, 128)
 TILE_ROWS = 128
-MOST_CHUNKS = 4
+CHUNKS = 8  # of k, at most, in which rows come
+PIECES = 4  # in which copy engines bring what is waited for: a copy takes long to begin
 DEPTH = 64  # of k, that is multiplied at once
 _DTYPES = ("float16", "bfloat16")
 _MOST_RANKS = 64  # whose maps fit in a kernel's argument
@@ -84,6 +85,19 @@ class GatheredProduct:
                 )
         return ""
 
+    # -- how rows come, the same on all ranks ------------------------------------------------------
+
+    @property
+    def chunk(self) -> int:
+        """Steps of DEPTH in a chunk of k."""
+        return max(1, -(-self.depth // (DEPTH * CHUNKS)))
+
+    @cached_property
+    def chunks(self) -> tuple[tuple[int, int], ...]:
+        """The first k of each, and the last and one."""
+        length = self.chunk * DEPTH
+        return tuple((k, min(self.depth, k + length)) for k in range(0, self.depth, length))
+
     # -- where the gathered rows lie, the same on all ranks ----------------------------------------
 
     def pitch(self, rank: int) -> int:
@@ -117,15 +131,20 @@ class GatheredProduct:
 @dataclass(frozen=True)
 class Tiling:
     """`width` columns in a tile, `cluster` tiles above each other that share them, `stages` of k
-    that are on their way at once, on `blocks` multiprocessors. The left neighbour's
-    rows come in `chunks` of k, so that tiles of them can begin early.
+    that are on their way at once, on `blocks` multiprocessors. The nearest `early` ranks on the
+    right get this rank's rows in pieces, so that their tiles can begin soon.
     """
 
     width: int
     cluster: int
     stages: int
     blocks: int
-    chunks: int = 1
+    early: int = 0
+
+    @property
+    def clusters(self) -> int:
+        """That multiply at once."""
+        return max(1, self.blocks // self.cluster)
 
     def heights(self, rows: int) -> int:
         """Units, of `cluster` tiles each, that `rows` have above each other."""
@@ -144,11 +163,12 @@ class Tiling:
 def choose_tiling(problem: GatheredProduct, rank: int, processors: int) -> Tiling:
     """The tiling for which `predicted` says that the last tile is done first."""
     cluster = 2 if max(problem.rows, default=0) > TILE_ROWS else 1
-    blocks = processors - _SPARE if len(problem.rows) > 1 else processors
+    size = len(problem.rows)
+    blocks = processors - _SPARE if size > 1 else processors
     tilings = [
-        _with_even_blocks(Tiling(width, cluster, _stages(width), blocks, chunks), problem)
+        _with_even_blocks(Tiling(width, cluster, _stages(width), blocks, early), problem)
         for width in WIDTHS
-        for chunks in (1, 4)
+        for early in range(min(size, 1 + _MOST_EARLY))
     ]
     return min(tilings, key=lambda tiling: predicted(problem, rank, tiling))
 
@@ -157,28 +177,41 @@ def predicted(problem: GatheredProduct, rank: int, tiling: Tiling) -> float:
     """Seconds until the last tile is done: units are dealt out in turn, and wait for their rows."""
     unit = 2.0 * TILE_ROWS * tiling.width * max(problem.depth, 1) / _FLOPS + _PER_TILE
     unit /= _EFFICIENCY[tiling.width]
-    clusters = max(1, tiling.blocks // tiling.cluster)
-    free = [0.0] * clusters
+    free = [0.0] * tiling.clusters
     number, across = 0, tiling.across(problem.columns)
-    here = begun = 0.0
-    for part, src in enumerate(problem.arrivals(rank)):
-        chunks = tiling.chunks if (rank - src) % len(problem.rows) == 1 else 1
-        if part:
-            chunk = _PER_STEP + 2 * problem.rows[src] * problem.depth / _BANDWIDTH / chunks
-            begun, here = here + chunk, here + chunks * chunk
+    parts = zip(problem.arrivals(rank), _coming(problem, rank, tiling), strict=True)
+    for src, (begun, here) in parts:
         for _ in range(tiling.heights(problem.rows[src]) * across):
-            at = number % clusters
-            free[at] = max(max(free[at], begun) + unit, here + unit / chunks)
+            at = number % tiling.clusters
+            free[at] = max(max(free[at], begun) + unit, here + unit / PIECES)
             number += 1
     return max(free)
+
+
+def _coming(problem: GatheredProduct, rank: int, tiling: Tiling) -> list[tuple[float, float]]:
+    """When the first chunk of each rank's rows comes, and the last, in the order of `arrivals`."""
+    peers = problem.arrivals(rank)
+    found = [(0.0, 0.0)] * peers.count(rank)
+    peers = peers[len(found) :]
+    nbytes = [2.0 * problem.rows[src] * problem.depth for src in peers]
+    early, late = nbytes[: tiling.early], nbytes[tiling.early :]
+    at = _START
+    if early:
+        each = _PER_COPY * len(early) + sum(early) / PIECES / _ENGINE
+        found += [(at + each, at + PIECES * each)] * len(early)
+        at += PIECES * each
+    for more in late:
+        at += _PER_COPY + more / _ENGINE
+        found.append((at, at))
+    return found
 
 
 def fuses(problem: GatheredProduct, processors: int = 132) -> bool:
     """Whether to multiply while rows arrive; else gather first, and multiply then.
 
-    To be asked of the same problem on all ranks: that of the rank with most columns. A ring takes a
-    step for each rank before the last rows have come, and a product of few rows has too few tiles
-    for the GPU, which cuBLAS cuts along k: then one gather and cuBLAS are done first.
+    To be asked of the same problem on all ranks: that of the rank with most columns. A product of
+    few rows has too few tiles for the GPU, which cuBLAS cuts along k: then one gather and cuBLAS
+    are done first.
     """
     size = len(problem.rows)
     if size == 1:
@@ -189,14 +222,16 @@ def fuses(problem: GatheredProduct, processors: int = 132) -> bool:
     return predicted(problem, 0, tiling) < _GATHER + sent / _GATHER_BANDWIDTH + alone
 
 
-# Measured on 8 H200.
+# Measured on H200.
 _FLOPS = 800e12 / 132  # of one multiprocessor, in half precision
 _PER_TILE = 1.5e-6  # seconds
-_BANDWIDTH = 250e9  # of a copy engine beside a product, bytes per second; 370e9 alone
-_PER_STEP = 16e-6  # of the ring: a copy engine and a kernel follow each other
-_SPARE = 4  # multiprocessors on which the ring's kernels run: beside a block of the product, no
-# quarter of a multiprocessor has the registers of a warp left
-_EFFICIENCY = {256: 1.0, 224: 0.99, 192: 0.92, 160: 0.88, 128: 0.87}
+_ENGINE = 370e9  # of a copy engine, bytes per second
+_START = 19e-6  # a kernel on another stream looks whether peers have read, then it starts
+_PER_COPY = 6e-6  # beside its bytes, with the words behind it
+_MOST_EARLY = 3  # ranks
+_SPARE = 4  # multiprocessors for what starts the copies: beside a block of the product, no quarter
+# of a multiprocessor has the registers of a warp left
+_EFFICIENCY = {256: 1.0, 224: 0.99, 192: 0.92, 160: 0.88, 128: 0.82}
 _GATHER = 10e-6  # seconds: two barriers, and a kernel that pushes
 _GATHER_BANDWIDTH = 320e9
 
@@ -207,9 +242,9 @@ def _stages(width: int) -> int:
 
 
 def _with_even_blocks(tiling: Tiling, problem: GatheredProduct) -> Tiling:
-    """No more blocks than finish in as many turns: those left over serve the ring."""
+    """No more blocks than finish in as many turns: those left over have the rest to do."""
     units = sum(tiling.heights(rows) for rows in problem.rows) * tiling.across(problem.columns)
-    clusters = max(1, min(tiling.blocks // tiling.cluster, units))
+    clusters = max(1, min(tiling.clusters, units))
     turns = -(-units // clusters)
     fewest = -(-units // turns) if turns else 1
     return replace(tiling, blocks=fewest * tiling.cluster)
