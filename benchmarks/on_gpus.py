@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import random
 import statistics
 import tempfile
 from collections.abc import Callable, Container
@@ -67,7 +68,8 @@ class Ranks:
     def times(
         self, systems: dict[str, Callable[[], object]], calls: int, *, eager: Container[str] = ()
     ) -> dict[str, float]:
-        """The same of each system. They take turns, so that all run on GPUs that are equally warm.
+        """The same of each system. They take turns, each time in another order, so that all run on
+        GPUs that are equally warm.
 
         Those named in `eager`, which cannot be captured, are called one by one.
         """
@@ -77,13 +79,14 @@ class Ranks:
             for name, call in systems.items()
         }
         found: dict[str, list[float]] = {name: [] for name in runs}
+        order = random.Random(0)  # the same on all ranks
         for _ in range(REPEATS):
-            for name, run in runs.items():
+            for name in order.sample(list(runs), len(runs)):
                 torch.cuda.synchronize()
                 self.context.barrier()
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 start.record()
-                run()
+                runs[name]()
                 end.record()
                 torch.cuda.synchronize()
                 found[name].append(start.elapsed_time(end) * 1e3 / calls)
