@@ -31,11 +31,15 @@ CASES = [
         ),
         "sm_90",
     ),
+    (
+        "everywhere",
+        (*RANKS, *PRODUCT, "ELEMENT=Float16", "ADDEND=float16", "WHOLE=0", "SHARED=1"),
+        "sm_90a",
+    ),
     ("exchange", (*RANKS, "WHOLE=1"), "sm_90"),
     ("far", RANKS, "sm_90"),
     ("float8", ("ELEMENT=float8_e5m2",), "sm_90"),
     ("fold", (*RANKS, "ELEMENT=float16", "OPERATION=sum"), "sm_90"),
-    ("gather", RANKS, "sm_90"),
     (
         "gathered",
         (*RANKS, *PRODUCT, "ELEMENT=Bfloat16", "C_ALONG_N=1", "WIDTH=224", "BOXES=1"),
@@ -52,7 +56,7 @@ CASES = [
     ("pipeline", (*RANKS, *PUSH), "sm_90"),
     (
         "product",
-        (*RANKS, *PRODUCT, "ELEMENT=Bfloat16", "PARTS=2", "ADDEND=bfloat16", "WHOLE=1", "SHARED=0"),
+        (*RANKS, *PRODUCT, "ELEMENT=Bfloat16", "ADDEND=bfloat16", "WHOLE=1", "SHARED=0"),
         "sm_90a",
     ),
     ("push", (*RANKS, *PUSH), "sm_90"),
@@ -61,7 +65,7 @@ CASES = [
     ("scale", ("SOURCE=float32", "TARGET=float16", "VECTOR=1"), "sm_90"),
     ("scale", ("SOURCE=float64", "TARGET=float64", "VECTOR=2"), "sm_90"),
     ("signals", RANKS, "sm_90"),
-    ("take", (*RANKS, "ADDEND=bfloat16", "WHOLE=1", "SHARED=1"), "sm_90"),
+    ("take", (*RANKS, "ADDEND=bfloat16", "WHOLE=1", "SHARED=0"), "sm_90"),
 ]
 
 

@@ -81,7 +81,7 @@ class Case:
         own = sending.places[rank]
         places = [(sending.bases[rank] + own.slots, self.context.size * own.stride)]
         if self.kind == "all":
-            places.append((plan._sums_of(rank), self.problem.rows[rank] * plan._pitch))
+            places.append((plan._copies_on(rank), self.height * plan._pitch))
         for address, nbytes in places:
             if nbytes:
                 call("cuMemsetD8Async", address, 0xFF, nbytes, 0)
@@ -132,6 +132,8 @@ CASES = [
     (3, 1, 1, "CC", "float16", (2, 4, 2)),
     (129, 2000, 65, "CC", "bfloat16", (4, 4, 1, 3, 1, 4, 2)),
     (4000, 9000, 40, "CC", "bfloat16", (5, 2, 1, 4)),
+    (4000, 3000, 40, "CF", "bfloat16", (6, 4, 2, 3, 2, 4, 3)),
+    (1000, 3001, 700, "CC", "float16", (4, 2, 4, 0, 2, 3, 2)),
 ]
 
 

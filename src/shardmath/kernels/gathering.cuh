@@ -1,9 +1,8 @@
-// How a rank reads the sums of all owners into its own result.
+// How a rank brings the sums of all owners into its own result, from where they have put them.
 //
-// The sums are cut into the chunks in which their owners make them. A rank's words `ready` say which are there.
+// They come in the chunks in which their owners make them. A rank's words `ready` say which are there.
 #pragma once
 
-#include "hopper.cuh"
 #include "slots.cuh"
 
 namespace shardmath {
@@ -16,96 +15,83 @@ struct Part {  // of one owner's sums, in one chunk
 };
 
 struct GatherArgument {
-    const u64* ready;     // [owner][chunk]: launches whose sum is there
-    const Part* parts;    // [chunk][kRanks], the next rank's first and this one's last
+    const u64* ready;     // [owner][chunk]: launches whose sum is here
+    const Part* parts;    // [chunk][kRanks], the next rank's first; nothing of this one's, which are in place
     u32 chunks;
-    u32 early;            // chunks that are read while the product goes on
+    u32 early;            // chunks that are copied while the product goes on
     u64 from_pitch, to_pitch;
-    const char* sums[kRanks];
-    char* rows[kRanks];   // where each owner's begin in the result
+    const char* sums[kRanks];  // each owner's
+    char* rows[kRanks];        // where they begin in the result
 };
 
-__device__ inline bool ready(const Team& team, const GatherArgument& a, u32 owner, u32 chunk, u64 launch) {
-    return wait(team, a.ready + owner * a.chunks + chunk, launch + 1, owner, kProduct, chunk);
+// Whether the sums of so many chunks are here. By all threads of a warp.
+__device__ inline bool sums_here(const GatherArgument& a, u32 first, u32 chunks, u64 launch) {
+    bool here = true;
+    for (u32 i = threadIdx.x % 32; i < kRanks * chunks; i += 32)
+        here &= load_acquire(a.ready + i / chunks * a.chunks + first + i % chunks) > launch;
+    here = __all_sync(~0u, here);
+    __syncwarp();
+    return here;
 }
 
-// Pieces of rows that pass through the shared memory of a block: the bulk copies of one thread.
-struct Pull {
-    static constexpr u32 kPiece = 8 << 10, kStages = 8, kAhead = 6;
-    const GatherArgument& a;
-    u32 stages, bars;          // shared addresses
-    u32 block, blocks;
-    u32 loaded = 0, stored = 0;
+// Wait for them: false when that takes too long.
+__device__ inline bool wait_for_sums(const Team& team, const GatherArgument& a, u32 first, u32 chunks, u64 launch) {
+    bool here = true;
+    for (u32 i = threadIdx.x % 32; i < kRanks * chunks; i += 32) {
+        const u32 owner = i / chunks, chunk = first + i % chunks;
+        here &= wait(team, a.ready + owner * a.chunks + chunk, launch + 1, owner, kProduct, chunk);
+    }
+    here = __all_sync(~0u, here);
+    __syncwarp();
+    return here;
+}
 
-    __device__ Pull(const GatherArgument& argument, u32 stages, u32 bars, u32 block, u32 blocks)
-        : a(argument), stages(stages), bars(bars), block(block), blocks(blocks) {
-        for (u32 i = 0; i < kStages; ++i) bar_init(bars + 8 * i, 1);
-        bars_visible();
-    }
+__device__ inline uint4 load_sum(const char* from) {
+    uint4 piece;
+    asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(piece.x), "=r"(piece.y), "=r"(piece.z), "=r"(piece.w)
+                 : "l"(from)
+                 : "memory");
+    return piece;
+}
 
-    struct Piece {
-        const char* from;
-        char* to;
-        u32 nbytes;
-    };
-    // Piece `number` of a chunk: owners in turn, so that all links are busy. No bytes where there is none.
-    __device__ Piece piece(const Part* parts, u32 number) const {
-        const Part& part = parts[number % kRanks];
-        const u32 across = (part.columns + kPiece - 1) / kPiece, at = number / kRanks;
-        if (across == 0 || at >= part.rows * across) return {nullptr, nullptr, 0};
-        const u64 row = part.row + at / across, column = at % across * kPiece;
-        const u32 left = part.columns - column;
-        return {a.sums[part.owner] + row * a.from_pitch + part.column + column,
-                a.rows[part.owner] + row * a.to_pitch + part.column + column, left < kPiece ? left : kPiece};
+// Sums begin at multiples of 16 bytes, and their rows too; rows of the result lie anywhere.
+__device__ inline void store_piece(char* to, uint4 piece, u32 nbytes) {
+    if (((u64)to & 15) == 0 && nbytes == 16) {
+        *(uint4*)to = piece;
+    } else {
+        const unsigned short* words = (const unsigned short*)&piece;
+        for (u32 i = 0; i < nbytes / 2; ++i) ((unsigned short*)to)[i] = words[i];
     }
-    __device__ u32 count(const Part* parts) const {
-        u32 most = 0;
-        for (u32 i = 0; i < kRanks; ++i) {
-            const u32 pieces = parts[i].rows * ((parts[i].columns + kPiece - 1) / kPiece);
-            most = pieces > most ? pieces : most;
-        }
-        return most * kRanks;
-    }
-    __device__ void load(const Piece& piece) {
-        if (piece.nbytes) {
-            const u32 stage = loaded++ % kStages, bar = bars + 8 * stage;
-            bar_expect(bar, piece.nbytes);
-            load_bulk(stages + stage * kPiece, piece.from, piece.nbytes, bar);
-        }
-    }
-    __device__ void store(const Piece& piece) {
-        if (piece.nbytes) {
-            const u32 stage = stored % kStages;
-            bar_wait(bars + 8 * stage, stored / kStages & 1);
-            store_bulk(piece.to, stages + stage * kPiece, piece.nbytes);
-            stores_have_read_but<kStages - kAhead>();
-            ++stored;
-        }
-    }
-    // This block's pieces of a chunk, whose sums are all ready.
-    __device__ void run(u32 chunk) {
-        const Part* parts = a.parts + chunk * kRanks;
-        const u32 end = count(parts);
-        u32 next = block;
-        for (u32 i = 0; i < kAhead && next < end; ++i, next += blocks) load(piece(parts, next));
-        for (u32 number = block; number < end; number += blocks, next += blocks) {
-            store(piece(parts, number));
-            if (next < end) load(piece(parts, next));
-        }
-    }
-};
+}
 
-// The early chunks, as they become ready, by one thread of each of some blocks.
-__device__ inline void gather_early(const Team& team, const GatherArgument& a, u64 launch, u32 stages, u32 bars,
-                                    u32 block, u32 blocks) {
-    Pull pull(a, stages, bars, block, blocks);
-    for (u32 chunk = 0; chunk < a.early; ++chunk) {
-        for (u32 i = 1; i <= kRanks; ++i)
-            if (!ready(team, a, (team.rank + i) % kRanks, chunk, launch)) return stores_are_done();
-        fence_async();
-        pull.run(chunk);
+// The sums of one owner's part of a chunk, which are here: the share of one of so many warps, which has kLines lines
+// under way. A line is what a warp copies at once.
+__device__ inline void copy_part(const GatherArgument& a, const Part& part, u32 warp, u32 warps) {
+    constexpr u32 kLine = 32 * sizeof(uint4), kLines = 8;
+    const char* from = a.sums[part.owner] + part.row * a.from_pitch + part.column;
+    char* to = a.rows[part.owner] + part.row * a.to_pitch + part.column;
+    const u32 across = (part.columns + kLine - 1) / kLine, count = part.rows * across;
+    const u32 offset = threadIdx.x % 32 * sizeof(uint4);
+    for (u32 line = warp; line < count; line += warps * kLines) {
+        uint4 pieces[kLines];
+#pragma unroll
+        for (u32 i = 0; i < kLines; ++i) {
+            const u32 at = line + i * warps, column = at % across * kLine + offset;
+            if (at < count && column < part.columns) pieces[i] = load_sum(from + at / across * a.from_pitch + column);
+        }
+#pragma unroll
+        for (u32 i = 0; i < kLines; ++i) {
+            const u32 at = line + i * warps, column = at % across * kLine + offset;
+            if (at >= count || column >= part.columns) continue;
+            const u32 left = part.columns - column;
+            store_piece(to + at / across * a.to_pitch + column, pieces[i], left < 16 ? left : 16);
+        }
     }
-    stores_are_done();
+}
+
+__device__ inline void copy_chunk(const GatherArgument& a, u32 chunk, u32 warp, u32 warps) {
+    for (u32 i = 0; i < kRanks; ++i) copy_part(a, a.parts[chunk * kRanks + i], warp, warps);
 }
 
 }  // namespace shardmath

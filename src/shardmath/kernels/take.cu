@@ -12,15 +12,9 @@ struct LastArgument {
 };
 
 extern "C" __global__ void __launch_bounds__(kThreads) take_last(const __grid_constant__ LastArgument a) {
-    const TakeArgument& tiles = a.take;
-    Ledger* const own = tiles.ledger[a.team.rank];
-    for (u32 chunk = tiles.count - tiles.late; chunk < tiles.count; ++chunk)
-        take<1>(tiles, chunk, blockIdx.x * kThreads + threadIdx.x, gridDim.x * kThreads);
+    constexpr u32 kWarps = kThreads / 32;
+    for (u32 chunk = a.take.count - a.take.late; chunk < a.take.count; ++chunk)
+        take<1>(a.take, chunk, blockIdx.x * kWarps + threadIdx.x / 32, gridDim.x * kWarps);
     __syncthreads();
-    if (threadIdx.x || !ends_last(own)) return;
-    const u64 launch = own->launches;
-    for (int rank = 0; rank < kRanks; ++rank) store_release(&tiles.ledger[rank]->taken[a.team.rank], launch + 1);
-    for (u32 chunk = tiles.count - tiles.late; SHARED && chunk < tiles.count; ++chunk)
-        tell_ready(a.team, tiles, chunk, launch);
-    if (!SHARED) own->launches = launch + 1;
+    if (threadIdx.x == 0) end_block(a.team, a.take.ledger);
 }

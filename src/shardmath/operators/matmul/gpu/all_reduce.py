@@ -1,26 +1,26 @@
-"""GEMM + AllReduce: owners add up what they are sent, and all read the sums from them.
+"""GEMM + AllReduce: owners add up what they are sent, and write the sums to all ranks.
 
-Tiles travel while the product goes on. Sums are made and read after it, unless a Shape says that
-blocks beside the product do so chunk after chunk.
-The result may lie in any memory, and has the same bits on all ranks.
+Tiles and sums travel while the product goes on, chunk after chunk; what is left when it ends is the
+last chunk. Sums arrive in symmetric memory, and are copied from there: the result may lie in any
+memory. It has the same bits on all ranks.
 """
 
 from __future__ import annotations
 
 import struct
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 import numpy as np
 import numpy.typing as npt
 
 from shardmath.context import DistributedContext
+from shardmath.operators.matmul.gpu.choice import choose_shared_shape
 from shardmath.operators.matmul.gpu.sending import SendingProduct, Shape, write
 from shardmath.operators.matmul.gpu.sharded import ShardedProduct
 from shardmath.operators.matmul.gpu.walk import TILE_COLUMNS, TILE_ROWS
 
 __all__ = ["GemmAllReduce", "even_rows"]
-
-_THREADS = 512
 
 
 class GemmAllReduce:
@@ -32,6 +32,7 @@ class GemmAllReduce:
     def __init__(self, sending: SendingProduct) -> None:
         self._sending = sending
         self._pitch = _pitch(sending.problem)
+        self._first = [0, *accumulate(sending.problem.rows[:-1])]
         self._table = sending.extra(sending.team.rank)
         write(self._table, self._parts())
 
@@ -44,8 +45,8 @@ class GemmAllReduce:
         Raises ValueError on all ranks where they do not mean the same product, or where
         `problem.misfit` speaks on one of them; HeapExhausted.
         """
-        shape = shape or Shape(chunks=1, takers=2)  # more hid less than they cost
-        extra = _sums(problem, shape) + max(problem.rows) * _pitch(problem)
+        shape = shape or choose_shared_shape(problem)
+        extra = _sums(problem, shape) + sum(problem.rows) * _pitch(problem)
         return cls(SendingProduct.together(context, problem, shape, extra=extra))
 
     def launch(self, a: int, b: int, result: int, stream: int, *, pitch: int | None = None) -> None:
@@ -56,30 +57,36 @@ class GemmAllReduce:
         """
         sending = self._sending
         sending.require_usable()
-        sums = self._sums_of(sending.team.rank)
-        gather = self._of_gather(result, 2 * (sending.problem.columns if pitch is None else pitch))
-        sending.multiply(a, b, sums, self._pitch, stream, gather=gather)
-        sending.take_last(sums, self._pitch, stream, shared=True)
-        rest = sending.argument(self._of_rest, gather)
-        sending.team.kernel("gather", "await_sums").launch(stream, 1, _THREADS, rest)
-        blocks = 2 * sending.team.device.processors
-        sending.team.kernel("gather", "gather").launch(stream, blocks, _THREADS, rest)
+        nbytes = 2 * (sending.problem.columns if pitch is None else pitch)
+        own = result + self._first[sending.team.rank] * nbytes
+        gather = self._of_gather(result, nbytes)
+        sending.multiply(
+            "everywhere", a, b, own, nbytes, stream, copies=self._copies, behind=gather
+        )
 
     def free(self) -> None:
         """See SendingProduct.free."""
         self._sending.free()
 
-    def _sums_of(self, owner: int) -> int:
-        return self._sending.extra(owner) + _sums(self._sending.problem, self._sending.shape)
+    def _copies_on(self, rank: int) -> int:
+        """Where a rank has the sums of all owners."""
+        return self._sending.extra(rank) + _sums(self._sending.problem, self._sending.shape)
+
+    @cached_property
+    def _copies(self) -> bytes:
+        """Where this rank's sums go: their pitch, and where they begin on the next rank, ..."""
+        rank, size = self._sending.team.rank, self._sending.team.size
+        others = [(rank + 1 + step) % size for step in range(size)]
+        own = self._first[rank] * self._pitch
+        places = [self._copies_on(other) + own for other in others]
+        return struct.pack(f"Q{size}Q", self._pitch, *places)
 
     def _of_gather(self, result: int, pitch: int) -> bytes:
-        """The struct `GatherArgument`. Bulk copies read early what is aligned for them."""
-        sending = self._sending
+        """The struct `GatherArgument`."""
+        sending, first = self._sending, self._first
         rank, shape = sending.team.rank, sending.shape
-        whole = result % 16 == 0 and pitch % 16 == 0 and sending.problem.columns % 8 == 0
-        early = min(shape.early, shape.chunks - sending.late) if whole else 0
-        first = [0, *accumulate(sending.problem.rows[:-1])]
-        sums = [self._sums_of(owner) for owner in range(sending.team.size)]
+        early = min(shape.early, shape.chunks - sending.late)
+        sums = [self._copies_on(rank) + row * self._pitch for row in first]
         rows = [result + row * pitch for row in first]
         ready = sending.bases[rank] + sending.places[rank].ready
         return (
@@ -88,16 +95,11 @@ class GemmAllReduce:
             + struct.pack(f"{2 * len(sums)}Q", *sums, *rows)
         )
 
-    def _of_rest(self, gather: bytes) -> bytes:
-        """The struct `RestArgument`."""
-        bases = self._sending.bases
-        return self._sending.team.packed() + gather + struct.pack(f"{len(bases)}Q", *bases)
-
     def _parts(self) -> npt.NDArray[np.uint32]:
-        """`Part`s of gathering.cuh, by chunk: the next rank's first, and this one's last."""
+        """`Part`s of gathering.cuh, by chunk: the next rank's first, and none of this one's."""
         walk, size = self._sending.walk, self._sending.team.size
         table = np.zeros((walk.chunks, size, 8), np.uint32)
-        for step in range(size):
+        for step in range(size - 1):
             owner = (self._sending.team.rank + 1 + step) % size
             for number, part in enumerate(walk.parts(owner)):
                 row, column = part.rows.start * TILE_ROWS, part.columns.start * TILE_COLUMNS

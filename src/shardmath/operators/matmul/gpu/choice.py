@@ -20,6 +20,7 @@ __all__ = [
     "choose_all_reduce",
     "choose_reduce_scatter",
     "choose_shape",
+    "choose_shared_shape",
     "rounds_parts",
 ]
 
@@ -30,13 +31,17 @@ class Rates:
 
     product: float  # operations per second of a large product of halves
     memory: float  # bytes per second that a product reads its factors with
+    processors: int
     multipliers: int  # multiprocessors that share out the tiles of our kernel
     ours: float  # of that rate, what our kernel reaches
-    link: float  # bytes per second that each rank sends in a collective, or beside a product
+    link: float  # bytes per second that each rank sends in a reduce-scatter, or beside a product
+    both: float  # the same in an all-reduce
     pair: float  # the same in a collective of two ranks
-    read: float  # bytes per second in which all multiprocessors read peers' memory
-    added: float  # bytes per second of the local memory in a sum
+    mixed: float  # the same where tiles and sums travel beside a product
+    copied: float  # bytes per second of sums that are copied to the result
     taken: float  # bytes per second that the takers add up, while others multiply
+    added: float  # bytes per second that blocks add up which multiply as well
+    beside: float  # bytes per second of sums that are sent, in time that the product loses
     step: float  # seconds until a kernel has started, and what peers do is seen
     launch: float  # seconds from one kernel of a graph to the next
     collective: float  # seconds of a collective of a few bytes
@@ -46,18 +51,24 @@ class Rates:
 H200 = Rates(
     product=780e12,
     memory=3.6e12,
+    processors=132,
     multipliers=128,
-    ours=0.94,
+    ours=0.97,
     link=290e9,
+    both=310e9,
     pair=200e9,
-    read=250e9,
-    added=3.5e12,
+    mixed=225e9,
+    copied=1e12,
     taken=1.6e11,
+    added=3e11,
+    beside=1.2e12,
     step=5e-6,
     launch=1.5e-6,
     collective=4.5e-6,
 )
 _TAKERS = 4
+_BAND = 8  # rows of tiles that are multiplied at once, at least: they share columns of B
+_MOST_BANDS, _MOST_CHUNKS = 16, 64
 _EXACT_BYTES = 512 << 10  # of a result whose parts are added unrounded: a collective of a MiB
 
 
@@ -85,10 +96,7 @@ def choose_reduce_scatter(problem: ShardedProduct) -> Choice:
 @lru_cache(256)
 def choose_all_reduce(problem: ShardedProduct) -> Choice:
     """For all rows on every rank."""
-    sent = _sent(problem)
-    late = sent / min(8, _down(problem)) * min(2, _down(problem))
-    fused = max(_scattering(problem) + late / H200.read, 2 * sent / H200.link) + 2 * H200.step
-    return _choice(fused, _separate(problem, ways=2))
+    return _choice(_sharing(problem), _separate(problem, ways=2))
 
 
 CHOICES: dict[str, Callable[[ShardedProduct], Choice]] = {
@@ -113,18 +121,49 @@ def choose_shape(problem: ShardedProduct) -> Shape:
     numbers, and not for 132.
     """
     chunks = min(8, _down(problem))
-    each = _result(problem) / chunks / H200.taken
+    return Shape(chunks, _TAKERS, late=_late(problem, chunks, H200.taken))
+
+
+def choose_shared_shape(problem: ShardedProduct) -> Shape:
+    """How to cut the work where all ranks get the sums.
+
+    A chunk is what all multiprocessors multiply at once, or a few times that: bands of few rows of
+    tiles, of all owners, and these cut by columns.
+    """
+    tiles = Walk(problem.rows, problem.columns, 1).count
+    high, across = _high(problem), -(-problem.columns // TILE_COLUMNS)
+    bands = min(_down(problem), max(1, high // _BAND), _MOST_BANDS)
+    aside = max(1, min(across // 4, round(tiles / bands / H200.multipliers), _MOST_CHUNKS // bands))
+    chunks = bands * aside
+    late = _late(problem, chunks, H200.added)
+    return Shape(chunks, late=late, early=max(0, chunks - late - 1), aside=aside)
+
+
+def _late(problem: ShardedProduct, chunks: int, rate: float) -> int:
+    """How many chunks are left when the product ends, of those that are added up at that rate."""
+    each = _result(problem) / chunks / rate
     left = problem.flops / H200.product * (1 - 1 / chunks)  # after the first chunk has come
-    return Shape(chunks, _TAKERS, late=chunks - min(chunks - 1, int(left / each)))
+    return chunks - min(chunks - 1, int(left / each))
 
 
 def _scattering(problem: ShardedProduct) -> float:
-    """Seconds of one kernel that sends tiles while it multiplies, and of the sums behind it."""
-    last = _result(problem) / min(8, _down(problem)) / H200.added
-    tiles = 2.0 * H200.multipliers * TILE_ROWS * TILE_COLUMNS  # bytes of the last round
-    burst = min(_sent(problem), tiles) / H200.link
+    """Seconds of the kernel that sends tiles while it multiplies, and of its sums."""
     together = max(_multiplying(problem), _reading(problem), _sent(problem) / H200.link)
-    return together + burst + last + 3 * H200.step
+    return 4 * H200.step + together + _last(problem) / H200.link
+
+
+def _sharing(problem: ShardedProduct) -> float:
+    """The same where all ranks get the sums: these are pushed, and copied to the result."""
+    last, sent = _last(problem), _sent(problem)
+    product = max(_multiplying(problem), _reading(problem)) + (sent - last) / H200.beside
+    together = max(product, (2 * sent - last) / H200.mixed)
+    return 6 * H200.step + together + 2 * last / H200.link + last / H200.copied
+
+
+def _last(problem: ShardedProduct) -> float:
+    """Bytes that a rank sends of the last tile of each multiprocessor."""
+    tiles = 2.0 * H200.multipliers * TILE_ROWS * TILE_COLUMNS
+    return min(1.0, tiles / _result(problem)) * _sent(problem)
 
 
 def _separate(problem: ShardedProduct, *, ways: int) -> float:
@@ -133,9 +172,9 @@ def _separate(problem: ShardedProduct, *, ways: int) -> float:
     cuBLAS cuts k where there are few tiles: it is bound by operations, or by memory.
     """
     wide = not rounds_parts(problem.height * problem.columns)
-    link = H200.pair if len(problem.rows) == 2 else H200.link
+    link = H200.pair if len(problem.rows) == 2 else (H200.link, H200.both)[ways - 1]
     sent = (2 if wide else 1) * ways * _sent(problem) / link
-    rounding = wide * (H200.launch + 3 * _result(problem) / H200.added)
+    rounding = wide * (H200.launch + 3 * _result(problem) / H200.memory)
     product = max(problem.flops / H200.product, _reading(problem))
     return H200.step + product + H200.launch + H200.collective + sent + rounding
 
@@ -144,7 +183,7 @@ def _multiplying(problem: ShardedProduct) -> float:
     """Seconds: tiles are computed in rounds of one on each multiprocessor."""
     tiles = Walk(problem.rows, problem.columns, 1).count
     work = 2.0 * TILE_ROWS * TILE_COLUMNS * max(problem.depth, 64)
-    return -(-tiles // H200.multipliers) * work * H200.multipliers / (H200.ours * H200.product)
+    return -(-tiles // H200.multipliers) * work * H200.processors / (H200.ours * H200.product)
 
 
 def _reading(problem: ShardedProduct) -> float:
@@ -160,6 +199,11 @@ def _result(problem: ShardedProduct) -> int:
 def _sent(problem: ShardedProduct) -> float:
     """Bytes that a rank sends when every rank gets its rows."""
     return _result(problem) * (1 - 1 / len(problem.rows))
+
+
+def _high(problem: ShardedProduct) -> int:
+    """Rows of tiles of all ranks."""
+    return sum(-(-rows // TILE_ROWS) for rows in problem.rows)
 
 
 def _down(problem: ShardedProduct) -> int:

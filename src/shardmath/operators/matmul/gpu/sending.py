@@ -2,9 +2,10 @@
 
 A plan has slots on the symmetric heap, where every rank puts its tiles of this rank's rows, and a
 ledger of words that only count up, so that launches follow each other without the host, also when
-a CUDA graph replays them. Blocks that multiply wait for nobody, except that a slot is written again
-only after its owner has taken what the launch before left there. Those that wait for tiles are few,
-and come after the others in the same kernel: so several plans at work never wait in a circle.
+a CUDA graph replays them. A slot is written again only after its owner has taken what the launch
+before left there. Blocks that multiply wait for this launch's tiles a little longer than they work,
+and then leave the rest to takers, which are few and come after the others in the same kernel: so
+several plans at work never wait in a circle.
 """
 
 from __future__ import annotations
@@ -31,25 +32,26 @@ _TILE_BYTES = TILE_ROWS * TILE_COLUMNS * 2
 _ROUND = 1024  # bytes that the parts of a plan's memory are rounded up to
 _STAGE_BYTES = (TILE_ROWS + TILE_COLUMNS) * 64 * 2
 _THREADS = 384  # of the product
-_LAST_THREADS = 512
+_ADDERS = 10  # of each block that multiplies
+_MOST_BLOCKS = 256
 _MOST_ARGUMENTS = 256
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How the work is cut. Each owner's tiles are added up in `chunks`: the last `late` of them
-    after the product, and the others by `takers`, blocks of its kernel that do not multiply. Those
-    also read the first `early` chunks of the peers' sums, if they are shared. The rest is
-    product.cu's.
+    """How the work is cut. Each owner's tiles are added up in `chunks`, `aside` each other in bands
+    of its rows: the last `late` of them behind the product, the others beside it. `takers` blocks
+    do not multiply. Where sums go to all ranks, the first `early` chunks of them are copied beside
+    the product. The rest is sent.cuh's.
     """
 
     chunks: int
-    takers: int = 4
+    takers: int = 2
     late: int = 1
     early: int = 0
     cluster: int = 2
     stages: int = 4
-    parts: int = 2
+    aside: int = 1
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class Places:
     @cached_property
     def arrived(self) -> int:
         """Counters of tiles, [source][chunk]; peers write them."""
-        return _rounded(8 * (2 + 2 * self._size))
+        return _rounded(8 * (3 + self._size))
 
     @cached_property
     def ready(self) -> int:
@@ -77,7 +79,7 @@ class Places:
 
     @cached_property
     def summed(self) -> int:
-        """[chunk]: how many blocks have taken their part."""
+        """[chunk]: how many adders have taken their part."""
         return self.ready + _rounded(8 * self._size * self.walk.chunks)
 
     @cached_property
@@ -106,9 +108,14 @@ class Places:
         return self.owned + _rounded(16 * self.walk.tiles(self.rank))
 
     @cached_property
+    def done(self) -> int:
+        """What each adder has done: [block][adder]."""
+        return self.chunks + _rounded(8 * self.walk.chunks)
+
+    @cached_property
     def nbytes(self) -> int:
         """All of it."""
-        return self.chunks + _rounded(8 * self.walk.chunks)
+        return self.done + _rounded(8 * _ADDERS * _MOST_BLOCKS)
 
     @property
     def stride(self) -> int:
@@ -157,7 +164,7 @@ class SendingProduct:
         `extra` bytes of every rank's memory, at `extra(rank)`, are the caller's. Raises ValueError
         on all ranks where they disagree or one rank's device cannot, HeapExhausted.
         """
-        walk = Walk(problem.rows, problem.columns, shape.chunks)
+        walk = Walk(problem.rows, problem.columns, shape.chunks, shape.aside)
         places = [Places(walk, rank, extra) for rank in range(context.size)]
 
         def begin(address: int) -> None:
@@ -174,7 +181,11 @@ class SendingProduct:
             lambda rank: places[rank].nbytes,
             refusal=problem.misfit,
             begin=begin,
-            same=[*problem.same_everywhere, ("chunks", shape.chunks), ("extra bytes", extra)],
+            same=[
+                *problem.same_everywhere,
+                ("chunks", [shape.chunks, shape.aside]),
+                ("extra bytes", extra),
+            ],
         )
         return cls(problem, shape, places, room)
 
@@ -196,13 +207,22 @@ class SendingProduct:
         self._room.require_usable()
 
     def multiply(
-        self, a: int, b: int, sums: int, pitch: int, stream: int, *, gather: bytes = b""
+        self,
+        kernel: str,
+        a: int,
+        b: int,
+        sums: int,
+        pitch: int,
+        stream: int,
+        *,
+        copies: bytes = b"",
+        behind: bytes = b"",
     ) -> None:
-        """Put the product of A and B on `stream`, and the sums of all chunks but the late ones.
+        """Put a kernel on `stream` that multiplies A and B, and sends the tiles.
 
-        A, B and this rank's rows of the sums lie at these addresses, rows of the sums `pitch` bytes
-        apart. It ends when all tiles have come. `gather` is the struct `GatherArgument` where peers
-        read the sums.
+        A, B and the sums of this rank's rows lie at these addresses, rows of the sums `pitch` bytes
+        apart. `copies` is where the sums go besides, as `TakeArgument` has it; `behind` is what the
+        kernel's argument has behind its `Product`.
         """
         problem, shape = self.problem, self.shape
         defines = (
@@ -211,30 +231,21 @@ class SendingProduct:
             f"B_ALONG_K={problem.b.order == 'F':d}",
             f"CLUSTER={shape.cluster}",
             f"STAGES={shape.stages}",
-            f"PARTS={shape.parts}",
-            *self._defines(sums, pitch, bool(gather)),
+            *self.defines(sums, pitch, bool(copies)),
         )
-        memory = 1024 + shape.stages * _STAGE_BYTES + _TILE_BYTES // shape.parts
-        kernel = self.team.kernel("product", "product", defines, shared=memory, features="a")
-        argument = self.argument(self._of_product, a, b, sums, pitch, gather)
-        kernel.launch(stream, self._multipliers + self._takers, _THREADS, argument)
+        memory = 1024 + shape.stages * _STAGE_BYTES + _TILE_BYTES // 2  # the other half: in a stage
+        made = self.team.kernel(kernel, kernel, defines, shared=memory, features="a")
+        argument = self.argument(self._of_product, a, b, sums, pitch, copies, behind)
+        made.launch(stream, self._multipliers + self._takers, _THREADS, argument)
 
-    def take_last(self, sums: int, pitch: int, stream: int, *, shared: bool = False) -> None:
-        """Put the sums of the late chunks on `stream`. `shared`: the launch does not end here."""
-        kernel = self.team.kernel("take", "take_last", self._defines(sums, pitch, shared))
-        parts = self.walk.parts(self.team.rank)[-self.late :]
-        vectors = sum(part.tiles for part in parts) * _TILE_BYTES // 16
-        blocks = max(1, min(2 * self.team.device.processors, vectors // _LAST_THREADS))
-        argument = self.argument(self._of_last, sums, pitch)
-        kernel.launch(stream, blocks, _LAST_THREADS, argument)
-
-    def _defines(self, sums: int, pitch: int, shared: bool) -> tuple[str, ...]:
+    def defines(self, sums: int, pitch: int, shared: bool) -> tuple[str, ...]:
+        """What taking.cuh is compiled with."""
         whole = sums % 16 == 0 and pitch % 16 == 0 and self.problem.columns % 8 == 0
         return f"ADDEND={self.problem.dtype}", f"WHOLE={whole:d}", f"SHARED={shared:d}"
 
     @property
     def late(self) -> int:
-        """Chunks that are added up after the product: one at least."""
+        """Chunks that are added up behind the product: one at least."""
         return max(1, min(self.shape.late, self.shape.chunks))
 
     @property
@@ -247,9 +258,11 @@ class SendingProduct:
 
     @property
     def _multipliers(self) -> int:
+        """Blocks: no more than are needed for as few rounds of tiles."""
         cluster = self.shape.cluster
         most = max(1, (self.team.device.processors - self._takers) // cluster)
-        return cluster * min(most, self._units)
+        rounds = -(-self._units // most)
+        return cluster * -(-self._units // rounds)
 
     # -- arguments ---------------------------------------------------------------------------------
 
@@ -262,8 +275,10 @@ class SendingProduct:
             self._arguments[key] = Argument(make(*words))
         return self._arguments[key]
 
-    def _of_product(self, a: int, b: int, sums: int, pitch: int, gather: bytes) -> bytes:
-        """The struct `ProductArgument`."""
+    def _of_product(
+        self, a: int, b: int, sums: int, pitch: int, copies: bytes, behind: bytes
+    ) -> bytes:
+        """The struct `Product`, and what is behind it."""
         problem, rank = self.problem, self.team.rank
         for name, address in (("A", a), ("B", b)):
             if address % ALIGNMENT:
@@ -273,15 +288,15 @@ class SendingProduct:
         columns = TILE_COLUMNS // self.shape.cluster
         slots = [self.bases[dst] + p.slots + rank * p.stride for dst, p in enumerate(self.places)]
         arrived = self._own_row("arrived")
-        return _padded(
+        made = _padded(
             self._map(a, problem.a, problem.height, problem.depth, TILE_ROWS, "C")
             + self._map(b, problem.b, problem.depth, problem.columns, columns, "F")
             + self.team.packed()
             + struct.pack("QII", self._at("tiles"), self._units, -(-problem.depth // 64))
             + struct.pack(f"Q{2 * len(slots)}Q", self._multipliers, *slots, *arrived)
-            + self._of_take(sums, pitch)
-            + (gather or bytes(40 + 16 * self.team.size))
+            + self.of_take(sums, pitch, copies)
         )
+        return _padded(made + behind)
 
     def _map(
         self, address: int, factor: Factor, rows: int, columns: int, tile: int, along_k: str
@@ -291,19 +306,16 @@ class SendingProduct:
         box = tile if factor.order == along_k else 64
         return tensor_map(address, self.problem.dtype, width, height, factor.pitch, box)
 
-    def _of_last(self, sums: int, pitch: int) -> bytes:
-        """The struct `LastArgument`."""
-        return self.team.packed() + self._of_take(sums, pitch)
-
-    def _of_take(self, sums: int, pitch: int) -> bytes:
-        """The struct `TakeArgument`."""
+    def of_take(self, sums: int, pitch: int, copies: bytes = b"") -> bytes:
+        """The struct `TakeArgument`, which ends with where sums go besides."""
         walk, at = self.walk, self._at
         return (
             struct.pack("QQQQ", at("slots"), self._own.stride, at("owned"), at("chunks"))
             + struct.pack("IIQ", walk.chunks, self.late, walk.columns)
-            + struct.pack("QQ", at("arrived"), at("summed"))
+            + struct.pack("QQQ", at("arrived"), at("summed"), at("done"))
             + struct.pack("QQ", pitch, sums)
             + struct.pack(f"{2 * self.team.size}Q", *self.bases, *self._own_row("ready"))
+            + (copies or bytes(8 + 8 * self.team.size))
         )
 
     def _at(self, name: str) -> int:

@@ -49,11 +49,15 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Walk:
-    """The tiles of a product whose result has `columns`, and `rows[r]` rows for rank r."""
+    """The tiles of a product whose result has `columns`, and `rows[r]` rows for rank r.
+
+    An owner's chunks lie `aside` each other in bands of its rows of tiles.
+    """
 
     rows: tuple[int, ...]
     columns: int
     chunks: int
+    aside: int = 1
 
     @property
     def across(self) -> int:
@@ -74,10 +78,15 @@ class Walk:
         return sum(self.tiles(owner) for owner in range(len(self.rows)))
 
     def parts(self, owner: int) -> list[Chunk]:
-        """The owner's chunks: rows of tiles where there are enough for each, else columns."""
+        """The owner's chunks: in bands where it has rows enough for each, else side by side."""
         down, across = self.down(owner), self.across
-        if down >= self.chunks:
-            return [Chunk(rows, range(across)) for rows in _cut(down, self.chunks)]
+        bands = self.chunks // self.aside
+        if down >= bands:
+            return [
+                Chunk(rows, columns)
+                for rows in _cut(down, bands)
+                for columns in _cut(across, self.aside)
+            ]
         return [Chunk(range(down), columns) for columns in _cut(across, self.chunks)]
 
     def owned(self, owner: int) -> Words:
