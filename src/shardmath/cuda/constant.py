@@ -34,8 +34,8 @@ class Constant:
         if not data.nbytes:
             return
         device.activate()
-        pool = _pool(device)
         with beside_captures(), _waited_for() as stream:
+            pool = _pool(device)
             self.address = pool.take(data.nbytes, stream)
             weakref.finalize(self, pool.left.leave, self.address).atexit = False
             call("cuMemcpyHtoDAsync", self.address, data.ctypes.data, data.nbytes, stream)

@@ -36,7 +36,7 @@ class BoxCopies:
 
     `nbytes` is what one launch copies. Peers' memories are written in the order in which they first
     appear in `copies`, in turns: begin with the next rank's, so that no two ranks begin with the
-    same. Keep the object while a launch, or a CUDA graph that holds one, may still run.
+    same. Keep the object while a CUDA graph that holds a launch may still run.
     """
 
     def __init__(self, device: Device, copies: Iterable[Box]) -> None:
