@@ -277,6 +277,7 @@ def _by_numpy(monkeypatch):
     monkeypatch.setattr(float8, "numbers", numbers)
     monkeypatch.setattr(module.scaled, "multiply", multiply)
     monkeypatch.setattr(module, "finish", finish)
+    monkeypatch.setattr(module, "WORKSPACE", 256)  # which nothing uses here
     monkeypatch.setattr(exchange, "call", call)
     monkeypatch.setattr(rounds, "_PROCESSORS", 1)  # small products take time, too
     monkeypatch.setattr(feeding, "_FIRST_BYTES", 1 << 10)
