@@ -25,7 +25,7 @@ _SIGNALS, _BARRIER = 59, 58  # channels
 _WORDS = 16 + 4 * 62  # struct Words
 _PIECE, _STAGES, _AHEAD = 16 << 10, 12, 6
 _BLOCKS = 32  # about so many, and as many for each peer
-_CLUSTER = 16  # blocks that are neighbours; see docs/decisions/chunks-beside-transforms.md
+_CLUSTERS = (16, 8)  # blocks that are neighbours; see docs/decisions/chunks-beside-transforms.md
 
 
 class PushTables:
@@ -40,13 +40,13 @@ class PushTables:
 
 
 def widest_cluster(blocks: int, holds: Callable[[int, int], bool]) -> int:
-    """How many blocks that push are neighbours: as many as the device has room for.
+    """How many blocks that push are neighbours: as many as the device has room for, or 1.
 
-    `holds(count, size)` says whether it has for so many clusters. Multiprocessors that are
-    neighbours share a way to memory and to the links. Blocks that are in one place have it for
-    themselves; spread over the device they share it with transforms.
+    `holds(count, size)` says whether it has for so many clusters. Exchanges beside transforms are
+    faster by blocks that are in one place; they have its way to memory and to the links, we take
+    it, for themselves.
     """
-    sizes = (size for size in range(_CLUSTER, 1, -1) if blocks % size == 0)
+    sizes = (size for size in _CLUSTERS if blocks % size == 0)
     return next((size for size in sizes if holds(blocks // size, size)), 1)
 
 
