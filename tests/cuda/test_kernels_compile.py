@@ -9,8 +9,6 @@ from shardmath.cuda import compile as compiling
 RANKS = ("SHARDMATH_RANKS=8", "SHARDMATH_CHANNELS=64")
 PRODUCT = ("A_ALONG_K=1", "B_ALONG_K=0", "CLUSTER=2", "STAGES=4")
 PUSH = ("PIECE=16384", "STAGES=12", "AHEAD=6")
-PIECES = ("PIECE=8192", "STAGES=8", "AHEAD=4", "TILES=3")
-HALVES = ("ELEMENT=float16", "OPERATION=mean")
 
 # File, what it is compiled with, and the architecture: those of wgmma need sm_90a.
 CASES = [
@@ -51,8 +49,6 @@ CASES = [
         (*RANKS, *PRODUCT, "ELEMENT=Float16", "WIDTH=256", "BOXES=1", "REGIONS=36"),
         "sm_90a",
     ),
-    ("pieces", (*RANKS, *PIECES, *HALVES, "WHOLE=0"), "sm_90"),
-    ("pieces", (*RANKS, *PIECES, *HALVES, "WHOLE=1"), "sm_90"),
     ("pipeline", (*RANKS, *PUSH), "sm_90"),
     (
         "product",

@@ -1,8 +1,8 @@
 """Collectives on memory of GPUs, given by address: one kernel launch each, on a stream.
 
 Small and middle sizes travel through cells (`kernels/cells.cuh`) from and to ordinary memory. Large
-ones are pushed straight into symmetric memory (`Pushes`), or reduced in pieces (`pieces`). After
-`together` no process waits for another here, but at the first large reductions.
+ones are pushed straight into symmetric memory (`Pushes`). After `together` no process waits for
+another here.
 
 Streams: the calls of one context follow each other on whatever streams they are put. Those of two
 contexts run at once, in whatever order a rank has put them: a kernel that waits for peers takes at
@@ -20,14 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardmath.arrays.dtypes import DType
 from shardmath.collectives.far import FarCollectives
-from shardmath.collectives.pieces import (
-    Reduced,
-    inbox_bytes,
-    launch_pieces,
-    reduction_defines,
-    words_bytes,
-)
-from shardmath.collectives.pushes import Pushes, on_all_ranks
+from shardmath.collectives.pushes import Pushes, on_all_ranks, reduction_defines
 from shardmath.cuda.kernel import Argument, ReadyLaunch
 from shardmath.latest import Latest
 from shardmath.symmetric.team import Team
@@ -44,10 +37,9 @@ _SETS, _PHASES = 3, 2  # kSets, kPhases
 _MOST_BLOCKS = 132  # one on each multiprocessor of an H100: half of its registers
 _SPREAD = 64  # blocks, before there are more threads in each
 _KEPT = 256  # launches that are kept ready
-# From here on reductions go in pieces: an all_reduce of so many bytes, a reduce_scatter with such a
-# part. Packets in cells are all data where elements are floats, else half of them.
-_ALL_REDUCED_BYTES = {True: 32 << 20, False: 16 << 20}
-_SCATTERED_BYTES = {True: 32 << 20, False: 4 << 20}
+# From here on an all_reduce is pushed: of a rank's slice where packets are all data, as those of
+# floats are; else of the array.
+_PUSHED_SLICE_BYTES, _PUSHED_BYTES = 32 << 20, 16 << 20
 _SECOND_WAIT_BYTES = 512 << 10  # what a link carries in the time of one wait, 1.4 us
 
 
@@ -72,7 +64,11 @@ def choose_all_reduce(nbytes: int, size: int) -> Launch:
 
 def pushes_all_reduce(nbytes: int, size: int, dtype: DType) -> bool:
     """Whether `nbytes` of each rank are reduced faster into symmetric memory than through cells."""
-    return size > 1 and nbytes >= _ALL_REDUCED_BYTES[dtype.kind in "fc"]
+    if size == 1:
+        return False
+    if dtype.kind in "fc":
+        return nbytes // size >= _PUSHED_SLICE_BYTES
+    return nbytes >= _PUSHED_BYTES
 
 
 def _grid(function: str, packets: int) -> Launch:
@@ -94,7 +90,6 @@ class DeviceCollectives(Pushes):
         super().__init__(context, team)
         self._places = tuple(places)
         self._turns_at = places[team.rank] + _cells_bytes(team.size)
-        self._memory: dict[tuple[str, int], list[int]] = {}  # by name and bytes: each rank's
         self._ready: Latest[tuple[Any, ...], ReadyLaunch | None] = Latest(_KEPT)
 
     @classmethod
@@ -149,18 +144,15 @@ class DeviceCollectives(Pushes):
         stream: int,
     ) -> None:
         """Combine all ranks' `sum(counts)` elements; rank r's `target` gets `counts[r]` of them."""
-        sizes = [count * dtype.itemsize for count in counts]
-        if max(sizes) >= _SCATTERED_BYTES[dtype.kind in "fc"] and self.team.size > 1:
-            parts = Reduced.scattered(source, target, sizes)
-            return self._in_pieces(parts, dtype, operation, stream)
 
         def make() -> ReadyLaunch | None:
+            sizes = [count * dtype.itemsize for count in counts]
             grid = _grid("reduce_scatter", -(-max(sizes) // _PACKET))
             words = (source, target, max(sizes), *_starts(sizes), *sizes)
             return self._reduce(grid, dtype, operation, words)
 
         key = ("reduce_scatter", source, target, tuple(counts), dtype.name, operation)
-        return self._run(key, stream, make)
+        self._run(key, stream, make)
 
     def all_gather(self, source: int, target: int, sizes: Sequence[int], stream: int) -> None:
         """Put every rank's `sizes[rank]` bytes at `source`, in order, into everybody's `target`."""
@@ -194,62 +186,6 @@ class DeviceCollectives(Pushes):
             return self._exchange(source, target, [0] * size, sent, received, nbytes)
 
         self._run(("broadcast", source, target, nbytes, root), stream, make)
-
-    # -- in pieces ---------------------------------------------------------------------------------
-
-    def all_reduce_into(
-        self,
-        source: int,
-        targets: Sequence[int],
-        count: int,
-        dtype: DType,
-        operation: str,
-        stream: int,
-    ) -> None:
-        """Combine `count` elements of all ranks into `targets`, symmetric memory of each rank.
-
-        This rank's target may be its `source`. Each rank combines a slice, and pushes the result to
-        all. Collective; the first time for a size the processes wait for each other. Raises
-        HeapExhausted on all ranks.
-        """
-        nbytes, rank = count * dtype.itemsize, self.team.rank
-        if self.team.size == 1 or nbytes == 0:
-            return self.all_reduce(source, targets[rank], count, dtype, operation, stream)
-        parts = Reduced.everywhere(source, targets, nbytes, rank=rank)
-        return self._in_pieces(parts, dtype, operation, stream)
-
-    def _in_pieces(
-        self, parts: Sequence[Reduced], dtype: DType, operation: str, stream: int
-    ) -> None:
-        """One launch after the other. Collective where there is memory to be found."""
-        self._require_usable()
-        inboxes = self._held("inboxes", inbox_bytes(parts[0]))
-        words = self._held("words", words_bytes(self.team.size))
-        with self._turns.taken(stream):
-            for reduced in parts:
-                key = ("pieces", reduced, dtype.name, operation)
-                launch = self._ready.find(key)
-                if launch is None:
-                    launch = launch_pieces(
-                        self.team, reduced, dtype, operation, words=words, inboxes=inboxes
-                    )
-                    self._ready.keep(key, launch)
-                launch.put(stream)
-
-    def _held(self, name: str, nbytes: int) -> list[int]:
-        """Memory of every rank under that name, zeros at first, by address. Collective at first.
-
-        What a size needs stays where it is: some ranks may launch anew what others replay from
-        a graph. Sizes are rounded up to powers of two, so all take twice the largest at most.
-        """
-        key = name, 1 << (nbytes - 1).bit_length()
-        if key not in self._memory:
-            context = self._context()
-            assert context is not None, "it is in use"
-            self._memory[key] = on_all_ranks(context, f"collectives: {name}", key[1], byte=0)
-        return self._memory[key]
-
-    # -- launching ---------------------------------------------------------------------------------
 
     def _run(
         self, key: tuple[Any, ...], stream: int, make: Callable[[], ReadyLaunch | None]

@@ -13,7 +13,8 @@ import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from shardmath.collectives.slices import UNIT
+from shardmath.arrays.dtypes import DType
+from shardmath.collectives.slices import UNIT, Slice, chunked
 from shardmath.cuda.constant import fill
 from shardmath.cuda.driver import call
 from shardmath.cuda.kernel import Argument
@@ -25,12 +26,14 @@ from shardmath.symmetric.team import RESERVED, Team
 if TYPE_CHECKING:
     from shardmath.context import DistributedContext
 
-__all__ = ["Pushes", "on_all_ranks"]
+__all__ = ["Pushes", "on_all_ranks", "reduction_defines"]
 
 CHANNEL = RESERVED  # of the barriers
 _COPY_ENGINE_BYTES = 24 << 20  # to one rank
 _PIECE, _STAGES, _AHEAD = 16 << 10, 12, 6
 _OWN_BLOCKS = 16  # that copy a rank's own part beside the copy engine
+_SLICE_BYTES = 64 << 20  # of scratch memory for each rank's part of a reduction
+_FOLD_BLOCKS, _FOLD_THREADS = 528, 256
 
 
 class Pushes:
@@ -41,6 +44,7 @@ class Pushes:
         self._context = weakref.ref(context)  # it keeps this
         self._turns = Turns(team.device)
         self._lane = Lane(team.device)
+        self._inboxes: tuple[int, list[int]] = (0, [])  # bytes, and addresses by rank
 
     def push_to_all(self, source: int, targets: Sequence[int], nbytes: int, stream: int) -> None:
         """Copy `nbytes` at `source` to an address on each rank; multiples of 16, no barrier."""
@@ -74,6 +78,45 @@ class Pushes:
             self.barrier(stream)
             self._send(sources, targets, sizes, stream)
             self.barrier(stream)
+
+    def all_reduce_into(
+        self,
+        source: int,
+        targets: Sequence[int],
+        count: int,
+        dtype: DType,
+        operation: str,
+        stream: int,
+    ) -> None:
+        """Combine `count` elements of all ranks into `targets`, symmetric memory of each rank.
+
+        This rank's target may be its `source`. Each rank gets everybody's slice, combines it, and
+        pushes the result to all. Collective; the first time for a size the processes wait for each
+        other. Raises HeapExhausted on all ranks.
+        """
+        nbytes = count * dtype.itemsize
+        if nbytes == 0:
+            return
+        self._require_usable()
+        whole = not any(word % UNIT for word in (source, nbytes, *targets))
+        chunks = chunked(nbytes, self.team.size, _SLICE_BYTES)
+        pitch = -(-chunks[0][0].nbytes // UNIT) * UNIT
+        inboxes = self._scratch(pitch * self.team.size)
+        rank, own = self.team.rank, inboxes[self.team.rank]
+        with self._turns.taken(stream):
+            for slices in chunks:
+                self._send(
+                    [source + part.start for part in slices],
+                    [inbox + rank * pitch for inbox in inboxes],
+                    [0 if peer == rank else part.nbytes for peer, part in enumerate(slices)],
+                    stream,
+                )
+                self.barrier(stream)  # before reading the inbox, and before writing the targets
+                parts = [own + peer * pitch for peer in range(self.team.size)]
+                parts[rank] = source + slices[rank].start
+                defines = reduction_defines(dtype, operation, whole)
+                self._fold(parts, targets, slices[rank], defines, stream)
+                self.barrier(stream)  # the targets are complete, the inboxes free
 
     def barrier(self, stream: int) -> None:
         """Around pushes: before them, the owners may use the targets; after, all is there."""
@@ -133,11 +176,40 @@ class Pushes:
             tail = struct.pack("QQQQ", source, nbytes, 1, target) + bytes(8 * (self.team.size - 1))
             self._launch("spread", tail, min(_OWN_BLOCKS, -(-nbytes // _PIECE)), stream)
 
+    def _fold(
+        self,
+        parts: Sequence[int],
+        targets: Sequence[int],
+        own: Slice,
+        defines: tuple[str, ...],
+        stream: int,
+    ) -> None:
+        if not own.nbytes:
+            return
+        results = [targets[peer] + own.start for peer in self._rotated()]
+        by_engine = results[1:-1] if own.nbytes >= _COPY_ENGINE_BYTES else []
+        first = [result for result in results if result not in by_engine]
+        words = (*parts, *first, *by_engine, len(first), own.nbytes)
+        blocks = min(_FOLD_BLOCKS, -(-own.nbytes // (UNIT * _FOLD_THREADS)))
+        kernel = self.team.kernel("reduce", "fold", defines)
+        argument = Argument(struct.pack(f"{len(words)}Q", *words))
+        kernel.launch(stream, blocks, _FOLD_THREADS, argument)
+        if by_engine:
+            with self._lane.beside(stream) as lane:
+                for result in by_engine:
+                    call("cuMemcpyAsync", result, results[-1], own.nbytes, lane)
 
-def on_all_ranks(
-    context: DistributedContext, name: str, nbytes: int, *, byte: int = 0xFF
-) -> list[int]:
-    """Heap memory on every rank, all of that byte, kept until the context has ended: its addresses.
+    def _scratch(self, nbytes: int) -> list[int]:
+        """Scratch memory of every rank, by address. Collective where it has to grow."""
+        if self._inboxes[0] < nbytes:
+            context = self._context()
+            assert context is not None, "it is in use"
+            self._inboxes = (nbytes, on_all_ranks(context, "collectives: scratch", nbytes))
+        return self._inboxes[1]
+
+
+def on_all_ranks(context: DistributedContext, name: str, nbytes: int) -> list[int]:
+    """Heap memory on every rank, all ones, kept until the context has ended: its addresses.
 
     Collective. Raises HeapExhausted on all ranks.
     """
@@ -147,7 +219,7 @@ def on_all_ranks(
         buffers.append(context.heap.allocate(nbytes))
         block = buffers[0].block
         assert context.team is not None, "a context of GPUs"
-        fill(context.team.device, block.address, byte, nbytes)
+        fill(context.team.device, block.address, 0xFF, nbytes)
         context.announce(block)
         return block.location.segment, block.location.offset
 
@@ -157,3 +229,9 @@ def on_all_ranks(
         context.peer_address(rank, Location(*place), nbytes) or 0
         for rank, place in enumerate(found)
     ]
+
+
+def reduction_defines(dtype: DType, operation: str, whole: bool) -> tuple[str, ...]:
+    """What reduce.cu is compiled with."""
+    element = "boolean" if dtype.name == "bool" else dtype.name
+    return f"ELEMENT={element}", f"OPERATION={operation}", f"WHOLE={whole:d}"

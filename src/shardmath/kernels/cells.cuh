@@ -15,7 +15,8 @@
 // NaN. Other data may have any bits: it fills 8 bytes, and the number of the turn stands beside it.
 #pragma once
 
-#include "packets.cuh"
+#include "elements.cuh"
+#include "symm.cuh"
 
 namespace shardmath {
 
@@ -125,5 +126,58 @@ __device__ inline bool receive(const Cells& cells, const Turn& turn, int phase, 
     for (int from = 0; from < kRanks; ++from) store_packet(first + from * kThreads, {~0ull, ~0ull});
     return true;
 }
+
+// -- operands ------------------------------------------------------------------------------------------
+
+// Bytes in packets of kBytes. With kWhole, address and size are multiples of kBytes; else `Unit` divides them.
+template <int kBytes, class Unit, bool kWhole>
+struct Stretch {
+    char* start;
+    u64 nbytes;
+
+    __device__ u32 packets() const { return (u32)((nbytes + kBytes - 1) / kBytes); }
+
+    // The packet at `at`, all of which is inside and at its alignment.
+    __device__ Packet whole(u32 at) const {
+        const char* address = start + (u64)at * kBytes;
+        if (kBytes == 8) return {*(const u64*)address, 0};
+        const ulonglong2 words = *(const ulonglong2*)address;
+        return {words.x, words.y};
+    }
+
+    // The packet at `at`; zeros from the end on.
+    __device__ Packet read(u32 at) const {
+        Packet p = {0, 0};
+        const char* address = start + (u64)at * kBytes;
+        if (at >= packets()) return p;
+        if (kWhole || is_whole(at)) return whole(at);
+        Unit* units = (Unit*)&p;
+#pragma unroll
+        for (int i = 0; i < kBytes / (int)sizeof(Unit); ++i)
+            if ((u64)at * kBytes + i * sizeof(Unit) < nbytes) units[i] = ((const Unit*)address)[i];
+        return p;
+    }
+
+    // Put a packet there; what lies beyond the end is dropped.
+    __device__ void write(u32 at, Packet p) const {
+        char* address = start + (u64)at * kBytes;
+        if (at >= packets()) return;
+        if (kWhole || is_whole(at)) {
+            if (kBytes == 8)
+                *(u64*)address = p.low;
+            else
+                *(ulonglong2*)address = make_ulonglong2(p.low, p.high);
+            return;
+        }
+        const Unit* units = (const Unit*)&p;
+#pragma unroll
+        for (int i = 0; i < kBytes / (int)sizeof(Unit); ++i)
+            if ((u64)at * kBytes + i * sizeof(Unit) < nbytes) ((Unit*)address)[i] = units[i];
+    }
+
+    __device__ bool is_whole(u32 at) const {
+        return ((u64)start & (kBytes - 1)) == 0 && ((u64)at + 1) * kBytes <= nbytes;
+    }
+};
 
 }  // namespace shardmath

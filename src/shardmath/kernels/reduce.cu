@@ -13,8 +13,35 @@ typedef shardmath::OPERATION Op;
 typedef Wire<IsFloat<Element>::value> Travel;
 constexpr int kBytes = Travel::kBytes;
 static_assert(kBytes % sizeof(Element) == 0 || sizeof(Element) == 16, "a packet holds whole elements");
+constexpr int kElements = kBytes / sizeof(Element);
 
-__device__ inline Packet all_of(const Packet (&packets)[kRanks]) { return combined<kBytes, Element, Op>(packets); }
+// Packets combined in the order of the ranks, in the wide type.
+struct Combined {
+    typename Wide<Element>::type value[kElements];
+
+    __device__ void add(Packet packet, bool first) {
+        const Element* elements = (const Element*)&packet;
+#pragma unroll
+        for (int i = 0; i < kElements; ++i) {
+            const auto x = Wide<Element>::widen(elements[i]);
+            value[i] = first ? x : Op::combine(value[i], x);
+        }
+    }
+    __device__ Packet narrowed() const {
+        Packet packet = {0, 0};
+        Element* elements = (Element*)&packet;
+#pragma unroll
+        for (int i = 0; i < kElements; ++i) elements[i] = Wide<Element>::narrow(Finish<Op>::apply(value[i], kRanks));
+        return packet;
+    }
+};
+
+__device__ inline Packet combined(const Packet (&packets)[kRanks]) {
+    Combined all;
+#pragma unroll
+    for (int rank = 0; rank < kRanks; ++rank) all.add(packets[rank], rank == 0);
+    return all.narrowed();
+}
 
 typedef Stretch<kBytes, Element, WHOLE> Elements;
 
@@ -39,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) one_shot(const __grid_
         const Packet own = sealed(input.read(at), turn);
         send(a.cells, turn, 0, [&](int) { return own; });
         if (!receive<Travel>(a.cells, turn, 0, have)) break;
-        output.write(at, sealed(all_of(have), turn));
+        output.write(at, sealed(combined(have), turn));
         if (at + stride < packets) settle();
     }
     finish(a.cells, turn);
@@ -64,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) two_shot(const __grid_
         if (at >= slice) continue;
         Packet have[kRanks];
         if (!receive<Travel>(a.cells, turn, 0, have)) break;
-        const Packet result = sealed(all_of(have), turn);
+        const Packet result = sealed(combined(have), turn);
         send(a.cells, turn, 1, [&](int) { return result; });
         if (at + stride < slice) contribute(at + stride, turn.next());
         if (!receive<Travel>(a.cells, turn, 1, have)) break;
@@ -100,8 +127,61 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
         }
         send(a.cells, turn, 0, [&](int i) { return out[i]; });
         if (!receive<Travel>(a.cells, turn, 0, have)) break;
-        Elements{a.output, a.nbytes[a.cells.team.rank]}.write(at, sealed(all_of(have), turn));
+        Elements{a.output, a.nbytes[a.cells.team.rank]}.write(at, sealed(combined(have), turn));
         if (at + stride < packets) settle();
     }
     finish(a.cells, turn);
+}
+
+struct FoldArgument {
+    char* from[kRanks];  // what each rank has of this rank's slice, in this rank's memory
+    char* to[kRanks];    // the slice in the ranks' results; may be where it was read
+    u64 count;           // how many of them are written to
+    u64 nbytes;
+};
+
+constexpr int kFoldThreads = 256;
+constexpr u32 kTile = 16 << 10;  // bytes that a block combines, and then pushes to one rank after the other
+constexpr int kTiles = 3;
+
+__device__ inline Packet folded(const FoldArgument& a, u32 at) {
+    Packet have[kRanks];
+#pragma unroll
+    for (int from = 0; from < kRanks; ++from) {
+        const Elements part = {a.from[from], a.nbytes};
+        have[from] = WHOLE ? part.whole(at) : part.read(at);
+    }
+    return combined(have);
+}
+
+// Combine what has come from every rank, and push it into the results. No peer is waited for.
+extern "C" __global__ void __launch_bounds__(kFoldThreads) fold(const __grid_constant__ FoldArgument a) {
+#if WHOLE
+    __shared__ __align__(128) char tiles[kTiles][kTile];
+    int stage = 0;
+    for (u64 start = (u64)blockIdx.x * kTile; start < a.nbytes; start += (u64)gridDim.x * kTile) {
+        const u32 nbytes = (u32)(a.nbytes - start < kTile ? a.nbytes - start : kTile);
+        const Elements tile = {tiles[stage], nbytes};
+        if (threadIdx.x == 0) asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kTiles - 1) : "memory");
+        __syncthreads();  // what was in this tile has been sent
+        for (u32 i = threadIdx.x; i < nbytes / kBytes; i += blockDim.x) tile.write(i, folded(a, start / kBytes + i));
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            for (u64 i = 0; i < a.count; ++i)
+                asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(a.to[i] + start),
+                             "r"((u32)__cvta_generic_to_shared(tiles[stage])), "r"(nbytes)
+                             : "memory");
+            asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+        }
+        stage = stage + 1 == kTiles ? 0 : stage + 1;
+    }
+    if (threadIdx.x == 0) asm volatile("cp.async.bulk.wait_group 0;\n\tfence.proxy.async;" ::: "memory");
+#else
+    const u32 packets = Elements{a.to[0], a.nbytes}.packets();
+    for (u32 at = blockIdx.x * blockDim.x + threadIdx.x; at < packets; at += gridDim.x * blockDim.x) {
+        const Packet result = folded(a, at);
+        for (u64 i = 0; i < a.count; ++i) Elements{a.to[i], a.nbytes}.write(at, result);
+    }
+#endif
 }
