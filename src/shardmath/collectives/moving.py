@@ -269,15 +269,15 @@ def _plan_all_to_all(specs: list[Any]) -> _AllToAll:
 
 def _require_one_kind(specs: list[Any]) -> tuple[str, int]:
     """The dtype and the axis; all but the extent along the axis must be equal."""
-    require_equal("the array library", [spec[0] for spec in specs])
-    dtype = require_equal("dtype", [spec[1] for spec in specs])
-    require_equal("the number of axes", [len(spec[2]) for spec in specs])
+    require_equal("the library of x", [spec[0] for spec in specs])
+    dtype = require_equal("the dtype of x", [spec[1] for spec in specs])
+    require_equal("the number of axes of x", [len(spec[2]) for spec in specs])
     axis = require_equal("axis", [spec[3] for spec in specs])
     others = [(*spec[2][:axis], *spec[2][axis + 1 :]) for spec in specs]
     if any(other != others[0] for other in others):
         rank = next(r for r, other in enumerate(others) if other != others[0])
         raise CollectiveMismatch(
-            f"the shapes must be equal but for axis {axis}: rank 0 has {specs[0][2]}, "
+            f"the shapes of x must be equal but for axis {axis}: rank 0 has {specs[0][2]}, "
             f"rank {rank} has {specs[rank][2]}"
         )
     return dtype, axis

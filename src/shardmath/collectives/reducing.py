@@ -191,9 +191,9 @@ def _plan_reduce_scatter(specs: list[Any]) -> _ReduceScatter:
 def _require_one_reduction(
     libraries: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Shape], ops: Sequence[str]
 ) -> Reduction:
-    require_equal("the array library", libraries)
-    dtype = require_equal("dtype", dtypes)
-    require_equal("shape", shapes)
+    require_equal("the library of x", libraries)
+    dtype = require_equal("the dtype of x", dtypes)
+    require_equal("the shape of x", shapes)
     return Reduction.of(require_equal("op", ops), dtype)
 
 
