@@ -33,7 +33,7 @@ class Handing:
     def __init__(
         self, team: Team, problem: GatheredProduct, tiling: Tiling, bases: Sequence[int]
     ) -> None:
-        self._team, self._problem, self._tiling, self._bases = team, problem, tiling, bases
+        self._team, self._problem, self._bases = team, problem, bases
         self._peers = [(team.rank + step) % team.size for step in range(1, team.size)]
         self._steps = tuple(steps_of_engines(team.size, tiling.early, problem))
         self._argument = Argument(team.packed() + struct.pack("Q", bases[team.rank]))
