@@ -19,7 +19,13 @@ from shardmath.errors import BindDistributionError, CollectiveMismatch
 from shardmath.geometry import Distribution, Layout, Slab
 from shardmath.geometry.inference import check_alike
 from shardmath.local.fft import Kind, Norm
-from shardmath.operators.fft.options import COMPLEX_OF, REAL_OF, FFTDirection, FFTOptions
+from shardmath.operators.fft.options import (
+    COMPARED,
+    COMPLEX_OF,
+    REAL_OF,
+    FFTDirection,
+    FFTOptions,
+)
 
 __all__ = [
     "Description",
@@ -175,15 +181,15 @@ def check(descriptions: Sequence[Description]) -> Problem:
         ("direction", directions),
         ("axes", axes),
         ("norm", norms),
-        ("options (fft_type, redistribute, last_axis_parity, inplace, blocking, halves)", options),
+        *zip((f"options.{name}" for name in COMPARED), zip(*options, strict=True), strict=True),
         ("whether a pair of distributions is given", [each is not None for each in outputs]),
     ):
         require_equal(what, values)
     source = _bound("distribution", inputs, shapes=[operand[3] for operand in operands])
-    _, redistribute, parity, inplace, _, halves = options[0]
-    shape = _result_shape(source.global_shape, axes[0], kinds[0], parity)
+    agreed = dict(zip(COMPARED, options[0], strict=True))
+    shape = _result_shape(source.global_shape, axes[0], kinds[0], agreed["last_axis_parity"])
     if outputs[0] is None:
-        wanted = _natural(inputs, source, axes[0], kinds[0], redistribute)
+        wanted = _natural(inputs, source, axes[0], kinds[0], agreed["redistribute"])
     else:
         wanted = outputs
     target = _bound("the result's distribution", wanted, global_shape=shape)
@@ -199,8 +205,8 @@ def check(descriptions: Sequence[Description]) -> Problem:
         device=device,
         dtype=dtype,
         order=_order([operand[4] for operand in operands]),
-        inplace=inplace,
-        halves=halves,
+        inplace=agreed["inplace"],
+        halves=agreed["halves"],
     )
     for rank, out in enumerate(outs):
         if out is not None:
