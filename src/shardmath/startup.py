@@ -126,7 +126,9 @@ def _ordinal(device_id: object, backends: Sequence[str] | None) -> int | None:
         raise ValueError(f'device_id is "cpu" or the index of a CUDA device, not {device_id!r}')
     if isinstance(device_id, bool) or not hasattr(type(device_id), "__index__"):
         raise TypeError(f'device_id is "cpu" or the index of a CUDA device, not {device_id!r}')
-    return operator.index(device_id)  # type: ignore[arg-type]
+    if (ordinal := operator.index(device_id)) < 0:  # type: ignore[arg-type]
+        raise ValueError(f'device_id is "cpu" or the index of a CUDA device, not {device_id!r}')
+    return ordinal
 
 
 def _watch_process() -> None:
