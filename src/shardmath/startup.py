@@ -58,7 +58,7 @@ def new_context(
 ) -> DistributedContext:
     """A context that is not the default one: for `with`, or to pass on. Arguments: `initialize`."""
     settings = Settings.from_environment()
-    group = as_process_group(process_group, settings)
+    group = as_process_group(process_group, settings, device_id=device_id)
     _watch_process()
     with ExitStack() as undo:
         with noticed(group.rank, settings.notice, lambda: _awaited(group)):

@@ -167,8 +167,11 @@ def of_torch() -> None:
     assert group.allreduce_object(("x" * 5000,), op=max) == ("x" * 5000,)
 
     distributed.get_backend_config = lambda group=None: "cuda:nccl"
-    with pytest.raises(ValueError, match="serve GPUs only"):
-        TorchProcessGroup(device_id="cpu")
+    for device in ("cpu", "gpu", True):
+        with pytest.raises(ValueError, match="serve GPUs only"):
+            as_process_group(distributed.group.WORLD, device_id=device)
+    group = as_process_group(distributed.group.WORLD, device_id=3)
+    assert isinstance(group, TorchProcessGroup) and group.device_id == 3
 
 
 def test_torch_groups() -> None:

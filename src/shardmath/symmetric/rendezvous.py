@@ -207,7 +207,8 @@ def _context_of(group: Any) -> DistributedContext:
         return context
     known: dict[int, tuple[Any, DistributedContext]] = context.cache("groups", dict)
     if id(group) not in known:
-        texts = as_process_group(group).allgather_bytes(context.rank.to_bytes(4, "little"))
+        talking = as_process_group(group, device_id=context.device_id)
+        texts = talking.allgather_bytes(context.rank.to_bytes(4, "little"))
         ranks = [int.from_bytes(text, "little") for text in texts]
         same = ranks == list(range(context.size))
         # The group is kept, so that its id stays its own.
