@@ -130,7 +130,7 @@ def test_a_library_of_another_launcher_is_refused(monkeypatch: pytest.MonkeyPatc
     """Four ranks, each of which would otherwise compute alone."""
     for name, value in HYDRA.items():
         monkeypatch.setenv(name, value)
-    world = SimpleNamespace(COMM_WORLD=SimpleNamespace(rank=0, size=1))
+    world = SimpleNamespace(COMM_WORLD=SimpleNamespace(rank=0, size=1, is_inter=False))
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", world)
     with pytest.raises(BootstrapError, match=r"rank 2: hydra started 4 ranks, but .* counts 1"):
         as_process_group(None, Settings())
@@ -198,15 +198,22 @@ def test_a_torch_peer_that_left(tmp_path: Path) -> None:
 
 def test_mpi_waits_end(monkeypatch: pytest.MonkeyPatch) -> None:
     never = SimpleNamespace(Test=lambda: False)
-    world = SimpleNamespace(rank=1, size=2, Iallgather=lambda *_: never)
+    world = SimpleNamespace(rank=1, size=2, is_inter=False, Iallgather=lambda *_: never)
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", SimpleNamespace())
     with pytest.raises(BootstrapError, match="rank 1: a gather of sizes of 2 ranks over MPI"):
         MPIProcessGroup(world, timeout=0.05).allgather_bytes(b"")
 
 
+def test_a_communicator_between_two_groups() -> None:
+    with pytest.raises(ValueError, match=r"Merge\(\)"):
+        MPIProcessGroup(SimpleNamespace(is_inter=True))
+
+
 def of_mpi() -> list[str]:
     from mpi4py import MPI
 
+    with pytest.raises(ValueError, match=r"COMM_NULL"):
+        as_process_group(MPI.COMM_WORLD.Split(MPI.UNDEFINED))
     return [repr(as_process_group(comm)) for comm in (MPI.COMM_WORLD, MPI.COMM_SELF)]
 
 
