@@ -16,7 +16,7 @@ from shardmath.geometry.coverage import owner_sets
 from shardmath.geometry.distribution import Distribution
 from shardmath.geometry.drawing import draw
 from shardmath.geometry.inference import check_alike
-from shardmath.geometry.integers import integers
+from shardmath.geometry.integers import index_within, integers
 from shardmath.geometry.spans import Spans
 
 __all__ = ["Layout"]
@@ -119,14 +119,11 @@ class Layout:
 
         Raises IndexError when the index is outside the global shape.
         """
-        if len(index) != self.ndim or not all(
-            0 <= i < extent for i, extent in zip(index, self.global_shape, strict=True)
-        ):
-            raise IndexError(f"index {tuple(index)} of an array of shape {self.global_shape}")
+        at = index_within(index, self.global_shape)
         return tuple(
             rank
             for rank, part in enumerate(self.parts)
-            if all(i in s for i, s in zip(index, part, strict=True))
+            if all(i in s for i, s in zip(at, part, strict=True))
         )
 
     def transposed(self, axes: Sequence[int] | None = None) -> Layout:

@@ -17,6 +17,7 @@ from shardmath.agreement import require_equal
 from shardmath.arrays import library_of
 from shardmath.context import DistributedContext, require_context
 from shardmath.errors import UseAfterFree
+from shardmath.geometry.integers import up
 from shardmath.group import ProcessGroup, as_process_group
 from shardmath.symmetric import layout
 from shardmath.symmetric.allocation import block_of
@@ -151,7 +152,7 @@ def _pad_bytes(context: DistributedContext, slots: int) -> int:
 
 
 def _team_start(slots: int) -> int:
-    return -(-slots // layout.PAD_ALIGNMENT) * layout.PAD_ALIGNMENT
+    return up(slots, layout.PAD_ALIGNMENT)
 
 
 def _team(context: DistributedContext, share: Share) -> Team | None:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from shardmath.context import DistributedContext
+from shardmath.geometry.integers import up
 from shardmath.symmetric.heap import Buffer
 from shardmath.symmetric.padding import SLOT_BYTES
 from shardmath.transport.base import DeviceBytes, Memory
@@ -54,7 +55,7 @@ def pad_bytes(slots_bytes: int, size: int) -> int:
 
 
 def _words_start(slots_bytes: int) -> int:
-    return -(-slots_bytes // _WORD) * _WORD
+    return up(slots_bytes, _WORD)
 
 
 @dataclass

@@ -19,6 +19,7 @@ from shardmath.cuda.device import Device
 from shardmath.cuda.driver import bindings, call, status_of
 from shardmath.cuda.kernel import Argument, Kernel, ReadyLaunch, kernel
 from shardmath.errors import CudaError, OpTimeout
+from shardmath.geometry.integers import up
 from shardmath.latest import Latest
 from shardmath.symmetric import layout
 from shardmath.symmetric.board import Board
@@ -187,7 +188,7 @@ class Team:
 
     @property
     def _barrier_threads(self) -> int:
-        return min(1024, -(-self.size // 32) * 32)
+        return min(1024, up(self.size, 32))
 
     def _require(self, channel: int) -> None:
         if not 0 <= channel < self.channels:
