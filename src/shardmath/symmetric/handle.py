@@ -88,7 +88,7 @@ class SymmetricMemory(metaclass=PadSetting):
     @property
     def device(self) -> Any:
         """Where the memory is: a torch.device for torch tensors, else the word "cpu"."""
-        return self._library.host_device()
+        return self._library.device("cpu")
 
     @property
     def buffer_ptrs(self) -> list[int]:

@@ -42,10 +42,8 @@ _OPERATIONS = {
     layout.OF_SHARD: "a product of gathered rows",
 }
 _PLACES = {layout.OF_COLLECTIVE: "block", layout.OF_PRODUCT: "chunk", layout.OF_SHARD: "part"}
-_COUNTED = (
-    layout.OF_COLLECTIVE,
-    layout.OF_PRODUCT,
-)  # what an expired wait leaves in no known state
+# What an expired wait leaves in no known state.
+_COUNTED = (layout.OF_COLLECTIVE, layout.OF_PRODUCT)
 _REFUSED = {
     layout.NO_CHANNEL: "named channel {seen}; there are {expected}, numbered from 0",
     layout.NO_PEER: "named rank {seen}; there are {expected}, numbered from 0",

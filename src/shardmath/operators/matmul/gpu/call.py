@@ -35,9 +35,8 @@ __all__ = ["run", "tune"]
 
 _ANEW, _AGAIN = b"\0", b"\1"
 _ORDERS = ("", "C", "F")
-_FAST_COMPUTE = frozenset(
-    {74, 75, 77, 78, 79}
-)  # sums that are faster, or slower, and not the usual
+# Sums that are faster, or slower, and not the usual.
+_FAST_COMPUTE = frozenset({74, 75, 77, 78, 79})
 
 
 class Agreed(NamedTuple):
