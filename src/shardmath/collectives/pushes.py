@@ -1,9 +1,9 @@
 """Large data pushed straight into its place in symmetric memory, between barriers on a stream.
 
 Kernels push (`kernels/push.cu`), or a copy engine: it is faster for parts from 24 MiB on, takes
-10 us from one copy to the next, and has one lane, since two copies to different peers at once halve
-the rate. Every rank begins with another peer, so that no two send to the same. Which of both pushes
-is each rank's own choice; the peers see the barriers only.
+10 us from one copy to the next, and works on one stream, since two copies to different peers at
+once halve the rate. Every rank begins with another peer, so that no two send to the same. Which of
+both pushes is each rank's own choice; the peers see the barriers only.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING
 
 from shardmath.arrays.dtypes import DType
 from shardmath.collectives.slices import UNIT, Slice, chunked
-from shardmath.cuda.constant import fill
 from shardmath.cuda.driver import call
 from shardmath.cuda.kernel import Argument
-from shardmath.cuda.stream import Lane, Turns
+from shardmath.cuda.stream import SideStream, Turns
 from shardmath.errors import RankFailure
 from shardmath.symmetric.heap import Buffer, Location
 from shardmath.symmetric.team import RESERVED, Team
@@ -43,7 +42,7 @@ class Pushes:
         self.team = team
         self._context = weakref.ref(context)  # it keeps this
         self._turns = Turns(team.device)
-        self._lane = Lane(team.device)
+        self._side = SideStream(team.device)
         self._inboxes: tuple[int, list[int]] = (0, [])  # bytes, and addresses by rank
 
     def push_to_all(self, source: int, targets: Sequence[int], nbytes: int, stream: int) -> None:
@@ -161,10 +160,10 @@ class Pushes:
                     call("cuMemcpyAsync", target + end, source + end, size - end, stream)
             return
         *peers, own = self._rotated()
-        with self._lane.beside(stream) as lane:
+        with self._side.beside(stream) as side:
             for peer in peers:
                 if sizes[peer]:
-                    call("cuMemcpyAsync", targets[peer], sources[peer], sizes[peer], lane)
+                    call("cuMemcpyAsync", targets[peer], sources[peer], sizes[peer], side)
             if sizes[own] and sources[own] != targets[own]:
                 self._copy(sources[own], targets[own], sizes[own], stream)
 
@@ -195,9 +194,9 @@ class Pushes:
         argument = Argument(struct.pack(f"{len(words)}Q", *words))
         kernel.launch(stream, blocks, _FOLD_THREADS, argument)
         if by_engine:
-            with self._lane.beside(stream) as lane:
+            with self._side.beside(stream) as side:
                 for result in by_engine:
-                    call("cuMemcpyAsync", result, results[-1], own.nbytes, lane)
+                    call("cuMemcpyAsync", result, results[-1], own.nbytes, side)
 
     def _scratch(self, nbytes: int) -> list[int]:
         """Scratch memory of every rank, by address. Collective where it has to grow."""
@@ -219,7 +218,7 @@ def on_all_ranks(context: DistributedContext, name: str, nbytes: int) -> list[in
         buffers.append(context.heap.allocate(nbytes))
         block = buffers[0].block
         assert context.team is not None, "a context of GPUs"
-        fill(context.team.device, block.address, 0xFF, nbytes)
+        context.team.device.fill(block.address, 0xFF, nbytes)
         context.announce(block)
         return block.location.segment, block.location.offset
 

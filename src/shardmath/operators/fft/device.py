@@ -17,7 +17,7 @@ from shardmath import wire
 from shardmath.arrays import ArraySpec, library_of
 from shardmath.context import DistributedContext
 from shardmath.cuda import stream as streams
-from shardmath.cuda.constant import beside_captures
+from shardmath.cuda.driver import beside_captures
 from shardmath.local.gpu_fft import Transforms
 from shardmath.operators.fft import ways
 from shardmath.operators.fft.again import Form

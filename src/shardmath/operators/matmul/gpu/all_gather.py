@@ -14,7 +14,7 @@ import struct
 from shardmath.context import DistributedContext
 from shardmath.cuda.device import Device
 from shardmath.cuda.kernel import Argument, Kernel
-from shardmath.cuda.stream import Lane, Turns
+from shardmath.cuda.stream import SideStream, Turns
 from shardmath.cuda.tensormap import ALIGNMENT, NBYTES, tensor_map
 from shardmath.operators.matmul.gpu.gathered import (
     DEPTH,
@@ -57,7 +57,7 @@ class AllGatherGemm:
         device.activate()
         # Two products at once could leave no multiprocessor for what begins the copies of one.
         self._turns: Turns = context.cache("turns of products", lambda: Turns(device))
-        self._lane: Lane = context.cache("lane of rows", lambda: Lane(device))
+        self._side: SideStream = context.cache("side of rows", lambda: SideStream(device))
 
     @classmethod
     def together(
@@ -109,8 +109,8 @@ class AllGatherGemm:
         if self.team.size == 1:
             self._multiply(a, b, result, pitch, stream)
             return
-        with self._turns.taken(stream), self._lane.beside(stream) as lane:
-            self._handing.put(a, lane)
+        with self._turns.taken(stream), self._side.beside(stream) as side:
+            self._handing.put(a, side)
             self._multiply(a, b, result, pitch, stream)
 
     def free(self) -> None:
