@@ -191,7 +191,7 @@ class DeviceCollectives(Pushes):
         self, key: tuple[Any, ...], stream: int, make: Callable[[], ReadyLaunch | None]
     ) -> None:
         """Put the launch of that key, which `make` gives when it first comes, on `stream`."""
-        self._require_usable()
+        self.team.require_usable()
         launch = self._ready.made(key, make)
         if launch is not None:
             self._turns.put(launch, stream)
@@ -228,7 +228,7 @@ class DeviceCollectives(Pushes):
 
     def _argument(self, words: Sequence[int]) -> Argument:
         """The struct `Cells`, and what follows it."""
-        places = [self._places[rank] for rank in self._rotated()]
+        places = [self._places[rank] for rank in self.team.from_next]
         words = (self._turns_at, *places, *words)
         return Argument(self.team.packed() + struct.pack(f"{len(words)}Q", *words))
 

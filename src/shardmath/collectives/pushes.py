@@ -18,7 +18,6 @@ from shardmath.collectives.slices import UNIT, Slice, chunked
 from shardmath.cuda.driver import call
 from shardmath.cuda.kernel import Argument
 from shardmath.cuda.stream import SideStream, Turns
-from shardmath.errors import RankFailure
 from shardmath.symmetric.heap import Buffer, Location
 from shardmath.symmetric.team import RESERVED, Team
 
@@ -47,7 +46,7 @@ class Pushes:
 
     def push_to_all(self, source: int, targets: Sequence[int], nbytes: int, stream: int) -> None:
         """Copy `nbytes` at `source` to an address on each rank; multiples of 16, no barrier."""
-        order = self._rotated()
+        order = self.team.from_next
         words = (source, nbytes, self.team.size, *(targets[peer] for peer in order))
         self._push("spread", struct.pack(f"QQQ{len(order)}Q", *words), nbytes, stream)
 
@@ -58,7 +57,7 @@ class Pushes:
 
         Multiples of 16.
         """
-        order = self._rotated()
+        order = self.team.from_next
         columns = [[values[peer] for peer in order] for values in (sources, targets, sizes)]
         words = [max(sizes), *(word for column in columns for word in column)]
         tail = struct.pack(f"{len(words)}Q", *words)
@@ -72,7 +71,7 @@ class Pushes:
         With a barrier on either side: before, since the owners may still use the targets; after,
         since they will read them. Collective.
         """
-        self._require_usable()
+        self.team.require_usable()
         with self._turns.taken(stream):
             self.barrier(stream)
             self._send(sources, targets, sizes, stream)
@@ -96,7 +95,7 @@ class Pushes:
         nbytes = count * dtype.itemsize
         if nbytes == 0:
             return
-        self._require_usable()
+        self.team.require_usable()
         whole = not any(word % UNIT for word in (source, nbytes, *targets))
         chunks = chunked(nbytes, self.team.size, _SLICE_BYTES)
         pitch = -(-chunks[0][0].nbytes // UNIT) * UNIT
@@ -123,18 +122,6 @@ class Pushes:
 
     # -- launching ---------------------------------------------------------------------------------
 
-    def _require_usable(self) -> None:
-        self.team.check()
-        if self.team.broken:
-            raise RankFailure(
-                f"rank {self.team.rank}: an earlier collective of this context was given up "
-                f"({self.team.broken}); finalize and initialize again among the ranks that remain"
-            )
-
-    def _rotated(self) -> list[int]:
-        """All ranks, from the next one on to this one: no two ranks begin with the same."""
-        return [(self.team.rank + step) % self.team.size for step in range(1, self.team.size + 1)]
-
     def _push(self, function: str, tail: bytes, nbytes: int, stream: int) -> None:
         self.team.check()
         # With all of them, every block would begin each stretch at the same piece of its own.
@@ -159,7 +146,7 @@ class Pushes:
                 if end < size:
                     call("cuMemcpyAsync", target + end, source + end, size - end, stream)
             return
-        *peers, own = self._rotated()
+        *peers, own = self.team.from_next
         with self._side.beside(stream) as side:
             for peer in peers:
                 if sizes[peer]:
@@ -185,7 +172,7 @@ class Pushes:
     ) -> None:
         if not own.nbytes:
             return
-        results = [targets[peer] + own.start for peer in self._rotated()]
+        results = [targets[peer] + own.start for peer in self.team.from_next]
         by_engine = results[1:-1] if own.nbytes >= _COPY_ENGINE_BYTES else []
         first = [result for result in results if result not in by_engine]
         words = (*parts, *first, *by_engine, len(first), own.nbytes)

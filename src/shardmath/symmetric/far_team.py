@@ -12,7 +12,7 @@ import struct
 from collections.abc import Mapping, Sequence
 
 from shardmath.symmetric import layout
-from shardmath.symmetric.heap import Buffer, Location
+from shardmath.symmetric.heap import Location
 from shardmath.symmetric.team import Team
 from shardmath.transport.base import DeviceBytes, Transport
 
@@ -34,13 +34,6 @@ class FarTeam(Team):
         self.transport = transport
         self.numbers = tuple(numbers)
         self._far = dict(places)
-
-    def another(self, own: Buffer, pads: Sequence[int], channels: int) -> FarTeam:
-        """See Team."""
-        made = FarTeam(self.device, self._board, own, pads, channels=channels)
-        self._family.add(made)
-        made._family = self._family
-        return made
 
     def barrier_within(
         self, stream: int, *, channel: int = 0, timeout: float | None = None

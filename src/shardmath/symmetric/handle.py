@@ -17,8 +17,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from shardmath.arrays import DType, Library, library_of, raw_view
-from shardmath.arrays.dtypes import of as dtype_of
+from shardmath.arrays import DType, Library, dtypes, library_of, raw_view
+from shardmath.arrays.spec import packed_strides
 from shardmath.context import DistributedContext
 from shardmath.errors import UseAfterFree
 from shardmath.geometry.integers import index
@@ -147,7 +147,7 @@ class SymmetricMemory(metaclass=PadSetting):
         """
         self._require_array()
         place = self._share.places[self._peer(rank, "rank")]
-        wanted = dtype_of(dtype)
+        wanted = dtypes.of(dtype)
         skipped = _elements(storage_offset) * wanted.itemsize
         memory = self._share.memory[rank]
         return self._view(memory, sizes, wanted, start=skipped, limit=place.nbytes)
@@ -160,7 +160,7 @@ class SymmetricMemory(metaclass=PadSetting):
         self._require_array()
         place = self._share.places[self._peer(peer, "peer")]
         memory, start = self._share.memory[peer], place.array_offset
-        return self._view(memory, sizes, dtype_of(dtype), start=start, limit=place.nbytes)
+        return self._view(memory, sizes, dtypes.of(dtype), start=start, limit=place.nbytes)
 
     def get_signal_pad(
         self,
@@ -174,7 +174,7 @@ class SymmetricMemory(metaclass=PadSetting):
         Without `sizes`, all of the pad from `storage_offset` on, in one dimension. Raises as
         `get_buffer`.
         """
-        wanted = dtype_of("uint32" if dtype is None else dtype)
+        wanted = dtypes.of("uint32" if dtype is None else dtype)
         size = self._share.places[self._peer(rank, "rank")].pad_size
         skipped = _elements(storage_offset)
         whole = isinstance(sizes, Sized) and len(sizes) == 0
@@ -202,7 +202,7 @@ class SymmetricMemory(metaclass=PadSetting):
                 "the memory of this rank, which is on another host, has no address in this "
                 "process; reach it with the handle's put and get"
             )
-        strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+        strides = packed_strides(shape)
         return array_on(_Reach(memory, self), self._library, dtype, shape, strides, start=start)
 
     def _require_array(self) -> None:

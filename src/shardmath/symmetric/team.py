@@ -13,12 +13,12 @@ import time
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Self
 
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import bindings, call, status_of
 from shardmath.cuda.kernel import Argument, Kernel, ReadyLaunch, kernel
-from shardmath.errors import CudaError, OpTimeout
+from shardmath.errors import CudaError, OpTimeout, RankFailure
 from shardmath.geometry.integers import up
 from shardmath.latest import Latest
 from shardmath.symmetric import layout
@@ -81,9 +81,9 @@ class Team:
         self._report = report_of(device, 1 + 3 * self.size)
         self._launches: Latest[tuple[Any, ...], ReadyLaunch] = Latest(_LAUNCHES)
 
-    def another(self, own: Buffer, pads: Sequence[int], channels: int) -> Team:
+    def another(self, own: Buffer, pads: Sequence[int], channels: int) -> Self:
         """A team of the same ranks with pads of its own."""
-        made = Team(self.device, self._board, own, pads, channels=channels)
+        made = type(self)(self.device, self._board, own, pads, channels=channels)
         self._family.add(made)
         made._family = self._family
         return made
@@ -105,6 +105,11 @@ class Team:
         """A kernel for this number of ranks."""
         every = (*self.defines, *defines)
         return kernel(self.device, file, function, every, shared=shared, features=features)
+
+    @property
+    def from_next(self) -> list[int]:
+        """All ranks, from the next one on to this one: no two ranks begin with the same."""
+        return [(self.rank + step) % self.size for step in range(1, self.size + 1)]
 
     def packed(self, timeout: float | None = None) -> bytes:
         """The struct `Team` of symm.cuh. `timeout` in seconds; None is the context's."""
@@ -227,6 +232,15 @@ class Team:
         """
         if self._report.words[0]:
             raise self._noted()
+
+    def require_usable(self) -> None:
+        """`check`, and raise RankFailure after an operation of these ranks was given up."""
+        self.check()
+        if self.broken:
+            raise RankFailure(
+                f"rank {self.rank}: an earlier operation of this context was given up "
+                f"({self.broken}); finalize and initialize again among the ranks that remain"
+            )
 
     def _noted(self) -> Exception:
         with suppress(CudaError):  # what else was waiting ends now, and has its say

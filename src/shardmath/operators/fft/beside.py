@@ -15,7 +15,6 @@ from shardmath.cuda.constant import Constant
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import call
 from shardmath.cuda.kernel import Argument, Kernel
-from shardmath.errors import RankFailure
 from shardmath.operators.fft.pipeline import Pipeline
 from shardmath.symmetric.team import Team
 
@@ -83,13 +82,7 @@ class Beside:
 
     def require_usable(self) -> None:
         """Raise what kernels have noted, and RankFailure after an operation that was given up."""
-        team = self._team
-        team.check()
-        if team.broken:
-            raise RankFailure(
-                f"rank {team.rank}: an earlier operation of this context was given up "
-                f"({team.broken}); finalize and initialize again among the ranks that remain"
-            )
+        self._team.require_usable()
 
     def start(
         self,

@@ -12,7 +12,6 @@ from typing import Any
 
 from shardmath.context import DistributedContext
 from shardmath.cuda.device import Device
-from shardmath.errors import RankFailure
 from shardmath.symmetric.heap import Buffer, Location
 from shardmath.symmetric.team import Team
 
@@ -89,12 +88,7 @@ class Room:
 
     def require_usable(self) -> None:
         """Raise what a kernel has noted; RankFailure after one was given up; else nothing."""
-        self.team.check()
-        if self.team.broken:
-            raise RankFailure(
-                f"rank {self.team.rank}: an earlier operation of this context was given up "
-                f"({self.team.broken}); finalize and initialize again among the ranks that remain"
-            )
+        self.team.require_usable()
         if self._buffer is None:
             raise RuntimeError("this product has been freed")
 
