@@ -19,7 +19,7 @@ from shardmath.context import DistributedContext, require_context
 from shardmath.errors import UseAfterFree
 from shardmath.geometry.integers import up
 from shardmath.group import ProcessGroup, as_process_group
-from shardmath.symmetric import layout
+from shardmath.symmetric import structs
 from shardmath.symmetric.allocation import block_of
 from shardmath.symmetric.handle import SymmetricMemory, handle_of
 from shardmath.symmetric.heap import Block, Buffer, Location
@@ -148,11 +148,12 @@ def _pad_bytes(context: DistributedContext, slots: int) -> int:
     """Bytes of a pad: on GPUs, a team's own pad follows the slots."""
     if context.team is None:
         return pad_bytes(slots, context.size)
-    return _team_start(slots) + layout.pad_bytes(context.size, slots // (SLOT_BYTES * context.size))
+    channels = slots // (SLOT_BYTES * context.size)
+    return _team_start(slots) + structs.pad_bytes(context.size, channels)
 
 
 def _team_start(slots: int) -> int:
-    return up(slots, layout.PAD_ALIGNMENT)
+    return up(slots, structs.PAD_ALIGNMENT)
 
 
 def _team(context: DistributedContext, share: Share) -> Team | None:
