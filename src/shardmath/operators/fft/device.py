@@ -18,7 +18,7 @@ from shardmath.arrays import ArraySpec, library_of
 from shardmath.context import DistributedContext
 from shardmath.cuda import stream as streams
 from shardmath.cuda.driver import beside_captures
-from shardmath.local.gpu_fft import Transforms
+from shardmath.local.gpu.fft import Transforms
 from shardmath.operators.fft import ways
 from shardmath.operators.fft.again import Form
 from shardmath.operators.fft.beside import Beside

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardmath.context import DistributedContext
-from shardmath.local.gpu_fft import Transforms, scale
+from shardmath.local.gpu.fft import Transforms, scale
 from shardmath.operators.fft.beside import Beside
 from shardmath.operators.fft.local_steps import Convert, Fourier, LocalStep, Scale, View
 from shardmath.operators.fft.pipeline import Pipeline
