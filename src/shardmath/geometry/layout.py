@@ -53,8 +53,13 @@ class Layout:
         shape = integers(global_shape, "global_shape", least=0)
         size = len(distributions)
         check_alike(distributions)
-        parts = tuple(d.part(rank, shape, size=size) for rank, d in enumerate(distributions))
-        layout = cls(shape, parts)
+        parts = []
+        for rank, distribution in enumerate(distributions):
+            try:
+                parts.append(distribution.part(rank, shape, size=size))
+            except BindDistributionError as error:
+                raise BindDistributionError(f"rank {rank}: {error}") from None
+        layout = cls(shape, tuple(parts))
         if distributions and distributions[0].per_rank:
             layout._check_tiling()
         return layout
