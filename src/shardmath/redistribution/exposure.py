@@ -13,7 +13,7 @@ from math import prod
 import numpy as np
 
 from shardmath.arrays.base import HostArray
-from shardmath.arrays.spec import byte_span
+from shardmath.arrays.spec import byte_span, packed_strides
 from shardmath.context import DistributedContext
 from shardmath.redistribution.host import Window, copy_array
 from shardmath.redistribution.plan import TransferPlan
@@ -46,17 +46,15 @@ def stage(context: DistributedContext, host: HostArray, ranges: Ranges, buffer: 
     The copy is dense, its axes in the order of the array's, so that it runs at memory speed.
     """
     extents = [hi - lo for lo, hi in ranges]
-    strides = [0] * host.ndim
-    step = host.itemsize
-    for axis in sorted(range(host.ndim), key=lambda axis: (abs(host.strides[axis]), -axis)):
-        strides[axis] = step
-        step *= extents[axis]
+    fastest_first = sorted(range(host.ndim), key=lambda axis: (abs(host.strides[axis]), -axis))
+    strides = packed_strides(extents, host.itemsize, fastest_first)
+    nbytes = staged_bytes(ranges, host.itemsize)
     part = host[tuple(slice(lo, hi) for lo, hi in ranges)]
-    dense = np.ndarray(extents, host.dtype, np.asarray(buffer)[:step].data, 0, strides)
+    dense = np.ndarray(extents, host.dtype, np.asarray(buffer)[:nbytes].data, 0, strides)
     copy_array(part, dense)
     context.announce(buffer.block)
     origin = -sum(lo * stride for (lo, _), stride in zip(ranges, strides, strict=True))
-    return Exposed(buffer.block.location, step, origin, tuple(strides))
+    return Exposed(buffer.block.location, nbytes, origin, strides)
 
 
 def window_on(
