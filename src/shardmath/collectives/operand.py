@@ -25,6 +25,7 @@ from shardmath.symmetric.heap import Block, Location
 __all__ = [
     "Operand",
     "Output",
+    "OutputSpec",
     "Shape",
     "as_axis",
     "as_counts",

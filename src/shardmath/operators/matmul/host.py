@@ -31,7 +31,7 @@ from shardmath.redistribution import Exposed, copy_moves, expose, stage, window_
 from shardmath.redistribution.exposure import staged_bytes
 from shardmath.symmetric.heap import Block
 
-__all__ = ["Execution", "Operands", "Share"]
+__all__ = ["Execution", "Operands", "Share", "shared_part"]
 
 _PANEL_ELEMENTS = 4 << 20  # of one gathered panel: 32 MiB in float64
 

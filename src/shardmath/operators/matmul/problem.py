@@ -32,7 +32,16 @@ from shardmath.operators.matmul.scaling import (
     readings,
 )
 
-__all__ = ["Call", "Problem", "check", "check_operands", "describe", "place_of"]
+__all__ = [
+    "Call",
+    "Facts",
+    "Problem",
+    "check",
+    "check_operands",
+    "describe",
+    "gradient_layouts",
+    "place_of",
+]
 
 _SUPPORTED = (
     *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
