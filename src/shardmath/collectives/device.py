@@ -26,7 +26,7 @@ from shardmath.latest import Latest
 from shardmath.symmetric.team import Team
 
 if TYPE_CHECKING:
-    from shardmath.context import DistributedContext
+    from shardmath.context import Context
 
 __all__ = ["DeviceCollectives", "Launch", "choose_all_reduce", "pushes_all_reduce"]
 
@@ -86,14 +86,14 @@ class DeviceCollectives(Pushes):
     context's collectives are at an end.
     """
 
-    def __init__(self, context: DistributedContext, team: Team, places: Sequence[int]) -> None:
+    def __init__(self, context: Context, team: Team, places: Sequence[int]) -> None:
         super().__init__(context, team)
         self._places = tuple(places)
         self._turns_at = places[team.rank] + _cells_bytes(team.size)
         self._ready: Latest[tuple[Any, ...], ReadyLaunch | None] = Latest(_KEPT)
 
     @classmethod
-    def together(cls, context: DistributedContext) -> DeviceCollectives | FarCollectives:
+    def together(cls, context: Context) -> DeviceCollectives | FarCollectives:
         """The context's collectives, made at the first call. Collective."""
         if context.spans_hosts:
             return FarCollectives.of(context)
@@ -101,7 +101,7 @@ class DeviceCollectives(Pushes):
         return made
 
     @classmethod
-    def apart(cls, context: DistributedContext) -> DeviceCollectives:
+    def apart(cls, context: Context) -> DeviceCollectives:
         """Others, with cells of their own: they never wait for the context's. Collective.
 
         Ranks of one host only. Raises HeapExhausted on all ranks.

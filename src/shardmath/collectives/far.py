@@ -25,7 +25,7 @@ from shardmath.symmetric.team import RESERVED, Team
 from shardmath.transport.base import DeviceBytes
 
 if TYPE_CHECKING:
-    from shardmath.context import DistributedContext
+    from shardmath.context import Context
 
 __all__ = ["FarCollectives"]
 
@@ -41,7 +41,7 @@ class FarCollectives:
     Addresses are this rank's own memory, ordinary or symmetric. Get it with `of`.
     """
 
-    def __init__(self, context: DistributedContext) -> None:
+    def __init__(self, context: Context) -> None:
         team = context.team
         assert team is not None, "a context of GPUs"
         self._context = weakref.ref(context)  # it keeps this
@@ -54,7 +54,7 @@ class FarCollectives:
         self._kept: list[Buffer] = []  # what CUDA graphs refer to
 
     @classmethod
-    def of(cls, context: DistributedContext) -> FarCollectives:
+    def of(cls, context: Context) -> FarCollectives:
         """The context's collectives, made at the first call."""
         made: FarCollectives = context.cache("far collectives", lambda: cls(context))
         return made
@@ -238,7 +238,7 @@ class FarCollectives:
             context.get(rank, place, into, stream)
             self._copy(target + start, here, some, stream)
 
-    def _opened(self) -> DistributedContext:
+    def _opened(self) -> Context:
         context = self._context()
         assert context is not None, "it makes the call"
         return context

@@ -22,7 +22,7 @@ from shardmath.symmetric.heap import Buffer, Location
 from shardmath.symmetric.team import RESERVED, Team
 
 if TYPE_CHECKING:
-    from shardmath.context import DistributedContext
+    from shardmath.context import Context
 
 __all__ = ["Pushes", "on_all_ranks", "reduction_defines"]
 
@@ -37,7 +37,7 @@ _FOLD_BLOCKS, _FOLD_THREADS = 528, 256
 class Pushes:
     """Pushes of one context's team."""
 
-    def __init__(self, context: DistributedContext, team: Team) -> None:
+    def __init__(self, context: Context, team: Team) -> None:
         self.team = team
         self._context = weakref.ref(context)  # it keeps this
         self._turns = Turns(team.device)
@@ -194,7 +194,7 @@ class Pushes:
         return self._inboxes[1]
 
 
-def on_all_ranks(context: DistributedContext, name: str, nbytes: int) -> list[int]:
+def on_all_ranks(context: Context, name: str, nbytes: int) -> list[int]:
     """Heap memory on every rank, all ones, kept until the context has ended: its addresses.
 
     Collective. Raises HeapExhausted on all ranks.

@@ -14,7 +14,7 @@ import numpy as np
 
 from shardmath.arrays.base import HostArray
 from shardmath.arrays.spec import byte_span, packed_strides
-from shardmath.context import DistributedContext
+from shardmath.context import Context
 from shardmath.redistribution.host import Window, copy_array
 from shardmath.redistribution.plan import TransferPlan
 from shardmath.symmetric.exposed import Exposed
@@ -25,7 +25,7 @@ __all__ = ["expose", "stage", "staged_bytes", "window_on"]
 Ranges = Sequence[tuple[int, int]]
 
 
-def expose(context: DistributedContext, host: HostArray, block: Block) -> Exposed:
+def expose(context: Context, host: HostArray, block: Block) -> Exposed:
     """Show `host`, which lies in `block`, in place. Local; to be told in an exchange."""
     context.announce(block)
     if host.size == 0:
@@ -40,7 +40,7 @@ def staged_bytes(ranges: Ranges, itemsize: int) -> int:
     return prod(hi - lo for lo, hi in ranges) * itemsize
 
 
-def stage(context: DistributedContext, host: HostArray, ranges: Ranges, buffer: Buffer) -> Exposed:
+def stage(context: Context, host: HostArray, ranges: Ranges, buffer: Buffer) -> Exposed:
     """Copy the `ranges` of each axis of `host` to `buffer`, and show them. Local; as `expose`.
 
     The copy is dense, its axes in the order of the array's, so that it runs at memory speed.
@@ -58,7 +58,7 @@ def stage(context: DistributedContext, host: HostArray, ranges: Ranges, buffer: 
 
 
 def window_on(
-    context: DistributedContext,
+    context: Context,
     rank: int,
     exposed: Exposed,
     transfer: TransferPlan | None = None,

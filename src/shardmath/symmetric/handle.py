@@ -19,7 +19,7 @@ import numpy as np
 
 from shardmath.arrays import DType, Library, dtypes, library_of, raw_view
 from shardmath.arrays.spec import packed_strides
-from shardmath.context import DistributedContext
+from shardmath.context import Context
 from shardmath.errors import UseAfterFree
 from shardmath.geometry.integers import index
 from shardmath.symmetric.allocation import array_on
@@ -56,9 +56,7 @@ class SymmetricMemory(metaclass=PadSetting):
     Source: torch.distributed._symmetric_memory.
     """
 
-    def __init__(
-        self, context: DistributedContext, share: Share, buffer: Buffer, library: Library
-    ) -> None:
+    def __init__(self, context: Context, share: Share, buffer: Buffer, library: Library) -> None:
         self._context = context
         self._share = share
         self._buffer = buffer
@@ -365,9 +363,7 @@ class SymmetricMemory(metaclass=PadSetting):
             )
 
 
-def handle_of(
-    share: Share, context: DistributedContext, buffer: Buffer, library: Library
-) -> SymmetricMemory:
+def handle_of(share: Share, context: Context, buffer: Buffer, library: Library) -> SymmetricMemory:
     """The share's handle for arrays of `library`: the same object while anything refers to it."""
     known = share.handles.get(library.name)
     handle = known() if known is not None else None

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from shardmath.arrays import ArraySpec, dtypes, library_of, library_of_package
 from shardmath.arrays.spec import order_of, packed_strides
-from shardmath.context import DistributedContext, require_context
+from shardmath.context import Context, require_context
 from shardmath.operators.fft.options import FFTDirection, FFTOptions
 from shardmath.operators.fft.problem import Problem, check, describe, kind_of
 from shardmath.symmetric.allocation import array_on, block_of
@@ -102,7 +102,7 @@ def _requested(
     )
 
 
-def memory_behind(context: DistributedContext, operand: Any, problem: Problem) -> Any:
+def memory_behind(context: Context, operand: Any, problem: Problem) -> Any:
     """The array in which the result of a transform in place lies: the operand, or another view.
 
     Raises RuntimeError when the operand's memory is too small for it.
@@ -168,7 +168,7 @@ def _bytes(problem: Problem, rank: int) -> int:
     return max(math.prod(shape) * dtypes.of(dtype).itemsize for shape, dtype in (operand, result))
 
 
-def _roomy(context: DistributedContext) -> weakref.WeakSet[Block]:
+def _roomy(context: Context) -> weakref.WeakSet[Block]:
     """The blocks of this context that are the room of one operand each."""
     blocks: weakref.WeakSet[Block] = context.cache("fft operands", weakref.WeakSet)
     return blocks

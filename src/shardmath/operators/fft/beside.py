@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 
-from shardmath.context import DistributedContext
+from shardmath.context import Context
 from shardmath.cuda.constant import Constant
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import call
@@ -52,7 +52,7 @@ def widest_cluster(blocks: int, holds: Callable[[int, int], bool]) -> int:
 class Beside:
     """The second stream of one context. Get it with `Beside.of`."""
 
-    def __init__(self, context: DistributedContext) -> None:
+    def __init__(self, context: Context) -> None:
         assert context.team is not None, "a context of GPUs"
         self._team: Team = context.team
         device = self._team.device
@@ -75,7 +75,7 @@ class Beside:
         self._argument = Argument(self._team.packed() + tail)
 
     @classmethod
-    def of(cls, context: DistributedContext) -> Beside:
+    def of(cls, context: Context) -> Beside:
         """The one of a context. Local; raises HeapExhausted when it is made."""
         beside: Beside = context.cache("fft beside", lambda: cls(context))
         return beside

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import struct
 
-from shardmath.context import DistributedContext
+from shardmath.context import Context
 from shardmath.cuda.device import Device
 from shardmath.cuda.kernel import Argument, Kernel
 from shardmath.cuda.stream import SideStream, Turns
@@ -42,7 +42,7 @@ class AllGatherGemm:
 
     def __init__(
         self,
-        context: DistributedContext,
+        context: Context,
         problem: GatheredProduct,
         tiling: Tiling,
         room: Room,
@@ -61,7 +61,7 @@ class AllGatherGemm:
 
     @classmethod
     def together(
-        cls, context: DistributedContext, problem: GatheredProduct, tiling: Tiling | None = None
+        cls, context: Context, problem: GatheredProduct, tiling: Tiling | None = None
     ) -> AllGatherGemm:
         """A plan. Collective.
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from shardmath.arrays import library_of
 from shardmath.arrays.base import share_memory
-from shardmath.context import DistributedContext
+from shardmath.context import Context
 from shardmath.cuda import stream as streams
 from shardmath.cuda.driver import call
 from shardmath.local.epilog import Extra, requirements
@@ -57,7 +57,7 @@ class _Made:
 
     def __init__(
         self,
-        context: DistributedContext,
+        context: Context,
         share: Share,
         call_: Call,
         given: Arguments,
@@ -274,7 +274,7 @@ class _Made:
 
 
 def run(
-    context: DistributedContext,
+    context: Context,
     operation: str,
     arguments: Arguments,
     ready: Callable[[], tuple[Any, Call]],
@@ -291,7 +291,7 @@ def run(
 
 
 def tune(
-    context: DistributedContext,
+    context: Context,
     operation: str,
     arguments: Arguments,
     ready: Callable[[], tuple[Any, Call]],
@@ -315,7 +315,7 @@ def tune(
 
 
 def _heard(
-    context: DistributedContext,
+    context: Context,
     operation: str,
     arguments: Arguments,
     ready: Callable[[], tuple[Any, Call]],

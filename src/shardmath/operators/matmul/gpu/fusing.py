@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any
 
-from shardmath.context import DistributedContext
+from shardmath.context import Context
 from shardmath.cuda.device import Device
 from shardmath.cuda.stream import Turns
 from shardmath.local.epilog import MatmulEpilog
@@ -73,7 +73,7 @@ class Fused:
         """Whether all ranks, which have told this, can, and it is predicted to be faster."""
         return all(told) and len({text[0] for text in told}) == 1 and pays(self._share)
 
-    def run(self, context: DistributedContext, told: Sequence[bytes]) -> None:
+    def run(self, context: Context, told: Sequence[bytes]) -> None:
         """Put it on the stream. Collective."""
         key = (self._form.kind, tuple(told))
         kept = self._share.kept

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from shardmath.context import DistributedContext
+from shardmath.context import Context
 from shardmath.cuda.device import Device
 from shardmath.symmetric.heap import Buffer, Location
 from shardmath.symmetric.team import Team
@@ -23,7 +23,7 @@ class Room:
 
     def __init__(
         self,
-        context: DistributedContext,
+        context: Context,
         buffer: Buffer,
         bases: Sequence[int],
         told: Sequence[Any],
@@ -39,7 +39,7 @@ class Room:
     @classmethod
     def together(
         cls,
-        context: DistributedContext,
+        context: Context,
         operation: str,
         nbytes: Callable[[int], int],
         *,
@@ -105,7 +105,7 @@ class Room:
         return True
 
 
-def _keep(context: weakref.ref[DistributedContext], buffer: Buffer) -> None:
+def _keep(context: weakref.ref[Context], buffer: Buffer) -> None:
     living = context()
     if living is not None:
         living.keep_for_kernels(buffer)

@@ -18,7 +18,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from shardmath.context import DistributedContext
+from shardmath.context import Context
 from shardmath.cuda.driver import call
 from shardmath.cuda.kernel import Argument
 from shardmath.cuda.tensormap import ALIGNMENT, tensor_map
@@ -154,7 +154,7 @@ class SendingProduct:
     @classmethod
     def together(
         cls,
-        context: DistributedContext,
+        context: Context,
         problem: ShardedProduct,
         shape: Shape,
         *,
