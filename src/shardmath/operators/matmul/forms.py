@@ -53,8 +53,6 @@ def matmul(
     """F(alpha op(a) @ op(b) + beta c), where F is the epilog. Collective.
 
         y = matmul(x, w, distributions=[Slab.X, Slab.Y, Slab.X])
-        y = matmul(x, w, distributions=[Slab.X, Slab.Y, Slab.X],
-                   epilog=MatmulEpilog.RELU_BIAS, epilog_inputs={"bias": bias})
 
     a (m, k), b (k, n) and c (m, n) are this rank's parts of global matrices, in any order or
     strides, on the symmetric heap or not; `distributions` says how a, b and the result, which c
