@@ -255,7 +255,7 @@ def memset32(tensor: Any, offset: int, val: int, count: int = 1) -> Any:
 
     Raises ValueError for another array, a range that it does not have, or a value beyond 32 bits.
     """
-    library = library_of(tensor)
+    library = library_of(tensor, "tensor")
     spec = library.spec(tensor)
     if spec.ndim != 1 or spec.dtype != "uint32" or spec.order == "strided":
         raise ValueError(f"a contiguous 1-D uint32 array was expected, not {spec}")

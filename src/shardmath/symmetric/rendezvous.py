@@ -84,6 +84,7 @@ def is_registered(name: str) -> bool:
 
 
 def _located(context: Context, tensor: Any) -> tuple[Block, int, Buffer]:
+    library_of(tensor, "tensor")
     found = block_of(context, tensor)
     buffer = None if found is None else found[0].buffer()
     if found is None or buffer is None:

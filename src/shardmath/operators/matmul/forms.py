@@ -294,7 +294,7 @@ class Matmul(Lifecycle):
     def _require_same_library(self, given: Mapping[str, Any]) -> None:
         expected = self._facts.operands[0][0]
         for name in sorted({"a", "b", "c"} & set(given)):
-            place = place_of(library_of(given[name]).spec(given[name]))
+            place = place_of(library_of(given[name], name).spec(given[name]))
             if place != expected:
                 raise TypeError(f"{name} is {place}; this Matmul was made for {expected}")
 
