@@ -34,6 +34,7 @@ TORCHRUN = {
     "MASTER_ADDR": "localhost",
     "MASTER_PORT": "29500",
 }
+ENV = {name: value for name, value in TORCHRUN.items() if not name.startswith("LOCAL_")}
 HYDRA = {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "3",
@@ -49,6 +50,7 @@ FACTS = [
     ({**OURS, "SHARDMATH_PID": "41"}, LaunchFacts()),  # started by a rank
     ({**OURS, "SHARDMATH_PID": "41", **HYDRA}, LaunchFacts("hydra", 2, 4, 0, 2)),
     (TORCHRUN, LaunchFacts("torchrun", 5, 8, 1, 4)),
+    (ENV, LaunchFacts("torchrun", 5, 8, -1, -1)),
     ({"RANK": "1", "WORLD_SIZE": "2"}, LaunchFacts()),  # names too common to count alone
     (HYDRA, LaunchFacts("hydra", 2, 4, 0, 2)),
     ({"PMI_RANK": "0", "PMI_SIZE": "1"}, LaunchFacts("hydra", 0, 1, -1, -1)),
