@@ -59,7 +59,7 @@ def new_context(
 ) -> DistributedContext:
     """A context that is not the default one: for `with`, or to pass on. Arguments: `initialize`."""
     settings = Settings.from_environment()
-    group = as_process_group(process_group, settings)
+    group = as_process_group(process_group, settings, device_id=device_id)
     _watch_process()
     with ExitStack() as undo:
         with noticed(group.rank, settings.notice, lambda: _awaited(group)):
@@ -130,7 +130,9 @@ def _ordinal(device_id: object, backends: Sequence[str] | None) -> int | None:
         raise ValueError(f'device_id is "cpu" or the index of a CUDA device, not {device_id!r}')
     if isinstance(device_id, bool) or not hasattr(type(device_id), "__index__"):
         raise TypeError(f'device_id is "cpu" or the index of a CUDA device, not {device_id!r}')
-    return operator.index(device_id)  # type: ignore[arg-type]
+    if (ordinal := operator.index(device_id)) < 0:  # type: ignore[arg-type]
+        raise ValueError(f'device_id is "cpu" or the index of a CUDA device, not {device_id!r}')
+    return ordinal
 
 
 def _watch_process() -> None:

@@ -243,4 +243,4 @@ def test_it_prints():
     assert "transform axes 2, 1" in shown
     assert "bytes" in shown
     assert "predicted" in shown
-    assert "pass 2" in shown
+    assert "pass 1: C2C along 1, 2\npass 2: take this rank's part from all ranks, C2C" in shown

@@ -95,9 +95,9 @@ class Pass:
         return held[1]
 
     def __str__(self) -> str:
-        taken = "" if self.stays else f"from {self.source} "
-        what = f"{self.kind} along {self.axes}" if self.axes else "no transform"
-        return f"{taken}in {self.layout}: {what}"
+        taken = "" if self.stays else "take this rank's part from all ranks, "
+        axes = ", ".join(map(str, self.axes))
+        return f"{taken}{self.kind} along {axes}" if self.axes else f"{taken}no transform"
 
     def _cut(self, shape: tuple[int, ...]) -> Iterator[Block]:
         if 0 in shape:

@@ -52,12 +52,14 @@ def matmul(
 ) -> Any:
     """F(alpha op(a) @ op(b) + beta c), where F is the epilog. Collective.
 
+        y = matmul(x, w, distributions=[Slab.X, Slab.Y, Slab.X])
+
     a (m, k), b (k, n) and c (m, n) are this rank's parts of global matrices, in any order or
     strides, on the symmetric heap or not; `distributions` says how a, b and the result, which c
     shares, are split, in any combination. `qualifiers` (an array of `matrix_qualifiers_dtype` for
     a, b, c) transposes or conjugates a and b. float16, bfloat16, float32, float64, complex64 and
     complex128 are summed in at least float32. alpha is 1 and beta, which c requires, has no
-    default.
+    default. `MatmulEpilog` has the epilogs, their inputs and outputs.
 
     float8_e4m3fn and float8_e5m2, one e5m2 factor at most, take `quantization_scales` (see
     MatmulQuantizationScales), which also says how a float8 result is scaled. The result, whose type
@@ -292,7 +294,7 @@ class Matmul(Lifecycle):
     def _require_same_library(self, given: Mapping[str, Any]) -> None:
         expected = self._facts.operands[0][0]
         for name in sorted({"a", "b", "c"} & set(given)):
-            place = place_of(library_of(given[name]).spec(given[name]))
+            place = place_of(library_of(given[name], name).spec(given[name]))
             if place != expected:
                 raise TypeError(f"{name} is {place}; this Matmul was made for {expected}")
 

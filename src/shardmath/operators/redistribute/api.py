@@ -163,7 +163,7 @@ class Redistribute(Lifecycle):
             check_stream(stream)
             operand = self._operands["operand"]
             self._require_fit(
-                library_of(operand).spec(operand),
+                library_of(operand, "operand").spec(operand),
                 None if out is None else library_of(out, "out").spec(out),
             )
             note = self._execution.read(operand, out, stream, self._problem, self.number)
@@ -196,7 +196,7 @@ class Redistribute(Lifecycle):
                 raise ValueError(
                     "reset_operand needs an operand; release_operand drops the old one"
                 )
-            spec = library_of(operand).spec(operand)
+            spec = library_of(operand, "operand").spec(operand)
             if spec.library != self._problem.library:
                 raise TypeError(
                     f"the operand is of {spec.library}, the plan is for {self._problem.library}"
