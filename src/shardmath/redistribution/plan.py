@@ -11,7 +11,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from shardmath.geometry import Layout, Move, Pattern, Traffic, bytes_moved, classify, counted, moves
+from shardmath.geometry import (
+    Layout,
+    Move,
+    Pattern,
+    Traffic,
+    bytes_moved,
+    bytes_received,
+    classify,
+    counted,
+    moves,
+)
 from shardmath.redistribution.copies import StridedCopy, lowered
 from shardmath.redistribution.pieces import pieces_of
 
@@ -52,7 +62,7 @@ class TransferPlan:
     @cached_property
     def crosses(self) -> bool:
         """True when any byte changes its rank; otherwise ranks need not wait for each other."""
-        return any(self.traffic.received)
+        return any(bytes_received(self.src, self.dst, self.itemsize))
 
     def into(self, rank: int) -> tuple[Move, ...]:
         """The moves that `rank` executes: all that end in its part."""
