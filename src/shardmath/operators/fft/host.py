@@ -310,6 +310,7 @@ class _Work:
     def perform(self, numbers: range) -> None:
         """Gather, transform and write these blocks."""
         scratch = _Scratch(self.source.dtype, self.each.order)
+        made = _Scratch(self.target.dtype, self.each.order)
         blocks = self.each.blocks(self.rank)
         for number in numbers:
             block = blocks[number]
@@ -317,34 +318,28 @@ class _Work:
             if not self.each.axes:
                 self._gather(number, block, target)
                 continue
-            taken = self._taken(number, block, target, scratch.array)
-            made = transform(
+            direct = self.each.kind == "C2R" or self.each.exceeds(target.nbytes)
+            if self.each.stays and self.each.kind != "C2R":
+                taken = self.source[block]
+                out = target if direct else made.array(target.shape)
+            elif self.each.kind == "C2C":
+                taken = out = target if direct else scratch.array(target.shape)
+                self._gather(number, block, taken)
+            else:
+                taken = scratch.array(tuple(cut.stop - cut.start for cut in block))
+                self._gather(number, block, taken)
+                out = target if direct else made.array(target.shape)
+            transform(
                 taken,
                 self.each.axes,
+                out=out,
                 kind=self.each.kind,
                 forward=self.problem.direction < 0,
                 norm=self.problem.norm,
-                length=target.shape[self.each.axes[-1]],
                 engine=self.engine,
             )
-            if taken is not target or not np.may_share_memory(made, target):
-                np.copyto(target, made)
-
-    def _taken(
-        self,
-        number: int,
-        block: Block,
-        target: HostArray,
-        scratch: Callable[[tuple[int, ...]], HostArray],
-    ) -> HostArray:
-        """The block's elements, where they may be overwritten."""
-        if self.each.stays and self.each.kind == "R2C":
-            return self.source[block]  # real input is not overwritten
-        shape = tuple(cut.stop - cut.start for cut in block)
-        in_place = self.each.kind == "C2C" and self.each.exceeds(target.nbytes)
-        taken = target if in_place else scratch(shape)
-        self._gather(number, block, taken)
-        return taken
+            if out is not target:
+                np.copyto(target, out)
 
     def _gather(self, number: int, block: Block, into: HostArray) -> None:
         if self.each.stays:
