@@ -60,9 +60,14 @@ class TransferPlan:
         return bytes_moved(self.src, self.dst, self.itemsize)
 
     @cached_property
+    def received(self) -> tuple[int, ...]:
+        """The bytes that each rank receives."""
+        return bytes_received(self.src, self.dst, self.itemsize)
+
+    @cached_property
     def crosses(self) -> bool:
         """True when any byte changes its rank; otherwise ranks need not wait for each other."""
-        return any(bytes_received(self.src, self.dst, self.itemsize))
+        return any(self.received)
 
     def into(self, rank: int) -> tuple[Move, ...]:
         """The moves that `rank` executes: all that end in its part."""

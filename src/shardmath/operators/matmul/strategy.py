@@ -189,7 +189,7 @@ class Strategy:
         problem, ranks = self.problem, range(self.problem.size)
         wide = dtypes.accumulator(problem.dtype).itemsize
         work = [2.0 * r.length * c.length * d.length for r, c, d in zip(*self._work, strict=True)]
-        a, b = (bytes_received(each.src, each.dst, each.itemsize) for each in self.transfers)
+        a, b = (transfer.received for transfer in self.transfers)
         received = [a[r] + b[r] for r in ranks]
         phases = 1
         if self.reduces:
@@ -249,7 +249,7 @@ def choose(problem: Problem, machine: Machine) -> tuple[Strategy, list[tuple[Str
     compared = [(each, each.cost(machine)) for each in candidates(problem)]
     compared.sort(key=lambda entry: entry[1].seconds)
     wanted = problem.strategy
-    fitting = [each for each, _ in compared if wanted in (None, each.kind, each.label)]
+    fitting = [each for each, _ in compared if wanted is None or wanted in (each.kind, each.label)]
     if not fitting:
         names = ", ".join(dict.fromkeys(str(each) for each, _ in compared))
         raise ValueError(f"no strategy {wanted!r} for these distributions; there are {names}")
