@@ -42,7 +42,7 @@ def transform(
     scale = norm or ("backward" if forward else "forward")
     if kind == "R2C" and x.dtype.itemsize == 2:
         x = x.astype(np.float32)
-    inner = _pocketfft() if engine == "scipy" else None
+    inner = _inner() if engine == "scipy" else None
     if inner is not None and x.flags.aligned and out.flags.aligned:
         _written(inner, x, tuple(axes), out, kind, forward, _divisor(scale, forward))
         return
@@ -66,22 +66,25 @@ def _installed() -> str:
 
 
 @lru_cache(maxsize=1)
-def _pocketfft() -> Any:
+def _inner() -> Any:
     """The functions under scipy.fft, which write where they are told; None where there are none.
 
-    They are not public, so a scipy of another build falls back on what is.
+    They are not public: a scipy that is built in another way falls back on what is.
     """
-    try:
-        inner = importlib.import_module("scipy.fft._pocketfft.pypocketfft")
-        x, out = np.ones(2, np.complex64), np.zeros(2, np.complex64)
-        inner.c2c(x, (0,), True, 0, out, 1)
-    except (ImportError, AttributeError, TypeError):
-        return None
-    return inner if out[0] == 2 and hasattr(inner, "r2c") and hasattr(inner, "c2r") else None
+    for name in ("_duccfft.pyduccfft", "_pocketfft.pypocketfft"):  # from 1.18 on, and before
+        try:
+            inner = importlib.import_module(f"scipy.fft.{name}")
+            x, out = np.ones(2, np.complex64), np.zeros(2, np.complex64)
+            inner.c2c(x, (0,), True, 0, out, 1)
+        except (ImportError, AttributeError, TypeError):
+            continue
+        if out[0] == 2 and hasattr(inner, "r2c") and hasattr(inner, "c2r"):
+            return inner
+    return None
 
 
 def _divisor(scale: str, forward: bool) -> int:
-    """What pocketfft divides by: 0 nothing, 1 the root of the length, 2 the length."""
+    """What they divide by: 0 nothing, 1 the root of the length, 2 the length."""
     if scale == "ortho":
         return 1
     return 0 if (scale == "backward") == forward else 2
