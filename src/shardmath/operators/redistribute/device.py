@@ -254,7 +254,7 @@ def _steps(
         return (Step.of(copies, bases, (result.address,)),)
     moves = transfer.out_of(rank)
     shown = {move.dst: notes[move.dst].place for move in moves if move.dst != rank}
-    staged = bool(transfer.traffic.received[rank]) and result.block is None
+    staged = bool(transfer.received[rank]) and result.block is None
     own = (result.address, result.strides)
     if staged:
         own = (memory.staging_address, staging_strides(problem, rank))
