@@ -19,7 +19,6 @@ from shardmath.arrays.dtypes import DType
 from shardmath.cuda.driver import call
 from shardmath.cuda.kernel import Argument
 from shardmath.cuda.stream import Turns
-from shardmath.errors import RankFailure
 from shardmath.geometry import Spans
 from shardmath.symmetric.heap import Buffer, Location
 from shardmath.symmetric.team import RESERVED, Team
@@ -59,6 +58,12 @@ class FarCollectives:
         """The context's collectives, made at the first call."""
         made: FarCollectives = context.cache("far collectives", lambda: cls(context))
         return made
+
+    def pushes(self, most: int) -> None:
+        """See DeviceCollectives: nothing is pushed to where there is no address."""
+
+    def pushes_of_sums(self, nbytes: int, dtype: DType) -> None:
+        """See DeviceCollectives."""
 
     # -- moving ------------------------------------------------------------------------------------
 
@@ -190,12 +195,7 @@ class FarCollectives:
         An outbox needs `most` bytes on every rank. Raises HeapExhausted on all ranks when one lacks
         the memory, RankFailure after a call that was given up.
         """
-        self.team.check()
-        if self.team.broken:
-            raise RankFailure(
-                f"rank {self.team.rank}: an earlier collective of this context was given up "
-                f"({self.team.broken}); finalize and initialize again among the ranks that remain"
-            )
+        self.team.check_collectives()
         if most > self._capacity:
             self._grow(-(-most // _GRANULE) * _GRANULE)
         assert self._outbox is not None, "made together"

@@ -19,7 +19,6 @@ from shardmath.cuda.constant import fill
 from shardmath.cuda.driver import call
 from shardmath.cuda.kernel import Argument
 from shardmath.cuda.stream import Lane, Turns
-from shardmath.errors import RankFailure
 from shardmath.symmetric.heap import Buffer, Location
 from shardmath.symmetric.team import RESERVED, Team
 
@@ -73,7 +72,7 @@ class Pushes:
         With a barrier on either side: before, since the owners may still use the targets; after,
         since they will read them. Collective.
         """
-        self._require_usable()
+        self.team.check_collectives()
         with self._turns.taken(stream):
             self.barrier(stream)
             self._send(sources, targets, sizes, stream)
@@ -97,7 +96,7 @@ class Pushes:
         nbytes = count * dtype.itemsize
         if nbytes == 0:
             return
-        self._require_usable()
+        self.team.check_collectives()
         whole = not any(word % UNIT for word in (source, nbytes, *targets))
         chunks = chunked(nbytes, self.team.size, _SLICE_BYTES)
         pitch = -(-chunks[0][0].nbytes // UNIT) * UNIT
@@ -123,14 +122,6 @@ class Pushes:
         self.team.barrier(stream, channel=CHANNEL)
 
     # -- launching ---------------------------------------------------------------------------------
-
-    def _require_usable(self) -> None:
-        self.team.check()
-        if self.team.broken:
-            raise RankFailure(
-                f"rank {self.team.rank}: an earlier collective of this context was given up "
-                f"({self.team.broken}); finalize and initialize again among the ranks that remain"
-            )
 
     def _rotated(self) -> list[int]:
         """All ranks, from the next one on to this one: no two ranks begin with the same."""

@@ -18,7 +18,7 @@ from typing import Any
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import bindings, call, status_of
 from shardmath.cuda.kernel import Argument, Kernel, ReadyLaunch, kernel
-from shardmath.errors import CudaError, OpTimeout
+from shardmath.errors import CudaError, OpTimeout, RankFailure
 from shardmath.latest import Latest
 from shardmath.symmetric import layout
 from shardmath.symmetric.board import Board
@@ -228,6 +228,15 @@ class Team:
         """
         if self._report.words[0]:
             raise self._noted()
+
+    def check_collectives(self) -> None:
+        """As `check`; RankFailure too, where a collective of this team was given up before."""
+        self.check()
+        if self.broken:
+            raise RankFailure(
+                f"rank {self.rank}: an earlier collective of this context was given up "
+                f"({self.broken}); finalize and initialize again among the ranks that remain"
+            )
 
     def _noted(self) -> Exception:
         with suppress(CudaError):  # what else was waiting ends now, and has its say
