@@ -60,8 +60,8 @@ def _nobody(ranks):
     import struct
 
     team = ranks.context.team
-    kernel = ranks.moves.team.kernel("push", "spread", ("PIECE=16", "STAGES=1", "AHEAD=1"))
-    argument = Argument(struct.pack(f"QQQ{ranks.size}Q", 0, 0, 0, *team.pads))
+    kernel, words = team.kernel("push", "push"), 1 + 3 * ranks.size
+    argument = Argument(struct.pack(f"{words}Q", *[0] * words))
     return lambda: kernel.launch(ranks.stream(), 1, 32, argument)
 
 
