@@ -1,9 +1,10 @@
 """Large data pushed straight into its place in symmetric memory, between barriers on a stream.
 
 A kernel pushes to all peers at once (`kernels/push.cu`), or a copy engine to one after the other:
-it is faster for large parts, takes 10 us from one copy to the next, and has one lane, since two copies
-to different peers at once halve the rate. Every rank begins with another peer, so that no two send
-to the same. Which of both pushes is each rank's own choice; the peers see the barriers only.
+it is faster for large parts, takes 10 us from one copy to the next, and has one lane, since two
+copies to different peers at once halve the rate. Every rank begins with another peer, so that no
+two send to the same. Which of both pushes is each rank's own choice; the peers see the barriers
+only.
 """
 
 from __future__ import annotations
