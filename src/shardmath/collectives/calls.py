@@ -19,7 +19,7 @@ from shardmath.arrays.spec import ArraySpec
 from shardmath.collectives.flat import Put
 from shardmath.collectives.on_device import DeviceOperand
 from shardmath.collectives.performing import Call, said_of
-from shardmath.context import DistributedContext
+from shardmath.context import Context
 from shardmath.cuda import stream as streams
 from shardmath.latest import Latest
 from shardmath.planning import agree_plan
@@ -30,7 +30,7 @@ _LATEST = partial(Latest[Any, Any], 256)  # calls of a context
 _PLAIN = frozenset([int, str, tuple, list, type(None)])
 
 
-def perform_on_device(context: DistributedContext, call: Call, x: Any, out: Any) -> Any:
+def perform_on_device(context: Context, call: Call, x: Any, out: Any) -> Any:
     """See `perform`."""
     calls: Latest[Hashable, _Known] = context.cache("collectives, calls", _LATEST)
     operation = call.operation
@@ -80,7 +80,7 @@ class _Look:
         self.into, self.target = out
 
 
-def _look(context: DistributedContext, call: Call, x: Any, out: Any) -> _Look | None:
+def _look(context: Context, call: Call, x: Any, out: Any) -> _Look | None:
     """None where the call has to look closer: what is wrong is said there."""
     try:
         library = library_of(x)
@@ -106,7 +106,7 @@ def _look(context: DistributedContext, call: Call, x: Any, out: Any) -> _Look | 
         return None
 
 
-def _is_freed(context: DistributedContext, address: int) -> bool:
+def _is_freed(context: Context, address: int) -> bool:
     block = context.heap.find(address)
     return block is not None and block.freed
 
@@ -152,7 +152,7 @@ class _Known:
         apart = target + self.nbytes <= source or source + look.spec.nbytes <= target
         return apart or (self.put.in_place and target == source)
 
-    def repeat(self, context: DistributedContext, look: _Look, out: Any) -> Any:
+    def repeat(self, context: Context, look: _Look, out: Any) -> Any:
         """The call again, into `out` or a new array."""
         library, spec, target = look.library, look.spec, look.target
         if out is None:

@@ -38,7 +38,8 @@ from shardmath.collectives.operand import (
 )
 from shardmath.collectives.performing import Call, Met, Shown, lend, perform
 from shardmath.collectives.twoshot import aligned
-from shardmath.context import DistributedContext
+from shardmath.context import Context
+from shardmath.distributed_context import DistributedContext
 from shardmath.errors import CollectiveMismatch
 from shardmath.planning import agree_plan
 
@@ -101,8 +102,8 @@ def _plan_broadcast(specs: list[Any]) -> _Broadcast:
     return _Broadcast(root, library, dtype, shape)
 
 
-def _show_of_root(root: int) -> Callable[[DistributedContext, Operand, HostArray | None], Shown]:
-    def show(context: DistributedContext, operand: Operand, out: HostArray | None) -> Shown:
+def _show_of_root(root: int) -> Callable[[Context, Operand, HostArray | None], Shown]:
+    def show(context: Context, operand: Operand, out: HostArray | None) -> Shown:
         if context.rank != root:
             return operand, Offer(NOTHING)
         if aligned(out, operand):  # it is not written
@@ -120,7 +121,7 @@ def _broadcast(met: Met, plan: _Broadcast) -> Any:
     return met.finish(result)
 
 
-def _receive(context: DistributedContext, root: int, out: Any, call: Call) -> Any:
+def _receive(context: Context, root: int, out: Any, call: Call) -> Any:
     """A broadcast on a rank that gives no array: one that nobody reads stands for it."""
 
     def describe() -> tuple[Hashable, bytes]:
@@ -141,7 +142,7 @@ def _receive(context: DistributedContext, root: int, out: Any, call: Call) -> An
         return call.on_host(met, plan)
 
 
-def _spec_of_output(context: DistributedContext, out: Any) -> OutputSpec:
+def _spec_of_output(context: Context, out: Any) -> OutputSpec:
     if context.team is None or out is None:
         return output_spec(out, context)[0]
     from shardmath.collectives.on_device import DeviceOutput

@@ -14,7 +14,7 @@ from shardmath.arrays.spec import ArraySpec
 from shardmath.collectives.offers import Offer, offer, read_offers, wait_for_readers
 from shardmath.collectives.operand import Operand, Output, OutputSpec, Shape, output_spec
 from shardmath.collectives.twoshot import Parts
-from shardmath.context import DistributedContext
+from shardmath.context import Context
 from shardmath.planning import agree_plan
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ __all__ = ["Call", "Met", "Shown", "lend", "perform", "said_of"]
 Shown = tuple[Operand, Offer | Parts]  # what peers can read, and the note that says where
 
 
-def lend(context: DistributedContext, operand: Operand, out: HostArray | None) -> Shown:
+def lend(context: Context, operand: Operand, out: HostArray | None) -> Shown:
     """Let the peers read the operand, also while this rank writes into `out`."""
     operand = operand.apart(out)
     return operand, offer(context, operand.flat, operand.location)
@@ -47,14 +47,14 @@ class Call(NamedTuple):
     build: Callable[[list[Any]], Any]
     on_host: Callable[[Met, Any], Any]
     on_device: Callable[[DeviceOperand, Any], Any]
-    show: Callable[[DistributedContext, Operand, HostArray | None], Shown] = lend
+    show: Callable[[Context, Operand, HostArray | None], Shown] = lend
 
 
 @dataclass(frozen=True)
 class Met:
     """A call on the host when all have agreed: the ranks' notes say where operands can be read."""
 
-    context: DistributedContext
+    context: Context
     operand: Operand
     shown: Offer | Parts
     notes: Sequence[bytes]
@@ -84,7 +84,7 @@ def said_of(
     return (kind, spec.dtype, spec.shape, out, *said)
 
 
-def perform(context: DistributedContext, call: Call, x: Any, out: Any) -> Any:
+def perform(context: Context, call: Call, x: Any, out: Any) -> Any:
     """The result of a call. Collective."""
     if context.team is not None:
         from shardmath.collectives.calls import perform_on_device

@@ -1,9 +1,9 @@
 """Large data pushed straight into its place in symmetric memory, between barriers on a stream.
 
 A kernel pushes to all peers at once (`kernels/push.cu`), or a copy engine to one after the other:
-it is faster for large parts, takes 10 us from one copy to the next, and has one lane, since two
-copies to different peers at once halve the rate. Every rank begins with another peer, so that no
-two send to the same. Which of both pushes is each rank's own choice; the peers see the barriers
+it is faster for large parts, takes 10 us from one copy to the next, and works on one stream, since
+two copies to different peers at once halve the rate. Every rank begins with another peer, so that
+no two send to the same. Which of both pushes is each rank's own choice; the peers see the barriers
 only.
 """
 
@@ -16,15 +16,14 @@ from typing import TYPE_CHECKING
 
 from shardmath.arrays.dtypes import DType
 from shardmath.collectives.slices import UNIT, Slice, chunked
-from shardmath.cuda.constant import fill
 from shardmath.cuda.driver import call
 from shardmath.cuda.kernel import Argument
-from shardmath.cuda.stream import Lane, Turns
+from shardmath.cuda.stream import SideStream, Turns
 from shardmath.symmetric.heap import Buffer, Location
 from shardmath.symmetric.team import RESERVED, Team
 
 if TYPE_CHECKING:
-    from shardmath.context import DistributedContext
+    from shardmath.context import Context
 
 __all__ = ["Pushes", "on_all_ranks", "reduction_defines"]
 
@@ -39,11 +38,11 @@ _OWN_BLOCKS = 64  # that copy a rank's own part beside the copy engine
 class Pushes:
     """Pushes of one context's team."""
 
-    def __init__(self, context: DistributedContext, team: Team) -> None:
+    def __init__(self, context: Context, team: Team) -> None:
         self.team = team
         self._context = weakref.ref(context)  # it keeps this
         self._turns = Turns(team.device)
-        self._lane = Lane(team.device)
+        self._side = SideStream(team.device)
         self._inboxes: tuple[int, list[int]] = (0, [])  # bytes, and addresses by rank
 
     def push_to_all(self, source: int, targets: Sequence[int], nbytes: int, stream: int) -> None:
@@ -65,7 +64,7 @@ class Pushes:
         Multiples of 16. `blocks` is the most that the kernel may have; 0 is what the device holds.
         """
         self.team.check()
-        order, most = self._rotated(), max(sizes)
+        order, most = self.team.from_next, max(sizes)
         if most:
             columns = [[values[peer] for peer in order] for values in (sources, targets, sizes)]
             words = [most, *(word for column in columns for word in column)]
@@ -81,7 +80,7 @@ class Pushes:
         With a barrier on either side: before, since the owners may still use the targets; after,
         since they will read them. Collective.
         """
-        self.team.check_collectives()
+        self.team.require_usable()
         with self._turns.taken(stream):
             self.barrier(stream)
             by_engine = max(sizes) >= _ENGINE_PART_BYTES
@@ -106,7 +105,7 @@ class Pushes:
         nbytes = count * dtype.itemsize
         if nbytes == 0:
             return
-        self.team.check_collectives()
+        self.team.require_usable()
         whole = not any(word % UNIT for word in (source, nbytes, *targets))
         chunks = chunked(nbytes, self.team.size, _SLICE_BYTES)
         pitch = -(-chunks[0][0].nbytes // UNIT) * UNIT
@@ -134,10 +133,6 @@ class Pushes:
 
     # -- launching ---------------------------------------------------------------------------------
 
-    def _rotated(self) -> list[int]:
-        """All ranks, from the next one on to this one: no two ranks begin with the same."""
-        return [(self.team.rank + step) % self.team.size for step in range(1, self.team.size + 1)]
-
     def _blocks(self, nbytes: int, most: int = 0) -> int:
         """Enough for every thread to have 16 of the bytes, and no more than run at once."""
         most = most or self.team.device.processors * _BLOCKS_EACH
@@ -161,11 +156,11 @@ class Pushes:
                 if end < size:
                     call("cuMemcpyAsync", target + end, source + end, size - end, stream)
             return
-        *peers, own = self._rotated()
-        with self._lane.beside(stream) as lane:
+        *peers, own = self.team.from_next
+        with self._side.beside(stream) as side:
             for peer in peers:
                 if sizes[peer]:
-                    call("cuMemcpyAsync", targets[peer], sources[peer], sizes[peer], lane)
+                    call("cuMemcpyAsync", targets[peer], sources[peer], sizes[peer], side)
             if sizes[own] and sources[own] != targets[own]:
                 self._copy(sources[own], targets[own], sizes[own], stream)
 
@@ -188,7 +183,7 @@ class Pushes:
     ) -> None:
         if not own.nbytes:
             return
-        results = [targets[peer] + own.start for peer in self._rotated()]
+        results = [targets[peer] + own.start for peer in self.team.from_next]
         by_engine = results[1:-1] if own.nbytes >= _ENGINE_SLICE_BYTES else []
         first = [result for result in results if result not in by_engine]
         words = (*parts, *first, *by_engine, len(first), own.nbytes)
@@ -196,9 +191,9 @@ class Pushes:
         argument = Argument(struct.pack(f"{len(words)}Q", *words))
         kernel.launch(stream, self._blocks(own.nbytes), _THREADS, argument)
         if by_engine:
-            with self._lane.beside(stream) as lane:
+            with self._side.beside(stream) as side:
                 for result in by_engine:
-                    call("cuMemcpyAsync", result, results[-1], own.nbytes, lane)
+                    call("cuMemcpyAsync", result, results[-1], own.nbytes, side)
 
     def _scratch(self, nbytes: int) -> list[int]:
         """Scratch memory of every rank, by address. Collective where it has to grow."""
@@ -209,7 +204,7 @@ class Pushes:
         return self._inboxes[1]
 
 
-def on_all_ranks(context: DistributedContext, name: str, nbytes: int) -> list[int]:
+def on_all_ranks(context: Context, name: str, nbytes: int) -> list[int]:
     """Heap memory on every rank, all ones, kept until the context has ended: its addresses.
 
     Collective. Raises HeapExhausted on all ranks.
@@ -220,7 +215,7 @@ def on_all_ranks(context: DistributedContext, name: str, nbytes: int) -> list[in
         buffers.append(context.heap.allocate(nbytes))
         block = buffers[0].block
         assert context.team is not None, "a context of GPUs"
-        fill(context.team.device, block.address, 0xFF, nbytes)
+        context.team.device.fill(block.address, 0xFF, nbytes)
         context.announce(block)
         return block.location.segment, block.location.offset
 

@@ -29,7 +29,8 @@ from shardmath.collectives.operand import (
 )
 from shardmath.collectives.performing import Call, Met, Shown, perform
 from shardmath.collectives.reduction import Reduction, fold
-from shardmath.context import DistributedContext
+from shardmath.context import Context
+from shardmath.distributed_context import DistributedContext
 
 __all__ = ["all_reduce", "reduce_scatter"]
 
@@ -57,7 +58,7 @@ def all_reduce(
     """
     context = context_of(context)
 
-    def show(context: DistributedContext, operand: Operand, into: HostArray | None) -> Shown:
+    def show(context: Context, operand: Operand, into: HostArray | None) -> Shown:
         if _in_one_shot(operand.spec.nbytes, context.size):
             return operand, offer(context, operand.flat, None)
         operand = operand if twoshot.aligned(into, operand) else operand.apart(into)
