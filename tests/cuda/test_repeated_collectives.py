@@ -137,7 +137,7 @@ def check_pushed(context):
     make, host = maker(context, "torch")
     rank, size = context.rank, context.size
     count, wrong = 5000 * size, []
-    with patch("shardmath.collectives.device._PUSHED_SUM_BYTES", 4096):
+    with patch("shardmath.collectives.device._PUSHED_SLICE_BYTES", 4096):
         for turn in range(2):
             for given_by in ((), (size - 1,), range(size)):
                 values = [given(r, turn, count) for r in range(size)]

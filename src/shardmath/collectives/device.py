@@ -37,9 +37,9 @@ _SETS, _PHASES = 3, 2  # kSets, kPhases
 _MOST_BLOCKS = 132  # one on each multiprocessor of an H100: half of its registers
 _SPREAD = 64  # blocks, before there are more threads in each
 _KEPT = 256  # launches that are kept ready
-# From here on an all_reduce is pushed, of floats; of other types, of which packets carry half as
-# much, from the half on.
-_PUSHED_SUM_BYTES = 32 << 20
+# From here on an all_reduce is pushed: of a rank's slice where packets are all data, as those of
+# floats are; else of the array. It is faster on the GPU from less on, but takes the host longer.
+_PUSHED_SLICE_BYTES, _PUSHED_BYTES = 32 << 20, 16 << 20
 _PUSHED_PART_BYTES = 4 << 20  # to one rank; from here on it is moved into its place
 _SECOND_WAIT_BYTES = 512 << 10  # what a link carries in the time of one wait, 1.4 us
 
@@ -111,8 +111,11 @@ class DeviceCollectives(Pushes):
 
     def pushes_of_sums(self, nbytes: int, dtype: DType) -> Pushes | None:
         """What combines `nbytes` of each rank into symmetric memory; None where cells do it."""
-        most = _PUSHED_SUM_BYTES if dtype.kind in "fc" else _PUSHED_SUM_BYTES // 2
-        return self if self.team.size > 1 and nbytes >= most else None
+        if dtype.kind in "fc":
+            pushed = nbytes // self.team.size >= _PUSHED_SLICE_BYTES
+        else:
+            pushed = nbytes >= _PUSHED_BYTES
+        return self if pushed and self.team.size > 1 else None
 
     # -- through cells -----------------------------------------------------------------------------
 
