@@ -55,7 +55,7 @@ CASES = [
         (*RANKS, *PRODUCT, "ELEMENT=Bfloat16", "ADDEND=bfloat16", "WHOLE=1", "SHARED=0"),
         "sm_90a",
     ),
-    ("push", (*RANKS, *PUSH), "sm_90"),
+    ("push", RANKS, "sm_90"),
     ("reduce", (*RANKS, "ELEMENT=complex64", "OPERATION=sum", "WHOLE=0"), "sm_90"),
     ("scale", ("SOURCE=float16", "TARGET=float32", "VECTOR=4"), "sm_90"),
     ("scale", ("SOURCE=float32", "TARGET=float16", "VECTOR=1"), "sm_90"),
