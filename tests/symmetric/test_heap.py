@@ -176,6 +176,30 @@ def test_what_the_device_still_uses_is_neither_reused_nor_marked(heap):
         assert heap.find(block.address) is None
 
 
+def test_small_blocks_share_a_fence_where_it_is_dear(heap):
+    fences = []
+
+    def fence():
+        fences.append(Pending())
+        return fences[-1]
+
+    with (
+        patch.object(heap.transport, "fence", fence),
+        patch.object(type(heap.transport), "drops_at_once", 2),
+    ):
+        places = [heap.allocate(100).block.address for _ in range(2)]
+        assert len(set(places)) == 2 and not fences, "dropped, and without a fence"
+        heap.allocate(100)
+        assert len(fences) == 1, "two are worth one"
+        fences[0].done = True
+        assert heap.allocate(MIB).block.address not in places and len(fences) == 1
+        heap.allocate(MIB + 1)
+        assert len(fences) == 2, "large ones are used again at once"
+        with patch.object(Pending, "done", True):
+            whole = heap.allocate(4 * MIB - 256)  # there is room when all that was dropped is free
+        assert whole.block.location.segment == 0
+
+
 def test_an_allocation_waits_for_a_fence_before_the_heap_grows(heap):
     fence = Pending()
     with patch.object(heap.transport, "fence", lambda: fence):

@@ -8,7 +8,8 @@ collector only ever appends to a list.
 
 Streams. What a rank has dropped, kernels on any of its streams may still read. So a dropped block
 stands behind a fence, set on all streams of the device once the drop has been seen: before the
-fence has passed, the rank neither reuses the block nor marks it for its peers.
+fence has passed, the rank neither reuses the block nor marks it for its peers. Where a fence costs
+as much as a call, small blocks that were dropped wait until there are some for one fence.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from shardmath.transport.base import Fence, Transport
 __all__ = ["Block", "Buffer", "Heap", "Location"]
 
 GRANULE = 2 << 20  # memory is committed, and given back, by so many bytes
+_SMALL = 1 << 20  # bytes of a block that need not be used again at once
 _PATIENCE = 0.05  # seconds that an allocation waits for fences before the heap grows
 _LAST_PATIENCE = 2.0  # the same where it cannot grow
 _PAUSE = 2e-5
@@ -188,8 +190,12 @@ class Heap:
         """
         room = aligned(max(nbytes, 1))
         with self._lock:
-            self.recycle()
-            location = self._take(room) or self._take_patiently(room)
+            if room > _SMALL or len(self._dropped) >= self.transport.drops_at_once:
+                self.recycle()
+            location = self._take(room)
+            if location is None:
+                self.recycle()
+                location = self._take(room) or self._take_patiently(room)
             grown = location is None
             if location is None:
                 self._grow(room)
