@@ -21,7 +21,7 @@ from shardmath.collectives.on_device import DeviceOperand
 from shardmath.context import DistributedContext
 from shardmath.cuda import stream as streams
 from shardmath.latest import Latest
-from shardmath.planning import agree_plan
+from shardmath.planning import Said, agree_plan
 
 __all__ = ["perform_on_device"]
 
@@ -135,7 +135,7 @@ class _Known:
     """
 
     specs: tuple[ArraySpec, ArraySpec | None]
-    said: Hashable
+    said: Said
     plan: Any
     put: Put
     shape: tuple[int, ...]
@@ -152,9 +152,11 @@ class _Known:
             return None
         if (put.source, put.target) != (look.source, look.library.pointer(result)):
             return None
-        return cls((look.spec, look.into), said, plan, put, spec.shape, spec.dtype, spec.nbytes)
+        return cls(
+            (look.spec, look.into), Said(said), plan, put, spec.shape, spec.dtype, spec.nbytes
+        )
 
-    def describe(self) -> tuple[Hashable, bytes]:
+    def describe(self) -> tuple[Said, bytes]:
         """For agreement."""
         return self.said, b""
 
