@@ -28,10 +28,10 @@ from shardmath.symmetric.exposed import Exposed
 from shardmath.symmetric.heap import Block, Buffer
 
 __all__ = [
+    "Blank",
     "DeviceArray",
     "Result",
     "laid_out_alike",
-    "new_result",
     "read",
     "require_device",
     "result_in",
@@ -98,6 +98,10 @@ class DeviceArray:
         """Whether what lies there now is in the same block of the heap, which is still in use."""
         block = context.heap.find(self.address)
         return block is self.block and not (block is not None and block.freed)
+
+    def without_memory(self) -> DeviceArray:
+        """The same place, which keeps nothing: whoever has the array keeps it."""
+        return replace(self, keep=None)
 
     def transposed(self) -> DeviceArray:
         """The same memory with its axes reversed."""
@@ -181,7 +185,7 @@ def _placed(
         require_device(context, spec, name)
         found = _seen(context, *key, x)
         if spec.size:  # else it has no address
-            known.keep(key, replace(found, keep=None))  # the caller keeps what the caller has
+            known.keep(key, found.without_memory())
     return found
 
 
@@ -196,33 +200,41 @@ def _seen(context: DistributedContext, spec: ArraySpec, address: int, x: Any) ->
     return replace(made, block=block)
 
 
-def new_result(
-    context: DistributedContext,
-    operand: Any,
-    shape: Sequence[int],
-    dtype: str,
-    order: Literal["C", "F"],
-    *,
-    on_heap: bool,
-) -> Result:
-    """Room for a result that comes back as `operand` came: its library, host memory or GPU. Local.
-
-    One for host memory is always on the heap meanwhile. Raises HeapExhausted, or what the library
-    raises when it has no memory.
+class Blank:
+    """How the new results of one call look, which come back as `operand` came: its library, host
+    memory or GPU. It refers to no array.
     """
-    library = library_of(operand)
-    shape = tuple(shape)
-    if library.spec(operand).device == "cpu":
-        return _back_to(context, library.empty(shape, dtype, order), order)
-    steps, strides, nbytes = _packed(shape, dtype, order)
-    if on_heap:
-        buffer = _allocated(context, nbytes)
-        array = array_on(buffer, library, dtypes.of(dtype), shape, steps)
-        made = DeviceArray(buffer.block.address, shape, strides, dtype, buffer.block, array)
-    else:
-        array = library.empty(shape, dtype, order, _team(context).device.name)
-        made = DeviceArray(library.pointer(array), shape, strides, dtype, None, array)
-    return Result(made, array)
+
+    def __init__(
+        self,
+        context: DistributedContext,
+        operand: Any,
+        shape: Sequence[int],
+        dtype: str,
+        order: Literal["C", "F"],
+        *,
+        on_heap: bool,
+    ) -> None:
+        """`on_heap` is where a result on the GPU lies; one for host memory does so meanwhile."""
+        self._context, self._library = context, library_of(operand)
+        self._shape, self._dtype, self._order = tuple(shape), dtype, order
+        self._steps, self._strides, self._nbytes = _packed(self._shape, dtype, order)
+        self._on_host = self._library.spec(operand).device == "cpu"
+        self._on_heap = on_heap
+
+    def make(self) -> Result:
+        """One more of them. Local. Raises HeapExhausted, or what a library without memory does."""
+        context, library, shape = self._context, self._library, self._shape
+        dtype, order, strides = self._dtype, self._order, self._strides
+        if self._on_host:
+            return _back_to(context, library.empty(shape, dtype, order), order)
+        if not self._on_heap:
+            array = library.empty(shape, dtype, order, _team(context).device.name)
+            return Result(DeviceArray(library.pointer(array), shape, strides, dtype), array)
+        buffer = _allocated(context, self._nbytes)
+        block = buffer.block
+        array = array_on(buffer, library, dtypes.of(dtype), shape, self._steps)
+        return Result(DeviceArray(block.address, shape, strides, dtype, block), array)
 
 
 @lru_cache(maxsize=1024)
