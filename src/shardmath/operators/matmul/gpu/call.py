@@ -139,14 +139,22 @@ def _planned_alike(given: Arguments) -> Hashable | None:
         return None
     if type(given.distributions) not in (list, tuple):
         return None
-    if options is not None and (type(options) is not MatmulOptions or options.logger):
-        return None
-    if qualifiers is not None:
-        if not isinstance(qualifiers, np.ndarray):
+    fields: tuple[Any, ...] = ()
+    if options is not None:
+        named = vars(options) if type(options) is MatmulOptions else options
+        if type(named) is not dict or named.get("logger") is not None:
             return None
-        qualifiers = qualifiers.dtype, qualifiers.tobytes()
-    # Options that are equal may be of other kinds: 1 is not True.
-    return *given.distributions, options and (options, id(options)), qualifiers, epilog
+        fields = (*named.items(), *map(type, named.values()))  # True and 1 are equal
+    if qualifiers is not None:
+        if type(qualifiers) is not np.ndarray:
+            return None
+        qualifiers = qualifiers.dtype, qualifiers.shape, qualifiers.tobytes()
+    found = (*given.distributions, fields, qualifiers, epilog)
+    try:
+        hash(found)
+    except TypeError:
+        return None
+    return found
 
 
 def _scales(share: Share | None, given: Arguments) -> tuple[tuple[float | None, ...], list[Any]]:
