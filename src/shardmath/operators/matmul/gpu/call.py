@@ -117,14 +117,12 @@ def _key(context: DistributedContext, share: Share | None, given: Arguments) -> 
         return None
     try:
         numbers, laid = _scales(share, given)
-        alpha, beta = (_plain(x) for x in (given.alpha, given.beta))
+        alpha, beta = _plain(given.alpha), _plain(given.beta)
+        stream = streams.given(given.stream, library_of(given.a).name, team.device)
     except (TypeError, ValueError):  # it is said where the call is read
         return None
     seen = look(context, given.a, given.b, given.c, *inputs.values(), *laid)
-    if seen is None:
-        return None
-    stream = streams.given(given.stream, library_of(given.a).name, team.device)
-    if streams.capturing(stream):
+    if seen is None or streams.capturing(stream):
         return None
     kinds = type(alpha), type(beta)  # True, 1 and 1.0 are equal
     return plan, seen, tuple(inputs), numbers, alpha, beta, kinds, stream
