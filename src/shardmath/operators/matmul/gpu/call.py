@@ -110,10 +110,10 @@ def _key(context: DistributedContext, share: Share | None, given: Arguments) -> 
     Without a share all that a plan depends on is a part of it. Arrays in host memory are carried to
     another place each time, and what is captured is not launched now.
     """
-    team, inputs = context.team, given.inputs or {}
+    team, inputs = context.team, {} if given.inputs is None else given.inputs
     assert team is not None, "a context of GPUs"
     plan = id(share) if share is not None else _planned_alike(given)
-    if plan is None:
+    if plan is None or not isinstance(inputs, Mapping):
         return None
     try:
         numbers, laid = _scales(share, given)
