@@ -18,7 +18,7 @@ from shardmath import wire
 from shardmath.latest import Latest
 
 if TYPE_CHECKING:
-    from shardmath.context import DistributedContext
+    from shardmath.context import Context
 
 __all__ = ["Said", "agree_plan"]
 
@@ -47,7 +47,7 @@ class Said:
 
 
 def agree_plan(
-    context: DistributedContext,
+    context: Context,
     operation: str,
     describe: Callable[[], tuple[Hashable | Said, bytes]],
     build: Callable[[list[Any]], Plan],

@@ -121,7 +121,7 @@ def varied(context, heap):
     turned = np.zeros(3, matrix_qualifiers_dtype)
     turned["is_transpose"][0] = True
     x, y, z, at = mine(a), mine(b), mine(c), mine(a.T)
-    weight = torch.nn.Parameter(y)
+    weight = torch.nn.Parameter(mine(b))
     bias = torch.arange(1.0, x.shape[0] + 1).double().cuda()
     product = a @ b
     scales = iter((2, 3, 2, 3, 2, 3))

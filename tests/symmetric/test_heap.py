@@ -176,28 +176,36 @@ def test_what_the_device_still_uses_is_neither_reused_nor_marked(heap):
         assert heap.find(block.address) is None
 
 
-def test_small_blocks_share_a_fence_where_it_is_dear(heap):
-    fences = []
+@pytest.mark.parametrize(("meets", "fences"), [(False, 5), (True, 11)], ids=["alone", "barriers"])
+def test_small_blocks_of_a_loop_take_turns_where_a_fence_is_dear(heap, meets, fences):
+    made = []
 
     def fence():
-        fences.append(Pending())
-        return fences[-1]
+        made.append(Pending())
+        return made[-1]
 
-    def dropped(nbytes):
-        return heap.allocate(nbytes).block.address
+    def turn(nbytes):
+        address = heap.allocate(nbytes).block.address  # and dropped
+        return address, heap.marks(1) if meets else []
+
+    def pass_all_but_the_last(_):
+        for each in made[:-1]:
+            each.done = True
 
     with (
         patch.object(heap.transport, "fence", fence),
         patch.object(type(heap.transport), "drops_at_once", 2),
     ):
-        with patch("time.sleep", lambda _: setattr(fences[-1], "done", True)):
-            places = [dropped(100) for _ in range(12)]  # each fence passes when it is waited for
-        assert places == places[:4] * 3 and len(set(places)) == 4 and len(fences) == 5
+        with patch("time.sleep", pass_all_but_the_last):
+            places = [turn(100)[0] for _ in range(12)]
+        assert places == places[:4] * 3 and len(set(places)) == 4
+        assert len(made) == fences + meets
         with patch.object(heap_module, "_AHEAD", 0):
-            assert dropped(100) not in places, "nobody waits for ever"
-        assert len(fences) == 6
-        dropped(MIB + 1)
-        assert len(fences) == 7, "large ones are used again at once"
+            assert not {turn(100)[0] for _ in range(2)} <= set(places), "nobody waits for ever"
+        before = len(made)
+        turn(MIB + 1)
+        turn(MIB + 1)
+        assert len(made) > before, "large ones are used again at once"
         with patch.object(Pending, "done", True):
             whole = heap.allocate(4 * MIB - 256)  # there is room when all that was dropped is free
         assert whole.block.location.segment == 0

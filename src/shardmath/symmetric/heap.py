@@ -157,6 +157,7 @@ class Heap:
         self._dropped: deque[Block] = deque()
         self._left: deque[tuple[int, Callable[[], bool]]] = deque()
         self._limbo: dict[Block, None] = {}  # in order of arrival
+        self._full_at = 0  # how many blocks are in limbo when small ones are reused next
         self._lock = threading.RLock()
 
     @property
@@ -173,11 +174,13 @@ class Heap:
         """
         room = aligned(max(nbytes, 1))
         with self._lock:
-            at_once = self.transport.drops_at_once
-            if room > _SMALL or not at_once:
+            if self.transport.drops_at_once == 0:
                 self.recycle()
-            elif len(self._dropped) >= at_once:
-                self._take_turns()
+            elif room > _SMALL:
+                self._collect()
+                self._release(_SMALL)
+            else:
+                self._take_turns(self.transport.drops_at_once)
             location = self._take(room)
             if location is None:
                 self.recycle()
@@ -266,12 +269,14 @@ class Heap:
             self._collect()
             self._release()
 
-    def _release(self) -> None:
+    def _release(self, beyond: int = 0) -> None:
+        """Reuse what has more bytes than that, whose fence has passed."""
         waiting: dict[Block, None] = {}
         busy = False  # a fence has not passed, nor then have those that were set after it
         for block in self._limbo:
-            busy = busy or not (block.shared or block.quiet)
-            if block.shared or busy:
+            kept = block.shared or block.room <= beyond
+            busy = busy or not (kept or block.quiet)
+            if kept or busy:
                 waiting[block] = None
             elif block.unused:
                 self._reuse(block)
@@ -315,18 +320,25 @@ class Heap:
                 return Location(index, offset)
         return None
 
-    def _take_turns(self) -> None:
-        """Reuse what was dropped first, and set a fence behind what was dropped since.
+    def _take_turns(self, many: int) -> None:
+        """Let small blocks that were dropped share fences, and reuse all but the last so `many`.
 
-        A fence that has not passed is waited for, but not long: the device has the work since then.
-        The new one is not asked for. So the blocks of a loop lie in the same few places, on all
-        ranks, however fast the device is.
+        So the blocks of a loop lie in the same few places, on all ranks, however fast the device
+        is: whether the last fence has passed is not asked, and the one before is waited for, but
+        not long. The device has the work since then.
         """
-        last = next(reversed(self._limbo), None)
-        if last is not None and last.fence is not None:
-            _await(last, time.monotonic() + _AHEAD)
-        self._release()
-        self._collect()
+        if len(self._dropped) >= many:
+            self._collect()
+        if len(self._limbo) < self._full_at:
+            return
+        turns = [b for b in self._limbo if b.unused and b.fence and not b.shared]
+        give_up = time.monotonic() + _AHEAD
+        for block in [b for b in turns if b.room <= _SMALL][:-many]:
+            if not _await(block, give_up):
+                break
+            del self._limbo[block]
+            self._reuse(block)
+        self._full_at = max(2 * many, len(self._limbo) + many)
 
     def _take_patiently(self, room: int) -> Location | None:
         """Wait for fences, but not long: what is before one may wait for this rank's next call."""

@@ -11,12 +11,12 @@ from collections.abc import Hashable
 from typing import Any
 
 from shardmath.arrays import library_of
-from shardmath.context import DistributedContext
+from shardmath.context import Context
 
 __all__ = ["look"]
 
 
-def look(context: DistributedContext, *arrays: Any) -> tuple[Hashable, ...] | None:
+def look(context: Context, *arrays: Any) -> tuple[Hashable, ...] | None:
     """The same for arrays that look and lie alike; it refers to none. Local.
 
     None where a call has to look closer: at what is no array, lies elsewhere, is lazy, was freed,

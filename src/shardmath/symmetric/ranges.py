@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 
+from shardmath.geometry.integers import up
+
 __all__ = ["ALIGNMENT", "GRANULE", "FreeRanges", "OwnSegment", "aligned"]
 
 ALIGNMENT = 256
@@ -16,7 +18,7 @@ GRANULE = 2 << 20  # memory is committed, and given back, by so many bytes
 
 def aligned(nbytes: int, to: int = ALIGNMENT) -> int:
     """`nbytes` rounded up to a multiple of `to`."""
-    return -(-nbytes // to) * to
+    return up(nbytes, to)
 
 
 class FreeRanges:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from shardmath.agreement import require_equal
 from shardmath.arrays import ArraySpec, library_and_spec, library_of
-from shardmath.context import DistributedContext, require_context
+from shardmath.context import Context, require_context
 from shardmath.errors import InvalidRedistributeState
 from shardmath.geometry import Distribution
 from shardmath.latest import Latest
@@ -240,9 +240,7 @@ class Redistribute(Lifecycle):
         self._execution.release()
 
 
-def _execution(
-    context: DistributedContext, *, passing: bool = False
-) -> HostExecution | DeviceExecution:
+def _execution(context: Context, *, passing: bool = False) -> HostExecution | DeviceExecution:
     """What moves the elements: on cores or on GPUs. `passing`: for one call only."""
     if context.team is None:
         return HostExecution(context, passing=passing)
@@ -275,7 +273,7 @@ class _Call:
     stream: Any
     out: Any = None
 
-    def seen(self, context: DistributedContext) -> _Seen:
+    def seen(self, context: Context) -> _Seen:
         """The same for all calls with equal arguments. Raises what is wrong with them."""
         options = options_of(RedistributeOptions, self.options)
         check_stream(self.stream)

@@ -14,7 +14,7 @@ import numpy as np
 
 from shardmath.arrays import ArraySpec, Library, library_of
 from shardmath.arrays.base import share_memory
-from shardmath.context import DistributedContext
+from shardmath.context import Context
 from shardmath.latest import Latest
 from shardmath.operators.redistribute.notes import Made, Note
 from shardmath.operators.redistribute.problem import Problem
@@ -37,7 +37,7 @@ _KEPT = 64  # arrays that look and lie alike, and notes on each
 class DeviceArrays:
     """One rank's arrays for one execution, on its GPU. `result` is None until there is one."""
 
-    def __init__(self, context: DistributedContext, operand: Any, out: Any, stream: Any) -> None:
+    def __init__(self, context: Context, operand: Any, out: Any, stream: Any) -> None:
         """Take the user's arrays.
 
         Raises ValueError when one lies on another GPU, `out` cannot be written to or overlaps the
@@ -132,7 +132,7 @@ _KNOWN = partial(Latest[Any, _Read], _KEPT)
 
 
 def _read(
-    context: DistributedContext, library: Library, spec: ArraySpec, operand: Any, out: Any
+    context: Context, library: Library, spec: ArraySpec, operand: Any, out: Any
 ) -> tuple[_Read, Result | None]:
     result, on_host = None, spec.device == "cpu"
     if on_host and out is not None:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from shardmath.arrays import library_of
-from shardmath.context import DistributedContext
+from shardmath.context import Context
 from shardmath.cuda import stream as streams
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.gpu.blaslt import bindings
@@ -69,7 +69,7 @@ class _Agreed:
 
 
 def tune(
-    context: DistributedContext,
+    context: Context,
     operation: str,
     arguments: Arguments,
     ready: Callable[[], Any],
@@ -93,18 +93,18 @@ def tune(
     one.share.kept["told"] = tuning.told(timed.timings, chosen)
 
 
-def comes_again(context: DistributedContext, share: Share, given: Arguments) -> bool:
+def comes_again(context: Context, share: Share, given: Arguments) -> bool:
     """Whether a call with these arguments has been executed on this rank, and may come again."""
     key = _key(context, share, given)
     return key is not None and _repeats(context).find(key) is not None
 
 
-def _repeats(context: DistributedContext) -> Repeats[_Agreed]:
+def _repeats(context: Context) -> Repeats[_Agreed]:
     found: Repeats[_Agreed] = context.cache("products that come again", Repeats)
     return found
 
 
-def _key(context: DistributedContext, share: Share | None, given: Arguments) -> Hashable | None:
+def _key(context: Context, share: Share | None, given: Arguments) -> Hashable | None:
     """What makes two calls the same on this rank; None for one that cannot come again.
 
     Without a share all that a plan depends on is a part of it. Arrays in host memory are carried to
@@ -180,7 +180,7 @@ class Turn:
 
     def __init__(
         self,
-        context: DistributedContext,
+        context: Context,
         operation: str,
         given: Arguments,
         timed: Algorithms | None = None,
@@ -279,7 +279,7 @@ class Turn:
             return self.results.give(self._context, self.stream)
 
 
-def _again(context: DistributedContext, known: Known[_Agreed], results: Results, on: int) -> None:
+def _again(context: Context, known: Known[_Agreed], results: Results, on: int) -> None:
     """All of it as agreed in an earlier execution, on a stream that may be being captured."""
     agreed, lane = known.agreed, known.lane
     operands = results.operands(agreed.operands, on)
@@ -302,7 +302,7 @@ class _Anew:
 
     def __init__(
         self,
-        context: DistributedContext,
+        context: Context,
         share: Share,
         call_: Call,
         given: Arguments,

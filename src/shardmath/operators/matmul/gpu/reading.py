@@ -11,7 +11,7 @@ from typing import Any
 
 from shardmath.arrays import library_of
 from shardmath.arrays.base import share_memory
-from shardmath.context import DistributedContext
+from shardmath.context import Context
 from shardmath.cuda import stream as streams
 from shardmath.cuda.driver import call
 from shardmath.local.epilog import Extra, requirements
@@ -25,9 +25,8 @@ from shardmath.symmetric.device_array import Blank, DeviceArray, Result
 
 __all__ = ["Results", "made_results", "read_operands"]
 
-_FAST_COMPUTE = frozenset(
-    {74, 75, 77, 78, 79}
-)  # sums that are faster, or slower, and not the usual
+# Sums that are faster, or slower, and not the usual.
+_FAST_COMPUTE = frozenset({74, 75, 77, 78, 79})
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class Results:
         """Where they lie."""
         return self.d.array.address, *(each.array.address for each in self.extras.values())
 
-    def give(self, context: DistributedContext, stream: int) -> Any:
+    def give(self, context: Context, stream: int) -> Any:
         """The user's arrays: D, or (D, outputs of the epilog)."""
         out = self.d.give(context, stream)
         if not self.extras:
@@ -58,9 +57,7 @@ class Results:
         return replace(like, out=self.d.array, outputs=outputs, stream=stream)
 
 
-def made_results(
-    context: DistributedContext, blanks: Mapping[str, Blank], c: Any, stream: int
-) -> Results:
+def made_results(context: Context, blanks: Mapping[str, Blank], c: Any, stream: int) -> Results:
     """New results: D, or c where there is no blank for it, and outputs that are zero where nothing
     will be written. Local. Raises HeapExhausted.
     """
@@ -74,7 +71,7 @@ def made_results(
 
 
 def read_operands(
-    context: DistributedContext,
+    context: Context,
     problem: Problem,
     call_: Call,
     given: Arguments,
@@ -126,7 +123,7 @@ _D = "d"  # no epilog's output has that name
 
 
 def _blanks(
-    context: DistributedContext,
+    context: Context,
     problem: Problem,
     call_: Call,
     given: Arguments,
@@ -157,9 +154,7 @@ def _blanks(
     return found
 
 
-def _scales(
-    context: DistributedContext, problem: Problem, call_: Call, given: Arguments
-) -> Scales | None:
+def _scales(context: Context, problem: Problem, call_: Call, given: Arguments) -> Scales | None:
     """The scales of eight-bit matrices: those of a and b lie as op(A) and op(B)."""
     scaling = problem.scaling
     if scaling is None:
