@@ -195,6 +195,7 @@ def test_small_blocks_of_a_loop_take_turns_where_a_fence_is_dear(heap, meets, fe
     with (
         patch.object(heap.transport, "fence", fence),
         patch.object(type(heap.transport), "drops_at_once", 2),
+        patch.object(heap_module, "_SMALL", MIB),
     ):
         with patch("time.sleep", pass_all_but_the_last):
             places = [turn(100)[0] for _ in range(12)]

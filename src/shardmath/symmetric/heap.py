@@ -29,7 +29,7 @@ from shardmath.transport.base import Fence, Transport
 
 __all__ = ["Block", "Buffer", "Heap", "Location"]
 
-_SMALL = 1 << 20  # bytes of a block that need not be used again at once
+_SMALL = 16 << 20  # bytes of a block that need not be used again at once
 _AHEAD = 1e-3  # seconds that it waits for fences that are due
 _PATIENCE = 0.05  # seconds that an allocation waits for fences before the heap grows
 _LAST_PATIENCE = 2.0  # the same where it cannot grow
