@@ -118,13 +118,34 @@ class DeviceArray:
         )
 
 
-@dataclass(frozen=True)
+_Form = tuple[tuple[int, ...], tuple[int, ...], str, Block | None]  # shape, strides, dtype, block
+
+
 class Result:
     """Where an operator writes, and what it then gives to the user."""
 
-    array: DeviceArray
-    _user: Any = field(repr=False)
-    _host: HostArray | None = field(default=None, repr=False)
+    __slots__ = ("_array", "_host", "_user", "address")
+
+    def __init__(
+        self, address: int, array: DeviceArray | _Form, user: Any, host: HostArray | None = None
+    ) -> None:
+        """`array` is what is there, or what it will be made of if anybody asks."""
+        self.address, self._array, self._user, self._host = address, array, user, host
+
+    @property
+    def array(self) -> DeviceArray:
+        """What is there, for the operator."""
+        if isinstance(self._array, tuple):
+            self._array = DeviceArray(self.address, *self._array)
+        return self._array
+
+    @property
+    def place(self) -> tuple[Any, ...]:
+        """Address, shape, strides and dtype of what is there."""
+        if isinstance(self._array, tuple):
+            return self.address, *self._array[:3]
+        array = self._array
+        return array.address, array.shape, array.strides, array.dtype
 
     def give(self, context: Context, stream: int) -> Any:
         """The user's array. For one in host memory: waits for `stream`, and copies it back."""
@@ -228,11 +249,11 @@ class Blank:
             return _back_to(context, library.empty(shape, dtype, order), order)
         if not self._on_heap:
             array = library.empty(shape, dtype, order, _team(context).device.name)
-            return Result(DeviceArray(library.pointer(array), shape, strides, dtype), array)
+            return Result(library.pointer(array), (shape, strides, dtype, None), array)
         buffer = _allocated(context, self._nbytes)
         block = buffer.block
         array = array_on(buffer, library, dtypes.of(dtype), shape, self._steps)
-        return Result(DeviceArray(block.address, shape, strides, dtype, block), array)
+        return Result(block.address, (shape, strides, dtype, block), array)
 
 
 @lru_cache(maxsize=1024)
@@ -259,7 +280,8 @@ def result_in(context: Context, out: Any) -> Result:
         raise ValueError("out is a lazy conjugate, and the call writes into it")
     if spec.overlaps:
         raise ValueError("out is an expanded view, and the call writes into it")
-    return Result(_placed(context, library, spec, out, "out"), out)
+    array = _placed(context, library, spec, out, "out")
+    return Result(array.address, array, out)
 
 
 def laid_out_alike(context: Context, array: DeviceArray) -> DeviceArray:
@@ -288,7 +310,8 @@ def _block(context: Context, array: DeviceArray, x: Any) -> Block | None:
 def _back_to(context: Context, user: Any, order: Literal["C", "F"]) -> Result:
     host = library_of(user).host_view(user, writable=True)
     dtype = dtypes.of(host.dtype)
-    return Result(_on_heap(context, host.shape, dtype.name, order), user, host)
+    array = _on_heap(context, host.shape, dtype.name, order)
+    return Result(array.address, array, user, host)
 
 
 def _on_heap(

@@ -150,8 +150,7 @@ class Execution:
         fresh = self._fresh
         if self._place is None or (fresh is None and _makes_new(call)):
             return None
-        form = fresh and (fresh.array.address, fresh.array.strides, fresh.array.dtype)
-        return call.seen, self._place, form, self._stream
+        return call.seen, self._place, fresh and fresh.place, self._stream
 
     def _again(self, call: Call, problem: Problem) -> Any:
         """Launch what all ranks launched in an earlier execution."""

@@ -136,6 +136,7 @@ class Matmul(Lifecycle):
             context, Arguments(**operands, **self._fixed, **self._scalars, stream=stream)
         )
         self._plan: Plan | None = None
+        self._kept: Arguments | None = None
         super().__init__(context, operands)
 
     def plan(
@@ -189,7 +190,7 @@ class Matmul(Lifecycle):
 
         `release_workspace` gives the memory that the context keeps for operations back.
         """
-        arguments = self._arguments(stream=stream)
+        arguments = self._whole if stream is None else self._arguments(stream=stream)
 
         def ready() -> Plan:
             self._require_ready()
@@ -263,6 +264,21 @@ class Matmul(Lifecycle):
         call = call_of(self.context, arguments)
         self._require_alike(describe(call))
         return call
+
+    @property
+    def _whole(self) -> Arguments:
+        """The arguments of the next execution, put together once."""
+        if self._kept is None:
+            self._kept = self._arguments()
+        return self._kept
+
+    def _hold(self, **operands: Any) -> None:
+        super()._hold(**operands)
+        self._kept = None
+
+    def _drop(self) -> None:
+        super()._drop()
+        self._kept = None
 
     def _arguments(self, **changes: Any) -> Arguments:
         return Arguments(**{**self._operands, **self._fixed, **self._scalars, **changes})

@@ -199,11 +199,8 @@ def _agreed_copying(
 
 def _key(arrays: DeviceArrays, texts: Sequence[bytes]) -> tuple[Any, ...]:
     """What the addresses and strides of all copies of this rank follow from."""
-    operand = arrays.operand
-    if arrays.result is None:
-        return (*texts, operand.address, operand.strides)
-    result = arrays.result.array
-    return (*texts, operand.address, operand.strides, result.address, result.strides)
+    operand, result = arrays.operand, arrays.result
+    return (*texts, operand.address, operand.strides, result and result.place)
 
 
 # -- this rank's copies ----------------------------------------------------------------------------

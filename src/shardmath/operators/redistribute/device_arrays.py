@@ -54,7 +54,8 @@ class DeviceArrays:
         spec = library.spec(operand) if found is None else found.spec
         self.stream = stream_of(context, spec, stream)
         if found is not None:
-            self.result = None if found.target is None else Result(found.target, out)
+            target = found.target
+            self.result = None if target is None else Result(target.address, target, out)
         else:
             found, self.result = _read(context, library, spec, operand, out)
             if key is not None:
@@ -82,13 +83,11 @@ class DeviceArrays:
 
     def note(self, staging: bytes) -> bytes:
         """What this rank says of this execution. `staging` is packed, b"" where there is none."""
-        target = None if self.result is None else self.result.array
-        place = None if target is None else target.address
-        return self._read.notes.made(
-            (place, staging, self._made), lambda: self._note(target, staging)
-        )
+        place = None if self.result is None else self.result.address
+        return self._read.notes.made((place, staging, self._made), lambda: self._note(staging))
 
-    def _note(self, target: DeviceArray | None, staging: bytes) -> bytes:
+    def _note(self, staging: bytes) -> bytes:
+        target = None if self.result is None else self.result.array
         return Note.packed(
             self.operand.told,
             b"" if target is None else target.told,

@@ -42,7 +42,7 @@ class Results:
     @property
     def place(self) -> tuple[int, ...]:
         """Where they lie."""
-        return self.d.array.address, *(each.array.address for each in self.extras.values())
+        return self.d.address, *(each.address for each in self.extras.values())
 
     def give(self, context: Context, stream: int) -> Any:
         """The user's arrays: D, or (D, outputs of the epilog)."""
