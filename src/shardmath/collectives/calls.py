@@ -22,7 +22,7 @@ from shardmath.collectives.performing import Call, said_of
 from shardmath.context import Context
 from shardmath.cuda import stream as streams
 from shardmath.latest import Latest
-from shardmath.planning import agree_plan
+from shardmath.planning import Said, agree_plan
 
 __all__ = ["perform_on_device"]
 
@@ -119,7 +119,7 @@ class _Known:
     """
 
     specs: tuple[ArraySpec, ArraySpec | None]
-    said: Hashable
+    said: Said
     plan: Any
     put: Put
     shape: tuple[int, ...]
@@ -136,9 +136,11 @@ class _Known:
             return None
         if (put.source, put.target) != (look.source, look.library.pointer(result)):
             return None
-        return cls((look.spec, look.into), said, plan, put, spec.shape, spec.dtype, spec.nbytes)
+        return cls(
+            (look.spec, look.into), Said(said), plan, put, spec.shape, spec.dtype, spec.nbytes
+        )
 
-    def describe(self) -> tuple[Hashable, bytes]:
+    def describe(self) -> tuple[Said, bytes]:
         """For agreement."""
         return self.said, b""
 
