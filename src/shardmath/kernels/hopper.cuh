@@ -46,15 +46,6 @@ __device__ inline void load_box(u32 to, const TensorMap* from, u32 x, u32 y, u32
         "l"(from), "r"(x), "r"(y), "r"(bar)
         : "memory");
 }
-__device__ inline void store_box(const TensorMap* to, u32 x, u32 y, u32 from) {
-    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(to), "r"(x),
-                 "r"(y), "r"(from)
-                 : "memory");
-}
-__device__ inline void stores_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-__device__ inline void all_but_last_store_has_read() {
-    asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");
-}
 __device__ inline void load_bulk(u32 to, const void* from, u32 nbytes, u32 bar) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),

@@ -25,7 +25,7 @@ struct Step {
 constexpr u32 kOwn = 1u << 31;
 
 struct PanelsArgument {
-    TensorMap panel_a, panel_b, own_a, own_b, c;
+    TensorMap panel_a, panel_b, own_a, own_b;
     Team team;
     const u64* come;  // how many steps, by word
     const Step* steps;
@@ -106,8 +106,9 @@ __device__ inline u32 steps_of_all_work(const PanelsArgument& a) {
 // -- loading -------------------------------------------------------------------------------------------
 
 // One thread: for each step of each tile of this block, wait until it is here and its stage is empty, and load it.
-template <u32 kRows, u32 kWidth, u32 kStages, class Load>
-__device__ inline void load_tiles(const PanelsArgument& a, u32 empty, u32 block, Load load_stage) {
+// After its last one `end(work, number)` is called; `number` counts stages.
+template <u32 kRows, u32 kWidth, u32 kStages, class Load, class End>
+__device__ inline void load_tiles(const PanelsArgument& a, u32 empty, u32 block, Load load_stage, End end) {
     u32 number = 0, region = ~0u, here = 0;
     for (Work work = first_work(a); work.unit < a.units; work = next_work(a, work)) {
         const Tile tile = locate<kRows, kWidth>(a, work.unit, block);
@@ -123,6 +124,7 @@ __device__ inline void load_tiles(const PanelsArgument& a, u32 empty, u32 block,
             bar_wait(empty + 8 * stage, (number / kStages & 1) ^ 1);
             load_stage(tile, at, stage);
         }
+        end(work, number);
     }
 }
 
