@@ -247,10 +247,9 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     if (threadIdx.x < 128) {
         give_registers<40>();
         if (threadIdx.x == 0)
-            load_tiles<kRows, kWidth, kStages>(
-                a, s.empty, block,
-                [&](const Tile& tile, Step at, u32 stage) { load_stage(a, s, tile, at, stage, block); },
-                [](const Work&, u32) {});
+            load_tiles<kRows, kWidth, kStages>(a, s.empty, block, [&](const Tile& tile, Step at, u32 stage) {
+                load_stage(a, s, tile, at, stage, block);
+            });
     } else {
         take_registers<232>();
         multiply_tiles(a, s, block, threadIdx.x - 128);

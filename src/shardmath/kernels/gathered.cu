@@ -25,8 +25,7 @@ struct GatheredArgument {
     char* out;        // C
     u64 pitch;        // bytes from one row, or column, to the next
     u32 parts, units, steps, columns;
-    u32 chunk;        // steps of k that come at once
-    u32 unused;
+    u32 chunk, chunks;  // steps of k that come at once; how many times
     Rows rows[kRanks];
     u32 start[kRanks];  // in C
 
@@ -45,79 +44,70 @@ __device__ inline void prefetch(const TensorMap* map) {
 
 // -- the walk ------------------------------------------------------------------------------------------
 
-__device__ inline Tile locate(const GatheredArgument& a, u32 unit, u32 block) {
+__device__ inline u32 part_of(const GatheredArgument& a, u32 unit) {
     u32 part = 0;
     while (part + 1 < a.parts && unit >= a.rows[part + 1].first) ++part;
+    return part;
+}
+
+__device__ inline Tile locate(const GatheredArgument& a, u32 unit, u32 block) {
+    const u32 part = part_of(a, unit);
     const Rows& rows = a.rows[part];
     const Unit at(unit - rows.first, rows.heights, (a.columns + kWidth - 1) / kWidth);
     return {part, (at.height * kCluster + block) * kRows, at.column * kWidth};
 }
 
-// How many chunks of a rank's rows are here, `chunk` among them. Rows that have not come in time are multiplied as
-// they lie: the host knows, and raises.
-__device__ inline u32 chunks_here(const GatheredArgument& a, u32 src, u32 chunk, u64 launch) {
-    const u64* const words = a.own().arrived[src];
-    wait(a.team, words + chunk, launch, src, kShard, src);
-    u64 seen[kChunks];
-#pragma unroll
-    for (u32 i = 0; i < kChunks; ++i) seen[i] = load_relaxed(words + i);
-    fence();
-    fence_async();
-    u32 here = chunk + 1;
-#pragma unroll
-    for (u32 i = 0; i < kChunks; ++i) here += i == here && seen[i] >= launch;
-    return here;
+// One thread: counts the chunks that are here of the parts that this block multiplies, in its order. To look into
+// words that others write takes longer than a step; the thread that loads asks this one. Rows that have not come in
+// time are multiplied as they lie: the host knows, and raises.
+__device__ inline void watch(const GatheredArgument& a, const Shared& s) {
+    const u64 launch = a.own().launches + 1;
+    u32 part = ~0u, seen = 0;
+    for (u32 unit = blockIdx.x / kCluster; unit < a.units; unit += gridDim.x / kCluster) {
+        if (part == part_of(a, unit)) continue;
+        part = part_of(a, unit);
+        const u32 src = a.rows[part].src;
+        for (u32 chunk = 0; chunk < a.chunks; ++chunk) {
+            if (src != a.team.rank) wait(a.team, &a.own().arrived[src][chunk], launch, src, kShard, src);
+            tell(s.seen, ++seen);
+        }
+    }
 }
 
 // One thread.
 __device__ inline void load_tiles(const GatheredArgument& a, const Shared& s, u32 block) {
-    const u64 launch = a.own().launches + 1;
-    u32 number = 0, part = ~0u, here = 0;  // steps of the part that are here
+    u32 number = 0, part = ~0u, before = 0, here = 0;  // chunks of the parts before; steps of this one that are here
     for (u32 unit = blockIdx.x / kCluster; unit < a.units; unit += gridDim.x / kCluster) {
         const Tile tile = locate(a, unit, block);
-        const u32 src = a.rows[tile.part].src;
-        if (tile.part != part) part = tile.part, here = src == a.team.rank ? a.steps : 0;
+        if (part != ~0u && part != tile.part) before += a.chunks, here = 0;
+        part = tile.part;
         for (u32 step = 0; step < a.steps; ++step, ++number) {
-            if (step >= here) here = a.chunk * chunks_here(a, src, step / a.chunk, launch);
+            if (step >= here) {
+                while (here <= step) here = (max(told(s.seen), before) - before) * a.chunk;
+                fence_async();
+            }
             const u32 stage = number % kStages;
             bar_wait(s.empty + 8 * stage, (number / kStages & 1) ^ 1);
             const u32 k = step * kDepth;
             load_stage(s, stage, block, {&a.a[tile.part], &a.b, tile.row, tile.column, k, k});
         }
-        leave_gap(s, number);
     }
 }
 
 // -- what the other warps do ---------------------------------------------------------------------------
 
-__device__ inline Target target(const GatheredArgument& a, const Tile& tile) {
-    return {a.out, a.pitch, a.start[tile.part] + a.rows[tile.part].rows, a.columns};
-}
-
-__device__ inline void store_tiles(const GatheredArgument& a, const Shared& s, u32 block) {
-    u32 number = 0, count = 0;
-    for (u32 unit = blockIdx.x / kCluster; unit < a.units; unit += gridDim.x / kCluster) {
-        const Tile tile = locate(a, unit, block);
-        number += a.steps;
-        store_tile(s, target(a, tile), a.start[tile.part] + tile.row, tile.column, number, count);
-    }
-}
-
 __device__ inline void multiply_tiles(const GatheredArgument& a, const Shared& s, u32 block, u32 group) {
     float d[kWidth / 2];
-    u32 number = 0, count = 0;
+    u32 number = 0;
     for (u32 unit = blockIdx.x / kCluster; unit < a.units; unit += gridDim.x / kCluster) {
         if (a.steps == 0) {
 #pragma unroll
             for (u32 j = 0; j < kWidth / 2; ++j) d[j] = 0;
         }
         multiply_steps(d, s, group, 0, a.steps, number);
-        if (ALIGNED) {
-            pack_tile(s, group, number, count, d);
-        } else {
-            const Tile tile = locate(a, unit, block);
-            store_elements(target(a, tile), a.start[tile.part] + tile.row, tile.column, group, d);
-        }
+        const Tile tile = locate(a, unit, block);
+        const u32 start = a.start[tile.part], end = start + a.rows[tile.part].rows;
+        store_tile({a.out, a.pitch, end, a.columns}, start + tile.row, tile.column, group, d);
     }
 }
 

@@ -36,6 +36,16 @@ __device__ inline void bars_visible() {  // to the copies, after bar_init
     asm volatile("fence.mbarrier_init.release.cluster;\n\tfence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// A word in shared memory by which one thread tells another what it has seen.
+__device__ inline void tell(u32 word, u32 value) {
+    asm volatile("st.release.cta.shared::cta.u32 [%0], %1;" ::"r"(word), "r"(value) : "memory");
+}
+__device__ inline u32 told(u32 word) {
+    u32 value;
+    asm volatile("ld.acquire.cta.shared::cta.u32 %0, [%1];" : "=r"(value) : "r"(word) : "memory");
+    return value;
+}
+
 // -- copies --------------------------------------------------------------------------------------------
 
 // The box of a matrix whose first element is (x along the contiguous axis, y): zeros beyond its edges.

@@ -2,7 +2,7 @@
 //
 // Compiled as tiles.cuh says, with REGIONS. Tiles are walked region by region, as panels.cuh says:
 //
-//     warp 0: waits until panels are here, loads boxes of A and B  ->  8 warps: multiply  ->  warp 1: stores
+//     warp 0: waits until panels are here, loads boxes of A and B  ->  8 warps: multiply, round, store
 #include "panels.cuh"
 #include "tiles.cuh"
 
@@ -10,43 +10,25 @@ namespace shardmath {  // where run_block looks for what a kernel does
 
 // -- loading -------------------------------------------------------------------------------------------
 
-// A block that does not have all sums of a tile stores nothing of it.
-__device__ inline bool stores(const Work& work) { return work.first == 0; }
-
 __device__ inline void load_tiles(const PanelsArgument& a, const Shared& s, u32 block) {
-    const auto load = [&](const Tile& tile, Step at, u32 stage) {
+    load_tiles<kRows, kWidth, kStages>(a, s.empty, block, [&](const Tile& tile, Step at, u32 stage) {
         const u32 k_of_a = at.a & ~kOwn, k_of_b = at.b & ~kOwn;
         load_stage(s, stage, block, {a.map_a(at), a.map_b(at), tile.row, tile.column, k_of_a, k_of_b});
-    };
-    load_tiles<kRows, kWidth, kStages>(a, s.empty, block, load, [&](const Work& work, u32& number) {
-        if (stores(work)) leave_gap(s, number);
     });
 }
 
-// -- what the other warps do ---------------------------------------------------------------------------
+__device__ inline void watch(const PanelsArgument&, const Shared&) {}
 
-__device__ inline void store_tiles(const PanelsArgument& a, const Shared& s, u32 block) {
-    u32 number = 0, count = 0;
-    for (Work work = first_work(a); work.unit < a.units; work = next_work(a, work)) {
-        number += work.last - work.first;
-        if (!stores(work)) continue;
-        const Tile tile = locate<kRows, kWidth>(a, work.unit, block);
-        store_tile(s, {a.out, a.pitch, a.rows, a.columns}, tile.row, tile.column, number, count);
-    }
-}
+// -- what the other warps do ---------------------------------------------------------------------------
 
 __device__ inline void multiply_tiles(const PanelsArgument& a, const Shared& s, u32 block, u32 group) {
     float d[kWidth / 2];
-    u32 number = 0, count = 0;
+    u32 number = 0;
     for (Work work = first_work(a); work.unit < a.units; work = next_work(a, work)) {
         multiply_steps(d, s, group, work.first, work.last, number);
         if (!completes(a, d, work, threadIdx.x - kGroup)) continue;
-        if (ALIGNED) {
-            pack_tile(s, group, number, count, d);
-        } else {
-            const Tile tile = locate<kRows, kWidth>(a, work.unit, block);
-            store_elements({a.out, a.pitch, a.rows, a.columns}, tile.row, tile.column, group, d);
-        }
+        const Tile tile = locate<kRows, kWidth>(a, work.unit, block);
+        store_tile({a.out, a.pitch, a.rows, a.columns}, tile.row, tile.column, group, d);
     }
 }
 

@@ -106,9 +106,8 @@ __device__ inline u32 steps_of_all_work(const PanelsArgument& a) {
 // -- loading -------------------------------------------------------------------------------------------
 
 // One thread: for each step of each tile of this block, wait until it is here and its stage is empty, and load it.
-// After its last one `end(work, number)` is called; `number` counts stages.
-template <u32 kRows, u32 kWidth, u32 kStages, class Load, class End>
-__device__ inline void load_tiles(const PanelsArgument& a, u32 empty, u32 block, Load load_stage, End end) {
+template <u32 kRows, u32 kWidth, u32 kStages, class Load>
+__device__ inline void load_tiles(const PanelsArgument& a, u32 empty, u32 block, Load load_stage) {
     u32 number = 0, region = ~0u, here = 0;
     for (Work work = first_work(a); work.unit < a.units; work = next_work(a, work)) {
         const Tile tile = locate<kRows, kWidth>(a, work.unit, block);
@@ -124,7 +123,6 @@ __device__ inline void load_tiles(const PanelsArgument& a, u32 empty, u32 block,
             bar_wait(empty + 8 * stage, (number / kStages & 1) ^ 1);
             load_stage(tile, at, stage);
         }
-        end(work, number);
     }
 }
 

@@ -154,7 +154,7 @@ class AllGatherGemm:
             units += heights * tiling.across(problem.columns)
         starts = [problem.starts[src] for src in arrivals]
         counts = [len(arrivals), units, -(-problem.depth // DEPTH), problem.columns]
-        counts += [problem.chunk, 0]
+        counts += [problem.chunk, len(problem.chunks)]
         packed = b"".join(maps) + self.team.packed()
         packed += struct.pack(f"{size}Q", *self._room.bases)
         packed += struct.pack("QQ6I", result, 2 * pitch, *counts)
@@ -198,7 +198,7 @@ def product_kernel(
         f"STAGES={tiling.stages}",
         f"ALIGNED={aligned:d}",
     )
-    shared = tiling.shared_bytes(b_along_k=b_along_k, c_along_n=problem.out == "C")
+    shared = tiling.shared_bytes(b_along_k=b_along_k)
     return team.kernel("gathered", "gathered", defines, shared=shared, features="a")
 
 

@@ -40,7 +40,6 @@ _DTYPES = ("float16", "bfloat16")
 _MOST_RANKS = 64  # whose maps fit in a kernel's argument
 _LINE = 128  # bytes
 _SHARED_BYTES = 226 << 10  # that a block may have, less what the barriers need
-_BEHIND = 21 << 10  # of these, at most, behind the stages
 
 
 @dataclass(frozen=True)
@@ -165,14 +164,10 @@ class Tiling:
         """Tiles next to each other."""
         return -(-columns // self.width)
 
-    def shared_bytes(self, *, b_along_k: bool, c_along_n: bool = True) -> int:
-        """Of shared memory, as tiles.cuh lays it out: stages, and the lines of a tile of C that do
-        not fit into one.
-        """
-        stage = (TILE_ROWS + (self.width if b_along_k else _rounded(self.width, 64))) * DEPTH * 2
-        lines = (TILE_ROWS, self.width) if c_along_n else (self.width, TILE_ROWS)
-        line = 2 * lines[1] + ALIGNMENT
-        return 1024 + self.stages * stage + max(0, lines[0] - stage // line) * line
+    def shared_bytes(self, *, b_along_k: bool) -> int:
+        """Of shared memory, as gathered.cu lays it out."""
+        b = self.width if b_along_k else _rounded(self.width, 64)
+        return 1024 + self.stages * (TILE_ROWS + b) * DEPTH * 2
 
 
 def choose_tiling(problem: GatheredProduct, rank: int, processors: int) -> Tiling:
@@ -253,9 +248,7 @@ _GATHER_BANDWIDTH = 320e9
 
 def _stages(width: int) -> int:
     """As many as fit into the shared memory of a multiprocessor, at most 6."""
-    return min(
-        6, (_SHARED_BYTES - 1024 - _BEHIND) // ((TILE_ROWS + _rounded(width, 64)) * DEPTH * 2)
-    )
+    return min(6, (_SHARED_BYTES - 1024) // ((TILE_ROWS + _rounded(width, 64)) * DEPTH * 2))
 
 
 def _with_even_blocks(tiling: Tiling, problem: GatheredProduct) -> Tiling:
