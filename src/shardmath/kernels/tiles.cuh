@@ -58,6 +58,13 @@ __device__ inline void load_stage(const Shared& s, u32 stage, u32 block, const B
     }
 }
 
+// The lower group waits for the upper one to begin its last step of a tile, when it has itself as many steps left
+// as can be loaded: then either stores its half of the tile while the other multiplies.
+constexpr u32 kLead = kStages - 1;
+
+__device__ inline void upper_has_begun() { asm volatile("bar.arrive 1, %0;" ::"n"(2 * kGroup) : "memory"); }
+__device__ inline void await_upper() { asm volatile("bar.sync 1, %0;" ::"n"(2 * kGroup) : "memory"); }
+
 // Multiply steps `first` to before `last` of a tile, which are loaded, one stage each; `number` counts all steps of
 // this block. d holds the sums of the group's 64 rows as widths.cuh says. By four warps.
 __device__ inline void multiply_steps(float (&d)[kWidth / 2], const Shared& s, u32 group, u32 first, u32 last,
@@ -65,6 +72,7 @@ __device__ inline void multiply_steps(float (&d)[kWidth / 2], const Shared& s, u
 #pragma unroll 1  // else the body is copied for the first step, and again
     for (u32 step = first; step < last; ++step, ++number) {
         const u32 stage = number % kStages;
+        if (group == 1 && step + kLead == last) await_upper();
         bar_wait(s.full + 8 * stage, number / kStages & 1);
         products_begin();
 #pragma unroll
@@ -78,6 +86,7 @@ __device__ inline void multiply_steps(float (&d)[kWidth / 2], const Shared& s, u
         products_wait<1>();  // the step before has been multiplied
         if (step > first) release(s.empty, (number - 1) % kStages);
     }
+    if (group == 0 && first + kLead <= last) upper_has_begun();
     products_wait<0>();
     if (first < last) release(s.empty, (number - 1) % kStages);
 }
