@@ -247,7 +247,8 @@ class Arriving:
             of_kind: tuple[str, ...] = (f"PAIRS={aligned:d}",)
         else:
             names = f"ELEMENT={out.dtype.capitalize()}", f"WIDTH={tiling.width}"
-            of_kind = (*names, "C_ALONG_N=1", f"ALIGNED={aligned:d}")
+            whole = aligned and out.itemsize * out.columns % ALIGNMENT == 0
+            of_kind = (*names, "C_ALONG_N=1", f"ALIGNED={whole:d}")
         defines = (
             f"A_ALONG_K={left.along_k:d}",
             f"B_ALONG_K={right.along_k:d}",
