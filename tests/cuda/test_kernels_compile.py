@@ -40,13 +40,21 @@ CASES = [
     ("fold", (*RANKS, "ELEMENT=float16", "OPERATION=sum"), "sm_90"),
     (
         "gathered",
-        (*RANKS, *PRODUCT, "ELEMENT=Bfloat16", "C_ALONG_N=1", "WIDTH=224", "BOXES=1"),
+        (*RANKS, *PRODUCT, "ELEMENT=Bfloat16", "C_ALONG_N=0", "WIDTH=224", "ALIGNED=1"),
         "sm_90a",
     ),
     ("handing", RANKS, "sm_90"),
     (
         "paneled",
-        (*RANKS, *PRODUCT, "ELEMENT=Float16", "WIDTH=256", "BOXES=1", "REGIONS=36"),
+        (
+            *RANKS,
+            *PRODUCT,
+            "ELEMENT=Float16",
+            "WIDTH=256",
+            "C_ALONG_N=1",
+            "ALIGNED=1",
+            "REGIONS=36",
+        ),
         "sm_90a",
     ),
     ("pipeline", (*RANKS, *PUSH), "sm_90"),
