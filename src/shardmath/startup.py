@@ -15,7 +15,7 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 from shardmath import agreement, current
-from shardmath.config import Settings
+from shardmath.config import Settings, warn_of_unknown
 from shardmath.context import Context, current_context, open_contexts
 from shardmath.distributed_context import DistributedContext
 from shardmath.errors import OpTimeout, RankFailure
@@ -136,8 +136,12 @@ def _ordinal(device_id: object, backends: Sequence[str] | None) -> int | None:
 
 
 def _watch_process() -> None:
-    """Once per process: leave at exit, and keep a forked child from using the parent's contexts."""
+    """Once per process: leave at exit, and keep a forked child from using the parent's contexts.
+
+    And warn of variables that mean nothing.
+    """
     if not _watching:
+        warn_of_unknown()
         _watching.append(True)
         atexit.register(_at_exit)
         os.register_at_fork(after_in_child=_in_forked_child)

@@ -87,7 +87,11 @@ OUTLINES = {
     "real, X to Y": (problem(Slab.X, Slab.Y, kind="R2C"), [(2, 1), "-> (1,)", (0,)]),
     "real, last axis split": (
         problem(Slab.Z, Slab.Z, kind="R2C"),
-        ["-> (0,)", (2, 1), "-> (2,)", (0,)],
+        ["-> (1,)", (2, 0), "-> (2,)", (1,)],
+    ),
+    "real X to X: real elements move first, at half the bytes": (
+        problem(Slab.X, Slab.X, kind="R2C"),
+        ["-> (1,)", (2, 0), "-> (0,)", (1,)],
     ),
     "real back is the same list reversed": (
         problem(Slab.Y, Slab.X, kind="C2R"),

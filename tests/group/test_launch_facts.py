@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from shardmath.config import Settings
+from shardmath.config import Settings, warn_of_unknown
 from shardmath.errors import BackendUnavailable, BootstrapError, RankFailure
 from shardmath.group import (
     LaunchFacts,
@@ -235,7 +237,25 @@ def test_a_limit_is_a_finite_number_of_seconds(text):
 )
 def test_an_unknown_variable_is_warned_of_at_the_users_line(name, hint):
     with pytest.warns(UserWarning, match="unknown variable") as caught:
-        assert Settings.from_environment({name: "3", "OTHER": "4"}) == Settings()
+        warn_of_unknown({name: "3", "OTHER": "4", "SHARDMATH_TIMEOUT": "5"})
     (warning,) = caught
     assert str(warning.message) == f"unknown variable {name}{hint}"
     assert warning.filename == __file__
+
+
+def test_an_unknown_variable_is_warned_of_once(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import shardmath\n"
+        "for _ in range(2):\n"
+        "    shardmath.initialize('cpu')\n"
+        "    shardmath.finalize()\n"
+    )
+    folders = os.pathsep.join(sys.path)
+    said = subprocess.run(
+        [sys.executable, program],
+        env={**os.environ, "SHARDMATH_TIMEOU": "3", "PYTHONPATH": folders},
+        capture_output=True, text=True, check=True, timeout=60,
+    ).stderr  # fmt: skip
+    assert said.count("unknown variable SHARDMATH_TIMEOU") == 1
+    assert "program.py:3" in said
