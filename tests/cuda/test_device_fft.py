@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).parent.parent / "fft"))
 
 import fft_cases
-from visible import GPUS, gpu_of
+from visible import GPUS, RANKS, gpu_of
 
 from arrangements import part_of
 from shardmath.arrays import library_named, library_of
@@ -276,6 +276,15 @@ CHUNKS = [
 def test_chunks(gpus, size):
     found = gpus.run(check_chunks, CHUNKS, ranks=size, timeout=50)
     assert found == [[]] * size, "\n".join(text for texts in found for text in texts)
+
+
+@pytest.mark.parametrize("ranks", [5, 6, 7])
+def test_chunks_of_other_numbers_of_ranks(gpus, ranks):
+    """What pushes has no neighbours there: its blocks are no multiple of a cluster."""
+    if ranks > RANKS:
+        pytest.skip(f"there are {RANKS} ranks with GPUs")
+    found = gpus.run(check_chunks, CHUNKS, ranks=ranks, timeout=50)
+    assert found == [[]] * ranks, "\n".join(text for texts in found for text in texts)
 
 
 def check_life(context, library):
