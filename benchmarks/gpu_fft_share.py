@@ -30,6 +30,7 @@ from shardmath.operators.fft.local_steps import Fourier, packed
 from shardmath.operators.fft.pipeline import Pipeline
 from shardmath.operators.fft.problem import check, describe
 from shardmath.operators.fft.strategy import GPUS, choose
+from shardmath.operators.lanes import LANES, Lane
 
 CASES = [
     *itertools.product((256, 512), ("complex64", "float32"), (False, True)),
@@ -148,7 +149,7 @@ class Share:
             ranks.context,
             way,
             self.addresses,
-            lambda on: team.barrier(int(on), channel=60),
+            Lane.numbered(ranks.context, LANES - 1),
             True,
             stream,
             self.shared,

@@ -200,10 +200,11 @@ def check_chunks(context, cases):
 
     import shardmath
     from shardmath.distribution import Slab
-    from shardmath.operators.fft import pipeline
+    from shardmath.operators.fft import cutting
 
     use(context)
-    pipeline._CUTS = tuple((n, pipeline.Cuts(*cuts)) for n, cuts in SMALL_CUTS)
+    small = tuple((n, cutting.Cuts(*cuts)) for n, cuts in SMALL_CUTS)
+    cutting._CUTS = cutting._CUTS_APART = small
     rank, size = context.rank, context.size
     wrong = []
     for name, shape, kind, dtype, one, two, norm, heap in cases:

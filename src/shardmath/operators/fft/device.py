@@ -184,8 +184,8 @@ class Execution:
         return result
 
     def _launch(self, problem: Problem, way: Way, addresses: Mapping[str, int]) -> Launch:
-        barrier = self._lane.barrier
-        return Launch(self._context, way, addresses, barrier, problem.direction < 0, self._stream)
+        forward = problem.direction < 0
+        return Launch(self._context, way, addresses, self._lane, forward, self._stream)
 
     # -- memory ------------------------------------------------------------------------------------
 
@@ -288,8 +288,13 @@ class Execution:
             "operand": self._operand.address,
             "result": self._result.array.address,
         }
-        for place, nbytes in self._way.program.places.items():
-            self._addresses[place] = self._lane.buffer(f"fft {place}", nbytes).block.address
+        program = self._way.program
+        for place, nbytes in program.places.items():
+            name = f"fft {place}"
+            if place in program.on_heap:
+                self._addresses[place] = self._lane.buffer(name, nbytes).block.address
+            else:
+                self._addresses[place] = self._lane.private(name, nbytes)
 
     def _tell(self) -> Told:
         """(segment, offset, first byte, bytes, strides) of every shared place."""

@@ -36,17 +36,19 @@ from shardmath.redistribution import TransferPlan
 from shardmath.redistribution.delivery import Delivery
 
 __all__ = [
-    "ROOM",
+    "ROOMS",
+    "Arrived",
     "Delivered",
     "Exchange",
     "Program",
     "Stage",
+    "parcel_axes",
     "programmed",
     "sizes_of",
     "stages",
 ]
 
-ROOM = "room"  # the place into which parts of peers' outboxes are fetched
+ROOMS = 2  # places into which parts of peers' outboxes are fetched, in turn
 
 
 Verb = Literal["push", "pull", "deliver"]
@@ -156,6 +158,9 @@ class Delivered:
     All ranks wait for each other once, before reading what peers wrote. That the outbox is no
     longer read, the wait of the next delivery says, whose outbox is another; one that `closes` says
     it itself, before reusing what a peer may still read.
+
+    `number` is None where the steps after it wait for it. Otherwise it goes on beside them, after
+    the one before it; they wait by an `Arrived` of that number.
     """
 
     own: View
@@ -163,21 +168,38 @@ class Delivered:
     outbox: str
     delivery: Delivery
     closes: bool
+    number: int | None = None
+
+    @property
+    def room(self) -> str:
+        """The place into which parts are fetched."""
+        return f"room {(self.number or 0) % ROOMS}"
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The bytes of the outbox, and of the place into which parts are fetched."""
-        return {self.outbox: self.delivery.outbox.nbytes, ROOM: self.delivery.room}
+        """The bytes of the outbox, and of the room."""
+        return {self.outbox: self.delivery.outbox.nbytes, self.room: self.delivery.room}
 
     def __str__(self) -> str:
-        return f"deliver {self.own} to {self.into}"
+        beside = "" if self.number is None else f" beside what follows, number {self.number}"
+        return f"deliver {self.own} to {self.into}{beside}"
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """What follows waits for the delivery of that number, and all before it."""
+
+    number: int
+
+    def __str__(self) -> str:
+        return f"wait for delivery {self.number}"
 
 
 @dataclass(frozen=True)
 class Program:
     """What one rank does, in order. `shared` are the places that peers reach."""
 
-    steps: tuple[LocalStep | Exchange | Delivered, ...]
+    steps: tuple[LocalStep | Exchange | Delivered | Arrived, ...]
     shared: tuple[str, ...]
 
     @cached_property
@@ -195,9 +217,16 @@ class Program:
         return sizes | sizes_of(self.local, views)
 
     @cached_property
+    def on_heap(self) -> frozenset[str]:
+        """The places in memory that peers, or what fetches from them, reach."""
+        rooms = (step.room for step in self.steps if isinstance(step, Delivered))
+        return frozenset((*self.shared, *rooms))
+
+    @cached_property
     def local(self) -> tuple[LocalStep, ...]:
-        """All steps but the exchanges."""
-        return tuple(step for step in self.steps if not isinstance(step, (Exchange, Delivered)))
+        """All steps but the exchanges, and the waits for them."""
+        others = Exchange, Delivered, Arrived
+        return tuple(step for step in self.steps if not isinstance(step, others))
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.steps))
@@ -232,7 +261,7 @@ def programmed(
     `overlap`: writing the result may change the operand; `same`: element by element, in its place.
     `hosts` are the numbers of all ranks' hosts, for stages that deliver.
     """
-    steps: list[LocalStep | Exchange | Delivered] = []
+    steps: list[LocalStep | Exchange | Delivered | Arrived] = []
     shared: list[str] = []
     array, opens = operand, True
     delivered = sum(stage.verb == "deliver" for stage in found)
@@ -275,9 +304,14 @@ def programmed(
 
 
 def _delivery(stage: Stage, problem: Problem, rank: int, hosts: tuple[int, ...]) -> Delivery:
-    axes = tuple(range(stage.layout.ndim))
     transfer = TransferPlan(stage.layout, stage.result, dtypes.of(stage.dtype).itemsize)
-    return Delivery(transfer, rank, hosts, axes if problem.order == "C" else axes[::-1])
+    return Delivery(transfer, rank, hosts, parcel_axes(problem))
+
+
+def parcel_axes(problem: Problem) -> tuple[int, ...]:
+    """The axes of parcels, the slowest first: as they are in the results."""
+    axes = tuple(range(problem.source.ndim))
+    return axes if problem.order == "C" else axes[::-1]
 
 
 def _at(place: str, stage: Stage, problem: Problem, rank: int, *, before: bool = False) -> View:

@@ -15,8 +15,10 @@ from shardmath.cuda.device import Device
 from shardmath.geometry import moves
 from shardmath.latest import Latest
 from shardmath.operators.fft.beside import PushTables
+from shardmath.operators.fft.cutting import Cuts, cuts_for
+from shardmath.operators.fft.far_pipeline import far_pipelined
 from shardmath.operators.fft.local_steps import Copy, LocalStep, View, packed
-from shardmath.operators.fft.pipeline import Cuts, Pipeline, cuts_for, pipelined
+from shardmath.operators.fft.pipeline import Pipeline, pipelined
 from shardmath.operators.fft.problem import Problem
 from shardmath.operators.fft.stages import Exchange, Program, Stage, programmed, stages
 from shardmath.operators.fft.strategy import Strategy
@@ -64,7 +66,7 @@ class DevicePlan:
     @property
     def cuts(self) -> Cuts | None:
         """How exchanges run beside transforms; None where they come one after the other."""
-        return cuts_for(self.problem) if CHUNKS and not self.apart else None
+        return cuts_for(self.problem, apart=self.apart) if CHUNKS else None
 
     def explain(self) -> str:
         """The strategy, and its stages."""
@@ -121,7 +123,15 @@ def make_way(
     """What a rank does for these arrays: in chunks, if all ranks can, or one step after another."""
     reachable, packed_results = reach
     problem = plan.problem
-    if plan.cuts is not None:
+    if plan.apart:
+        made = None
+        if plan.cuts is not None:
+            made = far_pipelined(
+                plan.delivered, problem, rank, plan.hosts, plan.cuts, operand=operand, result=result
+            )
+        if made is not None:
+            return Way(device, made)
+    elif plan.cuts is not None:
         found, last = list(plan.pushed), list[LocalStep]()
         if len(found) == 4 and not packed_results:
             # Through one more landing, of which the result is a copy.
