@@ -24,19 +24,27 @@ from shardmath.geometry import decode, moves
 from shardmath.local.batches import Strided, batches
 from shardmath.operators.fft.cutting import Cuts, rising
 from shardmath.operators.fft.far_pipeline import far_pipelined
-from shardmath.operators.fft.local_steps import Convert, Copy, Fourier, View, local_steps, packed
+from shardmath.operators.fft.local_steps import (
+    Convert,
+    Copy,
+    Fourier,
+    Scale,
+    View,
+    local_steps,
+    packed,
+)
 from shardmath.operators.fft.options import FFTDirection, FFTOptions
 from shardmath.operators.fft.pipeline import pipelined
 from shardmath.operators.fft.problem import check, describe
-from shardmath.operators.fft.stages import (
+from shardmath.operators.fft.program import (
     ROOMS,
     Arrived,
     Delivered,
+    Ends,
     Exchange,
-    Scale,
     programmed,
-    stages,
 )
+from shardmath.operators.fft.stages import stages
 from shardmath.operators.fft.strategy import GPUS, GPUS_APART, choose
 
 COMPLEX = {4: np.complex64, 8: np.complex64, 16: np.complex128}
@@ -294,10 +302,9 @@ def run_case(case, reachable, hosts=1, cuts=None):
     numbers = tuple(rank * hosts // size for rank in range(size))
     programs = []
     for rank in range(size):
-        ends = {"operand": given[rank][1][0], "result": results[rank]}
-        program = cuts and far_pipelined(found, problem, rank, numbers, Cuts(*cuts), **ends)
-        more = {"overlap": False, "same": False, "hosts": numbers}
-        programs.append(program or programmed(found, problem, rank, **ends, **more))
+        ends = Ends(given[rank][1][0], results[rank])
+        program = cuts and far_pipelined(found, problem, rank, ends, Cuts(*cuts), hosts=numbers)
+        programs.append(program or programmed(found, problem, rank, ends, hosts=numbers))
     memories = [
         Memory(program.places, {view.place: (raw, origin) for view, (raw, origin, _) in
                          zip(views, held, strict=True)})
@@ -419,14 +426,15 @@ def test_pipelines(name, size, hosts, cuts):
     for rank in range(size):
         operand = packed("operand", parts[rank].shape, problem.dtype)
         result = packed("result", problem.target.local_shape(rank), problem.result)
-        sides = {"operand": operand, "result": result}
         if apart:
-            pipeline = far_pipelined(found, problem, rank, numbers, Cuts(*cuts), **sides)
+            pipeline = far_pipelined(
+                found, problem, rank, Ends(operand, result), Cuts(*cuts), hosts=numbers
+            )
         else:
-            pipeline = pipelined(found, rank, Cuts(*cuts), order="C", **sides)
+            pipeline = pipelined(found, rank, Ends(operand, result), Cuts(*cuts), order="C")
             chunks, rows = pipeline.tables(1 << 14)
             assert chunks["boxes"].sum() == len(rows)
-        sizes = {place: view.size * view.itemsize for place, view in sides.items()}
+        sizes = {view.place: view.size * view.itemsize for view in (operand, result)}
         memory = Memory(pipeline.places | sizes, {})
         memory.array(operand)[...] = parts[rank]
         memories.append(memory)

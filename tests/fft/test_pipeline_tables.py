@@ -15,6 +15,7 @@ from shardmath.operators.fft.local_steps import packed
 from shardmath.operators.fft.options import FFTDirection, FFTOptions
 from shardmath.operators.fft.pipeline import Rows, pipelined
 from shardmath.operators.fft.problem import check, describe
+from shardmath.operators.fft.program import Ends
 from shardmath.operators.fft.stages import stages
 from shardmath.operators.fft.strategy import GPUS, choose
 
@@ -43,7 +44,7 @@ def test_tables_of_large_arrays(name, size):
             packed(place, locals_[rank], "complex128") for place in ("operand", "result")
         )
         cuts = cuts_for(problem)
-        pipeline = pipelined(found, rank, cuts, order="C", operand=operand, result=result)
+        pipeline = pipelined(found, rank, Ends(operand, result), cuts, order="C")
         chunks, rows = pipeline.tables(1 << 14)
         sides = pipeline.places | {"result": result.size * 16}
         for chunk in chunks.tolist():

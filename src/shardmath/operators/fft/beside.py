@@ -107,11 +107,8 @@ class Beside:
         call("cuEventRecord", self._fork, stream)
         call("cuStreamWaitEvent", self.stream, self._fork, 0)
         team.barrier(int(self.stream), channel=_BARRIER)
-        ends = (
-            (*sources, 0)[:2],
-            [each for side in (*targets, [0] * team.size)[:2] for each in side],
-        )
-        key = (*ends[0], *ends[1])
+        one, two = (*targets, [0] * team.size)[:2]
+        key = (*(*sources, 0)[:2], *one, *two)
         if key not in tables.arguments:
             words = struct.pack(
                 f"QQQII{2 + 2 * team.size}Q",

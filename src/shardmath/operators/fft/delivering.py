@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardmath.cuda.driver import call
-from shardmath.operators.fft.stages import ROOMS, Delivered
+from shardmath.operators.fft.program import ROOMS, Delivered
 from shardmath.redistribution.fetching import fetch
 from shardmath.symmetric.heap import Location
 

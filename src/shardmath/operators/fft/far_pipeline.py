@@ -17,16 +17,10 @@ from dataclasses import dataclass, field, replace
 from shardmath.arrays import dtypes
 from shardmath.geometry import Layout, Move
 from shardmath.operators.fft.cutting import Cuts, parts_of, rising, split_axes, transform_part
-from shardmath.operators.fft.local_steps import LocalStep, View, packed
+from shardmath.operators.fft.local_steps import View, packed
 from shardmath.operators.fft.problem import Problem
-from shardmath.operators.fft.stages import (
-    Arrived,
-    Delivered,
-    Exchange,
-    Program,
-    Stage,
-    parcel_axes,
-)
+from shardmath.operators.fft.program import Arrived, Delivered, Ends, Program, Step, parcel_axes
+from shardmath.operators.fft.stages import Stage
 from shardmath.redistribution import TransferPlan
 from shardmath.redistribution.delivery import Delivery
 
@@ -74,11 +68,10 @@ def far_pipelined(
     found: Sequence[Stage],
     problem: Problem,
     rank: int,
-    hosts: tuple[int, ...],
+    ends: Ends,
     cuts: Cuts,
     *,
-    operand: View,
-    result: View,
+    hosts: tuple[int, ...],
 ) -> Program | None:
     """What `rank` does for stages that deliver; None, on all ranks, where they cannot be cut.
 
@@ -89,6 +82,7 @@ def far_pipelined(
     if axes is None:
         return None
     a, b = axes[:2]
+    operand, result = ends.operand, ends.result
     one, exchange, two, *more = found
     work, landing = (
         packed(each.target, each.result.local_shape(rank), each.made, problem.order)
@@ -129,7 +123,7 @@ class _Made:
     rank: int
     hosts: tuple[int, ...]
     last: int
-    steps: list[LocalStep | Exchange | Delivered | Arrived] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
     outboxes: list[str] = field(default_factory=list)
 
     def deliver(

@@ -15,7 +15,7 @@ from shardmath.operators.fft.beside import Beside
 from shardmath.operators.fft.delivering import Deliveries
 from shardmath.operators.fft.local_steps import Convert, Fourier, LocalStep, Scale, View
 from shardmath.operators.fft.pipeline import Pipeline
-from shardmath.operators.fft.stages import Arrived, Delivered, Exchange
+from shardmath.operators.fft.program import Arrived, Delivered, Exchange
 from shardmath.operators.fft.ways import Way, boxes_of_copy, boxes_of_exchange
 from shardmath.operators.lanes import Lane
 from shardmath.symmetric.heap import Location

@@ -18,7 +18,8 @@ import numpy.typing as npt
 
 from shardmath.operators.fft.cutting import Cuts, parts_of, rising, split_axes, transform_part
 from shardmath.operators.fft.local_steps import LocalStep, View, packed
-from shardmath.operators.fft.stages import Stage, sizes_of
+from shardmath.operators.fft.program import Ends, sizes_of
+from shardmath.operators.fft.stages import Stage
 from shardmath.redistribution.copies import whole
 
 __all__ = ["Chunk", "Pipeline", "Rows", "pipelined"]
@@ -139,11 +140,10 @@ class Pipeline:
 def pipelined(
     found: Sequence[Stage],
     rank: int,
+    ends: Ends,
     cuts: Cuts,
     *,
     order: Literal["C", "F"],
-    operand: View,
-    result: View,
     last: Sequence[LocalStep] = (),
 ) -> Pipeline | None:
     """What `rank` does for these stages; None, on all ranks, where there is no such pipeline.
@@ -163,10 +163,10 @@ def pipelined(
     one, exchange, two, *more = found
     a, b = axes[:2]
     work, landing = _placed("work", one, rank, order), _placed("landing 0", exchange, rank, order)
-    target = landing if more else result
+    target = landing if more else ends.result
     first = tuple(
-        transform_part(one, operand.part(a, lo, hi), work.part(a, lo, hi), keep=True)
-        for lo, hi in rising(operand.shape[a], cuts.first)
+        transform_part(one, ends.operand.part(a, lo, hi), work.part(a, lo, hi), keep=True)
+        for lo, hi in rising(work.shape[a], cuts.first)
     )
     second = tuple(
         transform_part(two, landing.part(b, lo, hi), target.part(b, lo, hi), keep=False)
