@@ -204,7 +204,7 @@ def check_chunks(context, cases):
 
     use(context)
     small = tuple((n, cutting.Cuts(*cuts)) for n, cuts in SMALL_CUTS)
-    cutting._CUTS = cutting._CUTS_APART = small
+    cutting._CUTS = cutting._CUTS_BACK = cutting._CUTS_APART = small
     rank, size = context.rank, context.size
     wrong = []
     for name, shape, kind, dtype, one, two, norm, heap in cases:
@@ -253,7 +253,13 @@ def check_chunks(context, cases):
     return wrong
 
 
-SMALL_CUTS = [(1 << 19, (8, 8, 3)), (1 << 17, (8, 4, 2)), (1 << 15, (4, 2, 1)), (1, (2, 2, 1))]
+RISES = (1, 2, 3, 4, 4, 4, 4, 4)
+SMALL_CUTS = [
+    (1 << 19, (RISES, 8, 3)),
+    (1 << 17, (RISES, 4, 2)),
+    (1 << 15, ((1,) * 4, 1, 1)),
+    (1, ((1, 1), 2, 1)),
+]
 CHUNKS = [
     ("X to Y", (48, 40, 64), "C2C", "complex64", "X", "Y", None, True),
     ("X to Y, ordinary", (48, 40, 128), "C2C", "complex64", "X", "Y", "ortho", False),

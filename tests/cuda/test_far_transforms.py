@@ -37,9 +37,9 @@ def check_arrays_larger_than_the_heap(context, back):
 
     torch.cuda.set_device(context.device_id)
     rank, shape = context.rank, (64 * context.size, 512, 800)  # 210 MB a rank
-    part = Slab.X.shape(rank, shape)
     wrong = []
     with context:
+        part = Slab.X.shape(rank, shape)
         for device in ("cpu", "cuda"):
             x = torch.zeros(part, dtype=torch.complex64, device=device)
             if rank == 0:

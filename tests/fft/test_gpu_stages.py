@@ -22,7 +22,7 @@ from shardmath import geometry
 from shardmath.arrays import dtypes
 from shardmath.geometry import decode, moves
 from shardmath.local.batches import Strided, batches
-from shardmath.operators.fft.cutting import Cuts, rising
+from shardmath.operators.fft.cutting import Cuts, first_parts
 from shardmath.operators.fft.far_pipeline import far_pipelined
 from shardmath.operators.fft.local_steps import (
     Convert,
@@ -46,6 +46,8 @@ from shardmath.operators.fft.program import (
 )
 from shardmath.operators.fft.stages import stages
 from shardmath.operators.fft.strategy import GPUS, GPUS_APART, choose
+
+RISES = (1, 2, 3, 4, 4, 4, 4, 4)
 
 COMPLEX = {4: np.complex64, 8: np.complex64, 16: np.complex128}
 
@@ -339,7 +341,7 @@ def test_any_program_of_ranks_on_several_hosts(case, hosts):
 @given(
     case=fft_cases.cases(least=2),
     hosts=st.integers(2, 3),
-    cuts=st.sampled_from([(1, 1, 1), (3, 2, 1), (2, 3, 2), (8, 4, 3)]),
+    cuts=st.sampled_from([((1,), 1, 1), ((1,) * 3, 2, 1), ((1, 2), 3, 2), (RISES, 4, 3)]),
 )
 def test_any_program_with_deliveries_beside(case, hosts, cuts):
     run_case(case, False, hosts, cuts)
@@ -403,7 +405,7 @@ PIPELINES = {
 }
 
 
-@pytest.mark.parametrize("cuts", [(1, 1), (3, 2), (8, 4, 3)])
+@pytest.mark.parametrize("cuts", [((1,), 1), ((1,) * 3, 2), (RISES, 4, 3)])
 @pytest.mark.parametrize("hosts", [1, 2, 3])
 @pytest.mark.parametrize("size", [2, 3, 8])
 @pytest.mark.parametrize("name", PIPELINES)
@@ -491,14 +493,14 @@ def test_a_plan_for_any_order_of_memory(kind, axes, orders):
 
 
 @pytest.mark.parametrize("extent", [0, 1, 2, 7, 12, 13, 31, 32, 64, 129])
-@pytest.mark.parametrize("parts", [1, 2, 6, 8, 16])
-def test_chunks_cover_all_and_none_is_empty(extent, parts):
-    ranges = rising(extent, parts)
+@pytest.mark.parametrize("weights", [(1,), (1, 1), (1, 2, 3, 4, 4, 4), (2, 3, *[4] * 14)])
+def test_parts_cover_all_and_none_is_empty(extent, weights):
+    ranges = first_parts(extent, weights)
     assert [i for lo, hi in ranges for i in range(lo, hi)] == list(range(extent))
-    assert len(ranges) == max(1, min(parts, extent // 2))
+    assert len(ranges) == max(1, min(len(weights), extent // 2))
     assert extent == 0 or all(lo < hi for lo, hi in ranges)
     lengths = [hi - lo for lo, hi in ranges]
-    assert max(lengths) <= 4 * max(1, lengths[0])
+    assert lengths[0] == min(lengths[:-1], default=lengths[0])
 
 
 def test_one_real_number_from_one_complex():

@@ -43,7 +43,7 @@ def test_tables_of_large_arrays(name, size):
         operand, result = (
             packed(place, locals_[rank], "complex128") for place in ("operand", "result")
         )
-        cuts = cuts_for(problem)
+        cuts = cuts_for(problem, returns=True)
         pipeline = pipelined(found, rank, Ends(operand, result), cuts, order="C")
         chunks, rows = pipeline.tables(1 << 14)
         sides = pipeline.places | {"result": result.size * 16}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import ExitStack
+from unittest.mock import patch
 
 import matmul_cases as cases
 import numpy as np
@@ -246,18 +248,19 @@ def memory_ends_on_one_rank(context):
     with context:
         context.cache("workspace", None).release() if "workspace" in context._caches else None
 
-        def nothing_left(nbytes):
-            raise HeapExhausted(f"{nbytes} bytes wanted", need=nbytes)
+        def nothing_left(*args):
+            raise HeapExhausted(f"{args[-1]} bytes wanted", need=args[-1])
 
-        if context.rank == 1:
-            heap.allocate = nothing_left
-        try:
-            matmul(*mine, c, beta=1, distributions=(Y, X, X), options={"inplace": True})
-        except Exception as error:
-            said = type(error).__name__, str(error)
-        finally:
+        with ExitStack() as patches:
             if context.rank == 1:
-                del heap.allocate
+                patches.enter_context(patch.object(heap, "allocate", nothing_left))
+            if context.rank == 1 and context.team is not None:
+                ordinary = "shardmath.cuda.allocation.Allocation.__init__"
+                patches.enter_context(patch(ordinary, nothing_left))
+            try:
+                matmul(*mine, c, beta=1, distributions=(Y, X, X), options={"inplace": True})
+            except Exception as error:
+                said = type(error).__name__, str(error)
         assert (c == 1).all()
         assert (matmul(*mine, distributions=(Y, X, X)) == 8).all()  # the context lives
     return said

@@ -24,7 +24,8 @@ __all__ = ["Beside", "PushTables", "widest_cluster"]
 _SIGNALS, _BARRIER = 59, 58  # channels
 _WORDS = 16 + 4 * 62  # struct Words
 _PIECE, _STAGES, _AHEAD = 16 << 10, 12, 6
-_BLOCKS = 32  # about so many, and as many for each peer
+# About so many blocks, and as many for each peer; with an exchange back, which nothing hides, more.
+_BLOCKS, _BLOCKS_BACK = 16, 32
 _CLUSTERS = (16, 8)  # blocks that are neighbours; see docs/decisions/chunks-beside-transforms.md
 
 
@@ -34,6 +35,8 @@ class PushTables:
     def __init__(self, device: Device, pipeline: Pipeline) -> None:
         chunks, rows = pipeline.tables(_PIECE)
         self.count = len(chunks)
+        blocks = _BLOCKS_BACK if pipeline.returns else _BLOCKS
+        self.blocks = max(1, blocks // pipeline.size) * pipeline.size
         self.chunks = Constant(device, chunks)
         self.rows = Constant(device, rows)
         self.arguments: dict[tuple[int, ...], Argument] = {}
@@ -67,11 +70,7 @@ class Beside:
         self._fork, self._join = call("cuEventCreate", 2), call("cuEventCreate", 2)  # no timing
         for name in ("push", "ready", "await_all"):  # none is loaded while another waits for it
             self._kernel(name).load()
-        self._blocks = max(1, _BLOCKS // self._team.size) * self._team.size
-        self._cluster = widest_cluster(
-            self._blocks,
-            lambda count, size: self._kernel("push").holds_clusters(count, size, 32),
-        )
+        self._clusters: dict[int, int] = {}
         tail = struct.pack("QII", self._words, _SIGNALS, 0)
         self._argument = Argument(self._team.packed() + tail)
 
@@ -118,7 +117,11 @@ class Beside:
             )
             tables.arguments[key] = Argument(team.packed() + words)
         self._kernel("push").launch(
-            int(self.stream), self._blocks, 32, tables.arguments[key], cluster=self._cluster
+            int(self.stream),
+            tables.blocks,
+            32,
+            tables.arguments[key],
+            cluster=self._cluster(tables.blocks),
         )
 
     def ready(self, stream: int) -> None:
@@ -133,6 +136,15 @@ class Beside:
         """Make `stream` wait for the second one."""
         call("cuEventRecord", self._join, self.stream)
         call("cuStreamWaitEvent", stream, self._join, 0)
+
+    def _cluster(self, blocks: int) -> int:
+        """How many of so many blocks are neighbours."""
+        if blocks not in self._clusters:
+            holds = self._kernel("push").holds_clusters
+            self._clusters[blocks] = widest_cluster(
+                blocks, lambda count, size: holds(count, size, 32)
+            )
+        return self._clusters[blocks]
 
     def _kernel(self, name: str) -> Kernel:
         defines = (f"PIECE={_PIECE}", f"STAGES={_STAGES}", f"AHEAD={_AHEAD}")

@@ -21,46 +21,65 @@ from shardmath.operators.fft.local_steps import LocalStep, View, local_steps
 from shardmath.operators.fft.problem import Problem
 from shardmath.operators.fft.stages import Stage
 
-__all__ = ["Cuts", "cuts_for", "parts_of", "rising", "split_axes", "transform_part"]
-
-_RISING = 6  # so many parts are many
+__all__ = [
+    "Cuts",
+    "cuts_for",
+    "first_parts",
+    "second_parts",
+    "split_axes",
+    "transform_part",
+]
 
 
 @dataclass(frozen=True)
 class Cuts:
-    """Into how many parts the first and the second transform are cut.
+    """Into which parts the first transform is cut, of these weights, and how many the second.
 
     `tail`: so many parts of the first go to the peers in parts of the second.
     """
 
-    first: int
+    first: tuple[int, ...]
     second: int
     tail: int = 1
 
 
-# By bytes of a rank's result, from so many on; docs/decisions/chunks-beside-transforms.md.
-_CUTS = (
-    (6 << 30, Cuts(16, 8, 4)),
-    (1 << 30, Cuts(8, 8, 3)),
-    (256 << 20, Cuts(8, 4, 3)),
-    (96 << 20, Cuts(8, 4, 2)),
-    (48 << 20, Cuts(4, 2, 1)),
-    (12 << 20, Cuts(2, 2, 1)),
+_Table = tuple[tuple[int, Cuts], ...]
+
+# By bytes of a rank's result, from so many on; docs/decisions/chunks-beside-transforms.md. Of many
+# parts the first are smaller: the wire begins early, and is busy while the next are made.
+_CUTS: _Table = (
+    (6 << 30, Cuts((1, 2, 3, *[4] * 13), 8, 4)),
+    (1 << 30, Cuts((1, 2, 3, *[4] * 5), 8, 3)),
+    (256 << 20, Cuts((1, 2, 3, *[4] * 5), 4, 3)),
+    (96 << 20, Cuts((1, 2, 3, *[4] * 4), 2, 2)),
+    (48 << 20, Cuts((1, 1, 1, 1), 2)),
+    (24 << 20, Cuts((1, 1, 1, 1), 1)),
+    (12 << 20, Cuts((1, 1), 1)),
+)
+# With an exchange back.
+_CUTS_BACK: _Table = (
+    (6 << 30, Cuts((2, 3, *[4] * 14), 8, 4)),
+    (1 << 30, Cuts((2, 3, *[4] * 6), 8, 3)),
+    (256 << 20, Cuts((2, 3, *[4] * 6), 4, 3)),
+    (96 << 20, Cuts((2, 3, *[4] * 6), 4, 2)),
+    (48 << 20, Cuts((1, 1, 1, 1), 2)),
+    (12 << 20, Cuts((1, 1), 2)),
 )
 # Among hosts, where each part costs a barrier of its own.
-_CUTS_APART = ((256 << 20, Cuts(6, 3, 2)), (32 << 20, Cuts(3, 2, 1)))
+_CUTS_APART: _Table = ((64 << 20, Cuts((1, 1, 1), 2)),)
 
 
-def cuts_for(problem: Problem, *, apart: bool = False) -> Cuts | None:
+def cuts_for(problem: Problem, *, returns: bool, apart: bool = False) -> Cuts | None:
     """The cuts for arrays of that size; None where they are so small that parts do not pay.
 
-    `apart`: ranks are on several hosts.
+    `returns`: there is an exchange after the second transform, too. `apart`: ranks are on several
+    hosts.
     """
     size = problem.source.size
     nbytes = problem.target.elements * dtypes.of(problem.result).itemsize // size
     if size == 1:
         return None
-    table = _CUTS_APART if apart else _CUTS
+    table = _CUTS_APART if apart else _CUTS_BACK if returns else _CUTS
     return next((cuts for least, cuts in table if nbytes >= least), None)
 
 
@@ -104,18 +123,18 @@ def transform_part(
     return tuple(steps)
 
 
-def rising(extent: int, parts: int) -> list[tuple[int, int]]:
+def first_parts(extent: int, weights: Sequence[int]) -> list[tuple[int, int]]:
     """Ranges that cover range(extent): one at least, and none empty beside others.
 
-    Of many, the first are smaller: the wire begins early, and is busy while the next are made.
+    Of these weights; fewer, and even ones, where there are not so many indices.
     """
-    parts = max(1, min(extent // 2, parts))
-    rises = parts >= _RISING and extent >= 4 * parts
-    return _cut(extent, [min(4, 2 + i) if rises else 1 for i in range(parts)])
+    if extent >= 2 * sum(weights):
+        return _cut(extent, weights)
+    return _cut(extent, [1] * max(1, min(extent // 2, len(weights))))
 
 
-def parts_of(extent: int, parts: int) -> list[tuple[int, int]]:
-    """So many ranges that cover range(extent)."""
+def second_parts(extent: int, parts: int) -> list[tuple[int, int]]:
+    """So many ranges that cover range(extent), some of which may be empty."""
     return _cut(extent, [1] * parts)
 
 

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Deliveries"]
 
+_STREAMS = ("fetching", "unpacking")
+
 
 class Deliveries:
     """Those of one execution, put beside `stream`. `told` is what all ranks have told."""
@@ -46,7 +48,7 @@ class Deliveries:
             if step.closes:
                 lane.barrier(self._stream)  # before reusing what a peer may still read
             return
-        fetching, unpacking = (lane.stream(f"fft {name}") for name in ("fetching", "unpacking"))
+        fetching, unpacking = (int(lane.stream(f"fft {name}")) for name in _STREAMS)
         self._follow(fetching, self._stream, f"fft packed {number}")
         if number >= ROOMS:  # the room is empty
             call("cuStreamWaitEvent", fetching, lane.event(f"fft arrived {number - ROOMS}"), 0)
@@ -66,9 +68,10 @@ class Deliveries:
     def end(self) -> None:
         """What follows comes after all deliveries."""
         if self._beside:
-            self._follow(self._stream, self._launch.lane.stream("fft unpacking"), "fft delivered")
+            unpacking = self._launch.lane.stream(f"fft {_STREAMS[1]}")
+            self._follow(self._stream, int(unpacking), "fft delivered")
 
-    def _follow(self, stream: Any, before: Any, event: str) -> None:
+    def _follow(self, stream: int, before: int, event: str) -> None:
         """What is put on `stream` comes after what has been put on `before`."""
         call("cuEventRecord", self._launch.lane.event(event), before)
         call("cuStreamWaitEvent", stream, self._launch.lane.event(event), 0)
@@ -78,13 +81,13 @@ class Deliveries:
         packer = launch.way.copier((step, "pack"), lambda: delivery.packing(step.own.strides))
         packer.launch(self._stream, [launch.address(step.own)], [launch.addresses[step.outbox]])
 
-    def _fetch(self, step: Delivered, stream: Any) -> None:
+    def _fetch(self, step: Delivered, stream: int) -> None:
         launch, notes = self._launch, self._notes(step)
         outboxes = [Location(*note[:2]) for note in notes]
         room = launch.addresses[step.room]
         fetch(launch.context, step.delivery.fetches, outboxes, room, stream)
 
-    def _unpack(self, step: Delivered, stream: Any) -> None:
+    def _unpack(self, step: Delivered, stream: int) -> None:
         launch, delivery = self._launch, step.delivery
         notes = self._notes(step)
         near = [launch.peer(peer, notes[peer]) for peer in delivery.near]

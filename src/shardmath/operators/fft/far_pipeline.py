@@ -16,7 +16,13 @@ from dataclasses import dataclass, field, replace
 
 from shardmath.arrays import dtypes
 from shardmath.geometry import Layout, Move
-from shardmath.operators.fft.cutting import Cuts, parts_of, rising, split_axes, transform_part
+from shardmath.operators.fft.cutting import (
+    Cuts,
+    first_parts,
+    second_parts,
+    split_axes,
+    transform_part,
+)
 from shardmath.operators.fft.local_steps import View, packed
 from shardmath.operators.fft.problem import Problem
 from shardmath.operators.fft.program import Arrived, Delivered, Ends, Program, Step, parcel_axes
@@ -91,7 +97,7 @@ def far_pipelined(
     target = landing if more else result
     firsts, seconds = (
         _firsts(exchange.layout, a, cuts.first),
-        _parts(exchange.result, b, cuts.second),
+        _seconds(exchange.result, b, cuts.second),
     )
     tail = min(cuts.tail, len(firsts))
     whole = len(firsts) - tail
@@ -148,17 +154,20 @@ class _Made:
         return Program(tuple(self.steps), tuple(self.outboxes))
 
 
-def _firsts(layout: Layout, axis: int, parts: int) -> list[_Ranges]:
+def _firsts(layout: Layout, axis: int, weights: Sequence[int]) -> list[_Ranges]:
     """By part of the first transform, the ranges of all ranks: as many as the shortest has."""
     extents = [layout.local_shape(rank)[axis] for rank in range(layout.size)]
-    least = min(len(rising(extent, parts)) for extent in extents)
-    return list(zip(*(rising(extent, least) for extent in extents), strict=True))
+    ranges = [first_parts(extent, weights) for extent in extents]
+    least = min(map(len, ranges))
+    if least < len(weights):
+        ranges = [first_parts(extent, [1] * least) for extent in extents]
+    return list(zip(*ranges, strict=True))
 
 
-def _parts(layout: Layout, axis: int, parts: int) -> list[_Ranges]:
+def _seconds(layout: Layout, axis: int, parts: int) -> list[_Ranges]:
     """By part of the second transform, the ranges of all ranks."""
-    ranks = range(layout.size)
-    return list(zip(*(parts_of(layout.local_shape(r)[axis], parts) for r in ranks), strict=True))
+    extents = [layout.local_shape(rank)[axis] for rank in range(layout.size)]
+    return list(zip(*(second_parts(extent, parts) for extent in extents), strict=True))
 
 
 def _all(layout: Layout, axis: int) -> _Ranges:

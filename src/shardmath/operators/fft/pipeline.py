@@ -16,7 +16,13 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from shardmath.operators.fft.cutting import Cuts, parts_of, rising, split_axes, transform_part
+from shardmath.operators.fft.cutting import (
+    Cuts,
+    first_parts,
+    second_parts,
+    split_axes,
+    transform_part,
+)
 from shardmath.operators.fft.local_steps import LocalStep, View, packed
 from shardmath.operators.fft.program import Ends, sizes_of
 from shardmath.operators.fft.stages import Stage
@@ -166,11 +172,11 @@ def pipelined(
     target = landing if more else ends.result
     first = tuple(
         transform_part(one, ends.operand.part(a, lo, hi), work.part(a, lo, hi), keep=True)
-        for lo, hi in rising(work.shape[a], cuts.first)
+        for lo, hi in first_parts(work.shape[a], cuts.first)
     )
     second = tuple(
         transform_part(two, landing.part(b, lo, hi), target.part(b, lo, hi), keep=False)
-        for lo, hi in parts_of(landing.shape[b], cuts.second)
+        for lo, hi in second_parts(landing.shape[b], cuts.second)
     )
     arrays = [work, landing, *(_placed(each.target, each, rank, order) for each in more)]
     return Pipeline(
@@ -198,7 +204,7 @@ def _chunks(
 ) -> tuple[Chunk, ...]:
     """What `rank` pushes, in order."""
     one = _Slabs(found[1], rank, axes[0], axes[1], order)
-    made = rising(one.extent, cuts.first)
+    made = first_parts(one.extent, cuts.first)
     tail = max(1, min(cuts.tail, len(made)))
     chunks = [
         Chunk(one.rows(lo, hi, 0, 1), number, 0, False)
@@ -213,7 +219,7 @@ def _chunks(
         two = _Slabs(found[3], rank, axes[1], axes[2], order)
         chunks += [
             Chunk(two.rows(lo, hi, 0, 1), len(made) + number, 1, number == cuts.second)
-            for number, (lo, hi) in enumerate(parts_of(two.extent, cuts.second), 1)
+            for number, (lo, hi) in enumerate(second_parts(two.extent, cuts.second), 1)
         ]
     return tuple(chunks)
 
@@ -244,7 +250,7 @@ class _Slabs:
             peer = (self.rank + step) % size
             shape = self.stage.result.local_shape(peer)
             target = packed("", shape, self.stage.dtype, self.order)
-            begin, end = parts_of(shape[self.v], parts)[part]
+            begin, end = second_parts(shape[self.v], parts)[part]
             start = self.stage.result.spans(peer)[self.v].start
             source_part = source.part(self.u, lo, hi).part(self.v, start + begin, start + end)
             if source_part.size == 0:

@@ -74,7 +74,9 @@ class DevicePlan:
     @property
     def cuts(self) -> Cuts | None:
         """How exchanges run beside transforms; None where they come one after the other."""
-        return cuts_for(self.problem, apart=self.apart) if CHUNKS else None
+        if not CHUNKS:
+            return None
+        return cuts_for(self.problem, returns=self.strategy.exchanges > 1, apart=self.apart)
 
     def explain(self) -> str:
         """The strategy, and its stages."""
