@@ -38,27 +38,30 @@ class Deliveries:
 
     def deliver(self, step: Delivered) -> None:
         """Pack; meet, fetch what lies on other hosts, and unpack."""
-        lane, number = self._launch.lane, step.number
         self._pack(step)
-        if number is None:
-            # After writing what a peer will read, and before reading what a peer wrote.
-            lane.barrier(self._stream)
-            self._fetch(step, self._stream)
-            self._unpack(step, self._stream)
-            if step.closes:
-                lane.barrier(self._stream)  # before reusing what a peer may still read
+        if step.number is not None:
+            self._put_beside(step, step.number)
             return
+        barrier = self._launch.lane.barrier
+        barrier(self._stream)  # after writing what a peer will read, before reading what it wrote
+        self._fetch(step, self._stream)
+        self._unpack(step, self._stream)
+        if step.closes:
+            barrier(self._stream)  # before reusing what a peer may still read
+
+    def _put_beside(self, step: Delivered, number: int) -> None:
+        lane = self._launch.lane
         fetching, unpacking = (int(lane.stream(f"fft {name}")) for name in _STREAMS)
         self._follow(fetching, self._stream, f"fft packed {number}")
         if number >= ROOMS:  # the room is empty
             call("cuStreamWaitEvent", fetching, lane.event(f"fft arrived {number - ROOMS}"), 0)
-        lane.barrier(fetching)  # as above
+        lane.barrier(fetching)  # as in `deliver`
         self._fetch(step, fetching)
         self._follow(unpacking, fetching, f"fft fetched {number}")
         self._unpack(step, unpacking)
         call("cuEventRecord", lane.event(f"fft arrived {number}"), unpacking)
         if step.closes:
-            lane.barrier(unpacking)  # as above
+            lane.barrier(unpacking)  # as in `deliver`
         self._beside = True
 
     def wait(self, number: int) -> None:
