@@ -126,11 +126,11 @@ class Beside:
 
     def ready(self, stream: int) -> None:
         """Launch: what `stream` has done so far can be pushed, as far as a chunk needs it."""
-        self._kernel("ready").launch(stream, 1, 1, self._argument)
+        self._kernel("ready").launch(stream, 1, 1, self._argument, early=True)
 
     def wait(self, stream: int) -> None:
         """Launch: `stream` waits until every rank has signalled one more chunk."""
-        self._kernel("await_all").launch(stream, 1, 32, self._argument)
+        self._kernel("await_all").launch(stream, 1, 32, self._argument, early=True)
 
     def end(self, stream: int) -> None:
         """Make `stream` wait for the second one."""
