@@ -9,7 +9,7 @@ import pytest
 
 from shardmath.arrays import ArraySpec
 from shardmath.geometry import Slab
-from shardmath.operators.fft.beside import widest_cluster
+from shardmath.operators.fft.beside import blocks_for, widest_cluster
 from shardmath.operators.fft.cutting import cuts_for
 from shardmath.operators.fft.local_steps import packed
 from shardmath.operators.fft.options import FFTDirection, FFTOptions
@@ -83,3 +83,11 @@ def test_blocks_that_push_are_neighbours(blocks, most, wide):
 
     assert widest_cluster(blocks, holds) == wide
     assert all(count * size == blocks for count, size in asked)
+
+
+@pytest.mark.parametrize("returns", [False, True])
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 6, 7, 8, 16, 40, 72])
+def test_each_peer_has_as_many_blocks(size, returns):
+    blocks = blocks_for(size, returns=returns)
+    assert blocks % size == 0 and size <= blocks <= max(32, size)
+    assert (blocks == 16) == (size in (4, 8, 16) and not returns)

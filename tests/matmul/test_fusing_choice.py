@@ -14,7 +14,8 @@ from shardmath.operators.matmul.gpu.choice import (
     choose_shared_shape,
     rounds_parts,
 )
-from shardmath.operators.matmul.gpu.sharded import Factor, ShardedProduct
+from shardmath.operators.matmul.gpu.factor import Factor
+from shardmath.operators.matmul.gpu.sharded import ShardedProduct
 from shardmath.operators.matmul.gpu.walk import Walk
 
 

@@ -10,22 +10,21 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 
-from shardmath.context import DistributedContext
+from shardmath.context import Context
 from shardmath.cuda.constant import Constant
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import call
 from shardmath.cuda.kernel import Argument, Kernel
-from shardmath.errors import RankFailure
 from shardmath.operators.fft.pipeline import Pipeline
 from shardmath.symmetric.team import Team
 
-__all__ = ["Beside", "PushTables", "widest_cluster"]
+__all__ = ["Beside", "PushTables", "blocks_for", "widest_cluster"]
 
 _SIGNALS, _BARRIER = 59, 58  # channels
 _WORDS = 16 + 4 * 62  # struct Words
-_PIECE, _STAGES, _AHEAD = 16 << 10, 12, 6
-# About so many blocks, and as many for each peer; with an exchange back, which nothing hides, more.
-_BLOCKS, _BLOCKS_BACK = 16, 32
+_PIECE, _STAGES, _AHEAD = 16 << 10, 12, 10
+_BLOCKS = 32  # about so many, and as many for each peer
+_FEW = 16  # where that is a multiple of 4 or more ranks, and no exchange goes back
 _CLUSTERS = (16, 8)  # blocks that are neighbours; see docs/decisions/chunks-beside-transforms.md
 
 
@@ -35,11 +34,19 @@ class PushTables:
     def __init__(self, device: Device, pipeline: Pipeline) -> None:
         chunks, rows = pipeline.tables(_PIECE)
         self.count = len(chunks)
-        blocks = _BLOCKS_BACK if pipeline.returns else _BLOCKS
-        self.blocks = max(1, blocks // pipeline.size) * pipeline.size
+        self.blocks = blocks_for(pipeline.size, returns=pipeline.returns)
         self.chunks = Constant(device, chunks)
         self.rows = Constant(device, rows)
         self.arguments: dict[tuple[int, ...], Argument] = {}
+
+
+def blocks_for(size: int, *, returns: bool) -> int:
+    """How many blocks push to so many ranks. `returns`: there is an exchange back.
+
+    What comes before it hides behind transforms, from which more blocks take more.
+    """
+    few = not returns and size >= 4 and _FEW % size == 0
+    return _FEW if few else max(1, _BLOCKS // size) * size
 
 
 def widest_cluster(blocks: int, holds: Callable[[int, int], bool]) -> int:
@@ -56,7 +63,7 @@ def widest_cluster(blocks: int, holds: Callable[[int, int], bool]) -> int:
 class Beside:
     """The second stream of one context. Get it with `Beside.of`."""
 
-    def __init__(self, context: DistributedContext) -> None:
+    def __init__(self, context: Context) -> None:
         assert context.team is not None, "a context of GPUs"
         self._team: Team = context.team
         device = self._team.device
@@ -75,20 +82,14 @@ class Beside:
         self._argument = Argument(self._team.packed() + tail)
 
     @classmethod
-    def of(cls, context: DistributedContext) -> Beside:
+    def of(cls, context: Context) -> Beside:
         """The one of a context. Local; raises HeapExhausted when it is made."""
         beside: Beside = context.cache("fft beside", lambda: cls(context))
         return beside
 
     def require_usable(self) -> None:
         """Raise what kernels have noted, and RankFailure after an operation that was given up."""
-        team = self._team
-        team.check()
-        if team.broken:
-            raise RankFailure(
-                f"rank {team.rank}: an earlier operation of this context was given up "
-                f"({team.broken}); finalize and initialize again among the ranks that remain"
-            )
+        self._team.require_usable()
 
     def start(
         self,

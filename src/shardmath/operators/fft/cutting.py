@@ -48,11 +48,12 @@ _Table = tuple[tuple[int, Cuts], ...]
 # By bytes of a rank's result, from so many on; docs/decisions/chunks-beside-transforms.md. Of many
 # parts the first are smaller: the wire begins early, and is busy while the next are made.
 _CUTS: _Table = (
-    (6 << 30, Cuts((1, 2, 3, *[4] * 13), 8, 4)),
+    (6 << 30, Cuts((2, 3, *[4] * 14), 8, 4)),
+    (2 << 30, Cuts((2, 3, *[4] * 6), 8, 3)),
     (1 << 30, Cuts((1, 2, 3, *[4] * 5), 8, 3)),
-    (256 << 20, Cuts((1, 2, 3, *[4] * 5), 4, 3)),
+    (512 << 20, Cuts((1, 2, 3, *[4] * 5), 4, 3)),
+    (256 << 20, Cuts((1, 2, 3, *[4] * 4), 4, 2)),
     (96 << 20, Cuts((1, 2, 3, *[4] * 4), 2, 2)),
-    (48 << 20, Cuts((1, 1, 1, 1), 2)),
     (24 << 20, Cuts((1, 1, 1, 1), 1)),
     (12 << 20, Cuts((1, 1), 1)),
 )

@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 import numpy.typing as npt
 
-from shardmath.context import DistributedContext
+from shardmath.context import Context
 from shardmath.operators.matmul.gpu.choice import choose_shared_shape
 from shardmath.operators.matmul.gpu.sending import SendingProduct, Shape, write
 from shardmath.operators.matmul.gpu.sharded import ShardedProduct
@@ -38,7 +38,7 @@ class GemmAllReduce:
 
     @classmethod
     def together(
-        cls, context: DistributedContext, problem: ShardedProduct, shape: Shape | None = None
+        cls, context: Context, problem: ShardedProduct, shape: Shape | None = None
     ) -> GemmAllReduce:
         """A plan. Collective.
 

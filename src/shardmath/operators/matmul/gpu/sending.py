@@ -18,12 +18,13 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from shardmath.context import DistributedContext
+from shardmath.context import Context
 from shardmath.cuda.driver import call
 from shardmath.cuda.kernel import Argument
 from shardmath.cuda.tensormap import ALIGNMENT, tensor_map
+from shardmath.operators.matmul.gpu.factor import Factor
 from shardmath.operators.matmul.gpu.room import Room
-from shardmath.operators.matmul.gpu.sharded import Factor, ShardedProduct
+from shardmath.operators.matmul.gpu.sharded import ShardedProduct
 from shardmath.operators.matmul.gpu.walk import TILE_COLUMNS, TILE_ROWS, Walk
 
 __all__ = ["SendingProduct", "Shape", "write"]
@@ -153,7 +154,7 @@ class SendingProduct:
     @classmethod
     def together(
         cls,
-        context: DistributedContext,
+        context: Context,
         problem: ShardedProduct,
         shape: Shape,
         *,
