@@ -95,10 +95,8 @@ def far_pipelined(
         for each in (one, exchange)
     )
     target = landing if more else result
-    firsts, seconds = (
-        _firsts(exchange.layout, a, cuts.first),
-        _seconds(exchange.result, b, cuts.second),
-    )
+    firsts = _firsts(exchange.layout, a, cuts.first)
+    seconds = _seconds(exchange.result, b, cuts.second)
     tail = min(cuts.tail, len(firsts))
     whole = len(firsts) - tail
     made = _Made(problem, rank, hosts, last=whole + len(seconds) * (1 + len(more)) - 1)
