@@ -231,11 +231,11 @@ class Turn:
     def _say(self, share: Share) -> bytes:
         """Alpha and beta; and the execution that this one repeats, or all of it."""
         self.share, given = share, self._given
-        if self._key is None and self._timed is None:
+        if self._key is None and self._timed is None:  # else it has been tried
             self._key = _key(self._context, share, given)
-        known = None if self._key is None else _repeats(self._context).find(self._key)
-        if known is not None:
-            return self._say_again(known)
+            known = None if self._key is None else _repeats(self._context).find(self._key)
+            if known is not None:
+                return self._say_again(known)
         told = self._say_all()
         scaling = share.strategy.problem.scaling
         numbers = given.numbers(scaling) if scaling else ()
