@@ -10,6 +10,7 @@ KINDS = {
     "gather": ("X", "X", "X"),
     "reduce": ("Y", "X", "X"),
     "move": ("X", "Y", "Y"),
+    "share": ("Y", "X", None),  # on the heap peers write the results, and know where they lie
 }
 
 
@@ -18,14 +19,18 @@ def repeated(context, kind, dtype, heap):
     import torch
 
     from shardmath.arrays import library_named
-    from shardmath.distribution import Slab
+    from shardmath.distribution import Replicated, Slab
     from shardmath.linalg.advanced import Matmul
     from shardmath.operators.repeats import Known
     from shardmath.symmetric.allocation import empty_on_heap
 
     torch.cuda.set_device(context.device_id)
     size, rank = context.size, context.rank
-    dists = [getattr(Slab, name) for name in KINDS[kind]]
+    dists = [Replicated() if name is None else getattr(Slab, name) for name in KINDS[kind]]
+    named = {
+        "distributions": dists,
+        "options": {"strategy": "all-reduce"} if kind == "share" and size > 1 else None,
+    }
     m, n, k = 64 * size, 32 * size, 32 * size
     library = library_named("torch")
 
@@ -50,7 +55,7 @@ def repeated(context, kind, dtype, heap):
             wrong.append((len(again), d.flatten()[:3].tolist()))
 
     with context, patch.object(Known, "launch", counted):
-        with Matmul(a, b, distributions=dists) as product:
+        with Matmul(a, b, **named) as product:
             product.plan()
             for turn in range(6):  # results lie in several places
                 a.fill_(turn)
@@ -67,8 +72,8 @@ def repeated(context, kind, dtype, heap):
         large = part(0, (m, k)).new_ones(dists[0].shape(rank, (16 * m, 16 * k), size=size))
         wide = large.new_ones(dists[1].shape(rank, (16 * k, n), size=size))
         with (
-            Matmul(a, b, distributions=dists) as product,
-            Matmul(large, wide, distributions=dists) as larger,
+            Matmul(a, b, **named) as product,
+            Matmul(large, wide, **named) as larger,
         ):  # whose workspace replaces what the graphs refer to
             product.plan()
             larger.plan()

@@ -183,4 +183,14 @@ __device__ inline void multiply_tiles(const Product& a, const Stages& s, u32 hal
     }
 }
 
+// The early chunks as they come, by the blocks that do not multiply; then the others are waited for.
+__device__ inline void take_early(const Product& a, u64 launch) {
+    for (u32 chunk = 0; chunk < a.take.early; ++chunk) {
+        if (!wait_for_tiles(a.team, a.take, chunk, launch)) return;
+        take_pieces<(kRanks <= 8 ? 2 : 1)>(a.take, chunk);
+    }
+    for (u32 chunk = a.take.early; threadIdx.x < 32 && chunk < a.take.count; ++chunk)
+        if (!wait_for_tiles(a.team, a.take, chunk, launch)) return;
+}
+
 }  // namespace shardmath

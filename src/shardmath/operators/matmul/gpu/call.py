@@ -22,7 +22,7 @@ from shardmath.operators.lanes import LANES, Lane
 from shardmath.operators.matmul.arguments import Arguments, agreed_scalars, packed_scalars
 from shardmath.operators.matmul.gpu import tuning
 from shardmath.operators.matmul.gpu.execution import Execution
-from shardmath.operators.matmul.gpu.fusing import Fused, pays
+from shardmath.operators.matmul.gpu.fusing import Fused, pays, shows_result
 from shardmath.operators.matmul.gpu.share import Operands, Scales, Share
 from shardmath.operators.matmul.problem import Call, Problem
 from shardmath.operators.matmul.scaling import scales_in_order
@@ -108,7 +108,8 @@ class _Made:
             compute=int(compute) if compute in _FAST_COMPUTE else None,
         )
         comes_again = algorithms.timings is None and not streams.capturing(self.stream)
-        self._key = self.operands.use if comes_again else None
+        placed = self.operands.place if shows_result(share, self.operands) else ()
+        self._key = (*self.operands.use, placed) if comes_again else None
 
     # -- what the ranks tell each other ------------------------------------------------------------
 

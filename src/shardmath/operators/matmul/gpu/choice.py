@@ -40,7 +40,6 @@ class Rates:
     mixed: float  # the same where tiles and sums travel beside a product
     copied: float  # bytes per second of sums that are copied to the result
     taken: float  # bytes per second that the takers add up, while others multiply
-    added: float  # bytes per second that blocks add up which multiply as well
     beside: float  # bytes per second of sums that are sent, in time that the product loses
     step: float  # seconds until a kernel has started, and what peers do is seen
     launch: float  # seconds from one kernel of a graph to the next
@@ -60,7 +59,6 @@ H200 = Rates(
     mixed=225e9,
     copied=1e12,
     taken=1.6e11,
-    added=3e11,
     beside=1.2e12,
     step=5e-6,
     launch=1.5e-6,
@@ -121,7 +119,7 @@ def choose_shape(problem: ShardedProduct) -> Shape:
     numbers, and not for 132.
     """
     chunks = min(8, _down(problem))
-    return Shape(chunks, _TAKERS, late=_late(problem, chunks, H200.taken))
+    return Shape(chunks, _TAKERS, late=_late(problem, chunks))
 
 
 def choose_shared_shape(problem: ShardedProduct) -> Shape:
@@ -135,13 +133,12 @@ def choose_shared_shape(problem: ShardedProduct) -> Shape:
     bands = min(_down(problem), max(1, high // _BAND), _MOST_BANDS)
     aside = max(1, min(across // 4, round(tiles / bands / H200.multipliers), _MOST_CHUNKS // bands))
     chunks = bands * aside
-    late = _late(problem, chunks, H200.added)
-    return Shape(chunks, late=late, early=max(0, chunks - late - 1), aside=aside)
+    return Shape(chunks, late=chunks, aside=aside)
 
 
-def _late(problem: ShardedProduct, chunks: int, rate: float) -> int:
-    """How many chunks are left when the product ends, of those that are added up at that rate."""
-    each = _result(problem) / chunks / rate
+def _late(problem: ShardedProduct, chunks: int) -> int:
+    """How many chunks are left when the product ends, of those that the takers add up."""
+    each = _result(problem) / chunks / H200.taken
     left = problem.flops / H200.product * (1 - 1 / chunks)  # after the first chunk has come
     return chunks - min(chunks - 1, int(left / each))
 

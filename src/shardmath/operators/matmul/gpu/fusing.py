@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
@@ -27,10 +28,12 @@ from shardmath.operators.matmul.gpu.reduce_scatter import GemmReduceScatter
 from shardmath.operators.matmul.gpu.sharded import ShardedProduct
 from shardmath.operators.matmul.gpu.share import Operands, Share
 from shardmath.operators.showing import matrix_of
+from shardmath.symmetric.exposed import Exposed
 
-__all__ = ["Fused", "notes", "pays"]
+__all__ = ["Fused", "notes", "pays", "shows_result"]
 
 _ALIGNMENT = 16
+_DESCRIBED = 16  # bytes that say which product it is; behind them, where its result lies
 _KERNELS: dict[str, Any] = {
     "all-gather": AllGatherGemm,
     "reduce-scatter": GemmReduceScatter,
@@ -64,6 +67,8 @@ class Fused:
             told = bytes([turned]) + blake2b(text, digest_size=15).digest()
             share.kept[key] = (problem, b"") if problem is None else (problem, told)
         self._problem, self.told = share.kept[key]
+        if self.told:
+            self.told += self._shown()
 
     @property
     def _matrices(self) -> tuple[Matrix, Matrix, Matrix]:
@@ -75,18 +80,36 @@ class Fused:
 
     def run(self, context: DistributedContext, told: Sequence[bytes]) -> None:
         """Put it on the stream. Collective."""
-        key = (self._form.kind, tuple(told))
+        shown = _places(context, [text[_DESCRIBED:] for text in told])
+        key = (self._form.kind, *(text[:_DESCRIBED] for text in told), bool(shown))
         kept = self._share.kept
         if key not in kept:
-            made = _KERNELS[self._form.kind].together(context, self._problem)
+            make = _KERNELS[self._form.kind].together
+            made = (
+                make(context, self._problem, shown=True) if shown else make(context, self._problem)
+            )
             kept[key] = made, Turns(self._device)
             weakref.finalize(self._share, made.free).atexit = False
         lies = _lies(self._out)
         assert lies is not None
         a, b, out = self._a.address, self._b.address, self._out.address
         product, turns = kept[key]
+        launch = partial(product.launch, shown=shown) if shown else product.launch
         with turns.taken(self._operands.stream):  # its words are those of one launch at a time
-            product.launch(a, b, out, self._operands.stream, pitch=lies[1])
+            launch(a, b, out, self._operands.stream, pitch=lies[1])
+
+    def _shown(self) -> bytes:
+        """What peers need to write the result: how far its rows are apart, and where it lies on the
+        heap. b"" where they cannot, or not in whole pieces of 16 bytes.
+        """
+        lies, out = _lies(self._out), self._operands.out
+        assert lies is not None
+        pieces = not any(
+            number % 8 for number in (self._out.address // 2, lies[1], self._out.columns)
+        )
+        if not pieces or not shows_result(self._share, self._operands):
+            return b""
+        return lies[1].to_bytes(8, "little") + out.told
 
     def _suits(self) -> bool:
         """Whether nothing is asked for that the kernels lack, of operands that they can load."""
@@ -113,6 +136,27 @@ class Fused:
         lying = sharded.Factor(*a), sharded.Factor(*b)
         sent = ShardedProduct(rows, columns, depth, problem.dtype, *lying)
         return None if sent.misfit(device) else sent
+
+
+def _places(context: DistributedContext, shown: Sequence[bytes]) -> list[int]:
+    """Where every rank's result lies for this rank; none where one cannot be written, or their rows
+    are not as far apart.
+    """
+    if not all(shown) or len({text[:8] for text in shown}) > 1:
+        return []
+    places = []
+    for rank, text in enumerate(shown):
+        there = Exposed.unpack(text[8:])
+        address = context.peer_address(rank, there.location, there.nbytes)
+        assert address is not None, "ranks of one host have an address for each other's memory"
+        places.append(address + there.origin)
+    return places
+
+
+def shows_result(share: Share, operands: Operands) -> bool:
+    """Whether peers may write this rank's result: then where it lies is what ranks agree on."""
+    kind = share.form and share.form.kind
+    return kind == "all-reduce" and operands.out.block is not None and pays(share)
 
 
 def pays(share: Share) -> bool:
@@ -153,7 +197,7 @@ def _sharded(share: Share, form: Form) -> ShardedProduct:
 _TOLD = {
     "all-gather": "{rows} come from all ranks while those that are here are multiplied",
     "reduce-scatter": "tiles are sent to their owners while others are multiplied",
-    "all-reduce": "tiles are sent to those who add them up, and all read the sums",
+    "all-reduce": "tiles are sent to those who add them up, and who write the sums to all",
 }
 
 
