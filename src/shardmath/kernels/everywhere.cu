@@ -76,7 +76,7 @@ __device__ inline void add_up(const TakeArgument& a, u64 launch, const volatile 
             if (__any_sync(~0u, over)) return;
             __nanosleep(1000);  // looking takes power from those that multiply
         }
-        take_pieces<(kRanks > 8 ? 1 : kRanks > 4 ? 2 : 4)>(a, chunk);
+        take_pieces(a, chunk);
     }
 }
 

@@ -51,6 +51,7 @@ __device__ inline void end_block(const Team& team, const TakeArgument& a) {
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads) take_rest(const __grid_constant__ RestArgument a) {
+    asm volatile("griddepcontrol.wait;" ::: "memory");  // it is launched early
     constexpr u32 kWarps = kThreads / 32;
     const u32 warp = blockIdx.x * kWarps + threadIdx.x / 32, warps = gridDim.x * kWarps;
     const bool lost = load_relaxed(&a.team.own().failed);  // tiles have not come, or their rank has not begun

@@ -140,7 +140,6 @@ __device__ inline void take(const TakeArgument& a, u32 from, u32 end, u32 warp, 
 }
 
 // Add up pieces of a chunk whose tiles are here, until all are claimed. By a warp.
-template <int kAtOnce>
 __device__ inline void take_pieces(const TakeArgument& a, u32 chunk) {
     const u32 first = a.first_tile(chunk) * kVectors, end = a.chunks[chunk].end * kVectors;
     u32 piece = 0;
@@ -149,7 +148,7 @@ __device__ inline void take_pieces(const TakeArgument& a, u32 chunk) {
         const u32 from = first + __shfl_sync(~0u, piece, 0) * kPiece;
         if (from >= end) return;
         if (threadIdx.x % 32 == 0) piece = atomicAdd(&a.claimed[chunk], 1);  // the next one, while this is added
-        take<kAtOnce>(a, from, from + kPiece, 0, 1);
+        take<(kRanks <= 8 ? 2 : 1)>(a, from, from + kPiece, 0, 1);
     }
 }
 

@@ -50,6 +50,7 @@ class Shape:
     cluster: int = 2
     stages: int = 4
     aside: int = 1
+    apart: int = 0
 
 
 @dataclass(frozen=True)
@@ -232,7 +233,7 @@ class SendingProduct:
         blocks = max(1, self.walk.tiles(self.team.rank) * _BLOCKS_OF_TILE)
         most = 2 * self.team.device.processors
         argument = self._argument(self._of_rest, sums, pitch, copies)
-        kernel.launch(stream, min(most, blocks), _TAKING, argument)
+        kernel.launch(stream, min(most, blocks), _TAKING, argument, early=True)
 
     def _defines(self, sums: int, pitch: int, shared: bool) -> tuple[str, ...]:
         """What taking.cuh is compiled with."""
@@ -283,7 +284,8 @@ class SendingProduct:
             + self._map(b, problem.b, problem.depth, problem.columns, columns, "F")
             + self.team.packed()
             + struct.pack("QII", self._at("tiles"), self._units, -(-problem.depth // 64))
-            + struct.pack(f"Q{2 * len(slots)}Q", self._multipliers, *slots, *arrived)
+            + struct.pack("II", self._multipliers, self.shape.apart)
+            + struct.pack(f"{2 * len(slots)}Q", *slots, *arrived)
             + self._of_take(sums, pitch, copies)
         )
         return made + bytes(-len(made) % 64)
