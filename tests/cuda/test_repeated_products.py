@@ -15,12 +15,15 @@ KINDS = {
 
 
 def repeated(context, kind, dtype, heap):
-    """Wrong results; and for each execution, whether it was launched again."""
+    """Wrong results; for each execution, whether it was launched again; and whether peers wrote
+    the results, for all that one kernel made.
+    """
     import torch
 
     from shardmath.arrays import library_named
     from shardmath.distribution import Replicated, Slab
     from shardmath.linalg.advanced import Matmul
+    from shardmath.operators.matmul.gpu.all_reduce import GemmAllReduce
     from shardmath.operators.repeats import Known
     from shardmath.symmetric.allocation import empty_on_heap
 
@@ -41,7 +44,7 @@ def repeated(context, kind, dtype, heap):
         return torch.zeros(local, device="cuda", dtype=getattr(torch, dtype))
 
     a, other, b = part(0, (m, k)), part(0, (m, k)), part(1, (k, n))
-    again, wrong, launch = [], [], Known.launch
+    again, wrong, launch, share = [], [], Known.launch, GemmAllReduce.launch
 
     def counted(self, *args):
         again[-1] = True
@@ -54,7 +57,11 @@ def repeated(context, kind, dtype, heap):
         if not (d == k * value).all():
             wrong.append((len(again), d.flatten()[:3].tolist()))
 
-    with context, patch.object(Known, "launch", counted):
+    with (
+        context,
+        patch.object(Known, "launch", counted),
+        patch.object(GemmAllReduce, "launch", autospec=True, side_effect=share) as shared,
+    ):
         with Matmul(a, b, **named) as product:
             product.plan()
             for turn in range(6):  # results lie in several places
@@ -83,14 +90,16 @@ def repeated(context, kind, dtype, heap):
                 torch.cuda.synchronize()
                 if not (d == (3 * k if each is product else 16 * k)).all():
                     wrong.append(("larger", d.flatten()[:3].tolist()))
-    return [wrong, steady, changed]
+    return [wrong, steady, changed, ["shown" in each.kwargs for each in shared.call_args_list]]
 
 
 @pytest.mark.parametrize("heap", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_all_ranks_repeat_is_one_graph(gpus, size, kind, dtype, heap):
-    placed = (kind, dtype, heap) == ("share", "bfloat16", True) and size > 1
-    for wrong, steady, changed in gpus.run(repeated, kind, dtype, heap, ranks=size):
+    one_kernel = (kind, dtype) == ("share", "bfloat16") and size > 1
+    for wrong, steady, changed, shown in gpus.run(repeated, kind, dtype, heap, ranks=size):
         assert (wrong, changed) == ([], False)
-        assert any(steady) if placed else all(steady)  # once results lie where others have lain
+        assert set(shown) == ({heap} if one_kernel else set())
+        # Where peers write results, those repeat that lie where others have lain.
+        assert any(steady) if one_kernel and heap else all(steady)

@@ -4,7 +4,8 @@ Every execution of a plan has a number, the same on all ranks. A rank whose call
 earlier one, with its operands and its lane's memory where they were then, says the number of that
 execution in place of what its peers would have to know. Where all ranks say the same one, what they
 told each other then still holds, and nobody says anything else. Where results lie is each rank's
-own affair: what is put on the stream for one place is a graph from the second time on.
+own affair, unless peers write them: what is put on the stream for one place is a graph from the
+second time on.
 """
 
 from __future__ import annotations

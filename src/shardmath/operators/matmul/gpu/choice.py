@@ -131,7 +131,9 @@ def choose_shared_shape(problem: ShardedProduct) -> Shape:
     tiles = Walk(problem.rows, problem.columns, 1).count
     high, across = _high(problem), -(-problem.columns // TILE_COLUMNS)
     bands = min(_down(problem), max(1, high // _BAND), _MOST_BANDS)
-    aside = max(1, min(across // 4, round(2 * tiles / bands / H200.multipliers), _MOST_CHUNKS // bands))
+    aside = max(
+        1, min(across // 4, round(2 * tiles / bands / H200.multipliers), _MOST_CHUNKS // bands)
+    )
     chunks = bands * aside
     return Shape(chunks, late=chunks, aside=aside)
 
