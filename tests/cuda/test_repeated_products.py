@@ -28,17 +28,16 @@ def repeated(context, kind, dtype, heap):
     from shardmath.symmetric.allocation import empty_on_heap
 
     torch.cuda.set_device(context.device_id)
-    size, rank = context.size, context.rank
+    size, library = context.size, library_named("torch")
     dists = [Replicated() if name is None else getattr(Slab, name) for name in KINDS[kind]]
     named = {
         "distributions": dists,
         "options": {"strategy": "all-reduce"} if kind == "share" and size > 1 else None,
     }
     m, n, k = 64 * size, 32 * size, 32 * size
-    library = library_named("torch")
 
     def part(index, shape):
-        local = dists[index].shape(rank, shape, size=size)
+        local = dists[index].shape(context.rank, shape, size=size)
         if heap:
             return empty_on_heap(context, library, local, dtype).zero_()
         return torch.zeros(local, device="cuda", dtype=getattr(torch, dtype))
@@ -69,15 +68,15 @@ def repeated(context, kind, dtype, heap):
                 b.fill_(1)
                 checked(product, turn)
             steady = again[1:]
-            if rank == 0:  # one rank's operand lies elsewhere: all tell each other anew
+            if context.rank == 0:  # one rank's operand lies elsewhere: all tell each other anew
                 product.reset_operands_unchecked(a=other)
             other.fill_(3)
             a.fill_(3)
             for _ in range(5):
                 checked(product, 3)
             changed, steady = again[6], [*steady, *again[7:]]
-        large = part(0, (m, k)).new_ones(dists[0].shape(rank, (16 * m, 16 * k), size=size))
-        wide = large.new_ones(dists[1].shape(rank, (16 * k, n), size=size))
+        large = part(0, (m, k)).new_ones(dists[0].shape(context.rank, (16 * m, 16 * k), size=size))
+        wide = large.new_ones(dists[1].shape(context.rank, (16 * k, n), size=size))
         with (
             Matmul(a, b, **named) as product,
             Matmul(large, wide, **named) as larger,
