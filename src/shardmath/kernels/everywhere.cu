@@ -71,12 +71,13 @@ __device__ inline void pack(const Shared& s, u32 half, const float (&d)[128], u3
 
 // What has come, until this block has multiplied: then it makes room for those who do the rest.
 __device__ inline void add_up(const TakeArgument& a, u64 launch, const volatile u32& over) {
+    const auto is_over = [&] { return __any_sync(~0u, over); };
     for (u32 chunk = 0; chunk < a.count; ++chunk) {
         while (!here(a, chunk, launch)) {
-            if (__any_sync(~0u, over)) return;
+            if (is_over()) return;
             __nanosleep(1000);  // looking takes power from those that multiply
         }
-        take_pieces(a, chunk);
+        take_pieces(a, chunk, is_over);
     }
 }
 

@@ -195,7 +195,7 @@ __device__ inline void multiply_tiles(const Product& a, const Stages& s, u32 hal
 __device__ inline void take_early(const Product& a, u64 launch) {
     for (u32 chunk = 0; chunk < a.take.early; ++chunk) {
         if (!wait_for_tiles(a.team, a.take, chunk, launch)) return;
-        take_pieces(a.take, chunk);
+        take_pieces(a.take, chunk, [] { return false; });
     }
     for (u32 chunk = a.take.early; threadIdx.x < 32 && chunk < a.take.count; ++chunk)
         if (!wait_for_tiles(a.team, a.take, chunk, launch)) return;

@@ -139,16 +139,19 @@ __device__ inline void take(const TakeArgument& a, u32 from, u32 end, u32 warp, 
     }
 }
 
-// Add up pieces of a chunk whose tiles are here, until all are claimed. By a warp.
-__device__ inline void take_pieces(const TakeArgument& a, u32 chunk) {
+// Add up pieces of a chunk whose tiles are here, until all are claimed, or soon after `over()`. By a warp.
+template <class Over>
+__device__ inline void take_pieces(const TakeArgument& a, u32 chunk, Over over) {
     const u32 first = a.first_tile(chunk) * kVectors, end = a.chunks[chunk].end * kVectors;
     u32 piece = 0;
     if (threadIdx.x % 32 == 0) piece = atomicAdd(&a.claimed[chunk], 1);
     for (;;) {
         const u32 from = first + __shfl_sync(~0u, piece, 0) * kPiece;
         if (from >= end) return;
-        if (threadIdx.x % 32 == 0) piece = atomicAdd(&a.claimed[chunk], 1);  // the next one, while this is added
+        const bool last = over();
+        if (!last && threadIdx.x % 32 == 0) piece = atomicAdd(&a.claimed[chunk], 1);  // the next, while this is added
         take<(kRanks <= 8 ? 2 : 1)>(a, from, from + kPiece, 0, 1);
+        if (last) return;
     }
 }
 
