@@ -22,7 +22,7 @@ from shardmath.arrays import library_named
 from shardmath.cuda.graph import Graph
 from shardmath.distribution import Slab
 from shardmath.fft import FFTDirection, FFTOptions
-from shardmath.local.gpu_fft import Transforms
+from shardmath.local.gpu.fft import Transforms
 from shardmath.operators.fft import ways
 from shardmath.operators.fft.beside import Beside, PushTables
 from shardmath.operators.fft.launching import Launch, is_double

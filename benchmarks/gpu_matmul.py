@@ -20,7 +20,8 @@ import json
 from on_gpus import Ranks, command, in_turn, run
 
 from shardmath.operators.matmul.gpu.all_gather import AllGatherGemm, product_kernel
-from shardmath.operators.matmul.gpu.gathered import Factor, GatheredProduct, choose_tiling, fuses
+from shardmath.operators.matmul.gpu.factor import Factor
+from shardmath.operators.matmul.gpu.gathered import GatheredProduct, choose_tiling, fuses
 
 SETS = 2  # of operands
 LIMIT = 0.005  # of the greatest results: bfloat16 rounds off 0.002

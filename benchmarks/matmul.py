@@ -20,7 +20,7 @@ import record
 from threadpoolctl import threadpool_limits
 
 from shardmath import startup
-from shardmath.context import DistributedContext
+from shardmath.context import Context
 from shardmath.distribution import BlockCyclic, Distribution, ProcessGrid, Slab
 from shardmath.launch import spawn
 from shardmath.linalg.advanced import Matmul, matmul
@@ -60,7 +60,7 @@ def run(n: int) -> dict[str, list[dict[str, Any]]]:
     return {"large": large, "small": small}
 
 
-def large_products(context: DistributedContext, n: int, dtype: str) -> list[dict[str, Any]]:
+def large_products(context: Context, n: int, dtype: str) -> list[dict[str, Any]]:
     """GFLOP/s of every case and of NumPy on rank 0, which has both cores meanwhile."""
     rng = np.random.default_rng(context.rank)
     whole = [rng.random((n, n)).astype(dtype) for _ in "abc"] if context.rank == 0 else []
@@ -94,7 +94,7 @@ def large_products(context: DistributedContext, n: int, dtype: str) -> list[dict
     return rows
 
 
-def planned(context: DistributedContext, case: Case, n: int, dtype: str) -> Matmul:
+def planned(context: Context, case: Case, n: int, dtype: str) -> Matmul:
     """A plan on random operands."""
     rng = np.random.default_rng(context.rank)
     operands = []
@@ -110,7 +110,7 @@ def planned(context: DistributedContext, case: Case, n: int, dtype: str) -> Matm
     return plan
 
 
-def small_products(context: DistributedContext) -> list[dict[str, Any]]:
+def small_products(context: Context) -> list[dict[str, Any]]:
     """Microseconds of agreement, and of whole calls, on 8 x 8 matrices."""
     distributions = [Slab.X, Slab.X, Slab.X]
     a, b, whole = np.ones((4, 8)), np.ones((4, 8)), np.ones((8, 8))

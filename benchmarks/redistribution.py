@@ -23,7 +23,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from shardmath import startup
 from shardmath.arrays import library_of
-from shardmath.context import DistributedContext
+from shardmath.context import Context
 from shardmath.distribution import (
     BlockCyclic,
     Distribution,
@@ -69,7 +69,7 @@ def run(n: int) -> list[dict[str, Any]]:
     return rows
 
 
-def row(context: DistributedContext, case: Case, n: int) -> dict[str, Any]:
+def row(context: Context, case: Case, n: int) -> dict[str, Any]:
     """Rates in GB/s."""
     layouts = [Layout.bind([each] * RANKS, (n, n)) for each in (case.source, case.target)]
     transfer = TransferPlan(*layouts, 8)
@@ -131,9 +131,7 @@ def boxes(transfer: TransferPlan, rank: int, operand: Any, out: Any) -> list[tup
     return pairs
 
 
-def measure(
-    context: DistributedContext, calls: dict[str, Callable[[], object]]
-) -> dict[str, list[float]]:
+def measure(context: Context, calls: dict[str, Callable[[], object]]) -> dict[str, list[float]]:
     """The times of each call until both ranks are done. The calls take turns, for fairness."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(REPEATS + 1):

@@ -107,6 +107,29 @@ def test_imports_go_downward(path: Path) -> None:
     assert not upward
 
 
+def public_names(tree: ast.Module) -> set[str]:
+    """What a module lists in `__all__`."""
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return set(ast.literal_eval(node.value))
+    return set()
+
+
+@pytest.mark.parametrize("path", FILES, ids=dotted)
+def test_what_is_imported_is_public(path: Path) -> None:
+    """A name that another module imports is in the `__all__` of the module that has it."""
+    modules = {f"shardmath.{dotted(other)}": other for other in FILES}
+    hidden = [
+        f"{where(path, node.lineno)} imports {alias.name} of {node.module}"
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.ImportFrom) and node.module in modules
+        for alias in node.names
+        if f"{node.module}.{alias.name}" not in modules
+        and alias.name not in public_names(parse(modules[node.module]))
+    ]
+    assert not hidden
+
+
 def test_nothing_unpickles_or_runs_text() -> None:
     found = []
     for path in FILES:

@@ -23,21 +23,21 @@ if TYPE_CHECKING:
         reshape,
         symmetric_memory,
     )
-    from shardmath.context import DistributedContext, get_context
+    from shardmath.distributed_context import DistributedContext
     from shardmath.group import MPIProcessGroup, ProcessGroup, TorchProcessGroup
     from shardmath.launch import spawn
-    from shardmath.startup import finalize, initialize, new_context
+    from shardmath.startup import finalize, get_context, initialize, new_context
     from shardmath.symmetric.allocation import allocate_symmetric_memory, free_symmetric_memory
 
 _HOME = {
-    "DistributedContext": "context",
+    "DistributedContext": "distributed_context",
     "MPIProcessGroup": "group",
     "ProcessGroup": "group",
     "TorchProcessGroup": "group",
     "allocate_symmetric_memory": "symmetric.allocation",
     "finalize": "startup",
     "free_symmetric_memory": "symmetric.allocation",
-    "get_context": "context",
+    "get_context": "startup",
     "initialize": "startup",
     "new_context": "startup",
     "spawn": "launch",

@@ -18,43 +18,37 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import numpy as np
 
 from shardmath import agreement, current
+from shardmath.distributed_context import DistributedContext
 from shardmath.geometry.integers import index
 from shardmath.group.base import ProcessGroup
 from shardmath.machinery import Machinery
 from shardmath.symmetric.board import Board, Turn
 from shardmath.symmetric.heap import Block, Buffer, Heap, Location
-from shardmath.transport.base import Bytes, DeviceBytes, Memory
+from shardmath.transport.base import Bytes, DeviceBytes, Memory, Transport
 from shardmath.transport.wires import Deliver, RankChannel
 
 if TYPE_CHECKING:
     from shardmath.symmetric.team import Team
 
 __all__ = [
-    "DistributedContext",
-    "get_context",
+    "Context",
+    "current_context",
     "open_contexts",
     "require_context",
 ]
 
 Agreed = TypeVar("Agreed")
 
-_contexts: weakref.WeakSet[DistributedContext] = weakref.WeakSet()
+_contexts: weakref.WeakSet[Context] = weakref.WeakSet()
 _numbers = itertools.count()
 
 
-class DistributedContext:
-    """The ranks that compute together, as seen by one of them.
+class Context(DistributedContext):
+    """A DistributedContext with all that the package asks of it: there is no other kind.
 
-    `rank`, `size`; `device_id` ("cpu", or the index of a CUDA device); `process_group`, used to
-    start; `heap`, this rank's symmetric memory; `board`, the words that the ranks share; `team`,
-    what their GPUs share, None on cores.
-    `nvshmem_available` and `nccl_comm` are there for programs written for nvmath.distributed.
-
-    The ranks' calls are matched by their order. So one thread at a time uses a context, and threads
-    that compute at once have one each: a call during another's raises RuntimeError.
+    `heap`, this rank's symmetric memory; `board`, the words that the ranks share; `team`, what
+    their GPUs share, None on cores; `number`, which names the context within this process.
     """
-
-    nccl_comm = None
 
     def __init__(
         self,
@@ -65,7 +59,7 @@ class DistributedContext:
         ranks: Sequence[int],
         device_id: int | str,
         process_group: ProcessGroup | None,
-        parent: DistributedContext | None = None,
+        parent: Context | None = None,
         name: str = "board",
     ) -> None:
         self.device_id = device_id
@@ -74,7 +68,7 @@ class DistributedContext:
         self.team = team
         self.rank = board.rank
         self.size = board.size
-        self.number = next(_numbers)  # names the context within this process
+        self.number = next(_numbers)
         self.heap = machinery.heap
         self._machinery = machinery
         self._ranks = tuple(ranks)  # each rank's number in the mesh
@@ -82,7 +76,7 @@ class DistributedContext:
         self._name = name  # the same on all its ranks, and no other context's
         self._splits = 0
         # By ranks: how many were made, and the last.
-        self._subsets: dict[tuple[int, ...], tuple[int, DistributedContext]] = {}
+        self._subsets: dict[tuple[int, ...], tuple[int, Context]] = {}
         self._shares = itertools.count()
         self._closed: str | None = None
         self._caches: dict[str, Any] = {}
@@ -95,7 +89,7 @@ class DistributedContext:
 
     @property
     def nvshmem_available(self) -> bool:
-        """Whether the ranks' memory is NVSHMEM's."""
+        """See DistributedContext."""
         return self._machinery.transport.name == "nvshmem"
 
     def __repr__(self) -> str:
@@ -126,10 +120,7 @@ class DistributedContext:
         return agreement.gather(self.board, operation, describe)
 
     def barrier(self) -> None:
-        """Wait until every rank has called it; what was written before is seen after. Collective.
-
-        Memory that every rank has dropped returns to use here.
-        """
+        """See DistributedContext. Collective."""
         self.require_open()
         own = self.heap.marks(self.number)
         texts = self.board.exchange("barrier", struct.pack(f"={len(own)}Q", *own))
@@ -159,17 +150,20 @@ class DistributedContext:
 
     def peer_memory(self, rank: int, location: Location, nbytes: int) -> Memory | None:
         """Memory of `rank`, which it has announced, for arrays to lie on; None if out of reach."""
-        transport, peer = self._machinery.transport, self._ranks[rank]
-        if rank != self.rank:
-            transport.attach(peer, location.segment)
+        transport, peer = self._reach(rank, location)
         return transport.view(peer, location.segment, location.offset, nbytes)
 
     def peer_address(self, rank: int, location: Location, nbytes: int) -> int | None:
         """Where memory of `rank`, which it has announced, lies for this rank's cores or its GPU."""
+        transport, peer = self._reach(rank, location)
+        return transport.address(peer, location.segment, location.offset, nbytes)
+
+    def _reach(self, rank: int, location: Location) -> tuple[Transport, int]:
+        """The transport to memory that `rank` has announced, and the rank's number there."""
         transport, peer = self._machinery.transport, self._ranks[rank]
         if rank != self.rank:
             transport.attach(peer, location.segment)
-        return transport.address(peer, location.segment, location.offset, nbytes)
+        return transport, peer
 
     @cached_property
     def spans_hosts(self) -> bool:
@@ -199,7 +193,7 @@ class DistributedContext:
         found = self.peer_bytes(rank, location, nbytes)
         if found is None:
             found = np.empty(nbytes, np.uint8)
-            transport, peer = self._machinery.transport, self._ranks[rank]
+            transport, peer = self._reach(rank, location)
             for low, high in [(0, nbytes)] if pieces is None else pieces:
                 if low < high:
                     transport.get(peer, location.segment, location.offset + low, found[low:high])
@@ -207,16 +201,12 @@ class DistributedContext:
 
     def get(self, rank: int, location: Location, into: Memory, stream: int = 0) -> None:
         """Fill `into` from memory of `rank`, which it has announced. See `Transport.get`."""
-        transport, peer = self._machinery.transport, self._ranks[rank]
-        if rank != self.rank:
-            transport.attach(peer, location.segment)
+        transport, peer = self._reach(rank, location)
         transport.get(peer, location.segment, location.offset, into, stream)
 
     def put(self, rank: int, location: Location, data: Memory, stream: int = 0) -> None:
         """Write `data` to memory of `rank`, which sees it when it has heard of it thereafter."""
-        transport, peer = self._machinery.transport, self._ranks[rank]
-        if rank != self.rank:
-            transport.attach(peer, location.segment)
+        transport, peer = self._reach(rank, location)
         transport.put(peer, location.segment, location.offset, data, stream)
         transport.quiet(peer, stream)
 
@@ -264,12 +254,8 @@ class DistributedContext:
 
     # -- groups ------------------------------------------------------------------------------------
 
-    def split(self, color: int | None, key: int = 0) -> DistributedContext | None:
-        """A context of the ranks that gave the same `color`, ordered by (`key`, rank). Collective.
-
-        None for a rank that gave None. The new context shares this one's memory, and lives on its
-        own board: both can be used in any order.
-        """
+    def split(self, color: int | None, key: int = 0) -> Context | None:
+        """See DistributedContext. Collective."""
 
         def describe() -> tuple[int | None, int]:
             return None if color is None else index(color, "color"), index(key, "key")
@@ -283,13 +269,8 @@ class DistributedContext:
         members = sorted((k, r) for r, (c, k) in enumerate(choices) if c == own)
         return self._derive([r for _, r in members], f"split {self._splits} color {own}")
 
-    def subset(self, ranks: Sequence[int]) -> DistributedContext:
-        """A context of these ranks of this one, in this order. Collective among them alone.
-
-        The same ranks in the same order get the same context again, unless it has been closed,
-        which all of them must do then. Raises ValueError when `ranks` names a rank twice, one that
-        does not exist, or not this one.
-        """
+    def subset(self, ranks: Sequence[int]) -> Context:
+        """See DistributedContext. Collective among `ranks` alone."""
         self.require_open()
         if not isinstance(ranks, Iterable):
             raise TypeError(f"ranks is a sequence of integers, not {ranks!r}")
@@ -306,13 +287,13 @@ class DistributedContext:
             self._subsets[chosen] = count + 1, last
         return last
 
-    def _derive(self, ranks: Sequence[int], label: str) -> DistributedContext:
+    def _derive(self, ranks: Sequence[int], label: str) -> Context:
         """A context of `ranks`, which all of them make under the same label."""
         self.heap.recycle()  # lets go of the boards of groups that have ended
         mesh_ranks = [self._ranks[r] for r in ranks]
         name = f"{self._name} / {label}"
         board = self._machinery.board(mesh_ranks, list(ranks).index(self.rank), name)
-        return DistributedContext(
+        return Context(
             self._machinery,
             board,
             self._machinery.team(board, mesh_ranks),
@@ -325,7 +306,7 @@ class DistributedContext:
 
     # -- life --------------------------------------------------------------------------------------
 
-    def __enter__(self) -> DistributedContext:
+    def __enter__(self) -> Context:
         self.require_open()
         current.override(self)
         return self
@@ -339,10 +320,7 @@ class DistributedContext:
             raise RuntimeError(f"this context cannot be used: {self._closed}")
 
     def close(self, why: str = "it was closed") -> None:
-        """End the context on this rank. Never waits; peers that still wait for this rank are told.
-
-        Says that this rank reads no peer's memory through it any more.
-        """
+        """See DistributedContext."""
         if self._closed:
             return
         self._closed = why
@@ -368,15 +346,15 @@ class DistributedContext:
         self._machinery.mesh.abandon()
 
 
-def get_context() -> DistributedContext | None:
+def current_context() -> Context | None:
     """The current context: the innermost `with` one, else the one `initialize` made, else None."""
     context = current.get()
-    return context if isinstance(context, DistributedContext) else None
+    return context if isinstance(context, Context) else None
 
 
-def require_context() -> DistributedContext:
+def require_context() -> Context:
     """The current context. Raises RuntimeError, saying what to call, when there is none."""
-    context = get_context()
+    context = current_context()
     if context is None:
         raise RuntimeError(
             'shardmath is not initialized: call shardmath.initialize("cpu") (or with the index of '
@@ -391,8 +369,8 @@ def _leave(board: Board, heap: Heap, number: int) -> None:
     heap.forget(number, board.ended)
 
 
-def open_contexts() -> list[DistributedContext]:
+def open_contexts() -> list[Context]:
     """Every context of this process that can be used, the current one first."""
-    now = get_context()
+    now = current_context()
     others = [context for context in list(_contexts) if context is not now]
     return [c for c in ([now] if now is not None else []) + others if not c._closed]

@@ -16,8 +16,8 @@ from shardmath.config import Settings
 from shardmath.group.base import ProcessGroup
 from shardmath.symmetric.board import ROW_BYTES, Board, board_bytes
 from shardmath.symmetric.heap import Buffer, Heap, Location
-from shardmath.symmetric.layout import pad_bytes
 from shardmath.symmetric.rows import Rows, SpreadRows
+from shardmath.symmetric.structs import pad_bytes
 from shardmath.symmetric.waiting import Patience
 from shardmath.transport import choice
 from shardmath.transport.base import Transport

@@ -18,7 +18,7 @@ from shardmath import wire
 from shardmath.latest import Latest
 
 if TYPE_CHECKING:
-    from shardmath.context import DistributedContext
+    from shardmath.context import Context
 
 __all__ = ["agree_plan"]
 
@@ -33,7 +33,7 @@ _HEAD_BYTES = _MADE.size + _DIGEST_BYTES
 
 
 def agree_plan(
-    context: DistributedContext,
+    context: Context,
     operation: str,
     describe: Callable[[], tuple[Hashable, bytes]],
     build: Callable[[list[Any]], Plan],

@@ -16,14 +16,15 @@ from typing import Any
 
 from shardmath import agreement, current
 from shardmath.config import Settings
-from shardmath.context import DistributedContext, open_contexts
+from shardmath.context import Context, current_context, open_contexts
+from shardmath.distributed_context import DistributedContext
 from shardmath.errors import OpTimeout, RankFailure
 from shardmath.group import ProcessGroup, as_process_group
 from shardmath.group.base import rank_names
 from shardmath.group.notice import noticed
 from shardmath.machinery import Machinery
 
-__all__ = ["finalize", "initialize", "new_context"]
+__all__ = ["finalize", "get_context", "initialize", "new_context"]
 
 _BACKENDS = ("host", "mpi", "cuda", "nvshmem", "nccl")
 
@@ -81,9 +82,12 @@ def new_context(
         machinery.transport.join(group)
         team = machinery.team(board, ranks)
         undo.pop_all()
-    return DistributedContext(
-        machinery, board, team, ranks=ranks, device_id=device_id, process_group=group
-    )
+    return Context(machinery, board, team, ranks=ranks, device_id=device_id, process_group=group)
+
+
+def get_context() -> DistributedContext | None:
+    """The current context: the innermost `with` one, else the one `initialize` made, else None."""
+    return current_context()
 
 
 def finalize() -> None:
@@ -93,7 +97,7 @@ def finalize() -> None:
     Source: nvmath.distributed.finalize.
     """
     context = current.default()
-    if not isinstance(context, DistributedContext):
+    if not isinstance(context, Context):
         return
     try:
         with suppress(RankFailure, OpTimeout):

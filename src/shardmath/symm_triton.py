@@ -19,7 +19,7 @@ Importing this module imports Triton.
 from __future__ import annotations
 
 from shardmath.errors import BackendUnavailable
-from shardmath.symmetric import layout, ptx
+from shardmath.symmetric import ptx, structs
 
 try:
     import triton
@@ -42,26 +42,26 @@ __all__ = [
     "wait_value",
 ]
 
-_PAD_BYTES = tl.constexpr(layout.PAD_BYTES)
-_FAILED = tl.constexpr(layout.FAILED)
-_CHANNEL_BYTES = tl.constexpr(layout.CHANNEL_BYTES)
-_SIGNAL = tl.constexpr(layout.SIGNAL)
-_BARRIER = tl.constexpr(layout.BARRIER)
-_ROUND = tl.constexpr(layout.ROUND)
-_SENT = tl.constexpr(layout.SENT)
-_TAKEN = tl.constexpr(layout.TAKEN)
-_CHANNELS = tl.constexpr(layout.TEAM_CHANNELS // 4)
-_TIMEOUT = tl.constexpr(layout.TEAM_TIMEOUT // 8)
-_STATUS = tl.constexpr(layout.TEAM_STATUS // 8)
-_PADS = tl.constexpr(layout.TEAM_PADS // 8)
-_BUFFERS = tl.constexpr(layout.TEAM_BUFFERS // 8)
-_LATE = tl.constexpr(layout.LATE)
-_LATE_BYTES = tl.constexpr(layout.LATE_BYTES)
-_OF_BARRIER = tl.constexpr(layout.OF_BARRIER)
-_OF_SIGNAL = tl.constexpr(layout.OF_SIGNAL)
-_OF_USER = tl.constexpr(layout.OF_USER)
-_NO_CHANNEL = tl.constexpr(layout.NO_CHANNEL)
-_NO_PEER = tl.constexpr(layout.NO_PEER)
+_PAD_BYTES = tl.constexpr(structs.PAD_BYTES)
+_FAILED = tl.constexpr(structs.FAILED)
+_CHANNEL_BYTES = tl.constexpr(structs.CHANNEL_BYTES)
+_SIGNAL = tl.constexpr(structs.SIGNAL)
+_BARRIER = tl.constexpr(structs.BARRIER)
+_ROUND = tl.constexpr(structs.ROUND)
+_SENT = tl.constexpr(structs.SENT)
+_TAKEN = tl.constexpr(structs.TAKEN)
+_CHANNELS = tl.constexpr(structs.TEAM_CHANNELS // 4)
+_TIMEOUT = tl.constexpr(structs.TEAM_TIMEOUT // 8)
+_STATUS = tl.constexpr(structs.TEAM_STATUS // 8)
+_PADS = tl.constexpr(structs.TEAM_PADS // 8)
+_BUFFERS = tl.constexpr(structs.TEAM_BUFFERS // 8)
+_LATE = tl.constexpr(structs.LATE)
+_LATE_BYTES = tl.constexpr(structs.LATE_BYTES)
+_OF_BARRIER = tl.constexpr(structs.OF_BARRIER)
+_OF_SIGNAL = tl.constexpr(structs.OF_SIGNAL)
+_OF_USER = tl.constexpr(structs.OF_USER)
+_NO_CHANNEL = tl.constexpr(structs.NO_CHANNEL)
+_NO_PEER = tl.constexpr(structs.NO_PEER)
 _WARP = tl.constexpr(32)
 
 _RELEASE = tl.constexpr(ptx.STORE_RELEASE)

@@ -20,7 +20,7 @@ from typing import Any
 
 from shardmath.arrays import Library, library_named, library_of, library_of_package
 from shardmath.arrays.dtypes import of as dtype_of
-from shardmath.context import get_context, require_context
+from shardmath.context import current_context, require_context
 from shardmath.errors import BackendUnavailable
 from shardmath.geometry.integers import index
 from shardmath.group.store import StoreProcessGroup
@@ -123,12 +123,8 @@ def set_group_info(group_name: str, rank: int, world_size: int, store: Any = Non
     if not isinstance(group_name, str):
         raise TypeError(f"group_name is a string, not {group_name!r}")
     if store is not None:
-        group = StoreProcessGroup(store, group_name, rank, world_size)
-        if get_context() is None:
-            register_in = initialize("cpu", group)
-            register_group(group_name, register_in)
-        else:
-            register_group(group_name, group)
+        group: Any = StoreProcessGroup(store, group_name, rank, world_size)
+        register_group(group_name, initialize("cpu", group) if current_context() is None else group)
         return
     context = require_context()
     if (rank, world_size) != (context.rank, context.size):
@@ -212,7 +208,7 @@ def get_backend(device: Any) -> str | None:
     """How memory of that device is shared: "HOST" for the host, "CUDA" or "NVSHMEM" for the GPU of
     the current context, None for any other device.
     """
-    context = get_context()
+    context = current_context()
     if _kind_of(device) == "cpu":
         return "HOST"
     if context is None or context.team is None or _kind_of(device) != "cuda":
@@ -301,7 +297,7 @@ def _integers(what: str, values: Any) -> tuple[int, ...]:
 
 
 def _library(package: ModuleType | None, dtype: Any, device: Any) -> Library:
-    context = get_context()
+    context = current_context()
     kind = "cpu" if context is None or context.team is None else "cuda"
     if device is not None and _kind_of(device) != kind:
         raise BackendUnavailable(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from shardmath.operators.matmul.gpu.all_gather import AllGatherGemm
-from shardmath.operators.matmul.gpu.gathered import Factor, GatheredProduct, Tiling
+from shardmath.operators.matmul.gpu.factor import Factor
+from shardmath.operators.matmul.gpu.gathered import GatheredProduct, Tiling
 
 EPSILON = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 SENTINEL = 7.0

@@ -10,7 +10,7 @@ import pytest
 from ranks import Pool
 from shardmath.cuda import compile as compiling
 from shardmath.errors import BackendUnavailable
-from shardmath.symmetric import layout
+from shardmath.symmetric import structs
 
 HEAD = """
 #include "symm.cuh"
@@ -22,36 +22,36 @@ using namespace shardmath;
 def facts(size):
     """A C++ expression, and what it is here."""
     return {
-        "sizeof(Pad)": layout.PAD_BYTES,
-        "sizeof(Channel)": layout.CHANNEL_BYTES * size,
-        "alignof(Channel)": layout.PAD_ALIGNMENT,
-        "at(Pad, failed)": layout.FAILED,
-        "at(Channel, signal)": layout.SIGNAL * size,
-        "at(Channel, barrier)": layout.BARRIER * size,
-        "at(Channel, round)": layout.ROUND * size,
-        "at(Channel, sent)": layout.SENT * size,
-        "at(Channel, taken)": layout.TAKEN * size,
+        "sizeof(Pad)": structs.PAD_BYTES,
+        "sizeof(Channel)": structs.CHANNEL_BYTES * size,
+        "alignof(Channel)": structs.PAD_ALIGNMENT,
+        "at(Pad, failed)": structs.FAILED,
+        "at(Channel, signal)": structs.SIGNAL * size,
+        "at(Channel, barrier)": structs.BARRIER * size,
+        "at(Channel, round)": structs.ROUND * size,
+        "at(Channel, sent)": structs.SENT * size,
+        "at(Channel, taken)": structs.TAKEN * size,
         "at(Team, rank)": 0,
         "at(Team, size)": 4,
-        "at(Team, channels)": layout.TEAM_CHANNELS,
-        "at(Team, timeout)": layout.TEAM_TIMEOUT,
-        "at(Team, status)": layout.TEAM_STATUS,
-        "at(Team, pad)": layout.TEAM_PADS,
-        "sizeof(Team)": layout.TEAM_BUFFERS + 8 * size,
-        "sizeof(SymmetricMemory)": layout.TEAM_BUFFERS + 24 * size,
-        "at(Status, late)": layout.LATE,
-        "sizeof(Late)": layout.LATE_BYTES,
+        "at(Team, channels)": structs.TEAM_CHANNELS,
+        "at(Team, timeout)": structs.TEAM_TIMEOUT,
+        "at(Team, status)": structs.TEAM_STATUS,
+        "at(Team, pad)": structs.TEAM_PADS,
+        "sizeof(Team)": structs.TEAM_BUFFERS + 8 * size,
+        "sizeof(SymmetricMemory)": structs.TEAM_BUFFERS + 24 * size,
+        "at(Status, late)": structs.LATE,
+        "sizeof(Late)": structs.LATE_BYTES,
         "at(Late, expected)": 8,
         "at(Late, seen)": 16,
-        "kBarrier": layout.OF_BARRIER,
-        "kSignal": layout.OF_SIGNAL,
-        "kCollective": layout.OF_COLLECTIVE,
-        "kUser": layout.OF_USER,
-        "kFlag": layout.OF_FLAG,
-        "kNoChannel": layout.NO_CHANNEL,
-        "kNoPeer": layout.NO_PEER,
-        "kWrongRanks": layout.WRONG_RANKS,
-        "kProduct": layout.OF_PRODUCT,
+        "kBarrier": structs.OF_BARRIER,
+        "kSignal": structs.OF_SIGNAL,
+        "kCollective": structs.OF_COLLECTIVE,
+        "kUser": structs.OF_USER,
+        "kFlag": structs.OF_FLAG,
+        "kNoChannel": structs.NO_CHANNEL,
+        "kNoPeer": structs.NO_PEER,
+        "kWrongRanks": structs.WRONG_RANKS,
+        "kProduct": structs.OF_PRODUCT,
     }
 
 

@@ -35,7 +35,7 @@ def in_memory(buffer, view):
 
 
 def check_plans(context, kind, double, grid):
-    from shardmath.local.gpu_fft import Transforms
+    from shardmath.local.gpu.fft import Transforms
 
     device = context.team.device
     device.activate()
@@ -96,7 +96,7 @@ def test_plans(gpus, kind, double, grid):
 
 
 def check_scale(context):
-    from shardmath.local.gpu_fft import scale
+    from shardmath.local.gpu.fft import scale
 
     device = context.team.device
     device.activate()

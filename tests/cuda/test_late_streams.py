@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import pytest
 
-from shardmath.context import DistributedContext
+from shardmath.context import Context
 from shardmath.distribution import Redistribute, Slab
 from shardmath.fft import FFT
 from shardmath.linalg.advanced import Matmul
@@ -20,7 +20,7 @@ from shardmath.operators.lanes import Lane
 from shardmath.redistribution.device import BoxCopies
 
 CYCLES = (50_000, 2_000_000)  # about 25 us, and 1 ms
-STEPS = [(BoxCopies, "launch", 0), (Lane, "barrier", 0), (DistributedContext, "get", 3)]
+STEPS = [(BoxCopies, "launch", 0), (Lane, "barrier", 0), (Context, "get", 3)]
 N = 48
 
 

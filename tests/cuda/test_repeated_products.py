@@ -99,6 +99,6 @@ def test_what_all_ranks_repeat_is_one_graph(gpus, size, kind, dtype, heap):
     one_kernel = (kind, dtype) == ("share", "bfloat16") and size > 1
     for wrong, steady, changed, shown in gpus.run(repeated, kind, dtype, heap, ranks=size):
         assert (wrong, changed) == ([], False)
-        assert set(shown) == ({heap} if one_kernel else set())
+        assert set(shown) == ({heap, False} if one_kernel else set())  # the larger one's never
         # Where peers write results, those repeat that lie where others have lain.
         assert any(steady) if one_kernel and heap else all(steady)

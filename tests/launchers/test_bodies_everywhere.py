@@ -15,7 +15,7 @@ import pytest
 import mortal
 import started
 from ranks import Pool
-from shardmath.context import DistributedContext
+from shardmath.context import Context
 from shardmath.errors import RankFailure
 from shardmath.geometry import Slab
 
@@ -46,7 +46,7 @@ def bodies_on_them(launched: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mortal, "launched", launched)
 
 
-def collectives(context: DistributedContext) -> list[list[str]]:
+def collectives(context: Context) -> list[list[str]]:
     return [
         test_moving.check_gather(context, (7, 3), 1, "complex64"),
         test_moving.check_exchange(context, ((9, 7), 1, "int16"), True),
@@ -54,7 +54,7 @@ def collectives(context: DistributedContext) -> list[list[str]]:
     ]
 
 
-def redistribution(context: DistributedContext) -> None:
+def redistribution(context: Context) -> None:
     for library, dtype, stores, out in (
         ("numpy", "c16", ["C", "heap strided"], "none"),
         ("torch", "bfloat16", ["strided", "heap F"], "heap strided"),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("shardmath.local.gpu")
-
 from shardmath.local.epilog import MatmulEpilog as E
 from shardmath.local.gpu.blaslt import Extras
 from shardmath.local.gpu.matrix import Matrix

@@ -2,8 +2,8 @@
 
 import pytest
 
-from shardmath.local import gpu_fft
 from shardmath.local.batches import Batches, Placement
+from shardmath.local.gpu import fft
 
 CAPTURED, ORDINARY = 1, 0  # streams
 
@@ -46,11 +46,11 @@ CASES = [
 
 @pytest.mark.parametrize(("calls", "gone"), CASES)
 def test_plans_that_a_graph_needs_stay(calls, gone, monkeypatch):
-    monkeypatch.setattr(gpu_fft, "_KEPT", 2)
-    monkeypatch.setattr(gpu_fft, "_Plan", Plan)
-    monkeypatch.setattr(gpu_fft.streams, "capturing", lambda stream: stream == CAPTURED)
+    monkeypatch.setattr(fft, "_KEPT", 2)
+    monkeypatch.setattr(fft, "_Plan", Plan)
+    monkeypatch.setattr(fft.streams, "capturing", lambda stream: stream == CAPTURED)
     monkeypatch.setattr(Plan, "destroyed", ())
-    transforms = gpu_fft.Transforms(Device())
+    transforms = fft.Transforms(Device())
     for length, stream in calls:
         lies = Placement((length,), 1, length)
         batches = Batches((length,), lies, lies, 1, ((0, 0),))

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from mortal import on_ranks
+from shardmath import get_context
 from shardmath import symmetric_memory as symm_mem
-from shardmath.context import get_context
 from shardmath.errors import BackendUnavailable, CollectiveMismatch
 from shardmath.launch.function import spawn
 from shardmath.symmetric.allocation import block_of, free_symmetric_memory

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from shardmath.arrays import dtypes
 from shardmath.arrays.dtypes import DType
 from shardmath.arrays.spec import ArraySpec
 
@@ -120,16 +121,12 @@ class Library(ABC):
         return dtype != "complex32"
 
     def device(self, name: str) -> Any:
-        """A device such as "cuda:0", in the library's own words."""
+        """A device such as "cuda:0" or "cpu", in the library's own words."""
         return name
 
-    @abstractmethod
-    def host_device(self) -> Any:
-        """The host, in the library's own words."""
-
-    @abstractmethod
     def default_dtype(self) -> DType:
         """The type of an array that is made without naming one."""
+        return dtypes.of("float64")
 
 
 def raw_view(host: HostArray) -> HostArray:

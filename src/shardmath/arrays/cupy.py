@@ -95,14 +95,6 @@ class CuPy(Library):
         with cupy.cuda.Device(int(device.removeprefix("cuda:"))):
             return cupy.empty(tuple(shape), dtypes.to_numpy(dtype), order)
 
-    def host_device(self) -> Any:
-        """The host, which has none of its arrays."""
-        return "cpu"
-
-    def default_dtype(self) -> DType:
-        """float64."""
-        return dtypes.of("float64")
-
 
 @lru_cache(maxsize=1024)
 def _spec(of: Any, shape: tuple[int, ...], strides: tuple[int, ...], ordinal: int) -> ArraySpec:

@@ -16,7 +16,7 @@ import numpy as np
 
 from shardmath.errors import BackendUnavailable
 
-__all__ = ["NAMES", "DType", "accumulator", "of", "to_numpy"]
+__all__ = ["NAMES", "DType", "accumulator", "advice", "of", "to_numpy"]
 
 Kind = Literal["f", "c", "i", "u", "b", "V"]
 
@@ -128,9 +128,8 @@ def _of_numpy(dtype: np.dtype[Any]) -> DType:
         return _KNOWN["complex32"]
     if dtype.isnative and dtype.name in _KNOWN:
         return _KNOWN[dtype.name]
-    foreign = (
-        dtype.kind == "V" and dtype.type is not np.void
-    )  # an extension type that we do not know
+    # An extension type that we do not know.
+    foreign = dtype.kind == "V" and dtype.type is not np.void
     if dtype.hasobject:
         raise ValueError(f"{dtype!r} is not supported: objects are this process's alone")
     if dtype.names or dtype.subdtype or dtype.itemsize == 0 or foreign:

@@ -74,14 +74,6 @@ class NumPy(Library):
             raise ValueError(f"numpy has no arrays on {device}")
         return np.empty(tuple(shape), dtypes.to_numpy(dtype), order)
 
-    def host_device(self) -> str:
-        """The word "cpu"."""
-        return "cpu"
-
-    def default_dtype(self) -> DType:
-        """float64."""
-        return dtypes.of("float64")
-
 
 @lru_cache(maxsize=1024)
 def _spec(of: np.dtype[Any], shape: tuple[int, ...], strides: tuple[int, ...]) -> ArraySpec:

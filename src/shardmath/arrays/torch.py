@@ -95,9 +95,7 @@ class Torch(Library):
         import torch
 
         dtype = dtypes.of(host.dtype)
-        native = getattr(torch, dtype.name, None)
-        if native is None:
-            raise ValueError(f"torch has no data type like numpy's {host.dtype}")
+        native = _native(dtype)
         if any(stride < 0 for stride in host.strides):
             raise ValueError(f"torch has no negative strides; numpy's are {host.strides}")
         if not host.flags.writeable:
@@ -114,9 +112,7 @@ class Torch(Library):
         import torch
 
         known = dtypes.of(dtype)
-        native = getattr(torch, known.name, None)
-        if native is None:
-            raise ValueError(f"torch has no data type {known}")
+        native = _native(known)
         whole = raw[: raw.size // known.itemsize * known.itemsize]
         return torch.from_numpy(whole).view(native).as_strided(tuple(shape), tuple(strides))
 
@@ -137,9 +133,7 @@ class Torch(Library):
         import torch
 
         kind = dtypes.of(dtype)
-        native = getattr(torch, kind.name, None)
-        if native is None:
-            raise ValueError(f"torch has no data type {kind}")
+        native = _native(kind)
         if 0 in shape:  # it lies somewhere too, and keeps the owner
             raw = torch.as_tensor(owner, device=owner.device)
             whole = raw[: raw.numel() // kind.itemsize * kind.itemsize].view(native)
@@ -159,9 +153,7 @@ class Torch(Library):
         """A new tensor with undefined elements."""
         import torch
 
-        native = getattr(torch, dtypes.of(dtype).name, None)
-        if native is None:
-            raise ValueError(f"torch has no data type {dtypes.of(dtype)}")
+        native = _native(dtypes.of(dtype))
         if order == "C":
             return torch.empty(tuple(shape), dtype=native, device=device)
         reverse = tuple(range(len(shape)))[::-1]
@@ -178,12 +170,6 @@ class Torch(Library):
         import torch
 
         return torch.device(name)
-
-    def host_device(self) -> Any:
-        """A torch.device."""
-        import torch
-
-        return torch.device("cpu")
 
     def default_dtype(self) -> DType:
         """The data type that torch defaults to, float32 unless the user set another."""
@@ -207,6 +193,16 @@ class _Part:
             "strides": tuple([stride * native.itemsize for stride in strides]),
             "version": 3,
         }
+
+
+def _native(dtype: DType) -> Any:
+    """The data type in torch's words. Raises ValueError when it has none like it."""
+    import torch
+
+    native = getattr(torch, dtype.name, None)
+    if native is None:
+        raise ValueError(f"torch has no data type {dtype}")
+    return native
 
 
 @lru_cache(maxsize=1024)

@@ -18,7 +18,7 @@ from shardmath.arrays import Library, library_of
 from shardmath.arrays.spec import ArraySpec
 from shardmath.collectives.flat import Put
 from shardmath.collectives.on_device import DeviceOperand
-from shardmath.context import DistributedContext
+from shardmath.context import Context
 from shardmath.cuda import stream as streams
 from shardmath.latest import Latest
 from shardmath.planning import agree_plan
@@ -33,7 +33,7 @@ Perform = Callable[[DeviceOperand, Any], Any]
 
 
 def perform_on_device(
-    context: DistributedContext,
+    context: Context,
     operation: str,
     how: tuple[Any, ...],
     x: Any,
@@ -94,9 +94,7 @@ class _Look:
         self.into, self.target = out
 
 
-def _look(
-    context: DistributedContext, operation: str, how: tuple[Any, ...], x: Any, out: Any
-) -> _Look | None:
+def _look(context: Context, operation: str, how: tuple[Any, ...], x: Any, out: Any) -> _Look | None:
     """None where the call has to look closer: what is wrong is said there."""
     try:
         library = library_of(x)
@@ -122,7 +120,7 @@ def _look(
         return None
 
 
-def _is_freed(context: DistributedContext, address: int) -> bool:
+def _is_freed(context: Context, address: int) -> bool:
     block = context.heap.find(address)
     return block is not None and block.freed
 
@@ -168,7 +166,7 @@ class _Known:
         apart = target + self.nbytes <= source or source + look.spec.nbytes <= target
         return apart or (self.put.in_place and target == source)
 
-    def repeat(self, context: DistributedContext, look: _Look, out: Any) -> Any:
+    def repeat(self, context: Context, look: _Look, out: Any) -> Any:
         """The call again, into `out` or a new array."""
         library, spec, target = look.library, look.spec, look.target
         if out is None:

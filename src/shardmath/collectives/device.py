@@ -26,7 +26,7 @@ from shardmath.latest import Latest
 from shardmath.symmetric.team import Team
 
 if TYPE_CHECKING:
-    from shardmath.context import DistributedContext
+    from shardmath.context import Context
 
 __all__ = ["DeviceCollectives", "Launch", "choose_all_reduce", "pushes_all_reduce"]
 
@@ -86,14 +86,14 @@ class DeviceCollectives(Pushes):
     context's collectives are at an end.
     """
 
-    def __init__(self, context: DistributedContext, team: Team, places: Sequence[int]) -> None:
+    def __init__(self, context: Context, team: Team, places: Sequence[int]) -> None:
         super().__init__(context, team)
         self._places = tuple(places)
         self._turns_at = places[team.rank] + _cells_bytes(team.size)
         self._ready: Latest[tuple[Any, ...], ReadyLaunch | None] = Latest(_KEPT)
 
     @classmethod
-    def together(cls, context: DistributedContext) -> DeviceCollectives | FarCollectives:
+    def together(cls, context: Context) -> DeviceCollectives | FarCollectives:
         """The context's collectives, made at the first call. Collective."""
         if context.spans_hosts:
             return FarCollectives.of(context)
@@ -101,7 +101,7 @@ class DeviceCollectives(Pushes):
         return made
 
     @classmethod
-    def apart(cls, context: DistributedContext) -> DeviceCollectives:
+    def apart(cls, context: Context) -> DeviceCollectives:
         """Others, with cells of their own: they never wait for the context's. Collective.
 
         Ranks of one host only. Raises HeapExhausted on all ranks.
@@ -191,7 +191,7 @@ class DeviceCollectives(Pushes):
         self, key: tuple[Any, ...], stream: int, make: Callable[[], ReadyLaunch | None]
     ) -> None:
         """Put the launch of that key, which `make` gives when it first comes, on `stream`."""
-        self._require_usable()
+        self.team.require_usable()
         launch = self._ready.made(key, make)
         if launch is not None:
             self._turns.put(launch, stream)
@@ -228,7 +228,7 @@ class DeviceCollectives(Pushes):
 
     def _argument(self, words: Sequence[int]) -> Argument:
         """The struct `Cells`, and what follows it."""
-        places = [self._places[rank] for rank in self._rotated()]
+        places = [self._places[rank] for rank in self.team.from_next]
         words = (self._turns_at, *places, *words)
         return Argument(self.team.packed() + struct.pack(f"{len(words)}Q", *words))
 

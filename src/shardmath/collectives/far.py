@@ -19,14 +19,13 @@ from shardmath.arrays.dtypes import DType
 from shardmath.cuda.driver import call
 from shardmath.cuda.kernel import Argument
 from shardmath.cuda.stream import Turns
-from shardmath.errors import RankFailure
 from shardmath.geometry import Spans
 from shardmath.symmetric.heap import Buffer, Location
 from shardmath.symmetric.team import RESERVED, Team
 from shardmath.transport.base import DeviceBytes
 
 if TYPE_CHECKING:
-    from shardmath.context import DistributedContext
+    from shardmath.context import Context
 
 __all__ = ["FarCollectives"]
 
@@ -42,7 +41,7 @@ class FarCollectives:
     Addresses are this rank's own memory, ordinary or symmetric. Get it with `of`.
     """
 
-    def __init__(self, context: DistributedContext) -> None:
+    def __init__(self, context: Context) -> None:
         team = context.team
         assert team is not None, "a context of GPUs"
         self._context = weakref.ref(context)  # it keeps this
@@ -55,7 +54,7 @@ class FarCollectives:
         self._kept: list[Buffer] = []  # what CUDA graphs refer to
 
     @classmethod
-    def of(cls, context: DistributedContext) -> FarCollectives:
+    def of(cls, context: Context) -> FarCollectives:
         """The context's collectives, made at the first call."""
         made: FarCollectives = context.cache("far collectives", lambda: cls(context))
         return made
@@ -103,7 +102,7 @@ class FarCollectives:
         if most == 0:
             return
         with self._shown(source, packed, most, stream):
-            for rank in self._rotated():
+            for rank in self.team.from_next:
                 here, own = target + starts[rank], source + there[rank]
                 self._fetch(rank, there[rank], here, sizes[rank], own, stream)
 
@@ -148,7 +147,7 @@ class FarCollectives:
             self._fold(source, starts[rank], mine, counts[rank], dtype, operation, stream)
             # After writing what a peer will read; and all have read what is in `source`.
             self._barrier(stream)
-            for peer in self._rotated():
+            for peer in self.team.from_next:
                 self._fetch(peer, sums, target + starts[peer], sizes[peer], mine, stream)
 
     def _fold(
@@ -174,7 +173,7 @@ class FarCollectives:
         for first in range(0, count, most):
             some = min(most, count - first)
             at = start + first * item
-            for rank in self._rotated():
+            for rank in self.team.from_next:
                 here = room + rank * stride
                 self._fetch(rank, at, here, some * item, source + at, stream)
             blocks = min(8 * self.team.device.processors, -(-some // _THREADS))
@@ -190,12 +189,7 @@ class FarCollectives:
         An outbox needs `most` bytes on every rank. Raises HeapExhausted on all ranks when one lacks
         the memory, RankFailure after a call that was given up.
         """
-        self.team.check()
-        if self.team.broken:
-            raise RankFailure(
-                f"rank {self.team.rank}: an earlier collective of this context was given up "
-                f"({self.team.broken}); finalize and initialize again among the ranks that remain"
-            )
+        self.team.require_usable()
         if most > self._capacity:
             self._grow(-(-most // _GRANULE) * _GRANULE)
         assert self._outbox is not None, "made together"
@@ -244,7 +238,7 @@ class FarCollectives:
             context.get(rank, place, into, stream)
             self._copy(target + start, here, some, stream)
 
-    def _opened(self) -> DistributedContext:
+    def _opened(self) -> Context:
         context = self._context()
         assert context is not None, "it makes the call"
         return context
@@ -256,10 +250,6 @@ class FarCollectives:
 
     def _barrier(self, stream: int) -> None:
         self.team.barrier(stream, channel=RESERVED)
-
-    def _rotated(self) -> list[int]:
-        """All ranks, from the next one on to this one: no two ranks begin with the same."""
-        return [(self.team.rank + step) % self.team.size for step in range(1, self.team.size + 1)]
 
 
 def _aligned(nbytes: int) -> int:

@@ -35,7 +35,8 @@ from shardmath.collectives.operand import (
     span_of_columns,
     starts,
 )
-from shardmath.context import DistributedContext
+from shardmath.context import Context
+from shardmath.distributed_context import DistributedContext
 from shardmath.errors import CollectiveMismatch
 from shardmath.planning import agree_plan
 
@@ -291,7 +292,7 @@ def _said(kind: tuple[str, str, Shape]) -> str:
     return f"a {kind[0]} array of {kind[1]} {kind[2]}"
 
 
-def _broadcast_on_device(context: DistributedContext, x: Any, root: int, out: Any) -> Any:
+def _broadcast_on_device(context: Context, x: Any, root: int, out: Any) -> Any:
     from shardmath.collectives.calls import perform_on_device
     from shardmath.collectives.on_device import DeviceOutput, stand_in
 
@@ -325,7 +326,7 @@ def _broadcast_on_device(context: DistributedContext, x: Any, root: int, out: An
         return operand.broadcast(plan.root, plan.shape)
 
 
-def _all_gather_on_device(context: DistributedContext, x: Any, axis: int, out: Any) -> Any:
+def _all_gather_on_device(context: Context, x: Any, axis: int, out: Any) -> Any:
     from shardmath.collectives.calls import perform_on_device
 
     def describe(operand: DeviceOperand) -> Hashable:
@@ -345,7 +346,7 @@ def _all_gather_on_device(context: DistributedContext, x: Any, axis: int, out: A
 
 
 def _all_to_all_on_device(
-    context: DistributedContext,
+    context: Context,
     x: Any,
     axis: int,
     send_counts: Sequence[int] | None,

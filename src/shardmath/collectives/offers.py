@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from shardmath.arrays.base import HostArray, raw_view
-from shardmath.context import DistributedContext
+from shardmath.context import Context
 from shardmath.symmetric.heap import Buffer, Location
 
 __all__ = ["NOTHING", "Offer", "offer", "read_offers", "wait_for_readers"]
@@ -39,12 +39,12 @@ class Offer:
 class _Stage:
     """The two halves in which operands of one context wait for peers."""
 
-    def __init__(self, context: DistributedContext) -> None:
+    def __init__(self, context: Context) -> None:
         self._halves: list[Buffer | None] = [None, None]
         self._turn = 0
         context.keep_for_readers(self._halves)
 
-    def take(self, context: DistributedContext, nbytes: int) -> Buffer:
+    def take(self, context: Context, nbytes: int) -> Buffer:
         """Memory for one call. An exchange must pass between two calls of this."""
         self._turn ^= 1
         half = self._halves[self._turn]
@@ -56,7 +56,7 @@ class _Stage:
         return half
 
 
-def offer(context: DistributedContext, flat: HostArray, location: Location | None) -> Offer:
+def offer(context: Context, flat: HostArray, location: Location | None) -> Offer:
     """Offer the elements of `flat`; `location` is where they lie when that is on the heap. Local.
 
     Raises HeapExhausted when a copy has no room. Must be followed by an exchange of the notes.
@@ -80,7 +80,7 @@ def offer(context: DistributedContext, flat: HostArray, location: Location | Non
 
 
 def read_offers(
-    context: DistributedContext,
+    context: Context,
     notes: Sequence[bytes],
     sizes: Sequence[int],
     own: HostArray | None,
@@ -109,7 +109,7 @@ def read_offers(
     return found
 
 
-def wait_for_readers(context: DistributedContext, notes: Sequence[bytes]) -> None:
+def wait_for_readers(context: Context, notes: Sequence[bytes]) -> None:
     """Before reusing what a peer may still read: end a call in which anything was lent.
 
     What is staged needs no such end among ranks of one host: they read it even when its owner has

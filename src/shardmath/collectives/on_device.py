@@ -20,7 +20,7 @@ from shardmath.collectives.device import DeviceCollectives, pushes_all_reduce
 from shardmath.collectives.flat import Flat, Launch, Put, cast, is_numpy
 from shardmath.collectives.operand import OutputSpec, Shape, live_block
 from shardmath.collectives.reduction import Reduction
-from shardmath.context import DistributedContext
+from shardmath.context import Context
 from shardmath.cuda import stream as streams
 from shardmath.cuda.driver import call
 from shardmath.symmetric.allocation import array_on
@@ -39,7 +39,7 @@ Parts = Sequence[int]
 class DeviceOperand:
     """One rank's array in a call of a context of GPUs, and how its result comes back."""
 
-    def __init__(self, context: DistributedContext, x: Any, out: Any = None) -> None:
+    def __init__(self, context: Context, x: Any, out: Any = None) -> None:
         """Raises ValueError for what is no array, or lies on another GPU; UseAfterFree.
 
         Of `out` too, and where it cannot be written.
@@ -312,7 +312,7 @@ class DeviceOperand:
 class DeviceOutput:
     """The array that receives a rank's result."""
 
-    def __init__(self, context: DistributedContext, out: Any) -> None:
+    def __init__(self, context: Context, out: Any) -> None:
         """Raises ValueError for what is no array, or cannot be written here; UseAfterFree."""
         operand = DeviceOperand(context, out)
         if operand.on_host:
@@ -334,9 +334,7 @@ class DeviceOutput:
         return apart and spec.order in ("C", "both") and not library.is_lazy(self.array)
 
 
-def stand_in(
-    context: DistributedContext, kind: str, dtype: str, shape: Shape, out: Any
-) -> DeviceOperand:
+def stand_in(context: Context, kind: str, dtype: str, shape: Shape, out: Any) -> DeviceOperand:
     """An operand of that kind with undefined elements, for a rank that gives none but `out`."""
     library = library_named(kind.removesuffix(_ON_GPUS))
     device = f"cuda:{context.device_id}" if kind.endswith(_ON_GPUS) else "cpu"

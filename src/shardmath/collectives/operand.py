@@ -17,7 +17,8 @@ import numpy as np
 from shardmath.arrays import Library, array_of, library_and_spec, raw_view
 from shardmath.arrays.base import HostArray
 from shardmath.arrays.spec import ArraySpec
-from shardmath.context import DistributedContext, require_context
+from shardmath.context import Context, require_context
+from shardmath.distributed_context import DistributedContext
 from shardmath.errors import UseAfterFree
 from shardmath.geometry import Spans
 from shardmath.symmetric.heap import Block, Location
@@ -25,6 +26,7 @@ from shardmath.symmetric.heap import Block, Location
 __all__ = [
     "Operand",
     "Output",
+    "OutputSpec",
     "Shape",
     "as_axis",
     "as_counts",
@@ -57,7 +59,7 @@ class Operand:
     location: Location | None
 
     @classmethod
-    def of(cls, x: Any, context: DistributedContext) -> Operand:
+    def of(cls, x: Any, context: Context) -> Operand:
         """The operand `x`, an array or a number.
 
         Raises ValueError for what is no array of the host's memory.
@@ -111,7 +113,7 @@ class Output:
         return self.array
 
 
-def output_spec(out: Any, context: DistributedContext) -> tuple[OutputSpec, HostArray | None]:
+def output_spec(out: Any, context: Context) -> tuple[OutputSpec, HostArray | None]:
     """What `out` is, for all ranks to check, and its memory.
 
     Raises ValueError when it cannot be written, UseAfterFree when it has been freed.
@@ -126,7 +128,7 @@ def output_spec(out: Any, context: DistributedContext) -> tuple[OutputSpec, Host
     return (library.name, spec.dtype, spec.shape), view
 
 
-def heap_location(context: DistributedContext, address: int) -> Location | None:
+def heap_location(context: Context, address: int) -> Location | None:
     """Where `address` lies on this rank's heap, which peers may read from now on; else None.
 
     Raises UseAfterFree when the block there has been freed.
@@ -138,7 +140,7 @@ def heap_location(context: DistributedContext, address: int) -> Location | None:
     return Location(block.location.segment, block.location.offset + address - block.address)
 
 
-def live_block(context: DistributedContext, address: int) -> Block | None:
+def live_block(context: Context, address: int) -> Block | None:
     """The block of this rank's heap in which `address` lies, if any; UseAfterFree if freed."""
     block = context.heap.find(address)
     if block is not None and block.freed:
@@ -146,14 +148,14 @@ def live_block(context: DistributedContext, address: int) -> Block | None:
     return block
 
 
-def context_of(context: DistributedContext | None) -> DistributedContext:
+def context_of(context: DistributedContext | None) -> Context:
     """`context`, or the current one where it is None.
 
     Raises TypeError for anything else, RuntimeError when there is no current one.
     """
     if context is None:
         return require_context()
-    if not isinstance(context, DistributedContext):
+    if not isinstance(context, Context):
         raise TypeError(f"context is a DistributedContext or None, not {context!r}")
     return context
 

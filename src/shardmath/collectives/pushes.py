@@ -1,9 +1,9 @@
 """Large data pushed straight into its place in symmetric memory, between barriers on a stream.
 
 Kernels push (`kernels/push.cu`), or a copy engine: it is faster for parts from 24 MiB on, takes
-10 us from one copy to the next, and has one lane, since two copies to different peers at once halve
-the rate. Every rank begins with another peer, so that no two send to the same. Which of both pushes
-is each rank's own choice; the peers see the barriers only.
+10 us from one copy to the next, and works on one stream, since two copies to different peers at
+once halve the rate. Every rank begins with another peer, so that no two send to the same. Which of
+both pushes is each rank's own choice; the peers see the barriers only.
 """
 
 from __future__ import annotations
@@ -15,16 +15,14 @@ from typing import TYPE_CHECKING
 
 from shardmath.arrays.dtypes import DType
 from shardmath.collectives.slices import UNIT, Slice, chunked
-from shardmath.cuda.constant import fill
 from shardmath.cuda.driver import call
 from shardmath.cuda.kernel import Argument
-from shardmath.cuda.stream import Lane, Turns
-from shardmath.errors import RankFailure
+from shardmath.cuda.stream import SideStream, Turns
 from shardmath.symmetric.heap import Buffer, Location
 from shardmath.symmetric.team import RESERVED, Team
 
 if TYPE_CHECKING:
-    from shardmath.context import DistributedContext
+    from shardmath.context import Context
 
 __all__ = ["Pushes", "on_all_ranks", "reduction_defines"]
 
@@ -39,16 +37,16 @@ _FOLD_BLOCKS, _FOLD_THREADS = 528, 256
 class Pushes:
     """Pushes of one context's team."""
 
-    def __init__(self, context: DistributedContext, team: Team) -> None:
+    def __init__(self, context: Context, team: Team) -> None:
         self.team = team
         self._context = weakref.ref(context)  # it keeps this
         self._turns = Turns(team.device)
-        self._lane = Lane(team.device)
+        self._side = SideStream(team.device)
         self._inboxes: tuple[int, list[int]] = (0, [])  # bytes, and addresses by rank
 
     def push_to_all(self, source: int, targets: Sequence[int], nbytes: int, stream: int) -> None:
         """Copy `nbytes` at `source` to an address on each rank; multiples of 16, no barrier."""
-        order = self._rotated()
+        order = self.team.from_next
         words = (source, nbytes, self.team.size, *(targets[peer] for peer in order))
         self._push("spread", struct.pack(f"QQQ{len(order)}Q", *words), nbytes, stream)
 
@@ -59,7 +57,7 @@ class Pushes:
 
         Multiples of 16.
         """
-        order = self._rotated()
+        order = self.team.from_next
         columns = [[values[peer] for peer in order] for values in (sources, targets, sizes)]
         words = [max(sizes), *(word for column in columns for word in column)]
         tail = struct.pack(f"{len(words)}Q", *words)
@@ -73,7 +71,7 @@ class Pushes:
         With a barrier on either side: before, since the owners may still use the targets; after,
         since they will read them. Collective.
         """
-        self._require_usable()
+        self.team.require_usable()
         with self._turns.taken(stream):
             self.barrier(stream)
             self._send(sources, targets, sizes, stream)
@@ -97,7 +95,7 @@ class Pushes:
         nbytes = count * dtype.itemsize
         if nbytes == 0:
             return
-        self._require_usable()
+        self.team.require_usable()
         whole = not any(word % UNIT for word in (source, nbytes, *targets))
         chunks = chunked(nbytes, self.team.size, _SLICE_BYTES)
         pitch = -(-chunks[0][0].nbytes // UNIT) * UNIT
@@ -124,18 +122,6 @@ class Pushes:
 
     # -- launching ---------------------------------------------------------------------------------
 
-    def _require_usable(self) -> None:
-        self.team.check()
-        if self.team.broken:
-            raise RankFailure(
-                f"rank {self.team.rank}: an earlier collective of this context was given up "
-                f"({self.team.broken}); finalize and initialize again among the ranks that remain"
-            )
-
-    def _rotated(self) -> list[int]:
-        """All ranks, from the next one on to this one: no two ranks begin with the same."""
-        return [(self.team.rank + step) % self.team.size for step in range(1, self.team.size + 1)]
-
     def _push(self, function: str, tail: bytes, nbytes: int, stream: int) -> None:
         self.team.check()
         # With all of them, every block would begin each stretch at the same piece of its own.
@@ -160,11 +146,11 @@ class Pushes:
                 if end < size:
                     call("cuMemcpyAsync", target + end, source + end, size - end, stream)
             return
-        *peers, own = self._rotated()
-        with self._lane.beside(stream) as lane:
+        *peers, own = self.team.from_next
+        with self._side.beside(stream) as side:
             for peer in peers:
                 if sizes[peer]:
-                    call("cuMemcpyAsync", targets[peer], sources[peer], sizes[peer], lane)
+                    call("cuMemcpyAsync", targets[peer], sources[peer], sizes[peer], side)
             if sizes[own] and sources[own] != targets[own]:
                 self._copy(sources[own], targets[own], sizes[own], stream)
 
@@ -186,7 +172,7 @@ class Pushes:
     ) -> None:
         if not own.nbytes:
             return
-        results = [targets[peer] + own.start for peer in self._rotated()]
+        results = [targets[peer] + own.start for peer in self.team.from_next]
         by_engine = results[1:-1] if own.nbytes >= _COPY_ENGINE_BYTES else []
         first = [result for result in results if result not in by_engine]
         words = (*parts, *first, *by_engine, len(first), own.nbytes)
@@ -195,9 +181,9 @@ class Pushes:
         argument = Argument(struct.pack(f"{len(words)}Q", *words))
         kernel.launch(stream, blocks, _FOLD_THREADS, argument)
         if by_engine:
-            with self._lane.beside(stream) as lane:
+            with self._side.beside(stream) as side:
                 for result in by_engine:
-                    call("cuMemcpyAsync", result, results[-1], own.nbytes, lane)
+                    call("cuMemcpyAsync", result, results[-1], own.nbytes, side)
 
     def _scratch(self, nbytes: int) -> list[int]:
         """Scratch memory of every rank, by address. Collective where it has to grow."""
@@ -208,7 +194,7 @@ class Pushes:
         return self._inboxes[1]
 
 
-def on_all_ranks(context: DistributedContext, name: str, nbytes: int) -> list[int]:
+def on_all_ranks(context: Context, name: str, nbytes: int) -> list[int]:
     """Heap memory on every rank, all ones, kept until the context has ended: its addresses.
 
     Collective. Raises HeapExhausted on all ranks.
@@ -219,7 +205,7 @@ def on_all_ranks(context: DistributedContext, name: str, nbytes: int) -> list[in
         buffers.append(context.heap.allocate(nbytes))
         block = buffers[0].block
         assert context.team is not None, "a context of GPUs"
-        fill(context.team.device, block.address, 0xFF, nbytes)
+        context.team.device.fill(block.address, 0xFF, nbytes)
         context.announce(block)
         return block.location.segment, block.location.offset
 

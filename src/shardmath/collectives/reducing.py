@@ -28,7 +28,8 @@ from shardmath.collectives.operand import (
     span_of_columns,
 )
 from shardmath.collectives.reduction import Reduction, fold
-from shardmath.context import DistributedContext
+from shardmath.context import Context
+from shardmath.distributed_context import DistributedContext
 from shardmath.planning import agree_plan
 
 if TYPE_CHECKING:
@@ -197,7 +198,7 @@ def _require_one_reduction(
     return Reduction.of(require_equal("op", ops), dtype)
 
 
-def _all_reduce_on_device(context: DistributedContext, x: Any, op: str, out: Any) -> Any:
+def _all_reduce_on_device(context: Context, x: Any, op: str, out: Any) -> Any:
     from shardmath.collectives.calls import perform_on_device
 
     def describe(operand: DeviceOperand) -> Hashable:
@@ -218,7 +219,7 @@ def _all_reduce_on_device(context: DistributedContext, x: Any, op: str, out: Any
 
 
 def _reduce_scatter_on_device(
-    context: DistributedContext, x: Any, op: str, axis: int, counts: Sequence[int] | None, out: Any
+    context: Context, x: Any, op: str, axis: int, counts: Sequence[int] | None, out: Any
 ) -> Any:
     from shardmath.collectives.calls import perform_on_device
 

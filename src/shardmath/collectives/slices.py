@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-__all__ = ["Slice", "chunked"]
+__all__ = ["UNIT", "Slice", "chunked"]
 
 UNIT = 16  # bytes, which whole elements of every type fill
 

@@ -29,7 +29,7 @@ from shardmath.arrays import dtypes, library_of, raw_view
 from shardmath.arrays.base import HostArray
 from shardmath.collectives.operand import Operand, heap_location
 from shardmath.collectives.reduction import Reduction, fold
-from shardmath.context import DistributedContext
+from shardmath.context import Context
 from shardmath.symmetric.heap import Buffer, Location
 
 __all__ = ["Parts", "aligned", "combine", "publish"]
@@ -90,7 +90,7 @@ class _Peer:
     of a rank on another host nothing can be written.
     """
 
-    context: DistributedContext
+    context: Context
     rank: int
     layout: Layout
     count: int
@@ -149,7 +149,7 @@ def aligned(out: HostArray | None, operand: Operand) -> bool:
     )
 
 
-def publish(context: DistributedContext, operand: Operand, out: Any, reduction: Reduction) -> Parts:
+def publish(context: Context, operand: Operand, out: Any, reduction: Reduction) -> Parts:
     """Make the operand, or its first block, readable for the peers. Local.
 
     Must be followed by the exchange of the notes. Raises HeapExhausted when there is no room.
@@ -173,7 +173,7 @@ def publish(context: DistributedContext, operand: Operand, out: Any, reduction: 
 
 
 def combine(
-    context: DistributedContext,
+    context: Context,
     reduction: Reduction,
     operand: HostArray,
     result: HostArray,
@@ -264,7 +264,7 @@ def _copy(into: HostArray, source: HostArray) -> None:
     np.copyto(raw_view(into), raw_view(source))
 
 
-def _peer(context: DistributedContext, rank: int, note: bytes, count: int, made: Parts) -> _Peer:
+def _peer(context: Context, rank: int, note: bytes, count: int, made: Parts) -> _Peer:
     words = _NOTE.unpack(note)
     operand, result, ring = (
         None if words[at : at + 2] == _NOWHERE else Location(*words[at : at + 2])

@@ -5,9 +5,8 @@ from __future__ import annotations
 import weakref
 from contextlib import suppress
 
-from shardmath.cuda.constant import beside_captures
 from shardmath.cuda.device import Device
-from shardmath.cuda.driver import call, call_for_memory
+from shardmath.cuda.driver import beside_captures, call, call_for_memory
 from shardmath.errors import CudaError
 
 __all__ = ["Allocation"]

@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from shardmath.cuda.device import Device
-from shardmath.cuda.driver import bindings, call, call_for_memory
+from shardmath.cuda.driver import beside_captures, bindings, call, call_for_memory
 from shardmath.cuda.fence import Leftovers
 
-__all__ = ["Constant", "beside_captures", "fill"]
+__all__ = ["Constant"]
 
 _KEPT_BYTES = 64 << 20  # of memory that is free, from the driver
 
@@ -39,13 +39,6 @@ class Constant:
             self.address = pool.take(data.nbytes, stream)
             weakref.finalize(self, pool.left.leave, self.address).atexit = False
             call("cuMemcpyHtoDAsync", self.address, data.ctypes.data, data.nbytes, stream)
-
-
-def fill(device: Device, address: int, byte: int, nbytes: int) -> None:
-    """Set all bytes of memory, and wait until they are: now, also while a stream is captured."""
-    device.activate()
-    with beside_captures(), _waited_for() as stream:
-        call("cuMemsetD8Async", address, byte, nbytes, stream)
 
 
 @contextmanager
@@ -87,14 +80,3 @@ class _Pool:
 @cache
 def _pool(device: Device) -> _Pool:
     return _Pool(device)
-
-
-@contextmanager
-def beside_captures() -> Iterator[None]:
-    """Calls of this thread are no part of what it captures, and do not spoil it."""
-    relaxed = bindings().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-    before = call("cuThreadExchangeStreamCaptureMode", relaxed)
-    try:
-        yield
-    finally:
-        call("cuThreadExchangeStreamCaptureMode", before)

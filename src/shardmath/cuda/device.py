@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import cache, cached_property
 from typing import Any
 
-from shardmath.cuda.driver import bindings, call, status_of
+from shardmath.cuda.driver import beside_captures, bindings, call, status_of
 from shardmath.errors import BackendUnavailable
 
 __all__ = ["Device"]
@@ -67,10 +67,14 @@ class Device:
         self.fill(address, 0, nbytes)
 
     def fill(self, address: int, byte: int, nbytes: int) -> None:
-        """Set all bytes of memory of the device, and wait until they are, but for no other work."""
+        """Set all bytes of memory of the device, and wait until they are, but for no other work.
+
+        Also while a stream is being captured.
+        """
         self.activate()
-        call("cuMemsetD8Async", address, byte, nbytes, self._side)
-        call("cuStreamSynchronize", self._side)
+        with beside_captures():
+            call("cuMemsetD8Async", address, byte, nbytes, self._side)
+            call("cuStreamSynchronize", self._side)
 
     @cached_property
     def _side(self) -> Any:
@@ -94,12 +98,8 @@ class Device:
     def reached(self, event: Any) -> bool:
         """Whether the work before `event` is done. Also while a stream is being captured."""
         self.activate()
-        modes = bindings().CUstreamCaptureMode
-        mode = call("cuThreadExchangeStreamCaptureMode", modes.CU_STREAM_CAPTURE_MODE_RELAXED)
-        try:
+        with beside_captures():
             status, _ = status_of("cuEventQuery", event)
-        finally:
-            call("cuThreadExchangeStreamCaptureMode", mode)
         return status != int(bindings().CUresult.CUDA_ERROR_NOT_READY)
 
     def synchronize(self) -> None:

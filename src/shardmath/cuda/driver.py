@@ -6,14 +6,15 @@ which names the function and the reason, when the status is not success.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from types import ModuleType
 from typing import Any
 
 from shardmath.errors import BackendUnavailable, CudaError, HeapExhausted
 
-__all__ = ["bindings", "call", "call_for_memory", "status_of"]
+__all__ = ["beside_captures", "bindings", "call", "call_for_memory", "status_of"]
 
 
 @cache
@@ -66,6 +67,17 @@ def status_of(name: str, *args: Any) -> tuple[int, Any]:
     except RuntimeError as error:
         raise _unusable(name, error) from None
     return int(answer[0]), _results(answer)
+
+
+@contextmanager
+def beside_captures() -> Iterator[None]:
+    """Calls of this thread are no part of what it captures, and do not spoil it."""
+    relaxed = bindings().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    before = call("cuThreadExchangeStreamCaptureMode", relaxed)
+    try:
+        yield
+    finally:
+        call("cuThreadExchangeStreamCaptureMode", before)
 
 
 @cache

@@ -8,9 +8,8 @@ from contextlib import suppress
 from functools import cache
 from typing import Any
 
-from shardmath.cuda.constant import beside_captures
 from shardmath.cuda.device import Device
-from shardmath.cuda.driver import bindings, call
+from shardmath.cuda.driver import beside_captures, bindings, call
 from shardmath.errors import CudaError
 
 __all__ = ["Graph"]

@@ -18,7 +18,7 @@ from shardmath.cuda.driver import call, status_of
 from shardmath.cuda.kernel import ReadyLaunch
 from shardmath.errors import CudaError
 
-__all__ = ["Lane", "Turn", "Turns", "any_capturing", "capturing", "current", "given"]
+__all__ = ["SideStream", "Turn", "Turns", "any_capturing", "capturing", "current", "given"]
 
 _DEFAULT = (0, 1)  # handles of the default stream, which cannot be captured
 
@@ -102,7 +102,7 @@ def any_capturing(device: Device) -> bool:
     return any(status or int(state) for status, state in answers)
 
 
-class Lane:
+class SideStream:
     """A stream beside the user's, for what is to run at the same time."""
 
     def __init__(self, device: Device) -> None:
@@ -113,7 +113,7 @@ class Lane:
 
     @contextmanager
     def beside(self, stream: int) -> Iterator[Any]:
-        """The lane's handle: it starts where `stream` is, which goes on after both are done."""
+        """Its handle: it starts where `stream` is, which goes on after both are done."""
         self._device.activate()
         call("cuEventRecord", self._event, stream)
         call("cuStreamWaitEvent", self._stream, self._event, 0)

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TypeVar
 
-from shardmath import current
 from shardmath.errors import ConvertDistributionError
-from shardmath.geometry.distribution import Distribution
+from shardmath.geometry.distribution import Distribution, known_rank, known_size
 from shardmath.geometry.distributions import BlockCyclic, BlockNonCyclic, Box, Replicated, Slab
 from shardmath.geometry.grid import ProcessGrid
 
@@ -39,28 +38,22 @@ def _refusal(given: Distribution, cls: type[Distribution], why: str) -> ConvertD
 
 
 def _size(given: Distribution) -> int:
-    """The number of ranks, from the grid, the binding or the current context."""
-    if given.grid_size is not None:
-        return given.grid_size
-    if given.binding is not None and given.binding.size is not None:
-        return given.binding.size
-    context = current.get()
-    if context is not None:
-        return context.size
-    raise ConvertDistributionError(
-        f"the number of ranks of {given!r} is not known: bind it with size=, "
-        "or call shardmath.initialize"
-    )
+    """The number of ranks. Raises ConvertDistributionError when it is not known."""
+    known = known_size(given)
+    if known is None:
+        raise ConvertDistributionError(
+            f"the number of ranks of {given!r} is not known: bind it with size=, "
+            "or call shardmath.initialize"
+        )
+    return known
 
 
 def _rank(given: Distribution, cls: type[Distribution]) -> int:
-    """The rank that asks, from the binding or the current context."""
-    if given.binding is not None and given.binding.rank is not None:
-        return given.binding.rank
-    context = current.get()
-    if context is not None:
-        return context.rank
-    raise _refusal(given, cls, "this rank is not known: bind it with rank=")
+    """The rank that asks. Raises ConvertDistributionError when it is not known."""
+    known = known_rank(given)
+    if known is None:
+        raise _refusal(given, cls, "this rank is not known: bind it with rank=")
+    return known
 
 
 def _candidates(given: Distribution, cls: type[Distribution], size: int) -> Iterator[Distribution]:

@@ -15,10 +15,10 @@ from typing import Any, Self, TypeVar
 
 from shardmath import current
 from shardmath.errors import BindDistributionError
-from shardmath.geometry.integers import integer, integers
+from shardmath.geometry.integers import index_within, integer, integers
 from shardmath.geometry.spans import Spans
 
-__all__ = ["Binding", "Distribution"]
+__all__ = ["Binding", "Distribution", "known_rank", "known_size"]
 
 D = TypeVar("D", bound="Distribution")
 
@@ -159,7 +159,7 @@ class Distribution(ABC):
         Raises IndexError when the index is outside the global shape, and otherwise as `shape`.
         """
         shape, ranks = self._known_shape(global_shape), self._known_size(size)
-        at = _global_index(index, shape)
+        at = index_within(index, shape)
         for rank in range(ranks):
             if all(i in s for i, s in zip(at, self.part(rank, shape, size=ranks), strict=True)):
                 return rank
@@ -281,17 +281,13 @@ class Distribution(ABC):
     def _known_size(self, size: int | None) -> int:
         if size is not None:
             return integer(size, "size", least=1)
-        if self.grid_size is not None:
-            return self.grid_size
-        if self.binding is not None and self.binding.size is not None:
-            return self.binding.size
-        context = current.get()
-        if context is None:
+        known = known_size(self)
+        if known is None:
             raise RuntimeError(
                 f"the number of ranks of {self!r} is not known: call shardmath.initialize, "
                 "or give size="
             )
-        return context.size
+        return known
 
     def _promoted(self, ndim: int) -> Self:
         """Itself with `ndim` axes. Raises ValueError when it has more."""
@@ -309,8 +305,19 @@ class Distribution(ABC):
         return wide.bind(shape, size=held.size, rank=held.rank)
 
 
-def _global_index(index: Sequence[int], shape: tuple[int, ...]) -> tuple[int, ...]:
-    at = integers(index, "index")
-    if len(at) != len(shape) or not all(0 <= i < n for i, n in zip(at, shape, strict=True)):
-        raise IndexError(f"index {at} of an array of shape {shape}")
-    return at
+def known_size(given: Distribution) -> int | None:
+    """The number of ranks, from the grid, the binding or the current context; else None."""
+    if given.grid_size is not None:
+        return given.grid_size
+    if given.binding is not None and given.binding.size is not None:
+        return given.binding.size
+    context = current.get()
+    return None if context is None else context.size
+
+
+def known_rank(given: Distribution) -> int | None:
+    """The rank that asks, from the binding or the current context; else None."""
+    if given.binding is not None and given.binding.rank is not None:
+        return given.binding.rank
+    context = current.get()
+    return None if context is None else context.rank

@@ -10,11 +10,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from shardmath import current
 from shardmath.errors import BindDistributionError
-from shardmath.geometry.distribution import Distribution, _global_index
+from shardmath.geometry.distribution import Distribution, known_rank
 from shardmath.geometry.grid import ProcessGrid
-from shardmath.geometry.integers import integer, integers
+from shardmath.geometry.integers import index_within, integer, integers
 from shardmath.geometry.spans import Spans
 
 __all__ = ["BlockCyclic", "BlockNonCyclic", "Box", "Replicated", "Slab"]
@@ -135,8 +134,8 @@ class Box(Distribution):
         """
         held = self.binding.global_shape if self.binding else None
         shape = held if global_shape is None else integers(global_shape, "global_shape", least=0)
-        at = integers(index, "index") if shape is None else _global_index(index, shape)
-        rank = self._this_rank()
+        at = integers(index, "index") if shape is None else index_within(index, shape)
+        rank = known_rank(self)
         if rank is None:
             raise RuntimeError(f"{self!r} does not know its rank: bind it with rank=")
         if len(at) != self.ndim or not all(
@@ -151,7 +150,7 @@ class Box(Distribution):
 
         shape = self._known_shape(global_shape)
         self._check(shape, None)
-        rank = self._this_rank()
+        rank = known_rank(self)
         return draw(shape, {-1 if rank is None else rank: self._part(0, shape, 1)})
 
     def infer_global_shape(self, local_shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
@@ -162,12 +161,6 @@ class Box(Distribution):
         """True for every box: each rank holds another one."""
         return isinstance(other, Box) and self.ndim == other.ndim
 
-    def _this_rank(self) -> int | None:
-        if self.binding is not None and self.binding.rank is not None:
-            return self.binding.rank
-        context = current.get()
-        return None if context is None else context.rank
-
     def _known_part(
         self, rank: int, global_shape: Sequence[int] | None, size: int | None
     ) -> tuple[Spans, ...]:
@@ -176,7 +169,7 @@ class Box(Distribution):
             raise ValueError(f"rank {number} is not one of {size} ranks")
         if global_shape is not None:
             self._check(integers(global_shape, "global_shape", least=0), size)
-        mine = self._this_rank()
+        mine = known_rank(self)
         if mine is not None and number != mine:
             raise RuntimeError(
                 f"{self!r} is the box of rank {mine}; the box of rank {number} is not known here"
@@ -350,7 +343,7 @@ class Replicated(Distribution):
         size: int | None = None,
     ) -> int | tuple[int, ...]:
         """All ranks, ascending. Raises IndexError when the index is outside the global shape."""
-        _global_index(index, self._known_shape(global_shape))
+        index_within(index, self._known_shape(global_shape))
         return tuple(range(self._known_size(size)))
 
     def _place(self, rank: int, ndim: int, size: int) -> tuple[tuple[int, int], ...]:

@@ -6,9 +6,9 @@ Everything past this door holds plain `int`.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-__all__ = ["index", "integer", "integers"]
+__all__ = ["index", "index_within", "integer", "integers", "up"]
 
 
 def index(value: object, name: str) -> int:
@@ -25,9 +25,7 @@ def integer(value: object, name: str, *, least: int | None = None) -> int:
     """`value` as an int. Raises ValueError when it is none, is a bool, or is less than `least`."""
     if type(value) is not int:
         try:
-            if isinstance(value, bool):
-                raise TypeError
-            value = operator.index(value)  # type: ignore[arg-type]
+            value = index(value, name)
         except TypeError:
             raise ValueError(f"{name} must be an integer, not {value!r}") from None
     if least is not None and value < least:
@@ -40,3 +38,16 @@ def integers(values: object, name: str, *, least: int | None = None) -> tuple[in
     if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
         raise ValueError(f"{name} must be a sequence of integers, not {values!r}")
     return tuple([integer(value, name, least=least) for value in values])
+
+
+def index_within(values: object, shape: Sequence[int]) -> tuple[int, ...]:
+    """The index of an element of an array of `shape`. Raises IndexError when it is outside."""
+    at = integers(values, "index")
+    if len(at) != len(shape) or not all(0 <= i < n for i, n in zip(at, shape, strict=True)):
+        raise IndexError(f"index {at} of an array of shape {tuple(shape)}")
+    return at
+
+
+def up(extent: int, multiple: int) -> int:
+    """`extent` rounded up to a multiple of `multiple`."""
+    return -(-extent // multiple) * multiple

@@ -16,7 +16,7 @@ from shardmath.geometry.coverage import owner_sets
 from shardmath.geometry.distribution import Distribution
 from shardmath.geometry.drawing import draw
 from shardmath.geometry.inference import check_alike
-from shardmath.geometry.integers import integers
+from shardmath.geometry.integers import index_within, integers
 from shardmath.geometry.spans import Spans
 
 __all__ = ["Layout"]
@@ -53,8 +53,13 @@ class Layout:
         shape = integers(global_shape, "global_shape", least=0)
         size = len(distributions)
         check_alike(distributions)
-        parts = tuple(d.part(rank, shape, size=size) for rank, d in enumerate(distributions))
-        layout = cls(shape, parts)
+        parts = []
+        for rank, distribution in enumerate(distributions):
+            try:
+                parts.append(distribution.part(rank, shape, size=size))
+            except BindDistributionError as error:
+                raise BindDistributionError(f"rank {rank}: {error}") from None
+        layout = cls(shape, tuple(parts))
         if distributions and distributions[0].per_rank:
             layout._check_tiling()
         return layout
@@ -119,14 +124,11 @@ class Layout:
 
         Raises IndexError when the index is outside the global shape.
         """
-        if len(index) != self.ndim or not all(
-            0 <= i < extent for i, extent in zip(index, self.global_shape, strict=True)
-        ):
-            raise IndexError(f"index {tuple(index)} of an array of shape {self.global_shape}")
+        at = index_within(index, self.global_shape)
         return tuple(
             rank
             for rank, part in enumerate(self.parts)
-            if all(i in s for i, s in zip(index, part, strict=True))
+            if all(i in s for i, s in zip(at, part, strict=True))
         )
 
     def transposed(self, axes: Sequence[int] | None = None) -> Layout:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     Array = NDArray[Any]
 
-__all__ = ["GatheringGroup", "ProcessGroup", "ReductionOp", "parts_of", "rank_names"]
+__all__ = ["Array", "GatheringGroup", "ProcessGroup", "ReductionOp", "parts_of", "rank_names"]
 
 T = TypeVar("T")
 

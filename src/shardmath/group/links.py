@@ -34,9 +34,8 @@ __all__ = [
     "too_few_descriptors",
 ]
 
-FRAME_LIMIT: Final = (
-    1 << 28
-)  # bytes; a longer one is a fault or an attack, never a start-up message
+# Bytes; a longer one is a fault or an attack, never a start-up message.
+FRAME_LIMIT: Final = 1 << 28
 
 _HEADER = struct.Struct("<4sB3xIQ")
 _MAGIC = b"SMG1"

@@ -10,6 +10,7 @@
 // HALVES (D and what an epilog reads and makes have 16 bits at most), and PLAIN (there is one part, which is not
 // conjugated, alpha is 1, and there is no C: what follows a product that has done all that).
 #include "elements.cuh"
+#include "matrix.cuh"
 
 #ifndef ELEMENT
 #define ELEMENT float32
@@ -34,15 +35,9 @@
 using namespace shardmath;
 
 typedef Wide<ELEMENT>::type W;
-typedef long long i64;
 
 constexpr int kRows = 8;        // of a thread
 constexpr int kColumns = 4;     // that a thread walks where columns are contiguous
-
-struct Matrix {
-    void* data;
-    i64 row, column;  // strides in elements
-};
 
 struct EpilogArgument {
     i64 m, n;

@@ -4,6 +4,7 @@
 // of any number of threads need no order. Compiled with ELEMENT, an eight-bit type, and OUTS, how many matrices
 // the same numbers go to: some may be peers'.
 #include "elements.cuh"
+#include "matrix.cuh"
 
 #ifndef ELEMENT
 #define ELEMENT float8_e4m3fn
@@ -13,13 +14,6 @@
 #endif
 
 using namespace shardmath;
-
-typedef long long i64;
-
-struct Matrix {
-    void* data;
-    i64 row, column;  // strides in elements
-};
 
 struct NumbersArgument {
     i64 m, n;

@@ -84,7 +84,7 @@ __device__ inline void load_stage(const Product& a, const Stages& s, const Tile&
     }
 }
 
-// Tiles that all ended at once would be sent at once: the link would be idle, and then too slow.
+// Tiles that ended at the same time would be sent at the same time, with an idle link before.
 __device__ inline void begin_apart(const Product& a) {
     const long long end = clock64() + (long long)a.apart * first_unit();
     while (clock64() < end) __nanosleep(100);

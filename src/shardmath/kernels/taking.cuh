@@ -15,7 +15,7 @@
 namespace shardmath {
 
 constexpr u32 kVectors = kTileBytes / 16;  // of 8 elements, in a tile
-constexpr u32 kPiece = 256;                // of them, that a warp claims at once
+constexpr u32 kPiece = 128;                // of them, that a warp claims at once
 
 struct TakeArgument {
     const char* slots;      // of this rank: [source][tile]

@@ -14,9 +14,8 @@ from typing import Final
 
 __all__ = ["LINE_LIMIT", "Prefixer"]
 
-LINE_LIMIT: Final = (
-    1 << 20
-)  # bytes; a longer line is written in parts, so that memory stays bounded
+# Bytes; a longer line is written in parts, so that memory stays bounded.
+LINE_LIMIT: Final = 1 << 20
 
 # "\r" at the very end stays pending: it may be the first half of "\r\n".
 _END = re.compile(rb"\r\n|\n|\r(?!\Z)")

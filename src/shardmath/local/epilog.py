@@ -19,6 +19,7 @@ import numpy as np
 
 from shardmath.arrays import dtypes
 from shardmath.arrays.base import HostArray, raw_view
+from shardmath.geometry.integers import up
 
 __all__ = [
     "Extra",
@@ -138,8 +139,8 @@ def requirements(epilog: MatmulEpilog, m: int, n: int, dtype: Any) -> Requiremen
     if (epilog.activation or epilog.gradient) and kind != "f":
         raise ValueError(f"epilog {epilog.name} wants a real floating type; given is {name}")
     aux = {
-        "relu_aux": Extra("relu_aux", ((_up(-(-m // 8), 16), n),), "uint8", column_major=True),
-        "gelu_aux": Extra("gelu_aux", ((_up(m, 8), n),), name, column_major=True),
+        "relu_aux": Extra("relu_aux", ((up(-(-m // 8), 16), n),), "uint8", column_major=True),
+        "gelu_aux": Extra("gelu_aux", ((up(m, 8), n),), name, column_major=True),
     }
     inputs, outputs = [], []
     if epilog.has_bias:
@@ -222,9 +223,9 @@ def _tiles(m: int, n: int) -> Iterator[tuple[slice, slice]]:
 
     Each starts at a row that is a multiple of 8, so that no byte of a mask lies in two tiles.
     """
-    side = _up(max(1, min(m, math.isqrt(_TILE))), 8)
+    side = up(max(1, min(m, math.isqrt(_TILE))), 8)
     columns = max(1, min(n, _TILE // side))
-    rows = _up(_TILE // columns, 8)
+    rows = up(_TILE // columns, 8)
     for top in range(0, m, rows):
         for left in range(0, n, columns):
             yield slice(top, min(top + rows, m)), slice(left, min(left + columns, n))
@@ -301,7 +302,3 @@ def _gelu_slope(x: HostArray) -> HostArray:
 
 
 _ACTIVATE = {"relu": _relu, "gelu": _gelu}
-
-
-def _up(extent: int, multiple: int) -> int:
-    return -(-extent // multiple) * multiple

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from shardmath.collectives.pushes import Pushes
-from shardmath.context import DistributedContext
+from shardmath.context import Context
 from shardmath.cuda.allocation import Allocation
 from shardmath.cuda.driver import call
 from shardmath.cuda.graph import Graph
@@ -31,7 +31,7 @@ _FIRST_CHANNEL = 32  # of the team's; the others are those of collectives and of
 class Lane:
     """One lane on one rank: `channel` of the team's barriers, and heap buffers by name."""
 
-    def __init__(self, context: DistributedContext, number: int) -> None:
+    def __init__(self, context: Context, number: int) -> None:
         assert context.team is not None, "a context of GPUs"
         self.number = number
         self.channel = _FIRST_CHANNEL + number
@@ -45,13 +45,13 @@ class Lane:
         self._turns = Turns(self.team.device)
 
     @classmethod
-    def of(cls, context: DistributedContext, stream: int) -> Lane:
+    def of(cls, context: Context, stream: int) -> Lane:
         """The lane of a stream, on this rank: the peers' may have another number."""
         known: dict[int, int] = context.cache("streams of lanes", dict)
         return cls.numbered(context, known.setdefault(stream, len(known)) % (LANES - 1))
 
     @classmethod
-    def numbered(cls, context: DistributedContext, number: int) -> Lane:
+    def numbered(cls, context: Context, number: int) -> Lane:
         """The lane of that number, below LANES."""
         lane: Lane = context.cache(f"lane {number}", lambda: cls(context, number))
         return lane
@@ -169,7 +169,7 @@ class Lane:
             del held
 
     @classmethod
-    def release(cls, context: DistributedContext) -> None:
+    def release(cls, context: Context) -> None:
         """Give back all buffers of a context's lanes that no graph refers to. Local."""
         for number in range(LANES):
             lane = cls.numbered(context, number)

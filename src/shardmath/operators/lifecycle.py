@@ -13,7 +13,7 @@ from functools import lru_cache
 from logging import Logger
 from typing import Any, ClassVar, Self, TypeVar
 
-from shardmath.context import DistributedContext
+from shardmath.context import Context
 from shardmath.errors import ShardmathError
 
 __all__ = [
@@ -37,7 +37,7 @@ class Lifecycle:
     noun: ClassVar[str]
     invalid: ClassVar[type[ShardmathError]]
 
-    def __init__(self, context: DistributedContext, operands: Mapping[str, Any]) -> None:
+    def __init__(self, context: Context, operands: Mapping[str, Any]) -> None:
         """Call after the ranks have agreed on the object: from then on it exists on all of them."""
         self.context = context
         self.number = context.next_share()

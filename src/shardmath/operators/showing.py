@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from shardmath.context import DistributedContext
+from shardmath.context import Context
 from shardmath.geometry import Move
 from shardmath.local.gpu import Matrix
 from shardmath.operators.lanes import Lane
@@ -32,7 +32,7 @@ def matrix_of(array: DeviceArray) -> Matrix:
 class Showcase:
     """The shown matrices of one execution. `names` are all that there can be, on any rank."""
 
-    def __init__(self, context: DistributedContext, lane: Lane, names: Sequence[str]) -> None:
+    def __init__(self, context: Context, lane: Lane, names: Sequence[str]) -> None:
         self._context = context
         self._lane = lane
         self._names = tuple(names)

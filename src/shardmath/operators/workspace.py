@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from shardmath.arrays.base import HostArray
-from shardmath.context import DistributedContext
+from shardmath.context import Context
 from shardmath.symmetric.heap import Block, Buffer
 
 __all__ = ["Workspace", "give_back"]
@@ -20,12 +20,12 @@ __all__ = ["Workspace", "give_back"]
 class Workspace:
     """Heap buffers by name, grown when needed, kept until released."""
 
-    def __init__(self, context: DistributedContext) -> None:
+    def __init__(self, context: Context) -> None:
         self._context = context
         self._buffers: dict[str, Buffer] = {}
 
     @classmethod
-    def of(cls, context: DistributedContext) -> Workspace:
+    def of(cls, context: Context) -> Workspace:
         """The one of a context."""
         workspace: Workspace = context.cache("workspace", lambda: cls(context))
         return workspace
@@ -55,7 +55,7 @@ class Workspace:
         self._buffers.clear()
 
 
-def give_back(context: DistributedContext) -> None:
+def give_back(context: Context) -> None:
     """Give back the memory that a context, of cores or GPUs, keeps for operations. Local."""
     if context.team is None:
         Workspace.of(context).release()

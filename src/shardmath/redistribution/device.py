@@ -19,8 +19,9 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
-from shardmath.cuda.constant import Constant, beside_captures
+from shardmath.cuda.constant import Constant
 from shardmath.cuda.device import Device
+from shardmath.cuda.driver import beside_captures
 from shardmath.cuda.kernel import Argument, Kernel, ReadyLaunch, kernel
 from shardmath.latest import Latest
 from shardmath.redistribution.boxes import BASES, Box, tables

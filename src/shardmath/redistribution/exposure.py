@@ -13,8 +13,8 @@ from math import prod
 import numpy as np
 
 from shardmath.arrays.base import HostArray
-from shardmath.arrays.spec import byte_span
-from shardmath.context import DistributedContext
+from shardmath.arrays.spec import byte_span, packed_strides
+from shardmath.context import Context
 from shardmath.redistribution.host import Window, copy_array
 from shardmath.redistribution.plan import TransferPlan
 from shardmath.symmetric.exposed import Exposed
@@ -25,7 +25,7 @@ __all__ = ["expose", "stage", "staged_bytes", "window_on"]
 Ranges = Sequence[tuple[int, int]]
 
 
-def expose(context: DistributedContext, host: HostArray, block: Block) -> Exposed:
+def expose(context: Context, host: HostArray, block: Block) -> Exposed:
     """Show `host`, which lies in `block`, in place. Local; to be told in an exchange."""
     context.announce(block)
     if host.size == 0:
@@ -40,27 +40,25 @@ def staged_bytes(ranges: Ranges, itemsize: int) -> int:
     return prod(hi - lo for lo, hi in ranges) * itemsize
 
 
-def stage(context: DistributedContext, host: HostArray, ranges: Ranges, buffer: Buffer) -> Exposed:
+def stage(context: Context, host: HostArray, ranges: Ranges, buffer: Buffer) -> Exposed:
     """Copy the `ranges` of each axis of `host` to `buffer`, and show them. Local; as `expose`.
 
     The copy is dense, its axes in the order of the array's, so that it runs at memory speed.
     """
     extents = [hi - lo for lo, hi in ranges]
-    strides = [0] * host.ndim
-    step = host.itemsize
-    for axis in sorted(range(host.ndim), key=lambda axis: (abs(host.strides[axis]), -axis)):
-        strides[axis] = step
-        step *= extents[axis]
+    fastest_first = sorted(range(host.ndim), key=lambda axis: (abs(host.strides[axis]), -axis))
+    strides = packed_strides(extents, host.itemsize, fastest_first)
+    nbytes = staged_bytes(ranges, host.itemsize)
     part = host[tuple(slice(lo, hi) for lo, hi in ranges)]
-    dense = np.ndarray(extents, host.dtype, np.asarray(buffer)[:step].data, 0, strides)
+    dense = np.ndarray(extents, host.dtype, np.asarray(buffer)[:nbytes].data, 0, strides)
     copy_array(part, dense)
     context.announce(buffer.block)
     origin = -sum(lo * stride for (lo, _), stride in zip(ranges, strides, strict=True))
-    return Exposed(buffer.block.location, step, origin, tuple(strides))
+    return Exposed(buffer.block.location, nbytes, origin, strides)
 
 
 def window_on(
-    context: DistributedContext,
+    context: Context,
     rank: int,
     exposed: Exposed,
     transfer: TransferPlan | None = None,

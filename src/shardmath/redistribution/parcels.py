@@ -16,7 +16,9 @@ from functools import lru_cache
 from itertools import accumulate, pairwise, product
 from math import prod
 
+from shardmath.arrays.spec import packed_strides
 from shardmath.geometry import Move, Run
+from shardmath.geometry.integers import up
 from shardmath.redistribution.copies import StridedCopy, lowered
 from shardmath.redistribution.plan import TransferPlan
 
@@ -44,7 +46,7 @@ class Parcel:
     def at(cls, offset: int, columns: Columns, itemsize: int, axes: Sequence[int]) -> Parcel:
         """A parcel without gaps. `axes` are its axes, the slowest first."""
         shape = tuple(sum(count * length for count, length, _, _ in each) for each in columns)
-        return cls(columns, shape, _packed(shape, itemsize, axes), offset)
+        return cls(columns, shape, packed_strides(shape, itemsize, axes[::-1]), offset)
 
     def boxed(self, move: Move) -> list[Move]:
         """`move`, taken from the parcel in place of the array."""
@@ -125,7 +127,7 @@ class Outbox:
             name = key(dst, columns)
             if name not in made:
                 made[name] = Parcel.at(at, columns, itemsize, axes)
-                at += _aligned(prod(made[name].shape) * itemsize)
+                at += up(prod(made[name].shape) * itemsize, ALIGNMENT)
             parcels[dst] = made[name]
         return cls(parcels, itemsize, at)
 
@@ -152,7 +154,7 @@ def parcel_of(transfer: TransferPlan, src: int, dst: int, axes: Sequence[int]) -
         part = transfer.dst.spans(peer)
         if part not in offsets:
             offsets[part] = at
-            at += _aligned(elements * transfer.itemsize)
+            at += up(elements * transfer.itemsize, ALIGNMENT)
         if peer == dst:
             break
     columns = _columns([move for move in transfer.into(dst) if move.src == src])
@@ -183,7 +185,7 @@ def fetches(
         low, high = held.span(taken)
         at += low % ALIGNMENT  # what can be copied in wide words can be so from the room
         found.append(Fetch(src, held.offset + low, high - low, at))
-        at += _aligned(high - low)
+        at += up(high - low, ALIGNMENT)
     return tuple(found)
 
 
@@ -258,15 +260,3 @@ def _evenly(places: Sequence[int]) -> list[_Place]:
         found.append((first, count, places[first], step if count > 1 else 0))
         first = last
     return found
-
-
-def _packed(shape: Sequence[int], itemsize: int, axes: Sequence[int]) -> tuple[int, ...]:
-    strides = [0] * len(shape)
-    for axis in reversed(axes):
-        strides[axis] = itemsize
-        itemsize *= shape[axis]
-    return tuple(strides)
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -22,7 +22,7 @@ from shardmath.agreement import require_equal
 from shardmath.arrays import ArraySpec, DType, Library, library_of, library_of_package
 from shardmath.arrays.dtypes import of as dtype_of
 from shardmath.arrays.spec import packed_strides
-from shardmath.context import DistributedContext, open_contexts, require_context
+from shardmath.context import Context, open_contexts, require_context
 from shardmath.errors import CollectiveMismatch, UseAfterFree
 from shardmath.symmetric.heap import Block, Buffer, Heap
 
@@ -121,7 +121,7 @@ def is_symmetric(array: Any) -> bool:
     return any(_find(context.heap, library, array) is not None for context in open_contexts())
 
 
-def block_of(context: DistributedContext, array: Any) -> _Place | None:
+def block_of(context: Context, array: Any) -> _Place | None:
     """The block that `array` lies in, and the byte offset there of its element (0, 0, ...).
 
     None for ordinary memory, which includes the memory of peers, and arrays that reach beyond their
@@ -133,7 +133,7 @@ def block_of(context: DistributedContext, array: Any) -> _Place | None:
     return found
 
 
-def block_at(context: DistributedContext, spec: ArraySpec, address: int) -> _Place | None:
+def block_at(context: Context, spec: ArraySpec, address: int) -> _Place | None:
     """As `block_of`, for an array that has elements, of which these are known."""
     found = _located(context.heap, spec, address)
     if found is not None and found[0].freed:
@@ -142,7 +142,7 @@ def block_at(context: DistributedContext, spec: ArraySpec, address: int) -> _Pla
 
 
 def empty_on_heap(
-    context: DistributedContext,
+    context: Context,
     library: Library,
     shape: Sequence[int],
     dtype: DType | str,
@@ -217,7 +217,7 @@ class _Request:
 
 
 def _allocate_together(
-    context: DistributedContext, request: Callable[[], _Request], make_symmetric: bool
+    context: Context, request: Callable[[], _Request], make_symmetric: bool
 ) -> tuple[_Request, Any]:
     """The request and its array, allocated before the ranks agree: what fails, fails on all."""
     made: list[tuple[_Request, Any]] = []

@@ -18,7 +18,7 @@ import numpy as np
 from shardmath.arrays import Library, dtypes, library_of
 from shardmath.arrays.base import HostArray
 from shardmath.arrays.spec import ArraySpec, Order, byte_span, order_of, packed_strides
-from shardmath.context import DistributedContext
+from shardmath.context import Context
 from shardmath.cuda import stream as streams
 from shardmath.cuda.driver import call
 from shardmath.errors import UseAfterFree
@@ -94,7 +94,7 @@ class DeviceArray:
         """`exposed`, packed; b"" for ordinary memory."""
         return b"" if self.block is None else self.exposed.pack()
 
-    def is_there(self, context: DistributedContext) -> bool:
+    def is_there(self, context: Context) -> bool:
         """Whether what lies there now is in the same block of the heap, which is still in use."""
         block = context.heap.find(self.address)
         return block is self.block and not (block is not None and block.freed)
@@ -122,7 +122,7 @@ class Result:
     _user: Any = field(repr=False)
     _host: HostArray | None = field(default=None, repr=False)
 
-    def give(self, context: DistributedContext, stream: int) -> Any:
+    def give(self, context: Context, stream: int) -> Any:
         """The user's array. For one in host memory: waits for `stream`, and copies it back."""
         if self._host is not None:
             assert context.team is not None, "a context of GPUs"
@@ -131,7 +131,7 @@ class Result:
         return self._user
 
 
-def stream_of(context: DistributedContext, spec: ArraySpec, stream: Any) -> int:
+def stream_of(context: Context, spec: ArraySpec, stream: Any) -> int:
     """The stream on which a call works: `stream` if given, else the array library's current one.
 
     Operands in host memory have none, and use the default stream. Raises as `streams.given`.
@@ -142,7 +142,7 @@ def stream_of(context: DistributedContext, spec: ArraySpec, stream: Any) -> int:
     return streams.given(stream, spec.library, team.device)
 
 
-def require_device(context: DistributedContext, spec: ArraySpec, name: str) -> None:
+def require_device(context: Context, spec: ArraySpec, name: str) -> None:
     """Raise ValueError for an array on another GPU than this rank's."""
     own = _team(context).device.name
     if spec.device not in ("cpu", own):
@@ -150,7 +150,7 @@ def require_device(context: DistributedContext, spec: ArraySpec, name: str) -> N
 
 
 def read(
-    context: DistributedContext, x: Any, name: str = "the operand", *, spec: ArraySpec | None = None
+    context: Context, x: Any, name: str = "the operand", *, spec: ArraySpec | None = None
 ) -> DeviceArray:
     """The operand on this rank's GPU: where it lies, or a copy on the heap of one in host memory.
 
@@ -169,9 +169,7 @@ def read(
     return _placed(context, library, spec, x, name)
 
 
-def _placed(
-    context: DistributedContext, library: Library, spec: ArraySpec, x: Any, name: str
-) -> DeviceArray:
+def _placed(context: Context, library: Library, spec: ArraySpec, x: Any, name: str) -> DeviceArray:
     """Where an array on a GPU lies; as `read`."""
     key = spec, library.pointer(x)
     known: Latest[tuple[ArraySpec, int], DeviceArray]
@@ -185,7 +183,7 @@ def _placed(
     return found
 
 
-def _seen(context: DistributedContext, spec: ArraySpec, address: int, x: Any) -> DeviceArray:
+def _seen(context: Context, spec: ArraySpec, address: int, x: Any) -> DeviceArray:
     """Memory of this rank's GPU, and the block of the heap that it lies in. Raises UseAfterFree."""
     strides = tuple(stride * spec.itemsize for stride in spec.strides)
     made = DeviceArray(address, spec.shape, strides, spec.dtype, None, x)
@@ -197,7 +195,7 @@ def _seen(context: DistributedContext, spec: ArraySpec, address: int, x: Any) ->
 
 
 def new_result(
-    context: DistributedContext,
+    context: Context,
     operand: Any,
     shape: Sequence[int],
     dtype: str,
@@ -235,7 +233,7 @@ def _packed(
     return packed_strides(shape, 1, order), strides, prod(shape) * itemsize
 
 
-def result_in(context: DistributedContext, out: Any) -> Result:
+def result_in(context: Context, out: Any) -> Result:
     """The user's array `out` as the place for a result. Local.
 
     Raises ValueError when it cannot be written to, or lies on another GPU; UseAfterFree.
@@ -252,14 +250,14 @@ def result_in(context: DistributedContext, out: Any) -> Result:
     return Result(_placed(context, library, spec, out, "out"), out)
 
 
-def laid_out_alike(context: DistributedContext, array: DeviceArray) -> DeviceArray:
+def laid_out_alike(context: Context, array: DeviceArray) -> DeviceArray:
     """Other memory of this rank's GPU with the strides of `array`. Local. Raises HeapExhausted."""
     low, high = array.span
     buffer = context.heap.allocate(high - low)
     return replace(array, address=buffer.block.address - low, block=None, keep=buffer)
 
 
-def _block(context: DistributedContext, array: DeviceArray, x: Any) -> Block | None:
+def _block(context: Context, array: DeviceArray, x: Any) -> Block | None:
     """The block of the heap that all of an array lies in. Raises UseAfterFree."""
     if not array.size:
         found = block_of(context, x)
@@ -275,14 +273,14 @@ def _block(context: DistributedContext, array: DeviceArray, x: Any) -> Block | N
     return block
 
 
-def _back_to(context: DistributedContext, user: Any, order: Literal["C", "F"]) -> Result:
+def _back_to(context: Context, user: Any, order: Literal["C", "F"]) -> Result:
     host = library_of(user).host_view(user, writable=True)
     dtype = dtypes.of(host.dtype)
     return Result(_on_heap(context, host.shape, dtype.name, order), user, host)
 
 
 def _on_heap(
-    context: DistributedContext, shape: tuple[int, ...], dtype: str, order: Literal["C", "F"]
+    context: Context, shape: tuple[int, ...], dtype: str, order: Literal["C", "F"]
 ) -> DeviceArray:
     """Packed memory of the heap, for an array of `shape`. Local. Raises HeapExhausted."""
     _, strides, nbytes = _packed(shape, dtype, order)
@@ -291,14 +289,14 @@ def _on_heap(
     return DeviceArray(address, shape, strides, dtype, buffer.block, buffer)
 
 
-def _allocated(context: DistributedContext, nbytes: int) -> Buffer:
+def _allocated(context: Context, nbytes: int) -> Buffer:
     """Memory of the heap that peers can reach. Local. Raises HeapExhausted."""
     buffer = context.heap.allocate(nbytes)
     context.announce(buffer.block)
     return buffer
 
 
-def _uploaded(context: DistributedContext, host: HostArray) -> DeviceArray:
+def _uploaded(context: Context, host: HostArray) -> DeviceArray:
     order: Literal["C", "F"] = "F" if host.flags.f_contiguous else "C"
     array = _on_heap(context, host.shape, dtypes.of(host.dtype).name, order)
     if host.size:
@@ -320,6 +318,6 @@ def _download(array: DeviceArray, host: HostArray) -> None:
         host[...] = packed
 
 
-def _team(context: DistributedContext) -> Any:
+def _team(context: Context) -> Any:
     assert context.team is not None, "a context of GPUs"
     return context.team

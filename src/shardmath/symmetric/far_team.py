@@ -11,8 +11,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 
-from shardmath.symmetric import layout
-from shardmath.symmetric.heap import Buffer, Location
+from shardmath.symmetric import structs
+from shardmath.symmetric.heap import Location
 from shardmath.symmetric.team import Team
 from shardmath.transport.base import DeviceBytes, Transport
 
@@ -35,13 +35,6 @@ class FarTeam(Team):
         self.numbers = tuple(numbers)
         self._far = dict(places)
 
-    def another(self, own: Buffer, pads: Sequence[int], channels: int) -> FarTeam:
-        """See Team."""
-        made = FarTeam(self.device, self._board, own, pads, channels=channels)
-        self._family.add(made)
-        made._family = self._family
-        return made
-
     def barrier_within(
         self, stream: int, *, channel: int = 0, timeout: float | None = None
     ) -> None:
@@ -53,8 +46,8 @@ class FarTeam(Team):
         for rank in self._far:
             self.transport.quiet(self.numbers[rank], stream)
         for rank in self._far:
-            inbox = layout.BARRIER * self.size + _WORD * self.rank
-            self._carry(rank, channel, layout.ROUND, inbox, stream)
+            inbox = structs.BARRIER * self.size + _WORD * self.rank
+            self._carry(rank, channel, structs.ROUND, inbox, stream)
         self._put("await_round", stream, timeout, tail, file="far", threads=threads)
 
     def put_signal(self, dst: int, stream: int, *, channel: int = 0) -> None:
@@ -66,7 +59,7 @@ class FarTeam(Team):
         self._require(channel)
         self.device.activate()
         self._put("count_signal", stream, None, struct.pack("Ii", channel, dst), file="far")
-        self._tell(dst, channel, layout.SENT, 0, stream)
+        self._tell(dst, channel, structs.SENT, 0, stream)
 
     def flag(
         self,
@@ -85,18 +78,18 @@ class FarTeam(Team):
         self._put(function, stream, timeout, tail, file="far")
         if peer in self._far:
             raises = function == "raise_flag"
-            counter, half = (layout.SENT, 0) if raises else (layout.TAKEN, _WORD)
+            counter, half = (structs.SENT, 0) if raises else (structs.TAKEN, _WORD)
             self._tell(peer, channel, counter, half, stream)
 
     def _tell(self, peer: int, channel: int, counter: int, half: int, stream: int) -> None:
         """Carry a counter to that half of `peer`'s inbox of signals, after what was put before."""
         self.transport.quiet(self.numbers[peer], stream)
-        inbox = layout.SIGNAL * self.size + 2 * _WORD * self.rank + half
+        inbox = structs.SIGNAL * self.size + 2 * _WORD * self.rank + half
         self._carry(peer, channel, counter, inbox, stream)
 
     def _carry(self, peer: int, channel: int, counter: int, inbox: int, stream: int) -> None:
         """Put this rank's word of `counter` for `peer` to byte `inbox` of the peer's channel."""
-        start = layout.PAD_BYTES + layout.CHANNEL_BYTES * self.size * channel
+        start = structs.PAD_BYTES + structs.CHANNEL_BYTES * self.size * channel
         address = self.pads[self.rank] + start + counter * self.size + _WORD * peer
         word, pad = DeviceBytes(address, _WORD, self.device.name), self._far[peer]
         place = pad.offset + start + inbox

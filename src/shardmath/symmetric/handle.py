@@ -17,9 +17,9 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from shardmath.arrays import DType, Library, library_of, raw_view
-from shardmath.arrays.dtypes import of as dtype_of
-from shardmath.context import DistributedContext
+from shardmath.arrays import DType, Library, dtypes, library_of, raw_view
+from shardmath.arrays.spec import packed_strides
+from shardmath.context import Context
 from shardmath.errors import UseAfterFree
 from shardmath.geometry.integers import index
 from shardmath.symmetric.allocation import array_on
@@ -56,9 +56,7 @@ class SymmetricMemory(metaclass=PadSetting):
     Source: torch.distributed._symmetric_memory.
     """
 
-    def __init__(
-        self, context: DistributedContext, share: Share, buffer: Buffer, library: Library
-    ) -> None:
+    def __init__(self, context: Context, share: Share, buffer: Buffer, library: Library) -> None:
         self._context = context
         self._share = share
         self._buffer = buffer
@@ -88,7 +86,7 @@ class SymmetricMemory(metaclass=PadSetting):
     @property
     def device(self) -> Any:
         """Where the memory is: a torch.device for torch tensors, else the word "cpu"."""
-        return self._library.host_device()
+        return self._library.device("cpu")
 
     @property
     def buffer_ptrs(self) -> list[int]:
@@ -147,7 +145,7 @@ class SymmetricMemory(metaclass=PadSetting):
         """
         self._require_array()
         place = self._share.places[self._peer(rank, "rank")]
-        wanted = dtype_of(dtype)
+        wanted = dtypes.of(dtype)
         skipped = _elements(storage_offset) * wanted.itemsize
         memory = self._share.memory[rank]
         return self._view(memory, sizes, wanted, start=skipped, limit=place.nbytes)
@@ -160,7 +158,7 @@ class SymmetricMemory(metaclass=PadSetting):
         self._require_array()
         place = self._share.places[self._peer(peer, "peer")]
         memory, start = self._share.memory[peer], place.array_offset
-        return self._view(memory, sizes, dtype_of(dtype), start=start, limit=place.nbytes)
+        return self._view(memory, sizes, dtypes.of(dtype), start=start, limit=place.nbytes)
 
     def get_signal_pad(
         self,
@@ -174,7 +172,7 @@ class SymmetricMemory(metaclass=PadSetting):
         Without `sizes`, all of the pad from `storage_offset` on, in one dimension. Raises as
         `get_buffer`.
         """
-        wanted = dtype_of("uint32" if dtype is None else dtype)
+        wanted = dtypes.of("uint32" if dtype is None else dtype)
         size = self._share.places[self._peer(rank, "rank")].pad_size
         skipped = _elements(storage_offset)
         whole = isinstance(sizes, Sized) and len(sizes) == 0
@@ -202,7 +200,7 @@ class SymmetricMemory(metaclass=PadSetting):
                 "the memory of this rank, which is on another host, has no address in this "
                 "process; reach it with the handle's put and get"
             )
-        strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+        strides = packed_strides(shape)
         return array_on(_Reach(memory, self), self._library, dtype, shape, strides, start=start)
 
     def _require_array(self) -> None:
@@ -365,9 +363,7 @@ class SymmetricMemory(metaclass=PadSetting):
             )
 
 
-def handle_of(
-    share: Share, context: DistributedContext, buffer: Buffer, library: Library
-) -> SymmetricMemory:
+def handle_of(share: Share, context: Context, buffer: Buffer, library: Library) -> SymmetricMemory:
     """The share's handle for arrays of `library`: the same object while anything refers to it."""
     known = share.handles.get(library.name)
     handle = known() if known is not None else None

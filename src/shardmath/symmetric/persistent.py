@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardmath.arrays import DType, Library
-from shardmath.context import DistributedContext
+from shardmath.context import Context
 from shardmath.symmetric.allocation import array_on, extent_of
 from shardmath.symmetric.heap import Buffer
 
@@ -29,7 +29,7 @@ class _Lease:
 
 
 def persistent_array(
-    context: DistributedContext,
+    context: Context,
     library: Library,
     shape: Sequence[int],
     dtype: DType,

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 
+from shardmath.geometry.integers import up
+
 __all__ = ["ALIGNMENT", "FreeRanges", "aligned"]
 
 ALIGNMENT = 256
@@ -15,7 +17,7 @@ ALIGNMENT = 256
 
 def aligned(nbytes: int, to: int = ALIGNMENT) -> int:
     """`nbytes` rounded up to a multiple of `to`."""
-    return -(-nbytes // to) * to
+    return up(nbytes, to)
 
 
 class FreeRanges:

@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from shardmath.agreement import require_equal
 from shardmath.arrays import library_of
-from shardmath.context import DistributedContext, require_context
+from shardmath.context import Context, require_context
+from shardmath.distributed_context import DistributedContext
 from shardmath.errors import UseAfterFree
+from shardmath.geometry.integers import up
 from shardmath.group import ProcessGroup, as_process_group
-from shardmath.symmetric import layout
+from shardmath.symmetric import structs
 from shardmath.symmetric.allocation import block_of
 from shardmath.symmetric.handle import SymmetricMemory, handle_of
 from shardmath.symmetric.heap import Block, Buffer, Location
@@ -81,7 +83,7 @@ def is_registered(name: str) -> bool:
     return name in require_context().cache("group names", dict)
 
 
-def _located(context: DistributedContext, tensor: Any) -> tuple[Block, int, Buffer]:
+def _located(context: Context, tensor: Any) -> tuple[Block, int, Buffer]:
     found = block_of(context, tensor)
     buffer = None if found is None else found[0].buffer()
     if found is None or buffer is None:
@@ -92,7 +94,7 @@ def _located(context: DistributedContext, tensor: Any) -> tuple[Block, int, Buff
     return *found, buffer
 
 
-def _share(context: DistributedContext, block: Block, offset: int) -> Share:
+def _share(context: Context, block: Block, offset: int) -> Share:
     """A new share, the same on all ranks. Collective."""
     pads: list[Buffer] = []
 
@@ -143,18 +145,19 @@ def _share(context: DistributedContext, block: Block, offset: int) -> Share:
     return share
 
 
-def _pad_bytes(context: DistributedContext, slots: int) -> int:
+def _pad_bytes(context: Context, slots: int) -> int:
     """Bytes of a pad: on GPUs, a team's own pad follows the slots."""
     if context.team is None:
         return pad_bytes(slots, context.size)
-    return _team_start(slots) + layout.pad_bytes(context.size, slots // (SLOT_BYTES * context.size))
+    channels = slots // (SLOT_BYTES * context.size)
+    return _team_start(slots) + structs.pad_bytes(context.size, channels)
 
 
 def _team_start(slots: int) -> int:
-    return -(-slots // layout.PAD_ALIGNMENT) * layout.PAD_ALIGNMENT
+    return up(slots, structs.PAD_ALIGNMENT)
 
 
-def _team(context: DistributedContext, share: Share) -> Team | None:
+def _team(context: Context, share: Share) -> Team | None:
     """The team that signals through the pads of `share`, for a context of GPUs."""
     whole = context.team
     if whole is None:
@@ -194,18 +197,18 @@ def _group_at_allocation(tensor: Any) -> str | None:
     return None if buffer is None else buffer.group
 
 
-def _context_of(group: Any) -> DistributedContext:
+def _context_of(group: Any) -> Context:
     """The context that computes for `group`. Collective among its ranks, the first time."""
-    context = None if isinstance(group, DistributedContext) else require_context()
+    context = None if isinstance(group, Context) else require_context()
     if isinstance(group, str):
         assert context is not None
         group = _named(context, group)
-    if isinstance(group, DistributedContext):
+    if isinstance(group, Context):
         return group
     assert context is not None
     if group is None:
         return context
-    known: dict[int, tuple[Any, DistributedContext]] = context.cache("groups", dict)
+    known: dict[int, tuple[Any, Context]] = context.cache("groups", dict)
     if id(group) not in known:
         texts = as_process_group(group).allgather_bytes(context.rank.to_bytes(4, "little"))
         ranks = [int.from_bytes(text, "little") for text in texts]
@@ -215,7 +218,7 @@ def _context_of(group: Any) -> DistributedContext:
     return known[id(group)][1]
 
 
-def _named(context: DistributedContext, name: str) -> Any:
+def _named(context: Context, name: str) -> Any:
     names: dict[str, Any] = context.cache("group names", dict)
     if name in names:
         return names[name]

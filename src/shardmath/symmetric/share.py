@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from shardmath.context import DistributedContext
+from shardmath.context import Context
+from shardmath.geometry.integers import up
 from shardmath.symmetric.heap import Buffer
 from shardmath.symmetric.padding import SLOT_BYTES
 from shardmath.transport.base import DeviceBytes, Memory
@@ -54,7 +55,7 @@ def pad_bytes(slots_bytes: int, size: int) -> int:
 
 
 def _words_start(slots_bytes: int) -> int:
-    return -(-slots_bytes // _WORD) * _WORD
+    return up(slots_bytes, _WORD)
 
 
 @dataclass
@@ -111,7 +112,7 @@ class FarSignals:
     _MESSAGE = struct.Struct("<IQ")  # index, value
     _REACHED, _RAISED, _CONSUMED = 0, 1, 2  # the place of a message: what it is about
 
-    def __init__(self, context: DistributedContext, share: Share) -> None:
+    def __init__(self, context: Context, share: Share) -> None:
         away = [r for r in range(context.size) if share.slots[r] is None]
         self._far = {r for r in away if r != context.rank}
         self._rank, self._size = context.rank, context.size

@@ -1,6 +1,6 @@
 """A context's ranks as their GPUs see them: pads of signals, and the kernels that wait on them.
 
-The layout of a pad is `kernels/symm.cuh`'s, told by `layout`. A kernel whose wait expires writes
+The layout of a pad is `kernels/symm.cuh`'s, told by `structs`. A kernel whose wait expires writes
 down whom it waited for, in host memory, and ends; the host raises at its next call or at
 `synchronize`, and then all can be used again: a barrier or a signal that did not come is waited for
 anew.
@@ -13,14 +13,15 @@ import time
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Self
 
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import bindings, call, status_of
 from shardmath.cuda.kernel import Argument, Kernel, ReadyLaunch, kernel
-from shardmath.errors import CudaError, OpTimeout
+from shardmath.errors import CudaError, OpTimeout, RankFailure
+from shardmath.geometry.integers import up
 from shardmath.latest import Latest
-from shardmath.symmetric import layout
+from shardmath.symmetric import structs
 from shardmath.symmetric.board import Board
 from shardmath.symmetric.heap import Buffer
 from shardmath.symmetric.reports import report_of
@@ -32,23 +33,21 @@ RESERVED = CHANNELS - 1  # from here on they are the collectives'
 _LAUNCHES = 512  # that are kept ready
 _LOOK_AFTER, _LONGEST_NAP = 1e-3, 2e-3  # seconds: for peers that have died; between two looks
 _OPERATIONS = {
-    layout.OF_BARRIER: "barrier",
-    layout.OF_SIGNAL: "wait_signal",
-    layout.OF_COLLECTIVE: "a collective",
-    layout.OF_USER: "a kernel of the user's",
-    layout.OF_FLAG: "put_signal",
-    layout.OF_PRODUCT: "a product",
-    layout.OF_SHARD: "a product of gathered rows",
+    structs.OF_BARRIER: "barrier",
+    structs.OF_SIGNAL: "wait_signal",
+    structs.OF_COLLECTIVE: "a collective",
+    structs.OF_USER: "a kernel of the user's",
+    structs.OF_FLAG: "put_signal",
+    structs.OF_PRODUCT: "a product",
+    structs.OF_SHARD: "a product of gathered rows",
 }
-_PLACES = {layout.OF_COLLECTIVE: "block", layout.OF_PRODUCT: "chunk", layout.OF_SHARD: "part"}
-_COUNTED = (
-    layout.OF_COLLECTIVE,
-    layout.OF_PRODUCT,
-)  # what an expired wait leaves in no known state
+_PLACES = {structs.OF_COLLECTIVE: "block", structs.OF_PRODUCT: "chunk", structs.OF_SHARD: "part"}
+# What an expired wait leaves in no known state.
+_COUNTED = (structs.OF_COLLECTIVE, structs.OF_PRODUCT)
 _REFUSED = {
-    layout.NO_CHANNEL: "named channel {seen}; there are {expected}, numbered from 0",
-    layout.NO_PEER: "named rank {seen}; there are {expected}, numbered from 0",
-    layout.WRONG_RANKS: "was compiled for {seen} ranks, not {expected}; see compile_options",
+    structs.NO_CHANNEL: "named channel {seen}; there are {expected}, numbered from 0",
+    structs.NO_PEER: "named rank {seen}; there are {expected}, numbered from 0",
+    structs.WRONG_RANKS: "was compiled for {seen} ranks, not {expected}; see compile_options",
 }
 
 
@@ -82,9 +81,9 @@ class Team:
         self._report = report_of(device, 1 + 3 * self.size)
         self._launches: Latest[tuple[Any, ...], ReadyLaunch] = Latest(_LAUNCHES)
 
-    def another(self, own: Buffer, pads: Sequence[int], channels: int) -> Team:
+    def another(self, own: Buffer, pads: Sequence[int], channels: int) -> Self:
         """A team of the same ranks with pads of its own."""
-        made = Team(self.device, self._board, own, pads, channels=channels)
+        made = type(self)(self.device, self._board, own, pads, channels=channels)
         self._family.add(made)
         made._family = self._family
         return made
@@ -106,6 +105,11 @@ class Team:
         """A kernel for this number of ranks."""
         every = (*self.defines, *defines)
         return kernel(self.device, file, function, every, shared=shared, features=features)
+
+    @property
+    def from_next(self) -> list[int]:
+        """All ranks, from the next one on to this one: no two ranks begin with the same."""
+        return [(self.rank + step) % self.size for step in range(1, self.size + 1)]
 
     def packed(self, timeout: float | None = None) -> bytes:
         """The struct `Team` of symm.cuh. `timeout` in seconds; None is the context's."""
@@ -187,7 +191,7 @@ class Team:
 
     @property
     def _barrier_threads(self) -> int:
-        return min(1024, -(-self.size // 32) * 32)
+        return min(1024, up(self.size, 32))
 
     def _require(self, channel: int) -> None:
         if not 0 <= channel < self.channels:
@@ -216,7 +220,7 @@ class Team:
         self.device.activate()
         side = call("cuStreamCreate", 1)  # which waits for no other stream
         for team in list(self._family):
-            call("cuMemsetD8Async", team.pads[team.rank] + layout.FAILED, 1, 1, side)
+            call("cuMemsetD8Async", team.pads[team.rank] + structs.FAILED, 1, 1, side)
         call("cuStreamSynchronize", side)
         call("cuStreamDestroy", side)
 
@@ -229,12 +233,21 @@ class Team:
         if self._report.words[0]:
             raise self._noted()
 
+    def require_usable(self) -> None:
+        """`check`, and raise RankFailure after an operation of these ranks was given up."""
+        self.check()
+        if self.broken:
+            raise RankFailure(
+                f"rank {self.rank}: an earlier operation of this context was given up "
+                f"({self.broken}); finalize and initialize again among the ranks that remain"
+            )
+
     def _noted(self) -> Exception:
         with suppress(CudaError):  # what else was waiting ends now, and has its say
             self.device.synchronize()
         late = self._report.words[1:].reshape(self.size, 3).copy()
         self._report.words[:] = 0
-        call("cuMemsetD8", self.pads[self.rank] + layout.FAILED, 0, 8)
+        call("cuMemsetD8", self.pads[self.rank] + structs.FAILED, 0, 8)
         refused = late[self.rank].tolist()
         if refused[0] in _REFUSED:
             reason = _REFUSED[refused[0]].format(expected=refused[1], seen=_signed(refused[2]))
@@ -260,7 +273,7 @@ class Team:
 def _is_counted(operation: int) -> bool:
     """Whether an expired wait of that kind and place leaves what is counted in no known state."""
     kind, number = operation & 0xFFFFFFFF, operation >> 32
-    return kind in _COUNTED or (kind == layout.OF_BARRIER and number >= RESERVED)
+    return kind in _COUNTED or (kind == structs.OF_BARRIER and number >= RESERVED)
 
 
 def _signed(word: int) -> int:

@@ -20,6 +20,7 @@ from shardmath.cuda.device import Device
 from shardmath.cuda.driver import bindings, call, call_for_memory
 from shardmath.cuda.fence import DeviceFence
 from shardmath.errors import BackendUnavailable, CudaError, HeapExhausted
+from shardmath.geometry.integers import up
 from shardmath.transport.base import (
     DeviceBytes,
     Fence,
@@ -100,7 +101,7 @@ class CudaTransport(Transport):
     def reserve(self, nbytes: int) -> Segment:
         """See Transport. All of it has memory at once."""
         self._device.activate()
-        nbytes = -(-nbytes // GRANULE) * GRANULE
+        nbytes = up(nbytes, GRANULE)
         handle = call_for_memory(nbytes, "cuMemCreate", nbytes, _properties(self._device), 0)
         segment = Segment(self._mesh.rank, self._own, nbytes)
         self._hold(segment, Mapping(self._device, handle, nbytes))

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 
 from shardmath.errors import CollectiveMismatch
 
-__all__ = ["host_identity", "host_name", "hosts_of"]
+__all__ = ["host_identity", "hosts_of"]
 
 
 def host_identity() -> str:
     """Names the machine and its network namespace, within which abstract sockets are visible."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{Path('/proc/self/ns/net').readlink()}"
-
-
-def host_name() -> str:
-    """The machine's name, for messages."""
-    return socket.gethostname()
 
 
 def hosts_of(identities: Sequence[str], pretended: Sequence[int]) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ from shardmath.errors import BootstrapError, RankFailure
 from shardmath.group.base import ProcessGroup
 from shardmath.group.links import too_few_descriptors
 from shardmath.transport.greeting import connect_far
-from shardmath.transport.hosts import host_identity, host_name, hosts_of
+from shardmath.transport.hosts import host_identity, hosts_of
 from shardmath.transport.watch import PeerWatch
 from shardmath.transport.wires import Wires
 
@@ -117,7 +117,7 @@ class Mesh:
             listener.listen(self.size)
             space = str(Path("/proc/self/ns/pid").readlink())
             own = host_identity()
-            card = (own, os.getpid(), name, key, host_name(), space, self._pretended)
+            card = (own, os.getpid(), name, key, socket.gethostname(), space, self._pretended)
             cards = [wire.decode(data) for data in group.allgather_bytes(wire.encode(card))]
             self._identities = [str(c[0]) for c in cards]
             self.host_of = hosts_of(self._identities, [int(c[6]) for c in cards])

@@ -23,6 +23,7 @@ from shardmath.cuda.device import Device
 from shardmath.cuda.driver import call
 from shardmath.cuda.fence import DeviceFence
 from shardmath.errors import BackendUnavailable, HeapExhausted
+from shardmath.geometry.integers import up
 from shardmath.group.base import ProcessGroup
 from shardmath.transport.base import (
     DeviceBytes,
@@ -72,7 +73,7 @@ class NVSHMEMTransport(Transport):
         self.device = device.name
         self._device = device
         self._mesh = mesh
-        self._heap_bytes = -(-heap_bytes // _GRANULE) * _GRANULE
+        self._heap_bytes = up(heap_bytes, _GRANULE)
         self._taken: _Taken | None = None
         self._reserved = False
         self._bindings = _bindings()

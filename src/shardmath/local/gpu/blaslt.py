@@ -23,7 +23,7 @@ from shardmath.cuda.driver import call
 from shardmath.errors import BackendUnavailable
 from shardmath.latest import Latest
 
-__all__ = ["WORKSPACE", "Extras", "Product", "Scaled", "Shape", "Side", "product"]
+__all__ = ["WORKSPACE", "Extras", "Product", "Scaled", "Shape", "Side", "bindings", "product"]
 
 WORKSPACE = 32 << 20  # bytes that algorithms may use; what NVIDIA recommends for Hopper
 _KEPT = 512  # products per process

@@ -14,7 +14,7 @@ from shardmath.cuda.device import Device
 from shardmath.cuda.driver import call
 from shardmath.cuda.kernel import Argument, kernel
 from shardmath.local.epilog import MatmulEpilog
-from shardmath.local.gpu.matrix import Matrix
+from shardmath.local.gpu.matrix import NO_MATRIX, Matrix
 
 __all__ = ["copy", "finish", "row_sums"]
 
@@ -23,8 +23,6 @@ _WAVES = 16  # blocks on each multiprocessor, beyond which they take turns
 _SIDE = 32
 _RUN = 8  # kRun
 _SWITCH = {None: 0, "relu": 1, "gelu": 2}
-_NOWHERE = struct.pack("QQQ", 0, 0, 0)
-_MATRIX = struct.Struct("Qqq")
 
 
 def finish(
@@ -69,12 +67,12 @@ def finish(
         f"HALVES={dtypes.of(extra or d.dtype).itemsize <= 2 >= d.itemsize:d}",
     )
     text = struct.pack("qq", d.rows, d.columns)
-    text += b"".join(_NOWHERE if x is None else _packed(x) for x in (d, c, aux, kept))
+    text += b"".join(NO_MATRIX if x is None else x.argument for x in (d, c, aux, kept))
     text += struct.pack("Qq", *(bias or (0, 0)))
     text += struct.pack("dddd", alpha.real, alpha.imag, beta.real, beta.imag)
     runs = _lies_in_runs(d, [x for x in (*parts, c, kept) if x is not None], aux)
     text += struct.pack("iiii", len(parts), conjugate, d.by_columns, 0)
-    text += b"".join(map(_packed, parts)) + _NOWHERE * (room - len(parts))
+    text += b"".join(x.argument for x in parts) + NO_MATRIX * (room - len(parts))
     if runs:
         each = _RUN * _THREADS * (4 if dtypes.of(part).itemsize == 2 else 1)
         blocks = min(-(-d.size // each), device.processors * _WAVES)
@@ -97,7 +95,7 @@ def row_sums(
     wide = dtypes.accumulator(x.dtype).name
     switches = ("PARTS=1", "BIAS=0", "ACTIVATION=0", "GRADIENT=0", "KEEP_AUX=0")
     defines = (f"ELEMENT={wide}", f"PART={x.dtype}", f"ADDEND={wide}", *switches)
-    text = struct.pack("qq", x.rows, x.columns) + _packed(x)
+    text = struct.pack("qq", x.rows, x.columns) + x.argument
     text += struct.pack("Qqii", sums, step, conjugate, x.by_columns)
     blocks = min(-(-x.rows // _SIDE), device.processors * _WAVES)
     launched = kernel(device, "epilog", "row_sums", defines)
@@ -142,8 +140,3 @@ def copy(device: Device, stream: int, target: Matrix, source: Matrix) -> None:
         )
     else:
         finish(device, stream, target, [source])
-
-
-def _packed(x: Matrix) -> bytes:
-    """The struct `Matrix`."""
-    return _MATRIX.pack(x.address, x.row_stride, x.column_stride)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from shardmath.cuda.device import Device
 from shardmath.cuda.kernel import Argument, kernel
 from shardmath.local.float8 import Blocks
-from shardmath.local.gpu.matrix import Matrix
+from shardmath.local.gpu.matrix import NO_MATRIX, Matrix
 
 __all__ = ["MOST_RANKS", "greatest", "numbers", "quantize"]
 
@@ -19,8 +19,6 @@ MOST_RANKS = 64  # kRanks
 _THREADS = 256
 _RUN = 4  # kRun
 _WAVES = 16  # blocks on each multiprocessor, beyond which they take turns
-_MATRIX = struct.Struct("Qqq")
-_NOTHING = _MATRIX.pack(0, 0, 0)
 
 
 def numbers(
@@ -45,10 +43,10 @@ def numbers(
     element = "float8_e4m3fn" if elements is None else elements.dtype
     rows, columns = (each or 1 << 62 for each in blocks)
     text = struct.pack("qq", out.rows, out.columns)
-    text += b"".join(_NOTHING if x is None else _packed(x) for x in (elements, scales))
+    text += b"".join(NO_MATRIX if x is None else x.argument for x in (elements, scales))
     known = out.rows if known_rows is None else known_rows
     text += struct.pack("qqqfi", rows, columns, known, factor, out.by_columns)
-    text += b"".join(_packed(x) for x in (out, *also))
+    text += b"".join(x.argument for x in (out, *also))
     defines = (f"ELEMENT={element}", f"OUTS={1 + len(also)}")
     launched = kernel(device, "float8", "numbers", defines)
     launched.launch(stream, _blocks(device, out.size), _THREADS, Argument(text))
@@ -71,7 +69,7 @@ def quantize(
     """
     if not out.size:
         return
-    text = struct.pack("qq", out.rows, out.columns) + _packed(source) + _packed(out)
+    text = struct.pack("qq", out.rows, out.columns) + source.argument + out.argument
     text += struct.pack("QQfi", scale, most, factor, out.by_columns)
     launched = kernel(device, "float8", "quantize", (f"ELEMENT={out.dtype}",))
     launched.launch(stream, _blocks(device, out.size // _RUN + 1), _THREADS, Argument(text))
@@ -87,7 +85,3 @@ def greatest(device: Device, stream: int, out: int, each: Sequence[int]) -> None
 
 def _blocks(device: Device, threads: int) -> int:
     return min(-(-threads // _THREADS), device.processors * _WAVES)
-
-
-def _packed(x: Matrix) -> bytes:
-    return _MATRIX.pack(x.address, x.row_stride, x.column_stride)

@@ -6,12 +6,16 @@ Strides are counted in elements and may be anything, negative too. What a BLAS c
 
 from __future__ import annotations
 
+import struct
 from typing import NamedTuple
 
 from shardmath.arrays import dtypes
 
-__all__ = ["Matrix"]
+__all__ = ["NO_MATRIX", "Matrix"]
 
+NO_MATRIX = bytes(24)  # as a kernel's argument
+
+_MATRIX = struct.Struct("Qqq")
 _ITEMSIZES = {name: dtypes.of(name).itemsize for name in dtypes.NAMES}
 
 
@@ -36,6 +40,11 @@ class Matrix(NamedTuple):
     def itemsize(self) -> int:
         """Bytes of an element."""
         return _ITEMSIZES[self.dtype]
+
+    @property
+    def argument(self) -> bytes:
+        """The struct `Matrix` of the kernels: they are told rows and columns otherwise."""
+        return _MATRIX.pack(self.address, self.row_stride, self.column_stride)
 
     @property
     def size(self) -> int:

@@ -20,7 +20,7 @@ from shardmath.local.gpu.blaslt import Scaled, Shape, Side, product
 from shardmath.local.gpu.gemm import Algorithms
 from shardmath.local.gpu.matrix import Matrix
 
-__all__ = ["GRAIN", "Quantized", "Scale", "fits", "multiply", "takes_result", "up"]
+__all__ = ["GRAIN", "Quantized", "Scale", "fits", "multiply", "takes_result"]
 
 GRAIN = 16  # bytes to which everything is aligned, and k is a multiple of
 _MODES = {"tensor": 0, "outer": 3, "vectors": 4, "squares": 5}
@@ -42,11 +42,6 @@ class Quantized(NamedTuple):
     def part(self, number: int) -> Quantized:
         """The same for one of several products that make D: each has a word for its greatest."""
         return self._replace(most=self.most and self.most + 4 * number)
-
-
-def up(extent: int, multiple: int) -> int:
-    """The least multiple that is not below `extent`."""
-    return -(-extent // multiple) * multiple
 
 
 def fits(x: Matrix) -> bool:

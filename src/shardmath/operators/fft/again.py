@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from shardmath.context import DistributedContext
+from shardmath.context import Context
 from shardmath.latest import Latest
 from shardmath.operators.fft.problem import Description
 
@@ -30,7 +30,7 @@ class Seen:
     form: Form | None = None
 
 
-def seen(context: DistributedContext, given: Hashable, describe: Callable[[], Description]) -> Seen:
+def seen(context: Context, given: Hashable, describe: Callable[[], Description]) -> Seen:
     """The same object for all calls with equal arguments, which are `given`.
 
     What has no hash is described anew, and found by its description. Raises what `describe` does.

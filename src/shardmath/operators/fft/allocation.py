@@ -15,8 +15,8 @@ from types import ModuleType
 from typing import Any, Literal
 
 from shardmath.arrays import ArraySpec, dtypes, library_of, library_of_package
-from shardmath.arrays.spec import order_of
-from shardmath.context import DistributedContext, require_context
+from shardmath.arrays.spec import order_of, packed_strides
+from shardmath.context import Context, require_context
 from shardmath.operators.fft.options import FFTDirection, FFTOptions
 from shardmath.operators.fft.problem import Problem, check, describe, kind_of
 from shardmath.symmetric.allocation import array_on, block_of
@@ -67,7 +67,7 @@ def allocate_operand(
         buffer = context.heap.allocate(nbytes)
         library = library_of_package(package)
         local = first.source.local_shape(context.rank)
-        made.append(array_on(buffer, library, dtypes.of(first.dtype), local, _strides(local)))
+        made.append(array_on(buffer, library, dtypes.of(first.dtype), local, packed_strides(local)))
         _roomy(context).add(buffer.block)
 
     context.agree("allocate_operand, memory", allocate, lambda _: None)
@@ -89,7 +89,7 @@ def _requested(
     if device != "cpu" and library.name == "numpy":
         raise ValueError("numpy has no arrays on GPUs; there, package is torch or cupy")
     dtype = dtypes.of(_default(fft_type) if input_dtype is None else input_dtype)
-    spec = ArraySpec(library.name, dtype.name, local, _strides(local), device, dtype.itemsize)
+    spec = ArraySpec(library.name, dtype.name, local, packed_strides(local), device, dtype.itemsize)
     kind = kind_of(dtype.name, fft_type)
     direction = FFTDirection.INVERSE if kind == "C2R" else FFTDirection.FORWARD
     return tuple(
@@ -102,7 +102,7 @@ def _requested(
     )
 
 
-def memory_behind(context: DistributedContext, operand: Any, problem: Problem) -> Any:
+def memory_behind(context: Context, operand: Any, problem: Problem) -> Any:
     """The array in which the result of a transform in place lies: the operand, or another view.
 
     Raises RuntimeError when the operand's memory is too small for it.
@@ -128,7 +128,7 @@ def memory_behind(context: DistributedContext, operand: Any, problem: Problem) -
         )
     if owner is None:
         owner = _Bytes(library.pointer(operand), have, spec.device, operand)
-    return array_on(owner, library, dtype, shape, _strides(shape))
+    return array_on(owner, library, dtype, shape, packed_strides(shape))
 
 
 class _Bytes:
@@ -168,7 +168,7 @@ def _bytes(problem: Problem, rank: int) -> int:
     return max(math.prod(shape) * dtypes.of(dtype).itemsize for shape, dtype in (operand, result))
 
 
-def _roomy(context: DistributedContext) -> weakref.WeakSet[Block]:
+def _roomy(context: Context) -> weakref.WeakSet[Block]:
     """The blocks of this context that are the room of one operand each."""
     blocks: weakref.WeakSet[Block] = context.cache("fft operands", weakref.WeakSet)
     return blocks
@@ -176,8 +176,3 @@ def _roomy(context: DistributedContext) -> weakref.WeakSet[Block]:
 
 def _default(fft_type: str | None) -> str:
     return "float32" if fft_type == "R2C" else "complex64"
-
-
-def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Of a C-ordered array, in elements."""
-    return tuple(math.prod(max(1, n) for n in shape[axis + 1 :]) for axis in range(len(shape)))

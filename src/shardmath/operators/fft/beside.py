@@ -10,12 +10,11 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 
-from shardmath.context import DistributedContext
+from shardmath.context import Context
 from shardmath.cuda.constant import Constant
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import call
 from shardmath.cuda.kernel import Argument, Kernel
-from shardmath.errors import RankFailure
 from shardmath.operators.fft.pipeline import Pipeline
 from shardmath.symmetric.team import Team
 
@@ -53,7 +52,7 @@ def widest_cluster(blocks: int, holds: Callable[[int, int], bool]) -> int:
 class Beside:
     """The second stream of one context. Get it with `Beside.of`."""
 
-    def __init__(self, context: DistributedContext) -> None:
+    def __init__(self, context: Context) -> None:
         assert context.team is not None, "a context of GPUs"
         self._team: Team = context.team
         device = self._team.device
@@ -76,20 +75,14 @@ class Beside:
         self._argument = Argument(self._team.packed() + tail)
 
     @classmethod
-    def of(cls, context: DistributedContext) -> Beside:
+    def of(cls, context: Context) -> Beside:
         """The one of a context. Local; raises HeapExhausted when it is made."""
         beside: Beside = context.cache("fft beside", lambda: cls(context))
         return beside
 
     def require_usable(self) -> None:
         """Raise what kernels have noted, and RankFailure after an operation that was given up."""
-        team = self._team
-        team.check()
-        if team.broken:
-            raise RankFailure(
-                f"rank {team.rank}: an earlier operation of this context was given up "
-                f"({team.broken}); finalize and initialize again among the ranks that remain"
-            )
+        self._team.require_usable()
 
     def start(
         self,

@@ -11,7 +11,7 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from shardmath.arrays import ArraySpec, library_and_spec
-from shardmath.context import DistributedContext
+from shardmath.context import Context
 from shardmath.local.fft import Kind
 from shardmath.operators.fft import host
 from shardmath.operators.fft.again import Seen, seen
@@ -74,7 +74,7 @@ class Call:
         """The call in plain data, once it is described."""
         return self.seen.description
 
-    def described(self, context: DistributedContext) -> Description:
+    def described(self, context: Context) -> Description:
         """The call in plain data. Raises what is wrong with it on this rank."""
         self.read_options = options_from(self.options)
         check_stream(self.stream)
@@ -98,7 +98,7 @@ class Call:
             self.out_spec,
         )
 
-    def note(self, context: DistributedContext) -> bytes:
+    def note(self, context: Context) -> bytes:
         """What the peers have to know of this execution. Raises what is wrong on this rank."""
         if context.team is None:
             return b""
@@ -107,7 +107,7 @@ class Call:
         self.execution = Execution(context, self)
         return self.execution.note(self)
 
-    def target(self, context: DistributedContext, problem: Problem) -> Any:
+    def target(self, context: Context, problem: Problem) -> Any:
         """The array that the result is written to, None for a new one.
 
         Raises RuntimeError when it is to take the memory of an operand that is too small for it.
@@ -144,16 +144,14 @@ def spec_of(array: Any, name: str) -> ArraySpec:
     return library_and_spec(array, name)[1]
 
 
-def planned(
-    context: DistributedContext, descriptions: tuple[Description, ...]
-) -> Plan | DevicePlan:
+def planned(context: Context, descriptions: tuple[Description, ...]) -> Plan | DevicePlan:
     """The plan for the ranks of a context, of cores or of GPUs."""
     if context.team is None:
         return plan_of(descriptions)
     return device_plan_of(descriptions, context.hosts)
 
 
-def performed(context: DistributedContext, plan: Any, notes: list[bytes], call: Call) -> Any:
+def performed(context: Context, plan: Any, notes: list[bytes], call: Call) -> Any:
     """The transform of the operand. Collective. Raises as the `execute` of cores or GPUs."""
     if context.team is None:
         return host.execute(

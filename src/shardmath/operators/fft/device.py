@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from shardmath import wire
 from shardmath.arrays import ArraySpec, library_of
-from shardmath.context import DistributedContext
+from shardmath.context import Context
 from shardmath.cuda import stream as streams
-from shardmath.cuda.constant import beside_captures
-from shardmath.local.gpu_fft import Transforms
+from shardmath.cuda.driver import beside_captures
+from shardmath.local.gpu.fft import Transforms
 from shardmath.operators.fft import ways
 from shardmath.operators.fft.again import Form
 from shardmath.operators.fft.beside import Beside
@@ -68,7 +68,7 @@ class Execution:
     arrays with them. Raises ValueError for an array on another GPU, UseAfterFree, HeapExhausted.
     """
 
-    def __init__(self, context: DistributedContext, call: Call) -> None:
+    def __init__(self, context: Context, call: Call) -> None:
         assert context.team is not None, "a context of GPUs"
         self._context = context
         self._team = context.team

@@ -19,7 +19,7 @@ import numpy as np
 
 from shardmath.arrays import Library, dtypes, library_of
 from shardmath.arrays.base import HostArray
-from shardmath.context import DistributedContext
+from shardmath.context import Context
 from shardmath.local.fft import engine_for, transform
 from shardmath.local.threads import threads_per_rank
 from shardmath.operators.fft.halves import narrow_into, wide, wide_like
@@ -100,7 +100,7 @@ class Arrays:
     given: Any
 
     @classmethod
-    def read(cls, context: DistributedContext, operand: Any, out: Any) -> Arrays:
+    def read(cls, context: Context, operand: Any, out: Any) -> Arrays:
         """Take the user's arrays.
 
         Raises ValueError when `out` cannot be written to, UseAfterFree when one of them was freed.
@@ -133,7 +133,7 @@ class Arrays:
         )
 
 
-def execute(context: DistributedContext, plan: Plan, read: Callable[[], Arrays]) -> Any:
+def execute(context: Context, plan: Plan, read: Callable[[], Arrays]) -> Any:
     """The transform of the operand that `read` returns: the array given for it, or a new one.
     Collective.
 
@@ -156,7 +156,7 @@ def execute(context: DistributedContext, plan: Plan, read: Callable[[], Arrays])
 class _Execution:
     """The state of one execution on one rank."""
 
-    def __init__(self, context: DistributedContext, plan: Plan, arrays: Arrays) -> None:
+    def __init__(self, context: Context, plan: Plan, arrays: Arrays) -> None:
         self._context = context
         self._rank = context.rank
         self._plan = plan

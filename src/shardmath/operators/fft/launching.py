@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardmath.context import DistributedContext
-from shardmath.local.gpu_fft import Transforms, scale
+from shardmath.context import Context
+from shardmath.local.gpu.fft import Transforms, scale
 from shardmath.operators.fft.beside import Beside
 from shardmath.operators.fft.local_steps import Convert, Fourier, LocalStep, Scale, View
 from shardmath.operators.fft.pipeline import Pipeline
@@ -32,7 +32,7 @@ class Launch:
     on which the launches will run.
     """
 
-    context: DistributedContext
+    context: Context
     way: Way
     addresses: Mapping[str, int]
     barrier: Callable[[int], None]

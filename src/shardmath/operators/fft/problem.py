@@ -17,9 +17,9 @@ from shardmath.agreement import require_equal
 from shardmath.arrays import ArraySpec, dtypes, library_named
 from shardmath.errors import BindDistributionError, CollectiveMismatch
 from shardmath.geometry import Distribution, Layout, Slab
-from shardmath.geometry.inference import check_alike
 from shardmath.local.fft import Kind, Norm
 from shardmath.operators.fft.options import COMPLEX_OF, REAL_OF, FFTDirection, FFTOptions
+from shardmath.operators.layouts import bound, inferred, result_order
 
 __all__ = [
     "Description",
@@ -179,14 +179,14 @@ def check(descriptions: Sequence[Description]) -> Problem:
         ("whether a pair of distributions is given", [each is not None for each in outputs]),
     ):
         require_equal(what, values)
-    source = _bound("distribution", inputs, shapes=[operand[3] for operand in operands])
+    source = inferred("distribution", inputs, [operand[3] for operand in operands])
     _, redistribute, parity, inplace, _, halves = options[0]
     shape = _result_shape(source.global_shape, axes[0], kinds[0], parity)
     if outputs[0] is None:
         wanted = _natural(inputs, source, axes[0], kinds[0], redistribute)
     else:
         wanted = outputs
-    target = _bound("the result's distribution", wanted, global_shape=shape)
+    target = bound("the result's distribution", wanted, shape)
     library, device, dtype, *_ = operands[0]
     problem = Problem(
         kind=kinds[0],
@@ -198,7 +198,7 @@ def check(descriptions: Sequence[Description]) -> Problem:
         library=library,
         device=device,
         dtype=dtype,
-        order=_order([operand[4] for operand in operands]),
+        order=result_order([operand[4] for operand in operands]),
         inplace=inplace,
         halves=halves,
     )
@@ -274,35 +274,6 @@ def _result_shape(
     return tuple(made)
 
 
-def _bound(
-    what: str,
-    encoded: Sequence[Any],
-    *,
-    shapes: Sequence[Sequence[int]] | None = None,
-    global_shape: tuple[int, ...] = (),
-) -> Layout:
-    """The layout that the ranks' distributions make, of `shapes` by rank or of one global shape."""
-    distributions = [geometry.decode(each) for each in encoded]
-    try:
-        if shapes is not None:
-            return Layout.bind(
-                distributions, geometry.infer_global_shape(distributions, list(shapes))
-            )
-        check_alike(distributions)
-        for rank, each in enumerate(distributions):
-            _check_part(each, rank, global_shape, len(distributions))
-        return Layout.bind(distributions, global_shape)
-    except ValueError as error:
-        raise type(error)(f"{what}: {error}") from None
-
-
-def _check_part(distribution: Distribution, rank: int, shape: tuple[int, ...], size: int) -> None:
-    try:
-        distribution.part(rank, shape, size=size)
-    except ValueError as error:
-        raise type(error)(f"rank {rank}: {error}") from None
-
-
 def _natural(
     inputs: Sequence[Any], source: Layout, axes: Sequence[int], kind: Kind, redistribute: bool
 ) -> Sequence[Any]:
@@ -332,8 +303,3 @@ def _slab_axis(layout: Layout) -> int | None:
         if layout.same_as(Layout.slab(layout.global_shape, layout.size, axis=axis)):
             return axis
     return None
-
-
-def _order(orders: Sequence[str]) -> Literal["C", "F"]:
-    """F where some operand is column-major and none says otherwise."""
-    return "F" if "F" in orders and {"C", "strided"}.isdisjoint(orders) else "C"

@@ -16,7 +16,7 @@ import numpy as np
 from shardmath.agreement import require_equal
 from shardmath.arrays import Library, library_of
 from shardmath.arrays.base import HostArray, share_memory
-from shardmath.context import DistributedContext
+from shardmath.context import Context
 from shardmath.local.float8 import dequantize
 from shardmath.operators.matmul import host
 from shardmath.operators.matmul.arguments import Arguments, agreed_scalars, packed_scalars
@@ -71,7 +71,7 @@ class Plan:
         return "\n".join(lines)
 
 
-def agree_on_operands(context: DistributedContext, arguments: Arguments) -> Facts:
+def agree_on_operands(context: Context, arguments: Arguments) -> Facts:
     """Agree that the operands fit, before an epilog is known. Collective."""
 
     def described() -> tuple[Facts, tuple[complex, complex]]:
@@ -84,7 +84,7 @@ def agree_on_operands(context: DistributedContext, arguments: Arguments) -> Fact
     return context.agree("Matmul", described, check)
 
 
-def agree_on_plan(context: DistributedContext, arguments: Arguments) -> tuple[Plan, Call]:
+def agree_on_plan(context: Context, arguments: Arguments) -> tuple[Plan, Call]:
     """The plan for these arguments, and the call as read. Collective.
 
     Raises the same error on every rank when the arguments of one are wrong, or do not fit together.
@@ -113,7 +113,7 @@ def agree_on_plan(context: DistributedContext, arguments: Arguments) -> tuple[Pl
     return plan, calls[0]
 
 
-def tuned(context: DistributedContext, operation: str, arguments: Arguments, plan: Plan) -> Plan:
+def tuned(context: Context, operation: str, arguments: Arguments, plan: Plan) -> Plan:
     """A plan of its own whose products have been timed on the arguments, which stay as they are.
 
     On cores the same plan: there is nothing to choose. Collective.
@@ -127,7 +127,7 @@ def tuned(context: DistributedContext, operation: str, arguments: Arguments, pla
     return own
 
 
-def call_of(context: DistributedContext, arguments: Arguments) -> Call:
+def call_of(context: Context, arguments: Arguments) -> Call:
     """The call with specs in place of arrays. Raises ValueError also for one that lies elsewhere
     than `context` computes.
     """
@@ -142,13 +142,13 @@ def call_of(context: DistributedContext, arguments: Arguments) -> Call:
     return call
 
 
-def _places(context: DistributedContext) -> tuple[str, ...]:
+def _places(context: Context) -> tuple[str, ...]:
     """The devices whose arrays a context takes: its own, and the host."""
     return ("cpu",) if context.team is None else (context.team.device.name, "cpu")
 
 
 def run(
-    context: DistributedContext,
+    context: Context,
     operation: str,
     arguments: Arguments,
     ready: Callable[[], tuple[Plan, Call]],
@@ -183,7 +183,7 @@ def run(
 
 
 def _operands(
-    context: DistributedContext, plan: Plan, call: Call, arguments: Arguments
+    context: Context, plan: Plan, call: Call, arguments: Arguments
 ) -> tuple[Any, host.Operands]:
     """D, in the library of a, and all arrays as the execution sees them.
 
@@ -220,7 +220,7 @@ def _operands(
 
 
 def _widened(
-    context: DistributedContext,
+    context: Context,
     scaling: Scaling,
     arguments: Arguments,
     factors: tuple[HostArray, HostArray],
@@ -241,15 +241,13 @@ def _widened(
     return found[0], found[1], [workspace.block(f"numbers {name}") for name in "ab"]
 
 
-def _block(context: DistributedContext, host_array: HostArray) -> Block | None:
+def _block(context: Context, host_array: HostArray) -> Block | None:
     """Where an array lies on the heap: of its memory, since a lazy tensor is read from a copy."""
     found = block_of(context, host_array)
     return None if found is None else found[0]
 
 
-def _result(
-    context: DistributedContext, plan: Plan, library: Library, call: Call, on_heap: bool
-) -> Any:
+def _result(context: Context, plan: Plan, library: Library, call: Call, on_heap: bool) -> Any:
     """A new local part of D, in column-major order if the operands are, on the heap if they are."""
     a, b, c = call.operands
     assert a is not None and b is not None

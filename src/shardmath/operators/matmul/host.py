@@ -17,7 +17,7 @@ import numpy as np
 
 from shardmath.arrays import dtypes
 from shardmath.arrays.base import HostArray
-from shardmath.context import DistributedContext
+from shardmath.context import Context
 from shardmath.geometry import Layout, Move, moves
 from shardmath.local import epilog as epilogs
 from shardmath.local.epilog import MatmulEpilog
@@ -31,7 +31,7 @@ from shardmath.redistribution import Exposed, copy_moves, expose, stage, window_
 from shardmath.redistribution.exposure import staged_bytes
 from shardmath.symmetric.heap import Block
 
-__all__ = ["Execution", "Operands", "Share"]
+__all__ = ["Execution", "Operands", "Share", "shared_part"]
 
 _PANEL_ELEMENTS = 4 << 20  # of one gathered panel: 32 MiB in float64
 
@@ -103,9 +103,7 @@ def shared_part(held: Layout, need: Layout, *, src: int, dst: int) -> tuple[Move
 class Execution:
     """One execution on one rank: `prepare`, tell the peers, `run`."""
 
-    def __init__(
-        self, context: DistributedContext, share: Share, operands: Operands, operation: str
-    ) -> None:
+    def __init__(self, context: Context, share: Share, operands: Operands, operation: str) -> None:
         self.context = context
         self.share = share
         self.strategy = share.strategy

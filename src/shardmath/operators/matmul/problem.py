@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from shardmath import geometry
 from shardmath.agreement import require_equal
 from shardmath.arrays import ArraySpec, dtypes
 from shardmath.geometry import Distribution, Layout
 from shardmath.local.epilog import MatmulEpilog, requirements
 from shardmath.local.float8 import FLOAT8
+from shardmath.operators.layouts import bound, inferred
 from shardmath.operators.matmul.options import (
     FROM_FLOAT8,
     MatmulOptions,
@@ -32,7 +32,16 @@ from shardmath.operators.matmul.scaling import (
     readings,
 )
 
-__all__ = ["Call", "Problem", "check", "check_operands", "describe", "place_of"]
+__all__ = [
+    "Call",
+    "Facts",
+    "Problem",
+    "check",
+    "check_operands",
+    "describe",
+    "gradient_layouts",
+    "place_of",
+]
 
 _SUPPORTED = (
     *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
@@ -215,7 +224,7 @@ def check(specs: Sequence[Sequence[Any]]) -> Problem:
     require_equal("the names of epilog_inputs", [[n for n, _ in each.inputs] for each in facts])
     shape = (a.global_shape[0], b.global_shape[1])
     sums_c = epilog is MatmulEpilog.ALLREDUCE
-    d = _bound(facts, 2, shape)
+    d = bound(f"the result, {_by(shape)}", [each.distributions[2] for each in facts], shape)
     if sums_c:
         d = Layout.replicated(shape, len(facts))
     _check_c(facts, d)
@@ -337,22 +346,9 @@ def _check_same_kind(name: str, facts: list[Any]) -> None:
 
 def _layout(facts: Sequence[Facts], index: int, *, transposed: bool) -> Layout:
     """The layout of op(X), its global shape inferred from all local shapes."""
-    distributions = [geometry.decode(each.distributions[index]) for each in facts]
-    local_shapes = [each.operands[index][2] for each in facts]
-    try:
-        shape = geometry.infer_global_shape(distributions, local_shapes)
-        layout = Layout.bind(distributions, shape)
-    except ValueError as error:
-        raise type(error)(f"{_NAMES[index]}: {error}") from None
+    distributions = [each.distributions[index] for each in facts]
+    layout = inferred(_NAMES[index], distributions, [each.operands[index][2] for each in facts])
     return layout.transposed() if transposed else layout
-
-
-def _bound(facts: Sequence[Facts], index: int, shape: tuple[int, int]) -> Layout:
-    distributions = [geometry.decode(each.distributions[index]) for each in facts]
-    try:
-        return Layout.bind(distributions, shape)
-    except ValueError as error:
-        raise type(error)(f"the result, {_by(shape)}: {error}") from None
 
 
 def _check_c(facts: Sequence[Facts], d: Layout) -> None:

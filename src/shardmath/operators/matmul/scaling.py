@@ -30,6 +30,10 @@ from shardmath.operators.lifecycle import options_of
 from shardmath.operators.matmul.options import MatmulQuantizationScales
 
 __all__ = [
+    "OUTER",
+    "SQUARES",
+    "TENSOR",
+    "VECTORS",
     "Given",
     "Scaling",
     "agree_granularities",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from shardmath.agreement import require_equal
 from shardmath.arrays import ArraySpec, library_and_spec, library_of
-from shardmath.context import DistributedContext, require_context
+from shardmath.context import Context, require_context
 from shardmath.errors import InvalidRedistributeState
 from shardmath.geometry import Distribution
 from shardmath.latest import Latest
@@ -241,9 +241,7 @@ class Redistribute(Lifecycle):
         self._execution.release()
 
 
-def _execution(
-    context: DistributedContext, *, passing: bool = False
-) -> HostExecution | DeviceExecution:
+def _execution(context: Context, *, passing: bool = False) -> HostExecution | DeviceExecution:
     """What moves the elements: on cores or on GPUs. `passing`: for one call only."""
     if context.team is None:
         return HostExecution(context, passing=passing)
@@ -262,7 +260,7 @@ class Expected:
         self._problems: Latest[Description, Problem] = Latest(_KEPT)
 
     @classmethod
-    def of(cls, context: DistributedContext) -> Expected:
+    def of(cls, context: Context) -> Expected:
         """The one of a context."""
         expected: Expected = context.cache("expected redistributions", cls)
         return expected

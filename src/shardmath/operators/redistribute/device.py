@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shardmath.arrays import library_of
-from shardmath.context import DistributedContext
+from shardmath.context import Context
 from shardmath.errors import HeapExhausted
 from shardmath.geometry import Move
 from shardmath.operators.lanes import LANES, Lane
@@ -42,7 +42,7 @@ class DeviceExecution:
     `passing`: for one call. What it keeps is kept in the context.
     """
 
-    def __init__(self, context: DistributedContext, *, passing: bool = False) -> None:
+    def __init__(self, context: Context, *, passing: bool = False) -> None:
         self._context = context
         self._memory = None if passing else DeviceMemory(context)
         self._arrays: DeviceArrays | None = None
@@ -130,7 +130,7 @@ class DeviceExecution:
 
 
 def execute_on_gpus(
-    context: DistributedContext,
+    context: Context,
     problem: Problem,
     arrays: DeviceArrays,
     texts: list[bytes],
@@ -169,7 +169,7 @@ def execute_on_gpus(
 
 
 def _agreed_steps(
-    context: DistributedContext,
+    context: Context,
     problem: Problem,
     arrays: DeviceArrays,
     texts: list[bytes],
@@ -218,7 +218,7 @@ def _key(arrays: DeviceArrays, texts: Sequence[bytes]) -> tuple[Any, ...]:
 
 
 def _steps(
-    context: DistributedContext,
+    context: Context,
     problem: Problem,
     arrays: DeviceArrays,
     notes: Sequence[Note],
@@ -278,7 +278,7 @@ def _from_next(transfer: TransferPlan, rank: int) -> list[Move]:
 
 
 def _reached(
-    context: DistributedContext,
+    context: Context,
     shown: dict[int, Exposed | None],
     own: tuple[int, _Strides],
 ) -> tuple[tuple[int, ...], dict[int, _Strides]]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from shardmath.arrays import Library, library_of
 from shardmath.arrays.base import share_memory
-from shardmath.context import DistributedContext
+from shardmath.context import Context
 from shardmath.operators.redistribute.notes import Made, Note
 from shardmath.operators.redistribute.problem import Problem
 from shardmath.symmetric.allocation import block_of
@@ -29,7 +29,7 @@ __all__ = ["DeviceArrays"]
 class DeviceArrays:
     """One rank's arrays for one execution, on its GPU. `result` is None until there is one."""
 
-    def __init__(self, context: DistributedContext, operand: Any, out: Any, stream: Any) -> None:
+    def __init__(self, context: Context, operand: Any, out: Any, stream: Any) -> None:
         """Take the user's arrays.
 
         Raises ValueError when one lies on another GPU, `out` cannot be written to or overlaps the

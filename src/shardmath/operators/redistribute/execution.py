@@ -12,7 +12,7 @@ from typing import Any
 
 from shardmath.arrays import Library, library_of
 from shardmath.arrays.base import HostArray, share_memory
-from shardmath.context import DistributedContext
+from shardmath.context import Context
 from shardmath.operators.redistribute.problem import Problem
 from shardmath.operators.workspace import Workspace
 from shardmath.redistribution import Exposed, Window, expose, perform, stage, window_on
@@ -32,7 +32,7 @@ class HostExecution:
     `passing`: for one call. Its staging is the context's workspace, unless it is large.
     """
 
-    def __init__(self, context: DistributedContext, *, passing: bool = False) -> None:
+    def __init__(self, context: Context, *, passing: bool = False) -> None:
         self._context = context
         self._staging = Staging(context, passing=passing)
         self._arrays: Arrays | None = None
@@ -84,7 +84,7 @@ class Arrays:
     given: Any  # the user's `out`
 
     @classmethod
-    def read(cls, context: DistributedContext, operand: Any, out: Any) -> Arrays:
+    def read(cls, context: Context, operand: Any, out: Any) -> Arrays:
         """Take the user's arrays.
 
         Raises ValueError when `out` cannot be written to or overlaps the operand, UseAfterFree when
@@ -104,7 +104,7 @@ class Arrays:
             raise ValueError("out overlaps the operand: a redistribution cannot be done in place")
         return cls(library, host, block, on_heap is not None, target, out)
 
-    def note(self, context: DistributedContext) -> bytes:
+    def note(self, context: Context) -> bytes:
         """What this rank says of this execution: flags, and where its operand is on the heap."""
         flags = _ORDINARY * (self.block is None) + _ALLOCATES * (self.out is None)
         shown = b"" if self.block is None else expose(context, self.operand, self.block).pack()
@@ -114,7 +114,7 @@ class Arrays:
 class Staging:
     """The heap memory through which ordinary operands pass; kept until released."""
 
-    def __init__(self, context: DistributedContext, *, passing: bool) -> None:
+    def __init__(self, context: Context, *, passing: bool) -> None:
         self._context = context
         self._passing = passing
         self._buffer: Buffer | None = None
@@ -134,7 +134,7 @@ class Staging:
 
 
 def execute(
-    context: DistributedContext,
+    context: Context,
     problem: Problem,
     arrays: Arrays,
     notes: list[bytes],
@@ -175,7 +175,7 @@ def execute(
 
 
 def _pull(
-    context: DistributedContext,
+    context: Context,
     problem: Problem,
     operand: HostArray,
     shown: list[bytes],
@@ -192,7 +192,7 @@ def _pull(
     perform(transfer.copies(rank, strides, target.strides), windows, Window.of(target))
 
 
-def _result(context: DistributedContext, problem: Problem, arrays: Arrays) -> Any:
+def _result(context: Context, problem: Problem, arrays: Arrays) -> Any:
     """A new local array for the result, on the heap if the operand is."""
     shape = problem.transfer.dst.local_shape(context.rank)
     if not arrays.on_heap:

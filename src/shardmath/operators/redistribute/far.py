@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from shardmath.context import DistributedContext
+from shardmath.context import Context
 from shardmath.operators.lanes import Lane
 from shardmath.operators.redistribute.device_arrays import DeviceArrays
 from shardmath.operators.redistribute.notes import Note
@@ -28,14 +28,14 @@ __all__ = ["delivery_of", "drop_outbox", "execute_far", "made_outbox"]
 _OUTBOX, _ROOM = "redistribute outbox", "redistribute room"
 
 
-def delivery_of(context: DistributedContext, problem: Problem) -> Delivery:
+def delivery_of(context: Context, problem: Problem) -> Delivery:
     """What this rank packs, fetches and unpacks."""
     axes = tuple(range(len(problem.transfer.src.global_shape)))
     axes = axes if problem.order == "C" else axes[::-1]
     return Delivery(problem.transfer, context.rank, context.hosts, axes)
 
 
-def made_outbox(context: DistributedContext, delivery: Delivery, lane: Lane) -> Exposed:
+def made_outbox(context: Context, delivery: Delivery, lane: Lane) -> Exposed:
     """Take memory for what is packed, and for what is fetched; where the first is. Local.
 
     Raises HeapExhausted.
@@ -52,7 +52,7 @@ def drop_outbox(lane: Lane) -> None:
 
 
 def execute_far(
-    context: DistributedContext,
+    context: Context,
     problem: Problem,
     arrays: DeviceArrays,
     texts: Sequence[bytes],
@@ -95,7 +95,7 @@ def execute_far(
 
 
 def _outboxes(
-    context: DistributedContext,
+    context: Context,
     problem: Problem,
     arrays: DeviceArrays,
     texts: Sequence[bytes],
@@ -121,7 +121,7 @@ def _outboxes(
     return found
 
 
-def _address(context: DistributedContext, peer: int, outbox: Exposed) -> int:
+def _address(context: Context, peer: int, outbox: Exposed) -> int:
     address = context.peer_address(peer, outbox.location, outbox.nbytes)
     assert address is not None, "it is on this host"
     return address

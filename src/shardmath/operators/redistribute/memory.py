@@ -8,7 +8,7 @@ from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from shardmath.context import DistributedContext
+from shardmath.context import Context
 from shardmath.latest import Latest
 from shardmath.operators.lanes import Lane
 from shardmath.operators.redistribute.notes import staging_strides
@@ -54,7 +54,7 @@ class DeviceMemory:
     given back after each execution, which therefore waits where it used it.
     """
 
-    def __init__(self, context: DistributedContext, *, passing: bool = False) -> None:
+    def __init__(self, context: Context, *, passing: bool = False) -> None:
         self._context = context
         self._lane = Lane.numbered(context, 0) if passing else None
         self._buffer: Buffer | None = None  # not the lane's
@@ -74,7 +74,7 @@ class DeviceMemory:
         return self._delivery
 
     @classmethod
-    def of_plan(cls, context: DistributedContext, problem: Problem) -> DeviceMemory:
+    def of_plan(cls, context: Context, problem: Problem) -> DeviceMemory:
         """That of a plan without an object; of a few of them it is kept."""
         book: Latest[int, tuple[Problem, DeviceMemory]]
         book = context.cache("redistributions on GPUs", _LATEST)

@@ -13,12 +13,11 @@ from functools import lru_cache
 from logging import Logger
 from typing import Any, Literal
 
-from shardmath import geometry
 from shardmath.agreement import require_equal
 from shardmath.arrays import ArraySpec
 from shardmath.errors import CollectiveMismatch
-from shardmath.geometry import Distribution, Layout
-from shardmath.geometry.inference import check_alike
+from shardmath.geometry import Distribution
+from shardmath.operators.layouts import bound, inferred, result_order
 from shardmath.operators.lifecycle import check_blocking, check_logger
 from shardmath.redistribution import TransferPlan
 
@@ -109,15 +108,15 @@ def check(descriptions: Sequence[Description]) -> Problem:
         require_equal(f"the {what} of the operand", [operand[index] for operand in operands])
     require_equal("the number of axes of the operand", [len(operand[4]) for operand in operands])
     require_equal("options.blocking", blocking)
-    src = _source(sources, [operand[4] for operand in operands])
-    dst = _target(targets, src.global_shape)
+    src = inferred("input_distribution", sources, [operand[4] for operand in operands])
+    dst = bound("output_distribution", targets, src.global_shape)
     library, space, dtype, itemsize, *_ = operands[0]
     problem = Problem(
         transfer=TransferPlan(src, dst, itemsize),
         library=library,
         space=space,
         dtype=dtype,
-        order=_order([operand[5] for operand in operands]),
+        order=result_order([operand[5] for operand in operands]),
         blocking=blocking[0] is True,
     )
     for rank, out in enumerate(outs):
@@ -147,36 +146,3 @@ def misfit(problem: Problem, rank: int, out: ArraySpec | Sequence[Any]) -> str |
 
 def _facts(spec: ArraySpec) -> tuple[Any, ...]:
     return (spec.library, spec.space, spec.dtype, spec.itemsize, spec.shape, spec.order)
-
-
-def _source(encoded: Sequence[Any], shapes: Sequence[Sequence[int]]) -> Layout:
-    """The operand's layout, its global shape inferred from all local shapes."""
-    distributions = [geometry.decode(each) for each in encoded]
-    try:
-        shape = geometry.infer_global_shape(distributions, shapes)
-        return Layout.bind(distributions, shape)
-    except ValueError as error:
-        raise type(error)(f"input_distribution: {error}") from None
-
-
-def _target(encoded: Sequence[Any], shape: tuple[int, ...]) -> Layout:
-    distributions = [geometry.decode(each) for each in encoded]
-    try:
-        check_alike(distributions)
-        for rank, distribution in enumerate(distributions):
-            _check_part(distribution, rank, shape, len(distributions))
-        return Layout.bind(distributions, shape)
-    except ValueError as error:
-        raise type(error)(f"output_distribution: {error}") from None
-
-
-def _check_part(distribution: Distribution, rank: int, shape: tuple[int, ...], size: int) -> None:
-    try:
-        distribution.part(rank, shape, size=size)
-    except ValueError as error:
-        raise type(error)(f"rank {rank}: {error}") from None
-
-
-def _order(orders: Sequence[str]) -> Literal["C", "F"]:
-    """F where some operand is column-major and none says otherwise."""
-    return "F" if "F" in orders and {"C", "strided"}.isdisjoint(orders) else "C"

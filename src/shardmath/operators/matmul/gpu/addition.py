@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from shardmath.arrays import dtypes
 from shardmath.collectives.device import DeviceCollectives
-from shardmath.context import DistributedContext
+from shardmath.context import Context
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.gpu import Matrix
 from shardmath.operators.lanes import Lane
@@ -45,7 +45,7 @@ class Addition:
             self._held("total", (self._out.rows, self._out.columns))
         return self._sums()
 
-    def meet(self, context: DistributedContext) -> None:
+    def meet(self, context: Context) -> None:
         """Find the lane's collective. Collective itself; raises HeapExhausted on all ranks."""
         name = f"sums of lane {self._lane.number}"
         self._collectives = context.cache(name, lambda: DeviceCollectives.apart(context))

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import struct
 
-from shardmath.context import DistributedContext
+from shardmath.context import Context
 from shardmath.cuda.device import Device
 from shardmath.cuda.kernel import Argument, Kernel
-from shardmath.cuda.stream import Lane, Turns
+from shardmath.cuda.stream import SideStream, Turns
 from shardmath.cuda.tensormap import ALIGNMENT, NBYTES, tensor_map
 from shardmath.operators.matmul.gpu.gathered import (
     DEPTH,
@@ -42,7 +42,7 @@ class AllGatherGemm:
 
     def __init__(
         self,
-        context: DistributedContext,
+        context: Context,
         problem: GatheredProduct,
         tiling: Tiling,
         room: Room,
@@ -57,11 +57,11 @@ class AllGatherGemm:
         device.activate()
         # Two products at once could leave no multiprocessor for what begins the copies of one.
         self._turns: Turns = context.cache("turns of products", lambda: Turns(device))
-        self._lane: Lane = context.cache("lane of rows", lambda: Lane(device))
+        self._side: SideStream = context.cache("side of rows", lambda: SideStream(device))
 
     @classmethod
     def together(
-        cls, context: DistributedContext, problem: GatheredProduct, tiling: Tiling | None = None
+        cls, context: Context, problem: GatheredProduct, tiling: Tiling | None = None
     ) -> AllGatherGemm:
         """A plan. Collective.
 
@@ -109,8 +109,8 @@ class AllGatherGemm:
         if self.team.size == 1:
             self._multiply(a, b, result, pitch, stream)
             return
-        with self._turns.taken(stream), self._lane.beside(stream) as lane:
-            self._handing.put(a, lane)
+        with self._turns.taken(stream), self._side.beside(stream) as side:
+            self._handing.put(a, side)
             self._multiply(a, b, result, pitch, stream)
 
     def free(self) -> None:

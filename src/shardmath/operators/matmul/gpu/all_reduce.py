@@ -12,7 +12,7 @@ import struct
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from shardmath.context import DistributedContext
+from shardmath.context import Context
 from shardmath.local.gpu import Matrix
 from shardmath.local.gpu.epilog import copy, finish
 from shardmath.operators.matmul.gpu.choice import choose_shared_shape
@@ -36,7 +36,7 @@ class GemmAllReduce:
     @classmethod
     def together(
         cls,
-        context: DistributedContext,
+        context: Context,
         problem: ShardedProduct,
         shape: Shape | None = None,
         *,
@@ -95,10 +95,10 @@ class GemmAllReduce:
 
     def _copies(self, places: Sequence[int], pitch: int) -> bytes:
         """Where this rank's sums go: their pitch, and where they begin on the next rank, ..."""
-        rank, size = self._sending.team.rank, self._sending.team.size
-        others = [(rank + 1 + step) % size for step in range(size)]
-        begin = [places[other] + self._first[rank] * pitch for other in others]
-        return struct.pack(f"{1 + size}Q", pitch, *begin)
+        team = self._sending.team
+        skipped = self._first[team.rank] * pitch
+        begin = [places[other] + skipped for other in team.from_next]
+        return struct.pack(f"{1 + team.size}Q", pitch, *begin)
 
 
 def _pitch(problem: ShardedProduct) -> int:

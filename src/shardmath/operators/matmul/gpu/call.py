@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from shardmath.arrays import library_of
 from shardmath.arrays.base import share_memory
-from shardmath.context import DistributedContext
+from shardmath.context import Context
 from shardmath.cuda import stream as streams
 from shardmath.cuda.driver import call
 from shardmath.local.epilog import Extra, requirements
@@ -35,9 +35,8 @@ __all__ = ["run", "tune"]
 
 _ANEW, _AGAIN = b"\0", b"\1"
 _ORDERS = ("", "C", "F")
-_FAST_COMPUTE = frozenset(
-    {74, 75, 77, 78, 79}
-)  # sums that are faster, or slower, and not the usual
+# Sums that are faster, or slower, and not the usual.
+_FAST_COMPUTE = frozenset({74, 75, 77, 78, 79})
 
 
 class Agreed(NamedTuple):
@@ -58,7 +57,7 @@ class _Made:
 
     def __init__(
         self,
-        context: DistributedContext,
+        context: Context,
         share: Share,
         call_: Call,
         given: Arguments,
@@ -276,7 +275,7 @@ class _Made:
 
 
 def run(
-    context: DistributedContext,
+    context: Context,
     operation: str,
     arguments: Arguments,
     ready: Callable[[], tuple[Any, Call]],
@@ -293,7 +292,7 @@ def run(
 
 
 def tune(
-    context: DistributedContext,
+    context: Context,
     operation: str,
     arguments: Arguments,
     ready: Callable[[], tuple[Any, Call]],
@@ -317,7 +316,7 @@ def tune(
 
 
 def _heard(
-    context: DistributedContext,
+    context: Context,
     operation: str,
     arguments: Arguments,
     ready: Callable[[], tuple[Any, Call]],

@@ -38,10 +38,12 @@ class Rates:
     both: float  # the same in an all-reduce
     pair: float  # the same in a collective of two ranks
     mixed: float  # the same where tiles and sums travel beside a product
+    burst: float  # the same of tiles that all multiprocessors send at once
     copied: float  # bytes per second of sums that are copied to the result
     taken: float  # bytes per second that the takers add up, while others multiply
     beside: float  # bytes per second of sums that are sent, in time that the product loses
     step: float  # seconds until a kernel has started, and what peers do is seen
+    clock: float  # cycles per second
     launch: float  # seconds from one kernel of a graph to the next
     collective: float  # seconds of a collective of a few bytes
 
@@ -56,11 +58,13 @@ H200 = Rates(
     link=290e9,
     both=310e9,
     pair=200e9,
-    mixed=225e9,
-    copied=1e12,
+    mixed=270e9,
+    burst=345e9,
+    copied=2.1e12,
     taken=1.6e11,
     beside=1.2e12,
     step=5e-6,
+    clock=1.75e9,
     launch=1.5e-6,
     collective=4.5e-6,
 )
@@ -119,13 +123,13 @@ def choose_shape(problem: ShardedProduct) -> Shape:
     numbers, and not for 132.
     """
     chunks = min(8, _down(problem))
-    return Shape(chunks, _TAKERS, late=_late(problem, chunks))
+    return Shape(chunks, _TAKERS, late=_late(problem, chunks), apart=_apart(problem))
 
 
 def choose_shared_shape(problem: ShardedProduct) -> Shape:
     """How to cut the work where all ranks get the sums.
 
-    A chunk is what all multiprocessors multiply at once, or a few times that: bands of few rows of
+    A chunk is half of what all multiprocessors multiply at once, or more: bands of few rows of
     tiles, of all owners, and these cut by columns.
     """
     tiles = Walk(problem.rows, problem.columns, 1).count
@@ -135,7 +139,7 @@ def choose_shared_shape(problem: ShardedProduct) -> Shape:
         1, min(across // 4, round(2 * tiles / bands / H200.multipliers), _MOST_CHUNKS // bands)
     )
     chunks = bands * aside
-    return Shape(chunks, late=chunks, aside=aside)
+    return Shape(chunks, late=chunks, aside=aside, apart=_apart(problem))
 
 
 def _late(problem: ShardedProduct, chunks: int) -> int:
@@ -145,6 +149,19 @@ def _late(problem: ShardedProduct, chunks: int) -> int:
     return chunks - min(chunks - 1, int(left / each))
 
 
+def _apart(problem: ShardedProduct) -> int:
+    """By how many cycles each pair of blocks begins later than the one before: then they send one
+    after another, and the last of them begins when the first would have sent its tiles. Where there
+    are tiles for them once only, all begin at once.
+    """
+    tiles = Walk(problem.rows, problem.columns, 1).count
+    if tiles <= H200.multipliers:
+        return 0
+    sent = 2 * TILE_ROWS * TILE_COLUMNS * (1 - 1 / len(problem.rows)) / H200.burst
+    each = _multiplying(problem) / -(-tiles // H200.multipliers)
+    return int(2 * min(sent, each / H200.multipliers) * H200.clock)
+
+
 def _scattering(problem: ShardedProduct) -> float:
     """Seconds of the kernel that sends tiles while it multiplies, and of its sums."""
     together = max(_multiplying(problem), _reading(problem), _sent(problem) / H200.link)
@@ -152,11 +169,12 @@ def _scattering(problem: ShardedProduct) -> float:
 
 
 def _sharing(problem: ShardedProduct) -> float:
-    """The same where all ranks get the sums: these are pushed, and copied to the result."""
+    """The same where all ranks get the sums: these are pushed, and copied to the result at last."""
     last, sent = _last(problem), _sent(problem)
     product = max(_multiplying(problem), _reading(problem)) + (sent - last) / H200.beside
     together = max(product, (2 * sent - last) / H200.mixed)
-    return 6 * H200.step + together + 2 * last / H200.link + last / H200.copied
+    copied = H200.launch + sent / H200.copied
+    return 4 * H200.step + together + 2 * last / H200.burst + copied
 
 
 def _last(problem: ShardedProduct) -> float:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from math import prod
 
 from shardmath.arrays import dtypes
-from shardmath.context import DistributedContext
+from shardmath.context import Context
 from shardmath.cuda.driver import call
 from shardmath.geometry import Layout, Move
 from shardmath.local.epilog import MatmulEpilog
@@ -40,7 +40,7 @@ class Ending:
 
     def __init__(
         self,
-        context: DistributedContext,
+        context: Context,
         share: Share,
         operands: Operands,
         lane: Lane,

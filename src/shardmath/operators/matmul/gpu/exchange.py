@@ -9,9 +9,10 @@ another: neither waits for a product, nor a copy for a barrier. Small parts are 
 from __future__ import annotations
 
 from shardmath.cuda.driver import call
+from shardmath.geometry.integers import up
 from shardmath.local.float8 import BLOCK
 from shardmath.local.gpu import Matrix, scaled
-from shardmath.local.gpu.scaled import GRAIN, Scale, up
+from shardmath.local.gpu.scaled import GRAIN, Scale
 from shardmath.operators.lanes import Lane
 from shardmath.operators.matmul.gpu.gathering import Gathering
 from shardmath.operators.matmul.gpu.laid_scales import LaidScales, laid_out

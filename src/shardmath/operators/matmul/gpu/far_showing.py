@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from shardmath.context import DistributedContext
+from shardmath.context import Context
 from shardmath.geometry import Move
 from shardmath.local.gpu import Matrix
 from shardmath.operators.lanes import Lane
@@ -30,7 +30,7 @@ class FarShowcase(Showcase):
 
     def __init__(
         self,
-        context: DistributedContext,
+        context: Context,
         lane: Lane,
         names: Sequence[str],
         routes: Routes,

@@ -13,15 +13,15 @@ from functools import partial
 from hashlib import blake2b
 from typing import Any
 
-from shardmath.context import DistributedContext
+from shardmath.context import Context
 from shardmath.cuda.device import Device
 from shardmath.cuda.stream import Turns
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.gpu import Matrix
-from shardmath.operators.matmul.gpu import gathered, sharded
 from shardmath.operators.matmul.gpu.all_gather import AllGatherGemm
 from shardmath.operators.matmul.gpu.all_reduce import GemmAllReduce, even_rows
 from shardmath.operators.matmul.gpu.choice import CHOICES
+from shardmath.operators.matmul.gpu.factor import Factor
 from shardmath.operators.matmul.gpu.form import Form
 from shardmath.operators.matmul.gpu.gathered import GatheredProduct, fuses
 from shardmath.operators.matmul.gpu.reduce_scatter import GemmReduceScatter
@@ -78,7 +78,7 @@ class Fused:
         """Whether all ranks, which have told this, can, and it is predicted to be faster."""
         return all(told) and len({text[0] for text in told}) == 1 and pays(self._share)
 
-    def run(self, context: DistributedContext, told: Sequence[bytes]) -> None:
+    def run(self, context: Context, told: Sequence[bytes]) -> None:
         """Put it on the stream. Collective."""
         shown = _places(context, [text[_DESCRIBED:] for text in told])
         key = (self._form.kind, *(text[:_DESCRIBED] for text in told), bool(shown))
@@ -126,19 +126,19 @@ class Fused:
         a, b, order = (each for each in lies if each is not None)
         depth, columns = self._a.columns, self._b.columns
         if self._form.kind == "all-gather":
-            factors = gathered.Factor(*a), gathered.Factor(*b)
+            factors = Factor(*a), Factor(*b)
             rows = self._form.rows
             made = GatheredProduct(rows, columns, depth, problem.dtype, *factors, order[0])
             return None if made.misfit(device) else made
         if order[0] != "C":
             return None
         rows = self._form.rows or even_rows(self._a.rows, problem.size)
-        lying = sharded.Factor(*a), sharded.Factor(*b)
+        lying = Factor(*a), Factor(*b)
         sent = ShardedProduct(rows, columns, depth, problem.dtype, *lying)
         return None if sent.misfit(device) else sent
 
 
-def _places(context: DistributedContext, shown: Sequence[bytes]) -> list[int]:
+def _places(context: Context, shown: Sequence[bytes]) -> list[int]:
     """Where every rank's result lies for this rank; none where one cannot be written, or their rows
     are not as far apart.
     """
@@ -179,7 +179,7 @@ def _pays(share: Share) -> bool:
         return CHOICES[form.kind](_sharded(share, form)).fused
     columns = strategy.rows if form.turned else strategy.columns
     k = problem.shape[2]
-    plain = gathered.Factor("C", k)
+    plain = Factor("C", k)
     widest = max(part.length for part in columns)
     return fuses(GatheredProduct(form.rows, widest, k, problem.dtype, plain, plain))
 
@@ -190,7 +190,7 @@ def _sharded(share: Share, form: Form) -> ShardedProduct:
     m, n, k = problem.shape
     most = max(part.length for part in share.strategy.depth)
     rows = form.rows or even_rows(m, problem.size)
-    factors = sharded.Factor("C", k), sharded.Factor("C", n)
+    factors = Factor("C", k), Factor("C", n)
     return ShardedProduct(rows, m * n // max(1, sum(rows)), most, problem.dtype, *factors)
 
 

@@ -19,7 +19,17 @@ from shardmath.cuda.device import Device
 from shardmath.cuda.tensormap import ALIGNMENT
 from shardmath.operators.matmul.gpu.factor import Factor
 
-__all__ = ["WIDTHS", "Factor", "GatheredProduct", "Tiling", "choose_tiling", "fuses"]
+__all__ = [
+    "CHUNKS",
+    "DEPTH",
+    "PIECES",
+    "TILE_ROWS",
+    "WIDTHS",
+    "GatheredProduct",
+    "Tiling",
+    "choose_tiling",
+    "fuses",
+]
 
 WIDTHS = (256, 224, 192, 160, 128)
 TILE_ROWS = 128

@@ -12,9 +12,10 @@ from functools import partial
 from typing import NamedTuple
 
 from shardmath.geometry import Move
+from shardmath.geometry.integers import up
 from shardmath.local.float8 import BLOCK, Blocks
 from shardmath.local.gpu import Matrix, float8
-from shardmath.local.gpu.scaled import GRAIN, Scale, up
+from shardmath.local.gpu.scaled import GRAIN, Scale
 from shardmath.operators.lanes import Lane
 from shardmath.operators.matmul.gpu.feeding import Interval
 from shardmath.operators.matmul.gpu.gathering import Gathering

@@ -6,7 +6,7 @@ as float32: the sum has the same bits every time.
 
 from __future__ import annotations
 
-from shardmath.context import DistributedContext
+from shardmath.context import Context
 from shardmath.operators.matmul.gpu.choice import choose_shape
 from shardmath.operators.matmul.gpu.sending import SendingProduct, Shape
 from shardmath.operators.matmul.gpu.sharded import ShardedProduct
@@ -22,7 +22,7 @@ class GemmReduceScatter:
 
     @classmethod
     def together(
-        cls, context: DistributedContext, problem: ShardedProduct, shape: Shape | None = None
+        cls, context: Context, problem: ShardedProduct, shape: Shape | None = None
     ) -> GemmReduceScatter:
         """A plan. Collective.
 

@@ -10,9 +10,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from shardmath.context import DistributedContext
+from shardmath.context import Context
 from shardmath.cuda.device import Device
-from shardmath.errors import RankFailure
 from shardmath.symmetric.heap import Buffer, Location
 from shardmath.symmetric.team import Team
 
@@ -24,7 +23,7 @@ class Room:
 
     def __init__(
         self,
-        context: DistributedContext,
+        context: Context,
         buffer: Buffer,
         bases: Sequence[int],
         told: Sequence[Any],
@@ -40,7 +39,7 @@ class Room:
     @classmethod
     def together(
         cls,
-        context: DistributedContext,
+        context: Context,
         operation: str,
         nbytes: Callable[[int], int],
         *,
@@ -89,12 +88,7 @@ class Room:
 
     def require_usable(self) -> None:
         """Raise what a kernel has noted; RankFailure after one was given up; else nothing."""
-        self.team.check()
-        if self.team.broken:
-            raise RankFailure(
-                f"rank {self.team.rank}: an earlier operation of this context was given up "
-                f"({self.team.broken}); finalize and initialize again among the ranks that remain"
-            )
+        self.team.require_usable()
         if self._buffer is None:
             raise RuntimeError("this product has been freed")
 
@@ -111,7 +105,7 @@ class Room:
         return True
 
 
-def _keep(context: weakref.ref[DistributedContext], buffer: Buffer) -> None:
+def _keep(context: weakref.ref[Context], buffer: Buffer) -> None:
     living = context()
     if living is not None:
         living.keep_for_kernels(buffer)

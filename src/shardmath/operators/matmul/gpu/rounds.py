@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 
-from shardmath.local.gpu.scaled import GRAIN, up
+from shardmath.geometry.integers import up
+from shardmath.local.gpu.scaled import GRAIN
 from shardmath.operators.matmul.gpu.form import gathered_lines
 from shardmath.operators.matmul.strategy import Strategy
 

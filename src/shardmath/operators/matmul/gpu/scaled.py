@@ -13,12 +13,13 @@ from functools import cached_property, partial
 from typing import Any
 
 from shardmath.geometry import Move
+from shardmath.geometry.integers import up
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.float8 import FLOAT8
 from shardmath.local.gpu import Matrix, scaled
 from shardmath.local.gpu.blaslt import WORKSPACE
 from shardmath.local.gpu.epilog import finish
-from shardmath.local.gpu.scaled import GRAIN, Scale, up
+from shardmath.local.gpu.scaled import GRAIN, Scale
 from shardmath.operators.lanes import Lane
 from shardmath.operators.matmul.gpu.ending import Ending
 from shardmath.operators.matmul.gpu.exchange import Exchange, fill_behind

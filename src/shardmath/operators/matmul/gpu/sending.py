@@ -18,15 +18,16 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from shardmath.context import DistributedContext
+from shardmath.context import Context
 from shardmath.cuda.driver import call
 from shardmath.cuda.kernel import Argument
 from shardmath.cuda.tensormap import ALIGNMENT, tensor_map
+from shardmath.operators.matmul.gpu.factor import Factor
 from shardmath.operators.matmul.gpu.room import Room
-from shardmath.operators.matmul.gpu.sharded import Factor, ShardedProduct
+from shardmath.operators.matmul.gpu.sharded import ShardedProduct
 from shardmath.operators.matmul.gpu.walk import TILE_COLUMNS, TILE_ROWS, Walk
 
-__all__ = ["SendingProduct", "Shape", "write"]
+__all__ = ["SendingProduct", "Shape"]
 
 _TILE_BYTES = TILE_ROWS * TILE_COLUMNS * 2
 _ROUND = 1024  # bytes that the parts of a plan's memory are rounded up to
@@ -41,7 +42,8 @@ _MOST_ARGUMENTS = 256
 class Shape:
     """How the work is cut. Each owner's tiles are added up in `chunks`, `aside` each other in bands
     of its rows. `takers` blocks do not multiply: they add up all chunks but the last `late` ones,
-    and wait for these. The rest is sent.cuh's.
+    and wait for these. Each cluster begins `apart` cycles later than the one before. The rest is
+    sent.cuh's.
     """
 
     chunks: int
@@ -142,7 +144,7 @@ class SendingProduct:
     @classmethod
     def together(
         cls,
-        context: DistributedContext,
+        context: Context,
         problem: ShardedProduct,
         shape: Shape,
         *,
@@ -160,9 +162,9 @@ class SendingProduct:
             assert context.team is not None, "a context of GPUs"
             own = places[context.rank]
             context.team.device.zero(address, own.slots)
-            write(address + own.tiles, walk.of(context.rank, shape.cluster))
-            write(address + own.owned, walk.owned(context.rank))
-            write(address + own.chunks, walk.table(context.rank))
+            _write(address + own.tiles, walk.of(context.rank, shape.cluster))
+            _write(address + own.owned, walk.owned(context.rank))
+            _write(address + own.chunks, walk.table(context.rank))
 
         room = Room.together(
             context,
@@ -327,7 +329,7 @@ def _multiple(count: int, of: int) -> int:
     return -(-count // of) * of
 
 
-def write(address: int, words: npt.NDArray[np.uint32]) -> None:
+def _write(address: int, words: npt.NDArray[np.uint32]) -> None:
     """Copy a table to the device, and wait until it is there."""
     if words.size:
         call("cuMemcpyHtoD", address, words.ctypes.data, words.nbytes)

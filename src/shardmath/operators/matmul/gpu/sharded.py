@@ -18,7 +18,7 @@ from shardmath.cuda.device import Device
 from shardmath.cuda.tensormap import ALIGNMENT
 from shardmath.operators.matmul.gpu.factor import Factor
 
-__all__ = ["Factor", "ShardedProduct"]
+__all__ = ["ShardedProduct"]
 
 _DTYPES = ("float16", "bfloat16")
 _MOST_RANKS = 32  # whose slots a sender keeps account of in one word
