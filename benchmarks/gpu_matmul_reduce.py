@@ -8,7 +8,7 @@ figure is the median of several replays of a CUDA graph that holds several calls
 operator, which cannot be captured, is called as often), and of these the slowest rank's. Samples of
 each result are checked against float64 before it is timed. Our two ways are "kernel" and
 "separate"; "execute" is `Matmul.execute`, which has chosen one, and "chosen" says which; for an
-AllReduce "heap" is the same of operands on the symmetric heap, where peers write the results.
+AllReduce "heap" is the same with arrays on the symmetric heap, where peers write the results.
 
 On fewer than 8 GPUs the cases that have a goal are measured once more with a rank's share as on 8,
 which is what `as_on` says: k is smaller. Of the sums a rank keeps more itself, and less travels
@@ -76,12 +76,11 @@ class Product:
         kind = GemmAllReduce if self.everywhere else GemmReduceScatter
         self.plan = kind.together(ranks.context, self.problem)
         distributions = [Slab.Y, Slab.X, Replicated() if self.everywhere else Slab.X]
-        self.results = []
+        self.results = [self.result]
         with ranks.context:
             self.planned = [Matmul(*each, distributions=distributions) for each in self.sets]
-            shared = [[self.shared(x) for x in each] for each in self.sets if self.everywhere]
-            self.planned_shared = [Matmul(*each, distributions=distributions) for each in shared]
-            for each in (*self.planned, *self.planned_shared):
+            self.planned_on_heap = self.on_heap(distributions) if self.everywhere else []
+            for each in (*self.planned, *self.planned_on_heap):
                 each.plan()
 
     def local(self, turn):
@@ -119,14 +118,19 @@ class Product:
         return self.planned[turn].execute()
 
     def heap(self, turn):
-        """The same of operands on the heap. A graph keeps no memory of the heap: the results do."""
-        self.results.append(self.planned_shared[turn].execute())
-        return self.results[-1]
+        """The same of arrays on the heap."""
+        return self.planned_on_heap[turn].execute()
 
-    def shared(self, x):
-        """A copy on the heap."""
-        library = library_named("torch")
-        return empty_on_heap(self.ranks.context, library, x.shape, "bfloat16").copy_(x)
+    def on_heap(self, distributions):
+        """Products of copies on the heap, all with one result there."""
+
+        def shared(x):
+            library = library_named("torch")
+            return empty_on_heap(self.ranks.context, library, x.shape, "bfloat16").copy_(x)
+
+        self.results.append(shared(self.result))
+        named = {"distributions": distributions, "beta": 0.0, "options": {"inplace": True}}
+        return [Matmul(*map(shared, each), self.results[-1], **named) for each in self.sets]
 
     def torch_fused(self):
         """The call of torch, and whether it can be captured."""
@@ -151,7 +155,8 @@ class Product:
     def check(self, call):
         """Sampled rows of the result against float64."""
         torch, ranks = self.ranks.torch, self.ranks
-        self.result.fill_(float("nan"))
+        for result in self.results:
+            result.fill_(float("nan"))
         result = call(1)
         torch.cuda.synchronize()
         ranks.context.team.check()
@@ -171,8 +176,7 @@ class Product:
     def close(self):
         """Give the memory back."""
         self.plan.free()
-        self.results.clear()
-        for each in (*self.planned, *self.planned_shared):
+        for each in (*self.planned, *self.planned_on_heap):
             each.free()
         self.ranks.context.barrier()
 
