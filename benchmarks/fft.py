@@ -1,14 +1,16 @@
 """Distributed 3-D transforms on cores, beside mpi4py-fft, plain MPI and one process, in turn.
 
-`python benchmarks/fft.py [n ...]`. Every rank holds a slab X of an n x n x n array. Peers:
+`python benchmarks/fft.py [n ...]`. Every rank holds a slab X of an n x n x n array, or of the half
+of one that gives a real result. Peers:
 
 mpi4py-fft  FFTW and MPI_Alltoallw; only where it is installed (it needs FFTW's headers to build).
 Alltoallw   scipy.fft along the whole axes, MPI_Alltoallw between slabs, scipy.fft along the last.
-one process scipy.fft.fftn of the whole array on rank 0, with as many workers as there are cores, up
-            to the number of ranks. The other ranks sleep meanwhile.
+one process scipy.fft of the whole array on rank 0, with as many workers as there are cores, up to
+            the number of ranks. The other ranks sleep meanwhile.
 
 Times are of the slowest rank, barrier to barrier; `cpu` is what a rank's processor has worked.
-Forward transforms to slab Y; "and back" ends in slab X again. The ranks are started with mpiexec.
+Transforms end in slab Y, or in slab X again. Of complex64 -> float32 and complex128 -> float64 they
+are inverse, otherwise forward. The ranks are started with mpiexec.
 """
 
 from __future__ import annotations
@@ -29,10 +31,11 @@ import numpy as np
 import record
 
 REPEATS = 5
+REAL_RESULTS = {"complex128 -> float64": "complex128", "complex64 -> float32": "complex64"}
 CASES = [
     (ranks, dtype, back)
     for ranks in (2, 4)
-    for dtype in ("complex128", "complex64", "float32")
+    for dtype in ("complex128", "complex64", "float64", "float32", *REAL_RESULTS)
     for back in (False, True)
 ]
 
@@ -61,19 +64,25 @@ def row(context: Any, n: int, dtype: str, back: bool) -> dict[str, Any]:
     from shardmath.distribution import Slab
 
     rng = np.random.default_rng(context.rank)
-    x = rng.standard_normal(Slab.X.shape(context.rank, (n, n, n))).astype(dtype)
-    transform = sm.fft.FFT(x, distribution=Slab.X, options={"redistribute": back})
+    inverse = dtype in REAL_RESULTS
+    x = rng.standard_normal(Slab.X.shape(context.rank, shape_of(n, dtype)))
+    x = x.astype(REAL_RESULTS.get(dtype, dtype))
+    options: dict[str, Any] = {"redistribute": back}
+    if inverse:
+        options |= {"fft_type": "C2R", "last_axis_parity": "odd" if n % 2 else "even"}
+    transform = sm.fft.FFT(x, distribution=Slab.X, options=options)
     transform.plan()
-    out = transform.execute()
-    plain = Plain(MPI.COMM_WORLD, x, n, back)
+    direction = "inverse" if inverse else "forward"
+    out = transform.execute(direction=direction)
+    plain = Plain(MPI.COMM_WORLD, x, n, inverse, back)
     want = plain()
     error = float(np.abs(out - want).max() / np.abs(want).max())
     del want
     calls: dict[str, Callable[[], object]] = {
-        "shardmath": lambda: transform.execute(out=out),
+        "shardmath": lambda: transform.execute(direction=direction, out=out),
         "Alltoallw": plain,
     }
-    if not back:
+    if not back and not inverse:
         other = mpi4py_fft(MPI.COMM_WORLD, x, n)
         if other is not None:
             calls["mpi4py-fft"] = other
@@ -99,15 +108,15 @@ def row(context: Any, n: int, dtype: str, back: bool) -> dict[str, Any]:
 class Plain:
     """The transform with MPI_Alltoallw and scipy.fft, as one would write it."""
 
-    def __init__(self, comm: Any, x: Any, n: int, back: bool) -> None:
+    def __init__(self, comm: Any, x: Any, n: int, inverse: bool, back: bool) -> None:
         from mpi4py import MPI
 
-        self.comm, self.x, self.back = comm, x, back
+        self.comm, self.x, self.n, self.inverse, self.back = comm, x, n, inverse, back
         self.real = x.dtype.kind == "f"
         size, rank = comm.size, comm.rank
         wide = np.result_type(x.dtype, np.complex64)
-        last = n // 2 + 1 if self.real else n
-        cuts = [n * i // size for i in range(size + 1)]
+        last = n // 2 + 1 if self.real else x.shape[2]
+        cuts = [rank * (n // size) + min(rank, n % size) for rank in range(size + 1)]
         mine = cuts[rank + 1] - cuts[rank]
         self.turned = np.empty((n, mine, last), wide)
         self.result = np.empty((mine, n, last), wide)
@@ -125,22 +134,32 @@ class Plain:
         self.other = types((n, mine, last), 0)
 
     def __call__(self) -> Any:
-        """The result."""
+        """The result; that of an inverse is not scaled."""
         import scipy.fft
 
-        forward = scipy.fft.rfftn if self.real else scipy.fft.fftn
-        planes = forward(self.x, axes=(1, 2))
+        if self.inverse:
+            planes = scipy.fft.ifft(self.x, axis=1, norm="forward")
+        else:
+            planes = (scipy.fft.rfftn if self.real else scipy.fft.fftn)(self.x, axes=(1, 2))
+        self.exchange(planes, self.slab, self.turned, self.other)
+        if not self.inverse:
+            made = scipy.fft.fft(self.turned, axis=0, overwrite_x=True)
+        elif self.back:
+            made = scipy.fft.ifft(self.turned, axis=0, norm="forward", overwrite_x=True)
+        else:
+            made = scipy.fft.irfftn(self.turned, (self.n, self.n), (0, 2), norm="forward")
+        if self.back:
+            self.exchange(made, self.other, self.result, self.slab)
+            made = self.result
+            if self.inverse:
+                made = scipy.fft.irfft(made, self.n, norm="forward")
+        self.comm.Barrier()  # MPI may need all ranks inside it to make progress
+        return made
+
+    def exchange(self, src: Any, src_types: list[Any], dst: Any, dst_types: list[Any]) -> None:
+        """From one slab to the other."""
         ones, zeros = [1] * self.comm.size, [0] * self.comm.size
-        slab = (planes, ones, zeros, self.slab)
-        turned = (self.turned, ones, zeros, self.other)
-        self.comm.Alltoallw(slab, turned)
-        made = scipy.fft.fft(self.turned, axis=0, overwrite_x=True)
-        if not self.back:
-            self.comm.Barrier()  # MPI may need all ranks inside it to make progress
-            return made
-        self.comm.Alltoallw((made, ones, zeros, self.other), (self.result, ones, zeros, self.slab))
-        self.comm.Barrier()
-        return self.result
+        self.comm.Alltoallw((src, ones, zeros, src_types), (dst, ones, zeros, dst_types))
 
 
 def mpi4py_fft(comm: Any, x: Any, n: int) -> Callable[[], object] | None:
@@ -164,10 +183,18 @@ def one_process(context: Any, n: int, dtype: str) -> Callable[[], object]:
 
     if context.rank:
         return lambda: None
-    whole = np.random.default_rng(9).standard_normal((n, n, n)).astype(dtype)
+    whole = np.random.default_rng(9).standard_normal(shape_of(n, dtype))
+    whole = whole.astype(REAL_RESULTS.get(dtype, dtype))
     workers = min(context.size, len(os.sched_getaffinity(0)))
+    if dtype in REAL_RESULTS:
+        return lambda: scipy.fft.irfftn(whole, (n, n, n), norm="forward", workers=workers)
     forward = scipy.fft.rfftn if whole.dtype.kind == "f" else scipy.fft.fftn
     return lambda: forward(whole, workers=workers)
+
+
+def shape_of(n: int, dtype: str) -> tuple[int, int, int]:
+    """The shape of the operand."""
+    return (n, n, n // 2 + 1 if dtype in REAL_RESULTS else n)
 
 
 def measure(
@@ -193,12 +220,16 @@ def main() -> None:
     if arguments[:1] == ["--rank"]:
         measure_ranks(int(arguments[1]))
         return
-    sizes = [int(each) for each in arguments] or [160, 256]
+    sizes = [int(each) for each in arguments] or [160, 192, 256]
+    # scipy.fft takes no more workers than this says, from scipy 1.18 on.
+    environment = {**os.environ, "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
     starter = shutil.which("mpiexec", path=str(Path(sys.executable).parent)) or "mpiexec"
     rows: list[dict[str, Any]] = []
     for n, ranks in itertools.product(sizes, sorted({case[0] for case in CASES})):
         command = [starter, "-n", str(ranks), sys.executable, __file__, "--rank", str(n)]
-        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+        done = subprocess.run(
+            command, check=True, stdout=subprocess.PIPE, text=True, env=environment
+        )
         rows += json.loads(done.stdout.splitlines()[-1])
     for entry in rows:
         print(entry["case"], f"(difference {entry['relative difference']:.1e})")

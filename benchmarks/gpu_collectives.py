@@ -13,7 +13,6 @@ import json
 from on_gpus import command, run
 
 from shardmath.arrays import dtypes
-from shardmath.collectives.device import pushes_all_reduce
 from shardmath.cuda.kernel import Argument
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -61,8 +60,8 @@ def _nobody(ranks):
     import struct
 
     team = ranks.context.team
-    kernel = ranks.moves.team.kernel("push", "spread", ("PIECE=16", "STAGES=1", "AHEAD=1"))
-    argument = Argument(struct.pack(f"QQQ{ranks.size}Q", 0, 0, 0, *team.pads))
+    kernel, words = team.kernel("push", "push"), 1 + 3 * ranks.size
+    argument = Argument(struct.pack(f"{words}Q", *[0] * words))
     return lambda: kernel.launch(ranks.stream(), 1, 32, argument)
 
 
@@ -71,7 +70,7 @@ def all_reduces(ranks, nbytes, dtype="bfloat16", name="bf16"):
     kind, known = getattr(torch, dtype), dtypes.of(dtype)
     count = nbytes // known.itemsize
     x = values(ranks, count, kind)
-    pushed = pushes_all_reduce(nbytes, ranks.size, known)
+    pushed = ranks.moves.pushes_of_sums(nbytes, known) is not None
     if pushed:  # as the call does
         buffer, places = ranks.shared(nbytes)
         y = torch.as_tensor(buffer, device=ranks.device).view(kind)

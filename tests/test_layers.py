@@ -198,6 +198,8 @@ HEAVY = ["cuda", "cupy", "mpi4py", "numpy", "scipy", "sklearn", "torch"]
         ("import shardmath.geometry", []),
         ("import shardmath.launch.program", []),
         ("import shardmath as s; s.initialize('cpu'); s.linalg, s.symmetric_memory", ["numpy"]),
+        ("from shardmath import *", ["numpy"]),
+        ("import inspect, shardmath; inspect.getmembers(shardmath)", ["numpy"]),  # as help does
     ],
 )
 def test_importing_starts_nothing(program: str, loaded: list[str]) -> None:

@@ -28,23 +28,21 @@ def kept(repeats, lane, *keys):
         (lambda repeats, lane: lane.held.update(more=object()), "told a"),
         (lambda repeats, lane: lane.held.update(room=object()), None),  # it has grown
         (lambda repeats, lane: lane.held.clear(), None),  # it was released
-        (lambda repeats, lane: repeats.forget(), None),
-        (lambda repeats, lane: kept(repeats, lane, *range(100)), None),  # only the latest stay
+        (lambda repeats, lane: kept(repeats, Lane(room=object()), "a"), "told a"),  # in another
+        (lambda repeats, lane: kept(repeats, lane, *range(200)), None),  # only the latest stay
     ],
-    ids=["as it was", "another buffer", "grown", "released", "forgotten", "long ago"],
+    ids=["as it was", "another buffer", "grown", "released", "another lane", "long ago"],
 )
 def test_an_execution_comes_again_while_all_is_as_it_was(change, found):
     repeats, lane = Repeats(), Lane(room=object())
     kept(repeats, lane, "a")
-    assert repeats.find("b", lane) is None
+    assert repeats.find("b") is None
     change(repeats, lane)
-    known = repeats.find("a", lane)
+    known = repeats.find("a")
     assert (known and known.agreed) == found
 
 
 def test_numbers_go_on():
     repeats, lane = Repeats(), Lane()
-    kept(repeats, lane, "a", "b")
-    repeats.forget()
-    kept(repeats, lane, "a")
-    assert repeats.find("a", lane).number == 3
+    kept(repeats, lane, "a", "b", "a")
+    assert (repeats.find("a").number, repeats.find("b").number) == (3, 2)

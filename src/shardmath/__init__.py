@@ -1,7 +1,8 @@
 """Matrix multiplication, FFT and redistribution on arrays that are split across processes.
 
 Importing this package starts nothing and imports nothing heavy: every name below is found in its
-module when it is first used.
+module when it is first used. `shardmath.autograd`, which needs torch, is left out of
+`from shardmath import *`.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from shardmath import autograd as autograd
     from shardmath import (
-        autograd,
         collectives,
         distribution,
         errors,
@@ -61,7 +62,6 @@ __all__ = [
     "TorchProcessGroup",
     "__version__",
     "allocate_symmetric_memory",
-    "autograd",
     "collectives",
     "distribution",
     "errors",

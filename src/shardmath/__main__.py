@@ -15,7 +15,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status. A rank that `run` starts returns from here as well."""
     from shardmath.launch.program import Program, add_arguments, run
 
-    parser = argparse.ArgumentParser(prog="python -m shardmath", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m shardmath",
+        description="Start a program on several ranks: python -m shardmath run -n 4 script.py",
+    )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
     start = "start a program on several ranks of this host; the first that fails ends the job"

@@ -7,13 +7,15 @@
 They mean global arrays, of which each rank holds its part by the distribution; a replicated array
 is one array. So a gradient has the shape and the distribution of what it is the gradient of, and a
 loss that every rank computes is one loss, not as many as there are ranks. A backward pass is as
-collective as the call was: all ranks run it, through the same operations.
+collective as the call was: all ranks run it, through the same operations. `torch.compile` leaves
+these calls as they are, between the graphs of what is around them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -38,7 +40,24 @@ from shardmath.operators.redistribute import redistribute as _redistribute
 
 __all__ = ["all_reduce", "matmul", "redistribute"]
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
+
+def _between_graphs(call: Callable[P, R]) -> Callable[P, R]:
+    """`call`, which `torch.compile` does not look into: it is not loaded for that."""
+
+    @functools.wraps(call)
+    def called(*operands: P.args, **options: P.kwargs) -> R:
+        if torch.compiler.is_compiling():
+            untraced: Callable[P, R] = torch.compiler.disable(call)
+            return untraced(*operands, **options)
+        return call(*operands, **options)
+
+    return called
+
+
+@_between_graphs
 def matmul(
     a: Any,
     b: Any,
@@ -56,6 +75,7 @@ def matmul(
     return _Matmul.apply(a, b, distributions, options)
 
 
+@_between_graphs
 def redistribute(
     operand: Any, /, input_distribution: Distribution, output_distribution: Distribution
 ) -> Any:
@@ -66,6 +86,7 @@ def redistribute(
     return _Redistribute.apply(operand, input_distribution, output_distribution)
 
 
+@_between_graphs
 def all_reduce(x: Any, *, op: str = "sum") -> Any:
     """The "sum" or "mean" of all ranks' `x`, on every rank, as `shardmath.collectives.all_reduce`.
 

@@ -2,7 +2,7 @@
 
 A variable is a field of `Settings`: its name is `SHARDMATH_` + the field's name in capitals, its
 type the field's, its default the field's, and its sentence the field's metadata. An unknown
-`SHARDMATH_*` name warns with the nearest known one.
+`SHARDMATH_*` name is warned of with the nearest known one, once in a process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,15 @@ from typing import Any
 
 from shardmath.caller import caller_place
 
-__all__ = ["PREFIX", "Settings", "cache_folder", "environment", "export", "table"]
+__all__ = [
+    "PREFIX",
+    "Settings",
+    "cache_folder",
+    "environment",
+    "export",
+    "table",
+    "warn_of_unknown",
+]
 
 PREFIX = "SHARDMATH_"
 
@@ -53,20 +61,14 @@ class Settings:
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Settings:
         """Read the `SHARDMATH_*` variables.
 
-        Raises ValueError, naming the variable, when a value is not of the variable's type.
+        Raises ValueError, naming the variable, when a value is not of the variable's type. Of names
+        that are unknown `warn_of_unknown` tells.
         """
         environ = environment() if environ is None else environ
         known = {PREFIX + f.name.upper(): f for f in fields(cls)}
         values: dict[str, Any] = {}
         for name, text in environ.items():
-            if not name.startswith(PREFIX):
-                continue
             if name not in known:
-                endings = [each.removeprefix(PREFIX) for each in known]
-                near = difflib.get_close_matches(name.removeprefix(PREFIX), endings, n=1)
-                hint = f"; did you mean {PREFIX}{near[0]}?" if near else ""
-                file, line = caller_place()
-                warnings.warn_explicit(f"unknown variable {name}{hint}", UserWarning, file, line)
                 continue
             entry = known[name]
             kind: Callable[[str], Any] = type(entry.default)
@@ -78,6 +80,19 @@ class Settings:
             except ValueError:
                 raise ValueError(f"{name}={text!r} is not {_ARTICLES[kind.__name__]}") from None
         return cls(**values)
+
+
+def warn_of_unknown(environ: Mapping[str, str] | None = None) -> None:
+    """Warn, at the user's line, of each `SHARDMATH_*` name that means nothing."""
+    environ = environment() if environ is None else environ
+    known = [f.name.upper() for f in fields(Settings)]
+    for name in environ:
+        ending = name.removeprefix(PREFIX)
+        if ending != name and ending not in known:
+            near = difflib.get_close_matches(ending, known, n=1)
+            hint = f"; did you mean {PREFIX}{near[0]}?" if near else ""
+            file, line = caller_place()
+            warnings.warn_explicit(f"unknown variable {name}{hint}", UserWarning, file, line)
 
 
 def environment() -> Mapping[str, str]:

@@ -20,11 +20,12 @@ from shardmath.latest import Latest
 if TYPE_CHECKING:
     from shardmath.context import Context
 
-__all__ = ["agree_plan"]
+__all__ = ["Said", "agree_plan"]
 
 Plan = TypeVar("Plan")
 
 _Key = tuple[str, tuple[bytes, ...]]  # operation, digests of all ranks' specs
+_Messages = tuple[str | bytes, ...]  # operation, and what each rank has said
 
 _KEPT = 256  # plans per context
 _MADE = struct.Struct("<I")  # plans made, before the digest of the spec
@@ -32,25 +33,38 @@ _DIGEST_BYTES = 16
 _HEAD_BYTES = _MADE.size + _DIGEST_BYTES
 
 
+class Said:
+    """A spec that will be said again, `plain`, and the digest that stands for it.
+
+    Raises TypeError when it is not plain data.
+    """
+
+    __slots__ = ("digest", "plain")
+
+    def __init__(self, plain: Any) -> None:
+        self.plain = plain
+        self.digest = blake2b(wire.encode(plain), digest_size=_DIGEST_BYTES).digest()
+
+
 def agree_plan(
     context: Context,
     operation: str,
-    describe: Callable[[], tuple[Hashable, bytes]],
+    describe: Callable[[], tuple[Hashable | Said, bytes]],
     build: Callable[[list[Any]], Plan],
 ) -> tuple[Plan, list[bytes]]:
     """The plan of a call, and what each rank said about this one execution of it. Collective.
 
     `describe()` returns (spec, note). The spec is plain hashable data (tuples, strings, numbers,
-    None) of which equal values mean equal calls. The note is bytes that may differ from call to
-    call, such as where operands lie. `build(specs)`, given every rank's spec in rank order, is
-    pure: it returns the plan, or raises the same error on all ranks. It runs when these specs come
-    together for the first time; the result is kept, and must not be changed.
+    None) of which equal values mean equal calls, or such data as `Said`. The note is bytes that may
+    differ from call to call, such as where operands lie. `build(specs)`, given every rank's spec in
+    rank order, is pure: it returns the plan, or raises the same error on all ranks. It runs when
+    these specs come together for the first time; the result is kept, and must not be changed.
 
     Raises on every rank what `describe` raised on the first rank where it did, what `build` raises,
     or CollectiveMismatch when the operations differ.
     """
     book: _Book = context.cache("plans", _Book)
-    specs: list[Hashable] = []
+    specs: list[Hashable | Said] = []
 
     def described() -> bytes:
         spec, note = describe()
@@ -60,16 +74,18 @@ def agree_plan(
     messages = context.gather(operation, described)
     heard = book.recall(operation, messages)
     if heard is not None:
-        return heard[0], [b""] * len(messages)
+        return heard
     book.compare(messages)
     key = (operation, tuple([text[_MADE.size : _HEAD_BYTES] for text in messages]))
     notes = [text[_HEAD_BYTES:] for text in messages]
     plan = book.find(key)
     if plan is None:
-        texts = context.board.exchange(operation, wire.encode(specs[0]))
+        spec = specs[0]
+        own = wire.encode(spec.plain if isinstance(spec, Said) else spec)
+        texts = context.board.exchange(operation, own)
         plan = book.keep(key, (build([wire.decode(text) for text in texts]),))
-    elif not any(notes):
-        book.remember(operation, messages, key)
+    else:
+        book.remember(operation, messages, key, notes)
     return plan[0], notes
 
 
@@ -81,18 +97,19 @@ class _Book:
         self._said = _MADE.pack(0)  # the same, as peers are told
         self._plans: Latest[_Key, tuple[Any]] = Latest(_KEPT)  # all ranks use them alike
         self._digests: Latest[tuple[str, Hashable], bytes] = Latest(_KEPT)  # this rank's own
-        # By operation and all that was said in it without notes, since the last plan was made.
-        self._heard: dict[tuple[Any, ...], _Key] = {}
+        # What was said since the last plan was made: its key, and the notes.
+        self._heard: Latest[_Messages, tuple[_Key, list[bytes]]] = Latest(_KEPT)
 
-    def head(self, operation: str, spec: Hashable) -> bytes:
+    def head(self, operation: str, spec: Hashable | Said) -> bytes:
         """How many plans were made, and 16 bytes that stand for `spec`.
 
         Raises TypeError when it is not plain hashable data.
         """
+        if isinstance(spec, Said):
+            return self._said + spec.digest
         digest = self._digests.find((operation, spec))
         if digest is None:
-            digest = blake2b(wire.encode(spec), digest_size=_DIGEST_BYTES).digest()
-            self._digests.keep((operation, spec), digest)
+            digest = self._digests.keep((operation, spec), Said(spec).digest)
         return self._said + digest
 
     def compare(self, messages: Sequence[bytes]) -> None:
@@ -105,15 +122,17 @@ class _Book:
         self._plans.clear()
         self._count(made)
 
-    def recall(self, operation: str, messages: Sequence[bytes]) -> tuple[Any] | None:
-        """The plan of a call in which all ranks say what they said in an earlier one."""
-        key = self._heard.get((operation, *messages))
-        return None if key is None else self.find(key)
+    def recall(self, operation: str, messages: Sequence[bytes]) -> tuple[Any, list[bytes]] | None:
+        """The plan and the notes of a call in which all ranks say what they said before."""
+        heard = self._heard.find((operation, *messages))
+        plan = None if heard is None else self.find(heard[0])
+        return None if heard is None or plan is None else (plan[0], heard[1])
 
-    def remember(self, operation: str, messages: Sequence[bytes], key: _Key) -> None:
-        """Let `recall` find the plan of that key."""
-        if len(self._heard) < _KEPT:
-            self._heard[(operation, *messages)] = key
+    def remember(
+        self, operation: str, messages: Sequence[bytes], key: _Key, notes: list[bytes]
+    ) -> None:
+        """Let `recall` find the plan of that key, and these notes."""
+        self._heard.keep((operation, *messages), (key, notes))
 
     def find(self, key: _Key) -> tuple[Any] | None:
         return self._plans.find(key)

@@ -15,7 +15,7 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 from shardmath import agreement, current
-from shardmath.config import Settings
+from shardmath.config import Settings, warn_of_unknown
 from shardmath.context import Context, current_context, open_contexts
 from shardmath.distributed_context import DistributedContext
 from shardmath.errors import OpTimeout, RankFailure
@@ -59,7 +59,7 @@ def new_context(
 ) -> DistributedContext:
     """A context that is not the default one: for `with`, or to pass on. Arguments: `initialize`."""
     settings = Settings.from_environment()
-    group = as_process_group(process_group, settings)
+    group = as_process_group(process_group, settings, device_id=device_id)
     _watch_process()
     with ExitStack() as undo:
         with noticed(group.rank, settings.notice, lambda: _awaited(group)):
@@ -130,12 +130,18 @@ def _ordinal(device_id: object, backends: Sequence[str] | None) -> int | None:
         raise ValueError(f'device_id is "cpu" or the index of a CUDA device, not {device_id!r}')
     if isinstance(device_id, bool) or not hasattr(type(device_id), "__index__"):
         raise TypeError(f'device_id is "cpu" or the index of a CUDA device, not {device_id!r}')
-    return operator.index(device_id)  # type: ignore[arg-type]
+    if (ordinal := operator.index(device_id)) < 0:  # type: ignore[arg-type]
+        raise ValueError(f'device_id is "cpu" or the index of a CUDA device, not {device_id!r}')
+    return ordinal
 
 
 def _watch_process() -> None:
-    """Once per process: leave at exit, and keep a forked child from using the parent's contexts."""
+    """Once per process: leave at exit, and keep a forked child from using the parent's contexts.
+
+    And warn of variables that mean nothing.
+    """
     if not _watching:
+        warn_of_unknown()
         _watching.append(True)
         atexit.register(_at_exit)
         os.register_at_fork(after_in_child=_in_forked_child)

@@ -64,9 +64,10 @@ def empty(
 ) -> Any:
     """A new uninitialised array on the symmetric heap, `empty(2, 3)` or `empty((2, 3))`. Local.
 
-    Its library is `package`, else that of `dtype`, else that of `device`, else NumPy; `dtype` None
-    means the library's default. Raises HeapExhausted, ValueError for a bad argument,
-    BackendUnavailable for another device than the host, RuntimeError before `initialize`.
+    Its library is `package`, else that of `dtype`, else that of `device` (torch, where it names a
+    GPU), else NumPy; `dtype` None means the library's default. Raises HeapExhausted, ValueError for
+    a bad argument, BackendUnavailable for another device than the context's, RuntimeError before
+    `initialize`.
     """
     shape = size[0] if len(size) == 1 and not hasattr(size[0], "__index__") else size
     library = _library(package, dtype, device)
@@ -254,7 +255,7 @@ def memset32(tensor: Any, offset: int, val: int, count: int = 1) -> Any:
 
     Raises ValueError for another array, a range that it does not have, or a value beyond 32 bits.
     """
-    library = library_of(tensor)
+    library = library_of(tensor, "tensor")
     spec = library.spec(tensor)
     if spec.ndim != 1 or spec.dtype != "uint32" or spec.order == "strided":
         raise ValueError(f"a contiguous 1-D uint32 array was expected, not {spec}")
@@ -305,7 +306,8 @@ def _library(package: ModuleType | None, dtype: Any, device: Any) -> Library:
         )
     if package is not None:
         return library_of_package(package)
-    asked = "torch" in (type(dtype).__module__, type(device).__module__)
+    words = (type(dtype).__module__, type(device).__module__)
+    asked = "torch" in words or (device is not None and kind == "cuda")  # "cuda:1" is torch's
     return library_named("torch" if asked else "numpy")
 
 

@@ -91,6 +91,28 @@ REFUSED = {
 }
 
 
+def check_compiled(context):
+    """A layer that torch.compile has seen has the loss and the gradients that it had before."""
+    x = tensor((6, 5), torch.float64, "cpu").detach()
+    w = tensor((5, 4), torch.float64, "cpu")
+
+    def layer(w):
+        y = autograd.matmul(x, w, distributions=[Replicated(), Replicated(), Slab.X]) * 2
+        y = autograd.redistribute(y, Slab.X, Slab.Y) + 1
+        return autograd.all_reduce((y * y).sum()) / 2
+
+    found = []
+    with context:
+        for call in (layer, torch.compile(layer, backend="eager")):
+            loss = call(w)
+            found.append((loss, *torch.autograd.grad(loss, w)))
+    return all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_compiled_layers(contexts):
+    assert contexts.run(check_compiled, ranks=2) == [True] * 2
+
+
 def say(context, call, differing):
     x = torch.ones((2, 2 * context.size), requires_grad=context.rank in differing)
     with context:

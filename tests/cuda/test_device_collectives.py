@@ -304,11 +304,18 @@ def test_pushes_into_symmetric_memory(gpus, size):
     assert gpus.run(check_pushes, ranks=size) == [[]] * size
 
 
-def check_into(context, names, counts, most):
-    """all_reduce_into: slices of at most `most` bytes, sources that are shifted, in place too."""
+def check_into(context, names, counts, most, by_engine=1 << 30):
+    """all_reduce_into: slices of at most `most` bytes, sources that are shifted, in place too.
+
+    Slices of `by_engine` bytes are moved by a copy engine.
+    """
     moves, rank = DeviceCollectives.together(context), context.rank
     wrong = []
-    with patch("shardmath.collectives.pushes._SLICE_BYTES", most):
+    pushes = "shardmath.collectives.pushes"
+    with (
+        patch(f"{pushes}._SLICE_BYTES", most),
+        patch(f"{pushes}._ENGINE_SLICE_BYTES", by_engine),
+    ):
         for dtype in names:
             for count in counts:
                 parts = [values(dtype, count, r) for r in range(context.size)]
@@ -347,9 +354,10 @@ def test_all_reduce_into_symmetric_memory(gpus, size, dtype):
     assert gpus.run(check_into, [dtype], COUNTS, 4096, ranks=size) == [[]] * size
 
 
-def test_all_reduce_of_many_into_symmetric_memory(gpus, size):
-    counts = (9 * (1 << 20) + 8, 9 * (1 << 20) + 3)
-    assert gpus.run(check_into, ["float32"], counts, 4 << 20, ranks=size) == [[]] * size
+@pytest.mark.parametrize("by_engine", [1 << 20, 1 << 30])
+def test_all_reduce_of_many_into_symmetric_memory(gpus, size, by_engine):
+    counts, most = (9 * (1 << 20) + 8, 9 * (1 << 20) + 3), 4 << 20
+    assert gpus.run(check_into, ["float32"], counts, most, by_engine, ranks=size) == [[]] * size
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import importlib
 
 import pytest
 
+from shardmath import symmetric_memory
 from shardmath.errors import OpTimeout, UseAfterFree
 from shardmath.symmetric.allocation import (
     allocate_symmetric_memory,
@@ -134,6 +135,26 @@ def check_flags(context, package):
 @pytest.mark.parametrize("package", PACKAGES)
 def test_flags_and_time_outs(gpus, size, package):
     assert gpus.run(check_flags, package, ranks=size) == [([True] * 3, 0)] * size
+
+
+def check_names(context):
+    """Names of GPUs are torch's: who gives one gets a tensor, as torch's function would give."""
+    torch = ready(context, "torch")
+    with context:
+        for device in ("cuda", f"cuda:{context.device_id}", torch.device("cuda")):
+            x = symmetric_memory.empty(3, device=device)
+            assert isinstance(x, torch.Tensor) and x.dtype is torch.get_default_dtype()
+            assert x.device.index == context.device_id and symmetric_memory.is_symm_mem_tensor(x)
+        for package in PACKAGES:
+            module = importlib.import_module(package)
+            assert type(symmetric_memory.empty(3, device="cuda", package=module)) is type(
+                module.empty(3)
+            )
+    return True
+
+
+def test_names_of_devices(gpus, size):
+    assert gpus.run(check_names, ranks=size) == [True] * size
 
 
 def check_graph(context):

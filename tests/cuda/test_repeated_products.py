@@ -100,5 +100,120 @@ def test_what_all_ranks_repeat_is_one_graph(gpus, size, kind, dtype, heap):
     for wrong, steady, changed, shown in gpus.run(repeated, kind, dtype, heap, ranks=size):
         assert (wrong, changed) == ([], False)
         assert set(shown) == ({heap, False} if one_kernel else set())  # the larger one's never
-        # Where peers write results, those repeat that lie where others have lain.
-        assert any(steady) if one_kernel and heap else all(steady)
+        assert set(steady) == {not (one_kernel and heap)}  # whose results' places are told anew
+
+
+def varied(context, heap):
+    """By form of the function's call: wrong results of calls that come again, and whether the last
+    ones were launched again.
+    """
+    import numpy as np
+    import torch
+
+    from shardmath.arrays import library_named
+    from shardmath.distribution import Slab
+    from shardmath.linalg.advanced import MatmulEpilog, MatmulOptions, matmul
+    from shardmath.operators.matmul.options import matrix_qualifiers_dtype
+    from shardmath.operators.repeats import Known
+    from shardmath.symmetric.allocation import empty_on_heap
+
+    torch.cuda.set_device(context.device_id)
+    size, rank = context.size, context.rank
+    m, n, k = 16 * size, 8 * size, 8 * size
+    library, numbers = library_named("torch"), torch.Generator().manual_seed(1)
+
+    def whole(*shape):
+        return torch.randint(-3, 4, shape, generator=numbers).double()
+
+    def mine(full):
+        part = full.tensor_split(size)[rank]
+        if not heap:
+            return part.cuda()
+        return empty_on_heap(context, library, part.shape, "float64").copy_(part)
+
+    a, b, c = whole(m, k), whole(k, n), whole(m, n)
+    turned = np.zeros(3, matrix_qualifiers_dtype)
+    turned["is_transpose"][0] = True
+    x, y, z, at = mine(a), mine(b), mine(c), mine(a.T)
+    weight = torch.nn.Parameter(mine(b))
+    bias = torch.arange(1.0, x.shape[0] + 1).double().cuda()
+    product = a @ b
+    scales = iter((2, 3, 2, 3, 2, 3))
+    forms = {
+        "plain": (lambda: matmul(x, y, **splits), product),
+        "turned": (lambda: matmul(at, y, qualifiers=turned, **splits), product),
+        "c": (lambda: matmul(x, y, z, beta=-1, **splits), product - c),
+        "in place": (
+            lambda: matmul(x, y, z.copy_(z), beta=0, options=MatmulOptions(inplace=True), **splits),
+            product,
+        ),
+        "bias": (
+            lambda: matmul(x, y, epilog=MatmulEpilog.BIAS, epilog_inputs={"bias": bias}, **splits),
+            product + bias.cpu().repeat(size)[:, None],
+        ),
+        "outputs": (
+            lambda: matmul(x, y, epilog=MatmulEpilog.RELU_AUX, **splits)[0],
+            product.clamp(min=0),
+        ),
+        "parameter": (lambda: matmul(x, weight, **splits), product),
+        "alpha": (lambda: matmul(x, y, alpha=next(scales), **splits), None),
+    }
+    splits, found, launch = {"distributions": [Slab.X] * 3}, {}, Known.launch
+    for name, (call, expected) in forms.items():
+        again, wrong = [], []
+
+        def counted(self, *args, seen=again):
+            seen.append(True)
+            return launch(self, *args)
+
+        with context, torch.no_grad(), patch.object(Known, "launch", counted):
+            for turn in range(6):
+                full = product * (2 + turn % 2) if expected is None else expected
+                if not torch.equal(call().cpu(), full.tensor_split(size)[rank]):
+                    wrong.append(turn)
+        found[name] = (wrong, len(again))
+    return found
+
+
+@pytest.mark.parametrize("heap", [True, False])
+def test_calls_of_the_function_come_again(gpus, size, heap):
+    for found in gpus.run(varied, heap, ranks=size):
+        # What differs in a scalar is another call: either comes again.
+        times = {name: (([], 4) if name == "alpha" else ([], 5)) for name in found}
+        assert found == times
+
+
+def out_of_step(context):
+    """Results where one rank's call of the function is new, and the others' come again."""
+    import torch
+
+    from shardmath.distribution import Slab
+    from shardmath.linalg.advanced import matmul
+
+    torch.cuda.set_device(context.device_id)
+    size, rank, splits = context.size, context.rank, [Slab.X] * 3
+    shape = (16, 16 * size)
+    one, other = (torch.full(shape, float(v), device="cuda") for v in (1, 2))
+    b = torch.ones(shape, device="cuda")
+    sums = []
+    with context:
+        for turn in range(8):
+            a = other if turn in (3, 4, 6) and rank == size - 1 else one
+            sums.append(float(matmul(a, b, distributions=splits)[0, 0]) / (16 * size))
+        if rank == 0:
+            a = torch.ones((16, 16 * size + 1), device="cuda")
+        said = None
+        try:
+            matmul(a, b, distributions=splits)
+        except ValueError as error:
+            said = str(error)
+        sums.append(float(matmul(one, b, distributions=splits)[0, 0]) / (16 * size))
+    return sums, said
+
+
+def test_a_rank_whose_call_is_new_is_heard(gpus, size):
+    found = gpus.run(out_of_step, ranks=size)
+    for rank, (sums, said) in enumerate(found):
+        last = rank == size - 1
+        assert sums == [2.0 if turn in (3, 4, 6) and last else 1.0 for turn in range(9)]
+        assert said == found[0][1] and said

@@ -149,7 +149,7 @@ DIFFERENCES = {
     "another parity": (
         lambda r: {"options": {"last_axis_parity": "odd"}},
         ValueError,
-        "last_axis_parity",
+        "options.last_axis_parity must be equal",
     ),
     "redistribute": (lambda r: {"options": {"redistribute": False}}, ValueError, "redistribute"),
     "in place": (lambda r: {"options": {"inplace": True}}, ValueError, "inplace"),

@@ -87,7 +87,11 @@ OUTLINES = {
     "real, X to Y": (problem(Slab.X, Slab.Y, kind="R2C"), [(2, 1), "-> (1,)", (0,)]),
     "real, last axis split": (
         problem(Slab.Z, Slab.Z, kind="R2C"),
-        ["-> (0,)", (2, 1), "-> (2,)", (0,)],
+        ["-> (1,)", (2, 0), "-> (2,)", (1,)],
+    ),
+    "real X to X: real elements move first, at half the bytes": (
+        problem(Slab.X, Slab.X, kind="R2C"),
+        ["-> (1,)", (2, 0), "-> (0,)", (1,)],
     ),
     "real back is the same list reversed": (
         problem(Slab.Y, Slab.X, kind="C2R"),
@@ -243,4 +247,4 @@ def test_it_prints():
     assert "transform axes 2, 1" in shown
     assert "bytes" in shown
     assert "predicted" in shown
-    assert "pass 2" in shown
+    assert "pass 1: C2C along 1, 2\npass 2: take this rank's part from all ranks, C2C" in shown

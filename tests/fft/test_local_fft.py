@@ -10,7 +10,7 @@ import torch  # noqa: F401  (the engine of that name takes it from the loaded mo
 from shardmath.local import fft as local
 from shardmath.local.fft import engine_for, transform
 
-ENGINES = ("scipy", "numpy", "torch")
+ENGINES = ("scipy", "scipy, what is public", "numpy", "torch")
 SHAPE = (7, 8, 9)
 AXES = [(0,), (1,), (2,), (0, 2), (2, 1), (1, 2, 0)]
 NORMS = {None: ("backward", "forward"), "ortho": ("ortho",) * 2, "forward": ("forward",) * 2}
@@ -26,6 +26,10 @@ def numbers(dtype, how):
         return np.asfortranarray(array)
     if how == "reversed":
         return array[::-1, :, ::-1].copy()[::-1, :, ::-1]
+    if how == "unaligned":
+        room = np.zeros(array.nbytes + 1, np.uint8)[1:].view(array.dtype).reshape(SHAPE)
+        room[...] = array
+        return room
     if how == "padded":
         room = np.zeros((7, 8, 13), dtype)
         room[..., :9] = array
@@ -33,8 +37,24 @@ def numbers(dtype, how):
     return array
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("how", ["C", "F", "reversed", "padded"])
+@pytest.fixture(params=ENGINES)
+def engine(request, monkeypatch):
+    if request.param == "scipy, what is public":
+        monkeypatch.setattr(local, "_inner", lambda: None)
+    return request.param.partition(",")[0]
+
+
+def like(array, dtype):
+    """Room for a result, of which every other row is not to be touched."""
+    shape = array.shape
+    return np.full((2 * shape[0], *shape[1:]), 7, dtype)[::2]
+
+
+def untouched(out):
+    return (out.base[1::2] == 7).all()
+
+
+@pytest.mark.parametrize("how", ["C", "F", "reversed", "padded", "unaligned"])
 @pytest.mark.parametrize("dtype", ["complex64", "complex128"])
 def test_complex(engine, how, dtype):
     for axes in AXES:
@@ -43,39 +63,45 @@ def test_complex(engine, how, dtype):
                 x = numbers(dtype, how)
                 function = scipy.fft.fftn if forward else scipy.fft.ifftn
                 want = function(x.astype("c16"), axes=axes, norm=scales[not forward])
-                got = transform(x, axes, kind="C2C", forward=forward, norm=norm, engine=engine)
-                assert got.dtype == dtype
-                assert got.shape == want.shape
+                kept, out = x.copy(), like(want, dtype)
+                how_to = {"kind": "C2C", "forward": forward, "norm": norm, "engine": engine}
+                transform(x, axes, out=out, **how_to)
+                assert (x == kept).all()
+                assert untouched(out)
                 tolerance = 1e-5 if dtype == "complex64" else 1e-13
-                assert np.abs(got - want).max() <= tolerance * np.abs(want).max()
+                assert np.abs(out - want).max() <= tolerance * np.abs(want).max()
+                transform(x, axes, out=x, **how_to)
+                assert np.abs(x - want).max() <= tolerance * np.abs(want).max()
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("how", ["C", "F", "reversed", "padded"])
+@pytest.mark.parametrize("how", ["C", "F", "reversed", "padded", "unaligned"])
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_real_and_back(engine, how, dtype):
     for axes in AXES:
         x = numbers(dtype, how)
         kept = x.copy()
         want = scipy.fft.rfftn(x.astype("f8"), axes=axes)
-        got = transform(x, axes, kind="R2C", forward=True, norm=None, engine=engine)
+        double = dtype == "float64"
+        got = like(want, "complex128" if double else "complex64")
+        transform(x, axes, out=got, kind="R2C", forward=True, norm=None, engine=engine)
         assert (x == kept).all()
-        assert got.dtype == ("complex128" if dtype == "float64" else "complex64")
-        tolerance = 1e-13 if dtype == "float64" else 1e-5
+        assert untouched(got)
+        tolerance = 1e-13 if double else 1e-5
         assert np.abs(got - want).max() <= tolerance * np.abs(want).max()
-        length = x.shape[axes[-1]]
-        back = transform(
-            got, axes, kind="C2R", forward=False, norm="backward", length=length, engine=engine
-        )
-        assert back.dtype == ("float64" if dtype == "float64" else "float32")
+        back = like(x, "float64" if double else "float32")
+        how_to = {"kind": "C2R", "forward": False, "norm": "backward", "engine": engine}
+        transform(got, axes, out=back, **how_to)
+        assert untouched(back)
         assert np.abs(back - x).max() <= 10 * tolerance
 
 
-def test_scipy_works_in_the_memory_that_it_is_given():
-    x = numbers("complex128", "padded")
-    assert np.shares_memory(
-        transform(x, (0,), kind="C2C", forward=True, norm=None, engine="scipy"), x
-    )
+def test_scipy_writes_where_it_is_told(monkeypatch):
+    monkeypatch.setattr(local, "_made", lambda *_: pytest.fail("a result of its own"))
+    x, real = numbers("complex64", "padded"), numbers("float32", "F")
+    transform(x, (0, 2), out=x, kind="C2C", forward=True, norm=None)
+    half = np.empty((7, 8, 5), "complex64")
+    transform(real, (0, 2), out=half, kind="R2C", forward=True, norm=None)
+    transform(half, (0, 2), out=real, kind="C2R", forward=False, norm=None)
 
 
 def test_tensors_get_torch_and_arrays_what_is_installed(monkeypatch):

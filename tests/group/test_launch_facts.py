@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from shardmath.config import Settings
+from shardmath.config import Settings, warn_of_unknown
 from shardmath.errors import BackendUnavailable, BootstrapError, RankFailure
 from shardmath.group import (
     LaunchFacts,
@@ -34,6 +36,7 @@ TORCHRUN = {
     "MASTER_ADDR": "localhost",
     "MASTER_PORT": "29500",
 }
+ENV = {name: value for name, value in TORCHRUN.items() if not name.startswith("LOCAL_")}
 HYDRA = {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "3",
@@ -49,6 +52,7 @@ FACTS = [
     ({**OURS, "SHARDMATH_PID": "41"}, LaunchFacts()),  # started by a rank
     ({**OURS, "SHARDMATH_PID": "41", **HYDRA}, LaunchFacts("hydra", 2, 4, 0, 2)),
     (TORCHRUN, LaunchFacts("torchrun", 5, 8, 1, 4)),
+    (ENV, LaunchFacts("torchrun", 5, 8, -1, -1)),
     ({"RANK": "1", "WORLD_SIZE": "2"}, LaunchFacts()),  # names too common to count alone
     (HYDRA, LaunchFacts("hydra", 2, 4, 0, 2)),
     ({"PMI_RANK": "0", "PMI_SIZE": "1"}, LaunchFacts("hydra", 0, 1, -1, -1)),
@@ -130,7 +134,7 @@ def test_a_library_of_another_launcher_is_refused(monkeypatch: pytest.MonkeyPatc
     """Four ranks, each of which would otherwise compute alone."""
     for name, value in HYDRA.items():
         monkeypatch.setenv(name, value)
-    world = SimpleNamespace(COMM_WORLD=SimpleNamespace(rank=0, size=1))
+    world = SimpleNamespace(COMM_WORLD=SimpleNamespace(rank=0, size=1, is_inter=False))
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", world)
     with pytest.raises(BootstrapError, match=r"rank 2: hydra started 4 ranks, but .* counts 1"):
         as_process_group(None, Settings())
@@ -167,8 +171,11 @@ def of_torch() -> None:
     assert group.allreduce_object(("x" * 5000,), op=max) == ("x" * 5000,)
 
     distributed.get_backend_config = lambda group=None: "cuda:nccl"
-    with pytest.raises(ValueError, match="serve GPUs only"):
-        TorchProcessGroup(device_id="cpu")
+    for device in ("cpu", "gpu", True):
+        with pytest.raises(ValueError, match="serve GPUs only"):
+            as_process_group(distributed.group.WORLD, device_id=device)
+    group = as_process_group(distributed.group.WORLD, device_id=3)
+    assert isinstance(group, TorchProcessGroup) and group.device_id == 3
 
 
 def test_torch_groups() -> None:
@@ -195,15 +202,22 @@ def test_a_torch_peer_that_left(tmp_path: Path) -> None:
 
 def test_mpi_waits_end(monkeypatch: pytest.MonkeyPatch) -> None:
     never = SimpleNamespace(Test=lambda: False)
-    world = SimpleNamespace(rank=1, size=2, Iallgather=lambda *_: never)
+    world = SimpleNamespace(rank=1, size=2, is_inter=False, Iallgather=lambda *_: never)
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", SimpleNamespace())
     with pytest.raises(BootstrapError, match="rank 1: a gather of sizes of 2 ranks over MPI"):
         MPIProcessGroup(world, timeout=0.05).allgather_bytes(b"")
 
 
+def test_a_communicator_between_two_groups() -> None:
+    with pytest.raises(ValueError, match=r"Merge\(\)"):
+        MPIProcessGroup(SimpleNamespace(is_inter=True))
+
+
 def of_mpi() -> list[str]:
     from mpi4py import MPI
 
+    with pytest.raises(ValueError, match=r"COMM_NULL"):
+        as_process_group(MPI.COMM_WORLD.Split(MPI.UNDEFINED))
     return [repr(as_process_group(comm)) for comm in (MPI.COMM_WORLD, MPI.COMM_SELF)]
 
 
@@ -223,7 +237,25 @@ def test_a_limit_is_a_finite_number_of_seconds(text):
 )
 def test_an_unknown_variable_is_warned_of_at_the_users_line(name, hint):
     with pytest.warns(UserWarning, match="unknown variable") as caught:
-        assert Settings.from_environment({name: "3", "OTHER": "4"}) == Settings()
+        warn_of_unknown({name: "3", "OTHER": "4", "SHARDMATH_TIMEOUT": "5"})
     (warning,) = caught
     assert str(warning.message) == f"unknown variable {name}{hint}"
     assert warning.filename == __file__
+
+
+def test_an_unknown_variable_is_warned_of_once(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import shardmath\n"
+        "for _ in range(2):\n"
+        "    shardmath.initialize('cpu')\n"
+        "    shardmath.finalize()\n"
+    )
+    folders = os.pathsep.join(sys.path)
+    said = subprocess.run(
+        [sys.executable, program],
+        env={**os.environ, "SHARDMATH_TIMEOU": "3", "PYTHONPATH": folders},
+        capture_output=True, text=True, check=True, timeout=60,
+    ).stderr  # fmt: skip
+    assert said.count("unknown variable SHARDMATH_TIMEOU") == 1
+    assert "program.py:3" in said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import replace
 from math import prod
 
@@ -239,3 +240,12 @@ def check_reading(source: Source, transfer: TransferPlan, x, rank, cuts):
         of = [part.T for part in parts] if source.axis == 1 else parts
         copy_moves(source.gathering(lo, hi), of.__getitem__, into)
         assert (got == want[lo:hi]).all()
+
+
+@pytest.mark.parametrize("given", [(X, X, X), (X, Y, X), (Y, X, X), (Y, X, R)])
+def test_many_ranks_are_not_asked_two_by_two(given, monkeypatch):
+    # The table of all pairs is for layouts in which elements have several owners, or none.
+    for name in ("shardmath.geometry.moves", "shardmath.operators.matmul.strategy"):
+        monkeypatch.setattr(sys.modules[name], "common_elements", lambda *_: pytest.fail("a table"))
+    _, compared = choose(alike((4096, 4096, 4096), *given, 64), CORES)
+    assert len(compared) > 20

@@ -291,6 +291,7 @@ LIFE = {
         "freed",
     ),
     "reset to None": (lambda p, r: p.reset_operand(None), "ValueError", "release_operand"),
+    "reset to a list": (lambda p, r: p.reset_operand([1.0]), "ValueError", "operand: an array was"),
     "reset to float32": (
         lambda p, r: p.reset_operand(my_slab(r, "f4")),
         "ValueError",

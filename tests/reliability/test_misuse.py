@@ -80,6 +80,15 @@ def test_a_view_outlives_its_owner(ending):
     assert other == (None if ending == "kill" else "finalized")
 
 
+@pytest.mark.parametrize(
+    ("device", "kind"),
+    [("gpu", ValueError), (-1, ValueError), (None, TypeError), (True, TypeError), (1.5, TypeError)],
+)
+def test_what_no_device_is(device, kind):
+    with pytest.raises(kind, match=f"index of a CUDA device, not {device!r}"):
+        startup.initialize(device)
+
+
 def test_calls_after_finalize_and_a_second_initialize():
     def body(context):
         part = context.subset((0, 1))

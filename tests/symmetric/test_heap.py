@@ -176,6 +176,42 @@ def test_what_the_device_still_uses_is_neither_reused_nor_marked(heap):
         assert heap.find(block.address) is None
 
 
+@pytest.mark.parametrize(("meets", "fences"), [(False, 5), (True, 11)], ids=["alone", "barriers"])
+def test_small_blocks_of_a_loop_take_turns_where_a_fence_is_dear(heap, meets, fences):
+    made = []
+
+    def fence():
+        made.append(Pending())
+        return made[-1]
+
+    def turn(nbytes):
+        address = heap.allocate(nbytes).block.address  # and dropped
+        return address, heap.marks(1) if meets else []
+
+    def pass_all_but_the_last(_):
+        for each in made[:-1]:
+            each.done = True
+
+    with (
+        patch.object(heap.transport, "fence", fence),
+        patch.object(type(heap.transport), "drops_at_once", 2),
+        patch.object(heap_module, "_SMALL", MIB),
+    ):
+        with patch("time.sleep", pass_all_but_the_last):
+            places = [turn(100)[0] for _ in range(12)]
+        assert places == places[:4] * 3 and len(set(places)) == 4
+        assert len(made) == fences + meets
+        with patch.object(heap_module, "_AHEAD", 0):
+            assert not {turn(100)[0] for _ in range(2)} <= set(places), "nobody waits for ever"
+        before = len(made)
+        turn(MIB + 1)
+        turn(MIB + 1)
+        assert len(made) > before, "large ones are used again at once"
+        with patch.object(Pending, "done", True):
+            whole = heap.allocate(4 * MIB - 256)  # there is room when all that was dropped is free
+        assert whole.block.location.segment == 0
+
+
 def test_an_allocation_waits_for_a_fence_before_the_heap_grows(heap):
     fence = Pending()
     with patch.object(heap.transport, "fence", lambda: fence):

@@ -1,6 +1,7 @@
 """The door `shardmath.symmetric_memory`: torch's names, forms and rules."""
 
 import inspect
+from functools import partial
 
 import numpy as np
 import pytest
@@ -41,6 +42,8 @@ def test_forms_of_empty():
             assert isinstance(array, kind) and str(array.dtype).endswith(dtype)
             assert tuple(array.shape) == shape and symm_mem.is_symm_mem_tensor(array)
         assert not symm_mem.is_symm_mem_tensor(torch.empty(3))
+        for call in (symm_mem.is_symm_mem_tensor, symm_mem.rendezvous):
+            assert "tensor: an array was expected" in fails(partial(call, [1.0]), ValueError)
         fails(lambda: symm_mem.empty(-1), ValueError)
         fails(lambda: symm_mem.empty(2.5), TypeError)
         fails(lambda: symm_mem.empty(3, device="cuda"), BackendUnavailable)

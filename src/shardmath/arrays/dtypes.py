@@ -111,10 +111,16 @@ def to_numpy(dtype: Any) -> np.dtype[Any]:
 
 def advice(dtype: str) -> str:
     """What makes a type that can be computed with of one that cannot, to end a message with."""
-    swapped = np.dtype(dtype).newbyteorder() if dtype[:1] in "<>" else None
-    if swapped is None or swapped.name not in _KNOWN or not swapped.isnative:
-        return ""
-    return f"; in this machine's byte order it can: x.astype({swapped.name!r})"
+    if dtype in _KNOWN:
+        return "; convert it, such as to float64" if _KNOWN[dtype].kind in "iub" else ""
+    given = np.dtype(dtype)
+    swapped = given.newbyteorder()
+    if swapped.name in _KNOWN and swapped.isnative:
+        return f"; in this machine's byte order it can: x.astype({swapped.name!r})"
+    if given.kind in "fc":
+        wide = "float64" if given.kind == "f" else "complex128"
+        return f"; numpy calls it {given.name}: convert it, such as to {wide}"
+    return ""
 
 
 def accumulator(dtype: Any) -> DType:

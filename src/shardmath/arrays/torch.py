@@ -86,7 +86,7 @@ class Torch(Library):
 
     def glance(self, x: Any) -> tuple[ArraySpec, int] | None:
         """See Library."""
-        if x.requires_grad or x.is_conj() or x.is_neg():
+        if (x.requires_grad and self.records(x)) or x.is_conj() or x.is_neg():
             return None
         return _spec(x.dtype, x.shape, x.stride(), x.layout, x.device), x.data_ptr()
 

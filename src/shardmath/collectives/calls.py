@@ -9,7 +9,7 @@ read the operand and wrote the result as they lie, and it refers to no array.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,58 +18,44 @@ from shardmath.arrays import Library, library_of
 from shardmath.arrays.spec import ArraySpec
 from shardmath.collectives.flat import Put
 from shardmath.collectives.on_device import DeviceOperand
+from shardmath.collectives.performing import Call, said_of
 from shardmath.context import Context
 from shardmath.cuda import stream as streams
 from shardmath.latest import Latest
-from shardmath.planning import agree_plan
+from shardmath.planning import Said, agree_plan
 
 __all__ = ["perform_on_device"]
 
 _LATEST = partial(Latest[Any, Any], 256)  # calls of a context
 _PLAIN = frozenset([int, str, tuple, list, type(None)])
 
-Describe = Callable[[DeviceOperand], Hashable]
-Perform = Callable[[DeviceOperand, Any], Any]
 
-
-def perform_on_device(
-    context: Context,
-    operation: str,
-    how: tuple[Any, ...],
-    x: Any,
-    out: Any,
-    *,
-    describe: Describe,
-    build: Callable[[list[Any]], Any],
-    perform: Perform,
-) -> Any:
-    """The result of `perform(operand, plan)`, the plan being what all ranks agree on. Collective.
-
-    `how` are the call's arguments besides `x` and `out`. `describe(operand)` is what this rank says
-    of the call, and depends on them and on how the arrays look; `build` is as for `agree_plan`.
-    """
+def perform_on_device(context: Context, call: Call, x: Any, out: Any) -> Any:
+    """See `perform`."""
     calls: Latest[Hashable, _Known] = context.cache("collectives, calls", _LATEST)
-    look = _look(context, operation, how, x, out)
+    operation = call.operation
+    look = _look(context, call, x, out)
     known = None if look is None else calls.find(look.key)
     if look is not None and known is not None:
-        plan, _ = agree_plan(context, operation, known.describe, build)
+        plan, _ = agree_plan(context, operation, known.describe, call.build)
         with context.executing(operation):
             if known.serves(look, plan):
                 return known.repeat(context, look, out)
-            return perform(DeviceOperand(context, x, out), plan)
+            return call.on_device(DeviceOperand(context, x, out), plan)
 
     made: list[tuple[DeviceOperand, Hashable]] = []
 
     def described() -> tuple[Hashable, bytes]:
         operand = DeviceOperand(context, x, out)
-        said = describe(operand)
+        spec = operand.spec
+        said = said_of(operand.kind, spec, operand.into, call.say(spec))
         made.append((operand, said))
         return said, b""
 
-    plan, _ = agree_plan(context, operation, described, build)
+    plan, _ = agree_plan(context, operation, described, call.build)
     ((operand, said),) = made
     with context.executing(operation):
-        result = perform(operand, plan)
+        result = call.on_device(operand, plan)
         if look is not None:
             again = _Known.of(look, operand, said, plan, result)
             if again is not None:
@@ -94,7 +80,7 @@ class _Look:
         self.into, self.target = out
 
 
-def _look(context: Context, operation: str, how: tuple[Any, ...], x: Any, out: Any) -> _Look | None:
+def _look(context: Context, call: Call, x: Any, out: Any) -> _Look | None:
     """None where the call has to look closer: what is wrong is said there."""
     try:
         library = library_of(x)
@@ -102,13 +88,13 @@ def _look(context: Context, operation: str, how: tuple[Any, ...], x: Any, out: A
         if seen is None or _is_freed(context, seen[1]):
             return None
         into: tuple[ArraySpec, int] | None = None
-        words: list[Hashable] = [operation, id(seen[0])]
+        words: list[Hashable] = [call.operation, id(seen[0])]
         if out is not None:
             into = library_of(out).glance(out)
             if into is None or _is_freed(context, into[1]):
                 return None
             words.append(id(into[0]))
-        for each in how:
+        for each in call.arguments:
             kind = type(each)
             if kind not in _PLAIN:  # True is no axis, though it equals 1
                 return None
@@ -133,7 +119,7 @@ class _Known:
     """
 
     specs: tuple[ArraySpec, ArraySpec | None]
-    said: Hashable
+    said: Said
     plan: Any
     put: Put
     shape: tuple[int, ...]
@@ -150,9 +136,11 @@ class _Known:
             return None
         if (put.source, put.target) != (look.source, look.library.pointer(result)):
             return None
-        return cls((look.spec, look.into), said, plan, put, spec.shape, spec.dtype, spec.nbytes)
+        return cls(
+            (look.spec, look.into), Said(said), plan, put, spec.shape, spec.dtype, spec.nbytes
+        )
 
-    def describe(self) -> tuple[Hashable, bytes]:
+    def describe(self) -> tuple[Said, bytes]:
         """For agreement."""
         return self.said, b""
 

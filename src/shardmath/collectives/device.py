@@ -28,7 +28,7 @@ from shardmath.symmetric.team import Team
 if TYPE_CHECKING:
     from shardmath.context import Context
 
-__all__ = ["DeviceCollectives", "Launch", "choose_all_reduce", "pushes_all_reduce"]
+__all__ = ["DeviceCollectives", "Launch", "choose_all_reduce"]
 
 
 _PACKET = 16
@@ -38,8 +38,9 @@ _MOST_BLOCKS = 132  # one on each multiprocessor of an H100: half of its registe
 _SPREAD = 64  # blocks, before there are more threads in each
 _KEPT = 256  # launches that are kept ready
 # From here on an all_reduce is pushed: of a rank's slice where packets are all data, as those of
-# floats are; else of the array.
+# floats are; else of the array. It is faster on the GPU from less on, but takes the host longer.
 _PUSHED_SLICE_BYTES, _PUSHED_BYTES = 32 << 20, 16 << 20
+_PUSHED_PART_BYTES = 4 << 20  # to one rank; from here on it is moved into its place
 _SECOND_WAIT_BYTES = 512 << 10  # what a link carries in the time of one wait, 1.4 us
 
 
@@ -60,15 +61,6 @@ def choose_all_reduce(nbytes: int, size: int) -> Launch:
     if more <= _SECOND_WAIT_BYTES:
         return _grid("one_shot", packets)
     return _grid("two_shot", -(-packets // size))
-
-
-def pushes_all_reduce(nbytes: int, size: int, dtype: DType) -> bool:
-    """Whether `nbytes` of each rank are reduced faster into symmetric memory than through cells."""
-    if size == 1:
-        return False
-    if dtype.kind in "fc":
-        return nbytes // size >= _PUSHED_SLICE_BYTES
-    return nbytes >= _PUSHED_BYTES
 
 
 def _grid(function: str, packets: int) -> Launch:
@@ -110,6 +102,20 @@ class DeviceCollectives(Pushes):
         assert team is not None, "a context of GPUs"
         nbytes = _cells_bytes(team.size) + 8 * _MOST_BLOCKS
         return cls(context, team, on_all_ranks(context, "collectives: cells", nbytes))
+
+    # -- what is pushed ----------------------------------------------------------------------------
+
+    def pushes(self, most: int) -> Pushes | None:
+        """What moves parts of up to `most` bytes to a rank into place; None where cells do it."""
+        return self if most >= _PUSHED_PART_BYTES else None
+
+    def pushes_of_sums(self, nbytes: int, dtype: DType) -> Pushes | None:
+        """What combines `nbytes` of each rank into symmetric memory; None where cells do it."""
+        if dtype.kind in "fc":
+            pushed = nbytes // self.team.size >= _PUSHED_SLICE_BYTES
+        else:
+            pushed = nbytes >= _PUSHED_BYTES
+        return self if pushed and self.team.size > 1 else None
 
     # -- through cells -----------------------------------------------------------------------------
 

@@ -59,6 +59,12 @@ class FarCollectives:
         made: FarCollectives = context.cache("far collectives", lambda: cls(context))
         return made
 
+    def pushes(self, most: int) -> None:
+        """See DeviceCollectives: nothing is pushed to where there is no address."""
+
+    def pushes_of_sums(self, nbytes: int, dtype: DType) -> None:
+        """See DeviceCollectives."""
+
     # -- moving ------------------------------------------------------------------------------------
 
     def all_gather(self, source: int, target: int, sizes: Sequence[int], stream: int) -> None:

@@ -9,20 +9,21 @@ its own. Seen along the axis, an array is a matrix whose columns are divided amo
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from shardmath.agreement import require_equal
 from shardmath.arrays import library_named, raw_view
 from shardmath.arrays.base import HostArray
-from shardmath.collectives.offers import NOTHING, Offer, offer, read_offers, wait_for_readers
+from shardmath.arrays.spec import ArraySpec
+from shardmath.collectives.offers import NOTHING, Offer, offer
 from shardmath.collectives.operand import (
     Operand,
-    Output,
+    OutputSpec,
     Shape,
     as_axis,
     as_counts,
@@ -35,15 +36,16 @@ from shardmath.collectives.operand import (
     span_of_columns,
     starts,
 )
+from shardmath.collectives.performing import Call, Met, Shown, lend, perform
+from shardmath.collectives.twoshot import aligned
 from shardmath.context import Context
 from shardmath.distributed_context import DistributedContext
 from shardmath.errors import CollectiveMismatch
 from shardmath.planning import agree_plan
 
-if TYPE_CHECKING:
-    from shardmath.collectives.on_device import DeviceOperand
-
 __all__ = ["all_gather", "all_to_all", "broadcast"]
+
+_NO_ARRAY = (None, None, None)  # what a rank says of x that receives a broadcast and gives nothing
 
 
 def broadcast(
@@ -60,41 +62,20 @@ def broadcast(
     root passes None.
     """
     context = context_of(context)
-    if context.team is not None:
-        return _broadcast_on_device(context, x, root, out)
-    own: list[tuple[Operand | None, Offer]] = []
 
-    def describe() -> tuple[Any, bytes]:
-        source = as_index("root", root, context.size)
-        into, view = output_spec(out, context)
-        operand = None if x is None else Operand.of(x, context)
-        if operand is None:
-            if context.rank == source:
-                raise ValueError("the root of a broadcast passes an array, not None")
-            own.append((None, Offer(NOTHING)))
-            return (source, None, into), NOTHING
-        spec = operand.spec
-        made = Offer(NOTHING)
-        if context.rank == source:
-            if out is not x:
-                operand = operand.apart(view)
-            made = offer(context, operand.flat, operand.location)
-        own.append((operand, made))
-        return (source, (spec.library, spec.dtype, spec.shape), into), made.note
+    def say(_: ArraySpec) -> tuple[int]:
+        return (as_index("root", root, context.size),)
 
-    plan, notes = agree_plan(context, "broadcast", describe, _plan_broadcast)
-    ((operand, _kept),) = own
-    with context.executing("broadcast"):
-        result = Output.of(out, library_named(plan.library), plan.shape, plan.dtype)
-        flat = operand.flat if operand is not None and context.rank == plan.root else None
-        dtype = result.flat.dtype
-        sizes = [result.flat.size] * context.size
-        source = read_offers(context, notes, sizes, flat, dtype)[plan.root]
-        if out is not x or context.rank != plan.root:
-            _copy(result.flat, source)
-            result.finish()
-        wait_for_readers(context, notes)
-        return result.array
+    call = Call(
+        "broadcast",
+        (root,),
+        say,
+        _plan_broadcast,
+        on_host=_broadcast,
+        on_device=lambda operand, plan: operand.broadcast(plan.root, plan.shape),
+        show=_show_of_root(root),
+    )
+    return _receive(context, root, out, call) if x is None else perform(context, call, x, out)
 
 
 @dataclass(frozen=True)
@@ -106,18 +87,67 @@ class _Broadcast:
 
 
 def _plan_broadcast(specs: list[Any]) -> _Broadcast:
-    root = require_equal("root", [spec[0] for spec in specs])
-    library, dtype, shape = specs[root][1]
-    for rank, (_, given, _) in enumerate(specs):
-        if given is not None and given != (library, dtype, shape):
+    *given, outs, roots = zip(*specs, strict=True)
+    root = require_equal("root", roots)
+    kinds = list(zip(*given, strict=True))
+    for rank, kind in enumerate(kinds):
+        if kind not in (kinds[root], _NO_ARRAY):
             raise CollectiveMismatch(
                 f"the operands of a broadcast must be equal in kind: rank {root}, the root, has "
-                f"{_said((library, dtype, shape))}, rank {rank} has {_said(given)}"
+                f"{_said(kinds[root])}, rank {rank} has {_said(kind)}"
             )
     size = len(specs)
-    outs = [spec[2] for spec in specs]
+    library, dtype, shape = kinds[root]
     require_outputs_fit(outs, [library] * size, dtype, [shape] * size)
     return _Broadcast(root, library, dtype, shape)
+
+
+def _show_of_root(root: int) -> Callable[[Context, Operand, HostArray | None], Shown]:
+    def show(context: Context, operand: Operand, out: HostArray | None) -> Shown:
+        if context.rank != root:
+            return operand, Offer(NOTHING)
+        if aligned(out, operand):  # it is not written
+            return operand, offer(context, operand.flat, operand.location)
+        return lend(context, operand, out)
+
+    return show
+
+
+def _broadcast(met: Met, plan: _Broadcast) -> Any:
+    result = met.result(plan.shape, plan.dtype)
+    source = met.read([result.flat.size] * met.context.size)[plan.root]
+    if met.context.rank != plan.root or not aligned(result.view, met.operand):
+        _copy(result.flat, source)
+    return met.finish(result)
+
+
+def _receive(context: Context, root: int, out: Any, call: Call) -> Any:
+    """A broadcast on a rank that gives no array: one that nobody reads stands for it."""
+
+    def describe() -> tuple[Hashable, bytes]:
+        source = as_index("root", root, context.size)
+        if context.rank == source:
+            raise ValueError("the root of a broadcast passes an array, not None")
+        return (*_NO_ARRAY, _spec_of_output(context, out), source), NOTHING
+
+    plan, notes = agree_plan(context, call.operation, describe, call.build)
+    with context.executing(call.operation):
+        if context.team is not None:
+            from shardmath.collectives.on_device import stand_in
+
+            x = stand_in(context, plan.library, plan.dtype, plan.shape, out)
+            return call.on_device(x, plan)
+        array = library_named(plan.library).empty(plan.shape, plan.dtype) if out is None else out
+        met = Met(context, Operand.of(array, context), Offer(NOTHING), notes, array)
+        return call.on_host(met, plan)
+
+
+def _spec_of_output(context: Context, out: Any) -> OutputSpec:
+    if context.team is None or out is None:
+        return output_spec(out, context)[0]
+    from shardmath.collectives.on_device import DeviceOutput
+
+    return DeviceOutput(context, out).spec
 
 
 def all_gather(
@@ -133,31 +163,15 @@ def all_gather(
     library, or read-only.
     """
     context = context_of(context)
-    if context.team is not None:
-        return _all_gather_on_device(context, x, axis, out)
-    own: list[tuple[Operand, Offer]] = []
-
-    def describe() -> tuple[Any, bytes]:
-        operand = Operand.of(x, context)
-        spec = operand.spec
-        at = as_axis(axis, spec.ndim)
-        into, view = output_spec(out, context)
-        operand = operand.apart(view)
-        made = offer(context, operand.flat, operand.location)
-        own.append((operand, made))
-        return (spec.library, spec.dtype, spec.shape, at, into), made.note
-
-    plan, notes = agree_plan(context, "all_gather", describe, _plan_gather)
-    ((operand, _kept),) = own
-    with context.executing("all_gather"):
-        result = Output.of(out, operand.library, plan.shape, plan.dtype)
-        found = read_offers(context, notes, plan.sizes, operand.flat, result.flat.dtype)
-        columns, width = column_view(result.flat, plan.shape, plan.axis)
-        for rank, source in enumerate(found):
-            part = columns[:, plan.starts[rank] * width : plan.starts[rank + 1] * width]
-            _copy(part, source.reshape(part.shape))
-        wait_for_readers(context, notes)
-        return result.finish()
+    call = Call(
+        "all_gather",
+        (axis,),
+        lambda spec: (as_axis(axis, spec.ndim),),
+        _plan_gather,
+        on_host=_gather,
+        on_device=lambda operand, plan: operand.all_gather(plan.axis, plan.operands, plan.shape),
+    )
+    return perform(context, call, x, out)
 
 
 @dataclass(frozen=True)
@@ -171,7 +185,7 @@ class _Gather:
 
 
 def _plan_gather(specs: list[Any]) -> _Gather:
-    libraries, _, shapes, _, outs = zip(*specs, strict=True)
+    libraries, _, shapes, outs, _ = zip(*specs, strict=True)
     dtype, axis = _require_one_kind(specs)
     counts = [shape[axis] for shape in shapes]
     first = shapes[0]
@@ -179,6 +193,15 @@ def _plan_gather(specs: list[Any]) -> _Gather:
     require_outputs_fit(outs, libraries, dtype, [shape] * len(specs))
     sizes = tuple(prod(each) for each in shapes)
     return _Gather(dtype, axis, shape, shapes, sizes, tuple(starts(counts)))
+
+
+def _gather(met: Met, plan: _Gather) -> Any:
+    result = met.result(plan.shape, plan.dtype)
+    columns, width = column_view(result.flat, plan.shape, plan.axis)
+    for rank, source in enumerate(met.read(plan.sizes)):
+        part = columns[:, plan.starts[rank] * width : plan.starts[rank + 1] * width]
+        _copy(part, source.reshape(part.shape))
+    return met.finish(result)
 
 
 def all_to_all(
@@ -203,44 +226,26 @@ def all_to_all(
     that `x` does not have, and an `out` of another shape, dtype or library, or read-only.
     """
     context = context_of(context)
-    if context.team is not None:
-        return _all_to_all_on_device(context, x, axis, send_counts, receive_counts, out)
-    own: list[tuple[Operand, Offer]] = []
+    size, rank = context.size, context.rank
 
-    def describe() -> tuple[Any, bytes]:
-        operand = Operand.of(x, context)
-        spec = operand.spec
+    def say(spec: ArraySpec) -> tuple[Hashable, ...]:
         at = as_axis(axis, spec.ndim)
         extent = spec.shape[at]
-        sent = as_counts("send_counts", send_counts, context.size, extent)
-        expected = as_counts("receive_counts", receive_counts, context.size, None)
-        into, view = output_spec(out, context)
-        operand = operand.apart(view)
-        made = offer(context, operand.flat, operand.location)
-        own.append((operand, made))
-        sent = slab_counts(extent, context.size) if sent is None else sent
-        return (spec.library, spec.dtype, spec.shape, at, into, sent, expected), made.note
+        sent = as_counts("send_counts", send_counts, size, extent)
+        expected = as_counts("receive_counts", receive_counts, size, None)
+        return at, slab_counts(extent, size) if sent is None else sent, expected
 
-    plan, notes = agree_plan(context, "all_to_all", describe, _plan_all_to_all)
-    ((operand, _kept),) = own
-    with context.executing("all_to_all"):
-        shape = plan.results[context.rank]
-        result = Output.of(out, operand.library, shape, plan.dtype)
-        sizes = [prod(each) for each in plan.operands]
-        parts = [
-            span_of_columns(each, plan.axis, sum(sent[: context.rank]), sent[context.rank])
-            for each, sent in zip(plan.operands, plan.sent, strict=True)
-        ]
-        found = read_offers(context, notes, sizes, operand.flat, result.flat.dtype, parts)
-        into, width = column_view(result.flat, shape, plan.axis)
-        at = 0
-        for source, its_shape, sent in zip(found, plan.operands, plan.sent, strict=True):
-            columns, _ = column_view(source, its_shape, plan.axis)
-            start, count = sum(sent[: context.rank]) * width, sent[context.rank] * width
-            _copy(into[:, at : at + count], columns[:, start : start + count])
-            at += count
-        wait_for_readers(context, notes)
-        return result.finish()
+    call = Call(
+        "all_to_all",
+        (axis, send_counts, receive_counts),
+        say,
+        _plan_all_to_all,
+        on_host=_all_to_all,
+        on_device=lambda operand, plan: operand.all_to_all(
+            plan.axis, plan.sent, plan.operands, plan.results[rank]
+        ),
+    )
+    return perform(context, call, x, out)
 
 
 @dataclass(frozen=True)
@@ -253,7 +258,7 @@ class _AllToAll:
 
 
 def _plan_all_to_all(specs: list[Any]) -> _AllToAll:
-    libraries, _, shapes, _, outs, sent, expected = zip(*specs, strict=True)
+    libraries, _, shapes, outs, _, sent, expected = zip(*specs, strict=True)
     dtype, axis = _require_one_kind(specs)
     results = []
     for rank, counts in enumerate(expected):
@@ -268,12 +273,32 @@ def _plan_all_to_all(specs: list[Any]) -> _AllToAll:
     return _AllToAll(dtype, axis, shapes, tuple(results), sent)
 
 
+def _all_to_all(met: Met, plan: _AllToAll) -> Any:
+    rank, shape = met.context.rank, plan.results[met.context.rank]
+    result = met.result(shape, plan.dtype)
+    into, width = column_view(result.flat, shape, plan.axis)
+    first = [sum(sent[:rank]) for sent in plan.sent]
+    count = [sent[rank] for sent in plan.sent]
+    parts = [
+        span_of_columns(each, plan.axis, *columns)
+        for each, *columns in zip(plan.operands, first, count, strict=True)
+    ]
+    found = met.read([prod(each) for each in plan.operands], parts)
+    at = 0
+    for peer, source in enumerate(found):
+        columns, _ = column_view(source, plan.operands[peer], plan.axis)
+        start, wide = first[peer] * width, count[peer] * width
+        _copy(into[:, at : at + wide], columns[:, start : start + wide])
+        at += wide
+    return met.finish(result)
+
+
 def _require_one_kind(specs: list[Any]) -> tuple[str, int]:
     """The dtype and the axis; all but the extent along the axis must be equal."""
     require_equal("the library of x", [spec[0] for spec in specs])
     dtype = require_equal("the dtype of x", [spec[1] for spec in specs])
     require_equal("the number of axes of x", [len(spec[2]) for spec in specs])
-    axis = require_equal("axis", [spec[3] for spec in specs])
+    axis = require_equal("axis", [spec[4] for spec in specs])
     others = [(*spec[2][:axis], *spec[2][axis + 1 :]) for spec in specs]
     if any(other != others[0] for other in others):
         rank = next(r for r, other in enumerate(others) if other != others[0])
@@ -290,91 +315,3 @@ def _copy(into: HostArray, source: HostArray) -> None:
 
 def _said(kind: tuple[str, str, Shape]) -> str:
     return f"a {kind[0]} array of {kind[1]} {kind[2]}"
-
-
-def _broadcast_on_device(context: Context, x: Any, root: int, out: Any) -> Any:
-    from shardmath.collectives.calls import perform_on_device
-    from shardmath.collectives.on_device import DeviceOutput, stand_in
-
-    if x is not None:
-
-        def describe(operand: DeviceOperand) -> Hashable:
-            source = as_index("root", root, context.size)
-            spec = operand.spec
-            return source, (operand.kind, spec.dtype, spec.shape), operand.into
-
-        return perform_on_device(
-            context,
-            "broadcast",
-            (root,),
-            x,
-            out,
-            describe=describe,
-            build=_plan_broadcast,
-            perform=lambda operand, plan: operand.broadcast(plan.root, plan.shape),
-        )
-
-    def nothing() -> tuple[Hashable, bytes]:
-        source = as_index("root", root, context.size)
-        if context.rank == source:
-            raise ValueError("the root of a broadcast passes an array, not None")
-        return (source, None, None if out is None else DeviceOutput(context, out).spec), b""
-
-    plan, _ = agree_plan(context, "broadcast", nothing, _plan_broadcast)
-    with context.executing("broadcast"):
-        operand = stand_in(context, plan.library, plan.dtype, plan.shape, out)
-        return operand.broadcast(plan.root, plan.shape)
-
-
-def _all_gather_on_device(context: Context, x: Any, axis: int, out: Any) -> Any:
-    from shardmath.collectives.calls import perform_on_device
-
-    def describe(operand: DeviceOperand) -> Hashable:
-        spec = operand.spec
-        return operand.kind, spec.dtype, spec.shape, as_axis(axis, spec.ndim), operand.into
-
-    return perform_on_device(
-        context,
-        "all_gather",
-        (axis,),
-        x,
-        out,
-        describe=describe,
-        build=_plan_gather,
-        perform=lambda operand, plan: operand.all_gather(plan.axis, plan.operands, plan.shape),
-    )
-
-
-def _all_to_all_on_device(
-    context: Context,
-    x: Any,
-    axis: int,
-    send_counts: Sequence[int] | None,
-    receive_counts: Sequence[int] | None,
-    out: Any,
-) -> Any:
-    from shardmath.collectives.calls import perform_on_device
-
-    def describe(operand: DeviceOperand) -> Hashable:
-        spec = operand.spec
-        at = as_axis(axis, spec.ndim)
-        extent = spec.shape[at]
-        sent = as_counts("send_counts", send_counts, context.size, extent)
-        expected = as_counts("receive_counts", receive_counts, context.size, None)
-        sent = slab_counts(extent, context.size) if sent is None else sent
-        return operand.kind, spec.dtype, spec.shape, at, operand.into, sent, expected
-
-    def perform(operand: DeviceOperand, plan: _AllToAll) -> Any:
-        shape = plan.results[context.rank]
-        return operand.all_to_all(plan.axis, plan.sent, plan.operands, shape)
-
-    return perform_on_device(
-        context,
-        "all_to_all",
-        (axis, send_counts, receive_counts),
-        x,
-        out,
-        describe=describe,
-        build=_plan_all_to_all,
-        perform=perform,
-    )

@@ -16,7 +16,7 @@ import numpy as np
 from shardmath.arrays import DType, Library, array_of, library_and_spec, library_named
 from shardmath.arrays.dtypes import of as dtype_of
 from shardmath.arrays.spec import ArraySpec
-from shardmath.collectives.device import DeviceCollectives, pushes_all_reduce
+from shardmath.collectives.device import DeviceCollectives
 from shardmath.collectives.flat import Flat, Launch, Put, cast, is_numpy
 from shardmath.collectives.operand import OutputSpec, Shape, live_block
 from shardmath.collectives.reduction import Reduction
@@ -30,7 +30,6 @@ from shardmath.symmetric.team import Team
 __all__ = ["DeviceOperand", "DeviceOutput", "stand_in"]
 
 _ON_GPUS = " on GPUs"
-_LARGE_BYTES = 4 << 20  # to one rank; from here on parts are pushed into place on the peers
 
 # In the rank's own operand, the part for a rank; in the result, the part of a rank.
 Parts = Sequence[int]
@@ -82,11 +81,11 @@ class DeviceOperand:
         """See `reducing.all_reduce`. `new`: the results of all ranks are new arrays."""
         source, dtype, op = self._wide(reduction)
         moves = DeviceCollectives.together(self.context)
-        count, stream = self.spec.size, self.stream
-        pushed = pushes_all_reduce(count * dtype.itemsize, self.context.size, dtype)
-        if pushed and new and isinstance(moves, DeviceCollectives):
+        count = self.spec.size
+        pushes = moves.pushes_of_sums(count * dtype.itemsize, dtype) if new else None
+        if pushes is not None:
             flat, places = self._shared(count, dtype)
-            moves.all_reduce_into(source.pointer, places, count, dtype, op, stream)
+            pushes.all_reduce_into(source.pointer, places, count, dtype, op, self.stream)
             result = flat.narrow(reduction.result)
             return self._finish(result, self.spec.shape, reduction.result)
         straight = dtype.name == reduction.result
@@ -119,12 +118,13 @@ class DeviceOperand:
         item, rank = self.spec.itemsize, self.context.rank
         sizes = [prod(each) * item for each in shapes]
         source, whole = self._packed(self._x), sum(sizes)
-        if max(sizes) >= _LARGE_BYTES and isinstance(moves, DeviceCollectives):
+        pushes = moves.pushes(max(sizes))
+        if pushes is not None:
             flat, places = self._shared(whole // item, dtype_of(self.spec.dtype))
             start = sum(sizes[:rank])
             targets = [place + start for place in places]
             size = self.context.size
-            moves.move([source.pointer] * size, targets, [sizes[rank]] * size, self.stream)
+            pushes.move([source.pointer] * size, targets, [sizes[rank]] * size, self.stream)
         else:
             flat = self._joinable(axis, shape, source)
             self._put(
@@ -142,13 +142,14 @@ class DeviceOperand:
         table = [[count * width for count in row] for row, width in zip(sent, widths, strict=True)]
         source = self._packed(self._by_rank(axis, sent[rank]))
         received = [row[rank] for row in table]
-        if max(map(max, table)) >= _LARGE_BYTES and isinstance(moves, DeviceCollectives):
+        pushes = moves.pushes(max(map(max, table)))
+        if pushes is not None:
             flat, places = self._shared(sum(received) // item, dtype_of(self.spec.dtype))
             sources = [source.pointer + sum(table[rank][:peer]) for peer in range(size)]
             targets = [
                 place + sum(row[peer] for row in table[:rank]) for peer, place in enumerate(places)
             ]
-            moves.move(sources, targets, table[rank], self.stream)
+            pushes.move(sources, targets, table[rank], self.stream)
         else:
             flat = self._joinable(axis, shape, source)
             self._put(
@@ -166,10 +167,11 @@ class DeviceOperand:
         dtype = dtype_of(self.spec.dtype)
         nbytes, size, rank = prod(shape) * dtype.itemsize, self.context.size, self.context.rank
         source = self._packed(self._x)
-        if nbytes >= _LARGE_BYTES and isinstance(moves, DeviceCollectives):
+        pushes = moves.pushes(nbytes)
+        if pushes is not None:
             flat, places = self._shared(prod(shape), dtype)
             sent = nbytes if rank == root else 0
-            moves.move([source.pointer] * size, places, [sent] * size, self.stream)
+            pushes.move([source.pointer] * size, places, [sent] * size, self.stream)
         else:
             flat = self._room(shape, dtype, source)
             self._put(

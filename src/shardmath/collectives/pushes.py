@@ -1,9 +1,10 @@
 """Large data pushed straight into its place in symmetric memory, between barriers on a stream.
 
-Kernels push (`kernels/push.cu`), or a copy engine: it is faster for parts from 24 MiB on, takes
-10 us from one copy to the next, and works on one stream, since two copies to different peers at
-once halve the rate. Every rank begins with another peer, so that no two send to the same. Which of
-both pushes is each rank's own choice; the peers see the barriers only.
+A kernel pushes to all peers at once (`kernels/push.cu`), or a copy engine to one after the other:
+it is faster for large parts, takes 10 us from one copy to the next, and works on one stream, since
+two copies to different peers at once halve the rate. Every rank begins with another peer, so that
+no two send to the same. Which of both pushes is each rank's own choice; the peers see the barriers
+only.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ if TYPE_CHECKING:
 __all__ = ["Pushes", "on_all_ranks", "reduction_defines"]
 
 CHANNEL = RESERVED  # of the barriers
-_COPY_ENGINE_BYTES = 24 << 20  # to one rank
-_PIECE, _STAGES, _AHEAD = 16 << 10, 12, 6
-_OWN_BLOCKS = 16  # that copy a rank's own part beside the copy engine
+_ENGINE_PART_BYTES = 24 << 20  # from here on a copy engine moves what goes to one rank,
+_ENGINE_SLICE_BYTES = 48 << 20  # and the slices of a reduction
 _SLICE_BYTES = 64 << 20  # of scratch memory for each rank's part of a reduction
-_FOLD_BLOCKS, _FOLD_THREADS = 528, 256
+_THREADS, _BLOCKS_EACH = 256, 4  # blocks on a multiprocessor
+_OWN_BLOCKS = 64  # that copy a rank's own part beside the copy engine
 
 
 class Pushes:
@@ -46,22 +47,30 @@ class Pushes:
 
     def push_to_all(self, source: int, targets: Sequence[int], nbytes: int, stream: int) -> None:
         """Copy `nbytes` at `source` to an address on each rank; multiples of 16, no barrier."""
-        order = self.team.from_next
-        words = (source, nbytes, self.team.size, *(targets[peer] for peer in order))
-        self._push("spread", struct.pack(f"QQQ{len(order)}Q", *words), nbytes, stream)
+        size = self.team.size
+        self.push_to_each([source] * size, targets, [nbytes] * size, stream)
 
     def push_to_each(
-        self, sources: Sequence[int], targets: Sequence[int], sizes: Sequence[int], stream: int
+        self,
+        sources: Sequence[int],
+        targets: Sequence[int],
+        sizes: Sequence[int],
+        stream: int,
+        *,
+        blocks: int = 0,
     ) -> None:
         """Copy `sizes[r]` bytes at `sources[r]` to `targets[r]`, for every r; no barrier.
 
-        Multiples of 16.
+        Multiples of 16. `blocks` is the most that the kernel may have; 0 is what the device holds.
         """
-        order = self.team.from_next
-        columns = [[values[peer] for peer in order] for values in (sources, targets, sizes)]
-        words = [max(sizes), *(word for column in columns for word in column)]
-        tail = struct.pack(f"{len(words)}Q", *words)
-        self._push("scatter", tail, sum(sizes), stream)
+        self.team.check()
+        order, most = self.team.from_next, max(sizes)
+        if most:
+            columns = [[values[peer] for peer in order] for values in (sources, targets, sizes)]
+            words = [most, *(word for column in columns for word in column)]
+            argument = Argument(struct.pack(f"{len(words)}Q", *words))
+            kernel = self.team.kernel("push", "push")
+            kernel.launch(stream, self._blocks(most, blocks), _THREADS, argument)
 
     def move(
         self, sources: Sequence[int], targets: Sequence[int], sizes: Sequence[int], stream: int
@@ -74,7 +83,8 @@ class Pushes:
         self.team.require_usable()
         with self._turns.taken(stream):
             self.barrier(stream)
-            self._send(sources, targets, sizes, stream)
+            by_engine = max(sizes) >= _ENGINE_PART_BYTES
+            self._send(sources, targets, sizes, stream, by_engine=by_engine)
             self.barrier(stream)
 
     def all_reduce_into(
@@ -108,6 +118,7 @@ class Pushes:
                     [inbox + rank * pitch for inbox in inboxes],
                     [0 if peer == rank else part.nbytes for peer, part in enumerate(slices)],
                     stream,
+                    by_engine=slices[0].nbytes >= _ENGINE_SLICE_BYTES,
                 )
                 self.barrier(stream)  # before reading the inbox, and before writing the targets
                 parts = [own + peer * pitch for peer in range(self.team.size)]
@@ -122,24 +133,23 @@ class Pushes:
 
     # -- launching ---------------------------------------------------------------------------------
 
-    def _push(self, function: str, tail: bytes, nbytes: int, stream: int) -> None:
-        self.team.check()
-        # With all of them, every block would begin each stretch at the same piece of its own.
-        processors = max(1, self.team.device.processors * 10 // 11)
-        self._launch(function, tail, min(processors, -(-nbytes // _PIECE)), stream)
-
-    def _launch(self, function: str, tail: bytes, blocks: int, stream: int) -> None:
-        if blocks:
-            defines = (f"PIECE={_PIECE}", f"STAGES={_STAGES}", f"AHEAD={_AHEAD}")
-            kernel = self.team.kernel("push", function, defines, shared=_PIECE * _STAGES)
-            kernel.launch(stream, blocks, 32, Argument(tail))
+    def _blocks(self, nbytes: int, most: int = 0) -> int:
+        """Enough for every thread to have 16 of the bytes, and no more than run at once."""
+        most = most or self.team.device.processors * _BLOCKS_EACH
+        return min(most, -(-nbytes // (UNIT * _THREADS)))
 
     def _send(
-        self, sources: Sequence[int], targets: Sequence[int], sizes: Sequence[int], stream: int
+        self,
+        sources: Sequence[int],
+        targets: Sequence[int],
+        sizes: Sequence[int],
+        stream: int,
+        *,
+        by_engine: bool,
     ) -> None:
-        """Copy as `push_to_each`, of any alignment, by what is fastest."""
+        """Copy as `push_to_each`, of any alignment; `by_engine` where a copy engine is faster."""
         aligned = not any(word % UNIT for word in (*sources, *targets))
-        if aligned and max(sizes) < _COPY_ENGINE_BYTES:
+        if aligned and not by_engine:
             ends = [size // UNIT * UNIT for size in sizes]
             self.push_to_each(sources, targets, ends, stream)
             for source, target, end, size in zip(sources, targets, ends, sizes, strict=True):
@@ -159,8 +169,9 @@ class Pushes:
         if (source | target | nbytes) % UNIT:
             call("cuMemcpyAsync", target, source, nbytes, stream)
         else:
-            tail = struct.pack("QQQQ", source, nbytes, 1, target) + bytes(8 * (self.team.size - 1))
-            self._launch("spread", tail, min(_OWN_BLOCKS, -(-nbytes // _PIECE)), stream)
+            sizes = [nbytes if rank == self.team.rank else 0 for rank in range(self.team.size)]
+            sources, targets = [source] * len(sizes), [target] * len(sizes)
+            self.push_to_each(sources, targets, sizes, stream, blocks=_OWN_BLOCKS)
 
     def _fold(
         self,
@@ -173,13 +184,12 @@ class Pushes:
         if not own.nbytes:
             return
         results = [targets[peer] + own.start for peer in self.team.from_next]
-        by_engine = results[1:-1] if own.nbytes >= _COPY_ENGINE_BYTES else []
+        by_engine = results[1:-1] if own.nbytes >= _ENGINE_SLICE_BYTES else []
         first = [result for result in results if result not in by_engine]
         words = (*parts, *first, *by_engine, len(first), own.nbytes)
-        blocks = min(_FOLD_BLOCKS, -(-own.nbytes // (UNIT * _FOLD_THREADS)))
         kernel = self.team.kernel("reduce", "fold", defines)
         argument = Argument(struct.pack(f"{len(words)}Q", *words))
-        kernel.launch(stream, blocks, _FOLD_THREADS, argument)
+        kernel.launch(stream, self._blocks(own.nbytes), _THREADS, argument)
         if by_engine:
             with self._side.beside(stream) as side:
                 for result in by_engine:

@@ -9,31 +9,28 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardmath.agreement import require_equal
+from shardmath.arrays.base import HostArray
+from shardmath.arrays.spec import ArraySpec
 from shardmath.collectives import twoshot
-from shardmath.collectives.offers import Offer, offer, read_offers, wait_for_readers
+from shardmath.collectives.offers import offer
 from shardmath.collectives.operand import (
     Operand,
-    Output,
     Shape,
     as_axis,
     as_counts,
     column_view,
     context_of,
-    output_spec,
     require_outputs_fit,
     slab_counts,
     span_of_columns,
 )
+from shardmath.collectives.performing import Call, Met, Shown, perform
 from shardmath.collectives.reduction import Reduction, fold
 from shardmath.context import Context
 from shardmath.distributed_context import DistributedContext
-from shardmath.planning import agree_plan
-
-if TYPE_CHECKING:
-    from shardmath.collectives.on_device import DeviceOperand
 
 __all__ = ["all_reduce", "reduce_scatter"]
 
@@ -60,37 +57,23 @@ def all_reduce(
     or library, or read-only.
     """
     context = context_of(context)
-    if context.team is not None:
-        return _all_reduce_on_device(context, x, op, out)
-    own: list[tuple[Operand, Offer | twoshot.Parts]] = []
 
-    def describe() -> tuple[Any, bytes]:
-        operand = Operand.of(x, context)
-        spec = operand.spec
-        reduction = Reduction.of(op, spec.dtype)
-        into, view = output_spec(out, context)
-        made: Offer | twoshot.Parts
-        if _in_one_shot(spec.nbytes, context.size):
-            made = offer(context, operand.flat, None)
-        else:
-            operand = operand if twoshot.aligned(view, operand) else operand.apart(view)
-            made = twoshot.publish(context, operand, out, reduction)
-        own.append((operand, made))
-        return (spec.library, spec.dtype, spec.shape, reduction.op, into), made.note
+    def show(context: Context, operand: Operand, into: HostArray | None) -> Shown:
+        if _in_one_shot(operand.spec.nbytes, context.size):
+            return operand, offer(context, operand.flat, None)
+        operand = operand if twoshot.aligned(into, operand) else operand.apart(into)
+        return operand, twoshot.publish(context, operand, out, Reduction.of(op, operand.spec.dtype))
 
-    plan, notes = agree_plan(context, "all_reduce", describe, _plan_all_reduce)
-    ((operand, made),) = own
-    with context.executing("all_reduce"):
-        result = Output.of(out, operand.library, operand.spec.shape, plan.reduction.result)
-        if isinstance(made, Offer):
-            sizes = [operand.flat.size] * context.size
-            found = read_offers(context, notes, sizes, operand.flat, operand.flat.dtype)
-            fold(plan.reduction, [part[None] for part in found], [result.flat[None]])
-        else:
-            twoshot.combine(
-                context, plan.reduction, operand.flat, result.flat, made=made, notes=notes
-            )
-        return result.finish()
+    call = Call(
+        "all_reduce",
+        (op,),
+        lambda spec: (Reduction.of(op, spec.dtype).op,),
+        _plan_all_reduce,
+        on_host=_all_reduce,
+        on_device=lambda operand, plan: operand.all_reduce(plan.reduction, new=plan.new),
+        show=show,
+    )
+    return perform(context, call, x, out)
 
 
 def _in_one_shot(nbytes: int, size: int) -> bool:
@@ -104,10 +87,23 @@ class _AllReduce:
 
 
 def _plan_all_reduce(specs: list[Any]) -> _AllReduce:
-    libraries, dtypes, shapes, ops, outs = zip(*specs, strict=True)
+    libraries, dtypes, shapes, outs, ops = zip(*specs, strict=True)
     reduction = _require_one_reduction(libraries, dtypes, shapes, ops)
     require_outputs_fit(outs, libraries, reduction.result, shapes)
     return _AllReduce(reduction, not any(outs))
+
+
+def _all_reduce(met: Met, plan: _AllReduce) -> Any:
+    context, operand = met.context, met.operand
+    result = met.result(operand.spec.shape, plan.reduction.result)
+    if isinstance(met.shown, twoshot.Parts):
+        twoshot.combine(
+            context, plan.reduction, operand.flat, result.flat, made=met.shown, notes=met.notes
+        )
+    else:
+        found = met.read([operand.flat.size] * context.size)
+        fold(plan.reduction, [part[None] for part in found], [result.flat[None]])
+    return result.finish()
 
 
 def reduce_scatter(
@@ -131,43 +127,25 @@ def reduce_scatter(
     does.
     """
     context = context_of(context)
-    if context.team is not None:
-        return _reduce_scatter_on_device(context, x, op, axis, counts, out)
-    own: list[tuple[Operand, Offer]] = []
+    size, rank = context.size, context.rank
 
-    def describe() -> tuple[Any, bytes]:
-        operand = Operand.of(x, context)
-        spec = operand.spec
-        reduction = Reduction.of(op, spec.dtype)
-        at = as_axis(axis, spec.ndim)
+    def say(spec: ArraySpec) -> tuple[Hashable, ...]:
+        reduction, at = Reduction.of(op, spec.dtype), as_axis(axis, spec.ndim)
         extent = spec.shape[at]
-        given = as_counts("counts", counts, context.size, extent)
-        into, view = output_spec(out, context)
-        operand = operand.apart(view)
-        made = offer(context, operand.flat, operand.location)
-        own.append((operand, made))
-        parts = slab_counts(extent, context.size) if given is None else given
-        return (spec.library, spec.dtype, spec.shape, reduction.op, into, at, parts), made.note
+        given = as_counts("counts", counts, size, extent)
+        return reduction.op, at, slab_counts(extent, size) if given is None else given
 
-    plan, notes = agree_plan(context, "reduce_scatter", describe, _plan_reduce_scatter)
-    ((operand, _kept),) = own
-    with context.executing("reduce_scatter"):
-        shape = plan.results[context.rank]
-        result = Output.of(out, operand.library, shape, plan.reduction.result)
-        sizes = [operand.flat.size] * context.size
-        first, count = sum(plan.counts[: context.rank]), plan.counts[context.rank]
-        span = span_of_columns(operand.spec.shape, plan.axis, first, count)
-        spans = [span] * context.size
-        found = read_offers(context, notes, sizes, operand.flat, operand.flat.dtype, spans)
-        into, width = column_view(result.flat, shape, plan.axis)
-        start = first * width
-        end = start + count * width
-        parts = [
-            column_view(each, operand.spec.shape, plan.axis)[0][:, start:end] for each in found
-        ]
-        fold(plan.reduction, parts, [into])
-        wait_for_readers(context, notes)
-        return result.finish()
+    call = Call(
+        "reduce_scatter",
+        (op, axis, counts),
+        say,
+        _plan_reduce_scatter,
+        on_host=_reduce_scatter,
+        on_device=lambda operand, plan: operand.reduce_scatter(
+            plan.reduction, plan.axis, plan.counts, plan.results[rank]
+        ),
+    )
+    return perform(context, call, x, out)
 
 
 @dataclass(frozen=True)
@@ -179,7 +157,7 @@ class _ReduceScatter:
 
 
 def _plan_reduce_scatter(specs: list[Any]) -> _ReduceScatter:
-    libraries, dtypes, shapes, ops, outs, axes, parts = zip(*specs, strict=True)
+    libraries, dtypes, shapes, outs, ops, axes, parts = zip(*specs, strict=True)
     reduction = _require_one_reduction(libraries, dtypes, shapes, ops)
     axis = require_equal("axis", axes)
     counts = require_equal("counts", parts)
@@ -189,6 +167,20 @@ def _plan_reduce_scatter(specs: list[Any]) -> _ReduceScatter:
     return _ReduceScatter(reduction, axis, counts, results)
 
 
+def _reduce_scatter(met: Met, plan: _ReduceScatter) -> Any:
+    rank, size, operand = met.context.rank, met.context.size, met.operand
+    shape, whole = plan.results[rank], operand.spec.shape
+    result = met.result(shape, plan.reduction.result)
+    first, count = sum(plan.counts[:rank]), plan.counts[rank]
+    span = span_of_columns(whole, plan.axis, first, count)
+    found = met.read([operand.flat.size] * size, [span] * size)
+    into, width = column_view(result.flat, shape, plan.axis)
+    own = slice(first * width, (first + count) * width)
+    parts = [column_view(each, whole, plan.axis)[0][:, own] for each in found]
+    fold(plan.reduction, parts, [into])
+    return met.finish(result)
+
+
 def _require_one_reduction(
     libraries: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Shape], ops: Sequence[str]
 ) -> Reduction:
@@ -196,52 +188,3 @@ def _require_one_reduction(
     dtype = require_equal("the dtype of x", dtypes)
     require_equal("the shape of x", shapes)
     return Reduction.of(require_equal("op", ops), dtype)
-
-
-def _all_reduce_on_device(context: Context, x: Any, op: str, out: Any) -> Any:
-    from shardmath.collectives.calls import perform_on_device
-
-    def describe(operand: DeviceOperand) -> Hashable:
-        spec = operand.spec
-        reduction = Reduction.of(op, spec.dtype)
-        return operand.kind, spec.dtype, spec.shape, reduction.op, operand.into
-
-    return perform_on_device(
-        context,
-        "all_reduce",
-        (op,),
-        x,
-        out,
-        describe=describe,
-        build=_plan_all_reduce,
-        perform=lambda operand, plan: operand.all_reduce(plan.reduction, new=plan.new),
-    )
-
-
-def _reduce_scatter_on_device(
-    context: Context, x: Any, op: str, axis: int, counts: Sequence[int] | None, out: Any
-) -> Any:
-    from shardmath.collectives.calls import perform_on_device
-
-    def describe(operand: DeviceOperand) -> Hashable:
-        spec = operand.spec
-        reduction = Reduction.of(op, spec.dtype)
-        at = as_axis(axis, spec.ndim)
-        given = as_counts("counts", counts, context.size, spec.shape[at])
-        parts = slab_counts(spec.shape[at], context.size) if given is None else given
-        return operand.kind, spec.dtype, spec.shape, reduction.op, operand.into, at, parts
-
-    def perform(operand: DeviceOperand, plan: _ReduceScatter) -> Any:
-        shape = plan.results[context.rank]
-        return operand.reduce_scatter(plan.reduction, plan.axis, plan.counts, shape)
-
-    return perform_on_device(
-        context,
-        "reduce_scatter",
-        (op, axis, counts),
-        x,
-        out,
-        describe=describe,
-        build=_plan_reduce_scatter,
-        perform=perform,
-    )

@@ -25,7 +25,6 @@ class Graph:
     def __init__(self, device: Device, launches: Callable[[int], None]) -> None:
         """Raises what `launches` raises. Nothing is launched yet."""
         device.activate()
-        self.device = device
         stream = _stream(device)
         with beside_captures():
             relaxed = bindings().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
@@ -47,8 +46,7 @@ class Graph:
         weakref.finalize(self, _destroy, self._graph).atexit = False
 
     def launch(self, stream: int) -> None:
-        """Put all of it on `stream`."""
-        self.device.activate()
+        """Put all of it on `stream`. The device's context must be the calling thread's."""
         call("cuGraphLaunch", self._graph, stream)
 
 

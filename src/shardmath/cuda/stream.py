@@ -76,7 +76,7 @@ def given(stream: Any, library: str, device: Device) -> int:
 
 def capturing(stream: int) -> bool:
     """Whether what is launched on `stream` is being captured into a CUDA graph."""
-    return int(call("cuStreamIsCapturing", stream)) != 0
+    return stream not in _DEFAULT and int(call("cuStreamIsCapturing", stream)) != 0
 
 
 def any_capturing(device: Device) -> bool:
@@ -160,7 +160,7 @@ class Turns:
     def _begin(self, stream: int) -> bool:
         """Whether it is to be ended: false for what is captured."""
         self._device.activate()
-        if stream not in _DEFAULT and capturing(stream):
+        if capturing(stream):
             self.captured = True
             self._device.captured_on = None  # nobody asks before the next operation
             return False

@@ -1,7 +1,7 @@
 """Descriptions of matrices for the copies by boxes that GPUs of capability 9.0 make.
 
-A box has rows of 128 bytes, swizzled as the multiplying units read them, or of 64 bytes, swizzled
-likewise. What lies beyond the matrix is read as zeros, and is not written.
+A box has rows of 128 bytes, swizzled as the multiplying units read them. What lies beyond the
+matrix is read as zeros.
 """
 
 from __future__ import annotations
@@ -26,20 +26,15 @@ def tensor_map(
     height: int,
     pitch: int,
     box_height: int,
-    box_bytes: int = BOX_BYTES,
 ) -> bytes:
     """The struct `TensorMap` of `height` rows of `width` elements, `pitch` elements apart.
 
-    `dtype` is "float16", "bfloat16" or "float64", `box_bytes` 128 or 64. Zeros where the matrix is
-    empty: then it must not be used.
+    `dtype` is "float16", "bfloat16" or "float64". Zeros where the matrix is empty: then it must not
+    be used.
     """
     if not width or not height:
         return bytes(NBYTES)
     driver = bindings()
-    swizzle = {
-        128: driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-        64: driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_64B,
-    }[box_bytes]
     kinds = driver.CUtensorMapDataType
     kind, itemsize = {
         "float16": (kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2),
@@ -53,10 +48,10 @@ def tensor_map(
         address,
         [driver.cuuint64_t(width), driver.cuuint64_t(height)],
         [driver.cuuint64_t(itemsize * pitch)],
-        [driver.cuuint32_t(box_bytes // itemsize), driver.cuuint32_t(box_height)],
+        [driver.cuuint32_t(BOX_BYTES // itemsize), driver.cuuint32_t(box_height)],
         [driver.cuuint32_t(1), driver.cuuint32_t(1)],
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        swizzle,
+        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )

@@ -15,9 +15,11 @@ from shardmath.geometry.moves import (
     Pattern,
     Traffic,
     bytes_moved,
+    bytes_received,
     classify,
     common_elements,
     counted,
+    kept_elements,
     moves,
 )
 from shardmath.geometry.spans import Run, Spans
@@ -38,10 +40,12 @@ __all__ = [
     "Spans",
     "Traffic",
     "bytes_moved",
+    "bytes_received",
     "classify",
     "common_elements",
     "counted",
     "decode",
     "infer_global_shape",
+    "kept_elements",
     "moves",
 ]

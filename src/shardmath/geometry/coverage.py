@@ -6,6 +6,7 @@ repeat with the common period of the spans: their number follows the pattern, no
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 
 from shardmath.geometry.spans import Spans
 
-__all__ = ["Atom", "atoms", "owner_sets"]
+__all__ = ["Atom", "atoms", "bits", "owner_sets"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,24 +33,30 @@ def atoms(spans: Sequence[Spans], extent: int) -> Iterator[Atom]:
 
     Yields atoms that cover every index once, those in none of the spans (mask 0) included.
     """
-    hard = {0, extent}
-    for s in spans:
-        hard.update((min(s.start, extent), min(s.stop, extent)))
-    marks = sorted(hard)
-    for lo, hi in itertools.pairwise(marks):
-        yield from _zone(spans, lo, hi)
+    turns: dict[int, int] = {0: 0, extent: 0}  # which spans start or stop there
+    for j, s in enumerate(spans):
+        for mark in (min(s.start, extent), min(s.stop, extent)):
+            turns[mark] = turns.get(mark, 0) ^ 1 << j
+    held = 0
+    for lo, hi in itertools.pairwise(sorted(turns)):
+        held ^= turns[lo]
+        yield from _zone(spans, held, lo, hi)
 
 
-def _zone(spans: Sequence[Spans], lo: int, hi: int) -> Iterator[Atom]:
-    """Atoms of [lo, hi), in which no span starts or stops: each is all, nothing, or periodic."""
-    cyclic = [s for s in spans if s.period and s.start <= lo < s.stop]
-    common = math.lcm(*(s.period for s in cyclic)) if cyclic else hi - lo
+def _zone(spans: Sequence[Spans], held: int, lo: int, hi: int) -> Iterator[Atom]:
+    """Atoms of [lo, hi), in which no span starts or stops: those of `held` reach over all of it.
+
+    Each of these is there throughout, or periodic.
+    """
+    cyclic = [j for j in bits(held) if spans[j].period]
+    common = math.lcm(*(spans[j].period for j in cyclic)) if cyclic else hi - lo
     end = min(hi, lo + common)
+    mask = held - sum(1 << j for j in cyclic if lo not in spans[j])
+    cuts = [(cut, j) for j in cyclic if (cut := spans[j].cut_after(lo)) is not None]
+    heapq.heapify(cuts)
     at = lo
     while at < end:
-        cuts = [cut for s in cyclic if (cut := s.cut_after(at)) is not None]
-        upto = min([end, *cuts])
-        mask = sum(1 << j for j, s in enumerate(spans) if at in s)
+        upto = min(end, cuts[0][0]) if cuts else end
         length = upto - at
         count, rest = divmod(hi - at, common)
         if rest >= length:
@@ -59,6 +66,20 @@ def _zone(spans: Sequence[Spans], lo: int, hi: int) -> Iterator[Atom]:
         if rest:
             yield Atom(at + count * common, rest, 1, 0, mask)
         at = upto
+        while cuts and cuts[0][0] == at < end:  # a block of span j starts or ends
+            j = cuts[0][1]
+            mask ^= 1 << j
+            following = spans[j].cut_after(at)
+            assert following is not None, "no span stops within a zone"
+            heapq.heapreplace(cuts, (following, j))
+
+
+def bits(mask: int) -> Iterator[int]:
+    """The bits that are set, ascending."""
+    while mask:
+        lowest = mask & -mask
+        yield lowest.bit_length() - 1
+        mask ^= lowest
 
 
 def owner_sets(
@@ -78,7 +99,7 @@ def owner_sets(
             holders[part[axis]] = holders.get(part[axis], 0) | 1 << rank
         ranks = list(holders.values())
         for atom in atoms(list(holders), extent):
-            mask = sum(ranks[j] for j in range(len(ranks)) if atom.mask >> j & 1)
+            mask = sum(ranks[j] for j in bits(atom.mask))
             along.setdefault(mask, atom.start)
         met: dict[int, tuple[int, ...]] = {}
         for held, index in found.items():

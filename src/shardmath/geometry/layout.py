@@ -184,6 +184,12 @@ class Layout:
         return all(mask.bit_count() == 1 for mask in self.owner_sets)
 
     @cached_property
+    def copies(self) -> int | None:
+        """How many ranks own each element; None where that differs, or there are no elements."""
+        counts = {mask.bit_count() for mask in self.owner_sets}
+        return counts.pop() if len(counts) == 1 else None
+
+    @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...] | None:
         """The ranks that own the same part, by part; None when parts overlap without being equal.
 
@@ -197,6 +203,14 @@ class Layout:
         if not all(mask == 0 or mask in masks for mask in self.owner_sets):
             return None
         return tuple(tuple(ranks) for ranks in by_part.values())
+
+    def groups_of(self, rank: int) -> tuple[tuple[int, ...], ...]:
+        """Of the `groups` the one with `rank`; none where its part is empty."""
+        return self._groups_of.get(rank, ())
+
+    @cached_property
+    def _groups_of(self) -> dict[int, tuple[tuple[int, ...]]]:
+        return {rank: (group,) for group in self.groups or () for rank in group}
 
     def describe(self) -> str:
         """One line: the global shape, the ranks, how each axis is split."""

@@ -23,9 +23,11 @@ __all__ = [
     "Pattern",
     "Traffic",
     "bytes_moved",
+    "bytes_received",
     "classify",
     "common_elements",
     "counted",
+    "kept_elements",
     "moves",
 ]
 
@@ -94,13 +96,37 @@ def bytes_moved(src: Layout, dst: Layout, itemsize: int) -> Traffic:
 
     Raises ValueError as `moves` does.
     """
-    _check(src, dst)
-    sent, received = [0] * src.size, [0] * dst.size
+    received = bytes_received(src, dst, itemsize)
+    if src.copies == dst.copies == 1:
+        # Each rank sends what it does not keep: no need to ask what every two ranks share.
+        parts = (prod(src.local_shape(rank)) for rank in range(src.size))
+        kept = kept_elements(src, dst)
+        sent = [(part - keeps) * itemsize for part, keeps in zip(parts, kept, strict=True)]
+        return Traffic(tuple(sent), received)
+    sent = [0] * src.size
     for s, d, count in counted(src, dst):
-        if s != d:
-            sent[s] += count * itemsize
-            received[d] += count * itemsize
-    return Traffic(tuple(sent), tuple(received))
+        sent[s] += count * itemsize * (s != d)
+    return Traffic(tuple(sent), received)
+
+
+def bytes_received(src: Layout, dst: Layout, itemsize: int) -> tuple[int, ...]:
+    """The bytes that each rank receives: all of its part that it does not have.
+
+    Raises ValueError as `moves` does.
+    """
+    _check(src, dst)
+    if not src.covers():
+        for _ in counted(src, dst):  # raises where an element is needed that has no owner
+            pass
+    needs = (prod(dst.local_shape(rank)) for rank in range(dst.size))
+    kept = kept_elements(src, dst)
+    return tuple((need - keeps) * itemsize for need, keeps in zip(needs, kept, strict=True))
+
+
+def kept_elements(src: Layout, dst: Layout) -> list[int]:
+    """How many elements of its part in `dst` each rank has in `src`."""
+    pairs = zip(src.parts, dst.parts, strict=True)
+    return [prod(a.shared(b) for a, b in zip(one, two, strict=True)) for one, two in pairs]
 
 
 def counted(src: Layout, dst: Layout) -> Iterator[tuple[int, int, int]]:
@@ -179,14 +205,11 @@ def _sources(
     need = prod(s.length for s in part)
     if need == 0:
         return
-    groups = src.groups
-    if groups is None:
+    if src.groups is None:
         yield from _overlapping_sources(src, dst, d, only)
         return
     found = 0
-    for group in groups:
-        if only is not None and only not in group:
-            continue
+    for group in src.groups if only is None else src.groups_of(only):
         columns = _meet(src.spans(group[0]), part)
         if columns is None:
             continue
@@ -274,6 +297,10 @@ def _holds(src: Sequence[Spans], dst: Sequence[Spans]) -> bool:
 
 
 def _one_move_per_pair(src: Layout, dst: Layout) -> bool:
+    # Ranks share few distinct spans: mostly these decide, rather than all pairs of ranks.
+    columns = [(set(src.column(axis)), set(dst.column(axis))) for axis in range(src.ndim)]
+    if all(len(a.intersect(b)) <= 1 for one, two in columns for a in one for b in two):
+        return True
     return all(
         prod(len(one.intersect(two)) for one, two in zip(a, b, strict=True)) <= 1
         for a in src.parts

@@ -33,8 +33,9 @@ def as_process_group(
 ) -> ProcessGroup:
     """The group that `obj` means: None asks the environment, a `ProcessGroup` is itself.
 
-    An mpi4py communicator and a torch.distributed process group are wrapped; `device_id` is for the
-    latter. Raises TypeError for anything else.
+    An mpi4py communicator and a torch.distributed process group are wrapped; `device_id`, if it is
+    a number, is the GPU over which one of the latter talks that serves GPUs only. Raises TypeError
+    for anything else.
     """
     settings = Settings.from_environment() if settings is None else settings
     if obj is None:
@@ -46,8 +47,11 @@ def as_process_group(
     if ("mpi4py", "Comm") in names:
         return MPIProcessGroup(obj, timeout=settings.startup_timeout)
     if ("torch", "ProcessGroup") in names:
+        is_gpu = isinstance(device_id, int) and not isinstance(device_id, bool)
         return TorchProcessGroup(
-            device_id=device_id, torch_process_group=obj, timeout=settings.startup_timeout
+            device_id=device_id if is_gpu else "cpu",
+            torch_process_group=obj,
+            timeout=settings.startup_timeout,
         )
     raise TypeError(
         f"process_group is a {type(obj).__module__}.{type(obj).__qualname__}; expected None, an "

@@ -51,13 +51,13 @@ _CONVENTIONS = (
     _Convention(
         "shardmath", f"{_P}RANK", (f"{_P}SIZE",), f"{_P}RANK", (f"{_P}SIZE",), (f"{_P}LAUNCHER_FD",)
     ),
-    _Convention(
+    _Convention(  # or whoever sets what torch.distributed's env:// reads
         "torchrun",
         "RANK",
         ("WORLD_SIZE",),
         "LOCAL_RANK",
         ("LOCAL_WORLD_SIZE",),
-        ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"),
+        ("MASTER_ADDR", "MASTER_PORT"),
     ),
     _Convention("hydra", "PMI_RANK", ("PMI_SIZE",), "MPI_LOCALRANKID", ("MPI_LOCALNRANKS",)),
     _Convention(

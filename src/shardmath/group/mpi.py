@@ -22,9 +22,19 @@ _PAUSE = 0.0005
 
 
 class MPIProcessGroup(GatheringGroup):
-    """The ranks of an mpi4py communicator. Waits end after `timeout` seconds."""
+    """The ranks of an mpi4py communicator. Waits end after `timeout` seconds.
+
+    Raises ValueError for the null communicator, and for one between two groups.
+    """
 
     def __init__(self, mpi_comm: Any, *, timeout: float | None = None) -> None:
+        if not mpi_comm:
+            raise ValueError(
+                "this process is in no part of the communicator, which is MPI.COMM_NULL here: "
+                "only its members may call"
+            )
+        if mpi_comm.is_inter:
+            raise ValueError("a communicator between two groups has no ranks: pass its Merge()")
         self._comm = mpi_comm
         self._mpi: Any = sys.modules["mpi4py.MPI"]
         self._timeout = Settings.from_environment().startup_timeout if timeout is None else timeout

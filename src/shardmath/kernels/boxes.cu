@@ -4,7 +4,7 @@
 // redistribution/boxes.py.
 //
 // Bits are copied, never values. How wide an access is, the addresses decide when the kernel runs: 16
-// bytes where everything is a multiple of 16, and half as much as often as needed where it is not. Built with
+// bytes where everything is a multiple of 16, and half as much as often as needed where it is not. Compiled with
 // ANYWHERE=1, rows that begin anywhere are written 16 bytes at a time all the same, each put together from 5
 // words; without them the kernel has registers enough for 1 % more.
 // It includes nothing.
@@ -13,20 +13,8 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
 
-#ifndef THREADS
-#define THREADS 256
-#endif
-#ifndef BLOCKS_EACH
-#define BLOCKS_EACH 3  // on a multiprocessor
-#endif
-#ifndef INLINE
-#define INLINE inline
-#endif
-#ifndef ANYWHERE
-#define ANYWHERE 0
-#endif
-
-constexpr u32 kThreads = THREADS;
+constexpr u32 kThreads = 256;
+constexpr int kBlocksEach = 3;  // on a multiprocessor
 constexpr int kDims = 8;
 constexpr int kBases = 128;
 constexpr u32 kRoom = 24 << 10;  // bytes of shared memory for a tile that is transposed
@@ -324,7 +312,7 @@ struct Transposition {
 };
 
 template <class Word>
-__device__ INLINE void copy_tile(u32 number, const char* source, char* target) {
+__device__ inline void copy_tile(u32 number, const char* source, char* target) {
     if (!box.transposed) {
         copy_rows<Word>(number, source, target);
         return;
@@ -335,7 +323,7 @@ __device__ INLINE void copy_tile(u32 number, const char* source, char* target) {
     tile.store(target);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_EACH)
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocksEach)
     copy_boxes(const __grid_constant__ Argument a) {
     for (u64 at = blockIdx.x; at < a.count; at += gridDim.x) {
         const Tile tile = a.tiles[at];

@@ -36,6 +36,16 @@ __device__ inline void bars_visible() {  // to the copies, after bar_init
     asm volatile("fence.mbarrier_init.release.cluster;\n\tfence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// A word in shared memory by which one thread tells another what it has seen.
+__device__ inline void tell(u32 word, u32 value) {
+    asm volatile("st.release.cta.shared::cta.u32 [%0], %1;" ::"r"(word), "r"(value) : "memory");
+}
+__device__ inline u32 told(u32 word) {
+    u32 value;
+    asm volatile("ld.acquire.cta.shared::cta.u32 %0, [%1];" : "=r"(value) : "r"(word) : "memory");
+    return value;
+}
+
 // -- copies --------------------------------------------------------------------------------------------
 
 // The box of a matrix whose first element is (x along the contiguous axis, y): zeros beyond its edges.
@@ -45,15 +55,6 @@ __device__ inline void load_box(u32 to, const TensorMap* from, u32 x, u32 y, u32
         "[%4];" ::"r"(to),
         "l"(from), "r"(x), "r"(y), "r"(bar)
         : "memory");
-}
-__device__ inline void store_box(const TensorMap* to, u32 x, u32 y, u32 from) {
-    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(to), "r"(x),
-                 "r"(y), "r"(from)
-                 : "memory");
-}
-__device__ inline void stores_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-__device__ inline void all_but_last_store_has_read() {
-    asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");
 }
 __device__ inline void load_bulk(u32 to, const void* from, u32 nbytes, u32 bar) {
     asm volatile(

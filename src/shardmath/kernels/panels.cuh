@@ -25,7 +25,7 @@ struct Step {
 constexpr u32 kOwn = 1u << 31;
 
 struct PanelsArgument {
-    TensorMap panel_a, panel_b, own_a, own_b, c;
+    TensorMap panel_a, panel_b, own_a, own_b;
     Team team;
     const u64* come;  // how many steps, by word
     const Step* steps;

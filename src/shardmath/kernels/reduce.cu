@@ -13,9 +13,9 @@ typedef shardmath::OPERATION Op;
 typedef Wire<IsFloat<Element>::value> Travel;
 constexpr int kBytes = Travel::kBytes;
 static_assert(kBytes % sizeof(Element) == 0 || sizeof(Element) == 16, "a packet holds whole elements");
-constexpr int kElements = kBytes / sizeof(Element);
 
-// Packets combined in the order of the ranks, in the wide type.
+// Packets combined in the order of the ranks, in the wide type: the first `kElements` elements of each.
+template <int kElements>
 struct Combined {
     typename Wide<Element>::type value[kElements];
 
@@ -36,8 +36,9 @@ struct Combined {
     }
 };
 
+template <int kElements = kBytes / sizeof(Element)>
 __device__ inline Packet combined(const Packet (&packets)[kRanks]) {
-    Combined all;
+    Combined<kElements> all;
 #pragma unroll
     for (int rank = 0; rank < kRanks; ++rank) all.add(packets[rank], rank == 0);
     return all.narrowed();
@@ -141,47 +142,16 @@ struct FoldArgument {
 };
 
 constexpr int kFoldThreads = 256;
-constexpr u32 kTile = 16 << 10;  // bytes that a block combines, and then pushes to one rank after the other
-constexpr int kTiles = 3;
-
-__device__ inline Packet folded(const FoldArgument& a, u32 at) {
-    Packet have[kRanks];
-#pragma unroll
-    for (int from = 0; from < kRanks; ++from) {
-        const Elements part = {a.from[from], a.nbytes};
-        have[from] = WHOLE ? part.whole(at) : part.read(at);
-    }
-    return combined(have);
-}
 
 // Combine what has come from every rank, and push it into the results. No peer is waited for.
 extern "C" __global__ void __launch_bounds__(kFoldThreads) fold(const __grid_constant__ FoldArgument a) {
-#if WHOLE
-    __shared__ __align__(128) char tiles[kTiles][kTile];
-    int stage = 0;
-    for (u64 start = (u64)blockIdx.x * kTile; start < a.nbytes; start += (u64)gridDim.x * kTile) {
-        const u32 nbytes = (u32)(a.nbytes - start < kTile ? a.nbytes - start : kTile);
-        const Elements tile = {tiles[stage], nbytes};
-        if (threadIdx.x == 0) asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kTiles - 1) : "memory");
-        __syncthreads();  // what was in this tile has been sent
-        for (u32 i = threadIdx.x; i < nbytes / kBytes; i += blockDim.x) tile.write(i, folded(a, start / kBytes + i));
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-        __syncthreads();
-        if (threadIdx.x == 0) {
-            for (u64 i = 0; i < a.count; ++i)
-                asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(a.to[i] + start),
-                             "r"((u32)__cvta_generic_to_shared(tiles[stage])), "r"(nbytes)
-                             : "memory");
-            asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-        }
-        stage = stage + 1 == kTiles ? 0 : stage + 1;
+    typedef Stretch<sizeof(Packet), Element, WHOLE> Slice;
+    const u32 packets = Slice{a.to[0], a.nbytes}.packets(), stride = gridDim.x * blockDim.x;
+    for (u32 at = blockIdx.x * blockDim.x + threadIdx.x; at < packets; at += stride) {
+        Packet have[kRanks];
+#pragma unroll
+        for (int from = 0; from < kRanks; ++from) have[from] = Slice{a.from[from], a.nbytes}.read(at);
+        const Packet result = combined<sizeof(Packet) / sizeof(Element)>(have);
+        for (u64 i = 0; i < a.count; ++i) Slice{a.to[i], a.nbytes}.write(at, result);
     }
-    if (threadIdx.x == 0) asm volatile("cp.async.bulk.wait_group 0;\n\tfence.proxy.async;" ::: "memory");
-#else
-    const u32 packets = Elements{a.to[0], a.nbytes}.packets();
-    for (u32 at = blockIdx.x * blockDim.x + threadIdx.x; at < packets; at += gridDim.x * blockDim.x) {
-        const Packet result = folded(a, at);
-        for (u64 i = 0; i < a.count; ++i) Elements{a.to[i], a.nbytes}.write(at, result);
-    }
-#endif
 }

@@ -124,15 +124,17 @@ def _same_class(failure: Failure) -> Exception:
     module, name = failure.error
     home = {"builtins": builtins, errors.__name__: errors}.get(module)
     kind = getattr(home, name, None)
-    message = f"rank {failure.rank}: {failure.message}"
+    who = f"rank {failure.rank}"
+    says_who = failure.message.startswith((f"{who}:", f"{who} "))
+    message = failure.message if says_who else f"{who}: {failure.message}"
     if not (isinstance(kind, type) and issubclass(kind, Exception)):
-        return RuntimeError(f"rank {failure.rank} raised {module}.{name}: {failure.message}")
+        return RuntimeError(f"{who} raised {module}.{name}: {failure.message}")
     try:
         if issubclass(kind, (errors.RankFailure, errors.OpTimeout)):
             return kind(message, failure.ranks)
         return kind(message)
     except TypeError:  # a class such as UnicodeDecodeError, which takes more than a message
-        return RuntimeError(f"rank {failure.rank} raised {name}: {failure.message}")
+        return RuntimeError(f"{who} raised {name}: {failure.message}")
 
 
 def _text(error: BaseException) -> str:

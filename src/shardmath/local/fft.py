@@ -1,8 +1,8 @@
 """One rank's Fourier transforms, along axes that it holds whole.
 
 scipy.fft where it is installed, NumPy's otherwise, and torch.fft for those who brought tensors: all
-keep single precision and take any strides. What may be overwritten is overwritten, so a caller that
-passes blocks of the size of a cache has the whole transform run there.
+keep single precision and take any strides. Results are written where the caller wants them, by
+scipy's without a copy: a block of the size of a cache is read, transformed and put down in one go.
 """
 
 from __future__ import annotations
@@ -27,34 +27,28 @@ def transform(
     x: HostArray,
     axes: Sequence[int],
     *,
+    out: HostArray,
     kind: Kind,
     forward: bool,
     norm: Norm,
-    length: int = 0,
     engine: str = "scipy",
-) -> HostArray:
-    """The transform of `x` along `axes`; of complex input perhaps in its own memory.
+) -> None:
+    """Write the transform of `x` along `axes` to `out`, which for C2C may be `x` itself.
 
-    R2C halves the last of `axes`, C2R makes it `length` long, as numpy.fft.rfftn and irfftn do.
-    `norm` None scales neither direction. Halves are transformed as float32.
+    R2C halves the last of `axes`, C2R makes it as long as `out` is, as numpy.fft.rfftn and irfftn
+    do; C2R may overwrite `x`. `norm` None scales neither direction. Halves are transformed as
+    float32.
     """
     scale = norm or ("backward" if forward else "forward")
     if kind == "R2C" and x.dtype.itemsize == 2:
         x = x.astype(np.float32)
-    sizes = [x.shape[axis] for axis in axes[:-1]] + [length] if kind == "C2R" else None
-    if engine == "torch":
-        return _torch(x, axes, kind=kind, forward=forward, scale=scale, sizes=sizes)
-    library: Any = _library(engine)
-    more = {"overwrite_x": True} if engine == "scipy" else {}
-    if kind == "R2C":
-        made = library.rfftn(x, axes=axes, norm=scale)
-    elif kind == "C2R":
-        made = library.irfftn(x, s=sizes, axes=axes, norm=scale, **more)
-    elif forward:
-        made = library.fftn(x, axes=axes, norm=scale, **more)
-    else:
-        made = library.ifftn(x, axes=axes, norm=scale, **more)
-    return np.asarray(made)
+    inner = _inner() if engine == "scipy" else None
+    if inner is not None and x.flags.aligned and out.flags.aligned:
+        _written(inner, x, tuple(axes), out, kind, forward, _divisor(scale, forward))
+        return
+    made = _made(x, axes, out, kind, forward, scale, engine)
+    if not np.may_share_memory(made, out):
+        np.copyto(out, made)
 
 
 def engine_for(library: str) -> str:
@@ -71,8 +65,75 @@ def _installed() -> str:
     return "scipy"
 
 
-def _library(engine: str) -> Any:
-    return np.fft if engine == "numpy" else importlib.import_module("scipy.fft")
+@lru_cache(maxsize=1)
+def _inner() -> Any:
+    """The functions under scipy.fft, which write where they are told; None where there are none.
+
+    They are not public: a scipy that is built in another way falls back on what is.
+    """
+    for name in ("_duccfft.pyduccfft", "_pocketfft.pypocketfft"):  # from 1.18 on, and before
+        try:
+            inner = importlib.import_module(f"scipy.fft.{name}")
+            x, out = np.ones(2, np.complex64), np.zeros(2, np.complex64)
+            inner.c2c(x, (0,), True, 0, out, 1)
+        except (ImportError, AttributeError, TypeError):
+            continue
+        if out[0] == 2 and hasattr(inner, "r2c") and hasattr(inner, "c2r"):
+            return inner
+    return None
+
+
+def _divisor(scale: str, forward: bool) -> int:
+    """What they divide by: 0 nothing, 1 the root of the length, 2 the length."""
+    if scale == "ortho":
+        return 1
+    return 0 if (scale == "backward") == forward else 2
+
+
+def _written(
+    inner: Any,
+    x: HostArray,
+    axes: tuple[int, ...],
+    out: HostArray,
+    kind: Kind,
+    forward: bool,
+    divisor: int,
+) -> None:
+    if kind == "C2C":
+        inner.c2c(x, axes, forward, divisor, out, 1)
+    elif kind == "R2C":
+        inner.r2c(x, axes, True, divisor, out, 1)
+    else:
+        *rest, last = axes
+        if rest:
+            inner.c2c(x, rest, False, divisor, x, 1)
+        inner.c2r(x, (last,), out.shape[last], False, divisor, out, 1)
+
+
+def _made(
+    x: HostArray,
+    axes: Sequence[int],
+    out: HostArray,
+    kind: Kind,
+    forward: bool,
+    scale: str,
+    engine: str,
+) -> HostArray:
+    """The transform as the public functions return it: in memory of its own, or in `out`."""
+    sizes = [out.shape[axis] for axis in axes] if kind == "C2R" else None
+    if engine == "torch":
+        return _torch(x, axes, kind=kind, forward=forward, scale=scale, sizes=sizes)
+    library: Any = np.fft if engine == "numpy" else importlib.import_module("scipy.fft")
+    more = {"overwrite_x": x is out} if engine == "scipy" else {}
+    if kind == "R2C":
+        made = library.rfftn(x, axes=axes, norm=scale)
+    elif kind == "C2R":
+        made = library.irfftn(x, s=sizes, axes=axes, norm=scale, **more)
+    elif forward:
+        made = library.fftn(x, axes=axes, norm=scale, **more)
+    else:
+        made = library.ifftn(x, axes=axes, norm=scale, **more)
+    return np.asarray(made)
 
 
 def _torch(

@@ -77,17 +77,15 @@ class Lifecycle:
         self._operands.update(operands)
         self._held = True
 
-    def _together(
-        self, method: str, describe: Callable[[], Any], check: Callable[[list[Any]], T]
-    ) -> T:
-        """Agree at the start of a method; `describe` runs if this is not freed. Collective."""
+    def _together(self, method: str, describe: Callable[[], bytes | None]) -> list[bytes]:
+        """All ranks' `describe()` at the start of a method, if this is not freed. Collective."""
         self._require_open()
 
-        def described() -> Any:
+        def described() -> bytes:
             self._require_alive()
-            return describe()
+            return describe() or b""
 
-        return self.context.agree(f"{self.noun}.{method} #{self.number}", described, check)
+        return self.context.gather(f"{self.noun}.{method} #{self.number}", described)
 
     def _require_open(self) -> None:
         """Raise unless the context is open. To be called before an agreement."""

@@ -11,7 +11,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from shardmath.geometry import Layout, Move, Pattern, Traffic, bytes_moved, classify, counted, moves
+from shardmath.geometry import (
+    Layout,
+    Move,
+    Pattern,
+    Traffic,
+    bytes_moved,
+    bytes_received,
+    classify,
+    counted,
+    moves,
+)
 from shardmath.redistribution.copies import StridedCopy, lowered
 from shardmath.redistribution.pieces import pieces_of
 
@@ -50,9 +60,14 @@ class TransferPlan:
         return bytes_moved(self.src, self.dst, self.itemsize)
 
     @cached_property
+    def received(self) -> tuple[int, ...]:
+        """The bytes that each rank receives."""
+        return bytes_received(self.src, self.dst, self.itemsize)
+
+    @cached_property
     def crosses(self) -> bool:
         """True when any byte changes its rank; otherwise ranks need not wait for each other."""
-        return any(self.traffic.received)
+        return any(self.received)
 
     def into(self, rank: int) -> tuple[Move, ...]:
         """The moves that `rank` executes: all that end in its part."""

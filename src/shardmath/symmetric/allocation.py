@@ -117,7 +117,7 @@ def is_symmetric(array: Any) -> bool:
 
     Raises ValueError when it is no array.
     """
-    library = library_of(array)
+    library = library_of(array, "tensor")
     return any(_find(context.heap, library, array) is not None for context in open_contexts())
 
 

@@ -28,10 +28,10 @@ from shardmath.symmetric.exposed import Exposed
 from shardmath.symmetric.heap import Block, Buffer
 
 __all__ = [
+    "Blank",
     "DeviceArray",
     "Result",
     "laid_out_alike",
-    "new_result",
     "read",
     "require_device",
     "result_in",
@@ -99,6 +99,10 @@ class DeviceArray:
         block = context.heap.find(self.address)
         return block is self.block and not (block is not None and block.freed)
 
+    def without_memory(self) -> DeviceArray:
+        """The same place, which keeps nothing: whoever has the array keeps it."""
+        return replace(self, keep=None)
+
     def transposed(self) -> DeviceArray:
         """The same memory with its axes reversed."""
         return DeviceArray(
@@ -114,13 +118,34 @@ class DeviceArray:
         )
 
 
-@dataclass(frozen=True)
+_Form = tuple[tuple[int, ...], tuple[int, ...], str, Block | None]  # shape, strides, dtype, block
+
+
 class Result:
     """Where an operator writes, and what it then gives to the user."""
 
-    array: DeviceArray
-    _user: Any = field(repr=False)
-    _host: HostArray | None = field(default=None, repr=False)
+    __slots__ = ("_array", "_host", "_user", "address")
+
+    def __init__(
+        self, address: int, array: DeviceArray | _Form, user: Any, host: HostArray | None = None
+    ) -> None:
+        """`array` is what is there, or what it will be made of if anybody asks."""
+        self.address, self._array, self._user, self._host = address, array, user, host
+
+    @property
+    def array(self) -> DeviceArray:
+        """What is there, for the operator."""
+        if isinstance(self._array, tuple):
+            self._array = DeviceArray(self.address, *self._array)
+        return self._array
+
+    @property
+    def place(self) -> tuple[Any, ...]:
+        """Address, shape, strides and dtype of what is there."""
+        if isinstance(self._array, tuple):
+            return self.address, *self._array[:3]
+        array = self._array
+        return array.address, array.shape, array.strides, array.dtype
 
     def give(self, context: Context, stream: int) -> Any:
         """The user's array. For one in host memory: waits for `stream`, and copies it back."""
@@ -179,7 +204,7 @@ def _placed(context: Context, library: Library, spec: ArraySpec, x: Any, name: s
         require_device(context, spec, name)
         found = _seen(context, *key, x)
         if spec.size:  # else it has no address
-            known.keep(key, replace(found, keep=None))  # the caller keeps what the caller has
+            known.keep(key, found.without_memory())
     return found
 
 
@@ -194,33 +219,41 @@ def _seen(context: Context, spec: ArraySpec, address: int, x: Any) -> DeviceArra
     return replace(made, block=block)
 
 
-def new_result(
-    context: Context,
-    operand: Any,
-    shape: Sequence[int],
-    dtype: str,
-    order: Literal["C", "F"],
-    *,
-    on_heap: bool,
-) -> Result:
-    """Room for a result that comes back as `operand` came: its library, host memory or GPU. Local.
-
-    One for host memory is always on the heap meanwhile. Raises HeapExhausted, or what the library
-    raises when it has no memory.
+class Blank:
+    """How the new results of one call look, which come back as `operand` came: its library, host
+    memory or GPU. It refers to no array.
     """
-    library = library_of(operand)
-    shape = tuple(shape)
-    if library.spec(operand).device == "cpu":
-        return _back_to(context, library.empty(shape, dtype, order), order)
-    steps, strides, nbytes = _packed(shape, dtype, order)
-    if on_heap:
-        buffer = _allocated(context, nbytes)
-        array = array_on(buffer, library, dtypes.of(dtype), shape, steps)
-        made = DeviceArray(buffer.block.address, shape, strides, dtype, buffer.block, array)
-    else:
-        array = library.empty(shape, dtype, order, _team(context).device.name)
-        made = DeviceArray(library.pointer(array), shape, strides, dtype, None, array)
-    return Result(made, array)
+
+    def __init__(
+        self,
+        context: Context,
+        operand: Any,
+        shape: Sequence[int],
+        dtype: str,
+        order: Literal["C", "F"],
+        *,
+        on_heap: bool,
+    ) -> None:
+        """`on_heap` is where a result on the GPU lies; one for host memory does so meanwhile."""
+        self._context, self._library = context, library_of(operand)
+        self._shape, self._dtype, self._order = tuple(shape), dtype, order
+        self._steps, self._strides, self._nbytes = _packed(self._shape, dtype, order)
+        self._on_host = self._library.spec(operand).device == "cpu"
+        self._on_heap = on_heap
+
+    def make(self) -> Result:
+        """One more of them. Local. Raises HeapExhausted, or what a library without memory does."""
+        context, library, shape = self._context, self._library, self._shape
+        dtype, order, strides = self._dtype, self._order, self._strides
+        if self._on_host:
+            return _back_to(context, library.empty(shape, dtype, order), order)
+        if not self._on_heap:
+            array = library.empty(shape, dtype, order, _team(context).device.name)
+            return Result(library.pointer(array), (shape, strides, dtype, None), array)
+        buffer = _allocated(context, self._nbytes)
+        block = buffer.block
+        array = array_on(buffer, library, dtypes.of(dtype), shape, self._steps)
+        return Result(block.address, (shape, strides, dtype, block), array)
 
 
 @lru_cache(maxsize=1024)
@@ -247,7 +280,8 @@ def result_in(context: Context, out: Any) -> Result:
         raise ValueError("out is a lazy conjugate, and the call writes into it")
     if spec.overlaps:
         raise ValueError("out is an expanded view, and the call writes into it")
-    return Result(_placed(context, library, spec, out, "out"), out)
+    array = _placed(context, library, spec, out, "out")
+    return Result(array.address, array, out)
 
 
 def laid_out_alike(context: Context, array: DeviceArray) -> DeviceArray:
@@ -276,7 +310,8 @@ def _block(context: Context, array: DeviceArray, x: Any) -> Block | None:
 def _back_to(context: Context, user: Any, order: Literal["C", "F"]) -> Result:
     host = library_of(user).host_view(user, writable=True)
     dtype = dtypes.of(host.dtype)
-    return Result(_on_heap(context, host.shape, dtype.name, order), user, host)
+    array = _on_heap(context, host.shape, dtype.name, order)
+    return Result(array.address, array, user, host)
 
 
 def _on_heap(

@@ -197,8 +197,8 @@ class SymmetricMemory(metaclass=PadSetting):
             )
         if memory is None:
             raise RuntimeError(
-                "the memory of this rank, which is on another host, has no address in this "
-                "process; reach it with the handle's put and get"
+                f"rank {self.rank}: the memory asked for is on another host, and has no address "
+                "here; reach it with the handle's put and get"
             )
         strides = packed_strides(shape)
         return array_on(_Reach(memory, self), self._library, dtype, shape, strides, start=start)

@@ -8,7 +8,8 @@ collector only ever appends to a list.
 
 Streams. What a rank has dropped, kernels on any of its streams may still read. So a dropped block
 stands behind a fence, set on all streams of the device once the drop has been seen: before the
-fence has passed, the rank neither reuses the block nor marks it for its peers.
+fence has passed, the rank neither reuses the block nor marks it for its peers. Small blocks wait
+for each other where a fence is dear, and take turns.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardmath.errors import HeapExhausted
-from shardmath.symmetric.ranges import FreeRanges, aligned
+from shardmath.symmetric.ranges import GRANULE, OwnSegment, aligned
 from shardmath.transport.base import Fence, Transport
 
 __all__ = ["Block", "Buffer", "Heap", "Location"]
 
-GRANULE = 2 << 20  # memory is committed, and given back, by so many bytes
+_SMALL = 16 << 20  # bytes of a block that need not be used again at once
+_AHEAD = 1e-3  # seconds that it waits for fences that are due
 _PATIENCE = 0.05  # seconds that an allocation waits for fences before the heap grows
 _LAST_PATIENCE = 2.0  # the same where it cannot grow
 _PAUSE = 2e-5
@@ -96,6 +98,15 @@ def _nothing() -> None:
     return None
 
 
+def _await(block: Block, give_up: float) -> bool:
+    """Wait for the fence of a block, but not longer than until `give_up`: whether it has passed."""
+    while not block.quiet:
+        if time.monotonic() > give_up:
+            return False
+        time.sleep(_PAUSE)
+    return True
+
+
 class Buffer:
     """What an array on a block keeps alive. Its end marks the block.
 
@@ -133,32 +144,6 @@ class Buffer:
         self._dropped.append(self.block)
 
 
-class _OwnSegment:
-    """The books of one segment: which ranges are free, and which granules have memory."""
-
-    def __init__(self, address: int, nbytes: int, lease: object) -> None:
-        self.address = address
-        self.nbytes = nbytes
-        self.lease = lease
-        self.ranges = FreeRanges(self.nbytes)
-        self.committed = bytearray(-(-self.nbytes // GRANULE))
-
-    def uncommitted(self, offset: int, nbytes: int) -> list[tuple[int, int]]:
-        """The (offset, size) runs that a block at `offset` still needs memory for."""
-        runs: list[tuple[int, int]] = []
-        at, last = offset // GRANULE, -(-(offset + nbytes) // GRANULE)
-        while (first := self.committed.find(0, at, last)) >= 0:
-            at = self.committed.find(1, first, last)
-            at = last if at < 0 else at
-            runs.append((first * GRANULE, min(at * GRANULE, self.nbytes) - first * GRANULE))
-        return runs
-
-    def note(self, offset: int, nbytes: int, *, committed: bool) -> None:
-        """Record that the granules of a run have memory, or have none."""
-        first, last = offset // GRANULE, -(-(offset + nbytes) // GRANULE)
-        self.committed[first:last] = bytes([committed]) * (last - first)
-
-
 class Heap:
     """This rank's part of the symmetric memory that `transport` reaches."""
 
@@ -166,12 +151,13 @@ class Heap:
         self.transport = transport
         self.rank = rank
         self._segment_bytes = segment_bytes
-        self._segments: list[_OwnSegment] = []
+        self._segments: list[OwnSegment] = []
         self._addresses: list[int] = []  # sorted; _blocks in step
         self._blocks: list[Block] = []
         self._dropped: deque[Block] = deque()
         self._left: deque[tuple[int, Callable[[], bool]]] = deque()
         self._limbo: dict[Block, None] = {}  # in order of arrival
+        self._full_at = 0  # how many blocks are in limbo when small ones are reused next
         self._lock = threading.RLock()
 
     @property
@@ -188,8 +174,17 @@ class Heap:
         """
         room = aligned(max(nbytes, 1))
         with self._lock:
-            self.recycle()
-            location = self._take(room) or self._take_patiently(room)
+            if self.transport.drops_at_once == 0:
+                self.recycle()
+            elif room > _SMALL:
+                self._collect()
+                self._release(_SMALL)
+            else:
+                self._take_turns(self.transport.drops_at_once)
+            location = self._take(room)
+            if location is None:
+                self.recycle()
+                location = self._take(room) or self._take_patiently(room)
             grown = location is None
             if location is None:
                 self._grow(room)
@@ -272,17 +267,22 @@ class Heap:
         """Reuse what is unused and awaited by no peer."""
         with self._lock:
             self._collect()
-            waiting: dict[Block, None] = {}
-            busy = False  # a fence has not passed, nor then have those that were set after it
-            for block in self._limbo:
-                busy = busy or not (block.shared or block.quiet)
-                if block.shared or busy:
-                    waiting[block] = None
-                elif block.unused:
-                    self._reuse(block)
-                elif block.freed:
-                    self._decommit(block)  # addresses stay until the last array is gone
-            self._limbo = waiting
+            self._release()
+
+    def _release(self, beyond: int = 0) -> None:
+        """Reuse what has more bytes than that, whose fence has passed."""
+        waiting: dict[Block, None] = {}
+        busy = False  # a fence has not passed, nor then have those that were set after it
+        for block in self._limbo:
+            kept = block.shared or block.room <= beyond
+            busy = busy or not (kept or block.quiet)
+            if kept or busy:
+                waiting[block] = None
+            elif block.unused:
+                self._reuse(block)
+            elif block.freed:
+                self._decommit(block)  # addresses stay until the last array is gone
+        self._limbo = waiting
 
     def _collect(self) -> None:
         """Take over what the garbage collector has marked, and the groups that have ended.
@@ -320,15 +320,33 @@ class Heap:
                 return Location(index, offset)
         return None
 
+    def _take_turns(self, many: int) -> None:
+        """Let small blocks that were dropped share fences, and reuse all but the last so `many`.
+
+        So the blocks of a loop lie in the same few places, on all ranks, however fast the device
+        is: whether the last fence has passed is not asked, and the one before is waited for, but
+        not long. The device has the work since then.
+        """
+        if len(self._dropped) >= many:
+            self._collect()
+        if len(self._limbo) < self._full_at:
+            return
+        turns = [b for b in self._limbo if b.unused and b.fence and not b.shared]
+        give_up = time.monotonic() + _AHEAD
+        for block in [b for b in turns if b.room <= _SMALL][:-many]:
+            if not _await(block, give_up):
+                break
+            del self._limbo[block]
+            self._reuse(block)
+        self._full_at = max(2 * many, len(self._limbo) + many)
+
     def _take_patiently(self, room: int) -> Location | None:
         """Wait for fences, but not long: what is before one may wait for this rank's next call."""
         patience = _PATIENCE if self.transport.grows or not self._segments else _LAST_PATIENCE
         give_up = time.monotonic() + patience
         for block in [b for b in self._limbo if b.unused and not b.shared and b.fence]:
-            while not block.quiet:
-                if time.monotonic() > give_up:
-                    return None
-                time.sleep(_PAUSE)
+            if not _await(block, give_up):
+                return None
             self.recycle()
             location = self._take(room)
             if location is not None:
@@ -348,7 +366,7 @@ class Heap:
             made = self.transport.reserve(aligned(room, GRANULE))
         address = self.transport.address(self.rank, made.index, 0, made.nbytes)
         assert address is not None, "a rank has an address for its own memory"
-        self._segments.append(_OwnSegment(address, made.nbytes, self.transport.lease(made.index)))
+        self._segments.append(OwnSegment(address, made.nbytes, self.transport.lease(made.index)))
 
     def _full(self, room: int) -> HeapExhausted:
         """What to raise where there will be no other segment."""

@@ -1,4 +1,4 @@
-"""Which byte ranges of one segment are free: best fit, neighbours merged.
+"""Which byte ranges of one segment are free, and which have memory: best fit, neighbours merged.
 
 Pure bookkeeping over integers. Every offset and size is a multiple of `ALIGNMENT`, so that every
 array starts on its own cache line and a block's end never shares one with the next block.
@@ -10,9 +10,10 @@ from bisect import bisect_left, insort
 
 from shardmath.geometry.integers import up
 
-__all__ = ["ALIGNMENT", "FreeRanges", "aligned"]
+__all__ = ["ALIGNMENT", "GRANULE", "FreeRanges", "OwnSegment", "aligned"]
 
 ALIGNMENT = 256
+GRANULE = 2 << 20  # memory is committed, and given back, by so many bytes
 
 
 def aligned(nbytes: int, to: int = ALIGNMENT) -> int:
@@ -72,3 +73,29 @@ class FreeRanges:
     def _remove(self, offset: int, nbytes: int) -> None:
         del self._by_offset[bisect_left(self._by_offset, (offset, nbytes))]
         del self._by_size[bisect_left(self._by_size, (nbytes, offset))]
+
+
+class OwnSegment:
+    """The books of one segment: which ranges are free, and which granules have memory."""
+
+    def __init__(self, address: int, nbytes: int, lease: object) -> None:
+        self.address = address
+        self.nbytes = nbytes
+        self.lease = lease
+        self.ranges = FreeRanges(self.nbytes)
+        self.committed = bytearray(-(-self.nbytes // GRANULE))
+
+    def uncommitted(self, offset: int, nbytes: int) -> list[tuple[int, int]]:
+        """The (offset, size) runs that a block at `offset` still needs memory for."""
+        runs: list[tuple[int, int]] = []
+        at, last = offset // GRANULE, -(-(offset + nbytes) // GRANULE)
+        while (first := self.committed.find(0, at, last)) >= 0:
+            at = self.committed.find(1, first, last)
+            at = last if at < 0 else at
+            runs.append((first * GRANULE, min(at * GRANULE, self.nbytes) - first * GRANULE))
+        return runs
+
+    def note(self, offset: int, nbytes: int, *, committed: bool) -> None:
+        """Record that the granules of a run have memory, or have none."""
+        first, last = offset // GRANULE, -(-(offset + nbytes) // GRANULE)
+        self.committed[first:last] = bytes([committed]) * (last - first)

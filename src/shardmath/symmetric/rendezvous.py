@@ -84,6 +84,7 @@ def is_registered(name: str) -> bool:
 
 
 def _located(context: Context, tensor: Any) -> tuple[Block, int, Buffer]:
+    library_of(tensor, "tensor")
     found = block_of(context, tensor)
     buffer = None if found is None else found[0].buffer()
     if found is None or buffer is None:
@@ -210,7 +211,8 @@ def _context_of(group: Any) -> Context:
         return context
     known: dict[int, tuple[Any, Context]] = context.cache("groups", dict)
     if id(group) not in known:
-        texts = as_process_group(group).allgather_bytes(context.rank.to_bytes(4, "little"))
+        talking = as_process_group(group, device_id=context.device_id)
+        texts = talking.allgather_bytes(context.rank.to_bytes(4, "little"))
         ranks = [int.from_bytes(text, "little") for text in texts]
         same = ranks == list(range(context.size))
         # The group is kept, so that its id stays its own.

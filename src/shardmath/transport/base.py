@@ -97,6 +97,7 @@ class Transport(ABC):
     name: ClassVar[str]
     interface: ClassVar[str]  # the protocol by which array libraries take its memory
     spare_bytes: ClassVar[int]  # the most that a segment should exceed what was asked for
+    drops_at_once: ClassVar[int] = 0  # so many small blocks that were dropped share a fence
     grows: ClassVar[bool] = True  # whether there can be more segments than one
     device: str  # where the memory is: "cpu", or like "cuda:0"
 

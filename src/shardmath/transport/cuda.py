@@ -70,6 +70,7 @@ class CudaTransport(Transport):
 
     name: ClassVar[str] = "cuda"
     interface: ClassVar[str] = "__cuda_array_interface__"
+    drops_at_once: ClassVar[int] = 4  # so that results of a loop lie in few places
     spare_bytes: ClassVar[int] = 1 << 30  # a segment has all its memory from the start
 
     def __init__(self, mesh: Mesh, device: Device) -> None:

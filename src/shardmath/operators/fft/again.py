@@ -1,33 +1,43 @@
 """Calls that look as an earlier one did: described once, with what their new results look like.
 
-A description depends on the arguments alone, so equal arguments make the same one. What a call's
-last new result was is a guess for the next: it lets the result be made before the ranks agree.
+A description depends on the arguments alone, so equal arguments make the same one. What the last
+new result for an operand looked like is a guess for the next: it lets the result be made before the
+ranks agree.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
 from shardmath.context import Context
 from shardmath.latest import Latest
 from shardmath.operators.fft.problem import Description
+from shardmath.planning import Said
+from shardmath.symmetric.device_array import Blank
 
 __all__ = ["Form", "Seen", "seen"]
 
 _LATEST = partial(Latest[Any, Any], 128)
+_BLANKS = 16
 
 Form = tuple[tuple[int, ...], str, Literal["C", "F"]]  # shape, dtype and order of a new array
 
 
 @dataclass(eq=False)
 class Seen:
-    """A call as it was described, and the form of its last new result."""
+    """A call as it was described, also for agreement; and its last new results, by operand."""
 
     description: Description
-    form: Form | None = None
+    said: Said = field(init=False)
+    blanks: Latest[Hashable, tuple[Form, Blank]] = field(
+        init=False, repr=False, default_factory=lambda: Latest(_BLANKS)
+    )
+
+    def __post_init__(self) -> None:
+        self.said = Said(self.description)
 
 
 def seen(context: Context, given: Hashable, describe: Callable[[], Description]) -> Seen:

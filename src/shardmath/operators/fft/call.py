@@ -74,8 +74,8 @@ class Call:
         """The call in plain data, once it is described."""
         return self.seen.description
 
-    def described(self, context: Context) -> Description:
-        """The call in plain data. Raises what is wrong with it on this rank."""
+    def described(self, context: Context) -> Seen:
+        """The call as it was described. Raises what is wrong with it on this rank."""
         self.read_options = options_from(self.options)
         check_stream(self.stream)
         given = (
@@ -83,7 +83,7 @@ class Call:
             *(self.read_options, self.out_spec),
         )
         self.seen = seen(context, given, self._described)
-        return self.description
+        return self.seen
 
     def _described(self) -> Description:
         kind = self._kind(self.spec.dtype)

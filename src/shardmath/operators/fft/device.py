@@ -8,7 +8,7 @@ is touched. Transforms of a context have one lane, and follow each other on any 
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -28,16 +28,17 @@ from shardmath.operators.fft.problem import Problem, kind_in
 from shardmath.operators.fft.ways import DevicePlan, Way, make_way
 from shardmath.operators.lanes import LANES, Lane
 from shardmath.operators.repeats import Repeats
-from shardmath.symmetric.allocation import block_at, block_of, empty_on_heap
+from shardmath.symmetric.allocation import block_at, block_of
 from shardmath.symmetric.device_array import (
+    Blank,
     DeviceArray,
     Result,
-    new_result,
     read,
     require_device,
     result_in,
     stream_of,
 )
+from shardmath.symmetric.looks import look
 
 if TYPE_CHECKING:
     from shardmath.operators.fft.call import Call
@@ -75,14 +76,11 @@ class Execution:
         self._rank = context.rank
         self._lane = Lane.numbered(context, LANES - 1)
         self._repeats: Repeats[_Agreed] = context.cache("fft repeats", Repeats)
-        require_device(context, call.spec, "the operand")
-        if call.out_spec is not None:
-            require_device(context, call.out_spec, "out")
-        self._on_heap = self._lies_on_heap(call.operand, call.spec)
         self._stream = stream_of(context, call.spec, call.stream)
-        self._expected = self._made_early(call)
-        self._key = self._key_to(call, self._expected)
-        self._known = None if self._key is None else self._repeats.find(self._key, self._lane)
+        self._place = self._placed(call)
+        self._fresh = self._made_early(call)
+        self._key = self._key_to(call)
+        self._known = None if self._key is None else self._repeats.find(self._key)
         self._said = b"" if self._known is None else self._known.agreed.said
 
     def note(self, call: Call) -> bytes:
@@ -92,12 +90,14 @@ class Execution:
         if self._known is not None:
             return _NUMBER.pack(self._known.number) + self._said
         inplace, spec = call.read_options.inplace, call.spec
+        require_device(self._context, spec, "the operand")
         on_host = spec.device == "cpu"  # then it is on the heap meanwhile
-        on_heap = self._on_heap
+        on_heap = self._lies_on_heap(call.operand, spec)
         if call.out is not None:
             assert call.out_spec is not None, "the spec of out"
             spec = call.out_spec
-            on_heap = spec.size == 0 or self._lies_on_heap(call.out, spec)
+            require_device(self._context, spec, "out")
+            on_heap = self._lies_on_heap(call.out, spec) or spec.size == 0
         dense, order = True, "both"
         if inplace and kind_in(call.description) != "C2C":
             dense = False  # it is another array, in the same memory
@@ -132,23 +132,25 @@ class Execution:
 
     # -- the same again ----------------------------------------------------------------------------
 
-    def _key_to(self, call: Call, target: Any) -> tuple[Any, ...] | None:
-        """What makes two executions on this rank the same; None for one that cannot come again.
+    def _placed(self, call: Call) -> Hashable | None:
+        """How the user's arrays look and lie; None for a call that cannot come again.
 
         Arrays in host memory are carried to another place each time, and what is captured is not
-        launched now. `target` is the array for the result, if it is known.
+        launched now.
         """
-        if not ways.GRAPHS or target is None or call.spec.device == "cpu":
+        if not ways.GRAPHS or streams.capturing(self._stream):
             return None
-        operand = call.operand
-        if hasattr(operand, "is_conj") and (operand.is_conj() or operand.is_neg()):
+        return look(self._context, call.operand, call.out)
+
+    def _key_to(self, call: Call) -> Hashable | None:
+        """What makes two executions on this rank the same; None for one that is like no other.
+
+        A new result is a part of it: peers write it.
+        """
+        fresh = self._fresh
+        if self._place is None or (fresh is None and _makes_new(call)):
             return None
-        if streams.capturing(self._stream):
-            return None
-        library = library_of(operand)
-        strides = call.spec.strides, None if call.out_spec is None else call.out_spec.strides
-        places = library.pointer(operand), library.pointer(target)
-        return call.seen, places, strides, self._stream
+        return call.seen, self._place, fresh and fresh.place, self._stream
 
     def _again(self, call: Call, problem: Problem) -> Any:
         """Launch what all ranks launched in an earlier execution."""
@@ -159,13 +161,14 @@ class Execution:
             Beside.of(self._context).require_usable()
         known.launch(
             (),  # peers write the result: where it lies is part of the key
-            self._lane,
             self._stream,
             lambda own: self._launch(problem, agreed.way, agreed.addresses).all(
                 own, _decoded(agreed.told)
             ),
         )
-        return self._expected if _makes_new(call) else call.target(self._context, problem)
+        if self._fresh is not None:
+            return self._fresh.give(self._context, self._stream)
+        return call.target(self._context, problem)
 
     def _anew(self, problem: Problem, told: tuple[bytes, ...], number: int) -> Any:
         team, way = self._team, self._way
@@ -195,23 +198,12 @@ class Execution:
             return block_of(self._context, array) is not None
         return block_at(self._context, spec, library_of(array).pointer(array)) is not None
 
-    def _made_early(self, call: Call) -> Any:
-        """The array for the result, as far as it is known: given, or like the last one."""
-        if call.spec.device == "cpu":
+    def _made_early(self, call: Call) -> Result | None:
+        """A new result like the last one for such an operand, if there was one."""
+        if self._place is None or not _makes_new(call):
             return None
-        if call.out is not None:
-            assert call.out_spec is not None, "the spec of out"
-            self._lies_on_heap(call.out, call.out_spec)  # or raises
-            return call.out
-        if call.read_options.inplace:
-            return call.operand
-        return None if call.seen.form is None else self._blank(call, call.seen.form)
-
-    def _blank(self, call: Call, form: Form) -> Any:
-        library = library_of(call.operand)
-        if self._on_heap:
-            return empty_on_heap(self._context, library, *form)
-        return library.empty(*form, self._team.device.name)
+        last = call.seen.blanks.find(self._place)
+        return None if last is None else last[1].make()
 
     def _made_result(self, call: Call, problem: Problem) -> Result:
         context = self._context
@@ -219,13 +211,15 @@ class Execution:
         if out is not None:
             return result_in(context, out)
         form: Form = (problem.target.local_shape(self._rank), problem.result, problem.order)
-        if call.spec.device == "cpu":
-            return new_result(context, call.operand, *form, on_heap=True)
-        if self._expected is None or call.seen.form != form:
-            call.seen.form = form
-            self._expected = self._blank(call, form)
-            self._key = self._key_to(call, self._expected)
-        return Result(read(context, self._expected), self._expected)
+        last = None if self._place is None else call.seen.blanks.find(self._place)
+        if self._fresh is None or last is None or last[0] != form:
+            on_heap = call.spec.device == "cpu" or self._lies_on_heap(call.operand, call.spec)
+            blank = Blank(context, call.operand, *form, on_heap=on_heap)
+            if self._place is not None:
+                call.seen.blanks.keep(self._place, (form, blank))
+            self._fresh = blank.make()
+            self._key = self._key_to(call)
+        return self._fresh
 
     def _prepare(self, call: Call, plan: DevicePlan, reach: tuple[bool, bool]) -> Told:
         """Make all memory and plans; what peers have to know of it."""

@@ -13,18 +13,22 @@ from shardmath.arrays import ArraySpec
 from shardmath.context import require_context
 from shardmath.errors import InvalidFFTState, ShardmathError
 from shardmath.geometry import Layout
+from shardmath.latest import Latest
 from shardmath.local.fft import Norm
+from shardmath.operators.fft.again import Seen
 from shardmath.operators.fft.call import Call, performed, planned, spec_of
 from shardmath.operators.fft.options import FFTDirection, FFTOptions
 from shardmath.operators.lifecycle import Lifecycle, check_stream
 from shardmath.operators.workspace import give_back
-from shardmath.planning import agree_plan
+from shardmath.planning import Said, agree_plan
 
 if TYPE_CHECKING:
     from shardmath.operators.fft.device import DevicePlan
     from shardmath.operators.fft.host import Plan
 
 __all__ = ["FFT", "fft", "ifft", "irfft", "rfft"]
+
+_KEPT = 16  # calls of an object
 
 Options = FFTOptions | dict[str, Any] | None
 
@@ -180,7 +184,7 @@ def _transformed(name: str, call: Call) -> Any:
     plan, notes = agree_plan(
         context,
         name,
-        lambda: (call.described(context), call.note(context)),
+        lambda: (call.described(context).said, call.note(context)),
         lambda specs: planned(context, tuple(specs)),
     )
     call.log(plan)
@@ -222,10 +226,12 @@ class FFT(Lifecycle):
         self._plan, _ = agree_plan(
             context,
             self.noun,
-            lambda: (call.described(context), call.note(context)),
+            lambda: (call.described(context).said, call.note(context)),
             lambda specs: planned(context, tuple(specs)),
         )
         super().__init__(context, {"operand": operand, "distribution": distribution})
+        self._specs: Latest[Seen, Said] = Latest(_KEPT)
+        self._fitting: ArraySpec | None = None  # the operand of the last execution
         call.log(self._plan)
 
     @property
@@ -244,7 +250,7 @@ class FFT(Lifecycle):
 
     def plan(self, *, stream: Any = None) -> None:
         """Make it ready for `execute`; a second call does nothing. Collective."""
-        self._together("plan", lambda: check_stream(stream), list)
+        self._together("plan", lambda: check_stream(stream))
         self._planned = True
 
     def execute(
@@ -265,12 +271,12 @@ class FFT(Lifecycle):
         """
         calls: list[Call] = []
 
-        def described() -> tuple[Any, bytes]:
+        def described() -> tuple[Said, bytes]:
             self._require_ready()
             call = self._call(stream=stream, direction=direction, out=out)
             self._check(call.spec)
             calls.append(call)
-            return (self.number, call.described(self.context)), call.note(self.context)
+            return self._said(call.described(self.context)), call.note(self.context)
 
         self._require_open()
         plan, notes = agree_plan(self.context, f"{self.noun}.execute", described, self._built)
@@ -288,7 +294,7 @@ class FFT(Lifecycle):
         """
         held = self._operands["distribution"] if distribution is None else distribution
 
-        def described() -> tuple[Any, bytes]:
+        def described() -> tuple[Said, bytes]:
             self._require_alive()
             if operand is None:
                 raise ValueError(
@@ -296,7 +302,7 @@ class FFT(Lifecycle):
                 )
             self._check(spec_of(operand, "operand"))
             call = self._call(operand=operand, distribution=held, stream=stream)
-            return (self.number, call.described(self.context)), b""
+            return self._said(call.described(self.context)), b""
 
         self._require_open()
         plan, _ = agree_plan(
@@ -324,8 +330,14 @@ class FFT(Lifecycle):
     def _call(self, **changes: Any) -> Call:
         return Call(**{**self._operands, **self._fixed, "kind": None, **changes})
 
+    def _said(self, seen: Seen) -> Said:
+        """This object, and a call of it, for agreement."""
+        return self._specs.made(seen, lambda: Said((self.number, seen.description)))
+
     def _check(self, spec: ArraySpec) -> None:
         """Raise unless arrays like this can take the place of the operand."""
+        if spec is self._fitting:
+            return
         problem = self._plan.problem
         if spec.library != problem.library:
             raise TypeError(f"the operand is of {spec.library}, the plan is for {problem.library}")
@@ -335,6 +347,7 @@ class FFT(Lifecycle):
         for what, one, other in zip(names, given, expected, strict=True):
             if one != other:
                 raise ValueError(f"the operand has {what} {one}, the plan is for {other}")
+        self._fitting = spec
 
     def _built(self, specs: list[Any]) -> Plan | DevicePlan:
         require_equal("the FFT object", [number for number, _ in specs])

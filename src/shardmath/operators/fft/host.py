@@ -309,7 +309,8 @@ class _Work:
 
     def perform(self, numbers: range) -> None:
         """Gather, transform and write these blocks."""
-        scratch = _Scratch(self.source.dtype, self.each.order)
+        given = _Scratch(self.source.dtype, self.each.order, apart=self.each.kind != "R2C")
+        made = _Scratch(self.target.dtype, self.each.order, apart=self.each.kind != "C2R")
         blocks = self.each.blocks(self.rank)
         for number in numbers:
             block = blocks[number]
@@ -317,34 +318,25 @@ class _Work:
             if not self.each.axes:
                 self._gather(number, block, target)
                 continue
-            taken = self._taken(number, block, target, scratch.array)
-            made = transform(
+            # Copies in and out are cheap: they run at the speed of memory, which transforms do not.
+            direct = self.each.exceeds(target.nbytes)
+            if self.each.kind == "C2C":
+                taken = out = target if direct else given.array(target.shape)
+            else:
+                taken = given.array(tuple(cut.stop - cut.start for cut in block))
+                out = target if direct else made.array(target.shape)
+            self._gather(number, block, taken)
+            transform(
                 taken,
                 self.each.axes,
+                out=out,
                 kind=self.each.kind,
                 forward=self.problem.direction < 0,
                 norm=self.problem.norm,
-                length=target.shape[self.each.axes[-1]],
                 engine=self.engine,
             )
-            if taken is not target or not np.may_share_memory(made, target):
-                np.copyto(target, made)
-
-    def _taken(
-        self,
-        number: int,
-        block: Block,
-        target: HostArray,
-        scratch: Callable[[tuple[int, ...]], HostArray],
-    ) -> HostArray:
-        """The block's elements, where they may be overwritten."""
-        if self.each.stays and self.each.kind == "R2C":
-            return self.source[block]  # real input is not overwritten
-        shape = tuple(cut.stop - cut.start for cut in block)
-        in_place = self.each.kind == "C2C" and self.each.exceeds(target.nbytes)
-        taken = target if in_place else scratch(shape)
-        self._gather(number, block, taken)
-        return taken
+            if out is not target:
+                np.copyto(target, out)
 
     def _gather(self, number: int, block: Block, into: HostArray) -> None:
         if self.each.stays:
@@ -356,12 +348,14 @@ class _Work:
 
 
 class _Scratch:
-    """Memory of one thread that blocks pass through, its rows a little apart.
+    """Memory of one thread that blocks pass through, its rows a little `apart`.
 
-    Lines of a power of two of rows would all fight for the same few places of the cache.
+    Lines of a power of two of rows would all fight for the same few places of the cache. What is
+    only read or written row by row lies dense.
     """
 
-    def __init__(self, dtype: np.dtype[Any], order: str) -> None:
+    def __init__(self, dtype: np.dtype[Any], order: str, *, apart: bool) -> None:
+        self._apart = apart
         self._dtype = dtype
         self._order = order
         self._held: dict[tuple[int, ...], HostArray] = {}
@@ -370,7 +364,8 @@ class _Scratch:
         """An array of this shape, the same each time."""
         if shape not in self._held:
             extents = shape if self._order == "C" else shape[::-1]
-            pad = 0 if extents[-1] * self._dtype.itemsize % 512 else 64 // self._dtype.itemsize
+            meet = self._apart and extents[-1] * self._dtype.itemsize % 512 == 0
+            pad = 64 // self._dtype.itemsize if meet else 0
             memory = np.empty((*extents[:-1], extents[-1] + pad), self._dtype)
             held = memory[..., : extents[-1]]
             self._held = {shape: held if self._order == "C" else held.transpose()}

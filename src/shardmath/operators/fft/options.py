@@ -14,6 +14,7 @@ from typing import Any, Literal
 from shardmath.operators.lifecycle import check_blocking, check_logger, options_of
 
 __all__ = [
+    "COMPARED",
     "COMPLEX_OF",
     "REAL_OF",
     "WIDE",
@@ -34,6 +35,9 @@ COMPLEX_OF = {
 REAL_OF = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
 # What halves are transformed in: docs/decisions/halves-on-the-wire.md.
 WIDE = {"float16": "float32", "bfloat16": "float32", "complex32": "complex64"}
+
+# The options that must be equal on all ranks.
+COMPARED = ("fft_type", "redistribute", "last_axis_parity", "inplace", "blocking", "halves")
 
 
 class FFTDirection(IntEnum):
@@ -83,15 +87,8 @@ class FFTOptions:
         check_blocking(self.blocking)
 
     def compared(self) -> tuple[Any, ...]:
-        """What must be equal on all ranks."""
-        return (
-            self.fft_type,
-            self.redistribute,
-            self.last_axis_parity,
-            self.inplace,
-            self.blocking,
-            self.halves,
-        )
+        """What must be equal on all ranks: the values of `COMPARED`."""
+        return tuple(getattr(self, name) for name in COMPARED)
 
 
 def options_from(value: Any) -> FFTOptions:

@@ -22,7 +22,7 @@ from shardmath.redistribution import StridedCopy, TransferPlan, lowered
 
 __all__ = ["Block", "Pass", "passes"]
 
-BLOCK_BYTES = 2 << 20  # of a block: the second cache of a core, or about that
+BLOCK_BYTES = 1 << 20  # of a block: it and its source fit in the second cache of a core
 _LINE = 64  # bytes of a cache line
 
 Order = Literal["C", "F"]
@@ -65,7 +65,7 @@ class Pass:
 
     def exceeds(self, nbytes: int) -> bool:
         """Whether a block of so many bytes, one that cannot be cut, is too large for a cache."""
-        return nbytes > 4 * BLOCK_BYTES
+        return nbytes > 8 * BLOCK_BYTES
 
     def whole(self, block: Block) -> Block:
         """The same block after the transform, which may have changed the length of an axis."""
@@ -95,9 +95,9 @@ class Pass:
         return held[1]
 
     def __str__(self) -> str:
-        taken = "" if self.stays else f"from {self.source} "
-        what = f"{self.kind} along {self.axes}" if self.axes else "no transform"
-        return f"{taken}in {self.layout}: {what}"
+        taken = "" if self.stays else "take this rank's part from all ranks, "
+        axes = ", ".join(map(str, self.axes))
+        return f"{taken}{self.kind} along {axes}" if self.axes else f"{taken}no transform"
 
     def _cut(self, shape: tuple[int, ...]) -> Iterator[Block]:
         if 0 in shape:
@@ -175,7 +175,7 @@ def _groups(
     groups: list[tuple[int, ...]] = []
     held = 0
     for axis in ordered:
-        if groups and held * shape[axis] <= BLOCK_BYTES:
+        if groups and held * shape[axis] <= 2 * BLOCK_BYTES:  # better than one more pass
             held *= shape[axis]
             groups[-1] = (axis, *groups[-1])
         else:

@@ -18,7 +18,13 @@ from shardmath.arrays import ArraySpec, dtypes, library_named
 from shardmath.errors import BindDistributionError, CollectiveMismatch
 from shardmath.geometry import Distribution, Layout, Slab
 from shardmath.local.fft import Kind, Norm
-from shardmath.operators.fft.options import COMPLEX_OF, REAL_OF, FFTDirection, FFTOptions
+from shardmath.operators.fft.options import (
+    COMPARED,
+    COMPLEX_OF,
+    REAL_OF,
+    FFTDirection,
+    FFTOptions,
+)
 from shardmath.operators.layouts import bound, inferred, result_order
 
 __all__ = [
@@ -175,15 +181,15 @@ def check(descriptions: Sequence[Description]) -> Problem:
         ("direction", directions),
         ("axes", axes),
         ("norm", norms),
-        ("options (fft_type, redistribute, last_axis_parity, inplace, blocking, halves)", options),
+        *zip((f"options.{name}" for name in COMPARED), zip(*options, strict=True), strict=True),
         ("whether a pair of distributions is given", [each is not None for each in outputs]),
     ):
         require_equal(what, values)
     source = inferred("distribution", inputs, [operand[3] for operand in operands])
-    _, redistribute, parity, inplace, _, halves = options[0]
-    shape = _result_shape(source.global_shape, axes[0], kinds[0], parity)
+    agreed = dict(zip(COMPARED, options[0], strict=True))
+    shape = _result_shape(source.global_shape, axes[0], kinds[0], agreed["last_axis_parity"])
     if outputs[0] is None:
-        wanted = _natural(inputs, source, axes[0], kinds[0], redistribute)
+        wanted = _natural(inputs, source, axes[0], kinds[0], agreed["redistribute"])
     else:
         wanted = outputs
     target = bound("the result's distribution", wanted, shape)
@@ -199,8 +205,8 @@ def check(descriptions: Sequence[Description]) -> Problem:
         device=device,
         dtype=dtype,
         order=result_order([operand[4] for operand in operands]),
-        inplace=inplace,
-        halves=halves,
+        inplace=agreed["inplace"],
+        halves=agreed["halves"],
     )
     for rank, out in enumerate(outs):
         if out is not None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from shardmath.arrays import dtypes
-from shardmath.geometry import Layout, Spans, bytes_moved
+from shardmath.geometry import Layout, Spans, bytes_received
 from shardmath.operators.fft.problem import Problem
 
 __all__ = [
@@ -39,10 +39,10 @@ __all__ = [
 class Machine:
     """What decides between strategies: only ratios matter.
 
-    `flops` and `bandwidth`, in bytes per second, are one rank's; `wire` is what it receives from
-    its peers. An exchange costs `latency` seconds in synchronisation. `first_move` and `last_move`
-    are passes over memory that a move costs as first or last step; others are fused with the
-    transforms after them.
+    `flops`, of single precision, and `bandwidth`, in bytes per second, are one rank's; `wire` is
+    what it receives from its peers. An exchange costs `latency` seconds in synchronisation.
+    `first_move` and `last_move` are passes over memory that a move costs as first or last step;
+    others are fused with the transforms after them.
     """
 
     flops: float
@@ -86,7 +86,8 @@ class Transform:
         logs = sum(math.log2(max(2, self.layout.global_shape[axis])) for axis in self.axes)
         largest = max(math.prod(self.layout.local_shape(rank)) for rank in range(self.layout.size))
         passes = _passes(self.axes, self.layout.ndim) if machine.whole else 1
-        return largest * (5 * logs / machine.flops + 2 * passes * itemsize / machine.bandwidth)
+        flops = 5 * logs * itemsize / 8  # twice as slow in double precision, half as many if real
+        return largest * (flops / machine.flops + 2 * passes * itemsize / machine.bandwidth)
 
     def __str__(self) -> str:
         axes = ", ".join(map(str, self.axes))
@@ -106,7 +107,8 @@ class Move:
 
     def seconds(self, itemsize: int, machine: Machine) -> float:
         """Predicted for the rank that receives most."""
-        return _received(self.src, self.dst) * itemsize / machine.wire + machine.latency
+        received = max(bytes_received(self.src, self.dst, itemsize))
+        return received / machine.wire + machine.latency
 
     def __str__(self) -> str:
         return f"exchange: {self.src} -> {self.dst}"
@@ -127,7 +129,8 @@ class Strategy:
     @cached_property
     def seconds(self) -> float:
         """Predicted."""
-        return sum(step.seconds(self._itemsize, self.machine) for step in self.steps)
+        pairs = zip(self.steps, self._itemsizes, strict=True)
+        return sum(step.seconds(itemsize, self.machine) for step, itemsize in pairs)
 
     @property
     def exchanges(self) -> int:
@@ -137,11 +140,11 @@ class Strategy:
     def explain(self) -> str:
         """The problem, and a line for each step with predicted bytes and time."""
         lines = [str(self.problem)]
-        for number, step in enumerate(self.steps, 1):
-            seconds = step.seconds(self._itemsize, self.machine)
-            line = f"{number}. {step}; {seconds * 1e3:.3g} ms"
+        for number, (step, itemsize) in enumerate(zip(self.steps, self._itemsizes, strict=True), 1):
+            line = f"{number}. {step}; {step.seconds(itemsize, self.machine) * 1e3:.3g} ms"
             if isinstance(step, Move):
-                line += f", a rank receives at most {self._received(step):,} bytes"
+                received = max(bytes_received(step.src, step.dst, itemsize))
+                line += f", a rank receives at most {received:,} bytes"
             lines.append(line)
         lines.append(f"predicted: {self.seconds * 1e3:.3g} ms, {self.exchanges} exchanges")
         return "\n".join(lines)
@@ -149,12 +152,19 @@ class Strategy:
     def __str__(self) -> str:
         return self.explain()
 
-    def _received(self, step: Move) -> int:
-        return max(bytes_moved(step.src, step.dst, self._itemsize).received)
-
-    @property
-    def _itemsize(self) -> int:
-        return dtypes.of(self.problem.dtype).itemsize
+    @cached_property
+    def _itemsizes(self) -> tuple[int, ...]:
+        """Of the elements that each step begins with."""
+        before, after = (
+            dtypes.of(name).itemsize for name in (self.problem.dtype, self.problem.result)
+        )
+        turns = (
+            index
+            for index, step in enumerate(self.steps, 1)
+            if isinstance(step, Transform) and self.problem.axes[-1] in step.axes
+        )
+        count = next(turns, 0)
+        return (before,) * count + (after,) * (len(self.steps) - count)
 
 
 def choose(problem: Problem, machine: Machine = CORES) -> Strategy:
@@ -221,21 +231,25 @@ class _Search:
                 continue
             finished.add(state)
             for following, step in self._next(state):
-                cost = seconds + self._seconds(step, not steps, len(state[1]) == len(self._axes))
+                cost = seconds + self._seconds(step, state[1], not steps)
                 more = steps if step is None else (*steps, step)
                 heapq.heappush(queue, (cost, next(number), following, more))
         raise AssertionError("some place has each axis whole")
 
-    def _seconds(self, step: Step | None, first: bool, last: bool) -> float:
-        """Predicted for a step, which is the first, or follows when all axes are done."""
+    def _seconds(self, step: Step | None, done: frozenset[int], first: bool) -> float:
+        """Predicted in single precision for a step, when the axes `done` have been transformed."""
         if step is None:
             return 0.0
         machine = self._machine
+        # On GPUs real elements count in full: a move is hidden by transforms that come before it.
+        real = self._real is not None and self._real not in done and not machine.whole
+        itemsize = 4 if real else 8
         if isinstance(step, Transform):
-            return step.seconds(8, machine)
+            return step.seconds(itemsize, machine)
+        last = len(done) == len(self._axes)
         turns = machine.first_move * first + machine.last_move * last
         largest = max(math.prod(step.dst.local_shape(rank)) for rank in range(step.dst.size))
-        return step.seconds(8, machine) + turns * 8 * largest / machine.bandwidth
+        return step.seconds(itemsize, machine) + turns * itemsize * largest / machine.bandwidth
 
     def _next(
         self, state: tuple[int, frozenset[int], bool]
@@ -339,13 +353,4 @@ def _is_whole(layout: Layout, axis: int) -> bool:
     return all(
         part[axis].length == extent or any(spans.length == 0 for spans in part)
         for part in layout.parts
-    )
-
-
-def _received(src: Layout, dst: Layout) -> int:
-    """The elements that the rank that receives most does not have."""
-    return max(
-        math.prod(two.length for two in need)
-        - math.prod(one.shared(two) for one, two in zip(have, need, strict=True))
-        for have, need in zip(src.parts, dst.parts, strict=True)
     )

@@ -31,11 +31,20 @@ from shardmath.operators.matmul.strategy import (
     choose,
 )
 from shardmath.operators.workspace import Workspace
-from shardmath.planning import agree_plan
+from shardmath.planning import Said, agree_plan
 from shardmath.symmetric.allocation import block_of, empty_on_heap
 from shardmath.symmetric.heap import Block
 
-__all__ = ["Plan", "agree_on_operands", "agree_on_plan", "call_of", "run", "tuned"]
+__all__ = [
+    "Plan",
+    "agree_on_operands",
+    "agree_on_plan",
+    "call_of",
+    "comes_again",
+    "product",
+    "run",
+    "tuned",
+]
 
 
 @dataclass(frozen=True)
@@ -90,8 +99,25 @@ def agree_on_plan(context: Context, arguments: Arguments) -> tuple[Plan, Call]:
     Raises the same error on every rank when the arguments of one are wrong, or do not fit together.
     """
     calls: list[Call] = []
+    plan, _ = _planned(context, arguments, calls)
+    return plan, calls[0]
 
-    def described() -> tuple[Facts, bytes]:
+
+def _planned(
+    context: Context,
+    arguments: Arguments,
+    calls: list[Call],
+    repeat: Callable[[], tuple[Said, bytes] | None] = lambda: None,
+) -> tuple[Plan, list[bytes]]:
+    """The plan, and what each rank said by `repeat`, if not None. Collective.
+
+    The call is read, and put into `calls`, where that has nothing to say.
+    """
+
+    def described() -> tuple[Facts | Said, bytes]:
+        said = repeat()
+        if said is not None:
+            return said
         calls.append(call_of(context, arguments))
         return describe(calls[0]), b""
 
@@ -107,10 +133,10 @@ def agree_on_plan(context: Context, arguments: Arguments) -> tuple[Plan, Call]:
         share = gpu.Share(strategy, context.rank, hosts)
         return Plan(strategy, tuple(compared), share, tuple(gpu.notes(share)))
 
-    plan, _ = agree_plan(context, "matmul", described, build)
-    if calls[0].options.logger is not None:
+    plan, notes = agree_plan(context, "matmul", described, build)
+    if calls and calls[0].options.logger is not None:
         calls[0].options.logger.info("%s", plan.explain())
-    return plan, calls[0]
+    return plan, notes
 
 
 def tuned(context: Context, operation: str, arguments: Arguments, plan: Plan) -> Plan:
@@ -123,7 +149,7 @@ def tuned(context: Context, operation: str, arguments: Arguments, plan: Plan) ->
     from shardmath.operators.matmul import gpu
 
     own = replace(plan, share=gpu.Share(plan.strategy, context.rank, context.hosts))
-    gpu.tune(context, operation, arguments, lambda: (own, call_of(context, arguments)))
+    gpu.tune(context, operation, arguments, lambda: own, lambda: call_of(context, arguments))
     return own
 
 
@@ -142,31 +168,63 @@ def call_of(context: Context, arguments: Arguments) -> Call:
     return call
 
 
+def comes_again(context: Context, plan: Plan, arguments: Arguments) -> bool:
+    """Whether this rank has executed the plan on arguments like these, which fit therefore."""
+    if context.team is None:
+        return False
+    from shardmath.operators.matmul import gpu
+
+    share: Any = plan.share
+    return gpu.comes_again(context, share, arguments)
+
+
 def _places(context: Context) -> tuple[str, ...]:
     """The devices whose arrays a context takes: its own, and the host."""
     return ("cpu",) if context.team is None else (context.team.device.name, "cpu")
+
+
+def product(context: Context, arguments: Arguments) -> Any:
+    """What the function returns: agree on a plan, and execute it. Collective.
+
+    On GPUs a call that all ranks have made before is agreed on in one exchange.
+    """
+    if context.team is None:
+        plan, call = agree_on_plan(context, arguments)
+        return run(context, "matmul", arguments, lambda: plan, lambda: call)
+    from shardmath.operators.matmul import gpu
+
+    calls: list[Call] = []
+    one = gpu.Turn(context, "matmul", arguments)
+    plan, notes = _planned(context, arguments, calls, one.repeat)
+    if not one.is_repeated(notes):
+        one.agree(lambda: plan, lambda: calls[0] if calls else call_of(context, arguments))
+    return one.perform()
 
 
 def run(
     context: Context,
     operation: str,
     arguments: Arguments,
-    ready: Callable[[], tuple[Plan, Call]],
+    ready: Callable[[], Plan],
+    read: Callable[[], Call],
 ) -> Any:
     """Execute a plan on arguments that it was made for: D, or (D, outputs of the epilog).
     Collective.
 
-    `ready()` is the plan, and the call that the arguments make. What it raises on one rank is
-    raised on all, as is want of memory, before any element has been written.
+    `ready()` is the plan. `read()` is the call that the arguments make; a rank that has executed
+    the plan on arrays that look the same need not ask. What they raise on one rank is raised on
+    all, as is want of memory, before any element has been written.
     """
     if context.team is not None:
         from shardmath.operators.matmul import gpu
 
-        return gpu.run(context, operation, arguments, ready)
+        one = gpu.Turn(context, operation, arguments)
+        one.agree(ready, read)
+        return one.perform()
     made: list[tuple[Any, host.Execution]] = []
 
     def prepare() -> bytes:
-        plan, call = ready()
+        plan, call = ready(), read()
         out, operands = _operands(context, plan, call, arguments)
         made.append((out, host.Execution(context, plan.share, operands, operation)))
         told = packed_scalars((operands.alpha, operands.beta), operands.scales)

@@ -21,6 +21,8 @@ from shardmath.operators.matmul.api import (
     agree_on_operands,
     agree_on_plan,
     call_of,
+    comes_again,
+    product,
     run,
     tuned,
 )
@@ -52,12 +54,14 @@ def matmul(
 ) -> Any:
     """F(alpha op(a) @ op(b) + beta c), where F is the epilog. Collective.
 
+        y = matmul(x, w, distributions=[Slab.X, Slab.Y, Slab.X])
+
     a (m, k), b (k, n) and c (m, n) are this rank's parts of global matrices, in any order or
     strides, on the symmetric heap or not; `distributions` says how a, b and the result, which c
     shares, are split, in any combination. `qualifiers` (an array of `matrix_qualifiers_dtype` for
     a, b, c) transposes or conjugates a and b. float16, bfloat16, float32, float64, complex64 and
     complex128 are summed in at least float32. alpha is 1 and beta, which c requires, has no
-    default.
+    default. `MatmulEpilog` has the epilogs, their inputs and outputs.
 
     float8_e4m3fn and float8_e5m2, one e5m2 factor at most, take `quantization_scales` (see
     MatmulQuantizationScales), which also says how a float8 result is scaled. The result, whose type
@@ -89,8 +93,7 @@ def matmul(
         preferences=preferences,
         stream=stream,
     )
-    plan, call = agree_on_plan(context, arguments)
-    return run(context, "matmul", arguments, lambda: (plan, call))
+    return product(context, arguments)
 
 
 class Matmul(Lifecycle):
@@ -135,6 +138,7 @@ class Matmul(Lifecycle):
             context, Arguments(**operands, **self._fixed, **self._scalars, stream=stream)
         )
         self._plan: Plan | None = None
+        self._kept: Arguments | None = None
         super().__init__(context, operands)
 
     def plan(
@@ -156,11 +160,12 @@ class Matmul(Lifecycle):
         Raises ValueError or TypeError on every rank, as `matmul` does.
         """
 
-        def described() -> bool:
+        def described() -> bytes:
             self._require_held()
-            return bool(autotune)
+            return bytes([bool(autotune)])
 
-        tunes = self._together("plan", described, lambda all_: require_equal("autotune", all_))
+        told = self._together("plan", described)
+        tunes = require_equal("autotune", [text == b"\1" for text in told])
         asked = {"epilog": epilog, "preferences": preferences}
         arguments = self._arguments(inputs=epilog_inputs, stream=stream, **asked)
         plan, _ = agree_on_plan(self.context, arguments)
@@ -187,17 +192,16 @@ class Matmul(Lifecycle):
 
         `release_workspace` gives the memory that the context keeps for operations back.
         """
-        arguments = self._arguments(stream=stream)
+        arguments = self._whole if stream is None else self._arguments(stream=stream)
 
-        def ready() -> tuple[Plan, Call]:
+        def ready() -> Plan:
             self._require_ready()
             assert self._plan is not None
-            call = call_of(self.context, arguments)
-            self._require_alike(describe(call))
-            return self._plan, call
+            return self._plan
 
         self._require_open()
-        result = run(self.context, f"Matmul.execute #{self.number}", arguments, ready)
+        operation = f"Matmul.execute #{self.number}"
+        result = run(self.context, operation, arguments, ready, lambda: self._read(arguments))
         if release_workspace:
             give_back(self.context)
         return result
@@ -225,13 +229,15 @@ class Matmul(Lifecycle):
         def described() -> None:
             if not given:
                 raise ValueError("reset_operands was given nothing to reset")
-            self._require_complete(given)
-            self._require_same_library(given)
             changed = {**given, "scales": merged(given.get("scales"), self._operands["scales"])}
             arguments = self._arguments(**changed, stream=stream)
-            self._require_alike(describe(call_of(self.context, arguments)))
+            if self._plan is not None and comes_again(self.context, self._plan, arguments):
+                return
+            self._require_complete(given)
+            self._require_same_library(given)
+            self._read(arguments)
 
-        self._together("reset_operands", described, lambda _: None)
+        self._together("reset_operands", described)
         self._take(given)
 
     def reset_operands_unchecked(
@@ -254,6 +260,27 @@ class Matmul(Lifecycle):
         """Refer to the arrays no more; all must be reset before the next execution. Local."""
         self._require_alive()
         self._drop()
+
+    def _read(self, arguments: Arguments) -> Call:
+        """The call that they make. Raises ValueError where it is another than was planned."""
+        call = call_of(self.context, arguments)
+        self._require_alike(describe(call))
+        return call
+
+    @property
+    def _whole(self) -> Arguments:
+        """The arguments of the next execution, put together once."""
+        if self._kept is None:
+            self._kept = self._arguments()
+        return self._kept
+
+    def _hold(self, **operands: Any) -> None:
+        super()._hold(**operands)
+        self._kept = None
+
+    def _drop(self) -> None:
+        super()._drop()
+        self._kept = None
 
     def _arguments(self, **changes: Any) -> Arguments:
         return Arguments(**{**self._operands, **self._fixed, **self._scalars, **changes})
@@ -292,7 +319,7 @@ class Matmul(Lifecycle):
     def _require_same_library(self, given: Mapping[str, Any]) -> None:
         expected = self._facts.operands[0][0]
         for name in sorted({"a", "b", "c"} & set(given)):
-            place = place_of(library_of(given[name]).spec(given[name]))
+            place = place_of(library_of(given[name], name).spec(given[name]))
             if place != expected:
                 raise TypeError(f"{name} is {place}; this Matmul was made for {expected}")
 

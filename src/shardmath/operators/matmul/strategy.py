@@ -19,9 +19,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 
 from shardmath.arrays import dtypes
-from shardmath.geometry import Layout, Spans, bytes_moved, common_elements
+from shardmath.geometry import Layout, Spans, bytes_received, common_elements, kept_elements
 from shardmath.operators.matmul.problem import Problem
 from shardmath.redistribution import TransferPlan
 
@@ -188,7 +189,7 @@ class Strategy:
         problem, ranks = self.problem, range(self.problem.size)
         wide = dtypes.accumulator(problem.dtype).itemsize
         work = [2.0 * r.length * c.length * d.length for r, c, d in zip(*self._work, strict=True)]
-        a, b = (transfer.traffic.received for transfer in self.transfers)
+        a, b = (transfer.received for transfer in self.transfers)
         received = [a[r] + b[r] for r in ranks]
         phases = 1
         if self.reduces:
@@ -197,7 +198,7 @@ class Strategy:
             received = [received[r] + wide * added[r] for r in ranks]
         if self.moves_result:
             phases += 1
-            moved = bytes_moved(self.reduced, problem.d, wide).received
+            moved = bytes_received(self.reduced, problem.d, wide)
             received = [received[r] + moved[r] for r in ranks]
         times = [
             work[r] / machine.rate(problem.dtype) + received[r] / machine.bandwidth for r in ranks
@@ -210,6 +211,10 @@ class Strategy:
 
     def _added(self) -> list[int]:
         """Elements of other ranks' products that each rank reads to complete its sums."""
+        copies = self.sums.copies
+        if copies is not None and all(part.length for part in self.depth):
+            own = kept_elements(self.sums, self.reduced)
+            return [copies * prod(self.reduced.local_shape(r)) - own[r] for r in range(len(own))]
         read = common_elements(self.sums, self.reduced)
         ranks = range(self.problem.size)
         sources = [src for src in ranks if self.depth[src].length]
@@ -244,7 +249,7 @@ def choose(problem: Problem, machine: Machine) -> tuple[Strategy, list[tuple[Str
     compared = [(each, each.cost(machine)) for each in candidates(problem)]
     compared.sort(key=lambda entry: entry[1].seconds)
     wanted = problem.strategy
-    fitting = [each for each, _ in compared if wanted in (None, each.kind, each.label)]
+    fitting = [each for each, _ in compared if wanted is None or wanted in (each.kind, each.label)]
     if not fitting:
         names = ", ".join(dict.fromkeys(str(each) for each, _ in compared))
         raise ValueError(f"no strategy {wanted!r} for these distributions; there are {names}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from shardmath.agreement import require_equal
@@ -14,21 +15,19 @@ from shardmath.latest import Latest
 from shardmath.operators.lifecycle import Lifecycle, check_stream, options_of
 from shardmath.operators.redistribute.execution import HostExecution
 from shardmath.operators.redistribute.problem import (
-    Description,
     Problem,
     RedistributeOptions,
     check,
+    check_distributions,
     describe,
     misfit,
 )
-from shardmath.planning import agree_plan
+from shardmath.planning import Said, agree_plan
 
 if TYPE_CHECKING:
     from shardmath.operators.redistribute.device import DeviceExecution
 
 __all__ = ["Redistribute", "redistribute"]
-
-_KEPT = 64  # problems that are expected
 
 
 def redistribute(
@@ -66,16 +65,15 @@ def redistribute(
         stream=stream,
         out=out,
     )
-    execution, expected = _execution(context, passing=True), Expected.of(context)
-    given: list[Description] = []
+    execution = _execution(context, passing=True)
+    seen: list[_Seen] = []
 
-    def described() -> tuple[Description, bytes]:
-        given.append(call.described())
-        problem = expected.problem(given[0])
-        return given[0], execution.read(operand, out, stream, problem)
+    def described() -> tuple[Said, bytes]:
+        seen.append(call.seen(context))
+        return seen[0].said, execution.read(operand, out, stream, seen[0].expected)
 
     problem, notes = agree_plan(context, "redistribute", described, check)
-    expected.keep(given[0], problem)
+    seen[0].expected = problem
     call.log(problem)
     return execution.perform(problem, notes)
 
@@ -116,10 +114,10 @@ class Redistribute(Lifecycle):
         )
         self._execution = _execution(context)
 
-        def described() -> tuple[Description, bytes]:
-            description = call.described()
+        def described() -> tuple[Said, bytes]:
+            seen = call.seen(context)
             self._execution.inspect(operand, None, stream)
-            return description, b""
+            return seen.said, b""
 
         self._problem: Problem
         self._problem, _ = agree_plan(context, self.noun, described, check)
@@ -127,6 +125,7 @@ class Redistribute(Lifecycle):
         call.log(self._problem)
         self._shape = library_of(operand).spec(operand).shape
         self._fitting: tuple[ArraySpec, ArraySpec | None] | None = None  # of the last execution
+        self._said = Said((self.number,))
 
     def explain(self) -> str:
         """What moves, in a few lines, and how it does between hosts. Local."""
@@ -141,7 +140,7 @@ class Redistribute(Lifecycle):
 
     def plan(self, stream: Any = None) -> None:
         """Make it ready for `execute`; a second call does nothing. Collective."""
-        self._together("plan", lambda: check_stream(stream), list)
+        self._together("plan", lambda: check_stream(stream))
         self._planned = True
 
     def execute(
@@ -158,16 +157,16 @@ class Redistribute(Lifecycle):
         `redistribute`.
         """
 
-        def described() -> tuple[tuple[int], bytes]:
+        def described() -> tuple[Said, bytes]:
             self._require_ready()
             check_stream(stream)
             operand = self._operands["operand"]
             self._require_fit(
-                library_of(operand).spec(operand),
+                library_of(operand, "operand").spec(operand),
                 None if out is None else library_of(out, "out").spec(out),
             )
             note = self._execution.read(operand, out, stream, self._problem, self.number)
-            return (self.number,), note
+            return self._said, note
 
         self._require_open()
         try:
@@ -196,7 +195,7 @@ class Redistribute(Lifecycle):
                 raise ValueError(
                     "reset_operand needs an operand; release_operand drops the old one"
                 )
-            spec = library_of(operand).spec(operand)
+            spec = library_of(operand, "operand").spec(operand)
             if spec.library != self._problem.library:
                 raise TypeError(
                     f"the operand is of {spec.library}, the plan is for {self._problem.library}"
@@ -204,7 +203,7 @@ class Redistribute(Lifecycle):
             self._check_shape(spec)
             self._execution.inspect(operand, None, stream)
 
-        self._together("reset_operand", described, list)
+        self._together("reset_operand", described)
         self._hold(operand=operand)
 
     def reset_operand_unchecked(self, operand: Any, *, stream: Any = None) -> None:
@@ -250,28 +249,17 @@ def _execution(context: Context, *, passing: bool = False) -> HostExecution | De
     return DeviceExecution(context, passing=passing)
 
 
-class Expected:
-    """What calls of this rank became when they were last agreed on: likely the same again.
-
-    What follows from it is told to the peers, who see whether it holds.
+@dataclass
+class _Seen:
+    """A call as it was described, for agreement, and what became of it when it was agreed on:
+    likely the same again. What follows from that is told to the peers, who see whether it holds.
     """
 
-    def __init__(self) -> None:
-        self._problems: Latest[Description, Problem] = Latest(_KEPT)
+    said: Said
+    expected: Problem | None = None
 
-    @classmethod
-    def of(cls, context: Context) -> Expected:
-        """The one of a context."""
-        expected: Expected = context.cache("expected redistributions", cls)
-        return expected
 
-    def problem(self, description: Description) -> Problem | None:
-        """The problem of the last call that was described like this, if it is known."""
-        return self._problems.find(description)
-
-    def keep(self, description: Description, problem: Problem) -> None:
-        """Expect it the next time."""
-        self._problems.keep(description, problem)
+_LATEST = partial(Latest[Any, _Seen], 64)
 
 
 @dataclass(kw_only=True)
@@ -285,13 +273,19 @@ class _Call:
     stream: Any
     out: Any = None
 
-    def described(self) -> Description:
-        """The call in plain data. Raises what is wrong with it."""
+    def seen(self, context: Context) -> _Seen:
+        """The same for all calls with equal arguments. Raises what is wrong with them."""
         options = options_of(RedistributeOptions, self.options)
         check_stream(self.stream)
         spec = library_and_spec(self.operand, "operand")[1]
         out = None if self.out is None else library_and_spec(self.out, "out")[1]
-        return describe(spec, self.source, self.target, options, out)
+        source, target = self.source, self.target
+        check_distributions(source, target)
+        known: Latest[Any, _Seen] = context.cache("calls of redistribute", _LATEST)
+        return known.made(
+            (spec, source, target, options.blocking, out),
+            lambda: _Seen(Said(describe(spec, source, target, options, out))),
+        )
 
     def log(self, problem: Problem) -> None:
         """Tell the user's logger what was planned."""

@@ -22,7 +22,7 @@ from shardmath.errors import HeapExhausted
 from shardmath.geometry import Move
 from shardmath.operators.lanes import LANES, Lane
 from shardmath.operators.redistribute.device_arrays import DeviceArrays
-from shardmath.operators.redistribute.memory import DeviceMemory, Step
+from shardmath.operators.redistribute.memory import Copying, DeviceMemory, Step
 from shardmath.operators.redistribute.notes import Note, lacking, pulls, staging_strides
 from shardmath.operators.redistribute.problem import Problem
 from shardmath.redistribution import Exposed, TransferPlan
@@ -141,25 +141,17 @@ def execute_on_gpus(
 
     `texts` are all ranks' notes. Raises HeapExhausted on all ranks when one lacks memory.
     """
-    texts, steps = _agreed_steps(context, problem, arrays, texts, memory)
-    stream, crosses = arrays.stream, problem.transfer.crosses
+    texts, copying = _agreed_copying(context, problem, arrays, texts, memory)
+    stream = arrays.stream
     with context.executing("redistribute"):
-        if not steps:
+        if copying is None:
             notes = [Note.unpack(text) for text in texts]
-            steps = memory.keep_steps(
-                _key(arrays, texts), _steps(context, problem, arrays, notes, memory)
-            )
-        with lane.entered(stream) as turn:
-            if crosses:
-                lane.barrier(stream)
-            steps[0].put(stream)
-            if crosses:
-                lane.barrier(stream)
-            for step in steps[1:]:
-                step.put(stream)
-                memory.staged_on(stream)
-        if turn.captured:
-            lane.keep(steps)
+            steps = _steps(context, problem, arrays, notes, memory)
+            made = Copying(lane, steps, crosses=problem.transfer.crosses)
+            copying = memory.keep_copying(_key(arrays, texts), made)
+        copying.put(stream)
+        if copying.is_staged:
+            memory.staged_on(stream)
         memory.pass_on()
         assert arrays.result is not None, "agreed on"
         given = arrays.result.give(context, stream)
@@ -168,20 +160,20 @@ def execute_on_gpus(
     return given
 
 
-def _agreed_steps(
+def _agreed_copying(
     context: Context,
     problem: Problem,
     arrays: DeviceArrays,
     texts: list[bytes],
     memory: DeviceMemory,
-) -> tuple[list[bytes], tuple[Step, ...]]:
+) -> tuple[list[bytes], Copying | None]:
     """All ranks' notes when all have what they need, and the copies, if they are known. Collective.
 
     Ranks agree once more where one has to allocate. The same notes mean the same on all.
     """
-    steps = memory.steps(_key(arrays, texts))
-    if steps:
-        return texts, steps
+    copying = memory.copying(_key(arrays, texts))
+    if copying is not None:
+        return texts, copying
     notes = [Note.unpack(text) for text in texts]
     shapes = [problem.transfer.dst.local_shape(rank) for rank in range(context.size)]
     unmade = any(
@@ -202,16 +194,13 @@ def _agreed_steps(
             if not had:
                 memory.unstage()
             raise
-    return texts, ()
+    return texts, None
 
 
 def _key(arrays: DeviceArrays, texts: Sequence[bytes]) -> tuple[Any, ...]:
     """What the addresses and strides of all copies of this rank follow from."""
-    operand = arrays.operand
-    if arrays.result is None:
-        return (*texts, operand.address, operand.strides)
-    result = arrays.result.array
-    return (*texts, operand.address, operand.strides, result.address, result.strides)
+    operand, result = arrays.operand, arrays.result
+    return (*texts, operand.address, operand.strides, result and result.place)
 
 
 # -- this rank's copies ----------------------------------------------------------------------------
@@ -254,7 +243,7 @@ def _steps(
         return (Step.of(copies, bases, (result.address,)),)
     moves = transfer.out_of(rank)
     shown = {move.dst: notes[move.dst].place for move in moves if move.dst != rank}
-    staged = bool(transfer.traffic.received[rank]) and result.block is None
+    staged = bool(transfer.received[rank]) and result.block is None
     own = (result.address, result.strides)
     if staged:
         own = (memory.staging_address, staging_strides(problem, rank))

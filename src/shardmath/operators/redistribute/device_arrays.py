@@ -1,29 +1,37 @@
 """One rank's arrays in a redistribution on GPUs, and what it says of them.
 
 An operand in host memory is on the heap from when it is read on, and so is the place of its result.
+What was found out about arrays is kept for others that look and lie alike.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from shardmath.arrays import Library, library_of
+from shardmath.arrays import ArraySpec, Library, library_of
 from shardmath.arrays.base import share_memory
 from shardmath.context import Context
+from shardmath.latest import Latest
 from shardmath.operators.redistribute.notes import Made, Note
 from shardmath.operators.redistribute.problem import Problem
 from shardmath.symmetric.allocation import block_of
 from shardmath.symmetric.device_array import (
+    Blank,
+    DeviceArray,
     Result,
-    new_result,
     read,
     result_in,
     stream_of,
 )
+from shardmath.symmetric.looks import look
 
 __all__ = ["DeviceArrays"]
+
+_KEPT = 64  # arrays that look and lie alike, and notes on each
 
 
 class DeviceArrays:
@@ -39,49 +47,104 @@ class DeviceArrays:
         self._context = context
         self._user = operand
         self._made: Made | None = None
-        self.result: Result | None = None
         library = library_of(operand)
-        spec = library.spec(operand)
+        known: Latest[Any, _Read] = context.cache("arrays redistributed", _KNOWN)
+        key = look(context, operand, out)
+        found = None if key is None else known.find(key)
+        spec = library.spec(operand) if found is None else found.spec
         self.stream = stream_of(context, spec, stream)
-        on_host = spec.device == "cpu"
-        if on_host and out is not None:
-            _require_apart(library, operand, out)
-        self.operand = read(context, operand, spec=spec)
-        self._on_heap = self.operand.block is not None
-        if not self._on_heap and library.is_lazy(operand):  # it was read into a copy
-            self._on_heap = block_of(context, operand) is not None
-        if out is not None:
-            self.result = result_in(context, out)
-            if not on_host and self.operand.overlaps(self.result.array):
-                _require_apart(library, operand, out)
+        if found is not None:
+            target = found.target
+            self.result = None if target is None else Result(target.address, target, out)
+        else:
+            found, self.result = _read(context, library, spec, operand, out)
+            if key is not None:
+                known.keep(key, found.without_memory())
+        self._read = found
+        self.operand = found.operand
 
     def allocate(self, problem: Problem) -> None:
         """Make room for the result, where none was given. Raises HeapExhausted.
 
         One that was made for another problem goes.
         """
-        shape = problem.transfer.dst.local_shape(self._context.rank)
-        made: Made = (shape, problem.order)
-        if self.result is not None and self._made in (None, made):
+        blank = self._read.blanks.made(id(problem), lambda: self._blank(problem))
+        if self.result is not None and self._made in (None, blank.made):
             return
         self._made = self.result = None
-        context, order = self._context, problem.order
-        self.result = new_result(
-            context, self._user, shape, problem.dtype, order, on_heap=self._on_heap
-        )
-        self._made = made
+        self.result = blank.blank.make()
+        self._made = blank.made
+
+    def _blank(self, problem: Problem) -> _Blank:
+        context, order, on_heap = self._context, problem.order, self._read.on_heap
+        shape = problem.transfer.dst.local_shape(context.rank)
+        blank = Blank(context, self._user, shape, problem.dtype, order, on_heap=on_heap)
+        return _Blank(problem, (shape, order), blank)
 
     def note(self, staging: bytes) -> bytes:
         """What this rank says of this execution. `staging` is packed, b"" where there is none."""
+        place = None if self.result is None else self.result.address
+        return self._read.notes.made((place, staging, self._made), lambda: self._note(staging))
+
+    def _note(self, staging: bytes) -> bytes:
         target = None if self.result is None else self.result.array
         return Note.packed(
             self.operand.told,
             b"" if target is None else target.told,
             staging,
             allocates=target is None,
-            on_heap=self._on_heap if target is None else target.block is not None,
+            on_heap=self._read.on_heap if target is None else target.block is not None,
             made=self._made,
         )
+
+
+@dataclass(frozen=True)
+class _Blank:
+    """How new results look for a problem."""
+
+    problem: Problem
+    made: Made
+    blank: Blank
+
+
+@dataclass(frozen=True)
+class _Read:
+    """What was found out about the user's arrays, `spec` being the operand's, `target` being `out`;
+    and what follows for problems, by their identity, and for places of results.
+    """
+
+    spec: ArraySpec
+    operand: DeviceArray
+    target: DeviceArray | None
+    on_heap: bool
+    blanks: Latest[int, _Blank] = field(default_factory=lambda: Latest(_KEPT), repr=False)
+    notes: Latest[Any, bytes] = field(default_factory=lambda: Latest(_KEPT), repr=False)
+
+    def without_memory(self) -> _Read:
+        """The same, which keeps no array."""
+        target = None if self.target is None else self.target.without_memory()
+        operand = self.operand.without_memory()
+        return replace(self, operand=operand, target=target)
+
+
+_KNOWN = partial(Latest[Any, _Read], _KEPT)
+
+
+def _read(
+    context: Context, library: Library, spec: ArraySpec, operand: Any, out: Any
+) -> tuple[_Read, Result | None]:
+    result, on_host = None, spec.device == "cpu"
+    if on_host and out is not None:
+        _require_apart(library, operand, out)
+    array = read(context, operand, spec=spec)
+    on_heap = array.block is not None
+    if not on_heap and library.is_lazy(operand):  # it was read into a copy
+        on_heap = block_of(context, operand) is not None
+    if out is not None:
+        result = result_in(context, out)
+        if not on_host and array.overlaps(result.array):
+            _require_apart(library, operand, out)
+    return _Read(spec, array, None if result is None else result.array, on_heap), result
 
 
 def _require_apart(library: Library, operand: Any, out: Any) -> None:

@@ -1,4 +1,4 @@
-"""What redistributions on GPUs keep from one execution to the next: staging, copies, and steps."""
+"""What redistributions on GPUs keep from one execution to the next: staging, and launches."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from shardmath.latest import Latest
 from shardmath.operators.lanes import Lane
 from shardmath.operators.redistribute.notes import staging_strides
 from shardmath.operators.redistribute.problem import Problem
+from shardmath.operators.repeats import Launches
 from shardmath.redistribution import Exposed
 from shardmath.symmetric.heap import Block, Buffer
 
@@ -21,9 +22,9 @@ if TYPE_CHECKING:
     from shardmath.redistribution.delivery import Delivery
     from shardmath.redistribution.device import BoxCopies
 
-__all__ = ["DeviceMemory", "Step"]
+__all__ = ["Copying", "DeviceMemory", "Step"]
 
-_KEPT = 64  # of plans without an object, and of steps and copies in each
+_KEPT = 64  # of plans without an object, and of launches and copies in each
 _LATEST = partial(Latest[Any, Any], _KEPT)
 _STAGING = "staging"  # of the lane's buffers
 _KEPT_STAGING = 64 << 20  # bytes that calls without an object leave to the next
@@ -47,6 +48,33 @@ class Step:
             self.launch.put(stream)
 
 
+class Copying:
+    """All that one execution puts on a stream: the first step between barriers where ranks push or
+    pull, then the others. It is put together as a graph when it comes again.
+    """
+
+    def __init__(self, lane: Lane, steps: Sequence[Step], *, crosses: bool) -> None:
+        self.is_staged = len(steps) > 1
+        self._steps, self._crosses = steps, crosses
+        self._launches = Launches(lane)
+
+    def put(self, stream: int) -> None:
+        """Launch it."""
+        if self._launches.launch((), stream, self._put):
+            self._launches.lane.keep(self)
+
+    def _put(self, stream: int) -> None:
+        first, *others = self._steps
+        lane = self._launches.lane
+        if self._crosses:
+            lane.barrier(stream)
+        first.put(stream)
+        if self._crosses:
+            lane.barrier(stream)
+        for step in others:
+            step.put(stream)
+
+
 class DeviceMemory:
     """What is kept from one execution to the next: staging, and copies on the device.
 
@@ -62,7 +90,7 @@ class DeviceMemory:
         self._place = b""
         self._stream = 0  # of the last execution that used the staging
         self._copies: Latest[Any, BoxCopies] = Latest(_KEPT)
-        self._steps: Latest[Any, tuple[Step, ...]] = Latest(_KEPT)
+        self._copying: Latest[Any, Copying] = Latest(_KEPT)
         self._delivery: Delivery | None = None
 
     def delivery(self, problem: Problem) -> Delivery:
@@ -116,13 +144,13 @@ class DeviceMemory:
         """The copies for arrays of such strides, made when they are first needed."""
         return self._copies.made(key, make)
 
-    def steps(self, key: Any) -> tuple[Step, ...]:
-        """The copies between arrays at such places, where they are known; else none."""
-        return self._steps.find(key) or ()
+    def copying(self, key: Any) -> Copying | None:
+        """What copies between arrays at such places, where it is known."""
+        return self._copying.find(key)
 
-    def keep_steps(self, key: Any, steps: tuple[Step, ...]) -> tuple[Step, ...]:
-        """Keep them for the next execution."""
-        return self._steps.keep(key, steps)
+    def keep_copying(self, key: Any, copying: Copying) -> Copying:
+        """Keep it for the next execution."""
+        return self._copying.keep(key, copying)
 
     def pass_on(self) -> None:
         """After an execution: give back what is not to be kept for the next."""
@@ -139,7 +167,7 @@ class DeviceMemory:
         """Give the staging back, when what uses it has ended. The lane's stays."""
         if self._buffer is None:
             return
-        self._steps.clear()
+        self._copying.clear()
         self._place, self._block = b"", None
         team = self._context.team
         if team is not None:

@@ -99,7 +99,7 @@ def lacking(problem: Problem, notes: Sequence[Note]) -> list[int]:
     transfer = problem.transfer
     if pulls(transfer, notes):
         return []
-    received = transfer.traffic.received
+    received = transfer.received
     staged = [r for r, note in enumerate(notes) if received[r] and not note.on_heap]
     return staged if any(not _fits(problem, r, notes[r].staging) for r in staged) else []
 

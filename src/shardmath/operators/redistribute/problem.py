@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from logging import Logger
 from typing import Any, Literal
 
@@ -21,7 +20,15 @@ from shardmath.operators.layouts import bound, inferred, result_order
 from shardmath.operators.lifecycle import check_blocking, check_logger
 from shardmath.redistribution import TransferPlan
 
-__all__ = ["Description", "Problem", "RedistributeOptions", "check", "describe", "misfit"]
+__all__ = [
+    "Description",
+    "Problem",
+    "RedistributeOptions",
+    "check",
+    "check_distributions",
+    "describe",
+    "misfit",
+]
 
 
 @dataclass(frozen=True)
@@ -79,26 +86,16 @@ def describe(
     options: RedistributeOptions,
     out: ArraySpec | None,
 ) -> Description:
-    """The call in plain data. Raises TypeError for a distribution that is none."""
-    for name, given in (
-        ("input_distribution", input_distribution),
-        ("output_distribution", output_distribution),
-    ):
+    """The call in plain data."""
+    encoded = input_distribution.encode(), output_distribution.encode()
+    return _facts(operand), *encoded, options.blocking, None if out is None else _facts(out)
+
+
+def check_distributions(source: object, target: object) -> None:
+    """Raise TypeError for a distribution that is none."""
+    for name, given in (("input_distribution", source), ("output_distribution", target)):
         if not isinstance(given, Distribution):
             raise TypeError(f"{name} is a distribution such as Slab.X or a Box, not {given!r}")
-    return _described(operand, input_distribution, output_distribution, options.blocking, out)
-
-
-@lru_cache(maxsize=256)
-def _described(
-    operand: ArraySpec,
-    source: Distribution,
-    target: Distribution,
-    blocking: Any,
-    out: ArraySpec | None,
-) -> Description:
-    given = None if out is None else _facts(out)
-    return _facts(operand), source.encode(), target.encode(), blocking, given
 
 
 def check(descriptions: Sequence[Description]) -> Problem:

@@ -124,7 +124,7 @@ class AllGatherGemm:
 
     def _multiply(self, a: int, b: int, result: int, pitch: int, stream: int) -> None:
         problem, tiling = self.problem, self.tiling
-        kernel = product_kernel(self.team, problem, tiling, boxes=self._boxes(result, pitch))
+        kernel = product_kernel(self.team, problem, tiling, aligned=self._aligned(result, pitch))
         key = (a, b, result, pitch)
         if key not in self._arguments:
             if len(self._arguments) >= _MOST_ARGUMENTS:
@@ -132,10 +132,8 @@ class AllGatherGemm:
             self._arguments[key] = Argument(self._packed(*key))
         kernel.launch(stream, tiling.blocks, _THREADS, self._arguments[key])
 
-    def _boxes(self, result: int, pitch: int) -> bool:
-        """Whether the part of the result that each rank's rows make can be stored in boxes, of
-        which no row is cut but at a multiple of 16 bytes.
-        """
+    def _aligned(self, result: int, pitch: int) -> bool:
+        """Whether what each rank's rows make of the result can be stored 16 bytes at a time."""
         problem, unit = self.problem, ALIGNMENT // 2
         cuts = [problem.columns] if problem.out == "C" else problem.rows
         return result % ALIGNMENT == 0 and pitch % unit == 0 and not any(cut % unit for cut in cuts)
@@ -148,8 +146,6 @@ class AllGatherGemm:
         arrivals = problem.arrivals(rank)
         absent = size - len(arrivals)
         maps = [self._map_of_rows(src, a) for src in arrivals] + [bytes(NBYTES)] * absent
-        maps += [self._map_of_result(src, result, pitch) for src in arrivals]
-        maps += [bytes(NBYTES)] * absent
         maps.append(self._map_of_b(b))
         parts, units = [], 0
         for src in arrivals:
@@ -158,7 +154,7 @@ class AllGatherGemm:
             units += heights * tiling.across(problem.columns)
         starts = [problem.starts[src] for src in arrivals]
         counts = [len(arrivals), units, -(-problem.depth // DEPTH), problem.columns]
-        counts += [problem.chunk, 0]
+        counts += [problem.chunk, len(problem.chunks)]
         packed = b"".join(maps) + self.team.packed()
         packed += struct.pack(f"{size}Q", *self._room.bases)
         packed += struct.pack("QQ6I", result, 2 * pitch, *counts)
@@ -186,23 +182,11 @@ class AllGatherGemm:
             shape, box = (problem.depth, problem.columns), tiling.width
         return tensor_map(b, problem.dtype, *shape, problem.b.pitch, box // tiling.cluster)
 
-    def _map_of_result(self, src: int, result: int, pitch: int) -> bytes:
-        """What the rows of `src` make of it."""
-        problem, start, rows = self.problem, self.problem.starts[src], self.problem.rows[src]
-        if not self._boxes(result, pitch):
-            return bytes(NBYTES)
-        if problem.out == "C":
-            at = result + 2 * start * pitch
-            return tensor_map(at, problem.dtype, problem.columns, rows, pitch, 64, 64)
-        return tensor_map(result + 2 * start, problem.dtype, rows, problem.columns, pitch, 32, 128)
-
 
 def product_kernel(
-    team: Team, problem: GatheredProduct, tiling: Tiling, *, boxes: bool = True
+    team: Team, problem: GatheredProduct, tiling: Tiling, *, aligned: bool = True
 ) -> Kernel:
-    """The kernel for a problem, compiled when first asked for; `boxes` where the result is aligned
-    as they need it.
-    """
+    """The kernel for a problem, compiled when first asked for; `aligned` as its result is."""
     b_along_k = problem.b.order == "F"
     defines = (
         f"ELEMENT={problem.dtype.capitalize()}",
@@ -212,7 +196,7 @@ def product_kernel(
         f"WIDTH={tiling.width}",
         f"CLUSTER={tiling.cluster}",
         f"STAGES={tiling.stages}",
-        f"BOXES={boxes:d}",
+        f"ALIGNED={aligned:d}",
     )
     shared = tiling.shared_bytes(b_along_k=b_along_k)
     return team.kernel("gathered", "gathered", defines, shared=shared, features="a")

@@ -20,7 +20,7 @@ import numpy as np
 from shardmath.cuda.constant import Constant
 from shardmath.cuda.driver import call
 from shardmath.cuda.kernel import Argument
-from shardmath.cuda.tensormap import ALIGNMENT, NBYTES, tensor_map
+from shardmath.cuda.tensormap import ALIGNMENT
 from shardmath.geometry import Move
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.gpu import Matrix
@@ -247,7 +247,8 @@ class Arriving:
             of_kind: tuple[str, ...] = (f"PAIRS={aligned:d}",)
         else:
             names = f"ELEMENT={out.dtype.capitalize()}", f"WIDTH={tiling.width}"
-            of_kind = (*names, f"BOXES={aligned:d}")
+            whole = aligned and out.itemsize * out.columns % ALIGNMENT == 0
+            of_kind = (*names, "C_ALONG_N=1", f"ALIGNED={whole:d}")
         defines = (
             f"A_ALONG_K={left.along_k:d}",
             f"B_ALONG_K={right.along_k:d}",
@@ -259,10 +260,6 @@ class Arriving:
         kernel = team.kernel(tiling.file, tiling.file, defines, shared=tiling.shared, features="a")
         packed = b"".join(side.map(panel) for side, panel in zip(self._sides, panels, strict=True))
         packed += b"".join(side.map(side.lying()) for side in self._sides)
-        if aligned and out.dtype != "float64":
-            packed += tensor_map(out.address, out.dtype, out.columns, out.rows, pitch, 64, 64)
-        else:
-            packed += bytes(NBYTES)
         packed += team.packed()
         packed += struct.pack("QQQQ", words, plan.steps.address, out.address, out.itemsize * pitch)
         packed += struct.pack("QQ", words + 8 * _WORDS, self._lane.address("sums"))

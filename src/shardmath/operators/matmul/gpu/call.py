@@ -1,59 +1,305 @@
-"""A product's call on a context of GPUs: its operands read, its result given as they came.
+"""A product's call on a context of GPUs: what ranks say of it, and what they put on the stream.
 
-What can be wrong on one rank is raised before any rank has written anything. With operands on GPUs
-the call returns when all is on the stream; operands in host memory are carried there and back.
+A call that comes again as it was looks at its arrays, makes its results, says a number, and
+launches a graph: see `operators/repeats.py`. Any other reads its operands and tells all of it. With
+operands on GPUs a call returns when all is on the stream; operands in host memory are carried there
+and back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
 
 from shardmath.arrays import library_of
-from shardmath.arrays.base import share_memory
 from shardmath.context import Context
 from shardmath.cuda import stream as streams
-from shardmath.cuda.driver import call
-from shardmath.local.epilog import Extra, requirements
+from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.gpu.blaslt import bindings
 from shardmath.local.gpu.gemm import Algorithms
 from shardmath.operators.lanes import LANES, Lane
-from shardmath.operators.matmul.arguments import Arguments, agreed_scalars, packed_scalars
+from shardmath.operators.matmul.arguments import (
+    Arguments,
+    agreed_scalars,
+    packed_scalars,
+    scalar,
+)
 from shardmath.operators.matmul.gpu import tuning
 from shardmath.operators.matmul.gpu.execution import Execution
-from shardmath.operators.matmul.gpu.fusing import Fused, pays, shows_result
-from shardmath.operators.matmul.gpu.share import Operands, Scales, Share
-from shardmath.operators.matmul.problem import Call, Problem
+from shardmath.operators.matmul.gpu.fusing import Fused, pays, shows
+from shardmath.operators.matmul.gpu.reading import Results, made_results, read_operands
+from shardmath.operators.matmul.gpu.share import Operands, Share
+from shardmath.operators.matmul.options import MatmulOptions
+from shardmath.operators.matmul.problem import Call, describe
 from shardmath.operators.matmul.scaling import scales_in_order
-from shardmath.operators.repeats import Known
+from shardmath.operators.repeats import Known, Repeats
 from shardmath.operators.showing import matrix_of
-from shardmath.symmetric import device_array
-from shardmath.symmetric.device_array import DeviceArray, Result
+from shardmath.planning import Said
+from shardmath.symmetric.device_array import Blank
+from shardmath.symmetric.looks import look
 
-__all__ = ["run", "tune"]
+__all__ = ["Turn", "comes_again", "tune"]
 
 _ANEW, _AGAIN = b"\0", b"\1"
 _ORDERS = ("", "C", "F")
-# Sums that are faster, or slower, and not the usual.
-_FAST_COMPUTE = frozenset({74, 75, 77, 78, 79})
+_PLAIN = frozenset([int, float, complex, MatmulEpilog, type(None)])
 
 
-class Agreed(NamedTuple):
-    """How all ranks perform an execution: by one kernel or in phases, of which one collective adds
-    up the products in an order; what each has told for it.
+@dataclass(frozen=True)
+class _Agreed:
+    """How all ranks perform an execution, by one kernel or in phases, of which one collective adds
+    up the products in an order, and what each has `told` for it; and this rank's part in it: what
+    it said of alpha and beta (`scalars`) and of all else (`said`), and how new results look. It
+    refers to no array.
     """
 
     fuses: bool
     addition_order: str
     told: tuple[bytes, ...]
+    share: Share
+    operands: Operands
+    blanks: Mapping[str, Blank]
+    blocking: bool
+    scalars: bytes
+    said: Said
 
 
-class _Made:
-    """What one rank prepares for one execution.
+def tune(
+    context: Context,
+    operation: str,
+    arguments: Arguments,
+    ready: Callable[[], Any],
+    read: Callable[[], Call],
+) -> None:
+    """Time the algorithms of the products of a plan, and choose for all its executions. Collective.
 
-    Ranks `say` what they are about to do, `hear` what all have said, and `launch`.
+    Operands stay as they are. Waits for the stream. Raises RuntimeError on all ranks while one
+    rank's is being captured.
     """
+    timed = Algorithms(timings={})
+    one = Turn(context, operation, arguments, timed)
+    one.agree(ready, read)
+    assert timed.timings is not None
+    with context.executing(operation):
+        one.launch()
+        one.lane.team.synchronize(one.stream)
+    texts = context.gather(operation, lambda: tuning.packed(timed.timings or {}))
+    chosen = tuning.fastest([tuning.unpacked(text) for text in texts])
+    one.share.algorithms.chosen.update(chosen)
+    one.share.kept["told"] = tuning.told(timed.timings, chosen)
+
+
+def comes_again(context: Context, share: Share, given: Arguments) -> bool:
+    """Whether a call with these arguments has been executed on this rank, and may come again."""
+    key = _key(context, share, given)
+    return key is not None and _repeats(context).find(key) is not None
+
+
+def _repeats(context: Context) -> Repeats[_Agreed]:
+    found: Repeats[_Agreed] = context.cache("products that come again", Repeats)
+    return found
+
+
+def _key(context: Context, share: Share | None, given: Arguments) -> Hashable | None:
+    """What makes two calls the same on this rank; None for one that cannot come again.
+
+    Without a share all that a plan depends on is a part of it. Arrays in host memory are carried to
+    another place each time, and what is captured is not launched now.
+    """
+    team, inputs = context.team, {} if given.inputs is None else given.inputs
+    assert team is not None, "a context of GPUs"
+    plan = id(share) if share is not None else _planned_alike(given)
+    if plan is None or not isinstance(inputs, Mapping):
+        return None
+    try:
+        numbers, laid = _scales(share, given)
+        alpha, beta = _plain(given.alpha), _plain(given.beta)
+        stream = streams.given(given.stream, library_of(given.a).name, team.device)
+    except (TypeError, ValueError):  # it is said where the call is read
+        return None
+    seen = look(context, given.a, given.b, given.c, *inputs.values(), *laid)
+    if seen is None or streams.capturing(stream):
+        return None
+    kinds = type(alpha), type(beta)  # True, 1 and 1.0 are equal
+    return plan, seen, tuple(inputs), numbers, alpha, beta, kinds, stream
+
+
+def _planned_alike(given: Arguments) -> Hashable | None:
+    """What makes two calls of the function the same, apart from arrays and scalars; None where that
+    takes a closer look.
+    """
+    options, qualifiers, epilog = given.options, given.qualifiers, given.epilog
+    if given.scales is not None or given.preferences is not None or type(epilog) not in _PLAIN:
+        return None
+    if type(given.distributions) not in (list, tuple):
+        return None
+    fields: tuple[Any, ...] = ()
+    if options is not None:
+        named = vars(options) if type(options) is MatmulOptions else options
+        if type(named) is not dict or named.get("logger") is not None:
+            return None
+        fields = (*named.items(), *map(type, named.values()))  # True and 1 are equal
+    if qualifiers is not None:
+        if type(qualifiers) is not np.ndarray:
+            return None
+        qualifiers = qualifiers.dtype, qualifiers.shape, qualifiers.tobytes()
+    found = (*given.distributions, fields, qualifiers, epilog)
+    try:
+        hash(found)
+    except TypeError:
+        return None
+    return found
+
+
+def _scales(share: Share | None, given: Arguments) -> tuple[tuple[float | None, ...], list[Any]]:
+    """The numbers among the scales, and the arrays among them, None elsewhere."""
+    scaling = None if share is None else share.strategy.problem.scaling
+    if scaling is None:
+        return (), [given.scales]  # which are to be None
+    numbers, scales = given.numbers(scaling), scales_in_order(given.scales)
+    both = zip(numbers, scales, strict=True)
+    return numbers, [None if number is not None else scale for number, scale in both]
+
+
+def _plain(value: Any) -> complex | None:
+    """Alpha or beta as given, if it is a number of Python's or nothing; else as such a number."""
+    return value if type(value) in _PLAIN else scalar("alpha or beta", value)
+
+
+class Turn:
+    """One rank's part in one execution: `agree`, then `launch`; `results` are there in between."""
+
+    results: Results
+    share: Share
+    stream: int
+    lane: Lane
+
+    def __init__(
+        self,
+        context: Context,
+        operation: str,
+        given: Arguments,
+        timed: Algorithms | None = None,
+    ) -> None:
+        self._context, self._operation, self._given = context, operation, given
+        self._timed = timed
+        self._key: Hashable | None = None
+        self._known: Known[_Agreed] | None = None
+        self._anew: _Anew | None = None
+
+    def repeat(self) -> tuple[Said, bytes] | None:
+        """What a call of the function says of its plan, and of itself, if it was made before.
+
+        Raises HeapExhausted.
+        """
+        self._key = _key(self._context, None, self._given)
+        known = None if self._key is None else _repeats(self._context).find(self._key)
+        return None if known is None else (known.agreed.said, self._say_again(known))
+
+    def is_repeated(self, said: Sequence[bytes]) -> bool:
+        """Whether all ranks, who have said this, repeat the same execution."""
+        if self._known is not None and said.count(said[0]) == len(said):
+            return True
+        self._known = None
+        return False
+
+    def agree(self, ready: Callable[[], Any], read: Callable[[], Call]) -> None:
+        """Say what this rank is about to do, and hear the others. Collective.
+
+        `ready()` is the plan, `read()` the call that the arguments make: see `api.run`. What only
+        some ranks repeat, or not the same execution, is told once more by all. What one rank raises
+        is raised on all, as is want of memory, before any element has been written.
+        """
+        context, repeats = self._context, _repeats(self._context)
+        self._read = read
+        texts = context.gather(self._operation, lambda: self._say(ready().share))
+        if self.is_repeated(texts):
+            return
+        said, number = agreed_scalars(texts), repeats.next()
+        if any(text.startswith(_AGAIN) for text in said):
+            said = context.gather(self._operation, self._say_all)
+        anew = self._anew
+        assert anew is not None, "said"
+        anew.hear(self._operation, said)
+        if self._key is not None and not (anew.apart or anew.shows):
+            repeats.keep(self._key, number, anew.agreed(self._scalars), anew.lane)
+
+    def _say(self, share: Share) -> bytes:
+        """Alpha and beta; and the execution that this one repeats, or all of it."""
+        self.share, given = share, self._given
+        if self._key is None and self._timed is None:
+            self._key = _key(self._context, share, given)
+        known = None if self._key is None else _repeats(self._context).find(self._key)
+        if known is not None:
+            return self._say_again(known)
+        told = self._say_all()
+        scaling = share.strategy.problem.scaling
+        numbers = given.numbers(scaling) if scaling else ()
+        self._scalars = packed_scalars(given.scalars(), numbers)
+        return self._scalars + told
+
+    def _say_again(self, known: Known[_Agreed]) -> bytes:
+        """The number of an execution that this one repeats. Raises HeapExhausted."""
+        agreed = known.agreed
+        self._known, self._scalars = known, agreed.scalars
+        self.lane, self.stream = known.lane, agreed.operands.stream
+        self.results = made_results(self._context, agreed.blanks, self._given.c, self.stream)
+        return agreed.scalars + _AGAIN + known.number.to_bytes(8, "little")
+
+    def _say_all(self) -> bytes:
+        """What is new in it. Raises what is wrong on this rank, HeapExhausted."""
+        if self._anew is None:
+            call_ = self._read()
+            algorithms = self._timed or self.share.algorithms
+            self._anew = _Anew(self._context, self.share, call_, self._given, algorithms)
+            self.results, self.stream = self._anew.results, self._anew.operands.stream
+        return self._anew.say()
+
+    def launch(self) -> None:
+        """Put all of it on the stream."""
+        if self._known is None:
+            assert self._anew is not None
+            self._anew.launch()
+            self.lane, blocking = self._anew.lane, self._anew.blocking
+        else:
+            again = partial(_again, self._context, self._known, self.results)
+            self._known.launch(self.results.place, self.stream, again)
+            blocking = self._known.agreed.blocking
+        if blocking:
+            self.lane.team.synchronize(self.stream)
+
+    def perform(self) -> Any:
+        """Launch it, and give the results to the user: D, or (D, outputs of the epilog)."""
+        with self._context.executing(self._operation):
+            self.launch()
+            return self.results.give(self._context, self.stream)
+
+
+def _again(context: Context, known: Known[_Agreed], results: Results, on: int) -> None:
+    """All of it as agreed in an earlier execution, on a stream that may be being captured."""
+    agreed, lane = known.agreed, known.lane
+    operands = results.operands(agreed.operands, on)
+    if agreed.fuses:
+        assert agreed.share.form is not None
+        one = Fused(agreed.share.form, agreed.share, operands, lane.team.device)
+        one.run(context, agreed.told)
+    else:
+        order = agreed.addition_order
+        phases = Execution(context, agreed.share, operands, lane, addition_order=order)
+        phases.prepare()
+        phases.meet()  # they have, when this was executed first
+        phases.run(agreed.told)
+
+
+class _Anew:
+    """An execution that is like no earlier one: ranks `say` all of it, `hear` it, and `launch`."""
+
+    apart: bool  # whether ranks are in different lanes of their own
+    shows: bool  # whether peers write the results: each time they are told where these lie
 
     def __init__(
         self,
@@ -63,69 +309,19 @@ class _Made:
         given: Arguments,
         algorithms: Algorithms,
     ) -> None:
-        self._context, self._given = context, given
-        self.share = share
-        self._problem: Problem = share.strategy.problem
+        bindings()  # raises where there is no cuBLASLt
+        self._context, self._share = context, share
+        problem = share.strategy.problem
+        self.operands, self.results = read_operands(context, problem, call_, given, algorithms)
+        self.lane = Lane.of(context, self.operands.stream)
+        self.blocking = call_.options.blocking is True
+        self._said = Said(describe(call_))
         self._fused: Fused | None = None
         self._phases: Execution | None = None
-        self._repeated: Known[Agreed] | None = None
-        self.result: Result
-        self.extras: dict[str, Result] = {}
-        bindings()  # raises where there is no cuBLASLt
-        first = call_.operands[0]
-        assert first is not None
-        self.stream = device_array.stream_of(context, first, given.stream)
-        if algorithms.timings is not None and streams.capturing(self.stream):
-            raise RuntimeError(
-                "plan(autotune=True) waits for its stream, which is being captured into a CUDA "
-                "graph; plan before the capture"
-            )
-        self.lane = Lane.of(context, self.stream)
-        self.blocking = call_.options.blocking is True
-        a, b = (device_array.read(context, x, n) for x, n in ((given.a, "a"), (given.b, "b")))
-        c = None if given.c is None else device_array.read(context, given.c, "c")
-        held = {n: device_array.read(context, x, n) for n, x in (given.inputs or {}).items()}
-        self.result = self._place(call_, (a, b, c))
-        out = self.result.array
-        if call_.options.inplace and algorithms.timings is not None:
-            out = device_array.laid_out_alike(context, out)  # what is timed spoils it
-        self._make_extras()
-        alpha, beta = given.scalars()
-        compute = call_.options.compute_type
-        self.operands = Operands(
-            a=a.transposed() if call_.transpose[0] else a,
-            b=b.transposed() if call_.transpose[1] else b,
-            c=c,
-            out=out,
-            alpha=alpha,
-            beta=beta,
-            inputs=held,
-            outputs={name: each.array for name, each in self.extras.items()},
-            stream=self.stream,
-            algorithms=algorithms,
-            scales=self._scales(call_),
-            compute=int(compute) if compute in _FAST_COMPUTE else None,
-        )
-        comes_again = algorithms.timings is None and not streams.capturing(self.stream)
-        placed = self.operands.place if shows_result(share, self.operands) else ()
-        self._key = (*self.operands.use, placed) if comes_again else None
-
-    # -- what the ranks tell each other ------------------------------------------------------------
 
     def say(self) -> bytes:
-        """What to tell the peers first: the execution that this one repeats, or all of it.
-
-        Raises HeapExhausted.
-        """
-        if self._key is not None:
-            self._repeated = self.share.repeats.find(self._key, self.lane)
-        if self._repeated is None:
-            return self._say_all()
-        return _AGAIN + self._repeated.number.to_bytes(8, "little")
-
-    def _say_all(self) -> bytes:
         """The lane, and whether one kernel could do it, else what phases need."""
-        share, out = self.share, matrix_of(self.operands.out)
+        share, out = self._share, matrix_of(self.operands.out)
         order = share.addition_order("F" if out.by_columns else "C")
         if share.form is None or not pays(share):
             told = self._prepare_phases(order)
@@ -136,202 +332,38 @@ class _Made:
 
     def _prepare_phases(self, order: str) -> bytes:
         """Take memory for a product in phases; what to tell the peers. Raises HeapExhausted."""
-        self._phases = self._in_phases(self.operands, order)
+        context, share, lane = self._context, self._share, self.lane
+        self._phases = Execution(context, share, self.operands, lane, addition_order=order)
         return self._phases.prepare()
 
-    def _in_phases(self, operands: Operands, order: str) -> Execution:
-        return Execution(self._context, self.share, operands, self.lane, addition_order=order)
-
     def hear(self, operation: str, said: Sequence[bytes]) -> None:
-        """Decide with what all ranks have said. Collective.
-
-        What only some of them repeat, or not the same execution, is told once more by all.
-        """
-        if self._repeated is not None and said.count(said[0]) == len(said):
-            self._agreed = self._repeated.agreed
-            return
-        self._repeated = None
-        number = self.share.repeats.next()
-        if any(text.startswith(_AGAIN) for text in said):
-            said = self._context.gather(operation, self._say_all)
+        """Decide with what all ranks have said. Collective."""
         told = [text[3:] for text in said]
-        apart = len({text[1] for text in said}) > 1  # streams are numbered differently
+        self.apart = len({text[1] for text in said}) > 1  # streams are numbered differently
         mixed = len({text[2] for text in said}) > 1  # results lie in different orders
-        order = "" if mixed else _ORDERS[said[0][2]]
-        if apart:
+        self._order = "" if mixed else _ORDERS[said[0][2]]
+        if self.apart:
             self.lane = Lane.numbered(self._context, LANES - 1)
-        fuses = self._fused is not None and self._fused.chosen(told)
-        if not fuses and (apart or mixed or self._fused is not None):
-            told = self._context.gather(operation, lambda: self._prepare_phases(order))
-        if not fuses:
+        self._fuses = self._fused is not None and self._fused.chosen(told)
+        self.shows = self._fuses and shows(told)
+        if not self._fuses and (self.apart or mixed or self._fused is not None):
+            told = self._context.gather(operation, lambda: self._prepare_phases(self._order))
+        if not self._fuses:
             assert self._phases is not None
             self._phases.meet()
-        self._agreed = Agreed(fuses, order, tuple(told))
-        if self._key is not None and not apart:
-            self.share.repeats.keep(self._key, number, self._agreed, self.lane)
+        self._told = tuple(told)
 
-    # -- what is put on the stream -----------------------------------------------------------------
+    def agreed(self, scalars: bytes) -> _Agreed:
+        """What the same again takes."""
+        operands, blanks = self.operands.without_memory(), self.results.blanks
+        how = self._fuses, self._order, self._told
+        return _Agreed(*how, self._share, operands, blanks, self.blocking, scalars, self._said)
 
     def launch(self) -> None:
-        """Put all of it on the stream."""
-        if self._repeated is not None:
-            place = self.operands.place
-            self._repeated.launch(place, self.lane, self.stream, self._launch_anew)
-        elif self._agreed.fuses:
+        """Put all of it on the stream, as it was agreed on."""
+        if self._fuses:
             assert self._fused is not None
-            self._fused.run(self._context, self._agreed.told)
+            self._fused.run(self._context, self._told)
         else:
             assert self._phases is not None
-            self._phases.run(self._agreed.told)
-
-    def _launch_anew(self, stream: int) -> None:
-        """All of it as agreed in an earlier execution, on a stream that may be being captured."""
-        operands = replace(self.operands, stream=stream)
-        if self._agreed.fuses:
-            assert self.share.form is not None
-            one = Fused(self.share.form, self.share, operands, self.lane.team.device)
-            one.run(self._context, self._agreed.told)
-        else:
-            phases = self._in_phases(operands, self._agreed.addition_order)
-            phases.prepare()
-            phases.meet()  # they have, when this was executed first
-            phases.run(self._agreed.told)
-
-    # -- memory ------------------------------------------------------------------------------------
-
-    def _place(self, call_: Call, arrays: Sequence[DeviceArray | None]) -> Result:
-        """D: c itself where the call is in place, else new, in the operands' order and memory."""
-        context, given = self._context, self._given
-        a, b, c = arrays
-        assert a is not None and b is not None
-        if call_.options.inplace:
-            result = device_array.result_in(context, given.c)
-            self._require_apart(result.array, a, b)
-            return result
-        specs = call_.operands
-        column = (
-            specs[2].order == "F"
-            if specs[2] is not None
-            else all(spec is not None and spec.order == "F" for spec in specs[:2])
-        )
-        on_heap = all(x.block is not None for x in (a, b, c) if x is not None)
-        return device_array.new_result(
-            context,
-            given.a,
-            self._problem.d.local_shape(context.rank),
-            self._problem.result,
-            "F" if column else "C",
-            on_heap=on_heap,
-        )
-
-    def _scales(self, call_: Call) -> Scales | None:
-        """The scales of eight-bit matrices: those of a and b lie as op(A) and op(B)."""
-        scaling, context = self._problem.scaling, self._context
-        if scaling is None:
-            return None
-        numbers = self._given.numbers(scaling)
-        given = scales_in_order(self._given.scales)
-        arrays: list[DeviceArray | None] = []
-        for index, (number, scale) in enumerate(zip(numbers, given, strict=True)):
-            if number is not None or scale is None:
-                arrays.append(None)
-                continue
-            array = device_array.read(context, scale, f"the scale of {'abcd'[index]}")
-            turned = index < 2 and call_.transpose[index] and len(array.shape) == 2
-            arrays.append(array.transposed() if turned else array)
-        return Scales(tuple(1.0 if x is None else x for x in numbers), tuple(arrays))
-
-    def _require_apart(self, out: DeviceArray, a: DeviceArray, b: DeviceArray) -> None:
-        """Raise ValueError when writing to c would change a or b."""
-        given = self._given
-        library = library_of(given.c)
-        if library.spec(given.c).device == "cpu":
-            target = library.host_view(given.c)
-            shared = any(share_memory(target, library.host_view(x)) for x in (given.a, given.b))
-        else:
-            shared = out.overlaps(a) or out.overlaps(b)
-        if shared:
-            raise ValueError("c shares memory with a or b, and options.inplace=True overwrites it")
-
-    def _make_extras(self) -> None:
-        """Room for the epilog's outputs, zero where nothing will be written."""
-        context, problem = self._context, self._problem
-        m, n = problem.d.local_shape(context.rank)
-        made_of = [*requirements(problem.epilog, m, n, problem.extras).outputs]
-        if problem.scaling is not None and problem.scaling.amax:
-            made_of.append(Extra("result_amax", ((1,),), "float32"))
-        for extra in made_of:
-            shape = extra.shape
-            if extra.name == problem.epilog.makes_bgrad and not problem.epilog.gradient:
-                layout, axis = (problem.a, 0) if extra.name == "bgrada" else (problem.b, 1)
-                shape = (layout.global_shape[axis],)
-            made = device_array.new_result(
-                context, self._given.a, shape, extra.dtype, "F", on_heap=False
-            )
-            self.extras[extra.name] = made
-            if made.array.size:
-                nbytes = made.array.size * made.array.itemsize
-                call("cuMemsetD8Async", made.array.address, 0, nbytes, self.stream)
-
-
-def run(
-    context: Context,
-    operation: str,
-    arguments: Arguments,
-    ready: Callable[[], tuple[Any, Call]],
-) -> Any:
-    """As `api.run`, on GPUs. Collective."""
-    one = _heard(context, operation, arguments, ready)
-    with context.executing(operation):
-        one.launch()
-        if one.blocking:
-            one.lane.team.synchronize(one.stream)
-        out = one.result.give(context, one.stream)
-        aux = {name: each.give(context, one.stream) for name, each in one.extras.items()}
-    return (out, aux) if aux else out
-
-
-def tune(
-    context: Context,
-    operation: str,
-    arguments: Arguments,
-    ready: Callable[[], tuple[Any, Call]],
-) -> None:
-    """Time the algorithms of the products of a plan, and choose for all its executions. Collective.
-
-    Operands stay as they are. Waits for the stream. Raises RuntimeError on all ranks while one
-    rank's is being captured.
-    """
-    timed = Algorithms(timings={})
-    one = _heard(context, operation, arguments, ready, timed)
-    assert timed.timings is not None
-    with context.executing(operation):
-        one.launch()
-        one.lane.team.synchronize(one.stream)
-    texts = context.gather(operation, lambda: tuning.packed(timed.timings or {}))
-    chosen = tuning.fastest([tuning.unpacked(text) for text in texts])
-    one.share.algorithms.chosen.update(chosen)
-    one.share.repeats.forget()  # graphs have the algorithms of before
-    one.share.kept["told"] = tuning.told(timed.timings, chosen)
-
-
-def _heard(
-    context: Context,
-    operation: str,
-    arguments: Arguments,
-    ready: Callable[[], tuple[Any, Call]],
-    algorithms: Algorithms | None = None,
-) -> _Made:
-    """What this rank has prepared, after all have agreed on how. Collective."""
-    made: list[_Made] = []
-
-    def prepare() -> bytes:
-        plan, call_ = ready()
-        chosen = algorithms or plan.share.algorithms
-        made.append(_Made(context, plan.share, call_, arguments, chosen))
-        scales = plan.problem.scaling and arguments.numbers(plan.problem.scaling)
-        return packed_scalars(arguments.scalars(), scales or ()) + made[0].say()
-
-    said = agreed_scalars(context.gather(operation, prepare))
-    made[0].hear(operation, said)
-    return made[0]
+            self._phases.run(self._told)

@@ -30,7 +30,7 @@ from shardmath.operators.matmul.gpu.share import Operands, Share
 from shardmath.operators.showing import matrix_of
 from shardmath.symmetric.exposed import Exposed
 
-__all__ = ["Fused", "notes", "pays", "shows_result"]
+__all__ = ["Fused", "notes", "pays", "shows"]
 
 _ALIGNMENT = 16
 _DESCRIBED = 16  # bytes that say which product it is; behind them, where its result lies
@@ -84,10 +84,8 @@ class Fused:
         key = (self._form.kind, *(text[:_DESCRIBED] for text in told), bool(shown))
         kept = self._share.kept
         if key not in kept:
-            make = _KERNELS[self._form.kind].together
-            made = (
-                make(context, self._problem, shown=True) if shown else make(context, self._problem)
-            )
+            make = partial(_KERNELS[self._form.kind].together, context, self._problem)
+            made = make(shown=True) if shown else make()
             kept[key] = made, Turns(self._device)
             weakref.finalize(self._share, made.free).atexit = False
         lies = _lies(self._out)
@@ -104,10 +102,8 @@ class Fused:
         """
         lies, out = _lies(self._out), self._operands.out
         assert lies is not None
-        pieces = not any(
-            number % 8 for number in (self._out.address // 2, lies[1], self._out.columns)
-        )
-        if not pieces or not shows_result(self._share, self._operands):
+        lines = self._out.address // 2, lies[1], self._out.columns
+        if self._form.kind != "all-reduce" or out.block is None or any(x % 8 for x in lines):
             return b""
         return lies[1].to_bytes(8, "little") + out.told
 
@@ -153,10 +149,9 @@ def _places(context: Context, shown: Sequence[bytes]) -> list[int]:
     return places
 
 
-def shows_result(share: Share, operands: Operands) -> bool:
-    """Whether peers may write this rank's result: then where it lies is what ranks agree on."""
-    kind = share.form and share.form.kind
-    return kind == "all-reduce" and operands.out.block is not None and pays(share)
+def shows(told: Sequence[bytes]) -> bool:
+    """Whether all ranks have told where their results lie."""
+    return all(text[_DESCRIBED:] for text in told)
 
 
 def pays(share: Share) -> bool:

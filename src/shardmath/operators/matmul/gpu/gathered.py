@@ -167,7 +167,7 @@ class Tiling:
     def shared_bytes(self, *, b_along_k: bool) -> int:
         """Of shared memory, as gathered.cu lays it out."""
         b = self.width if b_along_k else _rounded(self.width, 64)
-        return 1024 + self.stages * (TILE_ROWS + b) * DEPTH * 2 + 2 * 2 * 64 * 32 * 2
+        return 1024 + self.stages * (TILE_ROWS + b) * DEPTH * 2
 
 
 def choose_tiling(problem: GatheredProduct, rank: int, processors: int) -> Tiling:
@@ -248,7 +248,7 @@ _GATHER_BANDWIDTH = 320e9
 
 def _stages(width: int) -> int:
     """As many as fit into the shared memory of a multiprocessor, at most 6."""
-    return min(6, (_SHARED_BYTES - 1024 - 16384) // ((TILE_ROWS + _rounded(width, 64)) * DEPTH * 2))
+    return min(6, (_SHARED_BYTES - 1024) // ((TILE_ROWS + _rounded(width, 64)) * DEPTH * 2))
 
 
 def _with_even_blocks(tiling: Tiling, problem: GatheredProduct) -> Tiling:

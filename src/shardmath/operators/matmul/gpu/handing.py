@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from shardmath.cuda.driver import bindings, call
 from shardmath.cuda.kernel import Argument
+from shardmath.operators.matmul.gpu.engines import EngineCopy
 from shardmath.operators.matmul.gpu.gathered import CHUNKS, PIECES, GatheredProduct, Tiling
 from shardmath.symmetric.team import Team
 
@@ -33,45 +34,56 @@ class Handing:
     def __init__(
         self, team: Team, problem: GatheredProduct, tiling: Tiling, bases: Sequence[int]
     ) -> None:
-        self._team, self._problem, self._bases = team, problem, bases
-        self._peers = [(team.rank + step) % team.size for step in range(1, team.size)]
-        self._steps = tuple(steps_of_engines(team.size, tiling.early, problem))
+        self._size, self._problem, self._bases = team.size, problem, bases
+        self._sending = bases[team.rank] + 8 * (CHUNKS + 1) * team.size
+        self._steps = [
+            self._step(team.rank, (team.rank + step) % team.size, first, last)
+            for step, first, last in steps_of_engines(team.size, tiling.early, problem)
+            if problem.rows[team.rank]
+        ]
         self._argument = Argument(team.packed() + struct.pack("Q", bases[team.rank]))
         self._kernel = team.kernel("handing", "begin_handing")
         self._kernel.load()  # now, and not while a product waits for rows
 
     def rows(self, rank: int, src: int) -> int:
         """Where the rows of `src` lie on `rank`."""
-        return self._bases[rank] + words_bytes(self._team.size) + self._problem.offsets[src]
+        return self._bases[rank] + words_bytes(self._size) + self._problem.offsets[src]
 
     def put(self, a: int, stream: Any) -> None:
         """Let copy engines bring the rows at `a` to all peers, on `stream`."""
-        problem, team = self._problem, self._team
         self._kernel.launch(stream, 1, _THREADS, self._argument)
-        if not problem.rows[team.rank]:
-            return
-        sending = self._bases[team.rank] + 8 * (CHUNKS + 1) * team.size
-        for step, first, last in self._steps:
-            peer = self._peers[step - 1]
-            self._copy(a, self.rows(peer, team.rank), first, last, stream)
-            word = self._bases[peer] + 8 * (CHUNKS * team.rank + first)
-            call("cuMemcpyAsync", word, sending, 8 * (last - first), stream)
+        for step in self._steps:
+            step.rows.put(a + step.offset, step.there, stream)
+            step.words.put(self._sending, step.word, stream)
 
-    def _copy(self, a: int, there: int, first: int, last: int, stream: Any) -> None:
-        """Chunks from `first` to before `last`."""
-        problem, rank = self._problem, self._team.rank
-        pitch, own = problem.pitch(rank), problem.a.pitch
+    def _step(self, rank: int, peer: int, first: int, last: int) -> _Step:
+        """Chunks from `first` to before `last` of the rows of `rank`."""
+        problem, rows = self._problem, self._problem.rows[rank]
+        own, pitch = 2 * problem.a.pitch, 2 * problem.pitch(rank)
         begin, end = problem.chunks[first][0], problem.chunks[last - 1][1]
         if problem.a.order == "C":
-            a, there = a + 2 * begin, there + 2 * begin
-            width, lines = end - begin, problem.rows[rank]
+            offset, skipped, width, lines = 2 * begin, 2 * begin, 2 * (end - begin), rows
         else:
-            a, there = a + 2 * begin * own, there + 2 * begin * pitch
-            width, lines = problem.rows[rank], end - begin
-        if own == width == pitch:
-            call("cuMemcpyAsync", there, a, 2 * width * lines, stream)
-        else:
-            call("cuMemcpy2DAsync", _block(a, own, there, pitch, width, lines), stream)
+            offset, skipped, width, lines = own * begin, pitch * begin, 2 * rows, end - begin
+        flat = own == width == pitch
+        return _Step(
+            EngineCopy(width * lines) if flat else EngineCopy(width, [(lines, own, pitch)]),
+            offset,
+            self.rows(peer, rank) + skipped,
+            EngineCopy(8 * (last - first)),
+            self._bases[peer] + 8 * (CHUNKS * rank + first),
+        )
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A copy of rows, from `offset` in A to `there`, and one of the words that say so."""
+
+    rows: EngineCopy
+    offset: int
+    there: int
+    words: EngineCopy
+    word: int
 
 
 def steps_of_engines(
@@ -94,15 +106,3 @@ def words_bytes(size: int) -> int:
     """Bytes of the struct `Words`, as many as keep what follows aligned."""
     words = (CHUNKS + 1) * size + CHUNKS + 3
     return -(-8 * words // 1024) * 1024
-
-
-def _block(source: int, source_pitch: int, target: int, pitch: int, width: int, lines: int) -> Any:
-    """A copy of `lines` of `width` elements of two bytes."""
-    driver = bindings()
-    device = driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
-    block = driver.CUDA_MEMCPY2D()
-    block.srcMemoryType = block.dstMemoryType = device
-    block.srcDevice, block.srcPitch = source, 2 * source_pitch
-    block.dstDevice, block.dstPitch = target, 2 * pitch
-    block.WidthInBytes, block.Height = 2 * width, lines
-    return block

@@ -6,7 +6,7 @@ A share is derived from the strategy alone, kept with the plan, and the same for
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -29,7 +29,6 @@ from shardmath.operators.matmul.gpu.scale_moves import (
 )
 from shardmath.operators.matmul.problem import gradient_layouts
 from shardmath.operators.matmul.strategy import HOPPER, HOPPER_APART, Machine
-from shardmath.operators.repeats import Repeats
 from shardmath.symmetric.device_array import DeviceArray
 
 __all__ = ["AFTERWARDS", "Operands", "Scales", "Share"]
@@ -49,11 +48,6 @@ class Scales:
 
     numbers: tuple[float, ...]
     arrays: tuple[DeviceArray | None, ...]
-
-    @property
-    def use(self) -> tuple[object, ...]:
-        """The numbers, and where the arrays lie."""
-        return self.numbers, tuple(x and (x.address, x.strides) for x in self.arrays)
 
     def address(self, index: int) -> int:
         """That of an array of one element; 0 if there is none."""
@@ -92,23 +86,17 @@ class Operands:
             return self.inputs[epilog.needs_aux]
         return self.outputs[epilog.makes_aux] if epilog.makes_aux else None
 
-    @property
-    def use(self) -> tuple[object, ...]:
-        """What executions of a plan have in common that differ at most in where results lie."""
-        read = (self.a, self.b, self.c, *self.inputs.values())
-        lying = [x and (x.address, x.strides, x.block is not None) for x in read]
-        made = [x.strides for x in self._made]
-        scales = self.scales and self.scales.use
-        return *lying, *made, self.alpha, self.beta, scales, self.stream, self.compute
-
-    @property
-    def place(self) -> tuple[int, ...]:
-        """Where results lie."""
-        return tuple(x.address for x in self._made)
-
-    @property
-    def _made(self) -> tuple[DeviceArray, ...]:
-        return self.out, *self.outputs.values()
+    def without_memory(self) -> Operands:
+        """The same, which keep nothing."""
+        inputs = {name: x.without_memory() for name, x in self.inputs.items()}
+        scales = self.scales
+        if scales is not None:
+            arrays = tuple(x and x.without_memory() for x in scales.arrays)
+            scales = Scales(scales.numbers, arrays)
+        a, b, c = (x and x.without_memory() for x in (self.a, self.b, self.c))
+        assert a is not None and b is not None
+        out = self.out.without_memory()
+        return replace(self, a=a, b=b, c=c, out=out, inputs=inputs, outputs={}, scales=scales)
 
     @property
     def factors(self) -> tuple[DeviceArray, DeviceArray]:
@@ -268,11 +256,6 @@ class Share(host.Share):
     def kept(self) -> dict[Any, Any]:
         """What executions of this share keep for the next: geometry that is on the device."""
         return {}
-
-    @cached_property
-    def repeats(self) -> Repeats[Any]:
-        """The executions that may come again."""
-        return Repeats()
 
     @cached_property
     def algorithms(self) -> Algorithms:

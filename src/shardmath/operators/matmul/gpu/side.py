@@ -25,9 +25,9 @@ SUMS_BYTES = 1 << 17  # of a block's tile (kSumsBytes of panels.cuh)
 @dataclass(frozen=True)
 class Tiling:
     """How a kernel cuts its work: tiles of TILE_ROWS x `width`, steps of `depth` indices of k, by
-    clusters of `cluster` blocks; `out` bytes of shared memory are for results. Blocks of a cluster
-    share out the columns that they load; `shares_depth`: or k, where a factor's rows lie across.
-    Adding up sums of several blocks takes as long as `sharing` steps.
+    clusters of `cluster` blocks. Blocks of a cluster share out the columns that they load;
+    `shares_depth`: or k, where a factor's rows lie across. Adding up sums of several blocks takes
+    as long as `sharing` steps.
     """
 
     file: str
@@ -35,20 +35,17 @@ class Tiling:
     depth: int
     cluster: int
     stages: int
-    out: int
     shares_depth: bool
     sharing: int
 
     @property
     def shared(self) -> int:
         """Bytes of shared memory: a step's row of a factor is one of a box."""
-        return 1024 + self.stages * (TILE_ROWS + self.width) * BOX_BYTES + self.out
+        return 1024 + self.stages * (TILE_ROWS + self.width) * BOX_BYTES
 
 
-_HALVES = Tiling(
-    "paneled", 256, 64, 2, stages=4, out=2 * 2 * 64 * 32 * 2, shares_depth=True, sharing=40
-)
-_DOUBLES = Tiling("doubles", 128, 16, 2, stages=6, out=0, shares_depth=False, sharing=10)
+_HALVES = Tiling("paneled", 256, 64, 2, stages=4, shares_depth=True, sharing=40)
+_DOUBLES = Tiling("doubles", 128, 16, 2, stages=6, shares_depth=False, sharing=10)
 TILINGS = {"float16": _HALVES, "bfloat16": _HALVES, "float64": _DOUBLES}
 
 
