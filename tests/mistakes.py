@@ -5,6 +5,9 @@ from __future__ import annotations
 import builtins
 import logging
 from contextlib import contextmanager
+from unittest.mock import patch
+
+from shardmath.errors import HeapExhausted
 
 
 def heard(action):
@@ -34,6 +37,17 @@ def misses(everywhere, expected):
         if not fits:
             found.append((case, [rank[case] for rank in everywhere]))
     return found
+
+
+@contextmanager
+def no_memory(context, on=1):
+    """Within, rank `on` gets none of its heap."""
+    refusal = HeapExhausted("no memory today", need=1)
+    if context.rank != on:
+        yield
+        return
+    with patch.object(context.heap, "allocate", side_effect=refusal):
+        yield
 
 
 @contextmanager
