@@ -24,11 +24,11 @@ from on_gpus import Ranks, command, in_turn, run
 from shardmath.arrays import dtypes, library_named
 from shardmath.distribution import Replicated, Slab
 from shardmath.linalg.advanced import Matmul
-from shardmath.operators.matmul.gpu.all_reduce import GemmAllReduce, even_rows
+from shardmath.operators.matmul.gpu.all_reduce import GemmAllReduce
 from shardmath.operators.matmul.gpu.choice import CHOICES
 from shardmath.operators.matmul.gpu.factor import Factor
 from shardmath.operators.matmul.gpu.reduce_scatter import GemmReduceScatter
-from shardmath.operators.matmul.gpu.sharded import ShardedProduct
+from shardmath.operators.matmul.gpu.sharded import ShardedProduct, even_rows
 from shardmath.symmetric.allocation import empty_on_heap
 
 SETS = 2  # of operands

@@ -11,11 +11,11 @@ from shardmath.arrays import library_named
 from shardmath.cuda import stream as streams
 from shardmath.cuda.driver import call
 from shardmath.errors import OpTimeout, RankFailure
-from shardmath.operators.matmul.gpu.all_reduce import GemmAllReduce, even_rows
+from shardmath.operators.matmul.gpu.all_reduce import GemmAllReduce
 from shardmath.operators.matmul.gpu.factor import Factor
 from shardmath.operators.matmul.gpu.reduce_scatter import GemmReduceScatter
 from shardmath.operators.matmul.gpu.sending import Shape
-from shardmath.operators.matmul.gpu.sharded import ShardedProduct
+from shardmath.operators.matmul.gpu.sharded import ShardedProduct, even_rows
 from shardmath.symmetric.allocation import empty_on_heap
 from shardmath.symmetric.heap import Location
 

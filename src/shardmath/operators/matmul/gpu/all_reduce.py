@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 from shardmath.context import Context
 from shardmath.local.gpu import Matrix
@@ -18,9 +18,8 @@ from shardmath.local.gpu.epilog import copy, finish
 from shardmath.operators.matmul.gpu.choice import choose_shared_shape
 from shardmath.operators.matmul.gpu.sending import SendingProduct, Shape
 from shardmath.operators.matmul.gpu.sharded import ShardedProduct
-from shardmath.operators.matmul.gpu.walk import TILE_ROWS
 
-__all__ = ["GemmAllReduce", "even_rows"]
+__all__ = ["GemmAllReduce"]
 
 
 class GemmAllReduce:
@@ -104,10 +103,3 @@ class GemmAllReduce:
 def _pitch(problem: ShardedProduct) -> int:
     """Bytes from one row of the sums to the next."""
     return -(-2 * problem.columns // 16) * 16
-
-
-def even_rows(height: int, size: int) -> tuple[int, ...]:
-    """Which rank sums how many of `height` rows: whole tiles, as evenly as they go."""
-    tiles = -(-height // TILE_ROWS)
-    cuts = [min(height, tiles * rank // size * TILE_ROWS) for rank in range(size + 1)]
-    return tuple(high - low for low, high in pairwise(cuts))

@@ -10,18 +10,25 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
+from shardmath.local.epilog import MatmulEpilog
+from shardmath.operators.matmul.gpu.factor import Factor
+from shardmath.operators.matmul.gpu.form import Form, form_of
 from shardmath.operators.matmul.gpu.sending import Shape
-from shardmath.operators.matmul.gpu.sharded import ShardedProduct
+from shardmath.operators.matmul.gpu.sharded import HALVES, ShardedProduct, even_rows
 from shardmath.operators.matmul.gpu.walk import TILE_COLUMNS, TILE_ROWS, Walk
+from shardmath.operators.matmul.strategy import Strategy
 
 __all__ = [
     "CHOICES",
+    "EPILOGS",
     "Choice",
     "choose_all_reduce",
     "choose_reduce_scatter",
     "choose_shape",
     "choose_shared_shape",
+    "predicted",
     "rounds_parts",
+    "sharded_of",
 ]
 
 
@@ -101,10 +108,31 @@ def choose_all_reduce(problem: ShardedProduct) -> Choice:
     return _choice(_sharing(problem), _separate(problem, ways=2))
 
 
+EPILOGS = (MatmulEpilog.DEFAULT, MatmulEpilog.ALLREDUCE)  # that the kernels do
 CHOICES: dict[str, Callable[[ShardedProduct], Choice]] = {
     "reduce-scatter": choose_reduce_scatter,
     "all-reduce": choose_all_reduce,
 }
+
+
+def predicted(strategy: Strategy) -> float | None:
+    """Seconds of halves that are added up by the faster of the two ways; None of anything else."""
+    form, problem = form_of(strategy), strategy.problem
+    if form is None or form.kind not in CHOICES or problem.dtype not in HALVES:
+        return None
+    choice = CHOICES[form.kind](sharded_of(strategy, form))
+    fuses = choice.fused and problem.epilog in EPILOGS
+    return choice.fused_seconds if fuses else choice.separate_seconds
+
+
+def sharded_of(strategy: Strategy, form: Form) -> ShardedProduct:
+    """The product of the rank with most of k, of a strategy of such a form."""
+    problem = strategy.problem
+    m, n, k = problem.shape
+    most = max(part.length for part in strategy.depth)
+    rows = form.rows or even_rows(m, problem.size)
+    factors = Factor("C", k), Factor("C", n)
+    return ShardedProduct(rows, m * n // max(1, sum(rows)), most, problem.dtype, *factors)
 
 
 def rounds_parts(elements: int) -> bool:

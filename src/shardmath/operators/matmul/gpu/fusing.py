@@ -16,16 +16,15 @@ from typing import Any
 from shardmath.context import Context
 from shardmath.cuda.device import Device
 from shardmath.cuda.stream import Turns
-from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.gpu import Matrix
 from shardmath.operators.matmul.gpu.all_gather import AllGatherGemm
-from shardmath.operators.matmul.gpu.all_reduce import GemmAllReduce, even_rows
-from shardmath.operators.matmul.gpu.choice import CHOICES
+from shardmath.operators.matmul.gpu.all_reduce import GemmAllReduce
+from shardmath.operators.matmul.gpu.choice import CHOICES, EPILOGS, sharded_of
 from shardmath.operators.matmul.gpu.factor import Factor
 from shardmath.operators.matmul.gpu.form import Form
 from shardmath.operators.matmul.gpu.gathered import GatheredProduct, fuses
 from shardmath.operators.matmul.gpu.reduce_scatter import GemmReduceScatter
-from shardmath.operators.matmul.gpu.sharded import ShardedProduct
+from shardmath.operators.matmul.gpu.sharded import HALVES, ShardedProduct, even_rows
 from shardmath.operators.matmul.gpu.share import Operands, Share
 from shardmath.operators.showing import matrix_of
 from shardmath.symmetric.exposed import Exposed
@@ -39,8 +38,6 @@ _KERNELS: dict[str, Any] = {
     "reduce-scatter": GemmReduceScatter,
     "all-reduce": GemmAllReduce,
 }
-_HALVES = ("float16", "bfloat16")
-_EPILOGS = (MatmulEpilog.DEFAULT, MatmulEpilog.ALLREDUCE)
 
 
 class Fused:
@@ -112,7 +109,7 @@ class Fused:
         operands, dtype = self._operands, self._share.strategy.problem.dtype
         plain = operands.alpha == 1 and (operands.c is None or operands.beta == 0)
         aligned = not any(x.size and x.address % _ALIGNMENT for x in (self._a, self._b))
-        return plain and aligned and self._out.dtype == dtype and dtype in _HALVES
+        return plain and aligned and self._out.dtype == dtype and dtype in HALVES
 
     def _described(self, device: Device) -> GatheredProduct | ShardedProduct | None:
         """The product as the kernel takes it; None where the arrays do not lie as it wants."""
@@ -166,27 +163,17 @@ def pays(share: Share) -> bool:
 def _pays(share: Share) -> bool:
     strategy, form = share.strategy, share.form
     problem = strategy.problem
-    if form is None or problem.dtype not in _HALVES or problem.epilog not in _EPILOGS:
+    if form is None or problem.dtype not in HALVES or problem.epilog not in EPILOGS:
         return False
     if problem.strategy == form.kind:
         return True
     if form.kind != "all-gather":
-        return CHOICES[form.kind](_sharded(share, form)).fused
+        return CHOICES[form.kind](sharded_of(strategy, form)).fused
     columns = strategy.rows if form.turned else strategy.columns
     k = problem.shape[2]
     plain = Factor("C", k)
     widest = max(part.length for part in columns)
     return fuses(GatheredProduct(form.rows, widest, k, problem.dtype, plain, plain))
-
-
-def _sharded(share: Share, form: Form) -> ShardedProduct:
-    """The product of the rank with most of k."""
-    problem = share.strategy.problem
-    m, n, k = problem.shape
-    most = max(part.length for part in share.strategy.depth)
-    rows = form.rows or even_rows(m, problem.size)
-    factors = Factor("C", k), Factor("C", n)
-    return ShardedProduct(rows, m * n // max(1, sum(rows)), most, problem.dtype, *factors)
 
 
 _TOLD = {
@@ -211,7 +198,7 @@ def notes(share: Share) -> list[str]:
         return [f"in one kernel: {how}, where all arrays lie in memory as it wants them"]
     if form.kind in CHOICES:
         return [f"by cuBLAS and one collective, of {share.parts_dtype}"]
-    if share.strategy.problem.dtype not in _HALVES:
+    if share.strategy.problem.dtype not in HALVES:
         return []
     return ["in phases, which are predicted to be faster than one kernel that moves data too"]
 
