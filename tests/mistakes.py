@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import builtins
 import logging
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
 from shardmath.errors import HeapExhausted
@@ -41,12 +41,14 @@ def misses(everywhere, expected):
 
 @contextmanager
 def no_memory(context, on=1):
-    """Within, rank `on` gets none of its heap."""
+    """Within, rank `on` gets none of its heap, and none of its GPU's ordinary memory."""
     refusal = HeapExhausted("no memory today", need=1)
-    if context.rank != on:
-        yield
-        return
-    with patch.object(context.heap, "allocate", side_effect=refusal):
+    with ExitStack() as patches:
+        if context.rank == on:
+            patches.enter_context(patch.object(context.heap, "allocate", side_effect=refusal))
+        if context.rank == on and context.team is not None:
+            ordinary = "shardmath.cuda.allocation.Allocation.__init__"
+            patches.enter_context(patch(ordinary, side_effect=refusal))
         yield
 
 
