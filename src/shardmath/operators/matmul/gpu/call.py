@@ -30,7 +30,7 @@ from shardmath.operators.matmul.arguments import (
 )
 from shardmath.operators.matmul.gpu import tuning
 from shardmath.operators.matmul.gpu.execution import Execution
-from shardmath.operators.matmul.gpu.fusing import Fused, pays
+from shardmath.operators.matmul.gpu.fusing import Fused, pays, shows
 from shardmath.operators.matmul.gpu.reading import Results, made_results, read_operands
 from shardmath.operators.matmul.gpu.share import Operands, Share
 from shardmath.operators.matmul.options import MatmulOptions
@@ -225,7 +225,7 @@ class Turn:
         anew = self._anew
         assert anew is not None, "said"
         anew.hear(self._operation, said)
-        if self._key is not None and not anew.apart:
+        if self._key is not None and not (anew.apart or anew.shows):
             repeats.keep(self._key, number, anew.agreed(self._scalars), anew.lane)
 
     def _say(self, share: Share) -> bytes:
@@ -299,6 +299,7 @@ class _Anew:
     """An execution that is like no earlier one: ranks `say` all of it, `hear` it, and `launch`."""
 
     apart: bool  # whether ranks are in different lanes of their own
+    shows: bool  # whether peers write the results: each time they are told where these lie
 
     def __init__(
         self,
@@ -344,6 +345,7 @@ class _Anew:
         if self.apart:
             self.lane = Lane.numbered(self._context, LANES - 1)
         self._fuses = self._fused is not None and self._fused.chosen(told)
+        self.shows = self._fuses and shows(told)
         if not self._fuses and (self.apart or mixed or self._fused is not None):
             told = self._context.gather(operation, lambda: self._prepare_phases(self._order))
         if not self._fuses:
