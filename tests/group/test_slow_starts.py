@@ -10,9 +10,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from shardmath.config import Settings
+from shardmath.launch import spawn
+from shardmath.startup import initialize
+from shardmath.transport import mesh
 from started import command, missing
 
 LIMITS = {"SHARDMATH_NOTICE": "0.3", "SHARDMATH_STARTUP_TIMEOUT": "2"}
@@ -79,6 +84,26 @@ def test_torch_says_whom_it_misses() -> None:
     assert status == 1
     assert "shardmath: rank 0 in initialize, <string>:1: waiting for the other ranks" in text
     assert re.search(r"BootstrapError: rank 0: .* did not bring 2 ranks together .*2 s", text)
+
+
+def meet_late() -> int:
+    """Rank 1 has no time to speak between the call and the word, twice, as on a busy machine."""
+
+    class Late:
+        pauses = iter([1.2, 1.2] if Settings.from_environment().rank == 1 else [])
+        size, unpack = mesh._HELLO.size, mesh._HELLO.unpack
+        words = mesh._HELLO.pack
+
+        def pack(self, *facts: Any) -> bytes:
+            time.sleep(next(self.pauses, 0))
+            return Late.words(*facts)
+
+    mesh._HELLO = Late()
+    return initialize("cpu").size
+
+
+def test_a_word_that_comes_late_is_said_again() -> None:
+    assert spawn(meet_late, 3) == [3, 3, 3]
 
 
 @pytest.mark.parametrize(

@@ -85,8 +85,8 @@ def _wait_asleep(
         if waited > limit:
             raised = "SHARDMATH_TIMEOUT" if timeout is None else "the timeout of this call"
             raise OpTimeout(
-                f"{doing()}: waited {waited:.1f} s for {rank_names(late)}; raise {raised} if they "
-                "were only slow",
+                f"{doing()}: waited {waited:.{1 if waited >= 1 else 2}f} s for {rank_names(late)}; "
+                f"raise {raised} if they were only slow",
                 late,
             )
         if waited > patience.notice and not noticed:

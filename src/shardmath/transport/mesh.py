@@ -129,23 +129,32 @@ class Mesh:
             visible = [r for r in here if cards[r][5] == space and r != self.rank]
             with closing(PeerWatch({r: (self.pids[r], -1) for r in visible})) as watch:
                 for peer in here[: here.index(self.rank)]:
-                    self._sockets[peer] = self._call(str(cards[peer][2]), cards[peer][3], watch)
+                    called, known = str(cards[peer][2]), cards[peer][3]
+                    self._sockets[peer] = self._call(called, known, deadline, watch)
                 while missing := [r for r in here if r > self.rank and r not in self._sockets]:
                     self._answer(listener, key, missing, deadline, watch)
 
-    def _call(self, name: str, key: bytes, watch: PeerWatch) -> socket.socket:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            connection.settimeout(self._timeout)
-            connection.connect(name)
-            connection.send(_HELLO.pack(key, self.rank))
-        except OSError as error:
-            connection.close()
-            self._require_alive(watch.wait(_GRACE))
-            raise BootstrapError(
-                f"rank {self.rank} cannot reach a peer's socket: {error}"
-            ) from None
-        return connection
+    def _call(self, name: str, key: bytes, deadline: float, watch: PeerWatch) -> socket.socket:
+        """A connection to the peer that listens there.
+
+        A peer waits for a word no longer than `_answer` says. Where this process came too late with
+        it, on a busy machine, it calls again.
+        """
+        while True:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            try:
+                connection.settimeout(self._timeout)
+                connection.connect(name)
+                connection.send(_HELLO.pack(key, self.rank))
+                return connection
+            except OSError as error:
+                connection.close()
+                self._require_alive(watch.wait(_GRACE))
+                late = isinstance(error, BrokenPipeError | ConnectionResetError)
+                if not late or time.monotonic() > deadline:
+                    raise BootstrapError(
+                        f"rank {self.rank} cannot reach a peer's socket: {error}"
+                    ) from None
 
     def _answer(
         self,

@@ -146,7 +146,8 @@ class Strategy:
                 received = max(bytes_received(step.src, step.dst, itemsize))
                 line += f", a rank receives at most {received:,} bytes"
             lines.append(line)
-        lines.append(f"predicted: {self.seconds * 1e3:.3g} ms, {self.exchanges} exchanges")
+        exchanges = "1 exchange" if self.exchanges == 1 else f"{self.exchanges} exchanges"
+        lines.append(f"predicted: {self.seconds * 1e3:.3g} ms, {exchanges}")
         return "\n".join(lines)
 
     def __str__(self) -> str:
