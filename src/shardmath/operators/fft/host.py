@@ -318,14 +318,11 @@ class _Work:
             if not self.each.axes:
                 self._gather(number, block, target)
                 continue
-            # Copies in and out are cheap: they run at the speed of memory, which transforms do not.
-            direct = self.each.exceeds(target.nbytes)
+            taken = self._taken(number, block, target, given)
             if self.each.kind == "C2C":
-                taken = out = target if direct else given.array(target.shape)
+                out = taken
             else:
-                taken = given.array(tuple(cut.stop - cut.start for cut in block))
-                out = target if direct else made.array(target.shape)
-            self._gather(number, block, taken)
+                out = target if self.each.exceeds(target.nbytes) else made.array(target.shape)
             transform(
                 taken,
                 self.each.axes,
@@ -337,6 +334,18 @@ class _Work:
             )
             if out is not target:
                 np.copyto(target, out)
+
+    def _taken(self, number: int, block: Block, target: HostArray, given: _Scratch) -> HostArray:
+        """The block's elements, in the cache if they fit: memory is read faster by copies than by
+        transforms. They may be overwritten, except by R2C.
+        """
+        large = self.each.exceeds(target.nbytes)
+        if large and self.each.stays and self.each.kind == "R2C":
+            return self.source[block]
+        in_place = large and self.each.kind == "C2C"
+        taken = target if in_place else given.array(tuple(cut.stop - cut.start for cut in block))
+        self._gather(number, block, taken)
+        return taken
 
     def _gather(self, number: int, block: Block, into: HostArray) -> None:
         if self.each.stays:
