@@ -29,7 +29,9 @@ from shardmath.operators.fft.launching import Launch, is_double
 from shardmath.operators.fft.local_steps import Fourier, packed
 from shardmath.operators.fft.pipeline import Pipeline
 from shardmath.operators.fft.problem import check, describe
+from shardmath.operators.fft.program import Ends
 from shardmath.operators.fft.strategy import GPUS, choose
+from shardmath.operators.lanes import LANES, Lane
 
 CASES = [
     *itertools.product((256, 512), ("complex64", "float32"), (False, True)),
@@ -129,9 +131,8 @@ class Share:
         ranks, team = self.ranks, self.ranks.context.team
         ways.CHUNKS = chunks
         source = packed("operand", tuple(self.operand.shape), self.problem.dtype)
-        way = ways.make_way(
-            self.plan, team.device, 0, (True, True), source, self.result, False, False
-        )
+        ends, results = Ends(source, self.result), ways.Results(True, True)
+        way = ways.make_way(self.plan, team.device, 0, ends, results)
         ways.CHUNKS = True
         if isinstance(way.program, Pipeline) != chunks:
             return None
@@ -148,7 +149,7 @@ class Share:
             ranks.context,
             way,
             self.addresses,
-            lambda on: team.barrier(int(on), channel=60),
+            Lane.numbered(ranks.context, LANES - 1),
             True,
             stream,
             self.shared,

@@ -7,7 +7,12 @@ A is M x K / ranks on each rank, B is K / ranks x N, random; two sets of operand
 figure is the median of several replays of a CUDA graph that holds several calls (torch's fused
 operator, which cannot be captured, is called as often), and of these the slowest rank's. Samples of
 each result are checked against float64 before it is timed. Our two ways are "kernel" and
-"separate"; "execute" is `Matmul.execute`, which has chosen one, and "chosen" says which.
+"separate"; "execute" is `Matmul.execute`, which has chosen one, and "chosen" says which; for an
+AllReduce "heap" is the same with arrays on the symmetric heap, where peers write the results.
+
+On fewer than 8 GPUs the cases that have a goal are measured once more with a rank's share as on 8,
+which is what `as_on` says: k is smaller. Of the sums a rank keeps more itself, and less travels
+(on 4 GPUs, 3 / 4 of it in place of 7 / 8).
 """
 
 from __future__ import annotations
@@ -16,14 +21,15 @@ import json
 
 from on_gpus import Ranks, command, in_turn, run
 
-from shardmath.arrays import dtypes
+from shardmath.arrays import dtypes, library_named
 from shardmath.distribution import Replicated, Slab
 from shardmath.linalg.advanced import Matmul
-from shardmath.operators.matmul.gpu.all_reduce import GemmAllReduce, even_rows
+from shardmath.operators.matmul.gpu.all_reduce import GemmAllReduce
 from shardmath.operators.matmul.gpu.choice import CHOICES
 from shardmath.operators.matmul.gpu.factor import Factor
 from shardmath.operators.matmul.gpu.reduce_scatter import GemmReduceScatter
-from shardmath.operators.matmul.gpu.sharded import ShardedProduct
+from shardmath.operators.matmul.gpu.sharded import ShardedProduct, even_rows
+from shardmath.symmetric.allocation import empty_on_heap
 
 SETS = 2  # of operands
 SAMPLES = 32  # rows
@@ -70,9 +76,11 @@ class Product:
         kind = GemmAllReduce if self.everywhere else GemmReduceScatter
         self.plan = kind.together(ranks.context, self.problem)
         distributions = [Slab.Y, Slab.X, Replicated() if self.everywhere else Slab.X]
+        self.results = [self.result]
         with ranks.context:
             self.planned = [Matmul(*each, distributions=distributions) for each in self.sets]
-            for each in self.planned:
+            self.planned_on_heap = self.on_heap(distributions) if self.everywhere else []
+            for each in (*self.planned, *self.planned_on_heap):
                 each.plan()
 
     def local(self, turn):
@@ -109,6 +117,21 @@ class Product:
         """What a user calls."""
         return self.planned[turn].execute()
 
+    def heap(self, turn):
+        """The same of arrays on the heap."""
+        return self.planned_on_heap[turn].execute()
+
+    def on_heap(self, distributions):
+        """Products of copies on the heap, all with one result there."""
+
+        def shared(x):
+            library = library_named("torch")
+            return empty_on_heap(self.ranks.context, library, x.shape, "bfloat16").copy_(x)
+
+        self.results.append(shared(self.result))
+        named = {"distributions": distributions, "beta": 0.0, "options": {"inplace": True}}
+        return [Matmul(*map(shared, each), self.results[-1], **named) for each in self.sets]
+
     def torch_fused(self):
         """The call of torch, and whether it can be captured."""
         import torch.distributed._symmetric_memory as symm
@@ -132,7 +155,8 @@ class Product:
     def check(self, call):
         """Sampled rows of the result against float64."""
         torch, ranks = self.ranks.torch, self.ranks
-        self.result.fill_(float("nan"))
+        for result in self.results:
+            result.fill_(float("nan"))
         result = call(1)
         torch.cuda.synchronize()
         ranks.context.team.check()
@@ -152,15 +176,16 @@ class Product:
     def close(self):
         """Give the memory back."""
         self.plan.free()
-        for each in self.planned:
+        for each in (*self.planned, *self.planned_on_heap):
             each.free()
         self.ranks.context.barrier()
 
 
-def measured(ranks: Ranks, what: str, m: int, n: int, k: int, target: str):
+def measured(ranks: Ranks, what: str, m: int, n: int, k: int, as_on: int, target: str):
     """One row, in microseconds."""
     product = Product(ranks, what, m, n, k)
-    ways = {name: getattr(product, name) for name in ("kernel", "separate", "execute")}
+    names = ["kernel", "separate", "execute"] + ["heap"] * product.everywhere
+    ways = {name: getattr(product, name) for name in names}
     for way in ways.values():
         product.check(way)
     theirs, captured = product.torch_fused()
@@ -169,7 +194,7 @@ def measured(ranks: Ranks, what: str, m: int, n: int, k: int, target: str):
     systems = {name: in_turn(way, SETS) for name, way in ways.items()}
     times = ranks.times(systems, calls, eager=() if captured else ("torch",))
     product.close()
-    row = {"what": what, "m": m, "n": n, "k": k, "chosen": str(product.choice)}
+    row = {"what": what, "m": m, "n": n, "k": k, "as_on": as_on, "chosen": str(product.choice)}
     row |= {f"{name}_us": round(value, 1) for name, value in times.items()}
     row["of_local"] = round(times["local"] / times["execute"], 3)
     return {**row, "target": target}
@@ -181,9 +206,11 @@ def measure(ranks: Ranks, most: int, only: str) -> list[dict]:
     for what, m, n, k, target in CASES:
         if m > most or only not in what:
             continue
-        rows.append(measured(ranks, what, m, n, k, target))
-        if ranks.rank == 0:
-            print(json.dumps(rows[-1]), flush=True)
+        for as_on in (ranks.size, 8) if target and ranks.size < 8 else (ranks.size,):
+            depth = k // as_on * ranks.size
+            rows.append(measured(ranks, what, m, n, depth, as_on, target))
+            if ranks.rank == 0:
+                print(json.dumps(rows[-1]), flush=True)
     return rows
 
 

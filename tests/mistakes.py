@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import builtins
 import logging
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from unittest.mock import patch
+
+from shardmath.errors import HeapExhausted
 
 
 def heard(action):
@@ -34,6 +37,19 @@ def misses(everywhere, expected):
         if not fits:
             found.append((case, [rank[case] for rank in everywhere]))
     return found
+
+
+@contextmanager
+def no_memory(context, on=1):
+    """Within, rank `on` gets none of its heap, and none of its GPU's ordinary memory."""
+    refusal = HeapExhausted("no memory today", need=1)
+    with ExitStack() as patches:
+        if context.rank == on:
+            patches.enter_context(patch.object(context.heap, "allocate", side_effect=refusal))
+        if context.rank == on and context.team is not None:
+            ordinary = "shardmath.cuda.allocation.Allocation.__init__"
+            patches.enter_context(patch(ordinary, side_effect=refusal))
+        yield
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).parent.parent / "fft"))
 
 import fft_cases
-from visible import GPUS, gpu_of
+from visible import GPUS, RANKS, gpu_of
 
 from arrangements import part_of
 from shardmath.arrays import library_named, library_of
@@ -200,10 +200,11 @@ def check_chunks(context, cases):
 
     import shardmath
     from shardmath.distribution import Slab
-    from shardmath.operators.fft import pipeline
+    from shardmath.operators.fft import cutting
 
     use(context)
-    pipeline._CUTS = tuple((n, pipeline.Cuts(*cuts)) for n, cuts in SMALL_CUTS)
+    small = tuple((n, cutting.Cuts(*cuts)) for n, cuts in SMALL_CUTS)
+    cutting._CUTS = cutting._CUTS_BACK = cutting._CUTS_APART = small
     rank, size = context.rank, context.size
     wrong = []
     for name, shape, kind, dtype, one, two, norm, heap in cases:
@@ -252,7 +253,13 @@ def check_chunks(context, cases):
     return wrong
 
 
-SMALL_CUTS = [(1 << 19, (8, 8, 3)), (1 << 17, (8, 4, 2)), (1 << 15, (4, 2, 1)), (1, (2, 2, 1))]
+RISES = (1, 2, 3, 4, 4, 4, 4, 4)
+SMALL_CUTS = [
+    (1 << 19, (RISES, 8, 3)),
+    (1 << 17, (RISES, 4, 2)),
+    (1 << 15, ((1,) * 4, 1, 1)),
+    (1, ((1, 1), 2, 1)),
+]
 CHUNKS = [
     ("X to Y", (48, 40, 64), "C2C", "complex64", "X", "Y", None, True),
     ("X to Y, ordinary", (48, 40, 128), "C2C", "complex64", "X", "Y", "ortho", False),
@@ -276,6 +283,15 @@ CHUNKS = [
 def test_chunks(gpus, size):
     found = gpus.run(check_chunks, CHUNKS, ranks=size, timeout=50)
     assert found == [[]] * size, "\n".join(text for texts in found for text in texts)
+
+
+@pytest.mark.parametrize("ranks", [5, 6, 7])
+def test_chunks_of_other_numbers_of_ranks(gpus, ranks):
+    """What pushes has no neighbours there: its blocks are no multiple of a cluster."""
+    if ranks > RANKS:
+        pytest.skip(f"there are {RANKS} ranks with GPUs")
+    found = gpus.run(check_chunks, CHUNKS, ranks=ranks, timeout=50)
+    assert found == [[]] * ranks, "\n".join(text for texts in found for text in texts)
 
 
 def check_life(context, library):

@@ -28,6 +28,36 @@ def test_life(far_gpus, library):
     assert far_gpus.run(on_one_host.check_life, library) == [[]] * RANKS
 
 
+def check_arrays_larger_than_the_heap(context, back):
+    """What is neither packed nor fetched is elsewhere, where the heap cannot grow."""
+    import torch
+
+    from shardmath.distribution import Slab
+    from shardmath.fft import FFTOptions, fft
+
+    torch.cuda.set_device(context.device_id)
+    rank, shape = context.rank, (64 * context.size, 512, 800)  # 210 MB a rank
+    wrong = []
+    with context:
+        part = Slab.X.shape(rank, shape)
+        for device in ("cpu", "cuda"):
+            x = torch.zeros(part, dtype=torch.complex64, device=device)
+            if rank == 0:
+                x[0, 0, 0] = 1
+            y = fft(x, distribution=Slab.X, options=FFTOptions(redistribute=back))
+            if not bool((y == 1).all()):
+                wrong.append(device)
+            del x, y
+        context.barrier()
+    return wrong
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_arrays_larger_than_the_heap(far_gpus, back):
+    """With a heap of 1 GiB: both of them, work, landing, outboxes and room would not fit."""
+    assert far_gpus.run(check_arrays_larger_than_the_heap, back, timeout=50) == [[]] * RANKS
+
+
 def explain(context):
     import torch
 

@@ -18,7 +18,7 @@ def check_graphs_outlive_ways(context, back):
     import torch
 
     from shardmath.cuda.constant import Constant
-    from shardmath.operators.fft import pipeline, ways
+    from shardmath.operators.fft import cutting, ways
 
     use(context)
     rank, size = context.rank, context.size
@@ -35,7 +35,8 @@ def check_graphs_outlive_ways(context, back):
         patch.setattr(ways, "GRAPHS", False)  # executions that come again keep their way, too
 
         def execute(first, out=None):
-            patch.setattr(pipeline, "_CUTS", ((1, pipeline.Cuts(first, 2, 1)),))
+            for table in ("_CUTS", "_CUTS_BACK"):
+                patch.setattr(cutting, table, ((1, cutting.Cuts((1,) * first, 2, 1)),))
             return transform.execute(out=out)
 
         transform.plan()

@@ -9,9 +9,9 @@ import pytest
 import scipy.fft
 import torch
 
-from mistakes import heard, listening, misses
+from mistakes import heard, listening, misses, no_memory
 from shardmath.distribution import BlockCyclic, Box, ProcessGrid, Slab
-from shardmath.errors import HeapExhausted, ShardmathError
+from shardmath.errors import ShardmathError
 from shardmath.fft import (
     FFT,
     FFTDirection,
@@ -541,11 +541,6 @@ def test_a_mistake_in_allocating_an_operand(contexts, name):
 
 def exhausted(context):
     rank = context.rank
-    usual = context.heap.allocate
-
-    def refuse(nbytes):
-        raise HeapExhausted("no memory today", need=nbytes)
-
     with context:
         out = blank(rank)
         FFT(rows(rank), distribution=Slab.X).free()
@@ -553,13 +548,8 @@ def exhausted(context):
         with FFT(rows(rank), distribution=Slab.X) as transform:
             transform.plan()
             transform.execute(release_workspace=True)
-            if rank == 1:
-                context.heap.allocate = refuse
-            try:
+            with no_memory(context):
                 said = heard(lambda: transform.execute(out=out))
-            finally:
-                if rank == 1:
-                    context.heap.allocate = usual
             assert (out == -1).all()
             assert np.allclose(transform.execute(out=out), wanted(rank))
     return said

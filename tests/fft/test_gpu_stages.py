@@ -22,12 +22,32 @@ from shardmath import geometry
 from shardmath.arrays import dtypes
 from shardmath.geometry import decode, moves
 from shardmath.local.batches import Strided, batches
-from shardmath.operators.fft.local_steps import Convert, Copy, Fourier, View, local_steps, packed
+from shardmath.operators.fft.cutting import Cuts, first_parts
+from shardmath.operators.fft.far_pipeline import far_pipelined
+from shardmath.operators.fft.local_steps import (
+    Convert,
+    Copy,
+    Fourier,
+    Scale,
+    View,
+    local_steps,
+    packed,
+)
 from shardmath.operators.fft.options import FFTDirection, FFTOptions
-from shardmath.operators.fft.pipeline import Cuts, _rising, pipelined
+from shardmath.operators.fft.pipeline import pipelined
 from shardmath.operators.fft.problem import check, describe
-from shardmath.operators.fft.stages import ROOM, Delivered, Exchange, Scale, programmed, stages
+from shardmath.operators.fft.program import (
+    ROOMS,
+    Arrived,
+    Delivered,
+    Ends,
+    Exchange,
+    programmed,
+)
+from shardmath.operators.fft.stages import stages
 from shardmath.operators.fft.strategy import GPUS, GPUS_APART, choose
+
+RISES = (1, 2, 3, 4, 4, 4, 4, 4)
 
 COMPLEX = {4: np.complex64, 8: np.complex64, 16: np.complex128}
 
@@ -115,8 +135,6 @@ def side(memory, view, place, offset, shape, count):
 def exchanged(programs, memories, at, results):
     for rank, (program, memory) in enumerate(zip(programs, memories, strict=True)):
         step = program.steps[at[rank]]
-        if isinstance(step, Delivered):
-            continue
         own = memory.array(step.own).copy() if not step.pulls else memory.array(step.own)
         only = {"dst_rank": rank} if step.pulls else {"src_rank": rank}
         for move in moves(step.source, step.target, **only):
@@ -126,32 +144,40 @@ def exchanged(programs, memories, at, results):
             copy_move(move, src, dst)
 
 
-def delivered(programs, memories, at, shown):
-    """All ranks pack; and then each takes what it needs. `shown` is what they packed last."""
-    steps = [program.steps[at[rank]] for rank, program in enumerate(programs)]
-    if not isinstance(steps[0], Delivered):
-        return
+def packed_up(steps, programs, memories, shown):
+    """All ranks pack. `shown` are the outboxes that peers may still read."""
     for step, memory, program, seen in zip(steps, memories, programs, shown, strict=True):
-        outbox = memory.held[step.outbox]
-        assert seen.pop(step.outbox, None) is None, "not before all have read what was in it"
+        assert step.outbox not in seen, "not before all have read what was in it"
+        seen.append(step.outbox)
         start = memory.origin[step.own.place] + step.own.offset
         boxes = step.delivery.packing(step.own.strides)
+        outbox = memory.held[step.outbox]
         copy_boxes(boxes, [(memory.held[step.own.place], start)], (outbox, 0))
-        assert step.outbox in program.shared
-    for seen, step in zip(shown, steps, strict=True):
-        seen.clear()  # all have met since they read the one before
-        if not step.closes:
-            seen[step.outbox] = True
+        assert {step.outbox, step.room} <= program.on_heap
+
+
+def fetched(steps, memories):
+    """Each rank fetches from the outboxes on other hosts."""
     for step, memory in zip(steps, memories, strict=True):
-        delivery, room = step.delivery, memory.held[ROOM]
-        for each in delivery.fetches:
+        room = memory.held[step.room]
+        for each in step.delivery.fetches:
             theirs = memories[each.src].held[steps[each.src].outbox]
             room[each.at : each.at + each.nbytes] = theirs[each.offset : each.offset + each.nbytes]
+
+
+def unpacked(steps, memories, shown):
+    """Each rank takes what it needs of its room, and of the outboxes on its host."""
+    for step, seen in zip(steps, shown, strict=True):
+        del seen[: seen.index(step.outbox)]  # all have met since they read those before
+        if step.closes:
+            seen.clear()
+    for step, memory in zip(steps, memories, strict=True):
+        delivery = step.delivery
         ends = [memory.origin[view.place] + view.offset for view in (step.own, step.into)]
         near = [(memories[peer].held[steps[peer].outbox], 0) for peer in delivery.near]
         own = (memory.held[step.own.place], ends[0])
         boxes = delivery.unpacking(step.own.strides, step.into.strides)
-        sources = delivery.memories(own, (room, 0), near)
+        sources = delivery.memories(own, (memory.held[step.room], 0), near)
         copy_boxes(boxes, sources, (memory.held[step.into.place], ends[1]))
 
 
@@ -165,24 +191,47 @@ def copy_move(move, src, dst):
     ]
 
 
+def next_unpacked(beside, memories, shown):
+    """Then there is room for another one."""
+    unpacked(beside.pop(0), memories, shown)
+    if len(beside) >= ROOMS:
+        fetched(beside[ROOMS - 1], memories)
+
+
 def run_all(programs, memories, results, forward):
+    """Step by step. What is delivered beside other steps is fetched as early as can be, and
+    unpacked as late."""
     at = [0] * len(programs)
-    shown = [{} for _ in programs]
+    shown, beside = [[] for _ in programs], []
     while True:
         for rank, program in enumerate(programs):
             while at[rank] < len(program.steps):
                 step = program.steps[at[rank]]
-                if isinstance(step, (Exchange, Delivered)):
+                if isinstance(step, (Exchange, Delivered, Arrived)):
                     break
                 performed(step, memories[rank], forward)
                 at[rank] += 1
-        waiting = [at[rank] < len(program.steps) for rank, program in enumerate(programs)]
-        assert len(set(waiting)) == 1, "all ranks take part in an exchange, or none"
-        if not waiting[0]:
-            return
-        exchanged(programs, memories, at, results)
-        delivered(programs, memories, at, shown)
+        steps = [p.steps[i] for i, p in zip(at, programs, strict=True) if i < len(p.steps)]
+        assert len(steps) in (0, len(programs)), "all ranks take part in an exchange, or none"
+        assert len({type(step) for step in steps}) <= 1
+        if not steps:
+            break
+        if isinstance(steps[0], Exchange):
+            exchanged(programs, memories, at, results)
+        elif isinstance(steps[0], Delivered):
+            packed_up(steps, programs, memories, shown)
+            beside.append(steps)
+            if len(beside) <= ROOMS:
+                fetched(steps, memories)
+            if steps[0].number is None:
+                unpacked(beside.pop(), memories, shown)
+        else:
+            while beside and beside[0][0].number <= steps[0].number:
+                next_unpacked(beside, memories, shown)
         at = [each + 1 for each in at]
+    while beside:
+        next_unpacked(beside, memories, shown)
+    assert not any(shown), "the last delivery closes"
 
 
 def laid_out(part, store):
@@ -228,7 +277,7 @@ def dtypes_spec(case, part, strides):
     return ArraySpec(case["library"], dtype, part.shape, strides, "cpu", part.itemsize)
 
 
-def run_case(case, reachable, hosts=1):
+def run_case(case, reachable, hosts=1, cuts=None):
     size = case["size"]
     array = fft_cases.operand_of(case)
     full = fft_cases.wanted(case, array)
@@ -252,19 +301,12 @@ def run_case(case, reachable, hosts=1):
         ]
         given.append((held, views))
         results.append(views[1])
-    programs = [
-        programmed(
-            found,
-            problem,
-            rank,
-            operand=given[rank][1][0],
-            result=results[rank],
-            overlap=False,
-            same=False,
-            hosts=tuple(rank * hosts // size for rank in range(size)),
-        )
-        for rank in range(size)
-    ]  # fmt: skip
+    numbers = tuple(rank * hosts // size for rank in range(size))
+    programs = []
+    for rank in range(size):
+        ends = Ends(given[rank][1][0], results[rank])
+        program = cuts and far_pipelined(found, problem, rank, ends, Cuts(*cuts), hosts=numbers)
+        programs.append(program or programmed(found, problem, rank, ends, hosts=numbers))
     memories = [
         Memory(program.places, {view.place: (raw, origin) for view, (raw, origin, _) in
                          zip(views, held, strict=True)})
@@ -293,6 +335,16 @@ def test_any_program(case):
 @given(case=fft_cases.cases(), hosts=st.integers(2, 3))
 def test_any_program_of_ranks_on_several_hosts(case, hosts):
     run_case(case, False, hosts)
+
+
+@settings(max_examples=200, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@given(
+    case=fft_cases.cases(least=2),
+    hosts=st.integers(2, 3),
+    cuts=st.sampled_from([((1,), 1, 1), ((1,) * 3, 2, 1), ((1, 2), 3, 2), (RISES, 4, 3)]),
+)
+def test_any_program_with_deliveries_beside(case, hosts, cuts):
+    run_case(case, False, hosts, cuts)
 
 
 def pushed(memories, rank, pipeline, at, ready, signals):
@@ -353,10 +405,12 @@ PIPELINES = {
 }
 
 
-@pytest.mark.parametrize("cuts", [(1, 1), (3, 2), (8, 4, 3)])
+@pytest.mark.parametrize("cuts", [((1,), 1), ((1,) * 3, 2), (RISES, 4, 3)])
+@pytest.mark.parametrize("hosts", [1, 2, 3])
 @pytest.mark.parametrize("size", [2, 3, 8])
 @pytest.mark.parametrize("name", PIPELINES)
-def test_pipelines(name, size, cuts):
+def test_pipelines(name, size, hosts, cuts):
+    """On one host what pushes beside, on several what delivers beside."""
     shape, dtype, axes, one, two = PIPELINES[name]
     kind = "R2C" if dtype.startswith("float") else "C2R" if name == "to real" else "C2C"
     case = {"size": size, "shape": shape, "axes": axes, "kind": kind, "parity": "even",
@@ -367,28 +421,35 @@ def test_pipelines(name, size, cuts):
     ends = [getattr(geometry.Slab, axis) for axis in (one, two)]
     parts = [part_of(array, ends[0], r, size) for r in range(size)]
     problem = case_problem(case, parts, [ends[0]] * size, [ends[1]] * size)
-    found = stages(choose(problem, GPUS), reachable=True)
-    memories, pipelines = [], []
+    apart = hosts > 1
+    numbers = tuple(rank * hosts // size for rank in range(size))
+    found = stages(choose(problem, GPUS), reachable=not apart, apart=apart)
+    memories, pipelines, results = [], [], []
     for rank in range(size):
         operand = packed("operand", parts[rank].shape, problem.dtype)
         result = packed("result", problem.target.local_shape(rank), problem.result)
-        pipeline = pipelined(found, rank, Cuts(*cuts), order="C", operand=operand, result=result)
-        assert pipeline is not None
-        sizes = dict(pipeline.places)
-        sizes["result"] = result.size * result.itemsize
-        sizes["operand"] = operand.size * operand.itemsize
-        memory = Memory(sizes, {})
+        if apart:
+            pipeline = far_pipelined(
+                found, problem, rank, Ends(operand, result), Cuts(*cuts), hosts=numbers
+            )
+        else:
+            pipeline = pipelined(found, rank, Ends(operand, result), Cuts(*cuts), order="C")
+            chunks, rows = pipeline.tables(1 << 14)
+            assert chunks["boxes"].sum() == len(rows)
+        sizes = {view.place: view.size * view.itemsize for view in (operand, result)}
+        memory = Memory(pipeline.places | sizes, {})
         memory.array(operand)[...] = parts[rank]
         memories.append(memory)
         pipelines.append(pipeline)
-        chunks, rows = pipeline.tables(1 << 14)
-        assert chunks["boxes"].sum() == len(rows)
-    run_pipelines(pipelines, memories, problem.direction < 0)
+        results.append(result)
+    if apart:
+        run_all(pipelines, memories, results, problem.direction < 0)
+    else:
+        run_pipelines(pipelines, memories, problem.direction < 0)
     count = math.prod(full.shape[axis] for axis in axes or range(full.ndim))
     for rank in range(size):
         want = part_of(full, ends[1], rank, size)
-        result = packed("result", want.shape, problem.result)
-        assert fft_cases.close(memories[rank].array(result), want, count)
+        assert fft_cases.close(memories[rank].array(results[rank]), want, count)
 
 
 GRID = (5, 4, 6)
@@ -432,14 +493,14 @@ def test_a_plan_for_any_order_of_memory(kind, axes, orders):
 
 
 @pytest.mark.parametrize("extent", [0, 1, 2, 7, 12, 13, 31, 32, 64, 129])
-@pytest.mark.parametrize("parts", [1, 2, 6, 8, 16])
-def test_chunks_cover_all_and_none_is_empty(extent, parts):
-    ranges = _rising(extent, parts)
+@pytest.mark.parametrize("weights", [(1,), (1, 1), (1, 2, 3, 4, 4, 4), (2, 3, *[4] * 14)])
+def test_parts_cover_all_and_none_is_empty(extent, weights):
+    ranges = first_parts(extent, weights)
     assert [i for lo, hi in ranges for i in range(lo, hi)] == list(range(extent))
-    assert len(ranges) == max(1, min(parts, extent // 2))
+    assert len(ranges) == max(1, min(len(weights), extent // 2))
     assert extent == 0 or all(lo < hi for lo, hi in ranges)
     lengths = [hi - lo for lo, hi in ranges]
-    assert max(lengths) <= 4 * max(1, lengths[0])
+    assert lengths[0] == min(lengths[:-1], default=lengths[0])
 
 
 def test_one_real_number_from_one_complex():

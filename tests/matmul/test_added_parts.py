@@ -7,9 +7,10 @@ import pytest
 from shardmath.geometry import Layout, Replicated, Slab
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.operators.matmul.gpu.fusing import pays
+from shardmath.operators.matmul.gpu.scale_moves import chosen
 from shardmath.operators.matmul.gpu.share import Share
 from shardmath.operators.matmul.problem import Problem
-from shardmath.operators.matmul.strategy import HOPPER, choose
+from shardmath.operators.matmul.strategy import HOPPER
 
 RESULTS = {"everywhere": Replicated(), "rows": Slab.X, "columns": Slab.Y}
 
@@ -29,7 +30,7 @@ def share(kind, shape, dtype, *, size=2, label="stationary a", epilog=MatmulEpil
         epilog=epilog,
         strategy=label,
     )
-    return Share(choose(problem, HOPPER)[0], 0, (0,) * size)
+    return Share(chosen(problem, HOPPER)[0], 0, (0,) * size)
 
 
 # Shapes as in tests/cuda/test_added_products.py: all go through the collective, none by the kernel.
@@ -69,3 +70,19 @@ def test_large_products_go_through_the_kernel():
 
 def test_what_is_gathered_is_not_added():
     assert share("rows", (64, 64, 64), "float32", label="stationary c").addition_order("C") == ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "shape"),
+    [
+        ("everywhere", 4, (8192, 8192, 14336)),
+        ("rows", 4, (16384, 16384, 26624)),
+        ("everywhere", 2, (4096, 4096, 4096)),
+        ("everywhere", 8, (1024, 8192, 28672)),
+    ],
+)
+def test_strategies_are_compared_with_what_the_kernel_takes(kind, size, shape):
+    """Its steps one after another would take longer than moving the factors."""
+    found = share(kind, shape, "bfloat16", size=size, label=None)
+    assert found.strategy.label == "stationary a"
+    assert pays(found)

@@ -31,11 +31,12 @@ def product(m: int, n: int, k: int, size: int = 8) -> ShardedProduct:
         (8, 16384, 16384, 53248, True, True),
         (8, 4096, 12288, 49152, True, True),
         (8, 2048, 8192, 28672, True, True),
-        (8, 1024, 8192, 28672, True, False),
+        (8, 1024, 8192, 28672, True, True),
+        (8, 512, 8192, 28672, False, False),
         (8, 256, 8192, 28672, False, False),
         (8, 64, 64, 64, False, False),
         (4, 8192, 8192, 28672, True, True),
-        (4, 1024, 8192, 28672, True, False),  # 4 x H200: 196 and 244 us, apart 203 and 240 us
+        (4, 1024, 8192, 28672, True, True),  # 4 x H200: 195 and 225 us, apart 203 and 245 us
         (4, 512, 8192, 28672, False, False),
         (2, 8192, 8192, 28672, True, True),
         (2, 1024, 8192, 28672, False, True),  # 2 x H200: 374 and 390 us, apart 360 and 408 us
@@ -83,11 +84,11 @@ def test_small_results_are_sums_of_float32() -> None:
 
 SHAPES = [
     # ranks, m, n, k, and then chunks, of these aside each other
-    (8, 8192, 8192, 28672, 16, 2),
-    (4, 8192, 8192, 28672, 16, 2),
-    (4, 1024, 8192, 28672, 2, 2),
-    (4, 512, 8192, 28672, 1, 1),
-    (4, 4096, 12288, 49152, 12, 3),
+    (8, 8192, 8192, 28672, 32, 4),
+    (4, 8192, 8192, 28672, 32, 4),
+    (4, 1024, 8192, 28672, 4, 4),
+    (4, 512, 8192, 28672, 2, 2),
+    (4, 4096, 12288, 49152, 24, 6),
     (8, 16384, 16384, 53248, 64, 4),
     (8, 64, 64, 64, 1, 1),
     (4, 100000, 64, 64, 16, 1),
@@ -101,15 +102,27 @@ def test_chunks_are_what_is_multiplied_at_once(
     part = product(m, n, k, size)
     shape = choose_shared_shape(part)
     assert (shape.chunks, shape.aside) == (chunks, aside)
-    assert 1 <= shape.late <= chunks
-    assert 0 <= shape.early <= chunks - shape.late
+    assert shape.late == chunks  # no block that does not multiply adds up
     walk = Walk(part.rows, n, chunks, aside)
     for owner in range(size):
         tiles = [chunk.tiles for chunk in walk.parts(owner)]
         assert len(tiles) == chunks and sum(tiles) == walk.tiles(owner)
 
 
-def test_what_adders_cannot_do_beside_the_product_is_late() -> None:
-    for choose in (choose_shape, choose_shared_shape):
-        deep, flat = (choose(product(8192, 8192, k)) for k in (131072, 2048))
-        assert deep.late == 1 < flat.late
+def test_what_takers_cannot_do_beside_the_product_is_late() -> None:
+    deep, flat = (choose_shape(product(8192, 8192, k)) for k in (131072, 2048))
+    assert deep.late == 1 < flat.late
+
+
+def test_blocks_begin_apart_where_each_has_several_tiles() -> None:
+    """The last begins when the first would have sent its tile, or multiplied it."""
+    for size in (2, 4, 8):
+        once, twice, flat = (
+            product(*shape, size)
+            for shape in ((1024, 4096, 28672), (1024, 8192, 28672), (1024, 8192, 512))
+        )
+        assert choose_shape(once).apart == choose_shared_shape(once).apart == 0
+        apart = choose_shape(twice).apart
+        sending = 128 * 128 * 256 * 2 * (1 - 1 / size) / H200.burst
+        assert apart * 64 == pytest.approx(sending * H200.clock, rel=0.01)
+        assert 0 < choose_shared_shape(flat).apart < apart

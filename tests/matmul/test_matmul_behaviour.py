@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from arrangements import part_of
+from mistakes import heard, no_memory
 from shardmath.arrays import library_named, library_of
 from shardmath.distribution import BlockCyclic, BlockNonCyclic, ProcessGrid, Replicated, Slab
-from shardmath.errors import HeapExhausted
 from shardmath.linalg.advanced import Matmul, MatmulEpilog, matmul, matrix_qualifiers_dtype
+from shardmath.operators.workspace import Workspace
 from shardmath.symmetric.allocation import allocate_symmetric_memory, is_symmetric
 
 X, Y, R = Slab.X, Slab.Y, Replicated()
@@ -242,30 +243,19 @@ def memory_ends_on_one_rank(context):
     a, b = np.ones((8, 8)), np.ones((8, 8))
     mine = part(a, Y, context), part(b, X, context)
     c = part(np.ones((8, 8)), X, context)
-    heap = context.heap
     with context:
-        context.cache("workspace", None).release() if "workspace" in context._caches else None
-
-        def nothing_left(nbytes):
-            raise HeapExhausted(f"{nbytes} bytes wanted", need=nbytes)
-
-        if context.rank == 1:
-            heap.allocate = nothing_left
-        try:
-            matmul(*mine, c, beta=1, distributions=(Y, X, X), options={"inplace": True})
-        except Exception as error:
-            said = type(error).__name__, str(error)
-        finally:
-            if context.rank == 1:
-                del heap.allocate
+        Workspace.of(context).release()  # what earlier calls have left would do
+        options = {"inplace": True}
+        with no_memory(context):
+            said = heard(lambda: matmul(*mine, c, beta=1, distributions=(Y, X, X), options=options))
         assert (c == 1).all()
         assert (matmul(*mine, distributions=(Y, X, X)) == 8).all()  # the context lives
     return said
 
 
 def test_want_of_memory_on_one_rank_is_an_error_on_all(contexts):
-    for kind, text in contexts.run(memory_ends_on_one_rank, ranks=3):
-        assert kind == "HeapExhausted" and text.startswith("rank 1: ")
+    said = contexts.run(memory_ends_on_one_rank, ranks=3)
+    assert said == [("MemoryError", "rank 1: no memory today")] * 3
 
 
 def grid_of_contexts(context):

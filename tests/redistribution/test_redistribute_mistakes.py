@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from mistakes import heard, listening, misses
+from mistakes import heard, listening, misses, no_memory
 from shardmath.distribution import (
     BlockCyclic,
     Box,
@@ -15,7 +15,7 @@ from shardmath.distribution import (
     Slab,
     redistribute,
 )
-from shardmath.errors import HeapExhausted, ShardmathError
+from shardmath.errors import ShardmathError
 from shardmath.operators.workspace import Workspace
 from shardmath.symmetric.allocation import allocate_symmetric_memory, free_symmetric_memory
 
@@ -407,11 +407,6 @@ def test_different_calls_are_a_mismatch_on_all_ranks(contexts, what):
 
 def exhausted(context, which):
     rank = context.rank
-    allocate = context.heap.allocate
-
-    def refuse(nbytes):
-        raise HeapExhausted("no memory today", need=nbytes)
-
     with context:
         operand = my_slab(rank)
         out = blank(rank) if which == "staging" else None
@@ -419,14 +414,8 @@ def exhausted(context, which):
             operand = allocate_symmetric_memory(my_slab(rank).shape, np)
             operand[...] = my_slab(rank)
         Workspace.of(context).release()  # what earlier calls have left would do
-        if rank == 1:
-            context.heap.allocate = refuse
-        try:
+        with no_memory(context):
             said = heard(lambda: redistribute(operand, Slab.X, Slab.Y, out=out))
-        finally:
-            if rank == 1:
-                del context.heap.allocate
-        assert context.heap.allocate == allocate
         assert out is None or (out == -1).all()
         assert (redistribute(operand, Slab.X, Slab.Y) == my_column(rank)).all()
     return said

@@ -56,12 +56,6 @@ __device__ inline void load_box(u32 to, const TensorMap* from, u32 x, u32 y, u32
         "l"(from), "r"(x), "r"(y), "r"(bar)
         : "memory");
 }
-__device__ inline void load_bulk(u32 to, const void* from, u32 nbytes, u32 bar) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-        "l"(from), "r"(nbytes), "r"(bar)
-        : "memory");
-}
 __device__ inline void store_bulk(void* to, u32 from, u32 nbytes) {
     asm volatile(
         "cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n\tcp.async.bulk.commit_group;" ::"l"(to),

@@ -246,11 +246,13 @@ struct AwaitArgument {
 
 // One more chunk can be pushed: what the stream did before is done.
 extern "C" __global__ void ready(const __grid_constant__ AwaitArgument a) {
+    await_earlier();
     store_release(&a.words->ready, load_relaxed(&a.words->ready) + 1);
 }
 
 // Until every rank, this one too, has told of one more chunk. One block; thread i waits for rank i.
 extern "C" __global__ void await_all(const __grid_constant__ AwaitArgument a) {
+    await_earlier();
     for (int peer = threadIdx.x; peer < a.team.size; peer += blockDim.x) {
         Channel& own = a.team.own().channel(a.channel);
         const u64 target = own.taken[peer] + 1;

@@ -2,7 +2,7 @@
 //
 //     warps 1, 2: send half a tile each
 //
-// The blocks that do not multiply take what has come; take.cu takes the last chunks.
+// The blocks that do not multiply take the early chunks; take.cu takes the rest.
 #include "sent.cuh"
 
 using namespace shardmath;
@@ -50,19 +50,6 @@ __device__ inline void pack(const Shared& s, u32 half, const float (&d)[128], u3
         fence_async_shared();
         bar_arrive(s.ready + 8 * half);
     }
-}
-
-// The early chunks as they come, by the blocks that do not multiply; then the late ones are waited for.
-__device__ inline void take_early(const Product& a, u64 launch) {
-    constexpr u32 kWarps = kThreads / 32;
-    const u32 warp = (blockIdx.x - a.multipliers) * kWarps + threadIdx.x / 32;
-    const u32 warps = (gridDim.x - a.multipliers) * kWarps, early = a.take.count - a.take.late;
-    for (u32 chunk = 0; chunk < early; ++chunk) {
-        if (!wait_for_tiles(a.team, a.take, chunk, launch)) return;
-        take<(kRanks <= 8 ? 2 : 1)>(a.take, chunk, warp, warps);
-    }
-    for (u32 chunk = early; warp == 0 && chunk < a.take.count; ++chunk)
-        if (!wait_for_tiles(a.team, a.take, chunk, launch)) return;
 }
 
 extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)

@@ -31,6 +31,7 @@ struct Product {
     u32 units;          // of as many tiles as a cluster has blocks
     u32 steps;          // along k
     u32 multipliers;    // blocks that multiply
+    u32 apart;          // cycles by which each cluster begins later than the one before
     char* slots[kRanks];    // where this rank's tiles lie at each owner
     u64* arrived[kRanks];   // this rank's counters at each owner, by chunk
     TakeArgument take;
@@ -83,10 +84,17 @@ __device__ inline void load_stage(const Product& a, const Stages& s, const Tile&
     }
 }
 
+// Tiles that ended at the same time would be sent at the same time, with an idle link before.
+__device__ inline void begin_apart(const Product& a) {
+    const long long end = clock64() + (long long)a.apart * first_unit();
+    while (clock64() < end) __nanosleep(100);
+}
+
 // All stages of all tiles. One thread. With kGap a stage follows each tile into which nothing is loaded.
 template <bool kGap>
 __device__ inline void load_tiles(const Product& a, const Stages& s) {
     u32 number = 0;
+    begin_apart(a);
     for (u32 unit = first_unit(); unit < a.units; unit = next_unit(a, unit)) {
         const Tile tile = tile_of(a, unit);
         for (u32 step = 0; step < a.steps; ++step, ++number) {
@@ -181,6 +189,16 @@ __device__ inline void multiply_tiles(const Product& a, const Stages& s, u32 hal
         pack(d, tile, number);
         if (kGap) ++number;
     }
+}
+
+// The early chunks as they come, by the blocks that do not multiply; then the others are waited for.
+__device__ inline void take_early(const Product& a, u64 launch) {
+    for (u32 chunk = 0; chunk < a.take.early; ++chunk) {
+        if (!wait_for_tiles(a.team, a.take, chunk, launch)) return;
+        take_pieces(a.take, chunk, [] { return false; });
+    }
+    for (u32 chunk = a.take.early; threadIdx.x < 32 && chunk < a.take.count; ++chunk)
+        if (!wait_for_tiles(a.team, a.take, chunk, launch)) return;
 }
 
 }  // namespace shardmath

@@ -4,16 +4,6 @@
 
 using namespace shardmath;
 
-// For kernels that are launched before the one ahead of them on the stream has ended: what it, and all before
-// it, wrote is there after this. So their launch overlaps with the kernel ahead.
-__device__ inline void await_earlier() {
-#if __CUDA_ARCH__ >= 900
-    // The next of these kernels may come to this point too, and will wait there for the end of this one.
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
 struct BarrierArgument {
     Team team;
     u32 channel;

@@ -26,12 +26,11 @@ struct Chunk {
     u32 end;     // the first tile behind it
 };
 
-// A rank's words about one plan. Peers write `taken`, and the counters of tiles and sums.
+// A rank's words about one plan. Peers write `taken`, and the counters of tiles.
 struct Ledger {
     u64 launches;       // that are over on this rank
     u64 blocks;         // of the kernel at work that have ended
-    u64 leavers;        // its warps that have left a part of their sums undone
-    u64 taken[kRanks];  // launches whose tiles an owner has taken
+    u64 taken[kRanks];  // launches whose tiles an owner has taken, and whose sums it has shared
 };
 
 __device__ inline void add_release(u64* word, u64 value) {
@@ -42,16 +41,6 @@ __device__ inline u64 add_here(u64* word, u64 value) {
     u64 before;
     asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;" : "=l"(before) : "l"(word), "l"(value) : "memory");
     return before;
-}
-
-// This block of the launch has ended. The last one tells the owners' peers and its own next launch. One thread.
-__device__ inline void end_block(const Team& team, Ledger* const (&ledger)[kRanks]) {
-    Ledger* const own = ledger[team.rank];
-    if (add_here(&own->blocks, 1) + 1 < gridDim.x) return;
-    const u64 launches = own->launches + 1;
-    own->blocks = own->leavers = 0;
-    own->launches = launches;
-    for (int rank = 0; rank < kRanks; ++rank) store_release(&ledger[rank]->taken[team.rank], launches);
 }
 
 }  // namespace shardmath

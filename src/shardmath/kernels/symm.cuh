@@ -120,6 +120,16 @@ __device__ inline void store_relaxed(u64* word, u64 value) {
 // Between what was written before, by this thread or seen by it, and what it stores after, for all to see.
 __device__ inline void fence() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
+// For kernels that are launched before the one ahead of them on the stream has ended: what it, and all before
+// it, wrote is there after this. So their launch overlaps with the kernel ahead.
+__device__ inline void await_earlier() {
+#if __CUDA_ARCH__ >= 900
+    // The next of these kernels may come to this point too, and will wait there for the end of this one.
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 __device__ inline Packet load_packet(const Packet* packet) {
     Packet p;
     asm volatile(

@@ -1,9 +1,12 @@
 // How an owner takes its tiles: the ranks' partial products are added in the order of the ranks as float32 and
 // rounded once, so that the sum has the same bits every time.
 //
+//     while the product goes on   warps claim pieces of a chunk that is here, and add them up
+//     after it, in take.cu        all multiprocessors share what nobody has claimed
+//
 // Compiled with ADDEND (float16, bfloat16), WHOLE (1 where rows of the sums begin at multiples of 16 bytes and
-// have multiples of 8 elements) and SHARED: 1 where the sums are written to all peers too, who are told of each
-// chunk. A peer's tiles of this launch say that it has begun it: so it no longer reads what was there before.
+// have multiples of 8 elements) and SHARED: 1 where the sums are written to all peers too. A peer's tiles of this
+// launch say that it has begun it: so it no longer reads what was there before.
 #pragma once
 
 #include "elements.cuh"
@@ -12,11 +15,7 @@
 namespace shardmath {
 
 constexpr u32 kVectors = kTileBytes / 16;  // of 8 elements, in a tile
-
-// What an adder has done of its share: so many of its chunks are added up, and so many pieces of copies are made.
-struct Done {
-    u32 added, copied;
-};
+constexpr u32 kPiece = 128;                // of them, that a warp claims at once
 
 struct TakeArgument {
     const char* slots;      // of this rank: [source][tile]
@@ -24,15 +23,13 @@ struct TakeArgument {
     const Tile* tiles;      // of this rank, in the order of their slots
     const Chunk* chunks;
     u32 count;              // of chunks
-    u32 late;               // the last ones, which are taken after the product
+    u32 early;              // the first ones, which blocks take that do not multiply
     u64 columns;
     const u64* arrived;     // [source][chunk]: half tiles
-    u64* summed;            // [chunk]: adders that have taken their share of it
-    Done* done;             // [block][adder], of this launch
+    u32* claimed;           // [chunk]: pieces of this launch; more than there are when all are claimed
     u64 pitch;              // bytes from one row of the sums to the next
     char* sums;
     Ledger* ledger[kRanks];
-    u64* ready[kRanks];     // [chunk], this rank's at each peer: launches whose sum is there
     u64 copy_pitch;
     char* copies[kRanks];   // where the sums go at the next rank, the one behind it, ...
 
@@ -108,12 +105,12 @@ __device__ inline void write_sum(const TakeArgument& a, u32 number, const float 
     }
 }
 
-// The vectors of a chunk that fall to one of so many warps, which has kAtOnce of each rank's under way.
+// Vectors `from` to before `end`: the share of one of so many warps, which has kAtOnce of each rank's under way.
 template <int kAtOnce>
-__device__ inline void take(const TakeArgument& a, u32 chunk, u32 warp, u32 warps) {
+__device__ inline void take(const TakeArgument& a, u32 from, u32 end, u32 warp, u32 warps) {
     constexpr int kTogether = kRanks < 8 ? kRanks : 8;  // ranks whose parts are under way
-    const u32 end = a.chunks[chunk].end * kVectors, lane = threadIdx.x % 32, stride = warps * 32;
-    for (u32 number = a.first_tile(chunk) * kVectors + warp * 32 + lane; number < end; number += kAtOnce * stride) {
+    const u32 lane = threadIdx.x % 32, stride = warps * 32;
+    for (u32 number = from + warp * 32 + lane; number < end; number += kAtOnce * stride) {
         float all[kAtOnce][8];
 #pragma unroll
         for (int first = 0; first < kRanks; first += kTogether) {
@@ -139,6 +136,22 @@ __device__ inline void take(const TakeArgument& a, u32 chunk, u32 warp, u32 warp
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i)
             if (number + i * stride < end) write_sum(a, number + i * stride, all[i]);
+    }
+}
+
+// Add up pieces of a chunk whose tiles are here, until all are claimed, or soon after `over()`. By a warp.
+template <class Over>
+__device__ inline void take_pieces(const TakeArgument& a, u32 chunk, Over over) {
+    const u32 first = a.first_tile(chunk) * kVectors, end = a.chunks[chunk].end * kVectors;
+    u32 piece = 0;
+    if (threadIdx.x % 32 == 0) piece = atomicAdd(&a.claimed[chunk], 1);
+    for (;;) {
+        const u32 from = first + __shfl_sync(~0u, piece, 0) * kPiece;
+        if (from >= end) return;
+        const bool last = over();
+        if (!last && threadIdx.x % 32 == 0) piece = atomicAdd(&a.claimed[chunk], 1);  // the next, while this is added
+        take<(kRanks <= 8 ? 2 : 1)>(a, from, from + kPiece, 0, 1);
+        if (last) return;
     }
 }
 

@@ -1,7 +1,7 @@
 """One rank's arrays in a call of a context of GPUs: read where they lie, or carried there and back.
 
 An operator sees `DeviceArray`s only: memory of this rank's GPU. An operand in host memory is copied
-to the heap when it is read, and a result for it is copied back by `Result.give`, which waits. So an
+to the GPU when it is read, and a result for it is copied back by `Result.give`, which waits. So an
 operator is written once for CuPy, torch and NumPy, and never asks which it has.
 """
 
@@ -20,6 +20,7 @@ from shardmath.arrays.base import HostArray
 from shardmath.arrays.spec import ArraySpec, Order, byte_span, order_of, packed_strides
 from shardmath.context import Context
 from shardmath.cuda import stream as streams
+from shardmath.cuda.allocation import Allocation
 from shardmath.cuda.driver import call
 from shardmath.errors import UseAfterFree
 from shardmath.latest import Latest
@@ -177,7 +178,7 @@ def require_device(context: Context, spec: ArraySpec, name: str) -> None:
 def read(
     context: Context, x: Any, name: str = "the operand", *, spec: ArraySpec | None = None
 ) -> DeviceArray:
-    """The operand on this rank's GPU: where it lies, or a copy on the heap of one in host memory.
+    """The operand on this rank's GPU: where it lies, or a copy of one in host memory.
 
     `spec` is the operand's, where it is known. An array that was read before is the same object
     again, which holds no memory. Local. Raises ValueError for what is no array or lies on another
@@ -234,7 +235,7 @@ class Blank:
         *,
         on_heap: bool,
     ) -> None:
-        """`on_heap` is where a result on the GPU lies; one for host memory does so meanwhile."""
+        """`on_heap` is for a result on the GPU; where one for host memory is, `_carried` says."""
         self._context, self._library = context, library_of(operand)
         self._shape, self._dtype, self._order = tuple(shape), dtype, order
         self._steps, self._strides, self._nbytes = _packed(self._shape, dtype, order)
@@ -310,15 +311,21 @@ def _block(context: Context, array: DeviceArray, x: Any) -> Block | None:
 def _back_to(context: Context, user: Any, order: Literal["C", "F"]) -> Result:
     host = library_of(user).host_view(user, writable=True)
     dtype = dtypes.of(host.dtype)
-    array = _on_heap(context, host.shape, dtype.name, order)
+    array = _carried(context, host.shape, dtype.name, order)
     return Result(array.address, array, user, host)
 
 
-def _on_heap(
+def _carried(
     context: Context, shape: tuple[int, ...], dtype: str, order: Literal["C", "F"]
 ) -> DeviceArray:
-    """Packed memory of the heap, for an array of `shape`. Local. Raises HeapExhausted."""
+    """Packed memory for what is in host memory, an array of `shape`. Local. Raises HeapExhausted.
+
+    On the heap; among hosts, where operators pack what peers read, not on one that cannot grow.
+    """
     _, strides, nbytes = _packed(shape, dtype, order)
+    if context.spans_hosts and not context.heap.transport.grows:
+        held = Allocation(_team(context).device, nbytes)
+        return DeviceArray(held.address, shape, strides, dtype, None, held)
     buffer = _allocated(context, nbytes)
     address = buffer.block.address
     return DeviceArray(address, shape, strides, dtype, buffer.block, buffer)
@@ -333,7 +340,7 @@ def _allocated(context: Context, nbytes: int) -> Buffer:
 
 def _uploaded(context: Context, host: HostArray) -> DeviceArray:
     order: Literal["C", "F"] = "F" if host.flags.f_contiguous else "C"
-    array = _on_heap(context, host.shape, dtypes.of(host.dtype).name, order)
+    array = _carried(context, host.shape, dtypes.of(host.dtype).name, order)
     if host.size:
         packed = np.asarray(host, order=order)
         _team(context).device.activate()

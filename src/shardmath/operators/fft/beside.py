@@ -18,12 +18,13 @@ from shardmath.cuda.kernel import Argument, Kernel
 from shardmath.operators.fft.pipeline import Pipeline
 from shardmath.symmetric.team import Team
 
-__all__ = ["Beside", "PushTables", "widest_cluster"]
+__all__ = ["Beside", "PushTables", "blocks_for", "widest_cluster"]
 
 _SIGNALS, _BARRIER = 59, 58  # channels
 _WORDS = 16 + 4 * 62  # struct Words
-_PIECE, _STAGES, _AHEAD = 16 << 10, 12, 6
+_PIECE, _STAGES, _AHEAD = 16 << 10, 12, 10
 _BLOCKS = 32  # about so many, and as many for each peer
+_FEW = 16  # where that is a multiple of 4 or more ranks, and no exchange goes back
 _CLUSTERS = (16, 8)  # blocks that are neighbours; see docs/decisions/chunks-beside-transforms.md
 
 
@@ -33,9 +34,19 @@ class PushTables:
     def __init__(self, device: Device, pipeline: Pipeline) -> None:
         chunks, rows = pipeline.tables(_PIECE)
         self.count = len(chunks)
+        self.blocks = blocks_for(pipeline.size, returns=pipeline.returns)
         self.chunks = Constant(device, chunks)
         self.rows = Constant(device, rows)
         self.arguments: dict[tuple[int, ...], Argument] = {}
+
+
+def blocks_for(size: int, *, returns: bool) -> int:
+    """How many blocks push to so many ranks. `returns`: there is an exchange back.
+
+    What comes before it hides behind transforms, from which more blocks take more.
+    """
+    few = not returns and size >= 4 and _FEW % size == 0
+    return _FEW if few else max(1, _BLOCKS // size) * size
 
 
 def widest_cluster(blocks: int, holds: Callable[[int, int], bool]) -> int:
@@ -66,11 +77,7 @@ class Beside:
         self._fork, self._join = call("cuEventCreate", 2), call("cuEventCreate", 2)  # no timing
         for name in ("push", "ready", "await_all"):  # none is loaded while another waits for it
             self._kernel(name).load()
-        self._blocks = max(1, _BLOCKS // self._team.size) * self._team.size
-        self._cluster = widest_cluster(
-            self._blocks,
-            lambda count, size: self._kernel("push").holds_clusters(count, size, 32),
-        )
+        self._clusters: dict[int, int] = {}
         tail = struct.pack("QII", self._words, _SIGNALS, 0)
         self._argument = Argument(self._team.packed() + tail)
 
@@ -100,11 +107,8 @@ class Beside:
         call("cuEventRecord", self._fork, stream)
         call("cuStreamWaitEvent", self.stream, self._fork, 0)
         team.barrier(int(self.stream), channel=_BARRIER)
-        ends = (
-            (*sources, 0)[:2],
-            [each for side in (*targets, [0] * team.size)[:2] for each in side],
-        )
-        key = (*ends[0], *ends[1])
+        one, two = (*targets, [0] * team.size)[:2]
+        key = (*(*sources, 0)[:2], *one, *two)
         if key not in tables.arguments:
             words = struct.pack(
                 f"QQQII{2 + 2 * team.size}Q",
@@ -114,21 +118,34 @@ class Beside:
             )
             tables.arguments[key] = Argument(team.packed() + words)
         self._kernel("push").launch(
-            int(self.stream), self._blocks, 32, tables.arguments[key], cluster=self._cluster
+            int(self.stream),
+            tables.blocks,
+            32,
+            tables.arguments[key],
+            cluster=self._cluster(tables.blocks),
         )
 
     def ready(self, stream: int) -> None:
         """Launch: what `stream` has done so far can be pushed, as far as a chunk needs it."""
-        self._kernel("ready").launch(stream, 1, 1, self._argument)
+        self._kernel("ready").launch(stream, 1, 1, self._argument, early=True)
 
     def wait(self, stream: int) -> None:
         """Launch: `stream` waits until every rank has signalled one more chunk."""
-        self._kernel("await_all").launch(stream, 1, 32, self._argument)
+        self._kernel("await_all").launch(stream, 1, 32, self._argument, early=True)
 
     def end(self, stream: int) -> None:
         """Make `stream` wait for the second one."""
         call("cuEventRecord", self._join, self.stream)
         call("cuStreamWaitEvent", stream, self._join, 0)
+
+    def _cluster(self, blocks: int) -> int:
+        """How many of so many blocks are neighbours."""
+        if blocks not in self._clusters:
+            holds = self._kernel("push").holds_clusters
+            self._clusters[blocks] = widest_cluster(
+                blocks, lambda count, size: holds(count, size, 32)
+            )
+        return self._clusters[blocks]
 
     def _kernel(self, name: str) -> Kernel:
         defines = (f"PIECE={_PIECE}", f"STAGES={_STAGES}", f"AHEAD={_AHEAD}")

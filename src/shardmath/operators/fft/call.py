@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Call:
     """One rank's arguments, as they were given. `kind` is that of the function called, if any."""
 

@@ -25,7 +25,8 @@ from shardmath.operators.fft.beside import Beside
 from shardmath.operators.fft.launching import Launch, Told, is_double
 from shardmath.operators.fft.local_steps import Fourier, View
 from shardmath.operators.fft.problem import Problem, kind_in
-from shardmath.operators.fft.ways import DevicePlan, Way, make_way
+from shardmath.operators.fft.program import Ends
+from shardmath.operators.fft.ways import DevicePlan, Results, Way
 from shardmath.operators.lanes import LANES, Lane
 from shardmath.operators.repeats import Repeats
 from shardmath.symmetric.allocation import block_at, block_of
@@ -124,7 +125,7 @@ class Execution:
 
         def prepare() -> bytes:
             with beside_captures():  # memory and plans are no part of what is captured
-                return wire.encode(self._prepare(call, plan, _reach(notes, plan.problem)))
+                return wire.encode(self._prepare(call, plan, _results(notes, plan.problem)))
 
         told = tuple(context.gather("fft, memory", prepare))
         with context.executing("fft"):
@@ -187,8 +188,8 @@ class Execution:
         return result
 
     def _launch(self, problem: Problem, way: Way, addresses: Mapping[str, int]) -> Launch:
-        barrier = self._lane.barrier
-        return Launch(self._context, way, addresses, barrier, problem.direction < 0, self._stream)
+        forward = problem.direction < 0
+        return Launch(self._context, way, addresses, self._lane, forward, self._stream)
 
     # -- memory ------------------------------------------------------------------------------------
 
@@ -221,24 +222,20 @@ class Execution:
             self._key = self._key_to(call)
         return self._fresh
 
-    def _prepare(self, call: Call, plan: DevicePlan, reach: tuple[bool, bool]) -> Told:
+    def _prepare(self, call: Call, plan: DevicePlan, results: Results) -> Told:
         """Make all memory and plans; what peers have to know of it."""
         context = self._context
         self._operand = read(context, call.operand)
         self._result = self._made_result(call, plan.problem)
         result = self._result.array
-        operand_view, result_view = _view("operand", self._operand), _view("result", result)
         overlap = self._operand.overlaps(result)
         same = (self._operand.address, self._operand.strides, self._operand.dtype) == (
             result.address,
             result.strides,
             result.dtype,
         )
-        device, rank = self._team.device, self._rank
-        self._way = plan.way(
-            (rank, device, plan.cuts, *reach, operand_view, result_view, overlap, same),
-            lambda: make_way(plan, device, rank, reach, operand_view, result_view, overlap, same),
-        )
+        ends = Ends(_view("operand", self._operand), _view("result", result), overlap, same)
+        self._way = plan.way(self._team.device, self._rank, ends, results)
         self._place_all()
         if self._stream not in self._way.streams:
             self._prepare_transforms()
@@ -282,8 +279,13 @@ class Execution:
             "operand": self._operand.address,
             "result": self._result.array.address,
         }
-        for place, nbytes in self._way.program.places.items():
-            self._addresses[place] = self._lane.buffer(f"fft {place}", nbytes).block.address
+        program = self._way.program
+        for place, nbytes in program.places.items():
+            name = f"fft {place}"
+            if place in program.on_heap:
+                self._addresses[place] = self._lane.buffer(name, nbytes).block.address
+            else:
+                self._addresses[place] = self._lane.private(name, nbytes)
 
     def _tell(self) -> Told:
         """(segment, offset, first byte, bytes, strides) of every shared place."""
@@ -317,14 +319,14 @@ def _makes_new(call: Call) -> bool:
     return call.out is None and not call.read_options.inplace
 
 
-def _reach(notes: Sequence[bytes], problem: Problem) -> tuple[bool, bool]:
-    """Whether all results are reachable, and packed in the problem's order as well."""
+def _results(notes: Sequence[bytes], problem: Problem) -> Results:
+    """What all ranks say of their results."""
     flags = [_NOTE.unpack_from(text) for text in notes]
     reachable = all(flag[1] for flag in flags)
     wanted = (b"both", problem.order.encode())
     orders = [text[_NOTE.size :] for text in notes]
     dense = all(flag[2] for flag in flags) and all(order in wanted for order in orders)
-    return reachable, reachable and dense
+    return Results(reachable, reachable and dense)
 
 
 def _view(place: str, array: DeviceArray) -> View:

@@ -14,7 +14,7 @@ from shardmath.context import require_context
 from shardmath.errors import InvalidFFTState, ShardmathError
 from shardmath.geometry import Layout
 from shardmath.latest import Latest
-from shardmath.local.fft import Norm
+from shardmath.local.fft import Kind, Norm
 from shardmath.operators.fft.again import Seen
 from shardmath.operators.fft.call import Call, performed, planned, spec_of
 from shardmath.operators.fft.options import FFTDirection, FFTOptions
@@ -70,17 +70,7 @@ def fft(
     when an operand in place is too small for the result.
     Source: nvmath.distributed.fft.fft; `axes`, `norm`, `out` and pairs of distributions are ours.
     """
-    call = Call(
-        operand=operand,
-        distribution=distribution,
-        axes=axes,
-        norm=norm,
-        options=options,
-        stream=stream,
-        out=out,
-        kind="C2C",
-        direction=FFTDirection.FORWARD,
-    )
+    call = Call(operand, distribution, axes, norm, options, stream, out=out)
     return _transformed("fft", call)
 
 
@@ -101,17 +91,7 @@ def ifft(
     Not divided by the number of elements, unless `norm` says so. Arguments and errors as `fft`.
     Source: nvmath.distributed.fft.ifft.
     """
-    call = Call(
-        operand=operand,
-        distribution=distribution,
-        axes=axes,
-        norm=norm,
-        options=options,
-        stream=stream,
-        out=out,
-        kind="C2C",
-        direction=FFTDirection.INVERSE,
-    )
+    call = Call(operand, distribution, axes, norm, options, stream, out=out)
     return _transformed("ifft", call)
 
 
@@ -134,17 +114,7 @@ def rfft(
     RuntimeError for a complex operand. A box of the operand is none of the result: give a pair of
     boxes. Source: nvmath.distributed.fft.rfft.
     """
-    call = Call(
-        operand=operand,
-        distribution=distribution,
-        axes=axes,
-        norm=norm,
-        options=options,
-        stream=stream,
-        out=out,
-        kind="R2C",
-        direction=FFTDirection.FORWARD,
-    )
+    call = Call(operand, distribution, axes, norm, options, stream, out=out)
     return _transformed("rfft", call)
 
 
@@ -165,22 +135,21 @@ def irfft(
     The last of `axes` has m hermitian elements, and 2 (m - 1) real ones in the result, or one more
     with options.last_axis_parity="odd". Else as `ifft`. Source: nvmath.distributed.fft.irfft.
     """
-    call = Call(
-        operand=operand,
-        distribution=distribution,
-        axes=axes,
-        norm=norm,
-        options=options,
-        stream=stream,
-        out=out,
-        kind="C2R",
-        direction=FFTDirection.INVERSE,
-    )
+    call = Call(operand, distribution, axes, norm, options, stream, out=out)
     return _transformed("irfft", call)
+
+
+_FUNCTIONS: dict[str, tuple[Kind, FFTDirection]] = {
+    "fft": ("C2C", FFTDirection.FORWARD),
+    "ifft": ("C2C", FFTDirection.INVERSE),
+    "rfft": ("R2C", FFTDirection.FORWARD),
+    "irfft": ("C2R", FFTDirection.INVERSE),
+}
 
 
 def _transformed(name: str, call: Call) -> Any:
     context = require_context()
+    call.kind, call.direction = _FUNCTIONS[name]
     plan, notes = agree_plan(
         context,
         name,

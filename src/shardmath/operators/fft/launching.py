@@ -5,18 +5,19 @@ Everything is put on one stream, but for pipelines, which have a second one; no 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from shardmath.context import Context
 from shardmath.local.gpu.fft import Transforms, scale
 from shardmath.operators.fft.beside import Beside
+from shardmath.operators.fft.delivering import Deliveries
 from shardmath.operators.fft.local_steps import Convert, Fourier, LocalStep, Scale, View
 from shardmath.operators.fft.pipeline import Pipeline
-from shardmath.operators.fft.stages import ROOM, Delivered, Exchange
+from shardmath.operators.fft.program import Arrived, Delivered, Exchange
 from shardmath.operators.fft.ways import Way, boxes_of_copy, boxes_of_exchange
-from shardmath.redistribution.fetching import fetch
+from shardmath.operators.lanes import Lane
 from shardmath.symmetric.heap import Location
 
 __all__ = ["Launch", "Told", "is_double"]
@@ -28,14 +29,14 @@ Told = tuple[Any, ...]  # where a rank's shared places lie, and the strides of i
 class Launch:
     """One rank's way between memories at `addresses`, by place.
 
-    `barrier(stream)` is one of all ranks. `area` names the work area of cuFFT's: that of the stream
-    on which the launches will run.
+    `lane` is theirs. `area` names the work area of cuFFT's: that of the stream on which the
+    launches will run.
     """
 
     context: Context
     way: Way
     addresses: Mapping[str, int]
-    barrier: Callable[[int], None]
+    lane: Lane
     forward: bool
     area: int
 
@@ -50,20 +51,24 @@ class Launch:
         if isinstance(program, Pipeline):
             self._pipeline(stream, program, told)
             return
+        deliveries = Deliveries(self, stream, told)
         for step in program.steps:
             if isinstance(step, Exchange):
                 self._exchange(stream, step, told)
             elif isinstance(step, Delivered):
-                self._deliver(stream, step, told)
+                deliveries.deliver(step)
+            elif isinstance(step, Arrived):
+                deliveries.wait(step.number)
             else:
                 self.local(stream, step)
+        deliveries.end()
 
     def local(self, stream: int, step: LocalStep) -> None:
         """Launch one step of this rank's own."""
         if isinstance(step, Scale):
             self._scale(stream, step.target, step.target, step.factor)
             return
-        source, target = self._address(step.source), self._address(step.target)
+        source, target = self.address(step.source), self.address(step.target)
         if isinstance(step, Fourier):
             Transforms.of(self.way.device).run(
                 step.kind,
@@ -84,8 +89,8 @@ class Launch:
         one, two = _real(source), _real(target)
         scale(
             self.way.device,
-            self._address(source),
-            self._address(target),
+            self.address(source),
+            self.address(target),
             one.shape,
             (one.strides, two.strides),
             stream,
@@ -102,43 +107,26 @@ class Launch:
         copier = self.way.copier(
             (step, *strides), lambda: boxes_of_exchange(step, self.rank, strides)
         )
-        own = self._address(step.own)
+        own = self.address(step.own)
         if step.opens or step.pulls:
             # Before reusing what a peer may still use; before reading what a peer wrote.
-            self.barrier(stream)
+            self.lane.barrier(stream)
         if step.pulls:
             copier.launch(stream, addresses, [own])
         else:
             copier.launch(stream, [own], addresses)
         # Before reading what a peer wrote; before reusing what a peer may still read.
-        self.barrier(stream)
+        self.lane.barrier(stream)
 
-    def _deliver(self, stream: int, step: Delivered, told: Sequence[Told]) -> None:
-        """Pack, meet, fetch what lies on other hosts, and unpack."""
-        own, into, delivery = self._address(step.own), self._address(step.into), step.delivery
-        room, outbox = self.addresses[ROOM], self.addresses[step.outbox]
-        packer = self.way.copier((step, "pack"), lambda: delivery.packing(step.own.strides))
-        packer.launch(stream, [own], [outbox])
-        # After writing what a peer will read, and before reading what a peer wrote.
-        self.barrier(stream)
-        notes = [each[self.way.program.shared.index(step.outbox)] for each in told]
-        fetch(self.context, delivery.fetches, [Location(*note[:2]) for note in notes], room, stream)
-        near = [self._peer(peer, notes[peer]) for peer in delivery.near]
-        unpacker = self.way.copier(
-            (step, "unpack"), lambda: delivery.unpacking(step.own.strides, step.into.strides)
-        )
-        unpacker.launch(stream, delivery.memories(own, room, near), [into])
-        if step.closes:
-            self.barrier(stream)  # before reusing what a peer may still read
-
-    def _address(self, view: View) -> int:
+    def address(self, view: View) -> int:
+        """Where an array begins."""
         return self.addresses[view.place] + view.offset
 
     def everywhere(self, place: str, told: Sequence[Told]) -> tuple[list[int], list[Sequence[int]]]:
         """Where all ranks' arrays of that place begin for this GPU, and their strides."""
         notes = [each[self.way.program.shared.index(place)] for each in told]
         addresses = [
-            self.addresses[place] if rank == self.rank else self._peer(rank, entry)
+            self.addresses[place] if rank == self.rank else self.peer(rank, entry)
             for rank, entry in enumerate(notes)
         ]
         return addresses, [entry[4] for entry in notes]
@@ -166,7 +154,7 @@ class Launch:
             self.local(stream, step)
         beside.end(stream)
 
-    def _peer(self, rank: int, entry: Sequence[Any]) -> int:
+    def peer(self, rank: int, entry: Sequence[Any]) -> int:
         """Where a rank's array begins for this GPU; 0 where it has no elements."""
         segment, offset, low, nbytes, _ = entry
         if nbytes == 0:

@@ -1,12 +1,8 @@
 """Exchanges that run beside transforms: a slab transformed in chunks, each pushed when it is ready.
 
-The first transform is cut along the axis that the operand is split along, the second along the axis
-that it is split along after the exchange. Most chunks go to the peers whole; the last ones, the
-tail, go in as many parts as the second transform has, so that this can begin with the first of
-them. Chunks lie in their final place when they arrive. Pure; `kernels/pipeline.cu` has the tables.
-
-    transforms   0 | 1 | 2 | 3 |                 a | b | c | d      numbers: along the first axis
-    wire             0   | 1   | 2   | 3a 3b 3c 3d                  letters: along the second
+`cutting` says into which parts the transforms are cut. A chunk is a part of the first, or of the
+tail, or what a part of the second sends back; it lies in its final place when it arrives. Pure;
+`kernels/pipeline.cu` has the tables.
 """
 
 from __future__ import annotations
@@ -20,20 +16,24 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from shardmath.arrays import dtypes
-from shardmath.geometry import Layout
-from shardmath.operators.fft.local_steps import LocalStep, View, local_steps, packed
-from shardmath.operators.fft.problem import Problem
-from shardmath.operators.fft.stages import Stage, sizes_of
+from shardmath.operators.fft.cutting import (
+    Cuts,
+    first_parts,
+    second_parts,
+    split_axes,
+    transform_part,
+)
+from shardmath.operators.fft.local_steps import LocalStep, View, packed
+from shardmath.operators.fft.program import Ends, sizes_of
+from shardmath.operators.fft.stages import Stage
 from shardmath.redistribution.copies import whole
 
-__all__ = ["Chunk", "Cuts", "Pipeline", "Rows", "cuts_for", "pipelined"]
+__all__ = ["Chunk", "Pipeline", "Rows", "pipelined"]
 
 _GRAIN = 16  # bytes that bulk copies are made of
 _LEAST_ROW = 512  # bytes of a row that is worth a bulk copy
 _MOST_ROW = (1 << 32) - 1  # bytes, as the tables count them
 _MOST_CHUNKS = 62  # kMostChunks
-_RISING = 6  # so many chunks are many
 
 _ROWS = np.dtype(
     [
@@ -44,38 +44,6 @@ _ROWS = np.dtype(
 _CHUNK = np.dtype(
     [(name, "<u4") for name in ("first", "boxes", "most", "needs", "source", "signals")]
 )
-
-
-@dataclass(frozen=True)
-class Cuts:
-    """Into how many parts the first and the second transform are cut.
-
-    `tail`: so many parts of the first go to the peers in parts of the second.
-    """
-
-    first: int
-    second: int
-    tail: int = 1
-
-
-# By bytes of a rank's result, from so many on; docs/decisions/chunks-beside-transforms.md.
-_CUTS = (
-    (6 << 30, Cuts(16, 8, 4)),
-    (1 << 30, Cuts(8, 8, 3)),
-    (256 << 20, Cuts(8, 4, 3)),
-    (96 << 20, Cuts(8, 4, 2)),
-    (48 << 20, Cuts(4, 2, 1)),
-    (12 << 20, Cuts(2, 2, 1)),
-)
-
-
-def cuts_for(problem: Problem) -> Cuts | None:
-    """The cuts for arrays of that size; None where they are so small that chunks do not pay."""
-    size = problem.source.size
-    nbytes = problem.target.elements * dtypes.of(problem.result).itemsize // size
-    if size == 1:
-        return None
-    return next((cuts for least, cuts in _CUTS if nbytes >= least), None)
 
 
 @dataclass(frozen=True)
@@ -137,6 +105,11 @@ class Pipeline:
         return len(self.shared) > 1
 
     @property
+    def on_heap(self) -> tuple[str, ...]:
+        """The places that peers reach."""
+        return self.shared
+
+    @property
     def local(self) -> tuple[LocalStep, ...]:
         """All but the exchanges."""
         return tuple(itertools.chain(*self.first, *self.second, self.last))
@@ -170,23 +143,13 @@ class Pipeline:
         return chunks, table
 
 
-def _slab_axis(layout: Layout) -> int | None:
-    """The one axis along which every rank has a range of its own, if that is how it is split."""
-    axes = layout.partitioned_axes
-    if len(axes) != 1 or not layout.disjoint():
-        return None
-    ranges = [layout.spans(rank)[axes[0]] for rank in range(layout.size)]
-    return axes[0] if all(spans.count <= 1 for spans in ranges) else None
-
-
 def pipelined(
     found: Sequence[Stage],
     rank: int,
+    ends: Ends,
     cuts: Cuts,
     *,
     order: Literal["C", "F"],
-    operand: View,
-    result: View,
     last: Sequence[LocalStep] = (),
 ) -> Pipeline | None:
     """What `rank` does for these stages; None, on all ranks, where there is no such pipeline.
@@ -195,7 +158,7 @@ def pipelined(
     that are packed in `order`. The result may overlap the operand: nothing is written to it before
     all of the operand has been read.
     """
-    axes = _split_axes(found)
+    axes = split_axes(found)
     if axes is None:
         return None
     parts = [_chunks(found, each, cuts, axes, order) for each in range(found[0].layout.size)]
@@ -206,14 +169,14 @@ def pipelined(
     one, exchange, two, *more = found
     a, b = axes[:2]
     work, landing = _placed("work", one, rank, order), _placed("landing 0", exchange, rank, order)
-    target = landing if more else result
+    target = landing if more else ends.result
     first = tuple(
-        _transform(one, operand.part(a, lo, hi), work.part(a, lo, hi), keep=True)
-        for lo, hi in _rising(operand.shape[a], cuts.first)
+        transform_part(one, ends.operand.part(a, lo, hi), work.part(a, lo, hi), keep=True)
+        for lo, hi in first_parts(work.shape[a], cuts.first)
     )
     second = tuple(
-        _transform(two, landing.part(b, lo, hi), target.part(b, lo, hi), keep=False)
-        for lo, hi in _parts(landing.shape[b], cuts.second)
+        transform_part(two, landing.part(b, lo, hi), target.part(b, lo, hi), keep=False)
+        for lo, hi in second_parts(landing.shape[b], cuts.second)
     )
     arrays = [work, landing, *(_placed(each.target, each, rank, order) for each in more)]
     return Pipeline(
@@ -228,32 +191,8 @@ def pipelined(
     )
 
 
-def _split_axes(found: Sequence[Stage]) -> tuple[int, ...] | None:
-    """The axes along which the array is split before, between and after the exchanges."""
-    if len(found) not in (3, 4) or [stage.kind is None for stage in found[:3]] != [0, 1, 0]:
-        return None
-    if len(found) == 4 and (found[3].kind is not None or found[2].kind != "C2C"):
-        return None
-    layouts = [found[1].layout, found[1].result]
-    if len(found) == 4:
-        layouts.append(found[3].result)
-    axes = [_slab_axis(layout) for layout in layouts]
-    known = tuple(axis for axis in axes if axis is not None)
-    if len(known) < len(axes) or any(x == y for x, y in itertools.pairwise(known)):
-        return None
-    if _slab_axis(found[0].layout) != known[0] or _slab_axis(found[2].result) != known[1]:
-        return None
-    return known
-
-
 def _placed(place: str, stage: Stage, rank: int, order: Literal["C", "F"]) -> View:
     return packed(place, stage.result.local_shape(rank), stage.made, order)
-
-
-def _transform(stage: Stage, source: View, target: View, *, keep: bool) -> tuple[LocalStep, ...]:
-    assert stage.kind is not None, "a transform"
-    steps = local_steps(stage.kind, stage.axes, source, target, keep=keep, factor=stage.factor)
-    return tuple(steps)
 
 
 def _chunks(
@@ -265,7 +204,7 @@ def _chunks(
 ) -> tuple[Chunk, ...]:
     """What `rank` pushes, in order."""
     one = _Slabs(found[1], rank, axes[0], axes[1], order)
-    made = _rising(one.extent, cuts.first)
+    made = first_parts(one.extent, cuts.first)
     tail = max(1, min(cuts.tail, len(made)))
     chunks = [
         Chunk(one.rows(lo, hi, 0, 1), number, 0, False)
@@ -280,7 +219,7 @@ def _chunks(
         two = _Slabs(found[3], rank, axes[1], axes[2], order)
         chunks += [
             Chunk(two.rows(lo, hi, 0, 1), len(made) + number, 1, number == cuts.second)
-            for number, (lo, hi) in enumerate(_parts(two.extent, cuts.second), 1)
+            for number, (lo, hi) in enumerate(second_parts(two.extent, cuts.second), 1)
         ]
     return tuple(chunks)
 
@@ -311,7 +250,7 @@ class _Slabs:
             peer = (self.rank + step) % size
             shape = self.stage.result.local_shape(peer)
             target = packed("", shape, self.stage.dtype, self.order)
-            begin, end = _parts(shape[self.v], parts)[part]
+            begin, end = second_parts(shape[self.v], parts)[part]
             start = self.stage.result.spans(peer)[self.v].start
             source_part = source.part(self.u, lo, hi).part(self.v, start + begin, start + end)
             if source_part.size == 0:
@@ -339,27 +278,3 @@ def _rows(peer: int, source: View, target: View) -> Iterator[Rows]:
             target.offset + sum(i * dim[2] for i, dim in zip(index, outer, strict=True)),
             to_step,
         )
-
-
-def _rising(extent: int, parts: int) -> list[tuple[int, int]]:
-    """Ranges that cover range(extent): one at least, and none empty beside others.
-
-    Of many, the first are smaller: the wire begins early, and is busy while the next are made.
-    """
-    parts = max(1, min(extent // 2, parts))
-    rises = parts >= _RISING and extent >= 4 * parts
-    return _cut(extent, [min(4, 2 + i) if rises else 1 for i in range(parts)])
-
-
-def _parts(extent: int, parts: int) -> list[tuple[int, int]]:
-    """So many ranges that cover range(extent)."""
-    return _cut(extent, [1] * parts)
-
-
-def _cut(extent: int, weights: Sequence[int]) -> list[tuple[int, int]]:
-    """Ranges as long as the weights say, even ones where there are many indices."""
-    grain = 2 if extent >= 2 * len(weights) else 1
-    total = sum(weights) * grain
-    before = itertools.accumulate(weights[:-1], initial=0)
-    ends = [extent * weight // total * grain for weight in before] + [extent]
-    return list(itertools.pairwise(ends))

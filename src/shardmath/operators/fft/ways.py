@@ -9,28 +9,38 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardmath.cuda.device import Device
 from shardmath.geometry import moves
 from shardmath.latest import Latest
 from shardmath.operators.fft.beside import PushTables
-from shardmath.operators.fft.local_steps import Copy, LocalStep, View, packed
-from shardmath.operators.fft.pipeline import Cuts, Pipeline, cuts_for, pipelined
+from shardmath.operators.fft.cutting import Cuts, cuts_for
+from shardmath.operators.fft.far_pipeline import far_pipelined
+from shardmath.operators.fft.local_steps import Copy, LocalStep, packed
+from shardmath.operators.fft.pipeline import Pipeline, pipelined
 from shardmath.operators.fft.problem import Problem
-from shardmath.operators.fft.stages import Exchange, Program, Stage, programmed, stages
+from shardmath.operators.fft.program import Ends, Exchange, Program, programmed
+from shardmath.operators.fft.stages import Stage, stages
 from shardmath.operators.fft.strategy import Strategy
 from shardmath.redistribution import lowered
 from shardmath.redistribution.copies import whole
 from shardmath.redistribution.device import Box, BoxCopies
 from shardmath.symmetric.heap import Buffer
 
-__all__ = ["DevicePlan", "Way", "boxes_of_copy", "boxes_of_exchange", "make_way"]
+__all__ = ["DevicePlan", "Results", "Way", "boxes_of_copy", "boxes_of_exchange", "make_way"]
 
 CHUNKS = True  # whether exchanges run beside transforms, where they can and that pays
 GRAPHS = True  # whether what is launched again is one graph
 
 _KEPT = 16  # ways of one plan
+
+
+class Results(NamedTuple):
+    """Whether peers reach the results of all ranks, and find them packed in the problem's order."""
+
+    reachable: bool
+    packed: bool
 
 
 @dataclass(frozen=True)
@@ -64,7 +74,9 @@ class DevicePlan:
     @property
     def cuts(self) -> Cuts | None:
         """How exchanges run beside transforms; None where they come one after the other."""
-        return cuts_for(self.problem) if CHUNKS and not self.apart else None
+        if not CHUNKS:
+            return None
+        return cuts_for(self.problem, returns=self.strategy.exchanges > 1, apart=self.apart)
 
     def explain(self) -> str:
         """The strategy, and its stages."""
@@ -84,9 +96,12 @@ class DevicePlan:
         """What has been worked out so far, by strides."""
         return Latest(_KEPT)
 
-    def way(self, key: tuple[Any, ...], make: Callable[[], Way]) -> Way:
-        """The way of that name, made when first asked for."""
-        return self.ways.made(key, make)
+    def way(self, device: Device, rank: int, ends: Ends, results: Results) -> Way:
+        """What `make_way` makes, when first asked for."""
+        return self.ways.made(
+            (device, rank, ends, results, self.cuts),
+            lambda: make_way(self, device, rank, ends, results),
+        )
 
 
 @dataclass
@@ -108,43 +123,26 @@ class Way:
         return self.copies[key]
 
 
-def make_way(
-    plan: DevicePlan,
-    device: Device,
-    rank: int,
-    reach: tuple[bool, bool],
-    operand: View,
-    result: View,
-    overlap: bool,
-    same: bool,
-) -> Way:
+def make_way(plan: DevicePlan, device: Device, rank: int, ends: Ends, results: Results) -> Way:
     """What a rank does for these arrays: in chunks, if all ranks can, or one step after another."""
-    reachable, packed_results = reach
-    problem = plan.problem
-    if plan.cuts is not None:
-        found, last = list(plan.pushed), list[LocalStep]()
-        if len(found) == 4 and not packed_results:
+    problem, cuts = plan.problem, plan.cuts
+    if plan.apart:
+        found = plan.delivered
+        program = cuts and far_pipelined(found, problem, rank, ends, cuts, hosts=plan.hosts)
+        return Way(device, program or programmed(found, problem, rank, ends, hosts=plan.hosts))
+    if cuts is not None:
+        found, last = plan.pushed, list[LocalStep]()
+        if len(found) == 4 and not results.packed:
             # Through one more landing, of which the result is a copy.
-            found[3] = replace(found[3], target="landing 1")
+            found = (*found[:3], replace(found[3], target="landing 1"))
+            result = ends.result
             landing = packed("landing 1", result.shape, result.dtype, problem.order)
             last += [Copy(landing, result)] if result.size else []
-        pipeline = pipelined(
-            found, rank, plan.cuts, order=problem.order, operand=operand, result=result, last=last
-        )
+        pipeline = pipelined(found, rank, ends, cuts, order=problem.order, last=last)
         if pipeline is not None:
             return Way(device, pipeline, PushTables(device, pipeline))
-    chosen = plan.delivered if plan.apart else plan.pushed if reachable else plan.pulled
-    program = programmed(
-        chosen,
-        problem,
-        rank,
-        operand=operand,
-        result=result,
-        overlap=overlap,
-        same=same,
-        hosts=plan.hosts,
-    )
-    return Way(device, program)
+    found = plan.pushed if results.reachable else plan.pulled
+    return Way(device, programmed(found, problem, rank, ends))
 
 
 def boxes_of_copy(step: Copy) -> list[Box]:

@@ -16,7 +16,7 @@ has at least one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -240,13 +240,21 @@ class Strategy:
         return f"{self.kind} ({self.label})"
 
 
-def choose(problem: Problem, machine: Machine) -> tuple[Strategy, list[tuple[Strategy, Cost]]]:
+def choose(
+    problem: Problem,
+    machine: Machine,
+    predicted: Callable[[Strategy], float | None] = lambda _: None,
+) -> tuple[Strategy, list[tuple[Strategy, Cost]]]:
     """The strategy predicted to be fastest, and all that were compared, fastest first.
 
-    A kind or label named in the problem wins over a faster one. Raises ValueError when no strategy
-    of that kind exists for these distributions, listing those that do.
+    `predicted` gives the seconds of those whose steps are not done one after another. A kind or
+    label named in the problem wins over a faster one. Raises ValueError when no strategy of that
+    kind exists for these distributions, listing those that do.
     """
-    compared = [(each, each.cost(machine)) for each in candidates(problem)]
+    compared = []
+    for each in candidates(problem):
+        cost, seconds = each.cost(machine), predicted(each)
+        compared.append((each, cost if seconds is None else replace(cost, seconds=seconds)))
     compared.sort(key=lambda entry: entry[1].seconds)
     wanted = problem.strategy
     fitting = [each for each, _ in compared if wanted is None or wanted in (each.kind, each.label)]

@@ -30,7 +30,7 @@ from shardmath.operators.matmul.arguments import (
 )
 from shardmath.operators.matmul.gpu import tuning
 from shardmath.operators.matmul.gpu.execution import Execution
-from shardmath.operators.matmul.gpu.fusing import Fused, pays
+from shardmath.operators.matmul.gpu.fusing import Fused, pays, shows
 from shardmath.operators.matmul.gpu.reading import Results, made_results, read_operands
 from shardmath.operators.matmul.gpu.share import Operands, Share
 from shardmath.operators.matmul.options import MatmulOptions
@@ -225,17 +225,17 @@ class Turn:
         anew = self._anew
         assert anew is not None, "said"
         anew.hear(self._operation, said)
-        if self._key is not None and not anew.apart:
+        if self._key is not None and not (anew.apart or anew.shows):
             repeats.keep(self._key, number, anew.agreed(self._scalars), anew.lane)
 
     def _say(self, share: Share) -> bytes:
         """Alpha and beta; and the execution that this one repeats, or all of it."""
         self.share, given = share, self._given
-        if self._key is None and self._timed is None:
+        if self._key is None and self._timed is None:  # else it has been tried
             self._key = _key(self._context, share, given)
-        known = None if self._key is None else _repeats(self._context).find(self._key)
-        if known is not None:
-            return self._say_again(known)
+            known = None if self._key is None else _repeats(self._context).find(self._key)
+            if known is not None:
+                return self._say_again(known)
         told = self._say_all()
         scaling = share.strategy.problem.scaling
         numbers = given.numbers(scaling) if scaling else ()
@@ -299,6 +299,7 @@ class _Anew:
     """An execution that is like no earlier one: ranks `say` all of it, `hear` it, and `launch`."""
 
     apart: bool  # whether ranks are in different lanes of their own
+    shows: bool  # whether peers write the results: each time they are told where these lie
 
     def __init__(
         self,
@@ -344,6 +345,7 @@ class _Anew:
         if self.apart:
             self.lane = Lane.numbered(self._context, LANES - 1)
         self._fuses = self._fused is not None and self._fused.chosen(told)
+        self.shows = self._fuses and shows(told)
         if not self._fuses and (self.apart or mixed or self._fused is not None):
             told = self._context.gather(operation, lambda: self._prepare_phases(self._order))
         if not self._fuses:

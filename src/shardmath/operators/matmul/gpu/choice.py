@@ -10,18 +10,25 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
+from shardmath.local.epilog import MatmulEpilog
+from shardmath.operators.matmul.gpu.factor import Factor
+from shardmath.operators.matmul.gpu.form import Form, form_of
 from shardmath.operators.matmul.gpu.sending import Shape
-from shardmath.operators.matmul.gpu.sharded import ShardedProduct
+from shardmath.operators.matmul.gpu.sharded import HALVES, ShardedProduct, even_rows
 from shardmath.operators.matmul.gpu.walk import TILE_COLUMNS, TILE_ROWS, Walk
+from shardmath.operators.matmul.strategy import Strategy
 
 __all__ = [
     "CHOICES",
+    "EPILOGS",
     "Choice",
     "choose_all_reduce",
     "choose_reduce_scatter",
     "choose_shape",
     "choose_shared_shape",
+    "predicted",
     "rounds_parts",
+    "sharded_of",
 ]
 
 
@@ -38,11 +45,12 @@ class Rates:
     both: float  # the same in an all-reduce
     pair: float  # the same in a collective of two ranks
     mixed: float  # the same where tiles and sums travel beside a product
+    burst: float  # the same of tiles that all multiprocessors send at once
     copied: float  # bytes per second of sums that are copied to the result
     taken: float  # bytes per second that the takers add up, while others multiply
-    added: float  # bytes per second that blocks add up which multiply as well
     beside: float  # bytes per second of sums that are sent, in time that the product loses
     step: float  # seconds until a kernel has started, and what peers do is seen
+    clock: float  # cycles per second
     launch: float  # seconds from one kernel of a graph to the next
     collective: float  # seconds of a collective of a few bytes
 
@@ -57,12 +65,13 @@ H200 = Rates(
     link=290e9,
     both=310e9,
     pair=200e9,
-    mixed=225e9,
-    copied=1e12,
+    mixed=270e9,
+    burst=345e9,
+    copied=2.1e12,
     taken=1.6e11,
-    added=3e11,
     beside=1.2e12,
     step=5e-6,
+    clock=1.75e9,
     launch=1.5e-6,
     collective=4.5e-6,
 )
@@ -99,10 +108,31 @@ def choose_all_reduce(problem: ShardedProduct) -> Choice:
     return _choice(_sharing(problem), _separate(problem, ways=2))
 
 
+EPILOGS = (MatmulEpilog.DEFAULT, MatmulEpilog.ALLREDUCE)  # that the kernels do
 CHOICES: dict[str, Callable[[ShardedProduct], Choice]] = {
     "reduce-scatter": choose_reduce_scatter,
     "all-reduce": choose_all_reduce,
 }
+
+
+def predicted(strategy: Strategy) -> float | None:
+    """Seconds of halves that are added up by the faster of the two ways; None of anything else."""
+    form, problem = form_of(strategy), strategy.problem
+    if form is None or form.kind not in CHOICES or problem.dtype not in HALVES:
+        return None
+    choice = CHOICES[form.kind](sharded_of(strategy, form))
+    fuses = choice.fused and problem.epilog in EPILOGS
+    return choice.fused_seconds if fuses else choice.separate_seconds
+
+
+def sharded_of(strategy: Strategy, form: Form) -> ShardedProduct:
+    """The product of the rank with most of k, of a strategy of such a form."""
+    problem = strategy.problem
+    m, n, k = problem.shape
+    most = max(part.length for part in strategy.depth)
+    rows = form.rows or even_rows(m, problem.size)
+    factors = Factor("C", k), Factor("C", n)
+    return ShardedProduct(rows, m * n // max(1, sum(rows)), most, problem.dtype, *factors)
 
 
 def rounds_parts(elements: int) -> bool:
@@ -121,29 +151,43 @@ def choose_shape(problem: ShardedProduct) -> Shape:
     numbers, and not for 132.
     """
     chunks = min(8, _down(problem))
-    return Shape(chunks, _TAKERS, late=_late(problem, chunks, H200.taken))
+    return Shape(chunks, _TAKERS, late=_late(problem, chunks), apart=_apart(problem))
 
 
 def choose_shared_shape(problem: ShardedProduct) -> Shape:
     """How to cut the work where all ranks get the sums.
 
-    A chunk is what all multiprocessors multiply at once, or a few times that: bands of few rows of
+    A chunk is half of what all multiprocessors multiply at once, or more: bands of few rows of
     tiles, of all owners, and these cut by columns.
     """
     tiles = Walk(problem.rows, problem.columns, 1).count
     high, across = _high(problem), -(-problem.columns // TILE_COLUMNS)
     bands = min(_down(problem), max(1, high // _BAND), _MOST_BANDS)
-    aside = max(1, min(across // 4, round(tiles / bands / H200.multipliers), _MOST_CHUNKS // bands))
+    aside = max(
+        1, min(across // 4, round(2 * tiles / bands / H200.multipliers), _MOST_CHUNKS // bands)
+    )
     chunks = bands * aside
-    late = _late(problem, chunks, H200.added)
-    return Shape(chunks, late=late, early=max(0, chunks - late - 1), aside=aside)
+    return Shape(chunks, late=chunks, aside=aside, apart=_apart(problem))
 
 
-def _late(problem: ShardedProduct, chunks: int, rate: float) -> int:
-    """How many chunks are left when the product ends, of those that are added up at that rate."""
-    each = _result(problem) / chunks / rate
+def _late(problem: ShardedProduct, chunks: int) -> int:
+    """How many chunks are left when the product ends, of those that the takers add up."""
+    each = _result(problem) / chunks / H200.taken
     left = problem.flops / H200.product * (1 - 1 / chunks)  # after the first chunk has come
     return chunks - min(chunks - 1, int(left / each))
+
+
+def _apart(problem: ShardedProduct) -> int:
+    """By how many cycles each pair of blocks begins later than the one before: then they send one
+    after another, and the last of them begins when the first would have sent its tiles. Where there
+    are tiles for them once only, all begin at once.
+    """
+    tiles = Walk(problem.rows, problem.columns, 1).count
+    if tiles <= H200.multipliers:
+        return 0
+    sent = 2 * TILE_ROWS * TILE_COLUMNS * (1 - 1 / len(problem.rows)) / H200.burst
+    each = _multiplying(problem) / -(-tiles // H200.multipliers)
+    return int(2 * min(sent, each / H200.multipliers) * H200.clock)
 
 
 def _scattering(problem: ShardedProduct) -> float:
@@ -153,11 +197,12 @@ def _scattering(problem: ShardedProduct) -> float:
 
 
 def _sharing(problem: ShardedProduct) -> float:
-    """The same where all ranks get the sums: these are pushed, and copied to the result."""
+    """The same where all ranks get the sums: these are pushed, and copied to the result at last."""
     last, sent = _last(problem), _sent(problem)
     product = max(_multiplying(problem), _reading(problem)) + (sent - last) / H200.beside
     together = max(product, (2 * sent - last) / H200.mixed)
-    return 6 * H200.step + together + 2 * last / H200.link + last / H200.copied
+    copied = H200.launch + sent / H200.copied
+    return 4 * H200.step + together + 2 * last / H200.burst + copied
 
 
 def _last(problem: ShardedProduct) -> float:

@@ -9,35 +9,35 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
 from shardmath.context import Context
 from shardmath.cuda.device import Device
 from shardmath.cuda.stream import Turns
-from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.gpu import Matrix
 from shardmath.operators.matmul.gpu.all_gather import AllGatherGemm
-from shardmath.operators.matmul.gpu.all_reduce import GemmAllReduce, even_rows
-from shardmath.operators.matmul.gpu.choice import CHOICES
+from shardmath.operators.matmul.gpu.all_reduce import GemmAllReduce
+from shardmath.operators.matmul.gpu.choice import CHOICES, EPILOGS, sharded_of
 from shardmath.operators.matmul.gpu.factor import Factor
 from shardmath.operators.matmul.gpu.form import Form
 from shardmath.operators.matmul.gpu.gathered import GatheredProduct, fuses
 from shardmath.operators.matmul.gpu.reduce_scatter import GemmReduceScatter
-from shardmath.operators.matmul.gpu.sharded import ShardedProduct
+from shardmath.operators.matmul.gpu.sharded import HALVES, ShardedProduct, even_rows
 from shardmath.operators.matmul.gpu.share import Operands, Share
 from shardmath.operators.showing import matrix_of
+from shardmath.symmetric.exposed import Exposed
 
-__all__ = ["Fused", "notes", "pays"]
+__all__ = ["Fused", "notes", "pays", "shows"]
 
 _ALIGNMENT = 16
+_DESCRIBED = 16  # bytes that say which product it is; behind them, where its result lies
 _KERNELS: dict[str, Any] = {
     "all-gather": AllGatherGemm,
     "reduce-scatter": GemmReduceScatter,
     "all-reduce": GemmAllReduce,
 }
-_HALVES = ("float16", "bfloat16")
-_EPILOGS = (MatmulEpilog.DEFAULT, MatmulEpilog.ALLREDUCE)
 
 
 class Fused:
@@ -64,6 +64,8 @@ class Fused:
             told = bytes([turned]) + blake2b(text, digest_size=15).digest()
             share.kept[key] = (problem, b"") if problem is None else (problem, told)
         self._problem, self.told = share.kept[key]
+        if self.told:
+            self.told += self._shown()
 
     @property
     def _matrices(self) -> tuple[Matrix, Matrix, Matrix]:
@@ -75,25 +77,39 @@ class Fused:
 
     def run(self, context: Context, told: Sequence[bytes]) -> None:
         """Put it on the stream. Collective."""
-        key = (self._form.kind, tuple(told))
+        shown = _places(context, [text[_DESCRIBED:] for text in told])
+        key = (self._form.kind, *(text[:_DESCRIBED] for text in told), bool(shown))
         kept = self._share.kept
         if key not in kept:
-            made = _KERNELS[self._form.kind].together(context, self._problem)
+            make = partial(_KERNELS[self._form.kind].together, context, self._problem)
+            made = make(shown=True) if shown else make()
             kept[key] = made, Turns(self._device)
             weakref.finalize(self._share, made.free).atexit = False
         lies = _lies(self._out)
         assert lies is not None
         a, b, out = self._a.address, self._b.address, self._out.address
         product, turns = kept[key]
+        launch = partial(product.launch, shown=shown) if shown else product.launch
         with turns.taken(self._operands.stream):  # its words are those of one launch at a time
-            product.launch(a, b, out, self._operands.stream, pitch=lies[1])
+            launch(a, b, out, self._operands.stream, pitch=lies[1])
+
+    def _shown(self) -> bytes:
+        """What peers need to write the result: how far its rows are apart, and where it lies on the
+        heap. b"" where they cannot, or not in whole pieces of 16 bytes.
+        """
+        lies, out = _lies(self._out), self._operands.out
+        assert lies is not None
+        lines = self._out.address // 2, lies[1], self._out.columns
+        if self._form.kind != "all-reduce" or out.block is None or any(x % 8 for x in lines):
+            return b""
+        return lies[1].to_bytes(8, "little") + out.told
 
     def _suits(self) -> bool:
         """Whether nothing is asked for that the kernels lack, of operands that they can load."""
         operands, dtype = self._operands, self._share.strategy.problem.dtype
         plain = operands.alpha == 1 and (operands.c is None or operands.beta == 0)
         aligned = not any(x.size and x.address % _ALIGNMENT for x in (self._a, self._b))
-        return plain and aligned and self._out.dtype == dtype and dtype in _HALVES
+        return plain and aligned and self._out.dtype == dtype and dtype in HALVES
 
     def _described(self, device: Device) -> GatheredProduct | ShardedProduct | None:
         """The product as the kernel takes it; None where the arrays do not lie as it wants."""
@@ -115,6 +131,26 @@ class Fused:
         return None if sent.misfit(device) else sent
 
 
+def _places(context: Context, shown: Sequence[bytes]) -> list[int]:
+    """Where every rank's result lies for this rank; none where one cannot be written, or their rows
+    are not as far apart.
+    """
+    if not all(shown) or len({text[:8] for text in shown}) > 1:
+        return []
+    places = []
+    for rank, text in enumerate(shown):
+        there = Exposed.unpack(text[8:])
+        address = context.peer_address(rank, there.location, there.nbytes)
+        assert address is not None, "ranks of one host have an address for each other's memory"
+        places.append(address + there.origin)
+    return places
+
+
+def shows(told: Sequence[bytes]) -> bool:
+    """Whether all ranks have told where their results lie."""
+    return all(text[_DESCRIBED:] for text in told)
+
+
 def pays(share: Share) -> bool:
     """Whether the kernel for the share's form is predicted to be faster than the phases, or was
     asked for by the name of its kind. The same on all ranks.
@@ -127,12 +163,12 @@ def pays(share: Share) -> bool:
 def _pays(share: Share) -> bool:
     strategy, form = share.strategy, share.form
     problem = strategy.problem
-    if form is None or problem.dtype not in _HALVES or problem.epilog not in _EPILOGS:
+    if form is None or problem.dtype not in HALVES or problem.epilog not in EPILOGS:
         return False
     if problem.strategy == form.kind:
         return True
     if form.kind != "all-gather":
-        return CHOICES[form.kind](_sharded(share, form)).fused
+        return CHOICES[form.kind](sharded_of(strategy, form)).fused
     columns = strategy.rows if form.turned else strategy.columns
     k = problem.shape[2]
     plain = Factor("C", k)
@@ -140,20 +176,10 @@ def _pays(share: Share) -> bool:
     return fuses(GatheredProduct(form.rows, widest, k, problem.dtype, plain, plain))
 
 
-def _sharded(share: Share, form: Form) -> ShardedProduct:
-    """The product of the rank with most of k."""
-    problem = share.strategy.problem
-    m, n, k = problem.shape
-    most = max(part.length for part in share.strategy.depth)
-    rows = form.rows or even_rows(m, problem.size)
-    factors = Factor("C", k), Factor("C", n)
-    return ShardedProduct(rows, m * n // max(1, sum(rows)), most, problem.dtype, *factors)
-
-
 _TOLD = {
     "all-gather": "{rows} come from all ranks while those that are here are multiplied",
     "reduce-scatter": "tiles are sent to their owners while others are multiplied",
-    "all-reduce": "tiles are sent to those who add them up, and all read the sums",
+    "all-reduce": "tiles are sent to those who add them up, and who write the sums to all",
 }
 
 
@@ -172,7 +198,7 @@ def notes(share: Share) -> list[str]:
         return [f"in one kernel: {how}, where all arrays lie in memory as it wants them"]
     if form.kind in CHOICES:
         return [f"by cuBLAS and one collective, of {share.parts_dtype}"]
-    if share.strategy.problem.dtype not in _HALVES:
+    if share.strategy.problem.dtype not in HALVES:
         return []
     return ["in phases, which are predicted to be faster than one kernel that moves data too"]
 

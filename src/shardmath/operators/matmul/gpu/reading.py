@@ -62,6 +62,9 @@ def made_results(context: Context, blanks: Mapping[str, Blank], c: Any, stream: 
     will be written. Local. Raises HeapExhausted.
     """
     extras = {name: blank.make() for name, blank in blanks.items() if name != _D}
+    if extras:
+        assert context.team is not None, "a context of GPUs"
+        context.team.device.activate()  # a thread's first call may be one that comes again
     for each in extras.values():
         nbytes = each.array.size * each.array.itemsize
         if nbytes:

@@ -10,12 +10,8 @@ from shardmath.context import Context
 from shardmath.operators.matmul.gpu.choice import choose_shape
 from shardmath.operators.matmul.gpu.sending import SendingProduct, Shape
 from shardmath.operators.matmul.gpu.sharded import ShardedProduct
-from shardmath.operators.matmul.gpu.walk import TILE_COLUMNS, TILE_ROWS
 
 __all__ = ["GemmReduceScatter"]
-
-_THREADS = 512  # of what takes the last chunks
-_BLOCKS_OF_TILE = TILE_ROWS * TILE_COLUMNS // 8 // _THREADS  # where each thread adds 8 elements
 
 
 class GemmReduceScatter:
@@ -45,21 +41,6 @@ class GemmReduceScatter:
         sending.require_usable()
         nbytes = 2 * (sending.problem.columns if pitch is None else pitch)
         sending.multiply("product", a, b, result, nbytes, stream)
-        self._take_last(result, nbytes, stream)
-
-    def _take_last(self, sums: int, pitch: int, stream: int) -> None:
-        """Put the sums of the late chunks on `stream`."""
-        sending = self._sending
-        kernel = sending.team.kernel("take", "take_last", sending.defines(sums, pitch, False))
-        parts = sending.walk.parts(sending.team.rank)[-sending.late :]
-        blocks = max(1, sum(part.tiles for part in parts) * _BLOCKS_OF_TILE)
-        most = 2 * sending.team.device.processors
-        argument = sending.argument(self._of_last, sums, pitch)
-        kernel.launch(stream, min(most, blocks), _THREADS, argument)
-
-    def _of_last(self, sums: int, pitch: int) -> bytes:
-        """The struct `LastArgument`."""
-        return self._sending.team.packed() + self._sending.of_take(sums, pitch)
 
     def free(self) -> None:
         """See SendingProduct.free."""

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from shardmath.geometry import Layout, Spans
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.float8 import BLOCK, Blocks
+from shardmath.operators.matmul.gpu.choice import predicted
 from shardmath.operators.matmul.problem import Problem
 from shardmath.operators.matmul.scaling import OUTER, SQUARES, TENSOR, VECTORS
-from shardmath.operators.matmul.strategy import Cost, Machine, Strategy, choose
+from shardmath.operators.matmul.strategy import HOPPER, Cost, Machine, Strategy, choose
 from shardmath.redistribution import TransferPlan
 
 __all__ = ["ScaleMoves", "chosen", "greatest_moves", "keeps_blocks", "modes", "scale_moves"]
@@ -45,7 +46,8 @@ def chosen(problem: Problem, machine: Machine) -> tuple[Strategy, list[tuple[Str
     """The fastest strategy that can multiply elements; where there is none, or the one that was
     asked for cannot, a strategy for the numbers that they stand for.
     """
-    strategy, compared = choose(problem, machine)
+    near = machine == HOPPER  # else no kernel moves what it multiplies
+    strategy, compared = choose(problem, machine, *([predicted] if near else []))
     if problem.scaling is None:
         return strategy, compared
     candidates = [strategy, *(each for each, _ in compared if problem.strategy is None)]

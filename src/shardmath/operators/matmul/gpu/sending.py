@@ -3,9 +3,9 @@
 A plan has slots on the symmetric heap, where every rank puts its tiles of this rank's rows, and a
 ledger of words that only count up, so that launches follow each other without the host, also when
 a CUDA graph replays them. A slot is written again only after its owner has taken what the launch
-before left there. Blocks that multiply wait for this launch's tiles a little longer than they work,
-and then leave the rest to takers, which are few and come after the others in the same kernel: so
-several plans at work never wait in a circle.
+before left there. Blocks that multiply never wait for a peer's tiles: takers do, which are few and
+come after the others in the same kernel. So several plans at work never wait in a circle. What has
+not been added up when all tiles have come is left to a second kernel.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ from shardmath.operators.matmul.gpu.room import Room
 from shardmath.operators.matmul.gpu.sharded import ShardedProduct
 from shardmath.operators.matmul.gpu.walk import TILE_COLUMNS, TILE_ROWS, Walk
 
-__all__ = ["SendingProduct", "Shape", "write"]
+__all__ = ["SendingProduct", "Shape"]
 
 _TILE_BYTES = TILE_ROWS * TILE_COLUMNS * 2
 _ROUND = 1024  # bytes that the parts of a plan's memory are rounded up to
 _STAGE_BYTES = (TILE_ROWS + TILE_COLUMNS) * 64 * 2
 _THREADS = 384  # of the product
-_ADDERS = 10  # of each block that multiplies
-_MOST_BLOCKS = 256
+_TAKING = 512  # threads of a block that adds up what is left
+_BLOCKS_OF_TILE = TILE_ROWS * TILE_COLUMNS // 8 // _TAKING  # where each thread adds 8 elements
 _MOST_ARGUMENTS = 256
 
 
 @dataclass(frozen=True)
 class Shape:
     """How the work is cut. Each owner's tiles are added up in `chunks`, `aside` each other in bands
-    of its rows: the last `late` of them behind the product, the others beside it. `takers` blocks
-    do not multiply. Where sums go to all ranks, the first `early` chunks of them are copied beside
-    the product. The rest is sent.cuh's.
+    of its rows. `takers` blocks do not multiply: they add up all chunks but the last `late` ones,
+    and wait for these. Each cluster begins `apart` cycles later than the one before. The rest is
+    sent.cuh's.
     """
 
     chunks: int
     takers: int = 2
     late: int = 1
-    early: int = 0
     cluster: int = 2
     stages: int = 4
     aside: int = 1
+    apart: int = 0
 
 
 @dataclass(frozen=True)
@@ -71,22 +71,17 @@ class Places:
     @cached_property
     def arrived(self) -> int:
         """Counters of tiles, [source][chunk]; peers write them."""
-        return _rounded(8 * (3 + self._size))
+        return _rounded(8 * (2 + self._size))
 
     @cached_property
-    def ready(self) -> int:
-        """Launches whose sums are there, [owner][chunk]; peers write them."""
+    def claimed(self) -> int:
+        """[chunk]: pieces of sums that have been begun with."""
         return self.arrived + _rounded(8 * self._size * self.walk.chunks)
-
-    @cached_property
-    def summed(self) -> int:
-        """[chunk]: how many adders have taken their part."""
-        return self.ready + _rounded(8 * self._size * self.walk.chunks)
 
     @cached_property
     def slots(self) -> int:
         """[source][tile]; peers write them. All before are counters, and begin as zeros."""
-        return self.summed + _rounded(8 * self.walk.chunks)
+        return self.claimed + _rounded(4 * self.walk.chunks)
 
     @cached_property
     def extra(self) -> int:
@@ -109,14 +104,9 @@ class Places:
         return self.owned + _rounded(16 * self.walk.tiles(self.rank))
 
     @cached_property
-    def done(self) -> int:
-        """What each adder has done: [block][adder]."""
-        return self.chunks + _rounded(8 * self.walk.chunks)
-
-    @cached_property
     def nbytes(self) -> int:
         """All of it."""
-        return self.done + _rounded(8 * _ADDERS * _MOST_BLOCKS)
+        return self.chunks + _rounded(8 * self.walk.chunks)
 
     @property
     def stride(self) -> int:
@@ -172,9 +162,9 @@ class SendingProduct:
             assert context.team is not None, "a context of GPUs"
             own = places[context.rank]
             context.team.device.zero(address, own.slots)
-            write(address + own.tiles, walk.of(context.rank, shape.cluster))
-            write(address + own.owned, walk.owned(context.rank))
-            write(address + own.chunks, walk.table(context.rank))
+            _write(address + own.tiles, walk.of(context.rank, shape.cluster))
+            _write(address + own.owned, walk.owned(context.rank))
+            _write(address + own.chunks, walk.table(context.rank))
 
         room = Room.together(
             context,
@@ -215,15 +205,13 @@ class SendingProduct:
         sums: int,
         pitch: int,
         stream: int,
-        *,
         copies: bytes = b"",
-        behind: bytes = b"",
     ) -> None:
-        """Put a kernel on `stream` that multiplies A and B, and sends the tiles.
+        """Put on `stream` a kernel that multiplies A and B and sends the tiles, and one that adds
+        up what it has left.
 
         A, B and the sums of this rank's rows lie at these addresses, rows of the sums `pitch` bytes
-        apart. `copies` is where the sums go besides, as `TakeArgument` has it; `behind` is what the
-        kernel's argument has behind its `Product`.
+        apart. `copies` is where the sums go besides, as `TakeArgument` has it.
         """
         problem, shape = self.problem, self.shape
         defines = (
@@ -232,22 +220,27 @@ class SendingProduct:
             f"B_ALONG_K={problem.b.order == 'F':d}",
             f"CLUSTER={shape.cluster}",
             f"STAGES={shape.stages}",
-            *self.defines(sums, pitch, bool(copies)),
+            *self._defines(sums, pitch, bool(copies)),
         )
         memory = 1024 + shape.stages * _STAGE_BYTES + _TILE_BYTES // 2  # the other half: in a stage
         made = self.team.kernel(kernel, kernel, defines, shared=memory, features="a")
-        argument = self.argument(self._of_product, a, b, sums, pitch, copies, behind)
+        argument = self._argument(self._of_product, a, b, sums, pitch, copies)
         made.launch(stream, self._multipliers + self._takers, _THREADS, argument)
+        self._take_rest(sums, pitch, copies, stream)
 
-    def defines(self, sums: int, pitch: int, shared: bool) -> tuple[str, ...]:
+    def _take_rest(self, sums: int, pitch: int, copies: bytes, stream: int) -> None:
+        """Put on `stream` what adds up all that is left, and ends the launch."""
+        defines = self._defines(sums, pitch, bool(copies))
+        kernel = self.team.kernel("take", "take_rest", defines)
+        blocks = max(1, self.walk.tiles(self.team.rank) * _BLOCKS_OF_TILE)
+        most = 2 * self.team.device.processors
+        argument = self._argument(self._of_rest, sums, pitch, copies)
+        kernel.launch(stream, min(most, blocks), _TAKING, argument, early=True)
+
+    def _defines(self, sums: int, pitch: int, shared: bool) -> tuple[str, ...]:
         """What taking.cuh is compiled with."""
         whole = sums % 16 == 0 and pitch % 16 == 0 and self.problem.columns % 8 == 0
         return f"ADDEND={self.problem.dtype}", f"WHOLE={whole:d}", f"SHARED={shared:d}"
-
-    @property
-    def late(self) -> int:
-        """Chunks that are added up behind the product: one at least."""
-        return max(1, min(self.shape.late, self.shape.chunks))
 
     @property
     def _takers(self) -> int:
@@ -267,7 +260,7 @@ class SendingProduct:
 
     # -- arguments ---------------------------------------------------------------------------------
 
-    def argument(self, make: Callable[..., bytes], *words: int | bytes) -> Argument:
+    def _argument(self, make: Callable[..., bytes], *words: int | bytes) -> Argument:
         """The struct that `make` packs from these words, made once."""
         key: tuple[str | int | bytes, ...] = (make.__name__, *words)
         if key not in self._arguments:
@@ -276,10 +269,8 @@ class SendingProduct:
             self._arguments[key] = Argument(make(*words))
         return self._arguments[key]
 
-    def _of_product(
-        self, a: int, b: int, sums: int, pitch: int, copies: bytes, behind: bytes
-    ) -> bytes:
-        """The struct `Product`, and what is behind it."""
+    def _of_product(self, a: int, b: int, sums: int, pitch: int, copies: bytes) -> bytes:
+        """The struct `Product`: one that holds tensor maps is a multiple of 64 bytes."""
         problem, rank = self.problem, self.team.rank
         for name, address in (("A", a), ("B", b)):
             if address % ALIGNMENT:
@@ -288,16 +279,18 @@ class SendingProduct:
                 )
         columns = TILE_COLUMNS // self.shape.cluster
         slots = [self.bases[dst] + p.slots + rank * p.stride for dst, p in enumerate(self.places)]
-        arrived = self._own_row("arrived")
-        made = _padded(
+        skipped = 8 * rank * self.walk.chunks
+        arrived = [self.bases[dst] + p.arrived + skipped for dst, p in enumerate(self.places)]
+        made = (
             self._map(a, problem.a, problem.height, problem.depth, TILE_ROWS, "C")
             + self._map(b, problem.b, problem.depth, problem.columns, columns, "F")
             + self.team.packed()
             + struct.pack("QII", self._at("tiles"), self._units, -(-problem.depth // 64))
-            + struct.pack(f"Q{2 * len(slots)}Q", self._multipliers, *slots, *arrived)
-            + self.of_take(sums, pitch, copies)
+            + struct.pack("II", self._multipliers, self.shape.apart)
+            + struct.pack(f"{2 * len(slots)}Q", *slots, *arrived)
+            + self._of_take(sums, pitch, copies)
         )
-        return _padded(made + behind)
+        return made + bytes(-len(made) % 64)
 
     def _map(
         self, address: int, factor: Factor, rows: int, columns: int, tile: int, along_k: str
@@ -307,29 +300,25 @@ class SendingProduct:
         box = tile if factor.order == along_k else 64
         return tensor_map(address, self.problem.dtype, width, height, factor.pitch, box)
 
-    def of_take(self, sums: int, pitch: int, copies: bytes = b"") -> bytes:
+    def _of_rest(self, sums: int, pitch: int, copies: bytes) -> bytes:
+        """The struct `RestArgument`."""
+        return self.team.packed() + self._of_take(sums, pitch, copies)
+
+    def _of_take(self, sums: int, pitch: int, copies: bytes) -> bytes:
         """The struct `TakeArgument`, which ends with where sums go besides."""
-        walk, at = self.walk, self._at
+        walk, at, early = self.walk, self._at, max(0, self.shape.chunks - self.shape.late)
         return (
             struct.pack("QQQQ", at("slots"), self._own.stride, at("owned"), at("chunks"))
-            + struct.pack("IIQ", walk.chunks, self.late, walk.columns)
-            + struct.pack("QQQ", at("arrived"), at("summed"), at("done"))
+            + struct.pack("IIQ", walk.chunks, early, walk.columns)
+            + struct.pack("QQ", at("arrived"), at("claimed"))
             + struct.pack("QQ", pitch, sums)
-            + struct.pack(f"{2 * self.team.size}Q", *self.bases, *self._own_row("ready"))
+            + struct.pack(f"{self.team.size}Q", *self.bases)
             + (copies or bytes(8 + 8 * self.team.size))
         )
 
     def _at(self, name: str) -> int:
         """Where a part of this rank's memory begins."""
         return self.bases[self.team.rank] + int(getattr(self._own, name))
-
-    def _own_row(self, name: str) -> list[int]:
-        """Where this rank's words by chunk begin in a table of every rank's."""
-        skipped = 8 * self.team.rank * self.walk.chunks
-        return [
-            self.bases[rank] + int(getattr(place, name)) + skipped
-            for rank, place in enumerate(self.places)
-        ]
 
 
 def _rounded(nbytes: int) -> int:
@@ -340,12 +329,7 @@ def _multiple(count: int, of: int) -> int:
     return -(-count // of) * of
 
 
-def _padded(struct: bytes) -> bytes:
-    """Structs that hold tensor maps are multiples of 64 bytes."""
-    return struct + bytes(-len(struct) % 64)
-
-
-def write(address: int, words: npt.NDArray[np.uint32]) -> None:
+def _write(address: int, words: npt.NDArray[np.uint32]) -> None:
     """Copy a table to the device, and wait until it is there."""
     if words.size:
         call("cuMemcpyHtoD", address, words.ctypes.data, words.nbytes)

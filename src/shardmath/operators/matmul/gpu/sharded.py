@@ -12,15 +12,16 @@ the result; the parts are added, and rank r keeps `rows[r]` rows of the sum, or 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from shardmath.cuda.device import Device
 from shardmath.cuda.tensormap import ALIGNMENT
 from shardmath.operators.matmul.gpu.factor import Factor
+from shardmath.operators.matmul.gpu.walk import TILE_ROWS
 
-__all__ = ["ShardedProduct"]
+__all__ = ["HALVES", "ShardedProduct", "even_rows"]
 
-_DTYPES = ("float16", "bfloat16")
+HALVES = ("float16", "bfloat16")
 _MOST_RANKS = 32  # whose slots a sender keeps account of in one word
 _MOST_ELEMENTS = 1 << 34  # of the result
 
@@ -63,8 +64,8 @@ class ShardedProduct:
         """Why `device` cannot multiply so with tiles that are sent, or "" where it can."""
         if device.arch != "sm_90":
             return f"the kernel is for GPUs of capability 9.0, and this one is {device.arch}"
-        if self.dtype not in _DTYPES:
-            return f"elements are {self.dtype}, and the kernel multiplies {' and '.join(_DTYPES)}"
+        if self.dtype not in HALVES:
+            return f"elements are {self.dtype}, and the kernel multiplies {' and '.join(HALVES)}"
         if len(self.rows) > _MOST_RANKS:
             return f"{len(self.rows)} ranks, and the kernel sends to {_MOST_RANKS} at most"
         if not 0 < self.height * self.columns < _MOST_ELEMENTS:
@@ -74,3 +75,10 @@ class ShardedProduct:
         odd = [f"{f.pitch} elements" for f in (self.a, self.b) if 2 * f.pitch % ALIGNMENT]
         need = f"need a multiple of {ALIGNMENT // 2}"
         return f"an operand's lines are {odd[0]} apart, and copies by boxes {need}" if odd else ""
+
+
+def even_rows(height: int, size: int) -> tuple[int, ...]:
+    """Which rank sums how many of `height` rows: whole tiles, as evenly as they go."""
+    tiles = -(-height // TILE_ROWS)
+    cuts = [min(height, tiles * rank // size * TILE_ROWS) for rank in range(size + 1)]
+    return tuple(high - low for low, high in pairwise(cuts))
