@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import scipy.fft
@@ -117,3 +119,17 @@ def test_tensors_get_torch_and_arrays_what_is_installed(monkeypatch):
         assert engine_for("numpy") == "numpy"
     finally:
         local._installed.cache_clear()
+
+
+@pytest.mark.parametrize("changed", ["c2c", "r2c", "c2r"])
+def test_inner_functions_of_another_kind_are_not_used(monkeypatch, changed):
+    inner = local._inner()
+    assert inner is not None, "scipy's are tested"
+
+    def takes_other_arguments():
+        raise AssertionError("called with none")
+
+    known = {name: getattr(inner, name) for name in ("c2c", "r2c", "c2r")}
+    other = SimpleNamespace(**known | {changed: takes_other_arguments})
+    monkeypatch.setattr(local.importlib, "import_module", lambda _: other)
+    assert local._inner.__wrapped__() is None

@@ -71,14 +71,17 @@ def _inner() -> Any:
 
     They are not public: a scipy that is built in another way falls back on what is.
     """
+    ones, real = np.ones(2, np.complex64), np.ones(2, np.float32)
     for name in ("_duccfft.pyduccfft", "_pocketfft.pypocketfft"):  # from 1.18 on, and before
+        made, half, back = np.zeros_like(ones), np.zeros_like(ones), np.zeros_like(real)
         try:
             inner = importlib.import_module(f"scipy.fft.{name}")
-            x, out = np.ones(2, np.complex64), np.zeros(2, np.complex64)
-            inner.c2c(x, (0,), True, 0, out, 1)
+            inner.c2c(ones, (0,), True, 0, made, 1)
+            inner.r2c(real, (0,), True, 0, half, 1)
+            inner.c2r(half, (0,), 2, False, 0, back, 1)
         except (ImportError, AttributeError, TypeError):
             continue
-        if out[0] == 2 and hasattr(inner, "r2c") and hasattr(inner, "c2r"):
+        if made[0] == half[0] == back[0] == 2:
             return inner
     return None
 
