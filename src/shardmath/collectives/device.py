@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardmath.arrays.dtypes import DType
 from shardmath.collectives.far import FarCollectives
+from shardmath.collectives.operand import bounds
 from shardmath.collectives.pushes import Pushes, on_all_ranks, reduction_defines
 from shardmath.cuda.kernel import Argument, ReadyLaunch
 from shardmath.latest import Latest
@@ -154,7 +155,7 @@ class DeviceCollectives(Pushes):
         def make() -> ReadyLaunch | None:
             sizes = [count * dtype.itemsize for count in counts]
             grid = _grid("reduce_scatter", -(-max(sizes) // _PACKET))
-            words = (source, target, max(sizes), *_starts(sizes), *sizes)
+            words = (source, target, max(sizes), *bounds(sizes)[:-1], *sizes)
             return self._reduce(grid, dtype, operation, words)
 
         key = ("reduce_scatter", source, target, tuple(counts), dtype.name, operation)
@@ -178,7 +179,7 @@ class DeviceCollectives(Pushes):
             rank = self.team.rank
             received = [row[rank] for row in sizes]
             most, sent = max(max(row) for row in sizes), sizes[rank]
-            return self._exchange(source, target, _starts(sent), sent, received, most)
+            return self._exchange(source, target, bounds(sent)[:-1], sent, received, most)
 
         self._run(("all_to_all", source, target, tuple(map(tuple, sizes))), stream, make)
 
@@ -214,7 +215,7 @@ class DeviceCollectives(Pushes):
         """A launch that exchanges bytes through cells; None where there are none."""
         if most == 0:
             return None
-        words = (source, target, most, *starts, *sent, *_starts(received), *received)
+        words = (source, target, most, *starts, *sent, *bounds(received)[:-1], *received)
         grid = _grid("exchange", -(-most // (_PACKET // 2)))
         whole = not any(word % (_PACKET // 2) for word in words)
         kernel = self.team.kernel("exchange", grid.function, (f"WHOLE={whole:d}",))
@@ -242,11 +243,3 @@ class DeviceCollectives(Pushes):
 def _cells_bytes(size: int) -> int:
     """Of one rank's cells; the blocks' turns follow."""
     return _MOST_BLOCKS * _SETS * _PHASES * size * _MOST_THREADS * _PACKET
-
-
-def _starts(sizes: Sequence[int]) -> list[int]:
-    starts, at = [], 0
-    for size in sizes:
-        starts.append(at)
-        at += size
-    return starts

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from shardmath.arrays.dtypes import DType
+from shardmath.collectives.operand import bounds
 from shardmath.cuda.driver import call
 from shardmath.cuda.kernel import Argument
 from shardmath.cuda.stream import Turns
@@ -69,7 +70,7 @@ class FarCollectives:
 
     def all_gather(self, source: int, target: int, sizes: Sequence[int], stream: int) -> None:
         """Put every rank's `sizes[rank]` bytes at `source`, in order, into everybody's `target`."""
-        starts, own = _starts(sizes), sizes[self.team.rank]
+        starts, own = bounds(sizes)[:-1], sizes[self.team.rank]
         self._fetch_all(source, own, max(sizes), target, starts, [0] * len(sizes), sizes, stream)
 
     def all_to_all(
@@ -80,7 +81,7 @@ class FarCollectives:
         received = [row[rank] for row in sizes]
         there = [sum(row[:rank]) for row in sizes]
         packed = [sum(row) for row in sizes]
-        starts = _starts(received)
+        starts = bounds(received)[:-1]
         self._fetch_all(source, packed[rank], max(packed), target, starts, there, received, stream)
 
     def broadcast(self, source: int, target: int, nbytes: int, root: int, stream: int) -> None:
@@ -146,7 +147,7 @@ class FarCollectives:
             return
         counts = [Spans.even(count, size, each).length for each in range(size)]
         sizes = [each * item for each in counts]
-        starts, sums = _starts(sizes), _aligned(count * item)  # where an outbox has its sums
+        starts, sums = bounds(sizes)[:-1], _aligned(count * item)  # where an outbox has its sums
         with self._shown(source, count * item, sums + max(sizes), stream):
             assert self._outbox is not None, "shown"
             mine = self._outbox.block.address + sums
@@ -260,7 +261,3 @@ class FarCollectives:
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNED) * _ALIGNED
-
-
-def _starts(sizes: Sequence[int]) -> list[int]:
-    return [sum(sizes[:rank]) for rank in range(len(sizes))]

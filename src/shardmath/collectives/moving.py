@@ -28,13 +28,13 @@ from shardmath.collectives.operand import (
     as_axis,
     as_counts,
     as_index,
+    bounds,
     column_view,
     context_of,
     output_spec,
     require_outputs_fit,
     slab_counts,
     span_of_columns,
-    starts,
 )
 from shardmath.collectives.performing import Call, Met, Shown, lend, perform
 from shardmath.collectives.twoshot import aligned
@@ -192,7 +192,7 @@ def _plan_gather(specs: list[Any]) -> _Gather:
     shape = (*first[:axis], sum(counts), *first[axis + 1 :])
     require_outputs_fit(outs, libraries, dtype, [shape] * len(specs))
     sizes = tuple(prod(each) for each in shapes)
-    return _Gather(dtype, axis, shape, shapes, sizes, tuple(starts(counts)))
+    return _Gather(dtype, axis, shape, shapes, sizes, tuple(bounds(counts)))
 
 
 def _gather(met: Met, plan: _Gather) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -31,6 +32,7 @@ __all__ = [
     "as_axis",
     "as_counts",
     "as_index",
+    "bounds",
     "column_view",
     "context_of",
     "heap_location",
@@ -39,7 +41,6 @@ __all__ = [
     "require_outputs_fit",
     "slab_counts",
     "span_of_columns",
-    "starts",
 ]
 
 Shape = tuple[int, ...]
@@ -201,9 +202,9 @@ def slab_counts(extent: int, size: int) -> Shape:
     return tuple(Spans.even(extent, size, rank).length for rank in range(size))
 
 
-def starts(counts: Sequence[int]) -> list[int]:
+def bounds(counts: Sequence[int]) -> list[int]:
     """Where each part begins, and where the last one ends."""
-    return [sum(counts[:part]) for part in range(len(counts) + 1)]
+    return [0, *accumulate(counts)]
 
 
 def column_view(flat: HostArray, shape: Shape, axis: int) -> tuple[HostArray, int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Sequence
 
-__all__ = ["index", "index_within", "integer", "integers", "up"]
+__all__ = ["index", "index_within", "integer", "integers", "slices", "up"]
 
 
 def index(value: object, name: str) -> int:
@@ -51,3 +51,9 @@ def index_within(values: object, shape: Sequence[int]) -> tuple[int, ...]:
 def up(extent: int, multiple: int) -> int:
     """`extent` rounded up to a multiple of `multiple`."""
     return -(-extent // multiple) * multiple
+
+
+def slices(extent: int, most: int) -> list[slice]:
+    """Slices of nearly equal length, `most` at most, that cover range(extent)."""
+    count = -(-extent // most)
+    return [slice(extent * i // count, extent * (i + 1) // count) for i in range(count)]

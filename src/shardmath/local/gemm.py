@@ -7,7 +7,6 @@ float32, and an element of `out` is rounded once per call.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -15,6 +14,7 @@ import numpy as np
 
 from shardmath.arrays import dtypes
 from shardmath.arrays.base import HostArray
+from shardmath.geometry.integers import slices
 
 __all__ = ["multiply"]
 
@@ -99,8 +99,8 @@ def _multiply_plain(a: HostArray, b: HostArray, out: HostArray, accumulate: bool
         np.matmul(a, b, out=out)
         return
     room = _ADDED_BYTES // out.itemsize  # elements of the temporary
-    for columns in _spans(out.shape[1], room // _ADDED_ROWS):
-        for rows in _spans(out.shape[0], room // (columns.stop - columns.start)):
+    for columns in slices(out.shape[1], room // _ADDED_ROWS):
+        for rows in slices(out.shape[0], room // (columns.stop - columns.start)):
             part = out[rows, columns]
             np.add(part, np.matmul(a[rows], b[:, columns]), out=part)
 
@@ -116,14 +116,14 @@ def _multiply_converted(
     conj_b: bool,
 ) -> None:
     """Convert blocks of `a` and `b` to `work`, sum there, and round each block of `out` once."""
-    for rows in _spans(out.shape[0], _CONVERTED):
-        for columns in _spans(out.shape[1], _CONVERTED):
+    for rows in slices(out.shape[0], _CONVERTED):
+        for columns in slices(out.shape[1], _CONVERTED):
             part = out[rows, columns]
             total = part if out.dtype == work else np.empty(part.shape, work)
             if accumulate and total is not part:
                 total[...] = part
             started = accumulate
-            for inner in _spans(a.shape[1], _CONVERTED):
+            for inner in slices(a.shape[1], _CONVERTED):
                 left = _converted(a[rows, inner], work, conj_a)
                 right = _converted(b[inner, columns], work, conj_b)
                 _multiply_plain(left, right, total, started)
@@ -139,10 +139,3 @@ def _converted(x: HostArray, work: np.dtype[Any], conjugate: bool) -> HostArray:
     y = x.astype(work, order="K")
     np.conjugate(y, out=y)
     return y
-
-
-def _spans(extent: int, most: int) -> Iterator[slice]:
-    """Slices of nearly equal length, `most` at most, that cover range(extent)."""
-    count = -(-extent // most)
-    for i in range(count):
-        yield slice(extent * i // count, extent * (i + 1) // count)

@@ -14,7 +14,9 @@ from shardmath.arrays.base import HostArray
 from shardmath.context import Context
 from shardmath.symmetric.heap import Block, Buffer
 
-__all__ = ["Workspace", "give_back"]
+__all__ = ["KEPT_STAGING", "Workspace", "give_back"]
+
+KEPT_STAGING = 64 << 20  # bytes that redistributions without an object leave to the next
 
 
 class Workspace:

@@ -16,6 +16,7 @@ from typing import Literal
 
 from shardmath.arrays import dtypes
 from shardmath.geometry import Layout, Move, Run
+from shardmath.geometry.integers import slices
 from shardmath.local.fft import Kind
 from shardmath.operators.fft.strategy import Strategy, Transform
 from shardmath.redistribution import StridedCopy, TransferPlan, lowered
@@ -112,7 +113,7 @@ class Pass:
                 least = max(1, _LINE // itemsize) if axis == fastest_first[0] else 1
                 extents[axis] = min(shape[axis], max(room, least))
                 room = max(1, room // extents[axis])
-        cuts = [_even(n, most) for n, most in zip(shape, extents, strict=True)]
+        cuts = [slices(n, most) for n, most in zip(shape, extents, strict=True)]
         if self.order == "F":
             yield from (block[::-1] for block in itertools.product(*cuts[::-1]))
         else:
@@ -222,9 +223,3 @@ def _clip(run: Run, lo: int, hi: int) -> list[Run]:
             src = run.src_start + index * run.src_step + begin - start
             found.append(Run(1, end - begin, src, 0, begin - lo, 0))
     return found
-
-
-def _even(extent: int, most: int) -> list[slice]:
-    """Slices of nearly equal length, `most` at most, that cover range(extent)."""
-    count = -(-extent // most)
-    return [slice(extent * i // count, extent * (i + 1) // count) for i in range(count)]

@@ -1,6 +1,6 @@
 """One rank's arrays in a redistribution on GPUs, and what it says of them.
 
-An operand in host memory is on the heap from when it is read on, and so is the place of its result.
+An operand in host memory is on the GPU from when it is read on, and so is the place of its result.
 What was found out about arrays is kept for others that look and lie alike.
 """
 

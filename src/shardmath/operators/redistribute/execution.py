@@ -14,7 +14,7 @@ from shardmath.arrays import Library, library_of
 from shardmath.arrays.base import HostArray, share_memory
 from shardmath.context import Context
 from shardmath.operators.redistribute.problem import Problem
-from shardmath.operators.workspace import Workspace
+from shardmath.operators.workspace import KEPT_STAGING, Workspace
 from shardmath.redistribution import Exposed, Window, expose, perform, stage, window_on
 from shardmath.redistribution.exposure import staged_bytes
 from shardmath.symmetric.allocation import block_of, empty_on_heap
@@ -23,7 +23,6 @@ from shardmath.symmetric.heap import Block, Buffer
 __all__ = ["HostExecution"]
 
 _ORDINARY, _ALLOCATES = 1, 2
-_KEPT_STAGING = 64 << 20  # bytes that calls without an object leave to the next
 
 
 class HostExecution:
@@ -121,7 +120,7 @@ class Staging:
 
     def buffer(self, nbytes: int) -> Buffer:
         """At least `nbytes`. Raises HeapExhausted."""
-        if self._passing and nbytes <= _KEPT_STAGING:
+        if self._passing and nbytes <= KEPT_STAGING:
             return Workspace.of(self._context).buffer("redistribution", nbytes)
         if self._buffer is None or self._buffer.block.nbytes < nbytes:
             self._buffer = None  # its memory first, then more

@@ -14,6 +14,7 @@ from shardmath.operators.lanes import Lane
 from shardmath.operators.redistribute.notes import staging_strides
 from shardmath.operators.redistribute.problem import Problem
 from shardmath.operators.repeats import Launches
+from shardmath.operators.workspace import KEPT_STAGING
 from shardmath.redistribution import Exposed
 from shardmath.symmetric.heap import Block, Buffer
 
@@ -27,7 +28,6 @@ __all__ = ["Copying", "DeviceMemory", "Step"]
 _KEPT = 64  # of plans without an object, and of launches and copies in each
 _LATEST = partial(Latest[Any, Any], _KEPT)
 _STAGING = "staging"  # of the lane's buffers
-_KEPT_STAGING = 64 << 20  # bytes that calls without an object leave to the next
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class DeviceMemory:
         """Reserve heap memory for a packed result. Raises HeapExhausted."""
         rank = self._context.rank
         nbytes = prod(problem.transfer.dst.local_shape(rank)) * problem.transfer.itemsize
-        if self._lane is not None and nbytes <= _KEPT_STAGING:
+        if self._lane is not None and nbytes <= KEPT_STAGING:
             self._block = self._lane.buffer(_STAGING, nbytes).block
         else:
             self._buffer = self._context.heap.allocate(nbytes)

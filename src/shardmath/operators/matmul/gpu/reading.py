@@ -27,6 +27,7 @@ __all__ = ["Results", "made_results", "read_operands"]
 
 # Sums that are faster, or slower, and not the usual.
 _FAST_COMPUTE = frozenset({74, 75, 77, 78, 79})
+_D = "d"  # among results by name; no epilog's output has that name
 
 
 @dataclass(frozen=True)
@@ -120,9 +121,6 @@ def read_operands(
         compute=int(compute) if compute in _FAST_COMPUTE else None,
     )
     return operands, results
-
-
-_D = "d"  # no epilog's output has that name
 
 
 def _blanks(
