@@ -2,8 +2,8 @@
 
 A transform of slabs is cut as `chunking` says. Each part of the first transform is packed when it
 is made, and delivered while the next ones are made; the second transform begins with the first
-part of its own axis that is all there. Every rank has as many deliveries, since in each all of them meet.
-Pure.
+part of its own axis that is all there. Every rank has as many deliveries, since in each all of them
+meet. Pure.
 
     transforms   0 | pack 0 | 1 | pack 1 |          | a | b |
     beside                    fetch, unpack 0 | ... 1a | 1b
