@@ -22,7 +22,7 @@ from shardmath.collectives.flat import Put
 from shardmath.context import Context
 from shardmath.cuda import stream as streams
 from shardmath.lru_cache import LRUCache
-from shardmath.planning import Said, agree_plan
+from shardmath.planning import HashedSpec, agree_plan
 
 __all__ = ["perform_on_device"]
 
@@ -119,7 +119,7 @@ class _Known:
     """
 
     specs: tuple[ArraySpec, ArraySpec | None]
-    said: Said
+    said: HashedSpec
     plan: Any
     put: Put
     shape: tuple[int, ...]
@@ -137,10 +137,10 @@ class _Known:
         if (put.source, put.target) != (look.source, look.library.pointer(result)):
             return None
         return cls(
-            (look.spec, look.into), Said(said), plan, put, spec.shape, spec.dtype, spec.nbytes
+            (look.spec, look.into), HashedSpec(said), plan, put, spec.shape, spec.dtype, spec.nbytes
         )
 
-    def describe(self) -> tuple[Said, bytes]:
+    def describe(self) -> tuple[HashedSpec, bytes]:
         """For agreement."""
         return self.said, b""
 

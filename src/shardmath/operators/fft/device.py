@@ -20,7 +20,6 @@ from shardmath.cuda import stream as streams
 from shardmath.cuda.driver import beside_captures
 from shardmath.local.gpu.fft import Transforms
 from shardmath.operators.fft import rank_plan
-from shardmath.operators.fft.call_cache import Form
 from shardmath.operators.fft.launching import Launch, Told, is_double
 from shardmath.operators.fft.local_steps import Fourier, View
 from shardmath.operators.fft.overlap import Beside
@@ -42,7 +41,7 @@ from shardmath.symmetric.device_array import (
 from shardmath.symmetric.fingerprint import fingerprint
 
 if TYPE_CHECKING:
-    from shardmath.operators.fft.call import Call
+    from shardmath.operators.fft.call import Call, NewArray
 
 __all__ = ["DevicePlan", "Execution"]
 
@@ -151,7 +150,7 @@ class Execution:
         fresh = self._fresh
         if self._place is None or (fresh is None and _makes_new(call)):
             return None
-        return call.seen, self._place, fresh and fresh.place, self._stream
+        return call.cached, self._place, fresh and fresh.place, self._stream
 
     def _again(self, call: Call, problem: Problem) -> Any:
         """Launch what all ranks launched in an earlier execution."""
@@ -203,7 +202,7 @@ class Execution:
         """A new result like the last one for such an operand, if there was one."""
         if self._place is None or not _makes_new(call):
             return None
-        last = call.seen.blanks.find(self._place)
+        last = call.cached.new_results.find(self._place)
         return None if last is None else last[1].make()
 
     def _made_result(self, call: Call, problem: Problem) -> Result:
@@ -211,13 +210,13 @@ class Execution:
         out = call.target(context, problem)
         if out is not None:
             return result_in(context, out)
-        form: Form = (problem.target.local_shape(self._rank), problem.result, problem.order)
-        last = None if self._place is None else call.seen.blanks.find(self._place)
+        form: NewArray = (problem.target.local_shape(self._rank), problem.result, problem.order)
+        last = None if self._place is None else call.cached.new_results.find(self._place)
         if self._fresh is None or last is None or last[0] != form:
             on_heap = call.spec.device == "cpu" or self._lies_on_heap(call.operand, call.spec)
             blank = Blank(context, call.operand, *form, on_heap=on_heap)
             if self._place is not None:
-                call.seen.blanks.keep(self._place, (form, blank))
+                call.cached.new_results.keep(self._place, (form, blank))
             self._fresh = blank.make()
             self._key = self._key_to(call)
         return self._fresh

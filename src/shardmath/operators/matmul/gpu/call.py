@@ -38,7 +38,7 @@ from shardmath.operators.matmul.problem import Call, describe
 from shardmath.operators.matmul.scaling import scales_in_order
 from shardmath.operators.published import matrix_of
 from shardmath.operators.replay import Known, Replays
-from shardmath.planning import Said
+from shardmath.planning import HashedSpec
 from shardmath.symmetric.device_array import Blank
 from shardmath.symmetric.fingerprint import fingerprint
 
@@ -65,7 +65,7 @@ class _Agreed:
     blanks: Mapping[str, Blank]
     blocking: bool
     scalars: bytes
-    said: Said
+    said: HashedSpec
 
 
 def tune(
@@ -191,7 +191,7 @@ class Turn:
         self._known: Known[_Agreed] | None = None
         self._anew: _Anew | None = None
 
-    def repeat(self) -> tuple[Said, bytes] | None:
+    def repeat(self) -> tuple[HashedSpec, bytes] | None:
         """What a call of the function says of its plan, and of itself, if it was made before.
 
         Raises HeapExhausted.
@@ -315,7 +315,7 @@ class _Anew:
         self.operands, self.results = read_operands(context, problem, call_, given, algorithms)
         self.lane = Lane.of(context, self.operands.stream)
         self.blocking = call_.options.blocking is True
-        self._said = Said(describe(call_))
+        self._said = HashedSpec(describe(call_))
         self._fused: Fused | None = None
         self._phases: Execution | None = None
 
