@@ -73,7 +73,7 @@ class Team:
         self.rank = board.rank
         self.size = board.size
         self.pads = tuple(pads)
-        self.timeout = board.patience.timeout
+        self.timeout = board.policy.timeout
         self.broken = ""  # why what collectives count is in no known state
         self._board = board
         self._own = own
@@ -260,7 +260,7 @@ class Team:
         ]
         if any(_is_counted(int(late[rank, 0])) for rank in ranks):
             self.broken = "; ".join(reasons)
-        gone = self._board.gone(ranks)
+        gone = self._board.ended_peer_error(ranks)
         if gone is not None:
             return gone
         return OpTimeout(
