@@ -77,7 +77,7 @@ class Context(DistributedContext):
         self._splits = 0
         # By ranks: how many were made, and the last.
         self._subsets: dict[tuple[int, ...], tuple[int, Context]] = {}
-        self._shares = itertools.count()
+        self._shared_ids = itertools.count()
         self._closed: str | None = None
         self._caches: dict[str, Any] = {}
         # A context that is dropped without `close` is left too: its memory is awaited by nobody.
@@ -126,7 +126,7 @@ class Context(DistributedContext):
         texts = self.board.exchange("barrier", struct.pack(f"={len(own)}Q", *own))
         if all(texts):
             marks = [struct.unpack(f"={len(text) // 8}Q", text) for text in texts]
-            self.heap.honour(self.number, marks)
+            self.heap.apply_marks(self.number, marks)
 
     def executing(self, operation: str) -> OperationGuard:
         """Around what follows agreement: an error here ends the wait of the peers at once."""
@@ -235,9 +235,9 @@ class Context(DistributedContext):
         assert wires is not None, "there are ranks on other hosts"
         return RankChannel(wires, self._name, number, self._ranks, deliver)
 
-    def next_share(self) -> int:
+    def next_shared_id(self) -> int:
         """The number of the next object that the ranks of this context share, the same on all."""
-        return next(self._shares)
+        return next(self._shared_ids)
 
     def cache(self, name: str, make: Callable[[], Any]) -> Any:
         """This context's object of that name, made when first asked for, ended with the context."""
@@ -333,11 +333,11 @@ class Context(DistributedContext):
             return
         self._closed = why
         if self.team is not None and self.board.dead():
-            self.team.give_up()  # kernels that wait for the dead would keep this process
+            self.team.abort()  # kernels that wait for the dead would keep this process
         self.board.leave()
         self.team = None
         self._dropping.detach()
-        self.heap.forget(self.number, self.board.ended)
+        self.heap.leave_group(self.number, self.board.ended)
         self._caches.clear()
         if self._parent is None:
             for context in list(_contexts):
@@ -374,7 +374,7 @@ def require_context() -> Context:
 
 def _leave(board: Board, heap: Heap, number: int) -> None:
     board.leave()
-    heap.forget(number, board.ended)
+    heap.leave_group(number, board.ended)
 
 
 def open_contexts() -> list[Context]:

@@ -235,7 +235,7 @@ class DeviceCollectives(Pushes):
 
     def _argument(self, words: Sequence[int]) -> Argument:
         """The struct `Cells`, and what follows it."""
-        cells = [self._cells[rank] for rank in self.team.from_next]
+        cells = [self._cells[rank] for rank in self.team.ring_order]
         words = (self._steps_address, *cells, *words)
         return Argument(self.team.packed() + struct.pack(f"{len(words)}Q", *words))
 

@@ -113,7 +113,7 @@ class FarCollectives:
         if most == 0:
             return
         with self._packed(source, packed, most, stream):
-            for rank in self.team.from_next:
+            for rank in self.team.ring_order:
                 here, own = target + starts[rank], source + offsets[rank]
                 self._fetch(rank, offsets[rank], here, sizes[rank], own, stream)
 
@@ -158,7 +158,7 @@ class FarCollectives:
             self._reduce(source, starts[rank], own_sums, counts[rank], dtype, operation, stream)
             # After writing what a peer will read; and all have read what is in `source`.
             self._barrier(stream)
-            for peer in self.team.from_next:
+            for peer in self.team.ring_order:
                 self._fetch(peer, sums, target + starts[peer], sizes[peer], own_sums, stream)
 
     def _reduce(
@@ -184,7 +184,7 @@ class FarCollectives:
         for first in range(0, count, most):
             some = min(most, count - first)
             at = start + first * item
-            for rank in self.team.from_next:
+            for rank in self.team.ring_order:
                 here = staging + rank * stride
                 self._fetch(rank, at, here, some * item, source + at, stream)
             blocks = min(8 * self.team.device.processors, -(-some // _THREADS))

@@ -65,7 +65,7 @@ class Pushes:
         Multiples of 16. `blocks` is the most that the kernel may have; 0 is what the device holds.
         """
         self.team.check()
-        order, most = self.team.from_next, max(sizes)
+        order, most = self.team.ring_order, max(sizes)
         if most:
             columns = [[values[peer] for peer in order] for values in (sources, targets, sizes)]
             words = [most, *(word for column in columns for word in column)]
@@ -157,7 +157,7 @@ class Pushes:
                 if end < size:
                     call("cuMemcpyAsync", target + end, source + end, size - end, stream)
             return
-        *peers, own = self.team.from_next
+        *peers, own = self.team.ring_order
         with self._side.beside(stream) as side:
             for peer in peers:
                 if sizes[peer]:
@@ -184,7 +184,7 @@ class Pushes:
     ) -> None:
         if not own.nbytes:
             return
-        results = [targets[peer] + own.start for peer in self.team.from_next]
+        results = [targets[peer] + own.start for peer in self.team.ring_order]
         by_engine = results[1:-1] if own.nbytes >= _ENGINE_SLICE_BYTES else []
         first = [result for result in results if result not in by_engine]
         words = (*parts, *first, *by_engine, len(first), own.nbytes)
