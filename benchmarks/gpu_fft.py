@@ -21,7 +21,7 @@ from on_gpus import command, run
 from shardmath.arrays import library_named
 from shardmath.distribution import Slab
 from shardmath.fft import FFT, FFTOptions
-from shardmath.operators.fft import ways
+from shardmath.operators.fft import rank_plan
 from shardmath.operators.workspace import give_back
 from shardmath.symmetric.allocation import empty_on_heap
 
@@ -116,7 +116,9 @@ def measured(ranks, x, n, dtype, back):
         result = transform.execute()
 
         def ours(chunks=True):
-            ways.CHUNKS = ways.GRAPHS = chunks  # what is done step by step is not remembered
+            rank_plan.CHUNKS = rank_plan.GRAPHS = (
+                chunks  # what is done step by step is not remembered
+            )
             transform.execute(out=result)
 
         compare(ranks, baseline, result, ours, dtype)
@@ -141,7 +143,7 @@ def measured(ranks, x, n, dtype, back):
 
 
 def compare(ranks, baseline, result, ours, dtype):
-    """Raise ArithmeticError unless a first call and later ones, both ways, make the same."""
+    """Raise ArithmeticError unless a first call and later ones, both rank_plan, make the same."""
     wanted = baseline()
     tolerance = 1e-5 if dtype in ("complex64", "float32") else 1e-13
     for chunks in (True, True, True, False):
@@ -164,7 +166,7 @@ def measure(ranks, seconds):
                 row = measured(ranks, x, n, dtype, back)
             except Exception:
                 failure = traceback.format_exc(limit=-3)
-            ways.CHUNKS = ways.GRAPHS = True
+            rank_plan.CHUNKS = rank_plan.GRAPHS = True
             ranks.torch.cuda.empty_cache()
             if ranks.largest(bool(failure)):
                 print(f"{n}^3 {dtype}, back: {back}: {failure or 'failed elsewhere'}", flush=True)

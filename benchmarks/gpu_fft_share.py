@@ -23,10 +23,10 @@ from shardmath.cuda.graph import Graph
 from shardmath.distribution import Slab
 from shardmath.fft import FFTDirection, FFTOptions
 from shardmath.local.gpu.fft import Transforms
-from shardmath.operators.fft import ways
-from shardmath.operators.fft.beside import Beside, PushTables
+from shardmath.operators.fft import rank_plan
 from shardmath.operators.fft.launching import Launch, is_double
 from shardmath.operators.fft.local_steps import Fourier, packed
+from shardmath.operators.fft.overlap import Beside, PushTables
 from shardmath.operators.fft.pipeline import Pipeline
 from shardmath.operators.fft.problem import check, describe
 from shardmath.operators.fft.program import Ends
@@ -106,7 +106,7 @@ class Share:
         options = FFTOptions(redistribute=back)
         said = describe(spec, Slab.X, None, None, kind, FFTDirection.FORWARD, options, None)
         self.problem = check([said] * size)
-        self.plan = ways.DevicePlan(self.problem, choose(self.problem, GPUS), (0,) * size)
+        self.plan = rank_plan.DevicePlan(self.problem, choose(self.problem, GPUS), (0,) * size)
         self.result = packed("result", self.problem.target.local_shape(0), self.problem.result)
         nbytes = self.result.size * self.result.itemsize
         block = nbytes // size  # what goes to one peer
@@ -129,16 +129,16 @@ class Share:
     def launch(self, chunks):
         """Rank 0's launches; None where there are no chunks."""
         ranks, team = self.ranks, self.ranks.context.team
-        ways.CHUNKS = chunks
+        rank_plan.CHUNKS = chunks
         source = packed("operand", tuple(self.operand.shape), self.problem.dtype)
-        ends, results = Ends(source, self.result), ways.Results(True, True)
-        way = ways.make_way(self.plan, team.device, 0, ends, results)
-        ways.CHUNKS = True
+        ends, results = Ends(source, self.result), rank_plan.Results(True, True)
+        way = rank_plan.make_rank_plan(self.plan, team.device, 0, ends, results)
+        rank_plan.CHUNKS = True
         if isinstance(way.program, Pipeline) != chunks:
             return None
         if chunks:
             program = on_gpus(way.program, self.apart, ranks.size)
-            way = ways.Way(team.device, program, PushTables(team.device, program))
+            way = rank_plan.RankPlan(team.device, program, PushTables(team.device, program))
         stream, transforms = ranks.stream(), Transforms.of(team.device)
         for step in way.program.local:
             if isinstance(step, Fourier):

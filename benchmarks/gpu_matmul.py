@@ -21,7 +21,7 @@ from on_gpus import Ranks, command, in_turn, run
 
 from shardmath.operators.matmul.gpu.all_gather import AllGatherGemm, product_kernel
 from shardmath.operators.matmul.gpu.factor import Factor
-from shardmath.operators.matmul.gpu.gathered import GatheredProduct, choose_tiling, fuses
+from shardmath.operators.matmul.gpu.row_split import RowSplitProduct, choose_tiling, fuses
 
 SETS = 2  # of operands
 LIMIT = 0.005  # of the greatest results: bfloat16 rounds off 0.002
@@ -135,10 +135,10 @@ class Gathered:
             self.plan.free()
 
 
-def problem_of(ranks: Ranks, m: int, n: int, k: int) -> GatheredProduct:
+def problem_of(ranks: Ranks, m: int, n: int, k: int) -> RowSplitProduct:
     """A by rows of m, B by columns of n."""
     rows, factors = (m // ranks.size,) * ranks.size, (Factor("C", k), Factor("F", k))
-    return GatheredProduct(rows, n // ranks.size, k, "bfloat16", *factors)
+    return RowSplitProduct(rows, n // ranks.size, k, "bfloat16", *factors)
 
 
 def compile_all(ranks: Ranks, cases: list) -> None:

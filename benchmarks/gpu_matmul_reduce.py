@@ -25,10 +25,10 @@ from shardmath.arrays import dtypes, library_named
 from shardmath.distribution import Replicated, Slab
 from shardmath.linalg.advanced import Matmul
 from shardmath.operators.matmul.gpu.all_reduce import GemmAllReduce
-from shardmath.operators.matmul.gpu.choice import CHOICES
 from shardmath.operators.matmul.gpu.factor import Factor
 from shardmath.operators.matmul.gpu.reduce_scatter import GemmReduceScatter
-from shardmath.operators.matmul.gpu.sharded import ShardedProduct, even_rows
+from shardmath.operators.matmul.gpu.reduction_choice import CHOICES
+from shardmath.operators.matmul.gpu.split_k import SplitKProduct, even_rows
 from shardmath.symmetric.allocation import empty_on_heap
 
 SETS = 2  # of operands
@@ -71,7 +71,7 @@ class Product:
         self.result = torch.empty(height, n, device=ranks.device, dtype=torch.bfloat16)
         rows = even_rows(m, size) if self.everywhere else (self.rows,) * size
         factors = Factor("C", self.depth), Factor("C", n)
-        self.problem = ShardedProduct(rows, n, self.depth, "bfloat16", *factors)
+        self.problem = SplitKProduct(rows, n, self.depth, "bfloat16", *factors)
         self.choice = CHOICES[KINDS[what]](self.problem)
         kind = GemmAllReduce if self.everywhere else GemmReduceScatter
         self.plan = kind.together(ranks.context, self.problem)

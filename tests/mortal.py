@@ -25,7 +25,7 @@ from shardmath import config, current, startup, wire
 from shardmath.errors import ShardmathError
 from shardmath.group.links import star
 from shardmath.group.local import LocalProcessGroup
-from shardmath.symmetric.padding import change_pad_setting, pad_setting
+from shardmath.symmetric.pad_size import change_pad_setting, pad_setting
 from started import LAUNCHER
 
 __all__ = ["Job", "Raised", "left_behind", "on_ranks"]

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from shardmath import errors, wire
 from shardmath.errors import CollectiveMismatch
 from shardmath.symmetric.board import Board
-from shardmath.symmetric.heading import bodies, heading
+from shardmath.symmetric.header import bodies, heading
 
 __all__ = ["agree", "gather", "require_equal"]
 

@@ -21,7 +21,7 @@ from shardmath import agreement, current
 from shardmath.distributed_context import DistributedContext
 from shardmath.geometry.integers import index
 from shardmath.group.base import ProcessGroup
-from shardmath.machinery import Machinery
+from shardmath.runtime import Runtime
 from shardmath.symmetric.board import Board, Turn
 from shardmath.symmetric.heap import Block, Buffer, Heap, Location
 from shardmath.transport.base import Bytes, DeviceBytes, Memory, Transport
@@ -52,7 +52,7 @@ class Context(DistributedContext):
 
     def __init__(
         self,
-        machinery: Machinery,
+        machinery: Runtime,
         board: Board,
         team: Team | None,
         *,

@@ -15,7 +15,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardmath import wire
-from shardmath.latest import Latest
+from shardmath.lru_cache import LRUCache
 
 if TYPE_CHECKING:
     from shardmath.context import Context
@@ -95,10 +95,10 @@ class _Book:
     def __init__(self) -> None:
         self._made = 0  # equal on all ranks
         self._said = _MADE.pack(0)  # the same, as peers are told
-        self._plans: Latest[_Key, tuple[Any]] = Latest(_KEPT)  # all ranks use them alike
-        self._digests: Latest[tuple[str, Hashable], bytes] = Latest(_KEPT)  # this rank's own
+        self._plans: LRUCache[_Key, tuple[Any]] = LRUCache(_KEPT)  # all ranks use them alike
+        self._digests: LRUCache[tuple[str, Hashable], bytes] = LRUCache(_KEPT)  # this rank's own
         # What was said since the last plan was made: its key, and the notes.
-        self._heard: Latest[_Messages, tuple[_Key, list[bytes]]] = Latest(_KEPT)
+        self._heard: LRUCache[_Messages, tuple[_Key, list[bytes]]] = LRUCache(_KEPT)
 
     def head(self, operation: str, spec: Hashable | Said) -> bytes:
         """How many plans were made, and 16 bytes that stand for `spec`.

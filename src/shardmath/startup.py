@@ -22,7 +22,7 @@ from shardmath.errors import OpTimeout, RankFailure
 from shardmath.group import ProcessGroup, as_process_group
 from shardmath.group.base import rank_names
 from shardmath.group.notice import noticed
-from shardmath.machinery import Machinery
+from shardmath.runtime import Runtime
 
 __all__ = ["finalize", "get_context", "initialize", "new_context"]
 
@@ -63,7 +63,7 @@ def new_context(
     _watch_process()
     with ExitStack() as undo:
         with noticed(group.rank, settings.notice, lambda: _awaited(group)):
-            machinery = Machinery(group, settings)
+            machinery = Runtime(group, settings)
         undo.callback(machinery.close)
         ranks = range(group.nranks)
         board = machinery.board(ranks, group.rank, "board")

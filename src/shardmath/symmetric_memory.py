@@ -27,7 +27,7 @@ from shardmath.group.store import StoreProcessGroup
 from shardmath.startup import initialize
 from shardmath.symmetric.allocation import block_of, empty_on_heap, is_symmetric, strided_on_heap
 from shardmath.symmetric.handle import SymmetricMemory
-from shardmath.symmetric.padding import change_pad_setting, pad_setting
+from shardmath.symmetric.pad_size import change_pad_setting, pad_setting
 from shardmath.symmetric.persistent import persistent_array
 from shardmath.symmetric.rendezvous import is_registered, register_group, rendezvous
 

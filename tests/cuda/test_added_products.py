@@ -22,7 +22,7 @@ def added(context, kind, orders, dtype, shape, more):
     import torch
 
     from shardmath.linalg.advanced import MatmulEpilog, matmul
-    from shardmath.operators.matmul.gpu.addition import Addition
+    from shardmath.operators.matmul.gpu.separate_reduction import SeparateReduction
 
     torch.cuda.set_device(context.device_id)
     size, rank = context.size, context.rank
@@ -53,14 +53,14 @@ def added(context, kind, orders, dtype, shape, more):
         named["epilog_inputs"] = {"bias": rows}
         want = 0.5 * want + 2 * c.to(whole) + bias.to(whole)[:, None]
     want = mine(want, dist)
-    ran, original = [], Addition.run
+    ran, original = [], SeparateReduction.run
 
     def counted(self):
         ran.append(original(self))
         return ran[-1]
 
     wrong, seen = [], []
-    with context, patch.object(Addition, "run", counted):
+    with context, patch.object(SeparateReduction, "run", counted):
         for turn in range(3):
             d = matmul(*given, **named)
             context.team.synchronize(torch.cuda.current_stream().cuda_stream)

@@ -6,7 +6,7 @@ import pytest
 
 from shardmath.operators.matmul.gpu.all_gather import AllGatherGemm
 from shardmath.operators.matmul.gpu.factor import Factor
-from shardmath.operators.matmul.gpu.gathered import GatheredProduct, Tiling
+from shardmath.operators.matmul.gpu.row_split import RowSplitProduct, Tiling
 
 EPSILON = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 SENTINEL = 7.0
@@ -30,7 +30,7 @@ class Case:
             self._pitch(orders[1], (depth, self.columns)),
         ]
         self.order = layout.get("out", "C")
-        self.problem = GatheredProduct(
+        self.problem = RowSplitProduct(
             tuple(self.rows),
             self.columns,
             depth,
@@ -69,7 +69,7 @@ class Case:
         return a_memory, b_memory, whole @ b.double(), scale
 
     def result(self):
-        """Room for it, as rows or as columns; sentinels lie behind each, and at the end."""
+        """PlanMemory for it, as rows or as columns; sentinels lie behind each, and at the end."""
         torch, lines = self.torch, (sum(self.rows), self.columns)
         lines = lines if self.order == "C" else lines[::-1]
         shape = (lines[0] + 1, lines[1] + self.wide)

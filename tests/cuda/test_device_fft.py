@@ -200,11 +200,11 @@ def check_chunks(context, cases):
 
     import shardmath
     from shardmath.distribution import Slab
-    from shardmath.operators.fft import cutting
+    from shardmath.operators.fft import chunking
 
     use(context)
-    small = tuple((n, cutting.Cuts(*cuts)) for n, cuts in SMALL_CUTS)
-    cutting._CUTS = cutting._CUTS_BACK = cutting._CUTS_APART = small
+    small = tuple((n, chunking.Cuts(*cuts)) for n, cuts in SMALL_CUTS)
+    chunking._CUTS = chunking._CUTS_BACK = chunking._CUTS_APART = small
     rank, size = context.rank, context.size
     wrong = []
     for name, shape, kind, dtype, one, two, norm, heap in cases:

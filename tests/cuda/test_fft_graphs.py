@@ -18,7 +18,7 @@ def check_graphs_outlive_ways(context, back):
     import torch
 
     from shardmath.cuda.constant import Constant
-    from shardmath.operators.fft import cutting, ways
+    from shardmath.operators.fft import chunking, rank_plan
 
     use(context)
     rank, size = context.rank, context.size
@@ -31,12 +31,12 @@ def check_graphs_outlive_ways(context, back):
         pytest.MonkeyPatch.context() as patch,
         FFT(operand, distribution=Slab.X, options=FFTOptions(redistribute=back)) as transform,
     ):
-        patch.setattr(ways, "_KEPT", 2)
-        patch.setattr(ways, "GRAPHS", False)  # executions that come again keep their way, too
+        patch.setattr(rank_plan, "_KEPT", 2)
+        patch.setattr(rank_plan, "GRAPHS", False)  # executions that come again keep their way, too
 
         def execute(first, out=None):
             for table in ("_CUTS", "_CUTS_BACK"):
-                patch.setattr(cutting, table, ((1, cutting.Cuts((1,) * first, 2, 1)),))
+                patch.setattr(chunking, table, ((1, chunking.Cuts((1,) * first, 2, 1)),))
             return transform.execute(out=out)
 
         transform.plan()

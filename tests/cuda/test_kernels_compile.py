@@ -12,9 +12,13 @@ PUSH = ("PIECE=16384", "STAGES=12", "AHEAD=6")
 
 # File, what it is compiled with, and the architecture: those of wgmma need sm_90a.
 CASES = [
+    (
+        "all_gather_gemm",
+        (*RANKS, *PRODUCT, "ELEMENT=Bfloat16", "C_ALONG_N=0", "WIDTH=224", "ALIGNED=1"),
+        "sm_90a",
+    ),
     ("boxes", ("ANYWHERE=0",), "sm_90"),
     ("boxes", ("ANYWHERE=1",), "sm_90"),
-    ("doubles", (*RANKS, *PRODUCT, "PAIRS=1", "REGIONS=36"), "sm_90a"),
     (
         "epilog",
         (
@@ -29,23 +33,22 @@ CASES = [
         ),
         "sm_90",
     ),
-    (
-        "everywhere",
-        (*RANKS, *PRODUCT, "ELEMENT=Float16", "ADDEND=float16", "WHOLE=0", "SHARED=1"),
-        "sm_90a",
-    ),
     ("exchange", (*RANKS, "WHOLE=1"), "sm_90"),
-    ("far", RANKS, "sm_90"),
+    ("far_signals", RANKS, "sm_90"),
     ("float8", ("ELEMENT=float8_e5m2",), "sm_90"),
     ("fold", (*RANKS, "ELEMENT=float16", "OPERATION=sum"), "sm_90"),
     (
-        "gathered",
-        (*RANKS, *PRODUCT, "ELEMENT=Bfloat16", "C_ALONG_N=0", "WIDTH=224", "ALIGNED=1"),
+        "gemm_all_reduce",
+        (*RANKS, *PRODUCT, "ELEMENT=Float16", "ADDEND=float16", "WHOLE=0", "SHARED=1"),
         "sm_90a",
     ),
-    ("handing", RANKS, "sm_90"),
     (
-        "paneled",
+        "gemm_reduce_scatter",
+        (*RANKS, *PRODUCT, "ELEMENT=Bfloat16", "ADDEND=bfloat16", "WHOLE=1", "SHARED=0"),
+        "sm_90a",
+    ),
+    (
+        "panel_gemm",
         (
             *RANKS,
             *PRODUCT,
@@ -57,19 +60,16 @@ CASES = [
         ),
         "sm_90a",
     ),
+    ("panel_gemm_f64", (*RANKS, *PRODUCT, "PAIRS=1", "REGIONS=36"), "sm_90a"),
     ("pipeline", (*RANKS, *PUSH), "sm_90"),
-    (
-        "product",
-        (*RANKS, *PRODUCT, "ELEMENT=Bfloat16", "ADDEND=bfloat16", "WHOLE=1", "SHARED=0"),
-        "sm_90a",
-    ),
     ("push", RANKS, "sm_90"),
     ("reduce", (*RANKS, "ELEMENT=complex64", "OPERATION=sum", "WHOLE=0"), "sm_90"),
+    ("remaining_sums", (*RANKS, "ADDEND=bfloat16", "WHOLE=1", "SHARED=0"), "sm_90"),
+    ("row_push", RANKS, "sm_90"),
     ("scale", ("SOURCE=float16", "TARGET=float32", "VECTOR=4"), "sm_90"),
     ("scale", ("SOURCE=float32", "TARGET=float16", "VECTOR=1"), "sm_90"),
     ("scale", ("SOURCE=float64", "TARGET=float64", "VECTOR=2"), "sm_90"),
     ("signals", RANKS, "sm_90"),
-    ("take", (*RANKS, "ADDEND=bfloat16", "WHOLE=1", "SHARED=0"), "sm_90"),
 ]
 
 

@@ -295,7 +295,7 @@ def arriving(context, dtype, order, shape, block):
     from arrangements import part_of
     from shardmath.distribution import BlockCyclic, ProcessGrid
     from shardmath.linalg.advanced import matmul
-    from shardmath.operators.matmul.gpu import arriving as module
+    from shardmath.operators.matmul.gpu import panel_gemm as module
 
     torch.cuda.set_device(context.device_id)
     size, rank = context.size, context.rank
@@ -321,7 +321,7 @@ def arriving(context, dtype, order, shape, block):
         return part.t().contiguous().t() if order == "F" else part.contiguous()
 
     ran = []
-    original = module.Arriving.run
+    original = module.PanelGemm.run
 
     def counted(self, places):
         ran.append(original(self, places))
@@ -331,7 +331,7 @@ def arriving(context, dtype, order, shape, block):
     with (
         context,
         patch.multiple(module, _LEAST_SECONDS=0.0, _LEAST_WIDTH=1, _LEAST_ROUND=0.0),
-        patch.object(module.Arriving, "run", counted),
+        patch.object(module.PanelGemm, "run", counted),
     ):
         for turn in range(3):
             if turn:
@@ -382,7 +382,7 @@ def fused(context, dtype, order, shape, kind):
     from arrangements import part_of
     from shardmath.distribution import Replicated, Slab
     from shardmath.linalg.advanced import matmul
-    from shardmath.operators.matmul.gpu.fusing import Fused
+    from shardmath.operators.matmul.gpu.fused import Fused
 
     dists = {
         "all-gather, rows": (Slab.X, Slab.Y, Slab.X),

@@ -24,7 +24,7 @@ def repeated(context, kind, dtype, heap):
     from shardmath.distribution import Replicated, Slab
     from shardmath.linalg.advanced import Matmul
     from shardmath.operators.matmul.gpu.all_reduce import GemmAllReduce
-    from shardmath.operators.repeats import Known
+    from shardmath.operators.replay import Known
     from shardmath.symmetric.allocation import empty_on_heap
 
     torch.cuda.set_device(context.device_id)
@@ -114,7 +114,7 @@ def varied(context, heap):
     from shardmath.distribution import Slab
     from shardmath.linalg.advanced import MatmulEpilog, MatmulOptions, matmul
     from shardmath.operators.matmul.options import matrix_qualifiers_dtype
-    from shardmath.operators.repeats import Known
+    from shardmath.operators.replay import Known
     from shardmath.symmetric.allocation import empty_on_heap
 
     torch.cuda.set_device(context.device_id)
@@ -230,7 +230,7 @@ def from_threads(context, heap):
     from shardmath.arrays import library_named
     from shardmath.distribution import Slab
     from shardmath.linalg.advanced import MatmulEpilog, matmul
-    from shardmath.operators.repeats import Known
+    from shardmath.operators.replay import Known
     from shardmath.symmetric.allocation import empty_on_heap
 
     torch.cuda.set_device(context.device_id)

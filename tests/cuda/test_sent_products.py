@@ -14,8 +14,8 @@ from shardmath.errors import OpTimeout, RankFailure
 from shardmath.operators.matmul.gpu.all_reduce import GemmAllReduce
 from shardmath.operators.matmul.gpu.factor import Factor
 from shardmath.operators.matmul.gpu.reduce_scatter import GemmReduceScatter
-from shardmath.operators.matmul.gpu.sending import Shape
-from shardmath.operators.matmul.gpu.sharded import ShardedProduct, even_rows
+from shardmath.operators.matmul.gpu.split_k import SplitKProduct, even_rows
+from shardmath.operators.matmul.gpu.tile_sending import Shape
 from shardmath.symmetric.allocation import empty_on_heap
 from shardmath.symmetric.heap import Location
 
@@ -47,7 +47,7 @@ class Case:
         own = slice(low, low + depths[context.rank])
         self.a, factor_a = self._laid_out(a[:, own], orders[0])
         self.b, factor_b = self._laid_out(b[own], orders[1])
-        self.problem = ShardedProduct(
+        self.problem = SplitKProduct(
             tuple(rows), columns, depths[context.rank], dtype, factor_a, factor_b
         )
         self.first = sum(rows[: context.rank]) if kind == "scatter" else 0
@@ -308,11 +308,11 @@ def check_misfits(context):
     device, rows = context.team.device, (128,) * context.size
     good = Factor("C", 64)
     problems = [
-        ShardedProduct(rows, 64, 64, "float16", good, good),
-        ShardedProduct(rows, 64, 64, "float32", good, good),
-        ShardedProduct(rows, 64, 60, "float16", Factor("C", 60), good),
-        ShardedProduct(rows, 0, 64, "bfloat16", good, good),
-        ShardedProduct((3, 128), 64, 64, "bfloat16", Factor("F", 136), good),
+        SplitKProduct(rows, 64, 64, "float16", good, good),
+        SplitKProduct(rows, 64, 64, "float32", good, good),
+        SplitKProduct(rows, 64, 60, "float16", Factor("C", 60), good),
+        SplitKProduct(rows, 0, 64, "bfloat16", good, good),
+        SplitKProduct((3, 128), 64, 64, "bfloat16", Factor("F", 136), good),
     ]
     return [problem.misfit(device)[:12] for problem in problems]
 

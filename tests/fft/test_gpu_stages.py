@@ -22,7 +22,7 @@ from shardmath import geometry
 from shardmath.arrays import dtypes
 from shardmath.geometry import decode, moves
 from shardmath.local.batches import Strided, batches
-from shardmath.operators.fft.cutting import Cuts, first_parts
+from shardmath.operators.fft.chunking import Cuts, first_parts
 from shardmath.operators.fft.far_pipeline import far_pipelined
 from shardmath.operators.fft.local_steps import (
     Convert,

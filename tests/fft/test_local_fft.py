@@ -47,7 +47,7 @@ def engine(request, monkeypatch):
 
 
 def like(array, dtype):
-    """Room for a result, of which every other row is not to be touched."""
+    """PlanMemory for a result, of which every other row is not to be touched."""
     shape = array.shape
     return np.full((2 * shape[0], *shape[1:]), 7, dtype)[::2]
 

@@ -9,10 +9,10 @@ import pytest
 
 from shardmath.arrays import ArraySpec
 from shardmath.geometry import Slab
-from shardmath.operators.fft.beside import blocks_for, widest_cluster
-from shardmath.operators.fft.cutting import cuts_for
+from shardmath.operators.fft.chunking import cuts_for
 from shardmath.operators.fft.local_steps import packed
 from shardmath.operators.fft.options import FFTDirection, FFTOptions
+from shardmath.operators.fft.overlap import blocks_for, widest_cluster
 from shardmath.operators.fft.pipeline import Rows, pipelined
 from shardmath.operators.fft.problem import check, describe
 from shardmath.operators.fft.program import Ends

@@ -9,9 +9,9 @@ import time
 import pytest
 
 from shardmath.errors import BootstrapError
-from shardmath.transport import greeting
-from shardmath.transport.greeting import connect_far
-from shardmath.transport.watch import PeerWatch
+from shardmath.transport import handshake
+from shardmath.transport.handshake import connect_far
+from shardmath.transport.liveness import PeerWatch
 from shardmath.transport.wires import _FRAME, Wires
 
 
@@ -102,8 +102,8 @@ def test_who_does_not_know_the_key_is_no_rank(monkeypatch):
         for text in (
             b"",
             b"GET / HTTP/1.1\r\n\r\n" + bytes(80),
-            greeting._HELLO.pack(greeting._MAGIC, 1, bytes(16)) + bytes(32),
-            greeting._HELLO.pack(greeting._MAGIC, 7, bytes(16)) + bytes(32),
+            handshake._HELLO.pack(handshake._MAGIC, 1, bytes(16)) + bytes(32),
+            handshake._HELLO.pack(handshake._MAGIC, 7, bytes(16)) + bytes(32),
         ):
             with socket.create_connection(("127.0.0.1", port)) as one:
                 one.sendall(text)
@@ -127,7 +127,7 @@ def test_who_does_not_prove_the_key_is_not_the_listener():
         def pose():
             connection, _ = impostor.accept()
             heard.append(connection.recv(100))
-            connection.sendall(bytes(greeting._ANSWER.size))
+            connection.sendall(bytes(handshake._ANSWER.size))
             heard.append(connection.recv(100))
             connection.close()
             impostor.close()
@@ -139,7 +139,7 @@ def test_who_does_not_prove_the_key_is_not_the_listener():
     first, second = connected(swapped, timeout=0.3)
     assert isinstance(first, BootstrapError) and isinstance(second, BootstrapError)
     assert "not that rank" in str(second)
-    assert len(heard[0]) == greeting._HELLO.size
+    assert len(heard[0]) == handshake._HELLO.size
     assert heard[1:] in ([], [b""])
 
 

@@ -6,9 +6,9 @@ import pytest
 
 from shardmath.geometry import Layout, Replicated, Slab
 from shardmath.local.epilog import MatmulEpilog
-from shardmath.operators.matmul.gpu.fusing import pays
+from shardmath.operators.matmul.gpu.fused import pays
+from shardmath.operators.matmul.gpu.rank_plan import Share
 from shardmath.operators.matmul.gpu.scale_moves import chosen
-from shardmath.operators.matmul.gpu.share import Share
 from shardmath.operators.matmul.problem import Problem
 from shardmath.operators.matmul.strategy import HOPPER
 

@@ -15,8 +15,8 @@ from test_matmul_strategies import problem
 from arrangements import distributions
 from copying import copy_boxes
 from shardmath.geometry import BlockCyclic, ProcessGrid, Slab, decode
-from shardmath.operators.matmul.gpu import feeding
-from shardmath.operators.matmul.gpu.share import Share
+from shardmath.operators.matmul.gpu import panels
+from shardmath.operators.matmul.gpu.rank_plan import Share
 from shardmath.operators.matmul.strategy import candidates
 from shardmath.redistribution.boxes import Box
 from shardmath.redistribution.copies import lowered
@@ -164,9 +164,9 @@ BLOCKS = BlockCyclic(GRID, (6, 7))
 )
 def test_intervals_fetch_what_they_need(sides, monkeypatch):
     """Many intervals of k: each fetches its own part, and all together what moves between hosts."""
-    monkeypatch.setattr(feeding, "_FIRST_BYTES", 1 << 10)
-    monkeypatch.setattr(feeding, "_LEAST", 64)
-    monkeypatch.setattr(feeding, "_FIRST", 0.0)
+    monkeypatch.setattr(panels, "_FIRST_BYTES", 1 << 10)
+    monkeypatch.setattr(panels, "_LEAST", 64)
+    monkeypatch.setattr(panels, "_FIRST", 0.0)
     hosts, shape = (0, 0, 1, 1), (24, 20, 700)
     for strategy in candidates(problem(shape, *([side] * 4 for side in sides))):
         check(strategy, hosts)

@@ -22,10 +22,10 @@ from shardmath.distribution import Slab
 from shardmath.geometry import Layout
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.gpu import Matrix, float8, scaled
-from shardmath.operators.matmul.gpu import exchange, feeding, rounds, share
+from shardmath.operators.matmul.gpu import line_exchange, panels, rank_plan, rounds
 from shardmath.operators.matmul.gpu import scaled as module
+from shardmath.operators.matmul.gpu.rank_plan import Operands, Scales, Share
 from shardmath.operators.matmul.gpu.scale_moves import chosen
-from shardmath.operators.matmul.gpu.share import Operands, Scales, Share
 from shardmath.operators.matmul.problem import Problem
 from shardmath.operators.matmul.scaling import OUTER, SQUARES, TENSOR, VECTORS, Scaling
 from shardmath.operators.matmul.strategy import HOPPER, HOPPER_APART
@@ -278,13 +278,13 @@ def _by_numpy(monkeypatch):
     monkeypatch.setattr(module.scaled, "multiply", multiply)
     monkeypatch.setattr(module, "finish", finish)
     monkeypatch.setattr(module, "WORKSPACE", 256)  # which nothing uses here
-    monkeypatch.setattr(exchange, "call", call)
+    monkeypatch.setattr(line_exchange, "call", call)
     monkeypatch.setattr(rounds, "_PROCESSORS", 1)  # small products take time, too
-    monkeypatch.setattr(feeding, "_FIRST_BYTES", 1 << 10)
-    monkeypatch.setattr(feeding, "_LEAST", 128)
-    monkeypatch.setattr(feeding, "_FIRST", 0.0)
-    monkeypatch.setattr(share, "_MEMORY", 1e30)  # small products have several intervals, too
-    monkeypatch.setattr(share, "_PANEL", 0.0)
+    monkeypatch.setattr(panels, "_FIRST_BYTES", 1 << 10)
+    monkeypatch.setattr(panels, "_LEAST", 128)
+    monkeypatch.setattr(panels, "_FIRST", 0.0)
+    monkeypatch.setattr(rank_plan, "_MEMORY", 1e30)  # small products have several intervals, too
+    monkeypatch.setattr(rank_plan, "_PANEL", 0.0)
 
 
 def device_array(x, keep):

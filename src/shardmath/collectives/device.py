@@ -23,7 +23,7 @@ from shardmath.collectives.far import FarCollectives
 from shardmath.collectives.operand import bounds
 from shardmath.collectives.pushes import Pushes, on_all_ranks, reduction_defines
 from shardmath.cuda.kernel import Argument, ReadyLaunch
-from shardmath.latest import Latest
+from shardmath.lru_cache import LRUCache
 from shardmath.symmetric.team import Team
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class DeviceCollectives(Pushes):
         super().__init__(context, team)
         self._places = tuple(places)
         self._turns_at = places[team.rank] + _cells_bytes(team.size)
-        self._ready: Latest[tuple[Any, ...], ReadyLaunch | None] = Latest(_KEPT)
+        self._ready: LRUCache[tuple[Any, ...], ReadyLaunch | None] = LRUCache(_KEPT)
 
     @classmethod
     def together(cls, context: Context) -> DeviceCollectives | FarCollectives:

@@ -20,7 +20,7 @@ from shardmath.cuda.driver import call
 from shardmath.symmetric.heap import Buffer
 
 if TYPE_CHECKING:
-    from shardmath.collectives.on_device import DeviceOperand
+    from shardmath.collectives.device_operand import DeviceOperand
 
 __all__ = ["Flat", "Launch", "Put", "cast", "is_numpy"]
 

@@ -20,6 +20,7 @@ from shardmath.agreement import require_equal
 from shardmath.arrays import library_named, raw_view
 from shardmath.arrays.base import HostArray
 from shardmath.arrays.spec import ArraySpec
+from shardmath.collectives.dispatch import Call, Met, Shown, lend, perform
 from shardmath.collectives.offers import NOTHING, Offer, offer
 from shardmath.collectives.operand import (
     Operand,
@@ -36,7 +37,6 @@ from shardmath.collectives.operand import (
     slab_counts,
     span_of_columns,
 )
-from shardmath.collectives.performing import Call, Met, Shown, lend, perform
 from shardmath.collectives.twoshot import aligned
 from shardmath.context import Context
 from shardmath.distributed_context import DistributedContext
@@ -133,7 +133,7 @@ def _receive(context: Context, root: int, out: Any, call: Call) -> Any:
     plan, notes = agree_plan(context, call.operation, describe, call.build)
     with context.executing(call.operation):
         if context.team is not None:
-            from shardmath.collectives.on_device import stand_in
+            from shardmath.collectives.device_operand import stand_in
 
             x = stand_in(context, plan.library, plan.dtype, plan.shape, out)
             return call.on_device(x, plan)
@@ -145,7 +145,7 @@ def _receive(context: Context, root: int, out: Any, call: Call) -> Any:
 def _spec_of_output(context: Context, out: Any) -> OutputSpec:
     if context.team is None or out is None:
         return output_spec(out, context)[0]
-    from shardmath.collectives.on_device import DeviceOutput
+    from shardmath.collectives.device_operand import DeviceOutput
 
     return DeviceOutput(context, out).spec
 

@@ -15,6 +15,7 @@ from shardmath.agreement import require_equal
 from shardmath.arrays.base import HostArray
 from shardmath.arrays.spec import ArraySpec
 from shardmath.collectives import twoshot
+from shardmath.collectives.dispatch import Call, Met, Shown, perform
 from shardmath.collectives.offers import offer
 from shardmath.collectives.operand import (
     Operand,
@@ -27,7 +28,6 @@ from shardmath.collectives.operand import (
     slab_counts,
     span_of_columns,
 )
-from shardmath.collectives.performing import Call, Met, Shown, perform
 from shardmath.collectives.reduction import Reduction, fold
 from shardmath.context import Context
 from shardmath.distributed_context import DistributedContext

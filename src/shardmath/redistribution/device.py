@@ -23,7 +23,7 @@ from shardmath.cuda.constant import Constant
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import beside_captures
 from shardmath.cuda.kernel import Argument, Kernel, ReadyLaunch, kernel
-from shardmath.latest import Latest
+from shardmath.lru_cache import LRUCache
 from shardmath.redistribution.boxes import BASES, Box, tables
 
 __all__ = ["Box", "BoxCopies"]
@@ -50,7 +50,7 @@ class BoxCopies:
         self._memories = made.sources, made.targets
         self._boxes = Constant(device, made.boxes)
         self._tiles = Constant(device, made.tiles)
-        self._between: Latest[Any, tuple[Kernel, Argument]] = Latest(_KEPT)
+        self._between: LRUCache[Any, tuple[Kernel, Argument]] = LRUCache(_KEPT)
 
     def __repr__(self) -> str:
         sources, targets = self._memories

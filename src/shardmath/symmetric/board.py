@@ -25,11 +25,11 @@ from collections.abc import Callable, Sequence
 
 from shardmath.caller import caller_line
 from shardmath.errors import CollectiveMismatch, OpTimeout, RankFailure
-from shardmath.symmetric.heading import NAME_BYTES, bodies, heading
+from shardmath.symmetric.header import NAME_BYTES, bodies, heading
 from shardmath.symmetric.reason import REASON_BYTES, Reason
 from shardmath.symmetric.rows import ORDERED, Rows
 from shardmath.symmetric.waiting import Patience, wait_until
-from shardmath.transport.watch import PeerWatch
+from shardmath.transport.liveness import PeerWatch
 
 __all__ = ["ORDERED", "ROW_BYTES", "Board", "Turn", "board_bytes"]
 

@@ -23,7 +23,7 @@ from shardmath.cuda import stream as streams
 from shardmath.cuda.allocation import Allocation
 from shardmath.cuda.driver import call
 from shardmath.errors import UseAfterFree
-from shardmath.latest import Latest
+from shardmath.lru_cache import LRUCache
 from shardmath.symmetric.allocation import array_on, block_of
 from shardmath.symmetric.exposed import Exposed
 from shardmath.symmetric.heap import Block, Buffer
@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 
-_LATEST = partial(Latest[Any, Any], 256)  # places of arrays, of a context
+_LATEST = partial(LRUCache[Any, Any], 256)  # places of arrays, of a context
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ def read(
 def _placed(context: Context, library: Library, spec: ArraySpec, x: Any, name: str) -> DeviceArray:
     """Where an array on a GPU lies; as `read`."""
     key = spec, library.pointer(x)
-    known: Latest[tuple[ArraySpec, int], DeviceArray]
+    known: LRUCache[tuple[ArraySpec, int], DeviceArray]
     known = context.cache("arrays that were read", _LATEST)
     found = known.find(key)
     if found is None or not found.is_there(context):

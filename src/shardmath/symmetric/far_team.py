@@ -42,13 +42,13 @@ class FarTeam(Team):
         self.check()
         self._require(channel)
         tail, threads = struct.pack("Ii", channel, 0), self._barrier_threads
-        self._put("advance", stream, timeout, tail, file="far", threads=threads)
+        self._put("advance", stream, timeout, tail, file="far_signals", threads=threads)
         for rank in self._far:
             self.transport.quiet(self.numbers[rank], stream)
         for rank in self._far:
             inbox = structs.BARRIER * self.size + _WORD * self.rank
             self._carry(rank, channel, structs.ROUND, inbox, stream)
-        self._put("await_round", stream, timeout, tail, file="far", threads=threads)
+        self._put("await_round", stream, timeout, tail, file="far_signals", threads=threads)
 
     def put_signal(self, dst: int, stream: int, *, channel: int = 0) -> None:
         """See Team."""
@@ -58,7 +58,7 @@ class FarTeam(Team):
         self.check()
         self._require(channel)
         self.device.activate()
-        self._put("count_signal", stream, None, struct.pack("Ii", channel, dst), file="far")
+        self._put("count_signal", stream, None, struct.pack("Ii", channel, dst), file="far_signals")
         self._tell(dst, channel, structs.SENT, 0, stream)
 
     def flag(
@@ -75,7 +75,7 @@ class FarTeam(Team):
         self.check()
         self.device.activate()
         tail = struct.pack("Ii", channel, peer)
-        self._put(function, stream, timeout, tail, file="far")
+        self._put(function, stream, timeout, tail, file="far_signals")
         if peer in self._far:
             raises = function == "raise_flag"
             counter, half = (structs.SENT, 0) if raises else (structs.TAKEN, _WORD)

@@ -25,7 +25,7 @@ from shardmath.geometry.integers import index
 from shardmath.symmetric.allocation import array_on
 from shardmath.symmetric.board import ORDERED
 from shardmath.symmetric.heap import Buffer, Location
-from shardmath.symmetric.padding import SLOT_BYTES, PadSetting
+from shardmath.symmetric.pad_size import SLOT_BYTES, PadSetting
 from shardmath.symmetric.share import Share
 from shardmath.transport.base import DeviceBytes, Memory
 

@@ -24,7 +24,7 @@ from shardmath.symmetric import structs
 from shardmath.symmetric.allocation import block_of
 from shardmath.symmetric.handle import SymmetricMemory, handle_of
 from shardmath.symmetric.heap import Block, Buffer, Location
-from shardmath.symmetric.padding import SLOT_BYTES, pad_setting
+from shardmath.symmetric.pad_size import SLOT_BYTES, pad_setting
 from shardmath.symmetric.share import FarSignals, Place, Share, pad_bytes
 
 if TYPE_CHECKING:

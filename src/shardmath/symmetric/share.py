@@ -23,7 +23,7 @@ import numpy as np
 from shardmath.context import Context
 from shardmath.geometry.integers import up
 from shardmath.symmetric.heap import Buffer
-from shardmath.symmetric.padding import SLOT_BYTES
+from shardmath.symmetric.pad_size import SLOT_BYTES
 from shardmath.transport.base import DeviceBytes, Memory
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from shardmath.cuda.driver import bindings, call, status_of
 from shardmath.cuda.kernel import Argument, Kernel, ReadyLaunch, kernel
 from shardmath.errors import CudaError, OpTimeout, RankFailure
 from shardmath.geometry.integers import up
-from shardmath.latest import Latest
+from shardmath.lru_cache import LRUCache
 from shardmath.symmetric import structs
 from shardmath.symmetric.board import Board
 from shardmath.symmetric.heap import Buffer
@@ -80,7 +80,7 @@ class Team:
         self._own = own
         self._family: weakref.WeakSet[Team] = weakref.WeakSet([self])  # all teams of these ranks
         self._report = report_of(device, 1 + 3 * self.size)
-        self._launches: Latest[tuple[Any, ...], ReadyLaunch] = Latest(_LAUNCHES)
+        self._launches: LRUCache[tuple[Any, ...], ReadyLaunch] = LRUCache(_LAUNCHES)
 
     def another(self, own: Buffer, pads: Sequence[int], channels: int) -> Self:
         """A team of the same ranks with pads of its own."""

@@ -25,9 +25,9 @@ from shardmath import wire
 from shardmath.errors import BootstrapError, RankFailure
 from shardmath.group.base import ProcessGroup
 from shardmath.group.links import too_few_descriptors
-from shardmath.transport.greeting import connect_far
+from shardmath.transport.handshake import connect_far
 from shardmath.transport.hosts import host_identity, hosts_of
-from shardmath.transport.watch import PeerWatch
+from shardmath.transport.liveness import PeerWatch
 from shardmath.transport.wires import Wires
 
 __all__ = ["Mesh"]

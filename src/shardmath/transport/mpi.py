@@ -14,16 +14,16 @@ from typing import Any, ClassVar
 from shardmath.errors import BackendUnavailable
 from shardmath.group.base import ProcessGroup
 from shardmath.group.mpi import MPIProcessGroup
-from shardmath.transport.apart import ApartTransport
 from shardmath.transport.base import Bytes, Probe, Segment
 from shardmath.transport.mesh import Mesh
+from shardmath.transport.multi_host import MultiHostTransport
 
 __all__ = ["MPITransport"]
 
 _MOST = 1 << 30  # bytes of one copy: MPI counts in 32 bits
 
 
-class MPITransport(ApartTransport):
+class MPITransport(MultiHostTransport):
     """Segments of the ranks of an MPI communicator. See `join`."""
 
     name: ClassVar[str] = "mpi"

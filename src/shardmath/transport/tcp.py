@@ -15,9 +15,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from shardmath.transport.apart import ApartTransport
 from shardmath.transport.base import Bytes, Probe, Segment
 from shardmath.transport.mesh import Mesh
+from shardmath.transport.multi_host import MultiHostTransport
 
 __all__ = ["TCPTransport"]
 
@@ -39,7 +39,7 @@ class _Question:
     missing: int
 
 
-class TCPTransport(ApartTransport):
+class TCPTransport(MultiHostTransport):
     """Segments of ranks of several hosts, reached over the wires of `mesh`."""
 
     name: ClassVar[str] = "tcp"

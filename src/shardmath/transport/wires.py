@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from hashlib import blake2b
 
-from shardmath.transport.watch import PeerWatch
+from shardmath.transport.liveness import PeerWatch
 
 __all__ = ["Channel", "Deliver", "RankChannel", "Wires"]
 

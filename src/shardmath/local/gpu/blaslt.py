@@ -21,7 +21,7 @@ import numpy as np
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import call
 from shardmath.errors import BackendUnavailable
-from shardmath.latest import Latest
+from shardmath.lru_cache import LRUCache
 
 __all__ = ["WORKSPACE", "Extras", "Product", "Scaled", "Shape", "Side", "bindings", "product"]
 
@@ -99,7 +99,7 @@ def product(device: Device, shape: Shape) -> Product | None:
 
 
 _lock = threading.Lock()
-_products: Latest[tuple[int, Shape], Product | None] = Latest(_KEPT)
+_products: LRUCache[tuple[int, Shape], Product | None] = LRUCache(_KEPT)
 
 
 class Product:

@@ -18,9 +18,9 @@ from shardmath.cuda.device import Device
 from shardmath.cuda.driver import call_for_memory
 from shardmath.cuda.kernel import Argument, kernel
 from shardmath.errors import BackendUnavailable, CudaError
-from shardmath.latest import Latest
 from shardmath.local.batches import Batches
 from shardmath.local.fft import Kind
+from shardmath.lru_cache import LRUCache
 
 __all__ = ["Transforms", "scale"]
 
@@ -96,7 +96,7 @@ class Transforms:
         return plan
 
 
-class _Plans(Latest[_Key, "_Plan"]):
+class _Plans(LRUCache[_Key, "_Plan"]):
     """The plans of one device; those that a graph was captured with stay."""
 
     def __init__(self, device: Device) -> None:

@@ -14,9 +14,9 @@ from shardmath.arrays import ArraySpec, library_and_spec
 from shardmath.context import Context
 from shardmath.local.fft import Kind
 from shardmath.operators.fft import host
-from shardmath.operators.fft.again import Seen, seen
 from shardmath.operators.fft.allocation import memory_behind
-from shardmath.operators.fft.halves import widened
+from shardmath.operators.fft.call_cache import Seen, seen
+from shardmath.operators.fft.float16 import widened
 from shardmath.operators.fft.host import Plan
 from shardmath.operators.fft.options import (
     REAL_OF,

@@ -19,16 +19,16 @@ from shardmath.context import Context
 from shardmath.cuda import stream as streams
 from shardmath.cuda.driver import beside_captures
 from shardmath.local.gpu.fft import Transforms
-from shardmath.operators.fft import ways
-from shardmath.operators.fft.again import Form
-from shardmath.operators.fft.beside import Beside
+from shardmath.operators.fft import rank_plan
+from shardmath.operators.fft.call_cache import Form
 from shardmath.operators.fft.launching import Launch, Told, is_double
 from shardmath.operators.fft.local_steps import Fourier, View
+from shardmath.operators.fft.overlap import Beside
 from shardmath.operators.fft.problem import Problem, kind_in
 from shardmath.operators.fft.program import Ends
-from shardmath.operators.fft.ways import DevicePlan, Results, Way
+from shardmath.operators.fft.rank_plan import DevicePlan, RankPlan, Results
 from shardmath.operators.lanes import LANES, Lane
-from shardmath.operators.repeats import Repeats
+from shardmath.operators.replay import Replays
 from shardmath.symmetric.allocation import block_at, block_of
 from shardmath.symmetric.device_array import (
     Blank,
@@ -39,7 +39,7 @@ from shardmath.symmetric.device_array import (
     result_in,
     stream_of,
 )
-from shardmath.symmetric.looks import look
+from shardmath.symmetric.fingerprint import fingerprint
 
 if TYPE_CHECKING:
     from shardmath.operators.fft.call import Call
@@ -57,7 +57,7 @@ class _Agreed:
     `said` is the end of this rank's note.
     """
 
-    way: Way
+    way: RankPlan
     addresses: Mapping[str, int]
     told: tuple[bytes, ...]
     said: bytes
@@ -76,7 +76,7 @@ class Execution:
         self._team = context.team
         self._rank = context.rank
         self._lane = Lane.numbered(context, LANES - 1)
-        self._repeats: Repeats[_Agreed] = context.cache("fft repeats", Repeats)
+        self._repeats: Replays[_Agreed] = context.cache("fft repeats", Replays)
         self._stream = stream_of(context, call.spec, call.stream)
         self._place = self._placed(call)
         self._fresh = self._made_early(call)
@@ -139,9 +139,9 @@ class Execution:
         Arrays in host memory are carried to another place each time, and what is captured is not
         launched now.
         """
-        if not ways.GRAPHS or streams.capturing(self._stream):
+        if not rank_plan.GRAPHS or streams.capturing(self._stream):
             return None
-        return look(self._context, call.operand, call.out)
+        return fingerprint(self._context, call.operand, call.out)
 
     def _key_to(self, call: Call) -> Hashable | None:
         """What makes two executions on this rank the same; None for one that is like no other.
@@ -187,7 +187,7 @@ class Execution:
             self._repeats.keep(self._key, number, agreed, self._lane)
         return result
 
-    def _launch(self, problem: Problem, way: Way, addresses: Mapping[str, int]) -> Launch:
+    def _launch(self, problem: Problem, way: RankPlan, addresses: Mapping[str, int]) -> Launch:
         forward = problem.direction < 0
         return Launch(self._context, way, addresses, self._lane, forward, self._stream)
 

@@ -1,9 +1,9 @@
 """Deliveries that go on beside transforms, where ranks are on several hosts.
 
-A transform of slabs is cut as `cutting` says. Each part of the first transform is packed when it is
-made, and delivered while the next ones are made; the second transform begins with the first part of
-its own axis that is all there. Every rank has as many deliveries, since in each all of them meet.
-Pure.
+A transform of slabs is cut as `chunking` says. Each part of the first transform is packed when it
+is made, and delivered while the next ones are made; the second transform begins with the first
+part of its own axis that is all there. Every rank has as many deliveries, since in each all of them
+meet. Pure.
 
     transforms   0 | pack 0 | 1 | pack 1 |          | a | b |
     beside                    fetch, unpack 0 | ... 1a | 1b
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from shardmath.arrays import dtypes
 from shardmath.geometry import Layout, Move
-from shardmath.operators.fft.cutting import (
+from shardmath.operators.fft.chunking import (
     Cuts,
     first_parts,
     second_parts,

@@ -13,10 +13,10 @@ from shardmath.arrays import ArraySpec
 from shardmath.context import require_context
 from shardmath.errors import InvalidFFTState, ShardmathError
 from shardmath.geometry import Layout
-from shardmath.latest import Latest
 from shardmath.local.fft import Kind, Norm
-from shardmath.operators.fft.again import Seen
+from shardmath.lru_cache import LRUCache
 from shardmath.operators.fft.call import Call, performed, planned, spec_of
+from shardmath.operators.fft.call_cache import Seen
 from shardmath.operators.fft.options import FFTDirection, FFTOptions
 from shardmath.operators.lifecycle import Lifecycle, check_stream
 from shardmath.operators.workspace import give_back
@@ -199,7 +199,7 @@ class FFT(Lifecycle):
             lambda specs: planned(context, tuple(specs)),
         )
         super().__init__(context, {"operand": operand, "distribution": distribution})
-        self._specs: Latest[Seen, Said] = Latest(_KEPT)
+        self._specs: LRUCache[Seen, Said] = LRUCache(_KEPT)
         self._fitting: ArraySpec | None = None  # the operand of the last execution
         call.log(self._plan)
 

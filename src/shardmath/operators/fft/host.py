@@ -22,7 +22,7 @@ from shardmath.arrays.base import HostArray
 from shardmath.context import Context
 from shardmath.local.fft import engine_for, transform
 from shardmath.local.threads import threads_per_rank
-from shardmath.operators.fft.halves import narrow_into, wide, wide_like
+from shardmath.operators.fft.float16 import narrow_into, wide, wide_like
 from shardmath.operators.fft.passes import Block, Pass, passes
 from shardmath.operators.fft.problem import Problem
 from shardmath.operators.fft.strategy import Strategy

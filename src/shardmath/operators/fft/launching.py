@@ -11,12 +11,12 @@ from typing import Any
 
 from shardmath.context import Context
 from shardmath.local.gpu.fft import Transforms, scale
-from shardmath.operators.fft.beside import Beside
 from shardmath.operators.fft.delivering import Deliveries
 from shardmath.operators.fft.local_steps import Convert, Fourier, LocalStep, Scale, View
+from shardmath.operators.fft.overlap import Beside
 from shardmath.operators.fft.pipeline import Pipeline
 from shardmath.operators.fft.program import Arrived, Delivered, Exchange
-from shardmath.operators.fft.ways import Way, boxes_of_copy, boxes_of_exchange
+from shardmath.operators.fft.rank_plan import RankPlan, boxes_of_copy, boxes_of_exchange
 from shardmath.operators.lanes import Lane
 from shardmath.symmetric.heap import Location
 
@@ -34,7 +34,7 @@ class Launch:
     """
 
     context: Context
-    way: Way
+    way: RankPlan
     addresses: Mapping[str, int]
     lane: Lane
     forward: bool

@@ -1,6 +1,6 @@
 """Exchanges that run beside transforms: a slab transformed in chunks, each pushed when it is ready.
 
-`cutting` says into which parts the transforms are cut. A chunk is a part of the first, or of the
+`chunking` says into which parts the transforms are cut. A chunk is a part of the first, or of the
 tail, or what a part of the second sends back; it lies in its final place when it arrives. Pure;
 `kernels/pipeline.cu` has the tables.
 """
@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from shardmath.operators.fft.cutting import (
+from shardmath.operators.fft.chunking import (
     Cuts,
     first_parts,
     second_parts,

@@ -11,7 +11,7 @@ from shardmath.arrays import ArraySpec, library_and_spec, library_of
 from shardmath.context import Context, require_context
 from shardmath.errors import InvalidRedistributeState
 from shardmath.geometry import Distribution
-from shardmath.latest import Latest
+from shardmath.lru_cache import LRUCache
 from shardmath.operators.lifecycle import Lifecycle, check_stream, options_of
 from shardmath.operators.redistribute.execution import HostExecution
 from shardmath.operators.redistribute.problem import (
@@ -259,7 +259,7 @@ class _Seen:
     expected: Problem | None = None
 
 
-_LATEST = partial(Latest[Any, _Seen], 64)
+_LATEST = partial(LRUCache[Any, _Seen], 64)
 
 
 @dataclass(kw_only=True)
@@ -281,7 +281,7 @@ class _Call:
         out = None if self.out is None else library_and_spec(self.out, "out")[1]
         source, target = self.source, self.target
         check_distributions(source, target)
-        known: Latest[Any, _Seen] = context.cache("calls of redistribute", _LATEST)
+        known: LRUCache[Any, _Seen] = context.cache("calls of redistribute", _LATEST)
         return known.made(
             (spec, source, target, options.blocking, out),
             lambda: _Seen(Said(describe(spec, source, target, options, out))),

@@ -15,7 +15,7 @@ import numpy as np
 from shardmath.arrays import ArraySpec, Library, library_of
 from shardmath.arrays.base import share_memory
 from shardmath.context import Context
-from shardmath.latest import Latest
+from shardmath.lru_cache import LRUCache
 from shardmath.operators.redistribute.notes import Made, Note
 from shardmath.operators.redistribute.problem import Problem
 from shardmath.symmetric.allocation import block_of
@@ -27,7 +27,7 @@ from shardmath.symmetric.device_array import (
     result_in,
     stream_of,
 )
-from shardmath.symmetric.looks import look
+from shardmath.symmetric.fingerprint import fingerprint
 
 __all__ = ["DeviceArrays"]
 
@@ -48,8 +48,8 @@ class DeviceArrays:
         self._user = operand
         self._made: Made | None = None
         library = library_of(operand)
-        known: Latest[Any, _Read] = context.cache("arrays redistributed", _KNOWN)
-        key = look(context, operand, out)
+        known: LRUCache[Any, _Read] = context.cache("arrays redistributed", _KNOWN)
+        key = fingerprint(context, operand, out)
         found = None if key is None else known.find(key)
         spec = library.spec(operand) if found is None else found.spec
         self.stream = stream_of(context, spec, stream)
@@ -117,8 +117,8 @@ class _Read:
     operand: DeviceArray
     target: DeviceArray | None
     on_heap: bool
-    blanks: Latest[int, _Blank] = field(default_factory=lambda: Latest(_KEPT), repr=False)
-    notes: Latest[Any, bytes] = field(default_factory=lambda: Latest(_KEPT), repr=False)
+    blanks: LRUCache[int, _Blank] = field(default_factory=lambda: LRUCache(_KEPT), repr=False)
+    notes: LRUCache[Any, bytes] = field(default_factory=lambda: LRUCache(_KEPT), repr=False)
 
     def without_memory(self) -> _Read:
         """The same, which keeps no array."""
@@ -127,7 +127,7 @@ class _Read:
         return replace(self, operand=operand, target=target)
 
 
-_KNOWN = partial(Latest[Any, _Read], _KEPT)
+_KNOWN = partial(LRUCache[Any, _Read], _KEPT)
 
 
 def _read(

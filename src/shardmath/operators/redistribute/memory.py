@@ -9,11 +9,11 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from shardmath.context import Context
-from shardmath.latest import Latest
+from shardmath.lru_cache import LRUCache
 from shardmath.operators.lanes import Lane
 from shardmath.operators.redistribute.notes import staging_strides
 from shardmath.operators.redistribute.problem import Problem
-from shardmath.operators.repeats import Launches
+from shardmath.operators.replay import Launches
 from shardmath.operators.workspace import KEPT_STAGING
 from shardmath.redistribution import Exposed
 from shardmath.symmetric.heap import Block, Buffer
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["Copying", "DeviceMemory", "Step"]
 
 _KEPT = 64  # of plans without an object, and of launches and copies in each
-_LATEST = partial(Latest[Any, Any], _KEPT)
+_LATEST = partial(LRUCache[Any, Any], _KEPT)
 _STAGING = "staging"  # of the lane's buffers
 
 
@@ -89,8 +89,8 @@ class DeviceMemory:
         self._block: Block | None = None
         self._place = b""
         self._stream = 0  # of the last execution that used the staging
-        self._copies: Latest[Any, BoxCopies] = Latest(_KEPT)
-        self._copying: Latest[Any, Copying] = Latest(_KEPT)
+        self._copies: LRUCache[Any, BoxCopies] = LRUCache(_KEPT)
+        self._copying: LRUCache[Any, Copying] = LRUCache(_KEPT)
         self._delivery: Delivery | None = None
 
     def delivery(self, problem: Problem) -> Delivery:
@@ -104,7 +104,7 @@ class DeviceMemory:
     @classmethod
     def of_plan(cls, context: Context, problem: Problem) -> DeviceMemory:
         """That of a plan without an object; of a few of them it is kept."""
-        book: Latest[int, tuple[Problem, DeviceMemory]]
+        book: LRUCache[int, tuple[Problem, DeviceMemory]]
         book = context.cache("redistributions on GPUs", _LATEST)
         return book.made(id(problem), lambda: (problem, cls(context, passing=True)))[1]
 

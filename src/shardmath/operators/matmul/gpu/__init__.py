@@ -1,8 +1,8 @@
 """A product on a context of GPUs: feeding factors, multiplying, and what follows."""
 
 from shardmath.operators.matmul.gpu.call import Turn, comes_again, tune
-from shardmath.operators.matmul.gpu.fusing import notes
+from shardmath.operators.matmul.gpu.fused import notes
+from shardmath.operators.matmul.gpu.rank_plan import Share
 from shardmath.operators.matmul.gpu.scale_moves import chosen
-from shardmath.operators.matmul.gpu.share import Share
 
 __all__ = ["Share", "Turn", "chosen", "comes_again", "notes", "tune"]

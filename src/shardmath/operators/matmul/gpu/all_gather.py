@@ -2,9 +2,9 @@
 
 A plan has room for all rows on the symmetric heap, and words that only count up, so that launches
 follow each other without the host, also when a CUDA graph replays them. Every rank writes its rows
-into the memory of every other (`handing`); tiles wait for theirs. Every wait has a deadline: a rank
-that has waited in vain does not say that its rows have come, so no peer takes for rows what lies
-there.
+into the memory of every other (`row_push`); tiles wait for theirs. Every wait has a deadline: a
+rank that has waited in vain does not say that its rows have come, so no peer takes for rows what
+lies there.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from shardmath.cuda.device import Device
 from shardmath.cuda.kernel import Argument, Kernel
 from shardmath.cuda.stream import SideStream, Turns
 from shardmath.cuda.tensormap import ALIGNMENT, NBYTES, tensor_map
-from shardmath.operators.matmul.gpu.gathered import (
+from shardmath.operators.matmul.gpu.plan_memory import PlanMemory
+from shardmath.operators.matmul.gpu.row_push import RowPush, words_bytes
+from shardmath.operators.matmul.gpu.row_split import (
     DEPTH,
     TILE_ROWS,
-    GatheredProduct,
+    RowSplitProduct,
     Tiling,
     choose_tiling,
 )
-from shardmath.operators.matmul.gpu.handing import Handing, words_bytes
-from shardmath.operators.matmul.gpu.room import Room
 from shardmath.symmetric.team import Team
 
 __all__ = ["AllGatherGemm", "product_kernel"]
@@ -43,15 +43,15 @@ class AllGatherGemm:
     def __init__(
         self,
         context: Context,
-        problem: GatheredProduct,
+        problem: RowSplitProduct,
         tiling: Tiling,
-        room: Room,
+        room: PlanMemory,
     ) -> None:
         self.team = room.team
         self.problem = problem
         self.tiling = tiling
         self._room = room
-        self._handing = Handing(room.team, problem, tiling, room.bases)
+        self._handing = RowPush(room.team, problem, tiling, room.bases)
         self._arguments: dict[tuple[int, ...], Argument] = {}
         device = self.team.device
         device.activate()
@@ -61,7 +61,7 @@ class AllGatherGemm:
 
     @classmethod
     def together(
-        cls, context: Context, problem: GatheredProduct, tiling: Tiling | None = None
+        cls, context: Context, problem: RowSplitProduct, tiling: Tiling | None = None
     ) -> AllGatherGemm:
         """A plan. Collective.
 
@@ -82,7 +82,7 @@ class AllGatherGemm:
             device.zero(address, words)
             chosen.append(tiling or choose_tiling(problem, context.rank, device.processors))
 
-        room = Room.together(
+        room = PlanMemory.together(
             context,
             "a product of gathered rows",
             lambda _: words + problem.offsets[-1],
@@ -184,7 +184,7 @@ class AllGatherGemm:
 
 
 def product_kernel(
-    team: Team, problem: GatheredProduct, tiling: Tiling, *, aligned: bool = True
+    team: Team, problem: RowSplitProduct, tiling: Tiling, *, aligned: bool = True
 ) -> Kernel:
     """The kernel for a problem, compiled when first asked for; `aligned` as its result is."""
     b_along_k = problem.b.order == "F"
@@ -199,7 +199,7 @@ def product_kernel(
         f"ALIGNED={aligned:d}",
     )
     shared = tiling.shared_bytes(b_along_k=b_along_k)
-    return team.kernel("gathered", "gathered", defines, shared=shared, features="a")
+    return team.kernel("all_gather_gemm", "all_gather_gemm", defines, shared=shared, features="a")
 
 
 def _require_aligned(name: str, address: int) -> None:

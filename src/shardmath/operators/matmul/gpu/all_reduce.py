@@ -15,9 +15,9 @@ from itertools import accumulate
 from shardmath.context import Context
 from shardmath.local.gpu import Matrix
 from shardmath.local.gpu.epilog import copy, finish
-from shardmath.operators.matmul.gpu.choice import choose_shared_shape
-from shardmath.operators.matmul.gpu.sending import SendingProduct, Shape
-from shardmath.operators.matmul.gpu.sharded import ShardedProduct
+from shardmath.operators.matmul.gpu.reduction_choice import choose_shared_shape
+from shardmath.operators.matmul.gpu.split_k import SplitKProduct
+from shardmath.operators.matmul.gpu.tile_sending import Shape, TileSendingGemm
 
 __all__ = ["GemmAllReduce"]
 
@@ -28,7 +28,7 @@ class GemmAllReduce:
     `problem.rows` says which rank sums which rows: see `even_rows`.
     """
 
-    def __init__(self, sending: SendingProduct) -> None:
+    def __init__(self, sending: TileSendingGemm) -> None:
         self._sending = sending
         self._first = [0, *accumulate(sending.problem.rows)]
 
@@ -36,7 +36,7 @@ class GemmAllReduce:
     def together(
         cls,
         context: Context,
-        problem: ShardedProduct,
+        problem: SplitKProduct,
         shape: Shape | None = None,
         *,
         shown: bool = False,
@@ -49,7 +49,7 @@ class GemmAllReduce:
         """
         shape = shape or choose_shared_shape(problem)
         extra = 0 if shown else problem.height * _pitch(problem)
-        return cls(SendingProduct.together(context, problem, shape, extra=extra))
+        return cls(TileSendingGemm.together(context, problem, shape, extra=extra))
 
     def launch(
         self,
@@ -74,11 +74,15 @@ class GemmAllReduce:
         nbytes = 2 * (columns if pitch is None else pitch)
         own = result + first[rank] * nbytes
         if shown:
-            sending.multiply("everywhere", a, b, own, nbytes, stream, self._copies(shown, nbytes))
+            sending.multiply(
+                "gemm_all_reduce", a, b, own, nbytes, stream, self._copies(shown, nbytes)
+            )
             return
         between = _pitch(sending.problem)
         places = [sending.extra(each) for each in range(sending.team.size)]
-        sending.multiply("everywhere", a, b, own, nbytes, stream, self._copies(places, between))
+        sending.multiply(
+            "gemm_all_reduce", a, b, own, nbytes, stream, self._copies(places, between)
+        )
         for low, high in ((0, first[rank]), (first[rank + 1], first[-1])):
             shape = high - low, columns
             here = Matrix(result + low * nbytes, *shape, nbytes // 2, 1, sending.problem.dtype)
@@ -89,7 +93,7 @@ class GemmAllReduce:
                 copy(sending.team.device, stream, here, come)
 
     def free(self) -> None:
-        """See SendingProduct.free."""
+        """See TileSendingGemm.free."""
         self._sending.free()
 
     def _copies(self, places: Sequence[int], pitch: int) -> bytes:
@@ -100,6 +104,6 @@ class GemmAllReduce:
         return struct.pack(f"{1 + team.size}Q", pitch, *begin)
 
 
-def _pitch(problem: ShardedProduct) -> int:
+def _pitch(problem: SplitKProduct) -> int:
     """Bytes from one row of the sums to the next."""
     return -(-2 * problem.columns // 16) * 16

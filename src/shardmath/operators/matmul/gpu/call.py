@@ -1,7 +1,7 @@
 """A product's call on a context of GPUs: what ranks say of it, and what they put on the stream.
 
 A call that comes again as it was looks at its arrays, makes its results, says a number, and
-launches a graph: see `operators/repeats.py`. Any other reads its operands and tells all of it. With
+launches a graph: see `operators/replay.py`. Any other reads its operands and tells all of it. With
 operands on GPUs a call returns when all is on the stream; operands in host memory are carried there
 and back.
 """
@@ -30,17 +30,17 @@ from shardmath.operators.matmul.arguments import (
 )
 from shardmath.operators.matmul.gpu import tuning
 from shardmath.operators.matmul.gpu.execution import Execution
-from shardmath.operators.matmul.gpu.fusing import Fused, pays, shows
-from shardmath.operators.matmul.gpu.reading import Results, made_results, read_operands
-from shardmath.operators.matmul.gpu.share import Operands, Share
+from shardmath.operators.matmul.gpu.fused import Fused, pays, shows
+from shardmath.operators.matmul.gpu.operands import Results, made_results, read_operands
+from shardmath.operators.matmul.gpu.rank_plan import Operands, Share
 from shardmath.operators.matmul.options import MatmulOptions
 from shardmath.operators.matmul.problem import Call, describe
 from shardmath.operators.matmul.scaling import scales_in_order
-from shardmath.operators.repeats import Known, Repeats
-from shardmath.operators.showing import matrix_of
+from shardmath.operators.published import matrix_of
+from shardmath.operators.replay import Known, Replays
 from shardmath.planning import Said
 from shardmath.symmetric.device_array import Blank
-from shardmath.symmetric.looks import look
+from shardmath.symmetric.fingerprint import fingerprint
 
 __all__ = ["Turn", "comes_again", "tune"]
 
@@ -99,8 +99,8 @@ def comes_again(context: Context, share: Share, given: Arguments) -> bool:
     return key is not None and _repeats(context).find(key) is not None
 
 
-def _repeats(context: Context) -> Repeats[_Agreed]:
-    found: Repeats[_Agreed] = context.cache("products that come again", Repeats)
+def _repeats(context: Context) -> Replays[_Agreed]:
+    found: Replays[_Agreed] = context.cache("products that come again", Replays)
     return found
 
 
@@ -121,7 +121,7 @@ def _key(context: Context, share: Share | None, given: Arguments) -> Hashable | 
         stream = streams.given(given.stream, library_of(given.a).name, team.device)
     except (TypeError, ValueError):  # it is said where the call is read
         return None
-    seen = look(context, given.a, given.b, given.c, *inputs.values(), *laid)
+    seen = fingerprint(context, given.a, given.b, given.c, *inputs.values(), *laid)
     if seen is None or streams.capturing(stream):
         return None
     kinds = type(alpha), type(beta)  # True, 1 and 1.0 are equal

@@ -23,16 +23,16 @@ from shardmath.local.gpu.epilog import copy, finish
 from shardmath.local.gpu.gemm import fits, has_algorithm, multiply, takes_result
 from shardmath.local.gpu.within import Within, split, within
 from shardmath.operators.lanes import Lane
-from shardmath.operators.matmul.gpu.addition import Addition
-from shardmath.operators.matmul.gpu.arriving import Arriving
-from shardmath.operators.matmul.gpu.ending import SHOWN, Ending
-from shardmath.operators.matmul.gpu.far_showing import FarShowcase
-from shardmath.operators.matmul.gpu.feeding import Feed, Interval
-from shardmath.operators.matmul.gpu.gathering import Gathering
-from shardmath.operators.matmul.gpu.numbers import Numbers
+from shardmath.operators.matmul.gpu.far_published import FarPublishedMatrices
+from shardmath.operators.matmul.gpu.finish import SHOWN, Ending
+from shardmath.operators.matmul.gpu.float8_conversion import Numbers
+from shardmath.operators.matmul.gpu.gather import Gathering
+from shardmath.operators.matmul.gpu.panel_gemm import PanelGemm
+from shardmath.operators.matmul.gpu.panels import Feed, Interval
+from shardmath.operators.matmul.gpu.rank_plan import AFTERWARDS, Operands, Share
 from shardmath.operators.matmul.gpu.scaled import ScaledProducts
-from shardmath.operators.matmul.gpu.share import AFTERWARDS, Operands, Share
-from shardmath.operators.showing import Places, Showcase, matrix_of
+from shardmath.operators.matmul.gpu.separate_reduction import SeparateReduction
+from shardmath.operators.published import Places, PublishedMatrices, matrix_of
 
 __all__ = ["Execution"]
 
@@ -69,12 +69,12 @@ class Execution:
         self.wide = dtypes.accumulator(self.problem.dtype).name
         self.out = matrix_of(operands.out)
         self.order = "F" if self.out.by_columns else "C"
-        self.shown = Showcase(context, lane, SHOWN)
+        self.shown = PublishedMatrices(context, lane, SHOWN)
         if share.apart:
-            self.shown = FarShowcase(context, lane, SHOWN, share.routes, share.kept)
-        self.addition: Addition | None = None
+            self.shown = FarPublishedMatrices(context, lane, SHOWN, share.routes, share.kept)
+        self.addition: SeparateReduction | None = None
         if addition_order:
-            self.addition = Addition(share, operands, lane, addition_order)
+            self.addition = SeparateReduction(share, operands, lane, addition_order)
         self.ending = Ending(context, share, operands, lane, self.shown, self.addition)
         self._arriving = self._on_arrival()
         self._within: Within | None = None
@@ -84,11 +84,11 @@ class Execution:
             self._scaled = ScaledProducts(share, operands, lane, self.shown, self.ending)
         self._copies: list[tuple[Matrix, Matrix]] = []  # (to, from): operands that peers read
 
-    def _on_arrival(self) -> Arriving | None:
+    def _on_arrival(self) -> PanelGemm | None:
         """How to multiply while factors come, None where the kernel for that does not suit."""
         if not self.share.multiplies or self.share.apart:
             return None
-        made = Arriving(self.share, self.operands, self.lane, self.out)
+        made = PanelGemm(self.share, self.operands, self.lane, self.out)
         return None if made.misfit else made
 
     # -- prepare -----------------------------------------------------------------------------------

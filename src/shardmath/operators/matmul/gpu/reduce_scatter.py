@@ -7,9 +7,9 @@ as float32: the sum has the same bits every time.
 from __future__ import annotations
 
 from shardmath.context import Context
-from shardmath.operators.matmul.gpu.choice import choose_shape
-from shardmath.operators.matmul.gpu.sending import SendingProduct, Shape
-from shardmath.operators.matmul.gpu.sharded import ShardedProduct
+from shardmath.operators.matmul.gpu.reduction_choice import choose_shape
+from shardmath.operators.matmul.gpu.split_k import SplitKProduct
+from shardmath.operators.matmul.gpu.tile_sending import Shape, TileSendingGemm
 
 __all__ = ["GemmReduceScatter"]
 
@@ -17,19 +17,19 @@ __all__ = ["GemmReduceScatter"]
 class GemmReduceScatter:
     """`launch` leaves rank r's `rows[r]` rows of the product on rank r. Made by `together`."""
 
-    def __init__(self, sending: SendingProduct) -> None:
+    def __init__(self, sending: TileSendingGemm) -> None:
         self._sending = sending
 
     @classmethod
     def together(
-        cls, context: Context, problem: ShardedProduct, shape: Shape | None = None
+        cls, context: Context, problem: SplitKProduct, shape: Shape | None = None
     ) -> GemmReduceScatter:
         """A plan. Collective.
 
         Raises ValueError on all ranks where they do not mean the same product, or where
         `problem.misfit` speaks on one of them; HeapExhausted.
         """
-        return cls(SendingProduct.together(context, problem, shape or choose_shape(problem)))
+        return cls(TileSendingGemm.together(context, problem, shape or choose_shape(problem)))
 
     def launch(self, a: int, b: int, result: int, stream: int, *, pitch: int | None = None) -> None:
         """Put the product of A and B on `stream`; A, B and this rank's rows lie at these addresses.
@@ -40,8 +40,8 @@ class GemmReduceScatter:
         sending = self._sending
         sending.require_usable()
         nbytes = 2 * (sending.problem.columns if pitch is None else pitch)
-        sending.multiply("product", a, b, result, nbytes, stream)
+        sending.multiply("gemm_reduce_scatter", a, b, result, nbytes, stream)
 
     def free(self) -> None:
-        """See SendingProduct.free."""
+        """See TileSendingGemm.free."""
         self._sending.free()

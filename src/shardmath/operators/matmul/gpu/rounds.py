@@ -22,7 +22,7 @@ from itertools import accumulate, pairwise
 
 from shardmath.geometry.integers import up
 from shardmath.local.gpu.scaled import GRAIN
-from shardmath.operators.matmul.gpu.form import gathered_lines
+from shardmath.operators.matmul.gpu.patterns import gathered_lines
 from shardmath.operators.matmul.strategy import Strategy
 
 __all__ = ["Rounds", "Stage", "cuts", "rounds_of"]

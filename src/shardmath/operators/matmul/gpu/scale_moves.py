@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from shardmath.geometry import Layout, Spans
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.float8 import BLOCK, Blocks
-from shardmath.operators.matmul.gpu.choice import predicted
+from shardmath.operators.matmul.gpu.reduction_choice import predicted
 from shardmath.operators.matmul.problem import Problem
 from shardmath.operators.matmul.scaling import OUTER, SQUARES, TENSOR, VECTORS
 from shardmath.operators.matmul.strategy import HOPPER, Cost, Machine, Strategy, choose

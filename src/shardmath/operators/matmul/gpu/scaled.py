@@ -21,15 +21,15 @@ from shardmath.local.gpu.blaslt import WORKSPACE
 from shardmath.local.gpu.epilog import finish
 from shardmath.local.gpu.scaled import GRAIN, Scale
 from shardmath.operators.lanes import Lane
-from shardmath.operators.matmul.gpu.ending import Ending
-from shardmath.operators.matmul.gpu.exchange import Exchange, fill_behind
-from shardmath.operators.matmul.gpu.feeding import Interval
-from shardmath.operators.matmul.gpu.gathering import Gathering
-from shardmath.operators.matmul.gpu.laid_scales import LaidScales
+from shardmath.operators.matmul.gpu.finish import Ending
+from shardmath.operators.matmul.gpu.gather import Gathering
+from shardmath.operators.matmul.gpu.line_exchange import Exchange, fill_behind
+from shardmath.operators.matmul.gpu.panels import Interval
+from shardmath.operators.matmul.gpu.rank_plan import Operands, Share
 from shardmath.operators.matmul.gpu.rounds import Stage
-from shardmath.operators.matmul.gpu.share import Operands, Share
+from shardmath.operators.matmul.gpu.scale_layouts import ScaleLayouts
 from shardmath.operators.matmul.scaling import Scaling
-from shardmath.operators.showing import Places, Showcase, matrix_of
+from shardmath.operators.published import Places, PublishedMatrices, matrix_of
 
 __all__ = ["ScaledProducts"]
 
@@ -47,7 +47,7 @@ class ScaledProducts:
         share: Share,
         operands: Operands,
         lane: Lane,
-        shown: Showcase,
+        shown: PublishedMatrices,
         ending: Ending,
     ) -> None:
         self._share = share
@@ -61,7 +61,7 @@ class ScaledProducts:
         self._out = matrix_of(operands.out)
         self._blocks = bool({"vectors", "squares"} & set(share.modes))
         self._gathering = Gathering(lane, self._stream, share.kept)
-        self._scales = LaidScales(share, operands, lane, shown, self._gathering)
+        self._scales = ScaleLayouts(share, operands, lane, shown, self._gathering)
         self._exchange: Exchange | None = None
         if share.rounds is not None:
             gathering = self._gathering

@@ -1,0 +1,72 @@
+"""A mapping that keeps its latest entries: what calls that come again have worked out before.
+
+Which entries stay follows from the order of their uses alone. So mappings of several ranks that are
+used alike hold the same entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any, Generic, TypeVar
+
+__all__ = ["LRUCache"]
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+class LRUCache(Generic[K, V]):
+    """At most `most` entries. Before there are more, the quarter goes that was used longest ago."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._uses = 0
+        self._entries: dict[K, list[Any]] = {}  # value, and number of its last use: hits hash once
+
+    def __repr__(self) -> str:
+        return f"LRUCache({len(self)} of at most {self.most} entries)"
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, key: K) -> bool:
+        return key in self._entries
+
+    def find(self, key: K) -> V | None:
+        """The value of that key, or None. This is a use of it."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return None
+        entry[1] = self._uses = self._uses + 1
+        found: V = entry[0]
+        return found
+
+    def made(self, key: K, make: Callable[[], V]) -> V:
+        """The value of that key, kept from now on if `make()` has to give it. A use of it."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return self.keep(key, make())
+        entry[1] = self._uses = self._uses + 1
+        found: V = entry[0]
+        return found
+
+    def keep(self, key: K, value: V) -> V:
+        """Let `key` have that value, which is returned. This is a use of it."""
+        if len(self._entries) >= self.most and key not in self._entries:
+            self._drop(self._oldest()[: max(1, self.most // 4)])
+        self._uses += 1
+        self._entries[key] = [value, self._uses]
+        return value
+
+    def clear(self) -> None:
+        """Forget all entries."""
+        self._entries.clear()
+
+    def _oldest(self) -> list[K]:
+        """The keys of what may go, the one used longest ago first."""
+        return sorted(self._entries, key=lambda key: self._entries[key][1])
+
+    def _drop(self, keys: list[K]) -> None:
+        """Let the entries of these keys go."""
+        for key in keys:
+            del self._entries[key]

@@ -1,0 +1,102 @@
+"""Strided boxes as the copy engines take them: rows at a pitch, and layers of rows.
+
+The engines copy beside a product and take no multiprocessor from it, where rows are long enough and
+few copies suffice. What they cannot, or not well, is `None`: a kernel's work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import Any
+
+from shardmath.cuda.driver import bindings, call
+from shardmath.redistribution.copies import StridedCopy
+
+__all__ = ["EngineCopies", "EngineCopy", "engine_copies"]
+
+_ROW = 512  # bytes: shorter rows take longer than their bytes
+_MOST = 64  # copies: each takes some microseconds to begin
+
+Dim = tuple[int, int, int]  # extent, strides in bytes: in the source, in the destination
+
+
+class EngineCopy:
+    """One copy whose geometry is described: `width` bytes at each place of at most two `dims`, of
+    which the outer one is layers of the inner one's rows.
+    """
+
+    def __init__(self, width: int, dims: Sequence[Dim] = ()) -> None:
+        self._nbytes = width
+        self._what: Any = None
+        if not dims:
+            return
+        driver = bindings()
+        flat = len(dims) == 1
+        self._what = what = driver.CUDA_MEMCPY2D() if flat else driver.CUDA_MEMCPY3D()
+        self._call = "cuMemcpy2DAsync" if flat else "cuMemcpy3DAsync"
+        what.srcMemoryType = what.dstMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
+        rows, what.srcPitch, what.dstPitch = dims[-1]
+        what.WidthInBytes, what.Height = width, rows
+        if not flat:
+            layers, source, target = dims[0]
+            what.KOrder = layers
+            what.srcHeight, what.dstHeight = source // what.srcPitch, target // what.dstPitch
+
+    def put(self, source: int, target: int, stream: Any) -> None:
+        """Put it on `stream`, between these addresses."""
+        if self._what is None:
+            call("cuMemcpyDtoDAsync", target, source, self._nbytes, stream)
+            return
+        self._what.srcDevice, self._what.dstDevice = source, target
+        call(self._call, self._what, stream)
+
+
+class EngineCopies:
+    """Copies from several ranks' memories to one; addresses are arguments of `launch`."""
+
+    def __init__(self, copies: Sequence[tuple[int, int, int, EngineCopy]]) -> None:
+        self._copies = tuple(copies)  # source rank, offsets there and here
+
+    def launch(self, stream: Any, sources: Sequence[int], target: int) -> None:
+        """Put them on `stream`, from memories at these addresses, by rank, to one."""
+        for rank, source_offset, target_offset, copy in self._copies:
+            copy.put(sources[rank] + source_offset, target + target_offset, stream)
+
+
+def engine_copies(copies: Sequence[StridedCopy]) -> EngineCopies | None:
+    """The same by copy engines, None where they do not suit."""
+    found: list[tuple[int, int, int, EngineCopy]] = []
+    for copy in copies:
+        if copy.unit < _ROW:
+            return None
+        for each in _pieces(copy):
+            if each is None or len(found) == _MOST:
+                return None
+            found.append((copy.src, *each))
+    return EngineCopies(found)
+
+
+def _pieces(copy: StridedCopy) -> Iterator[tuple[int, int, EngineCopy] | None]:
+    """(offset in the source, in the destination, the copy) of each; None: no way."""
+    dims = list(zip(copy.shape, copy.src_strides, copy.dst_strides, strict=True))
+    if any(min(src, dst) < copy.unit for _, src, dst in dims):
+        yield None
+        return
+    inner: list[Dim] = []
+    if len(dims) > 1 and _stacks(dims[-2], dims[-1]):
+        inner = [dims.pop(-2), dims.pop()]
+    elif dims:
+        inner = [dims.pop(max(range(len(dims)), key=lambda i: dims[i][0]))]
+    what = EngineCopy(copy.unit, inner)
+    for index in product(*(range(extent) for extent, _, _ in dims)):
+        src = copy.src_offset + sum(i * dim[1] for i, dim in zip(index, dims, strict=True))
+        dst = copy.dst_offset + sum(i * dim[2] for i, dim in zip(index, dims, strict=True))
+        yield src, dst, what
+
+
+def _stacks(outer: Dim, inner: Dim) -> bool:
+    """Whether one dimension is layers of whole rows of the other, on both sides."""
+    return all(
+        outer[side] % inner[side] == 0 and outer[side] // inner[side] >= inner[0] for side in (1, 2)
+    )

@@ -1,0 +1,226 @@
+"""Which products are computed by one kernel that moves data too, and how they are found.
+
+A share says whether its strategy has the form of such a product, a rank whether its arrays lie as
+the kernel wants them. All ranks tell, and all decide the same: the kernel where every rank can, the
+phases of `execution` where one cannot, or where the kernel would be slower.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from hashlib import blake2b
+from typing import Any
+
+from shardmath.context import Context
+from shardmath.cuda.device import Device
+from shardmath.cuda.stream import Turns
+from shardmath.local.gpu import Matrix
+from shardmath.operators.matmul.gpu.all_gather import AllGatherGemm
+from shardmath.operators.matmul.gpu.all_reduce import GemmAllReduce
+from shardmath.operators.matmul.gpu.factor import Factor
+from shardmath.operators.matmul.gpu.patterns import Form
+from shardmath.operators.matmul.gpu.rank_plan import Operands, Share
+from shardmath.operators.matmul.gpu.reduce_scatter import GemmReduceScatter
+from shardmath.operators.matmul.gpu.reduction_choice import CHOICES, EPILOGS, sharded_of
+from shardmath.operators.matmul.gpu.row_split import RowSplitProduct, fuses
+from shardmath.operators.matmul.gpu.split_k import HALVES, SplitKProduct, even_rows
+from shardmath.operators.published import matrix_of
+from shardmath.symmetric.exposed import Exposed
+
+__all__ = ["Fused", "notes", "pays", "shows"]
+
+_ALIGNMENT = 16
+_DESCRIBED = 16  # bytes that say which product it is; behind them, where its result lies
+_KERNELS: dict[str, Any] = {
+    "all-gather": AllGatherGemm,
+    "reduce-scatter": GemmReduceScatter,
+    "all-reduce": GemmAllReduce,
+}
+
+
+class Fused:
+    """One execution by one kernel on one rank. `told` is what to tell the peers: b"" where it
+    cannot be.
+    """
+
+    def __init__(self, form: Form, share: Share, operands: Operands, device: Device) -> None:
+        self._form = form
+        self._device = device
+        self._share = share
+        self._operands = operands
+        self._a, self._b = map(matrix_of, operands.factors)
+        self._out = matrix_of(operands.out)
+        turned = self._out.by_columns if form.turned is None else form.turned
+        if turned:
+            self._a, self._b = self._b.transposed(), self._a.transposed()
+            self._out = self._out.transposed()
+        forms = tuple(x[1:] for x in self._matrices)
+        key = ("described", turned, forms, self._suits())
+        if key not in share.kept:
+            problem = self._described(device) if self._suits() else None
+            text = repr((form.kind, problem)).encode()
+            told = bytes([turned]) + blake2b(text, digest_size=15).digest()
+            share.kept[key] = (problem, b"") if problem is None else (problem, told)
+        self._problem, self.told = share.kept[key]
+        if self.told:
+            self.told += self._shown()
+
+    @property
+    def _matrices(self) -> tuple[Matrix, Matrix, Matrix]:
+        return self._a, self._b, self._out
+
+    def chosen(self, told: Sequence[bytes]) -> bool:
+        """Whether all ranks, which have told this, can, and it is predicted to be faster."""
+        return all(told) and len({text[0] for text in told}) == 1 and pays(self._share)
+
+    def run(self, context: Context, told: Sequence[bytes]) -> None:
+        """Put it on the stream. Collective."""
+        shown = _places(context, [text[_DESCRIBED:] for text in told])
+        key = (self._form.kind, *(text[:_DESCRIBED] for text in told), bool(shown))
+        kept = self._share.kept
+        if key not in kept:
+            make = partial(_KERNELS[self._form.kind].together, context, self._problem)
+            made = make(shown=True) if shown else make()
+            kept[key] = made, Turns(self._device)
+            weakref.finalize(self._share, made.free).atexit = False
+        lies = _lies(self._out)
+        assert lies is not None
+        a, b, out = self._a.address, self._b.address, self._out.address
+        product, turns = kept[key]
+        launch = partial(product.launch, shown=shown) if shown else product.launch
+        with turns.taken(self._operands.stream):  # its words are those of one launch at a time
+            launch(a, b, out, self._operands.stream, pitch=lies[1])
+
+    def _shown(self) -> bytes:
+        """What peers need to write the result: how far its rows are apart, and where it lies on the
+        heap. b"" where they cannot, or not in whole pieces of 16 bytes.
+        """
+        lies, out = _lies(self._out), self._operands.out
+        assert lies is not None
+        lines = self._out.address // 2, lies[1], self._out.columns
+        if self._form.kind != "all-reduce" or out.block is None or any(x % 8 for x in lines):
+            return b""
+        return lies[1].to_bytes(8, "little") + out.told
+
+    def _suits(self) -> bool:
+        """Whether nothing is asked for that the kernels lack, of operands that they can load."""
+        operands, dtype = self._operands, self._share.strategy.problem.dtype
+        plain = operands.alpha == 1 and (operands.c is None or operands.beta == 0)
+        aligned = not any(x.size and x.address % _ALIGNMENT for x in (self._a, self._b))
+        return plain and aligned and self._out.dtype == dtype and dtype in HALVES
+
+    def _described(self, device: Device) -> RowSplitProduct | SplitKProduct | None:
+        """The product as the kernel takes it; None where the arrays do not lie as it wants."""
+        problem, lies = self._share.strategy.problem, [_lies(x) for x in self._matrices]
+        if None in lies:
+            return None
+        a, b, order = (each for each in lies if each is not None)
+        depth, columns = self._a.columns, self._b.columns
+        if self._form.kind == "all-gather":
+            factors = Factor(*a), Factor(*b)
+            rows = self._form.rows
+            made = RowSplitProduct(rows, columns, depth, problem.dtype, *factors, order[0])
+            return None if made.misfit(device) else made
+        if order[0] != "C":
+            return None
+        rows = self._form.rows or even_rows(self._a.rows, problem.size)
+        lying = Factor(*a), Factor(*b)
+        sent = SplitKProduct(rows, columns, depth, problem.dtype, *lying)
+        return None if sent.misfit(device) else sent
+
+
+def _places(context: Context, shown: Sequence[bytes]) -> list[int]:
+    """Where every rank's result lies for this rank; none where one cannot be written, or their rows
+    are not as far apart.
+    """
+    if not all(shown) or len({text[:8] for text in shown}) > 1:
+        return []
+    places = []
+    for rank, text in enumerate(shown):
+        there = Exposed.unpack(text[8:])
+        address = context.peer_address(rank, there.location, there.nbytes)
+        assert address is not None, "ranks of one host have an address for each other's memory"
+        places.append(address + there.origin)
+    return places
+
+
+def shows(told: Sequence[bytes]) -> bool:
+    """Whether all ranks have told where their results lie."""
+    return all(text[_DESCRIBED:] for text in told)
+
+
+def pays(share: Share) -> bool:
+    """Whether the kernel for the share's form is predicted to be faster than the phases, or was
+    asked for by the name of its kind. The same on all ranks.
+    """
+    if "pays" not in share.kept:
+        share.kept["pays"] = _pays(share)
+    return bool(share.kept["pays"])
+
+
+def _pays(share: Share) -> bool:
+    strategy, form = share.strategy, share.form
+    problem = strategy.problem
+    if form is None or problem.dtype not in HALVES or problem.epilog not in EPILOGS:
+        return False
+    if problem.strategy == form.kind:
+        return True
+    if form.kind != "all-gather":
+        return CHOICES[form.kind](sharded_of(strategy, form)).fused
+    columns = strategy.rows if form.turned else strategy.columns
+    k = problem.shape[2]
+    plain = Factor("C", k)
+    widest = max(part.length for part in columns)
+    return fuses(RowSplitProduct(form.rows, widest, k, problem.dtype, plain, plain))
+
+
+_TOLD = {
+    "all-gather": "{rows} come from all ranks while those that are here are multiplied",
+    "reduce-scatter": "tiles are sent to their owners while others are multiplied",
+    "all-reduce": "tiles are sent to those who add them up, and who write the sums to all",
+}
+
+
+def notes(share: Share) -> list[str]:
+    """What `explain` adds about how the steps are done on GPUs."""
+    if share.apart:
+        return [
+            f"in phases, on {len(set(share.hosts))} hosts: what peers take is packed by each rank, "
+            "and read in place on the same host, fetched by `get` from another"
+        ]
+    form = share.form
+    if form is None:
+        return [] if share.strategy.problem.scaling is None else [_scaled_note(share)]
+    if pays(share):
+        how = _TOLD[form.kind].format(rows="columns of b" if form.turned else "rows of a")
+        return [f"in one kernel: {how}, where all arrays lie in memory as it wants them"]
+    if form.kind in CHOICES:
+        return [f"by cuBLAS and one collective, of {share.parts_dtype}"]
+    if share.strategy.problem.dtype not in HALVES:
+        return []
+    return ["in phases, which are predicted to be faster than one kernel that moves data too"]
+
+
+def _scaled_note(share: Share) -> str:
+    if not share.multiplies_elements:
+        return "elements become float32 first: products of them do not fit what is asked for"
+    a, b = share.modes
+    how = "" if share.rounds is None else f"; {share.rounds}"
+    return f"eight-bit elements are multiplied, scales of a: {a}, of b: {b}{how}"
+
+
+def _lies(x: Matrix) -> tuple[str, int] | None:
+    """Which lines are contiguous, rows ("C") or columns ("F"), and how far apart they are."""
+    if x.columns <= 1 or x.column_stride == 1:
+        pitch = x.row_stride if x.rows > 1 else _rounded(x.columns)
+        return ("C", pitch) if pitch >= x.columns else None
+    if x.rows <= 1 or x.row_stride == 1:
+        pitch = x.column_stride if x.columns > 1 else _rounded(x.rows)
+        return ("F", pitch) if pitch >= x.rows else None
+    return None
+
+
+def _rounded(number: int) -> int:
+    return -(-number // 8) * 8

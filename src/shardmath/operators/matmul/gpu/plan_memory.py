@@ -1,0 +1,111 @@
+"""The symmetric memory of a kernel's plan: found by all ranks, kept for kernels, freed, refused.
+
+All ranks take theirs together, or none does. A plan that is dropped and not freed may have kernels
+at work, this rank's or its peers': its memory is then kept until the context has ended.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from shardmath.context import Context
+from shardmath.cuda.device import Device
+from shardmath.symmetric.heap import Buffer, Location
+from shardmath.symmetric.team import Team
+
+__all__ = ["PlanMemory"]
+
+
+class PlanMemory:
+    """Memory on every rank, at `bases` as this rank sees it. `told` is what each rank has told."""
+
+    def __init__(
+        self,
+        context: Context,
+        buffer: Buffer,
+        bases: Sequence[int],
+        told: Sequence[Any],
+    ) -> None:
+        assert context.team is not None, "a context of GPUs"
+        self.team: Team = context.team
+        self.bases = tuple(bases)
+        self.told = tuple(told)
+        self._buffer: Buffer | None = buffer
+        self._kept = weakref.finalize(self, _keep, weakref.ref(context), buffer)
+        self._kept.atexit = False
+
+    @classmethod
+    def together(
+        cls,
+        context: Context,
+        operation: str,
+        nbytes: Callable[[int], int],
+        *,
+        refusal: Callable[[Device], str],
+        begin: Callable[[int], Any],
+        same: Sequence[tuple[str, Any]],
+    ) -> PlanMemory:
+        """`nbytes(rank)` bytes on each rank. Collective.
+
+        `refusal(device)` is why this rank cannot, "" where it can. `begin(address)` writes what its
+        memory begins with, and returns what to tell the peers. `same` must be equal on all ranks:
+        names and values. Raises ValueError on all ranks where one refuses or they differ,
+        HeapExhausted.
+        """
+        buffers: list[Buffer] = []
+
+        def describe() -> tuple[Any, ...]:
+            assert context.team is not None, "a context of GPUs"
+            why = refusal(context.team.device)
+            if why:
+                raise ValueError(f"rank {context.rank}: {why}")
+            buffers.append(context.heap.allocate(nbytes(context.rank)))
+            block = buffers[0].block
+            told = begin(block.address)
+            context.announce(block)
+            place = block.location
+            return place.segment, place.offset, told, [value for _, value in same]
+
+        def check(found: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+            for rank, (*_, values) in enumerate(found):
+                for (name, _), value, first in zip(same, values, found[0][3], strict=True):
+                    if value != first:
+                        raise ValueError(
+                            f"{operation}: {name} is {first} on rank 0 and {value} on rank {rank}; "
+                            "give the same on all ranks"
+                        )
+            return found
+
+        found = context.agree(operation, describe, check)
+        context.heap.share(buffers[0].block, context.number, context.next_share())
+        bases = [
+            context.peer_address(rank, Location(segment, offset), nbytes(rank)) or 0
+            for rank, (segment, offset, *_) in enumerate(found)
+        ]
+        return cls(context, buffers[0], bases, [told for _, _, told, _ in found])
+
+    def require_usable(self) -> None:
+        """Raise what a kernel has noted; RankFailure after one was given up; else nothing."""
+        self.team.require_usable()
+        if self._buffer is None:
+            raise RuntimeError("this product has been freed")
+
+    def free(self) -> bool:
+        """Wait for this rank's kernels, and mark the memory: it is used again after all ranks have.
+
+        Nothing can be launched any more, on any rank. False where that had been done.
+        """
+        if self._buffer is None:
+            return False
+        self.team.device.synchronize()
+        self._kept.detach()
+        self._buffer = None
+        return True
+
+
+def _keep(context: weakref.ref[Context], buffer: Buffer) -> None:
+    living = context()
+    if living is not None:
+        living.keep_for_kernels(buffer)

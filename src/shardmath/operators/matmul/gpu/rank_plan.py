@@ -1,0 +1,307 @@
+"""What one rank does for a strategy on its GPU, and the arrays of one execution.
+
+A share is derived from the strategy alone, kept with the plan, and the same for every execution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from shardmath.arrays import dtypes
+from shardmath.geometry import Layout, Move
+from shardmath.local.epilog import MatmulEpilog
+from shardmath.local.float8 import BLOCK, FLOAT8
+from shardmath.local.gpu.gemm import Algorithms
+from shardmath.operators.matmul import host
+from shardmath.operators.matmul.gpu.panels import Feed, Interval, intervals
+from shardmath.operators.matmul.gpu.patterns import Form, form_of
+from shardmath.operators.matmul.gpu.reduction_choice import rounds_parts
+from shardmath.operators.matmul.gpu.rounds import Rounds, rounds_of
+from shardmath.operators.matmul.gpu.routes import Routes
+from shardmath.operators.matmul.gpu.scale_moves import (
+    ScaleMoves,
+    greatest_moves,
+    modes,
+    scale_moves,
+)
+from shardmath.operators.matmul.problem import gradient_layouts
+from shardmath.operators.matmul.strategy import HOPPER, HOPPER_APART, Machine
+from shardmath.symmetric.device_array import DeviceArray
+
+__all__ = ["AFTERWARDS", "Operands", "Scales", "Share"]
+
+_MEMORY = 4e12  # bytes per second of an H200's memory
+_PANEL = 6e-6  # seconds that one more product takes to begin, and to end with few tiles
+
+# Epilogs of which nothing happens to D itself.
+AFTERWARDS = (MatmulEpilog.ALLREDUCE, MatmulEpilog.BGRADA, MatmulEpilog.BGRADB)
+
+
+@dataclass(frozen=True)
+class Scales:
+    """The scales of eight-bit a, b, c and D: for each a number, and what multiplies it, if any: an
+    array on the GPU, of a's and b's granularity and lying as op(A) and op(B).
+    """
+
+    numbers: tuple[float, ...]
+    arrays: tuple[DeviceArray | None, ...]
+
+    def address(self, index: int) -> int:
+        """That of an array of one element; 0 if there is none."""
+        array = self.arrays[index]
+        return 0 if array is None else array.address
+
+
+@dataclass(frozen=True)
+class Operands:
+    """One execution's arrays on this rank's GPU: op(A), op(B), C, D to be filled, what an epilog
+    reads (`inputs`) and makes (`outputs`), and how.
+    """
+
+    a: DeviceArray
+    b: DeviceArray
+    c: DeviceArray | None
+    out: DeviceArray
+    alpha: complex
+    beta: complex
+    inputs: Mapping[str, DeviceArray] = field(repr=False)
+    outputs: Mapping[str, DeviceArray] = field(repr=False)
+    stream: int
+    scales: Scales | None = None
+    compute: int | None = None  # a MatmulComputeType that is faster, and less exact
+    algorithms: Algorithms | None = None  # of cuBLASLt: the share's, or a dictionary to fill
+
+    @property
+    def bias(self) -> tuple[int, int] | None:
+        """The address of the epilog's bias, and how many elements apart its elements are."""
+        found = self.inputs.get("bias")
+        return None if found is None else (found.address, found.strides[0] // found.itemsize)
+
+    def aux(self, epilog: MatmulEpilog) -> DeviceArray | None:
+        """The auxiliary matrix that an epilog reads or makes."""
+        if epilog.needs_aux:
+            return self.inputs[epilog.needs_aux]
+        return self.outputs[epilog.makes_aux] if epilog.makes_aux else None
+
+    def without_memory(self) -> Operands:
+        """The same, which keep nothing."""
+        inputs = {name: x.without_memory() for name, x in self.inputs.items()}
+        scales = self.scales
+        if scales is not None:
+            arrays = tuple(x and x.without_memory() for x in scales.arrays)
+            scales = Scales(scales.numbers, arrays)
+        a, b, c = (x and x.without_memory() for x in (self.a, self.b, self.c))
+        assert a is not None and b is not None
+        out = self.out.without_memory()
+        return replace(self, a=a, b=b, c=c, out=out, inputs=inputs, outputs={}, scales=scales)
+
+    @property
+    def factors(self) -> tuple[DeviceArray, DeviceArray]:
+        """op(A) and op(B)."""
+        return self.a, self.b
+
+
+@dataclass(frozen=True)
+class Share(host.Share):
+    """What `rank` does for `strategy` on its GPU; `hosts` are the numbers of all ranks' hosts.
+
+    All moves of peers are out of what they show: their arrays, or their outboxes where ranks are on
+    several hosts.
+    """
+
+    hosts: tuple[int, ...]
+
+    @property
+    def apart(self) -> bool:
+        """Whether ranks are on several hosts, and so have no address for each other's memory."""
+        return len(set(self.hosts)) > 1
+
+    @property
+    def machine(self) -> Machine:
+        """What such ranks can do."""
+        return HOPPER_APART if self.apart else HOPPER
+
+    @cached_property
+    def routes(self) -> Routes:
+        """What is in the ranks' outboxes."""
+        return Routes(self.strategy, self.rank, self.hosts)
+
+    @cached_property
+    def feeds(self) -> tuple[Feed, Feed]:
+        """How this rank reads op(A), along its axis 1, and op(B), along its axis 0."""
+        (one, two), rank = self.strategy.transfers, self.rank
+        shapes = self.strategy.a.local_shape(rank), self.strategy.b.local_shape(rank)
+        return (
+            Feed.plan(self._shown("a", one.into(rank)), shapes[0], rank, 1),
+            Feed.plan(self._shown("b", two.into(rank)), shapes[1], rank, 0),
+        )
+
+    def parts(self, index: int) -> list[tuple[str, list[Move]]]:
+        """What is gathered of a factor for each interval, by name."""
+        feed = self.feeds[index]
+        return [
+            (f"{'ab'[index]} {number}", feed.gathering(interval.lo, interval.hi))
+            for number, interval in enumerate(self.schedule[0])
+        ]
+
+    @cached_property
+    def additions(self) -> tuple[tuple[Move, ...], ...]:
+        """See host.Share."""
+        return tuple(self._shown("sums", found) for found in super().additions)
+
+    @cached_property
+    def last_moves(self) -> tuple[Move, ...]:
+        """See host.Share."""
+        return self._shown("reduced" if self.strategy.reduces else "sums", super().last_moves)
+
+    @cached_property
+    def vectors(self) -> tuple[tuple[Move, ...], ...]:
+        """What brings the sums of a bias's gradient: of each rank, or of this one of replicas."""
+        layout, held, need = gradient_layouts(self.strategy.problem)
+        sources = range(layout.size) if layout.disjoint() else [self.rank]
+        return tuple(
+            self._shown("vector", host.shared_part(held, need, src=src, dst=self.rank))
+            for src in sources
+        )
+
+    @cached_property
+    def all_c(self) -> tuple[Move, ...]:
+        """What brings every rank's C, where all have one."""
+        d = self.strategy.problem.d
+        everywhere = Layout.replicated(d.global_shape, d.size)
+        return tuple(
+            move
+            for src in range(d.size)
+            for move in self._shown("c", host.shared_part(d, everywhere, src=src, dst=self.rank))
+        )
+
+    def _shown(self, name: str, found: tuple[Move, ...]) -> tuple[Move, ...]:
+        """Moves of ranks' matrices of that name, as they are shown."""
+        if not self.apart:
+            return found
+        dtype = dtypes.of(self.strategy.problem.dtype)
+        wide = dtypes.accumulator(dtype)
+        return self.routes.boxed(name, found, (dtype if name in ("a", "b") else wide).itemsize)
+
+    @cached_property
+    def schedule(self) -> tuple[list[Interval], int]:
+        """The intervals of k, and how many indices the panels' memory has."""
+        strategy, rank, (a, b) = self.strategy, self.rank, self.feeds
+        dtype = strategy.problem.dtype
+        itemsize = dtypes.of(dtype).itemsize
+        flops = 2.0 * strategy.rows[rank].length * strategy.columns[rank].length
+        came = max((a.remote + b.remote) * itemsize / self.machine.bandwidth, 1e-12)
+        rate = self.machine.rate(dtype)
+        rotate = strategy.sums.disjoint()
+        grain = BLOCK if self.multiplies_elements else 64
+        ratio = flops / rate / came
+        plan, room = intervals(a, b, itemsize, rate=rate, ratio=ratio, rotate=rotate, grain=grain)
+        if self.rounds is not None:
+            return [Interval(0, a.extent, 0, None)], 0
+        if self.multiplies_elements and room == a.extent:
+            hidden = came * (a.extent - (plan[0].hi - plan[0].lo))
+            if self._passes_over_sums(len(plan)) >= hidden:
+                return [Interval(0, a.extent, 0, None)], room
+        return plan, room
+
+    def _passes_over_sums(self, panels: int) -> float:
+        """Seconds that several panels of eight-bit factors cost: their sums are added up in memory,
+        as float32, which each further panel reads and writes, and are then rounded.
+        """
+        strategy, result = self.strategy, dtypes.of(self.strategy.problem.result)
+        sums = strategy.rows[self.rank].length * strategy.columns[self.rank].length
+        rounding = 0 if result.name == "float32" else 4 + result.itemsize
+        return sums * (8 * (panels - 1) + rounding) / _MEMORY + (panels - 1) * _PANEL
+
+    @cached_property
+    def rounds(self) -> Rounds | None:
+        """How eight-bit lines that all ranks need come; None where none do."""
+        return rounds_of(self.strategy) if self.multiplies_elements and not self.apart else None
+
+    @property
+    def own_lines(self) -> int:
+        """How many of them this rank has."""
+        return 0 if self.rounds is None else self.rounds.lines[self.rank]
+
+    @cached_property
+    def scale_moves(self) -> tuple[ScaleMoves | None, ScaleMoves | None]:
+        """How the scales of eight-bit factors get here."""
+        return scale_moves(self.strategy, 0), scale_moves(self.strategy, 1)
+
+    def scales_into(self, index: int) -> tuple[Move, ...]:
+        """What brings the scales of a factor that do not stay where they are."""
+        found = self.scale_moves[index]
+        assert found is not None, "there are some"
+        return self._shown(f"scales {'ab'[index]}", found.transfer.into(self.rank))
+
+    @cached_property
+    def greatest(self) -> tuple[Move, ...]:
+        """What brings the greatest value of every rank's part of D."""
+        return self._shown("amax", greatest_moves(len(self.hosts)).into(self.rank))
+
+    @cached_property
+    def modes(self) -> tuple[str, str]:
+        """The modes of a product of eight-bit factors."""
+        return modes(self.strategy)
+
+    @property
+    def multiplies_elements(self) -> bool:
+        """Whether factors are multiplied as eight-bit elements, with scales."""
+        return self.strategy.problem.dtype in FLOAT8
+
+    @cached_property
+    def kept(self) -> dict[Any, Any]:
+        """What executions of this share keep for the next: geometry that is on the device."""
+        return {}
+
+    @cached_property
+    def algorithms(self) -> Algorithms:
+        """Those of cuBLASLt's that have been chosen for this rank's products."""
+        return Algorithms()
+
+    @property
+    def told(self) -> tuple[str, ...]:
+        """What has been found out by timing."""
+        return tuple(self.kept.get("told", ()))
+
+    @cached_property
+    def form(self) -> Form | None:
+        """What the strategy is, if one kernel can do all of it."""
+        return None if self.apart else form_of(self.strategy)
+
+    @cached_property
+    def parts_dtype(self) -> str:
+        """The type in which the ranks' products are added up, where they are."""
+        problem = self.strategy.problem
+        m, n, _ = problem.shape
+        halves = dtypes.of(problem.result).itemsize == 2
+        added = self.form is not None and self.form.kind != "all-gather"
+        if halves and added and rounds_parts(m * n):
+            return problem.result
+        return dtypes.accumulator(problem.dtype).name
+
+    def addition_order(self, order: str) -> str:
+        """The order in which one collective adds up the products, for a result in that order.
+
+        "" where none does: parts of it would not lie as the ranks want them.
+        """
+        if self.form is None or self.form.kind == "all-gather":
+            return ""
+        if self.form.kind == "all-reduce":
+            return order
+        natural = "F" if self.form.turned else "C"
+        return natural if order == natural else ""
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether this rank has a product to compute: it may have no elements, or none of k."""
+        strategy, rank = self.strategy, self.rank
+        return 0 not in strategy.sums.local_shape(rank) and strategy.depth[rank].length > 0
+
+    @cached_property
+    def reads_peers(self) -> bool:
+        """Whether any rank reads another's operand where that is shown."""
+        return self.rounds is None and any(transfer.crosses for transfer in self.strategy.transfers)

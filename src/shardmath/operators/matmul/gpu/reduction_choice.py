@@ -1,0 +1,260 @@
+"""How the parts of a product that add up become its result: one kernel, or cuBLAS and a collective.
+
+Their predicted times decide, which are counted from bytes and operations and the rates of one
+table. Pure: the same on all ranks for the same largest `depth`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from shardmath.local.epilog import MatmulEpilog
+from shardmath.operators.matmul.gpu.factor import Factor
+from shardmath.operators.matmul.gpu.patterns import Form, form_of
+from shardmath.operators.matmul.gpu.split_k import HALVES, SplitKProduct, even_rows
+from shardmath.operators.matmul.gpu.tile_order import TILE_COLUMNS, TILE_ROWS, TileOrder
+from shardmath.operators.matmul.gpu.tile_sending import Shape
+from shardmath.operators.matmul.strategy import Strategy
+
+__all__ = [
+    "CHOICES",
+    "EPILOGS",
+    "Choice",
+    "choose_all_reduce",
+    "choose_reduce_scatter",
+    "choose_shape",
+    "choose_shared_shape",
+    "predicted",
+    "rounds_parts",
+    "sharded_of",
+]
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Of one GPU, in operations, bytes and seconds."""
+
+    product: float  # operations per second of a large product of halves
+    memory: float  # bytes per second that a product reads its factors with
+    processors: int
+    multipliers: int  # multiprocessors that share out the tiles of our kernel
+    ours: float  # of that rate, what our kernel reaches
+    link: float  # bytes per second that each rank sends in a reduce-scatter, or beside a product
+    both: float  # the same in an all-reduce
+    pair: float  # the same in a collective of two ranks
+    mixed: float  # the same where tiles and sums travel beside a product
+    burst: float  # the same of tiles that all multiprocessors send at once
+    copied: float  # bytes per second of sums that are copied to the result
+    taken: float  # bytes per second that the takers add up, while others multiply
+    beside: float  # bytes per second of sums that are sent, in time that the product loses
+    step: float  # seconds until a kernel has started, and what peers do is seen
+    clock: float  # cycles per second
+    launch: float  # seconds from one kernel of a graph to the next
+    collective: float  # seconds of a collective of a few bytes
+
+
+# Measured on 8, 4 and 2 H200; only ratios matter.
+H200 = Rates(
+    product=780e12,
+    memory=3.6e12,
+    processors=132,
+    multipliers=128,
+    ours=0.97,
+    link=290e9,
+    both=310e9,
+    pair=200e9,
+    mixed=270e9,
+    burst=345e9,
+    copied=2.1e12,
+    taken=1.6e11,
+    beside=1.2e12,
+    step=5e-6,
+    clock=1.75e9,
+    launch=1.5e-6,
+    collective=4.5e-6,
+)
+_TAKERS = 4
+_BAND = 8  # rows of tiles that are multiplied at once, at least: they share columns of B
+_MOST_BANDS, _MOST_CHUNKS = 16, 64
+_EXACT_BYTES = 512 << 10  # of a result whose parts are added unrounded: a collective of a MiB
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen, and the predicted seconds of both ways."""
+
+    fused: bool
+    fused_seconds: float
+    separate_seconds: float
+
+    def __str__(self) -> str:
+        names = ("one kernel", "cuBLAS and a collective")
+        first, second = names if self.fused else names[::-1]
+        times = sorted((self.fused_seconds, self.separate_seconds))
+        return f"{first} ({times[0] * 1e6:.0f} us; {second} {times[1] * 1e6:.0f} us)"
+
+
+@lru_cache(256)
+def choose_reduce_scatter(problem: SplitKProduct) -> Choice:
+    """For rank r's `rows[r]` rows of the product."""
+    return _choice(_scattering(problem), _separate(problem, ways=1))
+
+
+@lru_cache(256)
+def choose_all_reduce(problem: SplitKProduct) -> Choice:
+    """For all rows on every rank."""
+    return _choice(_sharing(problem), _separate(problem, ways=2))
+
+
+EPILOGS = (MatmulEpilog.DEFAULT, MatmulEpilog.ALLREDUCE)  # that the kernels do
+CHOICES: dict[str, Callable[[SplitKProduct], Choice]] = {
+    "reduce-scatter": choose_reduce_scatter,
+    "all-reduce": choose_all_reduce,
+}
+
+
+def predicted(strategy: Strategy) -> float | None:
+    """Seconds of halves that are added up by the faster of the two ways; None of anything else."""
+    form, problem = form_of(strategy), strategy.problem
+    if form is None or form.kind not in CHOICES or problem.dtype not in HALVES:
+        return None
+    choice = CHOICES[form.kind](sharded_of(strategy, form))
+    fuses = choice.fused and problem.epilog in EPILOGS
+    return choice.fused_seconds if fuses else choice.separate_seconds
+
+
+def sharded_of(strategy: Strategy, form: Form) -> SplitKProduct:
+    """The product of the rank with most of k, of a strategy of such a form."""
+    problem = strategy.problem
+    m, n, k = problem.shape
+    most = max(part.length for part in strategy.depth)
+    rows = form.rows or even_rows(m, problem.size)
+    factors = Factor("C", k), Factor("C", n)
+    return SplitKProduct(rows, m * n // max(1, sum(rows)), most, problem.dtype, *factors)
+
+
+def rounds_parts(elements: int) -> bool:
+    """Whether the ranks' parts of so many halves are rounded before a collective adds them up.
+
+    The kernel always does so. A small result is the sum of float32: that takes a few microseconds
+    more at most.
+    """
+    return 2 * elements > _EXACT_BYTES
+
+
+def choose_shape(problem: SplitKProduct) -> Shape:
+    """How to cut the work. The takers get what they can add up before the product ends.
+
+    Four multiprocessors take, and 128 multiply: most large products have tiles for 128 in even
+    numbers, and not for 132.
+    """
+    chunks = min(8, _down(problem))
+    return Shape(chunks, _TAKERS, late=_late(problem, chunks), apart=_apart(problem))
+
+
+def choose_shared_shape(problem: SplitKProduct) -> Shape:
+    """How to cut the work where all ranks get the sums.
+
+    A chunk is half of what all multiprocessors multiply at once, or more: bands of few rows of
+    tiles, of all owners, and these cut by columns.
+    """
+    tiles = TileOrder(problem.rows, problem.columns, 1).count
+    high, across = _high(problem), -(-problem.columns // TILE_COLUMNS)
+    bands = min(_down(problem), max(1, high // _BAND), _MOST_BANDS)
+    aside = max(
+        1, min(across // 4, round(2 * tiles / bands / H200.multipliers), _MOST_CHUNKS // bands)
+    )
+    chunks = bands * aside
+    return Shape(chunks, late=chunks, aside=aside, apart=_apart(problem))
+
+
+def _late(problem: SplitKProduct, chunks: int) -> int:
+    """How many chunks are left when the product ends, of those that the takers add up."""
+    each = _result(problem) / chunks / H200.taken
+    left = problem.flops / H200.product * (1 - 1 / chunks)  # after the first chunk has come
+    return chunks - min(chunks - 1, int(left / each))
+
+
+def _apart(problem: SplitKProduct) -> int:
+    """By how many cycles each pair of blocks begins later than the one before: then they send one
+    after another, and the last of them begins when the first would have sent its tiles. Where there
+    are tiles for them once only, all begin at once.
+    """
+    tiles = TileOrder(problem.rows, problem.columns, 1).count
+    if tiles <= H200.multipliers:
+        return 0
+    sent = 2 * TILE_ROWS * TILE_COLUMNS * (1 - 1 / len(problem.rows)) / H200.burst
+    each = _multiplying(problem) / -(-tiles // H200.multipliers)
+    return int(2 * min(sent, each / H200.multipliers) * H200.clock)
+
+
+def _scattering(problem: SplitKProduct) -> float:
+    """Seconds of the kernel that sends tiles while it multiplies, and of its sums."""
+    together = max(_multiplying(problem), _reading(problem), _sent(problem) / H200.link)
+    return 4 * H200.step + together + _last(problem) / H200.link
+
+
+def _sharing(problem: SplitKProduct) -> float:
+    """The same where all ranks get the sums: these are pushed, and copied to the result at last."""
+    last, sent = _last(problem), _sent(problem)
+    product = max(_multiplying(problem), _reading(problem)) + (sent - last) / H200.beside
+    together = max(product, (2 * sent - last) / H200.mixed)
+    copied = H200.launch + sent / H200.copied
+    return 4 * H200.step + together + 2 * last / H200.burst + copied
+
+
+def _last(problem: SplitKProduct) -> float:
+    """Bytes that a rank sends of the last tile of each multiprocessor."""
+    tiles = 2.0 * H200.multipliers * TILE_ROWS * TILE_COLUMNS
+    return min(1.0, tiles / _result(problem)) * _sent(problem)
+
+
+def _separate(problem: SplitKProduct, *, ways: int) -> float:
+    """Seconds of cuBLAS and then one collective, which sends the result so many `ways`.
+
+    cuBLAS cuts k where there are few tiles: it is bound by operations, or by memory.
+    """
+    wide = not rounds_parts(problem.height * problem.columns)
+    link = H200.pair if len(problem.rows) == 2 else (H200.link, H200.both)[ways - 1]
+    sent = (2 if wide else 1) * ways * _sent(problem) / link
+    rounding = wide * (H200.launch + 3 * _result(problem) / H200.memory)
+    product = max(problem.flops / H200.product, _reading(problem))
+    return H200.step + product + H200.launch + H200.collective + sent + rounding
+
+
+def _multiplying(problem: SplitKProduct) -> float:
+    """Seconds: tiles are computed in rounds of one on each multiprocessor."""
+    tiles = TileOrder(problem.rows, problem.columns, 1).count
+    work = 2.0 * TILE_ROWS * TILE_COLUMNS * max(problem.depth, 64)
+    return -(-tiles // H200.multipliers) * work * H200.processors / (H200.ours * H200.product)
+
+
+def _reading(problem: SplitKProduct) -> float:
+    """Seconds to read both factors once."""
+    return 2 * problem.depth * (problem.height + problem.columns) / H200.memory
+
+
+def _result(problem: SplitKProduct) -> int:
+    """Bytes of all rows of it."""
+    return 2 * problem.height * problem.columns
+
+
+def _sent(problem: SplitKProduct) -> float:
+    """Bytes that a rank sends when every rank gets its rows."""
+    return _result(problem) * (1 - 1 / len(problem.rows))
+
+
+def _high(problem: SplitKProduct) -> int:
+    """Rows of tiles of all ranks."""
+    return sum(-(-rows // TILE_ROWS) for rows in problem.rows)
+
+
+def _down(problem: SplitKProduct) -> int:
+    """Rows of tiles of the rank that has most."""
+    return max(1, -(-max(problem.rows) // TILE_ROWS))
+
+
+def _choice(fused: float, separate: float) -> Choice:
+    return Choice(fused < separate, fused, separate)

@@ -1,0 +1,264 @@
+"""A product whose rows are split: what each rank multiplies after a gather, and why it may not fit.
+
+Rank r has some rows of A and some columns of B, and all rows of the result in its columns. Each
+rank hands its rows to the others, its right neighbour first, so that they come in the order own,
+left, left of the left, and the tiles of the result are computed in that order.
+
+              k                n of rank 0   1   2
+    A  [ rows of rank 0 ]      B  [        |   |   ]      result  [        |   |   ]
+       [ rows of rank 1 ]    k    [        |   |   ]         m    [        |   |   ]
+       [ rows of rank 2 ]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from shardmath.cuda.device import Device
+from shardmath.cuda.tensormap import ALIGNMENT
+from shardmath.operators.matmul.gpu.factor import Factor
+
+__all__ = [
+    "CHUNKS",
+    "DEPTH",
+    "PIECES",
+    "TILE_ROWS",
+    "WIDTHS",
+    "RowSplitProduct",
+    "Tiling",
+    "choose_tiling",
+    "fuses",
+]
+
+WIDTHS = (256, 224, 192, 160, 128)
+TILE_ROWS = 128
+CHUNKS = 8  # of k, at most, in which rows come
+PIECES = 4  # in which copy engines bring what is waited for: a copy takes long to begin
+DEPTH = 64  # of k, that is multiplied at once
+_DTYPES = ("float16", "bfloat16")
+_MOST_RANKS = 64  # whose maps fit in a kernel's argument
+_LINE = 128  # bytes
+_SHARED_BYTES = 226 << 10  # that a block may have, less what the barriers need
+
+
+@dataclass(frozen=True)
+class RowSplitProduct:
+    """What one rank multiplies: (sum(rows) x depth) by (depth x columns), elements of `dtype`.
+
+    `rows`, of A on each rank, `depth`, `dtype` and the order of A are the same on all ranks;
+    `columns`, those of this rank, the pitches, the layout of B and `out`, the order of the result,
+    may differ.
+    """
+
+    rows: tuple[int, ...]
+    columns: int
+    depth: int
+    dtype: str
+    a: Factor
+    b: Factor
+    out: str = "C"
+
+    @property
+    def height(self) -> int:
+        """Rows of the result."""
+        return sum(self.rows)
+
+    @property
+    def flops(self) -> float:
+        """Of this rank: a multiplication and an addition count as two."""
+        return 2.0 * self.height * self.columns * self.depth
+
+    @property
+    def same_everywhere(self) -> list[tuple[str, object]]:
+        """What all ranks must mean alike, by name."""
+        return [
+            ("the rows of each rank", list(self.rows)),
+            ("depth", self.depth),
+            ("dtype", self.dtype),
+            ("the order of A", self.a.order),
+        ]
+
+    def misfit(self, device: Device) -> str:
+        """Why `device` cannot multiply so while rows arrive, or "" where it can."""
+        if device.arch != "sm_90":
+            return f"the kernel is for GPUs of capability 9.0, and this one is {device.arch}"
+        if self.dtype not in _DTYPES:
+            return f"elements are {self.dtype}, and the kernel multiplies {' and '.join(_DTYPES)}"
+        if len(self.rows) > _MOST_RANKS:
+            return f"{len(self.rows)} ranks, and the kernel gathers from {_MOST_RANKS} at most"
+        for name, factor in (("A", self.a), ("B", self.b)):
+            if 2 * factor.pitch % ALIGNMENT:
+                return (
+                    f"{name}'s {'rows' if factor.order == 'C' else 'columns'} are {factor.pitch} "
+                    f"elements apart, and copies by boxes need a multiple of {ALIGNMENT // 2}"
+                )
+        return ""
+
+    # -- how rows come, the same on all ranks ------------------------------------------------------
+
+    @property
+    def chunk(self) -> int:
+        """Steps of DEPTH in a chunk of k."""
+        return max(1, -(-self.depth // (DEPTH * CHUNKS)))
+
+    @cached_property
+    def chunks(self) -> tuple[tuple[int, int], ...]:
+        """The first k of each, and the last and one."""
+        length = self.chunk * DEPTH
+        return tuple((k, min(self.depth, k + length)) for k in range(0, self.depth, length))
+
+    # -- where the gathered rows lie, the same on all ranks ----------------------------------------
+
+    def pitch(self, rank: int) -> int:
+        """Elements from one row ("C") or column ("F") of the rows of `rank` to the next."""
+        return _rounded(self.depth if self.a.order == "C" else self.rows[rank], ALIGNMENT // 2)
+
+    def lines(self, rank: int) -> int:
+        """How many rows ("C") or columns ("F") they have."""
+        return self.rows[rank] if self.a.order == "C" else self.depth
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Bytes before the rows of each rank; the last is the size of all."""
+        at = [0]
+        for rank in range(len(self.rows)):
+            at.append(at[-1] + _rounded(2 * self.lines(rank) * self.pitch(rank), _LINE))
+        return tuple(at)
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """The first row of each rank in the result."""
+        return tuple(sum(self.rows[:rank]) for rank in range(len(self.rows)))
+
+    def arrivals(self, rank: int) -> list[int]:
+        """Whose rows come to `rank`, in this order; its own are first. Without empty ones."""
+        size = len(self.rows)
+        order = [(rank - step) % size for step in range(size)]
+        return [src for src in order if self.rows[src]]
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """`width` columns in a tile, `cluster` tiles above each other that share them, `stages` of k
+    that are on their way at once, on `blocks` multiprocessors. The nearest `early` ranks on the
+    right get this rank's rows in pieces, so that their tiles can begin soon.
+    """
+
+    width: int
+    cluster: int
+    stages: int
+    blocks: int
+    early: int = 0
+
+    @property
+    def clusters(self) -> int:
+        """That multiply at once."""
+        return max(1, self.blocks // self.cluster)
+
+    def heights(self, rows: int) -> int:
+        """Units, of `cluster` tiles each, that `rows` have above each other."""
+        return -(-rows // (TILE_ROWS * self.cluster))
+
+    def across(self, columns: int) -> int:
+        """Tiles next to each other."""
+        return -(-columns // self.width)
+
+    def shared_bytes(self, *, b_along_k: bool) -> int:
+        """Of shared memory, as all_gather_gemm.cu lays it out."""
+        b = self.width if b_along_k else _rounded(self.width, 64)
+        return 1024 + self.stages * (TILE_ROWS + b) * DEPTH * 2
+
+
+def choose_tiling(problem: RowSplitProduct, rank: int, processors: int) -> Tiling:
+    """The tiling for which `predicted` says that the last tile is done first."""
+    cluster = 2 if max(problem.rows, default=0) > TILE_ROWS else 1
+    size = len(problem.rows)
+    blocks = processors - _SPARE if size > 1 else processors
+    tilings = [
+        _with_even_blocks(Tiling(width, cluster, _stages(width), blocks, early), problem)
+        for width in WIDTHS
+        for early in range(min(size, 1 + _MOST_EARLY))
+    ]
+    return min(tilings, key=lambda tiling: predicted(problem, rank, tiling))
+
+
+def predicted(problem: RowSplitProduct, rank: int, tiling: Tiling) -> float:
+    """Seconds until the last tile is done: units are dealt out in turn, and wait for their rows."""
+    unit = 2.0 * TILE_ROWS * tiling.width * max(problem.depth, 1) / _FLOPS + _PER_TILE
+    unit /= _EFFICIENCY[tiling.width]
+    free = [0.0] * tiling.clusters
+    number, across = 0, tiling.across(problem.columns)
+    parts = zip(problem.arrivals(rank), _coming(problem, rank, tiling), strict=True)
+    for src, (begun, here) in parts:
+        for _ in range(tiling.heights(problem.rows[src]) * across):
+            at = number % tiling.clusters
+            free[at] = max(max(free[at], begun) + unit, here + unit / PIECES)
+            number += 1
+    return max(free)
+
+
+def _coming(problem: RowSplitProduct, rank: int, tiling: Tiling) -> list[tuple[float, float]]:
+    """When the first chunk of each rank's rows comes, and the last, in the order of `arrivals`."""
+    peers = problem.arrivals(rank)
+    found = [(0.0, 0.0)] * peers.count(rank)
+    peers = peers[len(found) :]
+    nbytes = [2.0 * problem.rows[src] * problem.depth for src in peers]
+    early, late = nbytes[: tiling.early], nbytes[tiling.early :]
+    at = _START
+    if early:
+        each = _PER_COPY * len(early) + sum(early) / PIECES / _ENGINE
+        found += [(at + each, at + PIECES * each)] * len(early)
+        at += PIECES * each
+    for more in late:
+        at += _PER_COPY + more / _ENGINE
+        found.append((at, at))
+    return found
+
+
+def fuses(problem: RowSplitProduct, processors: int = 132) -> bool:
+    """Whether to multiply while rows arrive; else gather first, and multiply then.
+
+    To be asked of the same problem on all ranks: that of the rank with most columns. A product of
+    few rows has too few tiles for the GPU, which cuBLAS cuts along k: then one gather and cuBLAS
+    are done first.
+    """
+    size = len(problem.rows)
+    if size == 1:
+        return False
+    tiling = choose_tiling(problem, 0, processors)
+    sent = 2.0 * max(problem.rows) * problem.depth * (size - 1)
+    alone = problem.flops / (_FLOPS * processors) + _PER_TILE
+    return predicted(problem, 0, tiling) < _GATHER + sent / _GATHER_BANDWIDTH + alone
+
+
+# Measured on H200.
+_FLOPS = 800e12 / 132  # of one multiprocessor, in half precision
+_PER_TILE = 1.5e-6  # seconds
+_ENGINE = 370e9  # of a copy engine, bytes per second
+_START = 19e-6  # a kernel on another stream looks whether peers have read, then it starts
+_PER_COPY = 6e-6  # beside its bytes, with the words behind it
+_MOST_EARLY = 3  # ranks
+_SPARE = 4  # multiprocessors for what starts the copies: beside a block of the product, no quarter
+# of a multiprocessor has the registers of a warp left
+_EFFICIENCY = {256: 1.0, 224: 0.99, 192: 0.92, 160: 0.88, 128: 0.82}
+_GATHER = 10e-6  # seconds: two barriers, and a kernel that pushes
+_GATHER_BANDWIDTH = 320e9
+
+
+def _stages(width: int) -> int:
+    """As many as fit into the shared memory of a multiprocessor, at most 6."""
+    return min(6, (_SHARED_BYTES - 1024) // ((TILE_ROWS + _rounded(width, 64)) * DEPTH * 2))
+
+
+def _with_even_blocks(tiling: Tiling, problem: RowSplitProduct) -> Tiling:
+    """No more blocks than finish in as many turns: those left over have the rest to do."""
+    units = sum(tiling.heights(rows) for rows in problem.rows) * tiling.across(problem.columns)
+    clusters = max(1, min(tiling.clusters, units))
+    turns = -(-units // clusters)
+    fewest = -(-units // turns) if turns else 1
+    return replace(tiling, blocks=fewest * tiling.cluster)
+
+
+def _rounded(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

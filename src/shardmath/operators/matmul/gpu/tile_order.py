@@ -1,0 +1,175 @@
+"""Which tiles of a product a rank computes, in which order, and where their owners keep them.
+
+Every rank multiplies all rows; each owner gets the tiles of its rows. An owner's tiles are cut into
+chunks, the same number for every owner. A rank goes through the chunks, and in each through the
+owners from the next rank on to itself, so that owners can add up chunk after chunk while the
+product goes on, and no two ranks send to the same owner at once:
+
+    rank 1 of 4, 2 chunks:   owner 2 3 0 1 | 2 3 0 1
+                             chunk 0 0 0 0 | 1 1 1 1
+
+All of this is pure, and the same on every rank that asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["TILE_COLUMNS", "TILE_ROWS", "Chunk", "TileOrder"]
+
+TILE_ROWS, TILE_COLUMNS = 128, 256
+_GROUP = 16  # rows of tiles that are walked together: they share columns of B, and these rows of A
+Words = npt.NDArray[np.uint32]
+Integers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some of an owner's tiles: a box of its rows of tiles and of its columns of tiles."""
+
+    rows: range
+    columns: range
+
+    @property
+    def tiles(self) -> int:
+        """How many."""
+        return len(self.rows) * len(self.columns)
+
+    def grid(self) -> tuple[Integers, Integers]:
+        """The row and the column of each tile, row after row."""
+        rows, columns = np.array(self.rows, np.int64), np.array(self.columns, np.int64)
+        return np.repeat(rows, columns.size), np.tile(columns, rows.size)
+
+
+@dataclass(frozen=True)
+class TileOrder:
+    """The tiles of a product whose result has `columns`, and `rows[r]` rows for rank r.
+
+    An owner's chunks lie `aside` each other in bands of its rows of tiles.
+    """
+
+    rows: tuple[int, ...]
+    columns: int
+    chunks: int
+    aside: int = 1
+
+    @property
+    def across(self) -> int:
+        """Tiles side by side in each row of tiles."""
+        return -(-self.columns // TILE_COLUMNS)
+
+    def down(self, owner: int) -> int:
+        """Rows of tiles of an owner. Each owner's begin with its own first row."""
+        return -(-self.rows[owner] // TILE_ROWS)
+
+    def tiles(self, owner: int) -> int:
+        """Tiles of an owner, from each rank."""
+        return self.down(owner) * self.across
+
+    @property
+    def count(self) -> int:
+        """Tiles of all owners."""
+        return sum(self.tiles(owner) for owner in range(len(self.rows)))
+
+    def parts(self, owner: int) -> list[Chunk]:
+        """The owner's chunks: in bands where it has rows enough for each, else side by side."""
+        down, across = self.down(owner), self.across
+        bands = self.chunks // self.aside
+        if down >= bands:
+            return [
+                Chunk(rows, columns)
+                for rows in _cut(down, bands)
+                for columns in _cut(across, self.aside)
+            ]
+        return [Chunk(range(down), columns) for columns in _cut(across, self.chunks)]
+
+    def owned(self, owner: int) -> Words:
+        """The owner's tiles by slot: `Tile` of tile_slots.cuh, rows from its own."""
+        found = []
+        for number, part in enumerate(self.parts(owner)):
+            row, column = part.grid()
+            found.append(self._words(owner, number, row, column, self._first_slot[owner][number]))
+        return np.concatenate(found)
+
+    def table(self, owner: int) -> Words:
+        """By chunk: the half tiles that each rank sends in a launch, and the first tile behind."""
+        words = self.owned(owner)
+        chunk, rows = words[:, 2] >> 16, words[:, 2] >> 8 & 0xFF
+        halves = (rows > 0).astype(np.int64) + (rows > TILE_ROWS // 2)
+        numbers = np.arange(self.chunks)
+        sums = np.array([halves[chunk == number].sum() for number in numbers])
+        return np.column_stack([sums, np.searchsorted(chunk, numbers, "right")]).astype(np.uint32)
+
+    def of(self, rank: int, cluster: int = 1) -> Words:
+        """All tiles as `rank` computes them: `Tile` of tile_slots.cuh, rows from the first of all.
+
+        Each `cluster` of tiles that follow each other have the same columns; where there are not
+        enough of them, tiles without rows stand in.
+        """
+        size = len(self.rows)
+        first = np.concatenate([[0], np.cumsum(self.rows)])
+        order = [(rank + step) % size for step in range(1, size + 1)]
+        walked = []
+        for number in range(self.chunks):
+            lines = 0
+            cycle = []
+            for owner in order:
+                part = self.parts(owner)[number]
+                row, column = part.grid()
+                words = self._words(owner, number, row, column, self._first_slot[owner][number])
+                words[:, 0] += np.uint32(first[owner])
+                line = lines + row - part.rows.start
+                cycle.append(np.column_stack([line // _GROUP, column, line, words]))
+                lines += len(part.rows)
+            tiles = np.concatenate(cycle)
+            tiles = tiles[np.lexsort((tiles[:, 2], tiles[:, 1], tiles[:, 0]))]
+            walked.append(_filled_up(tiles, cluster)[:, 3:])
+        return np.ascontiguousarray(np.concatenate(walked), dtype=np.uint32)
+
+    @cached_property
+    def _first_slot(self) -> list[list[int]]:
+        """By owner and chunk."""
+        counts = [[part.tiles for part in self.parts(owner)] for owner in range(len(self.rows))]
+        return [[sum(row[:number]) for number in range(self.chunks)] for row in counts]
+
+    def _words(
+        self,
+        owner: int,
+        chunk: int,
+        row: Integers,
+        column: Integers,
+        slot: int,
+    ) -> Words:
+        """`Tile`s of one chunk of an owner, which lie in the order in which they are given."""
+        rows = np.minimum(self.rows[owner] - row * TILE_ROWS, TILE_ROWS)
+        what = owner | rows << 8 | chunk << 16
+        number = slot + np.arange(row.size)
+        return np.column_stack([row * TILE_ROWS, column * TILE_COLUMNS, what, number]).astype(
+            np.uint32
+        )
+
+
+def _filled_up(tiles: Integers, cluster: int) -> Integers:
+    """Tiles of the same group and column, the first two words, to a multiple of `cluster`."""
+    if not len(tiles):
+        return tiles
+    starts = np.flatnonzero(np.any(np.diff(tiles[:, :2], axis=0, prepend=-1), axis=1))
+    ends = np.append(starts[1:], len(tiles))
+    missing = -(ends - starts) % cluster
+    idle = tiles.copy()
+    idle[:, 5] &= ~0xFF00  # no rows
+    return np.insert(
+        tiles, np.repeat(ends, missing), np.repeat(idle[ends - 1], missing, axis=0), axis=0
+    )
+
+
+def _cut(count: int, parts: int) -> Sequence[range]:
+    """0 ... `count` in so many ranges, of sizes that differ by one at most."""
+    cuts = [count * part // parts for part in range(parts + 1)]
+    return [range(low, high) for low, high in pairwise(cuts)]

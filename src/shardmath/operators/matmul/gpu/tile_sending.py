@@ -1,0 +1,336 @@
+"""The part that GEMM + ReduceScatter and GEMM + AllReduce share: products whose tiles are sent.
+
+A plan has slots on the symmetric heap, where every rank puts its tiles of this rank's rows, and a
+ledger of words that only count up, so that launches follow each other without the host, also when
+a CUDA graph replays them. A slot is written again only after its owner has taken what the launch
+before left there. Blocks that multiply never wait for a peer's tiles: takers do, which are few and
+come after the others in the same kernel. So several plans at work never wait in a circle. What has
+not been added up when all tiles have come is left to a second kernel.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from shardmath.context import Context
+from shardmath.cuda.driver import call
+from shardmath.cuda.kernel import Argument
+from shardmath.cuda.tensormap import ALIGNMENT, tensor_map
+from shardmath.operators.matmul.gpu.factor import Factor
+from shardmath.operators.matmul.gpu.plan_memory import PlanMemory
+from shardmath.operators.matmul.gpu.split_k import SplitKProduct
+from shardmath.operators.matmul.gpu.tile_order import TILE_COLUMNS, TILE_ROWS, TileOrder
+
+__all__ = ["Shape", "TileSendingGemm"]
+
+_TILE_BYTES = TILE_ROWS * TILE_COLUMNS * 2
+_ROUND = 1024  # bytes that the parts of a plan's memory are rounded up to
+_STAGE_BYTES = (TILE_ROWS + TILE_COLUMNS) * 64 * 2
+_THREADS = 384  # of the product
+_TAKING = 512  # threads of a block that adds up what is left
+_BLOCKS_OF_TILE = TILE_ROWS * TILE_COLUMNS // 8 // _TAKING  # where each thread adds 8 elements
+_MOST_ARGUMENTS = 256
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How the work is cut. Each owner's tiles are added up in `chunks`, `aside` each other in bands
+    of its rows. `takers` blocks do not multiply: they add up all chunks but the last `late` ones,
+    and wait for these. Each cluster begins `apart` cycles later than the one before. The rest is
+    tile_sending.cuh's.
+    """
+
+    chunks: int
+    takers: int = 2
+    late: int = 1
+    cluster: int = 2
+    stages: int = 4
+    aside: int = 1
+    apart: int = 0
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the parts of one rank's memory begin, in bytes."""
+
+    walk: TileOrder
+    rank: int
+    extra_bytes: int
+
+    @property
+    def ledger(self) -> int:
+        """`Ledger` of tile_slots.cuh."""
+        return 0
+
+    @cached_property
+    def arrived(self) -> int:
+        """Counters of tiles, [source][chunk]; peers write them."""
+        return _rounded(8 * (2 + self._size))
+
+    @cached_property
+    def claimed(self) -> int:
+        """[chunk]: pieces of sums that have been begun with."""
+        return self.arrived + _rounded(8 * self._size * self.walk.chunks)
+
+    @cached_property
+    def slots(self) -> int:
+        """[source][tile]; peers write them. All before are counters, and begin as zeros."""
+        return self.claimed + _rounded(4 * self.walk.chunks)
+
+    @cached_property
+    def extra(self) -> int:
+        """The caller's."""
+        return self.slots + self._size * self.stride
+
+    @cached_property
+    def tiles(self) -> int:
+        """The table of all tiles that the rank computes, filled up for clusters."""
+        return self.extra + _rounded(self.extra_bytes)
+
+    @cached_property
+    def owned(self) -> int:
+        """The table of its own."""
+        return self.tiles + _rounded(16 * 2 * self.walk.count)
+
+    @cached_property
+    def chunks(self) -> int:
+        """The table of its chunks."""
+        return self.owned + _rounded(16 * self.walk.tiles(self.rank))
+
+    @cached_property
+    def nbytes(self) -> int:
+        """All of it."""
+        return self.chunks + _rounded(8 * self.walk.chunks)
+
+    @property
+    def stride(self) -> int:
+        """Bytes of one source's slots."""
+        return self.walk.tiles(self.rank) * _TILE_BYTES
+
+    @property
+    def _size(self) -> int:
+        return len(self.walk.rows)
+
+
+class TileSendingGemm:
+    """One rank's slots, ledger, tables and kernels for a `SplitKProduct`. Made by `together`.
+
+    A plan is used by one stream at a time; several plans may be at work on several streams.
+    """
+
+    def __init__(
+        self,
+        problem: SplitKProduct,
+        shape: Shape,
+        places: Sequence[Places],
+        room: PlanMemory,
+    ) -> None:
+        self.team = room.team
+        self.problem = problem
+        self.shape = shape
+        self.walk = places[0].walk
+        self.places = tuple(places)
+        self.bases = room.bases
+        self._own = places[self.team.rank]
+        self._room = room
+        self._arguments: dict[tuple[str | int | bytes, ...], Argument] = {}
+
+    @classmethod
+    def together(
+        cls,
+        context: Context,
+        problem: SplitKProduct,
+        shape: Shape,
+        *,
+        extra: int = 0,
+    ) -> TileSendingGemm:
+        """The same on all ranks, but for what `SplitKProduct` lets differ. Collective.
+
+        `extra` bytes of every rank's memory, at `extra(rank)`, are the caller's. Raises ValueError
+        on all ranks where they disagree or one rank's device cannot, HeapExhausted.
+        """
+        walk = TileOrder(problem.rows, problem.columns, shape.chunks, shape.aside)
+        places = [Places(walk, rank, extra) for rank in range(context.size)]
+
+        def begin(address: int) -> None:
+            assert context.team is not None, "a context of GPUs"
+            own = places[context.rank]
+            context.team.device.zero(address, own.slots)
+            _write(address + own.tiles, walk.of(context.rank, shape.cluster))
+            _write(address + own.owned, walk.owned(context.rank))
+            _write(address + own.chunks, walk.table(context.rank))
+
+        room = PlanMemory.together(
+            context,
+            "a product that sends its tiles",
+            lambda rank: places[rank].nbytes,
+            refusal=problem.misfit,
+            begin=begin,
+            same=[
+                *problem.same_everywhere,
+                ("chunks", [shape.chunks, shape.aside]),
+                ("extra bytes", extra),
+            ],
+        )
+        return cls(problem, shape, places, room)
+
+    def extra(self, rank: int) -> int:
+        """Where the caller's bytes of `rank` lie for this rank."""
+        return self.bases[rank] + self.places[rank].extra
+
+    def free(self) -> None:
+        """Wait for this rank's kernels, and mark the memory: it is used again after all ranks have.
+
+        Nothing can be launched any more, on any rank.
+        """
+        self._room.free()
+
+    # -- on a stream -------------------------------------------------------------------------------
+
+    def require_usable(self) -> None:
+        """See PlanMemory.require_usable."""
+        self._room.require_usable()
+
+    def multiply(
+        self,
+        kernel: str,
+        a: int,
+        b: int,
+        sums: int,
+        pitch: int,
+        stream: int,
+        copies: bytes = b"",
+    ) -> None:
+        """Put on `stream` a kernel that multiplies A and B and sends the tiles, and one that adds
+        up what it has left.
+
+        A, B and the sums of this rank's rows lie at these addresses, rows of the sums `pitch` bytes
+        apart. `copies` is where the sums go besides, as `TakeArgument` has it.
+        """
+        problem, shape = self.problem, self.shape
+        defines = (
+            f"ELEMENT={problem.dtype.capitalize()}",
+            f"A_ALONG_K={problem.a.order == 'C':d}",
+            f"B_ALONG_K={problem.b.order == 'F':d}",
+            f"CLUSTER={shape.cluster}",
+            f"STAGES={shape.stages}",
+            *self._defines(sums, pitch, bool(copies)),
+        )
+        memory = 1024 + shape.stages * _STAGE_BYTES + _TILE_BYTES // 2  # the other half: in a stage
+        made = self.team.kernel(kernel, kernel, defines, shared=memory, features="a")
+        argument = self._argument(self._of_product, a, b, sums, pitch, copies)
+        made.launch(stream, self._multipliers + self._takers, _THREADS, argument)
+        self._take_rest(sums, pitch, copies, stream)
+
+    def _take_rest(self, sums: int, pitch: int, copies: bytes, stream: int) -> None:
+        """Put on `stream` what adds up all that is left, and ends the launch."""
+        defines = self._defines(sums, pitch, bool(copies))
+        kernel = self.team.kernel("remaining_sums", "remaining_sums", defines)
+        blocks = max(1, self.walk.tiles(self.team.rank) * _BLOCKS_OF_TILE)
+        most = 2 * self.team.device.processors
+        argument = self._argument(self._of_rest, sums, pitch, copies)
+        kernel.launch(stream, min(most, blocks), _TAKING, argument, early=True)
+
+    def _defines(self, sums: int, pitch: int, shared: bool) -> tuple[str, ...]:
+        """What tile_sums.cuh is compiled with."""
+        whole = sums % 16 == 0 and pitch % 16 == 0 and self.problem.columns % 8 == 0
+        return f"ADDEND={self.problem.dtype}", f"WHOLE={whole:d}", f"SHARED={shared:d}"
+
+    @property
+    def _takers(self) -> int:
+        return _multiple(max(1, self.shape.takers), self.shape.cluster)
+
+    @cached_property
+    def _units(self) -> int:
+        return len(self.walk.of(self.team.rank, self.shape.cluster)) // self.shape.cluster
+
+    @property
+    def _multipliers(self) -> int:
+        """Blocks: no more than are needed for as few rounds of tiles."""
+        cluster = self.shape.cluster
+        most = max(1, (self.team.device.processors - self._takers) // cluster)
+        rounds = -(-self._units // most)
+        return cluster * -(-self._units // rounds)
+
+    # -- arguments ---------------------------------------------------------------------------------
+
+    def _argument(self, make: Callable[..., bytes], *words: int | bytes) -> Argument:
+        """The struct that `make` packs from these words, made once."""
+        key: tuple[str | int | bytes, ...] = (make.__name__, *words)
+        if key not in self._arguments:
+            if len(self._arguments) >= _MOST_ARGUMENTS:
+                self._arguments.clear()
+            self._arguments[key] = Argument(make(*words))
+        return self._arguments[key]
+
+    def _of_product(self, a: int, b: int, sums: int, pitch: int, copies: bytes) -> bytes:
+        """The struct `Product`: one that holds tensor maps is a multiple of 64 bytes."""
+        problem, rank = self.problem, self.team.rank
+        for name, address in (("A", a), ("B", b)):
+            if address % ALIGNMENT:
+                raise ValueError(
+                    f"{name} lies at {address:#x}, which is no multiple of {ALIGNMENT}"
+                )
+        columns = TILE_COLUMNS // self.shape.cluster
+        slots = [self.bases[dst] + p.slots + rank * p.stride for dst, p in enumerate(self.places)]
+        skipped = 8 * rank * self.walk.chunks
+        arrived = [self.bases[dst] + p.arrived + skipped for dst, p in enumerate(self.places)]
+        made = (
+            self._map(a, problem.a, problem.height, problem.depth, TILE_ROWS, "C")
+            + self._map(b, problem.b, problem.depth, problem.columns, columns, "F")
+            + self.team.packed()
+            + struct.pack("QII", self._at("tiles"), self._units, -(-problem.depth // 64))
+            + struct.pack("II", self._multipliers, self.shape.apart)
+            + struct.pack(f"{2 * len(slots)}Q", *slots, *arrived)
+            + self._of_take(sums, pitch, copies)
+        )
+        return made + bytes(-len(made) % 64)
+
+    def _map(
+        self, address: int, factor: Factor, rows: int, columns: int, tile: int, along_k: str
+    ) -> bytes:
+        """A box holds 64 elements along the contiguous axis, and of the other 64 of k or a tile."""
+        width, height = (columns, rows) if factor.order == "C" else (rows, columns)
+        box = tile if factor.order == along_k else 64
+        return tensor_map(address, self.problem.dtype, width, height, factor.pitch, box)
+
+    def _of_rest(self, sums: int, pitch: int, copies: bytes) -> bytes:
+        """The struct `RestArgument`."""
+        return self.team.packed() + self._of_take(sums, pitch, copies)
+
+    def _of_take(self, sums: int, pitch: int, copies: bytes) -> bytes:
+        """The struct `TakeArgument`, which ends with where sums go besides."""
+        walk, at, early = self.walk, self._at, max(0, self.shape.chunks - self.shape.late)
+        return (
+            struct.pack("QQQQ", at("slots"), self._own.stride, at("owned"), at("chunks"))
+            + struct.pack("IIQ", walk.chunks, early, walk.columns)
+            + struct.pack("QQ", at("arrived"), at("claimed"))
+            + struct.pack("QQ", pitch, sums)
+            + struct.pack(f"{self.team.size}Q", *self.bases)
+            + (copies or bytes(8 + 8 * self.team.size))
+        )
+
+    def _at(self, name: str) -> int:
+        """Where a part of this rank's memory begins."""
+        return self.bases[self.team.rank] + int(getattr(self._own, name))
+
+
+def _rounded(nbytes: int) -> int:
+    return _multiple(nbytes, _ROUND)
+
+
+def _multiple(count: int, of: int) -> int:
+    return -(-count // of) * of
+
+
+def _write(address: int, words: npt.NDArray[np.uint32]) -> None:
+    """Copy a table to the device, and wait until it is there."""
+    if words.size:
+        call("cuMemcpyHtoD", address, words.ctypes.data, words.nbytes)
+        call("cuCtxSynchronize")

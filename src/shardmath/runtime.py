@@ -1,0 +1,159 @@
+"""What contexts stand on: connections to the peers, the transport, the heap, and what groups share.
+
+One context makes it; those split from it use the same. It imports the GPU's side only for ranks
+that compute on one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+from shardmath import agreement
+from shardmath.config import Settings
+from shardmath.group.base import ProcessGroup
+from shardmath.symmetric.board import ROW_BYTES, Board, board_bytes
+from shardmath.symmetric.heap import Buffer, Heap, Location
+from shardmath.symmetric.rows import Rows, SpreadRows
+from shardmath.symmetric.structs import pad_bytes
+from shardmath.symmetric.waiting import Patience
+from shardmath.transport import choice
+from shardmath.transport.base import Transport
+from shardmath.transport.host import export_memory, map_memory
+from shardmath.transport.mesh import Mesh
+
+if TYPE_CHECKING:
+    from shardmath.cuda.device import Device
+    from shardmath.symmetric.team import Team
+
+__all__ = ["Runtime"]
+
+
+class Runtime:
+    """What a context and those split from it share: connections, transport and heap.
+
+    `transport` and `heap` are there after `open`.
+    """
+
+    transport: Transport
+    heap: Heap
+    device: Device | None = None  # None for ranks that compute on cores
+
+    def __init__(self, group: ProcessGroup, settings: Settings) -> None:
+        self.settings = settings
+        self.kept: list[Buffer] = []  # what kernels may write at any time, until all contexts end
+        self.mesh = Mesh(
+            group,
+            settings.startup_timeout,
+            pretended=settings.fake_hosts,
+            address=settings.address,
+        )
+
+    def open(self, ordinal: int | None, group: ProcessGroup) -> str:
+        """Make the transport for a CUDA device, or for the host's cores; its name. Local."""
+        if ordinal is not None:
+            from shardmath.cuda.device import Device
+
+            self.device = Device.of(ordinal)
+        name = choice.choose(self.mesh, group, self.device, self.settings.transport)
+        self.transport = choice.make(name, self.mesh, self.device, self.settings)
+        self.heap = Heap(
+            self.transport, rank=self.mesh.rank, segment_bytes=self.settings.segment_bytes
+        )
+        return name
+
+    def board(self, ranks: Sequence[int], rank: int, name: str) -> Board:
+        """A board for `ranks` (numbers of this mesh), of which this process is `rank`.
+
+        Collective among them. No two boards have the same `name`.
+        """
+        mesh, size = self.mesh, len(ranks)
+        rows = self._rows(ranks, rank, name)
+        names = [f"pid {mesh.pids[r]} on {mesh.hosts[r]}" for r in ranks]
+        patience = Patience.of(self.settings.timeout, self.settings.notice, mesh.neighbours)
+        return Board(
+            rows,
+            rank=rank,
+            size=size,
+            watch=mesh.watch,
+            watch_ranks=ranks,
+            names=names,
+            patience=patience,
+        )
+
+    def _rows(self, ranks: Sequence[int], rank: int, name: str) -> Rows:
+        """Where a board's rows lie: the first rank of a host makes memory for the others there."""
+        mesh, size = self.mesh, len(ranks)
+        tag = "board " + blake2b(name.encode(), digest_size=24).hexdigest()
+        first, *others = [peer for peer in ranks if mesh.near(peer)]
+        if first == mesh.rank:
+            fd, memory = export_memory("shardmath-board", board_bytes(size))
+            for peer in others:
+                mesh.send(peer, tag, fd)
+            os.close(fd)
+        else:
+            memory = map_memory(mesh.receive(first, tag))
+        far = {r: peer for r, peer in enumerate(ranks) if not mesh.near(peer)}
+        if not far:
+            return Rows(memory, rank=rank, size=size, row_bytes=ROW_BYTES)
+        assert mesh.wires is not None, "there are ranks on other hosts"
+        return SpreadRows(
+            memory,
+            rank=rank,
+            size=size,
+            row_bytes=ROW_BYTES,
+            far=far,
+            wires=mesh.wires,
+            name=name,
+        )
+
+    def team(self, board: Board, ranks: Sequence[int]) -> Team | None:
+        """The GPU side of a group: None on cores. Collective.
+
+        That every device reaches every other's memory is found out here, by mapping it.
+        """
+        if self.device is None:
+            return None
+        from shardmath.symmetric.far_team import FarTeam
+        from shardmath.symmetric.team import CHANNELS, Team
+
+        device, transport = self.device, self.transport
+        nbytes = pad_bytes(len(ranks), CHANNELS)
+        pads: list[Buffer] = []
+
+        def describe() -> tuple[int, int]:
+            pads.append(self.heap.allocate(nbytes))
+            block = pads[0].block
+            device.zero(block.address, nbytes)
+            transport.announce(block.location.segment, ranks)
+            return block.location.segment, block.location.offset
+
+        places = agreement.agree(board, "initialize: pads", describe, lambda places: places)
+
+        def attach() -> list[int | None]:
+            for peer, (segment, _) in zip(ranks, places, strict=True):
+                if peer != self.mesh.rank:
+                    transport.attach(peer, segment)
+            return []
+
+        agreement.agree(board, "initialize: peer access", attach, lambda _: None)
+        addresses = [
+            transport.address(peer, segment, offset, nbytes) or 0
+            for peer, (segment, offset) in zip(ranks, places, strict=True)
+        ]
+        self.kept.append(pads[0])  # a peer's kernel may signal after this rank has closed the group
+        if all(map(self.mesh.near, ranks)):
+            return Team(device, board, pads[0], addresses)
+        team = FarTeam(device, board, pads[0], addresses)
+        far = [rank for rank, peer in enumerate(ranks) if not self.mesh.near(peer)]
+        team.locate(transport, ranks, {rank: Location(*places[rank]) for rank in far})
+        return team
+
+    def close(self) -> None:
+        """Drop transport and connections; mappings that arrays still use stay."""
+        if hasattr(self, "transport"):
+            self.transport.close()  # waits for what runs on the GPU
+        self.kept.clear()
+        self.mesh.close()

@@ -1,0 +1,126 @@
+"""Memory of ranks on the cores of several hosts: what all ways to reach it have in common.
+
+Ranks of one host map each other's segments. Of a segment elsewhere a rank learns where it lies
+there and how large it is, over the wires, and then reads and writes it by `_fetch` and `_send`.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from shardmath.errors import OpTimeout, RankFailure
+from shardmath.transport.base import Bytes, Memory, Segment, require_within
+from shardmath.transport.host import HostTransport
+from shardmath.transport.mesh import Mesh
+
+__all__ = ["MultiHostTransport"]
+
+_NOTE = struct.Struct("<QQ")  # address and bytes of a segment
+_SPINS = 1000  # looks without a pause
+_PAUSE = 50e-6
+
+
+class MultiHostTransport(HostTransport):
+    """Segments of ranks of several hosts. `far[rank, index]`: address and size, once announced."""
+
+    def __init__(self, mesh: Mesh, *, timeout: float) -> None:
+        super().__init__(mesh)
+        self.far: dict[tuple[int, int], tuple[int, Segment]] = {}
+        self._timeout = timeout
+        self._told: set[tuple[int, int]] = set()  # (far peer, index of an own segment)
+        wires = mesh.wires
+        self._notes = None if wires is None else wires.open("segments", 0, self._hear)
+
+    # -- what a way to reach it supplies -----------------------------------------------------------
+
+    @abstractmethod
+    def _fetch(self, rank: int, index: int, offset: int, into: Bytes) -> None:
+        """Fill `into` from a segment on another host, which holds the bytes. Done on return."""
+
+    @abstractmethod
+    def _send(self, rank: int, index: int, offset: int, data: Bytes) -> None:
+        """Write to a segment on another host, which holds the bytes. See `Transport.put`."""
+
+    # -- the verbs ---------------------------------------------------------------------------------
+
+    def announce(self, index: int, peers: Iterable[int]) -> None:
+        """See Transport. What ranks on other hosts need is sent over the wires."""
+        peers = list(peers)
+        super().announce(index, [peer for peer in peers if self._mesh.near(peer)])
+        far = [p for p in peers if not self._mesh.near(p) and (p, index) not in self._told]
+        if far:
+            assert self._notes is not None, "there are ranks on other hosts"
+            whole = self._bytes[self._mesh.rank, index]
+            self._notes.send(far, [(index, _NOTE.pack(whole.ctypes.data, len(whole)))])
+            self._told.update((peer, index) for peer in far)
+
+    def attach(self, rank: int, index: int) -> Segment:
+        """See Transport."""
+        if self._mesh.near(rank):
+            return super().attach(rank, index)
+        key = (rank, index)
+        if key not in self.far:
+            self._wait(lambda: key in self.far, rank, f"its segment {index}")
+        return self.far[key][1]
+
+    def view(self, rank: int, index: int, offset: int, nbytes: int) -> Bytes | None:
+        """See Transport."""
+        if self._mesh.near(rank):
+            return super().view(rank, index, offset, nbytes)
+        require_within(self.far[rank, index][1], offset, nbytes)
+        return None
+
+    def address(self, rank: int, index: int, offset: int, nbytes: int) -> int | None:
+        """See Transport."""
+        if self._mesh.near(rank):
+            return super().address(rank, index, offset, nbytes)
+        require_within(self.far[rank, index][1], offset, nbytes)
+        return None
+
+    def get(self, rank: int, index: int, offset: int, into: Memory, stream: int = 0) -> None:
+        """See Transport."""
+        if self._mesh.near(rank):
+            super().get(rank, index, offset, into)
+            return
+        assert isinstance(into, np.ndarray), "memory of the host"
+        require_within(self.far[rank, index][1], offset, len(into))
+        self._fetch(rank, index, offset, into)
+
+    def put(self, rank: int, index: int, offset: int, data: Memory, stream: int = 0) -> None:
+        """See Transport."""
+        if self._mesh.near(rank):
+            super().put(rank, index, offset, data)
+            return
+        assert isinstance(data, np.ndarray), "memory of the host"
+        require_within(self.far[rank, index][1], offset, len(data))
+        self._send(rank, index, offset, data)
+
+    def _wait(self, done: Callable[[], bool], rank: int, doing: str) -> None:
+        """Return once `done()`, looking at the wires meanwhile. Raises RankFailure, OpTimeout."""
+        wires, start, looks = self._mesh.wires, time.monotonic(), 0
+        assert wires is not None, "there are ranks on other hosts"
+        while not done():
+            wires.look()
+            looks += 1
+            if looks < _SPINS:
+                continue
+            who = f"rank {self._mesh.rank} waited for {doing}, of rank {rank}"
+            if rank in self._mesh.watch.dead() and not done():
+                raise RankFailure(f"{who} on {self._mesh.hosts[rank]}, which has ended", [rank])
+            if time.monotonic() - start > self._timeout:
+                raise OpTimeout(
+                    f"{who} for {self._timeout} s; raise SHARDMATH_TIMEOUT if it was only slow",
+                    [rank],
+                )
+            time.sleep(_PAUSE)
+
+    def _hear(self, rank: int, index: int, data: bytes) -> None:
+        """What another rank has announced: where its segment lies there."""
+        if len(data) == _NOTE.size:
+            place, nbytes = _NOTE.unpack(data)
+            self.far[rank, index] = place, Segment(rank, index, nbytes)

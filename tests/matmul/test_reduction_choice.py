@@ -1,0 +1,128 @@
+"""When a product and what follows it are one kernel: never for small ones."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from shardmath.operators.matmul.gpu.factor import Factor
+from shardmath.operators.matmul.gpu.reduction_choice import (
+    H200,
+    choose_all_reduce,
+    choose_reduce_scatter,
+    choose_shape,
+    choose_shared_shape,
+    rounds_parts,
+)
+from shardmath.operators.matmul.gpu.split_k import SplitKProduct
+from shardmath.operators.matmul.gpu.tile_order import TileOrder
+
+
+def product(m: int, n: int, k: int, size: int = 8) -> SplitKProduct:
+    rows = tuple((rank + 1) * m // size - rank * m // size for rank in range(size))
+    return SplitKProduct(rows, n, k // size, "bfloat16", Factor("C", k), Factor("C", n))
+
+
+@pytest.mark.parametrize(
+    ("size", "m", "n", "k", "scatters", "reduces"),
+    [
+        (8, 8192, 8192, 28672, True, True),
+        (8, 16384, 16384, 53248, True, True),
+        (8, 4096, 12288, 49152, True, True),
+        (8, 2048, 8192, 28672, True, True),
+        (8, 1024, 8192, 28672, True, True),
+        (8, 512, 8192, 28672, False, False),
+        (8, 256, 8192, 28672, False, False),
+        (8, 64, 64, 64, False, False),
+        (4, 8192, 8192, 28672, True, True),
+        (4, 1024, 8192, 28672, True, True),  # 4 x H200: 195 and 225 us, apart 203 and 245 us
+        (4, 512, 8192, 28672, False, False),
+        (2, 8192, 8192, 28672, True, True),
+        (2, 1024, 8192, 28672, False, True),  # 2 x H200: 374 and 390 us, apart 360 and 408 us
+        (2, 512, 8192, 28672, False, False),
+    ],
+)
+def test_large_products_are_fused(
+    size: int, m: int, n: int, k: int, scatters: bool, reduces: bool
+) -> None:
+    part = product(m, n, k, size)
+    scatter, reduce = choose_reduce_scatter(part), choose_all_reduce(part)
+    assert (scatter.fused, reduce.fused) == (scatters, reduces)
+    for choice in (scatter, reduce):
+        assert choice.fused == (choice.fused_seconds < choice.separate_seconds)
+        assert str(choice).startswith("one kernel" if choice.fused else "cuBLAS")
+
+
+def test_predictions_grow_with_the_work() -> None:
+    times = [choose_reduce_scatter(product(m, 8192, 28672)) for m in (1024, 2048, 4096, 8192)]
+    for less, more in pairwise(times):
+        assert less.fused_seconds < more.fused_seconds
+        assert less.separate_seconds < more.separate_seconds
+
+
+def test_two_steps_take_no_less_than_their_bytes() -> None:
+    """A collective sends what it must, and a product reads its factors, however small both are."""
+    for m in (1, 16, 200, 3000):
+        part = product(m, 8192, 28672)
+        sent = 2 * m * 8192 * 7 / 8
+        read = 2 * part.depth * (m + 8192)
+        for choice, wire in (
+            (choose_reduce_scatter(part), sent / H200.link),
+            (choose_all_reduce(part), 2 * sent / H200.both),
+        ):
+            least = wire + max(read / H200.memory, part.flops / H200.product)
+            assert least < choice.separate_seconds < 2 * least + 40e-6
+
+
+def test_small_results_are_sums_of_float32() -> None:
+    assert [rounds_parts(elements) for elements in (0, 1, 1 << 18, (1 << 18) + 1)] == [
+        *(False, False, False),
+        True,
+    ]
+
+
+SHAPES = [
+    # ranks, m, n, k, and then chunks, of these aside each other
+    (8, 8192, 8192, 28672, 32, 4),
+    (4, 8192, 8192, 28672, 32, 4),
+    (4, 1024, 8192, 28672, 4, 4),
+    (4, 512, 8192, 28672, 2, 2),
+    (4, 4096, 12288, 49152, 24, 6),
+    (8, 16384, 16384, 53248, 64, 4),
+    (8, 64, 64, 64, 1, 1),
+    (4, 100000, 64, 64, 16, 1),
+]
+
+
+@pytest.mark.parametrize(("size", "m", "n", "k", "chunks", "aside"), SHAPES)
+def test_chunks_are_what_is_multiplied_at_once(
+    size: int, m: int, n: int, k: int, chunks: int, aside: int
+) -> None:
+    part = product(m, n, k, size)
+    shape = choose_shared_shape(part)
+    assert (shape.chunks, shape.aside) == (chunks, aside)
+    assert shape.late == chunks  # no block that does not multiply adds up
+    walk = TileOrder(part.rows, n, chunks, aside)
+    for owner in range(size):
+        tiles = [chunk.tiles for chunk in walk.parts(owner)]
+        assert len(tiles) == chunks and sum(tiles) == walk.tiles(owner)
+
+
+def test_what_takers_cannot_do_beside_the_product_is_late() -> None:
+    deep, flat = (choose_shape(product(8192, 8192, k)) for k in (131072, 2048))
+    assert deep.late == 1 < flat.late
+
+
+def test_blocks_begin_apart_where_each_has_several_tiles() -> None:
+    """The last begins when the first would have sent its tile, or multiplied it."""
+    for size in (2, 4, 8):
+        once, twice, flat = (
+            product(*shape, size)
+            for shape in ((1024, 4096, 28672), (1024, 8192, 28672), (1024, 8192, 512))
+        )
+        assert choose_shape(once).apart == choose_shared_shape(once).apart == 0
+        apart = choose_shape(twice).apart
+        sending = 128 * 128 * 256 * 2 * (1 - 1 / size) / H200.burst
+        assert apart * 64 == pytest.approx(sending * H200.clock, rel=0.01)
+        assert 0 < choose_shared_shape(flat).apart < apart
