@@ -32,7 +32,7 @@ from shardmath.transport.base import DeviceBytes, Memory
 __all__ = ["SymmetricMemory", "handle_of"]
 
 
-class _PeerMemory:
+class _Owner:
     """Memory of some rank as an owner of arrays: it keeps the mapping and the handle alive."""
 
     def __init__(self, view: Memory, handle: SymmetricMemory) -> None:
@@ -203,9 +203,7 @@ class SymmetricMemory(metaclass=PadSetting):
                 "here; reach it with the handle's put and get"
             )
         strides = packed_strides(shape)
-        return array_on(
-            _PeerMemory(memory, self), self._library, dtype, shape, strides, start=start
-        )
+        return array_on(_Owner(memory, self), self._library, dtype, shape, strides, start=start)
 
     def _require_array(self) -> None:
         if self._buffer.block.freed:
