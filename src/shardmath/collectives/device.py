@@ -201,7 +201,7 @@ class DeviceCollectives(Pushes):
         self.team.require_usable()
         launch = self._launches.made(key, make)
         if launch is not None:
-            self._turns.put(launch, stream)
+            self._order.put(launch, stream)
 
     def _exchange(
         self,

@@ -61,6 +61,7 @@ class Block:
     __slots__ = (
         "__weakref__",
         "address",
+        "announced_to",
         "buffer",
         "fence",
         "freed",
@@ -69,7 +70,6 @@ class Block:
         "nbytes",
         "reserved",
         "shared",
-        "announced_to",
         "unused",
     )
 

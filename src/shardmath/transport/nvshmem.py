@@ -78,7 +78,7 @@ class NVSHMEMTransport(Transport):
         self._taken: _Taken | None = None
         self._reserved = False
         self._bindings = _bindings()
-        self._bounces = streams.Turns(device)  # of the streams that the bounce buffer serves
+        self._bounces = streams.StreamOrder(device)  # of the streams that the bounce buffer serves
 
     @classmethod
     def probe(cls) -> Probe:
@@ -236,7 +236,7 @@ class NVSHMEMTransport(Transport):
             return
         # Networks read and write registered memory only: ordinary memory passes through the heap.
         bounce = heap.address + self._heap_bytes - _BOUNCE
-        with self._bounces.taken(stream):
+        with self._bounces.section(stream):
             for start in range(0, nbytes, _BOUNCE):
                 size = min(_BOUNCE, nbytes - start)
                 if writes:

@@ -176,7 +176,7 @@ class Execution:
         team.check()
         if way.tables is not None:
             Beside.of(self._context).require_usable()
-        with self._lane.entered(self._stream):
+        with self._lane.section(self._stream):
             self._launch(problem, way, self._addresses).all(self._stream, _decoded(told))
         result = self._result.give(self._context, self._stream)
         if self._key is None and streams.capturing(self._stream):
@@ -263,7 +263,7 @@ class Execution:
         spare = self._context.heap.allocate(high - low)
         addresses = self._addresses | {"result": spare.block.address - low}
         launch = self._launch(problem, self._way, addresses)
-        with self._lane.entered(self._stream):
+        with self._lane.section(self._stream):
             for step in self._way.program.local:
                 launch.local(self._stream, step)
         if streams.capturing(self._stream):

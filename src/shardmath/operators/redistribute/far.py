@@ -76,7 +76,7 @@ def execute_far(
     with context.executing("redistribute"):
         room = lane.address(_ROOM)
         near = [_address(context, peer, outboxes[peer]) for peer in delivery.near]
-        with lane.entered(stream) as turn:
+        with lane.section(stream) as turn:
             packing.launch(stream, [operand.address], [lane.address(_OUTBOX)])
             # After writing what a peer will read, and before reading what a peer wrote.
             lane.barrier(stream)

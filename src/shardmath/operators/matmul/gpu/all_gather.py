@@ -14,7 +14,7 @@ import struct
 from shardmath.context import Context
 from shardmath.cuda.device import Device
 from shardmath.cuda.kernel import Argument, Kernel
-from shardmath.cuda.stream import SideStream, Turns
+from shardmath.cuda.stream import SideStream, StreamOrder
 from shardmath.cuda.tensormap import ALIGNMENT, NBYTES, tensor_map
 from shardmath.operators.matmul.gpu.plan_memory import PlanMemory
 from shardmath.operators.matmul.gpu.row_push import RowPush, words_bytes
@@ -56,7 +56,9 @@ class AllGatherGemm:
         device = self.team.device
         device.activate()
         # Two products at once could leave no multiprocessor for what begins the copies of one.
-        self._turns: Turns = context.cache("turns of products", lambda: Turns(device))
+        self._order: StreamOrder = context.cache(
+            "stream order of products", lambda: StreamOrder(device)
+        )
         self._side: SideStream = context.cache("side of rows", lambda: SideStream(device))
 
     @classmethod
@@ -109,7 +111,7 @@ class AllGatherGemm:
         if self.team.size == 1:
             self._multiply(a, b, result, pitch, stream)
             return
-        with self._turns.taken(stream), self._side.beside(stream) as side:
+        with self._order.section(stream), self._side.forked(stream) as side:
             self._handing.put(a, side)
             self._multiply(a, b, result, pitch, stream)
 

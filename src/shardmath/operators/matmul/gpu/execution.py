@@ -153,7 +153,7 @@ class Execution:
         `told` is what all ranks have told.
         """
         self.shown.learn(told)
-        with self.lane.entered(self.stream):
+        with self.lane.section(self.stream):
             self._numbers.launch(self.device, self.stream)
             for shown, original in self._copies:
                 copy(self.device, self.stream, shown, original)

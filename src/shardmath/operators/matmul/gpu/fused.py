@@ -15,7 +15,7 @@ from typing import Any
 
 from shardmath.context import Context
 from shardmath.cuda.device import Device
-from shardmath.cuda.stream import Turns
+from shardmath.cuda.stream import StreamOrder
 from shardmath.local.gpu import Matrix
 from shardmath.operators.matmul.gpu.all_gather import AllGatherGemm
 from shardmath.operators.matmul.gpu.all_reduce import GemmAllReduce
@@ -83,14 +83,14 @@ class Fused:
         if key not in kept:
             make = partial(_KERNELS[self._form.kind].together, context, self._problem)
             made = make(shown=True) if shown else make()
-            kept[key] = made, Turns(self._device)
+            kept[key] = made, StreamOrder(self._device)
             weakref.finalize(self._share, made.free).atexit = False
         lies = _lies(self._out)
         assert lies is not None
         a, b, out = self._a.address, self._b.address, self._out.address
-        product, turns = kept[key]
+        product, order = kept[key]
         launch = partial(product.launch, shown=shown) if shown else product.launch
-        with turns.taken(self._operands.stream):  # its words are those of one launch at a time
+        with order.section(self._operands.stream):  # its words are those of one launch at a time
             launch(a, b, out, self._operands.stream, pitch=lies[1])
 
     def _shown(self) -> bytes:
