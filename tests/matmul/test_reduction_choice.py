@@ -102,16 +102,10 @@ def test_chunks_are_what_is_multiplied_at_once(
     part = product(m, n, k, size)
     shape = choose_shared_shape(part)
     assert (shape.chunks, shape.aside) == (chunks, aside)
-    assert shape.late == chunks  # no block that does not multiply adds up
     walk = TileOrder(part.rows, n, chunks, aside)
     for owner in range(size):
         tiles = [chunk.tiles for chunk in walk.parts(owner)]
         assert len(tiles) == chunks and sum(tiles) == walk.tiles(owner)
-
-
-def test_what_takers_cannot_do_beside_the_product_is_late() -> None:
-    deep, flat = (choose_shape(product(8192, 8192, k)) for k in (131072, 2048))
-    assert deep.late == 1 < flat.late
 
 
 def test_blocks_begin_apart_where_each_has_several_tiles() -> None:

@@ -47,7 +47,6 @@ class Rates:
     mixed: float  # the same where tiles and sums travel beside a product
     burst: float  # the same of tiles that all multiprocessors send at once
     copied: float  # bytes per second of sums that are copied to the result
-    taken: float  # bytes per second that the takers add up, while others multiply
     beside: float  # bytes per second of sums that are sent, in time that the product loses
     step: float  # seconds until a kernel has started, and what peers do is seen
     clock: float  # cycles per second
@@ -68,7 +67,6 @@ H200 = Rates(
     mixed=270e9,
     burst=345e9,
     copied=2.1e12,
-    taken=1.6e11,
     beside=1.2e12,
     step=5e-6,
     clock=1.75e9,
@@ -145,13 +143,10 @@ def rounds_parts(elements: int) -> bool:
 
 
 def choose_shape(problem: SplitKProduct) -> Shape:
-    """How to cut the work. The takers get what they can add up before the product ends.
-
-    Four multiprocessors take, and 128 multiply: most large products have tiles for 128 in even
-    numbers, and not for 132.
+    """How to cut the work. Four multiprocessors take, and 128 multiply: most large products have
+    tiles for 128 in even numbers, and not for 132.
     """
-    chunks = min(8, _down(problem))
-    return Shape(chunks, _TAKERS, late=_late(problem, chunks), apart=_apart(problem))
+    return Shape(min(8, _down(problem)), _TAKERS, apart=_apart(problem))
 
 
 def choose_shared_shape(problem: SplitKProduct) -> Shape:
@@ -166,15 +161,7 @@ def choose_shared_shape(problem: SplitKProduct) -> Shape:
     aside = max(
         1, min(across // 4, round(2 * tiles / bands / H200.multipliers), _MOST_CHUNKS // bands)
     )
-    chunks = bands * aside
-    return Shape(chunks, late=chunks, aside=aside, apart=_apart(problem))
-
-
-def _late(problem: SplitKProduct, chunks: int) -> int:
-    """How many chunks are left when the product ends, of those that the takers add up."""
-    each = _result(problem) / chunks / H200.taken
-    left = problem.flops / H200.product * (1 - 1 / chunks)  # after the first chunk has come
-    return chunks - min(chunks - 1, int(left / each))
+    return Shape(bands * aside, aside=aside, apart=_apart(problem))
 
 
 def _apart(problem: SplitKProduct) -> int:
