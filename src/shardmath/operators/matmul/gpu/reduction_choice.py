@@ -40,10 +40,8 @@ class Rates:
     memory: float  # bytes per second that a product reads its factors with
     processors: int
     multipliers: int  # multiprocessors that share out the tiles of our kernel
-    ours: float  # of that rate, what our kernel reaches
     link: float  # bytes per second that each rank sends in a reduce-scatter, or beside a product
     both: float  # the same in an all-reduce
-    pair: float  # the same in a collective of two ranks
     mixed: float  # the same where tiles and sums travel beside a product
     burst: float  # the same of tiles that all multiprocessors send at once
     copied: float  # bytes per second of sums that are copied to the result
@@ -60,10 +58,8 @@ H200 = Rates(
     memory=3.6e12,
     processors=132,
     multipliers=128,
-    ours=0.97,
     link=290e9,
     both=310e9,
-    pair=250e9,
     mixed=270e9,
     burst=345e9,
     copied=2.1e12,
@@ -204,8 +200,7 @@ def _separate(problem: SplitKProduct, *, ways: int) -> float:
     cuBLAS cuts k where there are few tiles: it is bound by operations, or by memory.
     """
     wide = not rounds_parts(problem.height * problem.columns)
-    link = H200.pair if len(problem.rows) == 2 else (H200.link, H200.both)[ways - 1]
-    sent = (2 if wide else 1) * ways * _sent(problem) / link
+    sent = (2 if wide else 1) * ways * _sent(problem) / (H200.link, H200.both)[ways - 1]
     rounding = wide * (H200.launch + 3 * _result(problem) / H200.memory)
     product = max(problem.flops / H200.product, _reading(problem))
     return H200.step + product + H200.launch + H200.collective + sent + rounding
@@ -215,7 +210,7 @@ def _multiplying(problem: SplitKProduct) -> float:
     """Seconds: tiles are computed in rounds of one on each multiprocessor."""
     tiles = TileOrder(problem.rows, problem.columns, 1).count
     work = 2.0 * TILE_ROWS * TILE_COLUMNS * max(problem.depth, 64)
-    return -(-tiles // H200.multipliers) * work * H200.processors / (H200.ours * H200.product)
+    return -(-tiles // H200.multipliers) * work * H200.processors / H200.product
 
 
 def _reading(problem: SplitKProduct) -> float:
