@@ -34,7 +34,7 @@ __all__ = ["DeviceCollectives", "LaunchConfig", "choose_all_reduce"]
 
 _PACKET = 16
 _MAX_THREADS = 512  # kThreads
-_SETS, _PHASES = 3, 2  # kSets, kPhases
+_SETS = 3  # kSets
 _MAX_BLOCKS = 132  # one on each multiprocessor of an H100: half of its registers
 _SPREAD = 64  # blocks, before there are more threads in each
 _KEPT = 256  # launches that are kept ready
@@ -240,6 +240,11 @@ class DeviceCollectives(Pushes):
         return Argument(self.team.packed() + struct.pack(f"{len(words)}Q", *words))
 
 
+def _phases(size: int) -> int:
+    """Of a step: kPhases."""
+    return 4 if size == 2 else 2
+
+
 def _cells_bytes(size: int) -> int:
-    """Of one rank's cells; the blocks' turns follow."""
-    return _MAX_BLOCKS * _SETS * _PHASES * size * _MAX_THREADS * _PACKET
+    """Of one rank's cells; the numbers of the blocks' steps follow."""
+    return _MAX_BLOCKS * _SETS * _phases(size) * size * _MAX_THREADS * _PACKET

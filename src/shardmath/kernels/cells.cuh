@@ -45,7 +45,8 @@ struct PacketFormat<false> {
 };
 
 constexpr int kSets = 3;
-constexpr int kPhases = 2;
+constexpr int kAtOnce = kRanks == 2 ? 4 : 1;  // packets of a thread to each rank that are under way: see run_steps
+constexpr int kPhases = kRanks == 2 ? 4 : 2;
 
 // Every rank's cells, [block][set][phase][from][thread]: to[i] are those of rank (rank + 1 + i) % size. A rank
 // sends to its own cells too: that is cheaper than an exception for its own packet everywhere.
@@ -126,6 +127,38 @@ __device__ inline bool receive(const Cells& cells, const Step& step, int phase, 
 #pragma unroll
     for (int from = 0; from < kRanks; ++from) store_packet(first + from * kThreads, {~0ull, ~0ull});
     return true;
+}
+
+// The steps of this block in an exchange of `packets`: `read(at, out)` says what goes to the ranks of to[], and
+// `write(at, have)` gets what all ranks have sent for the same place. Each packet of a step has a phase of its own.
+// Between two ranks one packet of each thread is too little to fill the link for as long as it takes to answer.
+template <class Format, class Read, class Write>
+__device__ inline void run_steps(const Cells& cells, u32 packets, Read read, Write write) {
+    static_assert(kAtOnce <= kPhases, "a phase for each");
+    const u32 stride = gridDim.x * blockDim.x;
+    Step step(cells);
+    for (u32 row = blockIdx.x * blockDim.x; row < packets; row += kAtOnce * stride, step = step.next()) {
+        const u32 first = row + threadIdx.x;
+        if (first >= packets) continue;
+        Packet out[kAtOnce][kRanks];
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k) read(first + k * stride, out[k]);
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k)
+            if (first + k * stride < packets)
+                send(cells, step, k, [&](int i) { return Format::encode(out[k][i], step.number); });
+        bool come = true;
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k) {
+            Packet have[kRanks];
+            if (!come || first + k * stride >= packets) break;
+            come = receive<Format>(cells, step, k, have);
+            if (come) write(first + k * stride, have);
+        }
+        if (!come) break;
+        if (first + kAtOnce * stride < packets) fence_cells();
+    }
+    finish(cells, step);
 }
 
 // -- operands ------------------------------------------------------------------------------------------

@@ -23,23 +23,15 @@ typedef Span<kBytes, uint8, ALIGNED> Bytes;
 
 // Every step joins every two ranks, also those with nothing to say: see Reuse in cells.cuh.
 extern "C" __global__ void __launch_bounds__(kThreads, 2) exchange(const __grid_constant__ ExchangeArgument a) {
-    const u32 packets = Bytes{a.input, a.most}.packets(), stride = gridDim.x * blockDim.x;
-    Step step(a.cells);
-    for (u32 row = blockIdx.x * blockDim.x; row < packets; row += stride, step = step.next()) {
-        const u32 at = row + threadIdx.x;
-        if (at >= packets) continue;
-        Packet have[kRanks], out[kRanks];
+    const auto read = [&](u32 at, Packet (&out)[kRanks]) {
 #pragma unroll
         for (int i = 0; i < kRanks; ++i) {
             const u32 peer = rank_at(a.cells, i);
-            out[i] = Format::encode(Bytes{a.input + a.from[peer], a.sent[peer]}.read(at), step.number);
+            out[i] = Bytes{a.input + a.from[peer], a.sent[peer]}.read(at);
         }
-        send(a.cells, step, 0, [&](int i) { return out[i]; });
-        if (!receive<Format>(a.cells, step, 0, have)) break;
+    };
+    run_steps<Format>(a.cells, Bytes{a.input, a.most}.packets(), read, [&](u32 at, const Packet (&have)[kRanks]) {
 #pragma unroll
-        for (int from = 0; from < kRanks; ++from)
-            Bytes{a.output + a.to[from], a.received[from]}.write(at, have[from]);
-        if (at + stride < packets) fence_cells();
-    }
-    finish(a.cells, step);
+        for (int from = 0; from < kRanks; ++from) Bytes{a.output + a.to[from], a.received[from]}.write(at, have[from]);
+    });
 }

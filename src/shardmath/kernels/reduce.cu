@@ -58,19 +58,13 @@ struct AllReduceArgument {
 // Every rank sends all it has to all others, and combines all: for small arrays.
 extern "C" __global__ void __launch_bounds__(kThreads, 2) one_shot(const __grid_constant__ AllReduceArgument a) {
     const Elements input = {a.input, a.nbytes}, output = {a.output, a.nbytes};
-    const u32 packets = input.packets(), stride = gridDim.x * blockDim.x;
-    Step step(a.cells);
-    for (u32 row = blockIdx.x * blockDim.x; row < packets; row += stride, step = step.next()) {
-        const u32 at = row + threadIdx.x;
-        if (at >= packets) continue;
-        Packet have[kRanks];
-        const Packet own = encoded(input.read(at), step);
-        send(a.cells, step, 0, [&](int) { return own; });
-        if (!receive<Format>(a.cells, step, 0, have)) break;
-        output.write(at, encoded(combined(have), step));
-        if (at + stride < packets) fence_cells();
-    }
-    finish(a.cells, step);
+    const auto read = [&](u32 at, Packet (&out)[kRanks]) {
+        const Packet own = input.read(at);
+#pragma unroll
+        for (int i = 0; i < kRanks; ++i) out[i] = own;
+    };
+    run_steps<Format>(a.cells, input.packets(), read,
+                      [&](u32 at, const Packet (&have)[kRanks]) { output.write(at, combined(have)); });
 }
 
 // Every rank combines one slice of the array, and sends the result to all others. What it has of the next
@@ -115,23 +109,16 @@ struct ReduceScatterArgument {
 // Every rank combines its own part. Parts may differ in size; shorter ones take part to the end.
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
     reduce_scatter(const __grid_constant__ ReduceScatterArgument a) {
-    const u32 packets = Elements{a.input, a.most}.packets(), stride = gridDim.x * blockDim.x;
-    Step step(a.cells);
-    for (u32 row = blockIdx.x * blockDim.x; row < packets; row += stride, step = step.next()) {
-        const u32 at = row + threadIdx.x;
-        if (at >= packets) continue;
-        Packet have[kRanks], out[kRanks];
+    const auto read = [&](u32 at, Packet (&out)[kRanks]) {
 #pragma unroll
         for (int i = 0; i < kRanks; ++i) {
             const u32 peer = rank_at(a.cells, i);
-            out[i] = encoded(Elements{a.input + a.start[peer], a.nbytes[peer]}.read(at), step);
+            out[i] = Elements{a.input + a.start[peer], a.nbytes[peer]}.read(at);
         }
-        send(a.cells, step, 0, [&](int i) { return out[i]; });
-        if (!receive<Format>(a.cells, step, 0, have)) break;
-        Elements{a.output, a.nbytes[a.cells.team.rank]}.write(at, encoded(combined(have), step));
-        if (at + stride < packets) fence_cells();
-    }
-    finish(a.cells, step);
+    };
+    const Elements own = {a.output, a.nbytes[a.cells.team.rank]};
+    run_steps<Format>(a.cells, Elements{a.input, a.most}.packets(), read,
+                      [&](u32 at, const Packet (&have)[kRanks]) { own.write(at, combined(have)); });
 }
 
 struct ReduceAndPushArgument {
