@@ -146,6 +146,14 @@ class Context(DistributedContext):
             self._machinery.transport.announce(segment, self._ranks)
             self._announced.add(segment)
 
+    def allocate_shared(self, nbytes: int) -> Buffer:
+        """Memory of the heap that every peer can attach. Local; precedes an exchange as `announce`
+        does. Raises HeapExhausted.
+        """
+        buffer = self.heap.allocate(nbytes)
+        self.announce(buffer.block)
+        return buffer
+
     def peer_bytes(self, rank: int, location: Location, nbytes: int) -> Bytes | None:
         """Memory of `rank`, which it has announced, for cores; None where they have no address."""
         memory = self.peer_memory(rank, location, nbytes)
