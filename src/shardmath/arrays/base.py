@@ -120,6 +120,12 @@ class Library(ABC):
         """Whether there are arrays of the type of that name for users to compute with."""
         return dtype != "complex32"
 
+    def matmul(self, a: HostArray, b: HostArray, out: HostArray) -> bool:
+        """Set `out` to a @ b, summed in float32 and rounded once, where these cores do that faster
+        than they multiply float32. Whether it is done. All are of one type, and not empty.
+        """
+        return False
+
     def device(self, name: str) -> Any:
         """A device such as "cuda:0" or "cpu", in the library's own words."""
         return name

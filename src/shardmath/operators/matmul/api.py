@@ -274,6 +274,7 @@ def _operands(
         blocks=(blocks[0], blocks[1]),
         inputs={name: library.host_view(x) for name, x in (arguments.inputs or {}).items()},
         scales=scales,
+        library=library if scaling is None else None,
     )
 
 

@@ -157,7 +157,10 @@ class MatmulPlanPreferences:
         """Raise ValueError for what wants float8, TypeError for what is no preference."""
         epilog = options_of(MatmulEpilogPreferences, self.epilog, "preferences.epilog")
         if epilog.aux_type is not None or epilog.aux_amax:
-            raise ValueError("aux_type and aux_amax want a float8 auxiliary output")
+            raise ValueError(
+                "aux_type and aux_amax want a float8 auxiliary output, which no epilog has: "
+                "gelu_aux has the type of D, or of c (float16 without c) beside a float8 D"
+            )
 
 
 @dataclass(frozen=True)
