@@ -123,4 +123,4 @@ def table() -> list[tuple[str, str, str, str]]:
     ]
 
 
-_ARTICLES = {"int": "an integer", "float": "a finite number of seconds", "str": "a string"}
+_ARTICLES = {"int": "an integer", "float": "a number of seconds, finite and not negative", "str": "a string"}

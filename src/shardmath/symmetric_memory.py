@@ -264,7 +264,7 @@ def memset32(tensor: Any, offset: int, val: int, count: int = 1) -> Any:
         raise ValueError(
             f"cannot write {val} to elements {offset} to {offset + count} of {spec.size} uint32"
         )
-    library.host_view(tensor, writable=True)[offset : offset + count] = val
+    library.host_view(tensor, writable=True, name="tensor")[offset : offset + count] = val
     return tensor
 
 

@@ -226,8 +226,8 @@ def test_mpi_groups() -> None:
 
 
 @pytest.mark.parametrize("text", ["nan", "inf", "-1", "soon", ""])
-def test_a_limit_is_a_finite_number_of_seconds(text):
-    with pytest.raises(ValueError, match=r"SHARDMATH_TIMEOUT=.* is not a finite number of seconds"):
+def test_a_limit_is_a_finite_number_of_seconds_and_not_negative(text):
+    with pytest.raises(ValueError, match=r"SHARDMATH_TIMEOUT=.* is not .* finite and not negative"):
         Settings.from_environment({"SHARDMATH_TIMEOUT": text})
 
 

@@ -99,7 +99,7 @@ def describe(
     for each in (given, wanted):
         if each is not None and each.ndim not in (None, operand.ndim):
             raise ValueError(
-                f"distribution: {each!r} has {each.ndim} axes, the operand {operand.ndim}"
+                f"distribution: {each!r} has ndim {each.ndim}, the operand has ndim {operand.ndim}"
             )
     if norm not in _NORMS:
         raise ValueError(f'norm is None, "backward", "ortho" or "forward", not {norm!r}')

@@ -293,7 +293,7 @@ def _check_operand(name: str, spec: ArraySpec) -> None:
     if spec.ndim != 2:
         column = f": as a column a vector is {name}[:, None]" if spec.ndim == 1 else ""
         raise ValueError(
-            f"{name} has {spec.ndim} axes, shape {spec.shape}; matmul takes matrices{column}"
+            f"{name} has shape {spec.shape}; matmul takes matrices{column}"
         )
     if spec.dtype not in _SUPPORTED:
         raise ValueError(
