@@ -297,7 +297,7 @@ def _require_one_kind(specs: list[Any]) -> tuple[str, int]:
     """The dtype and the axis; all but the extent along the axis must be equal."""
     require_equal("the library of x", [spec[0] for spec in specs])
     dtype = require_equal("the dtype of x", [spec[1] for spec in specs])
-    require_equal("the number of axes of x", [len(spec[2]) for spec in specs])
+    require_equal("the ndim of x", [len(spec[2]) for spec in specs])
     axis = require_equal("axis", [spec[4] for spec in specs])
     others = [(*spec[2][:axis], *spec[2][axis + 1 :]) for spec in specs]
     if any(other != others[0] for other in others):

@@ -175,7 +175,7 @@ def check(descriptions: Sequence[Description]) -> Problem:
     )
     for index, what in ((0, "library"), (1, "device"), (2, "dtype")):
         require_equal(f"the {what} of the operand", [operand[index] for operand in operands])
-    require_equal("the number of axes of the operand", [len(operand[3]) for operand in operands])
+    require_equal("the ndim of the operand", [len(operand[3]) for operand in operands])
     for what, values in (
         ("the kind of transform", kinds),
         ("direction", directions),

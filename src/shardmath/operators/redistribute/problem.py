@@ -103,7 +103,7 @@ def check(descriptions: Sequence[Description]) -> Problem:
     operands, sources, targets, blocking, outs = zip(*descriptions, strict=True)
     for index, what in ((0, "library"), (1, "memory space"), (2, "dtype"), (3, "itemsize")):
         require_equal(f"the {what} of the operand", [operand[index] for operand in operands])
-    require_equal("the number of axes of the operand", [len(operand[4]) for operand in operands])
+    require_equal("the ndim of the operand", [len(operand[4]) for operand in operands])
     require_equal("options.blocking", blocking)
     src = inferred("input_distribution", sources, [operand[4] for operand in operands])
     dst = bound("output_distribution", targets, src.global_shape)
