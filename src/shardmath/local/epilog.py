@@ -39,21 +39,24 @@ _RELU, _BIAS, _DRELU, _BGRAD, _GELU, _DGELU, _AUX = 2, 4, 8, 16, 32, 64, 128
 class MatmulEpilog(IntEnum):
     """What is done with x = alpha A B + beta C before it becomes D; the values are cuBLASLt's.
 
-    Beside D there are `epilog_inputs`, and outputs by name; D has m x n elements on this rank:
+    `epilog_inputs` are read, by name, and outputs are returned beside D, by name. D is M x N, and
+    has m x n elements on this rank:
 
-    epilog               D                 takes                       gives beside D
+    epilog               D                 epilog_inputs               outputs
     RELU, GELU           f(x)
     BIAS, ..._BIAS       f(x + bias)       bias (m,) or (m, 1)
     RELU_AUX, GELU_AUX   f(x)                                          relu_aux, gelu_aux
     DRELU, DGELU         x f'(aux)         relu_aux, gelu_aux
     ..._BGRAD            the same                                      drelu_bgrad, dgelu_bgrad (m,)
-    BGRADA, BGRADB       x                                             bgrada (m,), bgradb (n,)
+    BGRADA, BGRADB       x                                             bgrada (M,), bgradb (N,)
     ALLREDUCE            all of it on all ranks, with the sum of every rank's beta C
 
-    The gradients of a bias are the sums of the rows of D (of A; of the columns of B), with the
-    parts that other ranks hold. relu_aux has a bit for each element, uint8 (m / 8 rounded up to a
-    multiple of 16, n); gelu_aux has the elements, (m rounded up to a multiple of 8, n); both are
-    column-major, and for the epilog of the backward pass alone. GELU is the tanh approximation.
+    bias is this rank's part of a vector of M, as D's rows are. The gradients of a bias are sums
+    over all ranks: of the rows of D, for the rows that this rank has; of all rows of op(A) or all
+    columns of op(B), on every rank. relu_aux has a bit for each element, uint8 (m / 8 rounded up to
+    a multiple of 16, n); gelu_aux has the elements, (m rounded up to a multiple of 8, n); both are
+    column-major, and are read by the epilogs of the backward pass only. GELU is the tanh
+    approximation.
     """
 
     DEFAULT = 0
