@@ -83,7 +83,11 @@ MISTAKES = {
     "no pair": (lambda r: {"distribution": [Slab.X]}, ValueError, "pair"),
     "three distributions": (lambda r: {"distribution": [Slab.X] * 3}, ValueError, "pair"),
     "a pair of names": (lambda r: {"distribution": ("X", "Y")}, TypeError, "'X'"),
-    "three axes for two": (lambda r: {"distribution": Slab(0, 3)}, ValueError, "the operand has ndim 2"),
+    "three axes for two": (
+        lambda r: {"distribution": Slab(0, 3)},
+        ValueError,
+        "the operand has ndim 2",
+    ),
     "grid of four": (
         lambda r: {"distribution": BlockCyclic(ProcessGrid(shape=(4, 1)), (2, 2))},
         ValueError,

@@ -35,9 +35,7 @@ class NumPy(Library):
         """The address of the first element."""
         return int(x.__array_interface__["data"][0])
 
-    def host_view(
-        self, x: HostArray, *, writable: bool = False, name: str = "out"
-    ) -> HostArray:
+    def host_view(self, x: HostArray, *, writable: bool = False, name: str = "out") -> HostArray:
         """`x` itself, as a plain ndarray."""
         if writable and not x.flags.writeable:
             raise ValueError(f"{name} is read-only, and the call writes into it")

@@ -248,7 +248,9 @@ def _check_array(name: str, scale: ArraySpec, like: ArraySpec) -> None:
     if scale.dtype != "float32":
         raise ValueError(f"the scale of {name} has dtype {scale.dtype}; scales are float32")
     if scale.ndim > 2:
-        raise ValueError(f"the scale of {name} has shape {scale.shape}; scales have two axes at most")
+        raise ValueError(
+            f"the scale of {name} has shape {scale.shape}; scales have two axes at most"
+        )
 
 
 def _turned(shape: tuple[int, int], transposed: bool) -> tuple[int, int]:
