@@ -291,7 +291,11 @@ LIFE = {
         "freed",
     ),
     "reset to None": (lambda p, r: p.reset_operand(None), "ValueError", "release_operand"),
-    "reset to a list": (lambda p, r: p.reset_operand([1.0]), "ValueError", "operand: an array was"),
+    "reset to a list": (
+        lambda p, r: p.reset_operand([1.0]),
+        "ValueError",
+        "operand: expected an array",
+    ),
     "reset to float32": (
         lambda p, r: p.reset_operand(my_slab(r, "f4")),
         "ValueError",

@@ -40,9 +40,10 @@ def spawn(
         shardmath.spawn(columns, 3, np.ones((4, 7)))
 
     Each rank is a fork of this process: it sees the variables that exist here, and
-    `shardmath.initialize("cpu")` finds its rank. Results are numbers, strings, bytes, tuples, lists,
-    dictionaries, NumPy arrays and torch CPU tensors. Each line that a rank prints is shown with the
-    rank in front. NumPy's global random state is the parent's on every rank: seed it by rank.
+    `shardmath.initialize("cpu")` finds its rank. Results are numbers, strings, bytes, tuples,
+    lists, dictionaries, NumPy arrays and torch CPU tensors. Each line that a rank prints is shown
+    with the rank in front. NumPy's global random state is the parent's on every rank: seed it by
+    rank.
 
     The first rank that fails ends all ranks. Its exception is raised here, with the rank in the
     message and the rank's traceback as a note: of the same class if that is built-in or one of

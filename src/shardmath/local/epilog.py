@@ -131,10 +131,10 @@ class Extra:
     def misfit(self, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> str | None:
         """Why an array (dtype name, shape, strides in elements) cannot serve, or None if it can."""
         if dtype != self.dtype:
-            return f"{self.name} has dtype {dtype}; expected is {self.dtype}"
+            return f"{self.name} has dtype {dtype}; expected {self.dtype}"
         if shape not in self.shapes:
             expected = " or ".join(map(str, self.shapes))
-            return f"{self.name} has shape {shape}; expected is {expected}"
+            return f"{self.name} has shape {shape}; expected {expected}"
         if self.column_major and shape[0] > 1 and 0 not in shape and strides[0] != 1:
             return f"{self.name} has strides {strides}; expected are contiguous columns"
         return None
@@ -157,7 +157,7 @@ def requirements(epilog: MatmulEpilog, m: int, n: int, dtype: Any) -> Requiremen
     """
     kind, name = dtypes.of(dtype).kind, dtypes.of(dtype).name
     if (epilog.activation or epilog.gradient) and kind != "f":
-        raise ValueError(f"epilog {epilog.name} wants a real floating type; given is {name}")
+        raise ValueError(f"epilog {epilog.name} needs a real floating type, not {name}")
     aux = {
         "relu_aux": Extra("relu_aux", ((up(-(-m // 8), 16), n),), "uint8", column_major=True),
         "gelu_aux": Extra("gelu_aux", ((up(m, 8), n),), name, column_major=True),

@@ -282,7 +282,7 @@ def _extents(shape: Any) -> tuple[int, ...]:
     else:
         extents = (single,)
     if any(extent < 0 for extent in extents):
-        raise ValueError(f"no extent of shape is negative; given was {extents}")
+        raise ValueError(f"shape {extents} has a negative extent")
     return extents
 
 

@@ -136,7 +136,7 @@ def distribution_pair(distribution: Any) -> tuple[Distribution, Distribution | N
     if isinstance(distribution, Sequence) and not isinstance(distribution, str):
         if len(distribution) != 2:
             raise ValueError(
-                f"distribution is one, or a pair (input, output); given are {len(distribution)}"
+                f"distribution is one, or a pair (input, output), not {len(distribution)}"
             )
         if all(isinstance(each, Distribution) for each in distribution):
             return distribution[0], distribution[1]

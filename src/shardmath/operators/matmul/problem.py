@@ -368,7 +368,7 @@ def _check_inputs(facts: Sequence[Facts], d: Layout, epilog: MatmulEpilog) -> No
         if set(needed) != set(given):
             raise ValueError(
                 f"rank {rank}: epilog {epilog.name} takes {_list(needed)} in epilog_inputs; "
-                f"given is {_list(given)}"
+                f"got {_list(given)}"
             )
         for name, extra in needed.items():
             _, kind, shape, strides = given[name]

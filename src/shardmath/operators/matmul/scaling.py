@@ -153,7 +153,7 @@ def check_scales(given: Sequence[Given], needed: Mapping[str, bool], like: Array
             _check_array(name, scale, like)
             if name in "cd" and scale.size != 1:
                 raise ValueError(
-                    f"the scale of {name} is one number for the whole matrix; given is an array of "
+                    f"the scale of {name} is one number for the whole matrix, not an array of "
                     f"shape {scale.shape}"
                 )
 
