@@ -53,6 +53,8 @@ def broadcast(
 ) -> Any:
     """The array of rank `root`, on every rank. Collective.
 
+        x = broadcast(numpy.load("x.npy") if context.rank == 0 else None)
+
     `x` has the same shape, dtype and library on all ranks; ranks other than `root` may pass None.
     Returns `out` where it is given (it may be `x`), else a new C-ordered array of the root's
     library.
@@ -155,6 +157,8 @@ def all_gather(
 ) -> Any:
     """The arrays of all ranks, one after the other along `axis`, on every rank. Collective.
 
+        matrix = all_gather(rows)
+
     The extent of `x` along `axis` may differ by rank, and be 0; everything else is equal. Returns
     `out` where it is given, else a new C-ordered array of the library of `x`.
 
@@ -214,6 +218,8 @@ def all_to_all(
     context: DistributedContext | None = None,
 ) -> Any:
     """What every rank has for this one, one part after the other along `axis`. Collective.
+
+        received = all_to_all(sorted_by_owner, send_counts=counts)
 
     `x` is divided along `axis` into one part for each rank: of `send_counts` indices, or, without
     them, as evenly as possible, the first ranks having one more. The result holds the parts that

@@ -288,7 +288,7 @@ def _natural(
     if any(each.per_rank for each in given):
         if kind != "C2C":
             raise BindDistributionError(
-                f"distribution: a box of the operand is none of a {kind} result; give a pair of "
+                f"distribution: a box of the operand does not fit a {kind} result; give a pair of "
                 "boxes (input, output)"
             )
         return inputs
