@@ -61,7 +61,7 @@ class Torch(Library):
         """The address of the first element, on its device."""
         return int(x.data_ptr())
 
-    def host_view(self, x: Any, *, writable: bool = False) -> HostArray:
+    def host_view(self, x: Any, *, writable: bool = False, name: str = "out") -> HostArray:
         """A NumPy array on the memory of `x`, detached from any gradient."""
         import torch
 
@@ -71,9 +71,9 @@ class Torch(Library):
                 f"this torch tensor is on {x.device}, and the call needs host memory; pass x.cpu()"
             )
         if writable and self.is_lazy(x):
-            raise ValueError("this torch tensor is a lazy conjugate, and the call writes into it")
+            raise ValueError(f"{name} is a lazy conjugate, and the call writes into it")
         if writable and overlaps(tuple(x.shape), x.stride()):
-            raise ValueError("this torch tensor is an expanded view, and the call writes into it")
+            raise ValueError(f"{name} is an expanded view, and the call writes into it")
         dtype = dtypes.of(x.dtype)
         tensor = x.detach().resolve_conj().resolve_neg()
         carrier = _CARRIER.get(dtype.name)

@@ -26,7 +26,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from shardmath.caller import caller_line
-from shardmath.errors import CollectiveMismatch, OpTimeout, RankFailure
+from shardmath.errors import CollectiveMismatch, OpTimeout, RankFailure, ShardmathError
 from shardmath.symmetric.header import NAME_BYTES, bodies, header
 from shardmath.symmetric.reason import REASON_BYTES, Reason
 from shardmath.symmetric.rows import ORDERED, Rows
@@ -211,8 +211,8 @@ class Board:
         """After an error in a wait: no later operation can be in step with the peers."""
         if isinstance(error, CollectiveMismatch):
             self._rows.publish(_STATE, _MISMATCHED)
-        late = isinstance(error, OpTimeout)
-        self.fail(str(error) or type(error).__name__, getattr(error, "ranks", ()), late=late)
+        why = str(error) if isinstance(error, ShardmathError) else repr(error)
+        self.fail(why, getattr(error, "ranks", ()), late=isinstance(error, OpTimeout))
 
     def fail(self, why: str, blamed: Sequence[int] = (), *, late: bool = False) -> None:
         """Tell the peers that this rank gave an operation up; no later one can be in step.
