@@ -30,7 +30,8 @@ from shardmath.operators.fft.overlap import Beside, PushTables
 from shardmath.operators.fft.pipeline import Pipeline
 from shardmath.operators.fft.problem import check, describe
 from shardmath.operators.fft.program import Ends
-from shardmath.operators.fft.strategy import GPUS, choose
+from shardmath.operators.fft.search import choose
+from shardmath.operators.fft.strategy import GPUS
 from shardmath.operators.lanes import LANES, Lane
 
 CASES = [

@@ -38,14 +38,15 @@ from shardmath.operators.fft.pipeline import pipelined
 from shardmath.operators.fft.problem import check, describe
 from shardmath.operators.fft.program import (
     ROOMS,
-    Arrived,
-    Delivered,
+    Deliver,
     Ends,
-    Exchange,
+    PeerCopy,
+    WaitDelivery,
     programmed,
 )
+from shardmath.operators.fft.search import choose
 from shardmath.operators.fft.stages import stages
-from shardmath.operators.fft.strategy import GPUS, GPUS_APART, choose
+from shardmath.operators.fft.strategy import GPUS, MULTI_HOST_GPUS
 
 RISES = (1, 2, 3, 4, 4, 4, 4, 4)
 
@@ -135,12 +136,12 @@ def side(memory, view, place, offset, shape, count):
 def exchanged(programs, memories, at, results):
     for rank, (program, memory) in enumerate(zip(programs, memories, strict=True)):
         step = program.steps[at[rank]]
-        own = memory.array(step.own).copy() if not step.pulls else memory.array(step.own)
-        only = {"dst_rank": rank} if step.pulls else {"src_rank": rank}
+        own = memory.array(step.own).copy() if not step.pull else memory.array(step.own)
+        only = {"dst_rank": rank} if step.pull else {"src_rank": rank}
         for move in moves(step.source, step.target, **only):
-            peer = move.src if step.pulls else move.dst
-            there = memories[peer].array((step.theirs or results)[peer])
-            src, dst = (there, own) if step.pulls else (own, there)
+            peer = move.src if step.pull else move.dst
+            there = memories[peer].array((step.remote or results)[peer])
+            src, dst = (there, own) if step.pull else (own, there)
             copy_move(move, src, dst)
 
 
@@ -161,15 +162,15 @@ def fetched(steps, memories):
     for step, memory in zip(steps, memories, strict=True):
         room = memory.held[step.room]
         for each in step.delivery.fetches:
-            theirs = memories[each.src].held[steps[each.src].outbox]
-            room[each.at : each.at + each.nbytes] = theirs[each.offset : each.offset + each.nbytes]
+            remote = memories[each.src].held[steps[each.src].outbox]
+            room[each.at : each.at + each.nbytes] = remote[each.offset : each.offset + each.nbytes]
 
 
 def unpacked(steps, memories, shown):
     """Each rank takes what it needs of its room, and of the outboxes on its host."""
     for step, seen in zip(steps, shown, strict=True):
         del seen[: seen.index(step.outbox)]  # all have met since they read those before
-        if step.closes:
+        if step.barrier_last:
             seen.clear()
     for step, memory in zip(steps, memories, strict=True):
         delivery = step.delivery
@@ -207,7 +208,7 @@ def run_all(programs, memories, results, forward):
         for rank, program in enumerate(programs):
             while at[rank] < len(program.steps):
                 step = program.steps[at[rank]]
-                if isinstance(step, (Exchange, Delivered, Arrived)):
+                if isinstance(step, (PeerCopy, Deliver, WaitDelivery)):
                     break
                 performed(step, memories[rank], forward)
                 at[rank] += 1
@@ -216,9 +217,9 @@ def run_all(programs, memories, results, forward):
         assert len({type(step) for step in steps}) <= 1
         if not steps:
             break
-        if isinstance(steps[0], Exchange):
+        if isinstance(steps[0], PeerCopy):
             exchanged(programs, memories, at, results)
-        elif isinstance(steps[0], Delivered):
+        elif isinstance(steps[0], Deliver):
             packed_up(steps, programs, memories, shown)
             beside.append(steps)
             if len(beside) <= ROOMS:
@@ -285,7 +286,7 @@ def run_case(case, reachable, hosts=1, cuts=None):
     targets = [None if case["outputs"] is None else decode(case["outputs"][r]) for r in range(size)]
     parts = [part_of(array, sources[r], r, size) for r in range(size)]
     problem = case_problem(case, parts, sources, targets)
-    machine = GPUS if hosts == 1 else GPUS_APART
+    machine = GPUS if hosts == 1 else MULTI_HOST_GPUS
     found = stages(choose(problem, machine), reachable=reachable, apart=hosts > 1)
     results, given = [], []
     for rank in range(size):

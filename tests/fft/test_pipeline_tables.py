@@ -16,8 +16,9 @@ from shardmath.operators.fft.overlap import blocks_for, widest_cluster
 from shardmath.operators.fft.pipeline import Rows, pipelined
 from shardmath.operators.fft.problem import check, describe
 from shardmath.operators.fft.program import Ends
+from shardmath.operators.fft.search import choose
 from shardmath.operators.fft.stages import stages
-from shardmath.operators.fft.strategy import GPUS, choose
+from shardmath.operators.fft.strategy import GPUS
 
 LARGE = {"512^3": (512,) * 3, "1024^3": (1024,) * 3, "uneven": (2047, 1032, 1024)}
 

@@ -26,7 +26,8 @@ from shardmath.operators.fft.options import (
     options_from,
 )
 from shardmath.operators.fft.problem import Description, Problem, check, describe, kind_of
-from shardmath.operators.fft.strategy import GPUS, GPUS_APART, choose
+from shardmath.operators.fft.search import choose
+from shardmath.operators.fft.strategy import GPUS, MULTI_HOST_GPUS
 from shardmath.operators.lifecycle import check_stream
 
 if TYPE_CHECKING:
@@ -175,5 +176,5 @@ def device_plan_of(descriptions: tuple[Description, ...], hosts: tuple[int, ...]
     from shardmath.operators.fft.device import DevicePlan
 
     problem = check(descriptions)
-    machine = GPUS_APART if len(set(hosts)) > 1 else GPUS
+    machine = MULTI_HOST_GPUS if len(set(hosts)) > 1 else GPUS
     return DevicePlan(problem, choose(problem, machine), hosts)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardmath.cuda.driver import call
-from shardmath.operators.fft.program import ROOMS, Delivered
+from shardmath.operators.fft.program import ROOMS, Deliver
 from shardmath.redistribution.fetching import fetch
 from shardmath.symmetric.heap import Location
 
@@ -36,7 +36,7 @@ class Deliveries:
         self._told = told
         self._beside = False
 
-    def deliver(self, step: Delivered) -> None:
+    def deliver(self, step: Deliver) -> None:
         """Pack; meet, fetch what lies on other hosts, and unpack."""
         self._pack(step)
         if step.number is not None:
@@ -46,10 +46,10 @@ class Deliveries:
         barrier(self._stream)  # after writing what a peer will read, before reading what it wrote
         self._fetch(step, self._stream)
         self._unpack(step, self._stream)
-        if step.closes:
+        if step.barrier_last:
             barrier(self._stream)  # before reusing what a peer may still read
 
-    def _put_beside(self, step: Delivered, number: int) -> None:
+    def _put_beside(self, step: Deliver, number: int) -> None:
         lane = self._launch.lane
         fetching, unpacking = (int(lane.stream(f"fft {name}")) for name in _STREAMS)
         self._follow(fetching, self._stream, f"fft packed {number}")
@@ -60,7 +60,7 @@ class Deliveries:
         self._follow(unpacking, fetching, f"fft fetched {number}")
         self._unpack(step, unpacking)
         call("cuEventRecord", lane.event(f"fft arrived {number}"), unpacking)
-        if step.closes:
+        if step.barrier_last:
             lane.barrier(unpacking)  # as in `deliver`
         self._beside = True
 
@@ -79,18 +79,18 @@ class Deliveries:
         call("cuEventRecord", self._launch.lane.event(event), before)
         call("cuStreamWaitEvent", stream, self._launch.lane.event(event), 0)
 
-    def _pack(self, step: Delivered) -> None:
+    def _pack(self, step: Deliver) -> None:
         launch, delivery = self._launch, step.delivery
         packer = launch.way.copier((step, "pack"), lambda: delivery.packing(step.own.strides))
         packer.launch(self._stream, [launch.address(step.own)], [launch.addresses[step.outbox]])
 
-    def _fetch(self, step: Delivered, stream: int) -> None:
+    def _fetch(self, step: Deliver, stream: int) -> None:
         launch, notes = self._launch, self._notes(step)
         outboxes = [Location(*note[:2]) for note in notes]
         room = launch.addresses[step.room]
         fetch(launch.context, step.delivery.fetches, outboxes, room, stream)
 
-    def _unpack(self, step: Delivered, stream: int) -> None:
+    def _unpack(self, step: Deliver, stream: int) -> None:
         launch, delivery = self._launch, step.delivery
         notes = self._notes(step)
         near = [launch.peer(peer, notes[peer]) for peer in delivery.near]
@@ -100,7 +100,7 @@ class Deliveries:
         own, room = launch.address(step.own), launch.addresses[step.room]
         unpacker.launch(stream, delivery.memories(own, room, near), [launch.address(step.into)])
 
-    def _notes(self, step: Delivered) -> list[Any]:
+    def _notes(self, step: Deliver) -> list[Any]:
         """Where all ranks' outboxes lie."""
         number = self._launch.way.program.shared.index(step.outbox)
         return [each[number] for each in self._told]

@@ -25,7 +25,7 @@ from shardmath.operators.fft.chunking import (
 )
 from shardmath.operators.fft.local_steps import View, packed
 from shardmath.operators.fft.problem import Problem
-from shardmath.operators.fft.program import Arrived, Delivered, Ends, Program, Step, parcel_axes
+from shardmath.operators.fft.program import Deliver, Ends, Program, Step, WaitDelivery, parcel_axes
 from shardmath.operators.fft.stages import Stage
 from shardmath.redistribution import TransferPlan
 from shardmath.redistribution.delivery import Delivery
@@ -110,7 +110,7 @@ def far_pipelined(
         made.deliver(exchange, work, landing, (a, left), (b, ranges))
     for number, ranges in enumerate(seconds, whole):
         lo, hi = ranges[rank]
-        made.steps.append(Arrived(number))
+        made.steps.append(WaitDelivery(number))
         made.steps += transform_part(
             two, landing.part(b, lo, hi), target.part(b, lo, hi), keep=False
         )
@@ -144,8 +144,8 @@ class _Made:
         transfer = _Excerpt(stage.layout, stage.result, itemsize, *held, *taken)
         delivery = Delivery(transfer, self.rank, self.hosts, parcel_axes(self.problem))
         self.outboxes.append(f"outbox {number}")
-        closes = number == self.last
-        self.steps.append(Delivered(own, into, self.outboxes[-1], delivery, closes, number))
+        barrier_last = number == self.last
+        self.steps.append(Deliver(own, into, self.outboxes[-1], delivery, barrier_last, number))
 
     def program(self) -> Program:
         """All of it."""

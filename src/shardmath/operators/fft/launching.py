@@ -15,7 +15,7 @@ from shardmath.operators.fft.delivering import Deliveries
 from shardmath.operators.fft.local_steps import Convert, Fourier, LocalStep, Scale, View
 from shardmath.operators.fft.overlap import Beside
 from shardmath.operators.fft.pipeline import Pipeline
-from shardmath.operators.fft.program import Arrived, Delivered, Exchange
+from shardmath.operators.fft.program import Deliver, PeerCopy, WaitDelivery
 from shardmath.operators.fft.rank_plan import RankPlan, boxes_of_copy, boxes_of_exchange
 from shardmath.operators.lanes import Lane
 from shardmath.symmetric.heap import Location
@@ -53,11 +53,11 @@ class Launch:
             return
         deliveries = Deliveries(self, stream, told)
         for step in program.steps:
-            if isinstance(step, Exchange):
+            if isinstance(step, PeerCopy):
                 self._exchange(stream, step, told)
-            elif isinstance(step, Delivered):
+            elif isinstance(step, Deliver):
                 deliveries.deliver(step)
-            elif isinstance(step, Arrived):
+            elif isinstance(step, WaitDelivery):
                 deliveries.wait(step.number)
             else:
                 self.local(stream, step)
@@ -98,20 +98,20 @@ class Launch:
             factor=factor,
         )
 
-    def _exchange(self, stream: int, step: Exchange, told: Sequence[Told]) -> None:
+    def _exchange(self, stream: int, step: PeerCopy, told: Sequence[Told]) -> None:
         """Move boxes between this rank's array and all ranks' arrays."""
-        place = "result" if step.theirs is None else step.theirs[self.rank].place
+        place = "result" if step.remote is None else step.remote[self.rank].place
         addresses, strides = self.everywhere(place, told)
-        if step.theirs is not None:
-            strides = [view.strides for view in step.theirs]
+        if step.remote is not None:
+            strides = [view.strides for view in step.remote]
         copier = self.way.copier(
             (step, *strides), lambda: boxes_of_exchange(step, self.rank, strides)
         )
         own = self.address(step.own)
-        if step.opens or step.pulls:
+        if step.barrier_first or step.pull:
             # Before reusing what a peer may still use; before reading what a peer wrote.
             self.lane.barrier(stream)
-        if step.pulls:
+        if step.pull:
             copier.launch(stream, addresses, [own])
         else:
             copier.launch(stream, [own], addresses)

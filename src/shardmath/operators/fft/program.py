@@ -26,12 +26,12 @@ from shardmath.redistribution.delivery import Delivery
 
 __all__ = [
     "ROOMS",
-    "Arrived",
-    "Delivered",
+    "Deliver",
     "Ends",
-    "Exchange",
+    "PeerCopy",
     "Program",
     "Step",
+    "WaitDelivery",
     "parcel_axes",
     "programmed",
     "sizes_of",
@@ -41,48 +41,52 @@ ROOMS = 2  # places into which parts of peers' outboxes are fetched, in turn
 
 
 @dataclass(frozen=True)
-class Exchange:
-    """Boxes from this rank's array to all ranks' arrays in `target`, or from theirs to this one's.
+class PeerCopy:
+    """An exchange by one-sided copies: boxes between this rank's array and all ranks' arrays.
 
-    `own` is this rank's side: the source of a push, the target of a pull. `theirs` are all ranks'
-    arrays in the other place; None are the results, of which each rank knows its own.
+    A push goes from this rank's array, `own`, to the `remote` arrays; a pull from these to it.
+    `remote` are by rank; None are the results, of which each rank knows its own.
 
-    `opens`: all ranks wait for each other first, before reusing memory that its owner may still
-    use. After a push they always wait: before reading what peers wrote. Before a pull, too; and
-    after it, before reusing what peers may still read.
+    push    [barrier]  copy to peers    barrier
+    pull    barrier    copy from peers  barrier
+
+    The barrier after a push comes before reading what peers wrote; so does the one before a pull.
+    The barrier after a pull comes before reusing what peers may still read. `barrier_first`: the
+    first exchange pushes after a barrier, too, before its owner's buffer is overwritten.
     """
 
     source: Layout
     target: Layout
     own: View
-    theirs: tuple[View, ...] | None
-    pulls: bool
-    opens: bool
+    remote: tuple[View, ...] | None
+    pull: bool
+    barrier_first: bool
 
     def __str__(self) -> str:
-        other = self.theirs[0].place if self.theirs else "result"
-        if self.pulls:
+        other = self.remote[0].place if self.remote else "result"
+        if self.pull:
             return f"pull {other} of all to {self.own}"
         return f"push {self.own} to {other} of all"
 
 
 @dataclass(frozen=True)
-class Delivered:
-    """This rank's array `own` becomes `into`, by what all ranks pack into their places `outbox`.
+class Deliver:
+    """An exchange by way of packed buffers: `own` becomes `into`, where hosts share no memory.
 
-    All ranks wait for each other once, before reading what peers wrote. That the outbox is no
-    longer read, the wait of the next delivery says, whose outbox is another; one that `closes` says
-    it itself, before reusing what a peer may still read.
+    Each rank packs its outbox; after a barrier it reads those of its peers: in place on its own
+    host, fetched from another one; and unpacks. The barrier of the next delivery, which has another
+    outbox, says that this one is no longer read; the last delivery has a barrier of its own for
+    that, `barrier_last`.
 
-    `number` is None where the steps after it wait for it. Otherwise it goes on beside them, after
-    the one before it; they wait by an `Arrived` of that number.
+    With a `number` a delivery is asynchronous: it follows the one before it, beside the steps after
+    it, and a `WaitDelivery` of that number waits for it.
     """
 
     own: View
     into: View
     outbox: str
     delivery: Delivery
-    closes: bool
+    barrier_last: bool
     number: int | None = None
 
     @property
@@ -101,8 +105,8 @@ class Delivered:
 
 
 @dataclass(frozen=True)
-class Arrived:
-    """What follows waits for the delivery of that number, and all before it."""
+class WaitDelivery:
+    """The steps after it wait for the delivery of that number, and all before it."""
 
     number: int
 
@@ -110,7 +114,7 @@ class Arrived:
         return f"wait for delivery {self.number}"
 
 
-Step = LocalStep | Exchange | Delivered | Arrived
+Step = LocalStep | PeerCopy | Deliver | WaitDelivery
 
 
 @dataclass(frozen=True)
@@ -139,9 +143,9 @@ class Program:
         sizes = dict.fromkeys((place for place in self.shared if place != "result"), 0)
         views: list[View] = []
         for step in self.steps:
-            if isinstance(step, Exchange):
+            if isinstance(step, PeerCopy):
                 views.append(step.own)
-            elif isinstance(step, Delivered):
+            elif isinstance(step, Deliver):
                 views += [step.own, step.into]
                 for place, nbytes in step.sizes.items():
                     sizes[place] = max(sizes.get(place, 0), nbytes)
@@ -150,13 +154,13 @@ class Program:
     @cached_property
     def on_heap(self) -> frozenset[str]:
         """The places in memory that peers, or what fetches from them, reach."""
-        rooms = (step.room for step in self.steps if isinstance(step, Delivered))
+        rooms = (step.room for step in self.steps if isinstance(step, Deliver))
         return frozenset((*self.shared, *rooms))
 
     @cached_property
     def local(self) -> tuple[LocalStep, ...]:
         """All steps but the exchanges, and the waits for them."""
-        others = Exchange, Delivered, Arrived
+        others = PeerCopy, Deliver, WaitDelivery
         return tuple(step for step in self.steps if not isinstance(step, others))
 
     def __str__(self) -> str:
@@ -194,7 +198,7 @@ def programmed(
         if stage.kind is not None:
             made.transform(stage)
         elif stage.verb == "deliver":
-            made.deliver(stage, closes=len(made.shared) == exchanges - 1)
+            made.deliver(stage, barrier_last=len(made.shared) == exchanges - 1)
         elif stage.verb == "pull":
             made.pull(stage)
         else:
@@ -237,31 +241,31 @@ class _Programming:
 
     def push(self, stage: Stage) -> None:
         """To all ranks' landings, or to the results, of which each rank knows its own."""
-        theirs = None
+        remote = None
         if stage.target != "result":
-            theirs = tuple(self._at(stage.target, stage.result, stage, r) for r in self._ranks)
-        self._exchange(stage, stage.target, self.array, theirs, pulls=False)
+            remote = tuple(self._at(stage.target, stage.result, stage, r) for r in self._ranks)
+        self._exchange(stage, stage.target, self.array, remote, pull=False)
         self.array = self._target(stage)
 
     def pull(self, stage: Stage) -> None:
         """From all ranks' places, into the result."""
-        theirs = tuple(self._at(stage.source, stage.layout, stage, r) for r in self._ranks)
-        self._exchange(stage, stage.source, self.ends.result, theirs, pulls=True)
+        remote = tuple(self._at(stage.source, stage.layout, stage, r) for r in self._ranks)
+        self._exchange(stage, stage.source, self.ends.result, remote, pull=True)
         self.array = self.ends.result
 
     def _exchange(
-        self, stage: Stage, shared: str, own: View, theirs: tuple[View, ...] | None, *, pulls: bool
+        self, stage: Stage, shared: str, own: View, remote: tuple[View, ...] | None, *, pull: bool
     ) -> None:
-        opens = not self.shared  # the first
+        barrier_first = not self.shared  # the first
         self.shared.append(shared)
-        self.steps.append(Exchange(stage.layout, stage.result, own, theirs, pulls, opens))
+        self.steps.append(PeerCopy(stage.layout, stage.result, own, remote, pull, barrier_first))
 
-    def deliver(self, stage: Stage, *, closes: bool) -> None:
+    def deliver(self, stage: Stage, *, barrier_last: bool) -> None:
         """To the stage's target, by way of outboxes that take turns."""
         transfer = TransferPlan(stage.layout, stage.result, dtypes.of(stage.dtype).itemsize)
         delivery = Delivery(transfer, self.rank, self.hosts, parcel_axes(self.problem))
         into, outbox = self._target(stage), f"outbox {len(self.shared) % 2}"
-        self.steps.append(Delivered(self.array, into, outbox, delivery, closes))
+        self.steps.append(Deliver(self.array, into, outbox, delivery, barrier_last))
         self.shared.append(outbox)
         self.array = into
 

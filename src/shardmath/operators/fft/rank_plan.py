@@ -20,7 +20,7 @@ from shardmath.operators.fft.local_steps import Copy, LocalStep, packed
 from shardmath.operators.fft.overlap import PushTables
 from shardmath.operators.fft.pipeline import Pipeline, pipelined
 from shardmath.operators.fft.problem import Problem
-from shardmath.operators.fft.program import Ends, Exchange, Program, programmed
+from shardmath.operators.fft.program import Ends, PeerCopy, Program, programmed
 from shardmath.operators.fft.stages import Stage, stages
 from shardmath.operators.fft.strategy import Strategy
 from shardmath.redistribution import lowered
@@ -161,11 +161,11 @@ def boxes_of_copy(step: Copy) -> list[Box]:
     return [Box.of(copy, 0)]
 
 
-def boxes_of_exchange(step: Exchange, rank: int, strides: Sequence[Sequence[int]]) -> list[Box]:
+def boxes_of_exchange(step: PeerCopy, rank: int, strides: Sequence[Sequence[int]]) -> list[Box]:
     """The boxes of one rank, those of the next rank first: no two ranks begin with the same."""
     found: list[tuple[int, Box]] = []
     size, itemsize = step.source.size, step.own.itemsize
-    if step.pulls:
+    if step.pull:
         for move in moves(step.source, step.target, dst_rank=rank):
             copy = lowered(move, itemsize, strides[move.src], step.own.strides)
             found.append(((move.src - rank - 1) % size, Box.of(copy, 0)))

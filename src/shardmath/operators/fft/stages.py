@@ -21,7 +21,7 @@ from typing import Literal
 from shardmath.geometry import Layout
 from shardmath.local.fft import Kind
 from shardmath.operators.fft.problem import Problem
-from shardmath.operators.fft.strategy import Move, Strategy, Transform
+from shardmath.operators.fft.strategy import Exchange, Strategy, Transform
 
 __all__ = ["Stage", "stages"]
 
@@ -63,7 +63,7 @@ def stages(strategy: Strategy, *, reachable: bool, apart: bool = False) -> tuple
     place, dtype, landings = "operand", problem.dtype, 0
     for number, step in enumerate(steps):
         last = number == len(steps) - 1
-        if isinstance(step, Move):
+        if isinstance(step, Exchange):
             target = "result" if last else f"landing {landings % 2}"
             landings += not last
             verb: Verb = "deliver" if apart else "pull" if last and not reachable else "push"
