@@ -116,7 +116,7 @@ def measured(ranks, x, n, dtype, back):
         result = transform.execute()
 
         def ours(chunks=True):
-            rank_plan.CHUNKS = rank_plan.GRAPHS = (
+            rank_plan.USE_CHUNKS = rank_plan.USE_GRAPHS = (
                 chunks  # what is done step by step is not remembered
             )
             transform.execute(out=result)
@@ -166,7 +166,7 @@ def measure(ranks, seconds):
                 row = measured(ranks, x, n, dtype, back)
             except Exception:
                 failure = traceback.format_exc(limit=-3)
-            rank_plan.CHUNKS = rank_plan.GRAPHS = True
+            rank_plan.USE_CHUNKS = rank_plan.USE_GRAPHS = True
             ranks.torch.cuda.empty_cache()
             if ranks.largest(bool(failure)):
                 print(f"{n}^3 {dtype}, back: {back}: {failure or 'failed elsewhere'}", flush=True)

@@ -22,14 +22,14 @@ from shardmath.arrays import library_named
 from shardmath.cuda.graph import Graph
 from shardmath.distribution import Slab
 from shardmath.fft import FFTDirection, FFTOptions
-from shardmath.local.gpu.fft import Transforms
+from shardmath.local.gpu.fft import CuFFT
 from shardmath.operators.fft import rank_plan
 from shardmath.operators.fft.launching import Launch, is_double
-from shardmath.operators.fft.local_steps import Fourier, packed
-from shardmath.operators.fft.overlap import Beside, PushTables
+from shardmath.operators.fft.local_steps import LocalFFT, packed
 from shardmath.operators.fft.pipeline import Pipeline
 from shardmath.operators.fft.problem import check, describe
-from shardmath.operators.fft.program import Ends
+from shardmath.operators.fft.program import UserArrays
+from shardmath.operators.fft.push_stream import PushStream, PushTables
 from shardmath.operators.fft.search import choose
 from shardmath.operators.fft.strategy import GPUS
 from shardmath.operators.lanes import LANES, Lane
@@ -46,7 +46,7 @@ HEAD_START = 20_000_000  # cycles that the GPU sleeps while an execution is put 
 
 @dataclass(frozen=True)
 class Played(Launch):
-    """Rank 0's launches, with its peers' places on the other GPUs.
+    """Rank 0's launches, with its peers' buffers on the other GPUs.
 
     `shared` has, by place, where that lies on this GPU and then on the others, and how far the
     parts that rank 0 writes on its peers are to lie apart.
@@ -60,10 +60,10 @@ class Played(Launch):
         """Whose part it is: rank 0's on all GPUs, or boxes would end behind their places."""
         return 0
 
-    def everywhere(self, place, told):
+    def peer_addresses(self, place, told):
         """See Launch; `told` are the strides of all results."""
         where, apart = self.shared[place]
-        if isinstance(self.way.program, Pipeline):  # whose rows know how far
+        if isinstance(self.plan.program, Pipeline):  # whose rows know how far
             return where, []
         players = [player(peer, len(where)) for peer in range(self.peers)]
         return [where[gpu] + peer * apart for peer, gpu in enumerate(players)], told
@@ -111,8 +111,8 @@ class Share:
         self.result = packed("result", self.problem.target.local_shape(0), self.problem.result)
         nbytes = self.result.size * self.result.itemsize
         block = nbytes // size  # what goes to one peer
-        places = {"landing 0": block, "result": block // own if back else block}
-        self.apart = [places["landing 0"], places["result"]]
+        places = {"receive 0": block, "result": block // own if back else block}
+        self.apart = [places["receive 0"], places["result"]]
         self.shared, self.held = {}, []
         for place, apart in places.items():
             buffer, addresses = ranks.shared(nbytes)
@@ -123,32 +123,30 @@ class Share:
         self.addresses = {
             "operand": whole.data_ptr(),
             "work": self.held[2].block.address,
-            "landing 1": self.held[3].block.address,
+            "receive 1": self.held[3].block.address,
             **{place: where[0] for place, (where, _) in self.shared.items()},
         }
 
     def launch(self, chunks):
         """Rank 0's launches; None where there are no chunks."""
         ranks, team = self.ranks, self.ranks.context.team
-        rank_plan.CHUNKS = chunks
+        rank_plan.USE_CHUNKS = chunks
         source = packed("operand", tuple(self.operand.shape), self.problem.dtype)
-        ends, results = Ends(source, self.result), rank_plan.Results(True, True)
-        way = rank_plan.make_rank_plan(self.plan, team.device, 0, ends, results)
-        rank_plan.CHUNKS = True
-        if isinstance(way.program, Pipeline) != chunks:
+        arrays, results = UserArrays(source, self.result), rank_plan.Results(True, True)
+        plan = rank_plan.make_rank_plan(self.plan, team.device, 0, arrays, results)
+        rank_plan.USE_CHUNKS = True
+        if isinstance(plan.program, Pipeline) != chunks:
             return None
         if chunks:
-            program = on_gpus(way.program, self.apart, ranks.size)
-            way = rank_plan.RankPlan(team.device, program, PushTables(team.device, program))
-        stream, transforms = ranks.stream(), Transforms.of(team.device)
-        for step in way.program.local:
-            if isinstance(step, Fourier):
-                transforms.prepare(
-                    step.kind, double=is_double(step), batches=step.batches, stream=stream
-                )
+            program = on_gpus(plan.program, self.apart, ranks.size)
+            plan = rank_plan.RankPlan(team.device, program, PushTables(team.device, program))
+        stream, cufft = ranks.stream(), CuFFT.of(team.device)
+        for step in plan.program.local:
+            if isinstance(step, LocalFFT):
+                cufft.prepare(step.kind, double=is_double(step), plan=step.plan, stream=stream)
         made = Played(
             ranks.context,
-            way,
+            plan,
             self.addresses,
             Lane.numbered(ranks.context, LANES - 1),
             True,
@@ -156,7 +154,7 @@ class Share:
             self.shared,
             self.size,
         )
-        for step in way.program.local:  # loads the kernels
+        for step in plan.program.local:  # loads the kernels
             made.local(stream, step)
         return made
 
@@ -170,9 +168,9 @@ class Share:
 
 def piped(launch, stream, *, local, told=lambda name, stream: None):
     """What a pipeline launches, with or without its transforms; after each part, `told`."""
-    program, beside = launch.way.program, Beside.of(launch.context)
+    program, push_stream = launch.plan.program, PushStream.of(launch.context)
     sources = [launch.addresses[place] for place in program.sources]
-    targets = [launch.everywhere(place, ())[0] for place in program.shared]
+    targets = [launch.peer_addresses(place, ())[0] for place in program.shared]
 
     def transform(steps, name):
         if local:
@@ -181,21 +179,21 @@ def piped(launch, stream, *, local, told=lambda name, stream: None):
         told(name, stream)
 
     told("begin", stream)
-    beside.start(launch.way.tables, stream, sources, targets)
-    told("all pushed", beside.stream)
+    push_stream.start(launch.plan.tables, stream, sources, targets)
+    told("all pushed", push_stream.stream)
     for number, steps in enumerate(program.first):
         transform(steps, f"first {number}")
-        beside.ready(stream)
+        push_stream.signal_ready(stream)
     for number, steps in enumerate(program.second):
-        beside.wait(stream)
+        push_stream.wait_for_chunk(stream)
         told(f"arrived {number}", stream)
         transform(steps, f"second {number}")
         if program.returns:
-            beside.ready(stream)
+            push_stream.signal_ready(stream)
     if program.returns:
-        beside.wait(stream)
+        push_stream.wait_for_chunk(stream)
     transform(program.last, "last")
-    beside.end(stream)
+    push_stream.join(stream)
     told("end", stream)
 
 
@@ -227,16 +225,16 @@ def measured(ranks, n, dtype, back, size):
     row = {"n": n, "dtype": dtype, "result": "back" if back else "transposed", "of": size}
     strides = [share.result.strides] * size
     steps, chunks = share.launch(False), share.launch(True)
-    row["steps_ms"] = share.time(lambda on: steps.all(on, strides))
+    row["steps_ms"] = share.time(lambda on: steps.run(on, strides))
     if chunks is not None:
-        row["chunks_ms"] = share.time(lambda on: chunks.all(on, strides))
+        row["chunks_ms"] = share.time(lambda on: chunks.run(on, strides))
         row["wire_ms"] = share.time(lambda on: piped(chunks, on, local=False))
-        row["cuts"] = str(share.plan.cuts)
+        row["cuts"] = str(share.plan.chunking)
         if (n, dtype) in TOLD:
             row["timeline_us"] = timeline(ranks, chunks)
     alone = chunks or steps
     row["local_ms"] = share.time(
-        lambda on: [alone.local(on, step) for step in alone.way.program.local]
+        lambda on: [alone.local(on, step) for step in alone.plan.program.local]
     )
     return row
 

@@ -203,8 +203,8 @@ def check_chunks(context, cases):
     from shardmath.operators.fft import chunking
 
     use(context)
-    small = tuple((n, chunking.Cuts(*cuts)) for n, cuts in SMALL_CUTS)
-    chunking._CUTS = chunking._CUTS_BACK = chunking._CUTS_APART = small
+    small = tuple((n, chunking.Chunking(*cuts)) for n, cuts in SMALL_CHUNKINGS)
+    chunking._ONE_EXCHANGE = chunking._TWO_EXCHANGES = chunking._MULTI_HOST = small
     rank, size = context.rank, context.size
     wrong = []
     for name, shape, kind, dtype, one, two, norm, heap in cases:
@@ -254,7 +254,7 @@ def check_chunks(context, cases):
 
 
 RISES = (1, 2, 3, 4, 4, 4, 4, 4)
-SMALL_CUTS = [
+SMALL_CHUNKINGS = [
     (1 << 19, (RISES, 8, 3)),
     (1 << 17, (RISES, 4, 2)),
     (1 << 15, ((1,) * 4, 1, 1)),

@@ -21,28 +21,28 @@ from copying import copy_boxes
 from shardmath import geometry
 from shardmath.arrays import dtypes
 from shardmath.geometry import decode, moves
-from shardmath.local.batches import Strided, batches
-from shardmath.operators.fft.chunking import Cuts, first_parts
-from shardmath.operators.fft.far_pipeline import far_pipelined
+from shardmath.local.plan_many import StridedArray, plan_many
+from shardmath.operators.fft.chunking import Chunking, first_parts
 from shardmath.operators.fft.local_steps import (
     Convert,
     Copy,
-    Fourier,
+    LocalFFT,
     Scale,
     View,
     local_steps,
     packed,
 )
+from shardmath.operators.fft.multi_host_pipeline import multi_host_program
 from shardmath.operators.fft.options import FFTDirection, FFTOptions
 from shardmath.operators.fft.pipeline import pipelined
 from shardmath.operators.fft.problem import check, describe
 from shardmath.operators.fft.program import (
-    ROOMS,
+    FETCH_BUFFERS,
     Deliver,
-    Ends,
     PeerCopy,
+    UserArrays,
     WaitDelivery,
-    programmed,
+    rank_program,
 )
 from shardmath.operators.fft.search import choose
 from shardmath.operators.fft.stages import stages
@@ -63,7 +63,7 @@ class Memory:
             self.held[place], self.origin[place] = raw, origin
 
     def array(self, view, dtype=None):
-        raw, start = self.held[view.place], self.origin[view.place] + view.offset
+        raw, start = self.held[view.buffer], self.origin[view.buffer] + view.offset
         dtype = np.dtype(dtype or dtypes.to_numpy(view.dtype))
         if view.size == 0:
             return np.empty(view.shape, dtype)
@@ -90,12 +90,12 @@ def performed(step, memory, forward):
 
 def fourier(step, memory, forward):
     """As cuFFT: batches of `lengths`, each side placed by its embedding, stride and distance."""
-    plan, kind = step.batches, step.kind
+    plan, kind = step.plan, step.kind
     half = (*plan.lengths[:-1], plan.lengths[-1] // 2 + 1)
     shapes = {"C2C": (plan.lengths,) * 2, "R2C": (plan.lengths, half), "C2R": (half, plan.lengths)}
     for offsets in plan.offsets:
         taken, left = (
-            side(memory, view, place, offset, shape, plan.count)
+            side(memory, view, place, offset, shape, plan.batch)
             for view, place, offset, shape in zip(
                 (step.source, step.target),
                 (plan.source, plan.target),
@@ -123,7 +123,7 @@ def side(memory, view, place, offset, shape, count):
     steps = [place.stride * size]
     for extent in place.embed[:0:-1]:
         steps.insert(0, steps[0] * extent)
-    raw = memory.held[view.place][memory.origin[view.place] + view.offset + offset :]
+    raw = memory.held[view.buffer][memory.origin[view.buffer] + view.offset + offset :]
     dtype = np.dtype(view.dtype)
     flat = raw[: raw.size // size * size].view(dtype)
     reach = (count - 1) * place.distance + sum(
@@ -150,17 +150,17 @@ def packed_up(steps, programs, memories, shown):
     for step, memory, program, seen in zip(steps, memories, programs, shown, strict=True):
         assert step.outbox not in seen, "not before all have read what was in it"
         seen.append(step.outbox)
-        start = memory.origin[step.own.place] + step.own.offset
+        start = memory.origin[step.own.buffer] + step.own.offset
         boxes = step.delivery.packing(step.own.strides)
         outbox = memory.held[step.outbox]
-        copy_boxes(boxes, [(memory.held[step.own.place], start)], (outbox, 0))
-        assert {step.outbox, step.room} <= program.on_heap
+        copy_boxes(boxes, [(memory.held[step.own.buffer], start)], (outbox, 0))
+        assert {step.outbox, step.fetch_buffer} <= program.on_heap
 
 
 def fetched(steps, memories):
     """Each rank fetches from the outboxes on other hosts."""
     for step, memory in zip(steps, memories, strict=True):
-        room = memory.held[step.room]
+        room = memory.held[step.fetch_buffer]
         for each in step.delivery.fetches:
             remote = memories[each.src].held[steps[each.src].outbox]
             room[each.at : each.at + each.nbytes] = remote[each.offset : each.offset + each.nbytes]
@@ -174,12 +174,12 @@ def unpacked(steps, memories, shown):
             seen.clear()
     for step, memory in zip(steps, memories, strict=True):
         delivery = step.delivery
-        ends = [memory.origin[view.place] + view.offset for view in (step.own, step.into)]
+        starts = [memory.origin[view.buffer] + view.offset for view in (step.own, step.target)]
         near = [(memories[peer].held[steps[peer].outbox], 0) for peer in delivery.near]
-        own = (memory.held[step.own.place], ends[0])
-        boxes = delivery.unpacking(step.own.strides, step.into.strides)
-        sources = delivery.memories(own, (memory.held[step.room], 0), near)
-        copy_boxes(boxes, sources, (memory.held[step.into.place], ends[1]))
+        own = (memory.held[step.own.buffer], starts[0])
+        boxes = delivery.unpacking(step.own.strides, step.target.strides)
+        sources = delivery.memories(own, (memory.held[step.fetch_buffer], 0), near)
+        copy_boxes(boxes, sources, (memory.held[step.target.buffer], starts[1]))
 
 
 def copy_move(move, src, dst):
@@ -195,8 +195,8 @@ def copy_move(move, src, dst):
 def next_unpacked(beside, memories, shown):
     """Then there is room for another one."""
     unpacked(beside.pop(0), memories, shown)
-    if len(beside) >= ROOMS:
-        fetched(beside[ROOMS - 1], memories)
+    if len(beside) >= FETCH_BUFFERS:
+        fetched(beside[FETCH_BUFFERS - 1], memories)
 
 
 def run_all(programs, memories, results, forward):
@@ -222,7 +222,7 @@ def run_all(programs, memories, results, forward):
         elif isinstance(steps[0], Deliver):
             packed_up(steps, programs, memories, shown)
             beside.append(steps)
-            if len(beside) <= ROOMS:
+            if len(beside) <= FETCH_BUFFERS:
                 fetched(steps, memories)
             if steps[0].number is None:
                 unpacked(beside.pop(), memories, shown)
@@ -278,7 +278,7 @@ def dtypes_spec(case, part, strides):
     return ArraySpec(case["library"], dtype, part.shape, strides, "cpu", part.itemsize)
 
 
-def run_case(case, reachable, hosts=1, cuts=None):
+def run_case(case, reachable, hosts=1, chunking=None):
     size = case["size"]
     array = fft_cases.operand_of(case)
     full = fft_cases.wanted(case, array)
@@ -287,7 +287,7 @@ def run_case(case, reachable, hosts=1, cuts=None):
     parts = [part_of(array, sources[r], r, size) for r in range(size)]
     problem = case_problem(case, parts, sources, targets)
     machine = GPUS if hosts == 1 else MULTI_HOST_GPUS
-    found = stages(choose(problem, machine), reachable=reachable, apart=hosts > 1)
+    found = stages(choose(problem, machine), reachable=reachable, multi_host=hosts > 1)
     results, given = [], []
     for rank in range(size):
         shape = problem.target.local_shape(rank)
@@ -305,11 +305,13 @@ def run_case(case, reachable, hosts=1, cuts=None):
     numbers = tuple(rank * hosts // size for rank in range(size))
     programs = []
     for rank in range(size):
-        ends = Ends(given[rank][1][0], results[rank])
-        program = cuts and far_pipelined(found, problem, rank, ends, Cuts(*cuts), hosts=numbers)
-        programs.append(program or programmed(found, problem, rank, ends, hosts=numbers))
+        arrays = UserArrays(given[rank][1][0], results[rank])
+        program = chunking and multi_host_program(
+            found, problem, rank, arrays, Chunking(*chunking), hosts=numbers
+        )
+        programs.append(program or rank_program(found, problem, rank, arrays, hosts=numbers))
     memories = [
-        Memory(program.places, {view.place: (raw, origin) for view, (raw, origin, _) in
+        Memory(program.buffers, {view.buffer: (raw, origin) for view, (raw, origin, _) in
                          zip(views, held, strict=True)})
         for program, (held, views) in zip(programs, given, strict=True)
     ]  # fmt: skip
@@ -342,22 +344,22 @@ def test_any_program_of_ranks_on_several_hosts(case, hosts):
 @given(
     case=fft_cases.cases(least=2),
     hosts=st.integers(2, 3),
-    cuts=st.sampled_from([((1,), 1, 1), ((1,) * 3, 2, 1), ((1, 2), 3, 2), (RISES, 4, 3)]),
+    chunking=st.sampled_from([((1,), 1, 1), ((1,) * 3, 2, 1), ((1, 2), 3, 2), (RISES, 4, 3)]),
 )
-def test_any_program_with_deliveries_beside(case, hosts, cuts):
-    run_case(case, False, hosts, cuts)
+def test_any_program_with_deliveries_beside(case, hosts, chunking):
+    run_case(case, False, hosts, chunking)
 
 
 def pushed(memories, rank, pipeline, at, ready, signals):
     """Push the chunks from number `at` on that may go, up to one that signals; the next number."""
-    while at < len(pipeline.chunks) and pipeline.chunks[at].needs <= ready:
+    while at < len(pipeline.chunks) and pipeline.chunks[at].ready_count <= ready:
         chunk = pipeline.chunks[at]
         for rows in chunk.rows:
-            places = (("work", "landing 0"), ("landing 0", "result"))[chunk.exchange]
+            places = (("work", "receive 0"), ("receive 0", "result"))[chunk.exchange]
             src, dst = memories[rank].held[places[0]], memories[rows.peer].held[places[1]]
             for i in range(rows.count):
-                one, two = rows.source + i * rows.source_step, rows.target + i * rows.target_step
-                dst[two : two + rows.unit] = src[one : one + rows.unit]
+                one, two = rows.source + i * rows.source_pitch, rows.target + i * rows.target_pitch
+                dst[two : two + rows.width] = src[one : one + rows.width]
         at += 1
         signals[rank] += chunk.signals
         if chunk.signals:
@@ -383,7 +385,7 @@ def run_pipelines(pipelines, memories, forward):
             for step in pipeline.second[part]:
                 performed(step, memories[rank], forward)
     for rank, pipeline in enumerate(pipelines):
-        if pipeline.returns:
+        if pipeline.two_exchanges:
             at[rank] = pushed(memories, rank, pipeline, at[rank], 1 << 30, signals)
         assert at[rank] == len(pipeline.chunks)
     assert len(set(signals)) == 1
@@ -406,11 +408,11 @@ PIPELINES = {
 }
 
 
-@pytest.mark.parametrize("cuts", [((1,), 1), ((1,) * 3, 2), (RISES, 4, 3)])
+@pytest.mark.parametrize("chunking", [((1,), 1), ((1,) * 3, 2), (RISES, 4, 3)])
 @pytest.mark.parametrize("hosts", [1, 2, 3])
 @pytest.mark.parametrize("size", [2, 3, 8])
 @pytest.mark.parametrize("name", PIPELINES)
-def test_pipelines(name, size, hosts, cuts):
+def test_pipelines(name, size, hosts, chunking):
     """On one host what pushes beside, on several what delivers beside."""
     shape, dtype, axes, one, two = PIPELINES[name]
     kind = "R2C" if dtype.startswith("float") else "C2R" if name == "to real" else "C2C"
@@ -419,37 +421,44 @@ def test_pipelines(name, size, hosts, cuts):
             "library": "torch"}  # fmt: skip
     array = fft_cases.operand_of(case)
     full = fft_cases.wanted(case, array)
-    ends = [getattr(geometry.Slab, axis) for axis in (one, two)]
-    parts = [part_of(array, ends[0], r, size) for r in range(size)]
-    problem = case_problem(case, parts, [ends[0]] * size, [ends[1]] * size)
-    apart = hosts > 1
+    slabs = [getattr(geometry.Slab, axis) for axis in (one, two)]
+    parts = [part_of(array, slabs[0], r, size) for r in range(size)]
+    problem = case_problem(case, parts, [slabs[0]] * size, [slabs[1]] * size)
+    multi_host = hosts > 1
     numbers = tuple(rank * hosts // size for rank in range(size))
-    found = stages(choose(problem, GPUS), reachable=not apart, apart=apart)
+    found = stages(choose(problem, GPUS), reachable=not multi_host, multi_host=multi_host)
     memories, pipelines, results = [], [], []
     for rank in range(size):
         operand = packed("operand", parts[rank].shape, problem.dtype)
         result = packed("result", problem.target.local_shape(rank), problem.result)
-        if apart:
-            pipeline = far_pipelined(
-                found, problem, rank, Ends(operand, result), Cuts(*cuts), hosts=numbers
+        if multi_host:
+            pipeline = multi_host_program(
+                found,
+                problem,
+                rank,
+                UserArrays(operand, result),
+                Chunking(*chunking),
+                hosts=numbers,
             )
         else:
-            pipeline = pipelined(found, rank, Ends(operand, result), Cuts(*cuts), order="C")
+            pipeline = pipelined(
+                found, rank, UserArrays(operand, result), Chunking(*chunking), order="C"
+            )
             chunks, rows = pipeline.tables(1 << 14)
-            assert chunks["boxes"].sum() == len(rows)
-        sizes = {view.place: view.size * view.itemsize for view in (operand, result)}
-        memory = Memory(pipeline.places | sizes, {})
+            assert chunks["rows"].sum() == len(rows)
+        sizes = {view.buffer: view.size * view.itemsize for view in (operand, result)}
+        memory = Memory(pipeline.buffers | sizes, {})
         memory.array(operand)[...] = parts[rank]
         memories.append(memory)
         pipelines.append(pipeline)
         results.append(result)
-    if apart:
+    if multi_host:
         run_all(pipelines, memories, results, problem.direction < 0)
     else:
         run_pipelines(pipelines, memories, problem.direction < 0)
     count = math.prod(full.shape[axis] for axis in axes or range(full.ndim))
     for rank in range(size):
-        want = part_of(full, ends[1], rank, size)
+        want = part_of(full, slabs[1], rank, size)
         assert fft_cases.close(memories[rank].array(results[rank]), want, count)
 
 
@@ -470,14 +479,14 @@ def test_a_plan_for_any_order_of_memory(kind, axes, orders):
         packed(place, shape, name, order)
         for place, shape, name, order in zip("ab", shapes, names, orders, strict=True)
     ]
-    found = batches(kind, axes, *(view.strided for view in views))
+    found = plan_many(kind, axes, *(view.strided for view in views))
     if found is None:
         assert orders[0] != orders[1] or kind != "C2C"
         return
-    step = Fourier(kind, axes, *views)
+    step = LocalFFT(kind, axes, *views)
     rng = np.random.default_rng(7)
 
-    places = {view.place: view.size * view.itemsize for view in views}
+    places = {view.buffer: view.size * view.itemsize for view in views}
     memory = Memory(places, {})
     source = memory.array(views[0])
     source[...] = rng.standard_normal(shapes[0])
@@ -509,17 +518,17 @@ def test_one_real_number_from_one_complex():
     target = packed("b", (20, 20, 1), "float32")
     for order in ("C", "F"):
         source = packed("a", (20, 20, 1), "complex64", order)
-        steps = local_steps("C2R", (0, 1, 2), source, target, keep=False)
-        done = [step.axes for step in steps if isinstance(step, Fourier)]
+        steps = local_steps("C2R", (0, 1, 2), source, target, preserve_input=False)
+        done = [step.axes for step in steps if isinstance(step, LocalFFT)]
         assert [set(each) for each in done] == [{0, 1}, {2}]
-        assert batches("C2R", (1, 2), source.strided, target.strided) is None
+        assert plan_many("C2R", (1, 2), source.strided, target.strided) is None
 
 
 def test_what_no_plan_can_do():
-    reversed_rows = Strided((4, 6), (-48, 8), 8)
-    plain = Strided((4, 6), (48, 8), 8)
-    assert batches("C2C", (1,), plain, plain) is not None
-    assert batches("C2C", (1,), reversed_rows, plain) is None
-    assert batches("C2C", (1,), Strided((4, 6), (0, 8), 8), plain) is None
-    assert batches("C2C", (1,), Strided((4, 6), (48, 8), 8, misfit=4), plain) is None
-    assert batches("R2C", (1,), Strided((4, 6), (24, 4), 4, misfit=4), plain) is None
+    reversed_rows = StridedArray((4, 6), (-48, 8), 8)
+    plain = StridedArray((4, 6), (48, 8), 8)
+    assert plan_many("C2C", (1,), plain, plain) is not None
+    assert plan_many("C2C", (1,), reversed_rows, plain) is None
+    assert plan_many("C2C", (1,), StridedArray((4, 6), (0, 8), 8), plain) is None
+    assert plan_many("C2C", (1,), StridedArray((4, 6), (48, 8), 8, misalignment=4), plain) is None
+    assert plan_many("R2C", (1,), StridedArray((4, 6), (24, 4), 4, misalignment=4), plain) is None

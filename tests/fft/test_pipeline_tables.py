@@ -9,13 +9,13 @@ import pytest
 
 from shardmath.arrays import ArraySpec
 from shardmath.geometry import Slab
-from shardmath.operators.fft.chunking import cuts_for
+from shardmath.operators.fft.chunking import chunking_for
 from shardmath.operators.fft.local_steps import packed
 from shardmath.operators.fft.options import FFTDirection, FFTOptions
-from shardmath.operators.fft.overlap import blocks_for, widest_cluster
 from shardmath.operators.fft.pipeline import Rows, pipelined
 from shardmath.operators.fft.problem import check, describe
-from shardmath.operators.fft.program import Ends
+from shardmath.operators.fft.program import UserArrays
+from shardmath.operators.fft.push_stream import cluster_size, push_blocks
 from shardmath.operators.fft.search import choose
 from shardmath.operators.fft.stages import stages
 from shardmath.operators.fft.strategy import GPUS
@@ -44,10 +44,10 @@ def test_tables_of_large_arrays(name, size):
         operand, result = (
             packed(place, locals_[rank], "complex128") for place in ("operand", "result")
         )
-        cuts = cuts_for(problem, returns=True)
-        pipeline = pipelined(found, rank, Ends(operand, result), cuts, order="C")
+        chunking = chunking_for(problem, two_exchanges=True)
+        pipeline = pipelined(found, rank, UserArrays(operand, result), chunking, order="C")
         chunks, rows = pipeline.tables(1 << 14)
-        sides = pipeline.places | {"result": result.size * 16}
+        sides = pipeline.buffers | {"result": result.size * 16}
         for chunk in chunks.tolist():
             source = sides[pipeline.sources[chunk[4]]]
             for row in rows[chunk[0] : chunk[0] + chunk[1]].tolist():
@@ -82,13 +82,13 @@ def test_blocks_that_push_are_neighbours(blocks, most, wide):
         asked.append((count, size))
         return size <= most
 
-    assert widest_cluster(blocks, holds) == wide
+    assert cluster_size(blocks, holds) == wide
     assert all(count * size == blocks for count, size in asked)
 
 
-@pytest.mark.parametrize("returns", [False, True])
+@pytest.mark.parametrize("two_exchanges", [False, True])
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 6, 7, 8, 16, 40, 72])
-def test_each_peer_has_as_many_blocks(size, returns):
-    blocks = blocks_for(size, returns=returns)
+def test_each_peer_has_as_many_blocks(size, two_exchanges):
+    blocks = push_blocks(size, two_exchanges=two_exchanges)
     assert blocks % size == 0 and size <= blocks <= max(32, size)
-    assert (blocks == 16) == (size in (4, 8, 16) and not returns)
+    assert (blocks == 16) == (size in (4, 8, 16) and not two_exchanges)

@@ -18,14 +18,14 @@ from shardmath.arrays import ArraySpec, library_of
 from shardmath.context import Context
 from shardmath.cuda import stream as streams
 from shardmath.cuda.driver import beside_captures
-from shardmath.local.gpu.fft import Transforms
+from shardmath.local.gpu.fft import CuFFT
 from shardmath.operators.fft import rank_plan
 from shardmath.operators.fft.call_cache import Form
-from shardmath.operators.fft.launching import Launch, Told, is_double
-from shardmath.operators.fft.local_steps import Fourier, View
-from shardmath.operators.fft.overlap import Beside
+from shardmath.operators.fft.launching import Launch, is_double
+from shardmath.operators.fft.local_steps import LocalFFT, View
 from shardmath.operators.fft.problem import Problem, kind_in
-from shardmath.operators.fft.program import Ends
+from shardmath.operators.fft.program import UserArrays
+from shardmath.operators.fft.push_stream import PushStream
 from shardmath.operators.fft.rank_plan import DevicePlan, RankPlan, Results
 from shardmath.operators.lanes import LANES, Lane
 from shardmath.operators.replay import Replays
@@ -39,35 +39,38 @@ from shardmath.symmetric.device_array import (
     result_in,
     stream_of,
 )
+from shardmath.symmetric.exposed import Exposed
 from shardmath.symmetric.fingerprint import fingerprint
+from shardmath.symmetric.heap import Location
 
 if TYPE_CHECKING:
     from shardmath.operators.fft.call import Call
 
 __all__ = ["DevicePlan", "Execution"]
 
-_NUMBER = struct.Struct("<I")  # of an execution, 0 for one that is like no earlier one
-_NOTE = struct.Struct("<I??")  # and whether the result is within reach, and packed
+_NUMBER = struct.Struct("<I")  # of the execution to replay, 0 for a new one
+_NOTE = struct.Struct("<I??")  # and whether peers reach the result, and find it packed
 
 
 @dataclass(frozen=True)
 class _Agreed:
-    """What an execution does on this rank, and what all ranks have told for it.
+    """What a replay needs: the plan, its buffers, where those of all ranks lie, and `flags`.
 
-    `said` is the end of this rank's note.
+    `flags` are the end of this rank's note.
     """
 
-    way: RankPlan
+    plan: RankPlan
     addresses: Mapping[str, int]
-    told: tuple[bytes, ...]
-    said: bytes
+    exposed: tuple[bytes, ...]
+    flags: bytes
 
 
 class Execution:
-    """One rank's part in one execution of a call: made while agreeing, then performed.
+    """One rank's part in one execution of a call: prepared while agreeing, then launched.
 
-    It does not refer to the call, which refers to it: both go as soon as nobody needs them, and the
-    arrays with them. Raises ValueError for an array on another GPU, UseAfterFree, HeapExhausted.
+    It does not refer to the call, which refers to it: without a cycle both are freed as soon as
+    nobody needs them, and the arrays with them. Raises ValueError for an array on another GPU,
+    UseAfterFree, HeapExhausted.
     """
 
     def __init__(self, context: Context, call: Call) -> None:
@@ -76,20 +79,20 @@ class Execution:
         self._team = context.team
         self._rank = context.rank
         self._lane = Lane.numbered(context, LANES - 1)
-        self._repeats: Replays[_Agreed] = context.cache("fft repeats", Replays)
+        self._replays: Replays[_Agreed] = context.cache("fft replays", Replays)
         self._stream = stream_of(context, call.spec, call.stream)
-        self._place = self._placed(call)
-        self._fresh = self._made_early(call)
-        self._key = self._key_to(call)
-        self._known = None if self._key is None else self._repeats.find(self._key)
-        self._said = b"" if self._known is None else self._known.agreed.said
+        self._fingerprint = self._fingerprint_of(call)
+        self._new_result = self._allocate_early(call)
+        self._key = self._make_key(call)
+        self._cached = None if self._key is None else self._replays.find(self._key)
+        self._flags = b"" if self._cached is None else self._cached.agreed.flags
 
     def note(self, call: Call) -> bytes:
-        """For the peers: the number of the execution that this is like, whether the result will lie
-        in symmetric memory, and whether it will be packed there.
+        """For the peers: the number of the execution to replay, whether the result will lie in
+        symmetric memory, and whether it will be packed there.
         """
-        if self._known is not None:
-            return _NUMBER.pack(self._known.number) + self._said
+        if self._cached is not None:
+            return _NUMBER.pack(self._cached.number) + self._flags
         inplace, spec = call.read_options.inplace, call.spec
         require_device(self._context, spec, "the operand")
         on_host = spec.device == "cpu"  # then it is on the heap meanwhile
@@ -107,7 +110,7 @@ class Execution:
             dense = spec.order != "strided" and library_of(given).pointer(given) % 16 == 0
             order = spec.order
         note = _NOTE.pack(0, on_host or on_heap, dense) + order.encode()
-        self._said = note[_NUMBER.size :]
+        self._flags = note[_NUMBER.size :]
         return note
 
     def perform(self, call: Call, plan: DevicePlan, notes: Sequence[bytes]) -> Any:
@@ -118,78 +121,78 @@ class Execution:
         that cannot be written to, RuntimeError where an operand in place is too small.
         """
         context = self._context
-        if self._known is not None and len({text[: _NUMBER.size] for text in notes}) == 1:
+        if self._cached is not None and len({text[: _NUMBER.size] for text in notes}) == 1:
             with context.executing("fft"):
-                return self._again(call, plan.problem)
-        number = self._repeats.next()
+                return self._replay(call, plan.problem)
+        number = self._replays.next()
 
         def prepare() -> bytes:
             with beside_captures():  # memory and plans are no part of what is captured
                 return wire.encode(self._prepare(call, plan, _results(notes, plan.problem)))
 
-        told = tuple(context.gather("fft, memory", prepare))
+        exposed = tuple(context.gather("fft, memory", prepare))
         with context.executing("fft"):
-            return self._anew(plan.problem, told, number)
+            return self._execute(plan.problem, exposed, number)
 
-    # -- the same again ----------------------------------------------------------------------------
+    # -- replays -----------------------------------------------------------------------------------
 
-    def _placed(self, call: Call) -> Hashable | None:
-        """How the user's arrays look and lie; None for a call that cannot come again.
+    def _fingerprint_of(self, call: Call) -> Hashable | None:
+        """Of the user's arrays; None for a call that cannot be replayed.
 
-        Arrays in host memory are carried to another place each time, and what is captured is not
-        launched now.
+        Arrays in host memory are copied to other addresses each time, and a call that the user
+        captures is not launched now.
         """
-        if not rank_plan.GRAPHS or streams.capturing(self._stream):
+        if not rank_plan.USE_GRAPHS or streams.capturing(self._stream):
             return None
         return fingerprint(self._context, call.operand, call.out)
 
-    def _key_to(self, call: Call) -> Hashable | None:
-        """What makes two executions on this rank the same; None for one that is like no other.
+    def _make_key(self, call: Call) -> Hashable | None:
+        """The key under which this execution can be replayed; None for one that cannot be.
 
-        A new result is a part of it: peers write it.
+        The address of a new result is a part of it: peers write there.
         """
-        fresh = self._fresh
-        if self._place is None or (fresh is None and _makes_new(call)):
+        made = self._new_result
+        if self._fingerprint is None or (made is None and _allocates(call)):
             return None
-        return call.seen, self._place, fresh and fresh.place, self._stream
+        return call.seen, self._fingerprint, made and made.place, self._stream
 
-    def _again(self, call: Call, problem: Problem) -> Any:
+    def _replay(self, call: Call, problem: Problem) -> Any:
         """Launch what all ranks launched in an earlier execution."""
-        known = self._known
-        assert known is not None, "found for the note"
-        agreed = known.agreed
-        if agreed.way.tables is not None:
-            Beside.of(self._context).require_usable()
-        known.launch(
+        cached = self._cached
+        assert cached is not None, "found for the note"
+        agreed = cached.agreed
+        if agreed.plan.tables is not None:
+            PushStream.of(self._context).require_usable()
+        cached.launch(
             (),  # peers write the result: where it lies is part of the key
             self._stream,
-            lambda own: self._launch(problem, agreed.way, agreed.addresses).all(
-                own, _decoded(agreed.told)
+            lambda own: self._launch(problem, agreed.plan, agreed.addresses).run(
+                own, _unpacked(agreed.exposed)
             ),
         )
-        if self._fresh is not None:
-            return self._fresh.give(self._context, self._stream)
+        if self._new_result is not None:
+            return self._new_result.give(self._context, self._stream)
         return call.target(self._context, problem)
 
-    def _anew(self, problem: Problem, told: tuple[bytes, ...], number: int) -> Any:
-        team, way = self._team, self._way
+    def _execute(self, problem: Problem, exposed: tuple[bytes, ...], number: int) -> Any:
+        team, plan = self._team, self._rank_plan
         team.device.activate()
         team.check()
-        if way.tables is not None:
-            Beside.of(self._context).require_usable()
+        if plan.tables is not None:
+            PushStream.of(self._context).require_usable()
         with self._lane.entered(self._stream):
-            self._launch(problem, way, self._addresses).all(self._stream, _decoded(told))
+            self._launch(problem, plan, self._addresses).run(self._stream, _unpacked(exposed))
         result = self._result.give(self._context, self._stream)
         if self._key is None and streams.capturing(self._stream):
-            self._lane.keep(way)  # the graph reads its tables
+            self._lane.keep(plan)  # the graph reads its tables
         if self._key is not None:
-            agreed = _Agreed(way, self._addresses, told, self._said)
-            self._repeats.keep(self._key, number, agreed, self._lane)
+            agreed = _Agreed(plan, self._addresses, exposed, self._flags)
+            self._replays.keep(self._key, number, agreed, self._lane)
         return result
 
-    def _launch(self, problem: Problem, way: RankPlan, addresses: Mapping[str, int]) -> Launch:
+    def _launch(self, problem: Problem, plan: RankPlan, addresses: Mapping[str, int]) -> Launch:
         forward = problem.direction < 0
-        return Launch(self._context, way, addresses, self._lane, forward, self._stream)
+        return Launch(self._context, plan, addresses, self._lane, forward, self._stream)
 
     # -- memory ------------------------------------------------------------------------------------
 
@@ -199,123 +202,116 @@ class Execution:
             return block_of(self._context, array) is not None
         return block_at(self._context, spec, library_of(array).pointer(array)) is not None
 
-    def _made_early(self, call: Call) -> Result | None:
+    def _allocate_early(self, call: Call) -> Result | None:
         """A new result like the last one for such an operand, if there was one."""
-        if self._place is None or not _makes_new(call):
+        if self._fingerprint is None or not _allocates(call):
             return None
-        last = call.seen.blanks.find(self._place)
+        last = call.seen.blanks.find(self._fingerprint)
         return None if last is None else last[1].make()
 
-    def _made_result(self, call: Call, problem: Problem) -> Result:
+    def _allocate_result(self, call: Call, problem: Problem) -> Result:
         context = self._context
         out = call.target(context, problem)
         if out is not None:
             return result_in(context, out)
         form: Form = (problem.target.local_shape(self._rank), problem.result, problem.order)
-        last = None if self._place is None else call.seen.blanks.find(self._place)
-        if self._fresh is None or last is None or last[0] != form:
+        last = None if self._fingerprint is None else call.seen.blanks.find(self._fingerprint)
+        if self._new_result is None or last is None or last[0] != form:
             on_heap = call.spec.device == "cpu" or self._lies_on_heap(call.operand, call.spec)
             blank = Blank(context, call.operand, *form, on_heap=on_heap)
-            if self._place is not None:
-                call.seen.blanks.keep(self._place, (form, blank))
-            self._fresh = blank.make()
-            self._key = self._key_to(call)
-        return self._fresh
+            if self._fingerprint is not None:
+                call.seen.blanks.keep(self._fingerprint, (form, blank))
+            self._new_result = blank.make()
+            self._key = self._make_key(call)
+        return self._new_result
 
-    def _prepare(self, call: Call, plan: DevicePlan, results: Results) -> Told:
-        """Make all memory and plans; what peers have to know of it."""
+    def _prepare(self, call: Call, plan: DevicePlan, results: Results) -> tuple[bytes, ...]:
+        """Make all memory and plans. Returns where the shared buffers lie, for the peers."""
         context = self._context
         self._operand = read(context, call.operand)
-        self._result = self._made_result(call, plan.problem)
+        self._result = self._allocate_result(call, plan.problem)
         result = self._result.array
         overlap = self._operand.overlaps(result)
-        same = (self._operand.address, self._operand.strides, self._operand.dtype) == (
+        in_place = (self._operand.address, self._operand.strides, self._operand.dtype) == (
             result.address,
             result.strides,
             result.dtype,
         )
-        ends = Ends(_view("operand", self._operand), _view("result", result), overlap, same)
-        self._way = plan.way(self._team.device, self._rank, ends, results)
-        self._place_all()
-        if self._stream not in self._way.streams:
+        operand_view, result_view = _view("operand", self._operand), _view("result", result)
+        arrays = UserArrays(operand_view, result_view, overlap, in_place)
+        self._rank_plan = plan.rank_plan(self._team.device, self._rank, arrays, results)
+        self._assign_addresses()
+        if self._stream not in self._rank_plan.streams:
             self._prepare_transforms()
-        if self._way.tables is not None and not self._way.warm:
-            self._warm(plan.problem)
-        return self._tell()
+        if self._rank_plan.tables is not None and not self._rank_plan.warmed_up:
+            self._warm_up(plan.problem)
+        return tuple(self._exposed(name).pack() for name in self._rank_plan.program.shared)
 
     def _prepare_transforms(self) -> None:
         """Make cuFFT's plans, and their work area for this stream."""
-        transforms = Transforms.of(self._team.device)
-        for step in self._way.program.local:
-            if isinstance(step, Fourier):
-                transforms.prepare(
-                    step.kind, double=is_double(step), batches=step.batches, stream=self._stream
+        cufft = CuFFT.of(self._team.device)
+        for step in self._rank_plan.program.local:
+            if isinstance(step, LocalFFT):
+                cufft.prepare(
+                    step.kind, double=is_double(step), plan=step.plan, stream=self._stream
                 )
-        self._way.streams.add(self._stream)
+        self._rank_plan.streams.add(self._stream)
 
-    def _warm(self, problem: Problem) -> None:
-        """Launch once all that runs beside the second stream, with results that nobody reads.
+    def _warm_up(self, problem: Problem) -> None:
+        """Launch each local step once, into a result that nobody reads.
 
-        A kernel that is launched for the first time is loaded first, and that may wait for all that
-        runs: it must not happen while a kernel runs that waits for this stream.
+        The first launch of a kernel loads it, and loading may wait for all that runs: it must not
+        happen while the push stream's kernel runs, which waits for this stream.
         """
-        Beside.of(self._context)
+        PushStream.of(self._context)
         low, high = self._result.array.span
         spare = self._context.heap.allocate(high - low)
         addresses = self._addresses | {"result": spare.block.address - low}
-        launch = self._launch(problem, self._way, addresses)
+        launch = self._launch(problem, self._rank_plan, addresses)
         with self._lane.entered(self._stream):
-            for step in self._way.program.local:
+            for step in self._rank_plan.program.local:
                 launch.local(self._stream, step)
         if streams.capturing(self._stream):
-            self._way.kept.append(spare)  # each replay of the graph will write there
+            self._rank_plan.graph_buffers.append(spare)  # each replay of the graph will write there
         else:
             self._team.synchronize(self._stream)
-        self._way.warm = True
+        self._rank_plan.warmed_up = True
 
-    def _place_all(self) -> None:
-        """An address for every place of the program."""
+    def _assign_addresses(self) -> None:
+        """An address for every buffer of the program."""
         self._addresses = {
             "operand": self._operand.address,
             "result": self._result.array.address,
         }
-        program = self._way.program
-        for place, nbytes in program.places.items():
-            name = f"fft {place}"
-            if place in program.on_heap:
-                self._addresses[place] = self._lane.buffer(name, nbytes).block.address
+        program = self._rank_plan.program
+        for buffer, nbytes in program.buffers.items():
+            name = f"fft {buffer}"
+            if buffer in program.on_heap:
+                self._addresses[buffer] = self._lane.buffer(name, nbytes).block.address
             else:
-                self._addresses[place] = self._lane.private(name, nbytes)
+                self._addresses[buffer] = self._lane.private(name, nbytes)
 
-    def _tell(self) -> Told:
-        """(segment, offset, first byte, bytes, strides) of every shared place."""
-        told: list[Any] = []
-        for place in self._way.program.shared:
-            if place == "result":
-                array = self._result.array
-                if array.size == 0:
-                    told.append((0, 0, 0, 0, array.strides))
-                    continue
-                assert array.block is not None, "all results are within reach"
-                low, high = array.span
-                block, start = array.block, array.address - array.block.address + low
-                entry = (start, low, high - low, array.strides)
-                self._context.announce(block)
-            else:
-                block = self._lane.buffer(f"fft {place}", 0).block
-                entry = (0, 0, block.nbytes, ())
-            at = block.location
-            told.append((at.segment, at.offset + entry[0], *entry[1:]))
-        return tuple(told)
+    def _exposed(self, buffer: str) -> Exposed:
+        """Where a shared buffer lies, for the peers."""
+        if buffer != "result":
+            block = self._lane.buffer(f"fft {buffer}", 0).block
+            return Exposed(block.location, block.nbytes, 0, ())
+        array = self._result.array
+        if array.size == 0:
+            return Exposed(Location(0, 0), 0, 0, array.strides)
+        assert array.block is not None, "all results are within reach"
+        self._context.announce(array.block)
+        return array.exposed
 
 
 @lru_cache(maxsize=64)
-def _decoded(told: tuple[bytes, ...]) -> list[Told]:
-    return [wire.decode(text) for text in told]
+def _unpacked(exposed: tuple[bytes, ...]) -> list[list[Exposed]]:
+    """Where the shared buffers of all ranks lie."""
+    return [[Exposed.unpack(each) for each in wire.decode(text)] for text in exposed]
 
 
-def _makes_new(call: Call) -> bool:
-    """Whether the result is an array that the user has not seen."""
+def _allocates(call: Call) -> bool:
+    """Whether the result is a new array."""
     return call.out is None and not call.read_options.inplace
 
 
@@ -329,5 +325,5 @@ def _results(notes: Sequence[bytes], problem: Problem) -> Results:
     return Results(reachable, reachable and dense)
 
 
-def _view(place: str, array: DeviceArray) -> View:
-    return View(place, array.shape, array.strides, array.dtype, array.address % 16)
+def _view(buffer: str, array: DeviceArray) -> View:
+    return View(buffer, array.shape, array.strides, array.dtype, array.address % 16)

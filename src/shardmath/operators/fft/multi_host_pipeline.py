@@ -1,12 +1,12 @@
-"""Deliveries that go on beside transforms, where ranks are on several hosts.
+"""Pipelines where ranks are on several hosts: deliveries overlap with transforms.
 
 A transform of slabs is cut as `chunking` says. Each part of the first transform is packed when it
-is made, and delivered while the next ones are made; the second transform begins with the first
-part of its own axis that is all there. Every rank has as many deliveries, since in each all of them
-meet. Pure.
+is done, and delivered during the next ones; the second transform begins with the first part of its
+own axis that has arrived from all ranks. Every rank has as many deliveries: in each all ranks meet.
+Pure.
 
     transforms   0 | pack 0 | 1 | pack 1 |          | a | b |
-    beside                    fetch, unpack 0 | ... 1a | 1b
+    deliveries                fetch, unpack 0 | ... 1a | 1b
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from shardmath.arrays import dtypes
 from shardmath.geometry import Layout, Move
 from shardmath.operators.fft.chunking import (
-    Cuts,
+    Chunking,
     first_parts,
     second_parts,
     split_axes,
@@ -25,26 +25,35 @@ from shardmath.operators.fft.chunking import (
 )
 from shardmath.operators.fft.local_steps import View, packed
 from shardmath.operators.fft.problem import Problem
-from shardmath.operators.fft.program import Deliver, Ends, Program, Step, WaitDelivery, parcel_axes
+from shardmath.operators.fft.program import (
+    Deliver,
+    Program,
+    Step,
+    UserArrays,
+    WaitDelivery,
+    parcel_axes,
+)
 from shardmath.operators.fft.stages import Stage
 from shardmath.redistribution import TransferPlan
 from shardmath.redistribution.delivery import Delivery
 
-__all__ = ["far_pipelined"]
+__all__ = ["multi_host_program"]
 
 _Ranges = tuple[tuple[int, int], ...]  # of every rank: indices of its local array along an axis
 
 
 @dataclass(frozen=True)
-class _Excerpt(TransferPlan):
-    """Of a transfer between slabs: what sources hold in `held` along axis `u`, and destinations
-    take in `taken` along axis `v`. Moves are between whole local arrays.
+class _PartOfTransfer(TransferPlan):
+    """The part of a transfer between slabs that is in `source_ranges` of the sources' arrays along
+    axis `u`, and in `target_ranges` of the destinations' along axis `v`.
+
+    Moves are between whole local arrays.
     """
 
     u: int
-    held: _Ranges
+    source_ranges: _Ranges
     v: int
-    taken: _Ranges
+    target_ranges: _Ranges
 
     def into(self, rank: int) -> tuple[Move, ...]:
         """See TransferPlan."""
@@ -61,25 +70,26 @@ class _Excerpt(TransferPlan):
     def _cut(self, found: tuple[Move, ...]) -> Iterator[Move]:
         for move in found:
             runs = list(move.runs)
-            (lo, hi), run = self.held[move.src], runs[self.u]  # all that the source has
+            (lo, hi), run = self.source_ranges[move.src], runs[self.u]  # all that the source has
             runs[self.u] = replace(run, length=hi - lo, src_start=lo, dst_start=run.dst_start + lo)
-            (lo, hi), run = self.taken[move.dst], runs[self.v]
+            (lo, hi), run = self.target_ranges[move.dst], runs[self.v]
             runs[self.v] = replace(run, length=hi - lo, src_start=run.src_start + lo, dst_start=lo)
             cut = replace(move, runs=tuple(runs))
             if cut.elements:
                 yield cut
 
 
-def far_pipelined(
+def multi_host_program(
     found: Sequence[Stage],
     problem: Problem,
     rank: int,
-    ends: Ends,
-    cuts: Cuts,
+    arrays: UserArrays,
+    chunking: Chunking,
     *,
     hosts: tuple[int, ...],
 ) -> Program | None:
-    """What `rank` does for stages that deliver; None, on all ranks, where they cannot be cut.
+    """What `rank` does for stages that deliver, in parts; None, on all ranks, where these stages
+    cannot be cut.
 
     The result may overlap the operand: nothing is written to it before all of the operand has been
     read.
@@ -88,40 +98,47 @@ def far_pipelined(
     if axes is None:
         return None
     a, b = axes[:2]
-    operand, result = ends.operand, ends.result
+    operand, result = arrays.operand, arrays.result
     one, exchange, two, *more = found
-    work, landing = (
-        packed(each.target, each.result.local_shape(rank), each.made, problem.order)
+    work, receive = (
+        packed(each.target, each.result.local_shape(rank), each.result_dtype, problem.order)
         for each in (one, exchange)
     )
-    target = landing if more else result
-    firsts = _firsts(exchange.layout, a, cuts.first)
-    seconds = _seconds(exchange.result, b, cuts.second)
-    tail = min(cuts.tail, len(firsts))
+    target = receive if more else result
+    firsts = _first_ranges(exchange.layout, a, chunking.first)
+    seconds = _second_ranges(exchange.result, b, chunking.second)
+    tail = min(chunking.tail, len(firsts))
     whole = len(firsts) - tail
-    made = _Made(problem, rank, hosts, last=whole + len(seconds) * (1 + len(more)) - 1)
+    builder = _ProgramBuilder(problem, rank, hosts, last=whole + len(seconds) * (1 + len(more)) - 1)
     for number, ranges in enumerate(firsts):
         lo, hi = ranges[rank]
-        made.steps += transform_part(one, operand.part(a, lo, hi), work.part(a, lo, hi), keep=True)
+        builder.steps += transform_part(
+            one, operand.part(a, lo, hi), work.part(a, lo, hi), preserve_input=True
+        )
         if number < whole:
-            made.deliver(exchange, work, landing, (a, ranges), (b, _all(exchange.result, b)))
-    left = tuple((lo, hi) for (lo, _), (_, hi) in zip(firsts[whole], firsts[-1], strict=True))
+            builder.deliver(
+                exchange, work, receive, (a, ranges), (b, _full_ranges(exchange.result, b))
+            )
+    tail_ranges = tuple(
+        (lo, hi) for (lo, _), (_, hi) in zip(firsts[whole], firsts[-1], strict=True)
+    )
     for ranges in seconds:
-        made.deliver(exchange, work, landing, (a, left), (b, ranges))
+        builder.deliver(exchange, work, receive, (a, tail_ranges), (b, ranges))
     for number, ranges in enumerate(seconds, whole):
         lo, hi = ranges[rank]
-        made.steps.append(WaitDelivery(number))
-        made.steps += transform_part(
-            two, landing.part(b, lo, hi), target.part(b, lo, hi), keep=False
+        builder.steps.append(WaitDelivery(number))
+        builder.steps += transform_part(
+            two, receive.part(b, lo, hi), target.part(b, lo, hi), preserve_input=False
         )
-        for back in more:
-            made.deliver(back, landing, result, (b, ranges), (axes[2], _all(back.result, axes[2])))
-    return made.program()
+        for last in more:
+            all_along = axes[2], _full_ranges(last.result, axes[2])
+            builder.deliver(last, receive, result, (b, ranges), all_along)
+    return builder.program()
 
 
 @dataclass
-class _Made:
-    """The steps of one rank so far. Deliveries are numbered; the `last` closes the execution."""
+class _ProgramBuilder:
+    """Appends the steps of one rank. Deliveries are numbered up to `last`."""
 
     problem: Problem
     rank: int
@@ -134,25 +151,25 @@ class _Made:
         self,
         stage: Stage,
         own: View,
-        into: View,
-        held: tuple[int, _Ranges],
-        taken: tuple[int, _Ranges],
+        target: View,
+        sources: tuple[int, _Ranges],
+        targets: tuple[int, _Ranges],
     ) -> None:
-        """Part of an exchange: see _Excerpt, of which `held` and `taken` have the axes first."""
+        """Deliver a part of an exchange: (axis, ranges) of the sources, and of the destinations."""
         number = len(self.outboxes)
         itemsize = dtypes.of(stage.dtype).itemsize
-        transfer = _Excerpt(stage.layout, stage.result, itemsize, *held, *taken)
+        transfer = _PartOfTransfer(stage.layout, stage.result, itemsize, *sources, *targets)
         delivery = Delivery(transfer, self.rank, self.hosts, parcel_axes(self.problem))
         self.outboxes.append(f"outbox {number}")
         barrier_last = number == self.last
-        self.steps.append(Deliver(own, into, self.outboxes[-1], delivery, barrier_last, number))
+        self.steps.append(Deliver(own, target, self.outboxes[-1], delivery, barrier_last, number))
 
     def program(self) -> Program:
-        """All of it."""
+        """The program of these steps."""
         return Program(tuple(self.steps), tuple(self.outboxes))
 
 
-def _firsts(layout: Layout, axis: int, weights: Sequence[int]) -> list[_Ranges]:
+def _first_ranges(layout: Layout, axis: int, weights: Sequence[int]) -> list[_Ranges]:
     """By part of the first transform, the ranges of all ranks: as many as the shortest has."""
     extents = [layout.local_shape(rank)[axis] for rank in range(layout.size)]
     ranges = [first_parts(extent, weights) for extent in extents]
@@ -162,12 +179,12 @@ def _firsts(layout: Layout, axis: int, weights: Sequence[int]) -> list[_Ranges]:
     return list(zip(*ranges, strict=True))
 
 
-def _seconds(layout: Layout, axis: int, parts: int) -> list[_Ranges]:
+def _second_ranges(layout: Layout, axis: int, parts: int) -> list[_Ranges]:
     """By part of the second transform, the ranges of all ranks."""
     extents = [layout.local_shape(rank)[axis] for rank in range(layout.size)]
     return list(zip(*(second_parts(extent, parts) for extent in extents), strict=True))
 
 
-def _all(layout: Layout, axis: int) -> _Ranges:
+def _full_ranges(layout: Layout, axis: int) -> _Ranges:
     """All indices of every rank."""
     return tuple((0, layout.local_shape(rank)[axis]) for rank in range(layout.size))
