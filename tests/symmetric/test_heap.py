@@ -73,12 +73,12 @@ def test_a_group_that_was_left_is_forgotten_once_it_has_ended(heap):
     ended = []
     buffer = heap.allocate(100)
     buffer.block.shared |= {(1, 5), (2, 5)}
-    heap.forget(1, lambda: bool(ended))
+    heap.groups.leave(1, lambda: bool(ended))
     del buffer
     assert heap.marks(1) == [5] and heap.used > 0
     ended.append(True)
     assert heap.marks(1) == [] and heap.marks(2) == [5]
-    heap.forget(2, lambda: True)
+    heap.groups.leave(2, lambda: True)
     assert heap.used == 0
 
 
@@ -110,6 +110,32 @@ def test_a_freed_block_gives_its_memory_back_and_keeps_its_address(heap):
     assert not block.freed and heap.used == block.room
     del buffer, array
     assert heap.used == 0
+
+
+def test_what_a_late_peer_may_write_is_never_reused(heap):
+    failed = []
+    heap.groups.watch(1, lambda: bool(failed))
+    heap.groups.watch(2, lambda: False)
+    kept, other, before = (heap.allocate(100) for _ in range(3))
+    kept.block.told |= {1, 2}
+    other.block.told.add(2)
+    before.block.told.add(1)
+    blocks = kept.block, other.block
+    place = before.block.address
+    del before
+    heap.recycle()
+    assert heap.find(place) is None, "group 1 has not failed so far"
+    failed.append(True)
+    del kept, other
+    heap.recycle()
+    assert [heap.find(block.address) for block in blocks] == [blocks[0], None]
+    heap.groups.leave(1, lambda: True)
+    heap.groups.leave(2, lambda: True)
+    assert heap.used == blocks[0].room
+    later = heap.allocate(100)
+    later.block.told.add(1)
+    del later
+    assert heap.used > blocks[0].room, "its ranks may still be at work"
 
 
 def test_reference_cycles_are_collected(heap):

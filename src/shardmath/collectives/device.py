@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from shardmath.arrays.dtypes import DType
 from shardmath.collectives.far import FarCollectives
 from shardmath.collectives.operand import bounds
-from shardmath.collectives.pushes import Pushes, on_all_ranks, reduction_defines
+from shardmath.collectives.pushes import Pushes, kernel_memory, reduction_defines
 from shardmath.cuda.kernel import Argument, ReadyLaunch
 from shardmath.lru_cache import LRUCache
 from shardmath.symmetric.team import Team
@@ -102,7 +102,7 @@ class DeviceCollectives(Pushes):
         team = context.team
         assert team is not None, "a context of GPUs"
         nbytes = _cells_bytes(team.size) + 8 * _MOST_BLOCKS
-        return cls(context, team, on_all_ranks(context, "collectives: cells", nbytes))
+        return cls(context, team, kernel_memory(context, "collectives: cells", nbytes))
 
     # -- what is pushed ----------------------------------------------------------------------------
 

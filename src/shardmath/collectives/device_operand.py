@@ -24,7 +24,7 @@ from shardmath.context import Context
 from shardmath.cuda import stream as streams
 from shardmath.cuda.driver import call
 from shardmath.symmetric.allocation import array_on
-from shardmath.symmetric.heap import Location
+from shardmath.symmetric.shared_memory import allocate_on_all_ranks
 from shardmath.symmetric.team import Team
 
 __all__ = ["DeviceOperand", "DeviceOutput", "stand_in"]
@@ -261,23 +261,15 @@ class DeviceOperand:
     def _shared(self, count: int, dtype: DType) -> tuple[Flat, list[int]]:
         """Such memory on the heap, and where every rank's lies. Collective."""
         context = self.context
-        made: list[Any] = []
-
-        def tell() -> tuple[int, int, int]:
-            made.append(context.heap.allocate(count * dtype.itemsize))
-            block = made[0].block
-            context.announce(block)
-            return block.location.segment, block.location.offset, block.nbytes
-
-        found = context.agree("collectives, place", tell, lambda found: found)
-        places = [
-            context.peer_address(rank, Location(segment, offset), nbytes) or 0
-            for rank, (segment, offset, nbytes) in enumerate(found)
-        ]
-        array = made[0]
+        memory = allocate_on_all_ranks(
+            context,
+            "collectives, result",
+            lambda: (context.heap.allocate(count * dtype.itemsize), None),
+        )
+        array: Any = memory.buffer
         if not self.on_host:
             array = array_on(array, self.library, dtype, (count,), (1,))
-        return Flat(self, array, dtype, (count,)), places
+        return Flat(self, array, dtype, (count,)), memory.addresses(context)
 
     def _joined(self, flat: Flat, axis: int, parts: Sequence[Shape], shape: Shape) -> Any:
         """The result, whose parts lie one after the other."""

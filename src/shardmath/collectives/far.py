@@ -22,6 +22,7 @@ from shardmath.cuda.kernel import Argument
 from shardmath.cuda.stream import Turns
 from shardmath.geometry import Spans
 from shardmath.symmetric.heap import Buffer, Location
+from shardmath.symmetric.shared_memory import allocate_on_all_ranks
 from shardmath.symmetric.team import RESERVED, Team
 from shardmath.transport.base import DeviceBytes
 
@@ -50,7 +51,7 @@ class FarCollectives:
         self._turns = Turns(team.device)
         self._outbox: Buffer | None = None
         self._room: Buffer | None = None
-        self._places: list[Location] = []  # of the ranks' outboxes
+        self._places: Sequence[Location] = ()  # of the ranks' outboxes
         self._capacity = 0  # of each, in bytes
         self._kept: list[Buffer] = []  # what CUDA graphs refer to
 
@@ -211,22 +212,18 @@ class FarCollectives:
         """Make all ranks' outboxes that large. Collective."""
         context = self._opened()
 
-        def tell() -> tuple[int, int]:
+        def allocate() -> tuple[Buffer, None]:
             if self._room is None:
                 self._room = context.heap.allocate(_ROOM)
-            self._outbox = context.heap.allocate(nbytes)
-            context.announce(self._outbox.block)
-            where = self._outbox.block.location
-            return where.segment, where.offset
+            return context.heap.allocate(nbytes), None
 
         if self._outbox is not None:
             if self._turns.captured:
                 self._kept.append(self._outbox)
             self._turns.wait()  # its memory may go to anyone
         self._capacity, self._outbox = 0, None
-        told = context.agree("collectives, outbox", tell, list)
-        self._places = [Location(*where) for where in told]
-        self._capacity = nbytes
+        memory = allocate_on_all_ranks(context, "collectives, outbox", allocate)
+        self._outbox, self._places, self._capacity = memory.buffer, memory.locations, nbytes
 
     def _fetch(self, rank: int, at: int, target: int, nbytes: int, own: int, stream: int) -> None:
         """Bytes of `rank`, from `at` on of its outbox; this rank's own are at `own`."""

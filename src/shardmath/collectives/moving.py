@@ -61,7 +61,7 @@ def broadcast(
     of another shape, dtype or library, or read-only, for a `root` that is no rank, and when the
     root passes None.
     """
-    context = context_of(context)
+    context = context_of("broadcast", context)
 
     def say(_: ArraySpec) -> tuple[int]:
         return (as_index("root", root, context.size),)
@@ -162,7 +162,7 @@ def all_gather(
     ValueError for an axis that `x` does not have, and for an `out` of another shape, dtype or
     library, or read-only.
     """
-    context = context_of(context)
+    context = context_of("all_gather", context)
     call = Call(
         "all_gather",
         (axis,),
@@ -225,7 +225,7 @@ def all_to_all(
     rank expects another count than is sent to it; ValueError for counts that do not add up, an axis
     that `x` does not have, and an `out` of another shape, dtype or library, or read-only.
     """
-    context = context_of(context)
+    context = context_of("all_to_all", context)
     size, rank = context.size, context.rank
 
     def say(spec: ArraySpec) -> tuple[Hashable, ...]:

@@ -52,7 +52,7 @@ class _Stage:
             # No peer reads the old half any more; see the module's docstring.
             self._halves[self._turn] = None
             room = 1 << max(nbytes - 1, (64 << 10) - 1).bit_length()
-            half = self._halves[self._turn] = context.heap.allocate(room)
+            half = self._halves[self._turn] = context.allocate_shared(room)
         return half
 
 
@@ -71,10 +71,9 @@ def offer(context: Context, flat: HostArray, location: Location | None) -> Offer
         stage: _Stage = context.cache("collectives.stage", lambda: _Stage(context))
         buffer, kind = stage.take(context, flat.nbytes), _STAGED
     else:
-        buffer, kind = context.heap.allocate(flat.nbytes), _LENT
+        buffer, kind = context.allocate_shared(flat.nbytes), _LENT
     memory = np.asarray(buffer)[: flat.nbytes].view(raw_view(flat).dtype)
     np.copyto(memory, raw_view(flat))
-    context.announce(buffer.block)
     where = buffer.block.location
     return Offer(_WHERE.pack(kind, where.segment, where.offset), buffer)
 

@@ -19,13 +19,14 @@ from shardmath.collectives.slices import UNIT, Slice, chunked
 from shardmath.cuda.driver import call
 from shardmath.cuda.kernel import Argument
 from shardmath.cuda.stream import SideStream, Turns
-from shardmath.symmetric.heap import Buffer, Location
+from shardmath.symmetric.heap import Buffer
+from shardmath.symmetric.shared_memory import allocate_on_all_ranks
 from shardmath.symmetric.team import RESERVED, Team
 
 if TYPE_CHECKING:
     from shardmath.context import Context
 
-__all__ = ["Pushes", "on_all_ranks", "reduction_defines"]
+__all__ = ["Pushes", "kernel_memory", "reduction_defines"]
 
 CHANNEL = RESERVED  # of the barriers
 _ENGINE_PART_BYTES = 24 << 20  # from here on a copy engine moves what goes to one rank,
@@ -200,31 +201,25 @@ class Pushes:
         if self._inboxes[0] < nbytes:
             context = self._context()
             assert context is not None, "it is in use"
-            self._inboxes = (nbytes, on_all_ranks(context, "collectives: scratch", nbytes))
+            self._inboxes = (nbytes, kernel_memory(context, "collectives: scratch", nbytes))
         return self._inboxes[1]
 
 
-def on_all_ranks(context: Context, name: str, nbytes: int) -> list[int]:
+def kernel_memory(context: Context, operation: str, nbytes: int) -> list[int]:
     """Heap memory on every rank, all ones, kept until the context has ended: its addresses.
 
     Collective. Raises HeapExhausted on all ranks.
     """
-    buffers: list[Buffer] = []
 
-    def describe() -> tuple[int, int]:
-        buffers.append(context.heap.allocate(nbytes))
-        block = buffers[0].block
+    def allocate() -> tuple[Buffer, None]:
         assert context.team is not None, "a context of GPUs"
-        context.team.device.fill(block.address, 0xFF, nbytes)
-        context.announce(block)
-        return block.location.segment, block.location.offset
+        buffer = context.heap.allocate(nbytes)
+        context.team.device.fill(buffer.block.address, 0xFF, nbytes)
+        return buffer, None
 
-    found = context.agree(name, describe, lambda found: found)
-    context.keep_for_kernels(buffers[0])
-    return [
-        context.peer_address(rank, Location(*place), nbytes) or 0
-        for rank, place in enumerate(found)
-    ]
+    memory = allocate_on_all_ranks(context, operation, allocate)
+    context.keep_for_kernels(memory.buffer)
+    return memory.addresses(context)
 
 
 def reduction_defines(dtype: DType, operation: str, whole: bool) -> tuple[str, ...]:

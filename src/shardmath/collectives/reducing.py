@@ -56,7 +56,7 @@ def all_reduce(
     an unknown op, for the min and max of complex numbers, and for an `out` of another shape, dtype
     or library, or read-only.
     """
-    context = context_of(context)
+    context = context_of("all_reduce", context)
 
     def show(context: Context, operand: Operand, into: HostArray | None) -> Shown:
         if _in_one_shot(operand.spec.nbytes, context.size):
@@ -126,7 +126,7 @@ def reduce_scatter(
     ValueError for counts that do not add up, an axis that `x` does not have, and where `all_reduce`
     does.
     """
-    context = context_of(context)
+    context = context_of("reduce_scatter", context)
     size, rank = context.size, context.rank
 
     def say(spec: ArraySpec) -> tuple[Hashable, ...]:

@@ -158,9 +158,8 @@ def publish(context: Context, operand: Operand, out: Any, reduction: Reduction) 
     rings: dict[int, Buffer] = context.cache("collectives.rings", dict)
     ring = rings.get(layout.nbytes)
     if ring is None:
-        ring = rings[layout.nbytes] = context.heap.allocate(layout.nbytes)
+        ring = rings[layout.nbytes] = context.allocate_shared(layout.nbytes)
         context.keep_for_readers(ring)
-    context.announce(ring.block)
     result = None
     if out is not None and _is_flat(out):
         result = heap_location(context, library_of(out).pointer(out))

@@ -104,8 +104,7 @@ class Lane:
             if held is not None:
                 self._drop(self._buffers.pop(name))
             del held
-            self._buffers[name] = self._context.heap.allocate(nbytes)
-            self._context.announce(self._buffers[name].block)
+            self._buffers[name] = self._context.allocate_shared(nbytes)
         return self._buffers[name]
 
     def private(self, name: str, nbytes: int) -> int:

@@ -7,6 +7,7 @@ be repeated. A row holds
     word 0  exchange   how many rounds of exchange this rank has published
     word 1  barrier    how many barriers this rank has reached
     word 2  state      RUNNING, LEFT, FAILED or MISMATCHED
+    word 3  passed     when FAILED: how many barriers this rank had passed
     word 8  operation  the name of the operation under way, for other ranks' messages
     reason, written before the state becomes FAILED: why, and which ranks are to blame
     then two mailboxes, used in turn by even and odd rounds
@@ -25,17 +26,17 @@ from collections.abc import Callable, Sequence
 from shardmath.caller import caller_line
 from shardmath.errors import CollectiveMismatch, OpTimeout, RankFailure
 from shardmath.symmetric.header import NAME_BYTES, bodies, heading
+from shardmath.symmetric.reason import REASON_BYTES, Reason
 from shardmath.symmetric.rows import ORDERED, Rows
 from shardmath.symmetric.waiting import Patience, wait_until
 from shardmath.transport.liveness import PeerWatch
 
 __all__ = ["ORDERED", "ROW_BYTES", "Board", "Turn", "board_bytes"]
 
-_EXCHANGE, _BARRIER, _STATE = 0, 1, 2
+_EXCHANGE, _BARRIER, _STATE, _PASSED = 0, 1, 2, 3
 _OPERATION = 64  # byte offset in a row
 _REASON = 128
-_REASON_BYTES = 512
-_MAIL = _REASON + _REASON_BYTES  # byte offset of the first mailbox
+_MAIL = _REASON + REASON_BYTES  # byte offset of the first mailbox
 _MAIL_BYTES = 4096
 _LENGTH_BYTES = 8
 _CHUNK = _MAIL_BYTES - _LENGTH_BYTES
@@ -151,9 +152,21 @@ class Board:
             if self._own[_BARRIER] == self._barriers:
                 self._rows.publish(_BARRIER, self._barriers + 1)
             self._await(_BARRIER, self._barriers + 1, timeout)
+            self._require_all_waited()
             self._barriers += 1
         finally:
             self.end()
+
+    def _require_all_waited(self) -> None:
+        """Raise RankFailure where a peer came, and gave up before this rank came: what it lets this
+        rank read may have changed too early.
+        """
+        self._rows.look()
+        failed = [r for r in self._peers if self._words[r][_STATE] == _FAILED]
+        early = [r for r in failed if self._words[r][_PASSED] <= self._barriers]
+        if early and (error := self.gone(early)) is not None:
+            self._settle(error)
+            raise error
 
     def turn(self, operation: str) -> Turn:
         """Around what follows agreement: an error there ends the wait of the peers at once.
@@ -219,18 +232,9 @@ class Board:
         if self.failure is None:
             self.failure = why
             if self._own[_STATE] == _RUNNING:
-                ranks = " ".join(map(str, blamed))
-                text = f"{'late' if late else ''}|{ranks}|{why}".encode()[:_REASON_BYTES]
-                self._rows.write(_REASON, text)
+                self._rows.write(_REASON, Reason(why, blamed, late).pack())
+                self._rows.publish(_PASSED, self._barriers)
                 self._rows.publish(_STATE, _FAILED)
-
-    def _reason_of(self, rank: int) -> tuple[bool, list[int], str]:
-        """What a rank that has failed wrote in `fail`."""
-        row = self._rows.bytes[rank]
-        text = bytes(row[_REASON : _REASON + _REASON_BYTES]).rstrip(b"\0").decode(errors="replace")
-        late, _, rest = text.partition("|")
-        ranks, _, why = rest.partition("|")
-        return bool(late), [int(r) for r in ranks.split() if r.isdigit()], why
 
     def verdict(self, late: Sequence[int]) -> Exception | None:
         """Why one of the ranks waited for will never arrive: the exception to raise, or None."""
@@ -270,10 +274,10 @@ class Board:
             return self._failure_of(died, "died")
         for rank in late:
             if states[rank] == _FAILED:
-                was_late, ranks, why = self._reason_of(rank)
-                blamed = [r for r in ranks if r != self.rank]
-                text = f"{self.here()}: rank {rank} ({self._names[rank]}) gave up: {why}"
-                if was_late and blamed:
+                reason = Reason.unpack(self._rows.bytes[rank][_REASON:_MAIL].tobytes())
+                blamed = [r for r in reason.blamed if r != self.rank]
+                text = f"{self.here()}: rank {rank} ({self._names[rank]}) gave up: {reason.why}"
+                if reason.late and blamed:
                     return OpTimeout(text, blamed)
                 return RankFailure(text, blamed or [rank])
         left = [rank for rank in late if states[rank] == _LEFT]

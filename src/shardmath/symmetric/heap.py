@@ -10,6 +10,8 @@ Streams. What a rank has dropped, kernels on any of its streams may still read. 
 stands behind a fence, set on all streams of the device once the drop has been seen: before the
 fence has passed, the rank neither reuses the block nor marks it for its peers. Small blocks wait
 for each other where a fence is dear, and take turns.
+
+Timeouts. Where an operation of GPUs was given up, what its peers were told of is never used again.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardmath.errors import HeapExhausted
+from shardmath.symmetric.groups import Groups
 from shardmath.symmetric.ranges import GRANULE, OwnSegment, aligned
 from shardmath.transport.base import Fence, Transport
 
@@ -48,10 +51,10 @@ class Block:
     """`nbytes` of the heap.
 
     `shared` holds the marks, (group, number), that every rank of the group must set before the
-    block can be reused. `freed`: the user has freed it. `unused`: no array of this rank refers to
-    it. `fence`: behind what the device was doing when either was seen. `buffer()` is the Buffer
-    while there is one; `handles` are the weakly held objects through which this rank reaches the
-    peers' blocks of the same number.
+    block can be reused; `told`, the groups that know where it lies. `freed`: the user has freed it.
+    `unused`: no array of this rank refers to it. `fence`: behind what the device was doing when
+    either was seen. `buffer()` is the Buffer while there is one; `handles` are the weakly held
+    objects through which this rank reaches the peers' blocks of the same number.
     """
 
     __slots__ = (
@@ -65,6 +68,7 @@ class Block:
         "nbytes",
         "room",
         "shared",
+        "told",
         "unused",
     )
 
@@ -77,6 +81,7 @@ class Block:
         self.unused = False
         self.fence: Fence | None = None
         self.shared: set[tuple[int, int]] = set()
+        self.told: set[int] = set()
         self.buffer: Callable[[], Buffer | None] = _nothing
         self.handles: list[weakref.ref[Any]] = []
 
@@ -150,12 +155,12 @@ class Heap:
     def __init__(self, transport: Transport, *, rank: int, segment_bytes: int) -> None:
         self.transport = transport
         self.rank = rank
+        self.groups = Groups()
         self._segment_bytes = segment_bytes
         self._segments: list[OwnSegment] = []
         self._addresses: list[int] = []  # sorted; _blocks in step
         self._blocks: list[Block] = []
         self._dropped: deque[Block] = deque()
-        self._left: deque[tuple[int, Callable[[], bool]]] = deque()
         self._limbo: dict[Block, None] = {}  # in order of arrival
         self._full_at = 0  # how many blocks are in limbo when small ones are reused next
         self._lock = threading.RLock()
@@ -255,14 +260,6 @@ class Heap:
                 block.shared -= set_by_all
             self.recycle()
 
-    def forget(self, group: int, ended: Callable[[], bool]) -> None:
-        """This rank has left `group`; once `ended()`, no mark of it is awaited any more.
-
-        Until then a peer may read what it knows through the group. Only appends to a list: the
-        garbage collector may call it.
-        """
-        self._left.append((group, ended))
-
     def recycle(self) -> None:
         """Reuse what is unused and awaited by no peer."""
         with self._lock:
@@ -289,11 +286,7 @@ class Heap:
 
         What is new in limbo gets its fence.
         """
-        for _ in range(len(self._left)):
-            group, ended = self._left.popleft()
-            if not ended():
-                self._left.append((group, ended))
-                continue
+        for group in self.groups.ended():
             for block in self._blocks:
                 block.shared = {mark for mark in block.shared if mark[0] != group}
         while self._dropped:
@@ -307,6 +300,9 @@ class Heap:
             block.fence = fence
 
     def _reuse(self, block: Block) -> None:
+        """Give memory to other arrays, unless a late peer may write there: then to nobody."""
+        if self.groups.may_write(block.told):
+            return
         at = bisect_right(self._addresses, block.address) - 1
         del self._addresses[at], self._blocks[at]
         self._segments[block.location.segment].ranges.give(block.location.offset, block.room)

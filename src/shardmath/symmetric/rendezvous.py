@@ -9,8 +9,8 @@ peer's segment) happens before an exchange, which tells all.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
 from shardmath.agreement import require_equal
@@ -26,6 +26,7 @@ from shardmath.symmetric.handle import SymmetricMemory, handle_of
 from shardmath.symmetric.heap import Block, Buffer, Location
 from shardmath.symmetric.pad_size import SLOT_BYTES, pad_setting
 from shardmath.symmetric.share import FarSignals, Place, Share, pad_bytes
+from shardmath.symmetric.shared_memory import allocate_on_all_ranks
 
 if TYPE_CHECKING:
     from shardmath.symmetric.team import Team
@@ -97,32 +98,30 @@ def _located(context: Context, tensor: Any) -> tuple[Block, int, Buffer]:
 
 def _share(context: Context, block: Block, offset: int) -> Share:
     """A new share, the same on all ranks. Collective."""
-    pads: list[Buffer] = []
 
-    def tell() -> tuple[int, ...]:
+    def allocate() -> tuple[Buffer, tuple[int, ...]]:
         slots = pad_setting()
         pad = context.heap.allocate(_pad_bytes(context, slots))
-        context.zero(pad)  # before peers know of it
-        pads.append(pad)
+        context.zero(pad)
         context.announce(block)
-        context.announce(pad.block)
-        where, at = block.location, pad.block.location
-        place = Place(
-            where.segment, where.offset, block.nbytes, offset, at.segment, at.offset, slots
+        at = block.location
+        return pad, (at.segment, at.offset, block.nbytes, offset, slots)
+
+    def check(notes: Sequence[tuple[int, ...]]) -> None:
+        require_equal("the size of the signal pad", [slots for *_, slots in notes])
+
+    memory = allocate_on_all_ranks(context, "rendezvous, places", allocate, check)
+    pad_buffer = memory.buffer
+    places = [
+        Place(segment, start, nbytes, at, pad.segment, pad.offset, pad_size)
+        for (segment, start, nbytes, at, pad_size), pad in zip(
+            memory.notes, memory.locations, strict=True
         )
-        return astuple(place)
-
-    def told(specs: list[tuple[int, ...]]) -> list[Place]:
-        places = [Place(*spec) for spec in specs]
-        require_equal("the size of the signal pad", [place.pad_size for place in places])
-        return places
-
-    places = context.agree("rendezvous, places", tell, told)
-    pad = pads.pop()
+    ]
     made: list[Share] = []
 
     def reach() -> None:
-        memory = [
+        arrays = [
             context.peer_memory(rank, Location(place.segment, place.offset), place.nbytes)
             for rank, place in enumerate(places)
         ]
@@ -131,7 +130,7 @@ def _share(context: Context, block: Block, offset: int) -> Share:
             context.peer_memory(rank, Location(place.pad_segment, place.pad_offset), nbytes)
             for rank, place in enumerate(places)
         ]
-        share = Share(-1, places, memory, peer_pads, pad)
+        share = Share(-1, places, arrays, peer_pads, pad_buffer)
         share.team = _team(context, share)
         made.append(share)
 
@@ -142,7 +141,7 @@ def _share(context: Context, block: Block, offset: int) -> Share:
     if context.spans_hosts and context.team is None:
         share.far = FarSignals(context, share)
     context.heap.share(block, context.number, share.number)
-    context.heap.share(pad.block, context.number, pad_number)
+    context.heap.share(pad_buffer.block, context.number, pad_number)
     return share
 
 

@@ -75,6 +75,7 @@ class Team:
         self.pads = tuple(pads)
         self.timeout = board.patience.timeout
         self.broken = ""  # why what collectives count is in no known state
+        self._expired = False  # a kernel's wait, at any time
         self._board = board
         self._own = own
         self._family: weakref.WeakSet[Team] = weakref.WeakSet([self])  # all teams of these ranks
@@ -242,9 +243,14 @@ class Team:
                 f"({self.broken}); finalize and initialize again among the ranks that remain"
             )
 
+    def gave_up(self) -> bool:
+        """Whether an operation may have ended here before its peers were done with it."""
+        return self._expired or bool(self._report.words[0]) or self._board.failure is not None
+
     def _noted(self) -> Exception:
         with suppress(CudaError):  # what else was waiting ends now, and has its say
             self.device.synchronize()
+        self._expired = True
         late = self._report.words[1:].reshape(self.size, 3).copy()
         self._report.words[:] = 0
         call("cuMemsetD8", self.pads[self.rank] + structs.FAILED, 0, 8)

@@ -124,9 +124,8 @@ class DeviceMemory:
         if self._lane is not None and nbytes <= KEPT_STAGING:
             self._block = self._lane.buffer(_STAGING, nbytes).block
         else:
-            self._buffer = self._context.heap.allocate(nbytes)
+            self._buffer = self._context.allocate_shared(nbytes)
             self._block = self._buffer.block
-            self._context.announce(self._block)
         strides = staging_strides(problem, rank)
         self._place = Exposed(self._block.location, nbytes, 0, strides).pack()
 
