@@ -1,7 +1,7 @@
 """One call of a transform: its arguments, read once, inside the agreement.
 
-A plan depends only on what all ranks described; the ones used last are kept, for objects and
-function calls that look the same.
+A plan depends only on what all ranks described; the latest are cached, for `FFT` objects and for
+function calls.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from shardmath.arrays import ArraySpec, library_and_spec
 from shardmath.context import Context
 from shardmath.local.fft import Kind
 from shardmath.operators.fft import host
-from shardmath.operators.fft.allocation import memory_behind
-from shardmath.operators.fft.call_cache import Seen, seen
+from shardmath.operators.fft.allocation import in_place_array
+from shardmath.operators.fft.call_cache import CachedCall, cached_call
 from shardmath.operators.fft.float16 import widened
 from shardmath.operators.fft.host import Plan
 from shardmath.operators.fft.options import (
@@ -57,7 +57,7 @@ class Call:
     out: Any = None
     kind: Kind | None = None
     read_options: FFTOptions = field(init=False)
-    seen: Seen = field(init=False)
+    cached: CachedCall = field(init=False)
     execution: Execution = field(init=False)  # on GPUs
 
     @cached_property
@@ -73,9 +73,9 @@ class Call:
     @property
     def description(self) -> Description:
         """The call in plain data, once it is described."""
-        return self.seen.description
+        return self.cached.description
 
-    def described(self, context: Context) -> Seen:
+    def described(self, context: Context) -> CachedCall:
         """The call as it was described. Raises what is wrong with it on this rank."""
         self.read_options = options_from(self.options)
         check_stream(self.stream)
@@ -83,8 +83,8 @@ class Call:
             *(self.spec, self.distribution, self.axes, self.norm, self.kind, self.direction),
             *(self.read_options, self.out_spec),
         )
-        self.seen = seen(context, given, self._described)
-        return self.seen
+        self.cached = cached_call(context, given, self._described)
+        return self.cached
 
     def _described(self) -> Description:
         kind = self._kind(self.spec.dtype)
@@ -113,7 +113,7 @@ class Call:
 
         Raises RuntimeError when it is to take the memory of an operand that is too small for it.
         """
-        return memory_behind(context, self.operand, problem) if problem.inplace else self.out
+        return in_place_array(context, self.operand, problem) if problem.inplace else self.out
 
     def log(self, plan: Plan | DevicePlan) -> None:
         """Tell the user's logger what was planned."""

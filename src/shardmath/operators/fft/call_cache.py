@@ -1,8 +1,8 @@
-"""Calls that look as an earlier one did: described once, with what their new results look like.
+"""A cache of calls by their arguments, so that equal calls are described once.
 
-A description depends on the arguments alone, so equal arguments make the same one. What the last
-new result for an operand looked like is a guess for the next: it lets the result be made before the
-ranks agree.
+A description depends on the arguments alone. With it are kept the form of the last new results: the
+next result of an equal call is allocated in that form before the ranks agree, and if they then
+agree on another one, allocated again.
 """
 
 from __future__ import annotations
@@ -18,41 +18,44 @@ from shardmath.operators.fft.problem import Description
 from shardmath.planning import Said
 from shardmath.symmetric.device_array import Blank
 
-__all__ = ["Form", "Seen", "seen"]
+__all__ = ["ArrayForm", "CachedCall", "cached_call"]
 
-_LATEST = partial(LRUCache[Any, Any], 128)
-_BLANKS = 16
+_CALLS = partial(LRUCache[Any, Any], 128)
+_MAX_BLANKS = 16
 
-Form = tuple[tuple[int, ...], str, Literal["C", "F"]]  # shape, dtype and order of a new array
+ArrayForm = tuple[tuple[int, ...], str, Literal["C", "F"]]  # shape, dtype and order of a new array
 
 
 @dataclass(eq=False)
-class Seen:
-    """A call as it was described, also for agreement; and its last new results, by operand."""
+class CachedCall:
+    """A description, also as it is `said` in agreement; and the forms of results, by operand."""
 
     description: Description
     said: Said = field(init=False)
-    blanks: LRUCache[Hashable, tuple[Form, Blank]] = field(
-        init=False, repr=False, default_factory=lambda: LRUCache(_BLANKS)
+    blanks: LRUCache[Hashable, tuple[ArrayForm, Blank]] = field(
+        init=False, repr=False, default_factory=lambda: LRUCache(_MAX_BLANKS)
     )
 
     def __post_init__(self) -> None:
         self.said = Said(self.description)
 
 
-def seen(context: Context, given: Hashable, describe: Callable[[], Description]) -> Seen:
+def cached_call(
+    context: Context, given: Hashable, describe: Callable[[], Description]
+) -> CachedCall:
     """The same object for all calls with equal arguments, which are `given`.
 
-    What has no hash is described anew, and found by its description. Raises what `describe` does.
+    Arguments without a hash are described each time, and looked up by their description. Raises
+    what `describe` does.
     """
-    known: LRUCache[Hashable, Seen] = context.cache("fft calls", _LATEST)
+    known: LRUCache[Hashable, CachedCall] = context.cache("fft calls", _CALLS)
     try:
         found = known.find(given)
     except TypeError:
         found, given = None, None
     if found is None:
         description = describe()
-        found = known.made(description, lambda: Seen(description))
+        found = known.made(description, lambda: CachedCall(description))
         if given is not None:
             known.keep(given, found)
     return found

@@ -20,10 +20,10 @@ from shardmath.cuda import stream as streams
 from shardmath.cuda.driver import beside_captures
 from shardmath.local.gpu.fft import CuFFT
 from shardmath.operators.fft import rank_plan
-from shardmath.operators.fft.call_cache import Form
+from shardmath.operators.fft.call_cache import ArrayForm
 from shardmath.operators.fft.launching import Launch, is_double
 from shardmath.operators.fft.local_steps import LocalFFT, View
-from shardmath.operators.fft.problem import Problem, kind_in
+from shardmath.operators.fft.problem import Problem, described_kind
 from shardmath.operators.fft.program import UserArrays
 from shardmath.operators.fft.push_stream import PushStream
 from shardmath.operators.fft.rank_plan import DevicePlan, RankPlan, Results
@@ -84,15 +84,15 @@ class Execution:
         self._fingerprint = self._fingerprint_of(call)
         self._new_result = self._allocate_early(call)
         self._key = self._make_key(call)
-        self._cached = None if self._key is None else self._replays.find(self._key)
-        self._flags = b"" if self._cached is None else self._cached.agreed.flags
+        self._earlier = None if self._key is None else self._replays.find(self._key)
+        self._flags = b"" if self._earlier is None else self._earlier.agreed.flags
 
     def note(self, call: Call) -> bytes:
         """For the peers: the number of the execution to replay, whether the result will lie in
         symmetric memory, and whether it will be packed there.
         """
-        if self._cached is not None:
-            return _NUMBER.pack(self._cached.number) + self._flags
+        if self._earlier is not None:
+            return _NUMBER.pack(self._earlier.number) + self._flags
         inplace, spec = call.read_options.inplace, call.spec
         require_device(self._context, spec, "the operand")
         on_host = spec.device == "cpu"  # then it is on the heap meanwhile
@@ -103,7 +103,7 @@ class Execution:
             require_device(self._context, spec, "out")
             on_heap = self._lies_on_heap(call.out, spec) or spec.size == 0
         dense, order = True, "both"
-        if inplace and kind_in(call.description) != "C2C":
+        if inplace and described_kind(call.description) != "C2C":
             dense = False  # it is another array, in the same memory
         elif (inplace or call.out is not None) and not on_host:
             given = call.operand if call.out is None else call.out
@@ -121,7 +121,7 @@ class Execution:
         that cannot be written to, RuntimeError where an operand in place is too small.
         """
         context = self._context
-        if self._cached is not None and len({text[: _NUMBER.size] for text in notes}) == 1:
+        if self._earlier is not None and len({text[: _NUMBER.size] for text in notes}) == 1:
             with context.executing("fft"):
                 return self._replay(call, plan.problem)
         number = self._replays.next()
@@ -154,16 +154,16 @@ class Execution:
         made = self._new_result
         if self._fingerprint is None or (made is None and _allocates(call)):
             return None
-        return call.seen, self._fingerprint, made and made.place, self._stream
+        return call.cached, self._fingerprint, made and made.place, self._stream
 
     def _replay(self, call: Call, problem: Problem) -> Any:
         """Launch what all ranks launched in an earlier execution."""
-        cached = self._cached
-        assert cached is not None, "found for the note"
-        agreed = cached.agreed
+        earlier = self._earlier
+        assert earlier is not None, "found for the note"
+        agreed = earlier.agreed
         if agreed.plan.tables is not None:
             PushStream.of(self._context).require_usable()
-        cached.launch(
+        earlier.launch(
             (),  # peers write the result: where it lies is part of the key
             self._stream,
             lambda own: self._launch(problem, agreed.plan, agreed.addresses).run(
@@ -206,7 +206,7 @@ class Execution:
         """A new result like the last one for such an operand, if there was one."""
         if self._fingerprint is None or not _allocates(call):
             return None
-        last = call.seen.blanks.find(self._fingerprint)
+        last = call.cached.blanks.find(self._fingerprint)
         return None if last is None else last[1].make()
 
     def _allocate_result(self, call: Call, problem: Problem) -> Result:
@@ -214,13 +214,13 @@ class Execution:
         out = call.target(context, problem)
         if out is not None:
             return result_in(context, out)
-        form: Form = (problem.target.local_shape(self._rank), problem.result, problem.order)
-        last = None if self._fingerprint is None else call.seen.blanks.find(self._fingerprint)
+        form: ArrayForm = (problem.target.local_shape(self._rank), problem.result, problem.order)
+        last = None if self._fingerprint is None else call.cached.blanks.find(self._fingerprint)
         if self._new_result is None or last is None or last[0] != form:
             on_heap = call.spec.device == "cpu" or self._lies_on_heap(call.operand, call.spec)
             blank = Blank(context, call.operand, *form, on_heap=on_heap)
             if self._fingerprint is not None:
-                call.seen.blanks.keep(self._fingerprint, (form, blank))
+                call.cached.blanks.keep(self._fingerprint, (form, blank))
             self._new_result = blank.make()
             self._key = self._make_key(call)
         return self._new_result

@@ -16,7 +16,7 @@ from shardmath.geometry import Layout
 from shardmath.local.fft import Kind, Norm
 from shardmath.lru_cache import LRUCache
 from shardmath.operators.fft.call import Call, performed, planned, spec_of
-from shardmath.operators.fft.call_cache import Seen
+from shardmath.operators.fft.call_cache import CachedCall
 from shardmath.operators.fft.options import FFTDirection, FFTOptions
 from shardmath.operators.lifecycle import Lifecycle, check_stream
 from shardmath.operators.workspace import give_back
@@ -199,7 +199,7 @@ class FFT(Lifecycle):
             lambda specs: planned(context, tuple(specs)),
         )
         super().__init__(context, {"operand": operand, "distribution": distribution})
-        self._specs: LRUCache[Seen, Said] = LRUCache(_KEPT)
+        self._specs: LRUCache[CachedCall, Said] = LRUCache(_KEPT)
         self._fitting: ArraySpec | None = None  # the operand of the last execution
         call.log(self._plan)
 
@@ -299,9 +299,9 @@ class FFT(Lifecycle):
     def _call(self, **changes: Any) -> Call:
         return Call(**{**self._operands, **self._fixed, "kind": None, **changes})
 
-    def _said(self, seen: Seen) -> Said:
+    def _said(self, cached: CachedCall) -> Said:
         """This object, and a call of it, for agreement."""
-        return self._specs.made(seen, lambda: Said((self.number, seen.description)))
+        return self._specs.made(cached, lambda: Said((self.number, cached.description)))
 
     def _check(self, spec: ArraySpec) -> None:
         """Raise unless arrays like this can take the place of the operand."""

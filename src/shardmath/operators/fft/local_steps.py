@@ -17,7 +17,7 @@ from shardmath.arrays import dtypes
 from shardmath.arrays.spec import packed_strides
 from shardmath.local.fft import Kind
 from shardmath.local.plan_many import PlanMany, StridedArray, plan_many
-from shardmath.operators.fft.options import WIDE
+from shardmath.operators.fft.options import COMPUTE_TYPE
 
 __all__ = ["Convert", "Copy", "LocalFFT", "LocalStep", "Scale", "View", "local_steps", "packed"]
 
@@ -160,14 +160,14 @@ def local_steps(
         return []
     before: list[LocalStep] = []
     after: list[LocalStep] = [Scale(target, factor)] if factor != 1 else []
-    if source.dtype in WIDE:
-        wide = _like("pack wide", source, WIDE[source.dtype])
+    if source.dtype in COMPUTE_TYPE:
+        wide = _like("pack wide", source, COMPUTE_TYPE[source.dtype])
         before = [Convert(source, wide)]
         source, preserve_input = wide, False
-    if target.dtype in WIDE:
+    if target.dtype in COMPUTE_TYPE:
         made = source
         if preserve_input or kind != "C2C":
-            made = _like("pack made", target, WIDE[target.dtype])
+            made = _like("pack made", target, COMPUTE_TYPE[target.dtype])
         after = [Convert(made, target, factor)]
         target = made
     if kind == "C2R":
