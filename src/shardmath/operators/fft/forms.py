@@ -219,7 +219,7 @@ class FFT(Lifecycle):
 
     def plan(self, *, stream: Any = None) -> None:
         """Make it ready for `execute`; a second call does nothing. Collective."""
-        self._together("plan", lambda: check_stream(stream))
+        self._gather("plan", lambda: check_stream(stream))
         self._planned = True
 
     def execute(
@@ -278,22 +278,22 @@ class FFT(Lifecycle):
             self.context, f"{self.noun}.reset_operand", described, self._built_alike
         )
         self._plan = plan
-        self._hold(operand=operand, distribution=held)
+        self._set_operands(operand=operand, distribution=held)
 
     def reset_operand_unchecked(
         self, operand: Any, *, distribution: Any = None, stream: Any = None
     ) -> None:
         """As `reset_operand`, without agreement: `execute` finds what is wrong. Local."""
         self._require_alive()
-        self._hold(operand=operand)
+        self._set_operands(operand=operand)
         if distribution is not None:
-            self._hold(distribution=distribution)
+            self._set_operands(distribution=distribution)
 
     def release_operand(self) -> None:
         """Refer to the operand no more; the next step is `reset_operand`. Local."""
         self._require_alive()
         held = self._operands["distribution"]
-        self._drop()
+        self._release_operands()
         self._operands["distribution"] = held
 
     def _call(self, **changes: Any) -> Call:

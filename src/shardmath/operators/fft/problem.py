@@ -25,7 +25,7 @@ from shardmath.operators.fft.options import (
     FFTDirection,
     FFTOptions,
 )
-from shardmath.operators.layouts import bound, inferred, result_order
+from shardmath.operators.layouts import bind_layout, infer_layout, result_order
 
 __all__ = [
     "Description",
@@ -185,14 +185,14 @@ def check(descriptions: Sequence[Description]) -> Problem:
         ("whether a pair of distributions is given", [each is not None for each in outputs]),
     ):
         require_equal(what, values)
-    source = inferred("distribution", inputs, [operand[3] for operand in operands])
+    source = infer_layout("distribution", inputs, [operand[3] for operand in operands])
     agreed = dict(zip(COMPARED, options[0], strict=True))
     shape = _result_shape(source.global_shape, axes[0], kinds[0], agreed["last_axis_parity"])
     if outputs[0] is None:
         wanted = _default_output(inputs, source, axes[0], kinds[0], agreed["redistribute"])
     else:
         wanted = outputs
-    target = bound("the result's distribution", wanted, shape)
+    target = bind_layout("the result's distribution", wanted, shape)
     library, device, dtype, *_ = operands[0]
     problem = Problem(
         kind=kinds[0],
