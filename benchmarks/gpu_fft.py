@@ -3,7 +3,7 @@
     python benchmarks/gpu_fft.py 8
 
 The operand is a slab along X; the result a slab along Y ("transposed"), or along X again ("back").
-Ours runs in a CUDA graph as it is (`ours`), with no exchange beside the transforms (`steps`), and
+Ours runs in a CUDA graph as it is (`ours`), with no exchange overlapped (`steps`), and
 called one by one (`called`). torch.fft with NCCL runs in a graph, too; `local` are its transforms
 alone, and `wire` is its all_to_all of what lies ready. Results are compared before they are timed.
 A row that fails is told, and the next begins.

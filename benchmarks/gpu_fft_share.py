@@ -3,11 +3,11 @@
     python benchmarks/gpu_fft_share.py 4 --ranks 8
 
 All GPUs play rank 0. What rank 0 sends to its peers goes to the other GPUs in turns, each peer's
-part to a place of its own there, so a link carries what it would carry, at the same time as the
+part to memory of its own there, so a link carries what it would carry, at the same time as the
 transforms of a rank's size. Results are not those of a transform, and barriers are of as many as
-there are GPUs. `steps` does one thing after another, `chunks` exchanges beside the transforms;
+there are GPUs. `steps` does one thing after another, `chunks` overlaps exchanges with transforms;
 `local` and `wire` are the parts of `chunks` alone. Milliseconds, in CUDA graphs. For the cases in
-TOLD it prints when each part of one execution ended, in microseconds.
+TIMELINES it prints when each part of one execution ended, in microseconds.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CASES = [
     *itertools.product((1024,), ("complex64", "float32", "complex128"), (False, True)),
 ]
 CALLS = {256: 20, 512: 8, 1024: 3}
-TOLD = [(512, "complex64"), (1024, "complex64")]
+TIMELINES = [(512, "complex64"), (1024, "complex64")]
 HEAD_START = 20_000_000  # cycles that the GPU sleeps while an execution is put on its stream
 
 
@@ -48,8 +48,8 @@ HEAD_START = 20_000_000  # cycles that the GPU sleeps while an execution is put 
 class Played(Launch):
     """Rank 0's launches, with its peers' buffers on the other GPUs.
 
-    `shared` has, by place, where that lies on this GPU and then on the others, and how far the
-    parts that rank 0 writes on its peers are to lie apart.
+    `shared` has, by name, the addresses of a buffer on this GPU and then on the others, and the
+    distance of the blocks that rank 0 writes to its peers.
     """
 
     shared: dict
@@ -57,24 +57,24 @@ class Played(Launch):
 
     @property
     def rank(self):
-        """Whose part it is: rank 0's on all GPUs, or boxes would end behind their places."""
+        """Rank 0 on all GPUs, or boxes would end behind their buffers."""
         return 0
 
-    def peer_addresses(self, place, told):
-        """See Launch; `told` are the strides of all results."""
-        where, apart = self.shared[place]
+    def peer_addresses(self, buffer, strides):
+        """See Launch; `strides` are those of all results."""
+        where, block_bytes = self.shared[buffer]
         if isinstance(self.plan.program, Pipeline):  # whose rows know how far
             return where, []
         players = [player(peer, len(where)) for peer in range(self.peers)]
-        return [where[gpu] + peer * apart for peer, gpu in enumerate(players)], told
+        return [where[gpu] + peer * block_bytes for peer, gpu in enumerate(players)], strides
 
 
 def player(peer, gpus):
-    """Which GPU has a peer's place, counted from this one."""
+    """Which GPU has a peer's buffers, counted from this one."""
     return 1 + (peer - 1) % (gpus - 1) if peer else 0
 
 
-def on_gpus(pipeline, apart, gpus):
+def on_gpus(pipeline, block_bytes, gpus):
     """The rows of all peers as rows for so many GPUs, at a distance from each other."""
     chunks = [
         replace(
@@ -83,7 +83,7 @@ def on_gpus(pipeline, apart, gpus):
                 replace(
                     rows,
                     peer=player(rows.peer, gpus),
-                    target=rows.target + rows.peer * apart[chunk.exchange],
+                    target=rows.target + rows.peer * block_bytes[chunk.exchange],
                 )
                 for rows in chunk.rows
             ),
@@ -111,14 +111,14 @@ class Share:
         self.result = packed("result", self.problem.target.local_shape(0), self.problem.result)
         nbytes = self.result.size * self.result.itemsize
         block = nbytes // size  # what goes to one peer
-        places = {"receive 0": block, "result": block // own if back else block}
-        self.apart = [places["receive 0"], places["result"]]
+        buffers = {"receive 0": block, "result": block // own if back else block}
+        self.block_bytes = [buffers["receive 0"], buffers["result"]]
         self.shared, self.held = {}, []
-        for place, apart in places.items():
+        for place, block_bytes in buffers.items():
             buffer, addresses = ranks.shared(nbytes)
             self.held.append(buffer)
             mine = ranks.rank
-            self.shared[place] = ([*addresses[mine:], *addresses[:mine]], apart)
+            self.shared[place] = ([*addresses[mine:], *addresses[:mine]], block_bytes)
         self.held += [ranks.context.heap.allocate(nbytes) for _ in range(2)]
         self.addresses = {
             "operand": whole.data_ptr(),
@@ -138,7 +138,7 @@ class Share:
         if isinstance(plan.program, Pipeline) != chunks:
             return None
         if chunks:
-            program = on_gpus(plan.program, self.apart, ranks.size)
+            program = on_gpus(plan.program, self.block_bytes, ranks.size)
             plan = rank_plan.RankPlan(team.device, program, PushTables(team.device, program))
         stream, cufft = ranks.stream(), CuFFT.of(team.device)
         for step in plan.program.local:
@@ -166,8 +166,8 @@ class Share:
         return float(f"{micros / 1e3:.4g}")
 
 
-def piped(launch, stream, *, local, told=lambda name, stream: None):
-    """What a pipeline launches, with or without its transforms; after each part, `told`."""
+def piped(launch, stream, *, local, mark=lambda name, stream: None):
+    """What a pipeline launches, with or without its transforms; after each part, `mark`."""
     program, push_stream = launch.plan.program, PushStream.of(launch.context)
     sources = [launch.addresses[place] for place in program.sources]
     targets = [launch.peer_addresses(place, ())[0] for place in program.shared]
@@ -176,17 +176,17 @@ def piped(launch, stream, *, local, told=lambda name, stream: None):
         if local:
             for step in steps:
                 launch.local(stream, step)
-        told(name, stream)
+        mark(name, stream)
 
-    told("begin", stream)
+    mark("begin", stream)
     push_stream.start(launch.plan.tables, stream, sources, targets)
-    told("all pushed", push_stream.stream)
+    mark("all pushed", push_stream.stream)
     for number, steps in enumerate(program.first):
         transform(steps, f"first {number}")
         push_stream.signal_ready(stream)
     for number, steps in enumerate(program.second):
         push_stream.wait_for_chunk(stream)
-        told(f"arrived {number}", stream)
+        mark(f"arrived {number}", stream)
         transform(steps, f"second {number}")
         if program.returns:
             push_stream.signal_ready(stream)
@@ -194,17 +194,17 @@ def piped(launch, stream, *, local, told=lambda name, stream: None):
         push_stream.wait_for_chunk(stream)
     transform(program.last, "last")
     push_stream.join(stream)
-    told("end", stream)
+    mark("end", stream)
 
 
 def timeline(ranks, launch):
     """{what: microseconds after the begin when it had ended}, of one execution."""
     torch, marks = ranks.torch, []
 
-    def told(name, stream):
+    def mark(name, stream):
         event = torch.cuda.Event(enable_timing=True)
-        beside = int(stream) != ranks.stream()
-        event.record(torch.cuda.ExternalStream(int(stream)) if beside else None)
+        pushing = int(stream) != ranks.stream()
+        event.record(torch.cuda.ExternalStream(int(stream)) if pushing else None)
         marks.append((name, event))
 
     for _ in range(3):
@@ -212,7 +212,7 @@ def timeline(ranks, launch):
         torch.cuda.synchronize()
         ranks.context.barrier()
         torch.cuda._sleep(HEAD_START)
-        piped(launch, ranks.stream(), local=True, told=told)
+        piped(launch, ranks.stream(), local=True, mark=mark)
     torch.cuda.synchronize()
     begin = marks[0][1]
     found = [(begin.elapsed_time(event) * 1e3, name) for name, event in marks]
@@ -230,7 +230,7 @@ def measured(ranks, n, dtype, back, size):
         row["chunks_ms"] = share.time(lambda on: chunks.run(on, strides))
         row["wire_ms"] = share.time(lambda on: piped(chunks, on, local=False))
         row["cuts"] = str(share.plan.chunking)
-        if (n, dtype) in TOLD:
+        if (n, dtype) in TIMELINES:
             row["timeline_us"] = timeline(ranks, chunks)
     alone = chunks or steps
     row["local_ms"] = share.time(
@@ -254,7 +254,7 @@ def main() -> None:
     parser = command(__doc__)
     parser.add_argument("--ranks", type=int, default=8, help="how many ranks there would be")
     options = parser.parse_args()
-    assert options.gpus > 1, "peers have their places on other GPUs"
+    assert options.gpus > 1, "peers have their buffers on other GPUs"
     run("gpu_fft_share", measure, options, options.ranks)
 
 

@@ -1,6 +1,6 @@
 """What GPUs do for a transform, performed with NumPy: plans, copies and exchanges are pure data.
 
-Memory is an array of bytes for every place of every rank. A plan runs as cuFFT defines it, element
+Memory is an array of bytes for every buffer of every rank. A plan runs as cuFFT defines it, element
 by element of its embedding, so that any wrong stride shows.
 """
 
@@ -54,13 +54,13 @@ COMPLEX = {4: np.complex64, 8: np.complex64, 16: np.complex128}
 
 
 class Memory:
-    """The places of one rank. `origin` is where the operand's and the result's element 0 lies."""
+    """The buffers of one rank. `origin` is where the operand's and the result's element 0 lies."""
 
-    def __init__(self, places, given):
-        self.held = {place: np.full(size, 0xA5, np.uint8) for place, size in places.items()}
+    def __init__(self, buffers, given):
+        self.held = {name: np.full(size, 0xA5, np.uint8) for name, size in buffers.items()}
         self.origin = dict.fromkeys(self.held, 0)
-        for place, (raw, origin) in given.items():
-            self.held[place], self.origin[place] = raw, origin
+        for name, (raw, origin) in given.items():
+            self.held[name], self.origin[name] = raw, origin
 
     def array(self, view, dtype=None):
         raw, start = self.held[view.buffer], self.origin[view.buffer] + view.offset
@@ -85,18 +85,18 @@ def performed(step, memory, forward):
     elif isinstance(step, Scale):
         memory.array(step.target)[...] *= step.factor
     else:
-        fourier(step, memory, forward)
+        local_fft(step, memory, forward)
 
 
-def fourier(step, memory, forward):
+def local_fft(step, memory, forward):
     """As cuFFT: batches of `lengths`, each side placed by its embedding, stride and distance."""
     plan, kind = step.plan, step.kind
     half = (*plan.lengths[:-1], plan.lengths[-1] // 2 + 1)
     shapes = {"C2C": (plan.lengths,) * 2, "R2C": (plan.lengths, half), "C2R": (half, plan.lengths)}
     for offsets in plan.offsets:
         taken, left = (
-            side(memory, view, place, offset, shape, plan.batch)
-            for view, place, offset, shape in zip(
+            side(memory, view, layout, offset, shape, plan.batch)
+            for view, layout, offset, shape in zip(
                 (step.source, step.target),
                 (plan.source, plan.target),
                 offsets,
@@ -118,19 +118,19 @@ def fourier(step, memory, forward):
         left[...] = made
 
 
-def side(memory, view, place, offset, shape, count):
+def side(memory, view, layout, offset, shape, count):
     size = view.itemsize
-    steps = [place.stride * size]
-    for extent in place.embed[:0:-1]:
+    steps = [layout.stride * size]
+    for extent in layout.embed[:0:-1]:
         steps.insert(0, steps[0] * extent)
     raw = memory.held[view.buffer][memory.origin[view.buffer] + view.offset + offset :]
     dtype = np.dtype(view.dtype)
     flat = raw[: raw.size // size * size].view(dtype)
-    reach = (count - 1) * place.distance + sum(
+    reach = (count - 1) * layout.distance + sum(
         (n - 1) * step // size for n, step in zip(shape, steps, strict=True)
     )
-    assert reach < flat.size, "a plan leaves its place"
-    return as_strided(flat, (count, *shape), (place.distance * size, *steps))
+    assert reach < flat.size, "a plan leaves its buffer"
+    return as_strided(flat, (count, *shape), (layout.distance * size, *steps))
 
 
 def exchanged(programs, memories, at, results):
@@ -145,9 +145,9 @@ def exchanged(programs, memories, at, results):
             copy_move(move, src, dst)
 
 
-def packed_up(steps, programs, memories, shown):
-    """All ranks pack. `shown` are the outboxes that peers may still read."""
-    for step, memory, program, seen in zip(steps, memories, programs, shown, strict=True):
+def packed_up(steps, programs, memories, readable):
+    """All ranks pack. `readable` are the outboxes that peers may still read."""
+    for step, memory, program, seen in zip(steps, memories, programs, readable, strict=True):
         assert step.outbox not in seen, "not before all have read what was in it"
         seen.append(step.outbox)
         start = memory.origin[step.own.buffer] + step.own.offset
@@ -160,15 +160,17 @@ def packed_up(steps, programs, memories, shown):
 def fetched(steps, memories):
     """Each rank fetches from the outboxes on other hosts."""
     for step, memory in zip(steps, memories, strict=True):
-        room = memory.held[step.fetch_buffer]
+        target = memory.held[step.fetch_buffer]
         for each in step.delivery.fetches:
             remote = memories[each.src].held[steps[each.src].outbox]
-            room[each.at : each.at + each.nbytes] = remote[each.offset : each.offset + each.nbytes]
+            target[each.at : each.at + each.nbytes] = remote[
+                each.offset : each.offset + each.nbytes
+            ]
 
 
-def unpacked(steps, memories, shown):
-    """Each rank takes what it needs of its room, and of the outboxes on its host."""
-    for step, seen in zip(steps, shown, strict=True):
+def unpacked(steps, memories, readable):
+    """Each rank unpacks its fetch buffer, and the outboxes on its host."""
+    for step, seen in zip(steps, readable, strict=True):
         del seen[: seen.index(step.outbox)]  # all have met since they read those before
         if step.barrier_last:
             seen.clear()
@@ -192,18 +194,17 @@ def copy_move(move, src, dst):
     ]
 
 
-def next_unpacked(beside, memories, shown):
-    """Then there is room for another one."""
-    unpacked(beside.pop(0), memories, shown)
-    if len(beside) >= FETCH_BUFFERS:
-        fetched(beside[FETCH_BUFFERS - 1], memories)
+def unpack_next(in_flight, memories, readable):
+    """Then its fetch buffer is free for another one."""
+    unpacked(in_flight.pop(0), memories, readable)
+    if len(in_flight) >= FETCH_BUFFERS:
+        fetched(in_flight[FETCH_BUFFERS - 1], memories)
 
 
 def run_all(programs, memories, results, forward):
-    """Step by step. What is delivered beside other steps is fetched as early as can be, and
-    unpacked as late."""
+    """Step by step. Asynchronous deliveries are fetched early, and unpacked as late as can be."""
     at = [0] * len(programs)
-    shown, beside = [[] for _ in programs], []
+    readable, in_flight = [[] for _ in programs], []
     while True:
         for rank, program in enumerate(programs):
             while at[rank] < len(program.steps):
@@ -220,19 +221,19 @@ def run_all(programs, memories, results, forward):
         if isinstance(steps[0], PeerCopy):
             exchanged(programs, memories, at, results)
         elif isinstance(steps[0], Deliver):
-            packed_up(steps, programs, memories, shown)
-            beside.append(steps)
-            if len(beside) <= FETCH_BUFFERS:
+            packed_up(steps, programs, memories, readable)
+            in_flight.append(steps)
+            if len(in_flight) <= FETCH_BUFFERS:
                 fetched(steps, memories)
             if steps[0].number is None:
-                unpacked(beside.pop(), memories, shown)
+                unpacked(in_flight.pop(), memories, readable)
         else:
-            while beside and beside[0][0].number <= steps[0].number:
-                next_unpacked(beside, memories, shown)
+            while in_flight and in_flight[0][0].number <= steps[0].number:
+                unpack_next(in_flight, memories, readable)
         at = [each + 1 for each in at]
-    while beside:
-        next_unpacked(beside, memories, shown)
-    assert not any(shown), "the last delivery closes"
+    while in_flight:
+        unpack_next(in_flight, memories, readable)
+    assert not any(readable), "there is a barrier after the last delivery"
 
 
 def laid_out(part, store):
@@ -346,7 +347,7 @@ def test_any_program_of_ranks_on_several_hosts(case, hosts):
     hosts=st.integers(2, 3),
     chunking=st.sampled_from([((1,), 1, 1), ((1,) * 3, 2, 1), ((1, 2), 3, 2), (RISES, 4, 3)]),
 )
-def test_any_program_with_deliveries_beside(case, hosts, chunking):
+def test_any_program_with_asynchronous_deliveries(case, hosts, chunking):
     run_case(case, False, hosts, chunking)
 
 
@@ -355,8 +356,8 @@ def pushed(memories, rank, pipeline, at, ready, signals):
     while at < len(pipeline.chunks) and pipeline.chunks[at].ready_count <= ready:
         chunk = pipeline.chunks[at]
         for rows in chunk.rows:
-            places = (("work", "receive 0"), ("receive 0", "result"))[chunk.exchange]
-            src, dst = memories[rank].held[places[0]], memories[rows.peer].held[places[1]]
+            buffers = (("work", "receive 0"), ("receive 0", "result"))[chunk.exchange]
+            src, dst = memories[rank].held[buffers[0]], memories[rows.peer].held[buffers[1]]
             for i in range(rows.count):
                 one, two = rows.source + i * rows.source_pitch, rows.target + i * rows.target_pitch
                 dst[two : two + rows.width] = src[one : one + rows.width]
@@ -402,9 +403,9 @@ PIPELINES = {
     "batches": ((12, 16, 8, 64), "complex64", (0, 1), "X", "Y"),
     "matrix": ((64, 4608), "complex64", None, "X", "Y"),
     "to real": ((48, 48, 33), "complex64", None, "Y", "X"),
-    "halves": ((24, 16, 128), "complex32", None, "X", "Y"),
-    "halves, there and back": ((24, 24, 128), "complex32", None, "X", "X"),
-    "real halves": ((16, 24, 510), "float16 halves", None, "X", "Y"),
+    "half precision": ((24, 16, 128), "complex32", None, "X", "Y"),
+    "half precision, there and back": ((24, 24, 128), "complex32", None, "X", "X"),
+    "real, half precision": ((16, 24, 510), "float16 halves", None, "X", "Y"),
 }
 
 
@@ -413,7 +414,7 @@ PIPELINES = {
 @pytest.mark.parametrize("size", [2, 3, 8])
 @pytest.mark.parametrize("name", PIPELINES)
 def test_pipelines(name, size, hosts, chunking):
-    """On one host what pushes beside, on several what delivers beside."""
+    """On one host by the push stream, on several by asynchronous deliveries."""
     shape, dtype, axes, one, two = PIPELINES[name]
     kind = "R2C" if dtype.startswith("float") else "C2R" if name == "to real" else "C2C"
     case = {"size": size, "shape": shape, "axes": axes, "kind": kind, "parity": "even",
@@ -486,8 +487,8 @@ def test_a_plan_for_any_order_of_memory(kind, axes, orders):
     step = LocalFFT(kind, axes, *views)
     rng = np.random.default_rng(7)
 
-    places = {view.buffer: view.size * view.itemsize for view in views}
-    memory = Memory(places, {})
+    buffers = {view.buffer: view.size * view.itemsize for view in views}
+    memory = Memory(buffers, {})
     source = memory.array(views[0])
     source[...] = rng.standard_normal(shapes[0])
     if kind != "R2C":

@@ -31,11 +31,11 @@ from shardmath.operators.fft.strategy import GPUS, MULTI_HOST_GPUS
 from shardmath.operators.lifecycle import check_stream
 
 if TYPE_CHECKING:
-    from shardmath.operators.fft.device import DevicePlan, Execution
+    from shardmath.operators.fft.device import Execution
+    from shardmath.operators.fft.rank_plan import DevicePlan
 
 __all__ = [
     "Call",
-    "device_plan_of",
     "performed",
     "plan_of",
     "planned",
@@ -149,7 +149,7 @@ def planned(context: Context, descriptions: tuple[Description, ...]) -> Plan | D
     """The plan for the ranks of a context, of cores or of GPUs."""
     if context.team is None:
         return plan_of(descriptions)
-    return device_plan_of(descriptions, context.hosts)
+    return _device_plan_of(descriptions, context.hosts)
 
 
 def performed(context: Context, plan: Any, notes: list[bytes], call: Call) -> Any:
@@ -171,9 +171,9 @@ def plan_of(descriptions: tuple[Description, ...]) -> Plan:
 
 
 @lru_cache(maxsize=64)
-def device_plan_of(descriptions: tuple[Description, ...], hosts: tuple[int, ...]) -> DevicePlan:
+def _device_plan_of(descriptions: tuple[Description, ...], hosts: tuple[int, ...]) -> DevicePlan:
     """As `plan_of`, for ranks with GPUs, of which these are the numbers of the hosts."""
-    from shardmath.operators.fft.device import DevicePlan
+    from shardmath.operators.fft.rank_plan import DevicePlan
 
     problem = check(descriptions)
     machine = MULTI_HOST_GPUS if len(set(hosts)) > 1 else GPUS

@@ -46,7 +46,7 @@ from shardmath.symmetric.heap import Location
 if TYPE_CHECKING:
     from shardmath.operators.fft.call import Call
 
-__all__ = ["DevicePlan", "Execution"]
+__all__ = ["Execution"]
 
 _NUMBER = struct.Struct("<I")  # of the execution to replay, 0 for a new one
 _NOTE = struct.Struct("<I??")  # and whether peers reach the result, and find it packed

@@ -23,8 +23,8 @@ from shardmath.operators.workspace import give_back
 from shardmath.planning import Said, agree_plan
 
 if TYPE_CHECKING:
-    from shardmath.operators.fft.device import DevicePlan
     from shardmath.operators.fft.host import Plan
+    from shardmath.operators.fft.rank_plan import DevicePlan
 
 __all__ = ["FFT", "fft", "ifft", "irfft", "rfft"]
 

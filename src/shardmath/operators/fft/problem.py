@@ -33,7 +33,6 @@ __all__ = [
     "check",
     "describe",
     "described_kind",
-    "distribution_pair",
     "kind_of",
 ]
 
@@ -95,7 +94,7 @@ def describe(
     out: ArraySpec | None,
 ) -> Description:
     """The call in plain data. Raises ValueError, or TypeError for a distribution that is none."""
-    given, wanted = distribution_pair(distribution)
+    given, wanted = _distribution_pair(distribution)
     for each in (given, wanted):
         if each is not None and each.ndim not in (None, operand.ndim):
             raise ValueError(
@@ -126,7 +125,7 @@ def described_kind(description: Description) -> Kind:
     return kind
 
 
-def distribution_pair(distribution: Any) -> tuple[Distribution, Distribution | None]:
+def _distribution_pair(distribution: Any) -> tuple[Distribution, Distribution | None]:
     """(input, output) of a distribution, whose output is None, or of a pair of them.
 
     Raises ValueError for a sequence of another length, TypeError for anything else.
