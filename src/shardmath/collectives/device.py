@@ -34,7 +34,7 @@ __all__ = ["DeviceCollectives", "Launch", "choose_all_reduce"]
 
 _PACKET = 16
 _MOST_THREADS = 512  # kThreads
-_SETS, _PHASES = 3, 2  # kSets, kPhases
+_SETS = 3  # kSets
 _MOST_BLOCKS = 132  # one on each multiprocessor of an H100: half of its registers
 _SPREAD = 64  # blocks, before there are more threads in each
 _KEPT = 256  # launches that are kept ready
@@ -240,6 +240,11 @@ class DeviceCollectives(Pushes):
         return Argument(self.team.packed() + struct.pack(f"{len(words)}Q", *words))
 
 
+def _phases(size: int) -> int:
+    """Of a turn: kPhases."""
+    return 4 if size == 2 else 2
+
+
 def _cells_bytes(size: int) -> int:
     """Of one rank's cells; the blocks' turns follow."""
-    return _MOST_BLOCKS * _SETS * _PHASES * size * _MOST_THREADS * _PACKET
+    return _MOST_BLOCKS * _SETS * _phases(size) * size * _MOST_THREADS * _PACKET

@@ -44,7 +44,8 @@ struct Wire<false> {
 };
 
 constexpr int kSets = 3;
-constexpr int kPhases = 2;
+constexpr int kAtOnce = kRanks == 2 ? 4 : 1;  // packets of a thread to each rank that are under way: see take_turns
+constexpr int kPhases = kRanks == 2 ? 4 : 2;
 
 // Every rank's cells, [block][set][phase][from][thread]: to[i] are those of rank (rank + 1 + i) % size. A rank
 // sends to its own cells too: that is cheaper than an exception for its own packet everywhere.
@@ -125,6 +126,38 @@ __device__ inline bool receive(const Cells& cells, const Turn& turn, int phase, 
 #pragma unroll
     for (int from = 0; from < kRanks; ++from) store_packet(first + from * kThreads, {~0ull, ~0ull});
     return true;
+}
+
+// The turns of this block in an exchange of `packets`: `read(at, out)` says what goes to the ranks of to[], and
+// `write(at, have)` gets what all ranks have sent for the same place. Each packet of a turn has a phase of its own.
+// Between two ranks one packet of each thread is too little to fill the link for as long as it takes to answer.
+template <class Wire, class Read, class Write>
+__device__ inline void take_turns(const Cells& cells, u32 packets, Read read, Write write) {
+    static_assert(kAtOnce <= kPhases, "a phase for each");
+    const u32 stride = gridDim.x * blockDim.x;
+    Turn turn(cells);
+    for (u32 row = blockIdx.x * blockDim.x; row < packets; row += kAtOnce * stride, turn = turn.next()) {
+        const u32 first = row + threadIdx.x;
+        if (first >= packets) continue;
+        Packet out[kAtOnce][kRanks];
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k) read(first + k * stride, out[k]);
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k)
+            if (first + k * stride < packets)
+                send(cells, turn, k, [&](int i) { return Wire::seal(out[k][i], turn.number); });
+        bool come = true;
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k) {
+            Packet have[kRanks];
+            if (!come || first + k * stride >= packets) break;
+            come = receive<Wire>(cells, turn, k, have);
+            if (come) write(first + k * stride, have);
+        }
+        if (!come) break;
+        if (first + kAtOnce * stride < packets) settle();
+    }
+    finish(cells, turn);
 }
 
 // -- operands ------------------------------------------------------------------------------------------

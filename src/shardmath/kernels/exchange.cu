@@ -23,23 +23,15 @@ typedef Stretch<kBytes, uint8, WHOLE> Bytes;
 
 // Every turn joins every two ranks, also those with nothing to say: see Reuse in cells.cuh.
 extern "C" __global__ void __launch_bounds__(kThreads, 2) exchange(const __grid_constant__ ExchangeArgument a) {
-    const u32 packets = Bytes{a.input, a.most}.packets(), stride = gridDim.x * blockDim.x;
-    Turn turn(a.cells);
-    for (u32 row = blockIdx.x * blockDim.x; row < packets; row += stride, turn = turn.next()) {
-        const u32 at = row + threadIdx.x;
-        if (at >= packets) continue;
-        Packet have[kRanks], out[kRanks];
+    const auto read = [&](u32 at, Packet (&out)[kRanks]) {
 #pragma unroll
         for (int i = 0; i < kRanks; ++i) {
             const u32 peer = rank_at(a.cells, i);
-            out[i] = Travel::seal(Bytes{a.input + a.from[peer], a.sent[peer]}.read(at), turn.number);
+            out[i] = Bytes{a.input + a.from[peer], a.sent[peer]}.read(at);
         }
-        send(a.cells, turn, 0, [&](int i) { return out[i]; });
-        if (!receive<Travel>(a.cells, turn, 0, have)) break;
+    };
+    take_turns<Travel>(a.cells, Bytes{a.input, a.most}.packets(), read, [&](u32 at, const Packet (&have)[kRanks]) {
 #pragma unroll
-        for (int from = 0; from < kRanks; ++from)
-            Bytes{a.output + a.to[from], a.received[from]}.write(at, have[from]);
-        if (at + stride < packets) settle();
-    }
-    finish(a.cells, turn);
+        for (int from = 0; from < kRanks; ++from) Bytes{a.output + a.to[from], a.received[from]}.write(at, have[from]);
+    });
 }

@@ -58,19 +58,13 @@ struct AllReduceArgument {
 // Every rank sends all it has to all others, and combines all: for small arrays.
 extern "C" __global__ void __launch_bounds__(kThreads, 2) one_shot(const __grid_constant__ AllReduceArgument a) {
     const Elements input = {a.input, a.nbytes}, output = {a.output, a.nbytes};
-    const u32 packets = input.packets(), stride = gridDim.x * blockDim.x;
-    Turn turn(a.cells);
-    for (u32 row = blockIdx.x * blockDim.x; row < packets; row += stride, turn = turn.next()) {
-        const u32 at = row + threadIdx.x;
-        if (at >= packets) continue;
-        Packet have[kRanks];
-        const Packet own = sealed(input.read(at), turn);
-        send(a.cells, turn, 0, [&](int) { return own; });
-        if (!receive<Travel>(a.cells, turn, 0, have)) break;
-        output.write(at, sealed(combined(have), turn));
-        if (at + stride < packets) settle();
-    }
-    finish(a.cells, turn);
+    const auto read = [&](u32 at, Packet (&out)[kRanks]) {
+        const Packet own = input.read(at);
+#pragma unroll
+        for (int i = 0; i < kRanks; ++i) out[i] = own;
+    };
+    take_turns<Travel>(a.cells, input.packets(), read,
+                       [&](u32 at, const Packet (&have)[kRanks]) { output.write(at, combined(have)); });
 }
 
 // Every rank combines one slice of the array, and sends the result to all others. What it has of the next
@@ -115,23 +109,16 @@ struct ReduceScatterArgument {
 // Every rank combines its own part. Parts may differ in size; shorter ones take part to the end.
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
     reduce_scatter(const __grid_constant__ ReduceScatterArgument a) {
-    const u32 packets = Elements{a.input, a.most}.packets(), stride = gridDim.x * blockDim.x;
-    Turn turn(a.cells);
-    for (u32 row = blockIdx.x * blockDim.x; row < packets; row += stride, turn = turn.next()) {
-        const u32 at = row + threadIdx.x;
-        if (at >= packets) continue;
-        Packet have[kRanks], out[kRanks];
+    const auto read = [&](u32 at, Packet (&out)[kRanks]) {
 #pragma unroll
         for (int i = 0; i < kRanks; ++i) {
             const u32 peer = rank_at(a.cells, i);
-            out[i] = sealed(Elements{a.input + a.start[peer], a.nbytes[peer]}.read(at), turn);
+            out[i] = Elements{a.input + a.start[peer], a.nbytes[peer]}.read(at);
         }
-        send(a.cells, turn, 0, [&](int i) { return out[i]; });
-        if (!receive<Travel>(a.cells, turn, 0, have)) break;
-        Elements{a.output, a.nbytes[a.cells.team.rank]}.write(at, sealed(combined(have), turn));
-        if (at + stride < packets) settle();
-    }
-    finish(a.cells, turn);
+    };
+    const Elements own = {a.output, a.nbytes[a.cells.team.rank]};
+    take_turns<Travel>(a.cells, Elements{a.input, a.most}.packets(), read,
+                       [&](u32 at, const Packet (&have)[kRanks]) { own.write(at, combined(have)); });
 }
 
 struct FoldArgument {
