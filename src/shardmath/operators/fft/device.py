@@ -8,7 +8,7 @@ is touched. Transforms of a context have one lane, and follow each other on any 
 from __future__ import annotations
 
 import struct
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -18,21 +18,18 @@ from shardmath.arrays import ArraySpec, library_of
 from shardmath.context import Context
 from shardmath.cuda import stream as streams
 from shardmath.cuda.driver import beside_captures
-from shardmath.local.gpu.fft import CuFFT
 from shardmath.operators.fft import rank_plan
 from shardmath.operators.fft.call_cache import ArrayForm
-from shardmath.operators.fft.launching import Launch, is_double
-from shardmath.operators.fft.local_steps import LocalFFT, View
+from shardmath.operators.fft.launching import Launch
+from shardmath.operators.fft.preparation import prepare
 from shardmath.operators.fft.problem import Problem, described_kind
-from shardmath.operators.fft.program import UserArrays
 from shardmath.operators.fft.push_stream import PushStream
-from shardmath.operators.fft.rank_plan import DevicePlan, RankPlan, Results
+from shardmath.operators.fft.rank_plan import DevicePlan, Results
 from shardmath.operators.lanes import LANES, Lane
 from shardmath.operators.replay import Replays
 from shardmath.symmetric.allocation import block_at, block_of
 from shardmath.symmetric.device_array import (
     Blank,
-    DeviceArray,
     Result,
     read,
     require_device,
@@ -41,7 +38,6 @@ from shardmath.symmetric.device_array import (
 )
 from shardmath.symmetric.exposed import Exposed
 from shardmath.symmetric.fingerprint import fingerprint
-from shardmath.symmetric.heap import Location
 
 if TYPE_CHECKING:
     from shardmath.operators.fft.call import Call
@@ -54,13 +50,12 @@ _NOTE = struct.Struct("<I??")  # and whether peers reach the result, and find it
 
 @dataclass(frozen=True)
 class _Agreed:
-    """What a replay needs: the plan, its buffers, where those of all ranks lie, and `flags`.
+    """What a replay needs: the launch, and where all ranks' shared buffers lie, packed.
 
     `flags` are the end of this rank's note.
     """
 
-    plan: RankPlan
-    addresses: Mapping[str, int]
+    launch: Launch
     exposed: tuple[bytes, ...]
     flags: bytes
 
@@ -126,13 +121,13 @@ class Execution:
                 return self._replay(call, plan.problem)
         number = self._replays.next()
 
-        def prepare() -> bytes:
+        def prepared() -> bytes:
             with beside_captures():  # memory and plans are no part of what is captured
                 return wire.encode(self._prepare(call, plan, _results(notes, plan.problem)))
 
-        exposed = tuple(context.gather("fft, memory", prepare))
+        exposed = tuple(context.gather("fft, memory", prepared))
         with context.executing("fft"):
-            return self._execute(plan.problem, exposed, number)
+            return self._execute(exposed, number)
 
     # -- replays -----------------------------------------------------------------------------------
 
@@ -161,38 +156,32 @@ class Execution:
         earlier = self._earlier
         assert earlier is not None, "found for the note"
         agreed = earlier.agreed
-        if agreed.plan.tables is not None:
+        if agreed.launch.plan.tables is not None:
             PushStream.of(self._context).require_usable()
         earlier.launch(
             (),  # peers write the result: where it lies is part of the key
             self._stream,
-            lambda own: self._launch(problem, agreed.plan, agreed.addresses).run(
-                own, _unpacked(agreed.exposed)
-            ),
+            lambda own: agreed.launch.run(own, _unpacked(agreed.exposed)),
         )
         if self._new_result is not None:
             return self._new_result.give(self._context, self._stream)
         return call.target(self._context, problem)
 
-    def _execute(self, problem: Problem, exposed: tuple[bytes, ...], number: int) -> Any:
-        team, plan = self._team, self._rank_plan
-        team.device.activate()
-        team.check()
-        if plan.tables is not None:
+    def _execute(self, exposed: tuple[bytes, ...], number: int) -> Any:
+        launch = self._prepared.launch
+        self._team.device.activate()
+        self._team.check()
+        if launch.plan.tables is not None:
             PushStream.of(self._context).require_usable()
         with self._lane.entered(self._stream):
-            self._launch(problem, plan, self._addresses).run(self._stream, _unpacked(exposed))
-        result = self._result.give(self._context, self._stream)
+            launch.run(self._stream, _unpacked(exposed))
+        result = self._prepared.result.give(self._context, self._stream)
         if self._key is None and streams.capturing(self._stream):
-            self._lane.keep(plan)  # the graph reads its tables
+            self._lane.keep(launch.plan)  # the graph reads its tables
         if self._key is not None:
-            agreed = _Agreed(plan, self._addresses, exposed, self._flags)
+            agreed = _Agreed(launch, exposed, self._flags)
             self._replays.keep(self._key, number, agreed, self._lane)
         return result
-
-    def _launch(self, problem: Problem, plan: RankPlan, addresses: Mapping[str, int]) -> Launch:
-        forward = problem.direction < 0
-        return Launch(self._context, plan, addresses, self._lane, forward, self._stream)
 
     # -- memory ------------------------------------------------------------------------------------
 
@@ -227,81 +216,12 @@ class Execution:
 
     def _prepare(self, call: Call, plan: DevicePlan, results: Results) -> tuple[bytes, ...]:
         """Make all memory and plans. Returns where the shared buffers lie, for the peers."""
-        context = self._context
-        self._operand = read(context, call.operand)
-        self._result = self._allocate_result(call, plan.problem)
-        result = self._result.array
-        overlap = self._operand.overlaps(result)
-        in_place = (self._operand.address, self._operand.strides, self._operand.dtype) == (
-            result.address,
-            result.strides,
-            result.dtype,
+        operand = read(self._context, call.operand)
+        result = self._allocate_result(call, plan.problem)
+        self._prepared = prepare(
+            self._context, self._lane, self._stream, plan, operand, result, results
         )
-        operand_view, result_view = _view("operand", self._operand), _view("result", result)
-        arrays = UserArrays(operand_view, result_view, overlap, in_place)
-        self._rank_plan = plan.rank_plan(self._team.device, self._rank, arrays, results)
-        self._assign_addresses()
-        if self._stream not in self._rank_plan.streams:
-            self._prepare_transforms()
-        if self._rank_plan.tables is not None and not self._rank_plan.warmed_up:
-            self._warm_up(plan.problem)
-        return tuple(self._exposed(name).pack() for name in self._rank_plan.program.shared)
-
-    def _prepare_transforms(self) -> None:
-        """Make cuFFT's plans, and their work area for this stream."""
-        cufft = CuFFT.of(self._team.device)
-        for step in self._rank_plan.program.local:
-            if isinstance(step, LocalFFT):
-                cufft.prepare(
-                    step.kind, double=is_double(step), plan=step.plan, stream=self._stream
-                )
-        self._rank_plan.streams.add(self._stream)
-
-    def _warm_up(self, problem: Problem) -> None:
-        """Launch each local step once, into a result that nobody reads.
-
-        The first launch of a kernel loads it, and loading may wait for all that runs: it must not
-        happen while the push stream's kernel runs, which waits for this stream.
-        """
-        PushStream.of(self._context)
-        low, high = self._result.array.span
-        spare = self._context.heap.allocate(high - low)
-        addresses = self._addresses | {"result": spare.block.address - low}
-        launch = self._launch(problem, self._rank_plan, addresses)
-        with self._lane.entered(self._stream):
-            for step in self._rank_plan.program.local:
-                launch.local(self._stream, step)
-        if streams.capturing(self._stream):
-            self._rank_plan.graph_buffers.append(spare)  # each replay of the graph will write there
-        else:
-            self._team.synchronize(self._stream)
-        self._rank_plan.warmed_up = True
-
-    def _assign_addresses(self) -> None:
-        """An address for every buffer of the program."""
-        self._addresses = {
-            "operand": self._operand.address,
-            "result": self._result.array.address,
-        }
-        program = self._rank_plan.program
-        for buffer, nbytes in program.buffers.items():
-            name = f"fft {buffer}"
-            if buffer in program.on_heap:
-                self._addresses[buffer] = self._lane.buffer(name, nbytes).block.address
-            else:
-                self._addresses[buffer] = self._lane.private(name, nbytes)
-
-    def _exposed(self, buffer: str) -> Exposed:
-        """Where a shared buffer lies, for the peers."""
-        if buffer != "result":
-            block = self._lane.buffer(f"fft {buffer}", 0).block
-            return Exposed(block.location, block.nbytes, 0, ())
-        array = self._result.array
-        if array.size == 0:
-            return Exposed(Location(0, 0), 0, 0, array.strides)
-        assert array.block is not None, "all results are within reach"
-        self._context.announce(array.block)
-        return array.exposed
+        return self._prepared.exposed()
 
 
 @lru_cache(maxsize=64)
@@ -323,7 +243,3 @@ def _results(notes: Sequence[bytes], problem: Problem) -> Results:
     orders = [text[_NOTE.size :] for text in notes]
     dense = all(flag[2] for flag in flags) and all(order in wanted for order in orders)
     return Results(reachable, reachable and dense)
-
-
-def _view(buffer: str, array: DeviceArray) -> View:
-    return View(buffer, array.shape, array.strides, array.dtype, array.address % 16)
