@@ -32,9 +32,9 @@ from shardmath.operators.fft.local_steps import (
     local_steps,
     packed,
 )
-from shardmath.operators.fft.multi_host_pipeline import multi_host_program
+from shardmath.operators.fft.multi_host_pipeline import make_multi_host_program
 from shardmath.operators.fft.options import FFTDirection, FFTOptions
-from shardmath.operators.fft.pipeline import pipelined
+from shardmath.operators.fft.pipeline import make_pipeline
 from shardmath.operators.fft.problem import check, describe
 from shardmath.operators.fft.program import (
     FETCH_BUFFERS,
@@ -42,7 +42,7 @@ from shardmath.operators.fft.program import (
     PeerCopy,
     UserArrays,
     WaitDelivery,
-    rank_program,
+    make_program,
 )
 from shardmath.operators.fft.search import choose
 from shardmath.operators.fft.stages import stages
@@ -76,7 +76,7 @@ class Memory:
         return np.ndarray(view.shape, dtype, raw.data, start, view.strides)
 
 
-def performed(step, memory, forward):
+def perform(step, memory, forward):
     if isinstance(step, Copy):
         memory.array(step.target)[...] = memory.array(step.source)
     elif isinstance(step, Convert):
@@ -211,7 +211,7 @@ def run_all(programs, memories, results, forward):
                 step = program.steps[at[rank]]
                 if isinstance(step, (PeerCopy, Deliver, WaitDelivery)):
                     break
-                performed(step, memories[rank], forward)
+                perform(step, memories[rank], forward)
                 at[rank] += 1
         steps = [p.steps[i] for i, p in zip(at, programs, strict=True) if i < len(p.steps)]
         assert len(steps) in (0, len(programs)), "all ranks take part in an exchange, or none"
@@ -307,10 +307,10 @@ def run_case(case, reachable, hosts=1, chunking=None):
     programs = []
     for rank in range(size):
         arrays = UserArrays(given[rank][1][0], results[rank])
-        program = chunking and multi_host_program(
+        program = chunking and make_multi_host_program(
             found, problem, rank, arrays, Chunking(*chunking), hosts=numbers
         )
-        programs.append(program or rank_program(found, problem, rank, arrays, hosts=numbers))
+        programs.append(program or make_program(found, problem, rank, arrays, hosts=numbers))
     memories = [
         Memory(program.buffers, {view.buffer: (raw, origin) for view, (raw, origin, _) in
                          zip(views, held, strict=True)})
@@ -374,7 +374,7 @@ def run_pipelines(pipelines, memories, forward):
     for rank, pipeline in enumerate(pipelines):
         for steps in pipeline.first:
             for step in steps:
-                performed(step, memories[rank], forward)
+                perform(step, memories[rank], forward)
             ready[rank] += 1
             if ready[rank] < len(pipeline.first):
                 at[rank] = pushed(memories, rank, pipeline, at[rank], ready[rank], signals)
@@ -384,7 +384,7 @@ def run_pipelines(pipelines, memories, forward):
         assert signals == [part + 1] * size
         for rank, pipeline in enumerate(pipelines):
             for step in pipeline.second[part]:
-                performed(step, memories[rank], forward)
+                perform(step, memories[rank], forward)
     for rank, pipeline in enumerate(pipelines):
         if pipeline.two_exchanges:
             at[rank] = pushed(memories, rank, pipeline, at[rank], 1 << 30, signals)
@@ -433,7 +433,7 @@ def test_pipelines(name, size, hosts, chunking):
         operand = packed("operand", parts[rank].shape, problem.dtype)
         result = packed("result", problem.target.local_shape(rank), problem.result)
         if multi_host:
-            pipeline = multi_host_program(
+            pipeline = make_multi_host_program(
                 found,
                 problem,
                 rank,
@@ -442,7 +442,7 @@ def test_pipelines(name, size, hosts, chunking):
                 hosts=numbers,
             )
         else:
-            pipeline = pipelined(
+            pipeline = make_pipeline(
                 found, rank, UserArrays(operand, result), Chunking(*chunking), order="C"
             )
             chunks, rows = pipeline.tables(1 << 14)
@@ -494,7 +494,7 @@ def test_a_plan_for_any_order_of_memory(kind, axes, orders):
     if kind != "R2C":
         source[...] += 1j * rng.standard_normal(shapes[0]).astype(np.float32)
     before = source.copy()
-    performed(step, memory, True)
+    perform(step, memory, True)
     want = {
         "C2C": lambda: np.fft.fftn(before, axes=axes),
         "R2C": lambda: np.fft.rfftn(before, axes=axes),

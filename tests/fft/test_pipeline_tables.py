@@ -12,7 +12,7 @@ from shardmath.geometry import Slab
 from shardmath.operators.fft.chunking import chunking_for
 from shardmath.operators.fft.local_steps import packed
 from shardmath.operators.fft.options import FFTDirection, FFTOptions
-from shardmath.operators.fft.pipeline import Rows, pipelined
+from shardmath.operators.fft.pipeline import Rows, make_pipeline
 from shardmath.operators.fft.problem import check, describe
 from shardmath.operators.fft.program import UserArrays
 from shardmath.operators.fft.push_stream import cluster_size, push_blocks
@@ -45,7 +45,7 @@ def test_tables_of_large_arrays(name, size):
             packed(name, locals_[rank], "complex128") for name in ("operand", "result")
         )
         chunking = chunking_for(problem, two_exchanges=True)
-        pipeline = pipelined(found, rank, UserArrays(operand, result), chunking, order="C")
+        pipeline = make_pipeline(found, rank, UserArrays(operand, result), chunking, order="C")
         chunks, rows = pipeline.tables(1 << 14)
         sizes = pipeline.buffers | {"result": result.size * 16}
         for chunk in chunks.tolist():

@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Call",
-    "performed",
+    "execute",
+    "make_plan",
     "plan_of",
-    "planned",
     "spec_of",
 ]
 
@@ -75,7 +75,7 @@ class Call:
         """The call in plain data, once it is described."""
         return self.cached.description
 
-    def described(self, context: Context) -> CachedCall:
+    def describe(self, context: Context) -> CachedCall:
         """The call as it was described. Raises what is wrong with it on this rank."""
         self.read_options = options_from(self.options)
         check_stream(self.stream)
@@ -145,14 +145,14 @@ def spec_of(array: Any, name: str) -> ArraySpec:
     return library_and_spec(array, name)[1]
 
 
-def planned(context: Context, descriptions: tuple[Description, ...]) -> Plan | DevicePlan:
+def make_plan(context: Context, descriptions: tuple[Description, ...]) -> Plan | DevicePlan:
     """The plan for the ranks of a context, of cores or of GPUs."""
     if context.team is None:
         return plan_of(descriptions)
     return _device_plan_of(descriptions, context.hosts)
 
 
-def performed(context: Context, plan: Any, notes: list[bytes], call: Call) -> Any:
+def execute(context: Context, plan: Any, notes: list[bytes], call: Call) -> Any:
     """The transform of the operand. Collective. Raises as the `execute` of cores or GPUs."""
     if context.team is None:
         return host.execute(

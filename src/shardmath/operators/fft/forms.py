@@ -15,7 +15,7 @@ from shardmath.errors import InvalidFFTState, ShardmathError
 from shardmath.geometry import Layout
 from shardmath.local.fft import Kind, Norm
 from shardmath.lru_cache import LRUCache
-from shardmath.operators.fft.call import Call, performed, planned, spec_of
+from shardmath.operators.fft.call import Call, execute, make_plan, spec_of
 from shardmath.operators.fft.call_cache import CachedCall
 from shardmath.operators.fft.options import FFTDirection, FFTOptions
 from shardmath.operators.lifecycle import Lifecycle, check_stream
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FFT", "fft", "ifft", "irfft", "rfft"]
 
-_KEPT = 16  # calls of an object
+_MAX_SPECS = 16  # of calls of one object
 
 Options = FFTOptions | dict[str, Any] | None
 
@@ -71,7 +71,7 @@ def fft(
     Source: nvmath.distributed.fft.fft; `axes`, `norm`, `out` and pairs of distributions are ours.
     """
     call = Call(operand, distribution, axes, norm, options, stream, out=out)
-    return _transformed("fft", call)
+    return _transform("fft", call)
 
 
 def ifft(
@@ -92,7 +92,7 @@ def ifft(
     Source: nvmath.distributed.fft.ifft.
     """
     call = Call(operand, distribution, axes, norm, options, stream, out=out)
-    return _transformed("ifft", call)
+    return _transform("ifft", call)
 
 
 def rfft(
@@ -115,7 +115,7 @@ def rfft(
     boxes. Source: nvmath.distributed.fft.rfft.
     """
     call = Call(operand, distribution, axes, norm, options, stream, out=out)
-    return _transformed("rfft", call)
+    return _transform("rfft", call)
 
 
 def irfft(
@@ -136,7 +136,7 @@ def irfft(
     with options.last_axis_parity="odd". Else as `ifft`. Source: nvmath.distributed.fft.irfft.
     """
     call = Call(operand, distribution, axes, norm, options, stream, out=out)
-    return _transformed("irfft", call)
+    return _transform("irfft", call)
 
 
 _FUNCTIONS: dict[str, tuple[Kind, FFTDirection]] = {
@@ -147,17 +147,17 @@ _FUNCTIONS: dict[str, tuple[Kind, FFTDirection]] = {
 }
 
 
-def _transformed(name: str, call: Call) -> Any:
+def _transform(name: str, call: Call) -> Any:
     context = require_context()
     call.kind, call.direction = _FUNCTIONS[name]
     plan, notes = agree_plan(
         context,
         name,
-        lambda: (call.described(context).said, call.note(context)),
-        lambda specs: planned(context, tuple(specs)),
+        lambda: (call.describe(context).said, call.note(context)),
+        lambda specs: make_plan(context, tuple(specs)),
     )
     call.log(plan)
-    return performed(context, plan, notes, call)
+    return execute(context, plan, notes, call)
 
 
 class FFT(Lifecycle):
@@ -195,12 +195,12 @@ class FFT(Lifecycle):
         self._plan, _ = agree_plan(
             context,
             self.noun,
-            lambda: (call.described(context).said, call.note(context)),
-            lambda specs: planned(context, tuple(specs)),
+            lambda: (call.describe(context).said, call.note(context)),
+            lambda specs: make_plan(context, tuple(specs)),
         )
         super().__init__(context, {"operand": operand, "distribution": distribution})
-        self._specs: LRUCache[CachedCall, Said] = LRUCache(_KEPT)
-        self._fitting: ArraySpec | None = None  # the operand of the last execution
+        self._said: LRUCache[CachedCall, Said] = LRUCache(_MAX_SPECS)
+        self._checked: ArraySpec | None = None  # the operand of the last execution
         call.log(self._plan)
 
     @property
@@ -245,12 +245,12 @@ class FFT(Lifecycle):
             call = self._call(stream=stream, direction=direction, out=out)
             self._check(call.spec)
             calls.append(call)
-            return self._said(call.described(self.context)), call.note(self.context)
+            return self._spec(call.describe(self.context)), call.note(self.context)
 
         self._require_open()
-        plan, notes = agree_plan(self.context, f"{self.noun}.execute", described, self._built)
+        plan, notes = agree_plan(self.context, f"{self.noun}.execute", described, self._make_plan)
         try:
-            return performed(self.context, plan, notes, calls[0])
+            return execute(self.context, plan, notes, calls[0])
         finally:
             if release_workspace:
                 give_back(self.context)
@@ -271,11 +271,11 @@ class FFT(Lifecycle):
                 )
             self._check(spec_of(operand, "operand"))
             call = self._call(operand=operand, distribution=held, stream=stream)
-            return self._said(call.described(self.context)), b""
+            return self._spec(call.describe(self.context)), b""
 
         self._require_open()
         plan, _ = agree_plan(
-            self.context, f"{self.noun}.reset_operand", described, self._built_alike
+            self.context, f"{self.noun}.reset_operand", described, self._make_similar_plan
         )
         self._plan = plan
         self._set_operands(operand=operand, distribution=held)
@@ -299,13 +299,13 @@ class FFT(Lifecycle):
     def _call(self, **changes: Any) -> Call:
         return Call(**{**self._operands, **self._fixed, "kind": None, **changes})
 
-    def _said(self, cached: CachedCall) -> Said:
+    def _spec(self, cached: CachedCall) -> Said:
         """This object, and a call of it, for agreement."""
-        return self._specs.made(cached, lambda: Said((self.number, cached.description)))
+        return self._said.made(cached, lambda: Said((self.number, cached.description)))
 
     def _check(self, spec: ArraySpec) -> None:
         """Raise unless arrays like this can take the place of the operand."""
-        if spec is self._fitting:
+        if spec is self._checked:
             return
         problem = self._plan.problem
         if spec.library != problem.library:
@@ -316,15 +316,15 @@ class FFT(Lifecycle):
         for what, one, other in zip(names, given, expected, strict=True):
             if one != other:
                 raise ValueError(f"the operand has {what} {one}, the plan is for {other}")
-        self._fitting = spec
+        self._checked = spec
 
-    def _built(self, specs: list[Any]) -> Plan | DevicePlan:
+    def _make_plan(self, specs: list[Any]) -> Plan | DevicePlan:
         require_equal("the FFT object", [number for number, _ in specs])
-        return planned(self.context, tuple(description for _, description in specs))
+        return make_plan(self.context, tuple(description for _, description in specs))
 
-    def _built_alike(self, specs: list[Any]) -> Plan | DevicePlan:
+    def _make_similar_plan(self, specs: list[Any]) -> Plan | DevicePlan:
         """The plan of these specs, if it is for the same global array as the present one."""
-        plan = self._built(specs)
+        plan = self._make_plan(specs)
         given, expected = (each.problem.source.global_shape for each in (plan, self._plan))
         if given != expected:
             raise ValueError(f"the operand has global shape {given}, the plan is for {expected}")

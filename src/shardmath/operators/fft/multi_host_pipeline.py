@@ -37,7 +37,7 @@ from shardmath.operators.fft.stages import Stage
 from shardmath.redistribution import TransferPlan
 from shardmath.redistribution.delivery import Delivery
 
-__all__ = ["multi_host_program"]
+__all__ = ["make_multi_host_program"]
 
 _Ranges = tuple[tuple[int, int], ...]  # of every rank: indices of its local array along an axis
 
@@ -79,7 +79,7 @@ class _PartOfTransfer(TransferPlan):
                 yield cut
 
 
-def multi_host_program(
+def make_multi_host_program(
     found: Sequence[Stage],
     problem: Problem,
     rank: int,

@@ -29,7 +29,7 @@ from shardmath.operators.fft.program import UserArrays, sizes_of
 from shardmath.operators.fft.stages import Stage
 from shardmath.redistribution.copies import whole
 
-__all__ = ["Chunk", "Pipeline", "Rows", "pipelined"]
+__all__ = ["Chunk", "Pipeline", "Rows", "make_pipeline"]
 
 _ALIGNMENT = 16  # bytes, of bulk copies
 _MIN_WIDTH = 512  # bytes of a row that is worth a bulk copy
@@ -150,7 +150,7 @@ class Pipeline:
         return chunks, table
 
 
-def pipelined(
+def make_pipeline(
     found: Sequence[Stage],
     rank: int,
     arrays: UserArrays,

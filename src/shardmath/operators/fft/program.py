@@ -32,8 +32,8 @@ __all__ = [
     "Step",
     "UserArrays",
     "WaitDelivery",
+    "make_program",
     "parcel_axes",
-    "rank_program",
     "sizes_of",
 ]
 
@@ -181,7 +181,7 @@ def sizes_of(steps: Iterable[LocalStep], arrays: Iterable[View]) -> dict[str, in
     return sizes
 
 
-def rank_program(
+def make_program(
     found: Sequence[Stage],
     problem: Problem,
     rank: int,

@@ -16,10 +16,10 @@ from shardmath.geometry import moves
 from shardmath.lru_cache import LRUCache
 from shardmath.operators.fft.chunking import Chunking, chunking_for
 from shardmath.operators.fft.local_steps import Copy, LocalStep, packed
-from shardmath.operators.fft.multi_host_pipeline import multi_host_program
-from shardmath.operators.fft.pipeline import Pipeline, pipelined
+from shardmath.operators.fft.multi_host_pipeline import make_multi_host_program
+from shardmath.operators.fft.pipeline import Pipeline, make_pipeline
 from shardmath.operators.fft.problem import Problem
-from shardmath.operators.fft.program import PeerCopy, Program, UserArrays, rank_program
+from shardmath.operators.fft.program import PeerCopy, Program, UserArrays, make_program
 from shardmath.operators.fft.push_stream import PushTables
 from shardmath.operators.fft.stages import Stage, stages
 from shardmath.operators.fft.strategy import Strategy
@@ -144,11 +144,11 @@ def make_rank_plan(
     problem, chunking = plan.problem, plan.chunking
     if plan.multi_host:
         found = plan.deliver_stages
-        program = chunking and multi_host_program(
+        program = chunking and make_multi_host_program(
             found, problem, rank, arrays, chunking, hosts=plan.hosts
         )
         return RankPlan(
-            device, program or rank_program(found, problem, rank, arrays, hosts=plan.hosts)
+            device, program or make_program(found, problem, rank, arrays, hosts=plan.hosts)
         )
     if chunking is not None:
         found, last = plan.push_stages, list[LocalStep]()
@@ -158,11 +158,11 @@ def make_rank_plan(
             result = arrays.result
             receive = packed("receive 1", result.shape, result.dtype, problem.order)
             last += [Copy(receive, result)] if result.size else []
-        pipeline = pipelined(found, rank, arrays, chunking, order=problem.order, last=last)
+        pipeline = make_pipeline(found, rank, arrays, chunking, order=problem.order, last=last)
         if pipeline is not None:
             return RankPlan(device, pipeline, PushTables(device, pipeline))
     found = plan.push_stages if results.reachable else plan.pull_stages
-    return RankPlan(device, rank_program(found, problem, rank, arrays))
+    return RankPlan(device, make_program(found, problem, rank, arrays))
 
 
 def boxes_of_copy(step: Copy) -> list[Box]:
