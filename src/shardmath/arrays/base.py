@@ -61,8 +61,8 @@ class Library(ABC):
         """Whether the memory of `x` lacks its values: they are to be conjugated or negated."""
         return False
 
-    def glance(self, x: Any) -> tuple[ArraySpec, int] | None:
-        """The spec and the pointer of `x`, if a call on it may come again as it is.
+    def identity(self, x: Any) -> tuple[ArraySpec, int] | None:
+        """The spec and the pointer of `x`, by which repeated calls recognise it.
 
         None for one that is lazy or may be under a gradient. Raises as `spec`.
         """

@@ -84,7 +84,7 @@ class Torch(Library):
         """See Library."""
         return bool(x.is_conj() or x.is_neg())
 
-    def glance(self, x: Any) -> tuple[ArraySpec, int] | None:
+    def identity(self, x: Any) -> tuple[ArraySpec, int] | None:
         """See Library."""
         if (x.requires_grad and self.records(x)) or x.is_conj() or x.is_neg():
             return None

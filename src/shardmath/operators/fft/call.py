@@ -6,16 +6,18 @@ function calls.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from shardmath.arrays import ArraySpec, library_and_spec
 from shardmath.context import Context
 from shardmath.local.fft import Kind
+from shardmath.lru_cache import LRUCache
+from shardmath.operators.call_cache import CachedCall, cached_call
 from shardmath.operators.fft import host
 from shardmath.operators.fft.allocation import in_place_array
-from shardmath.operators.fft.call_cache import CachedCall, cached_call
 from shardmath.operators.fft.float16 import widened
 from shardmath.operators.fft.host import Plan
 from shardmath.operators.fft.options import (
@@ -33,14 +35,32 @@ from shardmath.operators.lifecycle import check_stream
 if TYPE_CHECKING:
     from shardmath.operators.fft.device import Execution
     from shardmath.operators.fft.rank_plan import DevicePlan
+    from shardmath.symmetric.device_array import Blank
 
 __all__ = [
+    "CachedTransform",
     "Call",
+    "NewArray",
     "execute",
     "make_plan",
     "plan_of",
     "spec_of",
 ]
+
+
+NewArray = tuple[tuple[int, ...], str, Literal["C", "F"]]  # shape, dtype and order
+
+_MAX_NEW_RESULTS = 16  # of one call
+
+
+class CachedTransform(CachedCall):
+    """`new_results`, by the operand's fingerprint: the form of the last one, and its maker."""
+
+    description: Description
+
+    def __init__(self, description: Hashable) -> None:
+        super().__init__(description)
+        self.new_results: LRUCache[Hashable, tuple[NewArray, Blank]] = LRUCache(_MAX_NEW_RESULTS)
 
 
 @dataclass
@@ -57,7 +77,7 @@ class Call:
     out: Any = None
     kind: Kind | None = None
     read_options: FFTOptions = field(init=False)
-    cached: CachedCall = field(init=False)
+    cached: CachedTransform = field(init=False)
     execution: Execution = field(init=False)  # on GPUs
 
     @cached_property
@@ -75,7 +95,7 @@ class Call:
         """The call in plain data, once it is described."""
         return self.cached.description
 
-    def describe(self, context: Context) -> CachedCall:
+    def describe(self, context: Context) -> CachedTransform:
         """The call as it was described. Raises what is wrong with it on this rank."""
         self.read_options = options_from(self.options)
         check_stream(self.stream)
@@ -83,7 +103,7 @@ class Call:
             *(self.spec, self.distribution, self.axes, self.norm, self.kind, self.direction),
             *(self.read_options, self.out_spec),
         )
-        self.cached = cached_call(context, given, self._described)
+        self.cached = cached_call(context, CachedTransform, given, self._described)
         return self.cached
 
     def _described(self) -> Description:

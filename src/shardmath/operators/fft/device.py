@@ -19,14 +19,13 @@ from shardmath.context import Context
 from shardmath.cuda import stream as streams
 from shardmath.cuda.driver import beside_captures
 from shardmath.operators.fft import rank_plan
-from shardmath.operators.fft.call_cache import ArrayForm
 from shardmath.operators.fft.launching import Launch
 from shardmath.operators.fft.preparation import prepare
 from shardmath.operators.fft.problem import Problem, described_kind
 from shardmath.operators.fft.push_stream import PushStream
 from shardmath.operators.fft.rank_plan import DevicePlan, Results
 from shardmath.operators.lanes import LANES, Lane
-from shardmath.operators.replay import Replays
+from shardmath.operators.replay import ReplayCache
 from shardmath.symmetric.allocation import block_at, block_of
 from shardmath.symmetric.device_array import (
     Blank,
@@ -40,7 +39,7 @@ from shardmath.symmetric.exposed import Exposed
 from shardmath.symmetric.fingerprint import fingerprint
 
 if TYPE_CHECKING:
-    from shardmath.operators.fft.call import Call
+    from shardmath.operators.fft.call import Call, NewArray
 
 __all__ = ["Execution"]
 
@@ -74,20 +73,20 @@ class Execution:
         self._team = context.team
         self._rank = context.rank
         self._lane = Lane.numbered(context, LANES - 1)
-        self._replays: Replays[_Agreed] = context.cache("fft replays", Replays)
+        self._replays: ReplayCache[_Agreed] = context.cache("fft replays", ReplayCache)
         self._stream = stream_of(context, call.spec, call.stream)
         self._fingerprint = self._fingerprint_of(call)
         self._new_result = self._allocate_early(call)
         self._key = self._make_key(call)
-        self._earlier = None if self._key is None else self._replays.find(self._key)
-        self._flags = b"" if self._earlier is None else self._earlier.agreed.flags
+        self._replay = None if self._key is None else self._replays.find(self._key)
+        self._flags = b"" if self._replay is None else self._replay.agreed.flags
 
     def note(self, call: Call) -> bytes:
         """For the peers: the number of the execution to replay, whether the result will lie in
         symmetric memory, and whether it will be packed there.
         """
-        if self._earlier is not None:
-            return _NUMBER.pack(self._earlier.number) + self._flags
+        if self._replay is not None:
+            return _NUMBER.pack(self._replay.number) + self._flags
         inplace, spec = call.read_options.inplace, call.spec
         require_device(self._context, spec, "the operand")
         on_host = spec.device == "cpu"  # then it is on the heap meanwhile
@@ -116,10 +115,10 @@ class Execution:
         that cannot be written to, RuntimeError where an operand in place is too small.
         """
         context = self._context
-        if self._earlier is not None and len({text[: _NUMBER.size] for text in notes}) == 1:
+        if self._replay is not None and len({text[: _NUMBER.size] for text in notes}) == 1:
             with context.executing("fft"):
-                return self._replay(call, plan.problem)
-        number = self._replays.next()
+                return self._run_replay(call, plan.problem)
+        number = self._replays.next_number()
 
         def prepared() -> bytes:
             with beside_captures():  # memory and plans are no part of what is captured
@@ -151,14 +150,14 @@ class Execution:
             return None
         return call.cached, self._fingerprint, made and made.place, self._stream
 
-    def _replay(self, call: Call, problem: Problem) -> Any:
+    def _run_replay(self, call: Call, problem: Problem) -> Any:
         """Launch what all ranks launched in an earlier execution."""
-        earlier = self._earlier
-        assert earlier is not None, "found for the note"
-        agreed = earlier.agreed
+        replay = self._replay
+        assert replay is not None, "found for the note"
+        agreed = replay.agreed
         if agreed.launch.plan.tables is not None:
             PushStream.of(self._context).require_usable()
-        earlier.launch(
+        replay.launch(
             (),  # peers write the result: where it lies is part of the key
             self._stream,
             lambda own: agreed.launch.run(own, _unpacked(agreed.exposed)),
@@ -195,7 +194,7 @@ class Execution:
         """A new result like the last one for such an operand, if there was one."""
         if self._fingerprint is None or not _allocates(call):
             return None
-        last = call.cached.blanks.find(self._fingerprint)
+        last = call.cached.new_results.find(self._fingerprint)
         return None if last is None else last[1].make()
 
     def _allocate_result(self, call: Call, problem: Problem) -> Result:
@@ -203,13 +202,15 @@ class Execution:
         out = call.target(context, problem)
         if out is not None:
             return result_in(context, out)
-        form: ArrayForm = (problem.target.local_shape(self._rank), problem.result, problem.order)
-        last = None if self._fingerprint is None else call.cached.blanks.find(self._fingerprint)
+        form: NewArray = (problem.target.local_shape(self._rank), problem.result, problem.order)
+        last = (
+            None if self._fingerprint is None else call.cached.new_results.find(self._fingerprint)
+        )
         if self._new_result is None or last is None or last[0] != form:
             on_heap = call.spec.device == "cpu" or self._lies_on_heap(call.operand, call.spec)
             blank = Blank(context, call.operand, *form, on_heap=on_heap)
             if self._fingerprint is not None:
-                call.cached.blanks.keep(self._fingerprint, (form, blank))
+                call.cached.new_results.keep(self._fingerprint, (form, blank))
             self._new_result = blank.make()
             self._key = self._make_key(call)
         return self._new_result

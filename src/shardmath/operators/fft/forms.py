@@ -15,12 +15,11 @@ from shardmath.errors import InvalidFFTState, ShardmathError
 from shardmath.geometry import Layout
 from shardmath.local.fft import Kind, Norm
 from shardmath.lru_cache import LRUCache
-from shardmath.operators.fft.call import Call, execute, make_plan, spec_of
-from shardmath.operators.fft.call_cache import CachedCall
+from shardmath.operators.fft.call import CachedTransform, Call, execute, make_plan, spec_of
 from shardmath.operators.fft.options import FFTDirection, FFTOptions
 from shardmath.operators.lifecycle import Lifecycle, check_stream
 from shardmath.operators.workspace import give_back
-from shardmath.planning import Said, agree_plan
+from shardmath.planning import HashedSpec, agree_plan
 
 if TYPE_CHECKING:
     from shardmath.operators.fft.host import Plan
@@ -153,7 +152,7 @@ def _transform(name: str, call: Call) -> Any:
     plan, notes = agree_plan(
         context,
         name,
-        lambda: (call.describe(context).said, call.note(context)),
+        lambda: (call.describe(context).spec, call.note(context)),
         lambda specs: make_plan(context, tuple(specs)),
     )
     call.log(plan)
@@ -195,11 +194,11 @@ class FFT(Lifecycle):
         self._plan, _ = agree_plan(
             context,
             self.noun,
-            lambda: (call.describe(context).said, call.note(context)),
+            lambda: (call.describe(context).spec, call.note(context)),
             lambda specs: make_plan(context, tuple(specs)),
         )
         super().__init__(context, {"operand": operand, "distribution": distribution})
-        self._said: LRUCache[CachedCall, Said] = LRUCache(_MAX_SPECS)
+        self._specs: LRUCache[CachedTransform, HashedSpec] = LRUCache(_MAX_SPECS)
         self._checked: ArraySpec | None = None  # the operand of the last execution
         call.log(self._plan)
 
@@ -240,7 +239,7 @@ class FFT(Lifecycle):
         """
         calls: list[Call] = []
 
-        def described() -> tuple[Said, bytes]:
+        def described() -> tuple[HashedSpec, bytes]:
             self._require_ready()
             call = self._call(stream=stream, direction=direction, out=out)
             self._check(call.spec)
@@ -263,7 +262,7 @@ class FFT(Lifecycle):
         """
         held = self._operands["distribution"] if distribution is None else distribution
 
-        def described() -> tuple[Said, bytes]:
+        def described() -> tuple[HashedSpec, bytes]:
             self._require_alive()
             if operand is None:
                 raise ValueError(
@@ -299,9 +298,9 @@ class FFT(Lifecycle):
     def _call(self, **changes: Any) -> Call:
         return Call(**{**self._operands, **self._fixed, "kind": None, **changes})
 
-    def _spec(self, cached: CachedCall) -> Said:
+    def _spec(self, cached: CachedTransform) -> HashedSpec:
         """This object, and a call of it, for agreement."""
-        return self._said.made(cached, lambda: Said((self.number, cached.description)))
+        return self._specs.made(cached, lambda: HashedSpec((self.number, cached.description)))
 
     def _check(self, spec: ArraySpec) -> None:
         """Raise unless arrays like this can take the place of the operand."""
