@@ -53,6 +53,8 @@ def broadcast(
 ) -> Any:
     """The array of rank `root`, on every rank. Collective.
 
+        x = broadcast(numpy.load("x.npy") if context.rank == 0 else None)
+
     `x` has the same shape, dtype and library on all ranks; ranks other than `root` may pass None.
     Returns `out` where it is given (it may be `x`), else a new C-ordered array of the root's
     library.
@@ -155,6 +157,8 @@ def all_gather(
 ) -> Any:
     """The arrays of all ranks, one after the other along `axis`, on every rank. Collective.
 
+        matrix = all_gather(rows)
+
     The extent of `x` along `axis` may differ by rank, and be 0; everything else is equal. Returns
     `out` where it is given, else a new C-ordered array of the library of `x`.
 
@@ -214,6 +218,8 @@ def all_to_all(
     context: DistributedContext | None = None,
 ) -> Any:
     """What every rank has for this one, one part after the other along `axis`. Collective.
+
+        received = all_to_all(sorted_by_owner, send_counts=counts)
 
     `x` is divided along `axis` into one part for each rank: of `send_counts` indices, or, without
     them, as evenly as possible, the first ranks having one more. The result holds the parts that
@@ -297,7 +303,7 @@ def _require_one_kind(specs: list[Any]) -> tuple[str, int]:
     """The dtype and the axis; all but the extent along the axis must be equal."""
     require_equal("the library of x", [spec[0] for spec in specs])
     dtype = require_equal("the dtype of x", [spec[1] for spec in specs])
-    require_equal("the number of axes of x", [len(spec[2]) for spec in specs])
+    require_equal("the ndim of x", [len(spec[2]) for spec in specs])
     axis = require_equal("axis", [spec[4] for spec in specs])
     others = [(*spec[2][:axis], *spec[2][axis + 1 :]) for spec in specs]
     if any(other != others[0] for other in others):

@@ -45,6 +45,8 @@ def all_reduce(
 ) -> Any:
     """The elements of all ranks combined, on every rank, with the same bits. Collective.
 
+        norm = all_reduce((x * x).sum()) ** 0.5
+
     `x` has the same shape, dtype and library on all ranks. `op` is "sum", "min", "max", "product"
     or "mean": ranks are combined in their order, as by numpy.add, minimum, maximum, multiply (so
     NaN wins, integers wrap, and bool is combined by "or" and "and"); float16, bfloat16 and float8
@@ -120,7 +122,9 @@ def reduce_scatter(
     out: Any = None,
     context: DistributedContext | None = None,
 ) -> Any:
-    """The own part, along `axis`, of the elements of all ranks combined. Collective.
+    """This rank's part, along `axis`, of the elements of all ranks combined. Collective.
+
+        rows = reduce_scatter(gradient, op="mean")
 
     `x` has the same shape, dtype and library on all ranks; `op` and the dtype of the result are as
     in `all_reduce`. Rank r receives `counts[r]` indices of the axis; without `counts`, it is

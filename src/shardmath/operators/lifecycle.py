@@ -68,7 +68,7 @@ class Lifecycle:
         """Give back the plan's resources. For subclasses."""
 
     def _release_operands(self) -> None:
-        """Refer to the operands no more."""
+        """Drop the references to the operands."""
         self._operands = dict.fromkeys(self._operands)
         self._has_operands = False
 

@@ -7,10 +7,12 @@ be repeated. A row holds
     word 0  exchange   how many rounds of exchange this rank has published
     word 1  barrier    how many barriers this rank has reached
     word 2  state      RUNNING, LEFT, FAILED or MISMATCHED
-    word 3  passed     when FAILED: how many barriers this rank had passed
     word 8  operation  the name of the operation under way, for other ranks' messages
     reason, written before the state becomes FAILED: why, and which ranks are to blame
     then two mailboxes, used by even and odd rounds
+
+A rank that gives a barrier up takes back that it has reached it: what it lets peers read may change
+from then on, and who comes later is not to take it for what it was.
 
 Two mailboxes suffice: a rank publishes round s+2 only after it has finished s+1, for which every
 peer had published s+1, which a peer does only after it has read all of round s.
@@ -24,7 +26,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from shardmath.caller import caller_line
-from shardmath.errors import CollectiveMismatch, OpTimeout, RankFailure
+from shardmath.errors import CollectiveMismatch, OpTimeout, RankFailure, ShardmathError
 from shardmath.symmetric.header import NAME_BYTES, bodies, header
 from shardmath.symmetric.reason import REASON_BYTES, Reason
 from shardmath.symmetric.rows import ORDERED, Rows
@@ -33,7 +35,7 @@ from shardmath.transport.liveness import PeerWatch
 
 __all__ = ["ORDERED", "ROW_BYTES", "Board", "OperationGuard", "board_bytes"]
 
-_EXCHANGE, _BARRIER, _STATE, _PASSED = 0, 1, 2, 3
+_EXCHANGE, _BARRIER, _STATE = 0, 1, 2
 _OPERATION = 64  # byte offset in a row
 _REASON = 128
 _MAIL = _REASON + REASON_BYTES  # byte offset of the first mailbox
@@ -152,21 +154,9 @@ class Board:
             if self._own[_BARRIER] == self._barriers:
                 self._rows.publish(_BARRIER, self._barriers + 1)
             self._await(_BARRIER, self._barriers + 1, timeout)
-            self._require_all_waited()
             self._barriers += 1
         finally:
             self.end()
-
-    def _require_all_waited(self) -> None:
-        """Raise RankFailure where a peer came, and gave up before this rank came: what it lets this
-        rank read may have changed too early.
-        """
-        self._rows.poll()
-        failed = [r for r in self._peers if self._words[r][_STATE] == _FAILED]
-        early = [r for r in failed if self._words[r][_PASSED] <= self._barriers]
-        if early and (error := self.ended_peer_error(early)) is not None:
-            self._fail_with(error)
-            raise error
 
     def guard(self, operation: str) -> OperationGuard:
         """Around what follows agreement: an error there ends the wait of the peers at once.
@@ -221,8 +211,8 @@ class Board:
         """After an error in a wait: no later operation can be in step with the peers."""
         if isinstance(error, CollectiveMismatch):
             self._rows.publish(_STATE, _MISMATCHED)
-        late = isinstance(error, OpTimeout)
-        self.fail(str(error) or type(error).__name__, getattr(error, "ranks", ()), late=late)
+        why = str(error) if isinstance(error, ShardmathError) else repr(error)
+        self.fail(why, getattr(error, "ranks", ()), late=isinstance(error, OpTimeout))
 
     def fail(self, why: str, blamed: Sequence[int] = (), *, late: bool = False) -> None:
         """Tell the peers that this rank gave an operation up; no later one can be in step.
@@ -233,8 +223,9 @@ class Board:
             self.failure = why
             if self._own[_STATE] == _RUNNING:
                 self._rows.write(_REASON, Reason(why, blamed, late).pack())
-                self._rows.publish(_PASSED, self._barriers)
                 self._rows.publish(_STATE, _FAILED)
+                if self._own[_BARRIER] > self._barriers:  # who comes now may read what has changed
+                    self._rows.publish(_BARRIER, self._barriers)
 
     def peer_error(self, late: Sequence[int]) -> Exception | None:
         """The exception to raise where one of these ranks will never arrive, else None."""

@@ -210,7 +210,7 @@ class DeviceSymmetricMemory(SymmetricMemory):
         """See SymmetricMemory: an array on this rank's GPU, and the current stream."""
         spec, device = library.spec(array), self._team.device
         if spec.device != device.name:
-            raise ValueError(f"an array on {device.name} was expected, not {spec}")
+            raise ValueError(f"expected an array on {device.name}, got {spec}")
         memory = DeviceBytes(library.pointer(array), spec.nbytes, device.name)
         return memory, streams.current(library.name, device)
 

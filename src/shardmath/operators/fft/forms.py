@@ -46,6 +46,8 @@ def fft(
 ) -> Any:
     """The Fourier transform of a complex array that is split across ranks. Collective.
 
+        y = fft(x, distribution=Slab.X)
+
     `operand` is this rank's part: complex64, complex128 or torch's complex32, any strides, in
     ordinary memory or on the symmetric heap; it is left as it was. `distribution` says which part,
     or is a pair that says it of operand and result: boxes (each rank's own) or any others. `axes`
@@ -64,9 +66,9 @@ def fft(
 
     Raises the same on all ranks, before an element is written. ValueError: a real operand; library,
     dtype, axes, norm or options differ between ranks; an unknown norm or axis; an empty transformed
-    axis; local shapes do not fit the distribution; `out` does not fit. TypeError: no distribution,
-    unknown options, no stream. RuntimeError: before `initialize`, after the array was freed, or
-    when an operand in place is too small for the result.
+    axis; local shapes do not fit the distribution; `out` does not fit. TypeError: a
+    distribution, an option or a stream that is not one. RuntimeError: before `initialize`, after
+    the array was freed, or when an operand in place is too small for the result.
     Source: nvmath.distributed.fft.fft; `axes`, `norm`, `out` and pairs of distributions are ours.
     """
     call = Call(operand, distribution, axes, norm, options, stream, out=out)
@@ -110,8 +112,8 @@ def rfft(
 
     float32 gives complex64, float64 complex128. float16 and bfloat16 are computed in float32 and
     give complex64; float16 tensors give complex32 with options.halves=True. Else as `fft`;
-    RuntimeError for a complex operand. A box of the operand is none of the result: give a pair of
-    boxes. Source: nvmath.distributed.fft.rfft.
+    RuntimeError for a complex operand. A box of the operand does not fit the result: give a pair
+    of boxes. Source: nvmath.distributed.fft.rfft.
     """
     call = Call(operand, distribution, axes, norm, options, stream, out=out)
     return _transform("rfft", call)
@@ -217,7 +219,7 @@ class FFT(Lifecycle):
         return self._plan.explain()
 
     def plan(self, *, stream: Any = None) -> None:
-        """Make it ready for `execute`; a second call does nothing. Collective."""
+        """Prepare for `execute`; a second call does nothing. Collective."""
         self._gather("plan", lambda: check_stream(stream))
         self._planned = True
 
@@ -233,7 +235,7 @@ class FFT(Lifecycle):
         """The transform of the operand: `out`, or what `fft` returns. Collective.
 
         `direction` None is forward, except for C2R, which only has an inverse. With
-        `release_workspace` the memory that the context keeps for operations is given back. Raises
+        `release_workspace` the context frees the workspace that it keeps for operations. Raises
         RuntimeError before `plan` and after `release_operand`, ValueError for a direction that the
         transform does not have.
         """
@@ -255,10 +257,10 @@ class FFT(Lifecycle):
                 give_back(self.context)
 
     def reset_operand(self, operand: Any, *, distribution: Any = None, stream: Any = None) -> None:
-        """Execute on `operand` from now on; `distribution` None means the one before. Collective.
+        """Execute on `operand` from now on; `distribution` None keeps the present one. Collective.
 
-        Strides, memory and distribution may be others. Raises ValueError for None and for another
-        dtype or global shape, TypeError for another library.
+        Strides, memory and distribution may differ from before. Raises ValueError for None and for
+        another dtype or global shape, TypeError for another library.
         """
         held = self._operands["distribution"] if distribution is None else distribution
 
@@ -289,7 +291,7 @@ class FFT(Lifecycle):
             self._set_operands(distribution=distribution)
 
     def release_operand(self) -> None:
-        """Refer to the operand no more; the next step is `reset_operand`. Local."""
+        """Drop the reference to the operand; then `reset_operand` must come first. Local."""
         self._require_alive()
         held = self._operands["distribution"]
         self._release_operands()

@@ -255,7 +255,8 @@ def _operands(
     alpha, beta = arguments.scalars()
     scales = () if scaling is None else arguments.numbers(scaling)
     if call.options.inplace:
-        out, target = arguments.c, library.host_view(arguments.c, writable=True)
+        out = arguments.c
+        target = library.host_view(out, writable=True, name="c")
         if share_memory(target, a) or share_memory(target, b):
             raise ValueError("c shares memory with a or b, and options.inplace=True overwrites it")
     else:
@@ -274,6 +275,7 @@ def _operands(
         blocks=(blocks[0], blocks[1]),
         inputs={name: library.host_view(x) for name, x in (arguments.inputs or {}).items()},
         scales=scales,
+        library=library if scaling is None else None,
     )
 
 

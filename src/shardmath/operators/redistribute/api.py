@@ -40,7 +40,9 @@ def redistribute(
     stream: Any = None,
     out: Any = None,
 ) -> Any:
-    """Split an array otherwise; return this rank's part of it. Collective.
+    """Change the distribution of an array; return this rank's part of it. Collective.
+
+        y = redistribute(x, Slab.X, Slab.Y)
 
     `operand` is this rank's local array: any number of axes, any element type and strides. A `Box`
     is this rank's own; any other distribution is the same on all ranks. The result is `out` if
@@ -51,7 +53,7 @@ def redistribute(
     Raises the same error on all ranks, before anything is written. ValueError: library, dtype,
     number of axes or options differ between ranks; local shapes do not fit the distributions; boxes
     overlap or leave gaps; `out` has another library, dtype or shape, is read-only, or overlaps the
-    operand. TypeError: no distribution, unknown options, no stream. RuntimeError: before
+    operand. TypeError: a distribution, an option or a stream that is not one. RuntimeError: before
     `initialize`, or after the array was freed.
     Source: nvmath.distributed.distribution.redistribute; `out` is ours.
     """
@@ -127,7 +129,7 @@ class Redistribute(Lifecycle):
         self._spec = HashedSpec((self.number,))
 
     def explain(self) -> str:
-        """What moves, in a few lines, and how it does between hosts. Local."""
+        """A description of what moves, and how between hosts, in a few lines. Local."""
         hosts = len(set(self.context.hosts))
         if hosts == 1 or not self._problem.transfer.crosses:
             return self._problem.explain()
@@ -138,7 +140,7 @@ class Redistribute(Lifecycle):
         )
 
     def plan(self, stream: Any = None) -> None:
-        """Make it ready for `execute`; a second call does nothing. Collective."""
+        """Prepare for `execute`; a second call does nothing. Collective."""
         self._gather("plan", lambda: check_stream(stream))
         self._planned = True
 
@@ -151,7 +153,7 @@ class Redistribute(Lifecycle):
     ) -> Any:
         """The redistributed array: `out`, or a new one. Collective.
 
-        With `release_workspace` the memory through which an ordinary operand passes is given back.
+        With `release_workspace` the memory through which ordinary operands are read is freed.
         Raises RuntimeError before `plan` and after `release_operand`; errors of `out` as
         `redistribute`.
         """
@@ -211,7 +213,7 @@ class Redistribute(Lifecycle):
         self._set_operands(operand=operand)
 
     def release_operand(self) -> None:
-        """Refer to the operand no more; the next step is `reset_operand`. Local."""
+        """Drop the reference to the operand; then `reset_operand` must come first. Local."""
         self._require_alive()
         self._release_operands()
 
