@@ -98,16 +98,16 @@ def split_axes(found: Sequence[Stage]) -> tuple[int, ...] | None:
     layouts = [found[1].layout, found[1].result]
     if len(found) == 4:
         layouts.append(found[3].result)
-    axes = [_slab_axis(layout) for layout in layouts]
+    axes = [_split_axis(layout) for layout in layouts]
     known = tuple(axis for axis in axes if axis is not None)
     if len(known) < len(axes) or any(x == y for x, y in itertools.pairwise(known)):
         return None
-    if _slab_axis(found[0].layout) != known[0] or _slab_axis(found[2].result) != known[1]:
+    if _split_axis(found[0].layout) != known[0] or _split_axis(found[2].result) != known[1]:
         return None
     return known
 
 
-def _slab_axis(layout: Layout) -> int | None:
+def _split_axis(layout: Layout) -> int | None:
     """The axis of a slab: the only one that is split, into a range for each rank."""
     axes = layout.partitioned_axes
     if len(axes) != 1 or not layout.disjoint():

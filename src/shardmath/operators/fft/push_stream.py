@@ -66,7 +66,7 @@ def cluster_size(blocks: int, holds: Callable[[int, int], bool]) -> int:
 
 
 class PushStream:
-    """The second stream of one context. Get it with `Beside.of`."""
+    """The push stream of one context, and its kernels. Get it with `PushStream.of`."""
 
     def __init__(self, context: Context) -> None:
         assert context.team is not None, "a context of GPUs"

@@ -37,7 +37,7 @@ __all__ = [
     "make_rank_plan",
 ]
 
-USE_CHUNKS = True  # whether exchanges run beside transforms, where they can and that pays
+USE_CHUNKS = True  # whether exchanges overlap with transforms, where they can and that pays
 USE_GRAPHS = True  # whether an execution that comes again is replayed as one graph
 
 _MAX_RANK_PLANS = 16  # of one plan
