@@ -85,24 +85,24 @@ def chunking_for(
     return next((chunking for least, chunking in table if nbytes >= least), None)
 
 
-def split_axes(found: Sequence[Stage]) -> tuple[int, ...] | None:
+def split_axes(stages: Sequence[Stage]) -> tuple[int, ...] | None:
     """The axes along which an array is split before, between and after the exchanges.
 
     None for stages that cannot be cut. Those that can are a transform, an exchange, a transform and
     perhaps another exchange, of slabs.
     """
-    if len(found) not in (3, 4) or [stage.kind is None for stage in found[:3]] != [0, 1, 0]:
+    if len(stages) not in (3, 4) or [stage.kind is None for stage in stages[:3]] != [0, 1, 0]:
         return None
-    if len(found) == 4 and (found[3].kind is not None or found[2].kind != "C2C"):
+    if len(stages) == 4 and (stages[3].kind is not None or stages[2].kind != "C2C"):
         return None
-    layouts = [found[1].layout, found[1].result]
-    if len(found) == 4:
-        layouts.append(found[3].result)
+    layouts = [stages[1].layout, stages[1].result]
+    if len(stages) == 4:
+        layouts.append(stages[3].result)
     axes = [_split_axis(layout) for layout in layouts]
     known = tuple(axis for axis in axes if axis is not None)
     if len(known) < len(axes) or any(x == y for x, y in itertools.pairwise(known)):
         return None
-    if _split_axis(found[0].layout) != known[0] or _split_axis(found[2].result) != known[1]:
+    if _split_axis(stages[0].layout) != known[0] or _split_axis(stages[2].result) != known[1]:
         return None
     return known
 

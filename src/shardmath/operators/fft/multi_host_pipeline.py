@@ -80,7 +80,7 @@ class _PartOfTransfer(TransferPlan):
 
 
 def make_multi_host_program(
-    found: Sequence[Stage],
+    stages: Sequence[Stage],
     problem: Problem,
     rank: int,
     arrays: UserArrays,
@@ -94,45 +94,47 @@ def make_multi_host_program(
     The result may overlap the operand: nothing is written to it before all of the operand has been
     read.
     """
-    axes = split_axes(found)
+    axes = split_axes(stages)
     if axes is None:
         return None
-    a, b = axes[:2]
+    u, v = axes[:2]
     operand, result = arrays.operand, arrays.result
-    one, exchange, two, *more = found
+    first_fft, exchange, second_fft, *second_exchange = stages
     work, receive = (
         packed(each.target, each.result.local_shape(rank), each.result_dtype, problem.order)
-        for each in (one, exchange)
+        for each in (first_fft, exchange)
     )
-    target = receive if more else result
-    firsts = _first_ranges(exchange.layout, a, chunking.first)
-    seconds = _second_ranges(exchange.result, b, chunking.second)
+    target = receive if second_exchange else result
+    firsts = _first_ranges(exchange.layout, u, chunking.first)
+    seconds = _second_ranges(exchange.result, v, chunking.second)
     tail = min(chunking.tail, len(firsts))
-    whole = len(firsts) - tail
-    builder = _ProgramBuilder(problem, rank, hosts, last=whole + len(seconds) * (1 + len(more)) - 1)
+    whole_parts = len(firsts) - tail
+    builder = _ProgramBuilder(
+        problem, rank, hosts, last=whole_parts + len(seconds) * (1 + len(second_exchange)) - 1
+    )
     for number, ranges in enumerate(firsts):
         lo, hi = ranges[rank]
         builder.steps += transform_part(
-            one, operand.part(a, lo, hi), work.part(a, lo, hi), preserve_input=True
+            first_fft, operand.part(u, lo, hi), work.part(u, lo, hi), preserve_input=True
         )
-        if number < whole:
+        if number < whole_parts:
             builder.deliver(
-                exchange, work, receive, (a, ranges), (b, _full_ranges(exchange.result, b))
+                exchange, work, receive, (u, ranges), (v, _full_ranges(exchange.result, v))
             )
     tail_ranges = tuple(
-        (lo, hi) for (lo, _), (_, hi) in zip(firsts[whole], firsts[-1], strict=True)
+        (lo, hi) for (lo, _), (_, hi) in zip(firsts[whole_parts], firsts[-1], strict=True)
     )
     for ranges in seconds:
-        builder.deliver(exchange, work, receive, (a, tail_ranges), (b, ranges))
-    for number, ranges in enumerate(seconds, whole):
+        builder.deliver(exchange, work, receive, (u, tail_ranges), (v, ranges))
+    for number, ranges in enumerate(seconds, whole_parts):
         lo, hi = ranges[rank]
         builder.steps.append(WaitDelivery(number))
         builder.steps += transform_part(
-            two, receive.part(b, lo, hi), target.part(b, lo, hi), preserve_input=False
+            second_fft, receive.part(v, lo, hi), target.part(v, lo, hi), preserve_input=False
         )
-        for last in more:
-            all_along = axes[2], _full_ranges(last.result, axes[2])
-            builder.deliver(last, receive, result, (b, ranges), all_along)
+        for last in second_exchange:
+            everything = axes[2], _full_ranges(last.result, axes[2])
+            builder.deliver(last, receive, result, (v, ranges), everything)
     return builder.program()
 
 

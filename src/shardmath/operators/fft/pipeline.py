@@ -151,7 +151,7 @@ class Pipeline:
 
 
 def make_pipeline(
-    found: Sequence[Stage],
+    stages: Sequence[Stage],
     rank: int,
     arrays: UserArrays,
     chunking: Chunking,
@@ -161,44 +161,50 @@ def make_pipeline(
 ) -> Pipeline | None:
     """What `rank` does for these stages; None, on all ranks, where there is no pipeline for them.
 
-    The stages are a transform, an exchange, a transform and perhaps one more exchange, into arrays
+    The stages are a transform, an exchange, a transform and perhaps another exchange, into arrays
     that are packed in `order`. The result may overlap the operand: nothing is written to it before
     all of the operand has been read.
     """
-    axes = split_axes(found)
+    axes = split_axes(stages)
     if axes is None:
         return None
-    parts = [_chunks(found, each, chunking, axes, order) for each in range(found[0].layout.size)]
+    parts = [_chunks(stages, each, chunking, axes, order) for each in range(stages[0].layout.size)]
     if len(parts[rank]) > _MAX_CHUNKS or not all(
         rows.fits for chunks in parts for chunk in chunks for rows in chunk.rows
     ):
         return None
-    one, exchange, two, *more = found
-    a, b = axes[:2]
+    first_fft, exchange, second_fft, *second_exchange = stages
+    u, v = axes[:2]
     work, receive = (
-        _buffer_view("work", one, rank, order),
+        _buffer_view("work", first_fft, rank, order),
         _buffer_view("receive 0", exchange, rank, order),
     )
-    target = receive if more else arrays.result
+    target = receive if second_exchange else arrays.result
     first = tuple(
         transform_part(
-            one, arrays.operand.part(a, lo, hi), work.part(a, lo, hi), preserve_input=True
+            first_fft, arrays.operand.part(u, lo, hi), work.part(u, lo, hi), preserve_input=True
         )
-        for lo, hi in first_parts(work.shape[a], chunking.first)
+        for lo, hi in first_parts(work.shape[u], chunking.first)
     )
     second = tuple(
-        transform_part(two, receive.part(b, lo, hi), target.part(b, lo, hi), preserve_input=False)
-        for lo, hi in second_parts(receive.shape[b], chunking.second)
+        transform_part(
+            second_fft, receive.part(v, lo, hi), target.part(v, lo, hi), preserve_input=False
+        )
+        for lo, hi in second_parts(receive.shape[v], chunking.second)
     )
-    views = [work, receive, *(_buffer_view(each.target, each, rank, order) for each in more)]
+    views = [
+        work,
+        receive,
+        *(_buffer_view(each.target, each, rank, order) for each in second_exchange),
+    ]
     return Pipeline(
-        one.layout.size,
+        first_fft.layout.size,
         first,
         second,
         tuple(last),
         parts[rank],
-        sources=("work", "receive 0")[: 1 + len(more)],
-        shared=("receive 0", *(each.target for each in more)),
+        sources=("work", "receive 0")[: 1 + len(second_exchange)],
+        shared=("receive 0", *(each.target for each in second_exchange)),
         buffers=sizes_of(itertools.chain(*first, *second, last), views),
     )
 
@@ -208,36 +214,36 @@ def _buffer_view(buffer: str, stage: Stage, rank: int, order: Literal["C", "F"])
 
 
 def _chunks(
-    found: Sequence[Stage],
+    stages: Sequence[Stage],
     rank: int,
     chunking: Chunking,
     axes: tuple[int, ...],
     order: Literal["C", "F"],
 ) -> tuple[Chunk, ...]:
     """What `rank` pushes, in order."""
-    one = _Slabs(found[1], rank, axes[0], axes[1], order)
-    made = first_parts(one.extent, chunking.first)
-    tail = max(1, min(chunking.tail, len(made)))
+    first = _SlabExchange(stages[1], rank, axes[0], axes[1], order)
+    parts = first_parts(first.extent, chunking.first)
+    tail = max(1, min(chunking.tail, len(parts)))
     chunks = [
-        Chunk(one.rows(lo, hi, 0, 1), number, 0, False)
-        for number, (lo, hi) in enumerate(made[:-tail], 1)
+        Chunk(first.rows(lo, hi, 0, 1), number, 0, False)
+        for number, (lo, hi) in enumerate(parts[:-tail], 1)
     ]
-    lo, hi = made[-tail][0], made[-1][1]
+    lo, hi = parts[-tail][0], parts[-1][1]
     chunks += [
-        Chunk(one.rows(lo, hi, part, chunking.second), len(made), 0, True)
+        Chunk(first.rows(lo, hi, part, chunking.second), len(parts), 0, True)
         for part in range(chunking.second)
     ]
-    if len(found) == 4:
-        two = _Slabs(found[3], rank, axes[1], axes[2], order)
+    if len(stages) == 4:
+        second = _SlabExchange(stages[3], rank, axes[1], axes[2], order)
         chunks += [
-            Chunk(two.rows(lo, hi, 0, 1), len(made) + number, 1, number == chunking.second)
-            for number, (lo, hi) in enumerate(second_parts(two.extent, chunking.second), 1)
+            Chunk(second.rows(lo, hi, 0, 1), len(parts) + number, 1, number == chunking.second)
+            for number, (lo, hi) in enumerate(second_parts(second.extent, chunking.second), 1)
         ]
     return tuple(chunks)
 
 
 @dataclass(frozen=True)
-class _Slabs:
+class _SlabExchange:
     """One rank's side of an exchange from slabs along axis `u` to slabs along axis `v`."""
 
     stage: Stage

@@ -50,9 +50,9 @@ class PeerCopy:
     push    [barrier]  copy to peers    barrier
     pull    barrier    copy from peers  barrier
 
-    The barrier after a push comes before reading what peers wrote; so does the one before a pull.
-    The barrier after a pull comes before reusing what peers may still read. `barrier_first`: the
-    first exchange pushes after a barrier, too, before its owner's buffer is overwritten.
+    After the barrier behind a push ranks read what peers wrote, and so they do after the one before
+    a pull; after the barrier behind a pull they reuse what peers have read. `barrier_first`: there
+    is one before the first push, too, as owners may still use the buffers that it overwrites.
     """
 
     source: Layout
