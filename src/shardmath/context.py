@@ -84,6 +84,8 @@ class Context(DistributedContext):
         self._dropping = weakref.finalize(self, _leave, board, self.heap, self.number)
         self._dropping.atexit = False
         self._announced: set[int] = set()  # the segments that all its ranks can attach
+        if team is not None:
+            self.heap.groups.watch(self.number, team.gave_up)
         self._outlived: list[Any] = []  # what peers may still read of contexts that have ended
         _contexts.add(self)
 
@@ -138,8 +140,7 @@ class Context(DistributedContext):
         """Let every peer attach the segment of `block`. Local; must precede the exchange that says
         where the block lies.
         """
-        if self.team is not None:
-            block.announced_to.add(self.team.gave_up)
+        block.announced_to.add(self.number)
         segment = block.location.segment
         if segment not in self._announced:  # one that peers know is never taken back
             self._runtime.transport.announce(segment, self._ranks)
@@ -339,7 +340,7 @@ class Context(DistributedContext):
         self.board.leave()
         self.team = None
         self._dropping.detach()
-        self.heap.forget(self.number, self.board.ended)
+        self.heap.groups.leave(self.number, self.board.ended)
         self._caches.clear()
         if self._parent is None:
             for context in list(_contexts):
@@ -376,7 +377,7 @@ def require_context() -> Context:
 
 def _leave(board: Board, heap: Heap, number: int) -> None:
     board.leave()
-    heap.forget(number, board.ended)
+    heap.groups.leave(number, board.ended)
 
 
 def open_contexts() -> list[Context]:

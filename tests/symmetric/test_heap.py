@@ -73,12 +73,12 @@ def test_a_group_that_was_left_is_forgotten_once_it_has_ended(heap):
     ended = []
     buffer = heap.allocate(100)
     buffer.block.shared |= {(1, 5), (2, 5)}
-    heap.forget(1, lambda: bool(ended))
+    heap.groups.leave(1, lambda: bool(ended))
     del buffer
     assert heap.marks(1) == [5] and heap.used > 0
     ended.append(True)
     assert heap.marks(1) == [] and heap.marks(2) == [5]
-    heap.forget(2, lambda: True)
+    heap.groups.leave(2, lambda: True)
     assert heap.used == 0
 
 
@@ -114,19 +114,28 @@ def test_a_freed_block_gives_its_memory_back_and_keeps_its_address(heap):
 
 def test_what_a_late_peer_may_write_is_never_reused(heap):
     failed = []
+    heap.groups.watch(1, lambda: bool(failed))
+    heap.groups.watch(2, lambda: False)
     kept, other, before = (heap.allocate(100) for _ in range(3))
-    kept.block.announced_to |= {lambda: bool(failed), lambda: False}
-    other.block.announced_to.add(lambda: False)
-    before.block.announced_to |= kept.block.announced_to
-    blocks = kept.block, other.block, before.block
+    kept.block.announced_to |= {1, 2}
+    other.block.announced_to.add(2)
+    before.block.announced_to.add(1)
+    blocks = kept.block, other.block
+    place = before.block.address
     del before
     heap.recycle()
-    assert heap.find(blocks[2].address) is None, "nothing has failed so far"
+    assert heap.find(place) is None, "group 1 has not failed so far"
     failed.append(True)
     del kept, other
     heap.recycle()
-    assert [heap.find(block.address) for block in blocks[:2]] == [blocks[0], None]
+    assert [heap.find(block.address) for block in blocks] == [blocks[0], None]
+    heap.groups.leave(1, lambda: True)
+    heap.groups.leave(2, lambda: True)
     assert heap.used == blocks[0].reserved
+    later = heap.allocate(100)
+    later.block.announced_to.add(1)
+    del later
+    assert heap.used > blocks[0].reserved, "its ranks may still be at work"
 
 
 def test_reference_cycles_are_collected(heap):

@@ -23,12 +23,13 @@ import weakref
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from shardmath.errors import HeapExhausted
-from shardmath.symmetric.block import Block, Location
+from shardmath.symmetric.groups import Groups
 from shardmath.symmetric.ranges import GRANULE, OwnSegment, aligned
-from shardmath.transport.base import Transport
+from shardmath.transport.base import Fence, Transport
 
 __all__ = ["Block", "Buffer", "Heap", "Location"]
 
@@ -37,6 +38,70 @@ _AHEAD = 1e-3  # seconds that it waits for fences that are due
 _FENCE_WAIT = 0.05  # seconds that an allocation waits for fences before the heap grows
 _LAST_FENCE_WAIT = 2.0  # the same where it cannot grow
 _PAUSE = 2e-5
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where a block lies in its owner's memory."""
+
+    segment: int
+    offset: int
+
+
+class Block:
+    """`nbytes` of the heap.
+
+    `shared` holds the marks, (group, number), that every rank of the group must set before the
+    block can be reused; `announced_to`, the groups that know where it lies. `freed`: the user has
+    freed it. `unused`: no array of this rank refers to it. `fence`: behind what the device was
+    doing when either was seen. `buffer()` is the Buffer while there is one; `handles` are the
+    weakly held objects through which this rank reaches the peers' blocks of the same number.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "address",
+        "announced_to",
+        "buffer",
+        "fence",
+        "freed",
+        "handles",
+        "location",
+        "nbytes",
+        "reserved",
+        "shared",
+        "unused",
+    )
+
+    def __init__(self, location: Location, nbytes: int, reserved: int, address: int) -> None:
+        self.location = location
+        self.nbytes = nbytes
+        self.reserved = reserved
+        self.address = address
+        self.freed = False
+        self.unused = False
+        self.fence: Fence | None = None
+        self.shared: set[tuple[int, int]] = set()
+        self.announced_to: set[int] = set()
+        self.buffer: Callable[[], Buffer | None] = _nothing
+        self.handles: list[weakref.ref[Any]] = []
+
+    @property
+    def released(self) -> bool:
+        """Whether this rank will touch neither the block nor its peers' blocks again."""
+        return self.unused or (self.freed and not any(handle() for handle in self.handles))
+
+    @property
+    def idle(self) -> bool:
+        """Whether the device does nothing more with a block that was dropped or freed."""
+        return self.fence is not None and self.fence.passed()
+
+    def __repr__(self) -> str:
+        return f"Block({self.nbytes} bytes at {self.location.segment}:{self.location.offset})"
+
+
+def _nothing() -> None:
+    return None
 
 
 def _await(block: Block, give_up: float) -> bool:
@@ -92,12 +157,12 @@ class Heap:
     def __init__(self, transport: Transport, *, rank: int, segment_bytes: int) -> None:
         self.transport = transport
         self.rank = rank
+        self.groups = Groups()
         self._segment_bytes = segment_bytes
         self._segments: list[OwnSegment] = []
         self._addresses: list[int] = []  # sorted; _blocks in step
         self._blocks: list[Block] = []
         self._dropped: deque[Block] = deque()
-        self._left: deque[tuple[int, Callable[[], bool]]] = deque()
         self._retired: dict[Block, None] = {}  # in order of arrival
         self._full_at = 0  # how many blocks are retired when small ones are reused next
         self._lock = threading.RLock()
@@ -197,14 +262,6 @@ class Heap:
                 block.shared -= set_by_all
             self.recycle()
 
-    def forget(self, group: int, ended: Callable[[], bool]) -> None:
-        """This rank has left `group`; once `ended()`, no mark of it is awaited any more.
-
-        Until then a peer may read what it knows through the group. Only appends to a list: the
-        garbage collector may call it.
-        """
-        self._left.append((group, ended))
-
     def recycle(self) -> None:
         """Reuse what is unused and awaited by no peer."""
         with self._lock:
@@ -231,11 +288,7 @@ class Heap:
 
         What has been retired since gets its fence.
         """
-        for _ in range(len(self._left)):
-            group, ended = self._left.popleft()
-            if not ended():
-                self._left.append((group, ended))
-                continue
+        for group in self.groups.ended():
             for block in self._blocks:
                 block.shared = {mark for mark in block.shared if mark[0] != group}
         while self._dropped:
@@ -250,7 +303,7 @@ class Heap:
 
     def _reuse(self, block: Block) -> None:
         """Give memory to other arrays, unless a late peer may write there: then to nobody."""
-        if block.is_lost:
+        if self.groups.may_write(block.announced_to):
             return
         at = bisect_right(self._addresses, block.address) - 1
         del self._addresses[at], self._blocks[at]
