@@ -61,8 +61,8 @@ class Library(ABC):
         """Whether the memory of `x` lacks its values: they are to be conjugated or negated."""
         return False
 
-    def glance(self, x: Any) -> tuple[ArraySpec, int] | None:
-        """The spec and the pointer of `x`, if a call on it may come again as it is.
+    def identity(self, x: Any) -> tuple[ArraySpec, int] | None:
+        """The spec and the pointer of `x`, by which repeated calls recognise it.
 
         None for one that is lazy or may be under a gradient. Raises as `spec`.
         """
@@ -119,6 +119,12 @@ class Library(ABC):
     def offers(self, dtype: str) -> bool:
         """Whether there are arrays of the type of that name for users to compute with."""
         return dtype != "complex32"
+
+    def matmul(self, a: HostArray, b: HostArray, out: HostArray) -> bool:
+        """Set `out` to a @ b, summed in float32 and rounded once, where these cores do that faster
+        than they multiply float32. Whether it is done. All are of one type, and not empty.
+        """
+        return False
 
     def device(self, name: str) -> Any:
         """A device such as "cuda:0" or "cpu", in the library's own words."""

@@ -110,7 +110,7 @@ def free_symmetric_memory(*tensors: Any) -> None:
     for block, heap in doomed.items():
         buffer = block.buffer()
         if buffer is not None:
-            buffer.shares.clear()
+            buffer.rendezvous_states.clear()
         heap.free(block)
 
 
@@ -237,7 +237,7 @@ def _allocate_together(
         return sizes, marks
 
     sizes, marks = context.agree("allocate_symmetric_memory", describe, check)
-    context.heap.honour(context.number, marks)
+    context.heap.apply_marks(context.number, marks)
     asked, array = made.pop()
     if len(set(sizes)) > 1:
         del array

@@ -15,12 +15,11 @@ from shardmath.errors import InvalidFFTState, ShardmathError
 from shardmath.geometry import Layout
 from shardmath.local.fft import Kind, Norm
 from shardmath.lru_cache import LRUCache
-from shardmath.operators.fft.call import Call, performed, planned, spec_of
-from shardmath.operators.fft.call_cache import Seen
+from shardmath.operators.fft.call import CachedTransform, Call, performed, planned, spec_of
 from shardmath.operators.fft.options import FFTDirection, FFTOptions
 from shardmath.operators.lifecycle import Lifecycle, check_stream
 from shardmath.operators.workspace import give_back
-from shardmath.planning import Said, agree_plan
+from shardmath.planning import HashedSpec, agree_plan
 
 if TYPE_CHECKING:
     from shardmath.operators.fft.device import DevicePlan
@@ -155,7 +154,7 @@ def _transformed(name: str, call: Call) -> Any:
     plan, notes = agree_plan(
         context,
         name,
-        lambda: (call.described(context).said, call.note(context)),
+        lambda: (call.described(context).spec, call.note(context)),
         lambda specs: planned(context, tuple(specs)),
     )
     call.log(plan)
@@ -197,11 +196,11 @@ class FFT(Lifecycle):
         self._plan, _ = agree_plan(
             context,
             self.noun,
-            lambda: (call.described(context).said, call.note(context)),
+            lambda: (call.described(context).spec, call.note(context)),
             lambda specs: planned(context, tuple(specs)),
         )
         super().__init__(context, {"operand": operand, "distribution": distribution})
-        self._specs: LRUCache[Seen, Said] = LRUCache(_KEPT)
+        self._specs: LRUCache[CachedTransform, HashedSpec] = LRUCache(_KEPT)
         self._fitting: ArraySpec | None = None  # the operand of the last execution
         call.log(self._plan)
 
@@ -242,12 +241,12 @@ class FFT(Lifecycle):
         """
         calls: list[Call] = []
 
-        def described() -> tuple[Said, bytes]:
+        def described() -> tuple[HashedSpec, bytes]:
             self._require_ready()
             call = self._call(stream=stream, direction=direction, out=out)
             self._check(call.spec)
             calls.append(call)
-            return self._said(call.described(self.context)), call.note(self.context)
+            return self._spec(call.described(self.context)), call.note(self.context)
 
         self._require_open()
         plan, notes = agree_plan(self.context, f"{self.noun}.execute", described, self._built)
@@ -265,7 +264,7 @@ class FFT(Lifecycle):
         """
         held = self._operands["distribution"] if distribution is None else distribution
 
-        def described() -> tuple[Said, bytes]:
+        def described() -> tuple[HashedSpec, bytes]:
             self._require_alive()
             if operand is None:
                 raise ValueError(
@@ -273,7 +272,7 @@ class FFT(Lifecycle):
                 )
             self._check(spec_of(operand, "operand"))
             call = self._call(operand=operand, distribution=held, stream=stream)
-            return self._said(call.described(self.context)), b""
+            return self._spec(call.described(self.context)), b""
 
         self._require_open()
         plan, _ = agree_plan(
@@ -301,9 +300,9 @@ class FFT(Lifecycle):
     def _call(self, **changes: Any) -> Call:
         return Call(**{**self._operands, **self._fixed, "kind": None, **changes})
 
-    def _said(self, seen: Seen) -> Said:
+    def _spec(self, cached: CachedTransform) -> HashedSpec:
         """This object, and a call of it, for agreement."""
-        return self._specs.made(seen, lambda: Said((self.number, seen.description)))
+        return self._specs.made(cached, lambda: HashedSpec((self.number, cached.description)))
 
     def _check(self, spec: ArraySpec) -> None:
         """Raise unless arrays like this can take the place of the operand."""
