@@ -20,7 +20,7 @@ import json
 from on_gpus import Ranks, command, in_turn, run
 
 from shardmath.operators.matmul.gpu.all_gather import AllGatherGemm, product_kernel
-from shardmath.operators.matmul.gpu.factor import Factor
+from shardmath.operators.matmul.gpu.operand_layout import OperandLayout
 from shardmath.operators.matmul.gpu.row_split import RowSplitProduct, choose_tiling, fuses
 
 SETS = 2  # of operands
@@ -70,7 +70,7 @@ class Gathered:
         self.room = torch.empty_like(self.whole[0])
         self.problem = problem_of(ranks, m, n, k)
         self.how = "fused" if fuses(self.problem) else "gather first"
-        self.plan = AllGatherGemm.together(ranks.context, self.problem) if self.fused else None
+        self.plan = AllGatherGemm.create(ranks.context, self.problem) if self.fused else None
         if self.plan:
             self.how += f", {self.plan.tiling}"
         else:
@@ -137,7 +137,7 @@ class Gathered:
 
 def problem_of(ranks: Ranks, m: int, n: int, k: int) -> RowSplitProduct:
     """A by rows of m, B by columns of n."""
-    rows, factors = (m // ranks.size,) * ranks.size, (Factor("C", k), Factor("F", k))
+    rows, factors = (m // ranks.size,) * ranks.size, (OperandLayout("C", k), OperandLayout("F", k))
     return RowSplitProduct(rows, n // ranks.size, k, "bfloat16", *factors)
 
 

@@ -8,7 +8,7 @@ import pytest
 from shardmath.distribution import BlockCyclic, ProcessGrid, Slab
 from shardmath.geometry import Layout, Spans, moves
 from shardmath.operators.matmul.gpu.k_order import OWN, KOrder, Lines
-from shardmath.operators.matmul.gpu.panels import Feed
+from shardmath.operators.matmul.gpu.panels import OperandPlan
 
 STEP, FIRST_BYTES = 4, 300.0
 
@@ -53,12 +53,12 @@ class Factor:
             self.arrays = [each.T for each in self.arrays]
         found = moves(layout, needs, dst_rank=rank)
         shape = needs.local_shape(rank)
-        feed = Feed.plan(found, shape, rank, axis)
+        operand_plan = OperandPlan.plan(found, shape, rank, axis)
         self.rank, self.axis, self.width = rank, axis, shape[1 - axis]
         extent = shape[axis]
-        if feed.place is not None:
+        if operand_plan.place is not None:
             self.lines = Lines.here(axis, extent, STEP)
-            place = feed.place[axis], feed.place[1 - axis]
+            place = operand_plan.place[axis], operand_plan.place[1 - axis]
             self.own = self.arrays[rank][
                 place[0] : place[0] + extent, place[1] : place[1] + self.width
             ]
@@ -114,7 +114,7 @@ def perform(case, rank, loadable):
     depth = KOrder.plan((left.lines, right.lines), costs, STEP)
     every, table = np.arange(depth.steps), depth.table().tolist()
     for factor in (left, right):  # what is here and cannot be read where it lies
-        found = factor.lines.gathering(every, (0, factor.width), STEP) if len(every) else []
+        found = factor.lines.gather_moves(every, (0, factor.width), STEP) if len(every) else []
         factor.perform([move for move in found if move.src == rank], 0)
     result = np.zeros((left.width, right.width))
     pieces = depth.pieces(costs, FIRST_BYTES)
@@ -125,7 +125,7 @@ def perform(case, rank, loadable):
         for side, factor in enumerate((left, right)):
             half = factor.width // 2
             for lo, hi in ((0, half), (half, factor.width)):
-                found = depth.gathering(side, first, last, (lo, hi))
+                found = depth.gather_moves(side, first, last, (lo, hi))
                 assert not (found and last <= depth.here(side))
                 factor.perform(found, lo)
         for of_a, of_b in table[first:last]:

@@ -24,7 +24,7 @@ from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.gpu import Matrix, float8, scaled
 from shardmath.operators.matmul.gpu import line_exchange, panels, rank_plan, rounds
 from shardmath.operators.matmul.gpu import scaled as module
-from shardmath.operators.matmul.gpu.rank_plan import Operands, Scales, Share
+from shardmath.operators.matmul.gpu.rank_plan import Operands, RankPlan, Scales
 from shardmath.operators.matmul.gpu.scale_moves import chosen
 from shardmath.operators.matmul.problem import Problem
 from shardmath.operators.matmul.scaling import OUTER, SQUARES, TENSOR, VECTORS, Scaling
@@ -124,9 +124,9 @@ class Shown:
 class FarShown(Shown):
     """The same on several hosts: nothing is read but outboxes of this host, and what is fetched."""
 
-    def __init__(self, lane, everyone, share):
-        super().__init__(lane, share.rank, everyone)
-        self._share = share
+    def __init__(self, lane, everyone, plan):
+        super().__init__(lane, plan.rank, everyone)
+        self._share = plan
         self._rooms, self.outboxes = {}, {}
 
     def make_room(self, name, parts, itemsize):
@@ -140,10 +140,10 @@ class FarShown(Shown):
         copy_boxes(boxes, [(bytes_of(x), 0)], (held, 0))
 
     def reach(self, name, part, moves, stream):
-        x, share = self.made_here[name], self._share
+        x, plan = self.made_here[name], self._share
         starts, held = {}, self._rooms[name]
-        for each in share.routes.fetches(name, part, moves, x.itemsize):
-            assert share.hosts[each.src] != share.hosts[self._rank]
+        for each in plan.routes.fetches(name, part, moves, x.itemsize):
+            assert plan.hosts[each.src] != plan.hosts[self._rank]
             source = self._everyone[each.src].outboxes[name]
             held[each.at : each.at + each.nbytes] = source[each.offset : each.offset + each.nbytes]
             starts[each.src] = held.ctypes.data + each.at - each.offset
@@ -151,15 +151,15 @@ class FarShown(Shown):
         def place(src):
             if src == self._rank:
                 return self.place(name, src)
-            parcel = share.routes.parcel(name, src, x.itemsize)
-            near = share.hosts[src] == share.hosts[self._rank]
+            parcel = plan.routes.parcel(name, src, x.itemsize)
+            near = plan.hosts[src] == plan.hosts[self._rank]
             start = self._everyone[src].outboxes[name].ctypes.data if near else starts[src]
             return start + parcel.offset, parcel.strides
 
         return place
 
 
-class Gathering:
+class Gather:
     """Copies at once; what has come must have been waited for."""
 
     stream = 0
@@ -273,7 +273,7 @@ def call(name, *given):
 
 @pytest.fixture(autouse=True)
 def _by_numpy(monkeypatch):
-    monkeypatch.setattr(module, "Gathering", Gathering)
+    monkeypatch.setattr(module, "Gathering", Gather)
     monkeypatch.setattr(float8, "numbers", numbers)
     monkeypatch.setattr(module.scaled, "multiply", multiply)
     monkeypatch.setattr(module, "finish", finish)
@@ -301,7 +301,7 @@ class Rank:
 
     def __init__(self, strategy, hosts, rank, everyone, factors, keep, order):
         problem = strategy.problem
-        self.share = Share(strategy, rank, hosts)
+        self.plan = RankPlan(strategy, rank, hosts)
         operands, arrays, given = [], [], []
         for factor in factors:
             part = np.asarray(factor[rank].part, order=order)
@@ -318,8 +318,8 @@ class Rank:
         )  # fmt: skip
         self.lane = Lane()
         self.shown = Shown(self.lane, rank, everyone)
-        if self.share.apart:
-            self.shown = FarShown(self.lane, everyone, self.share)
+        if self.plan.apart:
+            self.shown = FarShown(self.lane, everyone, self.plan)
         for name, operand in zip("ab", operands, strict=True):
             self.shown.made_here[name] = module.matrix_of(operand)
         everyone.append(self.shown)
@@ -329,9 +329,9 @@ class Rank:
             shape = strategy.sums.local_shape(rank)
             sums = self.shown.made("sums", shape, "float32", by_columns)
         ending = SimpleNamespace(sums=sums, quantizing=None)
-        self.made = module.ScaledProducts(self.share, self.operands, self.lane, self.shown, ending)
+        self.made = module.ScaledProducts(self.plan, self.operands, self.lane, self.shown, ending)
         self.made.prepare_shown()
-        if self.share.multiplies:
+        if self.plan.multiplies:
             self.made.prepare()
 
     def result(self, strategy):
@@ -382,7 +382,7 @@ def perform(layout, mode_a, mode_b, shape, result, order, label=None, hosts=(0,)
         rank.made.begin()
     one, two = factors[0][0].numbers, factors[1][0].numbers
     for number, rank in enumerate(ranks):
-        if not rank.share.multiplies:
+        if not rank.plan.multiplies:
             continue
         got = rank.result(strategy)
         part = strategy.sums.parts[number]
@@ -428,7 +428,7 @@ def test_products_between_hosts(layout):
 
 def test_some_are_of_several_intervals_and_padded():
     strategy, _ = perform("rows", "outer", "tensor", SHAPES["odd"], "bfloat16", "C")
-    assert len(Share(strategy, 0, (0,) * 4).schedule[0]) > 1
+    assert len(RankPlan(strategy, 0, (0,) * 4).schedule[0]) > 1
 
 
 ROUNDS = [(), (0, 1, 2, 3), (0, 1, 3), (0, 2, 3), (0, 3)]
@@ -447,7 +447,7 @@ def test_lines_that_come_in_rounds(layout, index, after, monkeypatch):
         for mode_a, mode_b in pairs[(number + len(after)) % 3 :: 3]:
             result, order = next(turns)
             strategy, _ = perform(layout, mode_a, mode_b, shape, result, order)
-            found = Share(strategy, 0, (0,) * 4).rounds
+            found = RankPlan(strategy, 0, (0,) * 4).rounds
             assert found is not None and (found.index, found.cuts) == (index, after)
 
 
@@ -463,4 +463,4 @@ def test_panels_of_k_are_cut_where_sums_are_small(shape, several, monkeypatch):
         for slab, extents in ((Slab.X, (m, k)), (Slab.X, (k, n)), (Slab.X, (m, n)))
     ]
     strategy, _ = chosen(problem_of(layouts, (TENSOR, TENSOR), "bfloat16"), HOPPER)
-    assert (len(Share(strategy, 0, (0, 0)).schedule[0]) > 1) == several
+    assert (len(RankPlan(strategy, 0, (0, 0)).schedule[0]) > 1) == several

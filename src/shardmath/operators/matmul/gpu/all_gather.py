@@ -60,13 +60,13 @@ class AllGatherGemm:
         self._side: SideStream = context.cache("side of rows", lambda: SideStream(device))
 
     @classmethod
-    def together(
+    def create(
         cls, context: Context, problem: RowSplitProduct, tiling: Tiling | None = None
     ) -> AllGatherGemm:
         """A plan. Collective.
 
         Raises ValueError on all ranks where they do not mean the same product, or where
-        `problem.misfit` speaks on one of them; HeapExhausted.
+        `problem.unsupported` speaks on one of them; HeapExhausted.
         """
         chosen: list[Tiling] = []
         words = words_bytes(context.size)
@@ -74,7 +74,7 @@ class AllGatherGemm:
         def refusal(device: Device) -> str:
             if len(problem.rows) != context.size:
                 return f"rows of {len(problem.rows)} ranks, and there are {context.size}"
-            return problem.misfit(device)
+            return problem.unsupported(device)
 
         def begin(address: int) -> None:
             assert context.team is not None, "a context of GPUs"
@@ -82,7 +82,7 @@ class AllGatherGemm:
             device.zero(address, words)
             chosen.append(tiling or choose_tiling(problem, context.rank, device.processors))
 
-        room = PlanMemory.together(
+        room = PlanMemory.create(
             context,
             "a product of gathered rows",
             lambda _: words + problem.offsets[-1],

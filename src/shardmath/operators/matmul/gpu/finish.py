@@ -19,9 +19,9 @@ from shardmath.local.gpu import Matrix
 from shardmath.local.gpu.epilog import copy, finish, row_sums
 from shardmath.operators.lanes import Lane
 from shardmath.operators.matmul.gpu.float8_conversion import Quantizing
-from shardmath.operators.matmul.gpu.gather import Gathering
+from shardmath.operators.matmul.gpu.gather import Gather
 from shardmath.operators.matmul.gpu.line_exchange import LINE_SCALES, LINES
-from shardmath.operators.matmul.gpu.rank_plan import AFTERWARDS, Operands, Share
+from shardmath.operators.matmul.gpu.rank_plan import AFTERWARDS, Operands, RankPlan
 from shardmath.operators.matmul.gpu.separate_reduction import SeparateReduction
 from shardmath.operators.matmul.problem import gradient_layouts
 from shardmath.operators.published import Places, PublishedMatrices, matrix_of
@@ -41,16 +41,16 @@ class Ending:
     def __init__(
         self,
         context: Context,
-        share: Share,
+        rank_plan: RankPlan,
         operands: Operands,
         lane: Lane,
         shown: PublishedMatrices,
         addition: SeparateReduction | None,
     ) -> None:
         self.context = context
-        self.share = share
-        self.strategy = share.strategy
-        self.problem = share.strategy.problem
+        self.rank_plan = rank_plan
+        self.strategy = rank_plan.strategy
+        self.problem = rank_plan.strategy.problem
         self.operands = operands
         self.rank = context.rank
         self.lane = lane
@@ -66,7 +66,7 @@ class Ending:
         scaling = self.problem.scaling
         self.quantizing: Quantizing | None = None
         if scaling is not None and scaling.d:
-            self.quantizing = Quantizing(share, operands, lane, shown, context.size)
+            self.quantizing = Quantizing(rank_plan, operands, lane, shown, context.size)
 
     def prepare(self) -> None:
         """Take memory for sums that peers read, for what is read of theirs, and for vectors."""
@@ -78,19 +78,19 @@ class Ending:
         elif strategy.reduces or strategy.moves_result:
             shape = strategy.sums.local_shape(rank)
             self.sums = self.shown.made("sums", shape, self.wide, self.order)
-            self._make_room("sums", self.share.additions if strategy.reduces else self._last)
+            self._make_room("sums", self.rank_plan.additions if strategy.reduces else self._last)
         if self._addition is None:
             self._prepare_to_read()
         if problem.sums_c and self.operands.c is not None:
             c = self.operands.c
             rows, columns = c.shape
             self._own_c = self.shown.made("c", (rows, columns), c.dtype, self.order)
-            self.shown.make_room("c", lambda: [("", self.share.all_c)], c.itemsize)
+            self.shown.make_room("c", lambda: [("", self.rank_plan.all_c)], c.itemsize)
             self._private("all c", c.size)
         if problem.epilog.makes_bgrad:
             _, held, need = gradient_layouts(problem)
             self.shown.made("vector", held.local_shape(self.rank), self.wide, "C")
-            self._make_room("vector", self.share.vectors)
+            self._make_room("vector", self.rank_plan.vectors)
             self._private("vectors", self.context.size * need.local_shape(self.rank)[0])
             self._private("kept", self.operands.out.size)
 
@@ -101,7 +101,7 @@ class Ending:
             self.shown.made("reduced", strategy.reduced.local_shape(rank), self.wide, self.order)
             self._make_room("reduced", self._last)
         if strategy.reduces:
-            self._private("pieces", _pieces(self.share.additions, strategy.reduced, rank))
+            self._private("pieces", _pieces(self.rank_plan.additions, strategy.reduced, rank))
         if strategy.moves_result:
             self._private("final", prod(self.problem.d.local_shape(rank)))
 
@@ -116,7 +116,7 @@ class Ending:
 
     @property
     def _last(self) -> tuple[tuple[Move, ...], ...]:
-        return (self.share.last_moves,)
+        return (self.rank_plan.last_moves,)
 
     def show_c(self) -> bool:
         """Copy C to where peers read it, if each rank has one: true on all ranks if so."""
@@ -165,7 +165,7 @@ class Ending:
         """The ranks' products of this rank's part, to be added in rank order."""
         self._meet("sums")
         shape = self.strategy.reduced.local_shape(self.rank)
-        parts = self._collected(self.share.additions, "sums", shape, "pieces")
+        parts = self._collected(self.rank_plan.additions, "sums", shape, "pieces")
         if not self.strategy.moves_result:
             return parts
         total = self.shown.own("reduced")
@@ -192,7 +192,7 @@ class Ending:
         used = 0
         every = tuple(move for found in groups for move in found)
         places = self.shown.reach(name, "", every, self.stream)
-        gathering = Gathering(self.lane, self.stream, self.share.kept)
+        gather = Gather(self.lane, self.stream, self.rank_plan.kept)
         for number, found in enumerate(groups):
             if not found:
                 continue
@@ -205,7 +205,7 @@ class Ending:
             used += piece.size * piece.itemsize
             if sum(move.elements for move in found) < piece.size:
                 call("cuMemsetD8Async", piece.address, 0, piece.size * piece.itemsize, self.stream)
-            gathering.copy(f"{room} {number}", found, places, piece)
+            gather.copy(f"{room} {number}", found, places, piece)
             parts.append(piece)
         return parts
 
@@ -256,7 +256,7 @@ class Ending:
         shape = own.rows, own.columns
         total = Matrix.packed(self.lane.address("all c"), shape, self.wide, self.order)
         item = own.itemsize
-        place = self.shown.reach("c", "", self.share.all_c, self.stream)
+        place = self.shown.reach("c", "", self.rank_plan.all_c, self.stream)
         places = [place(rank) for rank in range(self.context.size)] if total.size else []
         each = [
             Matrix(address, *shape, steps[0] // item, steps[1] // item, own.dtype)
@@ -283,7 +283,7 @@ class Ending:
         total = matrix_of(self.operands.outputs[epilog.makes_bgrad])
         _, _, need = gradient_layouts(problem)
         lines = need.local_shape(self.rank)
-        parts = self._collected(self.share.vectors, "vector", lines, "vectors")
+        parts = self._collected(self.rank_plan.vectors, "vector", lines, "vectors")
         finish(self.device, self.stream, total, parts)
 
 

@@ -16,7 +16,7 @@ from shardmath.local.float8 import FLOAT8, Blocks
 from shardmath.local.gpu import Matrix, float8
 from shardmath.local.gpu.scaled import Quantized
 from shardmath.operators.lanes import Lane
-from shardmath.operators.matmul.gpu.rank_plan import Operands, Scales, Share
+from shardmath.operators.matmul.gpu.rank_plan import Operands, RankPlan, Scales
 from shardmath.operators.matmul.scaling import TENSOR, blocks_of
 from shardmath.operators.published import PublishedMatrices, matrix_of
 from shardmath.symmetric.device_array import DeviceArray
@@ -47,14 +47,14 @@ class Numbers:
     Takes memory of the lane: raises HeapExhausted.
     """
 
-    def __init__(self, share: Share, operands: Operands, lane: Lane) -> None:
+    def __init__(self, rank_plan: RankPlan, operands: Operands, lane: Lane) -> None:
         self.operands = operands
-        self._apart = share.apart
+        self._apart = rank_plan.apart
         self._steps: list[_Step] = []
-        scaling = share.strategy.problem.scaling
+        scaling = rank_plan.strategy.problem.scaling
         if scaling is None or operands.scales is None:
             return
-        if not share.multiplies_elements:
+        if not rank_plan.multiplies_elements:
             self.operands = replace(
                 self.operands,
                 a=self._turned(operands.a, 0, scaling.a, operands.scales, lane),
@@ -101,9 +101,14 @@ class Quantizing:
     """An eight-bit D of one execution."""
 
     def __init__(
-        self, share: Share, operands: Operands, lane: Lane, shown: PublishedMatrices, size: int
+        self,
+        rank_plan: RankPlan,
+        operands: Operands,
+        lane: Lane,
+        shown: PublishedMatrices,
+        size: int,
     ) -> None:
-        scaling = share.strategy.problem.scaling
+        scaling = rank_plan.strategy.problem.scaling
         assert scaling is not None
         self._operands = operands
         self._lane = lane
@@ -112,8 +117,8 @@ class Quantizing:
         self._shown = shown
         self._size = size
         self._amax = scaling.amax
-        self._share = share
-        self._words = size if share.rounds is not None else 1  # a word for each product of D
+        self._rank_plan = rank_plan
+        self._words = size if rank_plan.rounds is not None else 1  # a word for each product of D
         self._out = matrix_of(operands.out)
 
     def prepare(self) -> None:
@@ -122,7 +127,7 @@ class Quantizing:
         self._lane.private("scale d", 4)
         if self._amax:
             self._shown.made("amax", (1, self._words), "float32", "C")
-            self._shown.make_room("amax", lambda: [("", self._share.greatest)], 4)
+            self._shown.make_room("amax", lambda: [("", self._rank_plan.greatest)], 4)
 
     def begin(self) -> None:
         """To be put on the stream before anything of D."""
@@ -187,7 +192,7 @@ class Quantizing:
     def complete(self) -> None:
         """The greatest of all ranks' values. To be put behind a barrier."""
         target = self._operands.outputs["result_amax"]
-        places = self._shown.reach("amax", "", self._share.greatest, self._stream)
+        places = self._shown.reach("amax", "", self._rank_plan.greatest, self._stream)
         first = [places(rank)[0] for rank in range(self._size)]
         each = [address + 4 * word for address in first for word in range(self._words)]
         for start in range(0, len(each), float8.MOST_RANKS):

@@ -22,12 +22,12 @@ from shardmath.operators.published import Places
 from shardmath.redistribution.copies import StridedCopy, lowered
 from shardmath.redistribution.device import Box, BoxCopies
 
-__all__ = ["Gathering"]
+__all__ = ["Gather"]
 
 _MEMORIES = 96  # of one launch
 
 
-class Gathering:
+class Gather:
     """What one execution gathers. Without `beside`, all of it is on the product's stream.
 
     `kept` holds the geometry of what has been gathered before, for as long as its plan lives.

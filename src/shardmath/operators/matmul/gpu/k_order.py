@@ -111,7 +111,7 @@ class Lines:
             places[mine] |= OWN
         return places[order].astype(np.uint32)
 
-    def gathering(self, chosen: Integers, across: tuple[int, int], step: int) -> list[Move]:
+    def gather_moves(self, chosen: Integers, across: tuple[int, int], step: int) -> list[Move]:
         """The moves that bring the chosen steps of some rows or columns into the panel, of which
         those are the first. What is read where it lies is left out.
         """
@@ -178,12 +178,12 @@ class KOrder:
         """The struct `Step` of panel_gemm.cuh for each step."""
         return np.column_stack([one.table(self.order) for one in self.lines])
 
-    def gathering(self, side: int, first: int, last: int, across: tuple[int, int]) -> list[Move]:
-        """The moves from peers for steps `first` to `last` of the order; see `Lines.gathering`."""
+    def gather_moves(self, side: int, first: int, last: int, across: tuple[int, int]) -> list[Move]:
+        """The moves from peers for steps `first` to `last` of the order; see `Lines.gather_moves`."""
         lines = self.lines[side]
         if first >= last:
             return []
-        found = lines.gathering(self.order[first:last], across, self.step)
+        found = lines.gather_moves(self.order[first:last], across, self.step)
         return [move for move in found if move.src != lines.rank]
 
     def pieces(self, costs: tuple[float, float], first_bytes: float) -> list[tuple[int, int]]:

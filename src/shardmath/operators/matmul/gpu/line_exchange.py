@@ -14,8 +14,8 @@ from shardmath.local.float8 import BLOCK
 from shardmath.local.gpu import Matrix, scaled
 from shardmath.local.gpu.scaled import GRAIN, Scale
 from shardmath.operators.lanes import Lane
-from shardmath.operators.matmul.gpu.gather import Gathering
-from shardmath.operators.matmul.gpu.rank_plan import Operands, Share
+from shardmath.operators.matmul.gpu.gather import Gather
+from shardmath.operators.matmul.gpu.rank_plan import Operands, RankPlan
 from shardmath.operators.matmul.gpu.rounds import Rounds, Stage
 from shardmath.operators.matmul.gpu.scale_layouts import ScaleLayouts, laid_out
 from shardmath.operators.matmul.host import shared_part
@@ -31,22 +31,22 @@ class Exchange:
 
     def __init__(
         self,
-        share: Share,
+        rank_plan: RankPlan,
         rounds: Rounds,
         operands: Operands,
         lane: Lane,
         shown: PublishedMatrices,
-        gathering: Gathering,
+        gather: Gather,
     ) -> None:
-        self._share = share
+        self._rank_plan = rank_plan
         self._rounds = rounds
-        self._rank = share.rank
-        self._mode = share.modes[rounds.index]
-        self._k = share.feeds[rounds.index].extent
+        self._rank = rank_plan.rank
+        self._mode = rank_plan.modes[rounds.index]
+        self._k = rank_plan.operand_plans[rounds.index].extent
         self._deep = up(self._k, GRAIN)  # elements of a line in memory, with those that pad it
         self._lane = lane
         self._shown = shown
-        self._gathering = gathering
+        self._gather = gather
         self._stream = operands.stream
         self._array = operands.factors[rounds.index]
         own = matrix_of(self._array)
@@ -110,7 +110,7 @@ class Exchange:
 
     def _packed(self) -> Matrix:
         """This rank's lines in memory of the lane."""
-        problem, index, rank = self._share.strategy.problem, self._rounds.index, self._rank
+        problem, index, rank = self._rank_plan.strategy.problem, self._rounds.index, self._rank
         layout = (problem.a, problem.b)[index]
         address, lines = self._lane.address("own lines"), self.own.columns
         made = Matrix(address, self._deep, lines, 1, self._deep, self.own.dtype)
@@ -119,7 +119,7 @@ class Exchange:
         moves = shared_part(layout, layout, src=rank, dst=rank)
         place = self._array.address, self._array.strides
         into = part if index else part.transposed()
-        self._gathering.copy("own lines", moves, lambda _: place, into)
+        self._gather.copy("own lines", moves, lambda _: place, into)
         return made
 
     # -- where things lie --------------------------------------------------------------------------

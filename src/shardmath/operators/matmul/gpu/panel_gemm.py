@@ -29,7 +29,7 @@ from shardmath.local.gpu import Matrix
 from shardmath.operators.lanes import Lane
 from shardmath.operators.matmul.gpu.copy_engines import EngineCopies, engine_copies
 from shardmath.operators.matmul.gpu.k_order import KOrder
-from shardmath.operators.matmul.gpu.panel_factor import SUMS_BYTES, TILINGS, PanelFactor
+from shardmath.operators.matmul.gpu.panel_operand import SUMS_BYTES, TILINGS, PanelOperand
 from shardmath.operators.matmul.gpu.panel_schedule import (
     MOST_REGIONS,
     Fetch,
@@ -37,7 +37,7 @@ from shardmath.operators.matmul.gpu.panel_schedule import (
     Tiles,
     walk,
 )
-from shardmath.operators.matmul.gpu.rank_plan import Operands, Share
+from shardmath.operators.matmul.gpu.rank_plan import Operands, RankPlan
 from shardmath.operators.matmul.strategy import HOPPER
 from shardmath.operators.published import Places, matrix_of
 from shardmath.redistribution.copies import StridedCopy, lowered
@@ -57,41 +57,48 @@ _FIRST_BYTES = 4 << 20  # of the first piece: what comes sooner takes longer tha
 class PanelGemm:
     """One execution of a product on arrival, of op(A) and op(B) into `out`."""
 
-    def __init__(self, share: Share, operands: Operands, lane: Lane, out: Matrix) -> None:
-        self._share = share
+    def __init__(self, rank_plan: RankPlan, operands: Operands, lane: Lane, out: Matrix) -> None:
+        self._rank_plan = rank_plan
         self._operands = operands
         self._lane = lane
         self._device = lane.team.device
         self._turned = out.column_stride != 1
         self._out = out.transposed() if self._turned else out
         first = 1 if self._turned else 0
-        self._extent = share.feeds[0].extent  # of k
+        self._extent = rank_plan.operand_plans[0].extent  # of k
         self._order = first, 1 - first  # which operand is on the left, which on the right
 
     @cached_property
-    def _sides(self) -> tuple[PanelFactor, PanelFactor]:
+    def _sides(self) -> tuple[PanelOperand, PanelOperand]:
         return self._side(self._order[0]), self._side(self._order[1])
 
-    def _side(self, index: int) -> PanelFactor:
-        feed, own = self._share.feeds[index], matrix_of(self._operands.factors[index])
-        moves, place, shape = feed.moves, feed.place, feed.shape(0, feed.extent)
+    def _side(self, index: int) -> PanelOperand:
+        operand_plan, own = (
+            self._rank_plan.operand_plans[index],
+            matrix_of(self._operands.factors[index]),
+        )
+        moves, place, shape = (
+            operand_plan.moves,
+            operand_plan.place,
+            operand_plan.shape(0, operand_plan.extent),
+        )
         if self._turned:
             own, shape = own.transposed(), shape[::-1]
             moves = tuple(Move(move.src, move.dst, move.runs[::-1]) for move in moves)
             place = None if place is None else place[::-1]
         is_right = (index == 1) != self._turned
         rank, tiling = self._lane.team.rank, TILINGS[self._out.dtype]
-        return PanelFactor(
-            index, is_right, own, moves, place, shape, rank, tiling, self._share.kept
+        return PanelOperand(
+            index, is_right, own, moves, place, shape, rank, tiling, self._rank_plan.kept
         )
 
     @property
-    def misfit(self) -> str:
+    def unsupported(self) -> str:
         """Why the product cannot, or should not, be computed so; "" where it can."""
-        return self._misfit_of_kind() or self._misfit_of_size()
+        return self._unsupported_kind() or self._unsupported_size()
 
-    def _misfit_of_kind(self) -> str:
-        strategy, operands, out = self._share.strategy, self._operands, self._out
+    def _unsupported_kind(self) -> str:
+        strategy, operands, out = self._rank_plan.strategy, self._operands, self._out
         problem = strategy.problem
         if self._device.arch != "sm_90" or problem.dtype not in TILINGS:
             return "the kernels multiply halves and float64 on GPUs of capability 9.0"
@@ -105,9 +112,9 @@ class PanelGemm:
             return "the kernels add no C"
         return ""
 
-    def _misfit_of_size(self) -> str:
+    def _unsupported_size(self) -> str:
         out = self._out
-        if not any(feed.gathers for feed in self._share.feeds):
+        if not any(operand_plan.gathers for operand_plan in self._rank_plan.operand_plans):
             return "all lies here"
         seconds = 2.0 * out.rows * out.columns * self._extent / HOPPER.rate(out.dtype)
         if seconds < _LEAST_SECONDS or min(out.rows, out.columns, self._extent) < _LEAST_WIDTH:
@@ -206,7 +213,7 @@ class PanelGemm:
         )
         own = tuple(side.lines.own for side in self._sides)
         key = ("arriving", self._turned, strides, own)
-        kept = self._share.kept
+        kept = self._rank_plan.kept
         if key not in kept:
             kept[key] = self._planned(found, needed)
         plan: _Plan | None = kept[key]
@@ -223,7 +230,7 @@ class PanelGemm:
             if depth.here(fetch.side) >= fetch.last:
                 continue
             side, place = self._sides[fetch.side], found[fetch.side]
-            moves = depth.gathering(fetch.side, fetch.first, fetch.last, (fetch.lo, fetch.hi))
+            moves = depth.gather_moves(fetch.side, fetch.first, fetch.last, (fetch.lo, fetch.hi))
             moves.sort(key=side.turn)
             engines = engine_copies(_lowered(side, moves, place))
             if engines is None:
@@ -236,12 +243,12 @@ class PanelGemm:
         here = depth.here(0), depth.here(1)
         return _Plan(made, tuple(fetches), tuple(own), reached, depth.steps, here, steps)
 
-    def _own_copies(self, side: PanelFactor, place: Places) -> BoxCopies | None:
+    def _own_copies(self, side: PanelOperand, place: Places) -> BoxCopies | None:
         """What this rank has, but cannot load where it lies, into its panel."""
         if side.place is not None:
             return None
         every = np.arange(len(side.lines.places))
-        moves = side.lines.gathering(every, (0, side.extent), side.tiling.depth)
+        moves = side.lines.gather_moves(every, (0, side.extent), side.tiling.depth)
         mine = [move for move in moves if move.src == side.rank]
         boxes = [Box.of(replace(copy, src=0), 0) for copy in _lowered(side, mine, place)]
         return BoxCopies(self._device, boxes) if boxes else None
@@ -304,7 +311,7 @@ class _Plan:
     steps: Constant
 
 
-def _lowered(side: PanelFactor, moves: Sequence[Move], places: Places) -> list[StridedCopy]:
+def _lowered(side: PanelOperand, moves: Sequence[Move], places: Places) -> list[StridedCopy]:
     """Moves into a side's panel as the machine sees them."""
     panel = side.panel(0)
     item = panel.itemsize

@@ -16,8 +16,8 @@ from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.float8 import BLOCK, FLOAT8
 from shardmath.local.gpu.gemm import Algorithms
 from shardmath.operators.matmul import host
-from shardmath.operators.matmul.gpu.panels import Feed, Interval, intervals
-from shardmath.operators.matmul.gpu.patterns import Form, form_of
+from shardmath.operators.matmul.gpu.panels import Interval, OperandPlan, intervals
+from shardmath.operators.matmul.gpu.patterns import Pattern, pattern_of
 from shardmath.operators.matmul.gpu.reduction_choice import rounds_parts
 from shardmath.operators.matmul.gpu.rounds import Rounds, rounds_of
 from shardmath.operators.matmul.gpu.routes import Routes
@@ -31,7 +31,7 @@ from shardmath.operators.matmul.problem import gradient_layouts
 from shardmath.operators.matmul.strategy import HOPPER, HOPPER_APART, Machine
 from shardmath.symmetric.device_array import DeviceArray
 
-__all__ = ["AFTERWARDS", "Operands", "Scales", "Share"]
+__all__ = ["AFTERWARDS", "Operands", "RankPlan", "Scales"]
 
 _MEMORY = 4e12  # bytes per second of an H200's memory
 _PANEL = 6e-6  # seconds that one more product takes to begin, and to end with few tiles
@@ -105,7 +105,7 @@ class Operands:
 
 
 @dataclass(frozen=True)
-class Share(host.Share):
+class RankPlan(host.RankPlan):
     """What `rank` does for `strategy` on its GPU; `hosts` are the numbers of all ranks' hosts.
 
     All moves of peers are out of what they show: their arrays, or their outboxes where ranks are on
@@ -130,20 +130,20 @@ class Share(host.Share):
         return Routes(self.strategy, self.rank, self.hosts)
 
     @cached_property
-    def feeds(self) -> tuple[Feed, Feed]:
+    def operand_plans(self) -> tuple[OperandPlan, OperandPlan]:
         """How this rank reads op(A), along its axis 1, and op(B), along its axis 0."""
         (one, two), rank = self.strategy.transfers, self.rank
         shapes = self.strategy.a.local_shape(rank), self.strategy.b.local_shape(rank)
         return (
-            Feed.plan(self._shown("a", one.into(rank)), shapes[0], rank, 1),
-            Feed.plan(self._shown("b", two.into(rank)), shapes[1], rank, 0),
+            OperandPlan.plan(self._shown("a", one.into(rank)), shapes[0], rank, 1),
+            OperandPlan.plan(self._shown("b", two.into(rank)), shapes[1], rank, 0),
         )
 
     def parts(self, index: int) -> list[tuple[str, list[Move]]]:
         """What is gathered of a factor for each interval, by name."""
-        feed = self.feeds[index]
+        operand_plan = self.operand_plans[index]
         return [
-            (f"{'ab'[index]} {number}", feed.gathering(interval.lo, interval.hi))
+            (f"{'ab'[index]} {number}", operand_plan.gather_moves(interval.lo, interval.hi))
             for number, interval in enumerate(self.schedule[0])
         ]
 
@@ -189,7 +189,7 @@ class Share(host.Share):
     @cached_property
     def schedule(self) -> tuple[list[Interval], int]:
         """The intervals of k, and how many indices the panels' memory has."""
-        strategy, rank, (a, b) = self.strategy, self.rank, self.feeds
+        strategy, rank, (a, b) = self.strategy, self.rank, self.operand_plans
         dtype = strategy.problem.dtype
         itemsize = dtypes.of(dtype).itemsize
         flops = 2.0 * strategy.rows[rank].length * strategy.columns[rank].length
@@ -268,9 +268,9 @@ class Share(host.Share):
         return tuple(self.kept.get("told", ()))
 
     @cached_property
-    def form(self) -> Form | None:
+    def pattern(self) -> Pattern | None:
         """What the strategy is, if one kernel can do all of it."""
-        return None if self.apart else form_of(self.strategy)
+        return None if self.apart else pattern_of(self.strategy)
 
     @cached_property
     def parts_dtype(self) -> str:
@@ -278,7 +278,7 @@ class Share(host.Share):
         problem = self.strategy.problem
         m, n, _ = problem.shape
         halves = dtypes.of(problem.result).itemsize == 2
-        added = self.form is not None and self.form.kind != "all-gather"
+        added = self.pattern is not None and self.pattern.kind != "all-gather"
         if halves and added and rounds_parts(m * n):
             return problem.result
         return dtypes.accumulator(problem.dtype).name
@@ -288,11 +288,11 @@ class Share(host.Share):
 
         "" where none does: parts of it would not lie as the ranks want them.
         """
-        if self.form is None or self.form.kind == "all-gather":
+        if self.pattern is None or self.pattern.kind == "all-gather":
             return ""
-        if self.form.kind == "all-reduce":
+        if self.pattern.kind == "all-reduce":
             return order
-        natural = "F" if self.form.turned else "C"
+        natural = "F" if self.pattern.transposed else "C"
         return natural if order == natural else ""
 
     @property

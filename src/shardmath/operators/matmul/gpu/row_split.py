@@ -17,7 +17,7 @@ from functools import cached_property
 
 from shardmath.cuda.device import Device
 from shardmath.cuda.tensormap import ALIGNMENT
-from shardmath.operators.matmul.gpu.factor import Factor
+from shardmath.operators.matmul.gpu.operand_layout import OperandLayout
 
 __all__ = [
     "CHUNKS",
@@ -55,8 +55,8 @@ class RowSplitProduct:
     columns: int
     depth: int
     dtype: str
-    a: Factor
-    b: Factor
+    a: OperandLayout
+    b: OperandLayout
     out: str = "C"
 
     @property
@@ -79,7 +79,7 @@ class RowSplitProduct:
             ("the order of A", self.a.order),
         ]
 
-    def misfit(self, device: Device) -> str:
+    def unsupported(self, device: Device) -> str:
         """Why `device` cannot multiply so while rows arrive, or "" where it can."""
         if device.arch != "sm_90":
             return f"the kernel is for GPUs of capability 9.0, and this one is {device.arch}"

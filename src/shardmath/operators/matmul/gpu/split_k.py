@@ -16,7 +16,7 @@ from itertools import accumulate, pairwise
 
 from shardmath.cuda.device import Device
 from shardmath.cuda.tensormap import ALIGNMENT
-from shardmath.operators.matmul.gpu.factor import Factor
+from shardmath.operators.matmul.gpu.operand_layout import OperandLayout
 from shardmath.operators.matmul.gpu.tile_order import TILE_ROWS
 
 __all__ = ["HALVES", "SplitKProduct", "even_rows"]
@@ -38,8 +38,8 @@ class SplitKProduct:
     columns: int
     depth: int
     dtype: str
-    a: Factor
-    b: Factor
+    a: OperandLayout
+    b: OperandLayout
 
     @property
     def height(self) -> int:
@@ -60,7 +60,7 @@ class SplitKProduct:
             ("dtype", self.dtype),
         ]
 
-    def misfit(self, device: Device) -> str:
+    def unsupported(self, device: Device) -> str:
         """Why `device` cannot multiply so with tiles that are sent, or "" where it can."""
         if device.arch != "sm_90":
             return f"the kernel is for GPUs of capability 9.0, and this one is {device.arch}"

@@ -22,7 +22,7 @@ from shardmath.context import Context
 from shardmath.cuda.driver import call
 from shardmath.cuda.kernel import Argument
 from shardmath.cuda.tensormap import ALIGNMENT, tensor_map
-from shardmath.operators.matmul.gpu.factor import Factor
+from shardmath.operators.matmul.gpu.operand_layout import OperandLayout
 from shardmath.operators.matmul.gpu.plan_memory import PlanMemory
 from shardmath.operators.matmul.gpu.split_k import SplitKProduct
 from shardmath.operators.matmul.gpu.tile_order import TILE_COLUMNS, TILE_ROWS, TileOrder
@@ -142,7 +142,7 @@ class TileSendingGemm:
         self._arguments: dict[tuple[str | int | bytes, ...], Argument] = {}
 
     @classmethod
-    def together(
+    def create(
         cls,
         context: Context,
         problem: SplitKProduct,
@@ -166,11 +166,11 @@ class TileSendingGemm:
             _write(address + own.owned, walk.owned(context.rank))
             _write(address + own.chunks, walk.table(context.rank))
 
-        room = PlanMemory.together(
+        room = PlanMemory.create(
             context,
             "a product that sends its tiles",
             lambda rank: places[rank].nbytes,
-            refusal=problem.misfit,
+            refusal=problem.unsupported,
             begin=begin,
             same=[
                 *problem.same_everywhere,
@@ -293,7 +293,7 @@ class TileSendingGemm:
         return made + bytes(-len(made) % 64)
 
     def _map(
-        self, address: int, factor: Factor, rows: int, columns: int, tile: int, along_k: str
+        self, address: int, factor: OperandLayout, rows: int, columns: int, tile: int, along_k: str
     ) -> bytes:
         """A box holds 64 elements along the contiguous axis, and of the other 64 of k or a tile."""
         width, height = (columns, rows) if factor.order == "C" else (rows, columns)

@@ -17,7 +17,7 @@ from shardmath.local.gpu import Matrix
 from shardmath.operators.matmul.gpu.k_order import Lines
 from shardmath.operators.matmul.gpu.panel_schedule import TILE_ROWS
 
-__all__ = ["SUMS_BYTES", "TILINGS", "PanelFactor", "Tiling"]
+__all__ = ["SUMS_BYTES", "TILINGS", "PanelOperand", "Tiling"]
 
 SUMS_BYTES = 1 << 17  # of a block's tile (kSumsBytes of panel_gemm.cuh)
 
@@ -50,7 +50,7 @@ TILINGS = {"float16": _HALVES, "bfloat16": _HALVES, "float64": _DOUBLES}
 
 
 @dataclass(frozen=True, eq=False)
-class PanelFactor:
+class PanelOperand:
     """Factor `index` (0: op(A), 1: op(B)) of this rank: `own` is its local array, `moves` bring
     what it needs, `place` is where that lies in `own` if nothing needs to move. All are oriented as
     the kernel takes them, on the right if `is_right`. `kept` lives as long as the product's plan.
