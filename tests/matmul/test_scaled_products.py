@@ -273,7 +273,7 @@ def call(name, *given):
 
 @pytest.fixture(autouse=True)
 def _by_numpy(monkeypatch):
-    monkeypatch.setattr(module, "Gathering", Gather)
+    monkeypatch.setattr(module, "Gather", Gather)
     monkeypatch.setattr(float8, "numbers", numbers)
     monkeypatch.setattr(module.scaled, "multiply", multiply)
     monkeypatch.setattr(module, "finish", finish)

@@ -149,9 +149,9 @@ class AllGatherGemm:
         maps.append(self._map_of_b(b))
         parts, units = [], 0
         for src in arrivals:
-            heights = tiling.heights(problem.rows[src])
-            parts += [units, heights, problem.rows[src], src]
-            units += heights * tiling.across(problem.columns)
+            unit_rows = tiling.unit_rows(problem.rows[src])
+            parts += [units, unit_rows, problem.rows[src], src]
+            units += unit_rows * tiling.tile_columns(problem.columns)
         starts = [problem.starts[src] for src in arrivals]
         counts = [len(arrivals), units, -(-problem.depth // DEPTH), problem.columns]
         counts += [problem.chunk, len(problem.chunks)]

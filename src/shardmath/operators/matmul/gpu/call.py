@@ -90,7 +90,7 @@ def tune(
     texts = context.gather(operation, lambda: tuning.packed(timed.timings or {}))
     chosen = tuning.fastest([tuning.unpacked(text) for text in texts])
     one.rank_plan.algorithms.chosen.update(chosen)
-    one.rank_plan.kept["told"] = tuning.told(timed.timings, chosen)
+    one.rank_plan.cache["told"] = tuning.told(timed.timings, chosen)
 
 
 def comes_again(context: Context, rank_plan: RankPlan, given: Arguments) -> bool:

@@ -72,7 +72,7 @@ class Execution:
         self.shown = PublishedMatrices(context, lane, SHOWN)
         if rank_plan.apart:
             self.shown = FarPublishedMatrices(
-                context, lane, SHOWN, rank_plan.routes, rank_plan.kept
+                context, lane, SHOWN, rank_plan.routes, rank_plan.cache
             )
         self.addition: SeparateReduction | None = None
         if addition_order:
@@ -134,7 +134,7 @@ class Execution:
         itemsize = dtypes.of(self.problem.dtype).itemsize
         for index, operand_plan in enumerate(self.rank_plan.operand_plans):
             if operand_plan.gathers:
-                whole = 0 if self._arriving is None else self._arriving.room(index)
+                whole = 0 if self._arriving is None else self._arriving.panel_bytes(index)
                 nbytes = max(whole, room * operand_plan.width * itemsize)
                 self.lane.private(f"panel {'ab'[index]}", nbytes)
                 parts = partial(self.rank_plan.parts, index)
@@ -302,7 +302,7 @@ class Execution:
             None if operand_plan.gathers else self._dense(index, target)
             for index, operand_plan in enumerate(self.rank_plan.operand_plans)
         ]
-        gather = Gather(self.lane, self.stream, self.rank_plan.kept)
+        gather = Gather(self.lane, self.stream, self.rank_plan.cache)
         with gather.beside(len(plan) > 1):
             for number, interval in enumerate(plan):
                 pair = []

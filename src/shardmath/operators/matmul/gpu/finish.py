@@ -192,7 +192,7 @@ class Ending:
         used = 0
         every = tuple(move for found in groups for move in found)
         places = self.shown.reach(name, "", every, self.stream)
-        gather = Gather(self.lane, self.stream, self.rank_plan.kept)
+        gather = Gather(self.lane, self.stream, self.rank_plan.cache)
         for number, found in enumerate(groups):
             if not found:
                 continue

@@ -61,12 +61,12 @@ class Fused:
             self._out = self._out.transposed()
         forms = tuple(x[1:] for x in self._matrices)
         key = ("described", transposed, forms, self._suits())
-        if key not in rank_plan.kept:
+        if key not in rank_plan.cache:
             problem = self._described(device) if self._suits() else None
             text = repr((pattern.kind, problem)).encode()
             told = bytes([transposed]) + blake2b(text, digest_size=15).digest()
-            rank_plan.kept[key] = (problem, b"") if problem is None else (problem, told)
-        self._problem, self.told = rank_plan.kept[key]
+            rank_plan.cache[key] = (problem, b"") if problem is None else (problem, told)
+        self._problem, self.told = rank_plan.cache[key]
         if self.told:
             self.told += self._shown()
 
@@ -82,7 +82,7 @@ class Fused:
         """Put it on the stream. Collective."""
         shown = _places(context, [text[_DESCRIBED:] for text in told])
         key = (self._pattern.kind, *(text[:_DESCRIBED] for text in told), bool(shown))
-        kept = self._rank_plan.kept
+        kept = self._rank_plan.cache
         if key not in kept:
             make = partial(_KERNELS[self._pattern.kind].create, context, self._problem)
             made = make(shown=True) if shown else make()
@@ -155,12 +155,12 @@ def shows(told: Sequence[bytes]) -> bool:
 
 
 def pays(rank_plan: RankPlan) -> bool:
-    """Whether the kernel for the strategy's pattern is predicted to be faster than the phases, or was
-    asked for by the name of its kind. The same on all ranks.
+    """Whether the kernel for the pattern is predicted to be faster than the phases, or was asked
+    for by the name of its kind. The same on all ranks.
     """
-    if "pays" not in rank_plan.kept:
-        rank_plan.kept["pays"] = _pays(rank_plan)
-    return bool(rank_plan.kept["pays"])
+    if "pays" not in rank_plan.cache:
+        rank_plan.cache["pays"] = _pays(rank_plan)
+    return bool(rank_plan.cache["pays"])
 
 
 def _pays(rank_plan: RankPlan) -> bool:

@@ -253,7 +253,7 @@ class RankPlan(host.RankPlan):
         return self.strategy.problem.dtype in FLOAT8
 
     @cached_property
-    def kept(self) -> dict[Any, Any]:
+    def cache(self) -> dict[Any, Any]:
         """What executions of this share keep for the next: geometry that is on the device."""
         return {}
 
@@ -265,7 +265,7 @@ class RankPlan(host.RankPlan):
     @property
     def told(self) -> tuple[str, ...]:
         """What has been found out by timing."""
-        return tuple(self.kept.get("told", ()))
+        return tuple(self.cache.get("told", ()))
 
     @cached_property
     def pattern(self) -> Pattern | None:

@@ -156,11 +156,11 @@ class Tiling:
         """That multiply at once."""
         return max(1, self.blocks // self.cluster)
 
-    def heights(self, rows: int) -> int:
+    def unit_rows(self, rows: int) -> int:
         """Units, of `cluster` tiles each, that `rows` have above each other."""
         return -(-rows // (TILE_ROWS * self.cluster))
 
-    def across(self, columns: int) -> int:
+    def tile_columns(self, columns: int) -> int:
         """Tiles next to each other."""
         return -(-columns // self.width)
 
@@ -188,10 +188,10 @@ def predicted(problem: RowSplitProduct, rank: int, tiling: Tiling) -> float:
     unit = 2.0 * TILE_ROWS * tiling.width * max(problem.depth, 1) / _FLOPS + _PER_TILE
     unit /= _EFFICIENCY[tiling.width]
     free = [0.0] * tiling.clusters
-    number, across = 0, tiling.across(problem.columns)
+    number, tile_columns = 0, tiling.tile_columns(problem.columns)
     parts = zip(problem.arrivals(rank), _coming(problem, rank, tiling), strict=True)
     for src, (begun, here) in parts:
-        for _ in range(tiling.heights(problem.rows[src]) * across):
+        for _ in range(tiling.unit_rows(problem.rows[src]) * tile_columns):
             at = number % tiling.clusters
             free[at] = max(max(free[at], begun) + unit, here + unit / PIECES)
             number += 1
@@ -253,7 +253,9 @@ def _stages(width: int) -> int:
 
 def _with_even_blocks(tiling: Tiling, problem: RowSplitProduct) -> Tiling:
     """No more blocks than finish in as many turns: those left over have the rest to do."""
-    units = sum(tiling.heights(rows) for rows in problem.rows) * tiling.across(problem.columns)
+    units = sum(tiling.unit_rows(rows) for rows in problem.rows) * tiling.tile_columns(
+        problem.columns
+    )
     clusters = max(1, min(tiling.clusters, units))
     turns = -(-units // clusters)
     fewest = -(-units // turns) if turns else 1

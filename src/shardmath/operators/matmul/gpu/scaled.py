@@ -60,7 +60,7 @@ class ScaledProducts:
         self._ending = ending
         self._out = matrix_of(operands.out)
         self._blocks = bool({"vectors", "squares"} & set(rank_plan.modes))
-        self._gather = Gather(lane, self._stream, rank_plan.kept)
+        self._gather = Gather(lane, self._stream, rank_plan.cache)
         self._scales = ScaleLayouts(rank_plan, operands, lane, shown, self._gather)
         self._exchange: Exchange | None = None
         if rank_plan.rounds is not None:
