@@ -36,7 +36,7 @@ def call_of(torch, context, kind):
         return partial(redistribute, filled(torch, rows, 1), Slab.X, Slab.Y)
     a = filled(torch, Slab.Y.shape(rank, (N, N * size), size=size), 1)
     b = filled(torch, rows, 1)
-    return partial(matmul, a, b, distributions=[Slab.Y, Slab.X, Replicated])
+    return partial(matmul, a, b, distributions=[Slab.Y, Slab.X, Replicated()])
 
 
 def check(context, kind):

@@ -24,7 +24,7 @@ def repeated(context, kind, dtype, heap):
     from shardmath.distribution import Replicated, Slab
     from shardmath.linalg.advanced import Matmul
     from shardmath.operators.matmul.gpu.all_reduce import GemmAllReduce
-    from shardmath.operators.replay import Known
+    from shardmath.operators.replay import Replay
     from shardmath.symmetric.allocation import empty_on_heap
 
     torch.cuda.set_device(context.device_id)
@@ -43,7 +43,7 @@ def repeated(context, kind, dtype, heap):
         return torch.zeros(local, device="cuda", dtype=getattr(torch, dtype))
 
     a, other, b = part(0, (m, k)), part(0, (m, k)), part(1, (k, n))
-    again, wrong, launch, share = [], [], Known.launch, GemmAllReduce.launch
+    again, wrong, launch, share = [], [], Replay.launch, GemmAllReduce.launch
 
     def counted(self, *args):
         again[-1] = True
@@ -58,7 +58,7 @@ def repeated(context, kind, dtype, heap):
 
     with (
         context,
-        patch.object(Known, "launch", counted),
+        patch.object(Replay, "launch", counted),
         patch.object(GemmAllReduce, "launch", autospec=True, side_effect=share) as shared,
     ):
         with Matmul(a, b, **named) as product:
@@ -114,7 +114,7 @@ def varied(context, heap):
     from shardmath.distribution import Slab
     from shardmath.linalg.advanced import MatmulEpilog, MatmulOptions, matmul
     from shardmath.operators.matmul.options import matrix_qualifiers_dtype
-    from shardmath.operators.replay import Known
+    from shardmath.operators.replay import Replay
     from shardmath.symmetric.allocation import empty_on_heap
 
     torch.cuda.set_device(context.device_id)
@@ -158,7 +158,7 @@ def varied(context, heap):
         "parameter": (lambda: matmul(x, weight, **splits), product),
         "alpha": (lambda: matmul(x, y, alpha=next(scales), **splits), None),
     }
-    splits, found, launch = {"distributions": [Slab.X] * 3}, {}, Known.launch
+    splits, found, launch = {"distributions": [Slab.X] * 3}, {}, Replay.launch
     for name, (call, expected) in forms.items():
         again, wrong = [], []
 
@@ -166,7 +166,7 @@ def varied(context, heap):
             seen.append(True)
             return launch(self, *args)
 
-        with context, torch.no_grad(), patch.object(Known, "launch", counted):
+        with context, torch.no_grad(), patch.object(Replay, "launch", counted):
             for turn in range(6):
                 full = product * (2 + turn % 2) if expected is None else expected
                 if not torch.equal(call().cpu(), full.tensor_split(size)[rank]):

@@ -105,17 +105,34 @@ def test_a_failure_after_a_barrier_is_no_failure_of_it():
 
     def body(group):
         context = startup.initialize("cpu", group)
-        plain = context.board._require_all_waited
+        plain = context.board._await
 
-        def late():
-            if context.rank == 1:
+        def late(*args):
+            if context.rank == 1:  # which has published that it has come
                 given_up(context, 0)
-            plain()
+            plain(*args)
 
-        context.board._require_all_waited = late
+        context.board._await = late
         context.board.barrier("phase")
         context.board.fail("something else")
         return "passed"
 
     with Job(2, body, LIMIT) as job:
         assert [job.outcome(rank) for rank in range(2)] == ["passed"] * 2
+
+
+def test_peers_are_told_what_a_signal_handler_raised_in_a_wait():
+    def body(group):
+        context = startup.initialize("cpu", group)
+        if context.rank == 0:
+            signal.signal(signal.SIGALRM, lambda *_: {}["ring"])
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+        else:
+            given_up(context, 0)
+        context.barrier()
+        context.barrier()  # rank 0 had come to the first
+
+    with Job(2, body, {"SHARDMATH_NOTICE": "100"}) as job:
+        first, second = (job.outcome(rank) for rank in range(2))
+    assert first.kind == "KeyError"
+    assert second.kind == "RankFailure" and "gave up: KeyError('ring')" in second.text

@@ -76,7 +76,7 @@ class Operand:
             return cls(library, spec, _flat(view), location)
         return cls(library, spec, _flat(_packed(view)), None)
 
-    def apart(self, out: HostArray | None) -> Operand:
+    def without_alias(self, out: HostArray | None) -> Operand:
         """The operand on memory that writing into `out` does not change."""
         if out is None or not self.spec.size or not np.may_share_memory(out, self.flat):
             return self

@@ -65,7 +65,7 @@ class Pushes:
         Multiples of 16. `blocks` is the most that the kernel may have; 0 is what the device holds.
         """
         self.team.check()
-        order, most = self.team.from_next, max(sizes)
+        order, most = self.team.ring_order, max(sizes)
         if most:
             columns = [[values[peer] for peer in order] for values in (sources, targets, sizes)]
             words = [most, *(word for column in columns for word in column)]
@@ -107,7 +107,7 @@ class Pushes:
         if nbytes == 0:
             return
         self.team.require_usable()
-        whole = not any(word % UNIT for word in (source, nbytes, *targets))
+        aligned = not any(word % UNIT for word in (source, nbytes, *targets))
         chunks = chunked(nbytes, self.team.size, _SLICE_BYTES)
         pitch = -(-chunks[0][0].nbytes // UNIT) * UNIT
         inboxes = self._scratch(pitch * self.team.size)
@@ -124,8 +124,8 @@ class Pushes:
                 self.barrier(stream)  # before reading the inbox, and before writing the targets
                 parts = [own + peer * pitch for peer in range(self.team.size)]
                 parts[rank] = source + slices[rank].start
-                defines = reduction_defines(dtype, operation, whole)
-                self._fold(parts, targets, slices[rank], defines, stream)
+                defines = reduction_defines(dtype, operation, aligned)
+                self._reduce_and_push(parts, targets, slices[rank], defines, stream)
                 self.barrier(stream)  # the targets are complete, the inboxes free
 
     def barrier(self, stream: int) -> None:
@@ -157,7 +157,7 @@ class Pushes:
                 if end < size:
                     call("cuMemcpyAsync", target + end, source + end, size - end, stream)
             return
-        *peers, own = self.team.from_next
+        *peers, own = self.team.ring_order
         with self._side.beside(stream) as side:
             for peer in peers:
                 if sizes[peer]:
@@ -174,7 +174,7 @@ class Pushes:
             sources, targets = [source] * len(sizes), [target] * len(sizes)
             self.push_to_each(sources, targets, sizes, stream, blocks=_OWN_BLOCKS)
 
-    def _fold(
+    def _reduce_and_push(
         self,
         parts: Sequence[int],
         targets: Sequence[int],
@@ -184,11 +184,11 @@ class Pushes:
     ) -> None:
         if not own.nbytes:
             return
-        results = [targets[peer] + own.start for peer in self.team.from_next]
+        results = [targets[peer] + own.start for peer in self.team.ring_order]
         by_engine = results[1:-1] if own.nbytes >= _ENGINE_SLICE_BYTES else []
         first = [result for result in results if result not in by_engine]
         words = (*parts, *first, *by_engine, len(first), own.nbytes)
-        kernel = self.team.kernel("reduce", "fold", defines)
+        kernel = self.team.kernel("reduce", "reduce_and_push", defines)
         argument = Argument(struct.pack(f"{len(words)}Q", *words))
         kernel.launch(stream, self._blocks(own.nbytes), _THREADS, argument)
         if by_engine:
@@ -222,7 +222,7 @@ def kernel_memory(context: Context, operation: str, nbytes: int) -> list[int]:
     return memory.addresses(context)
 
 
-def reduction_defines(dtype: DType, operation: str, whole: bool) -> tuple[str, ...]:
+def reduction_defines(dtype: DType, operation: str, aligned: bool) -> tuple[str, ...]:
     """What reduce.cu is compiled with."""
     element = "boolean" if dtype.name == "bool" else dtype.name
-    return f"ELEMENT={element}", f"OPERATION={operation}", f"WHOLE={whole:d}"
+    return f"ELEMENT={element}", f"OPERATION={operation}", f"ALIGNED={aligned:d}"

@@ -92,7 +92,7 @@ class Lane:
 
     def barrier(self, stream: int) -> None:
         """All ranks have come here in their operation of this lane. On `stream`, when entered."""
-        self.team.barrier_within(stream, channel=self.channel)
+        self.team.enqueue_barrier(stream, channel=self.channel)
 
     def buffer(self, name: str, nbytes: int) -> Buffer:
         """At least `nbytes` of memory under that name. Local. Raises HeapExhausted.

@@ -73,7 +73,7 @@ class PlanMemory:
                         )
 
         memory = allocate_on_all_ranks(context, operation, allocate, check)
-        context.heap.share(memory.buffer.block, context.number, context.next_share())
+        context.heap.share(memory.buffer.block, context.number, context.next_shared_id())
         return cls(context, memory.buffer, memory.addresses(context))
 
     def require_usable(self) -> None:
