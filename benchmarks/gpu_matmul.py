@@ -21,7 +21,7 @@ from on_gpus import Ranks, command, in_turn, run
 
 from shardmath.operators.matmul.gpu.all_gather import AllGatherGemm, product_kernel
 from shardmath.operators.matmul.gpu.operand_layout import OperandLayout
-from shardmath.operators.matmul.gpu.row_split import RowSplitProduct, choose_tiling, fuses
+from shardmath.operators.matmul.gpu.row_split import RowSplitProduct, choose_tiling, is_fused_faster
 
 SETS = 2  # of operands
 LIMIT = 0.005  # of the greatest results: bfloat16 rounds off 0.002
@@ -69,7 +69,7 @@ class Gathered:
         self.out = [torch.empty(m, columns, device=ranks.device).bfloat16() for _ in range(SETS)]
         self.room = torch.empty_like(self.whole[0])
         self.problem = problem_of(ranks, m, n, k)
-        self.how = "fused" if fuses(self.problem) else "gather first"
+        self.how = "fused" if is_fused_faster(self.problem) else "gather first"
         self.plan = AllGatherGemm.create(ranks.context, self.problem) if self.fused else None
         if self.plan:
             self.how += f", {self.plan.tiling}"
@@ -103,7 +103,7 @@ class Gathered:
         return fused(*arguments, return_A=False)[1][0]
 
     def ours(self, turn):
-        """What `fuses` says: the plan, or one gather and cuBLAS."""
+        """What `is_fused_faster` says: the plan, or one gather and cuBLAS."""
         a, b, out, stream = self.a[turn], self.b[turn], self.out[turn], self.ranks.stream()
         if self.plan:
             self.plan.launch(a.data_ptr(), b.data_ptr(), out.data_ptr(), stream)
@@ -150,7 +150,7 @@ def compile_all(ranks: Ranks, cases: list) -> None:
     needed = [
         (problem, choose_tiling(problem, ranks.rank, team.device.processors))
         for problem in problems
-        if fuses(problem)
+        if is_fused_faster(problem)
     ]
     kernels = list({(t.width, t.cluster, t.stages): (p, t) for p, t in needed}.values())
     for number in range(len(kernels)):

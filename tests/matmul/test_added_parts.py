@@ -6,9 +6,9 @@ import pytest
 
 from shardmath.geometry import Layout, Replicated, Slab
 from shardmath.local.epilog import MatmulEpilog
-from shardmath.operators.matmul.gpu.fused import pays
+from shardmath.operators.matmul.gpu.fused import is_faster
 from shardmath.operators.matmul.gpu.rank_plan import RankPlan
-from shardmath.operators.matmul.gpu.scale_moves import chosen
+from shardmath.operators.matmul.gpu.scale_moves import choose_strategy
 from shardmath.operators.matmul.problem import Problem
 from shardmath.operators.matmul.strategy import HOPPER
 
@@ -30,7 +30,7 @@ def rank_plan(kind, shape, dtype, *, size=2, label="stationary a", epilog=Matmul
         epilog=epilog,
         strategy=label,
     )
-    return RankPlan(chosen(problem, HOPPER)[0], 0, (0,) * size)
+    return RankPlan(choose_strategy(problem, HOPPER)[0], 0, (0,) * size)
 
 
 # Shapes as in tests/cuda/test_added_products.py: all go through the collective, none by the kernel.
@@ -58,16 +58,16 @@ def test_what_a_collective_adds_up(kind, orders, dtype, shape, parts, size, epil
     found = rank_plan(kind, shape, dtype, size=size, epilog=epilog)
     assert {order: found.addition_order(order) for order in "CF"} == orders
     assert found.parts_dtype == parts
-    assert not pays(found)
+    assert not is_faster(found)
 
 
 def test_large_products_go_through_the_kernel():
     found = rank_plan("everywhere", (8192, 8192, 28672), "bfloat16", size=8)
-    assert pays(found)
+    assert is_faster(found)
     biased = rank_plan(
         "everywhere", (8192, 8192, 28672), "bfloat16", size=8, epilog=MatmulEpilog.BIAS
     )
-    assert not pays(biased)  # it has no epilog
+    assert not is_faster(biased)  # it has no epilog
 
 
 def test_what_is_gathered_is_not_added():
@@ -89,4 +89,4 @@ def test_strategies_are_compared_with_what_the_kernel_takes(kind, size, shape):
     """Its steps one after another would take longer than moving the factors."""
     found = rank_plan(kind, shape, "bfloat16", size=size, label=None)
     assert found.strategy.label == "stationary a"
-    assert pays(found)
+    assert is_faster(found)

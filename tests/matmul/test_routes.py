@@ -97,7 +97,7 @@ def check(strategy, hosts):
     for name, parts in zip("ab", factors, strict=True):
         ranks.pack(name, parts)
     for rank, rank_plan in enumerate(ranks.rank_plans):
-        assert rank_plan.pattern is None and rank_plan.apart == (len(set(hosts)) > 1)
+        assert rank_plan.pattern is None and rank_plan.multi_host == (len(set(hosts)) > 1)
         needed = [part(a, strategy.a, rank), part(b, strategy.b, rank)]
         if rank_plan.multiplies:
             for index, operand_plan in enumerate(rank_plan.operand_plans):

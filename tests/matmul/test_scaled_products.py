@@ -25,10 +25,10 @@ from shardmath.local.gpu import Matrix, float8, scaled
 from shardmath.operators.matmul.gpu import line_exchange, panels, rank_plan, rounds
 from shardmath.operators.matmul.gpu import scaled as module
 from shardmath.operators.matmul.gpu.rank_plan import Operands, RankPlan, Scales
-from shardmath.operators.matmul.gpu.scale_moves import chosen
+from shardmath.operators.matmul.gpu.scale_moves import choose_strategy
 from shardmath.operators.matmul.problem import Problem
 from shardmath.operators.matmul.scaling import OUTER, SQUARES, TENSOR, VECTORS, Scaling
-from shardmath.operators.matmul.strategy import HOPPER, HOPPER_APART
+from shardmath.operators.matmul.strategy import HOPPER, HOPPER_MULTI_HOST
 from shardmath.redistribution.boxes import Box
 from shardmath.symmetric.device_array import DeviceArray
 
@@ -168,16 +168,16 @@ class Gather:
         self._apart, self._came = False, set()
 
     @contextmanager
-    def beside(self, apart):
-        self._apart = apart
+    def prefetching(self, overlaps):
+        self._apart = overlaps
         yield
 
-    def leave(self, number): ...
+    def await_release(self, number): ...
 
-    def arrive(self, number):
+    def await_panels(self, number):
         self._came.add(number)
 
-    def used(self, number):
+    def release(self, number):
         assert number in self._came
 
     def copy(self, name, moves, places, panel):
@@ -206,7 +206,7 @@ def push(source, targets, nbytes, stream):
         ctypes.memmove(target, source, nbytes)
 
 
-def numbers(_, __, out, elements, scales, blocks, *, factor=1.0, known_rows=None, also=()):
+def dequantize(_, __, out, elements, scales, blocks, *, factor=1.0, known_rows=None, also=()):
     assert elements is None
     i, j = np.indices((out.rows, out.columns))
     values = np.full(i.shape, factor, np.float32)
@@ -274,7 +274,7 @@ def call(name, *given):
 @pytest.fixture(autouse=True)
 def _by_numpy(monkeypatch):
     monkeypatch.setattr(module, "Gather", Gather)
-    monkeypatch.setattr(float8, "numbers", numbers)
+    monkeypatch.setattr(float8, "dequantize", dequantize)
     monkeypatch.setattr(module.scaled, "multiply", multiply)
     monkeypatch.setattr(module, "finish", finish)
     monkeypatch.setattr(module, "WORKSPACE", 256)  # which nothing uses here
@@ -318,7 +318,7 @@ class Rank:
         )  # fmt: skip
         self.lane = Lane()
         self.shown = Shown(self.lane, rank, everyone)
-        if self.plan.apart:
+        if self.plan.multi_host:
             self.shown = FarShown(self.lane, everyone, self.plan)
         for name, operand in zip("ab", operands, strict=True):
             self.shown.made_here[name] = module.matrix_of(operand)
@@ -328,8 +328,8 @@ class Rank:
             by_columns = "F" if module.matrix_of(out).by_columns else "C"
             shape = strategy.sums.local_shape(rank)
             sums = self.shown.made("sums", shape, "float32", by_columns)
-        ending = SimpleNamespace(sums=sums, quantizing=None)
-        self.made = module.ScaledProducts(self.plan, self.operands, self.lane, self.shown, ending)
+        finish_phase = SimpleNamespace(sums=sums, quantized_result=None)
+        self.made = module.ScaledProducts(self.plan, self.operands, self.lane, self.shown, finish_phase)
         self.made.prepare_shown()
         if self.plan.multiplies:
             self.made.prepare()
@@ -363,8 +363,8 @@ def perform(layout, mode_a, mode_b, shape, result, order, label=None, hosts=(0,)
     dists = [cases.layout(layout, shapes, rank, size) for rank in range(size)]
     given = tuple(MODES[each] for each in (mode_a, mode_b))
     layouts = [Layout.bind([d[i] for d in dists], shapes[i]) for i in range(3)]
-    machine = HOPPER if len(set(hosts)) == 1 else HOPPER_APART
-    strategy, compared = chosen(problem_of(layouts, given, result, label), machine)
+    machine = HOPPER if len(set(hosts)) == 1 else HOPPER_MULTI_HOST
+    strategy, compared = choose_strategy(problem_of(layouts, given, result, label), machine)
     if strategy.problem.dtype != E4:
         return None, compared
     factors = [
@@ -462,5 +462,5 @@ def test_panels_of_k_are_cut_where_sums_are_small(shape, several, monkeypatch):
         Layout.bind([slab] * 2, extents)
         for slab, extents in ((Slab.X, (m, k)), (Slab.X, (k, n)), (Slab.X, (m, n)))
     ]
-    strategy, _ = chosen(problem_of(layouts, (TENSOR, TENSOR), "bfloat16"), HOPPER)
+    strategy, _ = choose_strategy(problem_of(layouts, (TENSOR, TENSOR), "bfloat16"), HOPPER)
     assert (len(RankPlan(strategy, 0, (0, 0)).schedule[0]) > 1) == several

@@ -25,7 +25,7 @@ from shardmath.operators.matmul.scaling import Scaling, blocks_of, scale_matrix
 from shardmath.operators.matmul.strategy import (
     CORES,
     HOPPER,
-    HOPPER_APART,
+    HOPPER_MULTI_HOST,
     Cost,
     Strategy,
     choose,
@@ -128,8 +128,8 @@ def _planned(
         from shardmath.operators.matmul import gpu
 
         hosts = context.hosts
-        machine = HOPPER if len(set(hosts)) == 1 else HOPPER_APART
-        strategy, compared = gpu.chosen(check(specs), machine)
+        machine = HOPPER if len(set(hosts)) == 1 else HOPPER_MULTI_HOST
+        strategy, compared = gpu.choose_strategy(check(specs), machine)
         rank_plan = gpu.RankPlan(strategy, context.rank, hosts)
         return Plan(strategy, tuple(compared), rank_plan, tuple(gpu.notes(rank_plan)))
 

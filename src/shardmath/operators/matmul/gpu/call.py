@@ -30,7 +30,7 @@ from shardmath.operators.matmul.arguments import (
 )
 from shardmath.operators.matmul.gpu import tuning
 from shardmath.operators.matmul.gpu.execution import Execution
-from shardmath.operators.matmul.gpu.fused import Fused, pays, shows
+from shardmath.operators.matmul.gpu.fused import Fused, have_addresses, is_faster
 from shardmath.operators.matmul.gpu.operands import Results, made_results, read_operands
 from shardmath.operators.matmul.gpu.rank_plan import Operands, RankPlan
 from shardmath.operators.matmul.options import MatmulOptions
@@ -227,7 +227,7 @@ class Turn:
         anew = self._anew
         assert anew is not None, "said"
         anew.hear(self._operation, said)
-        if self._key is not None and not (anew.apart or anew.shows):
+        if self._key is not None and not (anew.apart or anew.have_addresses):
             replays.keep(self._key, number, anew.agreed(self._scalars), anew.lane)
 
     def _say(self, rank_plan: RankPlan) -> bytes:
@@ -301,7 +301,7 @@ class _Anew:
     """An execution that is like no earlier one: ranks `say` all of it, `hear` it, and `launch`."""
 
     apart: bool  # whether ranks are in different lanes of their own
-    shows: bool  # whether peers write the results: each time they are told where these lie
+    have_addresses: bool  # whether peers write the results: each time they are told where these lie
 
     def __init__(
         self,
@@ -325,7 +325,7 @@ class _Anew:
         """The lane, and whether one kernel could do it, else what phases need."""
         rank_plan, out = self._share, matrix_of(self.operands.out)
         order = rank_plan.addition_order("F" if out.by_columns else "C")
-        if rank_plan.pattern is None or not pays(rank_plan):
+        if rank_plan.pattern is None or not is_faster(rank_plan):
             told = self._prepare_phases(order)
         else:
             self._fused = Fused(rank_plan.pattern, rank_plan, self.operands, self.lane.team.device)
@@ -347,7 +347,7 @@ class _Anew:
         if self.apart:
             self.lane = Lane.numbered(self._context, LANES - 1)
         self._fuses = self._fused is not None and self._fused.chosen(told)
-        self.shows = self._fuses and shows(told)
+        self.have_addresses = self._fuses and have_addresses(told)
         if not self._fuses and (self.apart or mixed or self._fused is not None):
             told = self._context.gather(operation, lambda: self._prepare_phases(self._order))
         if not self._fuses:

@@ -18,14 +18,14 @@ from shardmath.context import Context
 from shardmath.geometry import Move
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.gpu import Matrix
-from shardmath.local.gpu.blaslt import WORKSPACE, Extras
+from shardmath.local.gpu.blaslt import WORKSPACE, EpilogAttributes
 from shardmath.local.gpu.epilog import copy, finish
+from shardmath.local.gpu.fused_epilog import FusedEpilog, fused_epilog, split
 from shardmath.local.gpu.gemm import fits, has_algorithm, multiply, takes_result
-from shardmath.local.gpu.within import Within, split, within
 from shardmath.operators.lanes import Lane
 from shardmath.operators.matmul.gpu.far_published import FarPublishedMatrices
-from shardmath.operators.matmul.gpu.finish import SHOWN, Ending
-from shardmath.operators.matmul.gpu.float8_conversion import Numbers
+from shardmath.operators.matmul.gpu.finish import PUBLISHED, FinishPhase
+from shardmath.operators.matmul.gpu.float8_conversion import DequantizedOperands
 from shardmath.operators.matmul.gpu.gather import Gather
 from shardmath.operators.matmul.gpu.panel_gemm import PanelGemm
 from shardmath.operators.matmul.gpu.panels import Interval, OperandPlan
@@ -36,7 +36,7 @@ from shardmath.operators.published import Places, PublishedMatrices, matrix_of
 
 __all__ = ["Execution"]
 
-_NOTHING = Within(Extras())
+_NOTHING = FusedEpilog(EpilogAttributes())
 
 _PLAIN = (MatmulEpilog.DEFAULT, *AFTERWARDS)
 
@@ -60,8 +60,8 @@ class Execution:
         self.rank_plan = rank_plan
         self.strategy = rank_plan.strategy
         self.problem = rank_plan.strategy.problem
-        self._numbers = Numbers(rank_plan, operands, lane)
-        self.operands = operands = self._numbers.operands
+        self._dequantized = DequantizedOperands(rank_plan, operands, lane)
+        self.operands = operands = self._dequantized.operands
         self.rank = context.rank
         self.lane = lane
         self.device = lane.team.device
@@ -69,26 +69,28 @@ class Execution:
         self.wide = dtypes.accumulator(self.problem.dtype).name
         self.out = matrix_of(operands.out)
         self.order = "F" if self.out.by_columns else "C"
-        self.shown = PublishedMatrices(context, lane, SHOWN)
-        if rank_plan.apart:
+        self.shown = PublishedMatrices(context, lane, PUBLISHED)
+        if rank_plan.multi_host:
             self.shown = FarPublishedMatrices(
-                context, lane, SHOWN, rank_plan.routes, rank_plan.cache
+                context, lane, PUBLISHED, rank_plan.routes, rank_plan.cache
             )
-        self.addition: SeparateReduction | None = None
+        self.reduction: SeparateReduction | None = None
         if addition_order:
-            self.addition = SeparateReduction(rank_plan, operands, lane, addition_order)
-        self.ending = Ending(context, rank_plan, operands, lane, self.shown, self.addition)
-        self._arriving = self._on_arrival()
-        self._within: Within | None = None
+            self.reduction = SeparateReduction(rank_plan, operands, lane, addition_order)
+        self.finish_phase = FinishPhase(
+            context, rank_plan, operands, lane, self.shown, self.reduction
+        )
+        self._panel_gemm = self._find_panel_gemm()
+        self._fused_epilog: FusedEpilog | None = None
         self._first, self._rest = split(self.problem.epilog, self.out.dtype)
         self._scaled: ScaledProducts | None = None
         if rank_plan.multiplies_elements:
-            self._scaled = ScaledProducts(rank_plan, operands, lane, self.shown, self.ending)
+            self._scaled = ScaledProducts(rank_plan, operands, lane, self.shown, self.finish_phase)
         self._copies: list[tuple[Matrix, Matrix]] = []  # (to, from): operands that peers read
 
-    def _on_arrival(self) -> PanelGemm | None:
+    def _find_panel_gemm(self) -> PanelGemm | None:
         """How to multiply while factors come, None where the kernel for that does not suit."""
-        if not self.rank_plan.multiplies or self.rank_plan.apart:
+        if not self.rank_plan.multiplies or self.rank_plan.multi_host:
             return None
         made = PanelGemm(self.rank_plan, self.operands, self.lane, self.out)
         return None if made.unsupported else made
@@ -109,7 +111,7 @@ class Execution:
                 room = self.shown.operand(name, array, (ranges[0], ranges[1]))
                 if room is not None:
                     self._copies.append((room, matrix_of(array).part(ranges[0], ranges[1])))
-        self.ending.prepare()
+        self.finish_phase.prepare()
         if self._scaled is not None:
             self._scaled.prepare_shown()
         if self.rank_plan.multiplies:
@@ -121,11 +123,11 @@ class Execution:
         if self._scaled is not None:
             self._scaled.prepare()
             return
-        if self._arriving is not None:
-            self._arriving.prepare()
+        if self._panel_gemm is not None:
+            self._panel_gemm.prepare()
         self.lane.private("blas", WORKSPACE)
-        if self._leads_to_d and self.problem.epilog not in _PLAIN:
-            self._within = self._fused_epilog()
+        if self._can_write_d and self.problem.epilog not in _PLAIN:
+            self._fused_epilog = self._find_fused_epilog()
         self._prepare_factors(self._target())
 
     def _prepare_factors(self, target: Matrix) -> None:
@@ -134,7 +136,7 @@ class Execution:
         itemsize = dtypes.of(self.problem.dtype).itemsize
         for index, operand_plan in enumerate(self.rank_plan.operand_plans):
             if operand_plan.gathers:
-                whole = 0 if self._arriving is None else self._arriving.panel_bytes(index)
+                whole = 0 if self._panel_gemm is None else self._panel_gemm.panel_bytes(index)
                 nbytes = max(whole, room * operand_plan.width * itemsize)
                 self.lane.private(f"panel {'ab'[index]}", nbytes)
                 parts = partial(self.rank_plan.parts, index)
@@ -148,8 +150,8 @@ class Execution:
 
     def meet(self) -> None:
         """What all ranks do together before. Collective; raises HeapExhausted on all ranks."""
-        if self.addition is not None:
-            self.addition.meet(self.context)
+        if self.reduction is not None:
+            self.reduction.meet(self.context)
 
     def run(self, told: Sequence[bytes]) -> None:
         """Put everything on the stream: D and the epilog's outputs are there after it. Collective.
@@ -158,19 +160,19 @@ class Execution:
         """
         self.shown.learn(told)
         with self.lane.entered(self.stream):
-            self._numbers.launch(self.device, self.stream)
+            self._dequantized.launch(self.device, self.stream)
             for shown, original in self._copies:
                 copy(self.device, self.stream, shown, original)
             for name in "ab":
                 self.shown.publish(name, self.stream)
             if self._scaled is not None:
                 self._scaled.begin()
-            if self.ending.quantizing is not None:
-                self.ending.quantizing.begin()
-            together = self.ending.show_c() or self.rank_plan.reads_peers
+            if self.finish_phase.quantized_result is not None:
+                self.finish_phase.quantized_result.begin()
+            together = self.finish_phase.show_c() or self.rank_plan.reads_peers
             if together:
                 self._barrier()  # after writing what a peer will read, before reading what it wrote
-            if self.ending.run(self._multiply()) or together:
+            if self.finish_phase.run(self._multiply()) or together:
                 self._barrier()  # before reusing what a peer may still read
 
     def _barrier(self) -> None:
@@ -179,18 +181,20 @@ class Execution:
     # -- the product -------------------------------------------------------------------------------
 
     @property
-    def _fused(self) -> bool:
+    def _writes_d(self) -> bool:
         """Whether products give D itself: nothing follows that is not done in place."""
         plain = self.problem.epilog in _PLAIN
-        return self._leads_to_d and (plain or self._within is not None)
+        return self._can_write_d and (plain or self._fused_epilog is not None)
 
-    def _fused_epilog(self) -> Within | None:
+    def _find_fused_epilog(self) -> FusedEpilog | None:
         """How the product does the epilog's first part too; None where it cannot. Takes memory for
         factors.
         """
         operands, epilog, out = self.operands, self._first, self.out
         aux = operands.aux(epilog)
-        found = within(epilog, out, bias=operands.bias, aux=None if aux is None else matrix_of(aux))
+        found = fused_epilog(
+            epilog, out, bias=operands.bias, aux=None if aux is None else matrix_of(aux)
+        )
         wider = self.problem.result != self.problem.dtype  # not seen with a bias
         if found is None or wider or len(self.rank_plan.schedule[0]) > 1:
             return None
@@ -210,12 +214,12 @@ class Execution:
         return found if there else None
 
     @cached_property
-    def _leads_to_d(self) -> bool:
+    def _can_write_d(self) -> bool:
         """Whether a product can be written to D, if the epilog can be done within it."""
         operands, c = self.operands, self.operands.c
         several = len(self.rank_plan.schedule[0]) > 1
         return not (
-            self.ending.sums is not None
+            self.finish_phase.sums is not None
             or self.problem.sums_c
             or operands.alpha == 0  # NaN times 0 is NaN, which BLAS does not look for
             or not takes_result(self.out)
@@ -233,9 +237,9 @@ class Execution:
 
     def _target(self) -> Matrix:
         """Where the product goes."""
-        if self.ending.sums is not None:
-            return self.ending.sums
-        if self._fused:
+        if self.finish_phase.sums is not None:
+            return self.finish_phase.sums
+        if self._writes_d:
             return self.out
         shape = self.out.rows, self.out.columns
         address = self.lane.private("product", self.out.size * dtypes.of(self.wide).itemsize)
@@ -244,24 +248,24 @@ class Execution:
     def _multiply(self) -> list[Matrix] | None:
         """The product of the work's rows and columns as what is to be finished; None if it is."""
         if not self.rank_plan.multiplies:
-            if self.ending.sums is not None:
-                finish(self.device, self.stream, self.ending.sums, [])  # zeros
+            if self.finish_phase.sums is not None:
+                finish(self.device, self.stream, self.finish_phase.sums, [])  # zeros
             return []
         if self._scaled is not None:
             return self._scaled.run(self._source)
-        if self._arriving is not None and self._arriving.run(self._source):
+        if self._panel_gemm is not None and self._panel_gemm.run(self._source):
             return None
         target = self._target()
         for number, (a, b) in enumerate(self._factors(target)):
             self._product(a, b, target, number)
-        if not self._fused:
+        if not self._writes_d:
             return [target]
         self._finish_in_place()
         return None
 
     def _finish_in_place(self) -> None:
         """What the product has left of the epilog."""
-        if self._within is not None and self._rest is not MatmulEpilog.DEFAULT:
+        if self._fused_epilog is not None and self._rest is not MatmulEpilog.DEFAULT:
             aux = self.operands.aux(self._rest)
             given = None if aux is None else matrix_of(aux)
             finish(self.device, self.stream, self.out, [self.out], epilog=self._rest, aux=given)
@@ -270,12 +274,12 @@ class Execution:
         """One interval's product, added to those before it."""
         operands = self.operands
         alpha, beta, c = 1.0 + 0.0j, float(number > 0) + 0.0j, None
-        if self._fused:
+        if self._writes_d:
             alpha = complex(operands.alpha)
             if number == 0 and operands.c is not None and operands.beta != 0:
                 beta, c = complex(operands.beta), matrix_of(operands.c)
         conj_a, conj_b = self.problem.conjugate
-        inside = self._within or _NOTHING
+        inside = self._fused_epilog or _NOTHING
         multiply(
             self.device,
             a,
@@ -303,7 +307,7 @@ class Execution:
             for index, operand_plan in enumerate(self.rank_plan.operand_plans)
         ]
         gather = Gather(self.lane, self.stream, self.rank_plan.cache)
-        with gather.beside(len(plan) > 1):
+        with gather.prefetching(len(plan) > 1):
             for number, interval in enumerate(plan):
                 pair = []
                 for index, operand_plan in enumerate(self.rank_plan.operand_plans):
@@ -314,14 +318,14 @@ class Execution:
                         panel = self._panel(index, operand_plan, interval, target)
                         moves = operand_plan.gather_moves(interval.lo, interval.hi)
                         if interval.after is not None:
-                            gather.leave(interval.after)
+                            gather.await_release(interval.after)
                         name = f"{'ab'[index]} {number}"
                         places = self._source(index, name, moves, gather.stream)
                         gather.copy(name, moves, places, panel)
                         pair.append(panel)
-                gather.arrive(number)
+                gather.await_panels(number)
                 yield pair[0], pair[1]
-                gather.used(number)
+                gather.release(number)
 
     def _own(self, index: int) -> Matrix:
         """This rank's own part of a factor that needs no gathering."""

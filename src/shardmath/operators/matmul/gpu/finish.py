@@ -18,7 +18,7 @@ from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.gpu import Matrix
 from shardmath.local.gpu.epilog import copy, finish, row_sums
 from shardmath.operators.lanes import Lane
-from shardmath.operators.matmul.gpu.float8_conversion import Quantizing
+from shardmath.operators.matmul.gpu.float8_conversion import QuantizedResult
 from shardmath.operators.matmul.gpu.gather import Gather
 from shardmath.operators.matmul.gpu.line_exchange import LINE_SCALES, LINES
 from shardmath.operators.matmul.gpu.rank_plan import AFTERWARDS, Operands, RankPlan
@@ -26,16 +26,16 @@ from shardmath.operators.matmul.gpu.separate_reduction import SeparateReduction
 from shardmath.operators.matmul.problem import gradient_layouts
 from shardmath.operators.published import Places, PublishedMatrices, matrix_of
 
-__all__ = ["SHOWN", "Ending"]
+__all__ = ["PUBLISHED", "FinishPhase"]
 
 # What peers may read, and what they write.
-SHOWN = (
+PUBLISHED = (
     *("a", "b", "c", "sums", "reduced", "vector", "scales a", "scales b", "amax"),
     *(LINES, LINE_SCALES),
 )
 
 
-class Ending:
+class FinishPhase:
     """The end of one execution on one rank."""
 
     def __init__(
@@ -45,7 +45,7 @@ class Ending:
         operands: Operands,
         lane: Lane,
         shown: PublishedMatrices,
-        addition: SeparateReduction | None,
+        reduction: SeparateReduction | None,
     ) -> None:
         self.context = context
         self.rank_plan = rank_plan
@@ -61,25 +61,25 @@ class Ending:
         self.order = "F" if self.out.by_columns else "C"
         self.shown = shown
         self.sums: Matrix | None = None  # this rank's product, to be added or moved
-        self._addition = addition
+        self._reduction = reduction
         self._own_c: Matrix | None = None
         scaling = self.problem.scaling
-        self.quantizing: Quantizing | None = None
+        self.quantized_result: QuantizedResult | None = None
         if scaling is not None and scaling.d:
-            self.quantizing = Quantizing(rank_plan, operands, lane, shown, context.size)
+            self.quantized_result = QuantizedResult(rank_plan, operands, lane, shown, context.size)
 
     def prepare(self) -> None:
         """Take memory for sums that peers read, for what is read of theirs, and for vectors."""
         strategy, problem, rank = self.strategy, self.problem, self.rank
-        if self.quantizing is not None:
-            self.quantizing.prepare()
-        if self._addition is not None:
-            self.sums = self._addition.prepare()
+        if self.quantized_result is not None:
+            self.quantized_result.prepare()
+        if self._reduction is not None:
+            self.sums = self._reduction.prepare()
         elif strategy.reduces or strategy.moves_result:
             shape = strategy.sums.local_shape(rank)
             self.sums = self.shown.made("sums", shape, self.wide, self.order)
             self._make_room("sums", self.rank_plan.additions if strategy.reduces else self._last)
-        if self._addition is None:
+        if self._reduction is None:
             self._prepare_to_read()
         if problem.sums_c and self.operands.c is not None:
             c = self.operands.c
@@ -134,8 +134,8 @@ class Ending:
         """
         strategy, epilog = self.strategy, self.problem.epilog
         reads_peers = bool(epilog.makes_bgrad)
-        if self._addition is not None:
-            parts = self._addition.run()
+        if self._reduction is not None:
+            parts = self._reduction.run()
         else:
             reads_peers |= strategy.reduces or strategy.moves_result
             if strategy.reduces:
@@ -146,9 +146,9 @@ class Ending:
             self._finish(parts)
         if epilog.makes_bgrad:
             self._complete()
-        if self.quantizing is not None and self.quantizing.finds_most:
+        if self.quantized_result is not None and self.quantized_result.finds_amax:
             self._meet("amax")
-            self.quantizing.complete()
+            self.quantized_result.complete()
             reads_peers = True
         return reads_peers
 
@@ -227,7 +227,7 @@ class Ending:
         if epilog.makes_bgrad and epilog.gradient:
             shape = self.out.rows, self.out.columns
             kept = Matrix.packed(self.lane.address("kept"), shape, self.wide, self.order)
-        numbers = self.out if self.quantizing is None else self.quantizing.numbers
+        numbers = self.out if self.quantized_result is None else self.quantized_result.numbers
         finish(
             self.device,
             self.stream,
@@ -240,10 +240,10 @@ class Ending:
             bias=operands.bias,
             aux=None if aux is None else matrix_of(aux),
             kept=kept,
-            extra="" if self.quantizing is None else self.problem.extras,
+            extra="" if self.quantized_result is None else self.problem.extras,
         )
-        if self.quantizing is not None:
-            self.quantizing.finish(numbers)
+        if self.quantized_result is not None:
+            self.quantized_result.finish(numbers)
 
     def _addend(self) -> Matrix | None:
         """C; where each rank has one, their sum."""

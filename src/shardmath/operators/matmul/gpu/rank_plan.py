@@ -23,12 +23,12 @@ from shardmath.operators.matmul.gpu.rounds import Rounds, rounds_of
 from shardmath.operators.matmul.gpu.routes import Routes
 from shardmath.operators.matmul.gpu.scale_moves import (
     ScaleMoves,
-    greatest_moves,
+    amax_transfer,
     modes,
     scale_moves,
 )
 from shardmath.operators.matmul.problem import gradient_layouts
-from shardmath.operators.matmul.strategy import HOPPER, HOPPER_APART, Machine
+from shardmath.operators.matmul.strategy import HOPPER, HOPPER_MULTI_HOST, Machine
 from shardmath.symmetric.device_array import DeviceArray
 
 __all__ = ["AFTERWARDS", "Operands", "RankPlan", "Scales"]
@@ -115,14 +115,14 @@ class RankPlan(host.RankPlan):
     hosts: tuple[int, ...]
 
     @property
-    def apart(self) -> bool:
+    def multi_host(self) -> bool:
         """Whether ranks are on several hosts, and so have no address for each other's memory."""
         return len(set(self.hosts)) > 1
 
     @property
     def machine(self) -> Machine:
         """What such ranks can do."""
-        return HOPPER_APART if self.apart else HOPPER
+        return HOPPER_MULTI_HOST if self.multi_host else HOPPER
 
     @cached_property
     def routes(self) -> Routes:
@@ -180,7 +180,7 @@ class RankPlan(host.RankPlan):
 
     def _shown(self, name: str, found: tuple[Move, ...]) -> tuple[Move, ...]:
         """Moves of ranks' matrices of that name, as they are shown."""
-        if not self.apart:
+        if not self.multi_host:
             return found
         dtype = dtypes.of(self.strategy.problem.dtype)
         wide = dtypes.accumulator(dtype)
@@ -219,7 +219,9 @@ class RankPlan(host.RankPlan):
     @cached_property
     def rounds(self) -> Rounds | None:
         """How eight-bit lines that all ranks need come; None where none do."""
-        return rounds_of(self.strategy) if self.multiplies_elements and not self.apart else None
+        return (
+            rounds_of(self.strategy) if self.multiplies_elements and not self.multi_host else None
+        )
 
     @property
     def own_lines(self) -> int:
@@ -238,9 +240,9 @@ class RankPlan(host.RankPlan):
         return self._shown(f"scales {'ab'[index]}", found.transfer.into(self.rank))
 
     @cached_property
-    def greatest(self) -> tuple[Move, ...]:
+    def amax_moves(self) -> tuple[Move, ...]:
         """What brings the greatest value of every rank's part of D."""
-        return self._shown("amax", greatest_moves(len(self.hosts)).into(self.rank))
+        return self._shown("amax", amax_transfer(len(self.hosts)).into(self.rank))
 
     @cached_property
     def modes(self) -> tuple[str, str]:
@@ -270,7 +272,7 @@ class RankPlan(host.RankPlan):
     @cached_property
     def pattern(self) -> Pattern | None:
         """What the strategy is, if one kernel can do all of it."""
-        return None if self.apart else pattern_of(self.strategy)
+        return None if self.multi_host else pattern_of(self.strategy)
 
     @cached_property
     def parts_dtype(self) -> str:

@@ -28,7 +28,7 @@ __all__ = [
     "RowSplitProduct",
     "Tiling",
     "choose_tiling",
-    "fuses",
+    "is_fused_faster",
 ]
 
 WIDTHS = (256, 224, 192, 160, 128)
@@ -141,7 +141,7 @@ class RowSplitProduct:
 @dataclass(frozen=True)
 class Tiling:
     """`width` columns in a tile, `cluster` tiles above each other that share them, `stages` of k
-    that are on their way at once, on `blocks` multiprocessors. The nearest `early` ranks on the
+    that are on their way at once, on `blocks` multiprocessors. The nearest `piecewise` ranks on the
     right get this rank's rows in pieces, so that their tiles can begin soon.
     """
 
@@ -149,7 +149,7 @@ class Tiling:
     cluster: int
     stages: int
     blocks: int
-    early: int = 0
+    piecewise: int = 0
 
     @property
     def clusters(self) -> int:
@@ -176,9 +176,9 @@ def choose_tiling(problem: RowSplitProduct, rank: int, processors: int) -> Tilin
     size = len(problem.rows)
     blocks = processors - _SPARE if size > 1 else processors
     tilings = [
-        _with_even_blocks(Tiling(width, cluster, _stages(width), blocks, early), problem)
+        _with_even_blocks(Tiling(width, cluster, _stages(width), blocks, piecewise), problem)
         for width in WIDTHS
-        for early in range(min(size, 1 + _MOST_EARLY))
+        for piecewise in range(min(size, 1 + _MOST_PIECEWISE))
     ]
     return min(tilings, key=lambda tiling: predicted(problem, rank, tiling))
 
@@ -204,11 +204,11 @@ def _coming(problem: RowSplitProduct, rank: int, tiling: Tiling) -> list[tuple[f
     found = [(0.0, 0.0)] * peers.count(rank)
     peers = peers[len(found) :]
     nbytes = [2.0 * problem.rows[src] * problem.depth for src in peers]
-    early, late = nbytes[: tiling.early], nbytes[tiling.early :]
+    piecewise, late = nbytes[: tiling.piecewise], nbytes[tiling.piecewise :]
     at = _START
-    if early:
-        each = _PER_COPY * len(early) + sum(early) / PIECES / _ENGINE
-        found += [(at + each, at + PIECES * each)] * len(early)
+    if piecewise:
+        each = _PER_COPY * len(piecewise) + sum(piecewise) / PIECES / _ENGINE
+        found += [(at + each, at + PIECES * each)] * len(piecewise)
         at += PIECES * each
     for more in late:
         at += _PER_COPY + more / _ENGINE
@@ -216,7 +216,7 @@ def _coming(problem: RowSplitProduct, rank: int, tiling: Tiling) -> list[tuple[f
     return found
 
 
-def fuses(problem: RowSplitProduct, processors: int = 132) -> bool:
+def is_fused_faster(problem: RowSplitProduct, processors: int = 132) -> bool:
     """Whether to multiply while rows arrive; else gather first, and multiply then.
 
     To be asked of the same problem on all ranks: that of the rank with most columns. A product of
@@ -238,7 +238,7 @@ _PER_TILE = 1.5e-6  # seconds
 _ENGINE = 370e9  # of a copy engine, bytes per second
 _START = 19e-6  # a kernel on another stream looks whether peers have read, then it starts
 _PER_COPY = 6e-6  # beside its bytes, with the words behind it
-_MOST_EARLY = 3  # ranks
+_MOST_PIECEWISE = 3  # ranks
 _SPARE = 4  # multiprocessors for what starts the copies: beside a block of the product, no quarter
 # of a multiprocessor has the registers of a warp left
 _EFFICIENCY = {256: 1.0, 224: 0.99, 192: 0.92, 160: 0.88, 128: 0.82}

@@ -24,7 +24,7 @@ from shardmath.operators.matmul.gpu.rank_plan import Operands, RankPlan
 from shardmath.operators.matmul.gpu.scale_moves import ScaleMoves
 from shardmath.operators.published import PublishedMatrices
 
-__all__ = ["ScaleLayouts", "laid_out"]
+__all__ = ["ScaleLayouts", "scale_layout"]
 
 
 class _Source(NamedTuple):
@@ -75,15 +75,15 @@ class ScaleLayouts:
             self._lane.private(f"come scales {name}", 4 * rows * columns)
             parts = partial(self._parts, index)
             self._shown.make_room(f"scales {name}", parts, 4)
-        laid = sum(self.form(index, lines, each.hi - each.lo).size for each in intervals)
+        laid = sum(self.layout(index, lines, each.hi - each.lo).size for each in intervals)
         self._lane.private(f"laid scales {name}", 4 * laid + 256)
 
     def _parts(self, index: int) -> list[tuple[str, Sequence[Move]]]:
         return [("", self._rank_plan.scales_into(index))]
 
-    def form(self, index: int, lines: int, deep: int) -> Matrix:
+    def layout(self, index: int, lines: int, deep: int) -> Matrix:
         """The scales of so many lines and indices of k as cuBLASLt wants them, lines first."""
-        return laid_out(self._rank_plan.modes[index], lines, deep)
+        return scale_layout(self._rank_plan.modes[index], lines, deep)
 
     # -- run ---------------------------------------------------------------------------------------
 
@@ -99,7 +99,9 @@ class ScaleLayouts:
             self._fill([out], _Source(self._matrix(index, moves), blocks, 1.0))
             self._shown.publish(name, self._stream)
 
-    def lay(self, index: int, lines: int, known: int, intervals: Sequence[Interval]) -> list[Scale]:
+    def lay_out(
+        self, index: int, lines: int, known: int, intervals: Sequence[Interval]
+    ) -> list[Scale]:
         """The scales of each interval, where its product reads them, of `lines` of which this rank
         knows the first.
         """
@@ -109,7 +111,7 @@ class ScaleLayouts:
         source, scales = self._source(index, self._come(index)), []
         address = up(self._lane.address(f"laid scales {'ab'[index]}"), GRAIN)
         for each in intervals:
-            laid = self.form(index, lines, each.hi - each.lo)._replace(address=address)
+            laid = self.layout(index, lines, each.hi - each.lo)._replace(address=address)
             address += 4 * laid.size
             scales.append(Scale(mode, self._laid(mode, laid, source, known, each)))
             if mode == "outer":  # the same for all of k
@@ -122,7 +124,7 @@ class ScaleLayouts:
         mode, deep = self._rank_plan.modes[index], self._rank_plan.operand_plans[index].extent
         known = -(-deep // BLOCK)
         shown = [each.part((0, each.rows), (0, min(each.columns, known))) for each in places]
-        self._fill(shown, _of_form(mode, source), stream=stream)
+        self._fill(shown, _in_layout(mode, source), stream=stream)
 
     # -- where scales come from --------------------------------------------------------------------
 
@@ -171,7 +173,7 @@ class ScaleLayouts:
             first, part = each.lo // BLOCK, source.matrix
             source = source._replace(matrix=part.part((0, part.rows), (first, part.columns)))
         laid = laid.part((0, laid.rows), (0, min(laid.columns, -(-(each.hi - each.lo) // BLOCK))))
-        found = _of_form(mode, source)
+        found = _in_layout(mode, source)
         plain = source.number == 1 and found.blocks.rows == 1
         if plain and source.matrix is not None and _lies_as(source.matrix, laid):
             return source.matrix.address
@@ -185,7 +187,7 @@ class ScaleLayouts:
         known: int | None = None,
         stream: int | None = None,
     ) -> None:
-        float8.numbers(
+        float8.dequantize(
             self._device,
             self._stream if stream is None else stream,
             places[0],
@@ -198,7 +200,7 @@ class ScaleLayouts:
         )
 
 
-def laid_out(mode: str, lines: int, deep: int) -> Matrix:
+def scale_layout(mode: str, lines: int, deep: int) -> Matrix:
     """The form of the scales of so many lines and indices of k, lines first, at address 0."""
     blocks = -(-deep // BLOCK)
     if mode == "tensor":
@@ -210,7 +212,7 @@ def laid_out(mode: str, lines: int, deep: int) -> Matrix:
     return Matrix(0, -(-lines // BLOCK), up(blocks, 4), up(blocks, 4), 1, "float32")
 
 
-def _of_form(mode: str, source: _Source) -> _Source:
+def _in_layout(mode: str, source: _Source) -> _Source:
     """The same with blocks counted in numbers of the form, not in lines and indices of k."""
     rows, columns = source.blocks
     lines = None if rows is None else 1 if mode == "squares" else rows

@@ -21,9 +21,9 @@ from shardmath.local.gpu.blaslt import WORKSPACE
 from shardmath.local.gpu.epilog import finish
 from shardmath.local.gpu.scaled import GRAIN, Scale
 from shardmath.operators.lanes import Lane
-from shardmath.operators.matmul.gpu.finish import Ending
+from shardmath.operators.matmul.gpu.finish import FinishPhase
 from shardmath.operators.matmul.gpu.gather import Gather
-from shardmath.operators.matmul.gpu.line_exchange import Exchange, fill_behind
+from shardmath.operators.matmul.gpu.line_exchange import LineExchange, fill_behind
 from shardmath.operators.matmul.gpu.panels import Interval
 from shardmath.operators.matmul.gpu.rank_plan import Operands, RankPlan
 from shardmath.operators.matmul.gpu.rounds import Stage
@@ -36,7 +36,7 @@ __all__ = ["ScaledProducts"]
 # Where each rank's part of factor 0 or 1 lies, for moves by their name, put on a stream.
 Source = Callable[[int, str, Sequence[Move], Any], Places]
 
-_LEFT = 4  # multiprocessors, for what runs beside products: the barriers of the rounds
+_SPARE_PROCESSORS = 4  # multiprocessors, for what runs beside products: the barriers of the rounds
 
 
 class ScaledProducts:
@@ -48,7 +48,7 @@ class ScaledProducts:
         operands: Operands,
         lane: Lane,
         shown: PublishedMatrices,
-        ending: Ending,
+        finish_phase: FinishPhase,
     ) -> None:
         self._rank_plan = rank_plan
         self._problem = rank_plan.strategy.problem
@@ -57,15 +57,17 @@ class ScaledProducts:
         self._device = lane.team.device
         self._stream = operands.stream
         self._shown = shown
-        self._ending = ending
+        self._finish_phase = finish_phase
         self._out = matrix_of(operands.out)
         self._blocks = bool({"vectors", "squares"} & set(rank_plan.modes))
         self._gather = Gather(lane, self._stream, rank_plan.cache)
         self._scales = ScaleLayouts(rank_plan, operands, lane, shown, self._gather)
-        self._exchange: Exchange | None = None
+        self._exchange: LineExchange | None = None
         if rank_plan.rounds is not None:
             gather = self._gather
-            self._exchange = Exchange(rank_plan, rank_plan.rounds, operands, lane, shown, gather)
+            self._exchange = LineExchange(
+                rank_plan, rank_plan.rounds, operands, lane, shown, gather
+            )
 
     # -- prepare -----------------------------------------------------------------------------------
 
@@ -93,7 +95,7 @@ class ScaledProducts:
                 self._lane.private(f"panel {name}", room * lines)
                 self._shown.make_room(name, partial(self._rank_plan.parts, index), 1)
             elif not self._in_place(index):
-                self._lane.private(f"packed {name}", self._deep(index) * lines)
+                self._lane.private(f"packed {name}", self._padded_k(index) * lines)
             self._scales.prepare(index, lines, self._intervals)
 
     # -- where things lie --------------------------------------------------------------------------
@@ -105,7 +107,7 @@ class ScaledProducts:
     @cached_property
     def _target(self) -> Matrix:
         """What the products are to give: sums for peers, D itself, or nothing yet."""
-        return self._out if self._ending.sums is None else self._ending.sums
+        return self._out if self._finish_phase.sums is None else self._finish_phase.sums
 
     @cached_property
     def _gives_result(self) -> bool:
@@ -174,7 +176,7 @@ class ScaledProducts:
         part = array.part((row, row + rows), (column, column + columns))
         return part.transposed() if index == 0 else part
 
-    def _deep(self, index: int) -> int:
+    def _padded_k(self, index: int) -> int:
         """Elements of a line of a factor in memory that is padded along k."""
         return up(self._rank_plan.operand_plans[index].extent, GRAIN)
 
@@ -208,8 +210,8 @@ class ScaledProducts:
         target, quantized = self._target, None
         if not self._is_direct:
             target = self._padded._replace(address=self._lane.address("product"))
-        elif self._gives_result and self._ending.quantizing is not None:
-            quantized = self._ending.quantizing.as_part_of_product()
+        elif self._gives_result and self._finish_phase.quantized_result is not None:
+            quantized = self._finish_phase.quantized_result.as_part_of_product()
         if self._exchange is None:
             self._multiply_panels(source, target, quantized)
         else:
@@ -227,37 +229,37 @@ class ScaledProducts:
         self, source: Source, target: Matrix, quantized: scaled.Quantized | None
     ) -> None:
         """A product of each interval of k, added to those before it."""
-        scales = [self._lay(index) for index in (0, 1)]
+        scales = [self._lay_out(index) for index in (0, 1)]
         packed = [self._packed(index) for index in (0, 1)]
-        with self._gather.beside(len(self._intervals) > 1):
+        with self._gather.prefetching(len(self._intervals) > 1):
             for number, interval in enumerate(self._intervals):
                 a, b = (
                     self._factor(index, number, interval, packed[index], source) for index in (0, 1)
                 )
-                self._gather.arrive(number)
+                self._gather.await_panels(number)
                 pair = scales[0][number], scales[1][number]
                 c = None if number else self._addend
                 self._product(a.transposed(), b, target, pair, c, quantized, adds=number > 0)
-                self._gather.used(number)
+                self._gather.release(number)
 
     def _multiply_lines(
-        self, exchange: Exchange, target: Matrix, quantized: scaled.Quantized | None
+        self, exchange: LineExchange, target: Matrix, quantized: scaled.Quantized | None
     ) -> None:
         """Products of the lines that have come, beside the rounds that bring others."""
         rounds = self._rank_plan.rounds
         assert rounds is not None
         index = rounds.index
-        other, scale = self._packed(1 - index), self._lay(1 - index)[0]
+        other, scale = self._packed(1 - index), self._lay_out(1 - index)[0]
         assert other is not None, "one factor is exchanged, the other is here"
         stages = rounds.stages(self._rank_plan.rank)
         if not rounds.cuts:
             stages = [Stage(0, 0, self._lines(index))]  # with lines that pad it
         for number, stage in enumerate(stages):
-            exchange.arrive(stage.round)
+            exchange.await_round(stage.round)
             is_own = bool(rounds.cuts) and not stage.round
             lines = exchange.own if is_own else exchange.lines(stage)
             is_known = is_own or self._rank_plan.modes[index] == "tensor"
-            laid = self._lay(index)[0] if is_known else exchange.scale(stage)
+            laid = self._lay_out(index)[0] if is_known else exchange.scale(stage)
             a, b = (lines, other) if index == 0 else (other, lines)
             c = self._addend
             self._product(
@@ -267,7 +269,9 @@ class ScaledProducts:
                 (laid, scale) if index == 0 else (scale, laid),
                 None if c is None else _of_lines(c, index, stage),
                 None if quantized is None else quantized.part(number),
-                processors=self._device.processors - _LEFT if stage.round < rounds.count else 0,
+                processors=self._device.processors - _SPARE_PROCESSORS
+                if stage.round < rounds.count
+                else 0,
             )
         exchange.end()
 
@@ -325,7 +329,7 @@ class ScaledProducts:
             self._lines(index),
         )
         if interval.after is not None:
-            self._gather.leave(interval.after)
+            self._gather.await_release(interval.after)
         address = self._lane.address(f"panel {name}") + up(interval.offset, GRAIN) * lines
         part, moves = f"{name} {number}", operand_plan.gather_moves(lo, hi)
         places = source(index, part, moves, self._gather.stream)
@@ -348,25 +352,25 @@ class ScaledProducts:
         self, name: str, moves: Sequence[Move], index: int, places: Places, address: int, k: int
     ) -> Matrix:
         """Memory that `moves` fill with `k` indices of a factor, and zeros behind them."""
-        lines, width, deep = (
+        lines, width, padded_k = (
             self._lines(index),
             self._rank_plan.operand_plans[index].width,
             up(k, GRAIN),
         )
-        made = Matrix(address, deep, lines, 1, deep, self._scaling.given[index])
+        made = Matrix(address, padded_k, lines, 1, padded_k, self._scaling.given[index])
         part = made.part((0, k), (0, width))
         fill_behind(made, part, self._stream)
         self._gather.copy(name, moves, places, part.transposed() if index == 0 else part)
         return made
 
-    def _lay(self, index: int) -> list[Scale]:
+    def _lay_out(self, index: int) -> list[Scale]:
         """The scales of each interval, where its product reads them; of lines that are exchanged,
         those of this rank's own.
         """
         lines, known = self._lines(index), self._rank_plan.operand_plans[index].width
         if self._comes_in_rounds(index):
             lines = known = self._rank_plan.own_lines
-        return self._scales.lay(index, lines, known, self._intervals)
+        return self._scales.lay_out(index, lines, known, self._intervals)
 
 
 def _of_lines(x: Matrix, index: int, stage: Stage) -> Matrix:

@@ -128,16 +128,16 @@ class TileSendingGemm:
         problem: SplitKProduct,
         shape: Shape,
         places: Sequence[Places],
-        room: PlanMemory,
+        memory: PlanMemory,
     ) -> None:
-        self.team = room.team
+        self.team = memory.team
         self.problem = problem
         self.shape = shape
         self.walk = places[0].walk
         self.places = tuple(places)
-        self.bases = room.bases
+        self.bases = memory.bases
         self._own = places[self.team.rank]
-        self._room = room
+        self._memory = memory
         self._arguments: dict[tuple[str | int | bytes, ...], Argument] = {}
 
     @classmethod
@@ -165,7 +165,7 @@ class TileSendingGemm:
             _write(address + own.owned, walk.owned(context.rank))
             _write(address + own.chunks, walk.table(context.rank))
 
-        room = PlanMemory.create(
+        memory = PlanMemory.create(
             context,
             "a product that sends its tiles",
             lambda rank: places[rank].nbytes,
@@ -177,7 +177,7 @@ class TileSendingGemm:
                 ("extra bytes", extra),
             ],
         )
-        return cls(problem, shape, places, room)
+        return cls(problem, shape, places, memory)
 
     def extra(self, rank: int) -> int:
         """Where the caller's bytes of `rank` lie for this rank."""
@@ -188,13 +188,13 @@ class TileSendingGemm:
 
         Nothing can be launched any more, on any rank.
         """
-        self._room.free()
+        self._memory.free()
 
     # -- on a stream -------------------------------------------------------------------------------
 
     def require_usable(self) -> None:
         """See PlanMemory.require_usable."""
-        self._room.require_usable()
+        self._memory.require_usable()
 
     def multiply(
         self,
