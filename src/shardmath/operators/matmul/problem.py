@@ -372,9 +372,9 @@ def _check_inputs(facts: Sequence[Facts], d: Layout, epilog: MatmulEpilog) -> No
             )
         for name, extra in needed.items():
             _, kind, shape, strides = given[name]
-            misfit = extra.misfit(kind, tuple(shape), tuple(strides))
-            if misfit:
-                raise ValueError(f"rank {rank}: {misfit}")
+            mismatch = extra.mismatch(kind, tuple(shape), tuple(strides))
+            if mismatch:
+                raise ValueError(f"rank {rank}: {mismatch}")
 
 
 def _by(shape: Sequence[int]) -> str:
