@@ -329,7 +329,9 @@ class Rank:
             shape = strategy.sums.local_shape(rank)
             sums = self.shown.made("sums", shape, "float32", by_columns)
         finish_phase = SimpleNamespace(sums=sums, quantized_result=None)
-        self.made = module.ScaledProducts(self.plan, self.operands, self.lane, self.shown, finish_phase)
+        self.made = module.ScaledProducts(
+            self.plan, self.operands, self.lane, self.shown, finish_phase
+        )
         self.made.prepare_shown()
         if self.plan.multiplies:
             self.made.prepare()
