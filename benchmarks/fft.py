@@ -3,10 +3,10 @@
 `python benchmarks/fft.py [n ...]`. Every rank holds a slab X of an n x n x n array, or of the half
 of one that gives a real result. Peers:
 
-mpi4py-fft  FFTW, planned with FFTW_MEASURE, and MPI_Alltoallw; only where it is installed: it is built
-            against FFTW's headers (Debian's libfftw3-dev). Forward transforms to a slab, in arrays of
-            its own: copies into and out of these are not counted. Complex ones end in slab Y, real
-            ones, of which it halves the last axis with the one ahead, in slab Z.
+mpi4py-fft  FFTW, planned with FFTW_MEASURE, and MPI_Alltoallw; only where it is installed: it is
+            built against FFTW's headers (Debian's libfftw3-dev). Forward transforms to a slab, in
+            arrays of its own: copies into and out of these are not counted. Complex ones end in
+            slab Y; real ones, of which it halves the last axis with the one ahead, in slab Z.
 Alltoallw   scipy.fft along the whole axes, MPI_Alltoallw between slabs, scipy.fft along the last.
 one process scipy.fft of the whole array on rank 0, with as many workers as there are cores, up to
             the number of ranks. The other ranks sleep meanwhile.
