@@ -2,8 +2,8 @@
 
 By `simd_fft` where it was built and the lengths suit it; else by scipy.fft where that is installed,
 or NumPy's; by torch.fft for those who brought tensors. All keep single precision and take any
-strides. Results are written where the caller wants them, by ours and scipy's without a copy: a block
-of the size of a cache is read, transformed and put down in one go.
+strides. Results are written where the caller wants them, by ours and scipy's without a copy: a
+block of the size of a cache is read, transformed and put down in one go.
 """
 
 from __future__ import annotations
