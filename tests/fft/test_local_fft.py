@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import compiled_fft
 import numpy as np
 import pytest
 import scipy.fft
 import torch  # noqa: F401  (the engine of that name takes it from the loaded modules)
 
+from built import built_from_c
 from shardmath.local import fft as local
 from shardmath.local import simd_fft
 from shardmath.local.fft import engine_for, transform
@@ -43,7 +43,9 @@ def numbers(dtype, how):
 
 @pytest.fixture(scope="module")
 def simd(tmp_path_factory):
-    return simd_fft.load(compiled_fft.compiled(tmp_path_factory.mktemp("simd_fft")))
+    return simd_fft.transforms(
+        built_from_c(simd_fft, "simd_fft.c", tmp_path_factory.mktemp("simd_fft"))
+    )
 
 
 @pytest.fixture(params=ENGINES)

@@ -11,15 +11,14 @@ import math
 import threading
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from importlib.machinery import EXTENSION_SUFFIXES
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from shardmath.arrays.base import HostArray
+from shardmath.compiled import library_beside
 
-__all__ = ["SimdFFT", "built", "load"]
+__all__ = ["SimdFFT", "built", "transforms"]
 
 _KINDS = {"C2C": 0, "R2C": 1, "C2R": 2}
 _RADIXES = (4, 2, 3, 5)
@@ -168,24 +167,20 @@ def _batch(
 
 @lru_cache(maxsize=1)
 def built() -> SimdFFT | None:
-    """What `load` makes of the library that was built with the package, or None without it."""
-    here = Path(__file__).parent
-    for suffix in EXTENSION_SUFFIXES:
-        path = here / f"_simd_fft{suffix}"
-        if path.exists():
-            return load(path)
-    return None
+    """What `transforms` makes of the library that was built with the package, or None."""
+    library = library_beside(__file__, "_simd_fft")
+    return None if library is None else transforms(library)
 
 
-def load(path: Path, width: int | None = None) -> SimdFFT | None:
-    """The library, with the widest vectors of this processor, or those of `width` bytes; None if it
-    cannot be loaded, or has no functions for this processor.
+def transforms(library: ctypes.CDLL, width: int | None = None) -> SimdFFT | None:
+    """The library's functions for the widest vectors of this processor, or those of `width` bytes.
+
+    None if that is another library, or has no functions for this processor.
     """
     try:
-        library = ctypes.CDLL(str(path))
         function: Any = library.shardmath_fft
         widest = int(library.shardmath_fft_width())
-    except (OSError, AttributeError):
+    except AttributeError:
         return None
     if widest == 0 or (width is not None and width > widest):
         return None
