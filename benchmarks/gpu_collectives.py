@@ -70,7 +70,7 @@ def all_reduces(ranks, nbytes, dtype="bfloat16", name="bf16"):
     kind, known = getattr(torch, dtype), dtypes.of(dtype)
     count = nbytes // known.itemsize
     x = values(ranks, count, kind)
-    pushed = ranks.moves.pushes_of_sums(nbytes, known) is not None
+    pushed = ranks.moves.reduction_pushes(nbytes, known) is not None
     if pushed:  # as the call does
         buffer, places = ranks.shared(nbytes)
         y = torch.as_tensor(buffer, device=ranks.device).view(kind)

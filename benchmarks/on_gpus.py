@@ -51,7 +51,7 @@ class Ranks:
     @cached_property
     def moves(self) -> DeviceCollectives:
         """Our collectives below their door. Collective when first asked for."""
-        return DeviceCollectives.together(self.context)
+        return DeviceCollectives.of(self.context)
 
     def stream(self) -> int:
         """The stream that is current, or being captured."""

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from shardmath.agreement import require_equal
-from shardmath.planning import Said, agree_plan
+from shardmath.planning import HashedSpec, agree_plan
 
 
 class Counted:
@@ -44,22 +44,22 @@ def test_a_plan_is_built_once_and_the_notes_of_each_call_travel(contexts, size):
     assert contexts.run(repeat, ranks=size) == [1] * size
 
 
-def say_again(context):
+def repeat_hashed(context):
     build, found = Counted(), []
-    said = Said(("a", context.rank))
-    for turn in (0, 1, 0, 1, 1, 0):  # what was heard before is known by its words
+    hashed = HashedSpec(("a", context.rank))
+    for turn in (0, 1, 0, 1, 1, 0):  # messages that came before are known
         note = bytes([turn, context.rank])
-        plan, notes = agree_plan(context, "again", lambda n=note: (said, n), build)
+        plan, notes = agree_plan(context, "again", lambda n=note: (hashed, n), build)
         assert notes == [bytes([turn, r]) for r in range(context.size)]
         found.append(plan)
     plain, _ = agree_plan(context, "again", lambda: (("a", context.rank), b""), build)
-    assert all(plan is plain for plan in found), "a spec and the same as Said are one"
+    assert all(plan is plain for plan in found), "a spec and its HashedSpec are one"
     return build.calls
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_what_is_said_again_means_the_same(contexts, size):
-    assert contexts.run(say_again, ranks=size) == [1] * size
+def test_a_hashed_spec_means_what_its_spec_means(contexts, size):
+    assert contexts.run(repeat_hashed, ranks=size) == [1] * size
 
 
 def alternate(context):

@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     start = "start a program on several ranks of this host; the first that fails ends the job"
     add_arguments(commands.add_parser("run", help=start, description=f"{start.capitalize()}."))
-    commands.add_parser("env", help="list the variables that steer shardmath")
+    commands.add_parser("env", help="list the environment variables that shardmath reads")
     options = parser.parse_args(arguments)
     if options.command == "env":
         return _print_variables()

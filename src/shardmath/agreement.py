@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from shardmath import errors, wire
 from shardmath.errors import CollectiveMismatch
 from shardmath.symmetric.board import Board
-from shardmath.symmetric.header import bodies, heading
+from shardmath.symmetric.header import bodies, header
 
 __all__ = ["agree", "gather", "require_equal"]
 
@@ -54,15 +54,15 @@ def gather(board: Board, operation: str, describe: Callable[[], bytes]) -> list[
     Raises on every rank what `describe` raised on the first rank where it did, or
     CollectiveMismatch when the operations differ.
     """
-    prefix = heading(operation) + _DESCRIBED
+    prefix = header(operation) + _DESCRIBED
     mistake: Exception | None = None
     try:
         text = prefix + describe()
     except Exception as error:
         mistake = error
-        text = heading(operation) + _refusal(error)
+        text = header(operation) + _refusal(error)
     try:
-        texts = board.texts(operation, text)
+        texts = board.exchange_raw(operation, text)
         for each in texts:
             if not each.startswith(prefix):
                 _raise_refusal(bodies(texts, operation), mistake)

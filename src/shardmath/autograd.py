@@ -79,8 +79,8 @@ def matmul(
 def redistribute(
     operand: Any, /, input_distribution: Distribution, output_distribution: Distribution
 ) -> Any:
-    """`operand` split otherwise, as `shardmath.distribution.redistribute`. Collective, backward
-    too: gradients go the other way.
+    """`operand` in another distribution, as `shardmath.distribution.redistribute`. Collective,
+    backward too: gradients go the other way.
     """
     _agree("autograd.redistribute", operand)
     return _Redistribute.apply(operand, input_distribution, output_distribution)

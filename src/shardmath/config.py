@@ -1,4 +1,4 @@
-"""Every variable that steers shardmath, in one typed table; the only reader of the environment.
+"""Every environment variable of shardmath, in one typed table; the only reader of the environment.
 
 A variable is a field of `Settings`: its name is `SHARDMATH_` + the field's name in capitals, its
 type the field's, its default the field's, and its sentence the field's metadata. An unknown
@@ -41,21 +41,27 @@ class Settings:
 
     timeout: float = _variable(60.0, "Seconds that an operation waits for its peers.")
     startup_timeout: float = _variable(120.0, "Seconds that start-up waits for all ranks.")
-    notice: float = _variable(5.0, "Seconds after which a wait says on stderr whom it waits for.")
+    notice: float = _variable(5.0, "Seconds after which a waiting rank says on stderr for whom.")
     transport: str = _variable(
-        "auto", "How memory is reached: host, mpi or tcp; cuda or nvshmem; auto chooses."
+        "auto", "How peers reach memory: host, mpi or tcp; cuda or nvshmem; auto chooses."
     )
-    fake_hosts: int = _variable(1, "Pretend that the ranks of this machine sit on so many hosts.")
-    address: str = _variable("", "Where ranks on other hosts reach this one; found out if empty.")
-    segment_bytes: int = _variable(64 << 20, "Smallest segment by which the symmetric heap grows.")
+    fake_hosts: int = _variable(
+        1, "Treat the ranks of this machine as if on so many hosts, for tests."
+    )
+    address: str = _variable("", "Address at which other hosts reach this one; found if empty.")
+    segment_bytes: int = _variable(64 << 20, "Least bytes by which the symmetric heap grows.")
     gpu_heap_bytes: int = _variable(
-        2 << 30, "Symmetric heap of a GPU through NVSHMEM: it is taken at the start, and stays."
+        2 << 30, "Bytes of a GPU's symmetric heap through NVSHMEM, allocated at the start."
     )
-    cache: str = _variable("", "Folder for compiled kernels; - compiles them anew every time.")
+    cache: str = _variable(
+        "", "Folder for compiled kernels, ~/.cache/shardmath if empty; - keeps none."
+    )
     rank: int = _variable(-1, "This process's rank; set by the launcher.")
     size: int = _variable(-1, "The number of ranks; set by the launcher.")
     launcher_fd: str = _variable("", "Descriptors of this rank's sockets; set by the launcher.")
-    pid: int = _variable(-1, "The process that is the rank: its children are none; set likewise.")
+    pid: int = _variable(
+        -1, "The process that is the rank, as its children are not; set by the launcher."
+    )
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Settings:
@@ -123,4 +129,8 @@ def table() -> list[tuple[str, str, str, str]]:
     ]
 
 
-_ARTICLES = {"int": "an integer", "float": "a finite number of seconds", "str": "a string"}
+_ARTICLES = {
+    "int": "an integer",
+    "float": "a number of seconds, finite and not negative",
+    "str": "a string",
+}

@@ -22,7 +22,7 @@ from shardmath.distributed_context import DistributedContext
 from shardmath.geometry.integers import index
 from shardmath.group.base import ProcessGroup
 from shardmath.runtime import Runtime
-from shardmath.symmetric.board import Board, Turn
+from shardmath.symmetric.board import Board, OperationGuard
 from shardmath.symmetric.heap import Block, Buffer, Heap, Location
 from shardmath.transport.base import Bytes, DeviceBytes, Memory, Transport
 from shardmath.transport.wires import Deliver, RankChannel
@@ -52,7 +52,7 @@ class Context(DistributedContext):
 
     def __init__(
         self,
-        machinery: Runtime,
+        runtime: Runtime,
         board: Board,
         team: Team | None,
         *,
@@ -69,28 +69,30 @@ class Context(DistributedContext):
         self.rank = board.rank
         self.size = board.size
         self.number = next(_numbers)
-        self.heap = machinery.heap
-        self._machinery = machinery
+        self.heap = runtime.heap
+        self._runtime = runtime
         self._ranks = tuple(ranks)  # each rank's number in the mesh
         self._parent = parent
         self._name = name  # the same on all its ranks, and no other context's
         self._splits = 0
         # By ranks: how many were made, and the last.
         self._subsets: dict[tuple[int, ...], tuple[int, Context]] = {}
-        self._shares = itertools.count()
+        self._shared_ids = itertools.count()
         self._closed: str | None = None
         self._caches: dict[str, Any] = {}
         # A context that is dropped without `close` is left too: its memory is awaited by nobody.
         self._dropping = weakref.finalize(self, _leave, board, self.heap, self.number)
         self._dropping.atexit = False
         self._announced: set[int] = set()  # the segments that all its ranks can attach
+        if team is not None:
+            self.heap.groups.watch(self.number, team.gave_up)
         self._outlived: list[Any] = []  # what peers may still read of contexts that have ended
         _contexts.add(self)
 
     @property
     def nvshmem_available(self) -> bool:
         """See DistributedContext."""
-        return self._machinery.transport.name == "nvshmem"
+        return self._runtime.transport.name == "nvshmem"
 
     def __repr__(self) -> str:
         state = f" ({self._closed})" if self._closed else ""
@@ -126,11 +128,11 @@ class Context(DistributedContext):
         texts = self.board.exchange("barrier", struct.pack(f"={len(own)}Q", *own))
         if all(texts):
             marks = [struct.unpack(f"={len(text) // 8}Q", text) for text in texts]
-            self.heap.honour(self.number, marks)
+            self.heap.apply_marks(self.number, marks)
 
-    def executing(self, operation: str) -> Turn:
+    def executing(self, operation: str) -> OperationGuard:
         """Around what follows agreement: an error here ends the wait of the peers at once."""
-        return self.board.turn(operation)
+        return self.board.guard(operation)
 
     # -- memory ------------------------------------------------------------------------------------
 
@@ -138,10 +140,19 @@ class Context(DistributedContext):
         """Let every peer attach the segment of `block`. Local; must precede the exchange that says
         where the block lies.
         """
+        block.announced_to.add(self.number)
         segment = block.location.segment
         if segment not in self._announced:  # one that peers know is never taken back
-            self._machinery.transport.announce(segment, self._ranks)
+            self._runtime.transport.announce(segment, self._ranks)
             self._announced.add(segment)
+
+    def allocate_shared(self, nbytes: int) -> Buffer:
+        """Memory of the heap that every peer can attach. Local; precedes an exchange as `announce`
+        does. Raises HeapExhausted.
+        """
+        buffer = self.heap.allocate(nbytes)
+        self.announce(buffer.block)
+        return buffer
 
     def peer_bytes(self, rank: int, location: Location, nbytes: int) -> Bytes | None:
         """Memory of `rank`, which it has announced, for cores; None where they have no address."""
@@ -160,7 +171,7 @@ class Context(DistributedContext):
 
     def _reach(self, rank: int, location: Location) -> tuple[Transport, int]:
         """The transport to memory that `rank` has announced, and the rank's number there."""
-        transport, peer = self._machinery.transport, self._ranks[rank]
+        transport, peer = self._runtime.transport, self._ranks[rank]
         if rank != self.rank:
             transport.attach(peer, location.segment)
         return transport, peer
@@ -173,11 +184,11 @@ class Context(DistributedContext):
     @property
     def hosts(self) -> tuple[int, ...]:
         """The number of each rank's host, the same on all ranks: those of one host are near."""
-        return tuple(self._machinery.mesh.host_of[rank] for rank in self._ranks)
+        return tuple(self._runtime.mesh.host_of[rank] for rank in self._ranks)
 
     def reads_in_place(self, rank: int) -> bool:
         """Whether `rank` is on this rank's host: its memory has addresses here."""
-        return self._machinery.mesh.near(self._ranks[rank])
+        return self._runtime.mesh.near(self._ranks[rank])
 
     def read_bytes(
         self,
@@ -212,8 +223,8 @@ class Context(DistributedContext):
 
     def zero(self, buffer: Buffer) -> None:
         """Set memory of this rank's heap to zero."""
-        if self._machinery.device is not None:
-            self._machinery.device.zero(buffer.block.address, buffer.block.nbytes)
+        if self._runtime.device is not None:
+            self._runtime.device.zero(buffer.block.address, buffer.block.nbytes)
         else:
             np.asarray(buffer)[:] = 0
 
@@ -223,13 +234,13 @@ class Context(DistributedContext):
         `number` is 1 or more, and rises from one channel to the next. `deliver` gets ranks of this
         context.
         """
-        wires = self._machinery.mesh.wires
+        wires = self._runtime.mesh.wires
         assert wires is not None, "there are ranks on other hosts"
         return RankChannel(wires, self._name, number, self._ranks, deliver)
 
-    def next_share(self) -> int:
+    def next_shared_id(self) -> int:
         """The number of the next object that the ranks of this context share, the same on all."""
-        return next(self._shares)
+        return next(self._shared_ids)
 
     def cache(self, name: str, make: Callable[[], Any]) -> Any:
         """This context's object of that name, made when first asked for, ended with the context."""
@@ -242,7 +253,7 @@ class Context(DistributedContext):
 
         For what kernels write while no array refers to it: they may run on after a `close`.
         """
-        self._machinery.kept.append(buffer)
+        self._runtime.kept.append(buffer)
 
     def keep_for_readers(self, memory: Any) -> None:
         """Let `memory`, of which this rank does not wait for the readers, outlive this context.
@@ -292,11 +303,11 @@ class Context(DistributedContext):
         self.heap.recycle()  # lets go of the boards of groups that have ended
         mesh_ranks = [self._ranks[r] for r in ranks]
         name = f"{self._name} / {label}"
-        board = self._machinery.board(mesh_ranks, list(ranks).index(self.rank), name)
+        board = self._runtime.board(mesh_ranks, list(ranks).index(self.rank), name)
         return Context(
-            self._machinery,
+            self._runtime,
             board,
-            self._machinery.team(board, mesh_ranks),
+            self._runtime.team(board, mesh_ranks),
             ranks=mesh_ranks,
             device_id=self.device_id,
             process_group=None,
@@ -325,17 +336,17 @@ class Context(DistributedContext):
             return
         self._closed = why
         if self.team is not None and self.board.dead():
-            self.team.give_up()  # kernels that wait for the dead would keep this process
+            self.team.abort()  # kernels that wait for the dead would keep this process
         self.board.leave()
         self.team = None
         self._dropping.detach()
-        self.heap.forget(self.number, self.board.ended)
+        self.heap.groups.leave(self.number, self.board.ended)
         self._caches.clear()
         if self._parent is None:
             for context in list(_contexts):
-                if context._machinery is self._machinery:
+                if context._runtime is self._runtime:
                     context.close(why)
-            self._machinery.close()
+            self._runtime.close()
         if current.default() is self:
             current.set_default(None)
 
@@ -343,7 +354,7 @@ class Context(DistributedContext):
         """Make the context unusable in this process, and tell nobody: it is not this process's."""
         self._closed = why
         self._dropping.detach()  # it would say on the board that the parent has left
-        self._machinery.mesh.abandon()
+        self._runtime.mesh.abandon()
 
 
 def current_context() -> Context | None:
@@ -366,7 +377,7 @@ def require_context() -> Context:
 
 def _leave(board: Board, heap: Heap, number: int) -> None:
     board.leave()
-    heap.forget(number, board.ended)
+    heap.groups.leave(number, board.ended)
 
 
 def open_contexts() -> list[Context]:

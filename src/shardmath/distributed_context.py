@@ -14,14 +14,16 @@ __all__ = ["DistributedContext"]
 class DistributedContext(ABC):
     """The ranks that compute together, as seen by one of them. Made by `initialize`.
 
-    `rank`, `size`; `device_id` ("cpu", or the index of a CUDA device); `process_group`, used to
-    start. `nvshmem_available` and `nccl_comm` are there for programs written for
+    `rank` is this process's number, from 0 to `size` - 1. `device_id` is "cpu" or the index of a
+    CUDA device, `process_group` the group through which the ranks found each other.
+    `nvshmem_available` and `nccl_comm`, which is None, are there for programs written for
     nvmath.distributed.
 
-    The ranks' calls are matched by their order. So one thread at a time uses a context, and threads
-    that compute at once have one each: a call during another's raises RuntimeError.
+    The ranks' calls are matched by their order. So only one thread at a time may use a context, and
+    threads that compute at the same time have one each: a call during another thread's raises
+    RuntimeError.
 
-    `with context:` makes it the one that operators use, for this thread, until the end.
+    `with context:` makes it the current context of this thread, which operators use, until the end.
     """
 
     nccl_comm: ClassVar[None] = None
@@ -37,17 +39,19 @@ class DistributedContext(ABC):
 
     @abstractmethod
     def barrier(self) -> None:
-        """Wait until every rank has called it; what was written before is seen after. Collective.
+        """Wait until every rank has called it. Collective.
 
-        Memory that every rank has dropped returns to use here.
+        What a rank wrote before it, all ranks see after it. Memory that every rank has dropped can
+        be used again afterwards. Raises OpTimeout and RankFailure.
         """
 
     @abstractmethod
     def split(self, color: int | None, key: int = 0) -> DistributedContext | None:
         """A context of the ranks that gave the same `color`, ordered by (`key`, rank). Collective.
 
-        None for a rank that gave None. The new context shares this one's memory, and lives on its
-        own board: both can be used in any order.
+        None for a rank that gave None. The new context has the same memory, and synchronises its
+        ranks independently: calls of both may be mixed in any order. Raises TypeError for a color
+        or key that is not an integer.
         """
 
     @abstractmethod
@@ -61,9 +65,10 @@ class DistributedContext(ABC):
 
     @abstractmethod
     def close(self, why: str = "it was closed") -> None:
-        """End the context on this rank. Never waits; peers that still wait for this rank are told.
+        """End the context on this rank; later calls raise RuntimeError with `why`. Local.
 
-        Says that this rank reads no peer's memory through it any more.
+        Peers that wait for this rank in it raise RankFailure. After it this rank must not use views
+        of peers' memory that it got through this context.
         """
 
     @abstractmethod

@@ -1,10 +1,10 @@
-"""Agreement on a call that is made often: one small exchange once its plan is known.
+"""Agreement on repeated calls: one small exchange once their plan is known.
 
 The first call of a kind exchanges full specs and builds a plan from all of them. Later calls
 exchange 16 bytes each, the digest of the own spec; the digests of all ranks together name the plan.
 Every rank keeps and drops plans in the same order, since all take part in the same calls; a count
-of the plans made travels along, so that ranks whose books differ (one was interrupted) notice it,
-and start anew together.
+of the plans made travels along, so that ranks whose caches differ (one was interrupted) notice it,
+and clear them together.
 """
 
 from __future__ import annotations
@@ -20,101 +20,102 @@ from shardmath.lru_cache import LRUCache
 if TYPE_CHECKING:
     from shardmath.context import Context
 
-__all__ = ["Said", "agree_plan"]
+__all__ = ["HashedSpec", "agree_plan"]
 
 Plan = TypeVar("Plan")
 
 _Key = tuple[str, tuple[bytes, ...]]  # operation, digests of all ranks' specs
-_Messages = tuple[str | bytes, ...]  # operation, and what each rank has said
+_Messages = tuple[str | bytes, ...]  # operation, and the message of each rank
 
 _KEPT = 256  # plans per context
 _MADE = struct.Struct("<I")  # plans made, before the digest of the spec
 _DIGEST_BYTES = 16
-_HEAD_BYTES = _MADE.size + _DIGEST_BYTES
+_HEADER_BYTES = _MADE.size + _DIGEST_BYTES
 
 
-class Said:
-    """A spec that will be said again, `plain`, and the digest that stands for it.
+class HashedSpec:
+    """A spec that many calls send, and its digest, which is what they send once it is known.
 
     Raises TypeError when it is not plain data.
     """
 
-    __slots__ = ("digest", "plain")
+    __slots__ = ("digest", "spec")
 
-    def __init__(self, plain: Any) -> None:
-        self.plain = plain
-        self.digest = blake2b(wire.encode(plain), digest_size=_DIGEST_BYTES).digest()
+    def __init__(self, spec: Any) -> None:
+        self.spec = spec
+        self.digest = blake2b(wire.encode(spec), digest_size=_DIGEST_BYTES).digest()
 
 
 def agree_plan(
     context: Context,
     operation: str,
-    describe: Callable[[], tuple[Hashable | Said, bytes]],
+    describe: Callable[[], tuple[Hashable | HashedSpec, bytes]],
     build: Callable[[list[Any]], Plan],
 ) -> tuple[Plan, list[bytes]]:
-    """The plan of a call, and what each rank said about this one execution of it. Collective.
+    """The plan of a call, and the notes of all ranks on this one execution of it. Collective.
 
     `describe()` returns (spec, note). The spec is plain hashable data (tuples, strings, numbers,
-    None) of which equal values mean equal calls, or such data as `Said`. The note is bytes that may
-    differ from call to call, such as where operands lie. `build(specs)`, given every rank's spec in
-    rank order, is pure: it returns the plan, or raises the same error on all ranks. It runs when
-    these specs come together for the first time; the result is kept, and must not be changed.
+    None) of which equal values mean equal calls, or a `HashedSpec` of such data. The note is bytes
+    that may differ from call to call, such as where operands lie. `build(specs)`, given every
+    rank's spec in rank order, is pure: it returns the plan, or raises the same error on all ranks.
+    It runs when these specs come together for the first time; the result is kept, and must not be
+    changed.
 
     Raises on every rank what `describe` raised on the first rank where it did, what `build` raises,
     or CollectiveMismatch when the operations differ.
     """
-    book: _Book = context.cache("plans", _Book)
-    specs: list[Hashable | Said] = []
+    cache: _PlanCache = context.cache("plans", _PlanCache)
+    specs: list[Hashable | HashedSpec] = []
 
     def described() -> bytes:
         spec, note = describe()
         specs.append(spec)
-        return book.head(operation, spec) + note
+        return cache.header(operation, spec) + note
 
     messages = context.gather(operation, described)
-    heard = book.recall(operation, messages)
-    if heard is not None:
-        return heard
-    book.compare(messages)
-    key = (operation, tuple([text[_MADE.size : _HEAD_BYTES] for text in messages]))
-    notes = [text[_HEAD_BYTES:] for text in messages]
-    plan = book.find(key)
+    cached = cache.find_repeated(operation, messages)
+    if cached is not None:
+        return cached
+    cache.compare(messages)
+    key = (operation, tuple([text[_MADE.size : _HEADER_BYTES] for text in messages]))
+    notes = [text[_HEADER_BYTES:] for text in messages]
+    plan = cache.find(key)
     if plan is None:
         spec = specs[0]
-        own = wire.encode(spec.plain if isinstance(spec, Said) else spec)
+        own = wire.encode(spec.spec if isinstance(spec, HashedSpec) else spec)
         texts = context.board.exchange(operation, own)
-        plan = book.keep(key, (build([wire.decode(text) for text in texts]),))
+        plan = cache.keep(key, (build([wire.decode(text) for text in texts]),))
     else:
-        book.remember(operation, messages, key, notes)
+        cache.keep_repeated(operation, messages, key, notes)
     return plan[0], notes
 
 
-class _Book:
-    """The plans that one context has agreed on."""
+class _PlanCache:
+    """The plans that one context has agreed on; the same on all its ranks."""
 
     def __init__(self) -> None:
         self._made = 0  # equal on all ranks
-        self._said = _MADE.pack(0)  # the same, as peers are told
+        self._header = _MADE.pack(0)  # the same, as messages have it
         self._plans: LRUCache[_Key, tuple[Any]] = LRUCache(_KEPT)  # all ranks use them alike
         self._digests: LRUCache[tuple[str, Hashable], bytes] = LRUCache(_KEPT)  # this rank's own
-        # What was said since the last plan was made: its key, and the notes.
-        self._heard: LRUCache[_Messages, tuple[_Key, list[bytes]]] = LRUCache(_KEPT)
+        # By the messages of a call since the last plan was made: the plan's key, and the notes.
+        self._repeated: LRUCache[_Messages, tuple[_Key, list[bytes]]] = LRUCache(_KEPT)
 
-    def head(self, operation: str, spec: Hashable | Said) -> bytes:
+    def header(self, operation: str, spec: Hashable | HashedSpec) -> bytes:
         """How many plans were made, and 16 bytes that stand for `spec`.
 
         Raises TypeError when it is not plain hashable data.
         """
-        if isinstance(spec, Said):
-            return self._said + spec.digest
+        if isinstance(spec, HashedSpec):
+            return self._header + spec.digest
         digest = self._digests.find((operation, spec))
         if digest is None:
-            digest = self._digests.keep((operation, spec), Said(spec).digest)
-        return self._said + digest
+            digest = self._digests.keep((operation, spec), HashedSpec(spec).digest)
+        return self._header + digest
 
     def compare(self, messages: Sequence[bytes]) -> None:
-        """Start anew where ranks have made different numbers of plans, given all ranks' heads."""
-        if not all(text.startswith(self._said) for text in messages):
+        """Clear the cache where ranks have made different numbers of plans, given all messages."""
+        if not all(text.startswith(self._header) for text in messages):
             self.restart(1 + max(_MADE.unpack_from(text)[0] for text in messages))
 
     def restart(self, made: int) -> None:
@@ -122,17 +123,19 @@ class _Book:
         self._plans.clear()
         self._count(made)
 
-    def recall(self, operation: str, messages: Sequence[bytes]) -> tuple[Any, list[bytes]] | None:
-        """The plan and the notes of a call in which all ranks say what they said before."""
-        heard = self._heard.find((operation, *messages))
-        plan = None if heard is None else self.find(heard[0])
-        return None if heard is None or plan is None else (plan[0], heard[1])
+    def find_repeated(
+        self, operation: str, messages: Sequence[bytes]
+    ) -> tuple[Any, list[bytes]] | None:
+        """The plan and the notes of a call in which all ranks send what they sent before."""
+        repeated = self._repeated.find((operation, *messages))
+        plan = None if repeated is None else self.find(repeated[0])
+        return None if repeated is None or plan is None else (plan[0], repeated[1])
 
-    def remember(
+    def keep_repeated(
         self, operation: str, messages: Sequence[bytes], key: _Key, notes: list[bytes]
     ) -> None:
-        """Let `recall` find the plan of that key, and these notes."""
-        self._heard.keep((operation, *messages), (key, notes))
+        """Let `find_repeated` find the plan of that key, and these notes."""
+        self._repeated.keep((operation, *messages), (key, notes))
 
     def find(self, key: _Key) -> tuple[Any] | None:
         return self._plans.find(key)
@@ -142,5 +145,5 @@ class _Book:
         return self._plans.keep(key, plan)
 
     def _count(self, made: int) -> None:
-        self._made, self._said = made, _MADE.pack(made)
-        self._heard.clear()
+        self._made, self._header = made, _MADE.pack(made)
+        self._repeated.clear()

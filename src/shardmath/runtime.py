@@ -1,7 +1,7 @@
-"""What contexts stand on: connections to the peers, the transport, the heap, and what groups share.
+"""The runtime of a process: connections to the peers, the transport, the heap, the GPU.
 
-One context makes it; those split from it use the same. It imports the GPU's side only for ranks
-that compute on one.
+`initialize` makes it with the first context; contexts split from that one share it. Modules of the
+GPU's side are imported only on ranks that compute on one.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from shardmath.config import Settings
 from shardmath.group.base import ProcessGroup
 from shardmath.symmetric.board import ROW_BYTES, Board, board_bytes
 from shardmath.symmetric.heap import Buffer, Heap, Location
-from shardmath.symmetric.rows import Rows, SpreadRows
+from shardmath.symmetric.rows import MultiHostRows, Rows
 from shardmath.symmetric.structs import pad_bytes
-from shardmath.symmetric.waiting import Patience
+from shardmath.symmetric.waiting import WaitPolicy
 from shardmath.transport import choice
 from shardmath.transport.base import Transport
 from shardmath.transport.host import export_memory, map_memory
@@ -72,7 +72,7 @@ class Runtime:
         mesh, size = self.mesh, len(ranks)
         rows = self._rows(ranks, rank, name)
         names = [f"pid {mesh.pids[r]} on {mesh.hosts[r]}" for r in ranks]
-        patience = Patience.of(self.settings.timeout, self.settings.notice, mesh.neighbours)
+        policy = WaitPolicy.of(self.settings.timeout, self.settings.notice, mesh.neighbours)
         return Board(
             rows,
             rank=rank,
@@ -80,7 +80,7 @@ class Runtime:
             watch=mesh.watch,
             watch_ranks=ranks,
             names=names,
-            patience=patience,
+            policy=policy,
         )
 
     def _rows(self, ranks: Sequence[int], rank: int, name: str) -> Rows:
@@ -99,7 +99,7 @@ class Runtime:
         if not far:
             return Rows(memory, rank=rank, size=size, row_bytes=ROW_BYTES)
         assert mesh.wires is not None, "there are ranks on other hosts"
-        return SpreadRows(
+        return MultiHostRows(
             memory,
             rank=rank,
             size=size,

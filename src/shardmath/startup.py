@@ -63,14 +63,14 @@ def new_context(
     _watch_process()
     with ExitStack() as undo:
         with noticed(group.rank, settings.notice, lambda: _awaited(group)):
-            machinery = Runtime(group, settings)
-        undo.callback(machinery.close)
+            runtime = Runtime(group, settings)
+        undo.callback(runtime.close)
         ranks = range(group.nranks)
-        board = machinery.board(ranks, group.rank, "board")
+        board = runtime.board(ranks, group.rank, "board")
 
         def describe() -> tuple[str, str]:
             ordinal = _ordinal(device_id, backends)
-            name = machinery.open(ordinal, group)
+            name = runtime.open(ordinal, group)
             return "cpu" if ordinal is None else "cuda", name
 
         def check(told: list[tuple[str, str]]) -> None:
@@ -79,10 +79,10 @@ def new_context(
             agreement.require_equal("the transport", names)
 
         agreement.agree(board, "initialize", describe, check)
-        machinery.transport.join(group)
-        team = machinery.team(board, ranks)
+        runtime.transport.join(group)
+        team = runtime.team(board, ranks)
         undo.pop_all()
-    return Context(machinery, board, team, ranks=ranks, device_id=device_id, process_group=group)
+    return Context(runtime, board, team, ranks=ranks, device_id=device_id, process_group=group)
 
 
 def get_context() -> DistributedContext | None:

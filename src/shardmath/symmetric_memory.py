@@ -258,13 +258,13 @@ def memset32(tensor: Any, offset: int, val: int, count: int = 1) -> Any:
     library = library_of(tensor, "tensor")
     spec = library.spec(tensor)
     if spec.ndim != 1 or spec.dtype != "uint32" or spec.order == "strided":
-        raise ValueError(f"a contiguous 1-D uint32 array was expected, not {spec}")
+        raise ValueError(f"expected a contiguous 1-D uint32 array, got {spec}")
     offset, val, count = index(offset, "offset"), index(val, "val"), index(count, "count")
     if offset < 0 or count < 1 or offset + count > spec.size or not 0 <= val < 1 << 32:
         raise ValueError(
             f"cannot write {val} to elements {offset} to {offset + count} of {spec.size} uint32"
         )
-    library.host_view(tensor, writable=True)[offset : offset + count] = val
+    library.host_view(tensor, writable=True, name="tensor")[offset : offset + count] = val
     return tensor
 
 
@@ -293,7 +293,7 @@ def _integers(what: str, values: Any) -> tuple[int, ...]:
     except TypeError:
         raise TypeError(f"{what} is a sequence of integers, not {values!r}") from None
     if any(value < 0 for value in integers):
-        raise ValueError(f"no {what} is negative; given was {integers}")
+        raise ValueError(f"{what} must not be negative: {integers}")
     return integers
 
 

@@ -1,9 +1,9 @@
 """Plain data as bytes and back: what ranks say to each other, with nothing executable in it.
 
 The form is JSON, with a one-key object for each type that JSON lacks; the elements of larger arrays
-follow the JSON as they lie in memory. Only plain data travels: None, bool, int, float, complex,
-str, bytes, tuple, list, dict with string keys, NumPy arrays and scalars of numbers and strings, and
-torch CPU tensors. Nothing that a peer sends can run code here.
+follow the JSON as they lie in memory. Only plain data is accepted: None, bool, int, float, complex,
+str, bytes, tuple, list, dict, NumPy arrays and scalars of numbers and strings, and torch CPU
+tensors. Nothing that a peer sends can run code here.
 
     length of the JSON (8 bytes) · JSON · the arrays, one after the other
 """
@@ -55,9 +55,10 @@ def _pack(value: Any, blobs: list[bytes]) -> Any:
     elif isinstance(value, tuple):
         packed = {"tuple": [_pack(item, blobs) for item in value]}
     elif isinstance(value, dict):
-        if not all(isinstance(key, str) for key in value):
-            raise TypeError("only dictionaries with string keys travel between ranks")
-        packed = {"dict": {key: _pack(item, blobs) for key, item in value.items()}}
+        if all(isinstance(key, str) for key in value):
+            packed = {"dict": {key: _pack(item, blobs) for key, item in value.items()}}
+        else:
+            packed = {"items": [[_pack(key, blobs), _pack(value[key], blobs)] for key in value]}
     elif isinstance(value, (bytes, bytearray, memoryview)):
         packed = {"bytes": _pack_raw(bytes(value), blobs)}
     elif isinstance(value, complex) and not isinstance(value, np.generic):
@@ -70,11 +71,16 @@ def _pack(value: Any, blobs: list[bytes]) -> Any:
         packed = {"tensor": _pack_tensor(value, blobs)}
     else:
         raise TypeError(
-            f"{type(value).__module__}.{type(value).__qualname__} does not travel between ranks; "
-            "send numbers, strings, bytes, tuples, lists, dictionaries, NumPy arrays or torch CPU "
-            "tensors"
+            f"{_kind(value)} cannot be sent between ranks; send numbers, strings, bytes, tuples, "
+            "lists, dictionaries, NumPy arrays of numbers or strings, or torch CPU tensors"
         )
     return packed
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, (np.ndarray, np.generic)):
+        return f"a NumPy array of dtype {value.dtype}"
+    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def _pack_raw(raw: bytes, blobs: list[bytes]) -> Any:
@@ -88,7 +94,7 @@ def _pack_raw(raw: bytes, blobs: list[bytes]) -> Any:
 def _pack_tensor(tensor: Any, blobs: list[bytes]) -> list[Any]:
     if tensor.device.type != "cpu" or tensor.is_sparse or tensor.is_quantized:
         raise TypeError(
-            f"a torch tensor on {tensor.device} with layout {tensor.layout} does not travel "
+            f"a torch tensor on {tensor.device} with layout {tensor.layout} cannot be sent "
             "between ranks; send a dense CPU tensor"
         )
     torch = importlib.import_module("torch")
@@ -98,7 +104,7 @@ def _pack_tensor(tensor: Any, blobs: list[bytes]) -> list[Any]:
 
 
 def _dtype_name(dtype: np.dtype[Any]) -> str | None:
-    """How the dtype is written; None for one that does not travel (objects, records, dates)."""
+    """How the dtype is written; None for one that cannot be sent (objects, records, dates)."""
     if dtype.kind in "biufcSU":
         return dtype.str
     if dtype.type.__module__ == "ml_dtypes":
@@ -137,6 +143,8 @@ def _unpack(value: Any, blobs: _Blobs) -> Any:
             result = tuple(_unpack(item, blobs) for item in body)
         case "dict":
             result = {key: _unpack(item, blobs) for key, item in body.items()}
+        case "items":
+            result = {_unpack(key, blobs): _unpack(item, blobs) for key, item in body}
         case "bytes":
             result = bytes(blobs.take(body))
         case "complex":

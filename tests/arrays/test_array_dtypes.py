@@ -89,21 +89,21 @@ def test_an_unknown_numpy_type_is_opaque_and_comes_back(text):
 
 
 @pytest.mark.parametrize(
-    "given",
+    ("given", "said"),
     [
-        None,
-        "no such type",
-        object,
-        torch.qint8,
-        ml_dtypes.int4,
-        np.dtype([("x", "f4")]),
-        np.dtype("S0"),
-        np.dtype(("f4", (2,))),
-        3.5,
+        (None, "None is not a data type"),
+        ("no such type", "'no such type' is not a data type"),
+        (object, "Python objects cannot be read by other processes"),
+        (torch.qint8, "torch.qint8 is not supported; supported are bool, int8"),
+        (ml_dtypes.int4, r"pass x.view\('V1'\)"),
+        (np.dtype([("x", "f4"), ("y", "i2")]), r"pass x.view\('V6'\)"),
+        (np.dtype("S0"), "its elements have no bytes"),
+        (np.dtype(("f4", (2,))), r"pass x.view\('V8'\)"),
+        (3.5, "3.5 is not a data type"),
     ],
 )
-def test_what_is_no_plain_type_is_a_value_error(given):
-    with pytest.raises(ValueError, match="not"):
+def test_what_is_no_plain_type_is_a_value_error(given, said):
+    with pytest.raises(ValueError, match=said):
         dtypes.of(given)
 
 
@@ -114,11 +114,11 @@ def test_what_is_no_plain_type_is_a_value_error(given):
         (">i2", "x.astype('int16')"),
         (">c16", "x.astype('complex128')"),
         ("float64", ""),
-        ("<f16", "float128: convert it, such as to float64"),
-        (">f16", "float128: convert it, such as to float64"),
-        ("<c32", "complex256: convert it, such as to complex128"),
-        ("uint8", "convert it, such as to float64"),
-        ("bool", "convert it, such as to float64"),
+        ("<f16", "float128: convert it, for example to float64"),
+        (">f16", "float128: convert it, for example to float64"),
+        ("<c32", "complex256: convert it, for example to complex128"),
+        ("uint8", "convert it, for example to float64"),
+        ("bool", "convert it, for example to float64"),
         (">M8[s]", ""),
         ("<U3", ""),
         ("|V12", ""),

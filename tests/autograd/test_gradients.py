@@ -141,7 +141,7 @@ MISTAKES = {
         lambda a: autograd.redistribute(a, Slab.X, Slab.Y),
         "rank 1 has [True]",
     ),
-    "no array": (lambda a: autograd.all_reduce([1.0]), "given was list"),
+    "no array": (lambda a: autograd.all_reduce([1.0]), "got list"),
     "op": (lambda a: autograd.all_reduce(a, op="max"), "not 'max'"),
     "shape": (
         lambda a: autograd.matmul(a.detach(), a.detach()[:1], distributions=[Slab.X] * 3),

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from mortal import on_ranks
 from shardmath import collectives
 from shardmath.errors import OpTimeout, RankFailure
 
@@ -247,3 +248,31 @@ def test_a_fault_after_agreement_does_not_leave_peers_waiting(contexts):
 def test_a_context_is_a_context(given):
     with pytest.raises(TypeError, match="context is a DistributedContext or None"):
         collectives.all_reduce(np.ones(3), context=given)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_the_ranks_of_the_only_context_are_told_of_a_wrong_one(function):
+    def body(context):
+        given = "the first" if context.rank == 1 else (context, None)[context.rank % 2]
+        start = time.perf_counter()
+        try:
+            getattr(collectives, function)(np.ones((6, 4)), context=given)
+            said = "nothing"
+        except TypeError as error:
+            said = str(error)
+        soon = time.perf_counter() - start < 5
+        return said, soon, float(collectives.all_reduce(1.0))
+
+    said = "rank 1: context is a DistributedContext or None, not 'the first'"
+    assert on_ranks(3, body) == [(said, True, 3.0)] * 3
+
+
+def test_a_wrong_context_is_that_rank_s_affair_where_there_are_several():
+    def body(context):
+        half = context.split(0)
+        if context.rank == 1:
+            with pytest.raises(TypeError, match=r"^context is a DistributedContext"):
+                collectives.all_reduce(1.0, context="half")
+        return float(collectives.all_reduce(1.0, context=half))
+
+    assert on_ranks(2, body) == [2.0, 2.0]

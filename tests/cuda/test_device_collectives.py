@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from shardmath.arrays import dtypes
-from shardmath.collectives.device import DeviceCollectives, Launch, choose_all_reduce
-from shardmath.collectives.reduction import Reduction, fold
+from shardmath.collectives.device import DeviceCollectives, LaunchConfig, choose_all_reduce
+from shardmath.collectives.reduction import Reduction, reduce_local
 from shardmath.collectives.slices import chunked
 from shardmath.cuda.driver import call
 from shardmath.errors import OpTimeout, RankFailure
@@ -78,7 +78,7 @@ def expected(op, dtype, parts):
     reduction = Reduction.of(op, dtype)
     out = np.empty((1, parts[0].size), dtypes.to_numpy(reduction.result))
     with np.errstate(all="ignore"):
-        fold(reduction, [part[None] for part in parts], [out])
+        reduce_local(reduction, [part[None] for part in parts], [out])
     return out[0]
 
 
@@ -103,7 +103,7 @@ def operations(dtype):
 
 
 def check_all_reduce(context, names, counts, ops):
-    moves = DeviceCollectives.together(context)
+    moves = DeviceCollectives.of(context)
     wrong = []
     for dtype in names:
         for op in [op for op in operations(dtype) if op in ops]:
@@ -111,8 +111,8 @@ def check_all_reduce(context, names, counts, ops):
                 parts = [values(dtype, count, rank) for rank in range(context.size)]
                 wanted = expected(op, dtype, parts)
                 nbytes = wanted.nbytes
-                plans = [choose_all_reduce(nbytes, context.size), Launch("two_shot", 3, 64)]
-                for shift, launch in enumerate((*plans, Launch("one_shot", 2, 96))):
+                plans = [choose_all_reduce(nbytes, context.size), LaunchConfig("two_shot", 3, 64)]
+                for shift, launch in enumerate((*plans, LaunchConfig("one_shot", 2, 96))):
                     if nbytes > 1 << 20 and shift == 2:
                         continue
                     source, target = (
@@ -151,7 +151,7 @@ def test_all_reduce_of_many(gpus, size, dtype):
 
 def check_repeats(context, rounds):
     """Calls follow each other without a pause, with all kinds of kernels in between."""
-    moves, team = DeviceCollectives.together(context), context.team
+    moves, team = DeviceCollectives.of(context), context.team
     sizes = [(7919 * (i + 1)) % 40000 + 1 for i in range(rounds)]
     bf16 = dtypes.of("float32")
     wrong, kept = [], []
@@ -163,7 +163,7 @@ def check_repeats(context, rounds):
         kept.append((source, target, everyone, wanted, np.concatenate(parts)))
     for (source, target, everyone, _, _), count in zip(kept, sizes, strict=True):
         function = ("one_shot", "two_shot")[count % 2]
-        launch = Launch(function, 1 + count % 40, 32 * (1 + count % 16))
+        launch = LaunchConfig(function, 1 + count % 40, 32 * (1 + count % 16))
         moves.all_reduce(source.address, target.address, count, bf16, "sum", 0, launch=launch)
         moves.all_gather(source.address, everyone.address, [4 * count] * context.size, 0)
     team.synchronize(0)
@@ -182,7 +182,7 @@ def test_calls_that_follow_each_other(gpus, size):
 
 
 def check_moves(context):
-    moves, rank, size = DeviceCollectives.together(context), context.rank, context.size
+    moves, rank, size = DeviceCollectives.of(context), context.rank, context.size
     wrong = []
 
     def tell(name, target, wanted):
@@ -226,7 +226,7 @@ def test_moves(gpus, size):
 
 
 def check_reduce_scatter(context):
-    moves, rank, size = DeviceCollectives.together(context), context.rank, context.size
+    moves, rank, size = DeviceCollectives.of(context), context.rank, context.size
     wrong = []
     for dtype in ("bfloat16", "float64", "int32", "complex128"):
         for unit in (0, 1, 9, 5000):
@@ -257,7 +257,7 @@ def place_of(context, buffer):
 
 
 def check_pushes(context):
-    moves, rank, size = DeviceCollectives.together(context), context.rank, context.size
+    moves, rank, size = DeviceCollectives.of(context), context.rank, context.size
     wrong = []
     for unit in (16, 16384, 16400, (1 << 20) + 48):
         nbytes = unit * size
@@ -309,7 +309,7 @@ def check_into(context, names, counts, most, by_engine=1 << 30):
 
     Slices of `by_engine` bytes are moved by a copy engine.
     """
-    moves, rank = DeviceCollectives.together(context), context.rank
+    moves, rank = DeviceCollectives.of(context), context.rank
     wrong = []
     pushes = "shardmath.collectives.pushes"
     with (
@@ -378,15 +378,15 @@ def test_slices_cover_the_array(nbytes, size, most):
 @pytest.mark.parametrize(
     ("nbytes", "size", "wanted"),
     [
-        (1, 8, Launch("one_shot", 1, 128)),
-        (2048, 8, Launch("one_shot", 1, 128)),
-        (16 << 10, 8, Launch("one_shot", 8, 128)),
-        (96 << 10, 8, Launch("one_shot", 48, 128)),
-        (128 << 10, 8, Launch("two_shot", 8, 128)),
-        (1 << 20, 8, Launch("two_shot", 64, 128)),
-        (1 << 20, 2, Launch("one_shot", 128, 512)),
-        (256 << 20, 8, Launch("two_shot", 132, 512)),
-        (256 << 20, 1, Launch("one_shot", 132, 512)),
+        (1, 8, LaunchConfig("one_shot", 1, 128)),
+        (2048, 8, LaunchConfig("one_shot", 1, 128)),
+        (16 << 10, 8, LaunchConfig("one_shot", 8, 128)),
+        (96 << 10, 8, LaunchConfig("one_shot", 48, 128)),
+        (128 << 10, 8, LaunchConfig("two_shot", 8, 128)),
+        (1 << 20, 8, LaunchConfig("two_shot", 64, 128)),
+        (1 << 20, 2, LaunchConfig("one_shot", 128, 512)),
+        (256 << 20, 8, LaunchConfig("two_shot", 132, 512)),
+        (256 << 20, 1, LaunchConfig("one_shot", 132, 512)),
     ],
 )
 def test_the_choice_of_a_kernel(nbytes, size, wanted):
@@ -396,7 +396,7 @@ def test_the_choice_of_a_kernel(nbytes, size, wanted):
 def check_late(context):
     """The last rank does not come: the others name it, and their collectives are at an end."""
     group = context.split(0)
-    moves, team = DeviceCollectives.together(group), group.team
+    moves, team = DeviceCollectives.of(group), group.team
     last = group.size - 1
     team.timeout = 0.3
     told = []
@@ -411,7 +411,7 @@ def check_late(context):
                     dtypes.of("float32"),
                     "sum",
                     0,
-                    launch=Launch(function, 1, 32),
+                    launch=LaunchConfig(function, 1, 32),
                 )
                 team.synchronize(0)
             except OpTimeout as error:

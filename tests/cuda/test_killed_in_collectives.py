@@ -37,7 +37,7 @@ def reducing(count):
         from shardmath.cuda.driver import call
 
         context = startup.initialize(group.rank, group)
-        moves = DeviceCollectives.together(context)
+        moves = DeviceCollectives.of(context)
         address = int(call("cuMemAlloc", 4 * count))
         call("cuMemsetD8", address, 0, 4 * count)
         try:

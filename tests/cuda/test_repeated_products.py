@@ -24,7 +24,7 @@ def repeated(context, kind, dtype, heap):
     from shardmath.distribution import Replicated, Slab
     from shardmath.linalg.advanced import Matmul
     from shardmath.operators.matmul.gpu.all_reduce import GemmAllReduce
-    from shardmath.operators.replay import Known
+    from shardmath.operators.replay import Replay
     from shardmath.symmetric.allocation import empty_on_heap
 
     torch.cuda.set_device(context.device_id)
@@ -43,7 +43,7 @@ def repeated(context, kind, dtype, heap):
         return torch.zeros(local, device="cuda", dtype=getattr(torch, dtype))
 
     a, other, b = part(0, (m, k)), part(0, (m, k)), part(1, (k, n))
-    again, wrong, launch, share = [], [], Known.launch, GemmAllReduce.launch
+    again, wrong, launch, share = [], [], Replay.launch, GemmAllReduce.launch
 
     def counted(self, *args):
         again[-1] = True
@@ -58,7 +58,7 @@ def repeated(context, kind, dtype, heap):
 
     with (
         context,
-        patch.object(Known, "launch", counted),
+        patch.object(Replay, "launch", counted),
         patch.object(GemmAllReduce, "launch", autospec=True, side_effect=share) as shared,
     ):
         with Matmul(a, b, **named) as product:
@@ -114,7 +114,7 @@ def varied(context, heap):
     from shardmath.distribution import Slab
     from shardmath.linalg.advanced import MatmulEpilog, MatmulOptions, matmul
     from shardmath.operators.matmul.options import matrix_qualifiers_dtype
-    from shardmath.operators.replay import Known
+    from shardmath.operators.replay import Replay
     from shardmath.symmetric.allocation import empty_on_heap
 
     torch.cuda.set_device(context.device_id)
@@ -158,7 +158,7 @@ def varied(context, heap):
         "parameter": (lambda: matmul(x, weight, **splits), product),
         "alpha": (lambda: matmul(x, y, alpha=next(scales), **splits), None),
     }
-    splits, found, launch = {"distributions": [Slab.X] * 3}, {}, Known.launch
+    splits, found, launch = {"distributions": [Slab.X] * 3}, {}, Replay.launch
     for name, (call, expected) in forms.items():
         again, wrong = [], []
 
@@ -166,7 +166,7 @@ def varied(context, heap):
             seen.append(True)
             return launch(self, *args)
 
-        with context, torch.no_grad(), patch.object(Known, "launch", counted):
+        with context, torch.no_grad(), patch.object(Replay, "launch", counted):
             for turn in range(6):
                 full = product * (2 + turn % 2) if expected is None else expected
                 if not torch.equal(call().cpu(), full.tensor_split(size)[rank]):
@@ -217,3 +217,84 @@ def test_a_rank_whose_call_is_new_is_heard(gpus, size):
         last = rank == size - 1
         assert sums == [2.0 if turn in (3, 4, 6) and last else 1.0 for turn in range(9)]
         assert said == found[0][1] and said
+
+
+def from_threads(context, heap):
+    """Errors, and what an epilog's outputs hold, of calls that come again in threads that have not
+    used CUDA so far: one on the current stream, one on a stream of its own.
+    """
+    import threading
+
+    import torch
+
+    from shardmath.arrays import library_named
+    from shardmath.distribution import Slab
+    from shardmath.linalg.advanced import MatmulEpilog, matmul
+    from shardmath.operators.replay import Known
+    from shardmath.symmetric.allocation import empty_on_heap
+
+    torch.cuda.set_device(context.device_id)
+    size, library, splits = context.size, library_named("torch"), [Slab.X] * 3
+    device = torch.device("cuda", context.device_id)
+
+    def full(shape, dtype, value):
+        if heap:
+            made = empty_on_heap(context, library, shape, str(dtype).removeprefix("torch."))
+            return made.fill_(value)
+        return torch.full(shape, value, dtype=dtype, device=device)
+
+    x, y = (full(shape, torch.float64, 1) for shape in ((16, 8 * size), (8, 24)))
+    side, again, launch, kept = torch.cuda.Stream(device), [], Known.launch, []
+    side.wait_stream(torch.cuda.current_stream())
+
+    def called(stream=None):
+        with context, torch.no_grad():
+            d, extras = matmul(
+                x, y, distributions=splits, epilog=MatmulEpilog.RELU_AUX, stream=stream
+            )
+        kept.append((d, extras["relu_aux"]))
+
+    def in_a_thread(call):
+        errors = []
+
+        def run():
+            try:
+                call()
+            except Exception as error:
+                errors.append(f"{type(error).__name__}: {error}")
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        return errors
+
+    def counted(self, *args):
+        again.append(True)
+        return launch(self, *args)
+
+    def on_side():
+        with torch.cuda.stream(side):
+            called()
+
+    for call in (called, on_side) * 3:
+        call()
+    nbytes = kept[-1][1].numel()
+    dirty = [full((nbytes,), torch.uint8, 255) for _ in range(64)]
+    torch.cuda.synchronize()
+    del dirty
+    assert context.heap.used >= 0  # what was dropped is free now, and as it was
+    kept.clear()
+    with patch.object(Known, "launch", counted):
+        errors = [in_a_thread(called), in_a_thread(on_side)]
+    torch.cuda.synchronize()
+    rows = [
+        masks.cpu()[:2].unique().tolist() + masks.cpu()[2:].unique().tolist() for _, masks in kept
+    ]
+    right = [bool((d == 8 * size).all()) for d, _ in kept]
+    return errors, rows, right, len(again)
+
+
+@pytest.mark.parametrize("heap", [True, False])
+def test_outputs_of_an_epilog_in_a_thread_that_is_new(gpus, size, heap):
+    wanted = ([[], []], [[255, 0]] * 2, [True] * 2, 2)
+    assert gpus.run(from_threads, heap, ranks=size) == [wanted] * size

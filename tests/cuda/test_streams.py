@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardmath.arrays import dtypes
-from shardmath.collectives.device import DeviceCollectives, Launch
+from shardmath.collectives.device import DeviceCollectives, LaunchConfig
 from shardmath.cuda.driver import call
 from shardmath.cuda.graph import Graph
 from shardmath.symmetric.allocation import allocate_symmetric_memory
@@ -159,7 +159,7 @@ def sums(torch, size, count, number):
 def check_streams(context, counts):
     """Calls of one context, dealt to three streams without waiting: they follow each other."""
     torch = torch_on(context)
-    moves = DeviceCollectives.together(context)
+    moves = DeviceCollectives.of(context)
     streams = [torch.cuda.Stream() for _ in range(3)]
     kept = []
     for number in range(30):
@@ -190,7 +190,7 @@ def check_groups(context, count, rounds):
     torch = torch_on(context)
     half = context.split(context.rank % 2)
     groups = [context.split(0), half]
-    moves = [DeviceCollectives.together(group) for group in groups]
+    moves = [DeviceCollectives.of(group) for group in groups]
     streams = [torch.cuda.Stream() for _ in groups]
     of = dtypes.of("float32")
     rows = []
@@ -233,7 +233,7 @@ def check_waiting_kernels(context, function):
     """A group whose kernel waits for a peer leaves room for another group's."""
     torch = torch_on(context)
     first, second = context.split(0), context.split(0)
-    moves = [DeviceCollectives.together(group) for group in (first, second)]
+    moves = [DeviceCollectives.of(group) for group in (first, second)]
     streams = [torch.cuda.Stream() for _ in moves]
     of, count = dtypes.of("float32"), 8 * MIB
     data = [torch.full((count,), 1.0, device="cuda") for _ in moves]
@@ -244,7 +244,7 @@ def check_waiting_kernels(context, function):
     for turn in order:
         address = data[turn].data_ptr()
         stream = streams[turn].cuda_stream
-        launch = Launch(function, BLOCKS, THREADS)
+        launch = LaunchConfig(function, BLOCKS, THREADS)
         moves[turn].all_reduce(address, address, count, of, "sum", stream, launch=launch)
         context.barrier()  # the other has launched its own first
     torch.cuda.synchronize()

@@ -11,9 +11,9 @@ PAGE = Path(__file__).parent.parent.parent / "docs" / "configuration.md"
 HEAD = """\
 # Configuration
 
-Every variable that steers shardmath. They are read when a context is made; a name that is not here
-warns, with the nearest one that is. `python -m shardmath env` prints the same table. This page is
-written by `tests/docs/configuration.py`.
+The environment variables that shardmath reads, when a context is made. It warns of any other name
+that begins with `SHARDMATH_`, with the nearest name of this table. `python -m shardmath env` prints
+the same table. This page is written by `tests/docs/configuration.py`.
 
 | variable | type | default | meaning |
 | --- | --- | --- | --- |

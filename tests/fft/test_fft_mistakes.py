@@ -83,7 +83,11 @@ MISTAKES = {
     "no pair": (lambda r: {"distribution": [Slab.X]}, ValueError, "pair"),
     "three distributions": (lambda r: {"distribution": [Slab.X] * 3}, ValueError, "pair"),
     "a pair of names": (lambda r: {"distribution": ("X", "Y")}, TypeError, "'X'"),
-    "three axes for two": (lambda r: {"distribution": Slab(0, 3)}, ValueError, "the operand 2"),
+    "three axes for two": (
+        lambda r: {"distribution": Slab(0, 3)},
+        ValueError,
+        "the operand has ndim 2",
+    ),
     "grid of four": (
         lambda r: {"distribution": BlockCyclic(ProcessGrid(shape=(4, 1)), (2, 2))},
         ValueError,
@@ -140,7 +144,7 @@ DIFFERENCES = {
     "complex64": (lambda r: {"operand": rows(r, "c8")}, ValueError, "complex64"),
     "a tensor": (lambda r: {"operand": torch.from_numpy(rows(r))}, ValueError, "torch"),
     "a row too many": (lambda r: {"operand": np.zeros((5, 7), complex)}, ValueError, "(5, 7)"),
-    "another axis": (lambda r: {"operand": np.zeros((3, 7, 1), complex)}, ValueError, "axes"),
+    "another axis": (lambda r: {"operand": np.zeros((3, 7, 1), complex)}, ValueError, "ndim"),
     "another slab": (lambda r: {"distribution": Slab.Y}, ValueError, "Slab(1)"),
     "a pair": (lambda r: {"distribution": pair(r)}, ValueError, "pair"),
     "another norm": (lambda r: {"norm": "ortho"}, ValueError, "norm"),
@@ -207,6 +211,14 @@ TOGETHER = {
         },
         RuntimeError,
         "allocate_operand",
+    ),
+    "another slab in place, strided": (
+        lambda r: {
+            "operand": whole()[3 * r : 3 * r + 3, ::-1],
+            "options": {"inplace": True, "redistribute": False},
+        },
+        RuntimeError,
+        "not contiguous",
     ),
 }
 

@@ -89,5 +89,5 @@ def test_only_known_kinds_travel():
         pass
 
     assert issubclass(Mine, Distribution)
-    with pytest.raises(TypeError, match="does not travel"):
+    with pytest.raises(TypeError, match="cannot be sent"):
         Mine().encode()

@@ -77,7 +77,7 @@ def test_described(layout, line):
         ([((0, 0), (3, 8)), ((4, 0), (8, 8))], "no rank owns index .3, 0."),
         ([((0, 0), (8, 8)), ((7, 7), (8, 8))], "ranks 0 and 1 overlap at index .7, 7."),
         ([((0, 0), (8, 8)), ((8, 8), (8, 9))], "reaches past the global shape .8, 8."),
-        ([((0,), (8,)), ((8,), (8,))], "has 1 axes, the global shape .8, 8. has 2"),
+        ([((0,), (8,)), ((8,), (8,))], "has ndim 1, the global shape .8, 8. has 2"),
     ],
 )
 def test_boxes_that_do_not_tile(boxes, message):
@@ -91,8 +91,8 @@ def test_boxes_that_do_not_tile(boxes, message):
         ([Slab.X, Slab.X, Slab.Y], r"rank 2: Slab\(1\), but rank 0 has Slab\(0\)"),
         ([Slab.Y, Slab.X, Slab.X], r"rank 0: Slab\(1\), but rank 1 has Slab\(0\)"),
         ([Slab.X, Slab(0, 2), Box((0, 0), (8, 8))], r"rank 2: Box"),
-        ([Slab.Z] * 3, "needs at least 3 axes"),
-        ([Slab(0, 3)] * 3, "has 3 axes, the global shape .8, 8. has 2"),
+        ([Slab.Z] * 3, "ndim 3 or more; this one has ndim 2"),
+        ([Slab(0, 3)] * 3, "has ndim 3, the global shape .8, 8. has 2"),
         ([BlockCyclic(ProcessGrid(shape=(2, 1)), (1, 1))] * 3, "made for 2 ranks, not for 3"),
         ([Slab.X.bind((8, 9))] * 3, "bound to another shape"),
         ([Slab.X.bind((8, 8), size=2)] * 3, "bound to another size"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -130,6 +131,27 @@ def test_the_launchers_library_lacks_one_of_its_own(
         as_process_group(None, Settings())
 
 
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "MASTER_ADDR and MASTER_PORT not set"),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "but MASTER_PORT not set"),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, ""),
+        ({"WORLD_SIZE": "2"}, ""),
+        ({"RANK": "1", "WORLD_SIZE": "2", "PMI_RANK": "0", "PMI_SIZE": "1"}, ""),
+    ],
+)
+def test_a_rank_that_is_not_told_where_the_others_are_is_warned(
+    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], said: str
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert isinstance(as_process_group(None, Settings()), SoloProcessGroup)
+    assert [(w.filename, said in str(w.message)) for w in caught] == [(__file__, True)] * bool(said)
+
+
 def test_a_library_of_another_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four ranks, each of which would otherwise compute alone."""
     for name, value in HYDRA.items():
@@ -226,8 +248,8 @@ def test_mpi_groups() -> None:
 
 
 @pytest.mark.parametrize("text", ["nan", "inf", "-1", "soon", ""])
-def test_a_limit_is_a_finite_number_of_seconds(text):
-    with pytest.raises(ValueError, match=r"SHARDMATH_TIMEOUT=.* is not a finite number of seconds"):
+def test_a_limit_is_a_finite_number_of_seconds_and_not_negative(text):
+    with pytest.raises(ValueError, match=r"SHARDMATH_TIMEOUT=.* is not .* finite and not negative"):
         Settings.from_environment({"SHARDMATH_TIMEOUT": text})
 
 

@@ -68,4 +68,4 @@ if __name__ == "__main__":
     if "apart" in sys.argv:
         stand_apart()
     check(shardmath.initialize("cpu"))
-    sys.stdout.write(shardmath.get_context()._machinery.transport.name + "\n")
+    sys.stdout.write(shardmath.get_context()._runtime.transport.name + "\n")

@@ -80,7 +80,7 @@ def until(condition, *wires):
     while not condition():
         assert time.monotonic() < limit
         for one in wires:
-            one.look()
+            one.poll()
 
 
 def test_ranks_that_know_the_key_connect():
@@ -194,7 +194,7 @@ def test_a_connection_that_ends_or_makes_no_sense_is_a_rank_that_ended(data):
     if len(data) != _FRAME.size:
         second.close()
     until(lambda: watch.dead() == {1}, wires)
-    wires.look()
+    wires.poll()
     wires.close()
     second.close()
 

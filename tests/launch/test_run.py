@@ -341,6 +341,10 @@ def test_bad_calls(tmp_path: Path) -> None:
     missing = run(str(tmp_path / "none.py"))
     assert missing.returncode == 2 and "there is no file" in missing.stderr
     assert run("x.py", ranks=0).returncode == 2
+    script = write(tmp_path, "print('never')")
+    twice = run("python", script)
+    assert (twice.returncode, twice.stdout) == (2, "")
+    assert "run starts Python itself: leave 'python' out" in twice.stderr
 
 
 def test_the_number_of_ranks_behind_the_script_is_the_scripts(tmp_path: Path) -> None:

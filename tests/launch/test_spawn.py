@@ -122,8 +122,15 @@ def test_the_first_failure_is_raised(
 
 
 def test_a_result_that_cannot_travel() -> None:
-    with pytest.raises(TypeError, match=r"rank \d: builtins.object does not travel"):
+    with pytest.raises(TypeError, match=r"rank \d: builtins.object cannot be sent"):
         spawn(object, 2)
+    with pytest.raises(TypeError, match=r"rank \d: a NumPy array of dtype object cannot be sent"):
+        spawn(lambda: np.array([None]), 2)
+
+
+def test_what_cannot_be_called() -> None:
+    with pytest.raises(TypeError, match="function is called on every rank, and 3 cannot be called"):
+        spawn(3, 2)  # type: ignore[arg-type]
 
 
 def test_timeout_names_the_ranks() -> None:

@@ -88,7 +88,7 @@ MISTAKES = {
     "a short": (lambda s: s.array("a", M - 1), V, V, "outer: (6, 1)"),
     "a of blocks of 64": (lambda s: s.array("a", M, 13), V, V, "1 x 128: (6, 7)"),
     "a lies as if turned": (lambda s: s.array("a", 7, M), V, V, "128 x 128: (1, 7)"),
-    "a has three axes": (lambda s: s.array("a", 1, M, 1), V, V, "two at most"),
+    "a has three axes": (lambda s: s.array("a", 1, M, 1), V, V, "two axes at most"),
     "b short": (lambda s: s.array("b", N - 1), V, V, "outer: (1, 20)"),
     "b lies as if turned": (lambda s: s.array("b", N, 3), V, V, "1 x 128: (3, 20)"),
     "d is a vector": (lambda s: s.array("d", N), V, V, "one number for the whole matrix"),

@@ -258,7 +258,7 @@ def test_mistakes(contexts, culprit, through):
         wanted = "" if wanted in ("number", "") else wanted
         assert kind in wanted.split(" or "), (name, kind, text)
         if name in ("a is a list", "bias is a number"):
-            assert f"{name.split()[0]}: an array was expected" in text
+            assert f"{name.split()[0]}: expected an array" in text
         if kind and culprit is not None and wanted != FIT:
             assert f"rank {culprit}" in text, (name, text)
 

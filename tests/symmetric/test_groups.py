@@ -188,6 +188,9 @@ def test_torch_groups_and_their_names(tmp_path):
         if context.rank != 1:
             assert values(rendezvous(t, pair)) == [0, 2]
             assert values(symmetric_memory.rendezvous(t, pair.group_name)) == [0, 2]
+        else:
+            with pytest.raises(ValueError, match="not in the group, which is torch's NON_GROUP"):
+                rendezvous(t, pair)
         with pytest.raises(ValueError, match="set_group_info"):
             rendezvous(t, "nobody")
         with pytest.raises(TypeError):

@@ -136,7 +136,7 @@ MISTAKES = {
     "rank 1: src_rank 3 does not exist": lambda h, x: h.get(x, 3),
     "rank 1: dst_rank 3 does not exist": lambda h, x: h.put(x, 3),
     "rank 1: src is a contiguous array, not": lambda h, x: h.put(x.T[::2], 0),
-    "dst: an array was expected": lambda h, x: h.get([1.0], 0),
+    "dst: expected an array": lambda h, x: h.get([1.0], 0),
     "rank 1: elements 99 to 105 of float32: rank 0 has": lambda h, x: h.put(x, 0, 99),
     "rank 1: float32 (99,) from byte 0 on ends": lambda h, x: h.get_buffer(0, (99,), "f4"),
     "rank 1: channel 1152 does not exist": lambda h, x: h.barrier(1152),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardmath.errors import CollectiveMismatch
-from shardmath.symmetric.header import NAME_BYTES, bodies, heading
+from shardmath.symmetric.header import NAME_BYTES, bodies, header
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,7 @@ from shardmath.symmetric.header import NAME_BYTES, bodies, heading
     ],
 )
 def test_who_called_what(operations: list[str], said: str) -> None:
-    texts = [heading(operation) + b"x" for operation in operations]
+    texts = [header(operation) + b"x" for operation in operations]
     for operation in operations:
         with pytest.raises(CollectiveMismatch) as error:
             bodies(texts, operation)
@@ -28,4 +28,4 @@ def test_who_called_what(operations: list[str], said: str) -> None:
 @pytest.mark.parametrize("operation", ["a", "é" * NAME_BYTES, "x" * 200])
 def test_messages_of_one_operation(operation: str) -> None:
     messages = [b"", b"\0", b"a\0b"]
-    assert bodies([heading(operation) + each for each in messages], operation) == messages
+    assert bodies([header(operation) + each for each in messages], operation) == messages

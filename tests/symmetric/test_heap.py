@@ -35,10 +35,10 @@ def test_a_block_is_writable_found_and_returned(heap, nbytes):
     assert array.shape == (nbytes,) and block.nbytes == nbytes
     assert block.address % 256 == 0 and block.buffer() is buffer
     assert heap.find(block.address) is block
-    assert heap.find(block.address + block.room - 1) is block
-    assert heap.find(block.address + block.room) is None
+    assert heap.find(block.address + block.reserved - 1) is block
+    assert heap.find(block.address + block.reserved) is None
     assert heap.find(block.address - 1) is None
-    assert heap.used == block.room
+    assert heap.used == block.reserved
     del buffer, array
     assert heap.used == 0 and heap.find(block.address) is None
 
@@ -61,11 +61,11 @@ def test_a_shared_block_waits_for_all_marks(heap):
     assert heap.marks(1) == []
     del buffer
     assert heap.marks(1) == [5] and heap.marks(2) == [6]
-    heap.honour(1, [[5], []])
+    heap.apply_marks(1, [[5], []])
     assert heap.marks(1) == [5], "the other rank has not marked it"
-    heap.honour(1, [[5, 9], [5]])
-    assert heap.marks(1) == [] and heap.used == block.room
-    heap.honour(2, [[6], [6]])
+    heap.apply_marks(1, [[5, 9], [5]])
+    assert heap.marks(1) == [] and heap.used == block.reserved
+    heap.apply_marks(2, [[6], [6]])
     assert heap.used == 0
 
 
@@ -73,12 +73,12 @@ def test_a_group_that_was_left_is_forgotten_once_it_has_ended(heap):
     ended = []
     buffer = heap.allocate(100)
     buffer.block.shared |= {(1, 5), (2, 5)}
-    heap.forget(1, lambda: bool(ended))
+    heap.groups.leave(1, lambda: bool(ended))
     del buffer
     assert heap.marks(1) == [5] and heap.used > 0
     ended.append(True)
     assert heap.marks(1) == [] and heap.marks(2) == [5]
-    heap.forget(2, lambda: True)
+    heap.groups.leave(2, lambda: True)
     assert heap.used == 0
 
 
@@ -104,12 +104,38 @@ def test_a_freed_block_gives_its_memory_back_and_keeps_its_address(heap):
     array[:] = 1
     heap.free(block)
     assert int(array.max()) == 0, "pages are gone"
-    assert heap.used == block.room and heap.find(block.address) is block
+    assert heap.used == block.reserved and heap.find(block.address) is block
     heap.restore(block)
     array[:] = 2
-    assert not block.freed and heap.used == block.room
+    assert not block.freed and heap.used == block.reserved
     del buffer, array
     assert heap.used == 0
+
+
+def test_what_a_late_peer_may_write_is_never_reused(heap):
+    failed = []
+    heap.groups.watch(1, lambda: bool(failed))
+    heap.groups.watch(2, lambda: False)
+    kept, other, before = (heap.allocate(100) for _ in range(3))
+    kept.block.announced_to |= {1, 2}
+    other.block.announced_to.add(2)
+    before.block.announced_to.add(1)
+    blocks = kept.block, other.block
+    place = before.block.address
+    del before
+    heap.recycle()
+    assert heap.find(place) is None, "group 1 has not failed so far"
+    failed.append(True)
+    del kept, other
+    heap.recycle()
+    assert [heap.find(block.address) for block in blocks] == [blocks[0], None]
+    heap.groups.leave(1, lambda: True)
+    heap.groups.leave(2, lambda: True)
+    assert heap.used == blocks[0].reserved
+    later = heap.allocate(100)
+    later.block.announced_to.add(1)
+    del later
+    assert heap.used > blocks[0].reserved, "its ranks may still be at work"
 
 
 def test_reference_cycles_are_collected(heap):
@@ -139,7 +165,7 @@ def test_more_than_is_available_is_refused(heap, monkeypatch):
     with pytest.raises(HeapExhausted) as caught:
         heap.allocate(64 * MIB)
     assert caught.value.have == 3 * MIB and caught.value.need >= 62 * MIB
-    assert len(heap._segments) == 1 and heap.used == kept.block.room
+    assert len(heap._segments) == 1 and heap.used == kept.block.reserved
     assert heap_module.GRANULE == 2 * MIB
 
 
@@ -164,7 +190,7 @@ def test_what_the_device_still_uses_is_neither_reused_nor_marked(heap):
         first, block = buffer.block, shared.block
         block.shared.add((1, 5))
         del buffer
-        assert heap.used == first.room + block.room and len(fences) == 1
+        assert heap.used == first.reserved + block.reserved and len(fences) == 1
         assert heap.allocate(MIB).block.address != first.address
         del shared
         assert heap.marks(1) == [] and len(fences) == 2, "a later drop stands behind a later one"
@@ -172,7 +198,7 @@ def test_what_the_device_still_uses_is_neither_reused_nor_marked(heap):
         assert heap.allocate(MIB).block.address == first.address
         fences[1].done = True
         assert heap.marks(1) == [5]
-        heap.honour(1, [[5], [5]])
+        heap.apply_marks(1, [[5], [5]])
         assert heap.find(block.address) is None
 
 
@@ -227,7 +253,7 @@ def test_an_allocation_waits_for_a_fence_before_the_heap_grows(heap):
 def test_a_heap_that_cannot_grow_says_what_it_has(heap):
     with (
         patch.object(type(heap.transport), "grows", False),
-        patch.object(heap_module, "_LAST_PATIENCE", 0),
+        patch.object(heap_module, "_LAST_FENCE_WAIT", 0),
     ):
         kept = [heap.allocate(MIB) for _ in range(4)]
         del kept[0], kept[1]  # two pieces, apart
@@ -248,5 +274,5 @@ def test_nothing_is_reused_while_no_fence_can_be_set(heap):
         buffer = heap.allocate(100)
         block = buffer.block
         del buffer
-        assert heap.used == block.room and heap.find(block.address) is block
+        assert heap.used == block.reserved and heap.find(block.address) is block
     assert heap.used == 0

@@ -43,7 +43,7 @@ def test_forms_of_empty():
             assert tuple(array.shape) == shape and symm_mem.is_symm_mem_tensor(array)
         assert not symm_mem.is_symm_mem_tensor(torch.empty(3))
         for call in (symm_mem.is_symm_mem_tensor, symm_mem.rendezvous):
-            assert "tensor: an array was expected" in fails(partial(call, [1.0]), ValueError)
+            assert "tensor: expected an array" in fails(partial(call, [1.0]), ValueError)
         fails(lambda: symm_mem.empty(-1), ValueError)
         fails(lambda: symm_mem.empty(2.5), TypeError)
         fails(lambda: symm_mem.empty(3, device="cuda"), BackendUnavailable)

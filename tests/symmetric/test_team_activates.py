@@ -26,7 +26,7 @@ def noted(kind):
     team.rank, team.size, team.channels, team.pads = 0, 2, 4, (4096, 8192)
     team.device = SimpleNamespace(name="cuda:0", activate=lambda: notes.append("activated"))
     team.check = lambda: None
-    team._put = lambda function, *args, **named: notes.append(function)
+    team._launch = lambda function, *args, **named: notes.append(function)
     if kind is FarTeam:
         pad = SimpleNamespace(segment=0, offset=0)
         quiet, put = (lambda *args: None for _ in range(2))

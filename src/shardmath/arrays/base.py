@@ -48,21 +48,21 @@ class Library(ABC):
         """The address of the element with index 0 along every axis."""
 
     @abstractmethod
-    def host_view(self, x: Any, *, writable: bool = False) -> HostArray:
+    def host_view(self, x: Any, *, writable: bool = False, name: str = "out") -> HostArray:
         """A NumPy array on the memory of `x`, with its shape, strides and true dtype.
 
         What can be read but has no such memory (a torch tensor that is lazily conjugated or
         negated) is resolved into a copy. With `writable=True` the result is never a copy:
-        ValueError where `x` is read-only, lazy, or has several indices for one element. Raises
-        ValueError when the memory is not the host's.
+        ValueError, naming the argument, where `x` is read-only, lazy, or has several indices for
+        one element. Raises ValueError when the memory is not the host's.
         """
 
     def is_lazy(self, x: Any) -> bool:
         """Whether the memory of `x` lacks its values: they are to be conjugated or negated."""
         return False
 
-    def glance(self, x: Any) -> tuple[ArraySpec, int] | None:
-        """The spec and the pointer of `x`, if a call on it may come again as it is.
+    def identity(self, x: Any) -> tuple[ArraySpec, int] | None:
+        """The spec and the pointer of `x`, by which repeated calls recognise it.
 
         None for one that is lazy or may be under a gradient. Raises as `spec`.
         """
@@ -119,6 +119,12 @@ class Library(ABC):
     def offers(self, dtype: str) -> bool:
         """Whether there are arrays of the type of that name for users to compute with."""
         return dtype != "complex32"
+
+    def matmul(self, a: HostArray, b: HostArray, out: HostArray) -> bool:
+        """Set `out` to a @ b, summed in float32 and rounded once, where these cores do that faster
+        than they multiply float32. Whether it is done. All are of one type, and not empty.
+        """
+        return False
 
     def device(self, name: str) -> Any:
         """A device such as "cuda:0" or "cpu", in the library's own words."""

@@ -37,7 +37,7 @@ class CuPy(Library):
         """The address of the first element, on its device."""
         return int(x.data.ptr)
 
-    def host_view(self, x: Any, *, writable: bool = False) -> HostArray:
+    def host_view(self, x: Any, *, writable: bool = False, name: str = "out") -> HostArray:
         """ValueError: the memory is the GPU's."""
         raise ValueError(
             f"this cupy array is on cuda:{x.device.id}, and the call needs host memory; "

@@ -43,14 +43,14 @@ _NUMBERS = (np.generic, bool, int, float, complex)
 def library_of(x: object, name: str = "") -> Library:
     """The library of the array `x`.
 
-    Raises ValueError, naming the argument, for anything that is no array of ours.
+    Raises ValueError, naming the argument, for anything that is not an array of one of them.
     """
     kind: Any = type(x)
     library = _library_of_type(kind)
     if library is None:
         raise ValueError(
-            f"{name and name + ': '}an array was expected, of {_accepted()}; given was "
-            f"{_said(kind)}{_advice(x)}"
+            f"{name and name + ': '}expected an array of {_accepted()}, got {_said(kind)}"
+            f"{_advice(x)}"
         )
     return library
 
@@ -79,7 +79,7 @@ def library_named(name: str) -> Library:
     for library in LIBRARIES:
         if library.name == name:
             return library
-    raise ValueError(f"an array library was expected, {_accepted()}; given was {name!r}")
+    raise ValueError(f"expected an array library, {_accepted()}, got {name!r}")
 
 
 def library_of_package(package: ModuleType) -> Library:

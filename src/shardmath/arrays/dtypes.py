@@ -112,14 +112,14 @@ def to_numpy(dtype: Any) -> np.dtype[Any]:
 def advice(dtype: str) -> str:
     """What makes a type that can be computed with of one that cannot, to end a message with."""
     if dtype in _KNOWN:
-        return "; convert it, such as to float64" if _KNOWN[dtype].kind in "iub" else ""
+        return "; convert it, for example to float64" if _KNOWN[dtype].kind in "iub" else ""
     given = np.dtype(dtype)
     swapped = given.newbyteorder()
     if swapped.name in _KNOWN and swapped.isnative:
-        return f"; in this machine's byte order it can: x.astype({swapped.name!r})"
+        return f"; it is not in native byte order: pass x.astype({swapped.name!r})"
     if given.kind in "fc":
         wide = "float64" if given.kind == "f" else "complex128"
-        return f"; numpy calls it {given.name}: convert it, such as to {wide}"
+        return f"; it is NumPy's {given.name}: convert it, for example to {wide}"
     return ""
 
 
@@ -137,10 +137,14 @@ def _of_numpy(dtype: np.dtype[Any]) -> DType:
     # An extension type that we do not know.
     foreign = dtype.kind == "V" and dtype.type is not np.void
     if dtype.hasobject:
-        raise ValueError(f"{dtype!r} is not supported: objects are this process's alone")
-    if dtype.names or dtype.subdtype or dtype.itemsize == 0 or foreign:
         raise ValueError(
-            f"{dtype!r} is not supported: elements must be plain values without named fields; "
-            "a view as bytes, such as x.view('V12'), can be moved"
+            f"{dtype!r} is not supported: Python objects cannot be read by other processes"
+        )
+    if dtype.itemsize == 0:
+        raise ValueError(f"{dtype!r} is not supported: its elements have no bytes")
+    if dtype.names or dtype.subdtype or foreign:
+        raise ValueError(
+            f"{dtype!r} is not supported; its elements can be moved as plain bytes: pass "
+            f"x.view('V{dtype.itemsize}')"
         )
     return DType(dtype.str, dtype.itemsize, "V")

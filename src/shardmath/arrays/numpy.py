@@ -35,12 +35,12 @@ class NumPy(Library):
         """The address of the first element."""
         return int(x.__array_interface__["data"][0])
 
-    def host_view(self, x: HostArray, *, writable: bool = False) -> HostArray:
+    def host_view(self, x: HostArray, *, writable: bool = False, name: str = "out") -> HostArray:
         """`x` itself, as a plain ndarray."""
         if writable and not x.flags.writeable:
-            raise ValueError("this numpy array is read-only, and the call writes into it")
+            raise ValueError(f"{name} is read-only, and the call writes into it")
         if writable and overlaps(x.shape, x.strides):
-            raise ValueError("this numpy array is a broadcast view, and the call writes into it")
+            raise ValueError(f"{name} is a broadcast view, and the call writes into it")
         return np.asarray(x)
 
     def from_host(self, host: HostArray) -> HostArray:

@@ -1,7 +1,7 @@
 """Collectives on memory of GPUs, given by address: one kernel launch each, on a stream.
 
 Small and middle sizes travel through cells (`kernels/cells.cuh`) from and to ordinary memory. Large
-ones are pushed straight into symmetric memory (`Pushes`). After `together` no process waits for
+ones are pushed straight into symmetric memory (`Pushes`). After `of` no process waits for
 another here.
 
 Streams: the calls of one context follow each other on whatever streams they are put. Those of two
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from shardmath.arrays.dtypes import DType
 from shardmath.collectives.far import FarCollectives
 from shardmath.collectives.operand import bounds
-from shardmath.collectives.pushes import Pushes, on_all_ranks, reduction_defines
+from shardmath.collectives.pushes import Pushes, kernel_memory, reduction_defines
 from shardmath.cuda.kernel import Argument, ReadyLaunch
 from shardmath.lru_cache import LRUCache
 from shardmath.symmetric.team import Team
@@ -29,13 +29,13 @@ from shardmath.symmetric.team import Team
 if TYPE_CHECKING:
     from shardmath.context import Context
 
-__all__ = ["DeviceCollectives", "Launch", "choose_all_reduce"]
+__all__ = ["DeviceCollectives", "LaunchConfig", "choose_all_reduce"]
 
 
 _PACKET = 16
-_MOST_THREADS = 512  # kThreads
-_SETS, _PHASES = 3, 2  # kSets, kPhases
-_MOST_BLOCKS = 132  # one on each multiprocessor of an H100: half of its registers
+_MAX_THREADS = 512  # kThreads
+_SETS = 3  # kSets
+_MAX_BLOCKS = 132  # one on each multiprocessor of an H100: half of its registers
 _SPREAD = 64  # blocks, before there are more threads in each
 _KEPT = 256  # launches that are kept ready
 # From here on an all_reduce is pushed: of a rank's slice where packets are all data, as those of
@@ -46,7 +46,7 @@ _SECOND_WAIT_BYTES = 512 << 10  # what a link carries in the time of one wait, 1
 
 
 @dataclass(frozen=True)
-class Launch:
+class LaunchConfig:
     """A kernel's name and grid."""
 
     function: str
@@ -54,55 +54,55 @@ class Launch:
     threads: int
 
 
-def choose_all_reduce(nbytes: int, size: int) -> Launch:
+def choose_all_reduce(nbytes: int, size: int) -> LaunchConfig:
     """How to reduce `nbytes` of every one of `size` ranks."""
     packets = -(-nbytes // _PACKET)
     # One shot sends n (size - 1) bytes; two shots 2 n (size - 1) / size, and wait twice.
     more = nbytes * (size - 1) * (size - 2) // size
     if more <= _SECOND_WAIT_BYTES:
-        return _grid("one_shot", packets)
-    return _grid("two_shot", -(-packets // size))
+        return _launch_config("one_shot", packets)
+    return _launch_config("two_shot", -(-packets // size))
 
 
-def _grid(function: str, packets: int) -> Launch:
+def _launch_config(function: str, packets: int) -> LaunchConfig:
     """Spread over the multiprocessors first, then over the threads of each."""
     threads = 128
-    while threads < _MOST_THREADS and packets > threads * _SPREAD:
+    while threads < _MAX_THREADS and packets > threads * _SPREAD:
         threads *= 2
-    return Launch(function, max(1, min(_MOST_BLOCKS, -(-packets // threads))), threads)
+    return LaunchConfig(function, max(1, min(_MAX_BLOCKS, -(-packets // threads))), threads)
 
 
 class DeviceCollectives(Pushes):
-    """The collectives of one context's team. Made by `together`.
+    """The collectives of one context's team. Made by `of`.
 
     A call whose wait expires leaves the cells in no known state: `Team.check` raises, and the
     context's collectives are at an end.
     """
 
-    def __init__(self, context: Context, team: Team, places: Sequence[int]) -> None:
+    def __init__(self, context: Context, team: Team, cells: Sequence[int]) -> None:
         super().__init__(context, team)
-        self._places = tuple(places)
-        self._turns_at = places[team.rank] + _cells_bytes(team.size)
-        self._ready: LRUCache[tuple[Any, ...], ReadyLaunch | None] = LRUCache(_KEPT)
+        self._cells = tuple(cells)
+        self._steps_address = cells[team.rank] + _cells_bytes(team.size)
+        self._launches: LRUCache[tuple[Any, ...], ReadyLaunch | None] = LRUCache(_KEPT)
 
     @classmethod
-    def together(cls, context: Context) -> DeviceCollectives | FarCollectives:
+    def of(cls, context: Context) -> DeviceCollectives | FarCollectives:
         """The context's collectives, made at the first call. Collective."""
         if context.spans_hosts:
             return FarCollectives.of(context)
-        made: DeviceCollectives = context.cache("device collectives", lambda: cls.apart(context))
+        made: DeviceCollectives = context.cache("device collectives", lambda: cls.separate(context))
         return made
 
     @classmethod
-    def apart(cls, context: Context) -> DeviceCollectives:
+    def separate(cls, context: Context) -> DeviceCollectives:
         """Others, with cells of their own: they never wait for the context's. Collective.
 
         Ranks of one host only. Raises HeapExhausted on all ranks.
         """
         team = context.team
         assert team is not None, "a context of GPUs"
-        nbytes = _cells_bytes(team.size) + 8 * _MOST_BLOCKS
-        return cls(context, team, on_all_ranks(context, "collectives: cells", nbytes))
+        nbytes = _cells_bytes(team.size) + 8 * _MAX_BLOCKS
+        return cls(context, team, kernel_memory(context, "collectives: cells", nbytes))
 
     # -- what is pushed ----------------------------------------------------------------------------
 
@@ -110,7 +110,7 @@ class DeviceCollectives(Pushes):
         """What moves parts of up to `most` bytes to a rank into place; None where cells do it."""
         return self if most >= _PUSHED_PART_BYTES else None
 
-    def pushes_of_sums(self, nbytes: int, dtype: DType) -> Pushes | None:
+    def reduction_pushes(self, nbytes: int, dtype: DType) -> Pushes | None:
         """What combines `nbytes` of each rank into symmetric memory; None where cells do it."""
         if dtype.kind in "fc":
             pushed = nbytes // self.team.size >= _PUSHED_SLICE_BYTES
@@ -129,14 +129,14 @@ class DeviceCollectives(Pushes):
         operation: str,
         stream: int,
         *,
-        launch: Launch | None = None,
+        launch: LaunchConfig | None = None,
     ) -> None:
         """Combine `count` elements of all ranks into `target`, which may be `source`."""
 
         def make() -> ReadyLaunch | None:
             nbytes = count * dtype.itemsize
-            grid = launch or choose_all_reduce(nbytes, self.team.size)
-            return self._reduce(grid, dtype, operation, (source, target, nbytes))
+            config = launch or choose_all_reduce(nbytes, self.team.size)
+            return self._reduce(config, dtype, operation, (source, target, nbytes))
 
         key = ("all_reduce", source, target, count, dtype.name, operation, launch)
         self._run(key, stream, make)
@@ -154,9 +154,9 @@ class DeviceCollectives(Pushes):
 
         def make() -> ReadyLaunch | None:
             sizes = [count * dtype.itemsize for count in counts]
-            grid = _grid("reduce_scatter", -(-max(sizes) // _PACKET))
+            config = _launch_config("reduce_scatter", -(-max(sizes) // _PACKET))
             words = (source, target, max(sizes), *bounds(sizes)[:-1], *sizes)
-            return self._reduce(grid, dtype, operation, words)
+            return self._reduce(config, dtype, operation, words)
 
         key = ("reduce_scatter", source, target, tuple(counts), dtype.name, operation)
         self._run(key, stream, make)
@@ -199,7 +199,7 @@ class DeviceCollectives(Pushes):
     ) -> None:
         """Put the launch of that key, which `make` gives when it first comes, on `stream`."""
         self.team.require_usable()
-        launch = self._ready.made(key, make)
+        launch = self._launches.made(key, make)
         if launch is not None:
             self._turns.put(launch, stream)
 
@@ -216,30 +216,35 @@ class DeviceCollectives(Pushes):
         if most == 0:
             return None
         words = (source, target, most, *starts, *sent, *bounds(received)[:-1], *received)
-        grid = _grid("exchange", -(-most // (_PACKET // 2)))
-        whole = not any(word % (_PACKET // 2) for word in words)
-        kernel = self.team.kernel("exchange", grid.function, (f"WHOLE={whole:d}",))
-        return kernel.ready(grid.blocks, grid.threads, self._argument(words))
+        config = _launch_config("exchange", -(-most // (_PACKET // 2)))
+        aligned = not any(word % (_PACKET // 2) for word in words)
+        kernel = self.team.kernel("exchange", config.function, (f"ALIGNED={aligned:d}",))
+        return kernel.ready(config.blocks, config.threads, self._argument(words))
 
     def _reduce(
-        self, grid: Launch, dtype: DType, operation: str, words: Sequence[int]
+        self, config: LaunchConfig, dtype: DType, operation: str, words: Sequence[int]
     ) -> ReadyLaunch | None:
         """A launch that combines through cells; the third of `words` are the most bytes."""
         if words[2] == 0:
             return None
-        assert grid.blocks <= _MOST_BLOCKS and grid.threads <= _MOST_THREADS, grid
-        whole = not any(word % _PACKET for word in words)
-        defines = reduction_defines(dtype, operation, whole)
-        kernel = self.team.kernel("reduce", grid.function, defines)
-        return kernel.ready(grid.blocks, grid.threads, self._argument(words))
+        assert config.blocks <= _MAX_BLOCKS and config.threads <= _MAX_THREADS, config
+        aligned = not any(word % _PACKET for word in words)
+        defines = reduction_defines(dtype, operation, aligned)
+        kernel = self.team.kernel("reduce", config.function, defines)
+        return kernel.ready(config.blocks, config.threads, self._argument(words))
 
     def _argument(self, words: Sequence[int]) -> Argument:
         """The struct `Cells`, and what follows it."""
-        places = [self._places[rank] for rank in self.team.from_next]
-        words = (self._turns_at, *places, *words)
+        cells = [self._cells[rank] for rank in self.team.ring_order]
+        words = (self._steps_address, *cells, *words)
         return Argument(self.team.packed() + struct.pack(f"{len(words)}Q", *words))
+
+
+def _phases(size: int) -> int:
+    """Of a turn: kPhases."""
+    return 4 if size == 2 else 2
 
 
 def _cells_bytes(size: int) -> int:
     """Of one rank's cells; the blocks' turns follow."""
-    return _MOST_BLOCKS * _SETS * _PHASES * size * _MOST_THREADS * _PACKET
+    return _MAX_BLOCKS * _SETS * _phases(size) * size * _MAX_THREADS * _PACKET

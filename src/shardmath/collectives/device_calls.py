@@ -1,10 +1,10 @@
-"""Collectives of a context of GPUs, one call: look at the arrays, agree, put it on the stream.
+"""One call of a collective on GPUs: inspect the arrays, agree, launch on the stream.
 
 A program makes the same few calls for ever. What a call finds out about its arrays, and how its
-kernel is launched, is kept for calls that look alike: on arrays with the same library, type, shape,
-strides and device, none of them lazy, freed or under a gradient. These are looked at every time,
-and so is where the arrays lie; and all ranks agree every time. A call is kept only where its kernel
-read the operand and wrote the result as they lie, and it refers to no array.
+kernel is launched, is cached for calls on arrays with the same library, type, shape, strides and
+device, none of them lazy, freed or under a gradient. Arrays are inspected every time, since they
+may lie elsewhere, and all ranks agree every time. A call is cached only where its kernel read the
+operand and wrote the result as they lie, and the cache refers to no array.
 """
 
 from __future__ import annotations
@@ -14,57 +14,60 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from shardmath.arrays import Library, library_of
+from shardmath.arrays import Library
 from shardmath.arrays.spec import ArraySpec
 from shardmath.collectives.device_operand import DeviceOperand
-from shardmath.collectives.dispatch import Call, said_of
-from shardmath.collectives.flat import Put
+from shardmath.collectives.dispatch import Call, call_spec
+from shardmath.collectives.flat import DirectLaunch
 from shardmath.context import Context
 from shardmath.cuda import stream as streams
 from shardmath.lru_cache import LRUCache
-from shardmath.planning import Said, agree_plan
+from shardmath.planning import HashedSpec, agree_plan
+from shardmath.symmetric.fingerprint import inspect
 
 __all__ = ["perform_on_device"]
 
-_LATEST = partial(LRUCache[Any, Any], 256)  # calls of a context
+_CACHE = partial(LRUCache[Any, Any], 256)  # calls of a context
 _PLAIN = frozenset([int, str, tuple, list, type(None)])
 
 
 def perform_on_device(context: Context, call: Call, x: Any, out: Any) -> Any:
     """See `perform`."""
-    calls: LRUCache[Hashable, _Known] = context.cache("collectives, calls", _LATEST)
+    calls: LRUCache[Hashable, _CachedCall] = context.cache("calls: collectives", _CACHE)
     operation = call.operation
-    look = _look(context, call, x, out)
-    known = None if look is None else calls.find(look.key)
-    if look is not None and known is not None:
-        plan, _ = agree_plan(context, operation, known.describe, call.build)
+    arrays = _inspected(context, call, x, out)
+    cached = None if arrays is None else calls.find(arrays.key)
+    if arrays is not None and cached is not None:
+        plan, _ = agree_plan(context, operation, cached.describe, call.build)
         with context.executing(operation):
-            if known.serves(look, plan):
-                return known.repeat(context, look, out)
+            if cached.applies(arrays, plan):
+                return cached.launch(context, arrays, out)
             return call.on_device(DeviceOperand(context, x, out), plan)
 
     made: list[tuple[DeviceOperand, Hashable]] = []
 
     def described() -> tuple[Hashable, bytes]:
         operand = DeviceOperand(context, x, out)
-        spec = operand.spec
-        said = said_of(operand.kind, spec, operand.into, call.say(spec))
-        made.append((operand, said))
-        return said, b""
+        x_spec = operand.spec
+        spec = call_spec(operand.kind, x_spec, operand.into, call.describe(x_spec))
+        made.append((operand, spec))
+        return spec, b""
 
     plan, _ = agree_plan(context, operation, described, call.build)
-    ((operand, said),) = made
+    ((operand, spec),) = made
     with context.executing(operation):
         result = call.on_device(operand, plan)
-        if look is not None:
-            again = _Known.of(look, operand, said, plan, result)
-            if again is not None:
-                calls.keep(look.key, again)
+        if arrays is not None:
+            cached = _CachedCall.of(arrays, operand, spec, plan, result)
+            if cached is not None:
+                calls.keep(arrays.key, cached)
         return result
 
 
-class _Look:
-    """Arrays of one call as they are now: `key` is the same for all that look alike."""
+class _Arrays:
+    """The arrays of one call, `source` and `target` being their addresses. `key` is equal for calls
+    that may share a cached one.
+    """
 
     __slots__ = ("into", "key", "library", "source", "spec", "target")
 
@@ -80,87 +83,89 @@ class _Look:
         self.into, self.target = out
 
 
-def _look(context: Context, call: Call, x: Any, out: Any) -> _Look | None:
-    """None where the call has to look closer: what is wrong is said there."""
+def _inspected(context: Context, call: Call, x: Any, out: Any) -> _Arrays | None:
+    """None where the call cannot be cached, or has to check its arguments and to raise errors."""
     try:
-        library = library_of(x)
-        seen = library.glance(x)
-        if seen is None or _is_freed(context, seen[1]):
+        inspected = inspect(context, x)
+        if inspected is None:
             return None
-        into: tuple[ArraySpec, int] | None = None
-        words: list[Hashable] = [call.operation, id(seen[0])]
+        library, spec, source, _ = inspected
+        into, target = None, 0
+        key: list[Hashable] = [call.operation, id(spec)]
         if out is not None:
-            into = library_of(out).glance(out)
-            if into is None or _is_freed(context, into[1]):
+            inspected = inspect(context, out)
+            if inspected is None:
                 return None
-            words.append(id(into[0]))
+            _, into, target, _ = inspected
+            key.append(id(into))
         for each in call.arguments:
             kind = type(each)
             if kind not in _PLAIN:  # True is no axis, though it equals 1
                 return None
-            words.append(tuple(each) if kind is list else each)
-        key = tuple(words)
-        hash(key)
-        return _Look(key, library, seen, into or (None, 0))
+            key.append(tuple(each) if kind is list else each)
+        hashable = tuple(key)
+        hash(hashable)
+        return _Arrays(hashable, library, (spec, source), (into, target))
     except Exception:
         return None
 
 
-def _is_freed(context: Context, address: int) -> bool:
-    block = context.heap.find(address)
-    return block is not None and block.freed
-
-
 @dataclass(frozen=True, eq=False)
-class _Known:
-    """A call that can come again: what this rank said, what was agreed on, and how it is put.
+class _CachedCall:
+    """A call that was one launch: this rank's `spec` of it, the plan, and the launch.
 
-    `shape` and `dtype` are the result's. The specs are kept because their identity is in the key.
+    `shape` and `dtype` are the result's. `array_specs` are kept since their identity is in the key.
     """
 
-    specs: tuple[ArraySpec, ArraySpec | None]
-    said: Said
+    array_specs: tuple[ArraySpec, ArraySpec | None]
+    spec: HashedSpec
     plan: Any
-    put: Put
+    direct: DirectLaunch
     shape: tuple[int, ...]
     dtype: str
     nbytes: int  # of the result
 
     @classmethod
     def of(
-        cls, look: _Look, operand: DeviceOperand, said: Hashable, plan: Any, result: Any
-    ) -> _Known | None:
+        cls, arrays: _Arrays, operand: DeviceOperand, spec: Hashable, plan: Any, result: Any
+    ) -> _CachedCall | None:
         """None where it was not one launch, from the operand and to the result as they lie."""
-        put, spec = operand.put, look.library.spec(result)
-        if put is None or operand.on_host or spec.order not in ("C", "both"):
+        direct, found = operand.direct, arrays.library.spec(result)
+        if direct is None or operand.on_host or found.order not in ("C", "both"):
             return None
-        if (put.source, put.target) != (look.source, look.library.pointer(result)):
+        if (direct.source, direct.target) != (arrays.source, arrays.library.pointer(result)):
             return None
         return cls(
-            (look.spec, look.into), Said(said), plan, put, spec.shape, spec.dtype, spec.nbytes
+            (arrays.spec, arrays.into),
+            HashedSpec(spec),
+            plan,
+            direct,
+            found.shape,
+            found.dtype,
+            found.nbytes,
         )
 
-    def describe(self) -> tuple[Said, bytes]:
+    def describe(self) -> tuple[HashedSpec, bytes]:
         """For agreement."""
-        return self.said, b""
+        return self.spec, b""
 
-    def serves(self, look: _Look, plan: Any) -> bool:
-        """Whether it was agreed on as it was, and a result does not lie over the operand."""
+    def applies(self, arrays: _Arrays, plan: Any) -> bool:
+        """Whether the same plan was agreed on, and the result does not overlap the operand."""
         if plan is not self.plan:
             return False
-        if look.into is None:
+        if arrays.into is None:
             return True
-        source, target = look.source, look.target
-        apart = target + self.nbytes <= source or source + look.spec.nbytes <= target
-        return apart or (self.put.in_place and target == source)
+        source, target = arrays.source, arrays.target
+        disjoint = target + self.nbytes <= source or source + arrays.spec.nbytes <= target
+        return disjoint or (self.direct.in_place and target == source)
 
-    def repeat(self, context: Context, look: _Look, out: Any) -> Any:
-        """The call again, into `out` or a new array."""
-        library, spec, target = look.library, look.spec, look.target
+    def launch(self, context: Context, arrays: _Arrays, out: Any) -> Any:
+        """The call on these arrays, into `out` or a new array."""
+        library, spec, target = arrays.library, arrays.spec, arrays.target
         if out is None:
             out = library.empty(self.shape, self.dtype, "C", spec.device)
             target = library.pointer(out)
         assert context.team is not None, "a context of GPUs"
         stream = streams.current(library.name, context.team.device)
-        self.put.launch(look.source, target, stream)
+        self.direct.launch(arrays.source, target, stream)
         return out

@@ -1,8 +1,8 @@
-"""The doors' collectives for contexts whose memory is on GPUs.
+"""One rank's operand and result in a collective of a context of GPUs.
 
-Calls are agreed on as on the host, by the same specs and plans; then the elements move by kernels
-on the user's current stream, and the call returns. Operands in host memory are staged: they come
-back as they came, and the call waits for them.
+Calls are agreed on as on the host, by the same specs and plans; then kernels move the elements on
+the user's current stream, and the call returns. Operands in host memory are copied to the GPU and
+results back to the host, for which the call waits.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from shardmath.arrays import DType, Library, array_of, library_and_spec, library
 from shardmath.arrays.dtypes import of as dtype_of
 from shardmath.arrays.spec import ArraySpec
 from shardmath.collectives.device import DeviceCollectives
-from shardmath.collectives.flat import Flat, Launch, Put, cast, is_numpy
+from shardmath.collectives.flat import DirectLaunch, Flat, Launch, cast, is_numpy
 from shardmath.collectives.operand import OutputSpec, Shape, live_block
 from shardmath.collectives.reduction import Reduction
 from shardmath.context import Context
 from shardmath.cuda import stream as streams
 from shardmath.cuda.driver import call
 from shardmath.symmetric.allocation import array_on
-from shardmath.symmetric.heap import Location
+from shardmath.symmetric.shared_memory import allocate_on_all_ranks
 from shardmath.symmetric.team import Team
 
-__all__ = ["DeviceOperand", "DeviceOutput", "stand_in"]
+__all__ = ["DeviceOperand", "DeviceOutput", "placeholder"]
 
 _ON_GPUS = " on GPUs"
 
@@ -53,7 +53,7 @@ class DeviceOperand:
         if self.spec.size:
             live_block(context, self.library.pointer(x))  # refuses what has been freed
         self.out = None if out is None else DeviceOutput(context, out)
-        self.put: Put | None = None  # what the call has put on the stream, if only that
+        self.direct: DirectLaunch | None = None  # the launch of the call, where there was only one
 
     @property
     def on_host(self) -> bool:
@@ -79,115 +79,126 @@ class DeviceOperand:
 
     def all_reduce(self, reduction: Reduction, *, new: bool) -> Any:
         """See `reducing.all_reduce`. `new`: the results of all ranks are new arrays."""
-        source, dtype, op = self._wide(reduction)
-        moves = DeviceCollectives.together(self.context)
+        source, dtype, op = self._widened(reduction)
+        collectives = DeviceCollectives.of(self.context)
         count = self.spec.size
-        pushes = moves.pushes_of_sums(count * dtype.itemsize, dtype) if new else None
+        pushes = collectives.reduction_pushes(count * dtype.itemsize, dtype) if new else None
         if pushes is not None:
-            flat, places = self._shared(count, dtype)
-            pushes.all_reduce_into(source.pointer, places, count, dtype, op, self.stream)
-            result = flat.narrow(reduction.result)
+            flat, addresses = self._shared_result(count, dtype)
+            pushes.all_reduce_into(source.pointer, addresses, count, dtype, op, self.stream)
+            result = flat.cast_to(reduction.result)
             return self._finish(result, self.spec.shape, reduction.result)
-        straight = dtype.name == reduction.result
-        flat = self._room(self.spec.shape, dtype, source, straight=straight, in_place=True)
-        self._put(
+        direct_write = dtype.name == reduction.result
+        flat = self._result_memory(
+            self.spec.shape, dtype, source, direct_write=direct_write, in_place=True
+        )
+        self._launch(
             source,
             flat,
-            lambda start, to, stream: moves.all_reduce(start, to, count, dtype, op, stream),
+            lambda start, to, stream: collectives.all_reduce(start, to, count, dtype, op, stream),
             in_place=True,
         )
-        return self._finish(flat.narrow(reduction.result), self.spec.shape, reduction.result)
+        return self._finish(flat.cast_to(reduction.result), self.spec.shape, reduction.result)
 
     def reduce_scatter(self, reduction: Reduction, axis: int, counts: Parts, shape: Shape) -> Any:
         """See `reducing.reduce_scatter`."""
-        source, dtype, op = self._wide(reduction, self._by_rank(axis, counts))
+        source, dtype, op = self._widened(reduction, self._ordered_by_rank(axis, counts))
         width = self.spec.size // max(self.spec.shape[axis], 1)
         sizes = [count * width for count in counts]
-        flat = self._room(shape, dtype, source, straight=dtype.name == reduction.result)
-        moves = DeviceCollectives.together(self.context)
-        self._put(
+        flat = self._result_memory(
+            shape, dtype, source, direct_write=dtype.name == reduction.result
+        )
+        collectives = DeviceCollectives.of(self.context)
+        self._launch(
             source,
             flat,
-            lambda start, to, stream: moves.reduce_scatter(start, to, sizes, dtype, op, stream),
+            lambda start, to, stream: collectives.reduce_scatter(
+                start, to, sizes, dtype, op, stream
+            ),
         )
-        return self._finish(flat.narrow(reduction.result), shape, reduction.result)
+        return self._finish(flat.cast_to(reduction.result), shape, reduction.result)
 
     def all_gather(self, axis: int, shapes: Sequence[Shape], shape: Shape) -> Any:
         """See `moving.all_gather`; `shapes` are the ranks' own."""
-        moves = DeviceCollectives.together(self.context)
+        collectives = DeviceCollectives.of(self.context)
         item, rank = self.spec.itemsize, self.context.rank
         sizes = [prod(each) * item for each in shapes]
         source, whole = self._packed(self._x), sum(sizes)
-        pushes = moves.pushes(max(sizes))
+        pushes = collectives.pushes(max(sizes))
         if pushes is not None:
-            flat, places = self._shared(whole // item, dtype_of(self.spec.dtype))
+            flat, addresses = self._shared_result(whole // item, dtype_of(self.spec.dtype))
             start = sum(sizes[:rank])
-            targets = [place + start for place in places]
+            targets = [place + start for place in addresses]
             size = self.context.size
             pushes.move([source.pointer] * size, targets, [sizes[rank]] * size, self.stream)
         else:
-            flat = self._joinable(axis, shape, source)
-            self._put(
-                source, flat, lambda start, to, stream: moves.all_gather(start, to, sizes, stream)
+            flat = self._concatenation(axis, shape, source)
+            self._launch(
+                source,
+                flat,
+                lambda start, to, stream: collectives.all_gather(start, to, sizes, stream),
             )
-        return self._joined(flat, axis, shapes, shape)
+        return self._concatenated(flat, axis, shapes, shape)
 
     def all_to_all(
         self, axis: int, sent: Sequence[Parts], shapes: Sequence[Shape], shape: Shape
     ) -> Any:
         """See `moving.all_to_all`; `sent[src][dst]` are indices of the axis."""
-        moves = DeviceCollectives.together(self.context)
+        collectives = DeviceCollectives.of(self.context)
         item, rank, size = self.spec.itemsize, self.context.rank, self.context.size
         widths = [prod(each) // max(each[axis], 1) * item for each in shapes]
         table = [[count * width for count in row] for row, width in zip(sent, widths, strict=True)]
-        source = self._packed(self._by_rank(axis, sent[rank]))
+        source = self._packed(self._ordered_by_rank(axis, sent[rank]))
         received = [row[rank] for row in table]
-        pushes = moves.pushes(max(map(max, table)))
+        pushes = collectives.pushes(max(map(max, table)))
         if pushes is not None:
-            flat, places = self._shared(sum(received) // item, dtype_of(self.spec.dtype))
+            flat, addresses = self._shared_result(sum(received) // item, dtype_of(self.spec.dtype))
             sources = [source.pointer + sum(table[rank][:peer]) for peer in range(size)]
             targets = [
-                place + sum(row[peer] for row in table[:rank]) for peer, place in enumerate(places)
+                place + sum(row[peer] for row in table[:rank])
+                for peer, place in enumerate(addresses)
             ]
             pushes.move(sources, targets, table[rank], self.stream)
         else:
-            flat = self._joinable(axis, shape, source)
-            self._put(
-                source, flat, lambda start, to, stream: moves.all_to_all(start, to, table, stream)
+            flat = self._concatenation(axis, shape, source)
+            self._launch(
+                source,
+                flat,
+                lambda start, to, stream: collectives.all_to_all(start, to, table, stream),
             )
         parts = [
             (*each[:axis], row[rank], *each[axis + 1 :])
             for each, row in zip(shapes, sent, strict=True)
         ]
-        return self._joined(flat, axis, parts, shape)
+        return self._concatenated(flat, axis, parts, shape)
 
     def broadcast(self, root: int, shape: Shape) -> Any:
-        """See `moving.broadcast`. A rank that gives nothing brings a stand-in."""
-        moves = DeviceCollectives.together(self.context)
+        """See `moving.broadcast`. A rank that passes None has a placeholder."""
+        collectives = DeviceCollectives.of(self.context)
         dtype = dtype_of(self.spec.dtype)
         nbytes, size, rank = prod(shape) * dtype.itemsize, self.context.size, self.context.rank
         source = self._packed(self._x)
-        pushes = moves.pushes(nbytes)
+        pushes = collectives.pushes(nbytes)
         if pushes is not None:
-            flat, places = self._shared(prod(shape), dtype)
+            flat, addresses = self._shared_result(prod(shape), dtype)
             sent = nbytes if rank == root else 0
-            pushes.move([source.pointer] * size, places, [sent] * size, self.stream)
+            pushes.move([source.pointer] * size, addresses, [sent] * size, self.stream)
         else:
-            flat = self._room(shape, dtype, source)
-            self._put(
+            flat = self._result_memory(shape, dtype, source)
+            self._launch(
                 source,
                 flat,
-                lambda start, to, stream: moves.broadcast(start, to, nbytes, root, stream),
+                lambda start, to, stream: collectives.broadcast(start, to, nbytes, root, stream),
             )
         return self._finish(flat, shape, self.spec.dtype)
 
-    def _put(self, source: Flat, flat: Flat, launch: Launch, *, in_place: bool = False) -> None:
-        self.put = Put(source.pointer, flat.pointer, launch, in_place)
+    def _launch(self, source: Flat, flat: Flat, launch: Launch, *, in_place: bool = False) -> None:
+        self.direct = DirectLaunch(source.pointer, flat.pointer, launch, in_place)
         launch(source.pointer, flat.pointer, self.stream)
 
     # -- memory ------------------------------------------------------------------------------------
 
-    def _by_rank(self, axis: int, counts: Parts) -> Any:
+    def _ordered_by_rank(self, axis: int, counts: Parts) -> Any:
         """The elements in the order in which the ranks will have them, each's in C order."""
         x = self.library.host_view(self._x) if self.on_host else self._x
         if prod(self.spec.shape[:axis]) == 1 or self.spec.size == 0:
@@ -218,7 +229,7 @@ class DeviceOperand:
             call("cuMemcpyHtoD", buffer.block.address, host.ctypes.data, host.nbytes)
         return Flat(self, buffer, dtype_of(host.dtype), host.shape)
 
-    def _wide(self, reduction: Reduction, x: Any = None) -> tuple[Flat, DType, str]:
+    def _widened(self, reduction: Reduction, x: Any = None) -> tuple[Flat, DType, str]:
         """The operand in the type that the kernel combines, that type, and the operation."""
         x = self._x if x is None else x
         own = dtype_of(reduction.dtype)
@@ -229,16 +240,16 @@ class DeviceOperand:
             x = cast(x, wide)
         return self._packed(x), wide, reduction.op
 
-    def _room(
+    def _result_memory(
         self,
         shape: Shape,
         dtype: DType,
         source: Flat,
         *,
-        straight: bool = True,
+        direct_write: bool = True,
         in_place: bool = False,
     ) -> Flat:
-        """Memory for a result: `out` where it can be written `straight` into it, else new.
+        """Memory for a result: `out` where it can be written `direct_write` into it, else new.
 
         `in_place`: the result may be written over the source, element by element.
         """
@@ -246,40 +257,32 @@ class DeviceOperand:
             buffer = self.context.heap.allocate(prod(shape) * dtype.itemsize)
             return Flat(self, buffer, dtype, shape)
         out = self.out
-        if out is not None and straight and out.takes(source, in_place=in_place):
+        if out is not None and direct_write and out.can_take(source, in_place=in_place):
             return Flat(self, out.array, dtype, shape)
         array = self.library.empty(shape, dtype, "C", self.spec.device)
         return Flat(self, array, dtype, shape)
 
-    def _joinable(self, axis: int, shape: Shape, source: Flat) -> Flat:
-        """Memory for the parts of a result, which come one after the other; see `_joined`."""
+    def _concatenation(self, axis: int, shape: Shape, source: Flat) -> Flat:
+        """Memory for the parts of a result, which come one after the other; see `_concatenated`."""
         dtype = dtype_of(self.spec.dtype)
         if prod(shape[:axis]) == 1:
-            return self._room(shape, dtype, source)
-        return self._room((prod(shape),), dtype, source, straight=False)
+            return self._result_memory(shape, dtype, source)
+        return self._result_memory((prod(shape),), dtype, source, direct_write=False)
 
-    def _shared(self, count: int, dtype: DType) -> tuple[Flat, list[int]]:
+    def _shared_result(self, count: int, dtype: DType) -> tuple[Flat, list[int]]:
         """Such memory on the heap, and where every rank's lies. Collective."""
         context = self.context
-        made: list[Any] = []
-
-        def tell() -> tuple[int, int, int]:
-            made.append(context.heap.allocate(count * dtype.itemsize))
-            block = made[0].block
-            context.announce(block)
-            return block.location.segment, block.location.offset, block.nbytes
-
-        found = context.agree("collectives, place", tell, lambda found: found)
-        places = [
-            context.peer_address(rank, Location(segment, offset), nbytes) or 0
-            for rank, (segment, offset, nbytes) in enumerate(found)
-        ]
-        array = made[0]
+        memory = allocate_on_all_ranks(
+            context,
+            "collectives, result",
+            lambda: (context.heap.allocate(count * dtype.itemsize), None),
+        )
+        array: Any = memory.buffer
         if not self.on_host:
             array = array_on(array, self.library, dtype, (count,), (1,))
-        return Flat(self, array, dtype, (count,)), places
+        return Flat(self, array, dtype, (count,)), memory.addresses(context)
 
-    def _joined(self, flat: Flat, axis: int, parts: Sequence[Shape], shape: Shape) -> Any:
+    def _concatenated(self, flat: Flat, axis: int, parts: Sequence[Shape], shape: Shape) -> Any:
         """The result, whose parts lie one after the other."""
         if prod(shape[:axis]) == 1:
             return self._finish(flat, shape, self.spec.dtype)
@@ -327,7 +330,7 @@ class DeviceOutput:
         spec = self._operand.spec
         return self._operand.kind, spec.dtype, spec.shape
 
-    def takes(self, source: Flat, *, in_place: bool) -> bool:
+    def can_take(self, source: Flat, *, in_place: bool) -> bool:
         """Whether a result can be written straight into it: packed, and not over the source."""
         spec, library = self._operand.spec, self._operand.library
         target = library.pointer(self.array)
@@ -336,7 +339,7 @@ class DeviceOutput:
         return apart and spec.order in ("C", "both") and not library.is_lazy(self.array)
 
 
-def stand_in(context: Context, kind: str, dtype: str, shape: Shape, out: Any) -> DeviceOperand:
+def placeholder(context: Context, kind: str, dtype: str, shape: Shape, out: Any) -> DeviceOperand:
     """An operand of that kind with undefined elements, for a rank that gives none but `out`."""
     library = library_named(kind.removesuffix(_ON_GPUS))
     device = f"cuda:{context.device_id}" if kind.endswith(_ON_GPUS) else "cpu"

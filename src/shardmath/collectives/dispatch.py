@@ -1,4 +1,4 @@
-"""How each collective goes: every rank says what it was called with, all agree, it is performed.
+"""Dispatch of a collective: every rank describes its call, all agree on a plan, it is executed.
 
 On the host the exchange that agrees also tells where operands can be read. On GPUs see
 `device_calls`.
@@ -14,50 +14,50 @@ from shardmath.arrays.base import HostArray
 from shardmath.arrays.spec import ArraySpec
 from shardmath.collectives.offers import Offer, offer, read_offers, wait_for_readers
 from shardmath.collectives.operand import Operand, Output, OutputSpec, Shape, output_spec
-from shardmath.collectives.twoshot import Parts
+from shardmath.collectives.twoshot import Staged
 from shardmath.context import Context
 from shardmath.planning import agree_plan
 
 if TYPE_CHECKING:
     from shardmath.collectives.device_operand import DeviceOperand
 
-__all__ = ["Call", "Met", "Shown", "lend", "perform", "said_of"]
+__all__ = ["AgreedCall", "Call", "Offered", "call_spec", "offer_operand", "perform"]
 
 
-Shown = tuple[Operand, Offer | Parts]  # what peers can read, and the note that says where
+Offered = tuple[Operand, Offer | Staged]  # what peers can read, and the note that says where
 
 
-def lend(context: Context, operand: Operand, out: HostArray | None) -> Shown:
+def offer_operand(context: Context, operand: Operand, out: HostArray | None) -> Offered:
     """Let the peers read the operand, also while this rank writes into `out`."""
-    operand = operand.apart(out)
+    operand = operand.without_alias(out)
     return operand, offer(context, operand.flat, operand.location)
 
 
 class Call(NamedTuple):
     """A collective and the arguments of one call, but for `x` and `out`.
 
-    `say(spec)` is what the arguments come to for an `x` like that, for all ranks to compare; it
-    raises for wrong ones. `build` makes the plan of what all ranks say (`said_of`), as for
-    `agree_plan`. `on_host(met, plan)` and `on_device(operand, plan)` give the result. `show` lets
-    peers read an operand on the host.
+    `describe(spec)` is the arguments in normal form for an `x` like that, for all ranks to compare;
+    it raises for wrong ones. `build` makes the plan of the specs of all ranks (`call_spec`), as for
+    `agree_plan`. `on_host(agreed, plan)` and `on_device(operand, plan)` give the result. `offer`
+    lets peers read an operand on the host.
     """
 
     operation: str
     arguments: tuple[Any, ...]
-    say: Callable[[ArraySpec], tuple[Hashable, ...]]
+    describe: Callable[[ArraySpec], tuple[Hashable, ...]]
     build: Callable[[list[Any]], Any]
-    on_host: Callable[[Met, Any], Any]
+    on_host: Callable[[AgreedCall, Any], Any]
     on_device: Callable[[DeviceOperand, Any], Any]
-    show: Callable[[Context, Operand, HostArray | None], Shown] = lend
+    offer: Callable[[Context, Operand, HostArray | None], Offered] = offer_operand
 
 
 @dataclass(frozen=True)
-class Met:
-    """A call on the host when all have agreed: the ranks' notes say where operands can be read."""
+class AgreedCall:
+    """A call on the host when all have agreed: the ranks' notes tell where operands can be read."""
 
     context: Context
     operand: Operand
-    shown: Offer | Parts
+    offered: Offer | Staged
     notes: Sequence[bytes]
     out: Any
 
@@ -78,11 +78,11 @@ class Met:
         return result.finish()
 
 
-def said_of(
-    kind: str, spec: ArraySpec, out: OutputSpec, said: tuple[Hashable, ...]
+def call_spec(
+    kind: str, spec: ArraySpec, out: OutputSpec, arguments: tuple[Hashable, ...]
 ) -> tuple[Hashable, ...]:
-    """What a rank says of a call; `kind` is the library of `x`, and where its memory is."""
-    return (kind, spec.dtype, spec.shape, out, *said)
+    """A rank's spec of a call; `kind` is the library of `x`, and where its memory is."""
+    return (kind, spec.dtype, spec.shape, out, *arguments)
 
 
 def perform(context: Context, call: Call, x: Any, out: Any) -> Any:
@@ -91,16 +91,16 @@ def perform(context: Context, call: Call, x: Any, out: Any) -> Any:
         from shardmath.collectives.device_calls import perform_on_device
 
         return perform_on_device(context, call, x, out)
-    own: list[Shown] = []
+    own: list[Offered] = []
 
     def describe() -> tuple[Hashable, bytes]:
         operand = Operand.of(x, context)
-        spec, said = operand.spec, call.say(operand.spec)
+        spec, arguments = operand.spec, call.describe(operand.spec)
         into, view = output_spec(out, context)
-        own.append(call.show(context, operand, view))
-        return said_of(spec.library, spec, into, said), own[0][1].note
+        own.append(call.offer(context, operand, view))
+        return call_spec(spec.library, spec, into, arguments), own[0][1].note
 
     plan, notes = agree_plan(context, call.operation, describe, call.build)
-    ((operand, shown),) = own
+    ((operand, offered),) = own
     with context.executing(call.operation):
-        return call.on_host(Met(context, operand, shown, notes, out), plan)
+        return call.on_host(AgreedCall(context, operand, offered, notes, out), plan)

@@ -22,6 +22,7 @@ from shardmath.cuda.kernel import Argument
 from shardmath.cuda.stream import Turns
 from shardmath.geometry import Spans
 from shardmath.symmetric.heap import Buffer, Location
+from shardmath.symmetric.shared_memory import allocate_on_all_ranks
 from shardmath.symmetric.team import RESERVED, Team
 from shardmath.transport.base import DeviceBytes
 
@@ -32,7 +33,7 @@ __all__ = ["FarCollectives"]
 
 _THREADS = 256
 _ALIGNED = 256
-_ROOM = 32 << 20
+_STAGING_BYTES = 32 << 20
 _GRANULE = 1 << 20  # of an outbox
 
 
@@ -49,8 +50,8 @@ class FarCollectives:
         self.team: Team = team
         self._turns = Turns(team.device)
         self._outbox: Buffer | None = None
-        self._room: Buffer | None = None
-        self._places: list[Location] = []  # of the ranks' outboxes
+        self._staging: Buffer | None = None
+        self._outboxes: Sequence[Location] = ()  # of the ranks' outboxes
         self._capacity = 0  # of each, in bytes
         self._kept: list[Buffer] = []  # what CUDA graphs refer to
 
@@ -63,7 +64,7 @@ class FarCollectives:
     def pushes(self, most: int) -> None:
         """See DeviceCollectives: nothing is pushed to where there is no address."""
 
-    def pushes_of_sums(self, nbytes: int, dtype: DType) -> None:
+    def reduction_pushes(self, nbytes: int, dtype: DType) -> None:
         """See DeviceCollectives."""
 
     # -- moving ------------------------------------------------------------------------------------
@@ -79,10 +80,12 @@ class FarCollectives:
         """Send `sizes[src][dst]` bytes from every rank to every other; both sides lie in order."""
         rank = self.team.rank
         received = [row[rank] for row in sizes]
-        there = [sum(row[:rank]) for row in sizes]
+        offsets = [sum(row[:rank]) for row in sizes]
         packed = [sum(row) for row in sizes]
         starts = bounds(received)[:-1]
-        self._fetch_all(source, packed[rank], max(packed), target, starts, there, received, stream)
+        self._fetch_all(
+            source, packed[rank], max(packed), target, starts, offsets, received, stream
+        )
 
     def broadcast(self, source: int, target: int, nbytes: int, root: int, stream: int) -> None:
         """Copy `nbytes` at `source` of rank `root` to everybody's `target`."""
@@ -98,20 +101,21 @@ class FarCollectives:
         most: int,
         target: int,
         starts: Sequence[int],
-        there: Sequence[int],
+        offsets: Sequence[int],
         sizes: Sequence[int],
         stream: int,
     ) -> None:
-        """Of each rank's outbox, `sizes[rank]` bytes from `there[rank]` to `target + starts[rank]`.
+        """Of each rank's outbox, `sizes[rank]` bytes from `offsets[rank]` to `target +
+        starts[rank]`.
 
         This rank packs `packed` bytes at `source`; no rank more than `most`.
         """
         if most == 0:
             return
-        with self._shown(source, packed, most, stream):
-            for rank in self.team.from_next:
-                here, own = target + starts[rank], source + there[rank]
-                self._fetch(rank, there[rank], here, sizes[rank], own, stream)
+        with self._packed(source, packed, most, stream):
+            for rank in self.team.ring_order:
+                here, own = target + starts[rank], source + offsets[rank]
+                self._fetch(rank, offsets[rank], here, sizes[rank], own, stream)
 
     # -- combining ---------------------------------------------------------------------------------
 
@@ -129,8 +133,8 @@ class FarCollectives:
         nbytes, start = sum(counts) * item, sum(counts[:rank]) * item
         if nbytes == 0:
             return
-        with self._shown(source, nbytes, nbytes, stream):
-            self._fold(source, start, target, counts[rank], dtype, operation, stream)
+        with self._packed(source, nbytes, nbytes, stream):
+            self._reduce(source, start, target, counts[rank], dtype, operation, stream)
 
     def all_reduce(
         self,
@@ -148,16 +152,16 @@ class FarCollectives:
         counts = [Spans.even(count, size, each).length for each in range(size)]
         sizes = [each * item for each in counts]
         starts, sums = bounds(sizes)[:-1], _aligned(count * item)  # where an outbox has its sums
-        with self._shown(source, count * item, sums + max(sizes), stream):
+        with self._packed(source, count * item, sums + max(sizes), stream):
             assert self._outbox is not None, "shown"
-            mine = self._outbox.block.address + sums
-            self._fold(source, starts[rank], mine, counts[rank], dtype, operation, stream)
+            own_sums = self._outbox.block.address + sums
+            self._reduce(source, starts[rank], own_sums, counts[rank], dtype, operation, stream)
             # After writing what a peer will read; and all have read what is in `source`.
             self._barrier(stream)
-            for peer in self.team.from_next:
-                self._fetch(peer, sums, target + starts[peer], sizes[peer], mine, stream)
+            for peer in self.team.ring_order:
+                self._fetch(peer, sums, target + starts[peer], sizes[peer], own_sums, stream)
 
-    def _fold(
+    def _reduce(
         self,
         source: int,
         start: int,
@@ -171,26 +175,28 @@ class FarCollectives:
 
         As many at a time as the room has space for.
         """
-        assert self._room is not None, "shown"
-        item, room = dtype.itemsize, self._room.block.address
-        stride = _ROOM // self.team.size // _ALIGNED * _ALIGNED
+        assert self._staging is not None, "shown"
+        item, staging = dtype.itemsize, self._staging.block.address
+        stride = _STAGING_BYTES // self.team.size // _ALIGNED * _ALIGNED
         most = stride // item
         element = "boolean" if dtype.name == "bool" else dtype.name
         defines = (f"ELEMENT={element}", f"OPERATION={operation}")
         for first in range(0, count, most):
             some = min(most, count - first)
             at = start + first * item
-            for rank in self.team.from_next:
-                here = room + rank * stride
+            for rank in self.team.ring_order:
+                here = staging + rank * stride
                 self._fetch(rank, at, here, some * item, source + at, stream)
             blocks = min(8 * self.team.device.processors, -(-some // _THREADS))
-            argument = Argument(struct.pack("QQQQ", room, stride, target + first * item, some))
-            self.team.kernel("fold", "fold", defines).launch(stream, blocks, _THREADS, argument)
+            argument = Argument(struct.pack("QQQQ", staging, stride, target + first * item, some))
+            self.team.kernel("reduce_local", "reduce_local", defines).launch(
+                stream, blocks, _THREADS, argument
+            )
 
     # -- showing and fetching ----------------------------------------------------------------------
 
     @contextmanager
-    def _shown(self, source: int, nbytes: int, most: int, stream: int) -> Iterator[None]:
+    def _packed(self, source: int, nbytes: int, most: int, stream: int) -> Iterator[None]:
         """Around the reading of outboxes into which all ranks have packed what is at `source`.
 
         An outbox needs `most` bytes on every rank. Raises HeapExhausted on all ranks when one lacks
@@ -211,35 +217,33 @@ class FarCollectives:
         """Make all ranks' outboxes that large. Collective."""
         context = self._opened()
 
-        def tell() -> tuple[int, int]:
-            if self._room is None:
-                self._room = context.heap.allocate(_ROOM)
-            self._outbox = context.heap.allocate(nbytes)
-            context.announce(self._outbox.block)
-            where = self._outbox.block.location
-            return where.segment, where.offset
+        def allocate() -> tuple[Buffer, None]:
+            if self._staging is None:
+                self._staging = context.heap.allocate(_STAGING_BYTES)
+            return context.heap.allocate(nbytes), None
 
         if self._outbox is not None:
             if self._turns.captured:
                 self._kept.append(self._outbox)
             self._turns.wait()  # its memory may go to anyone
         self._capacity, self._outbox = 0, None
-        told = context.agree("collectives, outbox", tell, list)
-        self._places = [Location(*where) for where in told]
-        self._capacity = nbytes
+        memory = allocate_on_all_ranks(context, "collectives, outbox", allocate)
+        self._outbox, self._outboxes, self._capacity = memory.buffer, memory.locations, nbytes
 
     def _fetch(self, rank: int, at: int, target: int, nbytes: int, own: int, stream: int) -> None:
         """Bytes of `rank`, from `at` on of its outbox; this rank's own are at `own`."""
         if rank == self.team.rank:
             self._copy(target, own, nbytes, stream)
             return
-        assert self._room is not None, "shown"
-        context, where, room = self._opened(), self._places[rank], self._room.block.address
-        direct = room <= target < room + _ROOM or context.heap.find(target) is not None
-        step = nbytes if direct else _ROOM
+        assert self._staging is not None, "shown"
+        context, where, staging = self._opened(), self._outboxes[rank], self._staging.block.address
+        direct = (
+            staging <= target < staging + _STAGING_BYTES or context.heap.find(target) is not None
+        )
+        step = nbytes if direct else _STAGING_BYTES
         for start in range(0, nbytes, max(step, 1)):
             some = min(step, nbytes - start)
-            here = target + start if direct else room
+            here = target + start if direct else staging
             place = Location(where.segment, where.offset + at + start)
             into = DeviceBytes(here, some, self.team.device.name)
             context.get(rank, place, into, stream)

@@ -1,6 +1,6 @@
-"""Elements in C order on a GPU, from which and into which the kernels of collectives move them.
+"""Contiguous elements on a GPU: what the kernels of collectives read and write.
 
-Where an operand is in host memory they are a copy of it on the heap, and come back from there.
+Of an operand in host memory they are a copy on the heap, which is copied back at the end.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from shardmath.symmetric.heap import Buffer
 if TYPE_CHECKING:
     from shardmath.collectives.device_operand import DeviceOperand
 
-__all__ = ["Flat", "Launch", "Put", "cast", "is_numpy"]
+__all__ = ["DirectLaunch", "Flat", "Launch", "cast", "is_numpy"]
 
 Launch = Callable[[int, int, int], None]  # of the addresses of an operand and a result; the stream
 
 
 @dataclass(frozen=True)
-class Put:
-    """The one launch of a call, from where to where; `launch` does it again, also elsewhere.
+class DirectLaunch:
+    """The one launch of a call, with its addresses; `launch` takes any others.
 
     `in_place`: the result may lie where the operand does.
     """
@@ -43,13 +43,13 @@ class Put:
 class Flat:
     """Elements in C order on the GPU, as an array of the operand's library or as a buffer."""
 
-    def __init__(self, operand: DeviceOperand, kept: Any, dtype: DType, shape: Shape) -> None:
+    def __init__(self, operand: DeviceOperand, memory: Any, dtype: DType, shape: Shape) -> None:
         self._operand = operand
-        self._kept = kept
+        self._memory = memory
         self._dtype = dtype
         self._shape = shape
         self.pointer: int = (
-            kept.block.address if isinstance(kept, Buffer) else operand.library.pointer(kept)
+            memory.block.address if isinstance(memory, Buffer) else operand.library.pointer(memory)
         )
 
     @property
@@ -60,22 +60,22 @@ class Flat:
     def array(self) -> Any:
         """Its elements: of the library, or of NumPy for operands in host memory, after waiting."""
         if not self._operand.on_host:
-            return self._kept
+            return self._memory
         host = np.empty(self._shape, to_numpy(self._dtype))
         self._operand.team.synchronize(0)
         if host.nbytes:
             call("cuMemcpyDtoH", host.ctypes.data, self.pointer, host.nbytes)
         return host
 
-    def narrow(self, dtype: str) -> Flat:
-        """The same elements in another type."""
+    def cast_to(self, dtype: str) -> Flat:
+        """The same elements, in another type when they are read."""
         known = dtype_of(dtype)
         if known == self._dtype:
             return self
-        return Cast(self, known)
+        return _Cast(self, known)
 
 
-class Cast(Flat):
+class _Cast(Flat):
     def __init__(self, flat: Flat, dtype: DType) -> None:
         self._wide, self._as = flat, dtype
 

@@ -20,7 +20,7 @@ from shardmath.agreement import require_equal
 from shardmath.arrays import library_named, raw_view
 from shardmath.arrays.base import HostArray
 from shardmath.arrays.spec import ArraySpec
-from shardmath.collectives.dispatch import Call, Met, Shown, lend, perform
+from shardmath.collectives.dispatch import AgreedCall, Call, Offered, offer_operand, perform
 from shardmath.collectives.offers import NOTHING, Offer, offer
 from shardmath.collectives.operand import (
     Operand,
@@ -37,7 +37,7 @@ from shardmath.collectives.operand import (
     slab_counts,
     span_of_columns,
 )
-from shardmath.collectives.twoshot import aligned
+from shardmath.collectives.twoshot import is_in_place
 from shardmath.context import Context
 from shardmath.distributed_context import DistributedContext
 from shardmath.errors import CollectiveMismatch
@@ -45,13 +45,15 @@ from shardmath.planning import agree_plan
 
 __all__ = ["all_gather", "all_to_all", "broadcast"]
 
-_NO_ARRAY = (None, None, None)  # what a rank says of x that receives a broadcast and gives nothing
+_NO_ARRAY = (None, None, None)  # the spec of x on a rank that receives a broadcast and passes None
 
 
 def broadcast(
     x: Any, *, root: int = 0, out: Any = None, context: DistributedContext | None = None
 ) -> Any:
     """The array of rank `root`, on every rank. Collective.
+
+        x = broadcast(numpy.load("x.npy") if context.rank == 0 else None)
 
     `x` has the same shape, dtype and library on all ranks; ranks other than `root` may pass None.
     Returns `out` where it is given (it may be `x`), else a new C-ordered array of the root's
@@ -61,19 +63,19 @@ def broadcast(
     of another shape, dtype or library, or read-only, for a `root` that is no rank, and when the
     root passes None.
     """
-    context = context_of(context)
+    context = context_of("broadcast", context)
 
-    def say(_: ArraySpec) -> tuple[int]:
+    def describe(_: ArraySpec) -> tuple[int]:
         return (as_index("root", root, context.size),)
 
     call = Call(
         "broadcast",
         (root,),
-        say,
+        describe,
         _plan_broadcast,
         on_host=_broadcast,
         on_device=lambda operand, plan: operand.broadcast(plan.root, plan.shape),
-        show=_show_of_root(root),
+        offer=_offer_of_root(root),
     )
     return _receive(context, root, out, call) if x is None else perform(context, call, x, out)
 
@@ -94,7 +96,7 @@ def _plan_broadcast(specs: list[Any]) -> _Broadcast:
         if kind not in (kinds[root], _NO_ARRAY):
             raise CollectiveMismatch(
                 f"the operands of a broadcast must be equal in kind: rank {root}, the root, has "
-                f"{_said(kinds[root])}, rank {rank} has {_said(kind)}"
+                f"{_described(kinds[root])}, rank {rank} has {_described(kind)}"
             )
     size = len(specs)
     library, dtype, shape = kinds[root]
@@ -102,27 +104,27 @@ def _plan_broadcast(specs: list[Any]) -> _Broadcast:
     return _Broadcast(root, library, dtype, shape)
 
 
-def _show_of_root(root: int) -> Callable[[Context, Operand, HostArray | None], Shown]:
-    def show(context: Context, operand: Operand, out: HostArray | None) -> Shown:
+def _offer_of_root(root: int) -> Callable[[Context, Operand, HostArray | None], Offered]:
+    def offer_operand_of_root(context: Context, operand: Operand, out: HostArray | None) -> Offered:
         if context.rank != root:
             return operand, Offer(NOTHING)
-        if aligned(out, operand):  # it is not written
+        if is_in_place(out, operand):  # it is not written
             return operand, offer(context, operand.flat, operand.location)
-        return lend(context, operand, out)
+        return offer_operand(context, operand, out)
 
-    return show
+    return offer_operand_of_root
 
 
-def _broadcast(met: Met, plan: _Broadcast) -> Any:
-    result = met.result(plan.shape, plan.dtype)
-    source = met.read([result.flat.size] * met.context.size)[plan.root]
-    if met.context.rank != plan.root or not aligned(result.view, met.operand):
+def _broadcast(agreed: AgreedCall, plan: _Broadcast) -> Any:
+    result = agreed.result(plan.shape, plan.dtype)
+    source = agreed.read([result.flat.size] * agreed.context.size)[plan.root]
+    if agreed.context.rank != plan.root or not is_in_place(result.view, agreed.operand):
         _copy(result.flat, source)
-    return met.finish(result)
+    return agreed.finish(result)
 
 
 def _receive(context: Context, root: int, out: Any, call: Call) -> Any:
-    """A broadcast on a rank that gives no array: one that nobody reads stands for it."""
+    """A broadcast on a rank that passes None: a placeholder that nobody reads takes its place."""
 
     def describe() -> tuple[Hashable, bytes]:
         source = as_index("root", root, context.size)
@@ -133,13 +135,13 @@ def _receive(context: Context, root: int, out: Any, call: Call) -> Any:
     plan, notes = agree_plan(context, call.operation, describe, call.build)
     with context.executing(call.operation):
         if context.team is not None:
-            from shardmath.collectives.device_operand import stand_in
+            from shardmath.collectives.device_operand import placeholder
 
-            x = stand_in(context, plan.library, plan.dtype, plan.shape, out)
+            x = placeholder(context, plan.library, plan.dtype, plan.shape, out)
             return call.on_device(x, plan)
         array = library_named(plan.library).empty(plan.shape, plan.dtype) if out is None else out
-        met = Met(context, Operand.of(array, context), Offer(NOTHING), notes, array)
-        return call.on_host(met, plan)
+        agreed = AgreedCall(context, Operand.of(array, context), Offer(NOTHING), notes, array)
+        return call.on_host(agreed, plan)
 
 
 def _spec_of_output(context: Context, out: Any) -> OutputSpec:
@@ -155,6 +157,8 @@ def all_gather(
 ) -> Any:
     """The arrays of all ranks, one after the other along `axis`, on every rank. Collective.
 
+        matrix = all_gather(rows)
+
     The extent of `x` along `axis` may differ by rank, and be 0; everything else is equal. Returns
     `out` where it is given, else a new C-ordered array of the library of `x`.
 
@@ -162,7 +166,7 @@ def all_gather(
     ValueError for an axis that `x` does not have, and for an `out` of another shape, dtype or
     library, or read-only.
     """
-    context = context_of(context)
+    context = context_of("all_gather", context)
     call = Call(
         "all_gather",
         (axis,),
@@ -195,13 +199,13 @@ def _plan_gather(specs: list[Any]) -> _Gather:
     return _Gather(dtype, axis, shape, shapes, sizes, tuple(bounds(counts)))
 
 
-def _gather(met: Met, plan: _Gather) -> Any:
-    result = met.result(plan.shape, plan.dtype)
+def _gather(agreed: AgreedCall, plan: _Gather) -> Any:
+    result = agreed.result(plan.shape, plan.dtype)
     columns, width = column_view(result.flat, plan.shape, plan.axis)
-    for rank, source in enumerate(met.read(plan.sizes)):
+    for rank, source in enumerate(agreed.read(plan.sizes)):
         part = columns[:, plan.starts[rank] * width : plan.starts[rank + 1] * width]
         _copy(part, source.reshape(part.shape))
-    return met.finish(result)
+    return agreed.finish(result)
 
 
 def all_to_all(
@@ -215,6 +219,8 @@ def all_to_all(
 ) -> Any:
     """What every rank has for this one, one part after the other along `axis`. Collective.
 
+        received = all_to_all(sorted_by_owner, send_counts=counts)
+
     `x` is divided along `axis` into one part for each rank: of `send_counts` indices, or, without
     them, as evenly as possible, the first ranks having one more. The result holds the parts that
     the ranks sent to this one, in their order. `receive_counts` says how large they are; it need
@@ -225,10 +231,10 @@ def all_to_all(
     rank expects another count than is sent to it; ValueError for counts that do not add up, an axis
     that `x` does not have, and an `out` of another shape, dtype or library, or read-only.
     """
-    context = context_of(context)
+    context = context_of("all_to_all", context)
     size, rank = context.size, context.rank
 
-    def say(spec: ArraySpec) -> tuple[Hashable, ...]:
+    def describe(spec: ArraySpec) -> tuple[Hashable, ...]:
         at = as_axis(axis, spec.ndim)
         extent = spec.shape[at]
         sent = as_counts("send_counts", send_counts, size, extent)
@@ -238,7 +244,7 @@ def all_to_all(
     call = Call(
         "all_to_all",
         (axis, send_counts, receive_counts),
-        say,
+        describe,
         _plan_all_to_all,
         on_host=_all_to_all,
         on_device=lambda operand, plan: operand.all_to_all(
@@ -273,9 +279,9 @@ def _plan_all_to_all(specs: list[Any]) -> _AllToAll:
     return _AllToAll(dtype, axis, shapes, tuple(results), sent)
 
 
-def _all_to_all(met: Met, plan: _AllToAll) -> Any:
-    rank, shape = met.context.rank, plan.results[met.context.rank]
-    result = met.result(shape, plan.dtype)
+def _all_to_all(agreed: AgreedCall, plan: _AllToAll) -> Any:
+    rank, shape = agreed.context.rank, plan.results[agreed.context.rank]
+    result = agreed.result(shape, plan.dtype)
     into, width = column_view(result.flat, shape, plan.axis)
     first = [sum(sent[:rank]) for sent in plan.sent]
     count = [sent[rank] for sent in plan.sent]
@@ -283,21 +289,21 @@ def _all_to_all(met: Met, plan: _AllToAll) -> Any:
         span_of_columns(each, plan.axis, *columns)
         for each, *columns in zip(plan.operands, first, count, strict=True)
     ]
-    found = met.read([prod(each) for each in plan.operands], parts)
+    found = agreed.read([prod(each) for each in plan.operands], parts)
     at = 0
     for peer, source in enumerate(found):
         columns, _ = column_view(source, plan.operands[peer], plan.axis)
         start, wide = first[peer] * width, count[peer] * width
         _copy(into[:, at : at + wide], columns[:, start : start + wide])
         at += wide
-    return met.finish(result)
+    return agreed.finish(result)
 
 
 def _require_one_kind(specs: list[Any]) -> tuple[str, int]:
     """The dtype and the axis; all but the extent along the axis must be equal."""
     require_equal("the library of x", [spec[0] for spec in specs])
     dtype = require_equal("the dtype of x", [spec[1] for spec in specs])
-    require_equal("the number of axes of x", [len(spec[2]) for spec in specs])
+    require_equal("the ndim of x", [len(spec[2]) for spec in specs])
     axis = require_equal("axis", [spec[4] for spec in specs])
     others = [(*spec[2][:axis], *spec[2][axis + 1 :]) for spec in specs]
     if any(other != others[0] for other in others):
@@ -313,5 +319,5 @@ def _copy(into: HostArray, source: HostArray) -> None:
     np.copyto(raw_view(into), raw_view(source))
 
 
-def _said(kind: tuple[str, str, Shape]) -> str:
+def _described(kind: tuple[str, str, Shape]) -> str:
     return f"a {kind[0]} array of {kind[1]} {kind[2]}"

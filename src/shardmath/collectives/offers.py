@@ -1,10 +1,10 @@
 """What a rank lets its peers read during one call, and how they find it.
 
 An offer is a note in the exchange that agrees on the call. Few bytes travel in the note itself.
-More are staged on the heap, in two halves used in turn: a half is written again only in the second
+More are staged on the heap, in a double buffer: a half is written again only in the second
 call after, whose predecessor's exchange every peer has entered, and so has read what was there; no
-rank waits at the end of a call. Large operands are lent: read where they lie, or from a copy on the
-heap; then the owner waits for its readers at the end of the call.
+rank waits at the end of a call. Large operands are lent: read where they lie (zero copy), or from a
+copy on the heap; then the owner waits for its readers at the end of the call.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ class Offer:
         self._lent = lent
 
 
-class _Stage:
-    """The two halves in which operands of one context wait for peers."""
+class _DoubleBuffer:
+    """Staging for operands of one context; see the module."""
 
     def __init__(self, context: Context) -> None:
         self._halves: list[Buffer | None] = [None, None]
-        self._turn = 0
+        self._current = 0
         context.keep_for_readers(self._halves)
 
-    def take(self, context: Context, nbytes: int) -> Buffer:
+    def next(self, context: Context, nbytes: int) -> Buffer:
         """Memory for one call. An exchange must pass between two calls of this."""
-        self._turn ^= 1
-        half = self._halves[self._turn]
+        self._current ^= 1
+        half = self._halves[self._current]
         if half is None or half.block.nbytes < nbytes:
             # No peer reads the old half any more; see the module's docstring.
-            self._halves[self._turn] = None
+            self._halves[self._current] = None
             room = 1 << max(nbytes - 1, (64 << 10) - 1).bit_length()
-            half = self._halves[self._turn] = context.heap.allocate(room)
+            half = self._halves[self._current] = context.allocate_shared(room)
         return half
 
 
@@ -68,13 +68,14 @@ def offer(context: Context, flat: HostArray, location: Location | None) -> Offer
     if location is not None and flat.nbytes > _LENT_IN_PLACE_BYTES:
         return Offer(_WHERE.pack(_LENT, location.segment, location.offset))
     if flat.nbytes <= _STAGED_BYTES:
-        stage: _Stage = context.cache("collectives.stage", lambda: _Stage(context))
-        buffer, kind = stage.take(context, flat.nbytes), _STAGED
+        staging: _DoubleBuffer = context.cache(
+            "collectives staging", lambda: _DoubleBuffer(context)
+        )
+        buffer, kind = staging.next(context, flat.nbytes), _STAGED
     else:
-        buffer, kind = context.heap.allocate(flat.nbytes), _LENT
+        buffer, kind = context.allocate_shared(flat.nbytes), _LENT
     memory = np.asarray(buffer)[: flat.nbytes].view(raw_view(flat).dtype)
     np.copyto(memory, raw_view(flat))
-    context.announce(buffer.block)
     where = buffer.block.location
     return Offer(_WHERE.pack(kind, where.segment, where.offset), buffer)
 

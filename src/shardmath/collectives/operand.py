@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
@@ -18,9 +19,9 @@ import numpy as np
 from shardmath.arrays import Library, array_of, library_and_spec, raw_view
 from shardmath.arrays.base import HostArray
 from shardmath.arrays.spec import ArraySpec
-from shardmath.context import Context, require_context
+from shardmath.context import Context, open_contexts, require_context
 from shardmath.distributed_context import DistributedContext
-from shardmath.errors import UseAfterFree
+from shardmath.errors import CollectiveMismatch, OpTimeout, RankFailure, UseAfterFree
 from shardmath.geometry import Spans
 from shardmath.symmetric.heap import Block, Location
 
@@ -75,7 +76,7 @@ class Operand:
             return cls(library, spec, _flat(view), location)
         return cls(library, spec, _flat(_packed(view)), None)
 
-    def apart(self, out: HostArray | None) -> Operand:
+    def without_alias(self, out: HostArray | None) -> Operand:
         """The operand on memory that writing into `out` does not change."""
         if out is None or not self.spec.size or not np.may_share_memory(out, self.flat):
             return self
@@ -149,16 +150,26 @@ def live_block(context: Context, address: int) -> Block | None:
     return block
 
 
-def context_of(context: DistributedContext | None) -> Context:
+def context_of(operation: str, context: DistributedContext | None) -> Context:
     """`context`, or the current one where it is None.
 
-    Raises TypeError for anything else, RuntimeError when there is no current one.
+    Raises TypeError for anything else, RuntimeError when there is no current one. Where this
+    process has one context only, its ranks are told: they call `operation` there, if anywhere.
     """
     if context is None:
         return require_context()
-    if not isinstance(context, Context):
-        raise TypeError(f"context is a DistributedContext or None, not {context!r}")
-    return context
+    if isinstance(context, Context):
+        return context
+    wrong = TypeError(f"context is a DistributedContext or None, not {context!r}")
+    candidates = open_contexts()
+    if len(candidates) == 1:
+
+        def refuse() -> bytes:
+            raise wrong
+
+        with suppress(OpTimeout, RankFailure, CollectiveMismatch):  # they called nothing there
+            candidates[0].gather(operation, refuse)
+    raise wrong
 
 
 def as_index(what: str, value: Any, bound: int, *, negative: bool = False) -> int:

@@ -19,13 +19,14 @@ from shardmath.collectives.slices import UNIT, Slice, chunked
 from shardmath.cuda.driver import call
 from shardmath.cuda.kernel import Argument
 from shardmath.cuda.stream import SideStream, Turns
-from shardmath.symmetric.heap import Buffer, Location
+from shardmath.symmetric.heap import Buffer
+from shardmath.symmetric.shared_memory import allocate_on_all_ranks
 from shardmath.symmetric.team import RESERVED, Team
 
 if TYPE_CHECKING:
     from shardmath.context import Context
 
-__all__ = ["Pushes", "on_all_ranks", "reduction_defines"]
+__all__ = ["Pushes", "kernel_memory", "reduction_defines"]
 
 CHANNEL = RESERVED  # of the barriers
 _ENGINE_PART_BYTES = 24 << 20  # from here on a copy engine moves what goes to one rank,
@@ -64,7 +65,7 @@ class Pushes:
         Multiples of 16. `blocks` is the most that the kernel may have; 0 is what the device holds.
         """
         self.team.check()
-        order, most = self.team.from_next, max(sizes)
+        order, most = self.team.ring_order, max(sizes)
         if most:
             columns = [[values[peer] for peer in order] for values in (sources, targets, sizes)]
             words = [most, *(word for column in columns for word in column)]
@@ -106,7 +107,7 @@ class Pushes:
         if nbytes == 0:
             return
         self.team.require_usable()
-        whole = not any(word % UNIT for word in (source, nbytes, *targets))
+        aligned = not any(word % UNIT for word in (source, nbytes, *targets))
         chunks = chunked(nbytes, self.team.size, _SLICE_BYTES)
         pitch = -(-chunks[0][0].nbytes // UNIT) * UNIT
         inboxes = self._scratch(pitch * self.team.size)
@@ -123,8 +124,8 @@ class Pushes:
                 self.barrier(stream)  # before reading the inbox, and before writing the targets
                 parts = [own + peer * pitch for peer in range(self.team.size)]
                 parts[rank] = source + slices[rank].start
-                defines = reduction_defines(dtype, operation, whole)
-                self._fold(parts, targets, slices[rank], defines, stream)
+                defines = reduction_defines(dtype, operation, aligned)
+                self._reduce_and_push(parts, targets, slices[rank], defines, stream)
                 self.barrier(stream)  # the targets are complete, the inboxes free
 
     def barrier(self, stream: int) -> None:
@@ -156,7 +157,7 @@ class Pushes:
                 if end < size:
                     call("cuMemcpyAsync", target + end, source + end, size - end, stream)
             return
-        *peers, own = self.team.from_next
+        *peers, own = self.team.ring_order
         with self._side.beside(stream) as side:
             for peer in peers:
                 if sizes[peer]:
@@ -173,7 +174,7 @@ class Pushes:
             sources, targets = [source] * len(sizes), [target] * len(sizes)
             self.push_to_each(sources, targets, sizes, stream, blocks=_OWN_BLOCKS)
 
-    def _fold(
+    def _reduce_and_push(
         self,
         parts: Sequence[int],
         targets: Sequence[int],
@@ -183,11 +184,11 @@ class Pushes:
     ) -> None:
         if not own.nbytes:
             return
-        results = [targets[peer] + own.start for peer in self.team.from_next]
+        results = [targets[peer] + own.start for peer in self.team.ring_order]
         by_engine = results[1:-1] if own.nbytes >= _ENGINE_SLICE_BYTES else []
         first = [result for result in results if result not in by_engine]
         words = (*parts, *first, *by_engine, len(first), own.nbytes)
-        kernel = self.team.kernel("reduce", "fold", defines)
+        kernel = self.team.kernel("reduce", "reduce_and_push", defines)
         argument = Argument(struct.pack(f"{len(words)}Q", *words))
         kernel.launch(stream, self._blocks(own.nbytes), _THREADS, argument)
         if by_engine:
@@ -200,34 +201,28 @@ class Pushes:
         if self._inboxes[0] < nbytes:
             context = self._context()
             assert context is not None, "it is in use"
-            self._inboxes = (nbytes, on_all_ranks(context, "collectives: scratch", nbytes))
+            self._inboxes = (nbytes, kernel_memory(context, "collectives: scratch", nbytes))
         return self._inboxes[1]
 
 
-def on_all_ranks(context: Context, name: str, nbytes: int) -> list[int]:
+def kernel_memory(context: Context, operation: str, nbytes: int) -> list[int]:
     """Heap memory on every rank, all ones, kept until the context has ended: its addresses.
 
     Collective. Raises HeapExhausted on all ranks.
     """
-    buffers: list[Buffer] = []
 
-    def describe() -> tuple[int, int]:
-        buffers.append(context.heap.allocate(nbytes))
-        block = buffers[0].block
+    def allocate() -> tuple[Buffer, None]:
         assert context.team is not None, "a context of GPUs"
-        context.team.device.fill(block.address, 0xFF, nbytes)
-        context.announce(block)
-        return block.location.segment, block.location.offset
+        buffer = context.heap.allocate(nbytes)
+        context.team.device.fill(buffer.block.address, 0xFF, nbytes)
+        return buffer, None
 
-    found = context.agree(name, describe, lambda found: found)
-    context.keep_for_kernels(buffers[0])
-    return [
-        context.peer_address(rank, Location(*place), nbytes) or 0
-        for rank, place in enumerate(found)
-    ]
+    memory = allocate_on_all_ranks(context, operation, allocate)
+    context.keep_for_kernels(memory.buffer)
+    return memory.addresses(context)
 
 
-def reduction_defines(dtype: DType, operation: str, whole: bool) -> tuple[str, ...]:
+def reduction_defines(dtype: DType, operation: str, aligned: bool) -> tuple[str, ...]:
     """What reduce.cu is compiled with."""
     element = "boolean" if dtype.name == "bool" else dtype.name
-    return f"ELEMENT={element}", f"OPERATION={operation}", f"WHOLE={whole:d}"
+    return f"ELEMENT={element}", f"OPERATION={operation}", f"ALIGNED={aligned:d}"

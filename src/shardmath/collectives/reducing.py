@@ -1,8 +1,8 @@
 """Collectives that combine elements: reduce_scatter and all_reduce.
 
-One exchange agrees on the call and tells where operands can be read. A short operand is read and
-folded whole by every rank: one shot. A long one is folded in parts: each rank folds its part of
-all operands and hands the result to the others, two shots; see `twoshot`.
+One exchange agrees on the call and tells where operands can be read. A short operand is
+reduced whole by every rank: one shot. A long one is reduced in parts: each rank reduces its part of
+all operands, and the others get the result from it, two shots; see `twoshot`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shardmath.agreement import require_equal
 from shardmath.arrays.base import HostArray
 from shardmath.arrays.spec import ArraySpec
 from shardmath.collectives import twoshot
-from shardmath.collectives.dispatch import Call, Met, Shown, perform
+from shardmath.collectives.dispatch import AgreedCall, Call, Offered, perform
 from shardmath.collectives.offers import offer
 from shardmath.collectives.operand import (
     Operand,
@@ -28,7 +28,7 @@ from shardmath.collectives.operand import (
     slab_counts,
     span_of_columns,
 )
-from shardmath.collectives.reduction import Reduction, fold
+from shardmath.collectives.reduction import Reduction, reduce_local
 from shardmath.context import Context
 from shardmath.distributed_context import DistributedContext
 
@@ -45,6 +45,8 @@ def all_reduce(
 ) -> Any:
     """The elements of all ranks combined, on every rank, with the same bits. Collective.
 
+        norm = all_reduce((x * x).sum()) ** 0.5
+
     `x` has the same shape, dtype and library on all ranks. `op` is "sum", "min", "max", "product"
     or "mean": ranks are combined in their order, as by numpy.add, minimum, maximum, multiply (so
     NaN wins, integers wrap, and bool is combined by "or" and "and"); float16, bfloat16 and float8
@@ -56,12 +58,12 @@ def all_reduce(
     an unknown op, for the min and max of complex numbers, and for an `out` of another shape, dtype
     or library, or read-only.
     """
-    context = context_of(context)
+    context = context_of("all_reduce", context)
 
-    def show(context: Context, operand: Operand, into: HostArray | None) -> Shown:
+    def offer_operand(context: Context, operand: Operand, into: HostArray | None) -> Offered:
         if _in_one_shot(operand.spec.nbytes, context.size):
             return operand, offer(context, operand.flat, None)
-        operand = operand if twoshot.aligned(into, operand) else operand.apart(into)
+        operand = operand if twoshot.is_in_place(into, operand) else operand.without_alias(into)
         return operand, twoshot.publish(context, operand, out, Reduction.of(op, operand.spec.dtype))
 
     call = Call(
@@ -71,7 +73,7 @@ def all_reduce(
         _plan_all_reduce,
         on_host=_all_reduce,
         on_device=lambda operand, plan: operand.all_reduce(plan.reduction, new=plan.new),
-        show=show,
+        offer=offer_operand,
     )
     return perform(context, call, x, out)
 
@@ -93,16 +95,21 @@ def _plan_all_reduce(specs: list[Any]) -> _AllReduce:
     return _AllReduce(reduction, not any(outs))
 
 
-def _all_reduce(met: Met, plan: _AllReduce) -> Any:
-    context, operand = met.context, met.operand
-    result = met.result(operand.spec.shape, plan.reduction.result)
-    if isinstance(met.shown, twoshot.Parts):
-        twoshot.combine(
-            context, plan.reduction, operand.flat, result.flat, made=met.shown, notes=met.notes
+def _all_reduce(agreed: AgreedCall, plan: _AllReduce) -> Any:
+    context, operand = agreed.context, agreed.operand
+    result = agreed.result(operand.spec.shape, plan.reduction.result)
+    if isinstance(agreed.offered, twoshot.Staged):
+        twoshot.all_reduce(
+            context,
+            plan.reduction,
+            operand.flat,
+            result.flat,
+            staged=agreed.offered,
+            notes=agreed.notes,
         )
     else:
-        found = met.read([operand.flat.size] * context.size)
-        fold(plan.reduction, [part[None] for part in found], [result.flat[None]])
+        found = agreed.read([operand.flat.size] * context.size)
+        reduce_local(plan.reduction, [part[None] for part in found], [result.flat[None]])
     return result.finish()
 
 
@@ -115,7 +122,9 @@ def reduce_scatter(
     out: Any = None,
     context: DistributedContext | None = None,
 ) -> Any:
-    """The own part, along `axis`, of the elements of all ranks combined. Collective.
+    """This rank's part, along `axis`, of the elements of all ranks combined. Collective.
+
+        rows = reduce_scatter(gradient, op="mean")
 
     `x` has the same shape, dtype and library on all ranks; `op` and the dtype of the result are as
     in `all_reduce`. Rank r receives `counts[r]` indices of the axis; without `counts`, it is
@@ -126,10 +135,10 @@ def reduce_scatter(
     ValueError for counts that do not add up, an axis that `x` does not have, and where `all_reduce`
     does.
     """
-    context = context_of(context)
+    context = context_of("reduce_scatter", context)
     size, rank = context.size, context.rank
 
-    def say(spec: ArraySpec) -> tuple[Hashable, ...]:
+    def describe(spec: ArraySpec) -> tuple[Hashable, ...]:
         reduction, at = Reduction.of(op, spec.dtype), as_axis(axis, spec.ndim)
         extent = spec.shape[at]
         given = as_counts("counts", counts, size, extent)
@@ -138,7 +147,7 @@ def reduce_scatter(
     call = Call(
         "reduce_scatter",
         (op, axis, counts),
-        say,
+        describe,
         _plan_reduce_scatter,
         on_host=_reduce_scatter,
         on_device=lambda operand, plan: operand.reduce_scatter(
@@ -167,18 +176,18 @@ def _plan_reduce_scatter(specs: list[Any]) -> _ReduceScatter:
     return _ReduceScatter(reduction, axis, counts, results)
 
 
-def _reduce_scatter(met: Met, plan: _ReduceScatter) -> Any:
-    rank, size, operand = met.context.rank, met.context.size, met.operand
+def _reduce_scatter(agreed: AgreedCall, plan: _ReduceScatter) -> Any:
+    rank, size, operand = agreed.context.rank, agreed.context.size, agreed.operand
     shape, whole = plan.results[rank], operand.spec.shape
-    result = met.result(shape, plan.reduction.result)
+    result = agreed.result(shape, plan.reduction.result)
     first, count = sum(plan.counts[:rank]), plan.counts[rank]
     span = span_of_columns(whole, plan.axis, first, count)
-    found = met.read([operand.flat.size] * size, [span] * size)
+    found = agreed.read([operand.flat.size] * size, [span] * size)
     into, width = column_view(result.flat, shape, plan.axis)
     own = slice(first * width, (first + count) * width)
     parts = [column_view(each, whole, plan.axis)[0][:, own] for each in found]
-    fold(plan.reduction, parts, [into])
-    return met.finish(result)
+    reduce_local(plan.reduction, parts, [into])
+    return agreed.finish(result)
 
 
 def _require_one_reduction(

@@ -1,7 +1,8 @@
-"""How elements of several ranks become one: operations, the types they compute in, and the fold.
+"""How elements of several ranks become one: operations, the types they compute in, and the local
+reduction.
 
 Ranks are combined in their order, by the operation's NumPy function; floats narrower than float32
-in float32, and rounded once at the end. Each element of a result is folded by one rank, or by all
+in float32, and rounded once at the end. Each element of a result is reduced by one rank, or by all
 in the same way, so that every rank holds the same bits.
 """
 
@@ -15,9 +16,9 @@ import numpy as np
 
 from shardmath.arrays import dtypes
 from shardmath.arrays.base import HostArray, raw_view
-from shardmath.collectives import compiled_fold
+from shardmath.collectives import compiled_sum
 
-__all__ = ["OPERATIONS", "Reduction", "fold", "pieces"]
+__all__ = ["OPERATIONS", "Reduction", "pieces", "reduce_local"]
 
 OPERATIONS: dict[str, np.ufunc] = {
     "sum": np.add,
@@ -67,13 +68,15 @@ class Reduction:
         return cls(op, dtype, dtype, dtypes.accumulator(dtype).name)
 
 
-def fold(reduction: Reduction, inputs: Sequence[HostArray], outputs: Sequence[HostArray]) -> None:
+def reduce_local(
+    reduction: Reduction, inputs: Sequence[HostArray], outputs: Sequence[HostArray]
+) -> None:
     """Combine `inputs`, one per rank and in their order, into each of `outputs`.
 
     All are two-dimensional and of one shape. An output may be the very memory of an input.
     """
     if reduction.op == "sum" and reduction.accumulator == reduction.dtype == reduction.result:
-        add = compiled_fold.built()
+        add = compiled_sum.built()
         if add is not None and add(inputs, outputs):
             return
     rows, columns = inputs[0].shape
@@ -82,10 +85,12 @@ def fold(reduction: Reduction, inputs: Sequence[HostArray], outputs: Sequence[Ho
     partial = np.empty(min(rows * columns, limit), wide)
     with np.errstate(all="ignore"):  # NaN and infinities are results, and no rank may warn alone
         if 0 < rows * columns <= limit:
-            _fold_piece(reduction, inputs, outputs, partial)
+            _reduce_piece(reduction, inputs, outputs, partial)
             return
         for piece in pieces(rows, columns, limit):
-            _fold_piece(reduction, [x[piece] for x in inputs], [y[piece] for y in outputs], partial)
+            _reduce_piece(
+                reduction, [x[piece] for x in inputs], [y[piece] for y in outputs], partial
+            )
 
 
 def pieces(rows: int, columns: int, limit: int) -> Iterator[tuple[slice, slice]]:
@@ -102,13 +107,15 @@ def pieces(rows: int, columns: int, limit: int) -> Iterator[tuple[slice, slice]]
             yield slice(top, min(top + down, rows)), slice(left, min(left + across, columns))
 
 
-def _fold_piece(
+def _reduce_piece(
     reduction: Reduction,
     inputs: Sequence[HostArray],
     outputs: Sequence[HostArray],
     partial: HostArray,
 ) -> None:
-    """As `fold`. Partial results lie apart: an output may be an input that is still to be read."""
+    """As `reduce_local`. `partial` is memory for partial results: an output may be an input that is
+    still to be read.
+    """
     combine = OPERATIONS[reduction.op]
     first, *rest = inputs
     so_far = partial[: first.size].reshape(first.shape)

@@ -1,10 +1,11 @@
-"""all_reduce of long operands: each rank folds one part of all of them, and hands it to the others.
+"""all_reduce of long operands in two shots: each rank reduces one part, and all get it from there.
 
-An operand on the heap is folded where it lies; of any other, one block at a time is staged. A
-result whose array is on the heap is written there by the rank that folds it; any other is fetched
-from a slot. Blocks flow through with one barrier each:
+That is a reduce-scatter followed by an all-gather, in a pipeline of blocks. An operand on the heap
+is read where it lies; of any other, one block at a time is staged. A result whose array is on the
+heap is written there by the rank that reduces it; any other is fetched from a slot. One barrier
+per block:
 
-    between barriers k and k+1:   fetch block k-1   fold block k   stage block k+1
+    between barriers k and k+1:   fetch block k-1   reduce block k   stage block k+1
 
 A rank on another host reads the same memory by copies of the parts that it needs, and writes
 nobody's result: its parts are fetched from its slots.
@@ -28,11 +29,11 @@ import numpy as np
 from shardmath.arrays import dtypes, library_of, raw_view
 from shardmath.arrays.base import HostArray
 from shardmath.collectives.operand import Operand, heap_location
-from shardmath.collectives.reduction import Reduction, fold
+from shardmath.collectives.reduction import Reduction, reduce_local
 from shardmath.context import Context
 from shardmath.symmetric.heap import Buffer, Location
 
-__all__ = ["Parts", "aligned", "combine", "publish"]
+__all__ = ["Staged", "all_reduce", "is_in_place", "publish"]
 
 _BLOCK_BYTES = 2 << 20  # of one stage; measured, 1 to 32 MB do not differ clearly
 _LINE_ELEMENTS = 64  # parts begin at whole cache lines
@@ -42,7 +43,7 @@ _NOWHERE = (-1, -1)
 
 @dataclass(frozen=True)
 class Layout:
-    """How blocks of `block` elements, and each rank's part of one, lie in a rank's ring.
+    """How blocks of `block` elements, and each rank's part of one, lie in a rank's staging buffer.
 
     Two stages of `block` elements of `source`, then two slots of `part` elements of `target`.
     """
@@ -60,25 +61,25 @@ class Layout:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a ring."""
+        """Bytes of a staging buffer."""
         return 2 * (self.block * self.source.itemsize + self.part * self.target.itemsize)
 
-    def views(self, ring: HostArray) -> tuple[list[HostArray], list[HostArray]]:
-        """The stages and the slots of a rank's ring."""
+    def views(self, staging: HostArray) -> tuple[list[HostArray], list[HostArray]]:
+        """The stages and the slots of a rank's staging buffer."""
         stage = self.block * self.source.itemsize
         slot = self.part * self.target.itemsize
         return (
-            [ring[i * stage : (i + 1) * stage].view(self.source) for i in (0, 1)],
-            [ring[2 * stage + i * slot :][:slot].view(self.target) for i in (0, 1)],
+            [staging[i * stage : (i + 1) * stage].view(self.source) for i in (0, 1)],
+            [staging[2 * stage + i * slot :][:slot].view(self.target) for i in (0, 1)],
         )
 
 
 @dataclass(frozen=True)
-class Parts:
-    """What this rank has published: the note that says where; its ring, kept alive."""
+class Staged:
+    """What this rank has published: the note that says where; its staging buffer, kept alive."""
 
     note: bytes
-    ring: Buffer
+    staging: Buffer
     layout: Layout
 
 
@@ -86,8 +87,8 @@ class Parts:
 class _Peer:
     """One rank's memory as this rank sees it.
 
-    `operand` and `result` say where those lie if they are on the heap, `ring` where the ring does;
-    of a rank on another host nothing can be written.
+    `operand` and `result` say where those lie if they are on the heap, `staging` where the staging
+    buffer does; of a rank on another host nothing can be written.
     """
 
     context: Context
@@ -96,39 +97,39 @@ class _Peer:
     count: int
     operand: Location | None
     result: Location | None
-    ring: Location
+    staging: Location
 
     @property
-    def near(self) -> bool:
-        """Whether this rank and the peer can write each other's memory."""
+    def is_near(self) -> bool:
+        """Whether this rank and the peer are on one host, and can write each other's memory."""
         return self.context.reads_in_place(self.rank)
 
     @property
-    def written(self) -> bool:
+    def writes_result(self) -> bool:
         """Whether this rank writes its parts of the result straight into the peer's."""
-        return self.result is not None and self.near
+        return self.result is not None and self.is_near
 
-    def input(self, number: int, start: int, low: int, high: int) -> HostArray:
+    def operand_view(self, number: int, start: int, low: int, high: int) -> HostArray:
         """Elements `low` to `high` of block `number`, which begins at `start`."""
         item = self.layout.source.itemsize
         if self.operand is not None:
             found = self._read(self.operand, (start + low) * item, (high - low) * item)
         else:
             stage = (number & 1) * self.layout.block
-            found = self._read(self.ring, (stage + low) * item, (high - low) * item)
+            found = self._read(self.staging, (stage + low) * item, (high - low) * item)
         return found.view(self.layout.source)
 
-    def folded(self, number: int, count: int) -> HostArray:
+    def reduced(self, number: int, count: int) -> HostArray:
         """The peer's `count` elements of block `number` of the result."""
         layout = self.layout
         at = 2 * layout.block * layout.source.itemsize
         at += (number & 1) * layout.part * layout.target.itemsize
-        return self._read(self.ring, at, count * layout.target.itemsize).view(layout.target)
+        return self._read(self.staging, at, count * layout.target.itemsize).view(layout.target)
 
     @cached_property
-    def output(self) -> HostArray:
+    def result_view(self) -> HostArray:
         """The peer's result, to be written."""
-        assert self.result is not None and self.written
+        assert self.result is not None and self.writes_result
         nbytes = self.count * self.layout.target.itemsize
         found = self.context.peer_bytes(self.rank, self.result, nbytes)
         assert found is not None, "it is on this host"
@@ -139,7 +140,7 @@ class _Peer:
         return self.context.read_bytes(self.rank, place, nbytes)
 
 
-def aligned(out: HostArray | None, operand: Operand) -> bool:
+def is_in_place(out: HostArray | None, operand: Operand) -> bool:
     """Whether `out` is the memory of the operand, element by element: the call is in place."""
     return (
         out is not None
@@ -149,53 +150,52 @@ def aligned(out: HostArray | None, operand: Operand) -> bool:
     )
 
 
-def publish(context: Context, operand: Operand, out: Any, reduction: Reduction) -> Parts:
+def publish(context: Context, operand: Operand, out: Any, reduction: Reduction) -> Staged:
     """Make the operand, or its first block, readable for the peers. Local.
 
     Must be followed by the exchange of the notes. Raises HeapExhausted when there is no room.
     """
     layout = Layout.of(reduction, context.size)
-    rings: dict[int, Buffer] = context.cache("collectives.rings", dict)
-    ring = rings.get(layout.nbytes)
-    if ring is None:
-        ring = rings[layout.nbytes] = context.heap.allocate(layout.nbytes)
-        context.keep_for_readers(ring)
-    context.announce(ring.block)
+    buffers: dict[int, Buffer] = context.cache("all_reduce staging", dict)
+    staging = buffers.get(layout.nbytes)
+    if staging is None:
+        staging = buffers[layout.nbytes] = context.allocate_shared(layout.nbytes)
+        context.keep_for_readers(staging)
     result = None
     if out is not None and _is_flat(out):
         result = heap_location(context, library_of(out).pointer(out))
     if operand.location is None:
-        stages, _ = layout.views(np.asarray(ring))
+        stages, _ = layout.views(np.asarray(staging))
         first = operand.flat[: layout.block]
         _copy(stages[0][: first.size], first)
-    note = _NOTE.pack(*_words(operand.location), *_words(result), *_words(ring.block.location))
-    return Parts(note, ring, layout)
+    note = _NOTE.pack(*_words(operand.location), *_words(result), *_words(staging.block.location))
+    return Staged(note, staging, layout)
 
 
-def combine(
+def all_reduce(
     context: Context,
     reduction: Reduction,
     operand: HostArray,
     result: HostArray,
     *,
-    made: Parts,
+    staged: Staged,
     notes: Sequence[bytes],
 ) -> None:
-    """Fold the operands of all ranks, of which `operand` is this one's, into `result`."""
-    peers = [_peer(context, rank, note, operand.size, made) for rank, note in enumerate(notes)]
+    """Reduce the operands of all ranks, of which `operand` is this one's, into `result`."""
+    peers = [_peer(context, rank, note, operand.size, staged) for rank, note in enumerate(notes)]
     whole = all(peer.operand is not None and peer.result is not None for peer in peers)
-    block = operand.size if whole and not context.spans_hosts else made.layout.block
-    own = made.layout.views(np.asarray(made.ring))
-    flow = _Flow(context.rank, reduction, operand, result, peers, block, *own)
+    block = operand.size if whole and not context.spans_hosts else staged.layout.block
+    own = staged.layout.views(np.asarray(staged.staging))
+    pipeline = _Pipeline(context.rank, reduction, operand, result, peers, block, *own)
     count = -(-operand.size // block)
     for number in range(count):
         if number:
-            flow.fetch(number - 1)
-        flow.fold(number)
+            pipeline.fetch(number - 1)
+        pipeline.reduce(number)
         if number + 1 < count:
-            flow.stage(number + 1)
+            pipeline.stage(number + 1)
         context.board.barrier("all_reduce")
-    flow.fetch(count - 1)
+    pipeline.fetch(count - 1)
     if context.spans_hosts:
         # Before reusing what a peer may still read: on its own host it can even when this rank has
         # ended, from another it cannot.
@@ -203,10 +203,10 @@ def combine(
 
 
 @dataclass(frozen=True)
-class _Flow:
-    """One call under way on this rank, `me`: what happens to each block."""
+class _Pipeline:
+    """One call on this rank: what happens to each block."""
 
-    me: int
+    rank: int
     reduction: Reduction
     operand: HostArray
     result: HostArray
@@ -216,66 +216,68 @@ class _Flow:
     slots: list[HostArray]
 
     def part(self, rank: int, number: int) -> tuple[int, int, int]:
-        """Where block `number` begins, and the range of it that `rank` folds."""
+        """Where block `number` begins, and the range of it that `rank` reduces."""
         start = number * self.block
         extent = min(self.block, self.operand.size - start)
         part = _part(self.block, len(self.peers))
         return start, min(rank * part, extent), min((rank + 1) * part, extent)
 
-    def fold(self, number: int) -> None:
-        """Fold this rank's part of a block, and write it wherever it is awaited."""
-        start, low, high = self.part(self.me, number)
+    def reduce(self, number: int) -> None:
+        """Reduce this rank's part of a block into results on the heap, and into its slot."""
+        start, low, high = self.part(self.rank, number)
         here = slice(start + low, start + high)
         inputs, outputs = [], [self.result[here]]
         fetched = False
-        for rank, peer in enumerate(self.peers):
-            if rank == self.me:
+        for src, peer in enumerate(self.peers):
+            if src == self.rank:
                 inputs.append(self.operand[here])
                 continue
-            inputs.append(peer.input(number, start, low, high))
-            if peer.written:
-                outputs.append(peer.output[here])
+            inputs.append(peer.operand_view(number, start, low, high))
+            if peer.writes_result:
+                outputs.append(peer.result_view[here])
             else:
                 fetched = True
         if fetched:
             outputs.append(self.slots[number & 1][: high - low])
-        fold(self.reduction, [each[None] for each in inputs], [each[None] for each in outputs])
+        reduce_local(
+            self.reduction, [each[None] for each in inputs], [each[None] for each in outputs]
+        )
 
     def stage(self, number: int) -> None:
-        """Copy a block to where peers read it, but for the part that this rank folds."""
-        if self.peers[self.me].operand is None:
-            start, low, high = self.part(self.me, number)
+        """Copy a block to where peers read it, but for the part that this rank reduces."""
+        if self.peers[self.rank].operand is None:
+            start, low, high = self.part(self.rank, number)
             source = self.operand[start : start + self.block]
             into = self.stages[number & 1]
             _copy(into[:low], source[:low])
             _copy(into[high : source.size], source[high:])
 
     def fetch(self, number: int) -> None:
-        """Copy the parts of a block that peers have folded and have not written here."""
-        on_heap = self.peers[self.me].result is not None
-        for rank, peer in enumerate(self.peers):
-            start, low, high = self.part(rank, number)
-            if rank != self.me and not (on_heap and peer.near):
+        """Copy the parts of a block that peers have reduced and have not written here."""
+        on_heap = self.peers[self.rank].result is not None
+        for src, peer in enumerate(self.peers):
+            start, low, high = self.part(src, number)
+            if src != self.rank and not (on_heap and peer.is_near):
                 into = self.result[start + low : start + high]
-                _copy(into, peer.folded(number, high - low))
+                _copy(into, peer.reduced(number, high - low))
 
 
 def _copy(into: HostArray, source: HostArray) -> None:
     np.copyto(raw_view(into), raw_view(source))
 
 
-def _peer(context: Context, rank: int, note: bytes, count: int, made: Parts) -> _Peer:
+def _peer(context: Context, rank: int, note: bytes, count: int, staged: Staged) -> _Peer:
     words = _NOTE.unpack(note)
-    operand, result, ring = (
+    operand, result, staging = (
         None if words[at : at + 2] == _NOWHERE else Location(*words[at : at + 2])
         for at in (0, 2, 4)
     )
-    assert ring is not None, "every rank has published a ring"
-    return _Peer(context, rank, made.layout, count, operand, result, ring)
+    assert staging is not None, "every rank has published a staging buffer"
+    return _Peer(context, rank, staged.layout, count, operand, result, staging)
 
 
 def _part(block: int, size: int) -> int:
-    """How many elements of a block each rank folds; the last ones may have fewer, or none."""
+    """How many elements of a block each rank reduces; the last ones may have fewer, or none."""
     each = -(-block // size)
     return -(-each // _LINE_ELEMENTS) * _LINE_ELEMENTS
 

@@ -253,7 +253,7 @@ class Distribution(ABC):
         """Raise BindDistributionError when the shape or the number of ranks does not fit."""
         if self.ndim is not None and len(shape) != self.ndim:
             raise BindDistributionError(
-                f"{self!r} has {self.ndim} axes, the global shape {shape} has {len(shape)}"
+                f"{self!r} has ndim {self.ndim}, the global shape {shape} has {len(shape)}"
             )
         if size is not None and self.grid_size not in (None, size):
             raise BindDistributionError(
@@ -294,7 +294,7 @@ class Distribution(ABC):
         if self.ndim == ndim:
             return self
         if self.ndim is not None and ndim < self.ndim:
-            raise ValueError(f"{self!r} has {self.ndim} axes, which do not fit in ndim={ndim}")
+            raise ValueError(f"{self!r} has ndim {self.ndim}, which is more than ndim={ndim}")
         wide = self._widened(ndim)
         if self.binding is None:
             return wide

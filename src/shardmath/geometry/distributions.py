@@ -68,7 +68,8 @@ class Slab(Distribution):
         Distribution._check(self, shape, size)
         if self.partition_dim >= len(shape):
             raise BindDistributionError(
-                f"{self!r} needs at least {self.partition_dim + 1} axes; the array has {len(shape)}"
+                f"{self!r} needs an array of ndim {self.partition_dim + 1} or more; this one has "
+                f"ndim {len(shape)}"
             )
 
 

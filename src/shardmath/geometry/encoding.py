@@ -18,7 +18,7 @@ __all__ = ["decode", "encode"]
 def encode(distribution: Distribution) -> tuple[Any, ...]:
     """Plain data from which `decode` makes an equal distribution. TypeError for other classes."""
     if type(distribution) not in (Slab, Box, BlockCyclic, BlockNonCyclic, Replicated):
-        raise TypeError(f"{type(distribution).__name__} does not travel between ranks")
+        raise TypeError(f"{type(distribution).__name__} cannot be sent between ranks")
     held = distribution.binding
     binding = None if held is None else (held.global_shape, held.size, held.rank)
     fields: tuple[Any, ...]

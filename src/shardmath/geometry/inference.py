@@ -83,7 +83,7 @@ def _check_ndim(distributions: Sequence[Distribution], shapes: Sequence[tuple[in
     for rank, shape in enumerate(shapes):
         if len(shape) != ndim:
             raise BindDistributionError(
-                f"rank {rank}: local shape {shape} has {len(shape)} axes, expected {ndim}"
+                f"rank {rank}: local shape {shape} has ndim {len(shape)}, expected {ndim}"
             )
 
 

@@ -5,6 +5,7 @@ Every group offers `ProcessGroup`'s members. Importing the package imports no li
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from shardmath.config import Settings
@@ -34,8 +35,8 @@ def as_process_group(
     """The group that `obj` means: None asks the environment, a `ProcessGroup` is itself.
 
     An mpi4py communicator and a torch.distributed process group are wrapped; `device_id`, if it is
-    a number, is the GPU over which one of the latter talks that serves GPUs only. Raises TypeError
-    for anything else.
+    a number, is the GPU over which one of the latter talks that serves GPUs only. Raises ValueError
+    for a group that this process is not in, TypeError for anything else.
     """
     settings = Settings.from_environment() if settings is None else settings
     if obj is None:
@@ -53,7 +54,21 @@ def as_process_group(
             torch_process_group=obj,
             timeout=settings.startup_timeout,
         )
+    if _is_another_ranks_group(obj):
+        raise ValueError(
+            "this process is not in the group, which is torch's NON_GROUP_MEMBER here: only the "
+            "group's ranks may call"
+        )
     raise TypeError(
         f"process_group is a {type(obj).__module__}.{type(obj).__qualname__}; expected None, an "
         "mpi4py communicator, a torch.distributed process group or a shardmath ProcessGroup"
     )
+
+
+def _is_another_ranks_group(obj: object) -> bool:
+    """Whether it is what torch.distributed.new_group gives to processes outside the group."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available():
+        return False
+    outside = distributed.GroupMember.NON_GROUP_MEMBER
+    return type(obj) is type(outside) and bool(obj == outside)

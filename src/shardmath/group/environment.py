@@ -12,11 +12,13 @@ import contextlib
 import importlib.util
 import os
 import sys
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from shardmath import config
+from shardmath.caller import caller_place
 from shardmath.config import Settings
 from shardmath.errors import BackendUnavailable, BootstrapError
 from shardmath.group.base import ProcessGroup
@@ -46,19 +48,20 @@ class _Convention:
 
 
 _P = config.PREFIX
+_TORCH = _Convention(  # or whoever sets what torch.distributed's env:// reads
+    "torchrun",
+    "RANK",
+    ("WORLD_SIZE",),
+    "LOCAL_RANK",
+    ("LOCAL_WORLD_SIZE",),
+    ("MASTER_ADDR", "MASTER_PORT"),
+)
 # The order matters: a launcher of ours may run inside a job of another, and torchrun inside Slurm.
 _CONVENTIONS = (
     _Convention(
         "shardmath", f"{_P}RANK", (f"{_P}SIZE",), f"{_P}RANK", (f"{_P}SIZE",), (f"{_P}LAUNCHER_FD",)
     ),
-    _Convention(  # or whoever sets what torch.distributed's env:// reads
-        "torchrun",
-        "RANK",
-        ("WORLD_SIZE",),
-        "LOCAL_RANK",
-        ("LOCAL_WORLD_SIZE",),
-        ("MASTER_ADDR", "MASTER_PORT"),
-    ),
+    _TORCH,
     _Convention("hydra", "PMI_RANK", ("PMI_SIZE",), "MPI_LOCALRANKID", ("MPI_LOCALNRANKS",)),
     _Convention(
         "openmpi",
@@ -127,7 +130,22 @@ def from_environment(settings: Settings) -> ProcessGroup:
     if facts.launcher is not None and facts.size > 1:
         return _checked(_mpi_group(facts, settings), facts)
     running = _running_library(timeout)
-    return running if running is not None and running.nranks > 1 else SoloProcessGroup()
+    if running is not None and running.nranks > 1:
+        return running
+    if facts.launcher is None:
+        _warn_of_incomplete(_TORCH, config.environment())
+    return SoloProcessGroup()
+
+
+def _warn_of_incomplete(convention: _Convention, environ: Mapping[str, str]) -> None:
+    """Warn, at the user's line, of a rank of several that is not told where the others are."""
+    names = (convention.rank, convention.size[0])
+    missing = [name for name in convention.required if name not in environ]
+    if missing and all(name in environ for name in names) and environ[names[1]] != "1":
+        given = " and ".join(f"{name}={environ[name]}" for name in names)
+        text = f"{given}, but {' and '.join(missing)} not set: this process computes alone"
+        file, line = caller_place()
+        warnings.warn_explicit(text, UserWarning, file, line)
 
 
 def _read(convention: _Convention, environ: Mapping[str, str]) -> LaunchFacts | None:

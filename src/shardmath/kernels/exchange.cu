@@ -1,12 +1,12 @@
 // Any part of any rank's memory to any other rank, on cells: all_gather, all_to_all and broadcast of small
-// arrays in ordinary memory. The bits arrive as they are. Compiled with WHOLE: 1 where all places and sizes
+// arrays in ordinary memory. The bits arrive as they are. Compiled with ALIGNED: 1 where all places and sizes
 // are multiples of 8.
 #include "cells.cuh"
 
 using namespace shardmath;
 
-typedef Wire<false> Travel;
-constexpr int kBytes = Travel::kBytes;
+typedef PacketFormat<false> Format;
+constexpr int kBytes = Format::kBytes;
 
 struct ExchangeArgument {
     Cells cells;
@@ -19,27 +19,19 @@ struct ExchangeArgument {
     u64 received[kRanks];   // its bytes
 };
 
-typedef Stretch<kBytes, uint8, WHOLE> Bytes;
+typedef Span<kBytes, uint8, ALIGNED> Bytes;
 
-// Every turn joins every two ranks, also those with nothing to say: see Reuse in cells.cuh.
+// Every step joins every two ranks, also those with nothing to say: see Reuse in cells.cuh.
 extern "C" __global__ void __launch_bounds__(kThreads, 2) exchange(const __grid_constant__ ExchangeArgument a) {
-    const u32 packets = Bytes{a.input, a.most}.packets(), stride = gridDim.x * blockDim.x;
-    Turn turn(a.cells);
-    for (u32 row = blockIdx.x * blockDim.x; row < packets; row += stride, turn = turn.next()) {
-        const u32 at = row + threadIdx.x;
-        if (at >= packets) continue;
-        Packet have[kRanks], out[kRanks];
+    const auto read = [&](u32 at, Packet (&out)[kRanks]) {
 #pragma unroll
         for (int i = 0; i < kRanks; ++i) {
             const u32 peer = rank_at(a.cells, i);
-            out[i] = Travel::seal(Bytes{a.input + a.from[peer], a.sent[peer]}.read(at), turn.number);
+            out[i] = Bytes{a.input + a.from[peer], a.sent[peer]}.read(at);
         }
-        send(a.cells, turn, 0, [&](int i) { return out[i]; });
-        if (!receive<Travel>(a.cells, turn, 0, have)) break;
+    };
+    run_steps<Format>(a.cells, Bytes{a.input, a.most}.packets(), read, [&](u32 at, const Packet (&have)[kRanks]) {
 #pragma unroll
-        for (int from = 0; from < kRanks; ++from)
-            Bytes{a.output + a.to[from], a.received[from]}.write(at, have[from]);
-        if (at + stride < packets) settle();
-    }
-    finish(a.cells, turn);
+        for (int from = 0; from < kRanks; ++from) Bytes{a.output + a.to[from], a.received[from]}.write(at, have[from]);
+    });
 }

@@ -3,7 +3,7 @@
 //
 //     warp 1: sends tiles      warps 2, 3: add up what has come, and send the sums
 //
-// Two blocks do not multiply, and wait until all tiles have come: then take.cu does what is left.
+// Two blocks do not multiply, and wait until all tiles have come: then remaining_sums.cu does what is left.
 #include "tile_sending.cuh"
 
 using namespace shardmath;
@@ -87,7 +87,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     __shared__ u64 bars[kBars];
     __shared__ u32 over;
     const u64 launch = a.take.launch(a.team);
-    if (blockIdx.x >= a.multipliers) return take_early(a, launch);
+    if (blockIdx.x >= a.multipliers) return wait_for_all(a, launch);
     const Shared s((shared_address(memory) + 1023) & ~1023u, shared_address(bars));
     if (threadIdx.x == 0) {
         over = 0;

@@ -2,7 +2,7 @@
 //
 //     warps 1, 2: send half a tile each
 //
-// The blocks that do not multiply take the early chunks; take.cu takes the rest.
+// The blocks that do not multiply add up chunks until all tiles have come; remaining_sums.cu does the rest.
 #include "tile_sending.cuh"
 
 using namespace shardmath;
@@ -52,12 +52,39 @@ __device__ inline void pack(const Shared& s, u32 half, const float (&d)[128], u3
     }
 }
 
+// Whether the last chunk's tiles were here when this was last asked: nobody waits for an answer. By a warp.
+struct LastChunk {
+    const u64* arrived;  // of the rank with the lane's number
+    u64 wanted, seen = 0;
+
+    __device__ LastChunk(const TakeArgument& a, u64 launch) {
+        const u32 lane = threadIdx.x % 32, chunk = a.count - 1;
+        arrived = a.arrived + (lane < kRanks ? lane : 0) * a.count + chunk;
+        wanted = all_halves(a, chunk, launch);
+    }
+    __device__ bool operator()() {
+        const bool here = __all_sync(~0u, seen >= wanted);
+        seen = load_relaxed(arrived);
+        return here;
+    }
+};
+
+// Chunks as they come, as many as there is time for: peers and this rank's next kernel must not wait for it.
+__device__ inline void take_beside(const Product& a, u64 launch) {
+    LastChunk over(a.take, launch);
+    for (u32 chunk = 0; chunk + 1 < a.take.count && !over(); ++chunk) {
+        if (!wait_for_tiles(a.team, a.take, chunk, launch)) return;
+        take_pieces(a.take, chunk, over);
+    }
+    wait_for_all(a, launch);
+}
+
 extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     gemm_reduce_scatter(const __grid_constant__ Product a) {
     extern __shared__ char memory[];
     __shared__ u64 bars[kBars];
     const u64 launch = a.take.launch(a.team);
-    if (blockIdx.x >= a.multipliers) return take_early(a, launch);
+    if (blockIdx.x >= a.multipliers) return take_beside(a, launch);
     const Shared s((shared_address(memory) + 1023) & ~1023u, shared_address(bars));
     if (threadIdx.x == 0) {
         s.init();

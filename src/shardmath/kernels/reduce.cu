@@ -1,6 +1,6 @@
 // Reductions over the ranks on cells: all_reduce in one shot and in two, and reduce_scatter.
 //
-// Compiled with ELEMENT (a type of elements.cuh), OPERATION (sum, product, min, max, mean) and WHOLE: 1 where
+// Compiled with ELEMENT (a type of elements.cuh), OPERATION (sum, product, min, max, mean) and ALIGNED: 1 where
 // operands are multiples of 16 in address and size, 0 where they may lie anywhere. The ranks'
 // elements are combined in the order of the ranks, wherever that happens: the result has the same bits on
 // all ranks, and every time. Operands are ordinary memory of any alignment of their elements.
@@ -10,8 +10,8 @@ using namespace shardmath;
 
 typedef shardmath::ELEMENT Element;
 typedef shardmath::OPERATION Op;
-typedef Wire<IsFloat<Element>::value> Travel;
-constexpr int kBytes = Travel::kBytes;
+typedef PacketFormat<IsFloat<Element>::value> Format;
+constexpr int kBytes = Format::kBytes;
 static_assert(kBytes % sizeof(Element) == 0 || sizeof(Element) == 16, "a packet holds whole elements");
 
 // Packets combined in the order of the ranks, in the wide type: the first `kElements` elements of each.
@@ -44,9 +44,9 @@ __device__ inline Packet combined(const Packet (&packets)[kRanks]) {
     return all.narrowed();
 }
 
-typedef Stretch<kBytes, Element, WHOLE> Elements;
+typedef Span<kBytes, Element, ALIGNED> Elements;
 
-__device__ inline Packet sealed(Packet packet, const Turn& turn) { return Travel::seal(packet, turn.number); }
+__device__ inline Packet encoded(Packet packet, const Step& step) { return Format::encode(packet, step.number); }
 
 struct AllReduceArgument {
     Cells cells;
@@ -58,49 +58,43 @@ struct AllReduceArgument {
 // Every rank sends all it has to all others, and combines all: for small arrays.
 extern "C" __global__ void __launch_bounds__(kThreads, 2) one_shot(const __grid_constant__ AllReduceArgument a) {
     const Elements input = {a.input, a.nbytes}, output = {a.output, a.nbytes};
-    const u32 packets = input.packets(), stride = gridDim.x * blockDim.x;
-    Turn turn(a.cells);
-    for (u32 row = blockIdx.x * blockDim.x; row < packets; row += stride, turn = turn.next()) {
-        const u32 at = row + threadIdx.x;
-        if (at >= packets) continue;
-        Packet have[kRanks];
-        const Packet own = sealed(input.read(at), turn);
-        send(a.cells, turn, 0, [&](int) { return own; });
-        if (!receive<Travel>(a.cells, turn, 0, have)) break;
-        output.write(at, sealed(combined(have), turn));
-        if (at + stride < packets) settle();
-    }
-    finish(a.cells, turn);
+    const auto read = [&](u32 at, Packet (&out)[kRanks]) {
+        const Packet own = input.read(at);
+#pragma unroll
+        for (int i = 0; i < kRanks; ++i) out[i] = own;
+    };
+    run_steps<Format>(a.cells, input.packets(), read,
+                       [&](u32 at, const Packet (&have)[kRanks]) { output.write(at, combined(have)); });
 }
 
 // Every rank combines one slice of the array, and sends the result to all others. What it has of the next
-// turn follows at once, so that the links are busy while it waits for this one's results.
+// step follows at once, so that the links are busy while it waits for this one's results.
 extern "C" __global__ void __launch_bounds__(kThreads, 2) two_shot(const __grid_constant__ AllReduceArgument a) {
     const Elements input = {a.input, a.nbytes}, output = {a.output, a.nbytes};
     const u32 slice = (input.packets() + kRanks - 1) / kRanks, stride = gridDim.x * blockDim.x;
-    const auto contribute = [&](u32 at, const Turn& turn) {
+    const auto contribute = [&](u32 at, const Step& step) {
         Packet out[kRanks];
 #pragma unroll
-        for (int i = 0; i < kRanks; ++i) out[i] = sealed(input.read(rank_at(a.cells, i) * slice + at), turn);
-        send(a.cells, turn, 0, [&](int i) { return out[i]; });
+        for (int i = 0; i < kRanks; ++i) out[i] = encoded(input.read(rank_at(a.cells, i) * slice + at), step);
+        send(a.cells, step, 0, [&](int i) { return out[i]; });
     };
     const u32 row0 = blockIdx.x * blockDim.x;
-    Turn turn(a.cells);
-    if (row0 + threadIdx.x < slice) contribute(row0 + threadIdx.x, turn);
-    for (u32 row = row0; row < slice; row += stride, turn = turn.next()) {
+    Step step(a.cells);
+    if (row0 + threadIdx.x < slice) contribute(row0 + threadIdx.x, step);
+    for (u32 row = row0; row < slice; row += stride, step = step.next()) {
         const u32 at = row + threadIdx.x;
         if (at >= slice) continue;
         Packet have[kRanks];
-        if (!receive<Travel>(a.cells, turn, 0, have)) break;
-        const Packet result = sealed(combined(have), turn);
-        send(a.cells, turn, 1, [&](int) { return result; });
-        if (at + stride < slice) contribute(at + stride, turn.next());
-        if (!receive<Travel>(a.cells, turn, 1, have)) break;
+        if (!receive<Format>(a.cells, step, 0, have)) break;
+        const Packet result = encoded(combined(have), step);
+        send(a.cells, step, 1, [&](int) { return result; });
+        if (at + stride < slice) contribute(at + stride, step.next());
+        if (!receive<Format>(a.cells, step, 1, have)) break;
 #pragma unroll
         for (int from = 0; from < kRanks; ++from) output.write(from * slice + at, have[from]);
-        if (at + stride < slice) settle();
+        if (at + stride < slice) fence_cells();
     }
-    finish(a.cells, turn);
+    finish(a.cells, step);
 }
 
 struct ReduceScatterArgument {
@@ -115,37 +109,31 @@ struct ReduceScatterArgument {
 // Every rank combines its own part. Parts may differ in size; shorter ones take part to the end.
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
     reduce_scatter(const __grid_constant__ ReduceScatterArgument a) {
-    const u32 packets = Elements{a.input, a.most}.packets(), stride = gridDim.x * blockDim.x;
-    Turn turn(a.cells);
-    for (u32 row = blockIdx.x * blockDim.x; row < packets; row += stride, turn = turn.next()) {
-        const u32 at = row + threadIdx.x;
-        if (at >= packets) continue;
-        Packet have[kRanks], out[kRanks];
+    const auto read = [&](u32 at, Packet (&out)[kRanks]) {
 #pragma unroll
         for (int i = 0; i < kRanks; ++i) {
             const u32 peer = rank_at(a.cells, i);
-            out[i] = sealed(Elements{a.input + a.start[peer], a.nbytes[peer]}.read(at), turn);
+            out[i] = Elements{a.input + a.start[peer], a.nbytes[peer]}.read(at);
         }
-        send(a.cells, turn, 0, [&](int i) { return out[i]; });
-        if (!receive<Travel>(a.cells, turn, 0, have)) break;
-        Elements{a.output, a.nbytes[a.cells.team.rank]}.write(at, sealed(combined(have), turn));
-        if (at + stride < packets) settle();
-    }
-    finish(a.cells, turn);
+    };
+    const Elements own = {a.output, a.nbytes[a.cells.team.rank]};
+    run_steps<Format>(a.cells, Elements{a.input, a.most}.packets(), read,
+                       [&](u32 at, const Packet (&have)[kRanks]) { own.write(at, combined(have)); });
 }
 
-struct FoldArgument {
+struct ReduceAndPushArgument {
     char* from[kRanks];  // what each rank has of this rank's slice, in this rank's memory
     char* to[kRanks];    // the slice in the ranks' results; may be where it was read
     u64 count;           // how many of them are written to
     u64 nbytes;
 };
 
-constexpr int kFoldThreads = 256;
+constexpr int kReduceAndPushThreads = 256;
 
 // Combine what has come from every rank, and push it into the results. No peer is waited for.
-extern "C" __global__ void __launch_bounds__(kFoldThreads) fold(const __grid_constant__ FoldArgument a) {
-    typedef Stretch<sizeof(Packet), Element, WHOLE> Slice;
+extern "C" __global__ void __launch_bounds__(kReduceAndPushThreads)
+    reduce_and_push(const __grid_constant__ ReduceAndPushArgument a) {
+    typedef Span<sizeof(Packet), Element, ALIGNED> Slice;
     const u32 packets = Slice{a.to[0], a.nbytes}.packets(), stride = gridDim.x * blockDim.x;
     for (u32 at = blockIdx.x * blockDim.x + threadIdx.x; at < packets; at += stride) {
         Packet have[kRanks];

@@ -191,13 +191,9 @@ __device__ inline void multiply_tiles(const Product& a, const Stages& s, u32 hal
     }
 }
 
-// The early chunks as they come, by the blocks that do not multiply; then the others are waited for.
-__device__ inline void take_early(const Product& a, u64 launch) {
-    for (u32 chunk = 0; chunk < a.take.early; ++chunk) {
-        if (!wait_for_tiles(a.team, a.take, chunk, launch)) return;
-        take_pieces(a.take, chunk, [] { return false; });
-    }
-    for (u32 chunk = a.take.early; threadIdx.x < 32 && chunk < a.take.count; ++chunk)
+// Until all tiles have come: what is not added up by then, remaining_sums.cu does. By a block that does not multiply.
+__device__ inline void wait_for_all(const Product& a, u64 launch) {
+    for (u32 chunk = 0; threadIdx.x < 32 && chunk < a.take.count; ++chunk)
         if (!wait_for_tiles(a.team, a.take, chunk, launch)) return;
 }
 

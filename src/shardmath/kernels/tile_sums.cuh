@@ -1,8 +1,8 @@
 // How an owner takes its tiles: the ranks' partial products are added in the order of the ranks as float32 and
 // rounded once, so that the sum has the same bits every time.
 //
-//     while the product goes on   warps claim pieces of a chunk that is here, and add them up
-//     after it, in take.cu        all multiprocessors share what nobody has claimed
+//     while the product goes on           warps claim pieces of a chunk that is here, and add them up
+//     after it, in remaining_sums.cu      all multiprocessors share what nobody has claimed
 //
 // Compiled with ADDEND (float16, bfloat16), WHOLE (1 where rows of the sums begin at multiples of 16 bytes and
 // have multiples of 8 elements) and SHARED: 1 where the sums are written to all peers too. A peer's tiles of this
@@ -23,7 +23,6 @@ struct TakeArgument {
     const Tile* tiles;      // of this rank, in the order of their slots
     const Chunk* chunks;
     u32 count;              // of chunks
-    u32 early;              // the first ones, which blocks take that do not multiply
     u64 columns;
     const u64* arrived;     // [source][chunk]: half tiles
     u32* claimed;           // [chunk]: pieces of this launch; more than there are when all are claimed
@@ -141,7 +140,7 @@ __device__ inline void take(const TakeArgument& a, u32 from, u32 end, u32 warp, 
 
 // Add up pieces of a chunk whose tiles are here, until all are claimed, or soon after `over()`. By a warp.
 template <class Over>
-__device__ inline void take_pieces(const TakeArgument& a, u32 chunk, Over over) {
+__device__ inline void take_pieces(const TakeArgument& a, u32 chunk, Over&& over) {
     const u32 first = a.first_tile(chunk) * kVectors, end = a.chunks[chunk].end * kVectors;
     u32 piece = 0;
     if (threadIdx.x % 32 == 0) piece = atomicAdd(&a.claimed[chunk], 1);

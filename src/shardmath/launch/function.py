@@ -33,16 +33,30 @@ def spawn(
 ) -> list[Any]:
     """Call `function(*args)` on `n` ranks of this host; their results, in the order of the ranks.
 
-    Each rank is a fork of this process, where `shardmath.initialize()` finds its rank. Results are
-    plain data, NumPy arrays and torch CPU tensors. What ranks print appears with their number in
-    front. NumPy's global random state is the parent's on every rank: seed by rank.
+        def columns(x):
+            context = shardmath.initialize("cpu")
+            return x[:, context.rank :: context.size].sum()
 
-    The first rank that fails ends all. What it raised is raised here, with the rank in the message
-    and its traceback as a note: the same class if that is a built-in or shardmath's, RankFailure if
-    the rank died, else RuntimeError. Raises OpTimeout after `timeout` seconds, TypeError when a
-    result cannot travel, RuntimeError when this process has used CUDA, which no fork survives.
+        shardmath.spawn(columns, 3, np.ones((4, 7)))
+
+    Each rank is a fork of this process: it sees the variables that exist here, and
+    `shardmath.initialize("cpu")` finds its rank. Results are numbers, strings, bytes, tuples,
+    lists, dictionaries, NumPy arrays and torch CPU tensors. Each line that a rank prints is shown
+    with the rank in front. NumPy's global random state is the parent's on every rank: seed it by
+    rank.
+
+    The first rank that fails ends all ranks. Its exception is raised here, with the rank in the
+    message and the rank's traceback as a note: of the same class if that is built-in or one of
+    shardmath's, RankFailure if the rank died, else RuntimeError. Raises OpTimeout after `timeout`
+    seconds, TypeError when `function` cannot be called or a result cannot be sent, ValueError for
+    `n` below 1, RuntimeError when this process has used CUDA, which does not survive a fork.
     """
     n = index(n, "n")
+    if not callable(function):
+        raise TypeError(
+            f"function is called on every rank, and {function!r} cannot be called: pass the "
+            "function itself, and its arguments after n"
+        )
     if n < 1:
         raise ValueError(f"n is {n}; a job has at least one rank")
     from shardmath import wire  # NumPy: loaded once, before the ranks are forked

@@ -70,7 +70,10 @@ def run(program: Program, size: int | None, *, threads: int | None = None) -> in
     program's.
     """
     if not program.is_module and not Path(program.name).exists():
-        print(f"shardmath run: there is no file {program.name!r}", file=sys.stderr)
+        hint = ""
+        if Path(program.name).name.startswith("python"):
+            hint = f": run starts Python itself: leave {program.name!r} out"
+        _say(f"there is no file {program.name!r}{hint}")
         return 2
     if size is None:
         size = 1

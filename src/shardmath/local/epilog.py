@@ -39,21 +39,24 @@ _RELU, _BIAS, _DRELU, _BGRAD, _GELU, _DGELU, _AUX = 2, 4, 8, 16, 32, 64, 128
 class MatmulEpilog(IntEnum):
     """What is done with x = alpha A B + beta C before it becomes D; the values are cuBLASLt's.
 
-    Beside D there are `epilog_inputs`, and outputs by name; D has m x n elements on this rank:
+    `epilog_inputs` are read, by name, and outputs are returned beside D, by name. D is M x N, and
+    has m x n elements on this rank:
 
-    epilog               D                 takes                       gives beside D
+    epilog               D                 epilog_inputs               outputs
     RELU, GELU           f(x)
     BIAS, ..._BIAS       f(x + bias)       bias (m,) or (m, 1)
     RELU_AUX, GELU_AUX   f(x)                                          relu_aux, gelu_aux
     DRELU, DGELU         x f'(aux)         relu_aux, gelu_aux
     ..._BGRAD            the same                                      drelu_bgrad, dgelu_bgrad (m,)
-    BGRADA, BGRADB       x                                             bgrada (m,), bgradb (n,)
+    BGRADA, BGRADB       x                                             bgrada (M,), bgradb (N,)
     ALLREDUCE            all of it on all ranks, with the sum of every rank's beta C
 
-    The gradients of a bias are the sums of the rows of D (of A; of the columns of B), with the
-    parts that other ranks hold. relu_aux has a bit for each element, uint8 (m / 8 rounded up to a
-    multiple of 16, n); gelu_aux has the elements, (m rounded up to a multiple of 8, n); both are
-    column-major, and for the epilog of the backward pass alone. GELU is the tanh approximation.
+    bias is this rank's part of a vector of M, as D's rows are. The gradients of a bias are sums
+    over all ranks: of the rows of D, for the rows that this rank has; of all rows of op(A) or all
+    columns of op(B), on every rank. relu_aux has a bit for each element, uint8 (m / 8 rounded up to
+    a multiple of 16, n); gelu_aux has the elements, (m rounded up to a multiple of 8, n); both are
+    column-major, and are read by the epilogs of the backward pass only. GELU is the tanh
+    approximation.
     """
 
     DEFAULT = 0
@@ -128,10 +131,10 @@ class Extra:
     def misfit(self, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> str | None:
         """Why an array (dtype name, shape, strides in elements) cannot serve, or None if it can."""
         if dtype != self.dtype:
-            return f"{self.name} has dtype {dtype}; expected is {self.dtype}"
+            return f"{self.name} has dtype {dtype}; expected {self.dtype}"
         if shape not in self.shapes:
             expected = " or ".join(map(str, self.shapes))
-            return f"{self.name} has shape {shape}; expected is {expected}"
+            return f"{self.name} has shape {shape}; expected {expected}"
         if self.column_major and shape[0] > 1 and 0 not in shape and strides[0] != 1:
             return f"{self.name} has strides {strides}; expected are contiguous columns"
         return None
@@ -154,7 +157,7 @@ def requirements(epilog: MatmulEpilog, m: int, n: int, dtype: Any) -> Requiremen
     """
     kind, name = dtypes.of(dtype).kind, dtypes.of(dtype).name
     if (epilog.activation or epilog.gradient) and kind != "f":
-        raise ValueError(f"epilog {epilog.name} wants a real floating type; given is {name}")
+        raise ValueError(f"epilog {epilog.name} needs a real floating type, not {name}")
     aux = {
         "relu_aux": Extra("relu_aux", ((up(-(-m // 8), 16), n),), "uint8", column_major=True),
         "gelu_aux": Extra("gelu_aux", ((up(m, 8), n),), name, column_major=True),

@@ -92,7 +92,7 @@ class Lane:
 
     def barrier(self, stream: int) -> None:
         """All ranks have come here in their operation of this lane. On `stream`, when entered."""
-        self.team.barrier_within(stream, channel=self.channel)
+        self.team.enqueue_barrier(stream, channel=self.channel)
 
     def buffer(self, name: str, nbytes: int) -> Buffer:
         """At least `nbytes` of memory under that name. Local. Raises HeapExhausted.
@@ -104,8 +104,7 @@ class Lane:
             if held is not None:
                 self._drop(self._buffers.pop(name))
             del held
-            self._buffers[name] = self._context.heap.allocate(nbytes)
-            self._context.announce(self._buffers[name].block)
+            self._buffers[name] = self._context.allocate_shared(nbytes)
         return self._buffers[name]
 
     def private(self, name: str, nbytes: int) -> int:

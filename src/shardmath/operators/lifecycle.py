@@ -40,7 +40,7 @@ class Lifecycle:
     def __init__(self, context: Context, operands: Mapping[str, Any]) -> None:
         """Call after the ranks have agreed on the object: from then on it exists on all of them."""
         self.context = context
-        self.number = context.next_share()
+        self.number = context.next_shared_id()
         self._operands = dict(operands)
         self._held = True
         self._planned = False
@@ -68,7 +68,7 @@ class Lifecycle:
         """Give back the plan's resources. For subclasses."""
 
     def _drop(self) -> None:
-        """Refer to the operands no more."""
+        """Drop the references to the operands."""
         self._operands = dict.fromkeys(self._operands)
         self._held = False
 

@@ -55,16 +55,18 @@ def allocate_symmetric_memory(
 ) -> Any:
     """An uninitialised array of `shape` on the symmetric heap. Collective, unless told otherwise.
 
-    `package` is the module numpy or torch; `dtype` None means float64 for numpy, for torch its
-    default. `axis_order` is "C", "F", or the axes from the one whose elements are adjacent to the
-    outermost: "C" of three axes is (2, 1, 0). The ranks' shapes may differ as long as their bytes
-    are equal; with `make_symmetric` every rank reserves as many bytes as the rank that needs most.
-    With `skip_symmetric_check` nothing is compared, sizes may differ, and the call is local.
+        x = allocate_symmetric_memory((1000, 50), numpy, dtype=numpy.float32)
+
+    `package` is the module numpy, torch or cupy: numpy where the context's device is "cpu", cupy
+    where it is a GPU, torch on both. `dtype` None means float64, for torch its default.
+    `axis_order` is "C", "F", or the axes from the one whose elements are adjacent to the outermost:
+    "C" of three axes is (2, 1, 0). The ranks' shapes may differ as long as their bytes are equal;
+    with `make_symmetric` every rank reserves as many bytes as the rank that needs most. With
+    `skip_symmetric_check` nothing is compared, sizes may differ, and the call is local.
 
     Raises on all ranks ValueError for another package, a bad shape, dtype or axis order, both flags
-    at once, and bytes that differ (naming ranks and bytes); TypeError for a shape, a flag
-    or a logger that is none; HeapExhausted when a rank lacks memory.
-    RuntimeError before `initialize`.
+    at once, and bytes that differ (naming ranks and bytes); TypeError for a shape, flag or logger
+    of the wrong type; HeapExhausted when a rank lacks memory; RuntimeError before `initialize`.
     Source: nvmath.distributed.allocate_symmetric_memory.
     """
     context = require_context()
@@ -108,7 +110,7 @@ def free_symmetric_memory(*tensors: Any) -> None:
     for block, heap in doomed.items():
         buffer = block.buffer()
         if buffer is not None:
-            buffer.shares.clear()
+            buffer.rendezvous_states.clear()
         heap.free(block)
 
 
@@ -235,7 +237,7 @@ def _allocate_together(
         return sizes, marks
 
     sizes, marks = context.agree("allocate_symmetric_memory", describe, check)
-    context.heap.honour(context.number, marks)
+    context.heap.apply_marks(context.number, marks)
     asked, array = made.pop()
     if len(set(sizes)) > 1:
         del array
@@ -282,7 +284,7 @@ def _extents(shape: Any) -> tuple[int, ...]:
     else:
         extents = (single,)
     if any(extent < 0 for extent in extents):
-        raise ValueError(f"no extent of shape is negative; given was {extents}")
+        raise ValueError(f"shape {extents} has a negative extent")
     return extents
 
 

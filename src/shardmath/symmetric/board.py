@@ -1,6 +1,6 @@
 """The board: a page of control words that all ranks of a group see, and what they do with it.
 
-Where the page lies, one for each host, is `rows`' business. Each rank writes only its own row and
+`rows` says where the page lies: there is one on each host. Each rank writes only its own row and
 reads the others'. Every word counts up and never returns, so a reader can be late, and a wait can
 be repeated. A row holds
 
@@ -9,7 +9,10 @@ be repeated. A row holds
     word 2  state      RUNNING, LEFT, FAILED or MISMATCHED
     word 8  operation  the name of the operation under way, for other ranks' messages
     reason, written before the state becomes FAILED: why, and which ranks are to blame
-    then two mailboxes, used in turn by even and odd rounds
+    then two mailboxes, used by even and odd rounds
+
+A rank that gives a barrier up takes back that it has reached it: what it lets peers read may change
+from then on, and who comes later is not to take it for what it was.
 
 Two mailboxes suffice: a rank publishes round s+2 only after it has finished s+1, for which every
 peer had published s+1, which a peer does only after it has read all of round s.
@@ -23,19 +26,19 @@ import threading
 from collections.abc import Callable, Sequence
 
 from shardmath.caller import caller_line
-from shardmath.errors import CollectiveMismatch, OpTimeout, RankFailure
-from shardmath.symmetric.header import NAME_BYTES, bodies, heading
+from shardmath.errors import CollectiveMismatch, OpTimeout, RankFailure, ShardmathError
+from shardmath.symmetric.header import NAME_BYTES, bodies, header
+from shardmath.symmetric.reason import REASON_BYTES, Reason
 from shardmath.symmetric.rows import ORDERED, Rows
-from shardmath.symmetric.waiting import Patience, wait_until
+from shardmath.symmetric.waiting import WaitPolicy, wait_until
 from shardmath.transport.liveness import PeerWatch
 
-__all__ = ["ORDERED", "ROW_BYTES", "Board", "Turn", "board_bytes"]
+__all__ = ["ORDERED", "ROW_BYTES", "Board", "OperationGuard", "board_bytes"]
 
 _EXCHANGE, _BARRIER, _STATE = 0, 1, 2
 _OPERATION = 64  # byte offset in a row
 _REASON = 128
-_REASON_BYTES = 512
-_MAIL = _REASON + _REASON_BYTES  # byte offset of the first mailbox
+_MAIL = _REASON + REASON_BYTES  # byte offset of the first mailbox
 _MAIL_BYTES = 4096
 _LENGTH_BYTES = 8
 _CHUNK = _MAIL_BYTES - _LENGTH_BYTES
@@ -66,15 +69,15 @@ class Board:
         watch: PeerWatch | None,
         watch_ranks: Sequence[int],
         names: Sequence[str],
-        patience: Patience,
+        policy: WaitPolicy,
     ) -> None:
         self.rank = rank
         self.size = size
-        self.patience = patience
+        self.policy = policy
         self._rows = rows
         self._words = rows.words
         self._own = rows.words[rank]
-        self._mail = list(zip(rows.words, rows.bytes, strict=True))
+        self._mailboxes = list(zip(rows.words, rows.bytes, strict=True))
         self._peers = [r for r in range(size) if r != rank]
         self._watch = watch
         self._watch_ranks = list(watch_ranks)
@@ -92,10 +95,10 @@ class Board:
 
         `operation` must be equal on all ranks: CollectiveMismatch, on all of them, when it is not.
         """
-        return bodies(self.texts(operation, heading(operation) + message), operation)
+        return bodies(self.exchange_raw(operation, header(operation) + message), operation)
 
-    def texts(self, operation: str, text: bytes) -> list[bytes]:
-        """The same of messages that have their heading, which is not compared. Collective."""
+    def exchange_raw(self, operation: str, text: bytes) -> list[bytes]:
+        """As `exchange`, of messages with their headers, which are not compared. Collective."""
         self.begin(operation)
         try:
             self._require_usable()
@@ -130,7 +133,7 @@ class Board:
         self._await(_EXCHANGE, self._rounds)
         word, first = mailbox // _LENGTH_BYTES, mailbox + _LENGTH_BYTES
         lengths, chunks = [], []
-        for words, row in self._mail:
+        for words, row in self._mailboxes:
             whole = words[word]
             left = whole - start
             end = first + left if left < _CHUNK else first + _CHUNK
@@ -155,17 +158,17 @@ class Board:
         finally:
             self.end()
 
-    def turn(self, operation: str) -> Turn:
+    def guard(self, operation: str) -> OperationGuard:
         """Around what follows agreement: an error there ends the wait of the peers at once.
 
-        Meanwhile other threads are kept from this board. Words that two threads wrote in turns
-        would mix their calls: a thread that finds the board in use raises RuntimeError, and the
+        Meanwhile no other thread may use this board. Words that two threads wrote alternately would
+        mix their calls: a thread that finds the board in use raises RuntimeError, and the
         board has failed, on all ranks: which thread came first on another rank, nobody knows.
         """
-        return Turn(self, operation)
+        return OperationGuard(self, operation)
 
     def begin(self, operation: str) -> None:
-        """Begin a thread's turn, if no other thread has it. See `turn`."""
+        """Let this thread use the board, if no other thread does. See `guard`."""
         if not self._lock.acquire(blocking=False):
             self.fail(f"a second thread called {operation} during {self._operation}")
             raise RuntimeError(
@@ -175,7 +178,7 @@ class Board:
             )
 
     def end(self) -> None:
-        """End the turn that has begun."""
+        """Let other threads use the board again."""
         self._lock.release()
 
     # -- states --------------------------------------------------------------------------------
@@ -189,7 +192,7 @@ class Board:
     def operation(self, name: str) -> None:
         if name != self._operation:
             self._operation = name
-            self._rows.write(_OPERATION, heading(name)[:NAME_BYTES].ljust(NAME_BYTES, b"\0"))
+            self._rows.write(_OPERATION, header(name)[:NAME_BYTES].ljust(NAME_BYTES, b"\0"))
 
     def leave(self) -> None:
         """Tell the peers that this rank takes part no more: it has finished."""
@@ -198,18 +201,18 @@ class Board:
 
     def ended(self) -> bool:
         """Whether every rank has left, has given up or is dead."""
-        self._rows.look()
+        self._rows.poll()
         states = [words[_STATE] for words in self._words]
         running = [rank for rank, state in enumerate(states) if state == _RUNNING]
         dead = self._watch.dead() if running and self._watch is not None else frozenset()
         return all(self._watch_ranks[rank] in dead for rank in running)
 
-    def _settle(self, error: BaseException) -> None:
+    def _fail_with(self, error: BaseException) -> None:
         """After an error in a wait: no later operation can be in step with the peers."""
         if isinstance(error, CollectiveMismatch):
             self._rows.publish(_STATE, _MISMATCHED)
-        late = isinstance(error, OpTimeout)
-        self.fail(str(error) or type(error).__name__, getattr(error, "ranks", ()), late=late)
+        why = str(error) if isinstance(error, ShardmathError) else repr(error)
+        self.fail(why, getattr(error, "ranks", ()), late=isinstance(error, OpTimeout))
 
     def fail(self, why: str, blamed: Sequence[int] = (), *, late: bool = False) -> None:
         """Tell the peers that this rank gave an operation up; no later one can be in step.
@@ -219,34 +222,26 @@ class Board:
         if self.failure is None:
             self.failure = why
             if self._own[_STATE] == _RUNNING:
-                ranks = " ".join(map(str, blamed))
-                text = f"{'late' if late else ''}|{ranks}|{why}".encode()[:_REASON_BYTES]
-                self._rows.write(_REASON, text)
+                self._rows.write(_REASON, Reason(why, blamed, late).pack())
                 self._rows.publish(_STATE, _FAILED)
+                if self._own[_BARRIER] > self._barriers:  # who comes now may read what has changed
+                    self._rows.publish(_BARRIER, self._barriers)
 
-    def _reason_of(self, rank: int) -> tuple[bool, list[int], str]:
-        """What a rank that has failed wrote in `fail`."""
-        row = self._rows.bytes[rank]
-        text = bytes(row[_REASON : _REASON + _REASON_BYTES]).rstrip(b"\0").decode(errors="replace")
-        late, _, rest = text.partition("|")
-        ranks, _, why = rest.partition("|")
-        return bool(late), [int(r) for r in ranks.split() if r.isdigit()], why
+    def peer_error(self, late: Sequence[int]) -> Exception | None:
+        """The exception to raise where one of these ranks will never arrive, else None."""
+        return self._mismatch_error(late) or self.ended_peer_error(late)
 
-    def verdict(self, late: Sequence[int]) -> Exception | None:
-        """Why one of the ranks waited for will never arrive: the exception to raise, or None."""
-        return self._crossed(late) or self.gone(late)
-
-    def _crossed(self, late: Sequence[int]) -> Exception | None:
+    def _mismatch_error(self, late: Sequence[int]) -> Exception | None:
         """A late peer that has published a round of exchange that this rank has not is itself
         waiting, for this rank, in another operation: both would wait for ever.
         """
         words = self._words
-        crossed = [r for r in late if words[r][_EXCHANGE] > self._rounds]
-        crossed += [r for r in late if words[r][_STATE] == _MISMATCHED]
-        if not crossed:
+        mismatched = [r for r in late if words[r][_EXCHANGE] > self._rounds]
+        mismatched += [r for r in late if words[r][_STATE] == _MISMATCHED]
+        if not mismatched:
             return None
-        calls = "; ".join(f"rank {r} is in {self._operation_of(r)}" for r in crossed)
-        return CollectiveMismatch(f"{self.here()}: the ranks called different operations: {calls}")
+        calls = "; ".join(f"rank {r} is in {self._operation_of(r)}" for r in mismatched)
+        return CollectiveMismatch(f"{self.where()}: the ranks called different operations: {calls}")
 
     def dead(self) -> list[int]:
         """The ranks whose process has ended without leaving. Never waits."""
@@ -257,7 +252,7 @@ class Board:
             if self._watch_ranks[rank] in ended and self._words[rank][_STATE] == _RUNNING
         ]
 
-    def gone(self, late: Sequence[int]) -> Exception | None:
+    def ended_peer_error(self, late: Sequence[int]) -> Exception | None:
         """The exception to raise where a late peer has ended or given up, else None.
 
         One that died without a word is the cause. Else one that gave up says whose fault it was,
@@ -270,10 +265,10 @@ class Board:
             return self._failure_of(died, "died")
         for rank in late:
             if states[rank] == _FAILED:
-                was_late, ranks, why = self._reason_of(rank)
-                blamed = [r for r in ranks if r != self.rank]
-                text = f"{self.here()}: rank {rank} ({self._names[rank]}) gave up: {why}"
-                if was_late and blamed:
+                reason = Reason.unpack(self._rows.bytes[rank][_REASON:_MAIL].tobytes())
+                blamed = [r for r in reason.blamed if r != self.rank]
+                text = f"{self.where()}: rank {rank} ({self._names[rank]}) gave up: {reason.why}"
+                if reason.late and blamed:
                     return OpTimeout(text, blamed)
                 return RankFailure(text, blamed or [rank])
         left = [rank for rank in late if states[rank] == _LEFT]
@@ -284,9 +279,9 @@ class Board:
             f"rank {r} ({self._names[r]}) {what}; its last operation was {self._operation_of(r)}"
             for r in ranks
         )
-        return RankFailure(f"{self.here()}: {reasons}", ranks)
+        return RankFailure(f"{self.where()}: {reasons}", ranks)
 
-    def here(self) -> str:
+    def where(self) -> str:
         """This rank, its operation and the user's line, for a message."""
         return f"rank {self.rank} in {self._operation}, {caller_line()}"
 
@@ -314,16 +309,16 @@ class Board:
 
         try:
             wait_until(
-                self._looking(arrived),
-                patience=self.patience,
+                self._polling(arrived),
+                policy=self.policy,
                 missing=missing,
-                verdict=self.verdict,
-                doing=lambda: f"{self.here()}, #{target}",
+                peer_error=self.peer_error,
+                doing=lambda: f"{self.where()}, #{target}",
                 timeout=timeout,
             )
         except BaseException as error:
             if word == _EXCHANGE or not isinstance(error, TimeoutError):
-                self._settle(error)
+                self._fail_with(error)
             raise
 
     def wait(
@@ -344,28 +339,28 @@ class Board:
         self._rows.flush()
         try:
             wait_until(
-                self._looking(arrived),
-                patience=self.patience,
+                self._polling(arrived),
+                policy=self.policy,
                 missing=missing,
-                verdict=self.verdict if timeout is None else self.gone,
-                doing=self.here,
+                peer_error=self.peer_error if timeout is None else self.ended_peer_error,
+                doing=self.where,
                 timeout=timeout,
             )
         except (CollectiveMismatch, RankFailure) as error:
-            self._settle(error)
+            self._fail_with(error)
             raise
 
-    def _looking(self, arrived: Callable[[], bool]) -> Callable[[], bool]:
-        """`arrived`, with an ear for the ranks that are heard only when someone listens."""
-        if not self._rows.spread:
+    def _polling(self, arrived: Callable[[], bool]) -> Callable[[], bool]:
+        """`arrived`, after messages of ranks on other hosts have been taken in."""
+        if not self._rows.needs_polling:
             return arrived
-        look = self._rows.look
+        poll = self._rows.poll
 
-        def looked() -> bool:
-            look()
+        def polled() -> bool:
+            poll()
             return arrived()
 
-        return looked
+        return polled
 
     def _operation_of(self, rank: int) -> str:
         text = bytes(self._rows.bytes[rank][_OPERATION : _OPERATION + NAME_BYTES])
@@ -379,8 +374,8 @@ class Board:
             )
 
 
-class Turn:
-    """One thread's turn at a board, as a context manager: see `Board.turn`."""
+class OperationGuard:
+    """One thread's use of a board, as a context manager: see `Board.guard`."""
 
     __slots__ = ("_board", "_operation")
 

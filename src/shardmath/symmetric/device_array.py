@@ -26,7 +26,7 @@ from shardmath.errors import UseAfterFree
 from shardmath.lru_cache import LRUCache
 from shardmath.symmetric.allocation import array_on, block_of
 from shardmath.symmetric.exposed import Exposed
-from shardmath.symmetric.heap import Block, Buffer
+from shardmath.symmetric.heap import Block
 
 __all__ = [
     "Blank",
@@ -251,7 +251,7 @@ class Blank:
         if not self._on_heap:
             array = library.empty(shape, dtype, order, _team(context).device.name)
             return Result(library.pointer(array), (shape, strides, dtype, None), array)
-        buffer = _allocated(context, self._nbytes)
+        buffer = context.allocate_shared(self._nbytes)
         block = buffer.block
         array = array_on(buffer, library, dtypes.of(dtype), shape, self._steps)
         return Result(block.address, (shape, strides, dtype, block), array)
@@ -326,16 +326,9 @@ def _carried(
     if context.spans_hosts and not context.heap.transport.grows:
         held = Allocation(_team(context).device, nbytes)
         return DeviceArray(held.address, shape, strides, dtype, None, held)
-    buffer = _allocated(context, nbytes)
+    buffer = context.allocate_shared(nbytes)
     address = buffer.block.address
     return DeviceArray(address, shape, strides, dtype, buffer.block, buffer)
-
-
-def _allocated(context: Context, nbytes: int) -> Buffer:
-    """Memory of the heap that peers can reach. Local. Raises HeapExhausted."""
-    buffer = context.heap.allocate(nbytes)
-    context.announce(buffer.block)
-    return buffer
 
 
 def _uploaded(context: Context, host: HostArray) -> DeviceArray:

@@ -28,7 +28,7 @@ from shardmath.transport.base import DeviceBytes, Memory
 if TYPE_CHECKING:
     from shardmath.arrays import Library
     from shardmath.symmetric.heap import Buffer, Heap
-    from shardmath.symmetric.share import Share
+    from shardmath.symmetric.rendezvous_state import RendezvousState
     from shardmath.symmetric.team import Team
 
 __all__ = ["DeviceSymmetricMemory", "DeviceTables", "HandleKernel"]
@@ -37,10 +37,10 @@ __all__ = ["DeviceSymmetricMemory", "DeviceTables", "HandleKernel"]
 class DeviceTables:
     """The addresses of all ranks' allocations and pads, in memory of the device."""
 
-    def __init__(self, heap: Heap, team: Team, share: Share) -> None:
+    def __init__(self, heap: Heap, team: Team, state: RendezvousState) -> None:
         self._kept: list[Buffer] = []
-        self.buffers = self._on_device(heap, team, share.buffer_table.tobytes())
-        self.pads = self._on_device(heap, team, share.pad_table.tobytes())
+        self.buffers = self._on_device(heap, team, state.buffer_table.tobytes())
+        self.pads = self._on_device(heap, team, state.pad_table.tobytes())
         self.arguments: dict[float | None, int] = {}  # SymmetricMemory, by its time-out
 
     def argument(self, heap: Heap, team: Team, packed: bytes, timeout: float | None) -> int:
@@ -110,16 +110,16 @@ class DeviceSymmetricMemory(SymmetricMemory):
 
     @property
     def _team(self) -> Team:
-        team = self._share.team
+        team = self._state.team
         assert team is not None, "made for GPUs"
         return team
 
     @property
     def _tables(self) -> DeviceTables:
-        share = self._share
-        if share.tables is None:
-            share.tables = DeviceTables(self._context.heap, self._team, share)
-        return share.tables
+        state = self._state
+        if state.tables is None:
+            state.tables = DeviceTables(self._context.heap, self._team, state)
+        return state.tables
 
     # -- the user's own kernels --------------------------------------------------------------------
 
@@ -172,12 +172,12 @@ class DeviceSymmetricMemory(SymmetricMemory):
         return HandleKernel(self, made)
 
     def _packed(self, timeout: float | None) -> bytes:
-        places, start = self._share.places, self._share.buffer_table.tolist()
+        peers, start = self._state.peers, self._state.buffer_table.tolist()
         starts = [
-            address + place.array_offset for address, place in zip(start, places, strict=True)
+            address + location.array_offset for address, location in zip(start, peers, strict=True)
         ]
-        sizes = [place.nbytes - place.array_offset for place in places]
-        return self._team.packed(timeout) + struct.pack(f"{2 * len(places)}Q", *starts, *sizes)
+        sizes = [location.nbytes - location.array_offset for location in peers]
+        return self._team.packed(timeout) + struct.pack(f"{2 * len(peers)}Q", *starts, *sizes)
 
     # -- signals on streams ------------------------------------------------------------------------
 
@@ -194,7 +194,7 @@ class DeviceSymmetricMemory(SymmetricMemory):
         """Signal `dst_rank` from the current stream, once it has consumed the last signal."""
         timeout = self._ready(channel, timeout_ms)
         peer = self._peer(dst_rank, "dst_rank")
-        slot = int(self._share.pad_table[peer]) + self._slot(channel, self.rank)
+        slot = int(self._state.pad_table[peer]) + self._slot(channel, self.rank)
         stream = self._stream()
         self._team.flag("raise_flag", dst_rank, stream, slot=slot, channel=channel, timeout=timeout)
 
@@ -202,7 +202,7 @@ class DeviceSymmetricMemory(SymmetricMemory):
         """Make the current stream wait for a signal of `src_rank`, and consume it."""
         timeout = self._ready(channel, timeout_ms)
         peer = self._peer(src_rank, "src_rank")
-        slot = int(self._share.pad_table[self.rank]) + self._slot(channel, peer)
+        slot = int(self._state.pad_table[self.rank]) + self._slot(channel, peer)
         stream = self._stream()
         self._team.flag("lower_flag", src_rank, stream, slot=slot, channel=channel, timeout=timeout)
 
@@ -210,7 +210,7 @@ class DeviceSymmetricMemory(SymmetricMemory):
         """See SymmetricMemory: an array on this rank's GPU, and the current stream."""
         spec, device = library.spec(array), self._team.device
         if spec.device != device.name:
-            raise ValueError(f"an array on {device.name} was expected, not {spec}")
+            raise ValueError(f"expected an array on {device.name}, got {spec}")
         memory = DeviceBytes(library.pointer(array), spec.nbytes, device.name)
         return memory, streams.current(library.name, device)
 

@@ -35,20 +35,20 @@ class FarTeam(Team):
         self.numbers = tuple(numbers)
         self._far = dict(places)
 
-    def barrier_within(
+    def enqueue_barrier(
         self, stream: int, *, channel: int = 0, timeout: float | None = None
     ) -> None:
         """Put a barrier of all ranks on `stream`: what was written before, all see after."""
         self.check()
         self._require(channel)
         tail, threads = struct.pack("Ii", channel, 0), self._barrier_threads
-        self._put("advance", stream, timeout, tail, file="far_signals", threads=threads)
+        self._launch("advance", stream, timeout, tail, file="far_signals", threads=threads)
         for rank in self._far:
             self.transport.quiet(self.numbers[rank], stream)
         for rank in self._far:
             inbox = structs.BARRIER * self.size + _WORD * self.rank
-            self._carry(rank, channel, structs.ROUND, inbox, stream)
-        self._put("await_round", stream, timeout, tail, file="far_signals", threads=threads)
+            self._put_word(rank, channel, structs.ROUND, inbox, stream)
+        self._launch("await_round", stream, timeout, tail, file="far_signals", threads=threads)
 
     def put_signal(self, dst: int, stream: int, *, channel: int = 0) -> None:
         """See Team."""
@@ -58,8 +58,10 @@ class FarTeam(Team):
         self.check()
         self._require(channel)
         self.device.activate()
-        self._put("count_signal", stream, None, struct.pack("Ii", channel, dst), file="far_signals")
-        self._tell(dst, channel, structs.SENT, 0, stream)
+        self._launch(
+            "count_signal", stream, None, struct.pack("Ii", channel, dst), file="far_signals"
+        )
+        self._put_counter(dst, channel, structs.SENT, 0, stream)
 
     def flag(
         self,
@@ -75,19 +77,19 @@ class FarTeam(Team):
         self.check()
         self.device.activate()
         tail = struct.pack("Ii", channel, peer)
-        self._put(function, stream, timeout, tail, file="far_signals")
+        self._launch(function, stream, timeout, tail, file="far_signals")
         if peer in self._far:
             raises = function == "raise_flag"
             counter, half = (structs.SENT, 0) if raises else (structs.TAKEN, _WORD)
-            self._tell(peer, channel, counter, half, stream)
+            self._put_counter(peer, channel, counter, half, stream)
 
-    def _tell(self, peer: int, channel: int, counter: int, half: int, stream: int) -> None:
+    def _put_counter(self, peer: int, channel: int, counter: int, half: int, stream: int) -> None:
         """Carry a counter to that half of `peer`'s inbox of signals, after what was put before."""
         self.transport.quiet(self.numbers[peer], stream)
         inbox = structs.SIGNAL * self.size + 2 * _WORD * self.rank + half
-        self._carry(peer, channel, counter, inbox, stream)
+        self._put_word(peer, channel, counter, inbox, stream)
 
-    def _carry(self, peer: int, channel: int, counter: int, inbox: int, stream: int) -> None:
+    def _put_word(self, peer: int, channel: int, counter: int, inbox: int, stream: int) -> None:
         """Put this rank's word of `counter` for `peer` to byte `inbox` of the peer's channel."""
         start = structs.PAD_BYTES + structs.CHANNEL_BYTES * self.size * channel
         address = self.pads[self.rank] + start + counter * self.size + _WORD * peer

@@ -1,8 +1,8 @@
-"""How arrays on this rank's GPU look and lie now: what calls that come again are known by.
+"""Fingerprints of arrays on this rank's GPU, by which repeated calls are recognised.
 
-A program makes the same few calls for ever. Arrays with the same look, at the same place and in a
-block of the heap that begins and ends where theirs did, are the same to a call: whatever it found
-out about them still holds. Nothing is read of them but what a library says of itself.
+A program makes the same few calls for ever. Arrays of the same library, type, shape, strides and
+device, at the same address and in a heap block of the same extent, have the same fingerprint:
+whatever a call found out about such arrays still holds. No element is read.
 """
 
 from __future__ import annotations
@@ -10,37 +10,52 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any
 
-from shardmath.arrays import library_of
+from shardmath.arrays import Library, library_of
+from shardmath.arrays.spec import ArraySpec
 from shardmath.context import Context
+from shardmath.symmetric.heap import Block
 
-__all__ = ["fingerprint"]
+__all__ = ["fingerprint", "inspect"]
+
+Inspected = tuple[Library, ArraySpec, int, Block | None]  # and the address, and the block there
+
+
+def inspect(context: Context, x: Any) -> Inspected | None:
+    """What identifies an array to a repeated call. Local.
+
+    None where the call has to check its arguments: for what is no array, is lazy, was freed, or may
+    be under a gradient.
+    """
+    try:
+        library = library_of(x)
+        identity = library.identity(x)
+    except (ValueError, RuntimeError):
+        return None
+    if identity is None:
+        return None
+    spec, address = identity
+    block = context.heap.find(address if spec.size else library.anchor(x))
+    return None if block is not None and block.freed else (library, spec, address, block)
 
 
 def fingerprint(context: Context, *arrays: Any) -> tuple[Hashable, ...] | None:
-    """The same for arrays that look and lie alike; it refers to none. Local.
+    """Equal for arrays that look and lie alike; it refers to none of them. Local.
 
-    None where a call has to look closer: at what is no array, lies elsewhere, is lazy, was freed,
-    or may be under a gradient.
+    None where `inspect` returns None for one of them, or one lies elsewhere than on this rank's
+    GPU. An array may be None.
     """
     assert context.team is not None, "a context of GPUs"
-    heap, device = context.heap, context.team.device.name
+    device = context.team.device.name
     found: list[Hashable] = []
     for x in arrays:
         if x is None:
             found.append(None)
             continue
-        try:
-            library = library_of(x)
-            seen = library.glance(x)
-        except (ValueError, RuntimeError):
+        inspected = inspect(context, x)
+        if inspected is None or inspected[1].device != device:
             return None
-        if seen is None or seen[0].device != device:
-            return None
-        spec, address = seen
-        found += seen
-        block = heap.find(address if spec.size else library.anchor(x))
+        _, spec, address, block = inspected
+        found += spec, address
         if block is not None:
-            if block.freed:
-                return None
             found += block.address, block.nbytes
     return tuple(found)

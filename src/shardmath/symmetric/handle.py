@@ -1,10 +1,10 @@
-"""The handle that `rendezvous` returns: every rank's memory under one roof, with signals between.
+"""The handle that `rendezvous` returns: the memory of all ranks, and signals between them.
 
 A handle keeps this rank's array alive, and every view that it gives out keeps the handle alive. A
 rank marks a block as dropped only when array, handle and views are all gone there, so no view ever
 shows memory that its owner has given to another array.
 
-Signals are words and slots of the ranks' pads: see share.py.
+Signals are words and slots of the ranks' pads: see rendezvous_state.py.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from shardmath.symmetric.allocation import array_on
 from shardmath.symmetric.board import ORDERED
 from shardmath.symmetric.heap import Buffer, Location
 from shardmath.symmetric.pad_size import SLOT_BYTES, PadSetting
-from shardmath.symmetric.share import Share
+from shardmath.symmetric.rendezvous_state import RendezvousState
 from shardmath.transport.base import DeviceBytes, Memory
 
 __all__ = ["SymmetricMemory", "handle_of"]
 
 
-class _Reach:
+class _Owner:
     """Memory of some rank as an owner of arrays: it keeps the mapping and the handle alive."""
 
     def __init__(self, view: Memory, handle: SymmetricMemory) -> None:
@@ -56,9 +56,11 @@ class SymmetricMemory(metaclass=PadSetting):
     Source: torch.distributed._symmetric_memory.
     """
 
-    def __init__(self, context: Context, share: Share, buffer: Buffer, library: Library) -> None:
+    def __init__(
+        self, context: Context, state: RendezvousState, buffer: Buffer, library: Library
+    ) -> None:
         self._context = context
-        self._share = share
+        self._state = state
         self._buffer = buffer
         self._library = library
 
@@ -91,42 +93,42 @@ class SymmetricMemory(metaclass=PadSetting):
     @property
     def buffer_ptrs(self) -> list[int]:
         """The address here of each rank's allocation; 0 where it has none. Excludes `offset`."""
-        return [int(address) for address in self._share.buffer_table]
+        return [int(address) for address in self._state.buffer_table]
 
     @property
     def buffer_ptrs_dev(self) -> int:
         """The address of an array of the `buffer_ptrs`, for compiled code; the handle's own."""
-        return int(self._share.buffer_table.ctypes.data)
+        return int(self._state.buffer_table.ctypes.data)
 
     @property
     def signal_pad_ptrs(self) -> list[int]:
         """The address here of each rank's signal pad."""
-        return [int(address) for address in self._share.pad_table]
+        return [int(address) for address in self._state.pad_table]
 
     @property
     def signal_pad_ptrs_dev(self) -> int:
         """The address of an array of the `signal_pad_ptrs`, for compiled code."""
-        return int(self._share.pad_table.ctypes.data)
+        return int(self._state.pad_table.ctypes.data)
 
     @property
     def buffer_size(self) -> int:
         """Bytes of this rank's allocation."""
-        return self._share.places[self.rank].nbytes
+        return self._state.peers[self.rank].nbytes
 
     @property
     def buffer_sizes(self) -> list[int]:
         """Bytes of each rank's allocation: they may differ."""
-        return [place.nbytes for place in self._share.places]
+        return [location.nbytes for location in self._state.peers]
 
     @property
     def signal_pad_size(self) -> int:
         """Bytes of the signal slots of each rank."""
-        return self._share.places[self.rank].pad_size
+        return self._state.peers[self.rank].pad_size
 
     @property
     def offset(self) -> int:
         """Bytes from the start of this rank's allocation to its array."""
-        return self._share.places[self.rank].array_offset
+        return self._state.peers[self.rank].array_offset
 
     @property
     def multicast_ptr(self) -> int:
@@ -144,11 +146,11 @@ class SymmetricMemory(metaclass=PadSetting):
         does not exist, UseAfterFree when this rank's array was freed.
         """
         self._require_array()
-        place = self._share.places[self._peer(rank, "rank")]
+        location = self._state.peers[self._peer(rank, "rank")]
         wanted = dtypes.of(dtype)
         skipped = _elements(storage_offset) * wanted.itemsize
-        memory = self._share.memory[rank]
-        return self._view(memory, sizes, wanted, start=skipped, limit=place.nbytes)
+        memory = self._state.memory[rank]
+        return self._view(memory, sizes, wanted, start=skipped, limit=location.nbytes)
 
     def get_remote_tensor(self, peer: int, sizes: Sequence[int], dtype: Any) -> Any:
         """An array of `sizes` on `peer`'s memory, from where the array that it brought starts.
@@ -156,9 +158,9 @@ class SymmetricMemory(metaclass=PadSetting):
         Raises as `get_buffer`.
         """
         self._require_array()
-        place = self._share.places[self._peer(peer, "peer")]
-        memory, start = self._share.memory[peer], place.array_offset
-        return self._view(memory, sizes, dtypes.of(dtype), start=start, limit=place.nbytes)
+        location = self._state.peers[self._peer(peer, "peer")]
+        memory, start = self._state.memory[peer], location.array_offset
+        return self._view(memory, sizes, dtypes.of(dtype), start=start, limit=location.nbytes)
 
     def get_signal_pad(
         self,
@@ -173,12 +175,12 @@ class SymmetricMemory(metaclass=PadSetting):
         `get_buffer`.
         """
         wanted = dtypes.of("uint32" if dtype is None else dtype)
-        size = self._share.places[self._peer(rank, "rank")].pad_size
+        size = self._state.peers[self._peer(rank, "rank")].pad_size
         skipped = _elements(storage_offset)
         whole = isinstance(sizes, Sized) and len(sizes) == 0
         shape = [max(0, size // wanted.itemsize - skipped)] if whole else sizes
         start = skipped * wanted.itemsize
-        return self._view(self._share.pads[rank], shape, wanted, start=start, limit=size)
+        return self._view(self._state.pads[rank], shape, wanted, start=start, limit=size)
 
     def _view(
         self, memory: Memory | None, sizes: Sequence[int], dtype: DType, *, start: int, limit: int
@@ -201,7 +203,7 @@ class SymmetricMemory(metaclass=PadSetting):
                 "here; reach it with the handle's put and get"
             )
         strides = packed_strides(shape)
-        return array_on(_Reach(memory, self), self._library, dtype, shape, strides, start=start)
+        return array_on(_Owner(memory, self), self._library, dtype, shape, strides, start=start)
 
     def _require_array(self) -> None:
         if self._buffer.block.freed:
@@ -243,22 +245,22 @@ class SymmetricMemory(metaclass=PadSetting):
     def _copy(self, array: Any, rank: int, offset: int, *, writes: bool) -> None:
         self._context.require_open()
         self._require_array()
-        place = self._share.places[self._peer(rank, "dst_rank" if writes else "src_rank")]
+        location = self._state.peers[self._peer(rank, "dst_rank" if writes else "src_rank")]
         library = library_of(array, "src" if writes else "dst")
         spec = library.spec(array)
         skipped = index(offset, "offset") * spec.itemsize
         if spec.order not in ("C", "both"):
             name = "src" if writes else "dst"
             raise self._wrong(f"{name} is a contiguous array, not {spec}")
-        start = place.array_offset + skipped
-        if skipped < 0 or start + spec.nbytes > place.nbytes:
+        start = location.array_offset + skipped
+        if skipped < 0 or start + spec.nbytes > location.nbytes:
             given = f"elements {offset} to {offset + spec.size} of {spec.dtype}"
-            have = (place.nbytes - place.array_offset) // spec.itemsize
+            have = (location.nbytes - location.array_offset) // spec.itemsize
             raise self._wrong(f"{given}: rank {rank} has {have} of them")
         if not spec.nbytes:
             return
         memory, stream = self._own_bytes(library, array, writable=not writes)
-        where = Location(place.segment, place.offset + start)
+        where = Location(location.segment, location.offset + start)
         if writes:
             self._context.put(rank, where, memory, stream)
         else:
@@ -278,23 +280,23 @@ class SymmetricMemory(metaclass=PadSetting):
         OpTimeout this rank has still arrived, and its next call waits for the same barrier again.
         """
         self._require_channel(channel)
-        share, words = self._share, self._share.words
-        target = share.reached.get(channel, 0) + 1
+        state, words = self._state, self._state.words
+        target = state.reached.get(channel, 0) + 1
         _order()  # after writing what peers will read: before the word that announces it
         words[self.rank][channel] = target
-        if share.far is not None:
-            share.far.reached(channel, target)
+        if state.far is not None:
+            state.far.reached(channel, target)
 
         def missing() -> list[int]:
             return [r for r in range(self.world_size) if words[r][channel] < target]
 
         self._wait(lambda: not missing(), missing, "barrier", channel, timeout_ms)
-        share.reached[channel] = target
+        state.reached[channel] = target
 
     def put_signal(self, dst_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
         """Signal `dst_rank`, after waiting until it has consumed this channel's last signal."""
         self._require_channel(channel)
-        slots = self._share.slots[self._peer(dst_rank, "dst_rank")]
+        slots = self._state.slots[self._peer(dst_rank, "dst_rank")]
         slot = channel * self.world_size + self.rank
         self._wait(
             lambda: slots[slot] == 0,
@@ -305,8 +307,8 @@ class SymmetricMemory(metaclass=PadSetting):
         )
         _order()
         slots[slot] = 1
-        if self._share.far is not None:
-            self._share.far.raised(dst_rank, channel)
+        if self._state.far is not None:
+            self._state.far.raised(dst_rank, channel)
 
     def wait_signal(self, src_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
         """Wait for a signal of `src_rank` on this channel, and consume it.
@@ -314,7 +316,7 @@ class SymmetricMemory(metaclass=PadSetting):
         What `src_rank` wrote before its `put_signal`, this rank sees after.
         """
         self._require_channel(channel)
-        slots = self._share.slots[self.rank]
+        slots = self._state.slots[self.rank]
         slot = channel * self.world_size + self._peer(src_rank, "src_rank")
         self._wait(
             lambda: slots[slot] == 1,
@@ -324,8 +326,8 @@ class SymmetricMemory(metaclass=PadSetting):
             timeout_ms,
         )
         slots[slot] = 0  # before reusing what the source wrote: it may write anew from now on
-        if self._share.far is not None:
-            self._share.far.consumed(src_rank, channel)
+        if self._state.far is not None:
+            self._state.far.consumed(src_rank, channel)
 
     def _wait(
         self,
@@ -363,22 +365,24 @@ class SymmetricMemory(metaclass=PadSetting):
             )
 
 
-def handle_of(share: Share, context: Context, buffer: Buffer, library: Library) -> SymmetricMemory:
-    """The share's handle for arrays of `library`: the same object while anything refers to it."""
-    known = share.handles.get(library.name)
+def handle_of(
+    state: RendezvousState, context: Context, buffer: Buffer, library: Library
+) -> SymmetricMemory:
+    """The handle for arrays of `library`: the same object while anything refers to it."""
+    known = state.handles.get(library.name)
     handle = known() if known is not None else None
     if handle is None:
-        handle = _kind(share)(context, share, buffer, library)
-        share.handles[library.name] = weakref.ref(handle)
+        handle = _kind(state)(context, state, buffer, library)
+        state.handles[library.name] = weakref.ref(handle)
         alive = [one for one in buffer.block.handles if one() is not None]
-        buffer.block.handles = [*alive, share.handles[library.name]]
+        buffer.block.handles = [*alive, state.handles[library.name]]
     return handle
 
 
-def _kind(share: Share) -> type[SymmetricMemory]:
-    if share.team is None:
+def _kind(state: RendezvousState) -> type[SymmetricMemory]:
+    if state.team is None:
         return SymmetricMemory
-    if 0 in share.team.pads:
+    if 0 in state.team.pads:
         from shardmath.symmetric.far_handle import FarDeviceSymmetricMemory
 
         return FarDeviceSymmetricMemory

@@ -1,6 +1,6 @@
-"""What stands before each message of an exchange: the name of the operation, the same on all ranks.
+"""The header of each message of an exchange: the name of the operation, the same on all ranks.
 
-Ranks whose program has gone different ways find out here, before a message is read as another's.
+Ranks that have called different operations find out here, before a message is read as another's.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ from functools import lru_cache
 from shardmath.errors import CollectiveMismatch
 from shardmath.group.base import rank_names
 
-__all__ = ["NAME_BYTES", "bodies", "heading"]
+__all__ = ["NAME_BYTES", "bodies", "header"]
 
 NAME_BYTES = 64  # of a name; the rest of a longer one is not compared
 _END = b"\0"
 
 
 @lru_cache(maxsize=256)
-def heading(operation: str) -> bytes:
-    """What the messages of this operation begin with."""
+def header(operation: str) -> bytes:
+    """The header of all messages of this operation."""
     return operation.encode()[:NAME_BYTES] + _END
 
 
 def bodies(texts: Sequence[bytes], operation: str) -> list[bytes]:
-    """All ranks' messages, without the heading that each must have. Raises CollectiveMismatch."""
-    head = heading(operation)
+    """All ranks' messages, without the header that each must have. Raises CollectiveMismatch."""
+    prefix = header(operation)
     for text in texts:
-        if not text.startswith(head):
+        if not text.startswith(prefix):
             raise CollectiveMismatch(f"the ranks called different operations: {_calls(texts)}")
-    return [text[len(head) :] for text in texts]
+    return [text[len(prefix) :] for text in texts]
 
 
 def _calls(texts: Sequence[bytes]) -> str:

@@ -4,12 +4,15 @@ Allocation is local and needs no peer: offsets may differ by rank, and ranks tel
 block lies when they use it together. Freeing is local too. A block that peers know of returns to
 use only after every rank of each of its groups has marked it and an exchange that carried the marks
 has passed, so a late reader never sees memory that has been given to another array. The garbage
-collector only ever appends to a list.
+collector only ever appends to a list. A block that this rank has dropped or freed is *retired*
+until it can be reused.
 
 Streams. What a rank has dropped, kernels on any of its streams may still read. So a dropped block
-stands behind a fence, set on all streams of the device once the drop has been seen: before the
+is retired behind a fence, set on all streams of the device once the drop has been seen: before the
 fence has passed, the rank neither reuses the block nor marks it for its peers. Small blocks wait
 for each other where a fence is dear, and take turns.
+
+Timeouts. Where an operation of GPUs was given up, what its peers were told of is never used again.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardmath.errors import HeapExhausted
+from shardmath.symmetric.groups import Groups
 from shardmath.symmetric.ranges import GRANULE, OwnSegment, aligned
 from shardmath.transport.base import Fence, Transport
 
@@ -31,8 +35,8 @@ __all__ = ["Block", "Buffer", "Heap", "Location"]
 
 _SMALL = 16 << 20  # bytes of a block that need not be used again at once
 _AHEAD = 1e-3  # seconds that it waits for fences that are due
-_PATIENCE = 0.05  # seconds that an allocation waits for fences before the heap grows
-_LAST_PATIENCE = 2.0  # the same where it cannot grow
+_FENCE_WAIT = 0.05  # seconds that an allocation waits for fences before the heap grows
+_LAST_FENCE_WAIT = 2.0  # the same where it cannot grow
 _PAUSE = 2e-5
 
 
@@ -48,35 +52,37 @@ class Block:
     """`nbytes` of the heap.
 
     `shared` holds the marks, (group, number), that every rank of the group must set before the
-    block can be reused. `freed`: the user has freed it. `unused`: no array of this rank refers to
-    it. `fence`: behind what the device was doing when either was seen. `buffer()` is the Buffer
-    while there is one; `handles` are the weakly held objects through which this rank reaches the
-    peers' blocks of the same number.
+    block can be reused; `announced_to`, the groups that know where it lies. `freed`: the user has
+    freed it. `unused`: no array of this rank refers to it. `fence`: behind what the device was
+    doing when either was seen. `buffer()` is the Buffer while there is one; `handles` are the
+    weakly held objects through which this rank reaches the peers' blocks of the same number.
     """
 
     __slots__ = (
         "__weakref__",
         "address",
+        "announced_to",
         "buffer",
         "fence",
         "freed",
         "handles",
         "location",
         "nbytes",
-        "room",
+        "reserved",
         "shared",
         "unused",
     )
 
-    def __init__(self, location: Location, nbytes: int, room: int, address: int) -> None:
+    def __init__(self, location: Location, nbytes: int, reserved: int, address: int) -> None:
         self.location = location
         self.nbytes = nbytes
-        self.room = room
+        self.reserved = reserved
         self.address = address
         self.freed = False
         self.unused = False
         self.fence: Fence | None = None
         self.shared: set[tuple[int, int]] = set()
+        self.announced_to: set[int] = set()
         self.buffer: Callable[[], Buffer | None] = _nothing
         self.handles: list[weakref.ref[Any]] = []
 
@@ -86,7 +92,7 @@ class Block:
         return self.unused or (self.freed and not any(handle() for handle in self.handles))
 
     @property
-    def quiet(self) -> bool:
+    def idle(self) -> bool:
         """Whether the device does nothing more with a block that was dropped or freed."""
         return self.fence is not None and self.fence.passed()
 
@@ -100,7 +106,7 @@ def _nothing() -> None:
 
 def _await(block: Block, give_up: float) -> bool:
     """Wait for the fence of a block, but not longer than until `give_up`: whether it has passed."""
-    while not block.quiet:
+    while not block.idle:
         if time.monotonic() > give_up:
             return False
         time.sleep(_PAUSE)
@@ -111,8 +117,9 @@ class Buffer:
     """What an array on a block keeps alive. Its end marks the block.
 
     Array libraries take its bytes by the protocol of the transport: `__array_interface__` on hosts,
-    `__cuda_array_interface__` on GPUs. `shares` holds what this rank knows of the peers' memory
-    that was tied to the block, `group` the name of the group that it was allocated for, if any.
+    `__cuda_array_interface__` on GPUs. `rendezvous_states` holds what this rank knows of the peers'
+    memory that was tied to the block, `group` the name of the group that it was allocated for, if
+    any.
     """
 
     def __init__(
@@ -126,7 +133,7 @@ class Buffer:
         """`dropped` is told of the block at the end: the garbage collector only ever appends."""
         self.block = block
         self._dropped = dropped
-        self.shares: dict[Any, Any] = {}
+        self.rendezvous_states: dict[Any, Any] = {}
         self.group: str | None = None
         self._lease = lease  # keeps the mapping
         description: dict[str, Any] = {
@@ -150,14 +157,14 @@ class Heap:
     def __init__(self, transport: Transport, *, rank: int, segment_bytes: int) -> None:
         self.transport = transport
         self.rank = rank
+        self.groups = Groups()
         self._segment_bytes = segment_bytes
         self._segments: list[OwnSegment] = []
         self._addresses: list[int] = []  # sorted; _blocks in step
         self._blocks: list[Block] = []
         self._dropped: deque[Block] = deque()
-        self._left: deque[tuple[int, Callable[[], bool]]] = deque()
-        self._limbo: dict[Block, None] = {}  # in order of arrival
-        self._full_at = 0  # how many blocks are in limbo when small ones are reused next
+        self._retired: dict[Block, None] = {}  # in order of arrival
+        self._full_at = 0  # how many blocks are retired when small ones are reused next
         self._lock = threading.RLock()
 
     @property
@@ -172,34 +179,34 @@ class Heap:
 
         Raises HeapExhausted, and leaves the heap as it was, when memory does not suffice.
         """
-        room = aligned(max(nbytes, 1))
+        reserved = aligned(max(nbytes, 1))
         with self._lock:
             if self.transport.drops_at_once == 0:
                 self.recycle()
-            elif room > _SMALL:
+            elif reserved > _SMALL:
                 self._collect()
-                self._release(_SMALL)
+                self._reclaim(_SMALL)
             else:
-                self._take_turns(self.transport.drops_at_once)
-            location = self._take(room)
+                self._reuse_small_blocks(self.transport.drops_at_once)
+            location = self._take(reserved)
             if location is None:
                 self.recycle()
-                location = self._take(room) or self._take_patiently(room)
+                location = self._take(reserved) or self._take_after_fences(reserved)
             grown = location is None
             if location is None:
-                self._grow(room)
-                location = self._take(room)
+                self._grow(reserved)
+                location = self._take(reserved)
                 assert location is not None, "a new segment holds what it was made for"
             segment = self._segments[location.segment]
             try:
-                self._commit(location, room)
+                self._commit(location, reserved)
             except HeapExhausted:
-                segment.ranges.give(location.offset, room)
+                segment.ranges.give(location.offset, reserved)
                 if grown:
                     self._segments.pop()
                     self.transport.release()
                 raise
-            block = Block(location, nbytes, room, segment.address + location.offset)
+            block = Block(location, nbytes, reserved, segment.address + location.offset)
             at = bisect_right(self._addresses, block.address)
             self._addresses.insert(at, block.address)
             self._blocks.insert(at, block)
@@ -215,22 +222,22 @@ class Heap:
             if at < 0:
                 return None
             block = self._blocks[at]
-            return block if address < block.address + block.room else None
+            return block if address < block.address + block.reserved else None
 
     def free(self, block: Block) -> None:
         """The user needs `block` no more: give its memory back as soon as no peer can read it."""
         with self._lock:
             block.freed = True
             block.fence = None
-            self._limbo[block] = None
+            self._retired[block] = None
             self.recycle()
 
     def restore(self, block: Block) -> None:
         """Take back a `free` of a block whose buffer is still held. Raises HeapExhausted."""
         with self._lock:
-            self._commit(block.location, block.room)
+            self._commit(block.location, block.reserved)
             block.freed = False
-            self._limbo.pop(block, None)
+            self._retired.pop(block, None)
 
     # -- marks: what the ranks of a group tell each other ------------------------------------------
 
@@ -243,84 +250,75 @@ class Heap:
         """The numbers of this rank's blocks of `group` that it no longer uses."""
         with self._lock:
             self._collect()
-            released = [block for block in self._limbo if block.released and block.quiet]
+            released = [block for block in self._retired if block.released and block.idle]
             return [n for block in released for g, n in block.shared if g == group]
 
-    def honour(self, group: int, marks: Iterable[Iterable[int]]) -> None:
+    def apply_marks(self, group: int, marks: Iterable[Iterable[int]]) -> None:
         """Drop the marks that every rank of `group` has set, given all ranks' `marks`."""
         common = set.intersection(*(set(numbers) for numbers in marks))
         set_by_all = {(group, number) for number in common}
         with self._lock:
-            for block in self._limbo:
+            for block in self._retired:
                 block.shared -= set_by_all
             self.recycle()
-
-    def forget(self, group: int, ended: Callable[[], bool]) -> None:
-        """This rank has left `group`; once `ended()`, no mark of it is awaited any more.
-
-        Until then a peer may read what it knows through the group. Only appends to a list: the
-        garbage collector may call it.
-        """
-        self._left.append((group, ended))
 
     def recycle(self) -> None:
         """Reuse what is unused and awaited by no peer."""
         with self._lock:
             self._collect()
-            self._release()
+            self._reclaim()
 
-    def _release(self, beyond: int = 0) -> None:
+    def _reclaim(self, larger_than: int = 0) -> None:
         """Reuse what has more bytes than that, whose fence has passed."""
         waiting: dict[Block, None] = {}
         busy = False  # a fence has not passed, nor then have those that were set after it
-        for block in self._limbo:
-            kept = block.shared or block.room <= beyond
-            busy = busy or not (kept or block.quiet)
+        for block in self._retired:
+            kept = block.shared or block.reserved <= larger_than
+            busy = busy or not (kept or block.idle)
             if kept or busy:
                 waiting[block] = None
             elif block.unused:
                 self._reuse(block)
             elif block.freed:
                 self._decommit(block)  # addresses stay until the last array is gone
-        self._limbo = waiting
+        self._retired = waiting
 
     def _collect(self) -> None:
         """Take over what the garbage collector has marked, and the groups that have ended.
 
-        What is new in limbo gets its fence.
+        What has been retired since gets its fence.
         """
-        for _ in range(len(self._left)):
-            group, ended = self._left.popleft()
-            if not ended():
-                self._left.append((group, ended))
-                continue
+        for group in self.groups.ended():
             for block in self._blocks:
                 block.shared = {mark for mark in block.shared if mark[0] != group}
         while self._dropped:
             block = self._dropped.popleft()
             block.unused = True
             block.fence = None
-            self._limbo[block] = None
-        fresh = [block for block in self._limbo if block.fence is None]
+            self._retired[block] = None
+        fresh = [block for block in self._retired if block.fence is None]
         fence = self.transport.fence() if fresh else None
         for block in fresh:
             block.fence = fence
 
     def _reuse(self, block: Block) -> None:
+        """Give memory to other arrays, unless a late peer may write there: then to nobody."""
+        if self.groups.may_write(block.announced_to):
+            return
         at = bisect_right(self._addresses, block.address) - 1
         del self._addresses[at], self._blocks[at]
-        self._segments[block.location.segment].ranges.give(block.location.offset, block.room)
+        self._segments[block.location.segment].ranges.give(block.location.offset, block.reserved)
 
     # -- segments ----------------------------------------------------------------------------------
 
-    def _take(self, room: int) -> Location | None:
+    def _take(self, reserved: int) -> Location | None:
         for index, segment in enumerate(self._segments):
-            offset = segment.ranges.take(room)
+            offset = segment.ranges.take(reserved)
             if offset is not None:
                 return Location(index, offset)
         return None
 
-    def _take_turns(self, many: int) -> None:
+    def _reuse_small_blocks(self, many: int) -> None:
         """Let small blocks that were dropped share fences, and reuse all but the last so `many`.
 
         So the blocks of a loop lie in the same few places, on all ranks, however fast the device
@@ -329,62 +327,62 @@ class Heap:
         """
         if len(self._dropped) >= many:
             self._collect()
-        if len(self._limbo) < self._full_at:
+        if len(self._retired) < self._full_at:
             return
-        turns = [b for b in self._limbo if b.unused and b.fence and not b.shared]
+        reusable = [b for b in self._retired if b.unused and b.fence and not b.shared]
         give_up = time.monotonic() + _AHEAD
-        for block in [b for b in turns if b.room <= _SMALL][:-many]:
+        for block in [b for b in reusable if b.reserved <= _SMALL][:-many]:
             if not _await(block, give_up):
                 break
-            del self._limbo[block]
+            del self._retired[block]
             self._reuse(block)
-        self._full_at = max(2 * many, len(self._limbo) + many)
+        self._full_at = max(2 * many, len(self._retired) + many)
 
-    def _take_patiently(self, room: int) -> Location | None:
+    def _take_after_fences(self, reserved: int) -> Location | None:
         """Wait for fences, but not long: what is before one may wait for this rank's next call."""
-        patience = _PATIENCE if self.transport.grows or not self._segments else _LAST_PATIENCE
-        give_up = time.monotonic() + patience
-        for block in [b for b in self._limbo if b.unused and not b.shared and b.fence]:
+        wait = _FENCE_WAIT if self.transport.grows or not self._segments else _LAST_FENCE_WAIT
+        give_up = time.monotonic() + wait
+        for block in [b for b in self._retired if b.unused and not b.shared and b.fence]:
             if not _await(block, give_up):
                 return None
             self.recycle()
-            location = self._take(room)
+            location = self._take(reserved)
             if location is not None:
                 return location
         return None
 
-    def _grow(self, room: int) -> None:
+    def _grow(self, reserved: int) -> None:
         """Add a segment as large as all before it together, so that there are never many."""
         if self._segments and not self.transport.grows:
-            raise self._full(room)
+            raise self._full(reserved)
         total = sum(segment.nbytes for segment in self._segments)
-        wanted = min(max(self._segment_bytes, total), room + self.transport.spare_bytes)
-        wanted = aligned(max(room, wanted), GRANULE)
+        wanted = min(max(self._segment_bytes, total), reserved + self.transport.spare_bytes)
+        wanted = aligned(max(reserved, wanted), GRANULE)
         try:
             made = self.transport.reserve(wanted)
         except HeapExhausted:
-            made = self.transport.reserve(aligned(room, GRANULE))
+            made = self.transport.reserve(aligned(reserved, GRANULE))
         address = self.transport.address(self.rank, made.index, 0, made.nbytes)
         assert address is not None, "a rank has an address for its own memory"
         self._segments.append(OwnSegment(address, made.nbytes, self.transport.lease(made.index)))
 
-    def _full(self, room: int) -> HeapExhausted:
+    def _full(self, reserved: int) -> HeapExhausted:
         """What to raise where there will be no other segment."""
         total = sum(segment.nbytes for segment in self._segments)
         free = sum(segment.ranges.free for segment in self._segments)
         longest = max(segment.ranges.longest for segment in self._segments)
-        more = aligned(room - longest, GRANULE)
+        more = aligned(reserved - longest, GRANULE)
         return HeapExhausted(
-            f"rank {self.rank}: symmetric memory needs {room:,} bytes in one piece, and of its "
+            f"rank {self.rank}: symmetric memory needs {reserved:,} bytes in one piece, and of its "
             f"{total:,} bytes {free:,} are free, {longest:,} in one piece; between hosts it cannot "
             f"grow: start all ranks with SHARDMATH_GPU_HEAP_BYTES larger by {more}, or free arrays",
-            need=room,
+            need=reserved,
             have=longest,
         )
 
-    def _commit(self, location: Location, room: int) -> None:
+    def _commit(self, location: Location, reserved: int) -> None:
         segment = self._segments[location.segment]
-        for offset, size in segment.uncommitted(location.offset, room):
+        for offset, size in segment.uncommitted(location.offset, reserved):
             self.transport.commit(location.segment, offset, size)
             segment.note(offset, size, committed=True)
 
@@ -392,7 +390,7 @@ class Heap:
         """Give back the granules that lie wholly inside a block."""
         location = block.location
         first = aligned(location.offset, GRANULE)
-        last = (location.offset + block.room) // GRANULE * GRANULE
+        last = (location.offset + block.reserved) // GRANULE * GRANULE
         if first < last:
             self.transport.decommit(location.segment, first, last - first)
             self._segments[location.segment].note(first, last - first, committed=False)

@@ -1,16 +1,16 @@
 """Rendezvous: the ranks of a group tell each other where their arrays lie, and get a handle.
 
-It is always at least one exchange, in which each rank names the share that it has for this array.
-If all name the same one, its handle is returned; else all make a new one. So whatever a rank has
-kept or dropped, all ranks do the same thing. What may fail on one rank (memory for a pad, mapping a
-peer's segment) happens before an exchange, which tells all.
+It is always at least one exchange, in which each rank sends the number of the rendezvous that it
+has kept for this array. If all send the same one, its handle is returned; else all make a new one.
+So whatever a rank has kept or dropped, all ranks do the same thing. What may fail on one rank
+(memory for a pad, mapping a peer's segment) happens before an exchange, which tells all.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
 from shardmath.agreement import require_equal
@@ -25,7 +25,13 @@ from shardmath.symmetric.allocation import block_of
 from shardmath.symmetric.handle import SymmetricMemory, handle_of
 from shardmath.symmetric.heap import Block, Buffer, Location
 from shardmath.symmetric.pad_size import SLOT_BYTES, pad_setting
-from shardmath.symmetric.share import FarSignals, Place, Share, pad_bytes
+from shardmath.symmetric.rendezvous_state import (
+    FarSignals,
+    PeerLocation,
+    RendezvousState,
+    pad_bytes,
+)
+from shardmath.symmetric.shared_memory import allocate_on_all_ranks
 
 if TYPE_CHECKING:
     from shardmath.symmetric.team import Team
@@ -51,20 +57,20 @@ def rendezvous(tensor: Any, group: Any = None) -> SymmetricMemory:
     def describe() -> tuple[int | None, list[int]]:
         block, offset, buffer = _located(context, tensor)
         found.append((block, offset, buffer))
-        share = buffer.shares.get((context.number, offset))
-        return None if share is None else share.number, context.heap.marks(context.number)
+        state = buffer.rendezvous_states.get((context.number, offset))
+        return None if state is None else state.number, context.heap.marks(context.number)
 
     def check(specs: list[tuple[int | None, list[int]]]) -> tuple[bool, list[list[int]]]:
         numbers = {number for number, _ in specs}
         return len(numbers) == 1 and None not in numbers, [marks for _, marks in specs]
 
     known, marks = context.agree("rendezvous", describe, check)
-    context.heap.honour(context.number, marks)
+    context.heap.apply_marks(context.number, marks)
     block, offset, buffer = found.pop()
     if not known:
-        buffer.shares[context.number, offset] = _share(context, block, offset)
-    share: Share = buffer.shares[context.number, offset]
-    return handle_of(share, context, buffer, library_of(tensor))
+        buffer.rendezvous_states[context.number, offset] = _established(context, block, offset)
+    state: RendezvousState = buffer.rendezvous_states[context.number, offset]
+    return handle_of(state, context, buffer, library_of(tensor))
 
 
 def register_group(name: str, group: ProcessGroup | DistributedContext) -> None:
@@ -95,55 +101,53 @@ def _located(context: Context, tensor: Any) -> tuple[Block, int, Buffer]:
     return *found, buffer
 
 
-def _share(context: Context, block: Block, offset: int) -> Share:
-    """A new share, the same on all ranks. Collective."""
-    pads: list[Buffer] = []
+def _established(context: Context, block: Block, offset: int) -> RendezvousState:
+    """The state of a new rendezvous, with the same number on all ranks. Collective."""
 
-    def tell() -> tuple[int, ...]:
+    def allocate() -> tuple[Buffer, tuple[int, ...]]:
         slots = pad_setting()
         pad = context.heap.allocate(_pad_bytes(context, slots))
-        context.zero(pad)  # before peers know of it
-        pads.append(pad)
+        context.zero(pad)
         context.announce(block)
-        context.announce(pad.block)
-        where, at = block.location, pad.block.location
-        place = Place(
-            where.segment, where.offset, block.nbytes, offset, at.segment, at.offset, slots
+        at = block.location
+        return pad, (at.segment, at.offset, block.nbytes, offset, slots)
+
+    def check(notes: Sequence[tuple[int, ...]]) -> None:
+        require_equal("the size of the signal pad", [slots for *_, slots in notes])
+
+    memory = allocate_on_all_ranks(context, "rendezvous, places", allocate, check)
+    pad_buffer = memory.buffer
+    peers = [
+        PeerLocation(segment, start, nbytes, at, pad.segment, pad.offset, pad_size)
+        for (segment, start, nbytes, at, pad_size), pad in zip(
+            memory.notes, memory.locations, strict=True
         )
-        return astuple(place)
-
-    def told(specs: list[tuple[int, ...]]) -> list[Place]:
-        places = [Place(*spec) for spec in specs]
-        require_equal("the size of the signal pad", [place.pad_size for place in places])
-        return places
-
-    places = context.agree("rendezvous, places", tell, told)
-    pad = pads.pop()
-    made: list[Share] = []
+    ]
+    made: list[RendezvousState] = []
 
     def reach() -> None:
-        memory = [
-            context.peer_memory(rank, Location(place.segment, place.offset), place.nbytes)
-            for rank, place in enumerate(places)
+        arrays = [
+            context.peer_memory(rank, Location(location.segment, location.offset), location.nbytes)
+            for rank, location in enumerate(peers)
         ]
-        nbytes = _pad_bytes(context, places[0].pad_size)
+        nbytes = _pad_bytes(context, peers[0].pad_size)
         peer_pads = [
-            context.peer_memory(rank, Location(place.pad_segment, place.pad_offset), nbytes)
-            for rank, place in enumerate(places)
+            context.peer_memory(rank, Location(location.pad_segment, location.pad_offset), nbytes)
+            for rank, location in enumerate(peers)
         ]
-        share = Share(-1, places, memory, peer_pads, pad)
-        share.team = _team(context, share)
-        made.append(share)
+        state = RendezvousState(-1, peers, arrays, peer_pads, pad_buffer)
+        state.team = _team(context, state)
+        made.append(state)
 
     context.agree("rendezvous, reach", reach, lambda _: None)
-    share = made.pop()
+    state = made.pop()
     # Two marks: array and pad may be dropped at different times.
-    share.number, pad_number = context.next_share(), context.next_share()
+    state.number, pad_number = context.next_shared_id(), context.next_shared_id()
     if context.spans_hosts and context.team is None:
-        share.far = FarSignals(context, share)
-    context.heap.share(block, context.number, share.number)
-    context.heap.share(pad.block, context.number, pad_number)
-    return share
+        state.far = FarSignals(context, state)
+    context.heap.share(block, context.number, state.number)
+    context.heap.share(pad_buffer.block, context.number, pad_number)
+    return state
 
 
 def _pad_bytes(context: Context, slots: int) -> int:
@@ -158,29 +162,29 @@ def _team_start(slots: int) -> int:
     return up(slots, structs.PAD_ALIGNMENT)
 
 
-def _team(context: Context, share: Share) -> Team | None:
-    """The team that signals through the pads of `share`, for a context of GPUs."""
+def _team(context: Context, state: RendezvousState) -> Team | None:
+    """The team that signals through the pads of `state`, for a context of GPUs."""
     whole = context.team
     if whole is None:
         return None
-    slots = share.places[0].pad_size
+    slots = state.peers[0].pad_size
     start = _team_start(slots)
-    pads = [int(address) and int(address) + start for address in share.pad_table]
+    pads = [int(address) and int(address) + start for address in state.pad_table]
     channels = slots // (SLOT_BYTES * context.size)
-    team = whole.another(share.pad_buffer, pads, channels)
+    team = whole.with_pads(state.pad_buffer, pads, channels)
     if context.spans_hosts:
-        _locate(team, whole, share, start)
+        _locate(team, whole, state, start)
     return team
 
 
-def _locate(team: Team, whole: Team, share: Share, start: int) -> None:
-    """Where the team's pads lie on other hosts: `start` bytes into those of the share."""
+def _locate(team: Team, whole: Team, state: RendezvousState, start: int) -> None:
+    """Where the team's pads lie on other hosts: `start` bytes into those of the rendezvous."""
     from shardmath.symmetric.far_team import FarTeam
 
     assert isinstance(team, FarTeam) and isinstance(whole, FarTeam), "of several hosts"
     far = [rank for rank, pad in enumerate(team.pads) if not pad]
-    places = {rank: share.places[rank] for rank in far}
-    pads = {rank: Location(at.pad_segment, at.pad_offset + start) for rank, at in places.items()}
+    peers = {rank: state.peers[rank] for rank in far}
+    pads = {rank: Location(at.pad_segment, at.pad_offset + start) for rank, at in peers.items()}
     team.locate(whole.transport, whole.numbers, pads)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 from shardmath.transport.wires import Channel, Wires
 
-__all__ = ["ORDERED", "Rows", "SpreadRows"]
+__all__ = ["ORDERED", "MultiHostRows", "Rows"]
 
 # On x86-64 stores become visible in program order. Elsewhere a fence must come between the data and
 # the word that announces it, and between a word and the data read after it; a switch of threads in
@@ -28,7 +28,7 @@ _WORD = 8
 class Rows:
     """The rows of ranks that all map `memory`: `bytes[rank]`, and `words[rank]` of 8 bytes."""
 
-    spread = False  # whether `look` must be called for words to arrive
+    needs_polling = False  # whether `poll` must be called for words to arrive
 
     def __init__(self, memory: mmap.mmap, *, rank: int, size: int, row_bytes: int) -> None:
         self.rank = rank
@@ -46,17 +46,17 @@ class Rows:
             os.sched_yield()
         self.words[self.rank][word] = value
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Let what peers have published arrive."""
 
     def flush(self) -> None:
         """Let peers see what was written, without a word that says so."""
 
 
-class SpreadRows(Rows):
+class MultiHostRows(Rows):
     """Rows of ranks of several hosts: `far` are those elsewhere, with their numbers in the mesh."""
 
-    spread = True
+    needs_polling = True
 
     def __init__(
         self,
@@ -98,9 +98,9 @@ class SpreadRows(Rows):
         self._unsent.append((_WORD * word, value.to_bytes(_WORD, "little")))
         self.flush()
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """See Rows."""
-        self._wires.look()
+        self._wires.poll()
 
     def flush(self) -> None:
         """See Rows."""

@@ -43,7 +43,7 @@ _OPERATIONS = {
 }
 _PLACES = {structs.OF_COLLECTIVE: "block", structs.OF_PRODUCT: "chunk", structs.OF_SHARD: "part"}
 # What an expired wait leaves in no known state.
-_COUNTED = (structs.OF_COLLECTIVE, structs.OF_PRODUCT)
+_BREAKING = (structs.OF_COLLECTIVE, structs.OF_PRODUCT)
 _REFUSED = {
     structs.NO_CHANNEL: "named channel {seen}; there are {expected}, numbered from 0",
     structs.NO_PEER: "named rank {seen}; there are {expected}, numbered from 0",
@@ -73,19 +73,20 @@ class Team:
         self.rank = board.rank
         self.size = board.size
         self.pads = tuple(pads)
-        self.timeout = board.patience.timeout
+        self.timeout = board.policy.timeout
         self.broken = ""  # why what collectives count is in no known state
+        self._expired = False  # a kernel's wait, at any time
         self._board = board
         self._own = own
-        self._family: weakref.WeakSet[Team] = weakref.WeakSet([self])  # all teams of these ranks
+        self._related: weakref.WeakSet[Team] = weakref.WeakSet([self])  # all teams of these ranks
         self._report = report_of(device, 1 + 3 * self.size)
         self._launches: LRUCache[tuple[Any, ...], ReadyLaunch] = LRUCache(_LAUNCHES)
 
-    def another(self, own: Buffer, pads: Sequence[int], channels: int) -> Self:
+    def with_pads(self, own: Buffer, pads: Sequence[int], channels: int) -> Self:
         """A team of the same ranks with pads of its own."""
         made = type(self)(self.device, self._board, own, pads, channels=channels)
-        self._family.add(made)
-        made._family = self._family
+        self._related.add(made)
+        made._related = self._related
         return made
 
     @property
@@ -107,7 +108,7 @@ class Team:
         return kernel(self.device, file, function, every, shared=shared, features=features)
 
     @property
-    def from_next(self) -> list[int]:
+    def ring_order(self) -> list[int]:
         """All ranks, from the next one on to this one: no two ranks begin with the same."""
         return [(self.rank + step) % self.size for step in range(1, self.size + 1)]
 
@@ -123,9 +124,9 @@ class Team:
     def barrier(self, stream: int, *, channel: int = 0, timeout: float | None = None) -> None:
         """Put a barrier of all ranks on `stream`: what was written before, all see after."""
         self.device.activate()
-        self.barrier_within(stream, channel=channel, timeout=timeout)
+        self.enqueue_barrier(stream, channel=channel, timeout=timeout)
 
-    def barrier_within(
+    def enqueue_barrier(
         self, stream: int, *, channel: int = 0, timeout: float | None = None
     ) -> None:
         """The same where the device's context is the calling thread's, as within a turn."""
@@ -133,7 +134,7 @@ class Team:
         self._require(channel)
         if self.size > 1:
             tail = struct.pack("Ii", channel, 0)
-            self._put("team_barrier", stream, timeout, tail, threads=self._barrier_threads)
+            self._launch("team_barrier", stream, timeout, tail, threads=self._barrier_threads)
 
     def put_signal(self, dst: int, stream: int, *, channel: int = 0) -> None:
         """Send one more signal to rank `dst` when `stream` gets there. Never waits."""
@@ -158,7 +159,7 @@ class Team:
         """`raise_flag` or `lower_flag` of signals.cu, on the 32-bit word at address `slot`."""
         self.check()
         self.device.activate()
-        self._put(function, stream, timeout, struct.pack("QIi", slot, channel, peer))
+        self._launch(function, stream, timeout, struct.pack("QIi", slot, channel, peer))
 
     def _signal(
         self, function: str, peer: int, stream: int, channel: int, timeout: float | None
@@ -168,9 +169,9 @@ class Team:
         if not 0 <= peer < self.size:
             raise ValueError(f"rank {peer} is not among the {self.size} ranks, numbered from 0")
         self.device.activate()
-        self._put(function, stream, timeout, struct.pack("Ii", channel, peer))
+        self._launch(function, stream, timeout, struct.pack("Ii", channel, peer))
 
-    def _put(
+    def _launch(
         self,
         function: str,
         stream: int,
@@ -209,17 +210,17 @@ class Team:
         while status_of("cuStreamQuery", stream)[0] == busy:
             waited = time.perf_counter() - start
             if waited > _LOOK_AFTER and self._board.dead():
-                self.give_up()
+                self.abort()
                 break
             time.sleep(min(waited / 8, _LONGEST_NAP))
         call("cuStreamSynchronize", stream)
         self.check()
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """End what kernels wait for in any team of these ranks, as if its time had passed."""
         self.device.activate()
         side = call("cuStreamCreate", 1)  # which waits for no other stream
-        for team in list(self._family):
+        for team in list(self._related):
             call("cuMemsetD8Async", team.pads[team.rank] + structs.FAILED, 1, 1, side)
         call("cuStreamSynchronize", side)
         call("cuStreamDestroy", side)
@@ -231,7 +232,7 @@ class Team:
         where nothing has gone wrong. After the error, the team can be used again.
         """
         if self._report.words[0]:
-            raise self._noted()
+            raise self._reported_error()
 
     def require_usable(self) -> None:
         """`check`, and raise RankFailure after an operation of these ranks was given up."""
@@ -242,9 +243,14 @@ class Team:
                 f"({self.broken}); finalize and initialize again among the ranks that remain"
             )
 
-    def _noted(self) -> Exception:
+    def gave_up(self) -> bool:
+        """Whether an operation may have ended here before its peers were done with it."""
+        return self._expired or bool(self._report.words[0]) or self._board.failure is not None
+
+    def _reported_error(self) -> Exception:
         with suppress(CudaError):  # what else was waiting ends now, and has its say
             self.device.synchronize()
+        self._expired = True
         late = self._report.words[1:].reshape(self.size, 3).copy()
         self._report.words[:] = 0
         call("cuMemsetD8", self.pads[self.rank] + structs.FAILED, 0, 8)
@@ -258,9 +264,9 @@ class Team:
             for rank in ranks
             for operation, expected, seen in [late[rank].tolist()]
         ]
-        if any(_is_counted(int(late[rank, 0])) for rank in ranks):
+        if any(_breaks_counts(int(late[rank, 0])) for rank in ranks):
             self.broken = "; ".join(reasons)
-        gone = self._board.gone(ranks)
+        gone = self._board.ended_peer_error(ranks)
         if gone is not None:
             return gone
         return OpTimeout(
@@ -270,10 +276,10 @@ class Team:
         )
 
 
-def _is_counted(operation: int) -> bool:
+def _breaks_counts(operation: int) -> bool:
     """Whether an expired wait of that kind and place leaves what is counted in no known state."""
     kind, number = operation & 0xFFFFFFFF, operation >> 32
-    return kind in _COUNTED or (kind == structs.OF_BARRIER and number >= RESERVED)
+    return kind in _BREAKING or (kind == structs.OF_BARRIER and number >= RESERVED)
 
 
 def _signed(word: int) -> int:

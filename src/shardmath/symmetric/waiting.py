@@ -1,9 +1,8 @@
-"""How a rank waits for another: with a deadline, an eye on the peer's life, and words for it all.
+"""How a rank waits for another: spinning, yielding, sleeping; with a deadline and liveness checks.
 
-A wait first spins, since peers mostly arrive within microseconds; then lets others have the core;
-then sleeps, ever longer up to a millisecond, and only then looks whether the peers are alive,
-whether one has left, and whether time is up. So the common case costs a few loads and no system
-call.
+A wait first spins, since peers mostly arrive within microseconds; then yields the core; then sleeps
+with exponential backoff up to a millisecond, and only then checks whether the peers are alive,
+whether one has left, and the deadline. So the common case costs a few loads and no system call.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 from shardmath.errors import OpTimeout
 from shardmath.group.base import rank_names
 
-__all__ = ["Patience", "wait_until"]
+__all__ = ["WaitPolicy", "wait_until"]
 
 _YIELDS = 100
 _FIRST_SLEEP = 20e-6
@@ -25,7 +24,7 @@ _LAST_SLEEP = 1e-3
 
 
 @dataclass(frozen=True)
-class Patience:
+class WaitPolicy:
     """How long to wait: `timeout` seconds, with a notice after `notice`; at first `spins` polls."""
 
     timeout: float
@@ -33,7 +32,7 @@ class Patience:
     spins: int
 
     @classmethod
-    def of(cls, timeout: float, notice: float, local_ranks: int) -> Patience:
+    def of(cls, timeout: float, notice: float, local_ranks: int) -> WaitPolicy:
         """Spin long only where every rank has a core of its own."""
         cores = len(os.sched_getaffinity(0))
         return cls(timeout, notice, 2000 if local_ranks <= cores else 20)
@@ -42,57 +41,57 @@ class Patience:
 def wait_until(
     arrived: Callable[[], bool],
     *,
-    patience: Patience,
+    policy: WaitPolicy,
     missing: Callable[[], Sequence[int]],
-    verdict: Callable[[Sequence[int]], Exception | None],
+    peer_error: Callable[[Sequence[int]], Exception | None],
     doing: Callable[[], str],
     timeout: float | None = None,
 ) -> None:
     """Return once `arrived()`.
 
     `missing()` lists the ranks still waited for, `doing()` names this rank, the operation and the
-    user's line, and `verdict(ranks)` is the exception to raise when one of them will never arrive.
-    Raises that at once, and OpTimeout after `timeout` seconds (default: the patience's).
+    user's line, and `peer_error(ranks)` is the exception to raise when one of them will never
+    arrive. Raises that at once, and OpTimeout after `timeout` seconds (default: the policy's).
     """
-    for _ in range(patience.spins):
+    for _ in range(policy.spins):
         if arrived():
             return
     for _ in range(_YIELDS):
         os.sched_yield()
         if arrived():
             return
-    _wait_asleep(arrived, patience, missing, verdict, doing, timeout)
+    _wait_asleep(arrived, policy, missing, peer_error, doing, timeout)
 
 
 def _wait_asleep(
     arrived: Callable[[], bool],
-    patience: Patience,
+    policy: WaitPolicy,
     missing: Callable[[], Sequence[int]],
-    verdict: Callable[[Sequence[int]], Exception | None],
+    peer_error: Callable[[Sequence[int]], Exception | None],
     doing: Callable[[], str],
     timeout: float | None,
 ) -> None:
-    limit = patience.timeout if timeout is None else timeout
+    limit = policy.timeout if timeout is None else timeout
     start = time.monotonic()
     noticed = False
     pause = _FIRST_SLEEP
     while not arrived():
         waited = time.monotonic() - start
-        late = missing()
-        error = verdict(late)
+        missing_ranks = missing()
+        error = peer_error(missing_ranks)
         if error is not None and not arrived():  # a peer may arrive and then end
             raise error
         if waited > limit:
             raised = "SHARDMATH_TIMEOUT" if timeout is None else "the timeout of this call"
             raise OpTimeout(
-                f"{doing()}: waited {waited:.{1 if waited >= 1 else 2}f} s for {rank_names(late)}; "
-                f"raise {raised} if they were only slow",
-                late,
+                f"{doing()}: waited {waited:.{1 if waited >= 1 else 2}f} s for "
+                f"{rank_names(missing_ranks)}; raise {raised} if they were only slow",
+                missing_ranks,
             )
-        if waited > patience.notice and not noticed:
+        if waited > policy.notice and not noticed:
             noticed = True
             print(
-                f"shardmath: {doing()}: waiting for {rank_names(late)}",
+                f"shardmath: {doing()}: waiting for {rank_names(missing_ranks)}",
                 file=sys.stderr,
                 flush=True,
             )

@@ -2,7 +2,7 @@
 
 A peer is watched by its pidfd, which becomes readable the moment the process ends, even as a
 zombie. Where process ids are not visible (containers with their own), the end of its socket says
-the same; and so does the end of its connection for a peer on another host (`note`).
+the same; and so does the end of its connection for a peer on another host (`mark_dead`).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class PeerWatch:
             own.register(each, select.POLLIN)
         return bool(own.poll(max(0.0, seconds) * 1000))
 
-    def note(self, rank: int) -> None:
+    def mark_dead(self, rank: int) -> None:
         """Count `rank` as dead: whoever reads its connection has come to the end."""
         self._dead.add(rank)
 

@@ -61,7 +61,7 @@ class MPITransport(MultiHostTransport):
         self._window = self._mpi.Win.Create_dynamic(comm=self._comm)
         self._window.Lock_all(self._mpi.MODE_NOCHECK)
         if self._mesh.wires is not None:
-            self._mesh.wires.also.append(self._look)
+            self._mesh.wires.progress_hooks.append(self._progress)
 
     def reserve(self, nbytes: int) -> Segment:
         """See Transport."""
@@ -104,7 +104,7 @@ class MPITransport(MultiHostTransport):
             request = getattr(self._window, verb)([piece, byte], rank, target)
             self._wait(request.Test, rank, doing)
 
-    def _look(self) -> None:
+    def _progress(self) -> None:
         """Let the library serve peers."""
         self._comm.Iprobe()
 

@@ -105,7 +105,7 @@ class MultiHostTransport(HostTransport):
         wires, start, looks = self._mesh.wires, time.monotonic(), 0
         assert wires is not None, "there are ranks on other hosts"
         while not done():
-            wires.look()
+            wires.poll()
             looks += 1
             if looks < _SPINS:
                 continue

@@ -1,7 +1,7 @@
 """Small messages between ranks that share no memory: control words, in order, over TCP.
 
 What a rank sends another arrives in the order in which it was sent, and is applied when the
-receiver next looks: every wait looks while it waits, so no thread is needed. A message names a
+receiver next polls: every wait polls, so no thread is needed. A message names a
 channel and a place in it; what a channel does with it is the channel's. Messages for a channel that
 this rank has not opened yet are kept until it does, those for one that it has closed are dropped.
 A connection that ends says that the peer has ended.
@@ -80,13 +80,13 @@ class RankChannel:
 class Wires:
     """This rank's connections to the others, by their numbers in the mesh.
 
-    `watch` learns of peers whose connection ends. `also` are called at every look: a library may
-    need that to serve its peers.
+    `watch` learns of peers whose connection ends. `progress_hooks` are called at every poll: a
+    library may need that to serve its peers.
     """
 
     def __init__(self, connections: Mapping[int, socket.socket], watch: PeerWatch) -> None:
         self.channels: dict[tuple[bytes, int], Deliver] = {}
-        self.also: list[Callable[[], None]] = []
+        self.progress_hooks: list[Callable[[], None]] = []
         self._watch = watch
         self._connections = dict(connections)
         self._rank_of = {one.fileno(): rank for rank, one in self._connections.items()}
@@ -140,9 +140,9 @@ class Wires:
         """The bytes for `rank` that the system has not taken yet."""
         return sum(map(len, self._queues[rank])) if rank in self._connections else 0
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Apply what has arrived, and send on what is queued. Never blocks."""
-        for progress in self.also:
+        for progress in self.progress_hooks:
             progress()
         if not self._lock.acquire(blocking=False):
             return
@@ -214,12 +214,12 @@ class Wires:
         connection = self._connections.pop(rank)
         self._poll.unregister(connection)
         connection.close()
-        self._watch.note(rank)
+        self._watch.mark_dead(rank)
 
     def close(self) -> None:
         """End the connections, once the last words have arrived or cannot any more."""
         self.channels.clear()
-        self.also.clear()
+        self.progress_hooks.clear()
         deadline = time.monotonic() + _DELIVERY
         with self._lock:
             while any(map(self._undelivered, self._connections)) and time.monotonic() < deadline:

@@ -105,7 +105,7 @@ def _requested(
 def memory_behind(context: Context, operand: Any, problem: Problem) -> Any:
     """The array in which the result of a transform in place lies: the operand, or another view.
 
-    Raises RuntimeError when the operand's memory is too small for it.
+    Raises RuntimeError when the operand's memory is too small for it, or not contiguous.
     """
     library = library_of(operand)
     spec = library.spec(operand)
@@ -119,8 +119,13 @@ def memory_behind(context: Context, operand: Any, problem: Problem) -> Any:
     if found is not None and found[1] == 0 and found[0] in _roomy(context):
         have, owner = found[0].nbytes, found[0].buffer()
     else:
-        dense = order_of(spec.shape, spec.strides) != "strided"
-        have = spec.nbytes if dense else 0
+        if order_of(spec.shape, spec.strides) == "strided":
+            raise RuntimeError(
+                f"options.inplace=True: the operand, of strides {spec.strides}, is not contiguous, "
+                f"and the result has another shape, {shape}; use an operand from "
+                "allocate_operand, or inplace=False"
+            )
+        have = spec.nbytes
     if need > have:
         raise RuntimeError(
             f"options.inplace=True: the result takes {need:,} bytes, the operand has {have:,}; use "

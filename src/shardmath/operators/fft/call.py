@@ -6,16 +6,18 @@ function calls that look the same.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from shardmath.arrays import ArraySpec, library_and_spec
 from shardmath.context import Context
 from shardmath.local.fft import Kind
+from shardmath.lru_cache import LRUCache
+from shardmath.operators.call_cache import CachedCall, cached_call
 from shardmath.operators.fft import host
 from shardmath.operators.fft.allocation import memory_behind
-from shardmath.operators.fft.call_cache import Seen, seen
 from shardmath.operators.fft.float16 import widened
 from shardmath.operators.fft.host import Plan
 from shardmath.operators.fft.options import (
@@ -31,15 +33,33 @@ from shardmath.operators.lifecycle import check_stream
 
 if TYPE_CHECKING:
     from shardmath.operators.fft.device import DevicePlan, Execution
+    from shardmath.symmetric.device_array import Blank
 
 __all__ = [
+    "CachedTransform",
     "Call",
+    "NewArray",
     "device_plan_of",
     "performed",
     "plan_of",
     "planned",
     "spec_of",
 ]
+
+
+NewArray = tuple[tuple[int, ...], str, Literal["C", "F"]]  # shape, dtype and order
+
+_KEPT = 16  # new results of a call
+
+
+class CachedTransform(CachedCall):
+    """`new_results`, by the place of the operand: how the last new result for it was made."""
+
+    description: Description
+
+    def __init__(self, description: Hashable) -> None:
+        super().__init__(description)
+        self.new_results: LRUCache[Hashable, tuple[NewArray, Blank]] = LRUCache(_KEPT)
 
 
 @dataclass
@@ -56,7 +76,7 @@ class Call:
     out: Any = None
     kind: Kind | None = None
     read_options: FFTOptions = field(init=False)
-    seen: Seen = field(init=False)
+    cached: CachedTransform = field(init=False)
     execution: Execution = field(init=False)  # on GPUs
 
     @cached_property
@@ -72,9 +92,9 @@ class Call:
     @property
     def description(self) -> Description:
         """The call in plain data, once it is described."""
-        return self.seen.description
+        return self.cached.description
 
-    def described(self, context: Context) -> Seen:
+    def described(self, context: Context) -> CachedTransform:
         """The call as it was described. Raises what is wrong with it on this rank."""
         self.read_options = options_from(self.options)
         check_stream(self.stream)
@@ -82,8 +102,8 @@ class Call:
             *(self.spec, self.distribution, self.axes, self.norm, self.kind, self.direction),
             *(self.read_options, self.out_spec),
         )
-        self.seen = seen(context, given, self._described)
-        return self.seen
+        self.cached = cached_call(context, CachedTransform, given, self._described)
+        return self.cached
 
     def _described(self) -> Description:
         kind = self._kind(self.spec.dtype)

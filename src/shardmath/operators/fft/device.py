@@ -20,7 +20,6 @@ from shardmath.cuda import stream as streams
 from shardmath.cuda.driver import beside_captures
 from shardmath.local.gpu.fft import Transforms
 from shardmath.operators.fft import rank_plan
-from shardmath.operators.fft.call_cache import Form
 from shardmath.operators.fft.launching import Launch, Told, is_double
 from shardmath.operators.fft.local_steps import Fourier, View
 from shardmath.operators.fft.overlap import Beside
@@ -28,7 +27,7 @@ from shardmath.operators.fft.problem import Problem, kind_in
 from shardmath.operators.fft.program import Ends
 from shardmath.operators.fft.rank_plan import DevicePlan, RankPlan, Results
 from shardmath.operators.lanes import LANES, Lane
-from shardmath.operators.replay import Replays
+from shardmath.operators.replay import ReplayCache
 from shardmath.symmetric.allocation import block_at, block_of
 from shardmath.symmetric.device_array import (
     Blank,
@@ -42,7 +41,7 @@ from shardmath.symmetric.device_array import (
 from shardmath.symmetric.fingerprint import fingerprint
 
 if TYPE_CHECKING:
-    from shardmath.operators.fft.call import Call
+    from shardmath.operators.fft.call import Call, NewArray
 
 __all__ = ["DevicePlan", "Execution"]
 
@@ -76,20 +75,20 @@ class Execution:
         self._team = context.team
         self._rank = context.rank
         self._lane = Lane.numbered(context, LANES - 1)
-        self._repeats: Replays[_Agreed] = context.cache("fft repeats", Replays)
+        self._replays: ReplayCache[_Agreed] = context.cache("fft replays", ReplayCache)
         self._stream = stream_of(context, call.spec, call.stream)
         self._place = self._placed(call)
         self._fresh = self._made_early(call)
         self._key = self._key_to(call)
-        self._known = None if self._key is None else self._repeats.find(self._key)
-        self._said = b"" if self._known is None else self._known.agreed.said
+        self._replay = None if self._key is None else self._replays.find(self._key)
+        self._said = b"" if self._replay is None else self._replay.agreed.said
 
     def note(self, call: Call) -> bytes:
         """For the peers: the number of the execution that this is like, whether the result will lie
         in symmetric memory, and whether it will be packed there.
         """
-        if self._known is not None:
-            return _NUMBER.pack(self._known.number) + self._said
+        if self._replay is not None:
+            return _NUMBER.pack(self._replay.number) + self._said
         inplace, spec = call.read_options.inplace, call.spec
         require_device(self._context, spec, "the operand")
         on_host = spec.device == "cpu"  # then it is on the heap meanwhile
@@ -118,10 +117,10 @@ class Execution:
         that cannot be written to, RuntimeError where an operand in place is too small.
         """
         context = self._context
-        if self._known is not None and len({text[: _NUMBER.size] for text in notes}) == 1:
+        if self._replay is not None and len({text[: _NUMBER.size] for text in notes}) == 1:
             with context.executing("fft"):
                 return self._again(call, plan.problem)
-        number = self._repeats.next()
+        number = self._replays.next_number()
 
         def prepare() -> bytes:
             with beside_captures():  # memory and plans are no part of what is captured
@@ -151,16 +150,16 @@ class Execution:
         fresh = self._fresh
         if self._place is None or (fresh is None and _makes_new(call)):
             return None
-        return call.seen, self._place, fresh and fresh.place, self._stream
+        return call.cached, self._place, fresh and fresh.place, self._stream
 
     def _again(self, call: Call, problem: Problem) -> Any:
         """Launch what all ranks launched in an earlier execution."""
-        known = self._known
-        assert known is not None, "found for the note"
-        agreed = known.agreed
+        replay = self._replay
+        assert replay is not None, "found for the note"
+        agreed = replay.agreed
         if agreed.way.tables is not None:
             Beside.of(self._context).require_usable()
-        known.launch(
+        replay.launch(
             (),  # peers write the result: where it lies is part of the key
             self._stream,
             lambda own: self._launch(problem, agreed.way, agreed.addresses).all(
@@ -184,7 +183,7 @@ class Execution:
             self._lane.keep(way)  # the graph reads its tables
         if self._key is not None:
             agreed = _Agreed(way, self._addresses, told, self._said)
-            self._repeats.keep(self._key, number, agreed, self._lane)
+            self._replays.keep(self._key, number, agreed, self._lane)
         return result
 
     def _launch(self, problem: Problem, way: RankPlan, addresses: Mapping[str, int]) -> Launch:
@@ -203,7 +202,7 @@ class Execution:
         """A new result like the last one for such an operand, if there was one."""
         if self._place is None or not _makes_new(call):
             return None
-        last = call.seen.blanks.find(self._place)
+        last = call.cached.new_results.find(self._place)
         return None if last is None else last[1].make()
 
     def _made_result(self, call: Call, problem: Problem) -> Result:
@@ -211,13 +210,13 @@ class Execution:
         out = call.target(context, problem)
         if out is not None:
             return result_in(context, out)
-        form: Form = (problem.target.local_shape(self._rank), problem.result, problem.order)
-        last = None if self._place is None else call.seen.blanks.find(self._place)
+        form: NewArray = (problem.target.local_shape(self._rank), problem.result, problem.order)
+        last = None if self._place is None else call.cached.new_results.find(self._place)
         if self._fresh is None or last is None or last[0] != form:
             on_heap = call.spec.device == "cpu" or self._lies_on_heap(call.operand, call.spec)
             blank = Blank(context, call.operand, *form, on_heap=on_heap)
             if self._place is not None:
-                call.seen.blanks.keep(self._place, (form, blank))
+                call.cached.new_results.keep(self._place, (form, blank))
             self._fresh = blank.make()
             self._key = self._key_to(call)
         return self._fresh

@@ -15,12 +15,11 @@ from shardmath.errors import InvalidFFTState, ShardmathError
 from shardmath.geometry import Layout
 from shardmath.local.fft import Kind, Norm
 from shardmath.lru_cache import LRUCache
-from shardmath.operators.fft.call import Call, performed, planned, spec_of
-from shardmath.operators.fft.call_cache import Seen
+from shardmath.operators.fft.call import CachedTransform, Call, performed, planned, spec_of
 from shardmath.operators.fft.options import FFTDirection, FFTOptions
 from shardmath.operators.lifecycle import Lifecycle, check_stream
 from shardmath.operators.workspace import give_back
-from shardmath.planning import Said, agree_plan
+from shardmath.planning import HashedSpec, agree_plan
 
 if TYPE_CHECKING:
     from shardmath.operators.fft.device import DevicePlan
@@ -47,6 +46,8 @@ def fft(
 ) -> Any:
     """The Fourier transform of a complex array that is split across ranks. Collective.
 
+        y = fft(x, distribution=Slab.X)
+
     `operand` is this rank's part: complex64, complex128 or torch's complex32, any strides, in
     ordinary memory or on the symmetric heap; it is left as it was. `distribution` says which part,
     or is a pair that says it of operand and result: boxes (each rank's own) or any others. `axes`
@@ -65,9 +66,9 @@ def fft(
 
     Raises the same on all ranks, before an element is written. ValueError: a real operand; library,
     dtype, axes, norm or options differ between ranks; an unknown norm or axis; an empty transformed
-    axis; local shapes do not fit the distribution; `out` does not fit. TypeError: no distribution,
-    unknown options, no stream. RuntimeError: before `initialize`, after the array was freed, or
-    when an operand in place is too small for the result.
+    axis; local shapes do not fit the distribution; `out` does not fit. TypeError: a
+    distribution, an option or a stream that is not one. RuntimeError: before `initialize`, after
+    the array was freed, or when an operand in place is too small for the result.
     Source: nvmath.distributed.fft.fft; `axes`, `norm`, `out` and pairs of distributions are ours.
     """
     call = Call(operand, distribution, axes, norm, options, stream, out=out)
@@ -111,8 +112,8 @@ def rfft(
 
     float32 gives complex64, float64 complex128. float16 and bfloat16 are computed in float32 and
     give complex64; float16 tensors give complex32 with options.halves=True. Else as `fft`;
-    RuntimeError for a complex operand. A box of the operand is none of the result: give a pair of
-    boxes. Source: nvmath.distributed.fft.rfft.
+    RuntimeError for a complex operand. A box of the operand does not fit the result: give a pair
+    of boxes. Source: nvmath.distributed.fft.rfft.
     """
     call = Call(operand, distribution, axes, norm, options, stream, out=out)
     return _transformed("rfft", call)
@@ -153,7 +154,7 @@ def _transformed(name: str, call: Call) -> Any:
     plan, notes = agree_plan(
         context,
         name,
-        lambda: (call.described(context).said, call.note(context)),
+        lambda: (call.described(context).spec, call.note(context)),
         lambda specs: planned(context, tuple(specs)),
     )
     call.log(plan)
@@ -195,11 +196,11 @@ class FFT(Lifecycle):
         self._plan, _ = agree_plan(
             context,
             self.noun,
-            lambda: (call.described(context).said, call.note(context)),
+            lambda: (call.described(context).spec, call.note(context)),
             lambda specs: planned(context, tuple(specs)),
         )
         super().__init__(context, {"operand": operand, "distribution": distribution})
-        self._specs: LRUCache[Seen, Said] = LRUCache(_KEPT)
+        self._specs: LRUCache[CachedTransform, HashedSpec] = LRUCache(_KEPT)
         self._fitting: ArraySpec | None = None  # the operand of the last execution
         call.log(self._plan)
 
@@ -218,7 +219,7 @@ class FFT(Lifecycle):
         return self._plan.explain()
 
     def plan(self, *, stream: Any = None) -> None:
-        """Make it ready for `execute`; a second call does nothing. Collective."""
+        """Prepare for `execute`; a second call does nothing. Collective."""
         self._together("plan", lambda: check_stream(stream))
         self._planned = True
 
@@ -234,18 +235,18 @@ class FFT(Lifecycle):
         """The transform of the operand: `out`, or what `fft` returns. Collective.
 
         `direction` None is forward, except for C2R, which only has an inverse. With
-        `release_workspace` the memory that the context keeps for operations is given back. Raises
+        `release_workspace` the context frees the workspace that it keeps for operations. Raises
         RuntimeError before `plan` and after `release_operand`, ValueError for a direction that the
         transform does not have.
         """
         calls: list[Call] = []
 
-        def described() -> tuple[Said, bytes]:
+        def described() -> tuple[HashedSpec, bytes]:
             self._require_ready()
             call = self._call(stream=stream, direction=direction, out=out)
             self._check(call.spec)
             calls.append(call)
-            return self._said(call.described(self.context)), call.note(self.context)
+            return self._spec(call.described(self.context)), call.note(self.context)
 
         self._require_open()
         plan, notes = agree_plan(self.context, f"{self.noun}.execute", described, self._built)
@@ -256,14 +257,14 @@ class FFT(Lifecycle):
                 give_back(self.context)
 
     def reset_operand(self, operand: Any, *, distribution: Any = None, stream: Any = None) -> None:
-        """Execute on `operand` from now on; `distribution` None means the one before. Collective.
+        """Execute on `operand` from now on; `distribution` None keeps the present one. Collective.
 
-        Strides, memory and distribution may be others. Raises ValueError for None and for another
-        dtype or global shape, TypeError for another library.
+        Strides, memory and distribution may differ from before. Raises ValueError for None and for
+        another dtype or global shape, TypeError for another library.
         """
         held = self._operands["distribution"] if distribution is None else distribution
 
-        def described() -> tuple[Said, bytes]:
+        def described() -> tuple[HashedSpec, bytes]:
             self._require_alive()
             if operand is None:
                 raise ValueError(
@@ -271,7 +272,7 @@ class FFT(Lifecycle):
                 )
             self._check(spec_of(operand, "operand"))
             call = self._call(operand=operand, distribution=held, stream=stream)
-            return self._said(call.described(self.context)), b""
+            return self._spec(call.described(self.context)), b""
 
         self._require_open()
         plan, _ = agree_plan(
@@ -290,7 +291,7 @@ class FFT(Lifecycle):
             self._hold(distribution=distribution)
 
     def release_operand(self) -> None:
-        """Refer to the operand no more; the next step is `reset_operand`. Local."""
+        """Drop the reference to the operand; then `reset_operand` must come first. Local."""
         self._require_alive()
         held = self._operands["distribution"]
         self._drop()
@@ -299,9 +300,9 @@ class FFT(Lifecycle):
     def _call(self, **changes: Any) -> Call:
         return Call(**{**self._operands, **self._fixed, "kind": None, **changes})
 
-    def _said(self, seen: Seen) -> Said:
+    def _spec(self, cached: CachedTransform) -> HashedSpec:
         """This object, and a call of it, for agreement."""
-        return self._specs.made(seen, lambda: Said((self.number, seen.description)))
+        return self._specs.made(cached, lambda: HashedSpec((self.number, cached.description)))
 
     def _check(self, spec: ArraySpec) -> None:
         """Raise unless arrays like this can take the place of the operand."""

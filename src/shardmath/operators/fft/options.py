@@ -60,7 +60,7 @@ class FFTOptions:
     `logger` is told what is planned. `blocking`: True or "auto"; host operands always block.
     `reshape` is the older name of `redistribute`.
 
-    Raises TypeError for a logger that is none, ValueError for another value out of range.
+    Raises TypeError where `logger` is not a logging.Logger, ValueError for other invalid values.
     Source: nvmath.distributed.fft.FFTOptions; `inplace` and `halves` are ours.
     """
 

@@ -99,7 +99,7 @@ def describe(
     for each in (given, wanted):
         if each is not None and each.ndim not in (None, operand.ndim):
             raise ValueError(
-                f"distribution: {each!r} has {each.ndim} axes, the operand {operand.ndim}"
+                f"distribution: {each!r} has ndim {each.ndim}, the operand has ndim {operand.ndim}"
             )
     if norm not in _NORMS:
         raise ValueError(f'norm is None, "backward", "ortho" or "forward", not {norm!r}')
@@ -136,7 +136,7 @@ def distribution_pair(distribution: Any) -> tuple[Distribution, Distribution | N
     if isinstance(distribution, Sequence) and not isinstance(distribution, str):
         if len(distribution) != 2:
             raise ValueError(
-                f"distribution is one, or a pair (input, output); given are {len(distribution)}"
+                f"distribution is one, or a pair (input, output), not {len(distribution)}"
             )
         if all(isinstance(each, Distribution) for each in distribution):
             return distribution[0], distribution[1]
@@ -175,7 +175,7 @@ def check(descriptions: Sequence[Description]) -> Problem:
     )
     for index, what in ((0, "library"), (1, "device"), (2, "dtype")):
         require_equal(f"the {what} of the operand", [operand[index] for operand in operands])
-    require_equal("the number of axes of the operand", [len(operand[3]) for operand in operands])
+    require_equal("the ndim of the operand", [len(operand[3]) for operand in operands])
     for what, values in (
         ("the kind of transform", kinds),
         ("direction", directions),
@@ -288,7 +288,7 @@ def _natural(
     if any(each.per_rank for each in given):
         if kind != "C2C":
             raise BindDistributionError(
-                f"distribution: a box of the operand is none of a {kind} result; give a pair of "
+                f"distribution: a box of the operand does not fit a {kind} result; give a pair of "
                 "boxes (input, output)"
             )
         return inputs

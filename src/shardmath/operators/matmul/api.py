@@ -31,7 +31,7 @@ from shardmath.operators.matmul.strategy import (
     choose,
 )
 from shardmath.operators.workspace import Workspace
-from shardmath.planning import Said, agree_plan
+from shardmath.planning import HashedSpec, agree_plan
 from shardmath.symmetric.allocation import block_of, empty_on_heap
 from shardmath.symmetric.heap import Block
 
@@ -107,14 +107,14 @@ def _planned(
     context: Context,
     arguments: Arguments,
     calls: list[Call],
-    repeat: Callable[[], tuple[Said, bytes] | None] = lambda: None,
+    repeat: Callable[[], tuple[HashedSpec, bytes] | None] = lambda: None,
 ) -> tuple[Plan, list[bytes]]:
     """The plan, and what each rank said by `repeat`, if not None. Collective.
 
     The call is read, and put into `calls`, where that has nothing to say.
     """
 
-    def described() -> tuple[Facts | Said, bytes]:
+    def described() -> tuple[Facts | HashedSpec, bytes]:
         said = repeat()
         if said is not None:
             return said
@@ -255,7 +255,8 @@ def _operands(
     alpha, beta = arguments.scalars()
     scales = () if scaling is None else arguments.numbers(scaling)
     if call.options.inplace:
-        out, target = arguments.c, library.host_view(arguments.c, writable=True)
+        out = arguments.c
+        target = library.host_view(out, writable=True, name="c")
         if share_memory(target, a) or share_memory(target, b):
             raise ValueError("c shares memory with a or b, and options.inplace=True overwrites it")
     else:
@@ -274,6 +275,7 @@ def _operands(
         blocks=(blocks[0], blocks[1]),
         inputs={name: library.host_view(x) for name, x in (arguments.inputs or {}).items()},
         scales=scales,
+        library=library if scaling is None else None,
     )
 
 

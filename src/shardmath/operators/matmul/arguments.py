@@ -138,7 +138,7 @@ def _qualifiers(
     if entries.shape not in ((2,), (3,)) or not {"is_transpose", "is_conjugate"} <= set(names):
         raise ValueError(
             "qualifiers is an array of two or three entries of matrix_qualifiers_dtype, for a, b "
-            f"and c; given was {given!r}"
+            f"and c, not {given!r}"
         )
     flags = [(bool(e["is_transpose"]), bool(e["is_conjugate"])) for e in entries]
     flags += [(False, False)] * (3 - len(flags))

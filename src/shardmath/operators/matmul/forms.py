@@ -99,9 +99,14 @@ def matmul(
 class Matmul(Lifecycle):
     """A matrix product that is planned once and executed many times. Collective to make.
 
+        with Matmul(a, b, distributions=[Slab.X, Slab.Y, Slab.X]) as product:
+            product.plan()
+            d = product.execute()
+
     The arguments are those of `matmul`, whose epilog is given to `plan`. The object refers to its
-    operands: what is written into them is seen by the next `execute`, and `reset_operands`
-    exchanges them for others that look the same. It is a context manager that frees at its end.
+    operands: what is written into them is seen by the next `execute`, and `reset_operands` replaces
+    them by others of the same library, dtype and shape. As a context manager it is freed at the
+    end.
 
     Errors are raised on every rank, as by `matmul`; InvalidMatmulState, a RuntimeError, after
     `free`.
@@ -190,7 +195,7 @@ class Matmul(Lifecycle):
         """The product, as `matmul` returns it; a new result each time, or c if in place.
         Collective.
 
-        `release_workspace` gives the memory that the context keeps for operations back.
+        `release_workspace` frees the workspace that the context keeps for operations.
         """
         arguments = self._whole if stream is None else self._arguments(stream=stream)
 
@@ -257,7 +262,7 @@ class Matmul(Lifecycle):
         self._take(self._given(a, b, c, alpha, beta, quantization_scales, epilog_inputs))
 
     def release_operands(self) -> None:
-        """Refer to the arrays no more; all must be reset before the next execution. Local."""
+        """Drop the references to all arrays; `reset_operands` must be given all of them. Local."""
         self._require_alive()
         self._drop()
 

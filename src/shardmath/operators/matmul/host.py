@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from shardmath.arrays import dtypes
-from shardmath.arrays.base import HostArray
+from shardmath.arrays import Library, dtypes
+from shardmath.arrays.base import HostArray, raw_view
 from shardmath.context import Context
 from shardmath.geometry import Layout, Move, moves
 from shardmath.local import epilog as epilogs
@@ -34,6 +34,7 @@ from shardmath.symmetric.heap import Block
 __all__ = ["Execution", "Operands", "Share", "shared_part"]
 
 _PANEL_ELEMENTS = 4 << 20  # of one gathered panel: 32 MiB in float64
+_WHOLE_ELEMENTS = 128 << 20  # of all that is brought together for a library's product
 
 _ArrayOf = Callable[[int], HostArray]  # the array of a rank, in memory that can be read here
 
@@ -54,6 +55,7 @@ class Operands:
     blocks: tuple[Block | None, Block | None]  # of a and b, where they lie on the heap
     inputs: Mapping[str, HostArray]
     scales: tuple[float | None, ...] = ()  # of a, b, c and D, where they are numbers
+    library: Library | None = None  # of the user's arrays, where they are what is multiplied
 
 
 @dataclass(frozen=True)
@@ -155,22 +157,7 @@ class Execution:
         `shown` is what all ranks have told: the exchange that carried it is the barrier before
         reading what a peer wrote.
         """
-        sums = self._multiply(shown)
-        if self.strategy.reduces:
-            sums = self._add(sums)
-        if self.strategy.moves_result:
-            sums = self._move(sums)
-        aux = self._finish(sums)
-        self.context.board.barrier(self.operation)  # before reusing what a peer may still read
-        return aux
-
-    def _multiply(self, shown: Sequence[bytes]) -> HostArray:
-        """The product of the work's rows and columns, in the accumulator's type."""
         a, b = self.share.sources
-        out = self._product_memory()
-        if a.extent == 0 or out.size == 0:
-            out[...] = 0
-            return out
         of_a = [text[1 : 1 + text[0]] for text in shown]
         of_b = [text[1 + text[0] :] for text in shown]
         left = _Reader(
@@ -179,6 +166,37 @@ class Execution:
         right = _Reader(
             self.rank, b, self._arrays(of_b, self.problem.b, self.operands.b), self.narrow
         )
+        aux: dict[str, HostArray] = {}
+        if not self._done_by_library(left, right):
+            sums = self._multiply(left, right)
+            if self.strategy.reduces:
+                sums = self._add(sums)
+            if self.strategy.moves_result:
+                sums = self._move(sums)
+            aux = self._finish(sums)
+        self.context.board.barrier(self.operation)  # before reusing what a peer may still read
+        return aux
+
+    def _done_by_library(self, left: _Reader, right: _Reader) -> bool:
+        """Whether D is done, by a product of the user's library that rounds: nothing follows it."""
+        library, operands, strategy = self.operands.library, self.operands, self.strategy
+        follows = strategy.reduces or strategy.moves_result or operands.c is not None
+        follows = follows or operands.alpha != 1 or self.problem.epilog is not MatmulEpilog.DEFAULT
+        if library is None or follows or operands.out.dtype != self.narrow:
+            return False
+        if self.narrow == self.wide or not (operands.out.size and left.extent):
+            return False
+        if left.copied + right.copied > _WHOLE_ELEMENTS:
+            return False
+        return library.matmul(left.whole(), right.whole(), operands.out)
+
+    def _multiply(self, left: _Reader, right: _Reader) -> HostArray:
+        """The product of the work's rows and columns, in the accumulator's type."""
+        a, b = self.share.sources
+        out = self._product_memory()
+        if a.extent == 0 or out.size == 0:
+            out[...] = 0
+            return out
         conj_a, conj_b = self.problem.conjugate
         for index, (lo, hi) in enumerate(intervals(a, b)):
             multiply(
@@ -327,6 +345,31 @@ class _Reader:
         self._array = array
         self._filled = (0, 0)
         self._panel = np.empty((0, 0), dtype)
+
+    @property
+    def extent(self) -> int:
+        """Of k."""
+        return self._source.extent
+
+    @property
+    def copied(self) -> int:
+        """Elements that `whole` copies."""
+        return 0 if len(self._source.bounds) <= 1 else self._source.extent * self._source.width
+
+    def whole(self) -> HostArray:
+        """All of k: where it lies, if it is one matrix there, or in one panel; else copied."""
+        ends = sorted(self._source.bounds)
+        first = self.matrix(0, ends[0])
+        if len(ends) == 1:
+            return first
+        across = first.shape[1 - self._source.axis]
+        shape = (ends[-1], across) if self._source.axis == 0 else (across, ends[-1])
+        order: Literal["C", "F"] = "F" if abs(first.strides[0]) < abs(first.strides[1]) else "C"
+        made = np.empty(shape, first.dtype, order)
+        for lo, hi in zip([0, *ends], ends, strict=False):
+            part = self._cut(lo, hi, slice(None))
+            raw_view(made)[part] = raw_view(self.matrix(lo, hi))
+        return made
 
     def matrix(self, lo: int, hi: int) -> HostArray:
         """Indices lo to hi of k: in a peer's memory, or in the panel that holds them."""

@@ -141,7 +141,10 @@ class MatmulOptions:
 
 @dataclass(frozen=True)
 class MatmulEpilogPreferences:
-    """Preferences for an epilog's auxiliary output: its type, and whether to find its maximum."""
+    """For programs that name the defaults: float8 auxiliary outputs are not supported.
+
+    Source: nvmath.distributed.linalg.advanced.MatmulEpilogPreferences.
+    """
 
     aux_type: int | None = None
     aux_amax: bool = False
@@ -149,15 +152,22 @@ class MatmulEpilogPreferences:
 
 @dataclass(frozen=True)
 class MatmulPlanPreferences:
-    """Preferences for planning a product; a dictionary may stand for `epilog`'s."""
+    """Preferences of `plan`: `epilog`, a MatmulEpilogPreferences or a dictionary of its fields.
+
+    Source: nvmath.distributed.linalg.advanced.MatmulPlanPreferences.
+    """
 
     epilog: MatmulEpilogPreferences | Mapping[str, Any] | None = None
 
     def check(self) -> None:
-        """Raise ValueError for what wants float8, TypeError for what is no preference."""
+        """Raise ValueError for a float8 auxiliary output, TypeError for an unknown preference."""
         epilog = options_of(MatmulEpilogPreferences, self.epilog, "preferences.epilog")
         if epilog.aux_type is not None or epilog.aux_amax:
-            raise ValueError("aux_type and aux_amax want a float8 auxiliary output")
+            raise ValueError(
+                "preferences.epilog: aux_type and aux_amax are for a float8 auxiliary output, which "
+                "no epilog has: leave both out. gelu_aux has the type of D, or of c (float16 "
+                "without c) beside a float8 D"
+            )
 
 
 @dataclass(frozen=True)

@@ -292,9 +292,7 @@ _SAID = {"transpose": "is_transpose", "conjugate": "is_conjugate"}
 def _check_operand(name: str, spec: ArraySpec) -> None:
     if spec.ndim != 2:
         column = f": as a column a vector is {name}[:, None]" if spec.ndim == 1 else ""
-        raise ValueError(
-            f"{name} has {spec.ndim} axes, shape {spec.shape}; matmul takes matrices{column}"
-        )
+        raise ValueError(f"{name} has shape {spec.shape}; matmul takes matrices{column}")
     if spec.dtype not in _SUPPORTED:
         raise ValueError(
             f"{name} has dtype {spec.dtype}; supported are {', '.join(_SUPPORTED)}"
@@ -370,7 +368,7 @@ def _check_inputs(facts: Sequence[Facts], d: Layout, epilog: MatmulEpilog) -> No
         if set(needed) != set(given):
             raise ValueError(
                 f"rank {rank}: epilog {epilog.name} takes {_list(needed)} in epilog_inputs; "
-                f"given is {_list(given)}"
+                f"got {_list(given)}"
             )
         for name, extra in needed.items():
             _, kind, shape, strides = given[name]

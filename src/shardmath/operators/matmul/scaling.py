@@ -153,7 +153,7 @@ def check_scales(given: Sequence[Given], needed: Mapping[str, bool], like: Array
             _check_array(name, scale, like)
             if name in "cd" and scale.size != 1:
                 raise ValueError(
-                    f"the scale of {name} is one number for the whole matrix; given is an array of "
+                    f"the scale of {name} is one number for the whole matrix, not an array of "
                     f"shape {scale.shape}"
                 )
 
@@ -248,7 +248,9 @@ def _check_array(name: str, scale: ArraySpec, like: ArraySpec) -> None:
     if scale.dtype != "float32":
         raise ValueError(f"the scale of {name} has dtype {scale.dtype}; scales are float32")
     if scale.ndim > 2:
-        raise ValueError(f"the scale of {name} has {scale.ndim} axes; scales have two at most")
+        raise ValueError(
+            f"the scale of {name} has shape {scale.shape}; scales have two axes at most"
+        )
 
 
 def _turned(shape: tuple[int, int], transposed: bool) -> tuple[int, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from shardmath.agreement import require_equal
@@ -11,7 +10,7 @@ from shardmath.arrays import ArraySpec, library_and_spec, library_of
 from shardmath.context import Context, require_context
 from shardmath.errors import InvalidRedistributeState
 from shardmath.geometry import Distribution
-from shardmath.lru_cache import LRUCache
+from shardmath.operators.call_cache import CachedCall, cached_call
 from shardmath.operators.lifecycle import Lifecycle, check_stream, options_of
 from shardmath.operators.redistribute.execution import HostExecution
 from shardmath.operators.redistribute.problem import (
@@ -22,7 +21,7 @@ from shardmath.operators.redistribute.problem import (
     describe,
     misfit,
 )
-from shardmath.planning import Said, agree_plan
+from shardmath.planning import HashedSpec, agree_plan
 
 if TYPE_CHECKING:
     from shardmath.operators.redistribute.device import DeviceExecution
@@ -41,7 +40,9 @@ def redistribute(
     stream: Any = None,
     out: Any = None,
 ) -> Any:
-    """Split an array otherwise; return this rank's part of it. Collective.
+    """Change the distribution of an array; return this rank's part of it. Collective.
+
+        y = redistribute(x, Slab.X, Slab.Y)
 
     `operand` is this rank's local array: any number of axes, any element type and strides. A `Box`
     is this rank's own; any other distribution is the same on all ranks. The result is `out` if
@@ -52,7 +53,7 @@ def redistribute(
     Raises the same error on all ranks, before anything is written. ValueError: library, dtype,
     number of axes or options differ between ranks; local shapes do not fit the distributions; boxes
     overlap or leave gaps; `out` has another library, dtype or shape, is read-only, or overlaps the
-    operand. TypeError: no distribution, unknown options, no stream. RuntimeError: before
+    operand. TypeError: a distribution, an option or a stream that is not one. RuntimeError: before
     `initialize`, or after the array was freed.
     Source: nvmath.distributed.distribution.redistribute; `out` is ours.
     """
@@ -66,14 +67,14 @@ def redistribute(
         out=out,
     )
     execution = _execution(context, passing=True)
-    seen: list[_Seen] = []
+    cached: list[_CachedRedistribution] = []
 
-    def described() -> tuple[Said, bytes]:
-        seen.append(call.seen(context))
-        return seen[0].said, execution.read(operand, out, stream, seen[0].expected)
+    def described() -> tuple[HashedSpec, bytes]:
+        cached.append(call.cached(context))
+        return cached[0].spec, execution.read(operand, out, stream, cached[0].problem)
 
     problem, notes = agree_plan(context, "redistribute", described, check)
-    seen[0].expected = problem
+    cached[0].problem = problem
     call.log(problem)
     return execution.perform(problem, notes)
 
@@ -114,10 +115,10 @@ class Redistribute(Lifecycle):
         )
         self._execution = _execution(context)
 
-        def described() -> tuple[Said, bytes]:
-            seen = call.seen(context)
+        def described() -> tuple[HashedSpec, bytes]:
+            spec = call.cached(context).spec
             self._execution.inspect(operand, None, stream)
-            return seen.said, b""
+            return spec, b""
 
         self._problem: Problem
         self._problem, _ = agree_plan(context, self.noun, described, check)
@@ -125,10 +126,10 @@ class Redistribute(Lifecycle):
         call.log(self._problem)
         self._shape = library_of(operand).spec(operand).shape
         self._fitting: tuple[ArraySpec, ArraySpec | None] | None = None  # of the last execution
-        self._said = Said((self.number,))
+        self._spec = HashedSpec((self.number,))
 
     def explain(self) -> str:
-        """What moves, in a few lines, and how it does between hosts. Local."""
+        """A description of what moves, and how between hosts, in a few lines. Local."""
         hosts = len(set(self.context.hosts))
         if hosts == 1 or not self._problem.transfer.crosses:
             return self._problem.explain()
@@ -139,7 +140,7 @@ class Redistribute(Lifecycle):
         )
 
     def plan(self, stream: Any = None) -> None:
-        """Make it ready for `execute`; a second call does nothing. Collective."""
+        """Prepare for `execute`; a second call does nothing. Collective."""
         self._together("plan", lambda: check_stream(stream))
         self._planned = True
 
@@ -152,12 +153,12 @@ class Redistribute(Lifecycle):
     ) -> Any:
         """The redistributed array: `out`, or a new one. Collective.
 
-        With `release_workspace` the memory through which an ordinary operand passes is given back.
+        With `release_workspace` the memory through which ordinary operands are read is freed.
         Raises RuntimeError before `plan` and after `release_operand`; errors of `out` as
         `redistribute`.
         """
 
-        def described() -> tuple[Said, bytes]:
+        def described() -> tuple[HashedSpec, bytes]:
             self._require_ready()
             check_stream(stream)
             operand = self._operands["operand"]
@@ -166,7 +167,7 @@ class Redistribute(Lifecycle):
                 None if out is None else library_of(out, "out").spec(out),
             )
             note = self._execution.read(operand, out, stream, self._problem, self.number)
-            return self._said, note
+            return self._spec, note
 
         self._require_open()
         try:
@@ -212,7 +213,7 @@ class Redistribute(Lifecycle):
         self._hold(operand=operand)
 
     def release_operand(self) -> None:
-        """Refer to the operand no more; the next step is `reset_operand`. Local."""
+        """Drop the reference to the operand; then `reset_operand` must come first. Local."""
         self._require_alive()
         self._drop()
 
@@ -249,17 +250,12 @@ def _execution(context: Context, *, passing: bool = False) -> HostExecution | De
     return DeviceExecution(context, passing=passing)
 
 
-@dataclass
-class _Seen:
-    """A call as it was described, for agreement, and what became of it when it was agreed on:
-    likely the same again. What follows from that is told to the peers, who see whether it holds.
+class _CachedRedistribution(CachedCall):
+    """`problem` is what was agreed on last time, likely the same again: what is prepared for it is
+    in the notes to the peers, who see whether it holds.
     """
 
-    said: Said
-    expected: Problem | None = None
-
-
-_LATEST = partial(LRUCache[Any, _Seen], 64)
+    problem: Problem | None = None
 
 
 @dataclass(kw_only=True)
@@ -273,7 +269,7 @@ class _Call:
     stream: Any
     out: Any = None
 
-    def seen(self, context: Context) -> _Seen:
+    def cached(self, context: Context) -> _CachedRedistribution:
         """The same for all calls with equal arguments. Raises what is wrong with them."""
         options = options_of(RedistributeOptions, self.options)
         check_stream(self.stream)
@@ -281,10 +277,11 @@ class _Call:
         out = None if self.out is None else library_and_spec(self.out, "out")[1]
         source, target = self.source, self.target
         check_distributions(source, target)
-        known: LRUCache[Any, _Seen] = context.cache("calls of redistribute", _LATEST)
-        return known.made(
+        return cached_call(
+            context,
+            _CachedRedistribution,
             (spec, source, target, options.blocking, out),
-            lambda: _Seen(Said(describe(spec, source, target, options, out))),
+            lambda: describe(spec, source, target, options, out),
         )
 
     def log(self, problem: Problem) -> None:

@@ -102,7 +102,7 @@ class DeviceExecution:
         from shardmath.operators.redistribute.far import made_outbox
 
         delivery = self._memory.delivery(problem)
-        return made_outbox(self._context, delivery, self._take_lane(number)).pack()
+        return made_outbox(delivery, self._take_lane(number)).pack()
 
     def _take_lane(self, number: int) -> Lane:
         """The same on all ranks."""

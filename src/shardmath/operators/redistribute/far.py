@@ -35,14 +35,13 @@ def delivery_of(context: Context, problem: Problem) -> Delivery:
     return Delivery(problem.transfer, context.rank, context.hosts, axes)
 
 
-def made_outbox(context: Context, delivery: Delivery, lane: Lane) -> Exposed:
+def made_outbox(delivery: Delivery, lane: Lane) -> Exposed:
     """Take memory for what is packed, and for what is fetched; where the first is. Local.
 
     Raises HeapExhausted.
     """
     lane.buffer(_ROOM, delivery.room)
     block = lane.buffer(_OUTBOX, delivery.outbox.nbytes).block
-    context.announce(block)
     return Exposed(block.location, delivery.outbox.nbytes, 0, ())
 
 
@@ -112,7 +111,7 @@ def _outboxes(
 
         def prepare() -> bytes:
             arrays.allocate(problem)
-            return arrays.note(made_outbox(context, delivery, lane).pack())
+            return arrays.note(made_outbox(delivery, lane).pack())
 
         texts = context.agree("redistribute, memory", prepare, list)
         notes = [Note.unpack(text) for text in texts]

@@ -13,7 +13,7 @@ from shardmath.lru_cache import LRUCache
 from shardmath.operators.lanes import Lane
 from shardmath.operators.redistribute.notes import staging_strides
 from shardmath.operators.redistribute.problem import Problem
-from shardmath.operators.replay import Launches
+from shardmath.operators.replay import GraphCache
 from shardmath.operators.workspace import KEPT_STAGING
 from shardmath.redistribution import Exposed
 from shardmath.symmetric.heap import Block, Buffer
@@ -50,22 +50,22 @@ class Step:
 
 class Copying:
     """All that one execution puts on a stream: the first step between barriers where ranks push or
-    pull, then the others. It is put together as a graph when it comes again.
+    pull, then the others. Repeated, it is a CUDA graph.
     """
 
     def __init__(self, lane: Lane, steps: Sequence[Step], *, crosses: bool) -> None:
         self.is_staged = len(steps) > 1
         self._steps, self._crosses = steps, crosses
-        self._launches = Launches(lane)
+        self._graphs = GraphCache(lane)
 
     def put(self, stream: int) -> None:
         """Launch it."""
-        if self._launches.launch((), stream, self._put):
-            self._launches.lane.keep(self)
+        if self._graphs.launch((), stream, self._put):
+            self._graphs.lane.keep(self)
 
     def _put(self, stream: int) -> None:
         first, *others = self._steps
-        lane = self._launches.lane
+        lane = self._graphs.lane
         if self._crosses:
             lane.barrier(stream)
         first.put(stream)
@@ -124,9 +124,8 @@ class DeviceMemory:
         if self._lane is not None and nbytes <= KEPT_STAGING:
             self._block = self._lane.buffer(_STAGING, nbytes).block
         else:
-            self._buffer = self._context.heap.allocate(nbytes)
+            self._buffer = self._context.allocate_shared(nbytes)
             self._block = self._buffer.block
-            self._context.announce(self._block)
         strides = staging_strides(problem, rank)
         self._place = Exposed(self._block.location, nbytes, 0, strides).pack()
 

@@ -37,7 +37,7 @@ class RedistributeOptions:
 
     A call that does not block returns when its work has been put on the stream.
 
-    Raises TypeError for a logger that is none, ValueError for another `blocking`.
+    Raises TypeError where `logger` is not a logging.Logger, ValueError for another `blocking`.
     Source: nvmath.distributed.distribution.RedistributeOptions.
     """
 
@@ -92,7 +92,7 @@ def describe(
 
 
 def check_distributions(source: object, target: object) -> None:
-    """Raise TypeError for a distribution that is none."""
+    """Raise TypeError for what is not a distribution."""
     for name, given in (("input_distribution", source), ("output_distribution", target)):
         if not isinstance(given, Distribution):
             raise TypeError(f"{name} is a distribution such as Slab.X or a Box, not {given!r}")
@@ -103,7 +103,7 @@ def check(descriptions: Sequence[Description]) -> Problem:
     operands, sources, targets, blocking, outs = zip(*descriptions, strict=True)
     for index, what in ((0, "library"), (1, "memory space"), (2, "dtype"), (3, "itemsize")):
         require_equal(f"the {what} of the operand", [operand[index] for operand in operands])
-    require_equal("the number of axes of the operand", [len(operand[4]) for operand in operands])
+    require_equal("the ndim of the operand", [len(operand[4]) for operand in operands])
     require_equal("options.blocking", blocking)
     src = inferred("input_distribution", sources, [operand[4] for operand in operands])
     dst = bound("output_distribution", targets, src.global_shape)

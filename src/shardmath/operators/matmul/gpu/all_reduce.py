@@ -100,7 +100,7 @@ class GemmAllReduce:
         """Where this rank's sums go: their pitch, and where they begin on the next rank, ..."""
         team = self._sending.team
         skipped = self._first[team.rank] * pitch
-        begin = [places[other] + skipped for other in team.from_next]
+        begin = [places[other] + skipped for other in team.ring_order]
         return struct.pack(f"{1 + team.size}Q", pitch, *begin)
 
 

@@ -37,8 +37,8 @@ from shardmath.operators.matmul.options import MatmulOptions
 from shardmath.operators.matmul.problem import Call, describe
 from shardmath.operators.matmul.scaling import scales_in_order
 from shardmath.operators.published import matrix_of
-from shardmath.operators.replay import Known, Replays
-from shardmath.planning import Said
+from shardmath.operators.replay import Replay, ReplayCache
+from shardmath.planning import HashedSpec
 from shardmath.symmetric.device_array import Blank
 from shardmath.symmetric.fingerprint import fingerprint
 
@@ -65,7 +65,7 @@ class _Agreed:
     blanks: Mapping[str, Blank]
     blocking: bool
     scalars: bytes
-    said: Said
+    said: HashedSpec
 
 
 def tune(
@@ -96,11 +96,11 @@ def tune(
 def comes_again(context: Context, share: Share, given: Arguments) -> bool:
     """Whether a call with these arguments has been executed on this rank, and may come again."""
     key = _key(context, share, given)
-    return key is not None and _repeats(context).find(key) is not None
+    return key is not None and _replays(context).find(key) is not None
 
 
-def _repeats(context: Context) -> Replays[_Agreed]:
-    found: Replays[_Agreed] = context.cache("products that come again", Replays)
+def _replays(context: Context) -> ReplayCache[_Agreed]:
+    found: ReplayCache[_Agreed] = context.cache("matmul replays", ReplayCache)
     return found
 
 
@@ -188,23 +188,23 @@ class Turn:
         self._context, self._operation, self._given = context, operation, given
         self._timed = timed
         self._key: Hashable | None = None
-        self._known: Known[_Agreed] | None = None
+        self._replay: Replay[_Agreed] | None = None
         self._anew: _Anew | None = None
 
-    def repeat(self) -> tuple[Said, bytes] | None:
+    def repeat(self) -> tuple[HashedSpec, bytes] | None:
         """What a call of the function says of its plan, and of itself, if it was made before.
 
         Raises HeapExhausted.
         """
         self._key = _key(self._context, None, self._given)
-        known = None if self._key is None else _repeats(self._context).find(self._key)
-        return None if known is None else (known.agreed.said, self._say_again(known))
+        replay = None if self._key is None else _replays(self._context).find(self._key)
+        return None if replay is None else (replay.agreed.said, self._say_again(replay))
 
     def is_repeated(self, said: Sequence[bytes]) -> bool:
         """Whether all ranks, who have said this, repeat the same execution."""
-        if self._known is not None and said.count(said[0]) == len(said):
+        if self._replay is not None and said.count(said[0]) == len(said):
             return True
-        self._known = None
+        self._replay = None
         return False
 
     def agree(self, ready: Callable[[], Any], read: Callable[[], Call]) -> None:
@@ -214,41 +214,41 @@ class Turn:
         some ranks repeat, or not the same execution, is told once more by all. What one rank raises
         is raised on all, as is want of memory, before any element has been written.
         """
-        context, repeats = self._context, _repeats(self._context)
+        context, replays = self._context, _replays(self._context)
         self._read = read
         texts = context.gather(self._operation, lambda: self._say(ready().share))
         if self.is_repeated(texts):
             return
-        said, number = agreed_scalars(texts), repeats.next()
+        said, number = agreed_scalars(texts), replays.next_number()
         if any(text.startswith(_AGAIN) for text in said):
             said = context.gather(self._operation, self._say_all)
         anew = self._anew
         assert anew is not None, "said"
         anew.hear(self._operation, said)
         if self._key is not None and not (anew.apart or anew.shows):
-            repeats.keep(self._key, number, anew.agreed(self._scalars), anew.lane)
+            replays.keep(self._key, number, anew.agreed(self._scalars), anew.lane)
 
     def _say(self, share: Share) -> bytes:
-        """Alpha and beta; and the execution that this one repeats, or all of it."""
+        """Alpha and beta; and the execution that this one replays, or all of it."""
         self.share, given = share, self._given
         if self._key is None and self._timed is None:  # else it has been tried
             self._key = _key(self._context, share, given)
-            known = None if self._key is None else _repeats(self._context).find(self._key)
-            if known is not None:
-                return self._say_again(known)
+            replay = None if self._key is None else _replays(self._context).find(self._key)
+            if replay is not None:
+                return self._say_again(replay)
         told = self._say_all()
         scaling = share.strategy.problem.scaling
         numbers = given.numbers(scaling) if scaling else ()
         self._scalars = packed_scalars(given.scalars(), numbers)
         return self._scalars + told
 
-    def _say_again(self, known: Known[_Agreed]) -> bytes:
-        """The number of an execution that this one repeats. Raises HeapExhausted."""
-        agreed = known.agreed
-        self._known, self._scalars = known, agreed.scalars
-        self.lane, self.stream = known.lane, agreed.operands.stream
+    def _say_again(self, replay: Replay[_Agreed]) -> bytes:
+        """The number of an execution that this one replays. Raises HeapExhausted."""
+        agreed = replay.agreed
+        self._replay, self._scalars = replay, agreed.scalars
+        self.lane, self.stream = replay.lane, agreed.operands.stream
         self.results = made_results(self._context, agreed.blanks, self._given.c, self.stream)
-        return agreed.scalars + _AGAIN + known.number.to_bytes(8, "little")
+        return agreed.scalars + _AGAIN + replay.number.to_bytes(8, "little")
 
     def _say_all(self) -> bytes:
         """What is new in it. Raises what is wrong on this rank, HeapExhausted."""
@@ -261,14 +261,14 @@ class Turn:
 
     def launch(self) -> None:
         """Put all of it on the stream."""
-        if self._known is None:
+        if self._replay is None:
             assert self._anew is not None
             self._anew.launch()
             self.lane, blocking = self._anew.lane, self._anew.blocking
         else:
-            again = partial(_again, self._context, self._known, self.results)
-            self._known.launch(self.results.place, self.stream, again)
-            blocking = self._known.agreed.blocking
+            again = partial(_again, self._context, self._replay, self.results)
+            self._replay.launch(self.results.place, self.stream, again)
+            blocking = self._replay.agreed.blocking
         if blocking:
             self.lane.team.synchronize(self.stream)
 
@@ -279,9 +279,9 @@ class Turn:
             return self.results.give(self._context, self.stream)
 
 
-def _again(context: Context, known: Known[_Agreed], results: Results, on: int) -> None:
+def _again(context: Context, replay: Replay[_Agreed], results: Results, on: int) -> None:
     """All of it as agreed in an earlier execution, on a stream that may be being captured."""
-    agreed, lane = known.agreed, known.lane
+    agreed, lane = replay.agreed, replay.lane
     operands = results.operands(agreed.operands, on)
     if agreed.fuses:
         assert agreed.share.form is not None
@@ -315,7 +315,7 @@ class _Anew:
         self.operands, self.results = read_operands(context, problem, call_, given, algorithms)
         self.lane = Lane.of(context, self.operands.stream)
         self.blocking = call_.options.blocking is True
-        self._said = Said(describe(call_))
+        self._said = HashedSpec(describe(call_))
         self._fused: Fused | None = None
         self._phases: Execution | None = None
 

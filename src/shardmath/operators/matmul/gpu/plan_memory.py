@@ -12,26 +12,25 @@ from typing import Any
 
 from shardmath.context import Context
 from shardmath.cuda.device import Device
-from shardmath.symmetric.heap import Buffer, Location
+from shardmath.symmetric.heap import Buffer
+from shardmath.symmetric.shared_memory import allocate_on_all_ranks
 from shardmath.symmetric.team import Team
 
 __all__ = ["PlanMemory"]
 
 
 class PlanMemory:
-    """Memory on every rank, at `bases` as this rank sees it. `told` is what each rank has told."""
+    """Memory on every rank, at `bases` as this rank sees it."""
 
     def __init__(
         self,
         context: Context,
         buffer: Buffer,
         bases: Sequence[int],
-        told: Sequence[Any],
     ) -> None:
         assert context.team is not None, "a context of GPUs"
         self.team: Team = context.team
         self.bases = tuple(bases)
-        self.told = tuple(told)
         self._buffer: Buffer | None = buffer
         self._kept = weakref.finalize(self, _keep, weakref.ref(context), buffer)
         self._kept.atexit = False
@@ -44,47 +43,38 @@ class PlanMemory:
         nbytes: Callable[[int], int],
         *,
         refusal: Callable[[Device], str],
-        begin: Callable[[int], Any],
+        begin: Callable[[int], None],
         same: Sequence[tuple[str, Any]],
     ) -> PlanMemory:
         """`nbytes(rank)` bytes on each rank. Collective.
 
         `refusal(device)` is why this rank cannot, "" where it can. `begin(address)` writes what its
-        memory begins with, and returns what to tell the peers. `same` must be equal on all ranks:
+        memory begins with. `same` must be equal on all ranks:
         names and values. Raises ValueError on all ranks where one refuses or they differ,
         HeapExhausted.
         """
-        buffers: list[Buffer] = []
 
-        def describe() -> tuple[Any, ...]:
+        def allocate() -> tuple[Buffer, list[Any]]:
             assert context.team is not None, "a context of GPUs"
             why = refusal(context.team.device)
             if why:
                 raise ValueError(f"rank {context.rank}: {why}")
-            buffers.append(context.heap.allocate(nbytes(context.rank)))
-            block = buffers[0].block
-            told = begin(block.address)
-            context.announce(block)
-            place = block.location
-            return place.segment, place.offset, told, [value for _, value in same]
+            buffer = context.heap.allocate(nbytes(context.rank))
+            begin(buffer.block.address)
+            return buffer, [value for _, value in same]
 
-        def check(found: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-            for rank, (*_, values) in enumerate(found):
-                for (name, _), value, first in zip(same, values, found[0][3], strict=True):
+        def check(notes: Sequence[list[Any]]) -> None:
+            for rank, values in enumerate(notes):
+                for (name, _), value, first in zip(same, values, notes[0], strict=True):
                     if value != first:
                         raise ValueError(
                             f"{operation}: {name} is {first} on rank 0 and {value} on rank {rank}; "
                             "give the same on all ranks"
                         )
-            return found
 
-        found = context.agree(operation, describe, check)
-        context.heap.share(buffers[0].block, context.number, context.next_share())
-        bases = [
-            context.peer_address(rank, Location(segment, offset), nbytes(rank)) or 0
-            for rank, (segment, offset, *_) in enumerate(found)
-        ]
-        return cls(context, buffers[0], bases, [told for _, _, told, _ in found])
+        memory = allocate_on_all_ranks(context, operation, allocate, check)
+        context.heap.share(memory.buffer.block, context.number, context.next_shared_id())
+        return cls(context, memory.buffer, memory.addresses(context))
 
     def require_usable(self) -> None:
         """Raise what a kernel has noted; RankFailure after one was given up; else nothing."""

@@ -40,14 +40,11 @@ class Rates:
     memory: float  # bytes per second that a product reads its factors with
     processors: int
     multipliers: int  # multiprocessors that share out the tiles of our kernel
-    ours: float  # of that rate, what our kernel reaches
     link: float  # bytes per second that each rank sends in a reduce-scatter, or beside a product
     both: float  # the same in an all-reduce
-    pair: float  # the same in a collective of two ranks
     mixed: float  # the same where tiles and sums travel beside a product
     burst: float  # the same of tiles that all multiprocessors send at once
     copied: float  # bytes per second of sums that are copied to the result
-    taken: float  # bytes per second that the takers add up, while others multiply
     beside: float  # bytes per second of sums that are sent, in time that the product loses
     step: float  # seconds until a kernel has started, and what peers do is seen
     clock: float  # cycles per second
@@ -61,14 +58,11 @@ H200 = Rates(
     memory=3.6e12,
     processors=132,
     multipliers=128,
-    ours=0.97,
     link=290e9,
     both=310e9,
-    pair=200e9,
     mixed=270e9,
     burst=345e9,
     copied=2.1e12,
-    taken=1.6e11,
     beside=1.2e12,
     step=5e-6,
     clock=1.75e9,
@@ -145,13 +139,10 @@ def rounds_parts(elements: int) -> bool:
 
 
 def choose_shape(problem: SplitKProduct) -> Shape:
-    """How to cut the work. The takers get what they can add up before the product ends.
-
-    Four multiprocessors take, and 128 multiply: most large products have tiles for 128 in even
-    numbers, and not for 132.
+    """How to cut the work. Four multiprocessors take, and 128 multiply: most large products have
+    tiles for 128 in even numbers, and not for 132.
     """
-    chunks = min(8, _down(problem))
-    return Shape(chunks, _TAKERS, late=_late(problem, chunks), apart=_apart(problem))
+    return Shape(min(8, _down(problem)), _TAKERS, apart=_apart(problem))
 
 
 def choose_shared_shape(problem: SplitKProduct) -> Shape:
@@ -166,15 +157,7 @@ def choose_shared_shape(problem: SplitKProduct) -> Shape:
     aside = max(
         1, min(across // 4, round(2 * tiles / bands / H200.multipliers), _MOST_CHUNKS // bands)
     )
-    chunks = bands * aside
-    return Shape(chunks, late=chunks, aside=aside, apart=_apart(problem))
-
-
-def _late(problem: SplitKProduct, chunks: int) -> int:
-    """How many chunks are left when the product ends, of those that the takers add up."""
-    each = _result(problem) / chunks / H200.taken
-    left = problem.flops / H200.product * (1 - 1 / chunks)  # after the first chunk has come
-    return chunks - min(chunks - 1, int(left / each))
+    return Shape(bands * aside, aside=aside, apart=_apart(problem))
 
 
 def _apart(problem: SplitKProduct) -> int:
@@ -217,8 +200,7 @@ def _separate(problem: SplitKProduct, *, ways: int) -> float:
     cuBLAS cuts k where there are few tiles: it is bound by operations, or by memory.
     """
     wide = not rounds_parts(problem.height * problem.columns)
-    link = H200.pair if len(problem.rows) == 2 else (H200.link, H200.both)[ways - 1]
-    sent = (2 if wide else 1) * ways * _sent(problem) / link
+    sent = (2 if wide else 1) * ways * _sent(problem) / (H200.link, H200.both)[ways - 1]
     rounding = wide * (H200.launch + 3 * _result(problem) / H200.memory)
     product = max(problem.flops / H200.product, _reading(problem))
     return H200.step + product + H200.launch + H200.collective + sent + rounding
@@ -228,7 +210,7 @@ def _multiplying(problem: SplitKProduct) -> float:
     """Seconds: tiles are computed in rounds of one on each multiprocessor."""
     tiles = TileOrder(problem.rows, problem.columns, 1).count
     work = 2.0 * TILE_ROWS * TILE_COLUMNS * max(problem.depth, 64)
-    return -(-tiles // H200.multipliers) * work * H200.processors / (H200.ours * H200.product)
+    return -(-tiles // H200.multipliers) * work * H200.processors / H200.product
 
 
 def _reading(problem: SplitKProduct) -> float:

@@ -48,7 +48,7 @@ class SeparateReduction:
     def meet(self, context: Context) -> None:
         """Find the lane's collective. Collective itself; raises HeapExhausted on all ranks."""
         name = f"sums of lane {self._lane.number}"
-        self._collectives = context.cache(name, lambda: DeviceCollectives.apart(context))
+        self._collectives = context.cache(name, lambda: DeviceCollectives.separate(context))
 
     def run(self) -> list[Matrix] | None:
         """Put it on the stream: the sum, for what follows; None where it is D."""

@@ -41,14 +41,13 @@ _MOST_ARGUMENTS = 256
 @dataclass(frozen=True)
 class Shape:
     """How the work is cut. Each owner's tiles are added up in `chunks`, `aside` each other in bands
-    of its rows. `takers` blocks do not multiply: they add up all chunks but the last `late` ones,
-    and wait for these. Each cluster begins `apart` cycles later than the one before. The rest is
+    of its rows. `takers` blocks do not multiply: they wait for all tiles, and those of a
+    ReduceScatter add up. Each cluster begins `apart` cycles later than the one before. The rest is
     tile_sending.cuh's.
     """
 
     chunks: int
     takers: int = 2
-    late: int = 1
     cluster: int = 2
     stages: int = 4
     aside: int = 1
@@ -306,10 +305,10 @@ class TileSendingGemm:
 
     def _of_take(self, sums: int, pitch: int, copies: bytes) -> bytes:
         """The struct `TakeArgument`, which ends with where sums go besides."""
-        walk, at, early = self.walk, self._at, max(0, self.shape.chunks - self.shape.late)
+        walk, at = self.walk, self._at
         return (
             struct.pack("QQQQ", at("slots"), self._own.stride, at("owned"), at("chunks"))
-            + struct.pack("IIQ", walk.chunks, early, walk.columns)
+            + struct.pack("I4xQ", walk.chunks, walk.columns)
             + struct.pack("QQ", at("arrived"), at("claimed"))
             + struct.pack("QQ", pitch, sums)
             + struct.pack(f"{self.team.size}Q", *self.bases)

@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from shardmath.symmetric.handle import SymmetricMemory
     from shardmath.symmetric.team import Team
 
-__all__ = ["FarSignals", "Place", "Share", "address_of", "pad_bytes"]
+__all__ = ["FarSignals", "PeerLocation", "RendezvousState", "address_of", "pad_bytes"]
 
 _WORD = 8
 
 
 @dataclass(frozen=True)
-class Place:
+class PeerLocation:
     """Where one rank's array lies: its block of `nbytes`, the array's offset in it, and its pad."""
 
     segment: int
@@ -59,7 +59,7 @@ def _words_start(slots_bytes: int) -> int:
 
 
 @dataclass
-class Share:
+class RendezvousState:
     """What a rendezvous has established, on this rank: it lives as long as this rank's buffer.
 
     `memory` and `pads` hold the ranks' blocks and pads as bytes in this process; None where a
@@ -67,7 +67,7 @@ class Share:
     """
 
     number: int
-    places: list[Place]
+    peers: list[PeerLocation]
     memory: list[Memory | None]
     pads: list[Memory | None]
     pad_buffer: Buffer
@@ -77,7 +77,7 @@ class Share:
     handles: dict[str, weakref.ref[SymmetricMemory]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        slots = self.places[0].pad_size
+        slots = self.peers[0].pad_size
         start = _words_start(slots)
         self.slots: list[Any] = [_words(pad, 0, slots, "I") for pad in self.pads]
         self.words: list[Any] = [_words(pad, start, None, "Q") for pad in self.pads]
@@ -102,9 +102,9 @@ def address_of(view: Memory | None) -> int:
 
 
 class FarSignals:
-    """Signals to and from ranks whose pad this process cannot use, for one share.
+    """Signals to and from ranks whose pad this process cannot use, for one rendezvous.
 
-    Those are the ranks on other hosts; for contexts of GPUs, all ranks. It gives the share copies
+    Those are the ranks on other hosts; for contexts of GPUs, all ranks. It gives the state copies
     of their pads. A message says what has become of a word or a slot; who may write which is as on
     one host.
     """
@@ -112,18 +112,18 @@ class FarSignals:
     _MESSAGE = struct.Struct("<IQ")  # index, value
     _REACHED, _RAISED, _CONSUMED = 0, 1, 2  # the place of a message: what it is about
 
-    def __init__(self, context: Context, share: Share) -> None:
-        away = [r for r in range(context.size) if share.slots[r] is None]
+    def __init__(self, context: Context, state: RendezvousState) -> None:
+        away = [r for r in range(context.size) if state.slots[r] is None]
         self._far = {r for r in away if r != context.rank}
         self._rank, self._size = context.rank, context.size
-        self._slots, self._words = share.slots, share.words
-        nbytes = pad_bytes(share.places[0].pad_size, context.size)
-        start = _words_start(share.places[0].pad_size)
+        self._slots, self._words = state.slots, state.words
+        nbytes = pad_bytes(state.peers[0].pad_size, context.size)
+        start = _words_start(state.peers[0].pad_size)
         for rank in away:
             copy = np.zeros(nbytes, np.uint8)
-            share.slots[rank] = _words(copy, 0, share.places[0].pad_size, "I")
-            share.words[rank] = _words(copy, start, None, "Q")
-        self._channel = context.channel(share.number + 1, _weakly(self))
+            state.slots[rank] = _words(copy, 0, state.peers[0].pad_size, "I")
+            state.words[rank] = _words(copy, start, None, "Q")
+        self._channel = context.channel(state.number + 1, _weakly(self))
         weakref.finalize(self, self._channel.close).atexit = False
 
     def reached(self, channel: int, count: int) -> None:

@@ -9,14 +9,14 @@ using namespace shardmath;
 typedef shardmath::ELEMENT Element;
 typedef shardmath::OPERATION Op;
 
-struct FoldArgument {
+struct ReduceLocalArgument {
     const char* parts;
     unsigned long long stride;  // bytes from one rank's part to the next
     Element* output;
     unsigned long long count;
 };
 
-extern "C" __global__ void __launch_bounds__(256) fold(const __grid_constant__ FoldArgument a) {
+extern "C" __global__ void __launch_bounds__(256) reduce_local(const __grid_constant__ ReduceLocalArgument a) {
     const unsigned long long stride = (unsigned long long)gridDim.x * blockDim.x;
     for (unsigned long long i = (unsigned long long)blockIdx.x * blockDim.x + threadIdx.x; i < a.count; i += stride) {
         auto all = Wide<Element>::widen(((const Element*)a.parts)[i]);

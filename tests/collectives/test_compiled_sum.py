@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 from built import built_from_c
-from shardmath.collectives import compiled_fold
-from shardmath.collectives.reduction import Reduction, fold
+from shardmath.collectives import compiled_sum
+from shardmath.collectives.reduction import Reduction, reduce_local
 
 TYPES = ["float32", "float64", "complex64", "complex128", "int32", "uint32", "int64", "uint64"]
 
 
 @pytest.fixture(scope="module")
 def add(tmp_path_factory):
-    made = compiled_fold.sums(
-        built_from_c(compiled_fold, "fold.c", tmp_path_factory.mktemp("fold"))
+    made = compiled_sum.sums(
+        built_from_c(compiled_sum, "sum.c", tmp_path_factory.mktemp("sum"))
     )
     assert made is not None
     return made
@@ -77,7 +77,7 @@ def test_what_is_left_to_numpy(add):
 
 
 @pytest.mark.parametrize("op", ["sum", "mean", "max", "product"])
-def test_folds_with_and_without_it(add, monkeypatch, op):
+def test_reductions_with_and_without_it(add, monkeypatch, op):
     used = []
 
     def counted(inputs, outputs):
@@ -87,13 +87,13 @@ def test_folds_with_and_without_it(add, monkeypatch, op):
     reduction = Reduction.of(op, "float32")
     inputs = operands("float32", 3, 70000)
     with_it, without = np.zeros((1, 70000), "float32"), np.zeros((1, 70000), "float32")
-    monkeypatch.setattr(compiled_fold, "built", lambda: counted)
-    fold(reduction, inputs, [with_it])
-    monkeypatch.setattr(compiled_fold, "built", lambda: None)
-    fold(reduction, inputs, [without])
+    monkeypatch.setattr(compiled_sum, "built", lambda: counted)
+    reduce_local(reduction, inputs, [with_it])
+    monkeypatch.setattr(compiled_sum, "built", lambda: None)
+    reduce_local(reduction, inputs, [without])
     assert with_it.tobytes() == without.tobytes()
     assert used == (["sum"] if op == "sum" else [])
 
 
 def test_another_library_is_not_used():
-    assert compiled_fold.sums(ctypes.CDLL(None)) is None
+    assert compiled_sum.sums(ctypes.CDLL(None)) is None

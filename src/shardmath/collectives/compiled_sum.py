@@ -1,6 +1,6 @@
 """Sums of what several ranks have, in one pass, where the package was installed with a C compiler.
 
-`fold.c` says why. Without it, and for other operations and types, NumPy does the same.
+`sum.c` says why. Without it, and for other operations and types, NumPy does the same.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NAMES = {
 @lru_cache(maxsize=1)
 def built() -> Sums | None:
     """What `sums` makes of the library that was built with the package, or None without it."""
-    library = library_beside(__file__, "_fold")
+    library = library_beside(__file__, "_sum")
     return None if library is None else sums(library)
 
 

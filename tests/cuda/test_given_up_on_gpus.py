@@ -1,0 +1,78 @@
+"""A rank's stream is late, and its peers give up: no array but the lost results is written later.
+
+    rank 0   call, gives up, drops the result ─ new arrays ····················· are as they were
+    rank 1   call, on a stream that is busy ························ pushes into rank 0's result
+
+That memory was given back, and must not have gone to one of the new arrays.
+"""
+
+from __future__ import annotations
+
+import importlib
+from functools import partial
+
+import pytest
+
+from shardmath.distribution import Replicated, Slab, redistribute
+from shardmath.linalg.advanced import matmul
+from shardmath.symmetric.allocation import allocate_symmetric_memory as allocate
+
+N = 4096
+LIMIT, LATE = 1.0, 4.0  # seconds: of a wait, and that the last rank's stream is late
+CYCLES = 2e9  # a second
+MANY = 6  # new arrays
+KINDS = ("redistribution", "product")
+
+
+def filled(torch, shape, value):
+    return allocate(shape, torch, dtype=torch.bfloat16, skip_symmetric_check=True).fill_(value)
+
+
+def call_of(torch, context, kind):
+    """A call that gives every rank N x N elements, which peers write."""
+    rank, size = context.rank, context.size
+    rows = Slab.X.shape(rank, (N * size, N), size=size)
+    if kind == "redistribution":
+        return partial(redistribute, filled(torch, rows, 1), Slab.X, Slab.Y)
+    a = filled(torch, Slab.Y.shape(rank, (N, N * size), size=size), 1)
+    b = filled(torch, rows, 1)
+    return partial(matmul, a, b, distributions=[Slab.Y, Slab.X, Replicated()])
+
+
+def check(context, kind):
+    """Whether the call was given up, and which of the new arrays were written, or are in place of
+    its result.
+    """
+    torch = importlib.import_module("torch")
+    group, late = context.split(0), context.rank == context.size - 1
+    for each in (context, group):  # kernels are compiled, then the group's plans made
+        if each is group:
+            group.team.timeout = LIMIT
+        with each:
+            call = call_of(torch, each, kind)
+            for _ in range(3):
+                call()
+        torch.cuda.synchronize()
+        context.barrier()
+    if late:
+        torch.cuda._sleep(int(LATE * CYCLES))
+    with group:
+        result = call()
+    place = result.data_ptr()
+    del result
+    if not late:
+        torch.cuda.synchronize()
+    in_time = not late or not torch.cuda.current_stream().query()
+    with context:
+        new = [filled(torch, (N, N), 7) for _ in range(MANY)]
+        torch.cuda.synchronize()
+        in_time = in_time and group.team.gave_up()
+        context.barrier()
+        wrong = [i for i, each in enumerate(new) if not bool((each == 7).all())]
+    return in_time, wrong, place in [each.data_ptr() for each in new]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_late_kernels_write_is_nobody_elses(gpus, kind):
+    if gpus.size > 1:
+        assert gpus.run(check, kind) == [(True, [], False)] * gpus.size

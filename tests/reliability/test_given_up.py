@@ -1,0 +1,138 @@
+"""A rank that is late, and comes after its peers gave the operation up, is told of it.
+
+Its peer may have changed by then what it reads, so it must not return a result.
+"""
+
+import signal
+import time
+
+import numpy as np
+import pytest
+
+from mortal import Job, Raised
+from shardmath import startup
+from shardmath.collectives import all_gather
+from shardmath.distribution import Slab, redistribute
+from shardmath.linalg.advanced import matmul
+from shardmath.redistribution import host
+from shardmath.symmetric import board
+from shardmath.symmetric.allocation import allocate_symmetric_memory as allocate
+
+N = 256
+LIMIT = {"SHARDMATH_TIMEOUT": "0.3", "SHARDMATH_NOTICE": "100"}
+CALLS = {
+    "redistribute": lambda x: redistribute(x, Slab.X, Slab.Y),
+    "all_gather": all_gather,
+    "matmul": lambda x: matmul(x, x, distributions=[Slab.X] * 3),
+}
+
+
+def operand():
+    x = allocate((N // 2, N), np, dtype="complex128", skip_symmetric_check=True)
+    x[:] = 1
+    return x
+
+
+def given_up(context, rank):
+    """Wait until `rank` has given up, and a little longer."""
+    deadline = time.monotonic() + 5
+    while context.board._words[rank][board._STATE] != board._FAILED:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(0.05)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_result_of_what_has_changed_is_not_returned(name):
+    """Rank 1 comes to its last barrier when rank 0, which had been there, has given up."""
+
+    def body(group):
+        context = startup.initialize("cpu", group)
+        x = operand()
+        CALLS[name](x)
+        plain = context.board.barrier
+
+        def late(*args, **named):
+            if context.rank == 1:
+                given_up(context, 0)
+            plain(*args, **named)
+
+        context.board.barrier = late
+        try:
+            return CALLS[name](x).sum().real
+        finally:
+            x[:] = 7
+
+    with Job(2, body, LIMIT) as job:
+        first, second = (job.outcome(rank) for rank in range(2))
+    assert (first.kind, first.ranks) == ("OpTimeout", (1,))
+    assert isinstance(second, Raised), f"it returned {second}"
+    assert (second.kind, second.ranks) == ("RankFailure", (0,)) and "gave up" in second.text
+
+
+def test_a_rank_that_is_stopped_while_it_reads():
+    """It goes on when its peer has written over the operand that it was reading."""
+
+    def body(group):
+        context = startup.initialize("cpu", group)
+        x = operand()
+        if context.rank == 1:
+            plain = host.perform
+
+            def stopped(*args):
+                signal.raise_signal(signal.SIGSTOP)
+                plain(*args)
+
+            from shardmath.operators.redistribute import execution
+
+            execution.perform = stopped
+        try:
+            return redistribute(x, Slab.X, Slab.Y).sum().real
+        finally:
+            x[:] = 7
+
+    with Job(2, body, LIMIT) as job:
+        first = job.outcome(0)
+        job.signal(1, signal.SIGCONT)
+        second = job.outcome(1)
+    assert (first.kind, first.ranks) == ("OpTimeout", (1,))
+    assert isinstance(second, Raised), f"it returned {second}"
+    assert (second.kind, second.ranks) == ("RankFailure", (0,))
+
+
+def test_a_failure_after_a_barrier_is_no_failure_of_it():
+    """Rank 0 has passed the barrier, and fails in what comes then: rank 1 comes out of it."""
+
+    def body(group):
+        context = startup.initialize("cpu", group)
+        plain = context.board._await
+
+        def late(*args):
+            if context.rank == 1:  # which has published that it has come
+                given_up(context, 0)
+            plain(*args)
+
+        context.board._await = late
+        context.board.barrier("phase")
+        context.board.fail("something else")
+        return "passed"
+
+    with Job(2, body, LIMIT) as job:
+        assert [job.outcome(rank) for rank in range(2)] == ["passed"] * 2
+
+
+def test_peers_are_told_what_a_signal_handler_raised_in_a_wait():
+    def body(group):
+        context = startup.initialize("cpu", group)
+        if context.rank == 0:
+            signal.signal(signal.SIGALRM, lambda *_: {}["ring"])
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+        else:
+            given_up(context, 0)
+        context.barrier()
+        context.barrier()  # rank 0 had come to the first
+
+    with Job(2, body, {"SHARDMATH_NOTICE": "100"}) as job:
+        first, second = (job.outcome(rank) for rank in range(2))
+    assert first.kind == "KeyError"
+    assert second.kind == "RankFailure" and "gave up: KeyError('ring')" in second.text
