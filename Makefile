@@ -38,7 +38,7 @@ clean:
 
 # One extra of pyproject.toml, with the package itself as it stands in src. Installed once, and again
 # when pyproject.toml or what is compiled from C changes.
-$(VENV)/.has-%: pyproject.toml $(wildcard src/shardmath/*/*.[ch]) $(RUN)
+$(VENV)/.has-%: pyproject.toml $(wildcard src/shardmath/*/*.c) $(RUN)
 	@echo "installing shardmath[$*] into $(VENV)"
 	@$(PIP) install --editable '.[$*]'
 	@touch $@

@@ -9,12 +9,10 @@ import pytest
 import scipy.fft
 import torch  # noqa: F401  (the engine of that name takes it from the loaded modules)
 
-from built import built_from_c
 from shardmath.local import fft as local
-from shardmath.local import simd_fft
 from shardmath.local.fft import engine_for, transform
 
-ENGINES = ("scipy", "scipy, what is public", "numpy", "torch", "numpy, compiled")
+ENGINES = ("scipy", "scipy, what is public", "numpy", "torch")
 SHAPE = (7, 8, 9)
 AXES = [(0,), (1,), (2,), (0, 2), (2, 1), (1, 2, 0)]
 NORMS = {None: ("backward", "forward"), "ortho": ("ortho",) * 2, "forward": ("forward",) * 2}
@@ -41,17 +39,8 @@ def numbers(dtype, how):
     return array
 
 
-@pytest.fixture(scope="module")
-def simd(tmp_path_factory):
-    return simd_fft.transforms(
-        built_from_c(simd_fft, "simd_fft.c", tmp_path_factory.mktemp("simd_fft"))
-    )
-
-
 @pytest.fixture(params=ENGINES)
 def engine(request, monkeypatch):
-    simd = request.getfixturevalue("simd") if request.param.endswith("compiled") else None
-    monkeypatch.setattr(local.simd_fft, "built", lambda: simd)
     if request.param == "scipy, what is public":
         monkeypatch.setattr(local, "_inner", lambda: None)
     return request.param.partition(",")[0]
@@ -108,19 +97,7 @@ def test_real_and_back(engine, how, dtype):
         assert np.abs(back - x).max() <= 10 * tolerance
 
 
-def test_compiled_functions_are_used_where_they_can(simd, monkeypatch):
-    if simd is None:
-        pytest.skip("no vectors here that simd_fft.c knows")
-    monkeypatch.setattr(local.simd_fft, "built", lambda: simd)
-    monkeypatch.setattr(local, "_inner", lambda: pytest.fail("scipy's"))
-    x = numbers("complex64", "C")
-    want = np.fft.fft(x.astype("c16"), axis=1)
-    transform(x, (1,), out=x, kind="C2C", forward=True, norm=None)
-    assert np.abs(x - want).max() <= 1e-5 * np.abs(want).max()
-
-
 def test_scipy_writes_where_it_is_told(monkeypatch):
-    monkeypatch.setattr(local.simd_fft, "built", lambda: None)
     monkeypatch.setattr(local, "_made", lambda *_: pytest.fail("a result of its own"))
     x, real = numbers("complex64", "padded"), numbers("float32", "F")
     transform(x, (0, 2), out=x, kind="C2C", forward=True, norm=None)

@@ -1,15 +1,13 @@
 """One rank's Fourier transforms, along axes that it holds whole.
 
-By `simd_fft` where it was built and the lengths suit it; else by scipy.fft where that is installed,
-or NumPy's; by torch.fft for those who brought tensors. All keep single precision and take any
-strides. Results are written where the caller wants them, by ours and scipy's without a copy: a
-block of the size of a cache is read, transformed and put down in one go.
+scipy.fft where it is installed, NumPy's otherwise, and torch.fft for those who brought tensors: all
+keep single precision and take any strides. Results are written where the caller wants them, by
+scipy's without a copy: a block of the size of a cache is read, transformed and put down in one go.
 """
 
 from __future__ import annotations
 
 import importlib
-import math
 import sys
 from collections.abc import Sequence
 from functools import lru_cache
@@ -18,7 +16,6 @@ from typing import Any, Literal
 import numpy as np
 
 from shardmath.arrays.base import HostArray
-from shardmath.local import simd_fft
 
 __all__ = ["Kind", "Norm", "engine_for", "transform"]
 
@@ -45,12 +42,6 @@ def transform(
     scale = norm or ("backward" if forward else "forward")
     if kind == "R2C" and x.dtype.itemsize == 2:
         x = x.astype(np.float32)
-    simd = simd_fft.built() if engine != "torch" else None
-    if simd is not None:
-        shape = x.shape if kind == "R2C" else out.shape
-        divisor = math.prod(shape[axis] for axis in axes) ** (_divisor(scale, forward) / 2)
-        if simd.transform(x, tuple(axes), out=out, kind=kind, forward=forward, divisor=divisor):
-            return
     inner = _inner() if engine == "scipy" else None
     if inner is not None and x.flags.aligned and out.flags.aligned:
         _written(inner, x, tuple(axes), out, kind, forward, _divisor(scale, forward))
