@@ -16,9 +16,7 @@ TYPES = ["float32", "float64", "complex64", "complex128", "int32", "uint32", "in
 
 @pytest.fixture(scope="module")
 def add(tmp_path_factory):
-    made = compiled_sum.sums(
-        built_from_c(compiled_sum, "sum.c", tmp_path_factory.mktemp("sum"))
-    )
+    made = compiled_sum.sums(built_from_c(compiled_sum, "sum.c", tmp_path_factory.mktemp("sum")))
     assert made is not None
     return made
 
