@@ -240,8 +240,8 @@ def check_epilogs_within(context, dtype):
     from shardmath.cuda.driver import call
     from shardmath.local.gpu.blaslt import WORKSPACE
     from shardmath.local.gpu.epilog import finish
+    from shardmath.local.gpu.fused_epilog import fused_epilog, split
     from shardmath.local.gpu.gemm import Algorithms, has_algorithm, multiply
-    from shardmath.local.gpu.within import split, within
 
     rng = np.random.default_rng(4)
     room = context.heap.allocate(WORKSPACE)
@@ -269,7 +269,7 @@ def check_epilogs_within(context, dtype):
                 matrix = (other := OnDevice(context, given, "F")).matrix
             x, y, d = OnDevice(context, a, sa), OnDevice(context, b, sb), OnDevice(context, c, sd)
             first, rest = split(epilog, dtype)
-            found = within(
+            found = fused_epilog(
                 first,
                 d.matrix,
                 bias=(bias.matrix.address, 1) if bias else None,

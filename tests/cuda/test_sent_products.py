@@ -12,7 +12,7 @@ from shardmath.cuda import stream as streams
 from shardmath.cuda.driver import call
 from shardmath.errors import OpTimeout, RankFailure
 from shardmath.operators.matmul.gpu.all_reduce import GemmAllReduce
-from shardmath.operators.matmul.gpu.factor import Factor
+from shardmath.operators.matmul.gpu.operand_layout import OperandLayout
 from shardmath.operators.matmul.gpu.reduce_scatter import GemmReduceScatter
 from shardmath.operators.matmul.gpu.split_k import SplitKProduct, even_rows
 from shardmath.operators.matmul.gpu.tile_order import TILE_COLUMNS, TILE_ROWS
@@ -21,9 +21,9 @@ from shardmath.symmetric.allocation import empty_on_heap
 from shardmath.symmetric.heap import Location
 
 KINDS = {  # how each is planned
-    "scatter": GemmReduceScatter.together,
-    "all": GemmAllReduce.together,
-    "shown": partial(GemmAllReduce.together, shown=True),  # peers write the results
+    "scatter": GemmReduceScatter.create,
+    "all": GemmAllReduce.create,
+    "shown": partial(GemmAllReduce.create, shown=True),  # peers write the results
 }
 SENTINEL = 7.0
 PIECE = 128  # kPiece
@@ -76,11 +76,11 @@ class Case:
         """A copy whose rows ("C") or columns ("F") are a multiple of 8 elements apart."""
         if order == "F":
             laid, factor = self._laid_out(x.T, "C")
-            return laid, Factor("F", factor.pitch)
+            return laid, OperandLayout("F", factor.pitch)
         pitch = -(-max(x.shape[1], 1) // 8) * 8 + 8
         whole = self.torch.full((x.shape[0] + 1, pitch), 3.0, device=self.device, dtype=self.dtype)
         whole[: x.shape[0], : x.shape[1]] = x
-        return whole, Factor("C", pitch)
+        return whole, OperandLayout("C", pitch)
 
     def plan(self, shape=None):
         return KINDS[self.kind](self.context, self.problem, shape)
@@ -335,15 +335,15 @@ def test_ranks_that_mean_different_products(gpus, size):
 
 def check_misfits(context):
     device, rows = context.team.device, (128,) * context.size
-    good = Factor("C", 64)
+    good = OperandLayout("C", 64)
     problems = [
         SplitKProduct(rows, 64, 64, "float16", good, good),
         SplitKProduct(rows, 64, 64, "float32", good, good),
-        SplitKProduct(rows, 64, 60, "float16", Factor("C", 60), good),
+        SplitKProduct(rows, 64, 60, "float16", OperandLayout("C", 60), good),
         SplitKProduct(rows, 0, 64, "bfloat16", good, good),
-        SplitKProduct((3, 128), 64, 64, "bfloat16", Factor("F", 136), good),
+        SplitKProduct((3, 128), 64, 64, "bfloat16", OperandLayout("F", 136), good),
     ]
-    return [problem.misfit(device)[:12] for problem in problems]
+    return [problem.unsupported(device)[:12] for problem in problems]
 
 
 def test_what_the_kernel_cannot_take(gpus, size):

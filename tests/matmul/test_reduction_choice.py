@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from shardmath.operators.matmul.gpu.factor import Factor
+from shardmath.operators.matmul.gpu.operand_layout import OperandLayout
 from shardmath.operators.matmul.gpu.reduction_choice import (
     H200,
     choose_all_reduce,
@@ -21,7 +21,9 @@ from shardmath.operators.matmul.gpu.tile_order import TileOrder
 
 def product(m: int, n: int, k: int, size: int = 8) -> SplitKProduct:
     rows = tuple((rank + 1) * m // size - rank * m // size for rank in range(size))
-    return SplitKProduct(rows, n, k // size, "bfloat16", Factor("C", k), Factor("C", n))
+    return SplitKProduct(
+        rows, n, k // size, "bfloat16", OperandLayout("C", k), OperandLayout("C", n)
+    )
 
 
 @pytest.mark.parametrize(

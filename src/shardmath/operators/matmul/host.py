@@ -2,8 +2,8 @@
 
 Each phase is separated by an exchange or a barrier, and each is one of three patterns: before
 reading what a peer wrote, after writing what a peer will read, before reusing what a peer may still
-read. The plan is the same data on every rank; only `Share`, what one rank does, differs. All heap
-memory is taken in `prepare`, while ranks can still refuse together.
+read. The strategy is the same on every rank; a `RankPlan` is what one rank does for it. All heap
+memory is allocated in `prepare`, while ranks can still refuse together.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from shardmath.redistribution import Exposed, copy_moves, expose, stage, window_
 from shardmath.redistribution.exposure import staged_bytes
 from shardmath.symmetric.heap import Block
 
-__all__ = ["Execution", "Operands", "Share", "shared_part"]
+__all__ = ["Execution", "Operands", "RankPlan", "shared_part"]
 
 _PANEL_ELEMENTS = 4 << 20  # of one gathered panel: 32 MiB in float64
 _WHOLE_ELEMENTS = 128 << 20  # of all that is brought together for a library's product
@@ -59,7 +59,7 @@ class Operands:
 
 
 @dataclass(frozen=True)
-class Share:
+class RankPlan:
     """What `rank` does for `strategy`."""
 
     strategy: Strategy
@@ -105,11 +105,13 @@ def shared_part(held: Layout, need: Layout, *, src: int, dst: int) -> tuple[Move
 class Execution:
     """One execution on one rank: `prepare`, tell the peers, `run`."""
 
-    def __init__(self, context: Context, share: Share, operands: Operands, operation: str) -> None:
+    def __init__(
+        self, context: Context, rank_plan: RankPlan, operands: Operands, operation: str
+    ) -> None:
         self.context = context
-        self.share = share
-        self.strategy = share.strategy
-        self.problem = share.strategy.problem
+        self.rank_plan = rank_plan
+        self.strategy = rank_plan.strategy
+        self.problem = rank_plan.strategy.problem
         self.operands = operands
         self.operation = operation
         self.rank = context.rank
@@ -157,7 +159,7 @@ class Execution:
         `shown` is what all ranks have told: the exchange that carried it is the barrier before
         reading what a peer wrote.
         """
-        a, b = self.share.sources
+        a, b = self.rank_plan.sources
         of_a = [text[1 : 1 + text[0]] for text in shown]
         of_b = [text[1 + text[0] :] for text in shown]
         left = _Reader(
@@ -192,7 +194,7 @@ class Execution:
 
     def _multiply(self, left: _Reader, right: _Reader) -> HostArray:
         """The product of the work's rows and columns, in the accumulator's type."""
-        a, b = self.share.sources
+        a, b = self.rank_plan.sources
         out = self._product_memory()
         if a.extent == 0 or out.size == 0:
             out[...] = 0
@@ -249,7 +251,7 @@ class Execution:
             total = np.empty_like(self.operands.out, self.wide)
         total[...] = 0
         array = self._shared(sums, "sums", self.strategy.sums)
-        for found in self.share.additions:
+        for found in self.rank_plan.additions:
             copy_moves(found, array, total, add=True)
         return total
 
@@ -258,7 +260,7 @@ class Execution:
         final = np.empty_like(self.operands.out, self.wide)
         name = "reduced" if self.strategy.reduces else "sums"
         array = self._shared(sums, name, self.strategy.reduced)
-        copy_moves(self.share.last_moves, array, final, rank=self.rank)
+        copy_moves(self.rank_plan.last_moves, array, final, rank=self.rank)
         return final
 
     def _finish(self, sums: HostArray) -> dict[str, HostArray]:
@@ -391,7 +393,7 @@ class _Reader:
         shape = (hi - lo, source.width) if source.axis == 0 else (source.width, hi - lo)
         if self._panel.shape != shape:
             self._panel = np.empty(shape, self._panel.dtype)
-        copy_moves(source.gathering(lo, hi), self._array, self._panel, rank=self._rank)
+        copy_moves(source.gather_moves(lo, hi), self._array, self._panel, rank=self._rank)
         self._filled = (lo, hi)
 
     def _cut(self, lo: int, hi: int, across: slice) -> tuple[slice, slice]:

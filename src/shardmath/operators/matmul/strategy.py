@@ -26,7 +26,16 @@ from shardmath.geometry import Layout, Spans, bytes_received, common_elements, k
 from shardmath.operators.matmul.problem import Problem
 from shardmath.redistribution import TransferPlan
 
-__all__ = ["CORES", "HOPPER", "HOPPER_APART", "Cost", "Machine", "Strategy", "candidates", "choose"]
+__all__ = [
+    "CORES",
+    "HOPPER",
+    "HOPPER_MULTI_HOST",
+    "Cost",
+    "Machine",
+    "Strategy",
+    "candidates",
+    "choose",
+]
 
 Column = tuple[Spans, ...]  # one axis of the work, by rank
 
@@ -77,7 +86,7 @@ HOPPER = Machine(
     latency=1e-5,
 )
 # The same on several hosts, a network card of 400 Gb/s for each GPU.
-HOPPER_APART = replace(HOPPER, bandwidth=4.5e10, latency=4e-5)
+HOPPER_MULTI_HOST = replace(HOPPER, bandwidth=4.5e10, latency=4e-5)
 
 
 @dataclass(frozen=True)

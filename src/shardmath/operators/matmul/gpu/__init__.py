@@ -2,7 +2,7 @@
 
 from shardmath.operators.matmul.gpu.call import Turn, comes_again, tune
 from shardmath.operators.matmul.gpu.fused import notes
-from shardmath.operators.matmul.gpu.rank_plan import Share
-from shardmath.operators.matmul.gpu.scale_moves import chosen
+from shardmath.operators.matmul.gpu.rank_plan import RankPlan
+from shardmath.operators.matmul.gpu.scale_moves import choose_strategy
 
-__all__ = ["Share", "Turn", "chosen", "comes_again", "notes", "tune"]
+__all__ = ["RankPlan", "Turn", "choose_strategy", "comes_again", "notes", "tune"]

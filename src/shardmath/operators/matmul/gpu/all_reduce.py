@@ -33,7 +33,7 @@ class GemmAllReduce:
         self._first = [0, *accumulate(sending.problem.rows)]
 
     @classmethod
-    def together(
+    def create(
         cls,
         context: Context,
         problem: SplitKProduct,
@@ -45,11 +45,11 @@ class GemmAllReduce:
 
         With `shown`, launches will say where all ranks' results lie, and the plan has no memory for
         sums. Raises ValueError on all ranks where they do not mean the same product, or where
-        `problem.misfit` speaks on one of them; HeapExhausted.
+        `problem.unsupported` speaks on one of them; HeapExhausted.
         """
         shape = shape or choose_shared_shape(problem)
         extra = 0 if shown else problem.height * _pitch(problem)
-        return cls(TileSendingGemm.together(context, problem, shape, extra=extra))
+        return cls(TileSendingGemm.create(context, problem, shape, extra=extra))
 
     def launch(
         self,

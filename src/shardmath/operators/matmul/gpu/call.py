@@ -30,9 +30,9 @@ from shardmath.operators.matmul.arguments import (
 )
 from shardmath.operators.matmul.gpu import tuning
 from shardmath.operators.matmul.gpu.execution import Execution
-from shardmath.operators.matmul.gpu.fused import Fused, pays, shows
+from shardmath.operators.matmul.gpu.fused import Fused, have_addresses, is_faster
 from shardmath.operators.matmul.gpu.operands import Results, made_results, read_operands
-from shardmath.operators.matmul.gpu.rank_plan import Operands, Share
+from shardmath.operators.matmul.gpu.rank_plan import Operands, RankPlan
 from shardmath.operators.matmul.options import MatmulOptions
 from shardmath.operators.matmul.problem import Call, describe
 from shardmath.operators.matmul.scaling import scales_in_order
@@ -60,7 +60,7 @@ class _Agreed:
     fuses: bool
     addition_order: str
     told: tuple[bytes, ...]
-    share: Share
+    rank_plan: RankPlan
     operands: Operands
     blanks: Mapping[str, Blank]
     blocking: bool
@@ -89,13 +89,13 @@ def tune(
         one.lane.team.synchronize(one.stream)
     texts = context.gather(operation, lambda: tuning.packed(timed.timings or {}))
     chosen = tuning.fastest([tuning.unpacked(text) for text in texts])
-    one.share.algorithms.chosen.update(chosen)
-    one.share.kept["told"] = tuning.told(timed.timings, chosen)
+    one.rank_plan.algorithms.chosen.update(chosen)
+    one.rank_plan.cache["told"] = tuning.told(timed.timings, chosen)
 
 
-def comes_again(context: Context, share: Share, given: Arguments) -> bool:
+def comes_again(context: Context, rank_plan: RankPlan, given: Arguments) -> bool:
     """Whether a call with these arguments has been executed on this rank, and may come again."""
-    key = _key(context, share, given)
+    key = _key(context, rank_plan, given)
     return key is not None and _replays(context).find(key) is not None
 
 
@@ -104,7 +104,7 @@ def _replays(context: Context) -> ReplayCache[_Agreed]:
     return found
 
 
-def _key(context: Context, share: Share | None, given: Arguments) -> Hashable | None:
+def _key(context: Context, rank_plan: RankPlan | None, given: Arguments) -> Hashable | None:
     """What makes two calls the same on this rank; None for one that cannot come again.
 
     Without a share all that a plan depends on is a part of it. Arrays in host memory are carried to
@@ -112,11 +112,11 @@ def _key(context: Context, share: Share | None, given: Arguments) -> Hashable | 
     """
     team, inputs = context.team, {} if given.inputs is None else given.inputs
     assert team is not None, "a context of GPUs"
-    plan = id(share) if share is not None else _planned_alike(given)
+    plan = id(rank_plan) if rank_plan is not None else _planned_alike(given)
     if plan is None or not isinstance(inputs, Mapping):
         return None
     try:
-        numbers, laid = _scales(share, given)
+        numbers, laid = _scales(rank_plan, given)
         alpha, beta = _plain(given.alpha), _plain(given.beta)
         stream = streams.given(given.stream, library_of(given.a).name, team.device)
     except (TypeError, ValueError):  # it is said where the call is read
@@ -155,9 +155,11 @@ def _planned_alike(given: Arguments) -> Hashable | None:
     return found
 
 
-def _scales(share: Share | None, given: Arguments) -> tuple[tuple[float | None, ...], list[Any]]:
+def _scales(
+    rank_plan: RankPlan | None, given: Arguments
+) -> tuple[tuple[float | None, ...], list[Any]]:
     """The numbers among the scales, and the arrays among them, None elsewhere."""
-    scaling = None if share is None else share.strategy.problem.scaling
+    scaling = None if rank_plan is None else rank_plan.strategy.problem.scaling
     if scaling is None:
         return (), [given.scales]  # which are to be None
     numbers, scales = given.numbers(scaling), scales_in_order(given.scales)
@@ -174,7 +176,7 @@ class Turn:
     """One rank's part in one execution: `agree`, then `launch`; `results` are there in between."""
 
     results: Results
-    share: Share
+    rank_plan: RankPlan
     stream: int
     lane: Lane
 
@@ -216,7 +218,7 @@ class Turn:
         """
         context, replays = self._context, _replays(self._context)
         self._read = read
-        texts = context.gather(self._operation, lambda: self._say(ready().share))
+        texts = context.gather(self._operation, lambda: self._say(ready().rank_plan))
         if self.is_repeated(texts):
             return
         said, number = agreed_scalars(texts), replays.next_number()
@@ -225,19 +227,19 @@ class Turn:
         anew = self._anew
         assert anew is not None, "said"
         anew.hear(self._operation, said)
-        if self._key is not None and not (anew.apart or anew.shows):
+        if self._key is not None and not (anew.apart or anew.have_addresses):
             replays.keep(self._key, number, anew.agreed(self._scalars), anew.lane)
 
-    def _say(self, share: Share) -> bytes:
+    def _say(self, rank_plan: RankPlan) -> bytes:
         """Alpha and beta; and the execution that this one replays, or all of it."""
-        self.share, given = share, self._given
+        self.rank_plan, given = rank_plan, self._given
         if self._key is None and self._timed is None:  # else it has been tried
-            self._key = _key(self._context, share, given)
+            self._key = _key(self._context, rank_plan, given)
             replay = None if self._key is None else _replays(self._context).find(self._key)
             if replay is not None:
                 return self._say_again(replay)
         told = self._say_all()
-        scaling = share.strategy.problem.scaling
+        scaling = rank_plan.strategy.problem.scaling
         numbers = given.numbers(scaling) if scaling else ()
         self._scalars = packed_scalars(given.scalars(), numbers)
         return self._scalars + told
@@ -254,8 +256,8 @@ class Turn:
         """What is new in it. Raises what is wrong on this rank, HeapExhausted."""
         if self._anew is None:
             call_ = self._read()
-            algorithms = self._timed or self.share.algorithms
-            self._anew = _Anew(self._context, self.share, call_, self._given, algorithms)
+            algorithms = self._timed or self.rank_plan.algorithms
+            self._anew = _Anew(self._context, self.rank_plan, call_, self._given, algorithms)
             self.results, self.stream = self._anew.results, self._anew.operands.stream
         return self._anew.say()
 
@@ -284,12 +286,12 @@ def _again(context: Context, replay: Replay[_Agreed], results: Results, on: int)
     agreed, lane = replay.agreed, replay.lane
     operands = results.operands(agreed.operands, on)
     if agreed.fuses:
-        assert agreed.share.form is not None
-        one = Fused(agreed.share.form, agreed.share, operands, lane.team.device)
+        assert agreed.rank_plan.pattern is not None
+        one = Fused(agreed.rank_plan.pattern, agreed.rank_plan, operands, lane.team.device)
         one.run(context, agreed.told)
     else:
         order = agreed.addition_order
-        phases = Execution(context, agreed.share, operands, lane, addition_order=order)
+        phases = Execution(context, agreed.rank_plan, operands, lane, addition_order=order)
         phases.prepare()
         phases.meet()  # they have, when this was executed first
         phases.run(agreed.told)
@@ -299,19 +301,19 @@ class _Anew:
     """An execution that is like no earlier one: ranks `say` all of it, `hear` it, and `launch`."""
 
     apart: bool  # whether ranks are in different lanes of their own
-    shows: bool  # whether peers write the results: each time they are told where these lie
+    have_addresses: bool  # whether peers write the results: each time they are told where these lie
 
     def __init__(
         self,
         context: Context,
-        share: Share,
+        rank_plan: RankPlan,
         call_: Call,
         given: Arguments,
         algorithms: Algorithms,
     ) -> None:
         bindings()  # raises where there is no cuBLASLt
-        self._context, self._share = context, share
-        problem = share.strategy.problem
+        self._context, self._share = context, rank_plan
+        problem = rank_plan.strategy.problem
         self.operands, self.results = read_operands(context, problem, call_, given, algorithms)
         self.lane = Lane.of(context, self.operands.stream)
         self.blocking = call_.options.blocking is True
@@ -321,19 +323,19 @@ class _Anew:
 
     def say(self) -> bytes:
         """The lane, and whether one kernel could do it, else what phases need."""
-        share, out = self._share, matrix_of(self.operands.out)
-        order = share.addition_order("F" if out.by_columns else "C")
-        if share.form is None or not pays(share):
+        rank_plan, out = self._share, matrix_of(self.operands.out)
+        order = rank_plan.addition_order("F" if out.by_columns else "C")
+        if rank_plan.pattern is None or not is_faster(rank_plan):
             told = self._prepare_phases(order)
         else:
-            self._fused = Fused(share.form, share, self.operands, self.lane.team.device)
+            self._fused = Fused(rank_plan.pattern, rank_plan, self.operands, self.lane.team.device)
             told = self._fused.told
         return _ANEW + bytes([self.lane.number, _ORDERS.index(order)]) + told
 
     def _prepare_phases(self, order: str) -> bytes:
         """Take memory for a product in phases; what to tell the peers. Raises HeapExhausted."""
-        context, share, lane = self._context, self._share, self.lane
-        self._phases = Execution(context, share, self.operands, lane, addition_order=order)
+        context, rank_plan, lane = self._context, self._share, self.lane
+        self._phases = Execution(context, rank_plan, self.operands, lane, addition_order=order)
         return self._phases.prepare()
 
     def hear(self, operation: str, said: Sequence[bytes]) -> None:
@@ -345,7 +347,7 @@ class _Anew:
         if self.apart:
             self.lane = Lane.numbered(self._context, LANES - 1)
         self._fuses = self._fused is not None and self._fused.chosen(told)
-        self.shows = self._fuses and shows(told)
+        self.have_addresses = self._fuses and have_addresses(told)
         if not self._fuses and (self.apart or mixed or self._fused is not None):
             told = self._context.gather(operation, lambda: self._prepare_phases(self._order))
         if not self._fuses:

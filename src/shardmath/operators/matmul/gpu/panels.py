@@ -16,7 +16,7 @@ from functools import cached_property
 from shardmath.geometry import Move
 from shardmath.operators.matmul.panels import clip
 
-__all__ = ["Feed", "Interval", "intervals"]
+__all__ = ["Interval", "OperandPlan", "intervals"]
 
 _FIRST_BYTES = 8 << 20  # of panels: less is gathered in one go
 _LEAST = 256  # indices of k
@@ -27,7 +27,7 @@ _SLOTS = 3  # panels in turn, where all together would need more than that
 
 
 @dataclass(frozen=True)
-class Feed:
+class OperandPlan:
     """One rank's reading of one factor, whose k axis is `axis`.
 
     `moves` bring all of it; `place` is where it starts along each axis of this rank's own array if
@@ -41,7 +41,9 @@ class Feed:
     place: tuple[int, int] | None
 
     @classmethod
-    def plan(cls, moves: Sequence[Move], shape: tuple[int, ...], rank: int, axis: int) -> Feed:
+    def plan(
+        cls, moves: Sequence[Move], shape: tuple[int, ...], rank: int, axis: int
+    ) -> OperandPlan:
         """How `rank` reads a part of that shape, which `moves` bring it."""
         extent, width = shape[axis], shape[1 - axis]
         place = None
@@ -60,7 +62,7 @@ class Feed:
         """Of the panel with indices lo to hi of k."""
         return (hi - lo, self.width) if self.axis == 0 else (self.width, hi - lo)
 
-    def gathering(self, lo: int, hi: int) -> list[Move]:
+    def gather_moves(self, lo: int, hi: int) -> list[Move]:
         """The moves that fill that panel."""
         return [part for move in self.moves for part in clip(move, self.axis, lo, hi)]
 
@@ -92,8 +94,8 @@ class Interval:
 
 
 def intervals(
-    a: Feed,
-    b: Feed,
+    a: OperandPlan,
+    b: OperandPlan,
     itemsize: int,
     *,
     rate: float,
@@ -109,7 +111,9 @@ def intervals(
     `grain`, and with a greater one than 64 their bounds too; but for the end of k.
     """
     extent = a.extent
-    per_index = itemsize * sum(feed.width for feed in (a, b) if feed.gathers)
+    per_index = itemsize * sum(
+        operand_plan.width for operand_plan in (a, b) if operand_plan.gathers
+    )
     if not per_index:
         return [Interval(0, extent, 0, None)], 0
     least = max(_LEAST, int(rate * _FIRST / 64) * 64)
@@ -120,7 +124,7 @@ def intervals(
     growth = min(_MOST_GROWTH, max(_LEAST_GROWTH, 0.9 * ratio))
     start = 0
     if rotate:
-        start = next((feed.own_start for feed in (a, b) if feed.gathers), 0)
+        start = next((operand_plan.own_start for operand_plan in (a, b) if operand_plan.gathers), 0)
         start -= start % grain if grain > 64 else 0
     ends = [extent, start] if start else [extent]
     fits_at_once = extent <= room

@@ -16,22 +16,22 @@ from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.float8 import BLOCK, FLOAT8
 from shardmath.local.gpu.gemm import Algorithms
 from shardmath.operators.matmul import host
-from shardmath.operators.matmul.gpu.panels import Feed, Interval, intervals
-from shardmath.operators.matmul.gpu.patterns import Form, form_of
+from shardmath.operators.matmul.gpu.panels import Interval, OperandPlan, intervals
+from shardmath.operators.matmul.gpu.patterns import Pattern, pattern_of
 from shardmath.operators.matmul.gpu.reduction_choice import rounds_parts
 from shardmath.operators.matmul.gpu.rounds import Rounds, rounds_of
 from shardmath.operators.matmul.gpu.routes import Routes
 from shardmath.operators.matmul.gpu.scale_moves import (
     ScaleMoves,
-    greatest_moves,
+    amax_transfer,
     modes,
     scale_moves,
 )
 from shardmath.operators.matmul.problem import gradient_layouts
-from shardmath.operators.matmul.strategy import HOPPER, HOPPER_APART, Machine
+from shardmath.operators.matmul.strategy import HOPPER, HOPPER_MULTI_HOST, Machine
 from shardmath.symmetric.device_array import DeviceArray
 
-__all__ = ["AFTERWARDS", "Operands", "Scales", "Share"]
+__all__ = ["AFTERWARDS", "Operands", "RankPlan", "Scales"]
 
 _MEMORY = 4e12  # bytes per second of an H200's memory
 _PANEL = 6e-6  # seconds that one more product takes to begin, and to end with few tiles
@@ -105,7 +105,7 @@ class Operands:
 
 
 @dataclass(frozen=True)
-class Share(host.Share):
+class RankPlan(host.RankPlan):
     """What `rank` does for `strategy` on its GPU; `hosts` are the numbers of all ranks' hosts.
 
     All moves of peers are out of what they show: their arrays, or their outboxes where ranks are on
@@ -115,14 +115,14 @@ class Share(host.Share):
     hosts: tuple[int, ...]
 
     @property
-    def apart(self) -> bool:
+    def multi_host(self) -> bool:
         """Whether ranks are on several hosts, and so have no address for each other's memory."""
         return len(set(self.hosts)) > 1
 
     @property
     def machine(self) -> Machine:
         """What such ranks can do."""
-        return HOPPER_APART if self.apart else HOPPER
+        return HOPPER_MULTI_HOST if self.multi_host else HOPPER
 
     @cached_property
     def routes(self) -> Routes:
@@ -130,20 +130,20 @@ class Share(host.Share):
         return Routes(self.strategy, self.rank, self.hosts)
 
     @cached_property
-    def feeds(self) -> tuple[Feed, Feed]:
+    def operand_plans(self) -> tuple[OperandPlan, OperandPlan]:
         """How this rank reads op(A), along its axis 1, and op(B), along its axis 0."""
         (one, two), rank = self.strategy.transfers, self.rank
         shapes = self.strategy.a.local_shape(rank), self.strategy.b.local_shape(rank)
         return (
-            Feed.plan(self._shown("a", one.into(rank)), shapes[0], rank, 1),
-            Feed.plan(self._shown("b", two.into(rank)), shapes[1], rank, 0),
+            OperandPlan.plan(self._shown("a", one.into(rank)), shapes[0], rank, 1),
+            OperandPlan.plan(self._shown("b", two.into(rank)), shapes[1], rank, 0),
         )
 
     def parts(self, index: int) -> list[tuple[str, list[Move]]]:
         """What is gathered of a factor for each interval, by name."""
-        feed = self.feeds[index]
+        operand_plan = self.operand_plans[index]
         return [
-            (f"{'ab'[index]} {number}", feed.gathering(interval.lo, interval.hi))
+            (f"{'ab'[index]} {number}", operand_plan.gather_moves(interval.lo, interval.hi))
             for number, interval in enumerate(self.schedule[0])
         ]
 
@@ -180,7 +180,7 @@ class Share(host.Share):
 
     def _shown(self, name: str, found: tuple[Move, ...]) -> tuple[Move, ...]:
         """Moves of ranks' matrices of that name, as they are shown."""
-        if not self.apart:
+        if not self.multi_host:
             return found
         dtype = dtypes.of(self.strategy.problem.dtype)
         wide = dtypes.accumulator(dtype)
@@ -189,7 +189,7 @@ class Share(host.Share):
     @cached_property
     def schedule(self) -> tuple[list[Interval], int]:
         """The intervals of k, and how many indices the panels' memory has."""
-        strategy, rank, (a, b) = self.strategy, self.rank, self.feeds
+        strategy, rank, (a, b) = self.strategy, self.rank, self.operand_plans
         dtype = strategy.problem.dtype
         itemsize = dtypes.of(dtype).itemsize
         flops = 2.0 * strategy.rows[rank].length * strategy.columns[rank].length
@@ -219,7 +219,9 @@ class Share(host.Share):
     @cached_property
     def rounds(self) -> Rounds | None:
         """How eight-bit lines that all ranks need come; None where none do."""
-        return rounds_of(self.strategy) if self.multiplies_elements and not self.apart else None
+        return (
+            rounds_of(self.strategy) if self.multiplies_elements and not self.multi_host else None
+        )
 
     @property
     def own_lines(self) -> int:
@@ -238,9 +240,9 @@ class Share(host.Share):
         return self._shown(f"scales {'ab'[index]}", found.transfer.into(self.rank))
 
     @cached_property
-    def greatest(self) -> tuple[Move, ...]:
+    def amax_moves(self) -> tuple[Move, ...]:
         """What brings the greatest value of every rank's part of D."""
-        return self._shown("amax", greatest_moves(len(self.hosts)).into(self.rank))
+        return self._shown("amax", amax_transfer(len(self.hosts)).into(self.rank))
 
     @cached_property
     def modes(self) -> tuple[str, str]:
@@ -253,7 +255,7 @@ class Share(host.Share):
         return self.strategy.problem.dtype in FLOAT8
 
     @cached_property
-    def kept(self) -> dict[Any, Any]:
+    def cache(self) -> dict[Any, Any]:
         """What executions of this share keep for the next: geometry that is on the device."""
         return {}
 
@@ -265,12 +267,12 @@ class Share(host.Share):
     @property
     def told(self) -> tuple[str, ...]:
         """What has been found out by timing."""
-        return tuple(self.kept.get("told", ()))
+        return tuple(self.cache.get("told", ()))
 
     @cached_property
-    def form(self) -> Form | None:
+    def pattern(self) -> Pattern | None:
         """What the strategy is, if one kernel can do all of it."""
-        return None if self.apart else form_of(self.strategy)
+        return None if self.multi_host else pattern_of(self.strategy)
 
     @cached_property
     def parts_dtype(self) -> str:
@@ -278,7 +280,7 @@ class Share(host.Share):
         problem = self.strategy.problem
         m, n, _ = problem.shape
         halves = dtypes.of(problem.result).itemsize == 2
-        added = self.form is not None and self.form.kind != "all-gather"
+        added = self.pattern is not None and self.pattern.kind != "all-gather"
         if halves and added and rounds_parts(m * n):
             return problem.result
         return dtypes.accumulator(problem.dtype).name
@@ -288,11 +290,11 @@ class Share(host.Share):
 
         "" where none does: parts of it would not lie as the ranks want them.
         """
-        if self.form is None or self.form.kind == "all-gather":
+        if self.pattern is None or self.pattern.kind == "all-gather":
             return ""
-        if self.form.kind == "all-reduce":
+        if self.pattern.kind == "all-reduce":
             return order
-        natural = "F" if self.form.turned else "C"
+        natural = "F" if self.pattern.transposed else "C"
         return natural if order == natural else ""
 
     @property

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from shardmath.local.epilog import MatmulEpilog
-from shardmath.operators.matmul.gpu.factor import Factor
-from shardmath.operators.matmul.gpu.patterns import Form, form_of
-from shardmath.operators.matmul.gpu.split_k import HALVES, SplitKProduct, even_rows
+from shardmath.operators.matmul.gpu.operand_layout import OperandLayout
+from shardmath.operators.matmul.gpu.patterns import Pattern, pattern_of
+from shardmath.operators.matmul.gpu.split_k import HALF_DTYPES, SplitKProduct, even_rows
 from shardmath.operators.matmul.gpu.tile_order import TILE_COLUMNS, TILE_ROWS, TileOrder
 from shardmath.operators.matmul.gpu.tile_sending import Shape
 from shardmath.operators.matmul.strategy import Strategy
@@ -28,7 +28,7 @@ __all__ = [
     "choose_shared_shape",
     "predicted",
     "rounds_parts",
-    "sharded_of",
+    "split_k_product",
 ]
 
 
@@ -111,21 +111,21 @@ CHOICES: dict[str, Callable[[SplitKProduct], Choice]] = {
 
 def predicted(strategy: Strategy) -> float | None:
     """Seconds of halves that are added up by the faster of the two ways; None of anything else."""
-    form, problem = form_of(strategy), strategy.problem
-    if form is None or form.kind not in CHOICES or problem.dtype not in HALVES:
+    pattern, problem = pattern_of(strategy), strategy.problem
+    if pattern is None or pattern.kind not in CHOICES or problem.dtype not in HALF_DTYPES:
         return None
-    choice = CHOICES[form.kind](sharded_of(strategy, form))
+    choice = CHOICES[pattern.kind](split_k_product(strategy, pattern))
     fuses = choice.fused and problem.epilog in EPILOGS
     return choice.fused_seconds if fuses else choice.separate_seconds
 
 
-def sharded_of(strategy: Strategy, form: Form) -> SplitKProduct:
+def split_k_product(strategy: Strategy, pattern: Pattern) -> SplitKProduct:
     """The product of the rank with most of k, of a strategy of such a form."""
     problem = strategy.problem
     m, n, k = problem.shape
     most = max(part.length for part in strategy.depth)
-    rows = form.rows or even_rows(m, problem.size)
-    factors = Factor("C", k), Factor("C", n)
+    rows = pattern.rows or even_rows(m, problem.size)
+    factors = OperandLayout("C", k), OperandLayout("C", n)
     return SplitKProduct(rows, m * n // max(1, sum(rows)), most, problem.dtype, *factors)
 
 

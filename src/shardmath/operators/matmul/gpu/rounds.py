@@ -102,13 +102,13 @@ def rounds_of(strategy: Strategy) -> Rounds | None:
     """How the factor comes that all ranks need whole, of a strategy that gathers one, along whole
     k, and needs nothing else; None for others, and for what is too large. The same on all ranks.
     """
-    form, k = gathered_lines(strategy), strategy.problem.shape[2]
-    if form is None or strategy.problem.size == 1 or not 0 < k * sum(form.rows) <= _ROOM:
+    pattern, k = gathered_lines(strategy), strategy.problem.shape[2]
+    if pattern is None or strategy.problem.size == 1 or not 0 < k * sum(pattern.rows) <= _ROOM:
         return None
-    other = strategy.rows if form.turned else strategy.columns
+    other = strategy.rows if pattern.transposed else strategy.columns
     widest = max(part.length for part in other)
-    after = cuts(form.rows, widest, k)
-    return Rounds(int(bool(form.turned)), form.rows, after)
+    after = cuts(pattern.rows, widest, k)
+    return Rounds(int(bool(pattern.transposed)), pattern.rows, after)
 
 
 def cuts(lines: Sequence[int], others: int, k: int) -> tuple[int, ...]:

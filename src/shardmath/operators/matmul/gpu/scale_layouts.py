@@ -18,13 +18,13 @@ from shardmath.local.gpu import Matrix, float8
 from shardmath.local.gpu.scaled import GRAIN, Scale
 from shardmath.operators.lanes import Lane
 from shardmath.operators.matmul.gpu.float8_conversion import scales_as
-from shardmath.operators.matmul.gpu.gather import Gathering
+from shardmath.operators.matmul.gpu.gather import Gather
 from shardmath.operators.matmul.gpu.panels import Interval
-from shardmath.operators.matmul.gpu.rank_plan import Operands, Share
+from shardmath.operators.matmul.gpu.rank_plan import Operands, RankPlan
 from shardmath.operators.matmul.gpu.scale_moves import ScaleMoves
 from shardmath.operators.published import PublishedMatrices
 
-__all__ = ["ScaleLayouts", "laid_out"]
+__all__ = ["ScaleLayouts", "scale_layout"]
 
 
 class _Source(NamedTuple):
@@ -42,54 +42,54 @@ class ScaleLayouts:
 
     def __init__(
         self,
-        share: Share,
+        rank_plan: RankPlan,
         operands: Operands,
         lane: Lane,
         shown: PublishedMatrices,
-        gathering: Gathering,
+        gather: Gather,
     ) -> None:
         assert operands.scales is not None
-        self._share = share
+        self._rank_plan = rank_plan
         self._given = operands.scales
         self._factors = operands.factors
         self._lane = lane
         self._device = lane.team.device
         self._stream = operands.stream
         self._shown = shown
-        self._gathering = gathering
+        self._gather = gather
 
     # -- prepare -----------------------------------------------------------------------------------
 
     def prepare_shown(self) -> None:
         """Memory for this rank's scales, where peers read them. Raises HeapExhausted."""
-        for index, moves in enumerate(self._share.scale_moves):
+        for index, moves in enumerate(self._rank_plan.scale_moves):
             if moves is not None and not self._stays(index):
-                rows, columns = moves.transfer.src.local_shape(self._share.rank)
+                rows, columns = moves.transfer.src.local_shape(self._rank_plan.rank)
                 self._shown.made(f"scales {'ab'[index]}", (rows, columns), "float32", "F")
 
     def prepare(self, index: int, lines: int, intervals: Sequence[Interval]) -> None:
         """Memory for the scales of a factor of so many lines, by interval of k."""
-        moves, name = self._share.scale_moves[index], "ab"[index]
+        moves, name = self._rank_plan.scale_moves[index], "ab"[index]
         if moves is not None and not self._stays(index):
-            rows, columns = moves.transfer.dst.local_shape(self._share.rank)
+            rows, columns = moves.transfer.dst.local_shape(self._rank_plan.rank)
             self._lane.private(f"come scales {name}", 4 * rows * columns)
             parts = partial(self._parts, index)
             self._shown.make_room(f"scales {name}", parts, 4)
-        laid = sum(self.form(index, lines, each.hi - each.lo).size for each in intervals)
+        laid = sum(self.layout(index, lines, each.hi - each.lo).size for each in intervals)
         self._lane.private(f"laid scales {name}", 4 * laid + 256)
 
     def _parts(self, index: int) -> list[tuple[str, Sequence[Move]]]:
-        return [("", self._share.scales_into(index))]
+        return [("", self._rank_plan.scales_into(index))]
 
-    def form(self, index: int, lines: int, deep: int) -> Matrix:
+    def layout(self, index: int, lines: int, deep: int) -> Matrix:
         """The scales of so many lines and indices of k as cuBLASLt wants them, lines first."""
-        return laid_out(self._share.modes[index], lines, deep)
+        return scale_layout(self._rank_plan.modes[index], lines, deep)
 
     # -- run ---------------------------------------------------------------------------------------
 
     def show(self) -> None:
         """Put this rank's scales where peers read them, before the barrier that lets them."""
-        for index, moves in enumerate(self._share.scale_moves):
+        for index, moves in enumerate(self._rank_plan.scale_moves):
             if moves is None or self._stays(index):
                 continue
             name = f"scales {'ab'[index]}"
@@ -99,17 +99,19 @@ class ScaleLayouts:
             self._fill([out], _Source(self._matrix(index, moves), blocks, 1.0))
             self._shown.publish(name, self._stream)
 
-    def lay(self, index: int, lines: int, known: int, intervals: Sequence[Interval]) -> list[Scale]:
+    def lay_out(
+        self, index: int, lines: int, known: int, intervals: Sequence[Interval]
+    ) -> list[Scale]:
         """The scales of each interval, where its product reads them, of `lines` of which this rank
         knows the first.
         """
-        mode = self._share.modes[index]
+        mode = self._rank_plan.modes[index]
         if mode == "tensor":
             return [Scale(mode, self._given.address(index))] * len(intervals)
         source, scales = self._source(index, self._come(index)), []
         address = up(self._lane.address(f"laid scales {'ab'[index]}"), GRAIN)
         for each in intervals:
-            laid = self.form(index, lines, each.hi - each.lo)._replace(address=address)
+            laid = self.layout(index, lines, each.hi - each.lo)._replace(address=address)
             address += 4 * laid.size
             scales.append(Scale(mode, self._laid(mode, laid, source, known, each)))
             if mode == "outer":  # the same for all of k
@@ -119,16 +121,16 @@ class ScaleLayouts:
     def send(self, index: int, places: Sequence[Matrix], stream: int) -> None:
         """Lay this rank's own scales of a factor out in several places: this form for its lines."""
         source = self._source(index, self._come(index))
-        mode, deep = self._share.modes[index], self._share.feeds[index].extent
+        mode, deep = self._rank_plan.modes[index], self._rank_plan.operand_plans[index].extent
         known = -(-deep // BLOCK)
         shown = [each.part((0, each.rows), (0, min(each.columns, known))) for each in places]
-        self._fill(shown, _of_form(mode, source), stream=stream)
+        self._fill(shown, _in_layout(mode, source), stream=stream)
 
     # -- where scales come from --------------------------------------------------------------------
 
     def _stays(self, index: int) -> bool:
         """Whether no rank reads another's scales of a factor from where they are shown."""
-        rounds, moves = self._share.rounds, self._share.scale_moves[index]
+        rounds, moves = self._rank_plan.rounds, self._rank_plan.scale_moves[index]
         return (rounds is not None and rounds.index == index) or moves is None or moves.stay
 
     def _matrix(self, index: int, moves: ScaleMoves) -> Matrix:
@@ -142,19 +144,19 @@ class ScaleLayouts:
 
     def _come(self, index: int) -> Matrix | None:
         """The scales that this rank needs of a factor, lines first; None where one is for all."""
-        moves = self._share.scale_moves[index]
+        moves = self._rank_plan.scale_moves[index]
         if moves is None or self._stays(index):
             return None if moves is None else self._matrix(index, moves)
-        name, rank = f"scales {'ab'[index]}", self._share.rank
+        name, rank = f"scales {'ab'[index]}", self._rank_plan.rank
         rows, columns = moves.transfer.dst.local_shape(rank)
         come = Matrix.packed(self._lane.address(f"come {name}"), (rows, columns), "float32", "F")
-        found = self._share.scales_into(index)
+        found = self._rank_plan.scales_into(index)
         places = self._shown.reach(name, "", found, self._stream)
-        self._gathering.copy(name, found, places, come)
+        self._gather.copy(name, found, places, come)
         return come
 
     def _source(self, index: int, come: Matrix | None) -> _Source:
-        moves, number = self._share.scale_moves[index], self._given.numbers[index]
+        moves, number = self._rank_plan.scale_moves[index], self._given.numbers[index]
         if moves is not None:
             return _Source(come, moves.given if self._stays(index) else moves.blocks, number)
         if self._given.arrays[index] is not None:
@@ -171,7 +173,7 @@ class ScaleLayouts:
             first, part = each.lo // BLOCK, source.matrix
             source = source._replace(matrix=part.part((0, part.rows), (first, part.columns)))
         laid = laid.part((0, laid.rows), (0, min(laid.columns, -(-(each.hi - each.lo) // BLOCK))))
-        found = _of_form(mode, source)
+        found = _in_layout(mode, source)
         plain = source.number == 1 and found.blocks.rows == 1
         if plain and source.matrix is not None and _lies_as(source.matrix, laid):
             return source.matrix.address
@@ -185,7 +187,7 @@ class ScaleLayouts:
         known: int | None = None,
         stream: int | None = None,
     ) -> None:
-        float8.numbers(
+        float8.dequantize(
             self._device,
             self._stream if stream is None else stream,
             places[0],
@@ -198,7 +200,7 @@ class ScaleLayouts:
         )
 
 
-def laid_out(mode: str, lines: int, deep: int) -> Matrix:
+def scale_layout(mode: str, lines: int, deep: int) -> Matrix:
     """The form of the scales of so many lines and indices of k, lines first, at address 0."""
     blocks = -(-deep // BLOCK)
     if mode == "tensor":
@@ -210,7 +212,7 @@ def laid_out(mode: str, lines: int, deep: int) -> Matrix:
     return Matrix(0, -(-lines // BLOCK), up(blocks, 4), up(blocks, 4), 1, "float32")
 
 
-def _of_form(mode: str, source: _Source) -> _Source:
+def _in_layout(mode: str, source: _Source) -> _Source:
     """The same with blocks counted in numbers of the form, not in lines and indices of k."""
     rows, columns = source.blocks
     lines = None if rows is None else 1 if mode == "squares" else rows

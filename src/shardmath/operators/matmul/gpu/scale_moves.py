@@ -23,7 +23,7 @@ from shardmath.operators.matmul.scaling import OUTER, SQUARES, TENSOR, VECTORS
 from shardmath.operators.matmul.strategy import HOPPER, Cost, Machine, Strategy, choose
 from shardmath.redistribution import TransferPlan
 
-__all__ = ["ScaleMoves", "chosen", "greatest_moves", "keeps_blocks", "modes", "scale_moves"]
+__all__ = ["ScaleMoves", "amax_transfer", "choose_strategy", "keeps_blocks", "modes", "scale_moves"]
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,9 @@ class ScaleMoves:
         return self.given == self.blocks and self.transfer.src.same_as(self.transfer.dst)
 
 
-def chosen(problem: Problem, machine: Machine) -> tuple[Strategy, list[tuple[Strategy, Cost]]]:
+def choose_strategy(
+    problem: Problem, machine: Machine
+) -> tuple[Strategy, list[tuple[Strategy, Cost]]]:
     """The fastest strategy that can multiply elements; where there is none, or the one that was
     asked for cannot, a strategy for the numbers that they stand for.
     """
@@ -110,7 +112,7 @@ def scale_moves(strategy: Strategy, index: int) -> ScaleMoves | None:
     return ScaleMoves(given, blocks, TransferPlan(held, need, 4))
 
 
-def greatest_moves(size: int) -> TransferPlan:
+def amax_transfer(size: int) -> TransferPlan:
     """Each rank's greatest value of D, one number, to all ranks."""
     shape = (size, 1)
     return TransferPlan(Layout.slab(shape, size, axis=0), Layout.replicated(shape, size), 4)

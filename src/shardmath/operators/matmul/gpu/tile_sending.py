@@ -22,7 +22,7 @@ from shardmath.context import Context
 from shardmath.cuda.driver import call
 from shardmath.cuda.kernel import Argument
 from shardmath.cuda.tensormap import ALIGNMENT, tensor_map
-from shardmath.operators.matmul.gpu.factor import Factor
+from shardmath.operators.matmul.gpu.operand_layout import OperandLayout
 from shardmath.operators.matmul.gpu.plan_memory import PlanMemory
 from shardmath.operators.matmul.gpu.split_k import SplitKProduct
 from shardmath.operators.matmul.gpu.tile_order import TILE_COLUMNS, TILE_ROWS, TileOrder
@@ -128,20 +128,20 @@ class TileSendingGemm:
         problem: SplitKProduct,
         shape: Shape,
         places: Sequence[Places],
-        room: PlanMemory,
+        memory: PlanMemory,
     ) -> None:
-        self.team = room.team
+        self.team = memory.team
         self.problem = problem
         self.shape = shape
         self.walk = places[0].walk
         self.places = tuple(places)
-        self.bases = room.bases
+        self.bases = memory.bases
         self._own = places[self.team.rank]
-        self._room = room
+        self._memory = memory
         self._arguments: dict[tuple[str | int | bytes, ...], Argument] = {}
 
     @classmethod
-    def together(
+    def create(
         cls,
         context: Context,
         problem: SplitKProduct,
@@ -165,11 +165,11 @@ class TileSendingGemm:
             _write(address + own.owned, walk.owned(context.rank))
             _write(address + own.chunks, walk.table(context.rank))
 
-        room = PlanMemory.together(
+        memory = PlanMemory.create(
             context,
             "a product that sends its tiles",
             lambda rank: places[rank].nbytes,
-            refusal=problem.misfit,
+            refusal=problem.unsupported,
             begin=begin,
             same=[
                 *problem.same_everywhere,
@@ -177,7 +177,7 @@ class TileSendingGemm:
                 ("extra bytes", extra),
             ],
         )
-        return cls(problem, shape, places, room)
+        return cls(problem, shape, places, memory)
 
     def extra(self, rank: int) -> int:
         """Where the caller's bytes of `rank` lie for this rank."""
@@ -188,13 +188,13 @@ class TileSendingGemm:
 
         Nothing can be launched any more, on any rank.
         """
-        self._room.free()
+        self._memory.free()
 
     # -- on a stream -------------------------------------------------------------------------------
 
     def require_usable(self) -> None:
         """See PlanMemory.require_usable."""
-        self._room.require_usable()
+        self._memory.require_usable()
 
     def multiply(
         self,
@@ -292,7 +292,7 @@ class TileSendingGemm:
         return made + bytes(-len(made) % 64)
 
     def _map(
-        self, address: int, factor: Factor, rows: int, columns: int, tile: int, along_k: str
+        self, address: int, factor: OperandLayout, rows: int, columns: int, tile: int, along_k: str
     ) -> bytes:
         """A box holds 64 elements along the contiguous axis, and of the other 64 of k or a tile."""
         width, height = (columns, rows) if factor.order == "C" else (rows, columns)

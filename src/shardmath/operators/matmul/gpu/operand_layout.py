@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Factor"]
+__all__ = ["OperandLayout"]
 
 
 @dataclass(frozen=True)
-class Factor:
+class OperandLayout:
     """How a matrix lies: rows ("C") or columns ("F") are contiguous, and `pitch` elements apart."""
 
     order: str
