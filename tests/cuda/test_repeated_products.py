@@ -230,7 +230,7 @@ def from_threads(context, heap):
     from shardmath.arrays import library_named
     from shardmath.distribution import Slab
     from shardmath.linalg.advanced import MatmulEpilog, matmul
-    from shardmath.operators.replay import Known
+    from shardmath.operators.replay import Replay
     from shardmath.symmetric.allocation import empty_on_heap
 
     torch.cuda.set_device(context.device_id)
@@ -244,7 +244,7 @@ def from_threads(context, heap):
         return torch.full(shape, value, dtype=dtype, device=device)
 
     x, y = (full(shape, torch.float64, 1) for shape in ((16, 8 * size), (8, 24)))
-    side, again, launch, kept = torch.cuda.Stream(device), [], Known.launch, []
+    side, again, launch, kept = torch.cuda.Stream(device), [], Replay.launch, []
     side.wait_stream(torch.cuda.current_stream())
 
     def called(stream=None):
@@ -284,7 +284,7 @@ def from_threads(context, heap):
     del dirty
     assert context.heap.used >= 0  # what was dropped is free now, and as it was
     kept.clear()
-    with patch.object(Known, "launch", counted):
+    with patch.object(Replay, "launch", counted):
         errors = [in_a_thread(called), in_a_thread(on_side)]
     torch.cuda.synchronize()
     rows = [
