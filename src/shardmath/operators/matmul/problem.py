@@ -161,7 +161,10 @@ def describe(call: Call) -> Facts:
         if spec is not None:
             _check_operand(name, spec)
             if place_of(spec) != place_of(a):
-                raise ValueError(f"a is {place_of(a)}, and {name} is {place_of(spec)}")
+                raise ValueError(
+                    f"a is {place_of(a)}, and {name} is {place_of(spec)}; operands are arrays of "
+                    "one library, in one kind of memory"
+                )
     if a.space == "cpu":
         dtypes.to_numpy(a.dtype)  # raises where bfloat16 lacks the library that has it
     for name, spec in call.inputs:

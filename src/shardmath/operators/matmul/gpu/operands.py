@@ -70,7 +70,7 @@ def made_results(context: Context, blanks: Mapping[str, Blank], c: Any, stream: 
         nbytes = each.array.size * each.array.itemsize
         if nbytes:
             call("cuMemsetD8Async", each.array.address, 0, nbytes, stream)
-    d = blanks[_D].make() if _D in blanks else device_array.result_in(context, c)
+    d = blanks[_D].make() if _D in blanks else device_array.result_in(context, c, "c")
     return Results(d, extras, blanks)
 
 
