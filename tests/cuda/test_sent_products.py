@@ -23,7 +23,7 @@ from shardmath.symmetric.heap import Location
 KINDS = {  # how each is planned
     "scatter": GemmReduceScatter.create,
     "all": GemmAllReduce.create,
-    "shown": partial(GemmAllReduce.create, shown=True),  # peers write the results
+    "shown": partial(GemmAllReduce.create, result_addresses=True),  # peers write the results
 }
 SENTINEL = 7.0
 PIECE = 128  # kPiece
@@ -58,12 +58,12 @@ class Case:
         shape, self.more = (self.height + 1, self.pitch), {}
         if kind == "shown":
             self.result = empty_on_heap(context, library_named("torch"), shape, dtype)
-            self.more["shown"] = self.places()
+            self.more["shown"] = self.addresses()
         else:
             self.result = self.torch.empty(shape, device=self.device, dtype=self.dtype)
         self.result.fill_(SENTINEL)
 
-    def places(self):
+    def addresses(self):
         """Where each rank's result lies for this rank."""
         context, nbytes = self.context, 2 * self.result.numel()
         block = context.heap.find(self.result.data_ptr())
@@ -98,10 +98,10 @@ class Case:
         self.done()
         self.context.barrier()  # before writing what a peer may still write or read
         sending, rank = plan._sending, self.context.rank
-        own = sending.places[rank]
-        places = [(sending.bases[rank] + own.slots, self.context.size * own.stride)]
-        places.append((sending.extra(rank), own.extra_bytes))
-        for address, nbytes in places:
+        own = sending.addresses[rank]
+        addresses = [(sending.bases[rank] + own.slots, self.context.size * own.stride)]
+        addresses.append((sending.extra(rank), own.extra_bytes))
+        for address, nbytes in addresses:
             if nbytes:
                 call("cuMemsetD8Async", address, 0xFF, nbytes, 0)
         self.result.fill_(SENTINEL)

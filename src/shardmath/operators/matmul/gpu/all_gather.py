@@ -3,7 +3,7 @@
 A plan has room for all rows on the symmetric heap, and words that only count up, so that launches
 follow each other without the host, also when a CUDA graph replays them. Every rank writes its rows
 into the memory of every other (`row_push`); tiles wait for theirs. Every wait has a deadline: a
-rank that has waited in vain does not say that its rows have come, so no peer takes for rows what
+rank that has timed out does not say that its rows have come, so no peer takes for rows what
 lies there.
 """
 

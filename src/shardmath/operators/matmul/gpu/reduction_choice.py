@@ -36,8 +36,8 @@ __all__ = [
 class Rates:
     """Of one GPU, in operations, bytes and seconds."""
 
-    product: float  # operations per second of a large product of halves
-    memory: float  # bytes per second that a product reads its factors with
+    product: float  # operations per second of a large product of 16-bit floats
+    memory: float  # bytes per second that a product reads its operands with
     processors: int
     multipliers: int  # multiprocessors that share out the tiles of our kernel
     link: float  # bytes per second that each rank sends in a reduce-scatter, or beside a product
@@ -110,7 +110,9 @@ CHOICES: dict[str, Callable[[SplitKProduct], Choice]] = {
 
 
 def predicted(strategy: Strategy) -> float | None:
-    """Seconds of halves that are added up by the faster of the two ways; None of anything else."""
+    """Seconds of 16-bit floats that are added up by the faster of the two ways; None of anything
+    else.
+    """
     pattern, problem = pattern_of(strategy), strategy.problem
     if pattern is None or pattern.kind not in CHOICES or problem.dtype not in HALF_DTYPES:
         return None
@@ -130,7 +132,8 @@ def split_k_product(strategy: Strategy, pattern: Pattern) -> SplitKProduct:
 
 
 def rounds_parts(elements: int) -> bool:
-    """Whether the ranks' parts of so many halves are rounded before a collective adds them up.
+    """Whether the ranks' parts of so many 16-bit floats are rounded before a collective adds them
+    up.
 
     The kernel always does so. A small result is the sum of float32: that takes a few microseconds
     more at most.
@@ -214,7 +217,7 @@ def _multiplying(problem: SplitKProduct) -> float:
 
 
 def _reading(problem: SplitKProduct) -> float:
-    """Seconds to read both factors once."""
+    """Seconds to read both operands once."""
     return 2 * problem.depth * (problem.height + problem.columns) / H200.memory
 
 
