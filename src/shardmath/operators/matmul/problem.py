@@ -17,7 +17,7 @@ from shardmath.arrays import ArraySpec, dtypes
 from shardmath.geometry import Distribution, Layout
 from shardmath.local.epilog import MatmulEpilog, requirements
 from shardmath.local.float8 import FLOAT8
-from shardmath.operators.layouts import bound, inferred
+from shardmath.operators.layouts import bind_layout, infer_layout
 from shardmath.operators.matmul.options import (
     FROM_FLOAT8,
     MatmulOptions,
@@ -224,7 +224,7 @@ def check(specs: Sequence[Sequence[Any]]) -> Problem:
     require_equal("the names of epilog_inputs", [[n for n, _ in each.inputs] for each in facts])
     shape = (a.global_shape[0], b.global_shape[1])
     sums_c = epilog is MatmulEpilog.ALLREDUCE
-    d = bound(f"the result, {_by(shape)}", [each.distributions[2] for each in facts], shape)
+    d = bind_layout(f"the result, {_by(shape)}", [each.distributions[2] for each in facts], shape)
     if sums_c:
         d = Layout.replicated(shape, len(facts))
     _check_c(facts, d)
@@ -345,7 +345,7 @@ def _check_same_kind(name: str, facts: list[Any]) -> None:
 def _layout(facts: Sequence[Facts], index: int, *, transposed: bool) -> Layout:
     """The layout of op(X), its global shape inferred from all local shapes."""
     distributions = [each.distributions[index] for each in facts]
-    layout = inferred(_NAMES[index], distributions, [each.operands[index][2] for each in facts])
+    layout = infer_layout(_NAMES[index], distributions, [each.operands[index][2] for each in facts])
     return layout.transposed() if transposed else layout
 
 

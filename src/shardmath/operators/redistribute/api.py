@@ -141,7 +141,7 @@ class Redistribute(Lifecycle):
 
     def plan(self, stream: Any = None) -> None:
         """Prepare for `execute`; a second call does nothing. Collective."""
-        self._together("plan", lambda: check_stream(stream))
+        self._gather("plan", lambda: check_stream(stream))
         self._planned = True
 
     def execute(
@@ -204,18 +204,18 @@ class Redistribute(Lifecycle):
             self._check_shape(spec)
             self._execution.inspect(operand, None, stream)
 
-        self._together("reset_operand", described)
-        self._hold(operand=operand)
+        self._gather("reset_operand", described)
+        self._set_operands(operand=operand)
 
     def reset_operand_unchecked(self, operand: Any, *, stream: Any = None) -> None:
         """As `reset_operand`, without agreement: `execute` finds what is wrong. Local."""
         self._require_alive()
-        self._hold(operand=operand)
+        self._set_operands(operand=operand)
 
     def release_operand(self) -> None:
         """Drop the reference to the operand; then `reset_operand` must come first. Local."""
         self._require_alive()
-        self._drop()
+        self._release_operands()
 
     def _require_fit(self, operand: ArraySpec, out: ArraySpec | None) -> None:
         """Raise ValueError unless such arrays are what the plan is for."""
