@@ -23,7 +23,7 @@ __all__ = ["GemmAllReduce"]
 
 
 class GemmAllReduce:
-    """`launch` leaves all rows of the product on every rank. Made by `together`.
+    """`launch` leaves all rows of the product on every rank. Made by `create`.
 
     `problem.rows` says which rank sums which rows: see `even_rows`.
     """

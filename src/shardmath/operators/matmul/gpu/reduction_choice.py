@@ -69,7 +69,7 @@ H200 = Rates(
     launch=1.5e-6,
     collective=4.5e-6,
 )
-_TAKERS = 4
+_REDUCER_BLOCKS = 4
 _BAND = 8  # rows of tiles that are multiplied at once, at least: they share columns of B
 _MOST_BANDS, _MOST_CHUNKS = 16, 64
 _EXACT_BYTES = 512 << 10  # of a result whose parts are added unrounded: a collective of a MiB
@@ -145,7 +145,7 @@ def choose_shape(problem: SplitKProduct) -> Shape:
     """How to cut the work. Four multiprocessors take, and 128 multiply: most large products have
     tiles for 128 in even numbers, and not for 132.
     """
-    return Shape(min(8, _down(problem)), _TAKERS, apart=_apart(problem))
+    return Shape(min(8, _down(problem)), _REDUCER_BLOCKS, stagger_cycles=_stagger_cycles(problem))
 
 
 def choose_shared_shape(problem: SplitKProduct) -> Shape:
@@ -157,13 +157,15 @@ def choose_shared_shape(problem: SplitKProduct) -> Shape:
     tiles = TileOrder(problem.rows, problem.columns, 1).count
     high, across = _high(problem), -(-problem.columns // TILE_COLUMNS)
     bands = min(_down(problem), max(1, high // _BAND), _MOST_BANDS)
-    aside = max(
+    chunk_columns = max(
         1, min(across // 4, round(2 * tiles / bands / H200.multipliers), _MOST_CHUNKS // bands)
     )
-    return Shape(bands * aside, aside=aside, apart=_apart(problem))
+    return Shape(
+        bands * chunk_columns, chunk_columns=chunk_columns, stagger_cycles=_stagger_cycles(problem)
+    )
 
 
-def _apart(problem: SplitKProduct) -> int:
+def _stagger_cycles(problem: SplitKProduct) -> int:
     """By how many cycles each pair of blocks begins later than the one before: then they send one
     after another, and the last of them begins when the first would have sent its tiles. Where there
     are tiles for them once only, all begin at once.
