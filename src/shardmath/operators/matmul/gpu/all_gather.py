@@ -1,10 +1,11 @@
-"""AllGather + GEMM: rows come from all ranks while those that are here are multiplied.
+"""AllGather + GEMM: rows arrive from all ranks while those that are here are multiplied.
 
-A plan has room for all rows on the symmetric heap, and words that only count up, so that launches
-follow each other without the host, also when a CUDA graph replays them. Every rank writes its rows
-into the memory of every other (`row_push`); tiles wait for theirs. Every wait has a deadline: a
-rank that has waited in vain does not say that its rows have come, so no peer takes for rows what
-lies there.
+    side stream        push this rank's rows to every peer, chunk by chunk (`row_push`)
+    product's stream   tiles of own rows, then of each peer's rows as they arrive
+
+A plan has symmetric memory for all ranks' rows, and counters that only increase, so that launches
+follow each other without the host, also when a CUDA graph replays them. Every wait has a deadline:
+a rank whose wait has timed out signals nothing, so no peer multiplies rows that have not arrived.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _MOST_ARGUMENTS = 256
 
 
 class AllGatherGemm:
-    """`launch` leaves the product of all ranks' rows with this rank's columns. See `together`.
+    """`launch` leaves the product of all ranks' rows with this rank's columns. See `create`.
 
     A plan is used by one stream at a time; several plans may be used on several streams, and take
     turns.
