@@ -3,18 +3,24 @@
 `python benchmarks/fft.py [n ...]`. Every rank holds a slab X of an n x n x n array, or of the half
 of one that gives a real result. Peers:
 
-mpi4py-fft  FFTW and MPI_Alltoallw; only where it is installed (it needs FFTW's headers to build).
+mpi4py-fft  FFTW, planned with FFTW_MEASURE, and MPI_Alltoallw; only where it is installed: it is
+            built against FFTW's headers (Debian's libfftw3-dev). Forward transforms to a slab, in
+            arrays of its own: copies into and out of these are not counted. Complex ones end in
+            slab Y; real ones, of which it halves the last axis with the one ahead, in slab Z.
 Alltoallw   scipy.fft along the whole axes, MPI_Alltoallw between slabs, scipy.fft along the last.
 one process scipy.fft of the whole array on rank 0, with as many workers as there are cores, up to
-            the number of ranks. The other ranks sleep meanwhile.
+            the number of ranks. The other ranks sleep meanwhile. The same by ducc0, if ours is.
 
 Times are of the slowest rank, barrier to barrier; `cpu` is what a rank's processor has worked.
 Transforms end in slab Y, or in slab X again. Of complex64 -> float32 and complex128 -> float64 they
-are inverse, otherwise forward. The ranks are started with mpiexec.
+are inverse, otherwise forward. The ranks are started with mpiexec. The file names the engine, whose
+transforms ours are: ducc0's where it is installed, else scipy's.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.metadata
 import itertools
 import json
 import os
@@ -29,6 +35,8 @@ from typing import Any
 
 import numpy as np
 import record
+
+from shardmath.local.fft import engine_for
 
 REPEATS = 5
 REAL_RESULTS = {"complex128 -> float64": "complex128", "complex64 -> float32": "complex64"}
@@ -83,10 +91,12 @@ def row(context: Any, n: int, dtype: str, back: bool) -> dict[str, Any]:
         "Alltoallw": plain,
     }
     if not back and not inverse:
-        other = mpi4py_fft(MPI.COMM_WORLD, x, n)
+        other = mpi4py_fft(MPI.COMM_WORLD, x, n, plain())
         if other is not None:
             calls["mpi4py-fft"] = other
     calls["one process"] = one_process(context, n, dtype)
+    if engine_for("numpy") == "ducc0":
+        calls["one process, ducc0"] = one_process(context, n, dtype, ducc0=True)
     times = measure(context, calls)
     best = {name: min(taken for taken, _ in pairs) for name, pairs in times.items()}
     peers = {name: taken / best["shardmath"] for name, taken in best.items() if name != "shardmath"}
@@ -162,23 +172,28 @@ class Plain:
         self.comm.Alltoallw((src, ones, zeros, src_types), (dst, ones, zeros, dst_types))
 
 
-def mpi4py_fft(comm: Any, x: Any, n: int) -> Callable[[], object] | None:
-    """A call of mpi4py-fft from slab X, or None where it is not installed."""
+def mpi4py_fft(comm: Any, x: Any, n: int, want: Any) -> Callable[[], object] | None:
+    """A call of mpi4py-fft from slab X, or None where it is not installed. `want` is the result in
+    slab Y.
+    """
     try:
-        from mpi4py_fft import PFFT, newDistArray
+        from mpi4py_fft import PFFT
     except ImportError:
         return None
-    # Transformed axes end up whole in turn; the input is split along the first.
-    plan = PFFT(comm, (n, n, n), axes=((0,), (1, 2)), dtype=x.dtype.str[1:], slab=True)
-    given, made = newDistArray(plan, False), newDistArray(plan, True)
-    assert given.shape == x.shape, (given.shape, x.shape)
-    given[...] = x
-    comm.Barrier()
-    return lambda: (plan.forward(given, made, normalize=False), comm.Barrier())
+    # Transformed groups of axes end up whole, the last one first; the exchange splits the last axis
+    # of its group, which has to be the one that is halved if `x` is real.
+    last = (1, 2) if x.dtype.kind == "f" else (2, 1)
+    plan = PFFT(comm, (n, n, n), axes=((0,), last), dtype=x.dtype.str[1:], slab=0)
+    made = plan.forward(x, normalize=False)
+    _, rows, columns = plan.local_slice(True)
+    lo = comm.scan(want.shape[1]) - want.shape[1] - rows.start
+    both, also = made[:, lo : lo + want.shape[1]], want[:, :, columns]
+    assert np.abs(both - also).max() <= 1e-5 * np.abs(also).max()
+    return lambda: (plan.forward(normalize=False), comm.Barrier())
 
 
-def one_process(context: Any, n: int, dtype: str) -> Callable[[], object]:
-    """scipy.fft on rank 0, where the whole array fits; the others do nothing."""
+def one_process(context: Any, n: int, dtype: str, ducc0: bool = False) -> Callable[[], object]:
+    """scipy.fft or ducc0 on rank 0, where the whole array fits; the others do nothing."""
     import scipy.fft
 
     if context.rank:
@@ -186,6 +201,12 @@ def one_process(context: Any, n: int, dtype: str) -> Callable[[], object]:
     whole = np.random.default_rng(9).standard_normal(shape_of(n, dtype))
     whole = whole.astype(REAL_RESULTS.get(dtype, dtype))
     workers = min(context.size, len(os.sched_getaffinity(0)))
+    if ducc0:
+        fft = importlib.import_module("ducc0.fft")
+        if dtype in REAL_RESULTS:
+            how = {"axes": (0, 1, 2), "lastsize": n, "forward": False, "nthreads": workers}
+            return lambda: fft.c2r(whole, **how)
+        return lambda: (fft.r2c if whole.dtype.kind == "f" else fft.c2c)(whole, nthreads=workers)
     if dtype in REAL_RESULTS:
         return lambda: scipy.fft.irfftn(whole, (n, n, n), norm="forward", workers=workers)
     forward = scipy.fft.rfftn if whole.dtype.kind == "f" else scipy.fft.fftn
@@ -235,8 +256,10 @@ def main() -> None:
         print(entry["case"], f"(difference {entry['relative difference']:.1e})")
         for name, spent in entry["ms"].items():
             ratio = entry["times as fast as"].get(name, "")
-            print(f"  {name:12}" + "".join(f"{k} {v:8} ms  " for k, v in spent.items()), ratio)
-    path = record.write("fft", rows, sizes=sizes, repeats=REPEATS)
+            print(f"  {name:18} " + "".join(f"{k} {v:8} ms  " for k, v in spent.items()), ratio)
+    engine = engine_for("numpy")
+    engine += f" {importlib.metadata.version(engine)}"
+    path = record.write("fft", rows, sizes=sizes, repeats=REPEATS, engine=engine)
     print(f"written: {path.relative_to(path.parent.parent.parent)}")
 
 

@@ -20,8 +20,8 @@ from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.gpu import Matrix
 from shardmath.local.gpu.blaslt import WORKSPACE
 from shardmath.local.gpu.epilog import finish
+from shardmath.local.gpu.fused_epilog import fused_epilog, split
 from shardmath.local.gpu.gemm import has_algorithm, multiply
-from shardmath.local.gpu.within import split, within
 
 SETS, CALLS = 2, 4
 SHAPES = [(4096, 4096, 4096), (8192, 8192, 1024), (1024, 8192, 8192), (256, 8192, 8192)]
@@ -80,9 +80,9 @@ class Case:
     def _found(self):
         """What cuBLASLt does."""
         aux = self.given["aux"] if self.first.makes_aux else None
-        return within(self.first, self.matrix(self.d), bias=self.given["bias"], aux=aux)
+        return fused_epilog(self.first, self.matrix(self.d), bias=self.given["bias"], aux=aux)
 
-    def within(self, turn):
+    def fused_epilog(self, turn):
         """What cuBLASLt does, and the rest in place."""
         found, d = self._found, self.matrix(self.d)
         self._multiply(turn, self.d, extras=found.extras, bias=found.bias, aux=found.aux)
@@ -111,7 +111,7 @@ class Case:
         found = self._found
         places = [*map(self.matrix, self.sets[0]), self.matrix(self.d)]
         if found and has_algorithm(self.device, *places, extras=found.extras):
-            ways["within"] = self.within
+            ways["within"] = self.fused_epilog
         return ways if self.epilog.gradient == "relu" else {**ways, "torch": self.by_torch}
 
     def check(self):

@@ -3,7 +3,7 @@
     python benchmarks/gpu_fft.py 8
 
 The operand is a slab along X; the result a slab along Y ("transposed"), or along X again ("back").
-Ours runs in a CUDA graph as it is (`ours`), with no exchange beside the transforms (`steps`), and
+Ours runs in a CUDA graph as it is (`ours`), with no exchange overlapped (`steps`), and
 called one by one (`called`). torch.fft with NCCL runs in a graph, too; `local` are its transforms
 alone, and `wire` is its all_to_all of what lies ready. Results are compared before they are timed.
 A row that fails is told, and the next begins.
@@ -116,7 +116,7 @@ def measured(ranks, x, n, dtype, back):
         result = transform.execute()
 
         def ours(chunks=True):
-            rank_plan.CHUNKS = rank_plan.GRAPHS = (
+            rank_plan.USE_CHUNKS = rank_plan.USE_GRAPHS = (
                 chunks  # what is done step by step is not remembered
             )
             transform.execute(out=result)
@@ -166,7 +166,7 @@ def measure(ranks, seconds):
                 row = measured(ranks, x, n, dtype, back)
             except Exception:
                 failure = traceback.format_exc(limit=-3)
-            rank_plan.CHUNKS = rank_plan.GRAPHS = True
+            rank_plan.USE_CHUNKS = rank_plan.USE_GRAPHS = True
             ranks.torch.cuda.empty_cache()
             if ranks.largest(bool(failure)):
                 print(f"{n}^3 {dtype}, back: {back}: {failure or 'failed elsewhere'}", flush=True)

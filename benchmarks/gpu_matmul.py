@@ -20,8 +20,8 @@ import json
 from on_gpus import Ranks, command, in_turn, run
 
 from shardmath.operators.matmul.gpu.all_gather import AllGatherGemm, product_kernel
-from shardmath.operators.matmul.gpu.factor import Factor
-from shardmath.operators.matmul.gpu.row_split import RowSplitProduct, choose_tiling, fuses
+from shardmath.operators.matmul.gpu.operand_layout import OperandLayout
+from shardmath.operators.matmul.gpu.row_split import RowSplitProduct, choose_tiling, is_fused_faster
 
 SETS = 2  # of operands
 LIMIT = 0.005  # of the greatest results: bfloat16 rounds off 0.002
@@ -69,8 +69,8 @@ class Gathered:
         self.out = [torch.empty(m, columns, device=ranks.device).bfloat16() for _ in range(SETS)]
         self.room = torch.empty_like(self.whole[0])
         self.problem = problem_of(ranks, m, n, k)
-        self.how = "fused" if fuses(self.problem) else "gather first"
-        self.plan = AllGatherGemm.together(ranks.context, self.problem) if self.fused else None
+        self.how = "fused" if is_fused_faster(self.problem) else "gather first"
+        self.plan = AllGatherGemm.create(ranks.context, self.problem) if self.fused else None
         if self.plan:
             self.how += f", {self.plan.tiling}"
         else:
@@ -103,7 +103,7 @@ class Gathered:
         return fused(*arguments, return_A=False)[1][0]
 
     def ours(self, turn):
-        """What `fuses` says: the plan, or one gather and cuBLAS."""
+        """What `is_fused_faster` says: the plan, or one gather and cuBLAS."""
         a, b, out, stream = self.a[turn], self.b[turn], self.out[turn], self.ranks.stream()
         if self.plan:
             self.plan.launch(a.data_ptr(), b.data_ptr(), out.data_ptr(), stream)
@@ -137,7 +137,7 @@ class Gathered:
 
 def problem_of(ranks: Ranks, m: int, n: int, k: int) -> RowSplitProduct:
     """A by rows of m, B by columns of n."""
-    rows, factors = (m // ranks.size,) * ranks.size, (Factor("C", k), Factor("F", k))
+    rows, factors = (m // ranks.size,) * ranks.size, (OperandLayout("C", k), OperandLayout("F", k))
     return RowSplitProduct(rows, n // ranks.size, k, "bfloat16", *factors)
 
 
@@ -150,7 +150,7 @@ def compile_all(ranks: Ranks, cases: list) -> None:
     needed = [
         (problem, choose_tiling(problem, ranks.rank, team.device.processors))
         for problem in problems
-        if fuses(problem)
+        if is_fused_faster(problem)
     ]
     kernels = list({(t.width, t.cluster, t.stages): (p, t) for p, t in needed}.values())
     for number in range(len(kernels)):

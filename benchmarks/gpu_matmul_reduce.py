@@ -25,7 +25,7 @@ from shardmath.arrays import dtypes, library_named
 from shardmath.distribution import Replicated, Slab
 from shardmath.linalg.advanced import Matmul
 from shardmath.operators.matmul.gpu.all_reduce import GemmAllReduce
-from shardmath.operators.matmul.gpu.factor import Factor
+from shardmath.operators.matmul.gpu.operand_layout import OperandLayout
 from shardmath.operators.matmul.gpu.reduce_scatter import GemmReduceScatter
 from shardmath.operators.matmul.gpu.reduction_choice import CHOICES
 from shardmath.operators.matmul.gpu.split_k import SplitKProduct, even_rows
@@ -70,11 +70,11 @@ class Product:
         height = m if self.everywhere else self.rows
         self.result = torch.empty(height, n, device=ranks.device, dtype=torch.bfloat16)
         rows = even_rows(m, size) if self.everywhere else (self.rows,) * size
-        factors = Factor("C", self.depth), Factor("C", n)
+        factors = OperandLayout("C", self.depth), OperandLayout("C", n)
         self.problem = SplitKProduct(rows, n, self.depth, "bfloat16", *factors)
         self.choice = CHOICES[KINDS[what]](self.problem)
         kind = GemmAllReduce if self.everywhere else GemmReduceScatter
-        self.plan = kind.together(ranks.context, self.problem)
+        self.plan = kind.create(ranks.context, self.problem)
         distributions = [Slab.Y, Slab.X, Replicated() if self.everywhere else Slab.X]
         self.results = [self.result]
         with ranks.context:
@@ -99,12 +99,12 @@ class Product:
         """Product by cuBLAS, then our collective, both in bfloat16."""
         self.local(turn)
         moves, stream = self.ranks.moves, self.ranks.stream()
-        places = self.partial.data_ptr(), self.result.data_ptr()
+        addresses = self.partial.data_ptr(), self.result.data_ptr()
         if self.everywhere:
-            moves.all_reduce(*places, self.partial.numel(), BF16, "sum", stream)
+            moves.all_reduce(*addresses, self.partial.numel(), BF16, "sum", stream)
         else:
             counts = [self.rows * self.partial.shape[1]] * self.ranks.size
-            moves.reduce_scatter(*places, counts, BF16, "sum", stream)
+            moves.reduce_scatter(*addresses, counts, BF16, "sum", stream)
         return self.result
 
     def kernel(self, turn):

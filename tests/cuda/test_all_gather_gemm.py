@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardmath.operators.matmul.gpu.all_gather import AllGatherGemm
-from shardmath.operators.matmul.gpu.factor import Factor
+from shardmath.operators.matmul.gpu.operand_layout import OperandLayout
 from shardmath.operators.matmul.gpu.row_split import RowSplitProduct, Tiling
 
 EPSILON = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
@@ -35,7 +35,7 @@ class Case:
             self.columns,
             depth,
             self.dtype,
-            *(Factor(order, pitch) for order, pitch in zip(orders, pitches, strict=True)),
+            *(OperandLayout(order, pitch) for order, pitch in zip(orders, pitches, strict=True)),
             self.order,
         )
 
@@ -59,7 +59,7 @@ class Case:
         b, b_memory = self.make((self.depth, self.columns), self.problem.b, 1000 * seed + rank)
         parts = []
         for src, rows in enumerate(self.rows):
-            factor = self.problem.a if src == rank else Factor("C", self.depth)
+            factor = self.problem.a if src == rank else OperandLayout("C", self.depth)
             part, memory = self.make((rows, self.depth), factor, 777 * seed + 31 * src + 5)
             parts.append(part)
             if src == rank:
@@ -104,7 +104,7 @@ class Case:
 
 def check(context, rows, columns, depth, layout, tiling=None):
     case = Case(context, rows, columns, depth, **layout)
-    plan = AllGatherGemm.together(context, case.problem, tiling and Tiling(*tiling))
+    plan = AllGatherGemm.create(context, case.problem, tiling and Tiling(*tiling))
     stream = case.torch.cuda.current_stream().cuda_stream
     wrong, jobs = [], []
     for seed in (1, 2, 3):
@@ -191,7 +191,7 @@ def check_graph(context, replays, tiling):
     """A graph of several launches, replayed; eager launches between replays."""
     case = Case(context, [200, 300], [264], 320)
     torch = case.torch
-    plan = AllGatherGemm.together(context, case.problem, Tiling(*tiling))
+    plan = AllGatherGemm.create(context, case.problem, Tiling(*tiling))
     a, b, _, _ = case.operands(1)
     out = [case.result() for _ in range(3)]
 
@@ -233,7 +233,7 @@ def check_two_plans(context, rounds, rows, columns):
 
     torch.cuda.set_device(context.device_id)
     cases = [Case(context, rows, columns, 256), Case(context, rows, columns[::-1], 512, b="C")]
-    plans = [AllGatherGemm.together(context, case.problem) for case in cases]
+    plans = [AllGatherGemm.create(context, case.problem) for case in cases]
     streams = [torch.cuda.Stream() for _ in cases]
     jobs = []
     for number in range(rounds):
@@ -267,7 +267,7 @@ def check_absent(context):
     from shardmath.errors import OpTimeout
 
     case = Case(context, [256], [256], 256)
-    plan = AllGatherGemm.together(context, case.problem, Tiling(128, 2, 4, 6, 1))
+    plan = AllGatherGemm.create(context, case.problem, Tiling(128, 2, 4, 6, 1))
     a, b, wanted, scale = case.operands(1)
     stream = case.torch.cuda.current_stream().cuda_stream
     late = context.size - 1
@@ -284,7 +284,7 @@ def check_absent(context):
     context.barrier()
     plan.free()
     context.barrier()
-    plan = AllGatherGemm.together(context, case.problem)
+    plan = AllGatherGemm.create(context, case.problem)
     out = case.result()
     plan.launch(a.data_ptr(), b.data_ptr(), out.data_ptr(), stream)
     context.team.synchronize(stream)
@@ -300,7 +300,7 @@ def test_a_rank_that_does_not_come(gpus, size):
 def check_disagreement(context):
     case = Case(context, [64], [64], 64 + 8 * context.rank)
     try:
-        AllGatherGemm.together(context, case.problem)
+        AllGatherGemm.create(context, case.problem)
     except ValueError as error:
         return "rank 1" in str(error)
     return False

@@ -203,8 +203,8 @@ def check_chunks(context, cases):
     from shardmath.operators.fft import chunking
 
     use(context)
-    small = tuple((n, chunking.Cuts(*cuts)) for n, cuts in SMALL_CUTS)
-    chunking._CUTS = chunking._CUTS_BACK = chunking._CUTS_APART = small
+    small = tuple((n, chunking.Chunking(*cuts)) for n, cuts in SMALL_CHUNKINGS)
+    chunking._ONE_EXCHANGE = chunking._TWO_EXCHANGES = chunking._MULTI_HOST = small
     rank, size = context.rank, context.size
     wrong = []
     for name, shape, kind, dtype, one, two, norm, heap in cases:
@@ -254,7 +254,7 @@ def check_chunks(context, cases):
 
 
 RISES = (1, 2, 3, 4, 4, 4, 4, 4)
-SMALL_CUTS = [
+SMALL_CHUNKINGS = [
     (1 << 19, (RISES, 8, 3)),
     (1 << 17, (RISES, 4, 2)),
     (1 << 15, ((1,) * 4, 1, 1)),
@@ -268,10 +268,19 @@ CHUNKS = [
     ("Y to X", (44, 40, 64), "C2C inverse", "complex64", "Y", "X", "backward", True),
     ("real", (48, 40, 254), "R2C", "float32", "X", "Y", None, True),
     ("real, back", (48, 48, 254), "R2C", "float64", "X", "X", None, True),
-    ("from halves", (48, 40, 254), "R2C", "float16", "X", "Y", None, True),
-    ("halves", (48, 40, 128), "C2C", "complex32", "X", "Y", "ortho", True),
-    ("halves, back", (48, 48, 128), "C2C inverse", "complex32", "X", "X", "backward", False),
-    ("halves to halves", (48, 48, 510), "R2C", "float16 halves", "X", "Y", None, True),
+    ("from half precision", (48, 40, 254), "R2C", "float16", "X", "Y", None, True),
+    ("half precision", (48, 40, 128), "C2C", "complex32", "X", "Y", "ortho", True),
+    (
+        "half precision, back",
+        (48, 48, 128),
+        "C2C inverse",
+        "complex32",
+        "X",
+        "X",
+        "backward",
+        False,
+    ),
+    ("to half precision", (48, 48, 510), "R2C", "float16 halves", "X", "Y", None, True),
     ("to real", (48, 48, 65), "C2R", "complex64", "Y", "X", None, True),
     ("uneven", (13, 22, 64), "C2C", "complex64", "X", "Y", None, True),
     ("fewer than ranks", (2, 22, 64), "C2C", "complex64", "X", "Y", None, True),

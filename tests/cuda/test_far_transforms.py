@@ -17,7 +17,7 @@ def test_any_transform(far_gpus):
     assert not wrong, "\n\n".join(wrong)
 
 
-def test_again_and_in_graphs(far_gpus):
+def test_replays_and_graphs(far_gpus):
     """What repeats is one graph of ours; what the user captures can be replayed."""
     found = far_gpus.run(on_one_host.check_chunks, on_one_host.CHUNKS, timeout=100)
     assert found == [[]] * RANKS, "\n".join(text for texts in found for text in texts)
@@ -54,7 +54,7 @@ def check_arrays_larger_than_the_heap(context, back):
 
 @pytest.mark.parametrize("back", [False, True])
 def test_arrays_larger_than_the_heap(far_gpus, back):
-    """With a heap of 1 GiB: both of them, work, landing, outboxes and room would not fit."""
+    """With a heap of 1 GiB: operand, result and all buffers of the workspace would not fit."""
     assert far_gpus.run(check_arrays_larger_than_the_heap, back, timeout=50) == [[]] * RANKS
 
 
@@ -74,5 +74,5 @@ def explain(context):
 def test_how_bytes_travel_is_explained(far_gpus):
     first, *others = far_gpus.run(explain)
     assert others == [first] * (RANKS - 1)
-    assert re.search("deliver (work|operand) -> landing 0", first)  # as fast, of so few elements
+    assert re.search("deliver (work|operand) -> receive 0", first)  # as fast, of so few elements
     assert "2 hosts" in first and "`get`" in first

@@ -13,8 +13,8 @@ from shardmath.fft import FFT, FFTOptions
 SHAPE = (48, 48, 64)
 
 
-def check_graphs_outlive_ways(context, back):
-    """Capture a transform, do it in so many other ways that the first is dropped, and replay."""
+def check_graphs_outlive_rank_plans(context, back):
+    """Capture a transform, do it by so many other plans that the first is dropped, and replay."""
     import torch
 
     from shardmath.cuda.constant import Constant
@@ -31,12 +31,12 @@ def check_graphs_outlive_ways(context, back):
         pytest.MonkeyPatch.context() as patch,
         FFT(operand, distribution=Slab.X, options=FFTOptions(redistribute=back)) as transform,
     ):
-        patch.setattr(rank_plan, "_KEPT", 2)
-        patch.setattr(rank_plan, "GRAPHS", False)  # executions that come again keep their way, too
+        patch.setattr(rank_plan, "_MAX_RANK_PLANS", 2)
+        patch.setattr(rank_plan, "USE_GRAPHS", False)  # replayed executions keep their plan, too
 
         def execute(first, out=None):
-            for table in ("_CUTS", "_CUTS_BACK"):
-                patch.setattr(chunking, table, ((1, chunking.Cuts((1,) * first, 2, 1)),))
+            for table in ("_ONE_EXCHANGE", "_TWO_EXCHANGES"):
+                patch.setattr(chunking, table, ((1, chunking.Chunking((1,) * first, 2, 1)),))
             return transform.execute(out=out)
 
         transform.plan()
@@ -60,6 +60,6 @@ def check_graphs_outlive_ways(context, back):
     return "" if error < 1e-5 else f"rank {rank}: {error}"
 
 
-def test_graphs_outlive_ways(gpus, size):
+def test_graphs_outlive_rank_plans(gpus, size):
     for back in (False, True):
-        assert gpus.run(check_graphs_outlive_ways, back, ranks=size) == [""] * size
+        assert gpus.run(check_graphs_outlive_rank_plans, back, ranks=size) == [""] * size

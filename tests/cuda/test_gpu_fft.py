@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from shardmath.local.batches import batches
+from shardmath.local.plan_many import plan_many
 from shardmath.operators.fft.local_steps import packed
 
 ORDERS = [(0, 1, 2), (2, 1, 0), (1, 0, 2), (2, 0, 1)]
@@ -35,11 +35,11 @@ def in_memory(buffer, view):
 
 
 def check_plans(context, kind, double, grid):
-    from shardmath.local.gpu.fft import Transforms
+    from shardmath.local.gpu.fft import CuFFT
 
     device = context.team.device
     device.activate()
-    transforms = Transforms.of(device)
+    cufft = CuFFT.of(device)
     wrong, plans = [], 0
     rng = np.random.default_rng(3)
     for axes, orders in itertools.product(AXES, itertools.product(ORDERS, ORDERS)):
@@ -49,7 +49,7 @@ def check_plans(context, kind, double, grid):
             packed(place, shape, WIDTHS[name, double], order)
             for place, shape, name, order in zip("ab", shapes, NAMES[kind], orders, strict=True)
         ]
-        found = batches(kind, axes, *(view.strided for view in views))
+        found = plan_many(kind, axes, *(view.strided for view in views))
         if found is None:
             continue
         plans += 1
@@ -60,14 +60,14 @@ def check_plans(context, kind, double, grid):
         if kind != "R2C":
             source += 1j * rng.standard_normal(source.shape).astype(source.real.dtype)
         upload()
-        transforms.prepare(kind, double=double, batches=found, stream=0)
+        cufft.prepare(kind, double=double, plan=found, stream=0)
         for forward in (True, False) if kind == "C2C" else (kind == "R2C",):
-            transforms.run(
+            cufft.run(
                 kind,
                 *(buffer.block.address for buffer in buffers),
                 0,
                 double=double,
-                batches=found,
+                plan=found,
                 forward=forward,
             )
             got = download()

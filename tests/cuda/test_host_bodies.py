@@ -203,7 +203,9 @@ def test_reduce_scatter(gpus, size, op, dtype):
 
 
 def check_spaces(context):
-    """One rank in host memory, the others on GPUs; an array of another GPU; an `out` elsewhere."""
+    """One rank in host memory, the others on GPUs; an array of another GPU; an `out` elsewhere, or
+    of which several indices are one element.
+    """
     import torch
 
     from shardmath.collectives import all_reduce
@@ -214,6 +216,8 @@ def check_spaces(context):
     calls = [
         (lambda: all_reduce(on[0], context=context), "CollectiveMismatch", size > 1),
         (lambda: all_reduce(on[1], out=torch.ones(3), context=context), "ValueError", True),
+        (lambda: all_reduce(on[1], out=on[1][:1].expand(3), context=context), "ValueError", True),
+        (lambda: all_reduce(on[1], context=context), "", False),  # all goes on
     ]
     if min(GPUS, size) > 1:
         other = torch.ones(3, device=f"cuda:{gpu_of(rank + 1)}")

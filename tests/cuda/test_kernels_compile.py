@@ -8,7 +8,7 @@ from shardmath.cuda import compile as compiling
 
 RANKS = ("SHARDMATH_RANKS=8", "SHARDMATH_CHANNELS=64")
 PRODUCT = ("A_ALONG_K=1", "B_ALONG_K=0", "CLUSTER=2", "STAGES=4")
-PUSH = ("PIECE=16384", "STAGES=12", "AHEAD=6")
+PUSH = ("COPY_BYTES=16384", "STAGES=12", "PREFETCH=10")
 
 # File, what it is compiled with, and the architecture: those of wgmma need sm_90a.
 CASES = [
@@ -17,8 +17,8 @@ CASES = [
         (*RANKS, *PRODUCT, "ELEMENT=Bfloat16", "C_ALONG_N=0", "WIDTH=224", "ALIGNED=1"),
         "sm_90a",
     ),
-    ("boxes", ("ANYWHERE=0",), "sm_90"),
-    ("boxes", ("ANYWHERE=1",), "sm_90"),
+    ("boxes", ("UNALIGNED=0",), "sm_90"),
+    ("boxes", ("UNALIGNED=1",), "sm_90"),
     (
         "epilog",
         (

@@ -104,12 +104,12 @@ def host_stored(part, store, library_name):
     return HostStored(part, store.removeprefix("heap "), library_name)
 
 
-def body(context, module, function, where, args):
+def body(context, panel_gemm_module, function, where, args):
     """Run a body of the host's with arrays in "host" or "gpu" memory."""
     torch = importlib.import_module("torch")
     torch.cuda.set_device(context.device_id)
     importlib.import_module("cupy").cuda.Device(context.device_id).use()
-    bodies = importlib.import_module(module)
+    bodies = importlib.import_module(panel_gemm_module)
     stored = host_stored if where == "host" else GpuStored
     with ExitStack() as patches:
         patches.enter_context(patch.object(matmul_cases, "Stored", stored))
@@ -288,14 +288,14 @@ def test_many_intervals(gpus, size, kind, dtype, order):
     assert gpus.run(large, dtype, kind, order, ranks=size) == [[]] * size
 
 
-def arriving(context, dtype, order, shape, block):
+def panel_gemm(context, dtype, order, shape, block):
     """Products whose factors come while they run: errors, and what has been run so."""
     import torch
 
     from arrangements import part_of
     from shardmath.distribution import BlockCyclic, ProcessGrid
     from shardmath.linalg.advanced import matmul
-    from shardmath.operators.matmul.gpu import panel_gemm as module
+    from shardmath.operators.matmul.gpu import panel_gemm as panel_gemm_module
 
     torch.cuda.set_device(context.device_id)
     size, rank = context.size, context.rank
@@ -321,7 +321,7 @@ def arriving(context, dtype, order, shape, block):
         return part.t().contiguous().t() if order == "F" else part.contiguous()
 
     ran = []
-    original = module.PanelGemm.run
+    original = panel_gemm_module.PanelGemm.run
 
     def counted(self, places):
         ran.append(original(self, places))
@@ -330,8 +330,8 @@ def arriving(context, dtype, order, shape, block):
     x, y, wrong, first = mine(a), mine(b), [], None
     with (
         context,
-        patch.multiple(module, _LEAST_SECONDS=0.0, _LEAST_WIDTH=1, _LEAST_ROUND=0.0),
-        patch.object(module.PanelGemm, "run", counted),
+        patch.multiple(panel_gemm_module, _LEAST_SECONDS=0.0, _LEAST_WIDTH=1, _LEAST_WAVE=0.0),
+        patch.object(panel_gemm_module.PanelGemm, "run", counted),
     ):
         for turn in range(3):
             if turn:
@@ -367,7 +367,7 @@ def arriving(context, dtype, order, shape, block):
     ],
 )
 def test_products_on_arrival(gpus, size, dtype, shape, block, order):
-    found = gpus.run(arriving, dtype, order, shape, block, ranks=size)
+    found = gpus.run(panel_gemm, dtype, order, shape, block, ranks=size)
     assert [wrong for wrong, _ in found] == [[]] * size
     in_place = order == "skewed" and size < 4  # a factor is here, and cannot be loaded
     long = block >= 256 or size < 4  # of 4 ranks' rows the pieces are too short for copy engines

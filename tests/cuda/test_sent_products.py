@@ -12,7 +12,7 @@ from shardmath.cuda import stream as streams
 from shardmath.cuda.driver import call
 from shardmath.errors import OpTimeout, RankFailure
 from shardmath.operators.matmul.gpu.all_reduce import GemmAllReduce
-from shardmath.operators.matmul.gpu.factor import Factor
+from shardmath.operators.matmul.gpu.operand_layout import OperandLayout
 from shardmath.operators.matmul.gpu.reduce_scatter import GemmReduceScatter
 from shardmath.operators.matmul.gpu.split_k import SplitKProduct, even_rows
 from shardmath.operators.matmul.gpu.tile_order import TILE_COLUMNS, TILE_ROWS
@@ -21,9 +21,9 @@ from shardmath.symmetric.allocation import empty_on_heap
 from shardmath.symmetric.heap import Location
 
 KINDS = {  # how each is planned
-    "scatter": GemmReduceScatter.together,
-    "all": GemmAllReduce.together,
-    "shown": partial(GemmAllReduce.together, shown=True),  # peers write the results
+    "scatter": GemmReduceScatter.create,
+    "all": GemmAllReduce.create,
+    "shown": partial(GemmAllReduce.create, result_addresses=True),  # peers write the results
 }
 SENTINEL = 7.0
 PIECE = 128  # kPiece
@@ -58,12 +58,12 @@ class Case:
         shape, self.more = (self.height + 1, self.pitch), {}
         if kind == "shown":
             self.result = empty_on_heap(context, library_named("torch"), shape, dtype)
-            self.more["shown"] = self.places()
+            self.more["shown"] = self.addresses()
         else:
             self.result = self.torch.empty(shape, device=self.device, dtype=self.dtype)
         self.result.fill_(SENTINEL)
 
-    def places(self):
+    def addresses(self):
         """Where each rank's result lies for this rank."""
         context, nbytes = self.context, 2 * self.result.numel()
         block = context.heap.find(self.result.data_ptr())
@@ -76,11 +76,11 @@ class Case:
         """A copy whose rows ("C") or columns ("F") are a multiple of 8 elements apart."""
         if order == "F":
             laid, factor = self._laid_out(x.T, "C")
-            return laid, Factor("F", factor.pitch)
+            return laid, OperandLayout("F", factor.pitch)
         pitch = -(-max(x.shape[1], 1) // 8) * 8 + 8
         whole = self.torch.full((x.shape[0] + 1, pitch), 3.0, device=self.device, dtype=self.dtype)
         whole[: x.shape[0], : x.shape[1]] = x
-        return whole, Factor("C", pitch)
+        return whole, OperandLayout("C", pitch)
 
     def plan(self, shape=None):
         return KINDS[self.kind](self.context, self.problem, shape)
@@ -98,10 +98,10 @@ class Case:
         self.done()
         self.context.barrier()  # before writing what a peer may still write or read
         sending, rank = plan._sending, self.context.rank
-        own = sending.places[rank]
-        places = [(sending.bases[rank] + own.slots, self.context.size * own.stride)]
-        places.append((sending.extra(rank), own.extra_bytes))
-        for address, nbytes in places:
+        own = sending.addresses[rank]
+        addresses = [(sending.bases[rank] + own.slots, self.context.size * own.stride)]
+        addresses.append((sending.extra(rank), own.extra_bytes))
+        for address, nbytes in addresses:
             if nbytes:
                 call("cuMemsetD8Async", address, 0xFF, nbytes, 0)
         self.result.fill_(SENTINEL)
@@ -187,11 +187,11 @@ def test_uneven_parts(gpus, size, kind, case):
     assert gpus.run(check_case, kind, *case, ranks=size) == [[]] * size
 
 
-def check_poisoned(context, kind, takers):
+def check_poisoned(context, kind, reducer_blocks):
     """Chunks are taken while others come: in none of many launches before a tile has come."""
     rows = even_rows(1024 * context.size, context.size)
     case = Case(context, kind, rows, 2048, [512] * context.size, "CC", "bfloat16")
-    plan = case.plan(Shape(8, takers))
+    plan = case.plan(Shape(8, reducer_blocks))
     faults = []
     for _ in range(12):
         case.poison(plan)
@@ -203,10 +203,10 @@ def check_poisoned(context, kind, takers):
     return [fault for fault in faults if fault]
 
 
-@pytest.mark.parametrize("takers", [2, 8])
+@pytest.mark.parametrize("reducer_blocks", [2, 8])
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_tile_is_taken_before_it_has_come(gpus, size, kind, takers):
-    assert gpus.run(check_poisoned, kind, takers, ranks=size) == [[]] * size
+def test_no_tile_is_taken_before_it_has_come(gpus, size, kind, reducer_blocks):
+    assert gpus.run(check_poisoned, kind, reducer_blocks, ranks=size) == [[]] * size
 
 
 def check_hurry(context):
@@ -215,17 +215,17 @@ def check_hurry(context):
     case = Case(context, "scatter", rows, 4096, [64] * context.size, "CC", "bfloat16")
     plan = case.plan(Shape(8))
     sending, claimed = plan._sending, np.zeros(8, np.uint32)
-    rest = sending._take_rest
+    rest = sending._reduce_rest
 
     def look_first(*arguments):
         case.done()
         call("cuMemcpyDtoH", claimed.ctypes.data, sending._at("claimed"), claimed.nbytes)
         rest(*arguments)
 
-    sending._take_rest = look_first
+    sending._reduce_rest = look_first
     case.launch(plan)
     case.done()
-    ends = sending.walk.table(context.rank)[:, 1].astype(np.int64)
+    ends = sending.tile_order.table(context.rank)[:, 1].astype(np.int64)
     pieces = np.diff(ends, prepend=0) * TILE_ROWS * TILE_COLUMNS // 8 // PIECE
     plan.free()
     context.barrier()
@@ -335,15 +335,15 @@ def test_ranks_that_mean_different_products(gpus, size):
 
 def check_misfits(context):
     device, rows = context.team.device, (128,) * context.size
-    good = Factor("C", 64)
+    good = OperandLayout("C", 64)
     problems = [
         SplitKProduct(rows, 64, 64, "float16", good, good),
         SplitKProduct(rows, 64, 64, "float32", good, good),
-        SplitKProduct(rows, 64, 60, "float16", Factor("C", 60), good),
+        SplitKProduct(rows, 64, 60, "float16", OperandLayout("C", 60), good),
         SplitKProduct(rows, 0, 64, "bfloat16", good, good),
-        SplitKProduct((3, 128), 64, 64, "bfloat16", Factor("F", 136), good),
+        SplitKProduct((3, 128), 64, 64, "bfloat16", OperandLayout("F", 136), good),
     ]
-    return [problem.misfit(device)[:12] for problem in problems]
+    return [problem.unsupported(device)[:12] for problem in problems]
 
 
 def test_what_the_kernel_cannot_take(gpus, size):

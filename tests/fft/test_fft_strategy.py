@@ -25,7 +25,8 @@ from shardmath.operators.fft.host import Plan
 from shardmath.operators.fft.options import FFTDirection
 from shardmath.operators.fft.passes import passes
 from shardmath.operators.fft.problem import Problem
-from shardmath.operators.fft.strategy import Move, Transform, choose
+from shardmath.operators.fft.search import choose
+from shardmath.operators.fft.strategy import Exchange, Transform
 
 SHAPE = (64, 48, 32)
 
@@ -149,7 +150,7 @@ def test_every_axis_once_in_layouts_where_it_is_whole(given_problem, block):
     assert choose(given_problem) == strategy
     at, done = given_problem.source, []
     for step in strategy.steps:
-        if isinstance(step, Move):
+        if isinstance(step, Exchange):
             assert step.src.same_as(at)
             at = step.dst
             continue

@@ -1,6 +1,6 @@
 """What GPUs do for a transform, performed with NumPy: plans, copies and exchanges are pure data.
 
-Memory is an array of bytes for every place of every rank. A plan runs as cuFFT defines it, element
+Memory is an array of bytes for every buffer of every rank. A plan runs as cuFFT defines it, element
 by element of its embedding, so that any wrong stride shows.
 """
 
@@ -21,31 +21,32 @@ from copying import copy_boxes
 from shardmath import geometry
 from shardmath.arrays import dtypes
 from shardmath.geometry import decode, moves
-from shardmath.local.batches import Strided, batches
-from shardmath.operators.fft.chunking import Cuts, first_parts
-from shardmath.operators.fft.far_pipeline import far_pipelined
+from shardmath.local.plan_many import StridedArray, plan_many
+from shardmath.operators.fft.chunking import Chunking, first_parts
 from shardmath.operators.fft.local_steps import (
     Convert,
     Copy,
-    Fourier,
+    LocalFFT,
     Scale,
     View,
     local_steps,
     packed,
 )
+from shardmath.operators.fft.multi_host_pipeline import make_multi_host_program
 from shardmath.operators.fft.options import FFTDirection, FFTOptions
-from shardmath.operators.fft.pipeline import pipelined
+from shardmath.operators.fft.pipeline import make_pipeline
 from shardmath.operators.fft.problem import check, describe
 from shardmath.operators.fft.program import (
-    ROOMS,
-    Arrived,
-    Delivered,
-    Ends,
-    Exchange,
-    programmed,
+    FETCH_BUFFERS,
+    Deliver,
+    PeerCopy,
+    UserArrays,
+    WaitDelivery,
+    make_program,
 )
+from shardmath.operators.fft.search import choose
 from shardmath.operators.fft.stages import stages
-from shardmath.operators.fft.strategy import GPUS, GPUS_APART, choose
+from shardmath.operators.fft.strategy import GPUS, MULTI_HOST_GPUS
 
 RISES = (1, 2, 3, 4, 4, 4, 4, 4)
 
@@ -53,16 +54,16 @@ COMPLEX = {4: np.complex64, 8: np.complex64, 16: np.complex128}
 
 
 class Memory:
-    """The places of one rank. `origin` is where the operand's and the result's element 0 lies."""
+    """The buffers of one rank. `origin` is where the operand's and the result's element 0 lies."""
 
-    def __init__(self, places, given):
-        self.held = {place: np.full(size, 0xA5, np.uint8) for place, size in places.items()}
+    def __init__(self, buffers, given):
+        self.held = {name: np.full(size, 0xA5, np.uint8) for name, size in buffers.items()}
         self.origin = dict.fromkeys(self.held, 0)
-        for place, (raw, origin) in given.items():
-            self.held[place], self.origin[place] = raw, origin
+        for name, (raw, origin) in given.items():
+            self.held[name], self.origin[name] = raw, origin
 
     def array(self, view, dtype=None):
-        raw, start = self.held[view.place], self.origin[view.place] + view.offset
+        raw, start = self.held[view.buffer], self.origin[view.buffer] + view.offset
         dtype = np.dtype(dtype or dtypes.to_numpy(view.dtype))
         if view.size == 0:
             return np.empty(view.shape, dtype)
@@ -75,7 +76,7 @@ class Memory:
         return np.ndarray(view.shape, dtype, raw.data, start, view.strides)
 
 
-def performed(step, memory, forward):
+def perform(step, memory, forward):
     if isinstance(step, Copy):
         memory.array(step.target)[...] = memory.array(step.source)
     elif isinstance(step, Convert):
@@ -84,18 +85,18 @@ def performed(step, memory, forward):
     elif isinstance(step, Scale):
         memory.array(step.target)[...] *= step.factor
     else:
-        fourier(step, memory, forward)
+        local_fft(step, memory, forward)
 
 
-def fourier(step, memory, forward):
+def local_fft(step, memory, forward):
     """As cuFFT: batches of `lengths`, each side placed by its embedding, stride and distance."""
-    plan, kind = step.batches, step.kind
+    plan, kind = step.plan, step.kind
     half = (*plan.lengths[:-1], plan.lengths[-1] // 2 + 1)
     shapes = {"C2C": (plan.lengths,) * 2, "R2C": (plan.lengths, half), "C2R": (half, plan.lengths)}
     for offsets in plan.offsets:
         taken, left = (
-            side(memory, view, place, offset, shape, plan.count)
-            for view, place, offset, shape in zip(
+            side(memory, view, layout, offset, shape, plan.batch)
+            for view, layout, offset, shape in zip(
                 (step.source, step.target),
                 (plan.source, plan.target),
                 offsets,
@@ -117,68 +118,70 @@ def fourier(step, memory, forward):
         left[...] = made
 
 
-def side(memory, view, place, offset, shape, count):
+def side(memory, view, layout, offset, shape, count):
     size = view.itemsize
-    steps = [place.stride * size]
-    for extent in place.embed[:0:-1]:
+    steps = [layout.stride * size]
+    for extent in layout.embed[:0:-1]:
         steps.insert(0, steps[0] * extent)
-    raw = memory.held[view.place][memory.origin[view.place] + view.offset + offset :]
+    raw = memory.held[view.buffer][memory.origin[view.buffer] + view.offset + offset :]
     dtype = np.dtype(view.dtype)
     flat = raw[: raw.size // size * size].view(dtype)
-    reach = (count - 1) * place.distance + sum(
+    reach = (count - 1) * layout.distance + sum(
         (n - 1) * step // size for n, step in zip(shape, steps, strict=True)
     )
-    assert reach < flat.size, "a plan leaves its place"
-    return as_strided(flat, (count, *shape), (place.distance * size, *steps))
+    assert reach < flat.size, "a plan leaves its buffer"
+    return as_strided(flat, (count, *shape), (layout.distance * size, *steps))
 
 
 def exchanged(programs, memories, at, results):
     for rank, (program, memory) in enumerate(zip(programs, memories, strict=True)):
         step = program.steps[at[rank]]
-        own = memory.array(step.own).copy() if not step.pulls else memory.array(step.own)
-        only = {"dst_rank": rank} if step.pulls else {"src_rank": rank}
+        own = memory.array(step.own).copy() if not step.pull else memory.array(step.own)
+        only = {"dst_rank": rank} if step.pull else {"src_rank": rank}
         for move in moves(step.source, step.target, **only):
-            peer = move.src if step.pulls else move.dst
-            there = memories[peer].array((step.theirs or results)[peer])
-            src, dst = (there, own) if step.pulls else (own, there)
+            peer = move.src if step.pull else move.dst
+            there = memories[peer].array((step.remote or results)[peer])
+            src, dst = (there, own) if step.pull else (own, there)
             copy_move(move, src, dst)
 
 
-def packed_up(steps, programs, memories, shown):
-    """All ranks pack. `shown` are the outboxes that peers may still read."""
-    for step, memory, program, seen in zip(steps, memories, programs, shown, strict=True):
+def packed_up(steps, programs, memories, readable):
+    """All ranks pack. `readable` are the outboxes that peers may still read."""
+    for step, memory, program, seen in zip(steps, memories, programs, readable, strict=True):
         assert step.outbox not in seen, "not before all have read what was in it"
         seen.append(step.outbox)
-        start = memory.origin[step.own.place] + step.own.offset
+        start = memory.origin[step.own.buffer] + step.own.offset
         boxes = step.delivery.packing(step.own.strides)
         outbox = memory.held[step.outbox]
-        copy_boxes(boxes, [(memory.held[step.own.place], start)], (outbox, 0))
-        assert {step.outbox, step.room} <= program.on_heap
+        copy_boxes(boxes, [(memory.held[step.own.buffer], start)], (outbox, 0))
+        assert {step.outbox, step.fetch_buffer} <= program.on_heap
 
 
 def fetched(steps, memories):
     """Each rank fetches from the outboxes on other hosts."""
     for step, memory in zip(steps, memories, strict=True):
-        room = memory.held[step.room]
+        target = memory.held[step.fetch_buffer]
         for each in step.delivery.fetches:
-            theirs = memories[each.src].held[steps[each.src].outbox]
-            room[each.at : each.at + each.nbytes] = theirs[each.offset : each.offset + each.nbytes]
+            remote = memories[each.src].held[steps[each.src].outbox]
+            target[each.at : each.at + each.nbytes] = remote[
+                each.offset : each.offset + each.nbytes
+            ]
 
 
-def unpacked(steps, memories, shown):
-    """Each rank takes what it needs of its room, and of the outboxes on its host."""
-    for step, seen in zip(steps, shown, strict=True):
+def unpacked(steps, memories, readable):
+    """Each rank unpacks its fetch buffer, and the outboxes on its host."""
+    for step, seen in zip(steps, readable, strict=True):
         del seen[: seen.index(step.outbox)]  # all have met since they read those before
-        if step.closes:
+        if step.barrier_last:
             seen.clear()
     for step, memory in zip(steps, memories, strict=True):
         delivery = step.delivery
-        ends = [memory.origin[view.place] + view.offset for view in (step.own, step.into)]
+        starts = [memory.origin[view.buffer] + view.offset for view in (step.own, step.target)]
         near = [(memories[peer].held[steps[peer].outbox], 0) for peer in delivery.near]
-        own = (memory.held[step.own.place], ends[0])
-        boxes = delivery.unpacking(step.own.strides, step.into.strides)
-        sources = delivery.memories(own, (memory.held[step.room], 0), near)
-        copy_boxes(boxes, sources, (memory.held[step.into.place], ends[1]))
+        own = (memory.held[step.own.buffer], starts[0])
+        boxes = delivery.unpacking(step.own.strides, step.target.strides)
+        sources = delivery.memories(own, (memory.held[step.fetch_buffer], 0), near)
+        copy_boxes(boxes, sources, (memory.held[step.target.buffer], starts[1]))
 
 
 def copy_move(move, src, dst):
@@ -191,47 +194,46 @@ def copy_move(move, src, dst):
     ]
 
 
-def next_unpacked(beside, memories, shown):
-    """Then there is room for another one."""
-    unpacked(beside.pop(0), memories, shown)
-    if len(beside) >= ROOMS:
-        fetched(beside[ROOMS - 1], memories)
+def unpack_next(in_flight, memories, readable):
+    """Then its fetch buffer is free for another one."""
+    unpacked(in_flight.pop(0), memories, readable)
+    if len(in_flight) >= FETCH_BUFFERS:
+        fetched(in_flight[FETCH_BUFFERS - 1], memories)
 
 
 def run_all(programs, memories, results, forward):
-    """Step by step. What is delivered beside other steps is fetched as early as can be, and
-    unpacked as late."""
+    """Step by step. Asynchronous deliveries are fetched early, and unpacked as late as can be."""
     at = [0] * len(programs)
-    shown, beside = [[] for _ in programs], []
+    readable, in_flight = [[] for _ in programs], []
     while True:
         for rank, program in enumerate(programs):
             while at[rank] < len(program.steps):
                 step = program.steps[at[rank]]
-                if isinstance(step, (Exchange, Delivered, Arrived)):
+                if isinstance(step, (PeerCopy, Deliver, WaitDelivery)):
                     break
-                performed(step, memories[rank], forward)
+                perform(step, memories[rank], forward)
                 at[rank] += 1
         steps = [p.steps[i] for i, p in zip(at, programs, strict=True) if i < len(p.steps)]
         assert len(steps) in (0, len(programs)), "all ranks take part in an exchange, or none"
         assert len({type(step) for step in steps}) <= 1
         if not steps:
             break
-        if isinstance(steps[0], Exchange):
+        if isinstance(steps[0], PeerCopy):
             exchanged(programs, memories, at, results)
-        elif isinstance(steps[0], Delivered):
-            packed_up(steps, programs, memories, shown)
-            beside.append(steps)
-            if len(beside) <= ROOMS:
+        elif isinstance(steps[0], Deliver):
+            packed_up(steps, programs, memories, readable)
+            in_flight.append(steps)
+            if len(in_flight) <= FETCH_BUFFERS:
                 fetched(steps, memories)
             if steps[0].number is None:
-                unpacked(beside.pop(), memories, shown)
+                unpacked(in_flight.pop(), memories, readable)
         else:
-            while beside and beside[0][0].number <= steps[0].number:
-                next_unpacked(beside, memories, shown)
+            while in_flight and in_flight[0][0].number <= steps[0].number:
+                unpack_next(in_flight, memories, readable)
         at = [each + 1 for each in at]
-    while beside:
-        next_unpacked(beside, memories, shown)
-    assert not any(shown), "the last delivery closes"
+    while in_flight:
+        unpack_next(in_flight, memories, readable)
+    assert not any(readable), "there is a barrier after the last delivery"
 
 
 def laid_out(part, store):
@@ -277,7 +279,7 @@ def dtypes_spec(case, part, strides):
     return ArraySpec(case["library"], dtype, part.shape, strides, "cpu", part.itemsize)
 
 
-def run_case(case, reachable, hosts=1, cuts=None):
+def run_case(case, reachable, hosts=1, chunking=None):
     size = case["size"]
     array = fft_cases.operand_of(case)
     full = fft_cases.wanted(case, array)
@@ -285,8 +287,8 @@ def run_case(case, reachable, hosts=1, cuts=None):
     targets = [None if case["outputs"] is None else decode(case["outputs"][r]) for r in range(size)]
     parts = [part_of(array, sources[r], r, size) for r in range(size)]
     problem = case_problem(case, parts, sources, targets)
-    machine = GPUS if hosts == 1 else GPUS_APART
-    found = stages(choose(problem, machine), reachable=reachable, apart=hosts > 1)
+    machine = GPUS if hosts == 1 else MULTI_HOST_GPUS
+    found = stages(choose(problem, machine), reachable=reachable, multi_host=hosts > 1)
     results, given = [], []
     for rank in range(size):
         shape = problem.target.local_shape(rank)
@@ -304,11 +306,13 @@ def run_case(case, reachable, hosts=1, cuts=None):
     numbers = tuple(rank * hosts // size for rank in range(size))
     programs = []
     for rank in range(size):
-        ends = Ends(given[rank][1][0], results[rank])
-        program = cuts and far_pipelined(found, problem, rank, ends, Cuts(*cuts), hosts=numbers)
-        programs.append(program or programmed(found, problem, rank, ends, hosts=numbers))
+        arrays = UserArrays(given[rank][1][0], results[rank])
+        program = chunking and make_multi_host_program(
+            found, problem, rank, arrays, Chunking(*chunking), hosts=numbers
+        )
+        programs.append(program or make_program(found, problem, rank, arrays, hosts=numbers))
     memories = [
-        Memory(program.places, {view.place: (raw, origin) for view, (raw, origin, _) in
+        Memory(program.buffers, {view.buffer: (raw, origin) for view, (raw, origin, _) in
                          zip(views, held, strict=True)})
         for program, (held, views) in zip(programs, given, strict=True)
     ]  # fmt: skip
@@ -341,22 +345,22 @@ def test_any_program_of_ranks_on_several_hosts(case, hosts):
 @given(
     case=fft_cases.cases(least=2),
     hosts=st.integers(2, 3),
-    cuts=st.sampled_from([((1,), 1, 1), ((1,) * 3, 2, 1), ((1, 2), 3, 2), (RISES, 4, 3)]),
+    chunking=st.sampled_from([((1,), 1, 1), ((1,) * 3, 2, 1), ((1, 2), 3, 2), (RISES, 4, 3)]),
 )
-def test_any_program_with_deliveries_beside(case, hosts, cuts):
-    run_case(case, False, hosts, cuts)
+def test_any_program_with_asynchronous_deliveries(case, hosts, chunking):
+    run_case(case, False, hosts, chunking)
 
 
 def pushed(memories, rank, pipeline, at, ready, signals):
     """Push the chunks from number `at` on that may go, up to one that signals; the next number."""
-    while at < len(pipeline.chunks) and pipeline.chunks[at].needs <= ready:
+    while at < len(pipeline.chunks) and pipeline.chunks[at].ready_count <= ready:
         chunk = pipeline.chunks[at]
         for rows in chunk.rows:
-            places = (("work", "landing 0"), ("landing 0", "result"))[chunk.exchange]
-            src, dst = memories[rank].held[places[0]], memories[rows.peer].held[places[1]]
+            buffers = (("work", "receive 0"), ("receive 0", "result"))[chunk.exchange]
+            src, dst = memories[rank].held[buffers[0]], memories[rows.peer].held[buffers[1]]
             for i in range(rows.count):
-                one, two = rows.source + i * rows.source_step, rows.target + i * rows.target_step
-                dst[two : two + rows.unit] = src[one : one + rows.unit]
+                one, two = rows.source + i * rows.source_pitch, rows.target + i * rows.target_pitch
+                dst[two : two + rows.width] = src[one : one + rows.width]
         at += 1
         signals[rank] += chunk.signals
         if chunk.signals:
@@ -370,7 +374,7 @@ def run_pipelines(pipelines, memories, forward):
     for rank, pipeline in enumerate(pipelines):
         for steps in pipeline.first:
             for step in steps:
-                performed(step, memories[rank], forward)
+                perform(step, memories[rank], forward)
             ready[rank] += 1
             if ready[rank] < len(pipeline.first):
                 at[rank] = pushed(memories, rank, pipeline, at[rank], ready[rank], signals)
@@ -380,9 +384,9 @@ def run_pipelines(pipelines, memories, forward):
         assert signals == [part + 1] * size
         for rank, pipeline in enumerate(pipelines):
             for step in pipeline.second[part]:
-                performed(step, memories[rank], forward)
+                perform(step, memories[rank], forward)
     for rank, pipeline in enumerate(pipelines):
-        if pipeline.returns:
+        if pipeline.two_exchanges:
             at[rank] = pushed(memories, rank, pipeline, at[rank], 1 << 30, signals)
         assert at[rank] == len(pipeline.chunks)
     assert len(set(signals)) == 1
@@ -399,18 +403,18 @@ PIPELINES = {
     "batches": ((12, 16, 8, 64), "complex64", (0, 1), "X", "Y"),
     "matrix": ((64, 4608), "complex64", None, "X", "Y"),
     "to real": ((48, 48, 33), "complex64", None, "Y", "X"),
-    "halves": ((24, 16, 128), "complex32", None, "X", "Y"),
-    "halves, there and back": ((24, 24, 128), "complex32", None, "X", "X"),
-    "real halves": ((16, 24, 510), "float16 halves", None, "X", "Y"),
+    "half precision": ((24, 16, 128), "complex32", None, "X", "Y"),
+    "half precision, there and back": ((24, 24, 128), "complex32", None, "X", "X"),
+    "real, half precision": ((16, 24, 510), "float16 halves", None, "X", "Y"),
 }
 
 
-@pytest.mark.parametrize("cuts", [((1,), 1), ((1,) * 3, 2), (RISES, 4, 3)])
+@pytest.mark.parametrize("chunking", [((1,), 1), ((1,) * 3, 2), (RISES, 4, 3)])
 @pytest.mark.parametrize("hosts", [1, 2, 3])
 @pytest.mark.parametrize("size", [2, 3, 8])
 @pytest.mark.parametrize("name", PIPELINES)
-def test_pipelines(name, size, hosts, cuts):
-    """On one host what pushes beside, on several what delivers beside."""
+def test_pipelines(name, size, hosts, chunking):
+    """On one host by the push stream, on several by asynchronous deliveries."""
     shape, dtype, axes, one, two = PIPELINES[name]
     kind = "R2C" if dtype.startswith("float") else "C2R" if name == "to real" else "C2C"
     case = {"size": size, "shape": shape, "axes": axes, "kind": kind, "parity": "even",
@@ -418,37 +422,44 @@ def test_pipelines(name, size, hosts, cuts):
             "library": "torch"}  # fmt: skip
     array = fft_cases.operand_of(case)
     full = fft_cases.wanted(case, array)
-    ends = [getattr(geometry.Slab, axis) for axis in (one, two)]
-    parts = [part_of(array, ends[0], r, size) for r in range(size)]
-    problem = case_problem(case, parts, [ends[0]] * size, [ends[1]] * size)
-    apart = hosts > 1
+    slabs = [getattr(geometry.Slab, axis) for axis in (one, two)]
+    parts = [part_of(array, slabs[0], r, size) for r in range(size)]
+    problem = case_problem(case, parts, [slabs[0]] * size, [slabs[1]] * size)
+    multi_host = hosts > 1
     numbers = tuple(rank * hosts // size for rank in range(size))
-    found = stages(choose(problem, GPUS), reachable=not apart, apart=apart)
+    found = stages(choose(problem, GPUS), reachable=not multi_host, multi_host=multi_host)
     memories, pipelines, results = [], [], []
     for rank in range(size):
         operand = packed("operand", parts[rank].shape, problem.dtype)
         result = packed("result", problem.target.local_shape(rank), problem.result)
-        if apart:
-            pipeline = far_pipelined(
-                found, problem, rank, Ends(operand, result), Cuts(*cuts), hosts=numbers
+        if multi_host:
+            pipeline = make_multi_host_program(
+                found,
+                problem,
+                rank,
+                UserArrays(operand, result),
+                Chunking(*chunking),
+                hosts=numbers,
             )
         else:
-            pipeline = pipelined(found, rank, Ends(operand, result), Cuts(*cuts), order="C")
+            pipeline = make_pipeline(
+                found, rank, UserArrays(operand, result), Chunking(*chunking), order="C"
+            )
             chunks, rows = pipeline.tables(1 << 14)
-            assert chunks["boxes"].sum() == len(rows)
-        sizes = {view.place: view.size * view.itemsize for view in (operand, result)}
-        memory = Memory(pipeline.places | sizes, {})
+            assert chunks["rows"].sum() == len(rows)
+        sizes = {view.buffer: view.size * view.itemsize for view in (operand, result)}
+        memory = Memory(pipeline.buffers | sizes, {})
         memory.array(operand)[...] = parts[rank]
         memories.append(memory)
         pipelines.append(pipeline)
         results.append(result)
-    if apart:
+    if multi_host:
         run_all(pipelines, memories, results, problem.direction < 0)
     else:
         run_pipelines(pipelines, memories, problem.direction < 0)
     count = math.prod(full.shape[axis] for axis in axes or range(full.ndim))
     for rank in range(size):
-        want = part_of(full, ends[1], rank, size)
+        want = part_of(full, slabs[1], rank, size)
         assert fft_cases.close(memories[rank].array(results[rank]), want, count)
 
 
@@ -469,21 +480,21 @@ def test_a_plan_for_any_order_of_memory(kind, axes, orders):
         packed(place, shape, name, order)
         for place, shape, name, order in zip("ab", shapes, names, orders, strict=True)
     ]
-    found = batches(kind, axes, *(view.strided for view in views))
+    found = plan_many(kind, axes, *(view.strided for view in views))
     if found is None:
         assert orders[0] != orders[1] or kind != "C2C"
         return
-    step = Fourier(kind, axes, *views)
+    step = LocalFFT(kind, axes, *views)
     rng = np.random.default_rng(7)
 
-    places = {view.place: view.size * view.itemsize for view in views}
-    memory = Memory(places, {})
+    buffers = {view.buffer: view.size * view.itemsize for view in views}
+    memory = Memory(buffers, {})
     source = memory.array(views[0])
     source[...] = rng.standard_normal(shapes[0])
     if kind != "R2C":
         source[...] += 1j * rng.standard_normal(shapes[0]).astype(np.float32)
     before = source.copy()
-    performed(step, memory, True)
+    perform(step, memory, True)
     want = {
         "C2C": lambda: np.fft.fftn(before, axes=axes),
         "R2C": lambda: np.fft.rfftn(before, axes=axes),
@@ -508,17 +519,17 @@ def test_one_real_number_from_one_complex():
     target = packed("b", (20, 20, 1), "float32")
     for order in ("C", "F"):
         source = packed("a", (20, 20, 1), "complex64", order)
-        steps = local_steps("C2R", (0, 1, 2), source, target, keep=False)
-        done = [step.axes for step in steps if isinstance(step, Fourier)]
+        steps = local_steps("C2R", (0, 1, 2), source, target, preserve_input=False)
+        done = [step.axes for step in steps if isinstance(step, LocalFFT)]
         assert [set(each) for each in done] == [{0, 1}, {2}]
-        assert batches("C2R", (1, 2), source.strided, target.strided) is None
+        assert plan_many("C2R", (1, 2), source.strided, target.strided) is None
 
 
 def test_what_no_plan_can_do():
-    reversed_rows = Strided((4, 6), (-48, 8), 8)
-    plain = Strided((4, 6), (48, 8), 8)
-    assert batches("C2C", (1,), plain, plain) is not None
-    assert batches("C2C", (1,), reversed_rows, plain) is None
-    assert batches("C2C", (1,), Strided((4, 6), (0, 8), 8), plain) is None
-    assert batches("C2C", (1,), Strided((4, 6), (48, 8), 8, misfit=4), plain) is None
-    assert batches("R2C", (1,), Strided((4, 6), (24, 4), 4, misfit=4), plain) is None
+    reversed_rows = StridedArray((4, 6), (-48, 8), 8)
+    plain = StridedArray((4, 6), (48, 8), 8)
+    assert plan_many("C2C", (1,), plain, plain) is not None
+    assert plan_many("C2C", (1,), reversed_rows, plain) is None
+    assert plan_many("C2C", (1,), StridedArray((4, 6), (0, 8), 8), plain) is None
+    assert plan_many("C2C", (1,), StridedArray((4, 6), (48, 8), 8, misalignment=4), plain) is None
+    assert plan_many("R2C", (1,), StridedArray((4, 6), (24, 4), 4, misalignment=4), plain) is None

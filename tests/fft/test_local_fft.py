@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch  # noqa: F401  (the engine of that name takes it from the loaded mo
 from shardmath.local import fft as local
 from shardmath.local.fft import engine_for, transform
 
-ENGINES = ("scipy", "scipy, what is public", "numpy", "torch")
+ENGINES = ("ducc0", "scipy", "scipy, what is public", "numpy", "torch")
 SHAPE = (7, 8, 9)
 AXES = [(0,), (1,), (2,), (0, 2), (2, 1), (1, 2, 0)]
 NORMS = {None: ("backward", "forward"), "ortho": ("ortho",) * 2, "forward": ("forward",) * 2}
@@ -42,7 +43,7 @@ def numbers(dtype, how):
 @pytest.fixture(params=ENGINES)
 def engine(request, monkeypatch):
     if request.param == "scipy, what is public":
-        monkeypatch.setattr(local, "_inner", lambda: None)
+        monkeypatch.setattr(local, "_inner", lambda _: None)
     return request.param.partition(",")[0]
 
 
@@ -97,34 +98,40 @@ def test_real_and_back(engine, how, dtype):
         assert np.abs(back - x).max() <= 10 * tolerance
 
 
-def test_scipy_writes_where_it_is_told(monkeypatch):
+@pytest.mark.parametrize("engine", ["ducc0", "scipy"])
+def test_written_where_they_are_told(monkeypatch, engine):
     monkeypatch.setattr(local, "_made", lambda *_: pytest.fail("a result of its own"))
     x, real = numbers("complex64", "padded"), numbers("float32", "F")
-    transform(x, (0, 2), out=x, kind="C2C", forward=True, norm=None)
+    how = {"norm": None, "engine": engine}
+    transform(x, (0, 2), out=x, kind="C2C", forward=True, **how)
     half = np.empty((7, 8, 5), "complex64")
-    transform(real, (0, 2), out=half, kind="R2C", forward=True, norm=None)
-    transform(half, (0, 2), out=real, kind="C2R", forward=False, norm=None)
+    transform(real, (0, 2), out=half, kind="R2C", forward=True, **how)
+    transform(half, (0, 2), out=real, kind="C2R", forward=False, **how)
 
 
-def test_tensors_get_torch_and_arrays_what_is_installed(monkeypatch):
-    assert engine_for("torch") == "torch"
-    assert engine_for("numpy") == "scipy"
+@pytest.mark.parametrize("installed", ["ducc0", "scipy", "numpy"])
+def test_tensors_get_torch_and_arrays_what_is_installed(monkeypatch, installed):
+    real = importlib.import_module
 
-    def missing(name):
-        raise ImportError(name)
+    def found(name):
+        if name.startswith(("ducc0", "scipy")) and not name.startswith(installed):
+            raise ImportError(name)
+        return real(name)
 
-    monkeypatch.setattr(local.importlib, "import_module", missing)
+    monkeypatch.setattr(local.importlib, "import_module", found)
     local._installed.cache_clear()
     try:
-        assert engine_for("numpy") == "numpy"
+        assert engine_for("torch") == "torch"
+        assert engine_for("numpy") == installed
     finally:
         local._installed.cache_clear()
 
 
+@pytest.mark.parametrize("engine", ["ducc0", "scipy"])
 @pytest.mark.parametrize("changed", ["c2c", "r2c", "c2r"])
-def test_inner_functions_of_another_kind_are_not_used(monkeypatch, changed):
-    inner = local._inner()
-    assert inner is not None, "scipy's are tested"
+def test_inner_functions_of_another_kind_are_not_used(monkeypatch, changed, engine):
+    inner = local._inner(engine)
+    assert inner is not None, "it is tested"
 
     def takes_other_arguments():
         raise AssertionError("called with none")
@@ -132,4 +139,4 @@ def test_inner_functions_of_another_kind_are_not_used(monkeypatch, changed):
     known = {name: getattr(inner, name) for name in ("c2c", "r2c", "c2r")}
     other = SimpleNamespace(**known | {changed: takes_other_arguments})
     monkeypatch.setattr(local.importlib, "import_module", lambda _: other)
-    assert local._inner.__wrapped__() is None
+    assert local._inner.__wrapped__(engine) is None

@@ -9,15 +9,16 @@ import pytest
 
 from shardmath.arrays import ArraySpec
 from shardmath.geometry import Slab
-from shardmath.operators.fft.chunking import cuts_for
+from shardmath.operators.fft.chunking import chunking_for
 from shardmath.operators.fft.local_steps import packed
 from shardmath.operators.fft.options import FFTDirection, FFTOptions
-from shardmath.operators.fft.overlap import blocks_for, widest_cluster
-from shardmath.operators.fft.pipeline import Rows, pipelined
+from shardmath.operators.fft.pipeline import Rows, make_pipeline
 from shardmath.operators.fft.problem import check, describe
-from shardmath.operators.fft.program import Ends
+from shardmath.operators.fft.program import UserArrays
+from shardmath.operators.fft.push_stream import cluster_size, push_blocks
+from shardmath.operators.fft.search import choose
 from shardmath.operators.fft.stages import stages
-from shardmath.operators.fft.strategy import GPUS, choose
+from shardmath.operators.fft.strategy import GPUS
 
 LARGE = {"512^3": (512,) * 3, "1024^3": (1024,) * 3, "uneven": (2047, 1032, 1024)}
 
@@ -25,7 +26,7 @@ LARGE = {"512^3": (512,) * 3, "1024^3": (1024,) * 3, "uneven": (2047, 1032, 1024
 @pytest.mark.parametrize("size", [2, 4, 7, 8])
 @pytest.mark.parametrize("name", LARGE)
 def test_tables_of_large_arrays(name, size):
-    """Offsets beyond 2^32 bytes: all of every rank's landing and result is written, and no more."""
+    """Offsets beyond 2^32 bytes: every receive buffer and result is written once, and no more."""
     slab, shape = Slab.X, LARGE[name]
     options = FFTOptions(redistribute=True)
     owned = [slab.index_ranges(rank, shape, size=size) for rank in range(size)]
@@ -41,53 +42,53 @@ def test_tables_of_large_arrays(name, size):
     written = np.zeros((2, size), np.int64)
     for rank in range(size):
         operand, result = (
-            packed(place, locals_[rank], "complex128") for place in ("operand", "result")
+            packed(name, locals_[rank], "complex128") for name in ("operand", "result")
         )
-        cuts = cuts_for(problem, returns=True)
-        pipeline = pipelined(found, rank, Ends(operand, result), cuts, order="C")
+        chunking = chunking_for(problem, two_exchanges=True)
+        pipeline = make_pipeline(found, rank, UserArrays(operand, result), chunking, order="C")
         chunks, rows = pipeline.tables(1 << 14)
-        sides = pipeline.places | {"result": result.size * 16}
+        sizes = pipeline.buffers | {"result": result.size * 16}
         for chunk in chunks.tolist():
-            source = sides[pipeline.sources[chunk[4]]]
+            nbytes = sizes[pipeline.sources[chunk[4]]]
             for row in rows[chunk[0] : chunk[0] + chunk[1]].tolist():
-                begin, to, step, to_step, unit, count, pieces, target = row
-                exchange, peer = divmod(target, size)
+                source, target, source_pitch, target_pitch, width, count, copies, peer = row
+                exchange, peer = divmod(peer, size)
                 there = (found[1], found[3])[exchange].result.local_shape(peer)
-                assert begin + (count - 1) * step + unit <= source
-                assert to + (count - 1) * to_step + unit <= math.prod(there) * 16
-                assert (pieces - 1) << 14 < unit <= pieces << 14
-                written[exchange, peer] += unit * count
+                assert source + (count - 1) * source_pitch + width <= nbytes
+                assert target + (count - 1) * target_pitch + width <= math.prod(there) * 16
+                assert (copies - 1) << 14 < width <= copies << 14
+                written[exchange, peer] += width * count
     for exchange, stage in enumerate((found[1], found[3])):
         wanted = [math.prod(stage.result.local_shape(peer)) * 16 for peer in range(size)]
         assert written[exchange].tolist() == wanted
 
 
 @pytest.mark.parametrize(
-    ("unit", "fits"), [(496, 0), (512, 1), (520, 0), ((1 << 32) - 16, 1), (1 << 32, 0)]
+    ("width", "fits"), [(496, 0), (512, 1), (520, 0), ((1 << 32) - 16, 1), (1 << 32, 0)]
 )
-def test_rows_that_the_kernel_takes(unit, fits):
-    assert Rows(0, unit, 2, 0, 2 * unit, 1 << 40, 2 * unit).fits == fits
+def test_rows_that_the_kernel_takes(width, fits):
+    assert Rows(0, width, 2, 0, 2 * width, 1 << 40, 2 * width).fits == fits
 
 
 @pytest.mark.parametrize(
-    ("blocks", "most", "wide"),
+    ("blocks", "held", "size"),
     [(32, 16, 16), (16, 16, 16), (30, 16, 1), (24, 16, 8), (17, 16, 1), (1, 16, 1), (32, 8, 8),
      (32, 15, 8), (32, 1, 1), (24, 4, 1)],
 )  # fmt: skip
-def test_blocks_that_push_are_neighbours(blocks, most, wide):
+def test_cluster_size(blocks, held, size):
     asked = []
 
-    def holds(count, size):
-        asked.append((count, size))
-        return size <= most
+    def holds(count, each):
+        asked.append((count, each))
+        return each <= held
 
-    assert widest_cluster(blocks, holds) == wide
-    assert all(count * size == blocks for count, size in asked)
+    assert cluster_size(blocks, holds) == size
+    assert all(count * each == blocks for count, each in asked)
 
 
-@pytest.mark.parametrize("returns", [False, True])
+@pytest.mark.parametrize("two_exchanges", [False, True])
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 6, 7, 8, 16, 40, 72])
-def test_each_peer_has_as_many_blocks(size, returns):
-    blocks = blocks_for(size, returns=returns)
+def test_each_peer_has_as_many_blocks(size, two_exchanges):
+    blocks = push_blocks(size, two_exchanges=two_exchanges)
     assert blocks % size == 0 and size <= blocks <= max(32, size)
-    assert (blocks == 16) == (size in (4, 8, 16) and not returns)
+    assert (blocks == 16) == (size in (4, 8, 16) and not two_exchanges)

@@ -134,7 +134,7 @@ def test_what_the_forward_pass_keeps_serves_the_backward_pass(name, function):
     _, aux = apply(MatmulEpilog[f"{function}_AUX"], x, {}, dtype=name)
     (needed,) = requirements(MatmulEpilog[f"D{function}"], 19, 21, name).inputs
     spec = library_of(aux[needed.name]).spec(aux[needed.name])
-    assert needed.misfit(spec.dtype, spec.shape, spec.strides) is None
+    assert needed.mismatch(spec.dtype, spec.shape, spec.strides) is None
     got, _ = apply(MatmulEpilog[f"D{function}"], grad, aux, dtype=str(wide))
     at = torch.from_numpy(x.astype("f8")).requires_grad_()
     forward = (
@@ -232,5 +232,5 @@ def test_activations_want_real_floats(which, name):
 )
 def test_misfits_are_told(dtype, shape, strides, message):
     (extra,) = requirements(MatmulEpilog.DRELU, 7, 9, "float32").inputs
-    told = extra.misfit(dtype, shape, strides)
+    told = extra.mismatch(dtype, shape, strides)
     assert told is None if message is None else re.search(message, told)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from shardmath.local.batches import Batches, Placement
 from shardmath.local.gpu import fft
+from shardmath.local.plan_many import DataLayout, PlanMany
 
 CAPTURED, ORDINARY = 1, 0  # streams
 
@@ -17,14 +17,14 @@ class Device:
 
 
 class Plan:
-    work = 0
+    work_bytes = 0
     destroyed = ()  # lengths
 
-    def __init__(self, kind, batches):
+    def __init__(self, kind, plan):
         self.captured = False
-        self._length = batches.lengths[0]
+        self._length = plan.lengths[0]
 
-    def bind(self, stream, area):
+    def bind(self, stream, work_area):
         pass
 
     def execute(self, source, target, forward):
@@ -46,13 +46,13 @@ CASES = [
 
 @pytest.mark.parametrize(("calls", "gone"), CASES)
 def test_plans_that_a_graph_needs_stay(calls, gone, monkeypatch):
-    monkeypatch.setattr(fft, "_KEPT", 2)
+    monkeypatch.setattr(fft, "_MAX_PLANS", 2)
     monkeypatch.setattr(fft, "_Plan", Plan)
     monkeypatch.setattr(fft.streams, "capturing", lambda stream: stream == CAPTURED)
     monkeypatch.setattr(Plan, "destroyed", ())
-    transforms = fft.Transforms(Device())
+    cufft = fft.CuFFT(Device())
     for length, stream in calls:
-        lies = Placement((length,), 1, length)
-        batches = Batches((length,), lies, lies, 1, ((0, 0),))
-        transforms.run("C2C", 0, 0, stream, double=False, batches=batches, forward=True)
+        layout = DataLayout((length,), 1, length)
+        plan = PlanMany((length,), layout, layout, 1, ((0, 0),))
+        cufft.run("C2C", 0, 0, stream, double=False, plan=plan, forward=True)
     assert list(Plan.destroyed) == gone

@@ -116,20 +116,20 @@ def expanded(scales, mode, index, shape):
 class Factor:
     """op(A), index 0, or op(B), index 1: this rank's part and scales, and all numbers in double."""
 
-    def __init__(self, index, whole, mode, dists, rank, seed, turned=False):
+    def __init__(self, index, whole, mode, dists, rank, seed, transposed=False):
         ids = np.arange(whole.size).reshape(whole.shape)
         self.numbers = np.zeros(whole.shape)
         for each, dist in enumerate(dists):
-            stored = ids.T if turned else ids
+            stored = ids.T if transposed else ids
             mine = part_of(stored, dist, each, len(dists))
-            mine = mine.T if turned else mine
+            mine = mine.T if transposed else mine
             scales = scales_of(mode, index, whole.shape, mine, seed)
             part = whole.reshape(-1)[mine]
             value = part.astype(np.float64) * expanded(scales, mode, index, mine.shape)
             self.numbers.reshape(-1)[mine.reshape(-1)] = value.reshape(-1)
             if each == rank:
-                self.part = np.array(part.T if turned else part)
-                self.scales = scales.T if turned and np.ndim(scales) == 2 else scales
+                self.part = np.array(part.T if transposed else part)
+                self.scales = scales.T if transposed and np.ndim(scales) == 2 else scales
 
 
 def bound(want, a, b, result, *, scale_d=1.0, sums=SUMS):

@@ -6,16 +6,16 @@ import pytest
 
 from shardmath.geometry import Layout, Replicated, Slab
 from shardmath.local.epilog import MatmulEpilog
-from shardmath.operators.matmul.gpu.fused import pays
-from shardmath.operators.matmul.gpu.rank_plan import Share
-from shardmath.operators.matmul.gpu.scale_moves import chosen
+from shardmath.operators.matmul.gpu.fused import is_faster
+from shardmath.operators.matmul.gpu.rank_plan import RankPlan
+from shardmath.operators.matmul.gpu.scale_moves import choose_strategy
 from shardmath.operators.matmul.problem import Problem
 from shardmath.operators.matmul.strategy import HOPPER
 
 RESULTS = {"everywhere": Replicated(), "rows": Slab.X, "columns": Slab.Y}
 
 
-def share(kind, shape, dtype, *, size=2, label="stationary a", epilog=MatmulEpilog.DEFAULT):
+def rank_plan(kind, shape, dtype, *, size=2, label="stationary a", epilog=MatmulEpilog.DEFAULT):
     m, n, k = shape
     problem = Problem(
         a=Layout.bind([Slab.Y] * size, (m, k)),
@@ -30,7 +30,7 @@ def share(kind, shape, dtype, *, size=2, label="stationary a", epilog=MatmulEpil
         epilog=epilog,
         strategy=label,
     )
-    return Share(chosen(problem, HOPPER)[0], 0, (0,) * size)
+    return RankPlan(choose_strategy(problem, HOPPER)[0], 0, (0,) * size)
 
 
 # Shapes as in tests/cuda/test_added_products.py: all go through the collective, none by the kernel.
@@ -55,21 +55,25 @@ def share(kind, shape, dtype, *, size=2, label="stationary a", epilog=MatmulEpil
     ],
 )
 def test_what_a_collective_adds_up(kind, orders, dtype, shape, parts, size, epilog):
-    found = share(kind, shape, dtype, size=size, epilog=epilog)
+    found = rank_plan(kind, shape, dtype, size=size, epilog=epilog)
     assert {order: found.addition_order(order) for order in "CF"} == orders
     assert found.parts_dtype == parts
-    assert not pays(found)
+    assert not is_faster(found)
 
 
 def test_large_products_go_through_the_kernel():
-    found = share("everywhere", (8192, 8192, 28672), "bfloat16", size=8)
-    assert pays(found)
-    biased = share("everywhere", (8192, 8192, 28672), "bfloat16", size=8, epilog=MatmulEpilog.BIAS)
-    assert not pays(biased)  # it has no epilog
+    found = rank_plan("everywhere", (8192, 8192, 28672), "bfloat16", size=8)
+    assert is_faster(found)
+    biased = rank_plan(
+        "everywhere", (8192, 8192, 28672), "bfloat16", size=8, epilog=MatmulEpilog.BIAS
+    )
+    assert not is_faster(biased)  # it has no epilog
 
 
 def test_what_is_gathered_is_not_added():
-    assert share("rows", (64, 64, 64), "float32", label="stationary c").addition_order("C") == ""
+    assert (
+        rank_plan("rows", (64, 64, 64), "float32", label="stationary c").addition_order("C") == ""
+    )
 
 
 @pytest.mark.parametrize(
@@ -83,6 +87,6 @@ def test_what_is_gathered_is_not_added():
 )
 def test_strategies_are_compared_with_what_the_kernel_takes(kind, size, shape):
     """Its steps one after another would take longer than moving the factors."""
-    found = share(kind, shape, "bfloat16", size=size, label=None)
+    found = rank_plan(kind, shape, "bfloat16", size=size, label=None)
     assert found.strategy.label == "stationary a"
-    assert pays(found)
+    assert is_faster(found)

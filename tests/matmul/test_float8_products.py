@@ -27,24 +27,24 @@ def arrays(library, x, order="C"):
     return x if np.ndim(x) == 0 else library.from_host(np.array(x, order=order))
 
 
-def qualifiers(turned):
+def qualifiers(transposed):
     made = np.zeros(3, matrix_qualifiers_dtype)
-    for index, flag in enumerate(turned):
+    for index, flag in enumerate(transposed):
         made[index]["is_transpose"] = flag
     return made
 
 
 def one_product(context, library, layout, shape, case, sums, force=None):
     """One product of a table; returns (explained, worst error in units of what is allowed)."""
-    mode_a, mode_b, dtype_a, dtype_b, result, turned, order = case
+    mode_a, mode_b, dtype_a, dtype_b, result, transposed, order = case
     m, n, k = shape
     rank, size = context.rank, context.size
     rng = np.random.default_rng(7)
     a, b = cases.elements(rng, (m, k), dtype_a), cases.elements(rng, (k, n), dtype_b)
-    stored = [(k, m) if turned[0] else (m, k), (n, k) if turned[1] else (k, n), (m, n)]
+    stored = [(k, m) if transposed[0] else (m, k), (n, k) if transposed[1] else (k, n), (m, n)]
     dists = [cases.layout(layout, stored, r, size) for r in range(size)]
     factors = [
-        cases.Factor(i, x, mode, [each[i] for each in dists], rank, 3 + i, turned[i])
+        cases.Factor(i, x, mode, [each[i] for each in dists], rank, 3 + i, transposed[i])
         for i, (x, mode) in enumerate(((a, mode_a), (b, mode_b)))
     ]
     scales = {"a": arrays(library, factors[0].scales)}
@@ -55,7 +55,7 @@ def one_product(context, library, layout, shape, case, sums, force=None):
     operands = [arrays(library, factor.part, order) for factor in factors]
     given = {
         "distributions": dists[rank],
-        "qualifiers": qualifiers(turned),
+        "qualifiers": qualifiers(transposed),
         "quantization_scales": MatmulQuantizationScales(**scales),
         "options": {
             "result_type": NUMBERS[result],

@@ -7,8 +7,8 @@ import pytest
 
 from shardmath.distribution import BlockCyclic, ProcessGrid, Slab
 from shardmath.geometry import Layout, Spans, moves
-from shardmath.operators.matmul.gpu.k_order import OWN, KOrder, Lines
-from shardmath.operators.matmul.gpu.panels import Feed
+from shardmath.operators.matmul.gpu.k_order import OWN, KOrder, OperandSteps
+from shardmath.operators.matmul.gpu.panels import OperandPlan
 
 STEP, FIRST_BYTES = 4, 300.0
 
@@ -44,7 +44,7 @@ def local(array, layout, rank):
     return array[np.ix_(*index)]
 
 
-class Factor:
+class RankOperand:
     """One factor of one rank, in NumPy: oriented so that k is its axis 0."""
 
     def __init__(self, array, layout, needs, rank, axis, loadable):
@@ -53,43 +53,43 @@ class Factor:
             self.arrays = [each.T for each in self.arrays]
         found = moves(layout, needs, dst_rank=rank)
         shape = needs.local_shape(rank)
-        feed = Feed.plan(found, shape, rank, axis)
+        operand_plan = OperandPlan.plan(found, shape, rank, axis)
         self.rank, self.axis, self.width = rank, axis, shape[1 - axis]
         extent = shape[axis]
-        if feed.place is not None:
-            self.lines = Lines.here(axis, extent, STEP)
-            place = feed.place[axis], feed.place[1 - axis]
-            self.own = self.arrays[rank][
+        if operand_plan.place is not None:
+            self.k_steps = OperandSteps.local(axis, extent, STEP)
+            place = operand_plan.place[axis], operand_plan.place[1 - axis]
+            self.reads_own = self.arrays[rank][
                 place[0] : place[0] + extent, place[1] : place[1] + self.width
             ]
         else:
-            self.lines = Lines.of(
+            self.k_steps = OperandSteps.of(
                 found, rank, axis=axis, extent=extent, step=STEP, loadable=loadable
             )
-            end = self.lines.ends.get(rank, 0)
-            self.own = self.arrays[rank][:end, : self.width]
-        self.panel = np.full((self.lines.width, self.width), np.nan)
-        self.come = np.zeros(self.panel.shape, int)
+            end = self.k_steps.source_ends.get(rank, 0)
+            self.reads_own = self.arrays[rank][:end, : self.width]
+        self.panel = np.full((self.k_steps.width, self.width), np.nan)
+        self.received = np.zeros(self.panel.shape, int)
 
     def perform(self, found, lo):
         for move in found:
             k, across = move.runs[self.axis], move.runs[1 - self.axis]
             src, dst = (
                 np.ix_(*([start + i * step + j for i in range(run.count) for j in range(run.length)]
-                for run, start, step in self.places(k, across, side)))
-                for side in ("src", "dst")
+                for run, start, step in self.offsets(k, across, operand)))
+                for operand in ("src", "dst")
             )  # fmt: skip
             self.panel[:, lo:][dst] = self.arrays[move.src][src]
-            self.come[:, lo:][dst] += 1
+            self.received[:, lo:][dst] += 1
 
     @staticmethod
-    def places(k, across, side):
-        names = f"{side}_start", f"{side}_step"
+    def offsets(k, across, operand):
+        names = f"{operand}_start", f"{operand}_step"
         return [(run, *(getattr(run, name) for name in names)) for run in (k, across)]
 
     def step(self, place):
         """As a kernel loads it: zeros beyond the end."""
-        here, at = (self.own, place - OWN) if place & OWN else (self.panel, place)
+        here, at = (self.reads_own, place - OWN) if place & OWN else (self.panel, place)
         rows = here[at : at + STEP]
         return np.vstack([rows, np.zeros((STEP - len(rows), self.width))])
 
@@ -108,33 +108,33 @@ def perform(case, rank, loadable):
         Layout.product((m, k), [rows, whole], size=size),
         Layout.product((k, n), [whole, columns], size=size),
     )
-    left = Factor(x, a, needs[0], rank, 1, loadable)
-    right = Factor(y, b, needs[1], rank, 0, loadable)
+    left = RankOperand(x, a, needs[0], rank, 1, loadable)
+    right = RankOperand(y, b, needs[1], rank, 0, loadable)
     costs = 8.0 * left.width, 8.0 * right.width
-    depth = KOrder.plan((left.lines, right.lines), costs, STEP)
-    every, table = np.arange(depth.steps), depth.table().tolist()
-    for factor in (left, right):  # what is here and cannot be read where it lies
-        found = factor.lines.gathering(every, (0, factor.width), STEP) if len(every) else []
-        factor.perform([move for move in found if move.src == rank], 0)
+    k_order = KOrder.plan((left.k_steps, right.k_steps), costs, STEP)
+    every, table = np.arange(k_order.steps), k_order.table().tolist()
+    for operand in (left, right):  # what is here and cannot be read where it lies
+        found = operand.k_steps.gather_moves(every, (0, operand.width), STEP) if len(every) else []
+        operand.perform([move for move in found if move.src == rank], 0)
     result = np.zeros((left.width, right.width))
-    pieces = depth.pieces(costs, FIRST_BYTES)
+    pieces = k_order.pieces(costs, FIRST_BYTES)
     done = 0
-    for first, last in [(0, min(depth.here(0), depth.here(1))), *pieces]:
+    for first, last in [(0, min(k_order.local_steps(0), k_order.local_steps(1))), *pieces]:
         assert first == done
         done = last
-        for side, factor in enumerate((left, right)):
-            half = factor.width // 2
-            for lo, hi in ((0, half), (half, factor.width)):
-                found = depth.gathering(side, first, last, (lo, hi))
-                assert not (found and last <= depth.here(side))
-                factor.perform(found, lo)
+        for index, operand in enumerate((left, right)):
+            half = operand.width // 2
+            for lo, hi in ((0, half), (half, operand.width)):
+                found = k_order.gather_moves(index, first, last, (lo, hi))
+                assert not (found and last <= k_order.local_steps(index))
+                operand.perform(found, lo)
         for of_a, of_b in table[first:last]:
             result += left.step(of_a).T @ right.step(of_b)
-    assert done == depth.steps
-    for factor in (left, right):
-        assert factor.come.max(initial=0) <= 1
+    assert done == k_order.steps
+    for operand in (left, right):
+        assert operand.received.max(initial=0) <= 1
     assert np.array_equal(result, local(x @ y, d, rank))
-    return depth, pieces
+    return k_order, pieces
 
 
 @pytest.mark.parametrize("loadable", [True, False])
@@ -155,5 +155,5 @@ def test_every_step_is_here_when_it_is_multiplied(case, loadable):
     ],
 )
 def test_what_is_here_comes_first(rank, order):
-    depth, pieces = perform("2 x 4", rank, True)
-    assert (depth.order.tolist(), pieces) == (order, pieces)
+    k_order, pieces = perform("2 x 4", rank, True)
+    assert (k_order.order.tolist(), pieces) == (order, pieces)

@@ -121,3 +121,14 @@ def test_only_what_nothing_follows_is_torch_s(contexts):
     wanted = {name: (taken, True) for name, (taken, _) in FORMS.items()}
     for found in contexts.run(check_forms, ranks=2):
         assert found == (wanted, True)
+
+
+def test_what_torch_cannot_express_is_left_to_us():
+    limited, unlimited = always()
+    library = torch_arrays.Torch()
+    a, out = (library.host_view(torch.full((8, 8), v).bfloat16()) for v in (1.0, 0.0))
+    frozen = a.copy()
+    frozen.flags.writeable = False
+    with limited, unlimited:
+        assert [library.matmul(x, a, out) for x in (a, a[::-1], frozen)] == [True, False, False]
+    assert (out == 8).all()

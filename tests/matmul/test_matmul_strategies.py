@@ -238,7 +238,7 @@ def check_reading(source: Source, transfer: TransferPlan, x, rank, cuts):
         got = np.full((hi - lo, source.width), np.nan)
         into = got.T if source.axis == 1 else got
         of = [part.T for part in parts] if source.axis == 1 else parts
-        copy_moves(source.gathering(lo, hi), of.__getitem__, into)
+        copy_moves(source.gather_moves(lo, hi), of.__getitem__, into)
         assert (got == want[lo:hi]).all()
 
 

@@ -16,7 +16,7 @@ from arrangements import distributions
 from copying import copy_boxes
 from shardmath.geometry import BlockCyclic, ProcessGrid, Slab, decode
 from shardmath.operators.matmul.gpu import panels
-from shardmath.operators.matmul.gpu.rank_plan import Share
+from shardmath.operators.matmul.gpu.rank_plan import RankPlan
 from shardmath.operators.matmul.strategy import candidates
 from shardmath.redistribution.boxes import Box
 from shardmath.redistribution.copies import lowered
@@ -36,15 +36,15 @@ class Ranks:
 
     def __init__(self, strategy, hosts):
         self.hosts = hosts
-        self.shares = [Share(strategy, rank, hosts) for rank in range(len(hosts))]
+        self.rank_plans = [RankPlan(strategy, rank, hosts) for rank in range(len(hosts))]
         self.arrays, self.outboxes = {}, {}
 
     def pack(self, name, arrays):
         """Every rank packs its matrix."""
         self.arrays[name] = arrays = [np.ascontiguousarray(array) for array in arrays]
         self.outboxes[name] = []
-        for share, array in zip(self.shares, arrays, strict=True):
-            outbox = share.routes.outbox(name, share.rank, array.itemsize)
+        for rank_plan, array in zip(self.rank_plans, arrays, strict=True):
+            outbox = rank_plan.routes.outbox(name, rank_plan.rank, array.itemsize)
             held = np.full(outbox.nbytes, 0xA5, np.uint8)
             boxes = [Box.of(copy, 0) for copy in outbox.packing(array.strides)]
             copy_boxes(boxes, [(bytes_of(array), 0)], (held, 0))
@@ -52,9 +52,9 @@ class Ranks:
 
     def gathered(self, rank, name, part, moves, shape):
         """The matrix that moves fill."""
-        share, arrays = self.shares[rank], self.arrays[name]
+        rank_plan, arrays = self.rank_plans[rank], self.arrays[name]
         itemsize = arrays[rank].itemsize
-        found = share.routes.fetches(name, part, moves, itemsize)
+        found = rank_plan.routes.fetches(name, part, moves, itemsize)
         room = np.full(room_for(found), 0xA5, np.uint8)
         starts = {}
         for each in found:
@@ -67,8 +67,8 @@ class Ranks:
         for move in moves:
             memory, start, strides = bytes_of(arrays[rank]), 0, arrays[rank].strides
             if move.src != rank:
-                parcel = share.routes.parcel(name, move.src, itemsize)
-                assert parcel == share.routes.outbox(name, move.src, itemsize).parcels[rank]
+                parcel = rank_plan.routes.parcel(name, move.src, itemsize)
+                assert parcel == rank_plan.routes.outbox(name, move.src, itemsize).parcels[rank]
                 near = self.hosts[move.src] == self.hosts[rank]
                 assert near != (move.src in starts)
                 memory = self.outboxes[name][move.src] if near else room
@@ -96,17 +96,17 @@ def check(strategy, hosts):
     sums = []
     for name, parts in zip("ab", factors, strict=True):
         ranks.pack(name, parts)
-    for rank, share in enumerate(ranks.shares):
-        assert share.form is None and share.apart == (len(set(hosts)) > 1)
+    for rank, rank_plan in enumerate(ranks.rank_plans):
+        assert rank_plan.pattern is None and rank_plan.multi_host == (len(set(hosts)) > 1)
         needed = [part(a, strategy.a, rank), part(b, strategy.b, rank)]
-        if share.multiplies:
-            for index, feed in enumerate(share.feeds):
-                if not feed.gathers:
+        if rank_plan.multiplies:
+            for index, operand_plan in enumerate(rank_plan.operand_plans):
+                if not operand_plan.gathers:
                     continue
-                for number, interval in enumerate(share.schedule[0]):
-                    moves = feed.gathering(interval.lo, interval.hi)
-                    cut = (slice(None),) * feed.axis + (slice(interval.lo, interval.hi),)
-                    shape = feed.shape(interval.lo, interval.hi)
+                for number, interval in enumerate(rank_plan.schedule[0]):
+                    moves = operand_plan.gather_moves(interval.lo, interval.hi)
+                    cut = (slice(None),) * operand_plan.axis + (slice(interval.lo, interval.hi),)
+                    shape = operand_plan.shape(interval.lo, interval.hi)
                     panel = ranks.gathered(rank, "ab"[index], f"{index} {number}", moves, shape)
                     assert panel.tobytes() == needed[index][cut].tobytes()
         sums.append(needed[0] @ needed[1])
@@ -122,13 +122,13 @@ def finished(strategy, ranks, sums):
     if strategy.reduces:
         ranks.pack("sums", sums)
         name, totals = "reduced", []
-        for rank, share in enumerate(ranks.shares):
+        for rank, rank_plan in enumerate(ranks.rank_plans):
             shape = strategy.reduced.local_shape(rank)
-            every = [move for found in share.additions for move in found]
+            every = [move for found in rank_plan.additions for move in found]
             assert len({move.src for move in every}) <= size
             parts = [
                 ranks.gathered(rank, "sums", f"{at}", found, shape)
-                for at, found in enumerate(share.additions)
+                for at, found in enumerate(rank_plan.additions)
             ]
             totals.append(sum(parts, np.zeros(shape)))
         sums = totals
@@ -136,8 +136,8 @@ def finished(strategy, ranks, sums):
         return sums
     ranks.pack(name, sums)
     return [
-        ranks.gathered(r, name, "", share.last_moves, strategy.problem.d.local_shape(r))
-        for r, share in enumerate(ranks.shares)
+        ranks.gathered(r, name, "", rank_plan.last_moves, strategy.problem.d.local_shape(r))
+        for r, rank_plan in enumerate(ranks.rank_plans)
     ]
 
 
@@ -171,15 +171,17 @@ def test_intervals_fetch_what_they_need(sides, monkeypatch):
     for strategy in candidates(problem(shape, *([side] * 4 for side in sides))):
         check(strategy, hosts)
         for rank in range(4):
-            share = Share(strategy, rank, hosts)
-            for name, feed, transfer in zip("ab", share.feeds, strategy.transfers, strict=True):
-                if not feed.gathers or len(share.schedule[0]) < 2:
+            rank_plan = RankPlan(strategy, rank, hosts)
+            for name, operand_plan, transfer in zip(
+                "ab", rank_plan.operand_plans, strategy.transfers, strict=True
+            ):
+                if not operand_plan.gathers or len(rank_plan.schedule[0]) < 2:
                     continue
                 fetched = sum(
                     each.nbytes
-                    for number, interval in enumerate(share.schedule[0])
-                    for each in share.routes.fetches(
-                        name, f"{number}", feed.gathering(interval.lo, interval.hi), 8
+                    for number, interval in enumerate(rank_plan.schedule[0])
+                    for each in rank_plan.routes.fetches(
+                        name, f"{number}", operand_plan.gather_moves(interval.lo, interval.hi), 8
                     )
                 )
                 far = [move for move in transfer.into(rank) if hosts[move.src] != hosts[rank]]
@@ -190,5 +192,5 @@ def test_what_all_take_is_packed_once():
     size = 4
     strategies = candidates(problem((16, 16, 16), *([side] * size for side in (Slab.X,) * 3)))
     (strategy,) = [each for each in strategies if each.label == "stationary c"]
-    outbox = Share(strategy, 0, (0, 0, 1, 1)).routes.outbox("b", 0, 8)
+    outbox = RankPlan(strategy, 0, (0, 0, 1, 1)).routes.outbox("b", 0, 8)
     assert len(outbox.parcels) == 3 and outbox.nbytes == 16 * 4 * 8

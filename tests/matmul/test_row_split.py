@@ -6,15 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from shardmath.operators.matmul.gpu.row_push import steps_of_engines
+from shardmath.operators.matmul.gpu.row_push import copy_steps
 from shardmath.operators.matmul.gpu.row_split import (
     CHUNKS,
     DEPTH,
-    Factor,
+    OperandLayout,
     RowSplitProduct,
     Tiling,
     choose_tiling,
-    fuses,
+    is_fused_faster,
     predicted,
 )
 
@@ -22,7 +22,10 @@ HOPPER = SimpleNamespace(arch="sm_90")
 
 
 def product(rows, columns=3584, depth=8192, dtype="bfloat16", a="C", b="F", pad=0):
-    factors = Factor(a, (depth if a == "C" else max(rows)) + pad), Factor(b, depth + pad)
+    factors = (
+        OperandLayout(a, (depth if a == "C" else max(rows)) + pad),
+        OperandLayout(b, depth + pad),
+    )
     return RowSplitProduct(tuple(rows), columns, depth, dtype, *factors)
 
 
@@ -38,7 +41,9 @@ def test_rows_come_from_the_left():
 @pytest.mark.parametrize("rows", [[1, 2, 3], [0, 77, 0], [128] * 8, [0]])
 @pytest.mark.parametrize("depth", [0, 7, 64])
 def test_gathered_rows_lie_apart_and_aligned(order, rows, depth):
-    problem = RowSplitProduct(tuple(rows), 8, depth, "float16", Factor(order, 8), Factor("C", 8))
+    problem = RowSplitProduct(
+        tuple(rows), 8, depth, "float16", OperandLayout(order, 8), OperandLayout("C", 8)
+    )
     for rank in range(len(rows)):
         assert problem.pitch(rank) % 8 == 0
         assert problem.pitch(rank) >= (depth if order == "C" else rows[rank])
@@ -59,8 +64,8 @@ def test_gathered_rows_lie_apart_and_aligned(order, rows, depth):
     ],
 )
 def test_misfit(problem, device, words):
-    assert words in problem.misfit(device)
-    assert bool(words) == bool(problem.misfit(device))
+    assert words in problem.unsupported(device)
+    assert bool(words) == bool(problem.unsupported(device))
 
 
 @pytest.mark.parametrize(
@@ -76,7 +81,7 @@ def test_tilings_that_are_chosen(rows, columns, width, blocks):
 
 
 @pytest.mark.parametrize(
-    ("size", "height", "early"),
+    ("size", "height", "piecewise"),
     [
         (8, 4096, 1),  # own rows are half a round
         (8, 8192, 0),  # own rows are a round
@@ -84,8 +89,8 @@ def test_tilings_that_are_chosen(rows, columns, width, blocks):
         (4, 4096, 0),
     ],
 )
-def test_who_gets_rows_in_pieces(size, height, early):
-    assert choose_tiling(product([height // size] * size), 0, 132).early == early
+def test_who_gets_rows_in_pieces(size, height, piecewise):
+    assert choose_tiling(product([height // size] * size), 0, 132).piecewise == piecewise
 
 
 @pytest.mark.parametrize("rows", [[0] * 4, [7, 0, 300], [4096] * 8, [100]])
@@ -96,7 +101,7 @@ def test_every_choice_fits(rows, columns, b_along_k):
         tiling = choose_tiling(product(rows, columns), rank, 132)
         assert 1 <= tiling.blocks <= (132 if len(rows) == 1 else 128)  # what begins copies: some
         assert tiling.blocks % tiling.cluster == 0
-        assert 0 <= tiling.early < len(rows)
+        assert 0 <= tiling.piecewise < len(rows)
         assert tiling.shared_bytes(b_along_k=b_along_k) < 227 << 10
 
 
@@ -111,7 +116,7 @@ def test_chunks_of_k_are_whole_steps(depth):
 
 
 @pytest.mark.parametrize(
-    ("rows", "depth", "early", "steps"),
+    ("rows", "depth", "piecewise", "steps"),
     [
         ([8] * 4, 128, 0, [(1, 0, 2), (2, 0, 2), (3, 0, 2)]),
         ([8] * 4, 128, 1, [(1, 0, 1), (1, 1, 2), (2, 0, 2), (3, 0, 2)]),
@@ -122,8 +127,8 @@ def test_chunks_of_k_are_whole_steps(depth):
         ([8], 128, 0, []),
     ],
 )
-def test_what_copy_engines_copy(rows, depth, early, steps):
-    assert list(steps_of_engines(len(rows), early, product(rows, depth=depth))) == steps
+def test_what_copy_engines_copy(rows, depth, piecewise, steps):
+    assert list(copy_steps(len(rows), piecewise, product(rows, depth=depth))) == steps
 
 
 def test_prediction_waits_for_rows():
@@ -139,8 +144,8 @@ def test_prediction_waits_for_rows():
     ("height", "fused"), [(128, False), (512, False), (2048, True), (4096, True), (8192, True)]
 )
 def test_few_rows_are_gathered_first(height, fused):
-    assert fuses(product([height // 8] * 8)) is fused
+    assert is_fused_faster(product([height // 8] * 8)) is fused
 
 
 def test_one_rank_has_nothing_to_gather():
-    assert not fuses(product([8192]))
+    assert not is_fused_faster(product([8192]))

@@ -24,11 +24,11 @@ from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.gpu import Matrix, float8, scaled
 from shardmath.operators.matmul.gpu import line_exchange, panels, rank_plan, rounds
 from shardmath.operators.matmul.gpu import scaled as module
-from shardmath.operators.matmul.gpu.rank_plan import Operands, Scales, Share
-from shardmath.operators.matmul.gpu.scale_moves import chosen
+from shardmath.operators.matmul.gpu.rank_plan import Operands, RankPlan, Scales
+from shardmath.operators.matmul.gpu.scale_moves import choose_strategy
 from shardmath.operators.matmul.problem import Problem
 from shardmath.operators.matmul.scaling import OUTER, SQUARES, TENSOR, VECTORS, Scaling
-from shardmath.operators.matmul.strategy import HOPPER, HOPPER_APART
+from shardmath.operators.matmul.strategy import HOPPER, HOPPER_MULTI_HOST
 from shardmath.redistribution.boxes import Box
 from shardmath.symmetric.device_array import DeviceArray
 
@@ -124,9 +124,9 @@ class Shown:
 class FarShown(Shown):
     """The same on several hosts: nothing is read but outboxes of this host, and what is fetched."""
 
-    def __init__(self, lane, everyone, share):
-        super().__init__(lane, share.rank, everyone)
-        self._share = share
+    def __init__(self, lane, everyone, plan):
+        super().__init__(lane, plan.rank, everyone)
+        self._share = plan
         self._rooms, self.outboxes = {}, {}
 
     def make_room(self, name, parts, itemsize):
@@ -140,10 +140,10 @@ class FarShown(Shown):
         copy_boxes(boxes, [(bytes_of(x), 0)], (held, 0))
 
     def reach(self, name, part, moves, stream):
-        x, share = self.made_here[name], self._share
+        x, plan = self.made_here[name], self._share
         starts, held = {}, self._rooms[name]
-        for each in share.routes.fetches(name, part, moves, x.itemsize):
-            assert share.hosts[each.src] != share.hosts[self._rank]
+        for each in plan.routes.fetches(name, part, moves, x.itemsize):
+            assert plan.hosts[each.src] != plan.hosts[self._rank]
             source = self._everyone[each.src].outboxes[name]
             held[each.at : each.at + each.nbytes] = source[each.offset : each.offset + each.nbytes]
             starts[each.src] = held.ctypes.data + each.at - each.offset
@@ -151,15 +151,15 @@ class FarShown(Shown):
         def place(src):
             if src == self._rank:
                 return self.place(name, src)
-            parcel = share.routes.parcel(name, src, x.itemsize)
-            near = share.hosts[src] == share.hosts[self._rank]
+            parcel = plan.routes.parcel(name, src, x.itemsize)
+            near = plan.hosts[src] == plan.hosts[self._rank]
             start = self._everyone[src].outboxes[name].ctypes.data if near else starts[src]
             return start + parcel.offset, parcel.strides
 
         return place
 
 
-class Gathering:
+class Gather:
     """Copies at once; what has come must have been waited for."""
 
     stream = 0
@@ -168,16 +168,16 @@ class Gathering:
         self._apart, self._came = False, set()
 
     @contextmanager
-    def beside(self, apart):
-        self._apart = apart
+    def prefetching(self, overlaps):
+        self._apart = overlaps
         yield
 
-    def leave(self, number): ...
+    def await_release(self, number): ...
 
-    def arrive(self, number):
+    def await_panels(self, number):
         self._came.add(number)
 
-    def used(self, number):
+    def release(self, number):
         assert number in self._came
 
     def copy(self, name, moves, places, panel):
@@ -206,7 +206,7 @@ def push(source, targets, nbytes, stream):
         ctypes.memmove(target, source, nbytes)
 
 
-def numbers(_, __, out, elements, scales, blocks, *, factor=1.0, known_rows=None, also=()):
+def dequantize(_, __, out, elements, scales, blocks, *, factor=1.0, known_rows=None, also=()):
     assert elements is None
     i, j = np.indices((out.rows, out.columns))
     values = np.full(i.shape, factor, np.float32)
@@ -273,8 +273,8 @@ def call(name, *given):
 
 @pytest.fixture(autouse=True)
 def _by_numpy(monkeypatch):
-    monkeypatch.setattr(module, "Gathering", Gathering)
-    monkeypatch.setattr(float8, "numbers", numbers)
+    monkeypatch.setattr(module, "Gather", Gather)
+    monkeypatch.setattr(float8, "dequantize", dequantize)
     monkeypatch.setattr(module.scaled, "multiply", multiply)
     monkeypatch.setattr(module, "finish", finish)
     monkeypatch.setattr(module, "WORKSPACE", 256)  # which nothing uses here
@@ -299,11 +299,11 @@ def device_array(x, keep):
 class Rank:
     """One rank's products."""
 
-    def __init__(self, strategy, hosts, rank, everyone, factors, keep, order):
+    def __init__(self, strategy, hosts, rank, everyone, operand_pair, keep, order):
         problem = strategy.problem
-        self.share = Share(strategy, rank, hosts)
+        self.plan = RankPlan(strategy, rank, hosts)
         operands, arrays, given = [], [], []
-        for factor in factors:
+        for factor in operand_pair:
             part = np.asarray(factor[rank].part, order=order)
             operands.append(device_array(part, keep))
             scale = factor[rank].scales
@@ -317,28 +317,30 @@ class Rank:
             scales=Scales((*given, 1.0, 1.0), (*arrays, None, None)),
         )  # fmt: skip
         self.lane = Lane()
-        self.shown = Shown(self.lane, rank, everyone)
-        if self.share.apart:
-            self.shown = FarShown(self.lane, everyone, self.share)
+        self.published = Shown(self.lane, rank, everyone)
+        if self.plan.multi_host:
+            self.published = FarShown(self.lane, everyone, self.plan)
         for name, operand in zip("ab", operands, strict=True):
-            self.shown.made_here[name] = module.matrix_of(operand)
-        everyone.append(self.shown)
+            self.published.made_here[name] = module.matrix_of(operand)
+        everyone.append(self.published)
         sums = None
         if strategy.reduces or strategy.moves_result:
             by_columns = "F" if module.matrix_of(out).by_columns else "C"
             shape = strategy.sums.local_shape(rank)
-            sums = self.shown.made("sums", shape, "float32", by_columns)
-        ending = SimpleNamespace(sums=sums, quantizing=None)
-        self.made = module.ScaledProducts(self.share, self.operands, self.lane, self.shown, ending)
-        self.made.prepare_shown()
-        if self.share.multiplies:
+            sums = self.published.made("sums", shape, "float32", by_columns)
+        finish_phase = SimpleNamespace(sums=sums, quantized_result=None)
+        self.made = module.ScaledProducts(
+            self.plan, self.operands, self.lane, self.published, finish_phase
+        )
+        self.made.prepare_published()
+        if self.plan.multiplies:
             self.made.prepare()
 
     def result(self, strategy):
         """What this rank has computed, and where."""
 
         def source(index, part, moves, stream):
-            return self.shown.reach("ab"[index], part, moves, stream)
+            return self.published.reach("ab"[index], part, moves, stream)
 
         parts = self.made.run(source)
         if parts is None:
@@ -363,11 +365,11 @@ def perform(layout, mode_a, mode_b, shape, result, order, label=None, hosts=(0,)
     dists = [cases.layout(layout, shapes, rank, size) for rank in range(size)]
     given = tuple(MODES[each] for each in (mode_a, mode_b))
     layouts = [Layout.bind([d[i] for d in dists], shapes[i]) for i in range(3)]
-    machine = HOPPER if len(set(hosts)) == 1 else HOPPER_APART
-    strategy, compared = chosen(problem_of(layouts, given, result, label), machine)
+    machine = HOPPER if len(set(hosts)) == 1 else HOPPER_MULTI_HOST
+    strategy, compared = choose_strategy(problem_of(layouts, given, result, label), machine)
     if strategy.problem.dtype != E4:
         return None, compared
-    factors = [
+    operand_pair = [
         [
             cases.Factor(i, whole[i], mode, [d[i] for d in dists], rank, 5 + i)
             for rank in range(size)
@@ -375,14 +377,16 @@ def perform(layout, mode_a, mode_b, shape, result, order, label=None, hosts=(0,)
         for i, mode in enumerate((mode_a, mode_b))
     ]
     everyone, keep = [], []
-    ranks = [Rank(strategy, hosts, rank, everyone, factors, keep, order) for rank in range(size)]
+    ranks = [
+        Rank(strategy, hosts, rank, everyone, operand_pair, keep, order) for rank in range(size)
+    ]
     for rank in ranks:
         for name in "ab":
-            rank.shown.publish(name, 0)
+            rank.published.publish(name, 0)
         rank.made.begin()
-    one, two = factors[0][0].numbers, factors[1][0].numbers
+    one, two = operand_pair[0][0].numbers, operand_pair[1][0].numbers
     for number, rank in enumerate(ranks):
-        if not rank.share.multiplies:
+        if not rank.plan.multiplies:
             continue
         got = rank.result(strategy)
         part = strategy.sums.parts[number]
@@ -428,7 +432,7 @@ def test_products_between_hosts(layout):
 
 def test_some_are_of_several_intervals_and_padded():
     strategy, _ = perform("rows", "outer", "tensor", SHAPES["odd"], "bfloat16", "C")
-    assert len(Share(strategy, 0, (0,) * 4).schedule[0]) > 1
+    assert len(RankPlan(strategy, 0, (0,) * 4).schedule[0]) > 1
 
 
 ROUNDS = [(), (0, 1, 2, 3), (0, 1, 3), (0, 2, 3), (0, 3)]
@@ -447,7 +451,7 @@ def test_lines_that_come_in_rounds(layout, index, after, monkeypatch):
         for mode_a, mode_b in pairs[(number + len(after)) % 3 :: 3]:
             result, order = next(turns)
             strategy, _ = perform(layout, mode_a, mode_b, shape, result, order)
-            found = Share(strategy, 0, (0,) * 4).rounds
+            found = RankPlan(strategy, 0, (0,) * 4).rounds
             assert found is not None and (found.index, found.cuts) == (index, after)
 
 
@@ -462,5 +466,5 @@ def test_panels_of_k_are_cut_where_sums_are_small(shape, several, monkeypatch):
         Layout.bind([slab] * 2, extents)
         for slab, extents in ((Slab.X, (m, k)), (Slab.X, (k, n)), (Slab.X, (m, n)))
     ]
-    strategy, _ = chosen(problem_of(layouts, (TENSOR, TENSOR), "bfloat16"), HOPPER)
-    assert (len(Share(strategy, 0, (0, 0)).schedule[0]) > 1) == several
+    strategy, _ = choose_strategy(problem_of(layouts, (TENSOR, TENSOR), "bfloat16"), HOPPER)
+    assert (len(RankPlan(strategy, 0, (0, 0)).schedule[0]) > 1) == several

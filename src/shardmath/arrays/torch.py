@@ -171,8 +171,8 @@ class Torch(Library):
         """See Library: oneDNN's product of bfloat16. It takes subnormal elements for 0."""
         if dtypes.of(out.dtype).name != "bfloat16" or a.size * b.shape[1] < _WORTH:
             return False
-        reversed_ = any(stride < 0 for x in (a, b, out) for stride in x.strides)
-        if reversed_ or not _multiplies_bfloat16():
+        taken = all(x.flags.writeable and min(x.strides) >= 0 for x in (a, b, out))
+        if not taken or not _multiplies_bfloat16():
             return False
         import torch
 

@@ -24,6 +24,7 @@ from shardmath.context import Context
 from shardmath.cuda import stream as streams
 from shardmath.cuda.driver import call
 from shardmath.symmetric.allocation import array_on
+from shardmath.symmetric.device_array import require_separate
 from shardmath.symmetric.shared_memory import allocate_on_all_ranks
 from shardmath.symmetric.team import Team
 
@@ -322,6 +323,8 @@ class DeviceOutput:
         operand = DeviceOperand(context, out)
         if operand.on_host:
             operand.library.host_view(out, writable=True)  # raises where it cannot be written
+        else:
+            require_separate(operand.spec, "out")
         self.array, self._operand = out, operand
 
     @property

@@ -34,10 +34,14 @@ def integer(value: object, name: str, *, least: int | None = None) -> int:
 
 
 def integers(values: object, name: str, *, least: int | None = None) -> tuple[int, ...]:
-    """`values`, an iterable of integers, as a tuple of int. Raises ValueError as `integer` does."""
-    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
-        raise ValueError(f"{name} must be a sequence of integers, not {values!r}")
-    return tuple([integer(value, name, least=least) for value in values])
+    """`values`, an iterable of integers, as a tuple of int. Raises ValueError where one is not."""
+    if not isinstance(values, (str, bytes)) and isinstance(values, Iterable):
+        try:
+            return tuple([integer(value, name, least=least) for value in values])
+        except ValueError:
+            pass  # said below, with all of them
+    bound = "" if least is None else f" of at least {least}"
+    raise ValueError(f"{name} must be a sequence of integers{bound}, not {values!r}")
 
 
 def index_within(values: object, shape: Sequence[int]) -> tuple[int, ...]:

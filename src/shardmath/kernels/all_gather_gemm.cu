@@ -12,7 +12,7 @@ using namespace shardmath;
 
 struct Rows {  // of one rank
     u32 first;     // its first unit
-    u32 heights;   // units above each other; a unit is a tile of each block of a cluster
+    u32 unit_rows;   // units above each other; a unit is a tile of each block of a cluster
     u32 rows;
     u32 src;
 };
@@ -53,8 +53,8 @@ __device__ inline u32 part_of(const GatheredArgument& a, u32 unit) {
 __device__ inline Tile locate(const GatheredArgument& a, u32 unit, u32 block) {
     const u32 part = part_of(a, unit);
     const Rows& rows = a.rows[part];
-    const Unit at(unit - rows.first, rows.heights, (a.columns + kWidth - 1) / kWidth);
-    return {part, (at.height * kCluster + block) * kRows, at.column * kWidth};
+    const Unit at(unit - rows.first, rows.unit_rows, (a.columns + kWidth - 1) / kWidth);
+    return {part, (at.row * kCluster + block) * kRows, at.column * kWidth};
 }
 
 // One thread: counts the chunks that are here of the parts that this block multiplies, in its order. To look into

@@ -42,15 +42,15 @@ __device__ inline void release(u32 empty, u32 stage) {
 
 constexpr u32 kBand = 16 / kCluster;  // tiles above each other that are computed at about the same time
 
-// A place in a rectangle of units, `heights` above each other and `across` wide; a unit is a tile of each block of
+// A place in a rectangle of units, `unit_rows` above each other and `across` wide; a unit is a tile of each block of
 // a cluster. Columns come one after another, in bands of kBand units: what is in flight at once needs little of A
 // and B.
 struct Unit {
-    u32 height, column;
-    __device__ Unit(u32 number, u32 heights, u32 across) {
+    u32 row, column;
+    __device__ Unit(u32 number, u32 unit_rows, u32 across) {
         const u32 band = number / (kBand * across), within = number % (kBand * across);
-        const u32 left = heights - band * kBand, high = left < kBand ? left : kBand;
-        height = band * kBand + within % high;
+        const u32 left = unit_rows - band * kBand, high = left < kBand ? left : kBand;
+        row = band * kBand + within % high;
         column = within / high;
     }
 };

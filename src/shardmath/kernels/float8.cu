@@ -15,7 +15,7 @@
 
 using namespace shardmath;
 
-struct NumbersArgument {
+struct DequantizeArgument {
     i64 m, n;
     Matrix elements, scales;  // without `elements`, of all ones; without `scales`, of `factor` alone
     i64 rows, columns;        // of a block that has one scale
@@ -26,7 +26,7 @@ struct NumbersArgument {
 };
 
 // out = elements x scales x factor, block by block.
-extern "C" __global__ void __launch_bounds__(256) numbers(const __grid_constant__ NumbersArgument a) {
+extern "C" __global__ void __launch_bounds__(256) dequantize(const __grid_constant__ DequantizeArgument a) {
     const i64 fast = a.by_rows ? a.m : a.n, stride = (i64)gridDim.x * blockDim.x;
     for (i64 at = (i64)blockIdx.x * blockDim.x + threadIdx.x; at < a.m * a.n; at += stride) {
         const i64 slow = at / fast, rest = at - slow * fast;
@@ -50,14 +50,14 @@ struct QuantizeArgument {
     i64 m, n;
     Matrix source, out;  // of float32, of ELEMENT
     const float* scale;  // of one element; may be null
-    uint32* greatest;    // the bits of the greatest absolute value so far; may be null
+    uint32* amax;        // the bits of the greatest absolute value so far; may be null
     float factor;
     int by_rows;
 };
 
 constexpr int kRun = 4;  // rows or columns of a thread
 
-// out = source x scale x factor, rounded; `greatest` is of the source, times nothing.
+// out = source x scale x factor, rounded; `amax` is of the source, times nothing.
 extern "C" __global__ void __launch_bounds__(256) quantize(const __grid_constant__ QuantizeArgument a) {
     const float factor = a.scale ? *a.scale * a.factor : a.factor;
     const i64 fast = a.by_rows ? a.m : a.n, lines = a.by_rows ? a.n : a.m;
@@ -67,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(256) quantize(const __grid_constant
     const i64 next_to = a.by_rows ? a.out.column : a.out.row;
     const bool whole = from == 1 && to == 1 && (next_from | next_to | fast) % kRun == 0 &&
                        (((uint64)a.source.data | (uint64)a.out.data * 4) & 15) == 0;
-    uint32 most = 0;
+    uint32 largest = 0;
     for (i64 at = (i64)blockIdx.x * blockDim.x + threadIdx.x; at < lines * runs; at += stride) {
         const i64 line = at / runs, first = (at - line * runs) * kRun;
         const float* x = (const float*)a.source.data + line * next_from + first * from;
@@ -86,29 +86,29 @@ extern "C" __global__ void __launch_bounds__(256) quantize(const __grid_constant
             if (!whole && first + i >= fast) break;
             const float value = whole ? in.each[i] : x[i * from];
             const uint32 bits = __float_as_uint(value) & 0x7fffffff;
-            most = bits > most ? bits : most;
+            largest = bits > largest ? bits : largest;
             out.each[i] = Wide<ELEMENT>::narrow(value * factor);
             if (!whole) y[i * to] = out.each[i];
         }
         if (whole) *(uint32*)y = out.wide;
     }
-    if (!a.greatest) return;
-    most = __reduce_max_sync(0xffffffff, most);
-    if (threadIdx.x % 32 == 0 && most) atomicMax(a.greatest, most);
+    if (!a.amax) return;
+    largest = __reduce_max_sync(0xffffffff, largest);
+    if (threadIdx.x % 32 == 0 && largest) atomicMax(a.amax, largest);
 }
 
 constexpr int kRanks = 64;
 
-struct GreatestArgument {
+struct AmaxArgument {
     uint32* out;
     i64 count;
     const uint32* each[kRanks];
 };
 
 // out = the greatest of the ranks' absolute values, and of what it is already. One warp.
-extern "C" __global__ void __launch_bounds__(32) greatest(const __grid_constant__ GreatestArgument a) {
-    uint32 most = *a.out;
-    for (i64 i = threadIdx.x; i < a.count; i += 32) most = *a.each[i] > most ? *a.each[i] : most;
-    most = __reduce_max_sync(0xffffffff, most);
-    if (threadIdx.x == 0) *a.out = most;
+extern "C" __global__ void __launch_bounds__(32) amax(const __grid_constant__ AmaxArgument a) {
+    uint32 largest = *a.out;
+    for (i64 i = threadIdx.x; i < a.count; i += 32) largest = *a.each[i] > largest ? *a.each[i] : largest;
+    largest = __reduce_max_sync(0xffffffff, largest);
+    if (threadIdx.x == 0) *a.out = largest;
 }

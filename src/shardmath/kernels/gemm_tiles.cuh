@@ -1,8 +1,8 @@
 // Products of halves in tiles of 128 x WIDTH, one block on a multiprocessor: how its warps work together.
 //
-// Compiled for sm_90a with ELEMENT (Float16, Bfloat16), A_ALONG_K and B_ALONG_K (1 where the factor's contiguous
-// axis is k), C_ALONG_N (0 where C's columns are contiguous), ALIGNED (1 where all lines of C begin and end at multiples
-// of 16 bytes), WIDTH, CLUSTER (1 or 2 blocks that share the columns of B that they load) and STAGES.
+// Compiled for sm_90a with ELEMENT (Float16, Bfloat16), A_ALONG_K and B_ALONG_K (1 where the factor's contiguous axis
+// is k), C_ALONG_N (0 where C's columns are contiguous), ALIGNED (1 where all lines of C begin and end at multiples of
+// 16 bytes), WIDTH, CLUSTER (1 or 2 blocks that share the columns of B that they load) and STAGES.
 //
 //     warp 1, one thread: watches what comes  -- seen -->  warp 0, one thread: loads boxes of A and B
 //     warp 0  -- stages -->  8 warps: multiply, and store

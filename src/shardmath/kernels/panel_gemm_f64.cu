@@ -1,10 +1,10 @@
-// A product of float64 panels: C = A B, where rows of A and columns of B come while others are multiplied.
+// Panel GEMM of float64: C = A B, where rows of A and columns of B arrive while others are multiplied.
 //
-// Compiled for sm_90a with A_ALONG_K and B_ALONG_K (1 where the factor's contiguous axis is k), CLUSTER, STAGES,
-// PAIRS (0 where the rows of C are not aligned to 16 bytes) and REGIONS. One block on a multiprocessor walks over
+// Compiled for sm_90a with A_ALONG_K and B_ALONG_K (1 where the operand's contiguous axis is k), CLUSTER, STAGES,
+// PAIRS (0 where the rows of C are not aligned to 16 bytes) and REGIONS. One block on a multiprocessor computes
 // tiles of 128 x 128, region by region (panel_gemm.cuh):
 //
-//     warp 0: waits until panels are here, loads boxes of A and B  ->  8 warps: multiply 64 x 32 each, store
+//     warp 0: waits until panels have arrived, loads boxes of A and B  ->  8 warps: multiply 64 x 32 each, store
 //
 // mma multiplies 16 rows of a tall factor by 8 columns of a wide one, 16 of k at a time; lane (g, t), g = lane / 4,
 // t = lane % 4, gives it rows g and g + 8, column g, and t, t + 4, t + 8 and t + 12 of k. Which rows, columns and
@@ -40,7 +40,7 @@ struct Shared {
     __device__ u32 wide(u32 stage) const { return kTurned ? a(stage) : b(stage); }
 };
 
-__device__ inline void load_stage(const PanelsArgument& a, const Shared& s, const Tile& tile, Step at, u32 stage,
+__device__ inline void load_stage(const PanelGemmArgument& a, const Shared& s, const Tile& tile, Step at, u32 stage,
                                   u32 block) {
     const u32 full = s.full + 8 * stage, to_a = s.a(stage), to_b = s.b(stage);
     const TensorMap *of_a = a.map_a(at), *of_b = a.map_b(at);
@@ -155,7 +155,8 @@ struct Lane<false> {  // singles
 
 // -- multiplying ---------------------------------------------------------------------------------------
 
-__device__ inline void store_tile(const PanelsArgument& a, u32 first_row, u32 first_column, const double (&d)[kSums]) {
+__device__ inline void store_tile(const PanelGemmArgument& a, u32 first_row, u32 first_column,
+                                  const double (&d)[kSums]) {
     using Own = Lane<kPairs>;
 #pragma unroll
     for (u32 i = 0; i < kDown * kAcross; ++i) {
@@ -188,9 +189,9 @@ __device__ inline void store_tile(const PanelsArgument& a, u32 first_row, u32 fi
 // What later products need is loaded behind one that runs, into registers of which the one before was the last to
 // read: rows further down, and in a stage's last rows the columns of the next. Beyond the last step what is loaded
 // is not used.
-__device__ inline void multiply_tiles(const PanelsArgument& a, const Shared& s, u32 block, u32 thread) {
+__device__ inline void multiply_tiles(const PanelGemmArgument& a, const Shared& s, u32 block, u32 thread) {
     const u32 warp = thread / 32, top = warp / 4 * kTall, left = warp % 4 * kWide;
-    const u32 steps = steps_of_all_work(a);
+    const u32 steps = total_steps(a);
     if (steps == 0) return;
     const Lane<kPairs> lane;
     Rows rows[2];
@@ -230,7 +231,7 @@ __device__ inline void multiply_tiles(const PanelsArgument& a, const Shared& s, 
 }
 
 extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
-    panel_gemm_f64(const __grid_constant__ PanelsArgument a) {
+    panel_gemm_f64(const __grid_constant__ PanelGemmArgument a) {
     extern __shared__ char memory[];
     __shared__ u64 bars[2 * kStages];
     Shared s;
@@ -240,7 +241,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     const u32 block = rank_in_cluster();
     if (threadIdx.x == 0) {
         for (u32 i = 0; i < kStages; ++i)
-            bar_init(s.full + 8 * i, 1), bar_init(s.empty + 8 * i, kMultipliers / 32 * kCluster);
+            bar_init(s.full + 8 * i, 1), bar_init(s.empty + 8 * i, kConsumers / 32 * kCluster);
         bars_visible();
     }
     cluster_barrier();

@@ -1,97 +1,97 @@
-// An exchange that runs beside the transforms which feed it. One launch pushes chunk after chunk, each when
-// the stream that transforms has said that it is ready, and tells the peers when all of a chunk has arrived.
+// An exchange that overlaps with the transforms which feed it. One launch pushes chunk after chunk, each when
+// the user's stream has counted "ready" up far enough, and signals all ranks when all of a chunk has arrived.
 // It takes few multiprocessors: bulk copies go through shared memory, driven by one warp of each block.
 //
-// Compiled with PIECE (bytes of one copy), STAGES (pieces in shared memory) and AHEAD (pieces loaded before
-// they are needed). Addresses, steps and sizes are multiples of 16. The tables are those of
+// Compiled with COPY_BYTES (of one bulk copy), STAGES (copies in shared memory) and PREFETCH (copies loaded
+// ahead of the one that is stored). Addresses, pitches and sizes are multiples of 16. The tables are those of
 // operators/fft/pipeline.py.
 //
-//   stream that transforms   chunk 0, ready | chunk 1, ready | ...      | arrived? transform | ...
-//   stream that pushes       wait, push 0   | wait, push 1, signal | ...
+//   user's stream    transform 0, ready | transform 1, ready   | ...    | wait, transform | ...
+//   push stream      wait               | push 0, wait, push 1, signal  | ...
 #include "symm.cuh"
 
 using namespace shardmath;
 
-constexpr u32 kPiece = PIECE;
+constexpr u32 kCopyBytes = COPY_BYTES;
 constexpr int kStages = STAGES;
-constexpr int kAhead = AHEAD;
-constexpr int kLag = 4;  // pieces that are on their way while a chunk before them is waited for
-constexpr int kMostChunks = 62;
+constexpr int kPrefetch = PREFETCH;
+constexpr int kInFlight = 4;  // stores in flight while those of the chunk before them are waited for
+constexpr int kMaxChunks = 62;
 
 __device__ inline u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
-struct Box {  // `count` rows of `unit` bytes to one rank, each of which is cut into pieces
-    long long from, to, from_step, to_step;
-    u32 unit, count, pieces, target;
+struct Rows {  // `count` rows of `width` bytes to one rank, each of which takes so many bulk copies
+    long long source, target, source_pitch, target_pitch;
+    u32 width, count, copies, peer;
 };
 struct Chunk {
-    u32 first, boxes;  // in the table
-    u32 most;          // pieces of the largest box
-    u32 needs;         // how many times the transforms have said "ready" before it can go
-    u32 source;
-    u32 signals;  // whether peers are told
+    u32 first, rows;  // in the table
+    u32 max_copies;   // the most of one entry
+    u32 ready_count;  // it can go when the transforms have been ready so often
+    u32 exchange;
+    u32 signals;  // whether all ranks are told when it has arrived
 };
-// This rank's own; they count up from launch to launch.
-struct Words {
+// Of this rank; they count up from launch to launch.
+struct Counters {
     u64 ready;
     u64 done;  // what `ready` was when the last launch had ended
-    u32 finished[kMostChunks];  // blocks that have pushed their share of a chunk; back at zero at its end
+    u32 finished[kMaxChunks];  // blocks that have pushed their part of a chunk; back at zero at its end
 };
 struct PushArgument {
     Team team;
-    Words* words;
+    Counters* counters;
     const Chunk* chunks;
-    const Box* boxes;
+    const Rows* rows;
     u32 count, channel;
     const char* sources[2];
     char* targets[2 * kRanks];
 };
 
-struct Piece {
-    const char* from;
-    char* to;
-    u32 nbytes, chunk, needs;
+struct BulkCopy {
+    const char* source;
+    char* target;
+    u32 nbytes, chunk, ready_count;
 };
 
 extern __shared__ __align__(128) char stages[];
-__shared__ u64 bars[kStages];
-__shared__ Piece held[kStages];  // what is loaded, or on its way
-__shared__ Piece found[32];
+__shared__ u64 barriers[kStages];
+__shared__ BulkCopy staged[kStages];  // what is in each stage, or on its way there
+__shared__ BulkCopy next[32];
 
-// The pieces of this block, in order: the warp looks up as many at once as it has threads.
-struct Cursor {
+// The copies of this block, in order: the warp looks up as many at once as it has threads.
+struct CopyIterator {
     const PushArgument& a;
     u32 chunk = 0;
     u64 item;
 
-    __device__ explicit Cursor(const PushArgument& a) : a(a), item(blockIdx.x) {}
+    __device__ explicit CopyIterator(const PushArgument& a) : a(a), item(blockIdx.x) {}
 
-    // How many have been found; none at the end.
-    __device__ u32 find() {
+    // Fills `next`. How many there are; none at the end.
+    __device__ u32 advance() {
         while (chunk < a.count) {
             const Chunk c = a.chunks[chunk];
-            const u64 most = (u64)c.most * c.boxes, own = item + (u64)threadIdx.x * gridDim.x;
-            Piece piece;
-            bool is_there = false;
-            if (own < most) {
-                const u32 number = (u32)(own / c.boxes);
-                const Box box = a.boxes[c.first + (u32)(own - (u64)number * c.boxes)];
-                if (number < box.count * box.pieces) {
-                    const u32 row = number / box.pieces, start = (number - row * box.pieces) * kPiece;
-                    piece.from = a.sources[c.source] + box.from + row * box.from_step + start;
-                    piece.to = a.targets[box.target] + box.to + row * box.to_step + start;
-                    piece.nbytes = box.unit - start < kPiece ? box.unit - start : kPiece;
-                    piece.chunk = chunk;
-                    piece.needs = c.needs;
-                    is_there = true;
+            const u64 total = (u64)c.max_copies * c.rows, own = item + (u64)threadIdx.x * gridDim.x;
+            BulkCopy copy;
+            bool valid = false;
+            if (own < total) {
+                const u32 number = (u32)(own / c.rows);
+                const Rows rows = a.rows[c.first + (u32)(own - (u64)number * c.rows)];
+                if (number < rows.count * rows.copies) {
+                    const u32 row = number / rows.copies, start = (number - row * rows.copies) * kCopyBytes;
+                    copy.source = a.sources[c.exchange] + rows.source + row * rows.source_pitch + start;
+                    copy.target = a.targets[rows.peer] + rows.target + row * rows.target_pitch + start;
+                    copy.nbytes = rows.width - start < kCopyBytes ? rows.width - start : kCopyBytes;
+                    copy.chunk = chunk;
+                    copy.ready_count = c.ready_count;
+                    valid = true;
                 }
             }
             item += 32 * (u64)gridDim.x;
-            if (item >= most) ++chunk, item = blockIdx.x;
-            const u32 who = __ballot_sync(~0u, is_there);
-            if (is_there) found[__popc(who & ((1u << threadIdx.x) - 1))] = piece;
+            if (item >= total) ++chunk, item = blockIdx.x;
+            const u32 lanes = __ballot_sync(~0u, valid);
+            if (valid) next[__popc(lanes & ((1u << threadIdx.x) - 1))] = copy;
             __syncwarp();
-            if (who) return __popc(who);
+            if (lanes) return __popc(lanes);
         }
         return 0;
     }
@@ -99,29 +99,29 @@ struct Cursor {
 
 __device__ inline void proxy_fence() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
-// What one thread of the block does with its pieces.
+// One thread of the block issues its copies: each is loaded into a stage, and stored PREFETCH copies later.
 struct Pusher {
     const PushArgument& a;
     const u64 base;
-    u64 seen, loaded = 0, stored = 0;
-    u32 finished = 0;  // chunks before this one are told of,
-    u32 issued = 0;    // and those before this one are all on their way, by store number
-    u64 mark = 0;
+    u64 ready, loaded = 0, stored = 0;  // `ready` as last seen; copies
+    u32 finished = 0;      // chunks before this one are finished,
+    u32 issued = 0;        // and all stores of those before this one are issued:
+    u64 issued_store = 0;  // those before this store
 
-    __device__ explicit Pusher(const PushArgument& a) : a(a), base(load_relaxed(&a.words->done)), seen(base) {}
+    __device__ explicit Pusher(const PushArgument& a) : a(a), base(load_relaxed(&a.counters->done)), ready(base) {}
 
-    __device__ bool push(const Piece& piece) {
-        const u64 needed = base + piece.needs;
-        if (seen < needed) {
-            seen = load_acquire(&a.words->ready);
-            if (seen < needed) {
-                flush(piece.chunk);  // first what there is
-                if (!await(needed)) return false;
+    __device__ bool push(const BulkCopy& copy) {
+        const u64 needed = base + copy.ready_count;
+        if (ready < needed) {
+            ready = load_acquire(&a.counters->ready);
+            if (ready < needed) {
+                flush(copy.chunk);  // meanwhile, what is loaded
+                if (!await_ready(needed)) return false;
             }
             proxy_fence();
         }
-        load(piece);
-        if (loaded - stored >= kAhead) store();
+        load(copy);
+        if (loaded - stored >= kPrefetch) store();
         return true;
     }
 
@@ -129,60 +129,60 @@ struct Pusher {
     __device__ bool end() {
         flush(finished);
         for (; finished < a.count; ++finished) {
-            const u64 needed = base + a.chunks[finished].needs;
-            if (a.chunks[finished].signals && seen < needed && !await(needed)) return false;
+            const u64 needed = base + a.chunks[finished].ready_count;
+            if (a.chunks[finished].signals && ready < needed && !await_ready(needed)) return false;
             finish();
         }
         return true;
     }
 
-    __device__ bool await(u64 needed) {
-        if (!wait(a.team, &a.words->ready, needed, a.team.rank, kCollective, a.channel)) return false;
-        seen = needed;
+    __device__ bool await_ready(u64 needed) {
+        if (!wait(a.team, &a.counters->ready, needed, a.team.rank, kCollective, a.channel)) return false;
+        ready = needed;
         return true;
     }
 
-    __device__ void load(const Piece& piece) {
-        const u32 slot = (u32)(loaded++ % kStages), bar = shared_address(bars) + 8 * slot;
-        // The stores from this stage have read it.
-        asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kStages - kAhead) : "memory");
-        held[slot] = piece;
-        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(piece.nbytes)
+    __device__ void load(const BulkCopy& copy) {
+        const u32 stage = (u32)(loaded++ % kStages), barrier = shared_address(barriers) + 8 * stage;
+        // The store from this stage has read it.
+        asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kStages - kPrefetch) : "memory");
+        staged[stage] = copy;
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(copy.nbytes)
                      : "memory");
         asm volatile(
             "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                shared_address(stages) + slot * kPiece),
-            "l"(piece.from), "r"(piece.nbytes), "r"(bar)
+                shared_address(stages) + stage * kCopyBytes),
+            "l"(copy.source), "r"(copy.nbytes), "r"(barrier)
             : "memory");
     }
 
     __device__ void store() {
-        const u32 slot = (u32)(stored % kStages), bar = shared_address(bars) + 8 * slot;
+        const u32 stage = (u32)(stored % kStages), barrier = shared_address(barriers) + 8 * stage;
         const u32 parity = (u32)(stored / kStages) & 1;
-        const Piece piece = held[slot];
-        if (piece.chunk > issued) {
+        const BulkCopy copy = staged[stage];
+        if (copy.chunk > issued) {
             if (finished < issued) drain();
-            issued = piece.chunk;
-            mark = stored;
+            issued = copy.chunk;
+            issued_store = stored;
             while (finished < issued && !a.chunks[finished].signals) ++finished;
         }
         asm volatile(
             "{\n\t.reg .pred done;\n\tagain:\n\tmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t"
-            "@!done bra again;\n\t}" ::"r"(bar),
+            "@!done bra again;\n\t}" ::"r"(barrier),
             "r"(parity)
             : "memory");
-        asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(piece.to),
-                     "r"(shared_address(stages) + slot * kPiece), "r"(piece.nbytes)
+        asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(copy.target),
+                     "r"(shared_address(stages) + stage * kCopyBytes), "r"(copy.nbytes)
                      : "memory");
         asm volatile("cp.async.bulk.commit_group;" ::: "memory");
         ++stored;
-        if (finished < issued && stored - mark == kLag) {
-            asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kLag) : "memory");
+        if (finished < issued && stored - issued_store == kInFlight) {
+            asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kInFlight) : "memory");
             finish_issued();
         }
     }
 
-    // Send all that is loaded; all chunks before `chunk` are then on their way.
+    // Store all that is loaded: then all stores of the chunks before `chunk` are issued.
     __device__ void flush(u32 chunk) {
         while (stored < loaded) store();
         if (chunk > issued) issued = chunk;
@@ -198,17 +198,17 @@ struct Pusher {
         for (; finished < issued; ++finished) finish();
     }
 
-    // This block has pushed its share of chunk number `finished`, and that has arrived. The last block to
-    // say so tells all ranks, this one too.
+    // This block's part of chunk number `finished` has arrived. The last block of which that is so signals
+    // all ranks, this one too.
     __device__ void finish() {
         const u32 chunk = finished;
         if (!a.chunks[chunk].signals) return;
         proxy_fence();
         __threadfence_system();
-        if (atomicAdd(&a.words->finished[chunk], 1) != gridDim.x - 1) return;
-        a.words->finished[chunk] = 0;
+        if (atomicAdd(&a.counters->finished[chunk], 1) != gridDim.x - 1) return;
+        a.counters->finished[chunk] = 0;
         __threadfence_system();
-        if (chunk == a.count - 1) a.words->done = base + a.chunks[chunk].needs;
+        if (chunk == a.count - 1) a.counters->done = base + a.chunks[chunk].ready_count;
         Channel& own = a.team.own().channel(a.channel);
         for (int i = 1; i <= a.team.size; ++i) {
             const int peer = (a.team.rank + i) % a.team.size;
@@ -223,35 +223,35 @@ struct Pusher {
 extern "C" __global__ void push(const __grid_constant__ PushArgument a) {
     if (threadIdx.x == 0) {
         for (int i = 0; i < kStages; ++i)
-            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(bars) + 8 * i));
+            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barriers) + 8 * i));
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     }
     Pusher pusher(a);
-    Cursor at(a);
+    CopyIterator copies(a);
     bool good = true;
-    while (const u32 count = at.find()) {
+    while (const u32 count = copies.advance()) {
         if (threadIdx.x == 0)
-            for (u32 i = 0; good && i < count; ++i) good = pusher.push(found[i]);
+            for (u32 i = 0; good && i < count; ++i) good = pusher.push(next[i]);
         __syncwarp();
         if (!__shfl_sync(~0u, good, 0)) return;
     }
     if (threadIdx.x == 0) pusher.end();
 }
 
-struct AwaitArgument {
+struct ReadyArgument {
     Team team;
-    Words* words;
+    Counters* counters;
     u32 channel, padding;
 };
 
-// One more chunk can be pushed: what the stream did before is done.
-extern "C" __global__ void ready(const __grid_constant__ AwaitArgument a) {
+// What the stream did before is done: chunks that need no more can be pushed.
+extern "C" __global__ void signal_ready(const __grid_constant__ ReadyArgument a) {
     await_earlier();
-    store_release(&a.words->ready, load_relaxed(&a.words->ready) + 1);
+    store_release(&a.counters->ready, load_relaxed(&a.counters->ready) + 1);
 }
 
-// Until every rank, this one too, has told of one more chunk. One block; thread i waits for rank i.
-extern "C" __global__ void await_all(const __grid_constant__ AwaitArgument a) {
+// Until every rank, this one too, has signalled one more chunk. One block; thread i waits for rank i.
+extern "C" __global__ void wait_for_chunk(const __grid_constant__ ReadyArgument a) {
     await_earlier();
     for (int peer = threadIdx.x; peer < a.team.size; peer += blockDim.x) {
         Channel& own = a.team.own().channel(a.channel);

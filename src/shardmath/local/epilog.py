@@ -128,7 +128,7 @@ class Extra:
         """The canonical shape."""
         return self.shapes[0]
 
-    def misfit(self, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> str | None:
+    def mismatch(self, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> str | None:
         """Why an array (dtype name, shape, strides in elements) cannot serve, or None if it can."""
         if dtype != self.dtype:
             return f"{self.name} has dtype {dtype}; expected {self.dtype}"

@@ -1,8 +1,9 @@
 """One rank's Fourier transforms, along axes that it holds whole.
 
-scipy.fft where it is installed, NumPy's otherwise, and torch.fft for those who brought tensors: all
-keep single precision and take any strides. Results are written where the caller wants them, by
-scipy's without a copy: a block of the size of a cache is read, transformed and put down in one go.
+ducc0's where it is installed, else scipy's, else NumPy's; torch's for those who brought tensors.
+All keep single precision and take any strides. Results are written where the caller wants them,
+by the first two without a copy: a block of the size of a cache is read, transformed and put down
+in one go.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def transform(
     scale = norm or ("backward" if forward else "forward")
     if kind == "R2C" and x.dtype.itemsize == 2:
         x = x.astype(np.float32)
-    inner = _inner() if engine == "scipy" else None
+    inner = _inner(engine)
     if inner is not None and x.flags.aligned and out.flags.aligned:
         _written(inner, x, tuple(axes), out, kind, forward, _divisor(scale, forward))
         return
@@ -52,30 +53,39 @@ def transform(
 
 
 def engine_for(library: str) -> str:
-    """Which transforms arrays of this library get: "torch", "scipy" or "numpy"."""
+    """Which transforms arrays of this library get: "torch", "ducc0", "scipy" or "numpy"."""
     return "torch" if library == "torch" else _installed()
 
 
 @lru_cache(maxsize=1)
 def _installed() -> str:
-    try:
-        importlib.import_module("scipy.fft")
-    except ImportError:
-        return "numpy"
-    return "scipy"
+    for engine, module in (("ducc0", "ducc0.fft"), ("scipy", "scipy.fft")):
+        try:
+            importlib.import_module(module)
+        except ImportError:
+            continue
+        return engine
+    return "numpy"
 
 
-@lru_cache(maxsize=1)
-def _inner() -> Any:
-    """The functions under scipy.fft, which write where they are told; None where there are none.
+_INNER = {
+    "ducc0": ("ducc0.fft",),
+    "scipy": ("scipy.fft._duccfft.pyduccfft", "scipy.fft._pocketfft.pypocketfft"),  # since 1.18
+}
 
-    They are not public: a scipy that is built in another way falls back on what is.
+
+@lru_cache(maxsize=4)
+def _inner(engine: str) -> Any:
+    """Functions that write where they are told, ducc0's or those under scipy.fft; None where there
+    are none.
+
+    scipy's are not public: a scipy that is built in another way falls back on what is.
     """
     ones, real = np.ones(2, np.complex64), np.ones(2, np.float32)
-    for name in ("_duccfft.pyduccfft", "_pocketfft.pypocketfft"):  # from 1.18 on, and before
+    for name in _INNER.get(engine, ()):
         made, half, back = np.zeros_like(ones), np.zeros_like(ones), np.zeros_like(real)
         try:
-            inner = importlib.import_module(f"scipy.fft.{name}")
+            inner = importlib.import_module(name)
             inner.c2c(ones, (0,), True, 0, made, 1)
             inner.r2c(real, (0,), True, 0, half, 1)
             inner.c2r(half, (0,), 2, False, 0, back, 1)
@@ -126,7 +136,7 @@ def _made(
     sizes = [out.shape[axis] for axis in axes] if kind == "C2R" else None
     if engine == "torch":
         return _torch(x, axes, kind=kind, forward=forward, scale=scale, sizes=sizes)
-    library: Any = np.fft if engine == "numpy" else importlib.import_module("scipy.fft")
+    library: Any = importlib.import_module("scipy.fft") if engine == "scipy" else np.fft
     more = {"overwrite_x": x is out} if engine == "scipy" else {}
     if kind == "R2C":
         made = library.rfftn(x, axes=axes, norm=scale)

@@ -1,4 +1,4 @@
-"""What all ranks' descriptions say of layouts: those of operands, and of results."""
+"""The layouts of operands and results, from the distributions in all ranks' descriptions."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Any, Literal
 from shardmath import geometry
 from shardmath.geometry import Layout
 
-__all__ = ["bound", "inferred", "result_order"]
+__all__ = ["bind_layout", "infer_layout", "result_order"]
 
 
-def inferred(what: str, encoded: Sequence[Any], shapes: Sequence[Sequence[int]]) -> Layout:
-    """The layout that the ranks' distributions make of local `shapes`, and its global shape.
+def infer_layout(what: str, encoded: Sequence[Any], shapes: Sequence[Sequence[int]]) -> Layout:
+    """The layout of a global array whose local shapes and distributions are given by rank.
 
-    `encoded` are the distributions by rank, as `Distribution.encode` gives them. Raises ValueError,
-    of `what`, where there is none.
+    `encoded` are the distributions as `Distribution.encode` returns them. Raises ValueError, which
+    begins with `what`, where these do not fit together.
     """
     distributions = [geometry.decode(each) for each in encoded]
-    with _said_of(what):
+    with _named_errors(what):
         return Layout.bind(distributions, geometry.infer_global_shape(distributions, shapes))
 
 
-def bound(what: str, encoded: Sequence[Any], global_shape: Sequence[int]) -> Layout:
-    """The layout that the ranks' distributions make of a global shape. See `inferred`."""
-    with _said_of(what):
+def bind_layout(what: str, encoded: Sequence[Any], global_shape: Sequence[int]) -> Layout:
+    """The layout of an array of a global shape in these distributions. See `infer_layout`."""
+    with _named_errors(what):
         return Layout.bind([geometry.decode(each) for each in encoded], global_shape)
 
 
@@ -35,7 +35,7 @@ def result_order(orders: Sequence[str]) -> Literal["C", "F"]:
 
 
 @contextmanager
-def _said_of(what: str) -> Iterator[None]:
+def _named_errors(what: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:

@@ -42,7 +42,7 @@ class Lifecycle:
         self.context = context
         self.number = context.next_shared_id()
         self._operands = dict(operands)
-        self._held = True
+        self._has_operands = True
         self._planned = False
         self._freed = False
 
@@ -62,23 +62,23 @@ class Lifecycle:
         if not self._freed:
             self._freed = True
             self._release()
-            self._drop()
+            self._release_operands()
 
     def _release(self) -> None:
         """Give back the plan's resources. For subclasses."""
 
-    def _drop(self) -> None:
+    def _release_operands(self) -> None:
         """Drop the references to the operands."""
         self._operands = dict.fromkeys(self._operands)
-        self._held = False
+        self._has_operands = False
 
-    def _hold(self, **operands: Any) -> None:
+    def _set_operands(self, **operands: Any) -> None:
         """Refer to these operands from now on."""
         self._operands.update(operands)
-        self._held = True
+        self._has_operands = True
 
-    def _together(self, method: str, describe: Callable[[], bytes | None]) -> list[bytes]:
-        """All ranks' `describe()` at the start of a method, if this is not freed. Collective."""
+    def _gather(self, method: str, describe: Callable[[], bytes | None]) -> list[bytes]:
+        """All ranks' `describe()` for a method. Collective. Raises if this object was freed."""
         self._require_open()
 
         def described() -> bytes:
@@ -104,7 +104,7 @@ class Lifecycle:
         self._require_alive()
         if not self._planned:
             raise RuntimeError(f"this {self.noun} is not planned yet; call plan() before execute()")
-        if not self._held:
+        if not self._has_operands:
             raise RuntimeError(
                 f"this {self.noun} has no operands: they were released; reset them first"
             )

@@ -9,36 +9,30 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from functools import lru_cache
-from importlib.machinery import EXTENSION_SUFFIXES
-from pathlib import Path
 from typing import Any
 
+from shardmath.compiled import library_beside
 from shardmath.redistribution.copies import StridedCopy
 
-__all__ = ["built", "load"]
+__all__ = ["built", "streamer"]
 
 Streamer = Callable[[StridedCopy, int, int], bool]
 
 
 @lru_cache(maxsize=1)
 def built() -> Streamer | None:
-    """What `load` makes of the library that was built with the package, or None without it."""
-    here = Path(__file__).parent
-    for suffix in EXTENSION_SUFFIXES:
-        path = here / f"_stream{suffix}"
-        if path.exists():
-            return load(path)
-    return None
+    """What `streamer` makes of the library that was built with the package, or None without it."""
+    library = library_beside(__file__, "_stream")
+    return None if library is None else streamer(library)
 
 
-def load(path: Path) -> Streamer | None:
-    """`copy(strided copy, source address, destination address)`; None if it cannot be loaded.
+def streamer(library: ctypes.CDLL) -> Streamer | None:
+    """`copy(strided copy, source address, destination address)`; None if that is another library.
 
     The copy returns False, having done nothing, where the machine has no streaming stores.
     """
-    try:
-        function: Any = ctypes.CDLL(str(path)).shardmath_stream
-    except (OSError, AttributeError):
+    function: Any = getattr(library, "shardmath_stream", None)
+    if function is None:
         return None
     numbers = ctypes.POINTER(ctypes.c_int64)
     function.argtypes = [

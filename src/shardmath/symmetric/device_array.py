@@ -35,6 +35,7 @@ __all__ = [
     "laid_out_alike",
     "read",
     "require_device",
+    "require_separate",
     "result_in",
     "stream_of",
 ]
@@ -267,22 +268,27 @@ def _packed(
     return packed_strides(shape, 1, order), strides, prod(shape) * itemsize
 
 
-def result_in(context: Context, out: Any) -> Result:
-    """The user's array `out` as the place for a result. Local.
+def result_in(context: Context, out: Any, name: str = "out") -> Result:
+    """The user's array `out`, an argument of this name, as the place for a result. Local.
 
     Raises ValueError when it cannot be written to, or lies on another GPU; UseAfterFree.
     """
-    library = library_of(out, "out")
+    library = library_of(out, name)
     spec = library.spec(out)
-    require_device(context, spec, "out")
+    require_device(context, spec, name)
     if spec.device == "cpu":
-        return _back_to(context, out, "F" if spec.order == "F" else "C")
+        return _back_to(context, out, "F" if spec.order == "F" else "C", name)
     if library.is_lazy(out):
-        raise ValueError("out is a lazy conjugate, and the call writes into it")
-    if spec.overlaps:
-        raise ValueError("out is an expanded view, and the call writes into it")
-    array = _placed(context, library, spec, out, "out")
+        raise ValueError(f"{name} is a lazy conjugate, and the call writes into it")
+    require_separate(spec, name)
+    array = _placed(context, library, spec, out, name)
     return Result(array.address, array, out)
+
+
+def require_separate(spec: ArraySpec, name: str) -> None:
+    """Raise ValueError where several indices of an array to be written are one element."""
+    if spec.overlaps:
+        raise ValueError(f"{name} is an expanded view, and the call writes into it")
 
 
 def laid_out_alike(context: Context, array: DeviceArray) -> DeviceArray:
@@ -308,8 +314,8 @@ def _block(context: Context, array: DeviceArray, x: Any) -> Block | None:
     return block
 
 
-def _back_to(context: Context, user: Any, order: Literal["C", "F"]) -> Result:
-    host = library_of(user).host_view(user, writable=True)
+def _back_to(context: Context, user: Any, order: Literal["C", "F"], name: str = "out") -> Result:
+    host = library_of(user).host_view(user, writable=True, name=name)
     dtype = dtypes.of(host.dtype)
     array = _carried(context, host.shape, dtype.name, order)
     return Result(array.address, array, user, host)

@@ -23,7 +23,16 @@ from shardmath.cuda.driver import call
 from shardmath.errors import BackendUnavailable
 from shardmath.lru_cache import LRUCache
 
-__all__ = ["WORKSPACE", "Extras", "Product", "Scaled", "Shape", "Side", "bindings", "product"]
+__all__ = [
+    "WORKSPACE",
+    "EpilogAttributes",
+    "MatmulProblem",
+    "MatrixLayout",
+    "Product",
+    "ScaleModes",
+    "bindings",
+    "product",
+]
 
 WORKSPACE = 32 << 20  # bytes that algorithms may use; what NVIDIA recommends for Hopper
 _KEPT = 512  # products per process
@@ -45,7 +54,7 @@ _COMPUTE = {"float64": (70, 1), "complex128": (70, 5), "complex64": (68, 4)}
 _OPERATIONS = {"N": 0, "T": 1, "C": 2}
 
 
-class Side(NamedTuple):
+class MatrixLayout(NamedTuple):
     """A matrix as cuBLASLt is told of it. `rows` x `columns` as stored by columns."""
 
     dtype: str
@@ -53,10 +62,10 @@ class Side(NamedTuple):
     columns: int
     leading: int
     alignment: int  # bytes by which its address is a multiple, at most 256
-    operation: str = "N"  # of a factor: N, T or C
+    operation: str = "N"  # of an operand: N, T or C
 
 
-class Extras(NamedTuple):
+class EpilogAttributes(NamedTuple):
     """An epilog of cuBLASLt: its number, and the leading dimension of the auxiliary matrix."""
 
     epilog: int = 1
@@ -65,7 +74,7 @@ class Extras(NamedTuple):
     aux_type: str = ""
 
 
-class Scaled(NamedTuple):
+class ScaleModes(NamedTuple):
     """Scales of eight-bit matrices: cuBLASLt's numbers of the modes of A's and B's, whether D has
     one, and whether its greatest absolute value is wanted.
     """
@@ -76,36 +85,36 @@ class Scaled(NamedTuple):
     amax: bool = False
 
 
-class Shape(NamedTuple):
+class MatmulProblem(NamedTuple):
     """All that a product's algorithm depends on: D = F(alpha op(A) op(B) + beta C)."""
 
     m: int
     n: int
     k: int
-    a: Side
-    b: Side
-    c: Side
-    d: Side
+    a: MatrixLayout
+    b: MatrixLayout
+    c: MatrixLayout
+    d: MatrixLayout
     compute: int | None = None  # a MatmulComputeType; None for the usual one
-    extras: Extras = Extras()
+    extras: EpilogAttributes = EpilogAttributes()
     processors: int = 0  # leave the others to whoever runs beside; 0 for all
-    scaled: Scaled | None = None
+    scaled: ScaleModes | None = None
 
 
-def product(device: Device, shape: Shape) -> Product | None:
+def product(device: Device, shape: MatmulProblem) -> Product | None:
     """The product of that shape on `device`, kept; None where cuBLASLt has no algorithm."""
     with _lock:
         return _products.made((device.ordinal, shape), lambda: Product.make(device, shape))
 
 
 _lock = threading.Lock()
-_products: LRUCache[tuple[int, Shape], Product | None] = LRUCache(_KEPT)
+_products: LRUCache[tuple[int, MatmulProblem], Product | None] = LRUCache(_KEPT)
 
 
 class Product:
     """One product on one device."""
 
-    def __init__(self, device: Device, shape: Shape) -> None:
+    def __init__(self, device: Device, shape: MatmulProblem) -> None:
         self._device = device
         self._handle = _handle(device)
         self._lt = lt = bindings()
@@ -123,11 +132,11 @@ class Product:
         self._set("TRANSA", _OPERATIONS[shape.a.operation])
         self._set("TRANSB", _OPERATIONS[shape.b.operation])
         self._describe(shape)
-        self._shape = shape
+        self._problem = shape
         self._algorithms: Any = None
 
     @classmethod
-    def make(cls, device: Device, shape: Shape) -> Product | None:
+    def make(cls, device: Device, shape: MatmulProblem) -> Product | None:
         """A new one with its algorithm; None where there is none."""
         device.activate()
         made = cls(device, shape)
@@ -200,10 +209,10 @@ class Product:
     @cached_property
     def signature(self) -> bytes:
         """What stands for the product and its algorithms: equal where both are."""
-        text = repr(self._shape).encode() + self._algorithms["algo"].tobytes()
+        text = repr(self._problem).encode() + self._algorithms["algo"].tobytes()
         return blake2b(text, digest_size=16).digest()
 
-    def _describe(self, shape: Shape) -> None:
+    def _describe(self, shape: MatmulProblem) -> None:
         extras = shape.extras
         if extras.epilog != 1:
             self._set("EPILOGUE", extras.epilog)
@@ -224,7 +233,7 @@ class Product:
                 if is_there:
                     self._set(name, _SOMEWHERE)
 
-    def _choose(self, shape: Shape) -> bool:
+    def _choose(self, shape: MatmulProblem) -> bool:
         lt, names = self._lt, self._lt.MatmulPreferenceAttribute
         preference = lt.matmul_preference_create()
         try:

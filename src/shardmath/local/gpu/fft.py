@@ -18,14 +18,14 @@ from shardmath.cuda.device import Device
 from shardmath.cuda.driver import call_for_memory
 from shardmath.cuda.kernel import Argument, kernel
 from shardmath.errors import BackendUnavailable, CudaError
-from shardmath.local.batches import Batches
 from shardmath.local.fft import Kind
+from shardmath.local.plan_many import Dim, PlanMany, coalesced
 from shardmath.lru_cache import LRUCache
 
-__all__ = ["Transforms", "scale"]
+__all__ = ["CuFFT", "scale"]
 
-_KEPT = 256  # plans
-_TYPES = {
+_MAX_PLANS = 256
+_CUFFT_TYPES = {  # (kind, double): cufftType
     ("C2C", False): 0x29,
     ("R2C", False): 0x2A,
     ("C2R", False): 0x2C,
@@ -36,31 +36,31 @@ _TYPES = {
 _DIMS = 8  # kDims of scale.cu
 _THREADS = 256
 
-_Key = tuple[Kind, bool, Batches]
+_Key = tuple[Kind, bool, PlanMany]
 
 
-class Transforms:
-    """The plans of one device. Get them with `Transforms.of`."""
+class CuFFT:
+    """The plans of one device, and their work areas. Get it with `CuFFT.of`."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
         self._plans = _Plans(device)
-        self._areas: dict[int, _Area] = {}
-        self._outgrown: list[_Area] = []  # a graph may still work there
+        self._work_areas: dict[int, _WorkArea] = {}  # by stream
+        self._outgrown: list[_WorkArea] = []  # a graph may still work there
 
     @staticmethod
-    def of(device: Device) -> Transforms:
-        """The same object every time."""
-        return _transforms(device)
+    def of(device: Device) -> CuFFT:
+        """The one of a device."""
+        return _of(device)
 
-    def prepare(self, kind: Kind, *, double: bool, batches: Batches, stream: int) -> None:
+    def prepare(self, kind: Kind, *, double: bool, plan: PlanMany, stream: int) -> None:
         """Make the plan and its work area. Raises BackendUnavailable, CudaError, HeapExhausted."""
-        plan = self._plan(kind, double, batches)
-        area = self._areas.get(stream)
-        if plan.work and (area is None or area.nbytes < plan.work):
-            if area is not None:
-                self._outgrown.append(area)
-            self._areas[stream] = _Area(self.device, plan.work)
+        nbytes = self._plan(kind, double, plan).work_bytes
+        work_area = self._work_areas.get(stream)
+        if nbytes and (work_area is None or work_area.nbytes < nbytes):
+            if work_area is not None:
+                self._outgrown.append(work_area)
+            self._work_areas[stream] = _WorkArea(self.device, nbytes)
 
     def run(
         self,
@@ -70,37 +70,37 @@ class Transforms:
         stream: int,
         *,
         double: bool,
-        batches: Batches,
+        plan: PlanMany,
         forward: bool,
-        area: int | None = None,
+        work_area: int | None = None,
     ) -> None:
         """Launch the transforms from `source` to `target`, addresses of the first elements.
 
-        What was prepared, for this stream or for the stream `area`, on which a graph will be
-        launched. From complex to real the source is lost.
+        They have been prepared, for this stream or for the stream `work_area`, on which a graph
+        will be launched. C2R overwrites its source.
         """
         self.device.activate()
-        plan = self._plan(kind, double, batches)
-        plan.captured = plan.captured or streams.capturing(stream)
-        work = self._areas.get(stream if area is None else area)
-        plan.bind(stream, work.address if plan.work and work is not None else 0)
-        for src, dst in batches.offsets:
-            plan.execute(source + src, target + dst, forward)
+        made = self._plan(kind, double, plan)
+        made.captured = made.captured or streams.capturing(stream)
+        area = self._work_areas.get(stream if work_area is None else work_area)
+        made.bind(stream, area.address if made.work_bytes and area is not None else 0)
+        for src, dst in plan.offsets:
+            made.execute(source + src, target + dst, forward)
 
-    def _plan(self, kind: Kind, double: bool, batches: Batches) -> _Plan:
-        key = (kind, double, batches.plan)
-        plan = self._plans.find(key)
-        if plan is None:
+    def _plan(self, kind: Kind, double: bool, plan: PlanMany) -> _Plan:
+        key = (kind, double, plan.without_calls)
+        made = self._plans.find(key)
+        if made is None:
             self.device.activate()
-            plan = self._plans.keep(key, _Plan(_TYPES[kind, double], batches))
-        return plan
+            made = self._plans.keep(key, _Plan(_CUFFT_TYPES[kind, double], plan))
+        return made
 
 
 class _Plans(LRUCache[_Key, "_Plan"]):
     """The plans of one device; those that a graph was captured with stay."""
 
     def __init__(self, device: Device) -> None:
-        super().__init__(_KEPT)
+        super().__init__(_MAX_PLANS)
         self._device = device
 
     def _oldest(self) -> list[_Key]:
@@ -115,27 +115,27 @@ class _Plans(LRUCache[_Key, "_Plan"]):
 
 
 class _Plan:
-    """A plan of cuFFT's."""
+    """A cufftHandle."""
 
-    def __init__(self, kind: int, batches: Batches) -> None:
+    def __init__(self, kind: int, plan: PlanMany) -> None:
         self._cufft = _cufft()
         self._kind = kind
         self._bound = (-1, -1)
         self.captured = False  # a graph needs it
-        self._handle = _done("create", self._cufft.create)
-        source, target = batches.source, batches.target
+        self._handle = _checked("create", self._cufft.create)
+        source, target = plan.source, plan.target
         try:
-            _done("set_auto_allocation", self._cufft.set_auto_allocation, self._handle, 0)
-            self.work: int = _done(
-                f"a plan for {batches}",
+            _checked("set_auto_allocation", self._cufft.set_auto_allocation, self._handle, 0)
+            self.work_bytes: int = _checked(
+                f"a plan for {plan}",
                 self._cufft.make_plan_many64,
                 self._handle,
-                len(batches.lengths),
-                batches.lengths,
+                len(plan.lengths),
+                plan.lengths,
                 *(source.embed, source.stride, source.distance),
                 *(target.embed, target.stride, target.distance),
                 kind,
-                batches.count,
+                plan.batch,
             )
         except BaseException:
             self.destroy()
@@ -143,25 +143,25 @@ class _Plan:
         name = {0x29: "c2c", 0x2A: "r2c", 0x2C: "c2r", 0x69: "z2z", 0x6A: "d2z", 0x6C: "z2d"}[kind]
         self._execute = getattr(self._cufft, f"exec_{name}")
 
-    def bind(self, stream: int, area: int) -> None:
+    def bind(self, stream: int, work_area: int) -> None:
         """Use this stream, and this work area."""
-        if self._bound != (stream, area):
-            _done("set_stream", self._cufft.set_stream, self._handle, stream)
-            if self.work:
-                _done("set_work_area", self._cufft.set_work_area, self._handle, area)
-            self._bound = (stream, area)
+        if self._bound != (stream, work_area):
+            _checked("set_stream", self._cufft.set_stream, self._handle, stream)
+            if self.work_bytes:
+                _checked("set_work_area", self._cufft.set_work_area, self._handle, work_area)
+            self._bound = (stream, work_area)
 
     def execute(self, source: int, target: int, forward: bool) -> None:
         """Launch one call."""
         direction = () if self._kind & 0x0F != 0x09 else (-1 if forward else 1,)
-        _done("a transform", self._execute, self._handle, source, target, *direction)
+        _checked("a transform", self._execute, self._handle, source, target, *direction)
 
     def destroy(self) -> None:
         """Give it back."""
         self._cufft.destroy(self._handle)
 
 
-class _Area:
+class _WorkArea:
     """Ordinary memory of the device, kept for the life of the process."""
 
     def __init__(self, device: Device, nbytes: int) -> None:
@@ -181,12 +181,13 @@ def scale(
     dtypes: tuple[str, str],
     factor: float,
 ) -> None:
-    """Launch: the real numbers at `source`, times `factor`, at `target`.
+    """Launch: write the real numbers at `source`, times `factor`, to `target`.
 
     `strides` are bytes, of source and target; `dtypes` theirs: both float32 or float64, or one of
     them float32 and the other float16 or bfloat16.
     """
-    dims = _joined(sorted(zip(shape, *strides, strict=True), key=lambda dim: -abs(dim[2])))
+    strided = sorted(zip(shape, *strides, strict=True), key=lambda dim: abs(dim[2]))
+    dims = coalesced(strided)[::-1]
     if 0 in shape:
         return
     if len(dims) > _DIMS:
@@ -204,7 +205,7 @@ def scale(
                 factor=factor,
             )
         return
-    vector, dims = _vectors(dims, (source, target), dtypes)
+    vector, dims = _vectorized(dims, (source, target), dtypes)
     count = math.prod(extent for extent, _, _ in dims)
     packed = struct.pack("QQdQQ", source, target, factor, count, len(dims))
     packed += b"".join(struct.pack("Qqq", *dim) for dim in dims)
@@ -214,23 +215,10 @@ def scale(
     kernel(device, "scale", "scale", defines).launch(stream, blocks, _THREADS, Argument(packed))
 
 
-def _joined(dims: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """The same indices in as few dimensions as there can be; the order stays."""
-    found: list[tuple[int, int, int]] = []
-    for dim in dims:
-        if dim[0] == 1:
-            continue
-        if found and found[-1][1:] == (dim[0] * dim[1], dim[0] * dim[2]):
-            found[-1] = (found[-1][0] * dim[0], *dim[1:])
-        else:
-            found.append(dim)
-    return found
-
-
-def _vectors(
-    dims: list[tuple[int, int, int]], addresses: tuple[int, int], dtypes: tuple[str, str]
-) -> tuple[int, list[tuple[int, int, int]]]:
-    """How many neighbours go at once, and the dimensions with the last one counted in them."""
+def _vectorized(
+    dims: list[Dim], addresses: tuple[int, int], dtypes: tuple[str, str]
+) -> tuple[int, list[Dim]]:
+    """The elements in a vector of 16 bytes, or 1; and the dimensions, counted in vectors."""
     sizes = tuple(dtype_of(dtype).itemsize for dtype in dtypes)
     vector = 16 // max(sizes)
     *outer, (extent, *steps) = dims or [(1, 0, 0)]
@@ -244,8 +232,8 @@ def _vectors(
 
 
 @cache
-def _transforms(device: Device) -> Transforms:
-    return Transforms(device)
+def _of(device: Device) -> CuFFT:
+    return CuFFT(device)
 
 
 @cache
@@ -262,7 +250,7 @@ def _cufft() -> Any:
     return cufft
 
 
-def _done(what: str, function: Any, *args: Any) -> Any:
+def _checked(what: str, function: Any, *args: Any) -> Any:
     try:
         return function(*args)
     except Exception as error:

@@ -13,7 +13,7 @@ from shardmath.cuda.kernel import Argument, kernel
 from shardmath.local.float8 import Blocks
 from shardmath.local.gpu.matrix import NO_MATRIX, Matrix
 
-__all__ = ["MOST_RANKS", "greatest", "numbers", "quantize"]
+__all__ = ["MOST_RANKS", "amax", "dequantize", "quantize"]
 
 MOST_RANKS = 64  # kRanks
 _THREADS = 256
@@ -21,7 +21,7 @@ _RUN = 4  # kRun
 _WAVES = 16  # blocks on each multiprocessor, beyond which they take turns
 
 
-def numbers(
+def dequantize(
     device: Device,
     stream: int,
     out: Matrix,
@@ -48,7 +48,7 @@ def numbers(
     text += struct.pack("qqqfi", rows, columns, known, factor, out.by_columns)
     text += b"".join(x.argument for x in (out, *also))
     defines = (f"ELEMENT={element}", f"OUTS={1 + len(also)}")
-    launched = kernel(device, "float8", "numbers", defines)
+    launched = kernel(device, "float8", "dequantize", defines)
     launched.launch(stream, _blocks(device, out.size), _THREADS, Argument(text))
 
 
@@ -60,27 +60,27 @@ def quantize(
     *,
     factor: float,
     scale: int = 0,
-    most: int = 0,
+    amax: int = 0,
 ) -> None:
     """Put out = source x factor x the number at address `scale`, if any, on `stream`, rounded.
 
-    `source` is of float32. The bits at address `most`, if any, become those of the greatest
+    `source` is of float32. The bits at address `amax`, if any, become those of the greatest
     absolute value of `source` if that is greater.
     """
     if not out.size:
         return
     text = struct.pack("qq", out.rows, out.columns) + source.argument + out.argument
-    text += struct.pack("QQfi", scale, most, factor, out.by_columns)
+    text += struct.pack("QQfi", scale, amax, factor, out.by_columns)
     launched = kernel(device, "float8", "quantize", (f"ELEMENT={out.dtype}",))
     launched.launch(stream, _blocks(device, out.size // _RUN + 1), _THREADS, Argument(text))
 
 
-def greatest(device: Device, stream: int, out: int, each: Sequence[int]) -> None:
+def amax(device: Device, stream: int, out: int, each: Sequence[int]) -> None:
     """Put at address `out` the greatest of the numbers at some addresses, none of them negative."""
     assert len(each) <= MOST_RANKS, "addresses for which there is room"
     text = struct.pack("Qq", out, len(each))
     text += struct.pack(f"{MOST_RANKS}Q", *each, *[0] * (MOST_RANKS - len(each)))
-    kernel(device, "float8", "greatest").launch(stream, 1, 32, Argument(text))
+    kernel(device, "float8", "amax").launch(stream, 1, 32, Argument(text))
 
 
 def _blocks(device: Device, threads: int) -> int:

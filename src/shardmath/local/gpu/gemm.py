@@ -2,7 +2,7 @@
 
 cuBLASLt thinks in columns: where D lies by rows, D^T = B^T A^T is asked for. What it cannot take as
 it lies, a conjugate without a transpose or strides with gaps both ways, `fits` says, and the caller
-packs it first. Halves are summed in float32; D may be float32 for them.
+packs it first. 16-bit floats are summed in float32; D may be float32 for them.
 """
 
 from __future__ import annotations
@@ -11,12 +11,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardmath.cuda.device import Device
-from shardmath.local.gpu.blaslt import Extras, Product, Shape, Side, product
+from shardmath.local.gpu.blaslt import (
+    EpilogAttributes,
+    MatmulProblem,
+    MatrixLayout,
+    Product,
+    product,
+)
 from shardmath.local.gpu.matrix import Matrix
 
 __all__ = ["Algorithms", "fits", "has_algorithm", "multiply", "takes_result"]
 
-_DEFAULT = Extras()
+_DEFAULT = EpilogAttributes()
 
 
 @dataclass
@@ -48,7 +54,7 @@ def takes_result(d: Matrix) -> bool:
 
 
 def fits(x: Matrix, d: Matrix, *, conjugate: bool = False) -> bool:
-    """Whether the factor `x` of the product `d` can be taken as it lies."""
+    """Whether the operand `x` of the product `d` can be taken as it lies."""
     oriented = x.transposed() if _swaps(d) else x
     if conjugate:
         return oriented.transposed().leading is not None
@@ -69,7 +75,7 @@ def multiply(
     conj_a: bool = False,
     conj_b: bool = False,
     compute: int | None = None,
-    extras: Extras = _DEFAULT,
+    extras: EpilogAttributes = _DEFAULT,
     bias: int = 0,
     aux: int = 0,
     processors: int = 0,
@@ -78,12 +84,12 @@ def multiply(
     """Put d = F(alpha a @ b + beta c) on `stream`, where F is an epilog that cuBLASLt has.
 
     `c` is `d` if left out, of the same type and order. a, b and d must fit, and have elements.
-    `extras`, `bias` and `aux` are what `within` says; `processors` are how many multiprocessors it
-    is to use, 0 for all. `algorithms` are those that have been chosen.
-    Raises RuntimeError where cuBLASLt has no algorithm.
+    `extras`, `bias` and `aux` are what `fused_epilog` says; `processors` are how many
+    multiprocessors it is to use, 0 for all. `algorithms` are those that have been chosen. Raises
+    RuntimeError where cuBLASLt has no algorithm.
     """
     matrices = a, b, d if c is None else c, d
-    shape = _shape(matrices, (conj_a, conj_b))
+    shape = _problem(matrices, (conj_a, conj_b))
     found = _found(device, shape._replace(compute=compute, extras=extras, processors=processors))
     if found is None:
         raise RuntimeError(f"cuBLASLt has no algorithm for {shape}")
@@ -105,29 +111,29 @@ def has_algorithm(
     b: Matrix,
     d: Matrix,
     *,
-    extras: Extras,
+    extras: EpilogAttributes,
     c: Matrix | None = None,
     conj_a: bool = False,
     conj_b: bool = False,
     compute: int | None = None,
 ) -> bool:
     """Whether cuBLASLt can do that product, of matrices that fit, with that epilog."""
-    shape = _shape((a, b, d if c is None else c, d), (conj_a, conj_b))
+    shape = _problem((a, b, d if c is None else c, d), (conj_a, conj_b))
     return _found(device, shape._replace(compute=compute, extras=extras)) is not None
 
 
 _Four = tuple[Matrix, Matrix, Matrix, Matrix]  # A, B, C and D
 
 
-def _shape(matrices: _Four, conjugate: tuple[bool, bool]) -> Shape:
+def _problem(matrices: _Four, conjugate: tuple[bool, bool]) -> MatmulProblem:
     """The product as cuBLASLt is told of it."""
     a, b, c, d = matrices
     conj_a, conj_b = conjugate
     if _swaps(d):
         a, b, conj_a, conj_b = b.transposed(), a.transposed(), conj_b, conj_a
         c, d = c.transposed(), d.transposed()
-    factors = _factor(a, conj_a), _factor(b, conj_b)
-    return Shape(d.rows, d.columns, a.columns, *factors, _side(c), _side(d))
+    factors = _operand_layout(a, conj_a), _operand_layout(b, conj_b)
+    return MatmulProblem(d.rows, d.columns, a.columns, *factors, _layout(c), _layout(d))
 
 
 def _places(matrices: _Four) -> tuple[int, int, int, int]:
@@ -136,7 +142,7 @@ def _places(matrices: _Four) -> tuple[int, int, int, int]:
     return (b, a, c, d) if _swaps(matrices[3]) else (a, b, c, d)
 
 
-def _found(device: Device, shape: Shape) -> Product | None:
+def _found(device: Device, shape: MatmulProblem) -> Product | None:
     """The product; where a faster way to sum is not there for these operands, the usual one."""
     found = product(device, shape)
     if found is None and shape.compute is not None:
@@ -149,16 +155,16 @@ def _swaps(d: Matrix) -> bool:
     return d.leading is None
 
 
-def _factor(x: Matrix, conjugate: bool) -> Side:
+def _operand_layout(x: Matrix, conjugate: bool) -> MatrixLayout:
     if x.leading is not None and not conjugate:
-        return _side(x)
-    return _side(x.transposed())._replace(operation="C" if conjugate else "T")
+        return _layout(x)
+    return _layout(x.transposed())._replace(operation="C" if conjugate else "T")
 
 
-def _side(x: Matrix) -> Side:
+def _layout(x: Matrix) -> MatrixLayout:
     leading = x.leading
     assert leading is not None, f"{x} was to be packed first"
-    return Side(x.dtype, x.rows, x.columns, leading, _alignment(x.address))
+    return MatrixLayout(x.dtype, x.rows, x.columns, leading, _alignment(x.address))
 
 
 def _alignment(address: int) -> int:

@@ -1,6 +1,6 @@
 """One rank's product of eight-bit floats on its GPU, as cuBLASLt has it on Hopper.
 
-Both factors lie along k, 16 bytes aligned; `fits` and `takes_result` say what else is wanted, and
+Both operands lie along k, 16 bytes aligned; `fits` and `takes_result` say what else is wanted, and
 the caller pads and packs. Scales are at addresses, in the layouts that cuBLASLt gives for a mode:
 
     tensor    one number, or none for 1
@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from shardmath.cuda.device import Device
-from shardmath.local.gpu.blaslt import Scaled, Shape, Side, product
+from shardmath.local.gpu.blaslt import MatmulProblem, MatrixLayout, ScaleModes, product
 from shardmath.local.gpu.gemm import Algorithms
 from shardmath.local.gpu.matrix import Matrix
 
@@ -27,7 +27,7 @@ _MODES = {"tensor": 0, "outer": 3, "vectors": 4, "squares": 5}
 
 
 class Scale(NamedTuple):
-    """The scales of a factor, of a mode, at an address."""
+    """The scales of an operand, of a mode, at an address."""
 
     mode: str = "tensor"
     address: int = 0
@@ -37,22 +37,22 @@ class Quantized(NamedTuple):
     """How an eight-bit D is made: addresses of its scale and of its greatest value, or 0."""
 
     scale: int
-    most: int
+    amax: int
 
     def part(self, number: int) -> Quantized:
         """The same for one of several products that make D: each has a word for its greatest."""
-        return self._replace(most=self.most and self.most + 4 * number)
+        return self._replace(amax=self.amax and self.amax + 4 * number)
 
 
 def fits(x: Matrix) -> bool:
-    """Whether a factor's lines, which are the columns of `x`, can be taken as they lie."""
+    """Whether an operand's lines, which are the columns of `x`, can be taken as they lie."""
     leading = x.leading
     aligned = leading is not None and leading % GRAIN == 0 and x.address % GRAIN == 0
     return aligned and x.rows % GRAIN == 0
 
 
 def takes_result(d: Matrix, *, blocks: bool) -> bool:
-    """Whether a product, of factors with or without scales of blocks, can be written to `d`."""
+    """Whether a product, of operands with or without scales of blocks, can be written to `d`."""
     d = d if d.leading is not None else d.transposed()
     if d.leading is None or (blocks and d.columns % 4):
         return False
@@ -87,7 +87,7 @@ def multiply(
         first, second, scales = second, first, (scale_b, scale_a)
         d, c = d.transposed(), None if c is None else c.transposed()
     c = d if c is None else c
-    shape = _shape((first, second, c, d), scales, quantized)._replace(processors=processors)
+    shape = _problem((first, second, c, d), scales, quantized)._replace(processors=processors)
     found = product(device, shape)
     if found is None:
         raise RuntimeError(f"cuBLASLt has no algorithm for {shape}")
@@ -105,33 +105,35 @@ def multiply(
     )
 
 
-def _shape(
+def _problem(
     matrices: tuple[Matrix, Matrix, Matrix, Matrix],
     scales: tuple[Scale, Scale],
     quantized: Quantized | None,
-) -> Shape:
+) -> MatmulProblem:
     """The product as cuBLASLt is told of it."""
     first, second, c, d = matrices
     # Beside an eight-bit D it wants a C of 16 bits, which is not read as beta is 0.
-    addend = _side(c) if quantized is None else _side(d)._replace(dtype="bfloat16")
-    return Shape(
+    addend = _layout(c) if quantized is None else _layout(d)._replace(dtype="bfloat16")
+    return MatmulProblem(
         m=d.rows,
         n=d.columns,
         k=first.rows,
-        a=_side(first)._replace(operation="T"),
-        b=_side(second),
+        a=_layout(first)._replace(operation="T"),
+        b=_layout(second),
         c=addend,
-        d=_side(d),
-        scaled=Scaled(
+        d=_layout(d),
+        scaled=ScaleModes(
             _MODES[scales[0].mode],
             _MODES[scales[1].mode],
             d=quantized is not None,
-            amax=quantized is not None and quantized.most != 0,
+            amax=quantized is not None and quantized.amax != 0,
         ),
     )
 
 
-def _side(x: Matrix) -> Side:
+def _layout(x: Matrix) -> MatrixLayout:
     leading = x.leading
     assert leading is not None, f"{x} was to be packed first"
-    return Side(x.dtype, x.rows, x.columns, leading, min(x.address & -x.address or 256, 256))
+    return MatrixLayout(
+        x.dtype, x.rows, x.columns, leading, min(x.address & -x.address or 256, 256)
+    )

@@ -1,8 +1,8 @@
-"""Operands whose memory has room for the result, so that a transform can be done in place.
+"""Operands whose memory is large enough for the result, so that a transform can be done in place.
 
 A real operand and its complex result differ in size, and so do the parts of different
 distributions. An operand from `allocate_operand` has a block of the symmetric heap of its own, as
-large as the larger of the two; only such an operand grows into memory that it does not show.
+large as the larger of the two; only such an operand is extended beyond its own elements.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shardmath.operators.fft.problem import Problem, check, describe, kind_of
 from shardmath.symmetric.allocation import array_on, block_of
 from shardmath.symmetric.heap import Block
 
-__all__ = ["allocate_operand", "memory_behind"]
+__all__ = ["allocate_operand", "in_place_array"]
 
 
 def allocate_operand(
@@ -68,7 +68,7 @@ def allocate_operand(
         library = library_of_package(package)
         local = first.source.local_shape(context.rank)
         made.append(array_on(buffer, library, dtypes.of(first.dtype), local, packed_strides(local)))
-        _roomy(context).add(buffer.block)
+        _operand_blocks(context).add(buffer.block)
 
     context.agree("allocate_operand, memory", allocate, lambda _: None)
     if logger is not None:
@@ -88,7 +88,7 @@ def _requested(
     library = library_of_package(package)
     if device != "cpu" and library.name == "numpy":
         raise ValueError("numpy has no arrays on GPUs; there, package is torch or cupy")
-    dtype = dtypes.of(_default(fft_type) if input_dtype is None else input_dtype)
+    dtype = dtypes.of(_default_dtype(fft_type) if input_dtype is None else input_dtype)
     spec = ArraySpec(library.name, dtype.name, local, packed_strides(local), device, dtype.itemsize)
     kind = kind_of(dtype.name, fft_type)
     direction = FFTDirection.INVERSE if kind == "C2R" else FFTDirection.FORWARD
@@ -102,8 +102,8 @@ def _requested(
     )
 
 
-def memory_behind(context: Context, operand: Any, problem: Problem) -> Any:
-    """The array in which the result of a transform in place lies: the operand, or another view.
+def in_place_array(context: Context, operand: Any, problem: Problem) -> Any:
+    """The result of a transform in place: the operand, or another array in its memory.
 
     Raises RuntimeError when the operand's memory is too small for it, or not contiguous.
     """
@@ -116,7 +116,7 @@ def memory_behind(context: Context, operand: Any, problem: Problem) -> Any:
     owner: object = None
     dtype = dtypes.of(problem.result)
     need = math.prod(shape) * dtype.itemsize
-    if found is not None and found[1] == 0 and found[0] in _roomy(context):
+    if found is not None and found[1] == 0 and found[0] in _operand_blocks(context):
         have, owner = found[0].nbytes, found[0].buffer()
     else:
         if order_of(spec.shape, spec.strides) == "strided":
@@ -132,11 +132,11 @@ def memory_behind(context: Context, operand: Any, problem: Problem) -> Any:
             "an operand from allocate_operand, or inplace=False"
         )
     if owner is None:
-        owner = _Bytes(library.pointer(operand), have, spec.device, operand)
+        owner = _RawMemory(library.pointer(operand), have, spec.device, operand)
     return array_on(owner, library, dtype, shape, packed_strides(shape))
 
 
-class _Bytes:
+class _RawMemory:
     """The memory of an array as bytes, for the array interfaces of hosts and GPUs; keeps the array.
 
     `device` is "cpu" or like "cuda:0".
@@ -173,11 +173,11 @@ def _bytes(problem: Problem, rank: int) -> int:
     return max(math.prod(shape) * dtypes.of(dtype).itemsize for shape, dtype in (operand, result))
 
 
-def _roomy(context: Context) -> weakref.WeakSet[Block]:
-    """The blocks of this context that are the room of one operand each."""
+def _operand_blocks(context: Context) -> weakref.WeakSet[Block]:
+    """The blocks of operands from `allocate_operand`, of one operand each."""
     blocks: weakref.WeakSet[Block] = context.cache("fft operands", weakref.WeakSet)
     return blocks
 
 
-def _default(fft_type: str | None) -> str:
+def _default_dtype(fft_type: str | None) -> str:
     return "float32" if fft_type == "R2C" else "complex64"

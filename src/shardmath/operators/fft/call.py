@@ -1,7 +1,7 @@
 """One call of a transform: its arguments, read once, inside the agreement.
 
-A plan depends only on what all ranks described; the ones used last are kept, for objects and
-function calls that look the same.
+A plan depends only on what all ranks described; the latest are cached, for `FFT` objects and for
+function calls.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shardmath.local.fft import Kind
 from shardmath.lru_cache import LRUCache
 from shardmath.operators.call_cache import CachedCall, cached_call
 from shardmath.operators.fft import host
-from shardmath.operators.fft.allocation import memory_behind
+from shardmath.operators.fft.allocation import in_place_array
 from shardmath.operators.fft.float16 import widened
 from shardmath.operators.fft.host import Plan
 from shardmath.operators.fft.options import (
@@ -28,38 +28,39 @@ from shardmath.operators.fft.options import (
     options_from,
 )
 from shardmath.operators.fft.problem import Description, Problem, check, describe, kind_of
-from shardmath.operators.fft.strategy import GPUS, GPUS_APART, choose
+from shardmath.operators.fft.search import choose
+from shardmath.operators.fft.strategy import GPUS, MULTI_HOST_GPUS
 from shardmath.operators.lifecycle import check_stream
 
 if TYPE_CHECKING:
-    from shardmath.operators.fft.device import DevicePlan, Execution
+    from shardmath.operators.fft.device import Execution
+    from shardmath.operators.fft.rank_plan import DevicePlan
     from shardmath.symmetric.device_array import Blank
 
 __all__ = [
     "CachedTransform",
     "Call",
     "NewArray",
-    "device_plan_of",
-    "performed",
+    "execute",
+    "make_plan",
     "plan_of",
-    "planned",
     "spec_of",
 ]
 
 
 NewArray = tuple[tuple[int, ...], str, Literal["C", "F"]]  # shape, dtype and order
 
-_KEPT = 16  # new results of a call
+_MAX_NEW_RESULTS = 16  # of one call
 
 
 class CachedTransform(CachedCall):
-    """`new_results`, by the place of the operand: how the last new result for it was made."""
+    """`new_results`, by the operand's fingerprint: the form of the last one, and its maker."""
 
     description: Description
 
     def __init__(self, description: Hashable) -> None:
         super().__init__(description)
-        self.new_results: LRUCache[Hashable, tuple[NewArray, Blank]] = LRUCache(_KEPT)
+        self.new_results: LRUCache[Hashable, tuple[NewArray, Blank]] = LRUCache(_MAX_NEW_RESULTS)
 
 
 @dataclass
@@ -94,7 +95,7 @@ class Call:
         """The call in plain data, once it is described."""
         return self.cached.description
 
-    def described(self, context: Context) -> CachedTransform:
+    def describe(self, context: Context) -> CachedTransform:
         """The call as it was described. Raises what is wrong with it on this rank."""
         self.read_options = options_from(self.options)
         check_stream(self.stream)
@@ -132,7 +133,7 @@ class Call:
 
         Raises RuntimeError when it is to take the memory of an operand that is too small for it.
         """
-        return memory_behind(context, self.operand, problem) if problem.inplace else self.out
+        return in_place_array(context, self.operand, problem) if problem.inplace else self.out
 
     def log(self, plan: Plan | DevicePlan) -> None:
         """Tell the user's logger what was planned."""
@@ -164,14 +165,14 @@ def spec_of(array: Any, name: str) -> ArraySpec:
     return library_and_spec(array, name)[1]
 
 
-def planned(context: Context, descriptions: tuple[Description, ...]) -> Plan | DevicePlan:
+def make_plan(context: Context, descriptions: tuple[Description, ...]) -> Plan | DevicePlan:
     """The plan for the ranks of a context, of cores or of GPUs."""
     if context.team is None:
         return plan_of(descriptions)
-    return device_plan_of(descriptions, context.hosts)
+    return _device_plan_of(descriptions, context.hosts)
 
 
-def performed(context: Context, plan: Any, notes: list[bytes], call: Call) -> Any:
+def execute(context: Context, plan: Any, notes: list[bytes], call: Call) -> Any:
     """The transform of the operand. Collective. Raises as the `execute` of cores or GPUs."""
     if context.team is None:
         return host.execute(
@@ -190,10 +191,10 @@ def plan_of(descriptions: tuple[Description, ...]) -> Plan:
 
 
 @lru_cache(maxsize=64)
-def device_plan_of(descriptions: tuple[Description, ...], hosts: tuple[int, ...]) -> DevicePlan:
+def _device_plan_of(descriptions: tuple[Description, ...], hosts: tuple[int, ...]) -> DevicePlan:
     """As `plan_of`, for ranks with GPUs, of which these are the numbers of the hosts."""
-    from shardmath.operators.fft.device import DevicePlan
+    from shardmath.operators.fft.rank_plan import DevicePlan
 
     problem = check(descriptions)
-    machine = GPUS_APART if len(set(hosts)) > 1 else GPUS
+    machine = MULTI_HOST_GPUS if len(set(hosts)) > 1 else GPUS
     return DevicePlan(problem, choose(problem, machine), hosts)

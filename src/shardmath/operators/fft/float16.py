@@ -1,6 +1,6 @@
-"""Halves on cores, where no library transforms them: computed in float32, and rounded once.
+"""Half precision on cores, where no library transforms it: computed in float32, rounded once.
 
-An array of complex32 is a NumPy array of pairs; here it is turned into complex64 and back.
+An array of complex32 is a NumPy array of pairs; here it is converted to complex64 and back.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy as np
 
 from shardmath.arrays import dtypes
 from shardmath.arrays.base import HostArray
-from shardmath.operators.fft.options import WIDE
+from shardmath.operators.fft.options import COMPUTE_TYPE
 from shardmath.operators.fft.problem import Problem
 
 __all__ = ["narrow_into", "wide", "wide_like", "widened"]
@@ -22,7 +22,7 @@ def widened(problem: Problem) -> Problem:
     if "complex32" not in (problem.dtype, problem.result):
         return problem
     dtype = "complex64" if problem.dtype == "complex32" else problem.dtype
-    return replace(problem, dtype=dtype, halves=False)
+    return replace(problem, dtype=dtype, half_precision=False)
 
 
 def wide(array: HostArray) -> HostArray:
@@ -36,7 +36,7 @@ def wide(array: HostArray) -> HostArray:
 
 def wide_like(array: HostArray) -> HostArray:
     """An array for what is to be rounded into `array`: complex64 for complex32, and so on."""
-    name = WIDE[dtypes.of(array.dtype).name]
+    name = COMPUTE_TYPE[dtypes.of(array.dtype).name]
     return np.empty_like(array, dtypes.to_numpy(name))
 
 

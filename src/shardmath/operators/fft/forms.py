@@ -15,19 +15,19 @@ from shardmath.errors import InvalidFFTState, ShardmathError
 from shardmath.geometry import Layout
 from shardmath.local.fft import Kind, Norm
 from shardmath.lru_cache import LRUCache
-from shardmath.operators.fft.call import CachedTransform, Call, performed, planned, spec_of
+from shardmath.operators.fft.call import CachedTransform, Call, execute, make_plan, spec_of
 from shardmath.operators.fft.options import FFTDirection, FFTOptions
 from shardmath.operators.lifecycle import Lifecycle, check_stream
 from shardmath.operators.workspace import give_back
 from shardmath.planning import HashedSpec, agree_plan
 
 if TYPE_CHECKING:
-    from shardmath.operators.fft.device import DevicePlan
     from shardmath.operators.fft.host import Plan
+    from shardmath.operators.fft.rank_plan import DevicePlan
 
 __all__ = ["FFT", "fft", "ifft", "irfft", "rfft"]
 
-_KEPT = 16  # calls of an object
+_MAX_SPECS = 16  # of calls of one object
 
 Options = FFTOptions | dict[str, Any] | None
 
@@ -72,7 +72,7 @@ def fft(
     Source: nvmath.distributed.fft.fft; `axes`, `norm`, `out` and pairs of distributions are ours.
     """
     call = Call(operand, distribution, axes, norm, options, stream, out=out)
-    return _transformed("fft", call)
+    return _transform("fft", call)
 
 
 def ifft(
@@ -93,7 +93,7 @@ def ifft(
     Source: nvmath.distributed.fft.ifft.
     """
     call = Call(operand, distribution, axes, norm, options, stream, out=out)
-    return _transformed("ifft", call)
+    return _transform("ifft", call)
 
 
 def rfft(
@@ -116,7 +116,7 @@ def rfft(
     of boxes. Source: nvmath.distributed.fft.rfft.
     """
     call = Call(operand, distribution, axes, norm, options, stream, out=out)
-    return _transformed("rfft", call)
+    return _transform("rfft", call)
 
 
 def irfft(
@@ -137,7 +137,7 @@ def irfft(
     with options.last_axis_parity="odd". Else as `ifft`. Source: nvmath.distributed.fft.irfft.
     """
     call = Call(operand, distribution, axes, norm, options, stream, out=out)
-    return _transformed("irfft", call)
+    return _transform("irfft", call)
 
 
 _FUNCTIONS: dict[str, tuple[Kind, FFTDirection]] = {
@@ -148,17 +148,17 @@ _FUNCTIONS: dict[str, tuple[Kind, FFTDirection]] = {
 }
 
 
-def _transformed(name: str, call: Call) -> Any:
+def _transform(name: str, call: Call) -> Any:
     context = require_context()
     call.kind, call.direction = _FUNCTIONS[name]
     plan, notes = agree_plan(
         context,
         name,
-        lambda: (call.described(context).spec, call.note(context)),
-        lambda specs: planned(context, tuple(specs)),
+        lambda: (call.describe(context).spec, call.note(context)),
+        lambda specs: make_plan(context, tuple(specs)),
     )
     call.log(plan)
-    return performed(context, plan, notes, call)
+    return execute(context, plan, notes, call)
 
 
 class FFT(Lifecycle):
@@ -196,12 +196,12 @@ class FFT(Lifecycle):
         self._plan, _ = agree_plan(
             context,
             self.noun,
-            lambda: (call.described(context).spec, call.note(context)),
-            lambda specs: planned(context, tuple(specs)),
+            lambda: (call.describe(context).spec, call.note(context)),
+            lambda specs: make_plan(context, tuple(specs)),
         )
         super().__init__(context, {"operand": operand, "distribution": distribution})
-        self._specs: LRUCache[CachedTransform, HashedSpec] = LRUCache(_KEPT)
-        self._fitting: ArraySpec | None = None  # the operand of the last execution
+        self._specs: LRUCache[CachedTransform, HashedSpec] = LRUCache(_MAX_SPECS)
+        self._checked: ArraySpec | None = None  # the operand of the last execution
         call.log(self._plan)
 
     @property
@@ -220,7 +220,7 @@ class FFT(Lifecycle):
 
     def plan(self, *, stream: Any = None) -> None:
         """Prepare for `execute`; a second call does nothing. Collective."""
-        self._together("plan", lambda: check_stream(stream))
+        self._gather("plan", lambda: check_stream(stream))
         self._planned = True
 
     def execute(
@@ -246,12 +246,12 @@ class FFT(Lifecycle):
             call = self._call(stream=stream, direction=direction, out=out)
             self._check(call.spec)
             calls.append(call)
-            return self._spec(call.described(self.context)), call.note(self.context)
+            return self._spec(call.describe(self.context)), call.note(self.context)
 
         self._require_open()
-        plan, notes = agree_plan(self.context, f"{self.noun}.execute", described, self._built)
+        plan, notes = agree_plan(self.context, f"{self.noun}.execute", described, self._make_plan)
         try:
-            return performed(self.context, plan, notes, calls[0])
+            return execute(self.context, plan, notes, calls[0])
         finally:
             if release_workspace:
                 give_back(self.context)
@@ -272,29 +272,29 @@ class FFT(Lifecycle):
                 )
             self._check(spec_of(operand, "operand"))
             call = self._call(operand=operand, distribution=held, stream=stream)
-            return self._spec(call.described(self.context)), b""
+            return self._spec(call.describe(self.context)), b""
 
         self._require_open()
         plan, _ = agree_plan(
-            self.context, f"{self.noun}.reset_operand", described, self._built_alike
+            self.context, f"{self.noun}.reset_operand", described, self._make_similar_plan
         )
         self._plan = plan
-        self._hold(operand=operand, distribution=held)
+        self._set_operands(operand=operand, distribution=held)
 
     def reset_operand_unchecked(
         self, operand: Any, *, distribution: Any = None, stream: Any = None
     ) -> None:
         """As `reset_operand`, without agreement: `execute` finds what is wrong. Local."""
         self._require_alive()
-        self._hold(operand=operand)
+        self._set_operands(operand=operand)
         if distribution is not None:
-            self._hold(distribution=distribution)
+            self._set_operands(distribution=distribution)
 
     def release_operand(self) -> None:
         """Drop the reference to the operand; then `reset_operand` must come first. Local."""
         self._require_alive()
         held = self._operands["distribution"]
-        self._drop()
+        self._release_operands()
         self._operands["distribution"] = held
 
     def _call(self, **changes: Any) -> Call:
@@ -306,7 +306,7 @@ class FFT(Lifecycle):
 
     def _check(self, spec: ArraySpec) -> None:
         """Raise unless arrays like this can take the place of the operand."""
-        if spec is self._fitting:
+        if spec is self._checked:
             return
         problem = self._plan.problem
         if spec.library != problem.library:
@@ -317,15 +317,15 @@ class FFT(Lifecycle):
         for what, one, other in zip(names, given, expected, strict=True):
             if one != other:
                 raise ValueError(f"the operand has {what} {one}, the plan is for {other}")
-        self._fitting = spec
+        self._checked = spec
 
-    def _built(self, specs: list[Any]) -> Plan | DevicePlan:
+    def _make_plan(self, specs: list[Any]) -> Plan | DevicePlan:
         require_equal("the FFT object", [number for number, _ in specs])
-        return planned(self.context, tuple(description for _, description in specs))
+        return make_plan(self.context, tuple(description for _, description in specs))
 
-    def _built_alike(self, specs: list[Any]) -> Plan | DevicePlan:
+    def _make_similar_plan(self, specs: list[Any]) -> Plan | DevicePlan:
         """The plan of these specs, if it is for the same global array as the present one."""
-        plan = self._built(specs)
+        plan = self._make_plan(specs)
         given, expected = (each.problem.source.global_shape for each in (plan, self._plan))
         if given != expected:
             raise ValueError(f"the operand has global shape {given}, the plan is for {expected}")

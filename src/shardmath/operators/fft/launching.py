@@ -1,94 +1,93 @@
-"""Launching what a way says: transforms, copies, and exchanges between the ranks' places.
+"""Launching a rank's plan: transforms, copies, and exchanges between the ranks' buffers.
 
-Everything is put on one stream, but for pipelines, which have a second one; no process waits here.
+Everything is put on one stream; pipelines and asynchronous deliveries have others, which are forked
+from it and joined. No process waits here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from shardmath.context import Context
-from shardmath.local.gpu.fft import Transforms, scale
-from shardmath.operators.fft.delivering import Deliveries
-from shardmath.operators.fft.local_steps import Convert, Fourier, LocalStep, Scale, View
-from shardmath.operators.fft.overlap import Beside
+from shardmath.local.gpu.fft import CuFFT, scale
+from shardmath.operators.fft.deliveries import Deliveries
+from shardmath.operators.fft.local_steps import Convert, LocalFFT, LocalStep, Scale, View
 from shardmath.operators.fft.pipeline import Pipeline
-from shardmath.operators.fft.program import Arrived, Delivered, Exchange
+from shardmath.operators.fft.program import Deliver, PeerCopy, WaitDelivery
+from shardmath.operators.fft.push_stream import PushStream
 from shardmath.operators.fft.rank_plan import RankPlan, boxes_of_copy, boxes_of_exchange
 from shardmath.operators.lanes import Lane
-from shardmath.symmetric.heap import Location
+from shardmath.symmetric.exposed import Exposed
 
-__all__ = ["Launch", "Told", "is_double"]
-
-Told = tuple[Any, ...]  # where a rank's shared places lie, and the strides of its result
+__all__ = ["Launch", "is_double"]
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One rank's way between memories at `addresses`, by place.
+    """One execution of `plan`, in buffers at `addresses`, which belong to `lane`.
 
-    `lane` is theirs. `area` names the work area of cuFFT's: that of the stream on which the
-    launches will run.
+    `work_area` names the work area of cuFFT's: that of the stream on which the launches will run.
     """
 
     context: Context
-    way: RankPlan
+    plan: RankPlan
     addresses: Mapping[str, int]
     lane: Lane
     forward: bool
-    area: int
+    work_area: int
 
     @property
     def rank(self) -> int:
-        """Whose part it is."""
+        """The rank whose plan it is."""
         return self.context.rank
 
-    def all(self, stream: int, told: Sequence[Told]) -> None:
-        """Launch everything. `told` are all ranks'."""
-        program = self.way.program
+    def run(self, stream: int, exposed: Sequence[Sequence[Exposed]]) -> None:
+        """Launch everything. `exposed` is where all ranks' shared buffers lie."""
+        program = self.plan.program
         if isinstance(program, Pipeline):
-            self._pipeline(stream, program, told)
+            self._run_pipeline(stream, program, exposed)
             return
-        deliveries = Deliveries(self, stream, told)
+        deliveries = Deliveries(self, stream, exposed)
         for step in program.steps:
-            if isinstance(step, Exchange):
-                self._exchange(stream, step, told)
-            elif isinstance(step, Delivered):
+            if isinstance(step, PeerCopy):
+                self._copy_to_peers(stream, step, exposed)
+            elif isinstance(step, Deliver):
                 deliveries.deliver(step)
-            elif isinstance(step, Arrived):
+            elif isinstance(step, WaitDelivery):
                 deliveries.wait(step.number)
             else:
                 self.local(stream, step)
-        deliveries.end()
+        deliveries.join()
 
     def local(self, stream: int, step: LocalStep) -> None:
-        """Launch one step of this rank's own."""
+        """Launch one local step."""
         if isinstance(step, Scale):
             self._scale(stream, step.target, step.target, step.factor)
             return
         source, target = self.address(step.source), self.address(step.target)
-        if isinstance(step, Fourier):
-            Transforms.of(self.way.device).run(
+        if isinstance(step, LocalFFT):
+            CuFFT.of(self.plan.device).run(
                 step.kind,
                 source,
                 target,
                 stream,
                 double=is_double(step),
-                batches=step.batches,
+                plan=step.plan,
                 forward=self.forward,
-                area=self.area,
+                work_area=self.work_area,
             )
         elif isinstance(step, Convert):
             self._scale(stream, step.source, step.target, step.factor)
         else:
-            self.way.copier((step,), lambda: boxes_of_copy(step)).launch(stream, [source], [target])
+            self.plan.copier((step,), lambda: boxes_of_copy(step)).launch(
+                stream, [source], [target]
+            )
 
     def _scale(self, stream: int, source: View, target: View, factor: float) -> None:
         one, two = _real(source), _real(target)
         scale(
-            self.way.device,
+            self.plan.device,
             self.address(source),
             self.address(target),
             one.shape,
@@ -98,20 +97,22 @@ class Launch:
             factor=factor,
         )
 
-    def _exchange(self, stream: int, step: Exchange, told: Sequence[Told]) -> None:
+    def _copy_to_peers(
+        self, stream: int, step: PeerCopy, exposed: Sequence[Sequence[Exposed]]
+    ) -> None:
         """Move boxes between this rank's array and all ranks' arrays."""
-        place = "result" if step.theirs is None else step.theirs[self.rank].place
-        addresses, strides = self.everywhere(place, told)
-        if step.theirs is not None:
-            strides = [view.strides for view in step.theirs]
-        copier = self.way.copier(
+        buffer = "result" if step.remote is None else step.remote[self.rank].buffer
+        addresses, strides = self.peer_addresses(buffer, exposed)
+        if step.remote is not None:
+            strides = [view.strides for view in step.remote]
+        copier = self.plan.copier(
             (step, *strides), lambda: boxes_of_exchange(step, self.rank, strides)
         )
         own = self.address(step.own)
-        if step.opens or step.pulls:
+        if step.barrier_first or step.pull:
             # Before reusing what a peer may still use; before reading what a peer wrote.
             self.lane.barrier(stream)
-        if step.pulls:
+        if step.pull:
             copier.launch(stream, addresses, [own])
         else:
             copier.launch(stream, [own], addresses)
@@ -120,51 +121,54 @@ class Launch:
 
     def address(self, view: View) -> int:
         """Where an array begins."""
-        return self.addresses[view.place] + view.offset
+        return self.addresses[view.buffer] + view.offset
 
-    def everywhere(self, place: str, told: Sequence[Told]) -> tuple[list[int], list[Sequence[int]]]:
-        """Where all ranks' arrays of that place begin for this GPU, and their strides."""
-        notes = [each[self.way.program.shared.index(place)] for each in told]
+    def peer_addresses(
+        self, buffer: str, exposed: Sequence[Sequence[Exposed]]
+    ) -> tuple[list[int], list[Sequence[int]]]:
+        """Where all ranks' arrays in a shared buffer begin for this GPU, and their strides."""
+        arrays = [each[self.plan.program.shared.index(buffer)] for each in exposed]
         addresses = [
-            self.addresses[place] if rank == self.rank else self.peer(rank, entry)
-            for rank, entry in enumerate(notes)
+            self.addresses[buffer] if rank == self.rank else self.peer_address(rank, array)
+            for rank, array in enumerate(arrays)
         ]
-        return addresses, [entry[4] for entry in notes]
+        return addresses, [array.strides for array in arrays]
 
-    def _pipeline(self, stream: int, program: Pipeline, told: Sequence[Told]) -> None:
-        """Transforms on the user's stream, and exchanges beside them."""
-        beside = Beside.of(self.context)
-        assert self.way.tables is not None, "made with the pipeline"
-        targets = [self.everywhere(place, told)[0] for place in program.shared]
-        sources = [self.addresses[place] for place in program.sources]
-        beside.start(self.way.tables, stream, sources, targets)
+    def _run_pipeline(
+        self, stream: int, program: Pipeline, exposed: Sequence[Sequence[Exposed]]
+    ) -> None:
+        """Transforms on the user's stream, and exchanges on the push stream at the same time."""
+        push_stream = PushStream.of(self.context)
+        assert self.plan.tables is not None, "made with the pipeline"
+        targets = [self.peer_addresses(buffer, exposed)[0] for buffer in program.shared]
+        sources = [self.addresses[buffer] for buffer in program.sources]
+        push_stream.start(self.plan.tables, stream, sources, targets)
         for steps in program.first:
             for step in steps:
                 self.local(stream, step)
-            beside.ready(stream)
+            push_stream.signal_ready(stream)
         for steps in program.second:
-            beside.wait(stream)
+            push_stream.wait_for_chunk(stream)
             for step in steps:
                 self.local(stream, step)
-            if program.returns:
-                beside.ready(stream)
-        if program.returns:
-            beside.wait(stream)
+            if program.two_exchanges:
+                push_stream.signal_ready(stream)
+        if program.two_exchanges:
+            push_stream.wait_for_chunk(stream)
         for step in program.last:
             self.local(stream, step)
-        beside.end(stream)
+        push_stream.join(stream)
 
-    def peer(self, rank: int, entry: Sequence[Any]) -> int:
+    def peer_address(self, rank: int, array: Exposed) -> int:
         """Where a rank's array begins for this GPU; 0 where it has no elements."""
-        segment, offset, low, nbytes, _ = entry
-        if nbytes == 0:
+        if array.nbytes == 0:
             return 0
-        address = self.context.peer_address(rank, Location(segment, offset), nbytes)
+        address = self.context.peer_address(rank, array.location, array.nbytes)
         assert address is not None, "GPUs of one host reach each other"
-        return address - int(low)
+        return address + array.origin
 
 
-def is_double(step: Fourier) -> bool:
+def is_double(step: LocalFFT) -> bool:
     """Whether a transform is in double precision."""
     return "complex128" in (step.source.dtype, step.target.dtype)
 

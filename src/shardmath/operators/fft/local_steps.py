@@ -1,7 +1,7 @@
-"""One rank's transforms on a GPU as steps: copies, conversions, and batched plans.
+"""One rank's transforms on a GPU as steps: copies, conversions, and batched FFTs.
 
-A GPU transforms whole arrays at once, from one place in memory to another or in place. Which axes
-go together is found by counting bytes and calls. Pure: places are names, and strides are bytes.
+A GPU transforms whole arrays at once, in place or out of place. Which axes one plan transforms
+together is found by counting bytes and calls. Pure: buffers are names, and strides are bytes.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from typing import Literal
 
 from shardmath.arrays import dtypes
 from shardmath.arrays.spec import packed_strides
-from shardmath.local.batches import Batches, Strided, batches
 from shardmath.local.fft import Kind
-from shardmath.operators.fft.options import WIDE
+from shardmath.local.plan_many import PlanMany, StridedArray, plan_many
+from shardmath.operators.fft.options import COMPUTE_TYPE
 
-__all__ = ["Convert", "Copy", "Fourier", "LocalStep", "Scale", "View", "local_steps", "packed"]
+__all__ = ["Convert", "Copy", "LocalFFT", "LocalStep", "Scale", "View", "local_steps", "packed"]
 
-_CALL = 4e-6  # seconds that the host needs for one call of a plan
+_CALL_SECONDS = 4e-6  # of the host, for one call of a plan
 _BANDWIDTH = 4e12  # bytes per second that a GPU reads and writes
 
 
 @dataclass(frozen=True)
 class View:
-    """An array in a place: strides in bytes from the element with index 0 along every axis.
+    """An array in a buffer: strides in bytes from the element with index 0 along every axis.
 
-    That element is `offset` bytes into the place, and `misfit` is its address modulo 16; places of
-    our own begin at multiples of it.
+    That element is `offset` bytes into the buffer, and `misalignment` is its address modulo 16;
+    buffers of ours are aligned to 16 bytes.
     """
 
-    place: str
+    buffer: str
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: str
-    misfit: int = 0
+    misalignment: int = 0
     offset: int = 0
 
     def part(self, axis: int, first: int, last: int) -> View:
@@ -45,7 +45,10 @@ class View:
         step = first * self.strides[axis]
         shape = (*self.shape[:axis], last - first, *self.shape[axis + 1 :])
         return replace(
-            self, shape=shape, offset=self.offset + step, misfit=(self.misfit + step) % 16
+            self,
+            shape=shape,
+            offset=self.offset + step,
+            misalignment=(self.misalignment + step) % 16,
         )
 
     @property
@@ -59,21 +62,21 @@ class View:
         return math.prod(self.shape)
 
     @property
-    def strided(self) -> Strided:
-        """As plans see it."""
-        return Strided(self.shape, self.strides, self.itemsize, self.misfit)
+    def strided(self) -> StridedArray:
+        """The same array for `plan_many`."""
+        return StridedArray(self.shape, self.strides, self.itemsize, self.misalignment)
 
     def __str__(self) -> str:
-        return f"{self.place} {self.dtype} {self.shape}"
+        return f"{self.buffer} {self.dtype} {self.shape}"
 
 
 def packed(
-    place: str, shape: Sequence[int], dtype: str, axes: Sequence[int] | Literal["C", "F"] = "C"
+    buffer: str, shape: Sequence[int], dtype: str, axes: Sequence[int] | Literal["C", "F"] = "C"
 ) -> View:
     """A view without gaps; `axes` are "C", "F", or all axes from the slowest in memory on."""
     fastest_first = axes if isinstance(axes, str) else axes[::-1]
     strides = packed_strides(shape, dtypes.of(dtype).itemsize, fastest_first)
-    return View(place, tuple(shape), strides, dtype)
+    return View(buffer, tuple(shape), strides, dtype)
 
 
 @dataclass(frozen=True)
@@ -84,12 +87,12 @@ class Copy:
     target: View
 
     def __str__(self) -> str:
-        return f"copy {self.source} to {self.target.place}"
+        return f"copy {self.source} to {self.target.buffer}"
 
 
 @dataclass(frozen=True)
 class Convert:
-    """Turn halves into single precision, or numbers times `factor` into halves."""
+    """From half precision to float32, or from that, times `factor`, to half precision."""
 
     source: View
     target: View
@@ -112,8 +115,8 @@ class Scale:
 
 
 @dataclass(frozen=True)
-class Fourier:
-    """Transform along `axes`; from complex to real the source is lost."""
+class LocalFFT:
+    """Transform along `axes`, by cuFFT; C2R overwrites its source."""
 
     kind: Kind
     axes: tuple[int, ...]
@@ -121,21 +124,21 @@ class Fourier:
     target: View
 
     @cached_property
-    def batches(self) -> Batches:
-        """The plan and its calls."""
-        found = batches(self.kind, self.axes, self.source.strided, self.target.strided)
-        assert found is not None, "chosen because there are"
+    def plan(self) -> PlanMany:
+        """The plan of cuFFT, and its calls."""
+        found = plan_many(self.kind, self.axes, self.source.strided, self.target.strided)
+        assert found is not None, "chosen because there is a plan"
         return found
 
     def __str__(self) -> str:
         where = f"in {self.target}"
         if self.source != self.target:
             where = f"from {self.source} to {self.target}"
-        calls = len(self.batches.offsets)
+        calls = len(self.plan.offsets)
         return f"{self.kind} along {self.axes} {where}" + f", {calls} calls" * (calls > 1)
 
 
-LocalStep = Copy | Convert | Scale | Fourier
+LocalStep = Copy | Convert | Scale | LocalFFT
 
 
 def local_steps(
@@ -144,67 +147,70 @@ def local_steps(
     source: View,
     target: View,
     *,
-    keep: bool,
+    preserve_input: bool,
     factor: float = 1.0,
 ) -> list[LocalStep]:
     """The transform of `source` along `axes`, of which a real one is the last, into `target`.
 
-    They are the same place, with the same strides, or do not overlap. `keep`: the source must stay
-    as it is. What is made is multiplied by `factor`. Halves are transformed in single precision,
-    and scaled before they are rounded. Extra places that the steps use have names that begin with
-    "pack".
+    They are one array, or do not overlap. `preserve_input`: the source must not be overwritten. The
+    output is multiplied by `factor`. Half precision is transformed in float32, and scaled before it
+    is rounded. Extra buffers that the steps use have names that begin with "pack".
     """
     if source.size == 0 or target.size == 0:
         return []
     before: list[LocalStep] = []
     after: list[LocalStep] = [Scale(target, factor)] if factor != 1 else []
-    if source.dtype in WIDE:
-        wide = _like("pack wide", source, WIDE[source.dtype])
+    if source.dtype in COMPUTE_TYPE:
+        wide = _like("pack wide", source, COMPUTE_TYPE[source.dtype])
         before = [Convert(source, wide)]
-        source, keep = wide, False
-    if target.dtype in WIDE:
+        source, preserve_input = wide, False
+    if target.dtype in COMPUTE_TYPE:
         made = source
-        if keep or kind != "C2C":
-            made = _like("pack made", target, WIDE[target.dtype])
+        if preserve_input or kind != "C2C":
+            made = _like("pack made", target, COMPUTE_TYPE[target.dtype])
         after = [Convert(made, target, factor)]
         target = made
     if kind == "C2R":
-        return [*before, *_completing(axes, source, target, keep=keep), *after]
+        return [*before, *_c2r_steps(axes, source, target, preserve_input=preserve_input), *after]
     real = axes[-1] if kind == "R2C" else None
     _, groups = _groups(kind, frozenset(axes), real, source, target)
-    return [*before, *_performed(kind, groups, source, target), *after]
+    return [*before, *_group_steps(kind, groups, source, target), *after]
 
 
-def _like(place: str, view: View, dtype: str) -> View:
+def _like(buffer: str, view: View, dtype: str) -> View:
     """A packed view whose axes lie in memory in the order that those of `view` have."""
     axes = sorted(range(len(view.shape)), key=lambda axis: -abs(view.strides[axis]))
-    return packed(place, view.shape, dtype, axes)
+    return packed(buffer, view.shape, dtype, axes)
 
 
-def _completing(axes: Sequence[int], source: View, target: View, *, keep: bool) -> list[LocalStep]:
-    """From complex to real: the real axis, and perhaps some with it, after all others."""
-    own = packed("pack kept", source.shape, source.dtype) if keep else source
+def _c2r_steps(
+    axes: Sequence[int], source: View, target: View, *, preserve_input: bool
+) -> list[LocalStep]:
+    """C2R: the real axis last, perhaps together with others, after a C2C along the rest."""
+    own = packed("pack kept", source.shape, source.dtype) if preserve_input else source
     found = []
     for last in _candidates(frozenset(axes), axes[-1], source):
         if len(last) > 1 and target.shape[axes[-1]] == 1:
             continue  # which no plan can do
         before = frozenset(axes) - set(last)
-        seconds, make = _one("C2R", last, own, target)
+        seconds, make = _plan("C2R", last, own, target)
         more, groups = _groups("C2C", before, None, source, own)
         found.append((seconds + more, groups, make))
     _, groups, make = min(found, key=lambda each: each[0])
-    first: list[LocalStep] = [Copy(source, own)] if keep and not groups else []
-    return [*first, *_performed("C2C", groups, source, own), *make()]
+    first: list[LocalStep] = [Copy(source, own)] if preserve_input and not groups else []
+    return [*first, *_group_steps("C2C", groups, source, own), *make()]
 
 
 _Group = tuple[int, ...]
 
 
-def _performed(kind: Kind, groups: Sequence[_Group], source: View, target: View) -> list[LocalStep]:
-    """The first group takes the source to the target, the others follow there."""
+def _group_steps(
+    kind: Kind, groups: Sequence[_Group], source: View, target: View
+) -> list[LocalStep]:
+    """The first group goes from the source to the target, the others are in place there."""
     steps: list[LocalStep] = []
     for group in groups:
-        _, make = _one(kind, group, source, target)
+        _, make = _plan(kind, group, source, target)
         steps += make()
         kind, source = "C2C", target
     return steps
@@ -213,7 +219,7 @@ def _performed(kind: Kind, groups: Sequence[_Group], source: View, target: View)
 def _groups(
     kind: Kind, axes: frozenset[int], real: int | None, source: View, target: View
 ) -> tuple[float, list[_Group]]:
-    """The axes in groups of one plan each, such that all takes the least time; and that time."""
+    """The axes in groups of one plan each that take the least time together; and that time."""
     known: dict[tuple[frozenset[int], bool], tuple[float, list[_Group]]] = {}
 
     def best(left: frozenset[int], first: bool) -> tuple[float, list[_Group]]:
@@ -223,7 +229,7 @@ def _groups(
             found = []
             for group in _candidates(left, real if first else None, target):
                 here = kind if first else "C2C"
-                seconds, _ = _one(here, group, source if first else target, target)
+                seconds, _ = _plan(here, group, source if first else target, target)
                 more, others = best(left - set(group), False)
                 found.append((seconds + more, [group, *others]))
             known[left, first] = min(found, key=lambda each: each[0])
@@ -241,19 +247,19 @@ def _candidates(left: frozenset[int], real: int | None, target: View) -> Iterato
             yield (*more, fast)
 
 
-def _one(
+def _plan(
     kind: Kind, group: _Group, source: View, target: View
 ) -> tuple[float, Callable[[], list[LocalStep]]]:
-    """One plan: the predicted time, and what makes its steps."""
-    found = batches(kind, group, source.strided, target.strided)
+    """One plan: its predicted time, and a function that makes its steps."""
+    found = plan_many(kind, group, source.strided, target.strided)
     nbytes = source.size * source.itemsize + target.size * target.itemsize
-    # In memory of its own the transform is dense, but goes there and back.
-    around = 3 * nbytes / _BANDWIDTH + 3 * _CALL
+    # In packed buffers the transform is dense, at the price of two copies.
+    packed_seconds = 3 * nbytes / _BANDWIDTH + 3 * _CALL_SECONDS
     if found is not None:
-        direct = max(len(found.offsets) * _CALL, nbytes / _BANDWIDTH)
-        if direct <= around:
-            return direct, lambda: [Fourier(kind, group, source, target)]
-    return around, lambda: _packed_steps(kind, group, source, target)
+        direct = max(len(found.offsets) * _CALL_SECONDS, nbytes / _BANDWIDTH)
+        if direct <= packed_seconds:
+            return direct, lambda: [LocalFFT(kind, group, source, target)]
+    return packed_seconds, lambda: _packed_steps(kind, group, source, target)
 
 
 def _packed_steps(kind: Kind, group: _Group, source: View, target: View) -> list[LocalStep]:
@@ -262,4 +268,4 @@ def _packed_steps(kind: Kind, group: _Group, source: View, target: View) -> list
     two = one
     if kind != "C2C":
         two = packed("pack two", target.shape, target.dtype, axes)
-    return [Copy(source, one), Fourier(kind, group, one, two), Copy(two, target)]
+    return [Copy(source, one), LocalFFT(kind, group, one, two), Copy(two, target)]

@@ -16,8 +16,8 @@ from shardmath.operators.lifecycle import check_blocking, check_logger, options_
 __all__ = [
     "COMPARED",
     "COMPLEX_OF",
+    "COMPUTE_TYPE",
     "REAL_OF",
-    "WIDE",
     "FFTDirection",
     "FFTOptions",
     "direction_of",
@@ -33,8 +33,8 @@ COMPLEX_OF = {
     "float64": "complex128",
 }
 REAL_OF = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
-# What halves are transformed in: docs/decisions/halves-on-the-wire.md.
-WIDE = {"float16": "float32", "bfloat16": "float32", "complex32": "complex64"}
+# The compute type of half precision: docs/decisions/half-precision-exchanges.md.
+COMPUTE_TYPE = {"float16": "float32", "bfloat16": "float32", "complex32": "complex64"}
 
 # The options that must be equal on all ranks.
 COMPARED = ("fft_type", "redistribute", "last_axis_parity", "inplace", "blocking", "halves")

@@ -1,8 +1,9 @@
-"""Exchanges that run beside transforms: a slab transformed in chunks, each pushed when it is ready.
+"""Exchanges that overlap with transforms: a slab goes in chunks, each pushed when it is ready.
 
-`chunking` says into which parts the transforms are cut. A chunk is a part of the first, or of the
-tail, or what a part of the second sends back; it lies in its final place when it arrives. Pure;
-`kernels/pipeline.cu` has the tables.
+`chunking` says into which parts the transforms are cut. A chunk is what one part of the first
+transform sends, or one part of the tail, or, in a second exchange, one part of the second
+transform. It is pushed to its final place: nothing is packed. Pure; `kernels/pipeline.cu` reads the
+tables.
 """
 
 from __future__ import annotations
@@ -17,77 +18,83 @@ import numpy as np
 import numpy.typing as npt
 
 from shardmath.operators.fft.chunking import (
-    Cuts,
+    Chunking,
     first_parts,
     second_parts,
     split_axes,
     transform_part,
 )
 from shardmath.operators.fft.local_steps import LocalStep, View, packed
-from shardmath.operators.fft.program import Ends, sizes_of
+from shardmath.operators.fft.program import UserArrays, sizes_of
 from shardmath.operators.fft.stages import Stage
 from shardmath.redistribution.copies import whole
 
-__all__ = ["Chunk", "Pipeline", "Rows", "pipelined"]
+__all__ = ["Chunk", "Pipeline", "Rows", "make_pipeline"]
 
-_GRAIN = 16  # bytes that bulk copies are made of
-_LEAST_ROW = 512  # bytes of a row that is worth a bulk copy
-_MOST_ROW = (1 << 32) - 1  # bytes, as the tables count them
-_MOST_CHUNKS = 62  # kMostChunks
+_ALIGNMENT = 16  # bytes, of bulk copies
+_MIN_WIDTH = 512  # bytes of a row that is worth a bulk copy
+_MAX_WIDTH = (1 << 32) - 1  # bytes, as the tables count them
+_MAX_CHUNKS = 62  # kMaxChunks
 
 _ROWS = np.dtype(
     [
-        *((name, "<i8") for name in ("from", "to", "from_step", "to_step")),
-        *((name, "<u4") for name in ("unit", "count", "pieces", "target")),
+        *((name, "<i8") for name in ("source", "target", "source_pitch", "target_pitch")),
+        *((name, "<u4") for name in ("width", "count", "copies", "peer")),
     ]
 )
 _CHUNK = np.dtype(
-    [(name, "<u4") for name in ("first", "boxes", "most", "needs", "source", "signals")]
+    [
+        (name, "<u4")
+        for name in ("first", "rows", "max_copies", "ready_count", "exchange", "signals")
+    ]
 )
 
 
 @dataclass(frozen=True)
 class Rows:
-    """`count` rows of `unit` bytes for rank `peer`. Offsets and steps are bytes."""
+    """`count` rows of `width` bytes for rank `peer`, as cudaMemcpy2D takes them. All in bytes."""
 
     peer: int
-    unit: int
+    width: int
     count: int
     source: int
-    source_step: int
+    source_pitch: int
     target: int
-    target_step: int
+    target_pitch: int
 
     @property
     def fits(self) -> bool:
-        """Whether bulk copies can move it, and are worth it."""
-        steps = (self.unit, self.source, self.source_step, self.target, self.target_step)
-        fits = _LEAST_ROW <= self.unit <= _MOST_ROW
-        return fits and not any(step % _GRAIN for step in steps)
+        """Whether bulk copies can move the rows, and are worth it."""
+        steps = (self.width, self.source, self.source_pitch, self.target, self.target_pitch)
+        fits = _MIN_WIDTH <= self.width <= _MAX_WIDTH
+        return fits and not any(step % _ALIGNMENT for step in steps)
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """What goes when the transforms have said `needs` times that they are ready.
+    """What is pushed when the transforms have been ready `ready_count` times.
 
-    `exchange` 0 is the first, 1 the second; peers are told when all of a chunk that `signals` has
-    arrived.
+    `exchange` is 0 or 1; of a chunk that `signals` all ranks are told when all of it has arrived.
     """
 
     rows: tuple[Rows, ...]
-    needs: int
+    ready_count: int
     exchange: int
     signals: bool
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """What one rank does: `first`, and `second` after the arrival of a part each, in steps.
+    """What one rank does: the steps of its transforms, part by part, and the chunks that it pushes.
 
-    After each of `first`, and each of `second` where there is a second exchange, the transforms say
-    that they are ready. Then they wait for the second exchange, and do what is in `last`. Exchange
-    i goes from place `sources[i]` to place `shared[i]` of all ranks; `places` are those of the
-    workspace, in bytes. `size` is the number of ranks.
+    first:   steps, ready | steps, ready | ...
+    second:  wait, steps, [ready] | wait, steps, [ready] | ...
+    last:    [wait], steps
+
+    "Ready" counts one up; a chunk is pushed when the count is high enough. Each wait is for one
+    chunk of all ranks. What is in brackets is there where another exchange follows the second
+    transform. Exchange i goes from buffer `sources[i]` to buffer `shared[i]` of all ranks;
+    `buffers` are those of the workspace, in bytes. `size` is the number of ranks.
     """
 
     size: int
@@ -97,16 +104,16 @@ class Pipeline:
     chunks: tuple[Chunk, ...]
     sources: tuple[str, ...]
     shared: tuple[str, ...]
-    places: dict[str, int]
+    buffers: dict[str, int]
 
     @property
-    def returns(self) -> bool:
-        """Whether there is a second exchange."""
+    def two_exchanges(self) -> bool:
+        """Whether an exchange follows the second transform."""
         return len(self.shared) > 1
 
     @property
     def on_heap(self) -> tuple[str, ...]:
-        """The places that peers reach."""
+        """The buffers that peers reach."""
         return self.shared
 
     @property
@@ -117,116 +124,127 @@ class Pipeline:
     @cached_property
     def nbytes(self) -> int:
         """The bytes that are pushed."""
-        return sum(rows.unit * rows.count for chunk in self.chunks for rows in chunk.rows)
+        return sum(rows.width * rows.count for chunk in self.chunks for rows in chunk.rows)
 
-    def tables(self, piece: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        """(chunks, rows) for the kernel, which cuts rows into pieces of so many bytes."""
+    def tables(self, copy_bytes: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        """(chunks, rows) for the kernel, which cuts rows into copies of so many bytes."""
         chunks = np.zeros(len(self.chunks), _CHUNK)
         table = np.zeros(sum(len(chunk.rows) for chunk in self.chunks), _ROWS)
         at = 0
         for number, chunk in enumerate(self.chunks):
-            pieces = [-(-rows.unit // piece) for rows in chunk.rows]
-            counts = [rows.count * many for rows, many in zip(chunk.rows, pieces, strict=True)]
+            copies = [-(-rows.width // copy_bytes) for rows in chunk.rows]  # of a row
+            counts = [rows.count * many for rows, many in zip(chunk.rows, copies, strict=True)]
             chunks[number] = (
                 at,
                 len(chunk.rows),
                 max(counts, default=0),
-                chunk.needs,
+                chunk.ready_count,
                 chunk.exchange,
                 chunk.signals,
             )
-            for rows, many in zip(chunk.rows, pieces, strict=True):
-                target = chunk.exchange * self.size + rows.peer
-                steps = (rows.source, rows.target, rows.source_step, rows.target_step)
-                table[at] = (*steps, rows.unit, rows.count, many, target)
+            for rows, many in zip(chunk.rows, copies, strict=True):
+                peer = chunk.exchange * self.size + rows.peer
+                places = (rows.source, rows.target, rows.source_pitch, rows.target_pitch)
+                table[at] = (*places, rows.width, rows.count, many, peer)
                 at += 1
         return chunks, table
 
 
-def pipelined(
-    found: Sequence[Stage],
+def make_pipeline(
+    stages: Sequence[Stage],
     rank: int,
-    ends: Ends,
-    cuts: Cuts,
+    arrays: UserArrays,
+    chunking: Chunking,
     *,
     order: Literal["C", "F"],
     last: Sequence[LocalStep] = (),
 ) -> Pipeline | None:
-    """What `rank` does for these stages; None, on all ranks, where there is no such pipeline.
+    """What `rank` does for these stages; None, on all ranks, where there is no pipeline for them.
 
-    The stages are a transform, an exchange, a transform and perhaps one more exchange, into arrays
+    The stages are a transform, an exchange, a transform and perhaps another exchange, into arrays
     that are packed in `order`. The result may overlap the operand: nothing is written to it before
     all of the operand has been read.
     """
-    axes = split_axes(found)
+    axes = split_axes(stages)
     if axes is None:
         return None
-    parts = [_chunks(found, each, cuts, axes, order) for each in range(found[0].layout.size)]
-    if len(parts[rank]) > _MOST_CHUNKS or not all(
+    parts = [_chunks(stages, each, chunking, axes, order) for each in range(stages[0].layout.size)]
+    if len(parts[rank]) > _MAX_CHUNKS or not all(
         rows.fits for chunks in parts for chunk in chunks for rows in chunk.rows
     ):
         return None
-    one, exchange, two, *more = found
-    a, b = axes[:2]
-    work, landing = _placed("work", one, rank, order), _placed("landing 0", exchange, rank, order)
-    target = landing if more else ends.result
+    first_fft, exchange, second_fft, *second_exchange = stages
+    u, v = axes[:2]
+    work, receive = (
+        _buffer_view("work", first_fft, rank, order),
+        _buffer_view("receive 0", exchange, rank, order),
+    )
+    target = receive if second_exchange else arrays.result
     first = tuple(
-        transform_part(one, ends.operand.part(a, lo, hi), work.part(a, lo, hi), keep=True)
-        for lo, hi in first_parts(work.shape[a], cuts.first)
+        transform_part(
+            first_fft, arrays.operand.part(u, lo, hi), work.part(u, lo, hi), preserve_input=True
+        )
+        for lo, hi in first_parts(work.shape[u], chunking.first)
     )
     second = tuple(
-        transform_part(two, landing.part(b, lo, hi), target.part(b, lo, hi), keep=False)
-        for lo, hi in second_parts(landing.shape[b], cuts.second)
+        transform_part(
+            second_fft, receive.part(v, lo, hi), target.part(v, lo, hi), preserve_input=False
+        )
+        for lo, hi in second_parts(receive.shape[v], chunking.second)
     )
-    arrays = [work, landing, *(_placed(each.target, each, rank, order) for each in more)]
+    views = [
+        work,
+        receive,
+        *(_buffer_view(each.target, each, rank, order) for each in second_exchange),
+    ]
     return Pipeline(
-        one.layout.size,
+        first_fft.layout.size,
         first,
         second,
         tuple(last),
         parts[rank],
-        sources=("work", "landing 0")[: 1 + len(more)],
-        shared=("landing 0", *(each.target for each in more)),
-        places=sizes_of(itertools.chain(*first, *second, last), arrays),
+        sources=("work", "receive 0")[: 1 + len(second_exchange)],
+        shared=("receive 0", *(each.target for each in second_exchange)),
+        buffers=sizes_of(itertools.chain(*first, *second, last), views),
     )
 
 
-def _placed(place: str, stage: Stage, rank: int, order: Literal["C", "F"]) -> View:
-    return packed(place, stage.result.local_shape(rank), stage.made, order)
+def _buffer_view(buffer: str, stage: Stage, rank: int, order: Literal["C", "F"]) -> View:
+    return packed(buffer, stage.result.local_shape(rank), stage.result_dtype, order)
 
 
 def _chunks(
-    found: Sequence[Stage],
+    stages: Sequence[Stage],
     rank: int,
-    cuts: Cuts,
+    chunking: Chunking,
     axes: tuple[int, ...],
     order: Literal["C", "F"],
 ) -> tuple[Chunk, ...]:
     """What `rank` pushes, in order."""
-    one = _Slabs(found[1], rank, axes[0], axes[1], order)
-    made = first_parts(one.extent, cuts.first)
-    tail = max(1, min(cuts.tail, len(made)))
+    first = _SlabExchange(stages[1], rank, axes[0], axes[1], order)
+    parts = first_parts(first.extent, chunking.first)
+    tail = max(1, min(chunking.tail, len(parts)))
     chunks = [
-        Chunk(one.rows(lo, hi, 0, 1), number, 0, False)
-        for number, (lo, hi) in enumerate(made[:-tail], 1)
+        Chunk(first.rows(lo, hi, 0, 1), number, 0, False)
+        for number, (lo, hi) in enumerate(parts[:-tail], 1)
     ]
-    lo, hi = made[-tail][0], made[-1][1]
+    lo, hi = parts[-tail][0], parts[-1][1]
     chunks += [
-        Chunk(one.rows(lo, hi, part, cuts.second), len(made), 0, True)
-        for part in range(cuts.second)
+        Chunk(first.rows(lo, hi, part, chunking.second), len(parts), 0, True)
+        for part in range(chunking.second)
     ]
-    if len(found) == 4:
-        two = _Slabs(found[3], rank, axes[1], axes[2], order)
+    if len(stages) == 4:
+        second = _SlabExchange(stages[3], rank, axes[1], axes[2], order)
         chunks += [
-            Chunk(two.rows(lo, hi, 0, 1), len(made) + number, 1, number == cuts.second)
-            for number, (lo, hi) in enumerate(second_parts(two.extent, cuts.second), 1)
+            Chunk(second.rows(lo, hi, 0, 1), len(parts) + number, 1, number == chunking.second)
+            for number, (lo, hi) in enumerate(second_parts(second.extent, chunking.second), 1)
         ]
     return tuple(chunks)
 
 
 @dataclass(frozen=True)
-class _Slabs:
-    """An exchange of a rank: its array is split along axis `u`, and is to be along axis `v`."""
+class _SlabExchange:
+    """One rank's side of an exchange from slabs along axis `u` to slabs along axis `v`."""
 
     stage: Stage
     rank: int
@@ -240,8 +258,8 @@ class _Slabs:
         return self.stage.layout.local_shape(self.rank)[self.u]
 
     def rows(self, lo: int, hi: int, part: int, parts: int) -> tuple[Rows, ...]:
-        """Of the indices lo, ..., hi - 1 along `u`: one of so many parts of what each rank gets,
-        the next rank's first.
+        """What goes to each rank of the indices lo, ..., hi - 1 along `u`, the next rank's first:
+        of the peer's array, part `part` of so many parts along `v`.
         """
         layout, size = self.stage.layout, self.stage.layout.size
         source = packed("", layout.local_shape(self.rank), self.stage.dtype, self.order)
@@ -262,19 +280,19 @@ class _Slabs:
 
 
 def _rows(peer: int, source: View, target: View) -> Iterator[Rows]:
-    """A box as rows, of one step each."""
+    """A box as rows of one pitch each."""
     copy = whole(source.shape, source.itemsize, source.strides, target.strides)
     outer = list(zip(copy.shape, copy.src_strides, copy.dst_strides, strict=True))
-    count, step, to_step = max(outer, default=(1, 0, 0))
+    count, source_pitch, target_pitch = max(outer, default=(1, 0, 0))
     if outer:
-        outer.remove((count, step, to_step))
+        outer.remove((count, source_pitch, target_pitch))
     for index in itertools.product(*(range(dim[0]) for dim in outer)):
         yield Rows(
             peer,
             copy.unit,
             count,
             source.offset + sum(i * dim[1] for i, dim in zip(index, outer, strict=True)),
-            step,
+            source_pitch,
             target.offset + sum(i * dim[2] for i, dim in zip(index, outer, strict=True)),
-            to_step,
+            target_pitch,
         )

@@ -25,15 +25,14 @@ from shardmath.operators.fft.options import (
     FFTDirection,
     FFTOptions,
 )
-from shardmath.operators.layouts import bound, inferred, result_order
+from shardmath.operators.layouts import bind_layout, infer_layout, result_order
 
 __all__ = [
     "Description",
     "Problem",
     "check",
     "describe",
-    "distribution_pair",
-    "kind_in",
+    "described_kind",
     "kind_of",
 ]
 
@@ -44,9 +43,9 @@ _NORMS = (None, "backward", "ortho", "forward")
 class Problem:
     """The transform that all ranks have agreed on.
 
-    `source` and `target` are the layouts of operand and result, `axes` the transformed axes, of
-    which R2C halves, and C2R completes, the last. `order` is the memory order of results, `device`
-    the kind of memory of operands: "cpu" or "cuda".
+    `source` and `target` are the layouts of operand and result; `axes` are the transformed axes:
+    R2C and C2R change the length of the last one. `order` is the memory order of results, `device`
+    the memory of operands: "cpu" or "cuda". `half_precision`: R2C of float16 gives complex32.
     """
 
     kind: Kind
@@ -60,13 +59,13 @@ class Problem:
     dtype: str
     order: Literal["C", "F"]
     inplace: bool
-    halves: bool = False
+    half_precision: bool = False
 
     @property
     def result(self) -> str:
         """The name of the result's type."""
         if self.kind == "R2C":
-            return "complex32" if self.halves else COMPLEX_OF[self.dtype]
+            return "complex32" if self.half_precision else COMPLEX_OF[self.dtype]
         return REAL_OF[self.dtype] if self.kind == "C2R" else self.dtype
 
     def __str__(self) -> str:
@@ -95,7 +94,7 @@ def describe(
     out: ArraySpec | None,
 ) -> Description:
     """The call in plain data. Raises ValueError, or TypeError for a distribution that is none."""
-    given, wanted = distribution_pair(distribution)
+    given, wanted = _distribution_pair(distribution)
     for each in (given, wanted):
         if each is not None and each.ndim not in (None, operand.ndim):
             raise ValueError(
@@ -106,9 +105,9 @@ def describe(
     if options.inplace and out is not None:
         raise ValueError("options.inplace=True writes to the operand: leave out= away")
     if options.halves:
-        _require_halves(operand)
+        _require_complex32(operand)
     return (
-        _facts(operand),
+        _described_array(operand),
         given.encode(),
         None if wanted is None else wanted.encode(),
         _axes(axes, operand.ndim),
@@ -116,17 +115,17 @@ def describe(
         kind,
         int(direction),
         options.compared(),
-        None if out is None else _facts(out),
+        None if out is None else _described_array(out),
     )
 
 
-def kind_in(description: Description) -> Kind:
-    """The kind of transform that a call is."""
+def described_kind(description: Description) -> Kind:
+    """The kind of transform of a call."""
     kind: Kind = description[5]
     return kind
 
 
-def distribution_pair(distribution: Any) -> tuple[Distribution, Distribution | None]:
+def _distribution_pair(distribution: Any) -> tuple[Distribution, Distribution | None]:
     """(input, output) of a distribution, whose output is None, or of a pair of them.
 
     Raises ValueError for a sequence of another length, TypeError for anything else.
@@ -185,14 +184,14 @@ def check(descriptions: Sequence[Description]) -> Problem:
         ("whether a pair of distributions is given", [each is not None for each in outputs]),
     ):
         require_equal(what, values)
-    source = inferred("distribution", inputs, [operand[3] for operand in operands])
+    source = infer_layout("distribution", inputs, [operand[3] for operand in operands])
     agreed = dict(zip(COMPARED, options[0], strict=True))
     shape = _result_shape(source.global_shape, axes[0], kinds[0], agreed["last_axis_parity"])
     if outputs[0] is None:
-        wanted = _natural(inputs, source, axes[0], kinds[0], agreed["redistribute"])
+        wanted = _default_output(inputs, source, axes[0], kinds[0], agreed["redistribute"])
     else:
         wanted = outputs
-    target = bound("the result's distribution", wanted, shape)
+    target = bind_layout("the result's distribution", wanted, shape)
     library, device, dtype, *_ = operands[0]
     problem = Problem(
         kind=kinds[0],
@@ -206,7 +205,7 @@ def check(descriptions: Sequence[Description]) -> Problem:
         dtype=dtype,
         order=result_order([operand[4] for operand in operands]),
         inplace=agreed["inplace"],
-        halves=agreed["halves"],
+        half_precision=agreed["halves"],
     )
     for rank, out in enumerate(outs):
         if out is not None:
@@ -224,8 +223,8 @@ def _check_out(problem: Problem, rank: int, out: Sequence[Any]) -> None:
             raise CollectiveMismatch(f"rank {rank}: out has {what} {one}, the result has {other}")
 
 
-def _require_halves(operand: ArraySpec) -> None:
-    """Raise ValueError for an operand of which no complex halves come."""
+def _require_complex32(operand: ArraySpec) -> None:
+    """Raise ValueError for an operand whose transform cannot be complex32."""
     if not library_named(operand.library).offers("complex32"):
         raise ValueError(
             f"options.halves=True asks for complex32, which {operand.library} has not: use torch "
@@ -238,7 +237,7 @@ def _require_halves(operand: ArraySpec) -> None:
         )
 
 
-def _facts(spec: ArraySpec) -> tuple[Any, ...]:
+def _described_array(spec: ArraySpec) -> tuple[Any, ...]:
     return (spec.library, spec.space, spec.dtype, spec.shape, spec.order)
 
 
@@ -280,7 +279,7 @@ def _result_shape(
     return tuple(made)
 
 
-def _natural(
+def _default_output(
     inputs: Sequence[Any], source: Layout, axes: Sequence[int], kind: Kind, redistribute: bool
 ) -> Sequence[Any]:
     """The output's distributions where only the input's are given, encoded."""

@@ -1,7 +1,7 @@
 """What one rank's GPU does for a plan, worked out once for arrays of each kind.
 
-A way holds the steps and their tables on the device, and no operands. The ranks' ways differ, but
-all have the same exchanges.
+A rank plan holds the steps and their tables on the device, and no operands. Those of the ranks
+differ, but all have the same exchanges.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 from shardmath.cuda.device import Device
 from shardmath.geometry import moves
 from shardmath.lru_cache import LRUCache
-from shardmath.operators.fft.chunking import Cuts, cuts_for
-from shardmath.operators.fft.far_pipeline import far_pipelined
+from shardmath.operators.fft.chunking import Chunking, chunking_for
 from shardmath.operators.fft.local_steps import Copy, LocalStep, packed
-from shardmath.operators.fft.overlap import PushTables
-from shardmath.operators.fft.pipeline import Pipeline, pipelined
+from shardmath.operators.fft.multi_host_pipeline import make_multi_host_program
+from shardmath.operators.fft.pipeline import Pipeline, make_pipeline
 from shardmath.operators.fft.problem import Problem
-from shardmath.operators.fft.program import Ends, Exchange, Program, programmed
+from shardmath.operators.fft.program import PeerCopy, Program, UserArrays, make_program
+from shardmath.operators.fft.push_stream import PushTables
 from shardmath.operators.fft.stages import Stage, stages
 from shardmath.operators.fft.strategy import Strategy
 from shardmath.redistribution import lowered
@@ -37,10 +37,10 @@ __all__ = [
     "make_rank_plan",
 ]
 
-CHUNKS = True  # whether exchanges run beside transforms, where they can and that pays
-GRAPHS = True  # whether what is launched again is one graph
+USE_CHUNKS = True  # whether exchanges overlap with transforms, where they can and that pays
+USE_GRAPHS = True  # whether an execution that comes again is replayed as one graph
 
-_KEPT = 16  # ways of one plan
+_MAX_RANK_PLANS = 16  # of one plan
 
 
 class Results(NamedTuple):
@@ -52,62 +52,69 @@ class Results(NamedTuple):
 
 @dataclass(frozen=True)
 class DevicePlan:
-    """A strategy, and what each rank's GPU does for it."""
+    """A strategy, and what each rank's GPU does for it.
+
+    `hosts` are the numbers of all ranks' hosts.
+    """
 
     problem: Problem
     strategy: Strategy
-    hosts: tuple[int, ...]  # the number of each rank's
+    hosts: tuple[int, ...]
 
     @property
-    def apart(self) -> bool:
+    def multi_host(self) -> bool:
         """Whether ranks are on several hosts, and so have no address for each other's memory."""
         return len(set(self.hosts)) > 1
 
     @cached_property
-    def delivered(self) -> tuple[Stage, ...]:
+    def deliver_stages(self) -> tuple[Stage, ...]:
         """The stages where ranks are on several hosts."""
-        return stages(self.strategy, reachable=False, apart=True)
+        return stages(self.strategy, reachable=False, multi_host=True)
 
     @cached_property
-    def pushed(self) -> tuple[Stage, ...]:
+    def push_stages(self) -> tuple[Stage, ...]:
         """The stages where all results lie in symmetric memory."""
         return stages(self.strategy, reachable=True)
 
     @cached_property
-    def pulled(self) -> tuple[Stage, ...]:
+    def pull_stages(self) -> tuple[Stage, ...]:
         """The stages where some result does not."""
         return stages(self.strategy, reachable=False)
 
     @property
-    def cuts(self) -> Cuts | None:
-        """How exchanges run beside transforms; None where they come one after the other."""
-        if not CHUNKS:
+    def chunking(self) -> Chunking | None:
+        """How exchanges overlap with transforms; None where they come one after the other."""
+        if not USE_CHUNKS:
             return None
-        return cuts_for(self.problem, returns=self.strategy.exchanges > 1, apart=self.apart)
+        return chunking_for(
+            self.problem, two_exchanges=self.strategy.exchanges > 1, multi_host=self.multi_host
+        )
 
     def explain(self) -> str:
         """The strategy, and its stages."""
-        found = self.delivered if self.apart else self.pushed
+        found = self.deliver_stages if self.multi_host else self.push_stages
         lines = [f"stage {i}: {each}" for i, each in enumerate(found, 1)]
-        if self.apart:
+        if self.multi_host:
             lines.append(
                 f"{len(set(self.hosts))} hosts: what is delivered is packed by each rank, and taken"
                 " by its peers, in place on the same host, by `get` from another"
             )
-        if self.cuts is not None:
-            lines.append(f"in chunks, where these stages allow it: {self.cuts}")
+        if self.chunking is not None:
+            lines.append(f"in chunks, where these stages allow it: {self.chunking}")
         return "\n".join([self.strategy.explain(), *lines])
 
     @cached_property
-    def ways(self) -> LRUCache[tuple[Any, ...], RankPlan]:
-        """What has been worked out so far, by strides."""
-        return LRUCache(_KEPT)
+    def rank_plans(self) -> LRUCache[tuple[Any, ...], RankPlan]:
+        """Those made so far: see `rank_plan`."""
+        return LRUCache(_MAX_RANK_PLANS)
 
-    def way(self, device: Device, rank: int, ends: Ends, results: Results) -> RankPlan:
-        """What `make_rank_plan` makes, when first asked for."""
-        return self.ways.made(
-            (device, rank, ends, results, self.cuts),
-            lambda: make_rank_plan(self, device, rank, ends, results),
+    def rank_plan(
+        self, device: Device, rank: int, arrays: UserArrays, results: Results
+    ) -> RankPlan:
+        """What `make_rank_plan` returns, made when first asked for."""
+        return self.rank_plans.made(
+            (device, rank, arrays, results, self.chunking),
+            lambda: make_rank_plan(self, device, rank, arrays, results),
         )
 
 
@@ -119,9 +126,9 @@ class RankPlan:
     program: Program | Pipeline
     tables: PushTables | None = None
     streams: set[int] = field(default_factory=set)  # for which cuFFT has plans and a work area
-    warm: bool = False  # whether all kernels of a pipeline have been launched before
+    warmed_up: bool = False  # whether all kernels of a pipeline have been launched before
     copies: dict[tuple[Any, ...], BoxCopies] = field(default_factory=dict)
-    kept: list[Buffer] = field(default_factory=list)  # what graphs of the user's write to
+    graph_buffers: list[Buffer] = field(default_factory=list)  # what the user's graphs write to
 
     def copier(self, key: tuple[Any, ...], boxes: Callable[[], list[Box]]) -> BoxCopies:
         """The copies of that name, made when first asked for."""
@@ -131,27 +138,31 @@ class RankPlan:
 
 
 def make_rank_plan(
-    plan: DevicePlan, device: Device, rank: int, ends: Ends, results: Results
+    plan: DevicePlan, device: Device, rank: int, arrays: UserArrays, results: Results
 ) -> RankPlan:
-    """What a rank does for these arrays: in chunks, if all ranks can, or one step after another."""
-    problem, cuts = plan.problem, plan.cuts
-    if plan.apart:
-        found = plan.delivered
-        program = cuts and far_pipelined(found, problem, rank, ends, cuts, hosts=plan.hosts)
-        return RankPlan(device, program or programmed(found, problem, rank, ends, hosts=plan.hosts))
-    if cuts is not None:
-        found, last = plan.pushed, list[LocalStep]()
+    """What a rank does for these arrays: in chunks if all ranks can, or one step after another."""
+    problem, chunking = plan.problem, plan.chunking
+    if plan.multi_host:
+        found = plan.deliver_stages
+        program = chunking and make_multi_host_program(
+            found, problem, rank, arrays, chunking, hosts=plan.hosts
+        )
+        return RankPlan(
+            device, program or make_program(found, problem, rank, arrays, hosts=plan.hosts)
+        )
+    if chunking is not None:
+        found, last = plan.push_stages, list[LocalStep]()
         if len(found) == 4 and not results.packed:
-            # Through one more landing, of which the result is a copy.
-            found = (*found[:3], replace(found[3], target="landing 1"))
-            result = ends.result
-            landing = packed("landing 1", result.shape, result.dtype, problem.order)
-            last += [Copy(landing, result)] if result.size else []
-        pipeline = pipelined(found, rank, ends, cuts, order=problem.order, last=last)
+            # Through one more receive buffer, which is then copied to the result.
+            found = (*found[:3], replace(found[3], target="receive 1"))
+            result = arrays.result
+            receive = packed("receive 1", result.shape, result.dtype, problem.order)
+            last += [Copy(receive, result)] if result.size else []
+        pipeline = make_pipeline(found, rank, arrays, chunking, order=problem.order, last=last)
         if pipeline is not None:
             return RankPlan(device, pipeline, PushTables(device, pipeline))
-    found = plan.pushed if results.reachable else plan.pulled
-    return RankPlan(device, programmed(found, problem, rank, ends))
+    found = plan.push_stages if results.reachable else plan.pull_stages
+    return RankPlan(device, make_program(found, problem, rank, arrays))
 
 
 def boxes_of_copy(step: Copy) -> list[Box]:
@@ -161,11 +172,11 @@ def boxes_of_copy(step: Copy) -> list[Box]:
     return [Box.of(copy, 0)]
 
 
-def boxes_of_exchange(step: Exchange, rank: int, strides: Sequence[Sequence[int]]) -> list[Box]:
+def boxes_of_exchange(step: PeerCopy, rank: int, strides: Sequence[Sequence[int]]) -> list[Box]:
     """The boxes of one rank, those of the next rank first: no two ranks begin with the same."""
     found: list[tuple[int, Box]] = []
     size, itemsize = step.source.size, step.own.itemsize
-    if step.pulls:
+    if step.pull:
         for move in moves(step.source, step.target, dst_rank=rank):
             copy = lowered(move, itemsize, strides[move.src], step.own.strides)
             found.append(((move.src - rank - 1) % size, Box.of(copy, 0)))

@@ -1,14 +1,14 @@
-"""A strategy as work for GPUs: transforms of whole arrays, and exchanges, from place to place.
+"""A strategy as work for GPUs: transforms of whole arrays, and exchanges, from buffer to buffer.
 
-Ranks push into each other's landings, which take turns, or into the result where all results are
-within reach; otherwise the last exchange is pulled. Pure, like the strategy, and the same on every
-rank; `program` has what each of them does for it.
+Ranks push into each other's receive buffers, two in turn, or into the results where peers reach all
+of them; otherwise the last exchange is pulled. Pure, like the strategy, and the same on every rank;
+`program` has what each of them does for it.
 
-    operand --transform--> work --push--> landing 0 --transform--> result      a slab, transposed
-                                                    --transform--> landing 0 --push--> result
+    operand --transform--> work --push--> receive 0 --transform--> result      a slab, transposed
+                                                    --transform--> receive 0 --push--> result
 
-Where ranks are on several hosts nobody writes to another's memory: arrays are delivered, by way of
-outboxes, to landings and results of any kind.
+On several hosts no rank writes to another's memory: arrays are delivered, by way of outboxes, to
+receive buffers, and to results in any memory.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from typing import Literal
 from shardmath.geometry import Layout
 from shardmath.local.fft import Kind
 from shardmath.operators.fft.problem import Problem
-from shardmath.operators.fft.strategy import Move, Strategy, Transform
+from shardmath.operators.fft.strategy import Exchange, Strategy, Transform
 
 __all__ = ["Stage", "stages"]
 
-Verb = Literal["push", "pull", "deliver"]
+Mode = Literal["push", "pull", "deliver"]
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One step of the strategy, with the places that it takes the array from and to.
+    """One step of the strategy: the array goes from buffer `source` to buffer `target`.
 
-    `kind` is None for an exchange, whose `verb` is push, pull or deliver; then `layout` is the one
-    before. For a transform, `layout` and `result` are those before and after it, and what it makes
-    is multiplied by `factor`.
+    Before it, the array has `layout` and `dtype`, after it `result` and `result_dtype`. `kind` is
+    None for an exchange, which is a push, a pull or a delivery, by `mode`. A transform's output is
+    multiplied by `factor`.
     """
 
     kind: Kind | None
@@ -42,46 +42,46 @@ class Stage:
     layout: Layout
     result: Layout
     dtype: str
-    made: str
+    result_dtype: str
     source: str
     target: str
-    verb: Verb = "push"
+    mode: Mode = "push"
     factor: float = 1.0
 
     def __str__(self) -> str:
         if self.kind is None:
-            return f"{self.verb} {self.source} -> {self.target}: {self.layout} -> {self.result}"
+            return f"{self.mode} {self.source} -> {self.target}: {self.layout} -> {self.result}"
         return f"{self.kind} along {self.axes}, {self.source} -> {self.target}: {self.result}"
 
 
-def stages(strategy: Strategy, *, reachable: bool, apart: bool = False) -> tuple[Stage, ...]:
-    """The stages; `reachable`: all ranks' results lie in symmetric memory. `apart`: some ranks have
-    no address for others' memory, symmetric or not.
+def stages(strategy: Strategy, *, reachable: bool, multi_host: bool = False) -> tuple[Stage, ...]:
+    """The stages. `reachable`: all ranks' results lie in symmetric memory. `multi_host`: some ranks
+    have no address for others' memory, symmetric or not.
     """
     problem, steps = strategy.problem, strategy.steps
     found: list[Stage] = []
-    place, dtype, landings = "operand", problem.dtype, 0
+    buffer, dtype, received = "operand", problem.dtype, 0
     for number, step in enumerate(steps):
         last = number == len(steps) - 1
-        if isinstance(step, Move):
-            target = "result" if last else f"landing {landings % 2}"
-            landings += not last
-            verb: Verb = "deliver" if apart else "pull" if last and not reachable else "push"
-            found.append(Stage(None, (), step.src, step.dst, dtype, dtype, place, target, verb))
+        if isinstance(step, Exchange):
+            target = "result" if last else f"receive {received % 2}"
+            received += not last
+            mode: Mode = "deliver" if multi_host else "pull" if last and not reachable else "push"
+            found.append(Stage(None, (), step.src, step.dst, dtype, dtype, buffer, target, mode))
         else:
             kind, made = _kind(problem, step, dtype)
             if last:
                 target = "result"
-            elif place == "operand" or kind != "C2C":
-                target = "other work" if place == "work" else "work"
+            elif buffer == "operand" or kind != "C2C":
+                target = "work 1" if buffer == "work" else "work"
             else:
-                target = place
+                target = buffer
             axes = _axes(step.axes, problem.axes[-1])
             factor = _factor(problem, axes, first=all(each.kind is None for each in found))
-            ends = step.layout, step.result
-            found.append(Stage(kind, axes, *ends, dtype, made, place, target, factor=factor))
+            layouts = step.layout, step.result
+            found.append(Stage(kind, axes, *layouts, dtype, made, buffer, target, factor=factor))
             dtype = made
-        place = target
+        buffer = target
     return tuple(found)
 
 
@@ -102,8 +102,8 @@ def _axes(axes: Sequence[int], real: int) -> tuple[int, ...]:
 def _factor(problem: Problem, axes: Sequence[int], *, first: bool) -> float:
     """What a transform along some of the axes is multiplied by, the first one or a later one.
 
-    The first does it for all: what it made is still near, and an exchange that follows goes on
-    meanwhile. But halves are scaled by each: what grows to the end may be too large for them.
+    The first does it for all: its output is still in the cache, and an exchange that follows goes
+    on meanwhile. But float16 is scaled by each: unscaled sums may be too large for it.
     """
     if "complex32" not in (problem.dtype, problem.result):
         axes = problem.axes if first else ()

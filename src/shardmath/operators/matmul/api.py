@@ -25,7 +25,7 @@ from shardmath.operators.matmul.scaling import Scaling, blocks_of, scale_matrix
 from shardmath.operators.matmul.strategy import (
     CORES,
     HOPPER,
-    HOPPER_APART,
+    HOPPER_MULTI_HOST,
     Cost,
     Strategy,
     choose,
@@ -39,11 +39,11 @@ __all__ = [
     "Plan",
     "agree_on_operands",
     "agree_on_plan",
+    "autotuned",
     "call_of",
-    "comes_again",
     "product",
     "run",
-    "tuned",
+    "was_executed",
 ]
 
 
@@ -53,7 +53,7 @@ class Plan:
 
     strategy: Strategy
     compared: tuple[tuple[Strategy, Cost], ...]
-    share: host.Share
+    rank_plan: host.RankPlan
     notes: tuple[str, ...] = ()  # on how the steps are done
 
     @property
@@ -72,7 +72,7 @@ class Plan:
             f"chosen: {self.strategy}{forced}; predicted {costs[id(self.strategy)]}",
         ]
         lines += [f"  {i}. {step}" for i, step in enumerate(self.strategy.steps(), 1)]
-        lines += [f"  {note}" for note in (*self.notes, *self.share.told)]
+        lines += [f"  {note}" for note in (*self.notes, *self.rank_plan.notes)]
         others = [entry for entry in self.compared if entry[0] is not self.strategy]
         if others:
             lines.append("compared with")
@@ -124,14 +124,14 @@ def _planned(
     def build(specs: list[Any]) -> Plan:
         if context.team is None:
             strategy, compared = choose(check(specs).widened(), CORES)
-            return Plan(strategy, tuple(compared), host.Share(strategy, context.rank))
+            return Plan(strategy, tuple(compared), host.RankPlan(strategy, context.rank))
         from shardmath.operators.matmul import gpu
 
         hosts = context.hosts
-        machine = HOPPER if len(set(hosts)) == 1 else HOPPER_APART
-        strategy, compared = gpu.chosen(check(specs), machine)
-        share = gpu.Share(strategy, context.rank, hosts)
-        return Plan(strategy, tuple(compared), share, tuple(gpu.notes(share)))
+        machine = HOPPER if len(set(hosts)) == 1 else HOPPER_MULTI_HOST
+        strategy, compared = gpu.choose_strategy(check(specs), machine)
+        rank_plan = gpu.RankPlan(strategy, context.rank, hosts)
+        return Plan(strategy, tuple(compared), rank_plan, tuple(gpu.notes(rank_plan)))
 
     plan, notes = agree_plan(context, "matmul", described, build)
     if calls and calls[0].options.logger is not None:
@@ -139,7 +139,7 @@ def _planned(
     return plan, notes
 
 
-def tuned(context: Context, operation: str, arguments: Arguments, plan: Plan) -> Plan:
+def autotuned(context: Context, operation: str, arguments: Arguments, plan: Plan) -> Plan:
     """A plan of its own whose products have been timed on the arguments, which stay as they are.
 
     On cores the same plan: there is nothing to choose. Collective.
@@ -148,7 +148,7 @@ def tuned(context: Context, operation: str, arguments: Arguments, plan: Plan) ->
         return plan
     from shardmath.operators.matmul import gpu
 
-    own = replace(plan, share=gpu.Share(plan.strategy, context.rank, context.hosts))
+    own = replace(plan, rank_plan=gpu.RankPlan(plan.strategy, context.rank, context.hosts))
     gpu.tune(context, operation, arguments, lambda: own, lambda: call_of(context, arguments))
     return own
 
@@ -168,14 +168,14 @@ def call_of(context: Context, arguments: Arguments) -> Call:
     return call
 
 
-def comes_again(context: Context, plan: Plan, arguments: Arguments) -> bool:
+def was_executed(context: Context, plan: Plan, arguments: Arguments) -> bool:
     """Whether this rank has executed the plan on arguments like these, which fit therefore."""
     if context.team is None:
         return False
     from shardmath.operators.matmul import gpu
 
-    share: Any = plan.share
-    return gpu.comes_again(context, share, arguments)
+    rank_plan: Any = plan.rank_plan
+    return gpu.was_executed(context, rank_plan, arguments)
 
 
 def _places(context: Context) -> tuple[str, ...]:
@@ -194,11 +194,11 @@ def product(context: Context, arguments: Arguments) -> Any:
     from shardmath.operators.matmul import gpu
 
     calls: list[Call] = []
-    one = gpu.Turn(context, "matmul", arguments)
-    plan, notes = _planned(context, arguments, calls, one.repeat)
-    if not one.is_repeated(notes):
-        one.agree(lambda: plan, lambda: calls[0] if calls else call_of(context, arguments))
-    return one.perform()
+    invocation = gpu.Invocation(context, "matmul", arguments)
+    plan, notes = _planned(context, arguments, calls, invocation.try_replay)
+    if not invocation.is_replay(notes):
+        invocation.agree(lambda: plan, lambda: calls[0] if calls else call_of(context, arguments))
+    return invocation.perform()
 
 
 def run(
@@ -218,15 +218,15 @@ def run(
     if context.team is not None:
         from shardmath.operators.matmul import gpu
 
-        one = gpu.Turn(context, operation, arguments)
-        one.agree(ready, read)
-        return one.perform()
+        invocation = gpu.Invocation(context, operation, arguments)
+        invocation.agree(ready, read)
+        return invocation.perform()
     made: list[tuple[Any, host.Execution]] = []
 
     def prepare() -> bytes:
         plan, call = ready(), read()
         out, operands = _operands(context, plan, call, arguments)
-        made.append((out, host.Execution(context, plan.share, operands, operation)))
+        made.append((out, host.Execution(context, plan.rank_plan, operands, operation)))
         told = packed_scalars((operands.alpha, operands.beta), operands.scales)
         return told + made[0][1].prepare()
 

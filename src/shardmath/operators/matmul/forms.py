@@ -20,11 +20,11 @@ from shardmath.operators.matmul.api import (
     Plan,
     agree_on_operands,
     agree_on_plan,
+    autotuned,
     call_of,
-    comes_again,
     product,
     run,
-    tuned,
+    was_executed,
 )
 from shardmath.operators.matmul.arguments import Arguments
 from shardmath.operators.matmul.options import MatmulOptions, MatmulPlanPreferences
@@ -63,7 +63,7 @@ def matmul(
     complex128 are summed in at least float32. alpha is 1 and beta, which c requires, has no
     default. `MatmulEpilog` has the epilogs, their inputs and outputs.
 
-    float8_e4m3fn and float8_e5m2, one e5m2 factor at most, take `quantization_scales` (see
+    float8_e4m3fn and float8_e5m2, one e5m2 operand at most, take `quantization_scales` (see
     MatmulQuantizationScales), which also says how a float8 result is scaled. The result, whose type
     `options.result_type` names, has c's type, or a's without c; too large a number for a float8 one
     becomes the greatest there is.
@@ -169,15 +169,15 @@ class Matmul(Lifecycle):
             self._require_held()
             return bytes([bool(autotune)])
 
-        told = self._together("plan", described)
+        told = self._gather("plan", described)
         tunes = require_equal("autotune", [text == b"\1" for text in told])
         asked = {"epilog": epilog, "preferences": preferences}
         arguments = self._arguments(inputs=epilog_inputs, stream=stream, **asked)
         plan, _ = agree_on_plan(self.context, arguments)
         if tunes:
-            plan = tuned(self.context, f"Matmul.plan #{self.number}", arguments, plan)
+            plan = autotuned(self.context, f"Matmul.plan #{self.number}", arguments, plan)
         self._fixed.update(asked)
-        self._hold(inputs=epilog_inputs)
+        self._set_operands(inputs=epilog_inputs)
         self._facts = describe(call_of(self.context, arguments))
         self._plan, self._planned = plan, True
 
@@ -236,13 +236,13 @@ class Matmul(Lifecycle):
                 raise ValueError("reset_operands was given nothing to reset")
             changed = {**given, "scales": merged(given.get("scales"), self._operands["scales"])}
             arguments = self._arguments(**changed, stream=stream)
-            if self._plan is not None and comes_again(self.context, self._plan, arguments):
+            if self._plan is not None and was_executed(self.context, self._plan, arguments):
                 return
             self._require_complete(given)
             self._require_same_library(given)
             self._read(arguments)
 
-        self._together("reset_operands", described)
+        self._gather("reset_operands", described)
         self._take(given)
 
     def reset_operands_unchecked(
@@ -264,7 +264,7 @@ class Matmul(Lifecycle):
     def release_operands(self) -> None:
         """Drop the references to all arrays; `reset_operands` must be given all of them. Local."""
         self._require_alive()
-        self._drop()
+        self._release_operands()
 
     def _read(self, arguments: Arguments) -> Call:
         """The call that they make. Raises ValueError where it is another than was planned."""
@@ -279,12 +279,12 @@ class Matmul(Lifecycle):
             self._kept = self._arguments()
         return self._kept
 
-    def _hold(self, **operands: Any) -> None:
-        super()._hold(**operands)
+    def _set_operands(self, **operands: Any) -> None:
+        super()._set_operands(**operands)
         self._kept = None
 
-    def _drop(self) -> None:
-        super()._drop()
+    def _release_operands(self) -> None:
+        super()._release_operands()
         self._kept = None
 
     def _arguments(self, **changes: Any) -> Arguments:
@@ -295,7 +295,7 @@ class Matmul(Lifecycle):
         held = {name: x for name, x in given.items() if name not in self._scalars}
         if "scales" in held:
             held["scales"] = merged(held["scales"], self._operands["scales"])
-        self._hold(**held)
+        self._set_operands(**held)
 
     @staticmethod
     def _given(*values: Any) -> dict[str, Any]:
@@ -304,13 +304,13 @@ class Matmul(Lifecycle):
         return {name: value for name, value in pairs if value is not None}
 
     def _require_held(self) -> None:
-        if not self._held:
+        if not self._has_operands:
             raise RuntimeError("this Matmul has no operands: they were released; reset them first")
 
     def _require_complete(self, given: Mapping[str, Any]) -> None:
         if "c" in given and not self._facts.has_c:
             raise ValueError("c is given, and this Matmul was made without c")
-        if self._held:
+        if self._has_operands:
             return
         needed = ["a", "b", *(["c"] if self._facts.has_c else [])]
         needed += ["inputs"] if self._facts.inputs else []

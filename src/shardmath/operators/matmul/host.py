@@ -2,8 +2,8 @@
 
 Each phase is separated by an exchange or a barrier, and each is one of three patterns: before
 reading what a peer wrote, after writing what a peer will read, before reusing what a peer may still
-read. The plan is the same data on every rank; only `Share`, what one rank does, differs. All heap
-memory is taken in `prepare`, while ranks can still refuse together.
+read. The strategy is the same on every rank; a `RankPlan` is what one rank does for it. All heap
+memory is allocated in `prepare`, while ranks can still refuse together.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from shardmath.redistribution import Exposed, copy_moves, expose, stage, window_
 from shardmath.redistribution.exposure import staged_bytes
 from shardmath.symmetric.heap import Block
 
-__all__ = ["Execution", "Operands", "Share", "shared_part"]
+__all__ = ["Execution", "Operands", "RankPlan", "shared_part"]
 
 _PANEL_ELEMENTS = 4 << 20  # of one gathered panel: 32 MiB in float64
 _WHOLE_ELEMENTS = 128 << 20  # of all that is brought together for a library's product
@@ -59,7 +59,7 @@ class Operands:
 
 
 @dataclass(frozen=True)
-class Share:
+class RankPlan:
     """What `rank` does for `strategy`."""
 
     strategy: Strategy
@@ -75,7 +75,7 @@ class Share:
         )
 
     @property
-    def told(self) -> tuple[str, ...]:
+    def notes(self) -> tuple[str, ...]:
         """What executions have found out, for `explain`."""
         return ()
 
@@ -105,11 +105,13 @@ def shared_part(held: Layout, need: Layout, *, src: int, dst: int) -> tuple[Move
 class Execution:
     """One execution on one rank: `prepare`, tell the peers, `run`."""
 
-    def __init__(self, context: Context, share: Share, operands: Operands, operation: str) -> None:
+    def __init__(
+        self, context: Context, rank_plan: RankPlan, operands: Operands, operation: str
+    ) -> None:
         self.context = context
-        self.share = share
-        self.strategy = share.strategy
-        self.problem = share.strategy.problem
+        self.rank_plan = rank_plan
+        self.strategy = rank_plan.strategy
+        self.problem = rank_plan.strategy.problem
         self.operands = operands
         self.operation = operation
         self.rank = context.rank
@@ -157,7 +159,7 @@ class Execution:
         `shown` is what all ranks have told: the exchange that carried it is the barrier before
         reading what a peer wrote.
         """
-        a, b = self.share.sources
+        a, b = self.rank_plan.sources
         of_a = [text[1 : 1 + text[0]] for text in shown]
         of_b = [text[1 + text[0] :] for text in shown]
         left = _Reader(
@@ -192,7 +194,7 @@ class Execution:
 
     def _multiply(self, left: _Reader, right: _Reader) -> HostArray:
         """The product of the work's rows and columns, in the accumulator's type."""
-        a, b = self.share.sources
+        a, b = self.rank_plan.sources
         out = self._product_memory()
         if a.extent == 0 or out.size == 0:
             out[...] = 0
@@ -233,7 +235,7 @@ class Execution:
 
         return array
 
-    def _shared(self, mine: HostArray, name: str, layout: Layout) -> _ArrayOf:
+    def _publish_buffer(self, mine: HostArray, name: str, layout: Layout) -> _ArrayOf:
         """Show an array in buffer `name` of the workspace; return how to get every rank's."""
         exposed = expose(self.context, mine, self.workspace.block(name))
         # After writing what a peer will read, and before reading what a peer wrote.
@@ -248,8 +250,8 @@ class Execution:
         else:
             total = np.empty_like(self.operands.out, self.wide)
         total[...] = 0
-        array = self._shared(sums, "sums", self.strategy.sums)
-        for found in self.share.additions:
+        array = self._publish_buffer(sums, "sums", self.strategy.sums)
+        for found in self.rank_plan.additions:
             copy_moves(found, array, total, add=True)
         return total
 
@@ -257,8 +259,8 @@ class Execution:
         """The complete sums, brought to where the caller wants them."""
         final = np.empty_like(self.operands.out, self.wide)
         name = "reduced" if self.strategy.reduces else "sums"
-        array = self._shared(sums, name, self.strategy.reduced)
-        copy_moves(self.share.last_moves, array, final, rank=self.rank)
+        array = self._publish_buffer(sums, name, self.strategy.reduced)
+        copy_moves(self.rank_plan.last_moves, array, final, rank=self.rank)
         return final
 
     def _finish(self, sums: HostArray) -> dict[str, HostArray]:
@@ -283,8 +285,8 @@ class Execution:
         if not scaling.amax:
             return {}
         most = np.abs(numbers).max(initial=0.0)
-        told = self.context.board.exchange(self.operation, np.float32(most).tobytes())
-        every = np.frombuffer(b"".join(told), np.float32)
+        notes = self.context.board.exchange(self.operation, np.float32(most).tobytes())
+        every = np.frombuffer(b"".join(notes), np.float32)
         return {"result_amax": every.max(keepdims=True)}
 
     def _add_c(self, sums: HostArray, c: HostArray) -> None:
@@ -299,7 +301,7 @@ class Execution:
             return
         shared = self.workspace.array("c", c.shape, self.wide)
         shared[...] = c
-        array = self._shared(shared, "c", self.problem.d)
+        array = self._publish_buffer(shared, "c", self.problem.d)
         for rank in range(self.context.size):
             sums += beta * array(rank)
 
@@ -328,7 +330,7 @@ class Execution:
         """The ranks' vectors added where they overlap; with `once`, replicas count once."""
         vector = self.workspace.array("vector", (len(partial), 1), partial.dtype)
         vector[:, 0] = partial
-        array = self._shared(vector, "vector", held)
+        array = self._publish_buffer(vector, "vector", held)
         total = np.zeros((need.local_shape(self.rank)[0], 1), partial.dtype)
         for src in [self.rank] if once else range(self.context.size):
             found = shared_part(held, need, src=src, dst=self.rank)
@@ -391,7 +393,7 @@ class _Reader:
         shape = (hi - lo, source.width) if source.axis == 0 else (source.width, hi - lo)
         if self._panel.shape != shape:
             self._panel = np.empty(shape, self._panel.dtype)
-        copy_moves(source.gathering(lo, hi), self._array, self._panel, rank=self._rank)
+        copy_moves(source.gather_moves(lo, hi), self._array, self._panel, rank=self._rank)
         self._filled = (lo, hi)
 
     def _cut(self, lo: int, hi: int, across: slice) -> tuple[slice, slice]:

@@ -74,7 +74,7 @@ class Source:
         """The ranks that are read."""
         return {piece.src for piece in self.pieces} | {move.src for move in self.moves}
 
-    def gathering(self, lo: int, hi: int) -> list[Move]:
+    def gather_moves(self, lo: int, hi: int) -> list[Move]:
         """The moves that fill a buffer with indices lo to hi of k."""
         return [part for move in self.moves for part in clip(move, self.axis, lo, hi)]
 

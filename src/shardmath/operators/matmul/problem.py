@@ -17,7 +17,7 @@ from shardmath.arrays import ArraySpec, dtypes
 from shardmath.geometry import Distribution, Layout
 from shardmath.local.epilog import MatmulEpilog, requirements
 from shardmath.local.float8 import FLOAT8
-from shardmath.operators.layouts import bound, inferred
+from shardmath.operators.layouts import bind_layout, infer_layout
 from shardmath.operators.matmul.options import (
     FROM_FLOAT8,
     MatmulOptions,
@@ -119,7 +119,7 @@ class Problem:
         return self.result if self.scaling is None else self.scaling.extras
 
     def widened(self) -> Problem:
-        """The same product of numbers in place of scaled elements: factors of float32."""
+        """The same product of numbers in place of scaled elements: operands of float32."""
         return self if self.scaling is None else replace(self, dtype="float32")
 
 
@@ -161,7 +161,10 @@ def describe(call: Call) -> Facts:
         if spec is not None:
             _check_operand(name, spec)
             if place_of(spec) != place_of(a):
-                raise ValueError(f"a is {place_of(a)}, and {name} is {place_of(spec)}")
+                raise ValueError(
+                    f"a is {place_of(a)}, and {name} is {place_of(spec)}; operands are arrays of "
+                    "one library, in one kind of memory"
+                )
     if a.space == "cpu":
         dtypes.to_numpy(a.dtype)  # raises where bfloat16 lacks the library that has it
     for name, spec in call.inputs:
@@ -224,7 +227,7 @@ def check(specs: Sequence[Sequence[Any]]) -> Problem:
     require_equal("the names of epilog_inputs", [[n for n, _ in each.inputs] for each in facts])
     shape = (a.global_shape[0], b.global_shape[1])
     sums_c = epilog is MatmulEpilog.ALLREDUCE
-    d = bound(f"the result, {_by(shape)}", [each.distributions[2] for each in facts], shape)
+    d = bind_layout(f"the result, {_by(shape)}", [each.distributions[2] for each in facts], shape)
     if sums_c:
         d = Layout.replicated(shape, len(facts))
     _check_c(facts, d)
@@ -345,7 +348,7 @@ def _check_same_kind(name: str, facts: list[Any]) -> None:
 def _layout(facts: Sequence[Facts], index: int, *, transposed: bool) -> Layout:
     """The layout of op(X), its global shape inferred from all local shapes."""
     distributions = [each.distributions[index] for each in facts]
-    layout = inferred(_NAMES[index], distributions, [each.operands[index][2] for each in facts])
+    layout = infer_layout(_NAMES[index], distributions, [each.operands[index][2] for each in facts])
     return layout.transposed() if transposed else layout
 
 
@@ -372,9 +375,9 @@ def _check_inputs(facts: Sequence[Facts], d: Layout, epilog: MatmulEpilog) -> No
             )
         for name, extra in needed.items():
             _, kind, shape, strides = given[name]
-            misfit = extra.misfit(kind, tuple(shape), tuple(strides))
-            if misfit:
-                raise ValueError(f"rank {rank}: {misfit}")
+            mismatch = extra.mismatch(kind, tuple(shape), tuple(strides))
+            if mismatch:
+                raise ValueError(f"rank {rank}: {mismatch}")
 
 
 def _by(shape: Sequence[int]) -> str:

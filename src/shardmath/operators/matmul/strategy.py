@@ -26,7 +26,16 @@ from shardmath.geometry import Layout, Spans, bytes_received, common_elements, k
 from shardmath.operators.matmul.problem import Problem
 from shardmath.redistribution import TransferPlan
 
-__all__ = ["CORES", "HOPPER", "HOPPER_APART", "Cost", "Machine", "Strategy", "candidates", "choose"]
+__all__ = [
+    "CORES",
+    "HOPPER",
+    "HOPPER_MULTI_HOST",
+    "Cost",
+    "Machine",
+    "Strategy",
+    "candidates",
+    "choose",
+]
 
 Column = tuple[Spans, ...]  # one axis of the work, by rank
 
@@ -47,7 +56,7 @@ class Machine:
 
 
 # One core of a server of 2024 with the vendor's frequency limits in force; only ratios decide.
-# Complex products cost four real ones, halves are widened first.
+# Complex products cost four real ones, 16-bit floats are widened first.
 _CORE = 5e10
 CORES = Machine(
     rates={
@@ -77,7 +86,7 @@ HOPPER = Machine(
     latency=1e-5,
 )
 # The same on several hosts, a network card of 400 Gb/s for each GPU.
-HOPPER_APART = replace(HOPPER, bandwidth=4.5e10, latency=4e-5)
+HOPPER_MULTI_HOST = replace(HOPPER, bandwidth=4.5e10, latency=4e-5)
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ def redistribute(
         stream=stream,
         out=out,
     )
-    execution = _execution(context, passing=True)
+    execution = _execution(context, temporary=True)
     cached: list[_CachedRedistribution] = []
 
     def described() -> tuple[HashedSpec, bytes]:
@@ -141,7 +141,7 @@ class Redistribute(Lifecycle):
 
     def plan(self, stream: Any = None) -> None:
         """Prepare for `execute`; a second call does nothing. Collective."""
-        self._together("plan", lambda: check_stream(stream))
+        self._gather("plan", lambda: check_stream(stream))
         self._planned = True
 
     def execute(
@@ -179,7 +179,7 @@ class Redistribute(Lifecycle):
             )
             return self._execution.perform(self._problem, notes, self.number)
         finally:
-            self._execution.forget()
+            self._execution.drop_arrays()
             if release_workspace:
                 self._execution.release()
 
@@ -204,18 +204,18 @@ class Redistribute(Lifecycle):
             self._check_shape(spec)
             self._execution.inspect(operand, None, stream)
 
-        self._together("reset_operand", described)
-        self._hold(operand=operand)
+        self._gather("reset_operand", described)
+        self._set_operands(operand=operand)
 
     def reset_operand_unchecked(self, operand: Any, *, stream: Any = None) -> None:
         """As `reset_operand`, without agreement: `execute` finds what is wrong. Local."""
         self._require_alive()
-        self._hold(operand=operand)
+        self._set_operands(operand=operand)
 
     def release_operand(self) -> None:
         """Drop the reference to the operand; then `reset_operand` must come first. Local."""
         self._require_alive()
-        self._drop()
+        self._release_operands()
 
     def _require_fit(self, operand: ArraySpec, out: ArraySpec | None) -> None:
         """Raise ValueError unless such arrays are what the plan is for."""
@@ -241,13 +241,13 @@ class Redistribute(Lifecycle):
         self._execution.release()
 
 
-def _execution(context: Context, *, passing: bool = False) -> HostExecution | DeviceExecution:
-    """What moves the elements: on cores or on GPUs. `passing`: for one call only."""
+def _execution(context: Context, *, temporary: bool = False) -> HostExecution | DeviceExecution:
+    """What moves the elements: on cores or on GPUs. `temporary`: for one call only."""
     if context.team is None:
-        return HostExecution(context, passing=passing)
+        return HostExecution(context, temporary=temporary)
     from shardmath.operators.redistribute.device import DeviceExecution
 
-    return DeviceExecution(context, passing=passing)
+    return DeviceExecution(context, temporary=temporary)
 
 
 class _CachedRedistribution(CachedCall):

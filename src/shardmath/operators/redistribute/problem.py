@@ -16,7 +16,7 @@ from shardmath.agreement import require_equal
 from shardmath.arrays import ArraySpec
 from shardmath.errors import CollectiveMismatch
 from shardmath.geometry import Distribution
-from shardmath.operators.layouts import bound, inferred, result_order
+from shardmath.operators.layouts import bind_layout, infer_layout, result_order
 from shardmath.operators.lifecycle import check_blocking, check_logger
 from shardmath.redistribution import TransferPlan
 
@@ -105,8 +105,8 @@ def check(descriptions: Sequence[Description]) -> Problem:
         require_equal(f"the {what} of the operand", [operand[index] for operand in operands])
     require_equal("the ndim of the operand", [len(operand[4]) for operand in operands])
     require_equal("options.blocking", blocking)
-    src = inferred("input_distribution", sources, [operand[4] for operand in operands])
-    dst = bound("output_distribution", targets, src.global_shape)
+    src = infer_layout("input_distribution", sources, [operand[4] for operand in operands])
+    dst = bind_layout("output_distribution", targets, src.global_shape)
     library, space, dtype, itemsize, *_ = operands[0]
     problem = Problem(
         transfer=TransferPlan(src, dst, itemsize),

@@ -1,10 +1,11 @@
-"""AllGather + GEMM: rows come from all ranks while those that are here are multiplied.
+"""AllGather + GEMM: rows arrive from all ranks while those that are here are multiplied.
 
-A plan has room for all rows on the symmetric heap, and words that only count up, so that launches
-follow each other without the host, also when a CUDA graph replays them. Every rank writes its rows
-into the memory of every other (`row_push`); tiles wait for theirs. Every wait has a deadline: a
-rank that has waited in vain does not say that its rows have come, so no peer takes for rows what
-lies there.
+    side stream        push this rank's rows to every peer, chunk by chunk (`row_push`)
+    product's stream   tiles of own rows, then of each peer's rows as they arrive
+
+A plan has symmetric memory for all ranks' rows, and counters that only increase, so that launches
+follow each other without the host, also when a CUDA graph replays them. Every wait has a deadline:
+a rank whose wait has timed out signals nothing, so no peer multiplies rows that have not arrived.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ import struct
 from shardmath.context import Context
 from shardmath.cuda.device import Device
 from shardmath.cuda.kernel import Argument, Kernel
-from shardmath.cuda.stream import SideStream, Turns
+from shardmath.cuda.stream import SideStream, StreamOrder
 from shardmath.cuda.tensormap import ALIGNMENT, NBYTES, tensor_map
 from shardmath.operators.matmul.gpu.plan_memory import PlanMemory
-from shardmath.operators.matmul.gpu.row_push import RowPush, words_bytes
+from shardmath.operators.matmul.gpu.row_push import RowPush, signals_bytes
 from shardmath.operators.matmul.gpu.row_split import (
     DEPTH,
     TILE_ROWS,
@@ -34,7 +35,7 @@ _MOST_ARGUMENTS = 256
 
 
 class AllGatherGemm:
-    """`launch` leaves the product of all ranks' rows with this rank's columns. See `together`.
+    """`launch` leaves the product of all ranks' rows with this rank's columns. See `create`.
 
     A plan is used by one stream at a time; several plans may be used on several streams, and take
     turns.
@@ -45,36 +46,38 @@ class AllGatherGemm:
         context: Context,
         problem: RowSplitProduct,
         tiling: Tiling,
-        room: PlanMemory,
+        memory: PlanMemory,
     ) -> None:
-        self.team = room.team
+        self.team = memory.team
         self.problem = problem
         self.tiling = tiling
-        self._room = room
-        self._handing = RowPush(room.team, problem, tiling, room.bases)
+        self._memory = memory
+        self._row_push = RowPush(memory.team, problem, tiling, memory.bases)
         self._arguments: dict[tuple[int, ...], Argument] = {}
         device = self.team.device
         device.activate()
         # Two products at once could leave no multiprocessor for what begins the copies of one.
-        self._turns: Turns = context.cache("turns of products", lambda: Turns(device))
+        self._order: StreamOrder = context.cache(
+            "stream order of products", lambda: StreamOrder(device)
+        )
         self._side: SideStream = context.cache("side of rows", lambda: SideStream(device))
 
     @classmethod
-    def together(
+    def create(
         cls, context: Context, problem: RowSplitProduct, tiling: Tiling | None = None
     ) -> AllGatherGemm:
         """A plan. Collective.
 
         Raises ValueError on all ranks where they do not mean the same product, or where
-        `problem.misfit` speaks on one of them; HeapExhausted.
+        `problem.unsupported` speaks on one of them; HeapExhausted.
         """
         chosen: list[Tiling] = []
-        words = words_bytes(context.size)
+        words = signals_bytes(context.size)
 
         def refusal(device: Device) -> str:
             if len(problem.rows) != context.size:
                 return f"rows of {len(problem.rows)} ranks, and there are {context.size}"
-            return problem.misfit(device)
+            return problem.unsupported(device)
 
         def begin(address: int) -> None:
             assert context.team is not None, "a context of GPUs"
@@ -82,7 +85,7 @@ class AllGatherGemm:
             device.zero(address, words)
             chosen.append(tiling or choose_tiling(problem, context.rank, device.processors))
 
-        room = PlanMemory.together(
+        memory = PlanMemory.create(
             context,
             "a product of gathered rows",
             lambda _: words + problem.offsets[-1],
@@ -90,7 +93,7 @@ class AllGatherGemm:
             begin=begin,
             same=problem.same_everywhere,
         )
-        return cls(context, problem, chosen[0], room)
+        return cls(context, problem, chosen[0], memory)
 
     def launch(self, a: int, b: int, result: int, stream: int, *, pitch: int | None = None) -> None:
         """Put the product on `stream`; this rank's rows of A, its columns of B and the result lie
@@ -100,7 +103,7 @@ class AllGatherGemm:
         is as few as can be. Never waits on the host, and can be captured in a CUDA graph.
         Collective, in stream order.
         """
-        self._room.require_usable()
+        self._memory.require_usable()
         problem = self.problem
         if pitch is None:
             pitch = problem.columns if problem.out == "C" else problem.height
@@ -109,8 +112,8 @@ class AllGatherGemm:
         if self.team.size == 1:
             self._multiply(a, b, result, pitch, stream)
             return
-        with self._turns.taken(stream), self._side.beside(stream) as side:
-            self._handing.put(a, side)
+        with self._order.section(stream), self._side.forked(stream) as side:
+            self._row_push.put(a, side)
             self._multiply(a, b, result, pitch, stream)
 
     def free(self) -> None:
@@ -118,7 +121,7 @@ class AllGatherGemm:
 
         Nothing can be launched any more, on any rank.
         """
-        self._room.free()
+        self._memory.free()
 
     # -- the product -------------------------------------------------------------------------------
 
@@ -149,14 +152,14 @@ class AllGatherGemm:
         maps.append(self._map_of_b(b))
         parts, units = [], 0
         for src in arrivals:
-            heights = tiling.heights(problem.rows[src])
-            parts += [units, heights, problem.rows[src], src]
-            units += heights * tiling.across(problem.columns)
+            unit_rows = tiling.unit_rows(problem.rows[src])
+            parts += [units, unit_rows, problem.rows[src], src]
+            units += unit_rows * tiling.tile_columns(problem.columns)
         starts = [problem.starts[src] for src in arrivals]
         counts = [len(arrivals), units, -(-problem.depth // DEPTH), problem.columns]
         counts += [problem.chunk, len(problem.chunks)]
         packed = b"".join(maps) + self.team.packed()
-        packed += struct.pack(f"{size}Q", *self._room.bases)
+        packed += struct.pack(f"{size}Q", *self._memory.bases)
         packed += struct.pack("QQ6I", result, 2 * pitch, *counts)
         packed += struct.pack(f"{4 * size}I", *parts, *[0] * 4 * absent)
         packed += struct.pack(f"{size}I", *starts, *[0] * absent)
@@ -165,7 +168,7 @@ class AllGatherGemm:
     def _map_of_rows(self, src: int, a: int) -> bytes:
         """The rows of `src`: this rank's own lie where the caller has them."""
         problem, rank = self.problem, self.team.rank
-        at = a if src == rank else self._handing.rows(rank, src)
+        at = a if src == rank else self._row_push.rows(rank, src)
         pitch = problem.a.pitch if src == rank else problem.pitch(src)
         if problem.a.order == "C":
             shape, box = (problem.depth, problem.rows[src]), TILE_ROWS

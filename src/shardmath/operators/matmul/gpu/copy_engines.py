@@ -40,7 +40,7 @@ class EngineCopy:
         what.WidthInBytes, what.Height = width, rows
         if not flat:
             layers, source, target = dims[0]
-            what.KOrder = layers
+            what.Depth = layers
             what.srcHeight, what.dstHeight = source // what.srcPitch, target // what.dstPitch
 
     def put(self, source: int, target: int, stream: Any) -> None:

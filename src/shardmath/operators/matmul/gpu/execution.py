@@ -18,25 +18,25 @@ from shardmath.context import Context
 from shardmath.geometry import Move
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.gpu import Matrix
-from shardmath.local.gpu.blaslt import WORKSPACE, Extras
+from shardmath.local.gpu.blaslt import WORKSPACE, EpilogAttributes
 from shardmath.local.gpu.epilog import copy, finish
+from shardmath.local.gpu.fused_epilog import FusedEpilog, fused_epilog, split
 from shardmath.local.gpu.gemm import fits, has_algorithm, multiply, takes_result
-from shardmath.local.gpu.within import Within, split, within
 from shardmath.operators.lanes import Lane
 from shardmath.operators.matmul.gpu.far_published import FarPublishedMatrices
-from shardmath.operators.matmul.gpu.finish import SHOWN, Ending
-from shardmath.operators.matmul.gpu.float8_conversion import Numbers
-from shardmath.operators.matmul.gpu.gather import Gathering
+from shardmath.operators.matmul.gpu.finish import PUBLISHED, FinishPhase
+from shardmath.operators.matmul.gpu.float8_conversion import DequantizedOperands
+from shardmath.operators.matmul.gpu.gather import Gather
 from shardmath.operators.matmul.gpu.panel_gemm import PanelGemm
-from shardmath.operators.matmul.gpu.panels import Feed, Interval
-from shardmath.operators.matmul.gpu.rank_plan import AFTERWARDS, Operands, Share
+from shardmath.operators.matmul.gpu.panels import Interval, OperandPlan
+from shardmath.operators.matmul.gpu.rank_plan import AFTERWARDS, Operands, RankPlan
 from shardmath.operators.matmul.gpu.scaled import ScaledProducts
 from shardmath.operators.matmul.gpu.separate_reduction import SeparateReduction
 from shardmath.operators.published import Places, PublishedMatrices, matrix_of
 
 __all__ = ["Execution"]
 
-_NOTHING = Within(Extras())
+_NOTHING = FusedEpilog(EpilogAttributes())
 
 _PLAIN = (MatmulEpilog.DEFAULT, *AFTERWARDS)
 
@@ -50,18 +50,18 @@ class Execution:
     def __init__(
         self,
         context: Context,
-        share: Share,
+        rank_plan: RankPlan,
         operands: Operands,
         lane: Lane,
         *,
         addition_order: str = "",
     ) -> None:
         self.context = context
-        self.share = share
-        self.strategy = share.strategy
-        self.problem = share.strategy.problem
-        self._numbers = Numbers(share, operands, lane)
-        self.operands = operands = self._numbers.operands
+        self.rank_plan = rank_plan
+        self.strategy = rank_plan.strategy
+        self.problem = rank_plan.strategy.problem
+        self._dequantized = DequantizedOperands(rank_plan, operands, lane)
+        self.operands = operands = self._dequantized.operands
         self.rank = context.rank
         self.lane = lane
         self.device = lane.team.device
@@ -69,27 +69,33 @@ class Execution:
         self.wide = dtypes.accumulator(self.problem.dtype).name
         self.out = matrix_of(operands.out)
         self.order = "F" if self.out.by_columns else "C"
-        self.shown = PublishedMatrices(context, lane, SHOWN)
-        if share.apart:
-            self.shown = FarPublishedMatrices(context, lane, SHOWN, share.routes, share.kept)
-        self.addition: SeparateReduction | None = None
+        self.published = PublishedMatrices(context, lane, PUBLISHED)
+        if rank_plan.multi_host:
+            self.published = FarPublishedMatrices(
+                context, lane, PUBLISHED, rank_plan.routes, rank_plan.cache
+            )
+        self.reduction: SeparateReduction | None = None
         if addition_order:
-            self.addition = SeparateReduction(share, operands, lane, addition_order)
-        self.ending = Ending(context, share, operands, lane, self.shown, self.addition)
-        self._arriving = self._on_arrival()
-        self._within: Within | None = None
+            self.reduction = SeparateReduction(rank_plan, operands, lane, addition_order)
+        self.finish_phase = FinishPhase(
+            context, rank_plan, operands, lane, self.published, self.reduction
+        )
+        self._panel_gemm = self._find_panel_gemm()
+        self._fused_epilog: FusedEpilog | None = None
         self._first, self._rest = split(self.problem.epilog, self.out.dtype)
         self._scaled: ScaledProducts | None = None
-        if share.multiplies_elements:
-            self._scaled = ScaledProducts(share, operands, lane, self.shown, self.ending)
+        if rank_plan.multiplies_elements:
+            self._scaled = ScaledProducts(
+                rank_plan, operands, lane, self.published, self.finish_phase
+            )
         self._copies: list[tuple[Matrix, Matrix]] = []  # (to, from): operands that peers read
 
-    def _on_arrival(self) -> PanelGemm | None:
-        """How to multiply while factors come, None where the kernel for that does not suit."""
-        if not self.share.multiplies or self.share.apart:
+    def _find_panel_gemm(self) -> PanelGemm | None:
+        """How to multiply while operands come, None where the kernel for that does not suit."""
+        if not self.rank_plan.multiplies or self.rank_plan.multi_host:
             return None
-        made = PanelGemm(self.share, self.operands, self.lane, self.out)
-        return None if made.misfit else made
+        made = PanelGemm(self.rank_plan, self.operands, self.lane, self.out)
+        return None if made.unsupported else made
 
     # -- prepare -----------------------------------------------------------------------------------
 
@@ -99,74 +105,74 @@ class Execution:
         Returns what to tell the peers. Raises HeapExhausted; nothing has been written then.
         """
         strategy, rank = self.strategy, self.rank
-        for name, array, transfer in zip(
-            "ab", self.operands.factors, strategy.transfers, strict=True
-        ):
+        for name, array, transfer in zip("ab", self.operands.ab, strategy.transfers, strict=True):
             ranges = transfer.read_by_peers(rank)
-            if ranges is not None and self.share.rounds is None:
-                room = self.shown.operand(name, array, (ranges[0], ranges[1]))
+            if ranges is not None and self.rank_plan.rounds is None:
+                room = self.published.operand(name, array, (ranges[0], ranges[1]))
                 if room is not None:
                     self._copies.append((room, matrix_of(array).part(ranges[0], ranges[1])))
-        self.ending.prepare()
+        self.finish_phase.prepare()
         if self._scaled is not None:
-            self._scaled.prepare_shown()
-        if self.share.multiplies:
+            self._scaled.prepare_published()
+        if self.rank_plan.multiplies:
             self._prepare_product()
-        return self.shown.pack()
+        return self.published.pack()
 
     def _prepare_product(self) -> None:
-        """Memory for panels, for factors that BLAS cannot take as they lie, and for the product."""
+        """Memory for panels, for packed copies of operands, and for the product."""
         if self._scaled is not None:
             self._scaled.prepare()
             return
-        if self._arriving is not None:
-            self._arriving.prepare()
+        if self._panel_gemm is not None:
+            self._panel_gemm.prepare()
         self.lane.private("blas", WORKSPACE)
-        if self._leads_to_d and self.problem.epilog not in _PLAIN:
-            self._within = self._fused_epilog()
+        if self._can_write_d and self.problem.epilog not in _PLAIN:
+            self._fused_epilog = self._find_fused_epilog()
         self._prepare_factors(self._target())
 
     def _prepare_factors(self, target: Matrix) -> None:
         """Memory for what is gathered, and for what does not fit a product into `target`."""
-        _, room = self.share.schedule
+        _, room = self.rank_plan.schedule
         itemsize = dtypes.of(self.problem.dtype).itemsize
-        for index, feed in enumerate(self.share.feeds):
-            if feed.gathers:
-                whole = 0 if self._arriving is None else self._arriving.room(index)
-                nbytes = max(whole, room * feed.width * itemsize)
+        for index, operand_plan in enumerate(self.rank_plan.operand_plans):
+            if operand_plan.gathers:
+                whole = 0 if self._panel_gemm is None else self._panel_gemm.panel_bytes(index)
+                nbytes = max(whole, room * operand_plan.width * itemsize)
                 self.lane.private(f"panel {'ab'[index]}", nbytes)
-                parts = partial(self.share.parts, index)
-                self.shown.make_room("ab"[index], parts, itemsize)
+                parts = partial(self.rank_plan.parts, index)
+                self.published.make_room("ab"[index], parts, itemsize)
             elif not self._fits(index, self._own(index), target):
-                self.lane.private(f"packed {'ab'[index]}", feed.extent * feed.width * itemsize)
+                self.lane.private(
+                    f"packed {'ab'[index]}", operand_plan.extent * operand_plan.width * itemsize
+                )
 
     # -- run ---------------------------------------------------------------------------------------
 
     def meet(self) -> None:
         """What all ranks do together before. Collective; raises HeapExhausted on all ranks."""
-        if self.addition is not None:
-            self.addition.meet(self.context)
+        if self.reduction is not None:
+            self.reduction.meet(self.context)
 
-    def run(self, told: Sequence[bytes]) -> None:
+    def run(self, messages: Sequence[bytes]) -> None:
         """Put everything on the stream: D and the epilog's outputs are there after it. Collective.
 
-        `told` is what all ranks have told.
+        `messages` is what all ranks have told.
         """
-        self.shown.learn(told)
-        with self.lane.entered(self.stream):
-            self._numbers.launch(self.device, self.stream)
-            for shown, original in self._copies:
-                copy(self.device, self.stream, shown, original)
+        self.published.learn(messages)
+        with self.lane.section(self.stream):
+            self._dequantized.launch(self.device, self.stream)
+            for published, original in self._copies:
+                copy(self.device, self.stream, published, original)
             for name in "ab":
-                self.shown.publish(name, self.stream)
+                self.published.publish(name, self.stream)
             if self._scaled is not None:
                 self._scaled.begin()
-            if self.ending.quantizing is not None:
-                self.ending.quantizing.begin()
-            together = self.ending.show_c() or self.share.reads_peers
+            if self.finish_phase.quantized_result is not None:
+                self.finish_phase.quantized_result.begin()
+            together = self.finish_phase.show_c() or self.rank_plan.reads_peers
             if together:
                 self._barrier()  # after writing what a peer will read, before reading what it wrote
-            if self.ending.run(self._multiply()) or together:
+            if self.finish_phase.run(self._multiply()) or together:
                 self._barrier()  # before reusing what a peer may still read
 
     def _barrier(self) -> None:
@@ -175,20 +181,22 @@ class Execution:
     # -- the product -------------------------------------------------------------------------------
 
     @property
-    def _fused(self) -> bool:
+    def _writes_d(self) -> bool:
         """Whether products give D itself: nothing follows that is not done in place."""
         plain = self.problem.epilog in _PLAIN
-        return self._leads_to_d and (plain or self._within is not None)
+        return self._can_write_d and (plain or self._fused_epilog is not None)
 
-    def _fused_epilog(self) -> Within | None:
+    def _find_fused_epilog(self) -> FusedEpilog | None:
         """How the product does the epilog's first part too; None where it cannot. Takes memory for
-        factors.
+        operands.
         """
         operands, epilog, out = self.operands, self._first, self.out
         aux = operands.aux(epilog)
-        found = within(epilog, out, bias=operands.bias, aux=None if aux is None else matrix_of(aux))
+        found = fused_epilog(
+            epilog, out, bias=operands.bias, aux=None if aux is None else matrix_of(aux)
+        )
         wider = self.problem.result != self.problem.dtype  # not seen with a bias
-        if found is None or wider or len(self.share.schedule[0]) > 1:
+        if found is None or wider or len(self.rank_plan.schedule[0]) > 1:
             return None
         self._prepare_factors(out)
         conj_a, conj_b = self.problem.conjugate
@@ -206,12 +214,12 @@ class Execution:
         return found if there else None
 
     @cached_property
-    def _leads_to_d(self) -> bool:
+    def _can_write_d(self) -> bool:
         """Whether a product can be written to D, if the epilog can be done within it."""
         operands, c = self.operands, self.operands.c
-        several = len(self.share.schedule[0]) > 1
+        several = len(self.rank_plan.schedule[0]) > 1
         return not (
-            self.ending.sums is not None
+            self.finish_phase.sums is not None
             or self.problem.sums_c
             or operands.alpha == 0  # NaN times 0 is NaN, which BLAS does not look for
             or not takes_result(self.out)
@@ -229,9 +237,9 @@ class Execution:
 
     def _target(self) -> Matrix:
         """Where the product goes."""
-        if self.ending.sums is not None:
-            return self.ending.sums
-        if self._fused:
+        if self.finish_phase.sums is not None:
+            return self.finish_phase.sums
+        if self._writes_d:
             return self.out
         shape = self.out.rows, self.out.columns
         address = self.lane.private("product", self.out.size * dtypes.of(self.wide).itemsize)
@@ -239,25 +247,25 @@ class Execution:
 
     def _multiply(self) -> list[Matrix] | None:
         """The product of the work's rows and columns as what is to be finished; None if it is."""
-        if not self.share.multiplies:
-            if self.ending.sums is not None:
-                finish(self.device, self.stream, self.ending.sums, [])  # zeros
+        if not self.rank_plan.multiplies:
+            if self.finish_phase.sums is not None:
+                finish(self.device, self.stream, self.finish_phase.sums, [])  # zeros
             return []
         if self._scaled is not None:
             return self._scaled.run(self._source)
-        if self._arriving is not None and self._arriving.run(self._source):
+        if self._panel_gemm is not None and self._panel_gemm.run(self._source):
             return None
         target = self._target()
         for number, (a, b) in enumerate(self._factors(target)):
             self._product(a, b, target, number)
-        if not self._fused:
+        if not self._writes_d:
             return [target]
         self._finish_in_place()
         return None
 
     def _finish_in_place(self) -> None:
         """What the product has left of the epilog."""
-        if self._within is not None and self._rest is not MatmulEpilog.DEFAULT:
+        if self._fused_epilog is not None and self._rest is not MatmulEpilog.DEFAULT:
             aux = self.operands.aux(self._rest)
             given = None if aux is None else matrix_of(aux)
             finish(self.device, self.stream, self.out, [self.out], epilog=self._rest, aux=given)
@@ -266,12 +274,12 @@ class Execution:
         """One interval's product, added to those before it."""
         operands = self.operands
         alpha, beta, c = 1.0 + 0.0j, float(number > 0) + 0.0j, None
-        if self._fused:
+        if self._writes_d:
             alpha = complex(operands.alpha)
             if number == 0 and operands.c is not None and operands.beta != 0:
                 beta, c = complex(operands.beta), matrix_of(operands.c)
         conj_a, conj_b = self.problem.conjugate
-        inside = self._within or _NOTHING
+        inside = self._fused_epilog or _NOTHING
         multiply(
             self.device,
             a,
@@ -292,38 +300,44 @@ class Execution:
         )
 
     def _factors(self, target: Matrix) -> Iterator[tuple[Matrix, Matrix]]:
-        """The dense factors of each interval, in order; those that are gathered will have come."""
-        plan, _ = self.share.schedule
+        """The dense operands of each interval, in order; those that are gathered will have come."""
+        plan, _ = self.rank_plan.schedule
         own = [
-            None if feed.gathers else self._dense(index, target)
-            for index, feed in enumerate(self.share.feeds)
+            None if operand_plan.gathers else self._dense(index, target)
+            for index, operand_plan in enumerate(self.rank_plan.operand_plans)
         ]
-        gathering = Gathering(self.lane, self.stream, self.share.kept)
-        with gathering.beside(len(plan) > 1):
+        gather = Gather(self.lane, self.stream, self.rank_plan.cache)
+        with gather.prefetching(len(plan) > 1):
             for number, interval in enumerate(plan):
                 pair = []
-                for index, feed in enumerate(self.share.feeds):
+                for index, operand_plan in enumerate(self.rank_plan.operand_plans):
                     dense = own[index]
                     if dense is not None:
-                        pair.append(_along(dense, feed.axis, interval.lo, interval.hi))
+                        pair.append(_along(dense, operand_plan.axis, interval.lo, interval.hi))
                     else:
-                        panel = self._panel(index, feed, interval, target)
-                        moves = feed.gathering(interval.lo, interval.hi)
+                        panel = self._panel(index, operand_plan, interval, target)
+                        moves = operand_plan.gather_moves(interval.lo, interval.hi)
                         if interval.after is not None:
-                            gathering.leave(interval.after)
+                            gather.await_release(interval.after)
                         name = f"{'ab'[index]} {number}"
-                        places = self._source(index, name, moves, gathering.stream)
-                        gathering.copy(name, moves, places, panel)
+                        places = self._source(index, name, moves, gather.stream)
+                        gather.copy(name, moves, places, panel)
                         pair.append(panel)
-                gathering.arrive(number)
+                gather.await_panels(number)
                 yield pair[0], pair[1]
-                gathering.used(number)
+                gather.release(number)
 
     def _own(self, index: int) -> Matrix:
-        """This rank's own part of a factor that needs no gathering."""
-        feed, array = self.share.feeds[index], matrix_of(self.operands.factors[index])
-        assert feed.place is not None, feed
-        (row, column), (rows, columns) = feed.place, feed.shape(0, feed.extent)
+        """This rank's own part of an operand that needs no gathering."""
+        operand_plan, array = (
+            self.rank_plan.operand_plans[index],
+            matrix_of(self.operands.ab[index]),
+        )
+        assert operand_plan.place is not None, operand_plan
+        (row, column), (rows, columns) = (
+            operand_plan.place,
+            operand_plan.shape(0, operand_plan.extent),
+        )
         return array.part((row, row + rows), (column, column + columns))
 
     def _fits(self, index: int, x: Matrix, target: Matrix) -> bool:
@@ -337,22 +351,26 @@ class Execution:
         return placed
 
     def _placed(self, index: int, target: Matrix) -> Matrix:
-        """A factor of a product in one interval: where it lies, or the memory it will be in."""
-        feed = self.share.feeds[index]
-        if feed.gathers:
-            return self._panel(index, feed, self.share.schedule[0][0], target)
+        """An operand of a product in one interval: where it lies, or the memory it will be in."""
+        operand_plan = self.rank_plan.operand_plans[index]
+        if operand_plan.gathers:
+            return self._panel(index, operand_plan, self.rank_plan.schedule[0][0], target)
         own = self._own(index)
         if self._fits(index, own, target):
             return own
         return self._oriented(index, f"packed {'ab'[index]}", own, target)
 
-    def _panel(self, index: int, feed: Feed, interval: Interval, target: Matrix) -> Matrix:
-        """Memory for an interval of a factor, in the order of the operand where BLAS takes that."""
-        like = matrix_of(self.operands.factors[index])
-        rows, columns = feed.shape(interval.lo, interval.hi)
+    def _panel(
+        self, index: int, operand_plan: OperandPlan, interval: Interval, target: Matrix
+    ) -> Matrix:
+        """Memory for an interval of an operand, in its order where BLAS takes that."""
+        like = matrix_of(self.operands.ab[index])
+        rows, columns = operand_plan.shape(interval.lo, interval.hi)
         like = like._replace(rows=rows, columns=columns)
         panel = self._oriented(index, f"panel {'ab'[index]}", like, target)
-        return panel._replace(address=panel.address + interval.offset * feed.width * panel.itemsize)
+        return panel._replace(
+            address=panel.address + interval.offset * operand_plan.width * panel.itemsize
+        )
 
     def _oriented(self, index: int, name: str, like: Matrix, target: Matrix) -> Matrix:
         orders = ("F", "C") if like.by_columns else ("C", "F")
@@ -363,14 +381,14 @@ class Execution:
     def _source(
         self, index: int, part: str = "", moves: Sequence[Move] = (), stream: Any = None
     ) -> Places:
-        """Where each rank's local part of a factor lies, for moves that are put on `stream`."""
-        array = self.operands.factors[index]
-        shown = self.shown.reach("ab"[index], part, moves, stream)
+        """Where each rank's local part of an operand lies, for moves that are put on `stream`."""
+        array = self.operands.ab[index]
+        published = self.published.reach("ab"[index], part, moves, stream)
 
         def place(rank: int) -> tuple[int, tuple[int, ...]]:
             if rank == self.rank:
                 return array.address, array.strides
-            return shown(rank)
+            return published(rank)
 
         return place
 

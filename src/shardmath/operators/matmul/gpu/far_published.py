@@ -26,7 +26,7 @@ __all__ = ["FarPublishedMatrices"]
 
 
 class FarPublishedMatrices(PublishedMatrices):
-    """See PublishedMatrices. `kept` holds what is packed, for as long as the plan lives."""
+    """See PublishedMatrices. `cache` holds what is packed, for as long as the plan lives."""
 
     def __init__(
         self,
@@ -34,11 +34,11 @@ class FarPublishedMatrices(PublishedMatrices):
         lane: Lane,
         names: Sequence[str],
         routes: Routes,
-        kept: dict[Any, Any],
+        cache: dict[Any, Any],
     ) -> None:
         super().__init__(context, lane, names)
         self._routes = routes
-        self._kept = kept
+        self._cache = cache
         self._itemsizes: dict[str, int] = {}
 
     def made(self, name: str, shape: tuple[int, ...], dtype: str, order: str) -> Matrix:
@@ -75,11 +75,11 @@ class FarPublishedMatrices(PublishedMatrices):
         own = self._own[name]
         strides = own.row_stride * own.itemsize, own.column_stride * own.itemsize
         key = ("packing", name, strides)
-        if key not in self._kept:
+        if key not in self._cache:
             outbox = self._routes.outbox(name, self._context.rank, own.itemsize)
             boxes = [Box.of(copy, 0) for copy in outbox.packing(strides)]
-            self._kept[key] = BoxCopies(self._lane.team.device, boxes)
-        self._kept[key].launch(stream, [own.address], [self._lane.address(f"outbox {name}")])
+            self._cache[key] = BoxCopies(self._lane.team.device, boxes)
+        self._cache[key].launch(stream, [own.address], [self._lane.address(f"outbox {name}")])
 
     def reach(self, name: str, part: str, moves: Sequence[Move], stream: Any) -> Places:
         """See PublishedMatrices: what is on other hosts is fetched."""

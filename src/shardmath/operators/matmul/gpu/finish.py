@@ -18,39 +18,39 @@ from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.gpu import Matrix
 from shardmath.local.gpu.epilog import copy, finish, row_sums
 from shardmath.operators.lanes import Lane
-from shardmath.operators.matmul.gpu.float8_conversion import Quantizing
-from shardmath.operators.matmul.gpu.gather import Gathering
+from shardmath.operators.matmul.gpu.float8_conversion import QuantizedResult
+from shardmath.operators.matmul.gpu.gather import Gather
 from shardmath.operators.matmul.gpu.line_exchange import LINE_SCALES, LINES
-from shardmath.operators.matmul.gpu.rank_plan import AFTERWARDS, Operands, Share
+from shardmath.operators.matmul.gpu.rank_plan import AFTERWARDS, Operands, RankPlan
 from shardmath.operators.matmul.gpu.separate_reduction import SeparateReduction
 from shardmath.operators.matmul.problem import gradient_layouts
 from shardmath.operators.published import Places, PublishedMatrices, matrix_of
 
-__all__ = ["SHOWN", "Ending"]
+__all__ = ["PUBLISHED", "FinishPhase"]
 
 # What peers may read, and what they write.
-SHOWN = (
+PUBLISHED = (
     *("a", "b", "c", "sums", "reduced", "vector", "scales a", "scales b", "amax"),
     *(LINES, LINE_SCALES),
 )
 
 
-class Ending:
+class FinishPhase:
     """The end of one execution on one rank."""
 
     def __init__(
         self,
         context: Context,
-        share: Share,
+        rank_plan: RankPlan,
         operands: Operands,
         lane: Lane,
-        shown: PublishedMatrices,
-        addition: SeparateReduction | None,
+        published: PublishedMatrices,
+        reduction: SeparateReduction | None,
     ) -> None:
         self.context = context
-        self.share = share
-        self.strategy = share.strategy
-        self.problem = share.strategy.problem
+        self.rank_plan = rank_plan
+        self.strategy = rank_plan.strategy
+        self.problem = rank_plan.strategy.problem
         self.operands = operands
         self.rank = context.rank
         self.lane = lane
@@ -59,38 +59,40 @@ class Ending:
         self.wide = dtypes.accumulator(self.problem.dtype).name
         self.out = matrix_of(operands.out)
         self.order = "F" if self.out.by_columns else "C"
-        self.shown = shown
+        self.published = published
         self.sums: Matrix | None = None  # this rank's product, to be added or moved
-        self._addition = addition
+        self._reduction = reduction
         self._own_c: Matrix | None = None
         scaling = self.problem.scaling
-        self.quantizing: Quantizing | None = None
+        self.quantized_result: QuantizedResult | None = None
         if scaling is not None and scaling.d:
-            self.quantizing = Quantizing(share, operands, lane, shown, context.size)
+            self.quantized_result = QuantizedResult(
+                rank_plan, operands, lane, published, context.size
+            )
 
     def prepare(self) -> None:
         """Take memory for sums that peers read, for what is read of theirs, and for vectors."""
         strategy, problem, rank = self.strategy, self.problem, self.rank
-        if self.quantizing is not None:
-            self.quantizing.prepare()
-        if self._addition is not None:
-            self.sums = self._addition.prepare()
+        if self.quantized_result is not None:
+            self.quantized_result.prepare()
+        if self._reduction is not None:
+            self.sums = self._reduction.prepare()
         elif strategy.reduces or strategy.moves_result:
             shape = strategy.sums.local_shape(rank)
-            self.sums = self.shown.made("sums", shape, self.wide, self.order)
-            self._make_room("sums", self.share.additions if strategy.reduces else self._last)
-        if self._addition is None:
+            self.sums = self.published.made("sums", shape, self.wide, self.order)
+            self._make_room("sums", self.rank_plan.additions if strategy.reduces else self._last)
+        if self._reduction is None:
             self._prepare_to_read()
         if problem.sums_c and self.operands.c is not None:
             c = self.operands.c
             rows, columns = c.shape
-            self._own_c = self.shown.made("c", (rows, columns), c.dtype, self.order)
-            self.shown.make_room("c", lambda: [("", self.share.all_c)], c.itemsize)
+            self._own_c = self.published.made("c", (rows, columns), c.dtype, self.order)
+            self.published.make_room("c", lambda: [("", self.rank_plan.all_c)], c.itemsize)
             self._private("all c", c.size)
         if problem.epilog.makes_bgrad:
             _, held, need = gradient_layouts(problem)
-            self.shown.made("vector", held.local_shape(self.rank), self.wide, "C")
-            self._make_room("vector", self.share.vectors)
+            self.published.made("vector", held.local_shape(self.rank), self.wide, "C")
+            self._make_room("vector", self.rank_plan.vectors)
             self._private("vectors", self.context.size * need.local_shape(self.rank)[0])
             self._private("kept", self.operands.out.size)
 
@@ -98,10 +100,12 @@ class Ending:
         """Take memory for the peers' sums, and for those that move at the end."""
         strategy, rank = self.strategy, self.rank
         if strategy.reduces and strategy.moves_result:
-            self.shown.made("reduced", strategy.reduced.local_shape(rank), self.wide, self.order)
+            self.published.made(
+                "reduced", strategy.reduced.local_shape(rank), self.wide, self.order
+            )
             self._make_room("reduced", self._last)
         if strategy.reduces:
-            self._private("pieces", _pieces(self.share.additions, strategy.reduced, rank))
+            self._private("pieces", _pieces(self.rank_plan.additions, strategy.reduced, rank))
         if strategy.moves_result:
             self._private("final", prod(self.problem.d.local_shape(rank)))
 
@@ -112,11 +116,11 @@ class Ending:
     def _make_room(self, name: str, groups: Sequence[tuple[Move, ...]]) -> None:
         """Memory for what is reached of the ranks' matrices of that name, all groups at once."""
         moves = tuple(move for found in groups for move in found)
-        self.shown.make_room(name, lambda: [("", moves)], dtypes.of(self.wide).itemsize)
+        self.published.make_room(name, lambda: [("", moves)], dtypes.of(self.wide).itemsize)
 
     @property
     def _last(self) -> tuple[tuple[Move, ...], ...]:
-        return (self.share.last_moves,)
+        return (self.rank_plan.last_moves,)
 
     def show_c(self) -> bool:
         """Copy C to where peers read it, if each rank has one: true on all ranks if so."""
@@ -124,7 +128,7 @@ class Ending:
             return False
         assert self.operands.c is not None
         copy(self.device, self.stream, self._own_c, matrix_of(self.operands.c))
-        self.shown.publish("c", self.stream)
+        self.published.publish("c", self.stream)
         return True
 
     def run(self, parts: list[Matrix] | None) -> bool:
@@ -134,8 +138,8 @@ class Ending:
         """
         strategy, epilog = self.strategy, self.problem.epilog
         reads_peers = bool(epilog.makes_bgrad)
-        if self._addition is not None:
-            parts = self._addition.run()
+        if self._reduction is not None:
+            parts = self._reduction.run()
         else:
             reads_peers |= strategy.reduces or strategy.moves_result
             if strategy.reduces:
@@ -146,9 +150,9 @@ class Ending:
             self._finish(parts)
         if epilog.makes_bgrad:
             self._complete()
-        if self.quantizing is not None and self.quantizing.finds_most:
+        if self.quantized_result is not None and self.quantized_result.finds_amax:
             self._meet("amax")
-            self.quantizing.complete()
+            self.quantized_result.complete()
             reads_peers = True
         return reads_peers
 
@@ -156,7 +160,7 @@ class Ending:
         """After writing what a peer will read, the matrix of that name, and before reading what it
         wrote.
         """
-        self.shown.publish(name, self.stream)
+        self.published.publish(name, self.stream)
         self.lane.barrier(self.stream)
 
     # -- sums of several ranks ---------------------------------------------------------------------
@@ -165,10 +169,10 @@ class Ending:
         """The ranks' products of this rank's part, to be added in rank order."""
         self._meet("sums")
         shape = self.strategy.reduced.local_shape(self.rank)
-        parts = self._collected(self.share.additions, "sums", shape, "pieces")
+        parts = self._collected(self.rank_plan.additions, "sums", shape, "pieces")
         if not self.strategy.moves_result:
             return parts
-        total = self.shown.own("reduced")
+        total = self.published.own("reduced")
         finish(self.device, self.stream, total, parts)
         return [total]
 
@@ -184,15 +188,15 @@ class Ending:
     ) -> list[Matrix]:
         """What each group of moves brings of the ranks' matrices of that name, as one matrix each.
 
-        What is one dense box is read where it lies; the rest is gathered in buffer `room`.
+        What is one dense box is read in place; the rest is gathered in buffer `room`.
         """
         parts: list[Matrix] = []
         if 0 in shape:
             return parts
         used = 0
         every = tuple(move for found in groups for move in found)
-        places = self.shown.reach(name, "", every, self.stream)
-        gathering = Gathering(self.lane, self.stream, self.share.kept)
+        places = self.published.reach(name, "", every, self.stream)
+        gather = Gather(self.lane, self.stream, self.rank_plan.cache)
         for number, found in enumerate(groups):
             if not found:
                 continue
@@ -205,7 +209,7 @@ class Ending:
             used += piece.size * piece.itemsize
             if sum(move.elements for move in found) < piece.size:
                 call("cuMemsetD8Async", piece.address, 0, piece.size * piece.itemsize, self.stream)
-            gathering.copy(f"{room} {number}", found, places, piece)
+            gather.copy(f"{room} {number}", found, places, piece)
             parts.append(piece)
         return parts
 
@@ -223,11 +227,11 @@ class Ending:
     def _finish(self, parts: list[Matrix]) -> None:
         """Add the parts, apply alpha, beta C and the epilog; D is rounded once."""
         operands, epilog = self.operands, self.problem.epilog
-        aux, kept = operands.aux(epilog), None
+        aux, unrounded = operands.aux(epilog), None
         if epilog.makes_bgrad and epilog.gradient:
             shape = self.out.rows, self.out.columns
-            kept = Matrix.packed(self.lane.address("kept"), shape, self.wide, self.order)
-        numbers = self.out if self.quantizing is None else self.quantizing.numbers
+            unrounded = Matrix.packed(self.lane.address("kept"), shape, self.wide, self.order)
+        numbers = self.out if self.quantized_result is None else self.quantized_result.numbers
         finish(
             self.device,
             self.stream,
@@ -239,11 +243,11 @@ class Ending:
             epilog=MatmulEpilog.DEFAULT if epilog in AFTERWARDS else epilog,
             bias=operands.bias,
             aux=None if aux is None else matrix_of(aux),
-            kept=kept,
-            extra="" if self.quantizing is None else self.problem.extras,
+            unrounded=unrounded,
+            extra="" if self.quantized_result is None else self.problem.extras,
         )
-        if self.quantizing is not None:
-            self.quantizing.finish(numbers)
+        if self.quantized_result is not None:
+            self.quantized_result.finish(numbers)
 
     def _addend(self) -> Matrix | None:
         """C; where each rank has one, their sum."""
@@ -256,7 +260,7 @@ class Ending:
         shape = own.rows, own.columns
         total = Matrix.packed(self.lane.address("all c"), shape, self.wide, self.order)
         item = own.itemsize
-        place = self.shown.reach("c", "", self.share.all_c, self.stream)
+        place = self.published.reach("c", "", self.rank_plan.all_c, self.stream)
         places = [place(rank) for rank in range(self.context.size)] if total.size else []
         each = [
             Matrix(address, *shape, steps[0] // item, steps[1] // item, own.dtype)
@@ -268,13 +272,13 @@ class Ending:
     def _complete(self) -> None:
         """Bias gradients: each rank sums what it holds, and all ranks' sums add up."""
         epilog, problem, conjugate = self.problem.epilog, self.problem, False
-        own = self.shown.own("vector")
+        own = self.published.own("vector")
         if epilog.gradient:
             shape = self.out.rows, self.out.columns
             x = Matrix.packed(self.lane.address("kept"), shape, self.wide, self.order)
         else:
             index = 0 if epilog is MatmulEpilog.BGRADA else 1
-            x = matrix_of(self.operands.factors[index])
+            x = matrix_of(self.operands.ab[index])
             x = x if index == 0 else x.transposed()
             conjugate = problem.conjugate[index]
         row_sums(self.device, self.stream, x, own.address, conjugate=conjugate)
@@ -283,7 +287,7 @@ class Ending:
         total = matrix_of(self.operands.outputs[epilog.makes_bgrad])
         _, _, need = gradient_layouts(problem)
         lines = need.local_shape(self.rank)
-        parts = self._collected(self.share.vectors, "vector", lines, "vectors")
+        parts = self._collected(self.rank_plan.vectors, "vector", lines, "vectors")
         finish(self.device, self.stream, total, parts)
 
 

@@ -1,8 +1,8 @@
 """The ends of a product of eight-bit floats: numbers in place of elements, and elements of D again.
 
-Factors whose blocks of scales cannot be multiplied as they are, and an eight-bit C, are turned into
-float32 first. An eight-bit D is rounded last, when alpha, beta C and the epilog have been applied;
-the greatest absolute value of all ranks' parts is found on the way.
+Operands whose blocks of scales cannot be multiplied as they are, and an eight-bit C, are turned
+into float32 first. An eight-bit D is rounded last, when alpha, beta C and the epilog have been
+applied; the greatest absolute value of all ranks' parts is found on the way.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from shardmath.local.float8 import FLOAT8, Blocks
 from shardmath.local.gpu import Matrix, float8
 from shardmath.local.gpu.scaled import Quantized
 from shardmath.operators.lanes import Lane
-from shardmath.operators.matmul.gpu.rank_plan import Operands, Scales, Share
+from shardmath.operators.matmul.gpu.rank_plan import Operands, RankPlan, Scales
 from shardmath.operators.matmul.scaling import TENSOR, blocks_of
 from shardmath.operators.published import PublishedMatrices, matrix_of
 from shardmath.symmetric.device_array import DeviceArray
 
-__all__ = ["Numbers", "Quantizing", "scales_as"]
+__all__ = ["DequantizedOperands", "QuantizedResult", "scales_as"]
 
 _TENSOR = Blocks(None, None)
 
@@ -36,41 +36,43 @@ class _Step(NamedTuple):
     factor: float
 
     def launch(self, device: Device, stream: int) -> None:
-        float8.numbers(
+        float8.dequantize(
             device, stream, self.out, self.elements, self.scales, self.blocks, factor=self.factor
         )
 
 
-class Numbers:
+class DequantizedOperands:
     """What of an execution's operands is turned into numbers. `operands` are those afterwards.
 
     Takes memory of the lane: raises HeapExhausted.
     """
 
-    def __init__(self, share: Share, operands: Operands, lane: Lane) -> None:
+    def __init__(self, rank_plan: RankPlan, operands: Operands, lane: Lane) -> None:
         self.operands = operands
-        self._apart = share.apart
+        self._multi_host = rank_plan.multi_host
         self._steps: list[_Step] = []
-        scaling = share.strategy.problem.scaling
+        scaling = rank_plan.strategy.problem.scaling
         if scaling is None or operands.scales is None:
             return
-        if not share.multiplies_elements:
+        if not rank_plan.multiplies_elements:
             self.operands = replace(
                 self.operands,
-                a=self._turned(operands.a, 0, scaling.a, operands.scales, lane),
-                b=self._turned(operands.b, 1, scaling.b, operands.scales, lane),
+                a=self._dequantized(operands.a, 0, scaling.a, operands.scales, lane),
+                b=self._dequantized(operands.b, 1, scaling.b, operands.scales, lane),
             )
         c = operands.c
         if c is not None and c.dtype in FLOAT8 and operands.beta != 0:
-            turned = self._turned(c, 2, TENSOR, operands.scales, lane)
-            self.operands = replace(self.operands, c=turned)
+            dequantized = self._dequantized(c, 2, TENSOR, operands.scales, lane)
+            self.operands = replace(self.operands, c=dequantized)
 
-    def _turned(
+    def _dequantized(
         self, array: DeviceArray, index: int, granularity: str, scales: Scales, lane: Lane
     ) -> DeviceArray:
         elements = matrix_of(array)
         name, nbytes = f"numbers {'abc'[index]}", 4 * elements.size
-        block = None if self._apart else lane.buffer(name, nbytes).block  # peers may read it there
+        block = (
+            None if self._multi_host else lane.buffer(name, nbytes).block
+        )  # peers may read it there
         address = lane.private(name, nbytes) if block is None else block.address
         order = "F" if elements.by_columns else "C"
         shape = elements.rows, elements.columns
@@ -97,37 +99,42 @@ def scales_as(array: DeviceArray, shape: tuple[int, int]) -> Matrix:
     return Matrix(array.address, rows, columns, step, step, "float32")
 
 
-class Quantizing:
+class QuantizedResult:
     """An eight-bit D of one execution."""
 
     def __init__(
-        self, share: Share, operands: Operands, lane: Lane, shown: PublishedMatrices, size: int
+        self,
+        rank_plan: RankPlan,
+        operands: Operands,
+        lane: Lane,
+        published: PublishedMatrices,
+        size: int,
     ) -> None:
-        scaling = share.strategy.problem.scaling
+        scaling = rank_plan.strategy.problem.scaling
         assert scaling is not None
         self._operands = operands
         self._lane = lane
         self._device = lane.team.device
         self._stream = operands.stream
-        self._shown = shown
+        self._published = published
         self._size = size
-        self._amax = scaling.amax
-        self._share = share
-        self._words = size if share.rounds is not None else 1  # a word for each product of D
+        self._wants_amax = scaling.amax
+        self._rank_plan = rank_plan
+        self._words = size if rank_plan.rounds is not None else 1  # a word for each product of D
         self._out = matrix_of(operands.out)
 
     def prepare(self) -> None:
         """Take memory for numbers, for a number's place, and for the greatest value."""
         self._lane.private("numbers d", 4 * self._out.size)
         self._lane.private("scale d", 4)
-        if self._amax:
-            self._shown.made("amax", (1, self._words), "float32", "C")
-            self._shown.make_room("amax", lambda: [("", self._share.greatest)], 4)
+        if self._wants_amax:
+            self._published.made("amax", (1, self._words), "float32", "C")
+            self._published.make_room("amax", lambda: [("", self._rank_plan.amax_moves)], 4)
 
     def begin(self) -> None:
         """To be put on the stream before anything of D."""
-        if self._amax:
-            call("cuMemsetD32Async", self._most, 0, self._words, self._stream)
+        if self._wants_amax:
+            call("cuMemsetD32Async", self._amax_address, 0, self._words, self._stream)
 
     @property
     def numbers(self) -> Matrix:
@@ -136,15 +143,15 @@ class Quantizing:
         return Matrix.packed(self._lane.address("numbers d"), shape, "float32", order)
 
     @property
-    def _most(self) -> int:
-        return self._shown.own("amax").address
+    def _amax_address(self) -> int:
+        return self._published.own("amax").address
 
     def as_part_of_product(self) -> Quantized:
         """How products themselves are to make D; puts its scale where it can be read."""
-        most = self._most if self._amax else 0
+        amax = self._amax_address if self._wants_amax else 0
         if self._given is None and self._number == 1:
-            return Quantized(0, most)
-        float8.numbers(
+            return Quantized(0, amax)
+        float8.dequantize(
             self._device,
             self._stream,
             Matrix.packed(self._lane.address("scale d"), (1, 1), "float32", "C"),
@@ -153,7 +160,7 @@ class Quantizing:
             _TENSOR,
             factor=self._number,
         )
-        return Quantized(self._lane.address("scale d"), most)
+        return Quantized(self._lane.address("scale d"), amax)
 
     @property
     def _given(self) -> Matrix | None:
@@ -176,20 +183,20 @@ class Quantizing:
             source,
             factor=self._number,
             scale=0 if given is None else given.address,
-            most=self._most if self._amax else 0,
+            amax=self._amax_address if self._wants_amax else 0,
         )
 
     @property
-    def finds_most(self) -> bool:
+    def finds_amax(self) -> bool:
         """Whether peers read what this rank has found."""
-        return self._amax
+        return self._wants_amax
 
     def complete(self) -> None:
         """The greatest of all ranks' values. To be put behind a barrier."""
         target = self._operands.outputs["result_amax"]
-        places = self._shown.reach("amax", "", self._share.greatest, self._stream)
+        places = self._published.reach("amax", "", self._rank_plan.amax_moves, self._stream)
         first = [places(rank)[0] for rank in range(self._size)]
         each = [address + 4 * word for address in first for word in range(self._words)]
         for start in range(0, len(each), float8.MOST_RANKS):
             some = each[start : start + float8.MOST_RANKS]
-            float8.greatest(self._device, self._stream, target.address, some)
+            float8.amax(self._device, self._stream, target.address, some)

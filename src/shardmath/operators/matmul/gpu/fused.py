@@ -1,8 +1,9 @@
 """Which products are computed by one kernel that moves data too, and how they are found.
 
-A share says whether its strategy has the form of such a product, a rank whether its arrays lie as
-the kernel wants them. All ranks tell, and all decide the same: the kernel where every rank can, the
-phases of `execution` where one cannot, or where the kernel would be slower.
+A strategy has the pattern of such a product or not, the same on all ranks; whether the arrays are
+aligned and ordered as the kernel needs, each rank sees for itself. All ranks exchange what they
+found and decide the same: the kernel where every rank can use it, the phases of `execution` where
+one cannot, or where the kernel is predicted to be slower.
 """
 
 from __future__ import annotations
@@ -15,24 +16,24 @@ from typing import Any
 
 from shardmath.context import Context
 from shardmath.cuda.device import Device
-from shardmath.cuda.stream import Turns
+from shardmath.cuda.stream import StreamOrder
 from shardmath.local.gpu import Matrix
 from shardmath.operators.matmul.gpu.all_gather import AllGatherGemm
 from shardmath.operators.matmul.gpu.all_reduce import GemmAllReduce
-from shardmath.operators.matmul.gpu.factor import Factor
-from shardmath.operators.matmul.gpu.patterns import Form
-from shardmath.operators.matmul.gpu.rank_plan import Operands, Share
+from shardmath.operators.matmul.gpu.operand_layout import OperandLayout
+from shardmath.operators.matmul.gpu.patterns import Pattern
+from shardmath.operators.matmul.gpu.rank_plan import Operands, RankPlan
 from shardmath.operators.matmul.gpu.reduce_scatter import GemmReduceScatter
-from shardmath.operators.matmul.gpu.reduction_choice import CHOICES, EPILOGS, sharded_of
-from shardmath.operators.matmul.gpu.row_split import RowSplitProduct, fuses
-from shardmath.operators.matmul.gpu.split_k import HALVES, SplitKProduct, even_rows
+from shardmath.operators.matmul.gpu.reduction_choice import CHOICES, EPILOGS, split_k_product
+from shardmath.operators.matmul.gpu.row_split import RowSplitProduct, is_fused_faster
+from shardmath.operators.matmul.gpu.split_k import HALF_DTYPES, SplitKProduct, even_rows
 from shardmath.operators.published import matrix_of
 from shardmath.symmetric.exposed import Exposed
 
-__all__ = ["Fused", "notes", "pays", "shows"]
+__all__ = ["Fused", "have_addresses", "is_faster", "notes"]
 
 _ALIGNMENT = 16
-_DESCRIBED = 16  # bytes that say which product it is; behind them, where its result lies
+_DIGEST_BYTES = 16  # bytes that say which product it is; behind them, where its result lies
 _KERNELS: dict[str, Any] = {
     "all-gather": AllGatherGemm,
     "reduce-scatter": GemmReduceScatter,
@@ -41,104 +42,123 @@ _KERNELS: dict[str, Any] = {
 
 
 class Fused:
-    """One execution by one kernel on one rank. `told` is what to tell the peers: b"" where it
+    """One execution by one kernel on one rank. `message` is what to tell the peers: b"" where it
     cannot be.
     """
 
-    def __init__(self, form: Form, share: Share, operands: Operands, device: Device) -> None:
-        self._form = form
+    def __init__(
+        self, pattern: Pattern, rank_plan: RankPlan, operands: Operands, device: Device
+    ) -> None:
+        self._pattern = pattern
         self._device = device
-        self._share = share
+        self._rank_plan = rank_plan
         self._operands = operands
-        self._a, self._b = map(matrix_of, operands.factors)
+        self._a, self._b = map(matrix_of, operands.ab)
         self._out = matrix_of(operands.out)
-        turned = self._out.by_columns if form.turned is None else form.turned
-        if turned:
+        transposed = self._out.by_columns if pattern.transposed is None else pattern.transposed
+        if transposed:
             self._a, self._b = self._b.transposed(), self._a.transposed()
             self._out = self._out.transposed()
         forms = tuple(x[1:] for x in self._matrices)
-        key = ("described", turned, forms, self._suits())
-        if key not in share.kept:
-            problem = self._described(device) if self._suits() else None
-            text = repr((form.kind, problem)).encode()
-            told = bytes([turned]) + blake2b(text, digest_size=15).digest()
-            share.kept[key] = (problem, b"") if problem is None else (problem, told)
-        self._problem, self.told = share.kept[key]
-        if self.told:
-            self.told += self._shown()
+        key = ("described", transposed, forms, self._is_supported())
+        if key not in rank_plan.cache:
+            problem = self._as_kernel_problem(device) if self._is_supported() else None
+            text = repr((pattern.kind, problem)).encode()
+            message = bytes([transposed]) + blake2b(text, digest_size=15).digest()
+            rank_plan.cache[key] = (problem, b"") if problem is None else (problem, message)
+        self._problem, self.message = rank_plan.cache[key]
+        if self.message:
+            self.message += self._result_address()
 
     @property
     def _matrices(self) -> tuple[Matrix, Matrix, Matrix]:
         return self._a, self._b, self._out
 
-    def chosen(self, told: Sequence[bytes]) -> bool:
-        """Whether all ranks, which have told this, can, and it is predicted to be faster."""
-        return all(told) and len({text[0] for text in told}) == 1 and pays(self._share)
+    def is_chosen(self, messages: Sequence[bytes]) -> bool:
+        """Whether all ranks, who sent these messages, can use the kernel, and it is predicted to be
+        faster.
+        """
+        return (
+            all(messages)
+            and len({text[0] for text in messages}) == 1
+            and is_faster(self._rank_plan)
+        )
 
-    def run(self, context: Context, told: Sequence[bytes]) -> None:
+    def run(self, context: Context, messages: Sequence[bytes]) -> None:
         """Put it on the stream. Collective."""
-        shown = _places(context, [text[_DESCRIBED:] for text in told])
-        key = (self._form.kind, *(text[:_DESCRIBED] for text in told), bool(shown))
-        kept = self._share.kept
-        if key not in kept:
-            make = partial(_KERNELS[self._form.kind].together, context, self._problem)
-            made = make(shown=True) if shown else make()
-            kept[key] = made, Turns(self._device)
-            weakref.finalize(self._share, made.free).atexit = False
-        lies = _lies(self._out)
-        assert lies is not None
+        result_addresses = _places(context, [text[_DIGEST_BYTES:] for text in messages])
+        key = (
+            self._pattern.kind,
+            *(text[:_DIGEST_BYTES] for text in messages),
+            bool(result_addresses),
+        )
+        cache = self._rank_plan.cache
+        if key not in cache:
+            make = partial(_KERNELS[self._pattern.kind].create, context, self._problem)
+            made = make(result_addresses=True) if result_addresses else make()
+            cache[key] = made, StreamOrder(self._device)
+            weakref.finalize(self._rank_plan, made.free).atexit = False
+        order_and_pitch = _order_and_pitch(self._out)
+        assert order_and_pitch is not None
         a, b, out = self._a.address, self._b.address, self._out.address
-        product, turns = kept[key]
-        launch = partial(product.launch, shown=shown) if shown else product.launch
-        with turns.taken(self._operands.stream):  # its words are those of one launch at a time
-            launch(a, b, out, self._operands.stream, pitch=lies[1])
+        product, order = cache[key]
+        launch = (
+            partial(product.launch, result_addresses=result_addresses)
+            if result_addresses
+            else product.launch
+        )
+        with order.section(self._operands.stream):  # its words are those of one launch at a time
+            launch(a, b, out, self._operands.stream, pitch=order_and_pitch[1])
 
-    def _shown(self) -> bytes:
+    def _result_address(self) -> bytes:
         """What peers need to write the result: how far its rows are apart, and where it lies on the
         heap. b"" where they cannot, or not in whole pieces of 16 bytes.
         """
-        lies, out = _lies(self._out), self._operands.out
-        assert lies is not None
-        lines = self._out.address // 2, lies[1], self._out.columns
-        if self._form.kind != "all-reduce" or out.block is None or any(x % 8 for x in lines):
+        order_and_pitch, out = _order_and_pitch(self._out), self._operands.out
+        assert order_and_pitch is not None
+        lines = self._out.address // 2, order_and_pitch[1], self._out.columns
+        if self._pattern.kind != "all-reduce" or out.block is None or any(x % 8 for x in lines):
             return b""
-        return lies[1].to_bytes(8, "little") + out.told
+        return order_and_pitch[1].to_bytes(8, "little") + out.told
 
-    def _suits(self) -> bool:
+    def _is_supported(self) -> bool:
         """Whether nothing is asked for that the kernels lack, of operands that they can load."""
-        operands, dtype = self._operands, self._share.strategy.problem.dtype
+        operands, dtype = self._operands, self._rank_plan.strategy.problem.dtype
         plain = operands.alpha == 1 and (operands.c is None or operands.beta == 0)
         aligned = not any(x.size and x.address % _ALIGNMENT for x in (self._a, self._b))
-        return plain and aligned and self._out.dtype == dtype and dtype in HALVES
+        return plain and aligned and self._out.dtype == dtype and dtype in HALF_DTYPES
 
-    def _described(self, device: Device) -> RowSplitProduct | SplitKProduct | None:
+    def _as_kernel_problem(self, device: Device) -> RowSplitProduct | SplitKProduct | None:
         """The product as the kernel takes it; None where the arrays do not lie as it wants."""
-        problem, lies = self._share.strategy.problem, [_lies(x) for x in self._matrices]
-        if None in lies:
+        problem, order_and_pitch = (
+            self._rank_plan.strategy.problem,
+            [_order_and_pitch(x) for x in self._matrices],
+        )
+        if None in order_and_pitch:
             return None
-        a, b, order = (each for each in lies if each is not None)
+        a, b, order = (each for each in order_and_pitch if each is not None)
         depth, columns = self._a.columns, self._b.columns
-        if self._form.kind == "all-gather":
-            factors = Factor(*a), Factor(*b)
-            rows = self._form.rows
-            made = RowSplitProduct(rows, columns, depth, problem.dtype, *factors, order[0])
-            return None if made.misfit(device) else made
+        if self._pattern.kind == "all-gather":
+            layouts = OperandLayout(*a), OperandLayout(*b)
+            rows = self._pattern.rows
+            made = RowSplitProduct(rows, columns, depth, problem.dtype, *layouts, order[0])
+            return None if made.unsupported(device) else made
         if order[0] != "C":
             return None
-        rows = self._form.rows or even_rows(self._a.rows, problem.size)
-        lying = Factor(*a), Factor(*b)
-        sent = SplitKProduct(rows, columns, depth, problem.dtype, *lying)
-        return None if sent.misfit(device) else sent
+        rows = self._pattern.rows or even_rows(self._a.rows, problem.size)
+        layouts = OperandLayout(*a), OperandLayout(*b)
+        split = SplitKProduct(rows, columns, depth, problem.dtype, *layouts)
+        return None if split.unsupported(device) else split
 
 
-def _places(context: Context, shown: Sequence[bytes]) -> list[int]:
+def _places(context: Context, result_addresses: Sequence[bytes]) -> list[int]:
     """Where every rank's result lies for this rank; none where one cannot be written, or their rows
     are not as far apart.
     """
-    if not all(shown) or len({text[:8] for text in shown}) > 1:
+    if not all(result_addresses) or len({text[:8] for text in result_addresses}) > 1:
         return []
     places = []
-    for rank, text in enumerate(shown):
+    for rank, text in enumerate(result_addresses):
         there = Exposed.unpack(text[8:])
         address = context.peer_address(rank, there.location, there.nbytes)
         assert address is not None, "ranks of one host have an address for each other's memory"
@@ -146,72 +166,74 @@ def _places(context: Context, shown: Sequence[bytes]) -> list[int]:
     return places
 
 
-def shows(told: Sequence[bytes]) -> bool:
-    """Whether all ranks have told where their results lie."""
-    return all(text[_DESCRIBED:] for text in told)
+def have_addresses(messages: Sequence[bytes]) -> bool:
+    """Whether all ranks have sent the addresses of their results."""
+    return all(text[_DIGEST_BYTES:] for text in messages)
 
 
-def pays(share: Share) -> bool:
-    """Whether the kernel for the share's form is predicted to be faster than the phases, or was
-    asked for by the name of its kind. The same on all ranks.
+def is_faster(rank_plan: RankPlan) -> bool:
+    """Whether the kernel for the pattern is predicted to be faster than the phases, or was asked
+    for by the name of its kind. The same on all ranks.
     """
-    if "pays" not in share.kept:
-        share.kept["pays"] = _pays(share)
-    return bool(share.kept["pays"])
+    if "pays" not in rank_plan.cache:
+        rank_plan.cache["pays"] = _is_faster(rank_plan)
+    return bool(rank_plan.cache["pays"])
 
 
-def _pays(share: Share) -> bool:
-    strategy, form = share.strategy, share.form
+def _is_faster(rank_plan: RankPlan) -> bool:
+    strategy, pattern = rank_plan.strategy, rank_plan.pattern
     problem = strategy.problem
-    if form is None or problem.dtype not in HALVES or problem.epilog not in EPILOGS:
+    if pattern is None or problem.dtype not in HALF_DTYPES or problem.epilog not in EPILOGS:
         return False
-    if problem.strategy == form.kind:
+    if problem.strategy == pattern.kind:
         return True
-    if form.kind != "all-gather":
-        return CHOICES[form.kind](sharded_of(strategy, form)).fused
-    columns = strategy.rows if form.turned else strategy.columns
+    if pattern.kind != "all-gather":
+        return CHOICES[pattern.kind](split_k_product(strategy, pattern)).fused
+    columns = strategy.rows if pattern.transposed else strategy.columns
     k = problem.shape[2]
-    plain = Factor("C", k)
+    plain = OperandLayout("C", k)
     widest = max(part.length for part in columns)
-    return fuses(RowSplitProduct(form.rows, widest, k, problem.dtype, plain, plain))
+    return is_fused_faster(RowSplitProduct(pattern.rows, widest, k, problem.dtype, plain, plain))
 
 
-_TOLD = {
+_NOTES = {
     "all-gather": "{rows} come from all ranks while those that are here are multiplied",
     "reduce-scatter": "tiles are sent to their owners while others are multiplied",
     "all-reduce": "tiles are sent to those who add them up, and who write the sums to all",
 }
 
 
-def notes(share: Share) -> list[str]:
+def notes(rank_plan: RankPlan) -> list[str]:
     """What `explain` adds about how the steps are done on GPUs."""
-    if share.apart:
+    if rank_plan.multi_host:
         return [
-            f"in phases, on {len(set(share.hosts))} hosts: what peers take is packed by each rank, "
-            "and read in place on the same host, fetched by `get` from another"
+            f"in phases, on {len(set(rank_plan.hosts))} hosts: what peers take is packed by each "
+            "rank, and read in place on the same host, fetched by `get` from another"
         ]
-    form = share.form
-    if form is None:
-        return [] if share.strategy.problem.scaling is None else [_scaled_note(share)]
-    if pays(share):
-        how = _TOLD[form.kind].format(rows="columns of b" if form.turned else "rows of a")
+    pattern = rank_plan.pattern
+    if pattern is None:
+        return [] if rank_plan.strategy.problem.scaling is None else [_scaled_note(rank_plan)]
+    if is_faster(rank_plan):
+        how = _NOTES[pattern.kind].format(
+            rows="columns of b" if pattern.transposed else "rows of a"
+        )
         return [f"in one kernel: {how}, where all arrays lie in memory as it wants them"]
-    if form.kind in CHOICES:
-        return [f"by cuBLAS and one collective, of {share.parts_dtype}"]
-    if share.strategy.problem.dtype not in HALVES:
+    if pattern.kind in CHOICES:
+        return [f"by cuBLAS and one collective, of {rank_plan.parts_dtype}"]
+    if rank_plan.strategy.problem.dtype not in HALF_DTYPES:
         return []
     return ["in phases, which are predicted to be faster than one kernel that moves data too"]
 
 
-def _scaled_note(share: Share) -> str:
-    if not share.multiplies_elements:
+def _scaled_note(rank_plan: RankPlan) -> str:
+    if not rank_plan.multiplies_elements:
         return "elements become float32 first: products of them do not fit what is asked for"
-    a, b = share.modes
-    how = "" if share.rounds is None else f"; {share.rounds}"
+    a, b = rank_plan.modes
+    how = "" if rank_plan.rounds is None else f"; {rank_plan.rounds}"
     return f"eight-bit elements are multiplied, scales of a: {a}, of b: {b}{how}"
 
 
-def _lies(x: Matrix) -> tuple[str, int] | None:
+def _order_and_pitch(x: Matrix) -> tuple[str, int] | None:
     """Which lines are contiguous, rows ("C") or columns ("F"), and how far apart they are."""
     if x.columns <= 1 or x.column_stride == 1:
         pitch = x.row_stride if x.rows > 1 else _rounded(x.columns)

@@ -22,49 +22,49 @@ from shardmath.operators.published import Places
 from shardmath.redistribution.copies import StridedCopy, lowered
 from shardmath.redistribution.device import Box, BoxCopies
 
-__all__ = ["Gathering"]
+__all__ = ["Gather"]
 
-_MEMORIES = 96  # of one launch
+_MOST_SOURCES = 96  # of one launch
 
 
-class Gathering:
-    """What one execution gathers. Without `beside`, all of it is on the product's stream.
+class Gather:
+    """What one execution gathers. Without `prefetching`, all of it is on the product's stream.
 
-    `kept` holds the geometry of what has been gathered before, for as long as its plan lives.
+    `cache` holds the geometry of what has been gathered before, for as long as its plan lives.
     """
 
-    def __init__(self, lane: Lane, stream: int, kept: dict[Any, Any]) -> None:
+    def __init__(self, lane: Lane, stream: int, cache: dict[Any, Any]) -> None:
         self._lane = lane
         self._stream = stream
-        self._side: Any = None
-        self._kept = kept
+        self._prefetch_stream: Any = None
+        self._cache = cache
 
     @property
     def stream(self) -> Any:
         """Where it gathers."""
-        return self._stream if self._side is None else self._side
+        return self._stream if self._prefetch_stream is None else self._prefetch_stream
 
     @contextmanager
-    def beside(self, apart: bool) -> Iterator[None]:
-        """Let what is fetched run on a stream of its own, if `apart`."""
-        if apart:
-            self._side = self._lane.side
-            self._wait(self._side, self._record("fork", self._stream))
+    def prefetching(self, overlaps: bool) -> Iterator[None]:
+        """Let what is fetched run on a stream of its own, if `overlaps`."""
+        if overlaps:
+            self._prefetch_stream = self._lane.side
+            self._wait(self._prefetch_stream, self._record("fork", self._stream))
         yield
 
-    def leave(self, number: int) -> None:
+    def await_release(self, number: int) -> None:
         """What is fetched next takes the memory of interval `number`."""
-        if self._side is not None:
-            self._wait(self._side, self._lane.event(f"used {number}"))
+        if self._prefetch_stream is not None:
+            self._wait(self._prefetch_stream, self._lane.event(f"used {number}"))
 
-    def arrive(self, number: int) -> None:
+    def await_panels(self, number: int) -> None:
         """The product of interval `number` comes after its panels."""
-        if self._side is not None:
-            self._wait(self._stream, self._record(f"come {number}", self._side))
+        if self._prefetch_stream is not None:
+            self._wait(self._stream, self._record(f"come {number}", self._prefetch_stream))
 
-    def used(self, number: int) -> None:
+    def release(self, number: int) -> None:
         """The product of interval `number` is on its stream."""
-        if self._side is not None:
+        if self._prefetch_stream is not None:
             self._record(f"used {number}", self._stream)
 
     def copy(self, name: str, moves: Sequence[Move], places: Places, panel: Matrix) -> None:
@@ -73,31 +73,31 @@ class Gathering:
         A `name` stands for the same moves each time.
         """
         steps = panel.row_stride * panel.itemsize, panel.column_stride * panel.itemsize
-        lying = {move.src: places(move.src) for move in moves if move.elements}
-        strides = tuple((src, strides) for src, (_, strides) in lying.items())
-        key = (name, steps, strides, self._side is None)
-        if key not in self._kept:
+        sources = {move.src: places(move.src) for move in moves if move.elements}
+        strides = tuple((src, strides) for src, (_, strides) in sources.items())
+        key = (name, steps, strides, self._prefetch_stream is None)
+        if key not in self._cache:
             found = [
-                lowered(move, panel.itemsize, lying[move.src][1], steps)
-                for move in sorted(moves, key=_turn)
+                lowered(move, panel.itemsize, sources[move.src][1], steps)
+                for move in sorted(moves, key=_ring_order)
                 if move.elements
             ]
-            by_engines = None if self._side is None else engine_copies(found)
-            self._kept[key] = by_engines or self._boxes(found)
-        made, stream = self._kept[key], self.stream
+            by_engines = None if self._prefetch_stream is None else engine_copies(found)
+            self._cache[key] = by_engines or self._boxes(found)
+        made, stream = self._cache[key], self.stream
         if isinstance(made, EngineCopies):
-            last = max(lying, default=-1)
-            addresses = [lying.get(rank, (0, ()))[0] for rank in range(last + 1)]
+            last = max(sources, default=-1)
+            addresses = [sources.get(rank, (0, ()))[0] for rank in range(last + 1)]
             made.launch(stream, addresses, panel.address)
             return
         for ranks, boxes in made:
-            boxes.launch(stream, [lying[rank][0] for rank in ranks], [panel.address])
+            boxes.launch(stream, [sources[rank][0] for rank in ranks], [panel.address])
 
     def _boxes(self, found: Sequence[StridedCopy]) -> list[tuple[list[int], BoxCopies]]:
         """Launches from the memories of these ranks each, since one has room for so many."""
         ranks, launches = list(dict.fromkeys(copy.src for copy in found)), []
-        for start in range(0, len(ranks), _MEMORIES):
-            number = {rank: at for at, rank in enumerate(ranks[start : start + _MEMORIES])}
+        for start in range(0, len(ranks), _MOST_SOURCES):
+            number = {rank: at for at, rank in enumerate(ranks[start : start + _MOST_SOURCES])}
             boxes = [
                 Box.of(replace(copy, src=number[copy.src]), 0)
                 for copy in found
@@ -116,6 +116,6 @@ class Gathering:
         call("cuStreamWaitEvent", stream, event, 0)
 
 
-def _turn(move: Move) -> tuple[bool, int]:
+def _ring_order(move: Move) -> tuple[bool, int]:
     """From the next rank on to this one's own: no two ranks begin with the same."""
     return move.src <= move.dst, move.src

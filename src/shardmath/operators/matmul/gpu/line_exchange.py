@@ -1,4 +1,4 @@
-"""Lines of a factor that every rank sends to all others, beside the products of those it has.
+"""Lines of an operand that every rank sends to all others, beside the products of those it has.
 
 Every rank has room for all lines and their scales, where peers write. A barrier before says that
 nobody reads what was there, one behind a round that its lines have come. Large parts are moved by
@@ -14,54 +14,54 @@ from shardmath.local.float8 import BLOCK
 from shardmath.local.gpu import Matrix, scaled
 from shardmath.local.gpu.scaled import GRAIN, Scale
 from shardmath.operators.lanes import Lane
-from shardmath.operators.matmul.gpu.gather import Gathering
-from shardmath.operators.matmul.gpu.rank_plan import Operands, Share
+from shardmath.operators.matmul.gpu.gather import Gather
+from shardmath.operators.matmul.gpu.rank_plan import Operands, RankPlan
 from shardmath.operators.matmul.gpu.rounds import Rounds, Stage
-from shardmath.operators.matmul.gpu.scale_layouts import ScaleLayouts, laid_out
+from shardmath.operators.matmul.gpu.scale_layouts import ScaleLayouts, scale_layout
 from shardmath.operators.matmul.host import shared_part
 from shardmath.operators.published import PublishedMatrices, matrix_of
 
-__all__ = ["LINES", "LINE_SCALES", "Exchange", "fill_behind"]
+__all__ = ["LINES", "LINE_SCALES", "LineExchange", "fill_behind"]
 
 LINES, LINE_SCALES = "lines", "line scales"  # what peers write, by name
 
 
-class Exchange:
+class LineExchange:
     """The exchange of one execution on one rank."""
 
     def __init__(
         self,
-        share: Share,
+        rank_plan: RankPlan,
         rounds: Rounds,
         operands: Operands,
         lane: Lane,
-        shown: PublishedMatrices,
-        gathering: Gathering,
+        published: PublishedMatrices,
+        gather: Gather,
     ) -> None:
-        self._share = share
+        self._rank_plan = rank_plan
         self._rounds = rounds
-        self._rank = share.rank
-        self._mode = share.modes[rounds.index]
-        self._k = share.feeds[rounds.index].extent
-        self._deep = up(self._k, GRAIN)  # elements of a line in memory, with those that pad it
+        self._rank = rank_plan.rank
+        self._mode = rank_plan.modes[rounds.index]
+        self._k = rank_plan.operand_plans[rounds.index].extent
+        self._padded_k = up(self._k, GRAIN)  # elements of a line in memory, with those that pad it
         self._lane = lane
-        self._shown = shown
-        self._gathering = gathering
+        self._published = published
+        self._gather = gather
         self._stream = operands.stream
-        self._array = operands.factors[rounds.index]
+        self._array = operands.ab[rounds.index]
         own = matrix_of(self._array)
         self.own = own if rounds.index else own.transposed()  # lines as columns
         self._suits = scaled.fits(self.own) and self.own.leading == self.own.rows
 
     def prepare(self, lines: int) -> None:
         """Memory for all lines, of which a product reads so many. Raises HeapExhausted."""
-        self._shown.made(LINES, (self._deep, lines), self.own.dtype, "F")
+        self._published.made(LINES, (self._padded_k, lines), self.own.dtype, "F")
         if self._mode != "tensor":
-            form = self._form(lines)
+            layout = self._layout(lines)
             order = "C" if self._mode == "squares" else "F"
-            self._shown.made(LINE_SCALES, (form.rows, form.columns), "float32", order)
+            self._published.made(LINE_SCALES, (layout.rows, layout.columns), "float32", order)
         if not self._suits:
-            self._lane.buffer("own lines", self._deep * self.own.columns)
+            self._lane.buffer("own lines", self._padded_k * self.own.columns)
 
     def send(self, scales: ScaleLayouts) -> None:
         """Put on the streams: this rank's lines and their scales, to all ranks. Afterwards `own`
@@ -89,54 +89,58 @@ class Exchange:
                 self._lane.barrier(side)  # before reading what peers wrote
                 call("cuEventRecord", self._lane.event(f"come {number}"), side)
 
-    def arrive(self, number: int) -> None:
+    def await_round(self, number: int) -> None:
         """What follows on the products' stream comes after a round that products follow on."""
         if number:
             call("cuStreamWaitEvent", self._stream, self._lane.event(f"come {number}"), 0)
 
     def end(self) -> None:
         """What follows on the products' stream comes after all rounds."""
-        self.arrive(self._rounds.count)
+        self.await_round(self._rounds.count)
 
     def lines(self, stage: Stage) -> Matrix:
         """Those of a stage that have come, as columns."""
-        all_lines = self._shown.own(LINES)
+        all_lines = self._published.own(LINES)
         return all_lines.part((0, all_lines.rows), (stage.lo, stage.hi))
 
     def scale(self, stage: Stage) -> Scale:
         """Their scales, which have come; those of tensors all ranks know."""
-        own = self._shown.own(LINE_SCALES)
+        own = self._published.own(LINE_SCALES)
         return Scale(self._mode, own.address + 4 * self._offset(stage.lo))
 
     def _packed(self) -> Matrix:
         """This rank's lines in memory of the lane."""
-        problem, index, rank = self._share.strategy.problem, self._rounds.index, self._rank
+        problem, index, rank = self._rank_plan.strategy.problem, self._rounds.index, self._rank
         layout = (problem.a, problem.b)[index]
         address, lines = self._lane.address("own lines"), self.own.columns
-        made = Matrix(address, self._deep, lines, 1, self._deep, self.own.dtype)
+        made = Matrix(address, self._padded_k, lines, 1, self._padded_k, self.own.dtype)
         part = made.part((0, self._k), (0, lines))
         fill_behind(made, part, self._stream)
         moves = shared_part(layout, layout, src=rank, dst=rank)
         place = self._array.address, self._array.strides
         into = part if index else part.transposed()
-        self._gathering.copy("own lines", moves, lambda _: place, into)
+        self._gather.copy("own lines", moves, lambda _: place, into)
         return made
 
     # -- where things lie --------------------------------------------------------------------------
 
-    def _form(self, lines: int) -> Matrix:
-        return laid_out(self._mode, lines, self._k)
+    def _layout(self, lines: int) -> Matrix:
+        return scale_layout(self._mode, lines, self._k)
 
     def _offset(self, line: int) -> int:
         """Where the scales of a stage begin whose first line is this one."""
         if self._mode == "outer":
             return line
-        form = self._form(BLOCK)
-        return line * form.columns if self._mode == "vectors" else line // BLOCK * form.row_stride
+        layout = self._layout(BLOCK)
+        return (
+            line * layout.columns if self._mode == "vectors" else line // BLOCK * layout.row_stride
+        )
 
     def _place(self, rank: int) -> int:
         """Where this rank's lines lie at another."""
-        return self._shown.place(LINES, rank)[0] + self._rounds.starts[self._rank] * self._deep
+        return (
+            self._published.place(LINES, rank)[0] + self._rounds.starts[self._rank] * self._padded_k
+        )
 
     def _send_scales(self, scales: ScaleLayouts, stream: int) -> None:
         own = self._rounds.lines[self._rank]
@@ -153,17 +157,19 @@ class Exchange:
     def _scales_place(self, rank: int, own: int) -> Matrix:
         """Where the scales of this rank's lines lie at another: within those of their stage."""
         first = self._rounds.starts[self._rank]
-        address, (row, column) = self._shown.place(LINE_SCALES, rank)
+        address, (row, column) = self._published.place(LINE_SCALES, rank)
         stage = next(x for x in self._rounds.stages(rank) if x.lo <= first < x.hi)
-        form = self._form(own)._replace(rows=own) if self._mode == "outer" else self._form(own)
+        layout = (
+            self._layout(own)._replace(rows=own) if self._mode == "outer" else self._layout(own)
+        )
         at = self._offset(stage.lo)
         if self._mode == "squares":
-            at, row, column = self._offset(first), form.row_stride * 4, 4
+            at, row, column = self._offset(first), layout.row_stride * 4, 4
         else:
             at += first - stage.lo
             if self._rounds.cuts:  # stages lie one behind the other
                 column = 4 * (stage.hi - stage.lo)
-        return form._replace(
+        return layout._replace(
             address=address + 4 * at, row_stride=row // 4, column_stride=column // 4
         )
 

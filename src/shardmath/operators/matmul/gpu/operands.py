@@ -70,7 +70,7 @@ def made_results(context: Context, blanks: Mapping[str, Blank], c: Any, stream: 
         nbytes = each.array.size * each.array.itemsize
         if nbytes:
             call("cuMemsetD8Async", each.array.address, 0, nbytes, stream)
-    d = blanks[_D].make() if _D in blanks else device_array.result_in(context, c)
+    d = blanks[_D].make() if _D in blanks else device_array.result_in(context, c, "c")
     return Results(d, extras, blanks)
 
 
@@ -169,8 +169,8 @@ def _scales(context: Context, problem: Problem, call_: Call, given: Arguments) -
             arrays.append(None)
             continue
         array = device_array.read(context, scale, f"the scale of {'abcd'[index]}")
-        turned = index < 2 and call_.transpose[index] and len(array.shape) == 2
-        arrays.append(array.transposed() if turned else array)
+        transposed = index < 2 and call_.transpose[index] and len(array.shape) == 2
+        arrays.append(array.transposed() if transposed else array)
     return Scales(tuple(1.0 if x is None else x for x in numbers), tuple(arrays))
 
 

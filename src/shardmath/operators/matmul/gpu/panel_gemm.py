@@ -1,12 +1,14 @@
-"""Performing a product whose operands come while it runs, in panels.
+"""Panel GEMM: one persistent kernel multiplies while copy engines prefetch operands into panels.
 
 The order of tiles is `panel_schedule`'s, the order along k is `k_order`'s.
 
-What peers have is pulled by copy engines on a second stream, which writes after each piece how far
-it has come; the product, which fills every multiprocessor, only reads these words. No kernel may be
-needed beside it: it would not find room. What this rank has itself is read where it lies; where it
-cannot be, a kernel on the product's stream copies it first. Every wait of the product has a
-deadline.
+    copy stream      fetch, write progress, fetch, write progress, ...    copy engines, no kernel
+    product's stream [ persistent kernel: wait for progress, load, multiply ]
+
+After each fetch the copy stream writes how many steps have arrived to a progress counter. The
+product fills every multiprocessor, so nothing it waits for may be a kernel. What this rank has
+itself is read in place; where TMA cannot, a kernel copies it into the panel before the product.
+Every wait of the product has a deadline.
 """
 
 from __future__ import annotations
@@ -29,15 +31,15 @@ from shardmath.local.gpu import Matrix
 from shardmath.operators.lanes import Lane
 from shardmath.operators.matmul.gpu.copy_engines import EngineCopies, engine_copies
 from shardmath.operators.matmul.gpu.k_order import KOrder
-from shardmath.operators.matmul.gpu.panel_factor import SUMS_BYTES, TILINGS, PanelFactor
+from shardmath.operators.matmul.gpu.panel_operand import SUMS_BYTES, TILINGS, PanelOperand
 from shardmath.operators.matmul.gpu.panel_schedule import (
     MOST_REGIONS,
     Fetch,
     PanelSchedule,
     Tiles,
-    walk,
+    make_schedule,
 )
-from shardmath.operators.matmul.gpu.rank_plan import Operands, Share
+from shardmath.operators.matmul.gpu.rank_plan import Operands, RankPlan
 from shardmath.operators.matmul.strategy import HOPPER
 from shardmath.operators.published import Places, matrix_of
 from shardmath.redistribution.copies import StridedCopy, lowered
@@ -46,55 +48,66 @@ from shardmath.redistribution.device import Box, BoxCopies
 __all__ = ["PanelGemm"]
 
 _THREADS = 384
-_LEAST_SECONDS = 2.5e-4  # of a rank: below, gathering first and cuBLASLt are as fast
+_LEAST_SECONDS = 2.5e-4  # of a rank: below, a gather and then cuBLASLt are as fast
 _LEAST_WIDTH = 1024  # rows and columns of a rank
-_LEAST_ROUND = 0.5  # of the clusters of blocks have a unit of tiles: then all share out the steps
-_ROOM = 8 << 30  # bytes of panels
-_WORDS = 64  # how far fetches have come; behind them by block, whether its sums are there
+_LEAST_WAVE = (
+    0.5  # of the clusters have a unit of tiles at least: then stream-K splits the steps among all
+)
+_MOST_PANEL_BYTES = 8 << 30  # bytes of panels
+_PROGRESS_COUNTERS = (
+    64  # steps that have arrived, by part; then, by block, whether its partial sums are written
+)
 _FIRST_BYTES = 4 << 20  # of the first piece: what comes sooner takes longer than its bytes
 
 
 class PanelGemm:
-    """One execution of a product on arrival, of op(A) and op(B) into `out`."""
+    """One execution of a panel GEMM, of op(A) and op(B) into `out`."""
 
-    def __init__(self, share: Share, operands: Operands, lane: Lane, out: Matrix) -> None:
-        self._share = share
+    def __init__(self, rank_plan: RankPlan, operands: Operands, lane: Lane, out: Matrix) -> None:
+        self._rank_plan = rank_plan
         self._operands = operands
         self._lane = lane
         self._device = lane.team.device
-        self._turned = out.column_stride != 1
-        self._out = out.transposed() if self._turned else out
-        first = 1 if self._turned else 0
-        self._extent = share.feeds[0].extent  # of k
+        self._transposed = out.column_stride != 1
+        self._out = out.transposed() if self._transposed else out
+        first = 1 if self._transposed else 0
+        self._extent = rank_plan.operand_plans[0].extent  # of k
         self._order = first, 1 - first  # which operand is on the left, which on the right
 
     @cached_property
-    def _sides(self) -> tuple[PanelFactor, PanelFactor]:
-        return self._side(self._order[0]), self._side(self._order[1])
+    def _panel_operands(self) -> tuple[PanelOperand, PanelOperand]:
+        return self._panel_operand(self._order[0]), self._panel_operand(self._order[1])
 
-    def _side(self, index: int) -> PanelFactor:
-        feed, own = self._share.feeds[index], matrix_of(self._operands.factors[index])
-        moves, place, shape = feed.moves, feed.place, feed.shape(0, feed.extent)
-        if self._turned:
+    def _panel_operand(self, index: int) -> PanelOperand:
+        operand_plan, own = (
+            self._rank_plan.operand_plans[index],
+            matrix_of(self._operands.ab[index]),
+        )
+        moves, place, shape = (
+            operand_plan.moves,
+            operand_plan.place,
+            operand_plan.shape(0, operand_plan.extent),
+        )
+        if self._transposed:
             own, shape = own.transposed(), shape[::-1]
             moves = tuple(Move(move.src, move.dst, move.runs[::-1]) for move in moves)
             place = None if place is None else place[::-1]
-        is_right = (index == 1) != self._turned
+        is_right = (index == 1) != self._transposed
         rank, tiling = self._lane.team.rank, TILINGS[self._out.dtype]
-        return PanelFactor(
-            index, is_right, own, moves, place, shape, rank, tiling, self._share.kept
+        return PanelOperand(
+            index, is_right, own, moves, place, shape, rank, tiling, self._rank_plan.cache
         )
 
     @property
-    def misfit(self) -> str:
-        """Why the product cannot, or should not, be computed so; "" where it can."""
-        return self._misfit_of_kind() or self._misfit_of_size()
+    def unsupported(self) -> str:
+        """Why the product cannot, or should not, be a panel GEMM; "" where it can."""
+        return self._unsupported_kind() or self._unsupported_size()
 
-    def _misfit_of_kind(self) -> str:
-        strategy, operands, out = self._share.strategy, self._operands, self._out
+    def _unsupported_kind(self) -> str:
+        strategy, operands, out = self._rank_plan.strategy, self._operands, self._out
         problem = strategy.problem
         if self._device.arch != "sm_90" or problem.dtype not in TILINGS:
-            return "the kernels multiply halves and float64 on GPUs of capability 9.0"
+            return "the kernels multiply 16-bit floats and float64 on GPUs of capability 9.0"
         if strategy.reduces or strategy.moves_result or not strategy.sums.disjoint():
             return "ranks share elements of the result"
         if out.dtype != problem.dtype or out.column_stride != 1 or out.row_stride < out.columns:
@@ -105,36 +118,39 @@ class PanelGemm:
             return "the kernels add no C"
         return ""
 
-    def _misfit_of_size(self) -> str:
+    def _unsupported_size(self) -> str:
         out = self._out
-        if not any(feed.gathers for feed in self._share.feeds):
-            return "all lies here"
+        if not any(operand_plan.gathers for operand_plan in self._rank_plan.operand_plans):
+            return "nothing is gathered"
         seconds = 2.0 * out.rows * out.columns * self._extent / HOPPER.rate(out.dtype)
         if seconds < _LEAST_SECONDS or min(out.rows, out.columns, self._extent) < _LEAST_WIDTH:
             return "the product is small"
         tiles = self._tiles()
-        if prod(tiles.shape) < _LEAST_ROUND * tiles.clusters:
+        if prod(tiles.shape) < _LEAST_WAVE * tiles.clusters:
             return "the product has few tiles"
-        if sum(side.nbytes() for side in self._sides if side.place is None) > _ROOM:
+        if (
+            sum(operand.panel_bytes() for operand in self._panel_operands if operand.place is None)
+            > _MOST_PANEL_BYTES
+        ):
             return "the panels are large"
-        fit = all(side.fits for side in self._sides)
-        return "" if fit else "a factor is not aligned for the kernel"
+        fit = all(operand.is_loadable for operand in self._panel_operands)
+        return "" if fit else "an operand is not aligned for the kernel"
 
     def _tiles(self) -> Tiles:
-        out, (left, right) = self._out, self._sides
+        out, (left, right) = self._out, self._panel_operands
         return Tiles(
             out.rows,
             out.columns,
-            (left.remote / out.rows, right.remote / out.columns),
+            (left.remote_bytes / out.rows, right.remote_bytes / out.columns),
             width=left.tiling.width,
             cluster=left.tiling.cluster,
             clusters=self._processors // left.tiling.cluster,
-            sharing=left.tiling.sharing,
+            fixup_steps=left.tiling.fixup_steps,
         )
 
     def prepare(self) -> None:
-        """Take memory for words and for sums of tiles by several blocks. Raises HeapExhausted."""
-        self._lane.buffer("come", 8 * (_WORDS + self._processors))
+        """Allocate progress counters and partial sums. Raises HeapExhausted."""
+        self._lane.buffer("progress", 8 * (_PROGRESS_COUNTERS + self._processors))
         self._lane.buffer("sums", SUMS_BYTES * self._processors)
 
     @property
@@ -142,115 +158,123 @@ class PanelGemm:
         """Multiprocessors, and blocks at most."""
         return self._device.processors
 
-    def room(self, index: int) -> int:
-        """Bytes that the panel of a factor needs, in the lane's buffer for that."""
-        return self._sides[self._order.index(index)].nbytes()
+    def panel_bytes(self, index: int) -> int:
+        """Bytes of the panel of an operand, in the lane's buffer for it."""
+        return self._panel_operands[self._order.index(index)].panel_bytes()
 
-    def run(self, places: Callable[[int], Places]) -> bool:
+    def run(self, places_of: Callable[[int], Places]) -> bool:
         """Put it on the stream; false, with nothing done, where copy engines do not suit.
 
-        `places(index)` says where each rank's part of a factor lies.
+        `places_of(index)` says where each rank's part of an operand lies.
         """
         stream, lane = self._operands.stream, self._lane
-        found = [self._oriented(places(side.index)) for side in self._sides]
-        plan = self._plan(found)
+        places = [self._oriented(places_of(operand.index)) for operand in self._panel_operands]
+        plan = self._plan(places)
         if plan is None:
             return False
         panels = [
-            side.panel(lane.address(f"panel {'ab'[side.index]}") if side.place is None else 0)
-            for side in self._sides
+            operand.panel(
+                lane.address(f"panel {'ab'[operand.index]}") if operand.place is None else 0
+            )
+            for operand in self._panel_operands
         ]
-        words = lane.address("come")
-        call("cuMemsetD8Async", words, 0, 8 * (_WORDS + self._processors), stream)
-        side_stream = lane.side
+        progress = lane.address("progress")
+        call("cuMemsetD8Async", progress, 0, 8 * (_PROGRESS_COUNTERS + self._processors), stream)
+        copy_stream = lane.side
         call("cuEventRecord", lane.event("fork"), stream)
-        call("cuStreamWaitEvent", side_stream, lane.event("fork"), 0)
-        for side, own, panel in zip(self._sides, plan.own, panels, strict=True):
+        call("cuStreamWaitEvent", copy_stream, lane.event("fork"), 0)
+        for operand, own, panel in zip(self._panel_operands, plan.own_copies, panels, strict=True):
             if own is not None:
-                own.launch(stream, [side.own.address], [panel.address])
+                own.launch(stream, [operand.own.address], [panel.address])
         sources = [
-            [place(rank)[0] if needed else 0 for rank, needed in enumerate(ranks)]
-            for place, ranks in zip(found, plan.needed, strict=True)
+            [place(rank)[0] if is_source else 0 for rank, is_source in enumerate(ranks)]
+            for place, ranks in zip(places, plan.is_source, strict=True)
         ]
         for fetch, copies, number in plan.fetches:
-            side, panel = self._sides[fetch.side], panels[fetch.side]
-            target = side.across(panel, fetch.lo, fetch.hi)
-            copies.launch(side_stream, sources[fetch.side], target.address)
-            call("cuStreamWriteValue64", side_stream, words + 8 * number, fetch.last, 0)
-        self._launch(plan, panels, words)
-        call("cuEventRecord", lane.event("join"), side_stream)
+            operand, panel = self._panel_operands[fetch.operand], panels[fetch.operand]
+            target = operand.panel_slice(panel, fetch.lo, fetch.hi)
+            copies.launch(copy_stream, sources[fetch.operand], target.address)
+            call("cuStreamWriteValue64", copy_stream, progress + 8 * number, fetch.last, 0)
+        self._launch(plan, panels, progress)
+        call("cuEventRecord", lane.event("join"), copy_stream)
         call("cuStreamWaitEvent", stream, lane.event("join"), 0)
         return True
 
     def _oriented(self, places: Places) -> Places:
-        """The same for factors that are turned."""
-        if not self._turned:
+        """The same for the transposed product."""
+        if not self._transposed:
             return places
 
-        def turned(rank: int) -> tuple[int, tuple[int, ...]]:
+        def transposed(rank: int) -> tuple[int, tuple[int, ...]]:
             address, strides = places(rank)
             return address, strides[::-1]
 
-        return turned
+        return transposed
 
-    # -- the plan, kept with the share -------------------------------------------------------------
+    # -- the plan, cached with the rank plan -------------------------------------------------------
 
-    def _plan(self, found: Sequence[Places]) -> _Plan | None:
-        needed = [
-            {move.src for move in side.moves} if side.place is None else set()
-            for side in self._sides
+    def _plan(self, places: Sequence[Places]) -> _Plan | None:
+        sources = [
+            {move.src for move in operand.moves} if operand.place is None else set()
+            for operand in self._panel_operands
         ]
         strides = tuple(
             tuple((rank, place(rank)[1]) for rank in sorted(need))
-            for need, place in zip(needed, found, strict=True)
+            for need, place in zip(sources, places, strict=True)
         )
-        own = tuple(side.lines.own for side in self._sides)
-        key = ("arriving", self._turned, strides, own)
-        kept = self._share.kept
-        if key not in kept:
-            kept[key] = self._planned(found, needed)
-        plan: _Plan | None = kept[key]
+        own = tuple(operand.k_steps.reads_own for operand in self._panel_operands)
+        key = ("panel gemm", self._transposed, strides, own)
+        cache = self._rank_plan.cache
+        if key not in cache:
+            cache[key] = self._make_plan(places, sources)
+        plan: _Plan | None = cache[key]
         return plan
 
-    def _planned(self, found: Sequence[Places], needed: Sequence[set[int]]) -> _Plan | None:
-        out, (left, right), tiles = self._out, self._sides, self._tiles()
+    def _make_plan(self, places: Sequence[Places], sources: Sequence[set[int]]) -> _Plan | None:
+        out, (left, right), tiles = self._out, self._panel_operands, self._tiles()
         wave = [units * unit for units, unit in zip(tiles.first_wave, tiles.units, strict=True)]
         costs = wave[0] * float(out.itemsize), wave[1] * float(out.itemsize)
-        depth = KOrder.plan((left.lines, right.lines), costs, left.tiling.depth)
-        made = walk(tiles, depth.pieces(costs, _FIRST_BYTES), depth.steps)
+        k_order = KOrder.plan((left.k_steps, right.k_steps), costs, left.tiling.depth)
+        schedule = make_schedule(tiles, k_order.pieces(costs, _FIRST_BYTES), k_order.steps)
         fetches = []
-        for fetch in made.fetches:
-            if depth.here(fetch.side) >= fetch.last:
+        for fetch in schedule.fetches:
+            if k_order.local_steps(fetch.operand) >= fetch.last:
                 continue
-            side, place = self._sides[fetch.side], found[fetch.side]
-            moves = depth.gathering(fetch.side, fetch.first, fetch.last, (fetch.lo, fetch.hi))
-            moves.sort(key=side.turn)
-            engines = engine_copies(_lowered(side, moves, place))
+            operand, place = self._panel_operands[fetch.operand], places[fetch.operand]
+            moves = k_order.gather_moves(
+                fetch.operand, fetch.first, fetch.last, (fetch.lo, fetch.hi)
+            )
+            moves.sort(key=operand.ring_key)
+            engines = engine_copies(_lowered(operand, moves, place))
             if engines is None:
                 return None
-            fetches.append((fetch, engines, fetch.part + (made.parts[0] if fetch.side else 0)))
-        own = [self._own_copies(*pair) for pair in zip(self._sides, found, strict=True)]
+            fetches.append(
+                (fetch, engines, fetch.part + (schedule.parts[0] if fetch.operand else 0))
+            )
+        own = [self._own_copies(*pair) for pair in zip(self._panel_operands, places, strict=True)]
         ranks = range(self._lane.team.size)
-        reached = tuple(tuple(rank in need for rank in ranks) for need in needed)
-        steps = Constant(self._device, depth.table())
-        here = depth.here(0), depth.here(1)
-        return _Plan(made, tuple(fetches), tuple(own), reached, depth.steps, here, steps)
+        reached = tuple(tuple(rank in need for rank in ranks) for need in sources)
+        step_table = Constant(self._device, k_order.table())
+        local_steps = k_order.local_steps(0), k_order.local_steps(1)
+        return _Plan(
+            schedule, tuple(fetches), tuple(own), reached, k_order.steps, local_steps, step_table
+        )
 
-    def _own_copies(self, side: PanelFactor, place: Places) -> BoxCopies | None:
-        """What this rank has, but cannot load where it lies, into its panel."""
-        if side.place is not None:
+    def _own_copies(self, operand: PanelOperand, place: Places) -> BoxCopies | None:
+        """What this rank has but cannot load in place, into its panel."""
+        if operand.place is not None:
             return None
-        every = np.arange(len(side.lines.places))
-        moves = side.lines.gathering(every, (0, side.extent), side.tiling.depth)
-        mine = [move for move in moves if move.src == side.rank]
-        boxes = [Box.of(replace(copy, src=0), 0) for copy in _lowered(side, mine, place)]
+        every = np.arange(len(operand.k_steps.offsets))
+        moves = operand.k_steps.gather_moves(every, (0, operand.extent), operand.tiling.depth)
+        mine = [move for move in moves if move.src == operand.rank]
+        boxes = [Box.of(replace(copy, src=0), 0) for copy in _lowered(operand, mine, place)]
         return BoxCopies(self._device, boxes) if boxes else None
 
     # -- the kernel --------------------------------------------------------------------------------
 
-    def _launch(self, plan: _Plan, panels: Sequence[Matrix], words: int) -> None:
-        out, team, made = self._out, self._lane.team, plan.walk
-        left, right = self._sides
+    def _launch(self, plan: _Plan, panels: Sequence[Matrix], progress: int) -> None:
+        out, team, schedule = self._out, self._lane.team, plan.schedule
+        left, right = self._panel_operands
         tiling, pitch = left.tiling, out.row_stride
         aligned = out.address % ALIGNMENT == 0 and out.itemsize * pitch % ALIGNMENT == 0
         if out.dtype == "float64":
@@ -267,46 +291,59 @@ class PanelGemm:
             f"REGIONS={MOST_REGIONS}",
             *of_kind,
         )
-        kernel = team.kernel(tiling.file, tiling.file, defines, shared=tiling.shared, features="a")
-        packed = b"".join(side.map(panel) for side, panel in zip(self._sides, panels, strict=True))
-        packed += b"".join(side.map(side.lying()) for side in self._sides)
+        kernel = team.kernel(
+            tiling.kernel, tiling.kernel, defines, shared=tiling.shared, features="a"
+        )
+        packed = b"".join(
+            operand.encode_map(panel)
+            for operand, panel in zip(self._panel_operands, panels, strict=True)
+        )
+        packed += b"".join(
+            operand.encode_map(operand.own_matrix()) for operand in self._panel_operands
+        )
         packed += team.packed()
-        packed += struct.pack("QQQQ", words, plan.steps.address, out.address, out.itemsize * pitch)
-        packed += struct.pack("QQ", words + 8 * _WORDS, self._lane.address("sums"))
-        shape = made.units, plan.depth, out.columns, out.rows
-        packed += struct.pack("8I", len(made.regions), *shape, *plan.here, made.whole)
-        for region in made.regions:
+        packed += struct.pack(
+            "QQQQ", progress, plan.step_table.address, out.address, out.itemsize * pitch
+        )
+        packed += struct.pack("QQ", progress + 8 * _PROGRESS_COUNTERS, self._lane.address("sums"))
+        shape = schedule.units, plan.steps, out.columns, out.rows
+        packed += struct.pack(
+            "8I", len(schedule.regions), *shape, *plan.local_steps, schedule.data_parallel_units
+        )
+        for region in schedule.regions:
             numbers = (
-                *(region.first, region.row, region.heights, region.column, region.across),
-                *(region.rows_part, made.parts[0] + region.columns_part, 0),
+                *(region.first, region.row, region.unit_rows, region.column, region.tile_columns),
+                *(region.rows_part, schedule.parts[0] + region.columns_part, 0),
             )
             packed += struct.pack("8I", *numbers)
-        packed += bytes(32 * (MOST_REGIONS - len(made.regions)))
+        packed += bytes(32 * (MOST_REGIONS - len(schedule.regions)))
         packed += bytes(-len(packed) % 64)
         clusters = self._processors // tiling.cluster
-        blocks = tiling.cluster * (min(clusters, made.units) if made.shares_none else clusters)
+        blocks = tiling.cluster * (
+            min(clusters, schedule.units) if schedule.is_data_parallel else clusters
+        )
         kernel.launch(self._operands.stream, blocks, _THREADS, Argument(packed))
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is launched: the walk, copies and the number of the word of each fetch, own copies, by
-    side and rank whether its part is read, and the steps along k: how many, those for which nothing
-    of a side has to come, and where each lies.
+    """What is launched: the schedule; each fetch's copies and the index of its progress counter;
+    copies of what this rank has itself; by operand and rank, whether that rank is a source; and
+    the steps along k: how many, how many are local for each operand, and their table.
     """
 
-    walk: PanelSchedule
+    schedule: PanelSchedule
     fetches: tuple[tuple[Fetch, EngineCopies, int], ...]
-    own: tuple[BoxCopies | None, ...]
-    needed: tuple[tuple[bool, ...], ...]
-    depth: int
-    here: tuple[int, int]
-    steps: Constant
+    own_copies: tuple[BoxCopies | None, ...]
+    is_source: tuple[tuple[bool, ...], ...]
+    steps: int
+    local_steps: tuple[int, int]
+    step_table: Constant
 
 
-def _lowered(side: PanelFactor, moves: Sequence[Move], places: Places) -> list[StridedCopy]:
-    """Moves into a side's panel as the machine sees them."""
-    panel = side.panel(0)
+def _lowered(operand: PanelOperand, moves: Sequence[Move], places: Places) -> list[StridedCopy]:
+    """Moves into an operand's panel as strided copies."""
+    panel = operand.panel(0)
     item = panel.itemsize
     steps = panel.row_stride * item, panel.column_stride * item
     return [lowered(move, item, places(move.src)[1], steps) for move in moves]

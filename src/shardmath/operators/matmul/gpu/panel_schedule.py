@@ -1,9 +1,9 @@
-"""A product whose factors come while it runs: what comes in which order, for which tiles.
+"""The schedule of a panel GEMM: which panels are fetched in which order, for which tiles.
 
-What this rank lacks of the factors of its share is gathered, and one kernel computes all tiles;
-each waits for the rows and columns that it needs, as far along k as it has come: `k_order` has the
-order. The first wave of tiles is fetched in pieces of k, so that it can begin soon; then rows and
-columns come in parts that grow, as each unlocks more tiles than the last.
+What this rank lacks of its operands is prefetched into panels while one persistent kernel computes
+all tiles. A tile waits for the rows and columns that it needs, step by step along k, in the order
+of `k_order`. The first wave of tiles is fetched in pieces of k, so that it can begin soon; then
+rows and columns are fetched in parts that grow, as each unlocks more tiles than the last.
 
             columns 0     1   2       fetched            unlocks
     rows 0  [ 1st wave ][ 2 ][ 4 ]    rows 0, columns 0  1st wave, piece by piece
@@ -20,23 +20,31 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import prod, sqrt
 
-__all__ = ["MOST_REGIONS", "TILE_ROWS", "Fetch", "PanelSchedule", "Region", "Tiles", "walk"]
+__all__ = [
+    "MOST_REGIONS",
+    "TILE_ROWS",
+    "Fetch",
+    "PanelSchedule",
+    "Region",
+    "Tiles",
+    "make_schedule",
+]
 
 TILE_ROWS = 128
 _LEAST_PART, _MOST_PARTS = 2, 5  # units in a part, and parts after the first
-_GROWTH = 1.3  # from part to part: the first ones are waited for, later ones come in time
-_CUTS = 2  # pieces of k of each part after the first
+_GROWTH = 1.3  # from part to part: the first ones are waited for, later ones are in time
+_K_PIECES = 2  # pieces of k of each part after the first
 
 MOST_REGIONS = (1 + _MOST_PARTS) ** 2
 
 
 @dataclass(frozen=True)
 class Fetch:
-    """Rows (side 0) or columns (side 1) number `part`, from `lo` to `hi`, for the steps along k
-    from `first` to before `last`.
+    """Rows of A (0) or columns of B (1), part number `part`, from `lo` to `hi`, for the
+    steps along k from `first` to before `last`.
     """
 
-    side: int
+    operand: int
     part: int
     lo: int
     hi: int
@@ -48,11 +56,11 @@ class Fetch:
 class Region:
     """Tiles that need the same rows and columns; in units of `cluster` tiles, and in tiles."""
 
-    first: int  # its first unit in the walk
+    first: int  # its first unit in the schedule
     row: int
-    heights: int
+    unit_rows: int
     column: int
-    across: int
+    tile_columns: int
     rows_part: int
     columns_part: int
 
@@ -60,24 +68,24 @@ class Region:
 @dataclass(frozen=True)
 class PanelSchedule:
     """What is fetched, in this order, and the regions in the order in which they are computed. The
-    first `whole` of all `units` are computed by one cluster each, the steps of the others are
-    shared out among all clusters.
+    first `data_parallel_units` of all `units` are computed by one cluster each; the steps of the
+    others are split evenly among all clusters (stream-K).
     """
 
     fetches: tuple[Fetch, ...]
     regions: tuple[Region, ...]
     parts: tuple[int, int]
     units: int
-    whole: int
+    data_parallel_units: int
 
     @property
-    def shares_none(self) -> bool:
+    def is_data_parallel(self) -> bool:
         """Whether each unit is computed by one cluster."""
-        return self.whole == self.units
+        return self.data_parallel_units == self.units
 
     @property
     def first_wave(self) -> tuple[Fetch, ...]:
-        """What comes before the second rows or columns do."""
+        """What is fetched before the second rows or columns are."""
         return tuple(fetch for fetch in self.fetches if fetch.part == 0)
 
 
@@ -85,7 +93,8 @@ class PanelSchedule:
 class Tiles:
     """An m x n result in tiles of TILE_ROWS x `width`, of which `clusters` times `cluster` above
     each other are computed at once; a row of A and a column of B cost so many bytes to fetch, 0 if
-    the factor is here. To add up sums of several clusters takes as long as `sharing` steps.
+    the operand is local. Reducing the partial sums of several clusters takes as long as
+    `fixup_steps` steps.
     """
 
     m: int
@@ -94,7 +103,7 @@ class Tiles:
     width: int
     cluster: int
     clusters: int
-    sharing: int = 1 << 30
+    fixup_steps: int = 1 << 30
 
     @property
     def units(self) -> tuple[int, int]:
@@ -108,7 +117,7 @@ class Tiles:
 
     @property
     def first_wave(self) -> tuple[int, int]:
-        """Units of rows and of columns that keep all clusters busy and come soonest."""
+        """Units of rows and of columns that keep all clusters busy and are fetched soonest."""
         (high, wide), clusters = self.shape, self.clusters
         costs = [cost * unit for cost, unit in zip(self.costs, self.units, strict=True)]
         if not costs[0]:
@@ -119,64 +128,76 @@ class Tiles:
         columns = min(wide, max(1, -(-clusters // rows)))
         return min(high, max(1, -(-clusters // columns))), columns
 
-    def whole(self, steps: int) -> int:
-        """How many units of `steps` are not shared out: rounds of one for each cluster.
+    def data_parallel_units(self, steps: int) -> int:
+        """How many units of `steps` are computed whole: full waves of one for each cluster.
 
-        Otherwise some clusters would have nothing to do in the last round. Of what is shared each
-        has half a unit at least, so that few add to one; a whole one where that is as good: then
-        what it adds has been there for long.
+        The rest is split by stream-K, as some clusters would idle in the last wave. Each cluster
+        gets half a unit of it at least, so that few add to one; a whole one where that is as good:
+        then the partial sums it waits for have long been written.
         """
         count, clusters = prod(self.shape), self.clusters
         over = count % clusters
-        whole = count - over - (clusters if 2 * over < clusters else 0)
+        data_parallel_units = count - over - (clusters if 2 * over < clusters else 0)
         idle = (clusters - over) / clusters * steps
-        return whole if over and whole >= 0 and idle >= self.sharing else count
+        return (
+            data_parallel_units
+            if over and data_parallel_units >= 0 and idle >= self.fixup_steps
+            else count
+        )
 
 
-def walk(tiles: Tiles, pieces: Sequence[tuple[int, int]], steps: int) -> PanelSchedule:
-    """The walk over the tiles. The first wave comes in `pieces` of the `steps` along k."""
+def make_schedule(tiles: Tiles, pieces: Sequence[tuple[int, int]], steps: int) -> PanelSchedule:
+    """The schedule of the tiles. The first wave is fetched in `pieces` of the `steps` along k."""
     first = tiles.first_wave
     bounds = [
-        _cuts(extent, first[side], tiles.costs[side] > 0) for side, extent in enumerate(tiles.shape)
+        _part_bounds(extent, first[operand], tiles.costs[operand] > 0)
+        for operand, extent in enumerate(tiles.shape)
     ]
     extents = tiles.m, tiles.n
     fetches: list[Fetch] = []
     regions: list[Region] = []
     for start, end in pieces:
-        for side in (0, 1):
-            lo, hi = _extent(bounds[side], 0, tiles.units[side], extents[side])
-            fetches.append(Fetch(side, 0, lo, hi, start, end))
-    come, units = [1, 1], 0
-    served = [(0, 0)]
-    while served:
-        for row_part, column_part in served:
+        for operand in (0, 1):
+            lo, hi = _extent(bounds[operand], 0, tiles.units[operand], extents[operand])
+            fetches.append(Fetch(operand, 0, lo, hi, start, end))
+    loaded, units = [1, 1], 0
+    ready = [(0, 0)]
+    while ready:
+        for row_part, column_part in ready:
             top, left = bounds[0][row_part], bounds[1][column_part]
-            heights, across = bounds[0][row_part + 1] - top, bounds[1][column_part + 1] - left
-            regions.append(Region(units, top, heights, left, across, row_part, column_part))
-            units += heights * across
-        served = []
-        waiting = [side for side in (0, 1) if come[side] < len(bounds[side]) - 1]
+            unit_rows, tile_columns = (
+                bounds[0][row_part + 1] - top,
+                bounds[1][column_part + 1] - left,
+            )
+            regions.append(Region(units, top, unit_rows, left, tile_columns, row_part, column_part))
+            units += unit_rows * tile_columns
+        ready = []
+        waiting = [operand for operand in (0, 1) if loaded[operand] < len(bounds[operand]) - 1]
         if waiting:  # what unlocks most for its bytes
-            side = max(waiting, key=lambda s: _unlocks(tiles, bounds, come, s))
-            part = come[side]
-            lo, hi = _extent(bounds[side], part, tiles.units[side], extents[side])
-            cuts = sorted({steps * cut // _CUTS for cut in range(_CUTS + 1)})
-            fetches += [Fetch(side, part, lo, hi, *cut) for cut in pairwise(cuts)]
-            others = range(come[1 - side])
-            served = [(part, other) if side == 0 else (other, part) for other in others]
-            come[side] += 1
+            operand = max(waiting, key=lambda s: _unlocks(tiles, bounds, loaded, s))
+            part = loaded[operand]
+            lo, hi = _extent(bounds[operand], part, tiles.units[operand], extents[operand])
+            cuts = sorted({steps * cut // _K_PIECES for cut in range(_K_PIECES + 1)})
+            fetches += [Fetch(operand, part, lo, hi, *cut) for cut in pairwise(cuts)]
+            others = range(loaded[1 - operand])
+            ready = [(part, other) if operand == 0 else (other, part) for other in others]
+            loaded[operand] += 1
     parts = len(bounds[0]) - 1, len(bounds[1]) - 1
-    return PanelSchedule(tuple(fetches), tuple(regions), parts, units, tiles.whole(steps))
+    return PanelSchedule(
+        tuple(fetches), tuple(regions), parts, units, tiles.data_parallel_units(steps)
+    )
 
 
-def _unlocks(tiles: Tiles, bounds: Sequence[list[int]], come: Sequence[int], side: int) -> float:
+def _unlocks(
+    tiles: Tiles, bounds: Sequence[list[int]], loaded: Sequence[int], operand: int
+) -> float:
     """Tiles for a byte of the next rows or columns."""
-    return bounds[1 - side][come[1 - side]] / (tiles.costs[side] * tiles.units[side])
+    return bounds[1 - operand][loaded[1 - operand]] / (tiles.costs[operand] * tiles.units[operand])
 
 
-def _cuts(extent: int, first: int, comes: bool) -> list[int]:
-    """Bounds of the parts: all at once for a factor that is here."""
-    if not comes or first >= extent:
+def _part_bounds(extent: int, first: int, is_fetched: bool) -> list[int]:
+    """Bounds of the parts: one part for an operand that is local."""
+    if not is_fetched or first >= extent:
         return [0, extent]
     weights, bounds = [_GROWTH**i for i in range(_MOST_PARTS)], [0, first]
     for i, weight in enumerate(weights):

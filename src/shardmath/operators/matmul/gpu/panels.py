@@ -1,4 +1,4 @@
-"""How a GPU is fed its factors along k: what lies here is used in place, the rest comes in panels.
+"""Panels of k: local operands are used in place, remote ones are gathered one panel at a time.
 
 k is cut into intervals, one product each, so that the panels of the next come while one is
 multiplied. The first is short, since nothing hides it; each is as much longer than the last as
@@ -16,19 +16,19 @@ from functools import cached_property
 from shardmath.geometry import Move
 from shardmath.operators.matmul.panels import clip
 
-__all__ = ["Feed", "Interval", "intervals"]
+__all__ = ["Interval", "OperandPlan", "intervals"]
 
 _FIRST_BYTES = 8 << 20  # of panels: less is gathered in one go
 _LEAST = 256  # indices of k
 _FIRST = 1.4e-12  # the same for each flop per second: with fewer, adding to D takes too much time
 _LEAST_GROWTH, _MOST_GROWTH = 1.25, 3.0
-_ROOM = 2 << 30  # bytes of panels, of both factors together
+_ROOM = 2 << 30  # bytes of panels, of both operands together
 _SLOTS = 3  # panels in turn, where all together would need more than that
 
 
 @dataclass(frozen=True)
-class Feed:
-    """One rank's reading of one factor, whose k axis is `axis`.
+class OperandPlan:
+    """One rank's reading of one operand, whose k axis is `axis`.
 
     `moves` bring all of it; `place` is where it starts along each axis of this rank's own array if
     it is one dense box there, so that nothing moves.
@@ -41,7 +41,9 @@ class Feed:
     place: tuple[int, int] | None
 
     @classmethod
-    def plan(cls, moves: Sequence[Move], shape: tuple[int, ...], rank: int, axis: int) -> Feed:
+    def plan(
+        cls, moves: Sequence[Move], shape: tuple[int, ...], rank: int, axis: int
+    ) -> OperandPlan:
         """How `rank` reads a part of that shape, which `moves` bring it."""
         extent, width = shape[axis], shape[1 - axis]
         place = None
@@ -60,7 +62,7 @@ class Feed:
         """Of the panel with indices lo to hi of k."""
         return (hi - lo, self.width) if self.axis == 0 else (self.width, hi - lo)
 
-    def gathering(self, lo: int, hi: int) -> list[Move]:
+    def gather_moves(self, lo: int, hi: int) -> list[Move]:
         """The moves that fill that panel."""
         return [part for move in self.moves for part in clip(move, self.axis, lo, hi)]
 
@@ -73,7 +75,7 @@ class Feed:
 
     @cached_property
     def own_start(self) -> int:
-        """Where along k this rank's own share of a gathered factor begins; 0 if it is in pieces."""
+        """Where along k this rank's own part of a gathered operand begins; 0 if in pieces."""
         own = {move.runs[self.axis] for move in self.moves if move.src == move.dst}
         run = own.pop() if len(own) == 1 else None
         return run.dst_start if run is not None and run.count == 1 else 0
@@ -92,8 +94,8 @@ class Interval:
 
 
 def intervals(
-    a: Feed,
-    b: Feed,
+    a: OperandPlan,
+    b: OperandPlan,
     itemsize: int,
     *,
     rate: float,
@@ -109,7 +111,9 @@ def intervals(
     `grain`, and with a greater one than 64 their bounds too; but for the end of k.
     """
     extent = a.extent
-    per_index = itemsize * sum(feed.width for feed in (a, b) if feed.gathers)
+    per_index = itemsize * sum(
+        operand_plan.width for operand_plan in (a, b) if operand_plan.gathers
+    )
     if not per_index:
         return [Interval(0, extent, 0, None)], 0
     least = max(_LEAST, int(rate * _FIRST / 64) * 64)
@@ -120,7 +124,7 @@ def intervals(
     growth = min(_MOST_GROWTH, max(_LEAST_GROWTH, 0.9 * ratio))
     start = 0
     if rotate:
-        start = next((feed.own_start for feed in (a, b) if feed.gathers), 0)
+        start = next((operand_plan.own_start for operand_plan in (a, b) if operand_plan.gathers), 0)
         start -= start % grain if grain > 64 else 0
     ends = [extent, start] if start else [extent]
     fits_at_once = extent <= room

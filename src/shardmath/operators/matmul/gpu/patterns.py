@@ -1,7 +1,7 @@
-"""The forms of strategies for which there is one kernel, or one collective: pure.
+"""Communication patterns of strategies for which there is one kernel, or one collective: pure.
 
-A form is seen from the layouts alone, so it is the same on all ranks. `turned` says that the kernel
-is given the transposes, B^T A^T = D^T; where the form does not say, the order of D does.
+A pattern follows from the layouts alone, so it is the same on all ranks. `transposed` says that the
+kernel computes D^T = B^T A^T; where it is None, the order of D decides.
 
     kind             A                 B                 D
     all-gather       rows split        columns split     columns split
@@ -17,54 +17,54 @@ from dataclasses import dataclass
 from shardmath.geometry import Layout, Spans
 from shardmath.operators.matmul.strategy import Strategy
 
-__all__ = ["Form", "form_of", "gathered_lines"]
+__all__ = ["Pattern", "gathered_lines", "pattern_of"]
 
 
 @dataclass(frozen=True)
-class Form:
-    """What a strategy is, seen as one step. `rows`, by rank, are those of A that are gathered, or
-    of D that are scattered.
+class Pattern:
+    """A strategy as one collective and one product. `rows[r]` is how many rows of A rank r
+    contributes to the AllGather, or of D it gets from the ReduceScatter.
     """
 
     kind: str
-    turned: bool | None
+    transposed: bool | None
     rows: tuple[int, ...]
 
 
-def form_of(strategy: Strategy) -> Form | None:
-    """The form that a strategy has, the same on all ranks; None where it has none of them."""
+def pattern_of(strategy: Strategy) -> Pattern | None:
+    """The pattern of a strategy, the same on all ranks; None where it has none of them."""
     if strategy.problem.size == 1 or strategy.problem.scaling is not None:
         return None
     return _summed(strategy) if strategy.reduces else gathered_lines(strategy)
 
 
-def gathered_lines(strategy: Strategy) -> Form | None:
-    """The form of a strategy of which one factor is gathered, and nothing else moves; else None."""
+def gathered_lines(strategy: Strategy) -> Pattern | None:
+    """AllGather + GEMM: one operand is gathered, and nothing else moves; None for others."""
     problem = strategy.problem
     m, n, k = problem.shape
     if strategy.reduces or strategy.moves_result or not _are_whole(strategy.depth, k):
         return None
     if _are_whole(strategy.rows, m) and strategy.b.same_as(problem.b):
         rows = _slabs(problem.a, 0)
-        return None if rows is None else Form("all-gather", turned=False, rows=rows)
+        return None if rows is None else Pattern("all-gather", transposed=False, rows=rows)
     if _are_whole(strategy.columns, n) and strategy.a.same_as(problem.a):
         rows = _slabs(problem.b, 1)
-        return None if rows is None else Form("all-gather", turned=True, rows=rows)
+        return None if rows is None else Pattern("all-gather", transposed=True, rows=rows)
     return None
 
 
-def _summed(strategy: Strategy) -> Form | None:
+def _summed(strategy: Strategy) -> Pattern | None:
     problem = strategy.problem
     m, n, _ = problem.shape
     here = strategy.a.same_as(problem.a) and strategy.b.same_as(problem.b)
     if not here or not _are_whole(strategy.rows, m) or not _are_whole(strategy.columns, n):
         return None
     if problem.d.is_replicated:
-        return Form("all-reduce", turned=None, rows=())
+        return Pattern("all-reduce", transposed=None, rows=())
     for axis in (0, 1):
         rows = _slabs(problem.d, axis)
         if rows is not None and not strategy.moves_result:
-            return Form("reduce-scatter", turned=axis == 1, rows=rows)
+            return Pattern("reduce-scatter", transposed=axis == 1, rows=rows)
     return None
 
 

@@ -36,7 +36,7 @@ class PlanMemory:
         self._kept.atexit = False
 
     @classmethod
-    def together(
+    def create(
         cls,
         context: Context,
         operation: str,

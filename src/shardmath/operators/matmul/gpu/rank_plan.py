@@ -16,22 +16,22 @@ from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.float8 import BLOCK, FLOAT8
 from shardmath.local.gpu.gemm import Algorithms
 from shardmath.operators.matmul import host
-from shardmath.operators.matmul.gpu.panels import Feed, Interval, intervals
-from shardmath.operators.matmul.gpu.patterns import Form, form_of
+from shardmath.operators.matmul.gpu.panels import Interval, OperandPlan, intervals
+from shardmath.operators.matmul.gpu.patterns import Pattern, pattern_of
 from shardmath.operators.matmul.gpu.reduction_choice import rounds_parts
 from shardmath.operators.matmul.gpu.rounds import Rounds, rounds_of
 from shardmath.operators.matmul.gpu.routes import Routes
 from shardmath.operators.matmul.gpu.scale_moves import (
     ScaleMoves,
-    greatest_moves,
+    amax_transfer,
     modes,
     scale_moves,
 )
 from shardmath.operators.matmul.problem import gradient_layouts
-from shardmath.operators.matmul.strategy import HOPPER, HOPPER_APART, Machine
+from shardmath.operators.matmul.strategy import HOPPER, HOPPER_MULTI_HOST, Machine
 from shardmath.symmetric.device_array import DeviceArray
 
-__all__ = ["AFTERWARDS", "Operands", "Scales", "Share"]
+__all__ = ["AFTERWARDS", "Operands", "RankPlan", "Scales"]
 
 _MEMORY = 4e12  # bytes per second of an H200's memory
 _PANEL = 6e-6  # seconds that one more product takes to begin, and to end with few tiles
@@ -99,13 +99,13 @@ class Operands:
         return replace(self, a=a, b=b, c=c, out=out, inputs=inputs, outputs={}, scales=scales)
 
     @property
-    def factors(self) -> tuple[DeviceArray, DeviceArray]:
+    def ab(self) -> tuple[DeviceArray, DeviceArray]:
         """op(A) and op(B)."""
         return self.a, self.b
 
 
 @dataclass(frozen=True)
-class Share(host.Share):
+class RankPlan(host.RankPlan):
     """What `rank` does for `strategy` on its GPU; `hosts` are the numbers of all ranks' hosts.
 
     All moves of peers are out of what they show: their arrays, or their outboxes where ranks are on
@@ -115,14 +115,14 @@ class Share(host.Share):
     hosts: tuple[int, ...]
 
     @property
-    def apart(self) -> bool:
+    def multi_host(self) -> bool:
         """Whether ranks are on several hosts, and so have no address for each other's memory."""
         return len(set(self.hosts)) > 1
 
     @property
     def machine(self) -> Machine:
         """What such ranks can do."""
-        return HOPPER_APART if self.apart else HOPPER
+        return HOPPER_MULTI_HOST if self.multi_host else HOPPER
 
     @cached_property
     def routes(self) -> Routes:
@@ -130,32 +130,34 @@ class Share(host.Share):
         return Routes(self.strategy, self.rank, self.hosts)
 
     @cached_property
-    def feeds(self) -> tuple[Feed, Feed]:
+    def operand_plans(self) -> tuple[OperandPlan, OperandPlan]:
         """How this rank reads op(A), along its axis 1, and op(B), along its axis 0."""
         (one, two), rank = self.strategy.transfers, self.rank
         shapes = self.strategy.a.local_shape(rank), self.strategy.b.local_shape(rank)
         return (
-            Feed.plan(self._shown("a", one.into(rank)), shapes[0], rank, 1),
-            Feed.plan(self._shown("b", two.into(rank)), shapes[1], rank, 0),
+            OperandPlan.plan(self._published_moves("a", one.into(rank)), shapes[0], rank, 1),
+            OperandPlan.plan(self._published_moves("b", two.into(rank)), shapes[1], rank, 0),
         )
 
     def parts(self, index: int) -> list[tuple[str, list[Move]]]:
-        """What is gathered of a factor for each interval, by name."""
-        feed = self.feeds[index]
+        """What is gathered of an operand for each interval, by name."""
+        operand_plan = self.operand_plans[index]
         return [
-            (f"{'ab'[index]} {number}", feed.gathering(interval.lo, interval.hi))
+            (f"{'ab'[index]} {number}", operand_plan.gather_moves(interval.lo, interval.hi))
             for number, interval in enumerate(self.schedule[0])
         ]
 
     @cached_property
     def additions(self) -> tuple[tuple[Move, ...], ...]:
         """See host.Share."""
-        return tuple(self._shown("sums", found) for found in super().additions)
+        return tuple(self._published_moves("sums", found) for found in super().additions)
 
     @cached_property
     def last_moves(self) -> tuple[Move, ...]:
         """See host.Share."""
-        return self._shown("reduced" if self.strategy.reduces else "sums", super().last_moves)
+        return self._published_moves(
+            "reduced" if self.strategy.reduces else "sums", super().last_moves
+        )
 
     @cached_property
     def vectors(self) -> tuple[tuple[Move, ...], ...]:
@@ -163,7 +165,7 @@ class Share(host.Share):
         layout, held, need = gradient_layouts(self.strategy.problem)
         sources = range(layout.size) if layout.disjoint() else [self.rank]
         return tuple(
-            self._shown("vector", host.shared_part(held, need, src=src, dst=self.rank))
+            self._published_moves("vector", host.shared_part(held, need, src=src, dst=self.rank))
             for src in sources
         )
 
@@ -175,12 +177,14 @@ class Share(host.Share):
         return tuple(
             move
             for src in range(d.size)
-            for move in self._shown("c", host.shared_part(d, everywhere, src=src, dst=self.rank))
+            for move in self._published_moves(
+                "c", host.shared_part(d, everywhere, src=src, dst=self.rank)
+            )
         )
 
-    def _shown(self, name: str, found: tuple[Move, ...]) -> tuple[Move, ...]:
+    def _published_moves(self, name: str, found: tuple[Move, ...]) -> tuple[Move, ...]:
         """Moves of ranks' matrices of that name, as they are shown."""
-        if not self.apart:
+        if not self.multi_host:
             return found
         dtype = dtypes.of(self.strategy.problem.dtype)
         wide = dtypes.accumulator(dtype)
@@ -189,7 +193,7 @@ class Share(host.Share):
     @cached_property
     def schedule(self) -> tuple[list[Interval], int]:
         """The intervals of k, and how many indices the panels' memory has."""
-        strategy, rank, (a, b) = self.strategy, self.rank, self.feeds
+        strategy, rank, (a, b) = self.strategy, self.rank, self.operand_plans
         dtype = strategy.problem.dtype
         itemsize = dtypes.of(dtype).itemsize
         flops = 2.0 * strategy.rows[rank].length * strategy.columns[rank].length
@@ -208,7 +212,7 @@ class Share(host.Share):
         return plan, room
 
     def _passes_over_sums(self, panels: int) -> float:
-        """Seconds that several panels of eight-bit factors cost: their sums are added up in memory,
+        """Seconds that several panels of float8 operands cost: their sums are added up in memory,
         as float32, which each further panel reads and writes, and are then rounded.
         """
         strategy, result = self.strategy, dtypes.of(self.strategy.problem.result)
@@ -219,7 +223,9 @@ class Share(host.Share):
     @cached_property
     def rounds(self) -> Rounds | None:
         """How eight-bit lines that all ranks need come; None where none do."""
-        return rounds_of(self.strategy) if self.multiplies_elements and not self.apart else None
+        return (
+            rounds_of(self.strategy) if self.multiplies_elements and not self.multi_host else None
+        )
 
     @property
     def own_lines(self) -> int:
@@ -228,32 +234,32 @@ class Share(host.Share):
 
     @cached_property
     def scale_moves(self) -> tuple[ScaleMoves | None, ScaleMoves | None]:
-        """How the scales of eight-bit factors get here."""
+        """How the scales of float8 operands get here."""
         return scale_moves(self.strategy, 0), scale_moves(self.strategy, 1)
 
     def scales_into(self, index: int) -> tuple[Move, ...]:
-        """What brings the scales of a factor that do not stay where they are."""
+        """What brings the scales of an operand that do not stay where they are."""
         found = self.scale_moves[index]
         assert found is not None, "there are some"
-        return self._shown(f"scales {'ab'[index]}", found.transfer.into(self.rank))
+        return self._published_moves(f"scales {'ab'[index]}", found.transfer.into(self.rank))
 
     @cached_property
-    def greatest(self) -> tuple[Move, ...]:
+    def amax_moves(self) -> tuple[Move, ...]:
         """What brings the greatest value of every rank's part of D."""
-        return self._shown("amax", greatest_moves(len(self.hosts)).into(self.rank))
+        return self._published_moves("amax", amax_transfer(len(self.hosts)).into(self.rank))
 
     @cached_property
     def modes(self) -> tuple[str, str]:
-        """The modes of a product of eight-bit factors."""
+        """The modes of a product of float8 operands."""
         return modes(self.strategy)
 
     @property
     def multiplies_elements(self) -> bool:
-        """Whether factors are multiplied as eight-bit elements, with scales."""
+        """Whether operands are multiplied as eight-bit elements, with scales."""
         return self.strategy.problem.dtype in FLOAT8
 
     @cached_property
-    def kept(self) -> dict[Any, Any]:
+    def cache(self) -> dict[Any, Any]:
         """What executions of this share keep for the next: geometry that is on the device."""
         return {}
 
@@ -263,23 +269,23 @@ class Share(host.Share):
         return Algorithms()
 
     @property
-    def told(self) -> tuple[str, ...]:
+    def notes(self) -> tuple[str, ...]:
         """What has been found out by timing."""
-        return tuple(self.kept.get("told", ()))
+        return tuple(self.cache.get("notes", ()))
 
     @cached_property
-    def form(self) -> Form | None:
+    def pattern(self) -> Pattern | None:
         """What the strategy is, if one kernel can do all of it."""
-        return None if self.apart else form_of(self.strategy)
+        return None if self.multi_host else pattern_of(self.strategy)
 
     @cached_property
     def parts_dtype(self) -> str:
         """The type in which the ranks' products are added up, where they are."""
         problem = self.strategy.problem
         m, n, _ = problem.shape
-        halves = dtypes.of(problem.result).itemsize == 2
-        added = self.form is not None and self.form.kind != "all-gather"
-        if halves and added and rounds_parts(m * n):
+        is_half = dtypes.of(problem.result).itemsize == 2
+        added = self.pattern is not None and self.pattern.kind != "all-gather"
+        if is_half and added and rounds_parts(m * n):
             return problem.result
         return dtypes.accumulator(problem.dtype).name
 
@@ -288,11 +294,11 @@ class Share(host.Share):
 
         "" where none does: parts of it would not lie as the ranks want them.
         """
-        if self.form is None or self.form.kind == "all-gather":
+        if self.pattern is None or self.pattern.kind == "all-gather":
             return ""
-        if self.form.kind == "all-reduce":
+        if self.pattern.kind == "all-reduce":
             return order
-        natural = "F" if self.form.turned else "C"
+        natural = "F" if self.pattern.transposed else "C"
         return natural if order == natural else ""
 
     @property

@@ -15,21 +15,21 @@ __all__ = ["GemmReduceScatter"]
 
 
 class GemmReduceScatter:
-    """`launch` leaves rank r's `rows[r]` rows of the product on rank r. Made by `together`."""
+    """`launch` leaves rank r's `rows[r]` rows of the product on rank r. Made by `create`."""
 
     def __init__(self, sending: TileSendingGemm) -> None:
         self._sending = sending
 
     @classmethod
-    def together(
+    def create(
         cls, context: Context, problem: SplitKProduct, shape: Shape | None = None
     ) -> GemmReduceScatter:
         """A plan. Collective.
 
         Raises ValueError on all ranks where they do not mean the same product, or where
-        `problem.misfit` speaks on one of them; HeapExhausted.
+        `problem.unsupported` speaks on one of them; HeapExhausted.
         """
-        return cls(TileSendingGemm.together(context, problem, shape or choose_shape(problem)))
+        return cls(TileSendingGemm.create(context, problem, shape or choose_shape(problem)))
 
     def launch(self, a: int, b: int, result: int, stream: int, *, pitch: int | None = None) -> None:
         """Put the product of A and B on `stream`; A, B and this rank's rows lie at these addresses.

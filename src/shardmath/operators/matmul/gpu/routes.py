@@ -1,6 +1,6 @@
 """What the ranks of a product on several hosts pack for each other, by the names of matrices: pure.
 
-Of a factor every parcel has k slowest: an interval of k is one range of its bytes.
+Of an operand every parcel has k slowest: an interval of k is one range of its bytes.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from shardmath.geometry import Layout, Move
 from shardmath.operators.matmul import host
-from shardmath.operators.matmul.gpu.scale_moves import greatest_moves, scale_moves
+from shardmath.operators.matmul.gpu.scale_moves import amax_transfer, scale_moves
 from shardmath.operators.matmul.problem import gradient_layouts
 from shardmath.operators.matmul.strategy import Strategy
 from shardmath.redistribution import TransferPlan
@@ -112,7 +112,7 @@ class Routes:
         if name in ("a", "b"):
             return strategy.transfers["ab".index(name)]
         if name == "amax":
-            return greatest_moves(strategy.problem.size)
+            return amax_transfer(strategy.problem.size)
         if name.startswith("scales "):
             found = scale_moves(strategy, "ab".index(name[-1]))
             assert found is not None, "there are some"

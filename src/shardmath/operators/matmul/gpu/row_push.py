@@ -21,7 +21,7 @@ from shardmath.operators.matmul.gpu.copy_engines import EngineCopy
 from shardmath.operators.matmul.gpu.row_split import CHUNKS, PIECES, RowSplitProduct, Tiling
 from shardmath.symmetric.team import Team
 
-__all__ = ["RowPush", "steps_of_engines", "words_bytes"]
+__all__ = ["RowPush", "copy_steps", "signals_bytes"]
 
 _THREADS = 64  # one for each peer that there can be
 
@@ -38,7 +38,7 @@ class RowPush:
         self._sending = bases[team.rank] + 8 * (CHUNKS + 1) * team.size
         self._steps = [
             self._step(team.rank, (team.rank + step) % team.size, first, last)
-            for step, first, last in steps_of_engines(team.size, tiling.early, problem)
+            for step, first, last in copy_steps(team.size, tiling.piecewise, problem)
             if problem.rows[team.rank]
         ]
         self._argument = Argument(team.packed() + struct.pack("Q", bases[team.rank]))
@@ -47,7 +47,7 @@ class RowPush:
 
     def rows(self, rank: int, src: int) -> int:
         """Where the rows of `src` lie on `rank`."""
-        return self._bases[rank] + words_bytes(self._size) + self._problem.offsets[src]
+        return self._bases[rank] + signals_bytes(self._size) + self._problem.offsets[src]
 
     def put(self, a: int, stream: Any) -> None:
         """Let copy engines bring the rows at `a` to all peers, on `stream`."""
@@ -86,23 +86,23 @@ class _Step:
     word: int
 
 
-def steps_of_engines(
-    size: int, early: int, problem: RowSplitProduct
+def copy_steps(
+    size: int, piecewise: int, problem: RowSplitProduct
 ) -> Iterator[tuple[int, int, int]]:
     """(which rank on the right, first chunk, the last and one) of each copy, in order. The first
-    `early` ranks get theirs in pieces, in turn.
+    `piecewise` ranks get theirs in pieces, in turn.
     """
     chunks = len(problem.chunks)
     bounds = sorted({chunks * piece // PIECES for piece in range(PIECES + 1)})
     for first, last in pairwise(bounds):
-        for step in range(1, 1 + min(early, size - 1)):
+        for step in range(1, 1 + min(piecewise, size - 1)):
             yield step, first, last
-    for step in range(1 + early, size):
+    for step in range(1 + piecewise, size):
         if chunks:
             yield step, 0, chunks
 
 
-def words_bytes(size: int) -> int:
+def signals_bytes(size: int) -> int:
     """Bytes of the struct `Words`, as many as keep what follows aligned."""
     words = (CHUNKS + 1) * size + CHUNKS + 3
     return -(-8 * words // 1024) * 1024

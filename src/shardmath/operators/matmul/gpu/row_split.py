@@ -17,7 +17,7 @@ from functools import cached_property
 
 from shardmath.cuda.device import Device
 from shardmath.cuda.tensormap import ALIGNMENT
-from shardmath.operators.matmul.gpu.factor import Factor
+from shardmath.operators.matmul.gpu.operand_layout import OperandLayout
 
 __all__ = [
     "CHUNKS",
@@ -28,7 +28,7 @@ __all__ = [
     "RowSplitProduct",
     "Tiling",
     "choose_tiling",
-    "fuses",
+    "is_fused_faster",
 ]
 
 WIDTHS = (256, 224, 192, 160, 128)
@@ -55,8 +55,8 @@ class RowSplitProduct:
     columns: int
     depth: int
     dtype: str
-    a: Factor
-    b: Factor
+    a: OperandLayout
+    b: OperandLayout
     out: str = "C"
 
     @property
@@ -79,7 +79,7 @@ class RowSplitProduct:
             ("the order of A", self.a.order),
         ]
 
-    def misfit(self, device: Device) -> str:
+    def unsupported(self, device: Device) -> str:
         """Why `device` cannot multiply so while rows arrive, or "" where it can."""
         if device.arch != "sm_90":
             return f"the kernel is for GPUs of capability 9.0, and this one is {device.arch}"
@@ -87,10 +87,10 @@ class RowSplitProduct:
             return f"elements are {self.dtype}, and the kernel multiplies {' and '.join(_DTYPES)}"
         if len(self.rows) > _MOST_RANKS:
             return f"{len(self.rows)} ranks, and the kernel gathers from {_MOST_RANKS} at most"
-        for name, factor in (("A", self.a), ("B", self.b)):
-            if 2 * factor.pitch % ALIGNMENT:
+        for name, operand in (("A", self.a), ("B", self.b)):
+            if 2 * operand.pitch % ALIGNMENT:
                 return (
-                    f"{name}'s {'rows' if factor.order == 'C' else 'columns'} are {factor.pitch} "
+                    f"{name}'s {'rows' if operand.order == 'C' else 'columns'} are {operand.pitch} "
                     f"elements apart, and copies by boxes need a multiple of {ALIGNMENT // 2}"
                 )
         return ""
@@ -141,7 +141,7 @@ class RowSplitProduct:
 @dataclass(frozen=True)
 class Tiling:
     """`width` columns in a tile, `cluster` tiles above each other that share them, `stages` of k
-    that are on their way at once, on `blocks` multiprocessors. The nearest `early` ranks on the
+    that are on their way at once, on `blocks` multiprocessors. The nearest `piecewise` ranks on the
     right get this rank's rows in pieces, so that their tiles can begin soon.
     """
 
@@ -149,18 +149,18 @@ class Tiling:
     cluster: int
     stages: int
     blocks: int
-    early: int = 0
+    piecewise: int = 0
 
     @property
     def clusters(self) -> int:
         """That multiply at once."""
         return max(1, self.blocks // self.cluster)
 
-    def heights(self, rows: int) -> int:
+    def unit_rows(self, rows: int) -> int:
         """Units, of `cluster` tiles each, that `rows` have above each other."""
         return -(-rows // (TILE_ROWS * self.cluster))
 
-    def across(self, columns: int) -> int:
+    def tile_columns(self, columns: int) -> int:
         """Tiles next to each other."""
         return -(-columns // self.width)
 
@@ -176,9 +176,9 @@ def choose_tiling(problem: RowSplitProduct, rank: int, processors: int) -> Tilin
     size = len(problem.rows)
     blocks = processors - _SPARE if size > 1 else processors
     tilings = [
-        _with_even_blocks(Tiling(width, cluster, _stages(width), blocks, early), problem)
+        _with_even_blocks(Tiling(width, cluster, _stages(width), blocks, piecewise), problem)
         for width in WIDTHS
-        for early in range(min(size, 1 + _MOST_EARLY))
+        for piecewise in range(min(size, 1 + _MOST_PIECEWISE))
     ]
     return min(tilings, key=lambda tiling: predicted(problem, rank, tiling))
 
@@ -188,10 +188,10 @@ def predicted(problem: RowSplitProduct, rank: int, tiling: Tiling) -> float:
     unit = 2.0 * TILE_ROWS * tiling.width * max(problem.depth, 1) / _FLOPS + _PER_TILE
     unit /= _EFFICIENCY[tiling.width]
     free = [0.0] * tiling.clusters
-    number, across = 0, tiling.across(problem.columns)
+    number, tile_columns = 0, tiling.tile_columns(problem.columns)
     parts = zip(problem.arrivals(rank), _coming(problem, rank, tiling), strict=True)
     for src, (begun, here) in parts:
-        for _ in range(tiling.heights(problem.rows[src]) * across):
+        for _ in range(tiling.unit_rows(problem.rows[src]) * tile_columns):
             at = number % tiling.clusters
             free[at] = max(max(free[at], begun) + unit, here + unit / PIECES)
             number += 1
@@ -204,11 +204,11 @@ def _coming(problem: RowSplitProduct, rank: int, tiling: Tiling) -> list[tuple[f
     found = [(0.0, 0.0)] * peers.count(rank)
     peers = peers[len(found) :]
     nbytes = [2.0 * problem.rows[src] * problem.depth for src in peers]
-    early, late = nbytes[: tiling.early], nbytes[tiling.early :]
+    piecewise, late = nbytes[: tiling.piecewise], nbytes[tiling.piecewise :]
     at = _START
-    if early:
-        each = _PER_COPY * len(early) + sum(early) / PIECES / _ENGINE
-        found += [(at + each, at + PIECES * each)] * len(early)
+    if piecewise:
+        each = _PER_COPY * len(piecewise) + sum(piecewise) / PIECES / _ENGINE
+        found += [(at + each, at + PIECES * each)] * len(piecewise)
         at += PIECES * each
     for more in late:
         at += _PER_COPY + more / _ENGINE
@@ -216,7 +216,7 @@ def _coming(problem: RowSplitProduct, rank: int, tiling: Tiling) -> list[tuple[f
     return found
 
 
-def fuses(problem: RowSplitProduct, processors: int = 132) -> bool:
+def is_fused_faster(problem: RowSplitProduct, processors: int = 132) -> bool:
     """Whether to multiply while rows arrive; else gather first, and multiply then.
 
     To be asked of the same problem on all ranks: that of the rank with most columns. A product of
@@ -238,7 +238,7 @@ _PER_TILE = 1.5e-6  # seconds
 _ENGINE = 370e9  # of a copy engine, bytes per second
 _START = 19e-6  # a kernel on another stream looks whether peers have read, then it starts
 _PER_COPY = 6e-6  # beside its bytes, with the words behind it
-_MOST_EARLY = 3  # ranks
+_MOST_PIECEWISE = 3  # ranks
 _SPARE = 4  # multiprocessors for what starts the copies: beside a block of the product, no quarter
 # of a multiprocessor has the registers of a warp left
 _EFFICIENCY = {256: 1.0, 224: 0.99, 192: 0.92, 160: 0.88, 128: 0.82}
@@ -253,7 +253,9 @@ def _stages(width: int) -> int:
 
 def _with_even_blocks(tiling: Tiling, problem: RowSplitProduct) -> Tiling:
     """No more blocks than finish in as many turns: those left over have the rest to do."""
-    units = sum(tiling.heights(rows) for rows in problem.rows) * tiling.across(problem.columns)
+    units = sum(tiling.unit_rows(rows) for rows in problem.rows) * tiling.tile_columns(
+        problem.columns
+    )
     clusters = max(1, min(tiling.clusters, units))
     turns = -(-units // clusters)
     fewest = -(-units // turns) if turns else 1

@@ -1,6 +1,6 @@
-"""Scales of eight-bit factors, where products read them and as cuBLASLt wants them.
+"""Scales of float8 operands, where products read them and as cuBLASLt wants them.
 
-Scales of a factor that is gathered in panels travel as the elements do, and are laid out for each
+Scales of an operand that is gathered in panels travel as the elements do, and are laid out for each
 interval of k. Those of lines that all ranks exchange are laid out by the rank that has them, in
 the memory of those who multiply.
 """
@@ -18,17 +18,17 @@ from shardmath.local.gpu import Matrix, float8
 from shardmath.local.gpu.scaled import GRAIN, Scale
 from shardmath.operators.lanes import Lane
 from shardmath.operators.matmul.gpu.float8_conversion import scales_as
-from shardmath.operators.matmul.gpu.gather import Gathering
+from shardmath.operators.matmul.gpu.gather import Gather
 from shardmath.operators.matmul.gpu.panels import Interval
-from shardmath.operators.matmul.gpu.rank_plan import Operands, Share
+from shardmath.operators.matmul.gpu.rank_plan import Operands, RankPlan
 from shardmath.operators.matmul.gpu.scale_moves import ScaleMoves
 from shardmath.operators.published import PublishedMatrices
 
-__all__ = ["ScaleLayouts", "laid_out"]
+__all__ = ["ScaleLayouts", "scale_layout"]
 
 
 class _Source(NamedTuple):
-    """What a factor's scales are made from: a matrix, lines first, of which `blocks` is what one
+    """What an operand's scales are made from: a matrix, lines first, of which `blocks` is what one
     number is for, and what they are multiplied by.
     """
 
@@ -38,78 +38,80 @@ class _Source(NamedTuple):
 
 
 class ScaleLayouts:
-    """The scales of both factors, in one execution on one rank."""
+    """The scales of both operands, in one execution on one rank."""
 
     def __init__(
         self,
-        share: Share,
+        rank_plan: RankPlan,
         operands: Operands,
         lane: Lane,
-        shown: PublishedMatrices,
-        gathering: Gathering,
+        published: PublishedMatrices,
+        gather: Gather,
     ) -> None:
         assert operands.scales is not None
-        self._share = share
+        self._rank_plan = rank_plan
         self._given = operands.scales
-        self._factors = operands.factors
+        self._factors = operands.ab
         self._lane = lane
         self._device = lane.team.device
         self._stream = operands.stream
-        self._shown = shown
-        self._gathering = gathering
+        self._published = published
+        self._gather = gather
 
     # -- prepare -----------------------------------------------------------------------------------
 
-    def prepare_shown(self) -> None:
+    def prepare_published(self) -> None:
         """Memory for this rank's scales, where peers read them. Raises HeapExhausted."""
-        for index, moves in enumerate(self._share.scale_moves):
+        for index, moves in enumerate(self._rank_plan.scale_moves):
             if moves is not None and not self._stays(index):
-                rows, columns = moves.transfer.src.local_shape(self._share.rank)
-                self._shown.made(f"scales {'ab'[index]}", (rows, columns), "float32", "F")
+                rows, columns = moves.transfer.src.local_shape(self._rank_plan.rank)
+                self._published.made(f"scales {'ab'[index]}", (rows, columns), "float32", "F")
 
     def prepare(self, index: int, lines: int, intervals: Sequence[Interval]) -> None:
-        """Memory for the scales of a factor of so many lines, by interval of k."""
-        moves, name = self._share.scale_moves[index], "ab"[index]
+        """Memory for the scales of an operand of so many lines, by interval of k."""
+        moves, name = self._rank_plan.scale_moves[index], "ab"[index]
         if moves is not None and not self._stays(index):
-            rows, columns = moves.transfer.dst.local_shape(self._share.rank)
+            rows, columns = moves.transfer.dst.local_shape(self._rank_plan.rank)
             self._lane.private(f"come scales {name}", 4 * rows * columns)
             parts = partial(self._parts, index)
-            self._shown.make_room(f"scales {name}", parts, 4)
-        laid = sum(self.form(index, lines, each.hi - each.lo).size for each in intervals)
+            self._published.make_room(f"scales {name}", parts, 4)
+        laid = sum(self.layout(index, lines, each.hi - each.lo).size for each in intervals)
         self._lane.private(f"laid scales {name}", 4 * laid + 256)
 
     def _parts(self, index: int) -> list[tuple[str, Sequence[Move]]]:
-        return [("", self._share.scales_into(index))]
+        return [("", self._rank_plan.scales_into(index))]
 
-    def form(self, index: int, lines: int, deep: int) -> Matrix:
+    def layout(self, index: int, lines: int, deep: int) -> Matrix:
         """The scales of so many lines and indices of k as cuBLASLt wants them, lines first."""
-        return laid_out(self._share.modes[index], lines, deep)
+        return scale_layout(self._rank_plan.modes[index], lines, deep)
 
     # -- run ---------------------------------------------------------------------------------------
 
     def show(self) -> None:
         """Put this rank's scales where peers read them, before the barrier that lets them."""
-        for index, moves in enumerate(self._share.scale_moves):
+        for index, moves in enumerate(self._rank_plan.scale_moves):
             if moves is None or self._stays(index):
                 continue
             name = f"scales {'ab'[index]}"
-            out = self._shown.own(name)
+            out = self._published.own(name)
             same = moves.given == moves.blocks
             blocks = Blocks(1 if same else moves.given.rows, 1)
             self._fill([out], _Source(self._matrix(index, moves), blocks, 1.0))
-            self._shown.publish(name, self._stream)
+            self._published.publish(name, self._stream)
 
-    def lay(self, index: int, lines: int, known: int, intervals: Sequence[Interval]) -> list[Scale]:
+    def lay_out(
+        self, index: int, lines: int, known: int, intervals: Sequence[Interval]
+    ) -> list[Scale]:
         """The scales of each interval, where its product reads them, of `lines` of which this rank
         knows the first.
         """
-        mode = self._share.modes[index]
+        mode = self._rank_plan.modes[index]
         if mode == "tensor":
             return [Scale(mode, self._given.address(index))] * len(intervals)
         source, scales = self._source(index, self._come(index)), []
         address = up(self._lane.address(f"laid scales {'ab'[index]}"), GRAIN)
         for each in intervals:
-            laid = self.form(index, lines, each.hi - each.lo)._replace(address=address)
+            laid = self.layout(index, lines, each.hi - each.lo)._replace(address=address)
             address += 4 * laid.size
             scales.append(Scale(mode, self._laid(mode, laid, source, known, each)))
             if mode == "outer":  # the same for all of k
@@ -117,22 +119,22 @@ class ScaleLayouts:
         return scales
 
     def send(self, index: int, places: Sequence[Matrix], stream: int) -> None:
-        """Lay this rank's own scales of a factor out in several places: this form for its lines."""
+        """Write this rank's own scales of an operand, in this layout, to several places."""
         source = self._source(index, self._come(index))
-        mode, deep = self._share.modes[index], self._share.feeds[index].extent
+        mode, deep = self._rank_plan.modes[index], self._rank_plan.operand_plans[index].extent
         known = -(-deep // BLOCK)
-        shown = [each.part((0, each.rows), (0, min(each.columns, known))) for each in places]
-        self._fill(shown, _of_form(mode, source), stream=stream)
+        published = [each.part((0, each.rows), (0, min(each.columns, known))) for each in places]
+        self._fill(published, _in_layout(mode, source), stream=stream)
 
     # -- where scales come from --------------------------------------------------------------------
 
     def _stays(self, index: int) -> bool:
-        """Whether no rank reads another's scales of a factor from where they are shown."""
-        rounds, moves = self._share.rounds, self._share.scale_moves[index]
+        """Whether no rank reads another's scales of an operand from where they are shown."""
+        rounds, moves = self._rank_plan.rounds, self._rank_plan.scale_moves[index]
         return (rounds is not None and rounds.index == index) or moves is None or moves.stay
 
     def _matrix(self, index: int, moves: ScaleMoves) -> Matrix:
-        """This rank's scales of a factor, lines first."""
+        """This rank's scales of an operand, lines first."""
         array, held = self._factors[index], self._given.arrays[index]
         lines, k = array.shape if index == 0 else array.shape[::-1]
         shape = moves.given.shape(lines, k)
@@ -141,20 +143,20 @@ class ScaleLayouts:
         return matrix if index == 0 else matrix.transposed()
 
     def _come(self, index: int) -> Matrix | None:
-        """The scales that this rank needs of a factor, lines first; None where one is for all."""
-        moves = self._share.scale_moves[index]
+        """The scales that this rank needs of an operand, lines first; None where one is for all."""
+        moves = self._rank_plan.scale_moves[index]
         if moves is None or self._stays(index):
             return None if moves is None else self._matrix(index, moves)
-        name, rank = f"scales {'ab'[index]}", self._share.rank
+        name, rank = f"scales {'ab'[index]}", self._rank_plan.rank
         rows, columns = moves.transfer.dst.local_shape(rank)
         come = Matrix.packed(self._lane.address(f"come {name}"), (rows, columns), "float32", "F")
-        found = self._share.scales_into(index)
-        places = self._shown.reach(name, "", found, self._stream)
-        self._gathering.copy(name, found, places, come)
+        found = self._rank_plan.scales_into(index)
+        places = self._published.reach(name, "", found, self._stream)
+        self._gather.copy(name, found, places, come)
         return come
 
     def _source(self, index: int, come: Matrix | None) -> _Source:
-        moves, number = self._share.scale_moves[index], self._given.numbers[index]
+        moves, number = self._rank_plan.scale_moves[index], self._given.numbers[index]
         if moves is not None:
             return _Source(come, moves.given if self._stays(index) else moves.blocks, number)
         if self._given.arrays[index] is not None:
@@ -171,7 +173,7 @@ class ScaleLayouts:
             first, part = each.lo // BLOCK, source.matrix
             source = source._replace(matrix=part.part((0, part.rows), (first, part.columns)))
         laid = laid.part((0, laid.rows), (0, min(laid.columns, -(-(each.hi - each.lo) // BLOCK))))
-        found = _of_form(mode, source)
+        found = _in_layout(mode, source)
         plain = source.number == 1 and found.blocks.rows == 1
         if plain and source.matrix is not None and _lies_as(source.matrix, laid):
             return source.matrix.address
@@ -185,7 +187,7 @@ class ScaleLayouts:
         known: int | None = None,
         stream: int | None = None,
     ) -> None:
-        float8.numbers(
+        float8.dequantize(
             self._device,
             self._stream if stream is None else stream,
             places[0],
@@ -198,7 +200,7 @@ class ScaleLayouts:
         )
 
 
-def laid_out(mode: str, lines: int, deep: int) -> Matrix:
+def scale_layout(mode: str, lines: int, deep: int) -> Matrix:
     """The form of the scales of so many lines and indices of k, lines first, at address 0."""
     blocks = -(-deep // BLOCK)
     if mode == "tensor":
@@ -210,7 +212,7 @@ def laid_out(mode: str, lines: int, deep: int) -> Matrix:
     return Matrix(0, -(-lines // BLOCK), up(blocks, 4), up(blocks, 4), 1, "float32")
 
 
-def _of_form(mode: str, source: _Source) -> _Source:
+def _in_layout(mode: str, source: _Source) -> _Source:
     """The same with blocks counted in numbers of the form, not in lines and indices of k."""
     rows, columns = source.blocks
     lines = None if rows is None else 1 if mode == "squares" else rows
@@ -218,7 +220,7 @@ def _of_form(mode: str, source: _Source) -> _Source:
 
 
 def _lies_as(x: Matrix, wanted: Matrix) -> bool:
-    """Whether the wanted columns of a matrix of scales can be read where they lie."""
+    """Whether the wanted columns of a matrix of scales can be read in place."""
     steps = (
         x.rows == 1 or x.row_stride == wanted.row_stride,
         wanted.columns == 1 or x.column_stride == wanted.column_stride,

@@ -1,13 +1,13 @@
-"""How scales of float8 factors get to the ranks that multiply, and whether they can: pure.
+"""How scales of float8 operands get to the ranks that multiply, and whether they can: pure.
 
-The scales of a factor are a matrix of lines x blocks of k, where lines are rows of op(A) or columns
-of op(B). Blocks are counted within a rank's part; where all parts begin and end at multiples of 128
-of k these are blocks of the whole matrix too, and travel as its elements do.
+The scales of an operand are a matrix of lines x blocks of k, where lines are rows of op(A) or
+columns of op(B). Blocks are counted within a rank's part; where all parts begin and end at
+multiples of 128 of k these are blocks of the whole matrix too, and travel as its elements do.
 
     a, b                    modes of the product
     tensor, tensor          tensor, tensor
     tensor or outer         outer, outer
-    1 x 128 among them      vectors, vectors; squares for one factor of 128 x 128
+    1 x 128 among them      vectors, vectors; squares for one operand of 128 x 128
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from shardmath.operators.matmul.scaling import OUTER, SQUARES, TENSOR, VECTORS
 from shardmath.operators.matmul.strategy import HOPPER, Cost, Machine, Strategy, choose
 from shardmath.redistribution import TransferPlan
 
-__all__ = ["ScaleMoves", "chosen", "greatest_moves", "keeps_blocks", "modes", "scale_moves"]
+__all__ = ["ScaleMoves", "amax_transfer", "choose_strategy", "keeps_blocks", "modes", "scale_moves"]
 
 
 @dataclass(frozen=True)
 class ScaleMoves:
-    """One factor's scales on their way. `blocks` are the lines and indices of k of those that
+    """One operand's scales on their way. `blocks` are the lines and indices of k of those that
     travel; those that a rank was given, `given`, may be of more lines.
     """
 
@@ -42,7 +42,9 @@ class ScaleMoves:
         return self.given == self.blocks and self.transfer.src.same_as(self.transfer.dst)
 
 
-def chosen(problem: Problem, machine: Machine) -> tuple[Strategy, list[tuple[Strategy, Cost]]]:
+def choose_strategy(
+    problem: Problem, machine: Machine
+) -> tuple[Strategy, list[tuple[Strategy, Cost]]]:
     """The fastest strategy that can multiply elements; where there is none, or the one that was
     asked for cannot, a strategy for the numbers that they stand for.
     """
@@ -57,7 +59,7 @@ def chosen(problem: Problem, machine: Machine) -> tuple[Strategy, list[tuple[Str
     return choose(problem.widened(), machine)
 
 
-_OF_NUMBERS = (MatmulEpilog.BGRADA, MatmulEpilog.BGRADB)  # which sum a factor's numbers
+_OF_NUMBERS = (MatmulEpilog.BGRADA, MatmulEpilog.BGRADB)  # which sum an operand's numbers
 
 
 def keeps_blocks(strategy: Strategy) -> bool:
@@ -110,7 +112,7 @@ def scale_moves(strategy: Strategy, index: int) -> ScaleMoves | None:
     return ScaleMoves(given, blocks, TransferPlan(held, need, 4))
 
 
-def greatest_moves(size: int) -> TransferPlan:
+def amax_transfer(size: int) -> TransferPlan:
     """Each rank's greatest value of D, one number, to all ranks."""
     shape = (size, 1)
     return TransferPlan(Layout.slab(shape, size, axis=0), Layout.replicated(shape, size), 4)

@@ -18,7 +18,7 @@ from shardmath.context import Context
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.gpu import Matrix
 from shardmath.operators.lanes import Lane
-from shardmath.operators.matmul.gpu.rank_plan import AFTERWARDS, Operands, Share
+from shardmath.operators.matmul.gpu.rank_plan import AFTERWARDS, Operands, RankPlan
 from shardmath.operators.published import matrix_of
 
 __all__ = ["SeparateReduction"]
@@ -27,21 +27,21 @@ __all__ = ["SeparateReduction"]
 class SeparateReduction:
     """One execution's on one rank. `order`, that of the products, is the same on all ranks."""
 
-    def __init__(self, share: Share, operands: Operands, lane: Lane, order: str) -> None:
-        assert share.form is not None
-        self._form = share.form
-        self._problem = share.strategy.problem
+    def __init__(self, rank_plan: RankPlan, operands: Operands, lane: Lane, order: str) -> None:
+        assert rank_plan.pattern is not None
+        self._pattern = rank_plan.pattern
+        self._problem = rank_plan.strategy.problem
         self._operands = operands
         self._lane = lane
         self._order = order
         self._out = matrix_of(operands.out)
-        self._dtype = share.parts_dtype
-        self._shape = share.strategy.sums.local_shape(share.rank)
+        self._dtype = rank_plan.parts_dtype
+        self._shape = rank_plan.strategy.sums.local_shape(rank_plan.rank)
         self._collectives: DeviceCollectives | None = None
 
     def prepare(self) -> Matrix:
         """Take memory: that of this rank's product. Raises HeapExhausted."""
-        if not self._is_last and self._form.kind != "all-reduce":
+        if not self._is_last and self._pattern.kind != "all-reduce":
             self._held("total", (self._out.rows, self._out.columns))
         return self._sums()
 
@@ -54,7 +54,7 @@ class SeparateReduction:
         """Put it on the stream: the sum, for what follows; None where it is D."""
         assert self._collectives is not None, "all have met"
         stream, dtype, sums = self._operands.stream, dtypes.of(self._dtype), self._sums()
-        if self._form.kind == "all-reduce":
+        if self._pattern.kind == "all-reduce":
             total = self._out if self._is_last else sums
             self._collectives.all_reduce(
                 sums.address, total.address, sums.size, dtype, "sum", stream
@@ -62,8 +62,8 @@ class SeparateReduction:
         else:
             shape = self._out.rows, self._out.columns
             total = self._out if self._is_last else self._held("total", shape)
-            width = self._shape[0] if self._form.turned else self._shape[1]
-            counts = [width * lines for lines in self._form.rows]
+            width = self._shape[0] if self._pattern.transposed else self._shape[1]
+            counts = [width * lines for lines in self._pattern.rows]
             self._collectives.reduce_scatter(
                 sums.address, total.address, counts, dtype, "sum", stream
             )

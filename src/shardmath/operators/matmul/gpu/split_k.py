@@ -16,12 +16,12 @@ from itertools import accumulate, pairwise
 
 from shardmath.cuda.device import Device
 from shardmath.cuda.tensormap import ALIGNMENT
-from shardmath.operators.matmul.gpu.factor import Factor
+from shardmath.operators.matmul.gpu.operand_layout import OperandLayout
 from shardmath.operators.matmul.gpu.tile_order import TILE_ROWS
 
-__all__ = ["HALVES", "SplitKProduct", "even_rows"]
+__all__ = ["HALF_DTYPES", "SplitKProduct", "even_rows"]
 
-HALVES = ("float16", "bfloat16")
+HALF_DTYPES = ("float16", "bfloat16")
 _MOST_RANKS = 32  # whose slots a sender keeps account of in one word
 _MOST_ELEMENTS = 1 << 34  # of the result
 
@@ -38,8 +38,8 @@ class SplitKProduct:
     columns: int
     depth: int
     dtype: str
-    a: Factor
-    b: Factor
+    a: OperandLayout
+    b: OperandLayout
 
     @property
     def height(self) -> int:
@@ -60,12 +60,14 @@ class SplitKProduct:
             ("dtype", self.dtype),
         ]
 
-    def misfit(self, device: Device) -> str:
+    def unsupported(self, device: Device) -> str:
         """Why `device` cannot multiply so with tiles that are sent, or "" where it can."""
         if device.arch != "sm_90":
             return f"the kernel is for GPUs of capability 9.0, and this one is {device.arch}"
-        if self.dtype not in HALVES:
-            return f"elements are {self.dtype}, and the kernel multiplies {' and '.join(HALVES)}"
+        if self.dtype not in HALF_DTYPES:
+            return (
+                f"elements are {self.dtype}, and the kernel multiplies {' and '.join(HALF_DTYPES)}"
+            )
         if len(self.rows) > _MOST_RANKS:
             return f"{len(self.rows)} ranks, and the kernel sends to {_MOST_RANKS} at most"
         if not 0 < self.height * self.columns < _MOST_ELEMENTS:

@@ -1,8 +1,8 @@
-"""A transform of a strided array as calls of one batched plan, as cuFFT understands them.
+"""A transform of a strided array as calls of one batched plan: the arguments of cufftPlanMany.
 
-cuFFT takes lengths, the extents that rows and planes have in memory, one stride between elements
-and one distance between transforms. Axes of an array that fit are found here, by integers alone;
-what does not fit is done in several calls, or not at all.
+cuFFT's advanced data layout has lengths, the extents that rows and planes have in memory (`embed`),
+one stride between elements and one distance between the transforms of a batch. Axes of an array
+that fit are found here, by integers alone; what does not fit takes several calls, or has no plan.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from functools import cached_property
 
 from shardmath.local.fft import Kind
 
-__all__ = ["Batches", "Placement", "Strided", "batches"]
+__all__ = ["DataLayout", "Dim", "PlanMany", "StridedArray", "coalesced", "plan_many"]
 
-_MOST_AXES = 3  # of one plan
-_MOST_CALLS = 4096
+_MAX_AXES = 3  # of one plan
+_MAX_CALLS = 4096
 
 
 @dataclass(frozen=True)
-class Strided:
+class StridedArray:
     """One side of a transform: the shape of an array, its strides in bytes, and bytes per element.
 
-    `misfit` is its address modulo 16.
+    `misalignment` is its address modulo 16.
     """
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     itemsize: int
-    misfit: int = 0
+    misalignment: int = 0
 
 
 @dataclass(frozen=True)
-class Placement:
+class DataLayout:
     """Where cuFFT finds element (b, x, y): at (b distance + (x embed[1] + y) stride) elements."""
 
     embed: tuple[int, ...]
@@ -44,77 +44,89 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class Batches:
-    """A plan for `count` transforms of `lengths`, and the calls of it.
+class PlanMany:
+    """A plan for a batch of `batch` transforms of `lengths`, and its calls.
 
     `lengths` are those of the real side where there is one. Each call starts at a pair of `offsets`
     in bytes, from the elements with index 0 of source and target.
     """
 
     lengths: tuple[int, ...]
-    source: Placement
-    target: Placement
-    count: int
+    source: DataLayout
+    target: DataLayout
+    batch: int
     offsets: tuple[tuple[int, int], ...]
 
     @cached_property
-    def plan(self) -> Batches:
-        """The same plan, for one call: what is to be made once."""
+    def without_calls(self) -> PlanMany:
+        """The plan alone, the same for any `offsets`."""
         return replace(self, offsets=())
 
 
-def batches(kind: Kind, axes: Sequence[int], source: Strided, target: Strided) -> Batches | None:
-    """The transform along `axes`, of which a real one is the last; None where cuFFT cannot do it.
+def plan_many(
+    kind: Kind, axes: Sequence[int], source: StridedArray, target: StridedArray
+) -> PlanMany | None:
+    """The plan of a transform along `axes`, the real one last; None where cuFFT has none.
 
     The arrays have elements, and different extents along the real axis alone.
     """
     real = {"R2C": source, "C2R": target}.get(kind)
     lengths = (real or source).shape
     ordered = _ordered(kind, axes, lengths, source)
-    embeds = [_embedding(side, ordered) for side in (source, target)]
-    rest = [axis for axis in range(len(lengths)) if axis not in axes and lengths[axis] > 1]
-    dims = _joined([(lengths[a], source.strides[a], target.strides[a]) for a in rest])
+    embeds = [_embed(side, ordered) for side in (source, target)]
+    rest = [axis for axis in range(len(lengths)) if axis not in axes]
+    strided = [(lengths[a], source.strides[a], target.strides[a]) for a in rest]
+    dims = coalesced(sorted(strided, key=lambda dim: dim[1:]))
     batch = max(dims, default=(1, 0, 0), key=lambda dim: (dim[0], -dim[1]))
     others = list(dims)
     if dims:
         others.remove(batch)
     # Real data starts, as complex data does, at a multiple of a complex number's size.
-    grains = [side.itemsize * (2 if side is real else 1) for side in (source, target)]
+    alignments = [side.itemsize * (2 if side is real else 1) for side in (source, target)]
     if (
         None in embeds
-        or len(ordered) > _MOST_AXES
+        or len(ordered) > _MAX_AXES
         # cuFFT leaves an axis of length 1 away, and takes another for the real one.
         or (kind == "C2R" and len(ordered) > 1 and lengths[axes[-1]] == 1)
-        or math.prod(dim[0] for dim in others) > _MOST_CALLS
-        or any(side.misfit % grain for side, grain in zip((source, target), grains, strict=True))
+        or math.prod(dim[0] for dim in others) > _MAX_CALLS
+        or any(
+            side.misalignment % alignment
+            for side, alignment in zip((source, target), alignments, strict=True)
+        )
         or any(
             step <= 0 or step % side.itemsize
             for dim in dims
             for step, side in zip(dim[1:], (source, target), strict=True)
         )
-        or any(step % grain for dim in others for step, grain in zip(dim[1:], grains, strict=True))
+        or any(
+            step % alignment
+            for dim in others
+            for step, alignment in zip(dim[1:], alignments, strict=True)
+        )
     ):
         return None
     first, second = (embed for embed in embeds if embed is not None)
-    return Batches(
+    return PlanMany(
         lengths=tuple(lengths[axis] for axis in ordered),
-        source=Placement(first[0], first[1], max(1, batch[1] // source.itemsize)),
-        target=Placement(second[0], second[1], max(1, batch[2] // target.itemsize)),
-        count=batch[0],
+        source=DataLayout(first[0], first[1], max(1, batch[1] // source.itemsize)),
+        target=DataLayout(second[0], second[1], max(1, batch[2] // target.itemsize)),
+        batch=batch[0],
         offsets=tuple(_offsets(others)),
     )
 
 
-def _ordered(kind: Kind, axes: Sequence[int], lengths: Sequence[int], source: Strided) -> list[int]:
-    """The axes that do something, from the slowest in memory; a real axis is the last."""
+def _ordered(
+    kind: Kind, axes: Sequence[int], lengths: Sequence[int], source: StridedArray
+) -> list[int]:
+    """The axes longer than 1, from the slowest in memory; a real axis is the last."""
     last = [] if kind == "C2C" else [axes[-1]]
     rest = [axis for axis in axes if axis not in last and lengths[axis] > 1]
     rest.sort(key=lambda axis: (-source.strides[axis], axis))
     return [*rest, *last] or [axes[-1]]
 
 
-def _embedding(side: Strided, axes: Sequence[int]) -> tuple[tuple[int, ...], int] | None:
-    """Extents and stride, in elements, such that they lead to the elements along `axes`."""
+def _embed(side: StridedArray, axes: Sequence[int]) -> tuple[tuple[int, ...], int] | None:
+    """`embed` and `stride` of a DataLayout that reaches the elements along `axes`; None if none."""
     steps = [
         side.strides[axis] if side.shape[axis] > 1 else side.itemsize * (axis == axes[-1])
         for axis in axes
@@ -130,13 +142,15 @@ def _embedding(side: Strided, axes: Sequence[int]) -> tuple[tuple[int, ...], int
     return tuple(embed), inner // side.itemsize
 
 
-_Dim = tuple[int, int, int]  # extent, stride in the source, stride in the target
+Dim = tuple[int, int, int]  # extent, stride in the source, stride in the target
 
 
-def _joined(dims: Sequence[_Dim]) -> list[_Dim]:
-    """The same indices in as few dimensions as there can be."""
-    found: list[_Dim] = []
-    for extent, src, dst in sorted(dims, key=lambda dim: (dim[1], dim[2])):
+def coalesced(dims: Sequence[Dim]) -> list[Dim]:
+    """The same elements in as few dimensions as possible, in the same order: the fastest first."""
+    found: list[Dim] = []
+    for extent, src, dst in dims:
+        if extent == 1:
+            continue
         if found and (src, dst) == (found[-1][0] * found[-1][1], found[-1][0] * found[-1][2]):
             found[-1] = (found[-1][0] * extent, *found[-1][1:])
         else:
@@ -144,7 +158,7 @@ def _joined(dims: Sequence[_Dim]) -> list[_Dim]:
     return found
 
 
-def _offsets(dims: Sequence[_Dim]) -> Iterator[tuple[int, int]]:
+def _offsets(dims: Sequence[Dim]) -> Iterator[tuple[int, int]]:
     for index in itertools.product(*(range(dim[0]) for dim in dims)):
         yield (
             sum(i * dim[1] for i, dim in zip(index, dims, strict=True)),

@@ -10,23 +10,23 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from shardmath.local.epilog import MatmulEpilog
-from shardmath.local.gpu.blaslt import Extras
+from shardmath.local.gpu.blaslt import EpilogAttributes
 from shardmath.local.gpu.matrix import Matrix
 
-__all__ = ["Within", "split", "within"]
+__all__ = ["FusedEpilog", "fused_epilog", "split"]
 
-_HALVES = ("float16", "bfloat16")
-_FLOATS = (*_HALVES, "float32", "float64")
+_HALF_DTYPES = ("float16", "bfloat16")
+_FLOATS = (*_HALF_DTYPES, "float32", "float64")
 # For which types of D its epilogs are ours, and faster than our kernel. Its masks have a bit where
 # the input of ReLU is 0, ours have none; its ReLU makes NaN 0 by some algorithms; its GELU is off
 # by 5e-6 in float32 and 3e-10 in float64, the derivative by several roundings in float16; and where
 # a mask is read our kernel is faster. Sums of rows are added across ranks before they are rounded.
 _ALIKE = {
     MatmulEpilog.BIAS: _FLOATS,
-    MatmulEpilog.GELU: _HALVES,
-    MatmulEpilog.GELU_BIAS: _HALVES,
-    MatmulEpilog.GELU_AUX: _HALVES,
-    MatmulEpilog.GELU_AUX_BIAS: _HALVES,
+    MatmulEpilog.GELU: _HALF_DTYPES,
+    MatmulEpilog.GELU_BIAS: _HALF_DTYPES,
+    MatmulEpilog.GELU_AUX: _HALF_DTYPES,
+    MatmulEpilog.GELU_AUX_BIAS: _HALF_DTYPES,
 }
 # What the product does, and what our kernel then does to D in place: ReLU and its derivative have
 # the same bits before rounding and after. DGELU is rounded twice, which may not make it infinite.
@@ -48,27 +48,27 @@ def split(epilog: MatmulEpilog, dtype: str) -> tuple[MatmulEpilog, MatmulEpilog]
     return epilog, MatmulEpilog.DEFAULT
 
 
-class Within(NamedTuple):
+class FusedEpilog(NamedTuple):
     """An epilog as a product takes it: the addresses of its vector and its auxiliary matrix."""
 
-    extras: Extras
+    extras: EpilogAttributes
     bias: int = 0
     aux: int = 0
 
 
-def within(
+def fused_epilog(
     epilog: MatmulEpilog,
     d: Matrix,
     *,
     bias: tuple[int, int] | None = None,
     aux: Matrix | None = None,
-) -> Within | None:
+) -> FusedEpilog | None:
     """How a product that writes `d` does `epilog` too, or None where cuBLASLt cannot.
 
     `bias` and `aux` are as for `epilog.finish`.
     """
     if epilog is MatmulEpilog.DEFAULT:
-        return Within(Extras())
+        return FusedEpilog(EpilogAttributes())
     if d.dtype not in _ALIKE.get(epilog, ()):
         return None
     follows_rows = epilog.has_bias or epilog.makes_aux
@@ -85,4 +85,6 @@ def within(
         if aux.leading is None or aux.leading % _AUX_ROWS or aux.address % _ALIGNMENT:
             return None
         leading = aux.leading
-    return Within(Extras(int(epilog), leading), vector, aux.address if leading and aux else 0)
+    return FusedEpilog(
+        EpilogAttributes(int(epilog), leading), vector, aux.address if leading and aux else 0
+    )

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from shardmath.local.epilog import MatmulEpilog as E
-from shardmath.local.gpu.blaslt import Extras
+from shardmath.local.gpu.blaslt import EpilogAttributes
+from shardmath.local.gpu.fused_epilog import FusedEpilog, fused_epilog
 from shardmath.local.gpu.matrix import Matrix
-from shardmath.local.gpu.within import Within, within
 
 BIAS, AUX = 4096, 8192
 
@@ -25,21 +25,21 @@ def aux_of(epilog, columns=17):
 def asked(epilog, order, dtype, **changes):
     needs = epilog.has_bias, bool(epilog.makes_aux or epilog.needs_aux)
     given = {"bias": (BIAS, 1) if needs[0] else None, "aux": aux_of(epilog) if needs[1] else None}
-    return within(epilog, matrix(order, dtype), **{**given, **changes})
+    return fused_epilog(epilog, matrix(order, dtype), **{**given, **changes})
 
 
 @pytest.mark.parametrize(
     ("epilog", "order", "dtype", "wanted"),
     [
-        (E.BIAS, "F", "bfloat16", Within(Extras(4), BIAS)),
-        (E.BIAS, "F", "float64", Within(Extras(4), BIAS)),
+        (E.BIAS, "F", "bfloat16", FusedEpilog(EpilogAttributes(4), BIAS)),
+        (E.BIAS, "F", "float64", FusedEpilog(EpilogAttributes(4), BIAS)),
         (E.BIAS, "C", "bfloat16", None),  # follows rows, which are columns there
-        (E.GELU, "C", "float16", Within(Extras(32))),
+        (E.GELU, "C", "float16", FusedEpilog(EpilogAttributes(32))),
         (E.GELU, "F", "float32", None),  # not as exact as ours
-        (E.GELU_BIAS, "F", "bfloat16", Within(Extras(36), BIAS)),
-        (E.GELU_AUX, "F", "bfloat16", Within(Extras(160, 304), 0, AUX)),
+        (E.GELU_BIAS, "F", "bfloat16", FusedEpilog(EpilogAttributes(36), BIAS)),
+        (E.GELU_AUX, "F", "bfloat16", FusedEpilog(EpilogAttributes(160, 304), 0, AUX)),
         (E.GELU_AUX, "C", "bfloat16", None),
-        (E.GELU_AUX_BIAS, "F", "bfloat16", Within(Extras(164, 304), BIAS, AUX)),
+        (E.GELU_AUX_BIAS, "F", "bfloat16", FusedEpilog(EpilogAttributes(164, 304), BIAS, AUX)),
         (E.RELU, "F", "bfloat16", None),  # NaN would be 0
         (E.RELU_BIAS, "F", "float32", None),
         (E.RELU_AUX, "F", "float32", None),  # a bit where the input is 0

@@ -1,0 +1,82 @@
+"""Sums of what several ranks have, in one pass, where the package was installed with a C compiler.
+
+`sum.c` says why. Without it, and for other operations and types, NumPy does the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+from shardmath.arrays.base import HostArray
+from shardmath.compiled import library_beside
+
+__all__ = ["Sums", "built", "sums"]
+
+Sums = Callable[[Sequence[HostArray], Sequence[HostArray]], bool]
+
+_LEAST = 64 << 10  # bytes of a row from which on the call costs less than it gains
+# Of which numbers an array of each type consists, as additions see them.
+_NAMES = {
+    "float32": "float32",
+    "float64": "float64",
+    "complex64": "float32",
+    "complex128": "float64",
+    "int32": "int32",
+    "int64": "int64",
+    "uint32": "int32",
+    "uint64": "int64",
+}
+
+
+@lru_cache(maxsize=1)
+def built() -> Sums | None:
+    """What `sums` makes of the library that was built with the package, or None without it."""
+    library = library_beside(__file__, "_sum")
+    return None if library is None else sums(library)
+
+
+def sums(library: ctypes.CDLL) -> Sums | None:
+    """`add(inputs, outputs)`: each output becomes the sum of the inputs. None if there is none.
+
+    All are two-dimensional, of one shape; an output may be the very memory of an input. Returns
+    False, having done nothing, where NumPy is needed, or does better.
+    """
+    try:
+        functions: dict[str, Any] = {
+            name: getattr(library, f"shardmath_sum_{name}") for name in set(_NAMES.values())
+        }
+    except AttributeError:
+        return None
+    for function in functions.values():
+        function.argtypes = [ctypes.c_int, ctypes.c_void_p] * 2 + [ctypes.c_int64]
+        function.restype = None
+
+    def add(inputs: Sequence[HostArray], outputs: Sequence[HostArray]) -> bool:
+        first = inputs[0]
+        rows, columns = first.shape
+        function = functions.get(_NAMES.get(first.dtype.name, ""))
+        nbytes = columns * first.itemsize
+        whole = all(_in_rows(each, first) for each in (*inputs, *outputs))
+        if function is None or nbytes < _LEAST or not whole:
+            return False
+        for row in range(rows):
+            taken, made = (
+                (ctypes.c_void_p * len(arrays))(*(each[row].ctypes.data for each in arrays))
+                for arrays in (inputs, outputs)
+            )
+            function(len(inputs), taken, len(outputs), made, nbytes)
+        return True
+
+    return add
+
+
+def _in_rows(array: HostArray, like: HostArray) -> bool:
+    return (
+        array.dtype == like.dtype
+        and array.dtype.isnative
+        and array.strides[1] == array.itemsize
+        and array.flags.aligned
+    )

@@ -1,0 +1,25 @@
+"""Libraries that were built from C, and none."""
+
+from __future__ import annotations
+
+from importlib.machinery import EXTENSION_SUFFIXES
+
+import built
+from shardmath.collectives import compiled_sum
+from shardmath.compiled import library, library_beside
+
+
+def test_beside_a_module(tmp_path):
+    module = str(tmp_path / "module.py")
+    assert library_beside(module, "_made") is None
+    built.built_from_c(compiled_sum, "sum.c", tmp_path)
+    (tmp_path / "made.so").rename(tmp_path / f"_made{EXTENSION_SUFFIXES[0]}")
+    found = library_beside(module, "_made")
+    assert found is not None
+    assert found.shardmath_sum_int32 is not None
+
+
+def test_what_is_no_library_is_not_loaded(tmp_path):
+    path = tmp_path / "no.so"
+    path.write_bytes(b"no library")
+    assert library(path) is None
