@@ -9,7 +9,7 @@ mpi4py-fft  FFTW, planned with FFTW_MEASURE, and MPI_Alltoallw; only where it is
             slab Y; real ones, of which it halves the last axis with the one ahead, in slab Z.
 Alltoallw   scipy.fft along the whole axes, MPI_Alltoallw between slabs, scipy.fft along the last.
 one process scipy.fft of the whole array on rank 0, with as many workers as there are cores, up to
-            the number of ranks. The other ranks sleep meanwhile.
+            the number of ranks. The other ranks sleep meanwhile. The same by ducc0, if ours is.
 
 Times are of the slowest rank, barrier to barrier; `cpu` is what a rank's processor has worked.
 Transforms end in slab Y, or in slab X again. Of complex64 -> float32 and complex128 -> float64 they
@@ -19,6 +19,7 @@ transforms ours are: ducc0's where it is installed, else scipy's.
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import itertools
 import json
@@ -94,6 +95,8 @@ def row(context: Any, n: int, dtype: str, back: bool) -> dict[str, Any]:
         if other is not None:
             calls["mpi4py-fft"] = other
     calls["one process"] = one_process(context, n, dtype)
+    if engine_for("numpy") == "ducc0":
+        calls["one process, ducc0"] = one_process(context, n, dtype, ducc0=True)
     times = measure(context, calls)
     best = {name: min(taken for taken, _ in pairs) for name, pairs in times.items()}
     peers = {name: taken / best["shardmath"] for name, taken in best.items() if name != "shardmath"}
@@ -189,8 +192,8 @@ def mpi4py_fft(comm: Any, x: Any, n: int, want: Any) -> Callable[[], object] | N
     return lambda: (plan.forward(normalize=False), comm.Barrier())
 
 
-def one_process(context: Any, n: int, dtype: str) -> Callable[[], object]:
-    """scipy.fft on rank 0, where the whole array fits; the others do nothing."""
+def one_process(context: Any, n: int, dtype: str, ducc0: bool = False) -> Callable[[], object]:
+    """scipy.fft or ducc0 on rank 0, where the whole array fits; the others do nothing."""
     import scipy.fft
 
     if context.rank:
@@ -198,6 +201,12 @@ def one_process(context: Any, n: int, dtype: str) -> Callable[[], object]:
     whole = np.random.default_rng(9).standard_normal(shape_of(n, dtype))
     whole = whole.astype(REAL_RESULTS.get(dtype, dtype))
     workers = min(context.size, len(os.sched_getaffinity(0)))
+    if ducc0:
+        fft = importlib.import_module("ducc0.fft")
+        if dtype in REAL_RESULTS:
+            how = {"axes": (0, 1, 2), "lastsize": n, "forward": False, "nthreads": workers}
+            return lambda: fft.c2r(whole, **how)
+        return lambda: (fft.r2c if whole.dtype.kind == "f" else fft.c2c)(whole, nthreads=workers)
     if dtype in REAL_RESULTS:
         return lambda: scipy.fft.irfftn(whole, (n, n, n), norm="forward", workers=workers)
     forward = scipy.fft.rfftn if whole.dtype.kind == "f" else scipy.fft.fftn
@@ -247,7 +256,7 @@ def main() -> None:
         print(entry["case"], f"(difference {entry['relative difference']:.1e})")
         for name, spent in entry["ms"].items():
             ratio = entry["times as fast as"].get(name, "")
-            print(f"  {name:12}" + "".join(f"{k} {v:8} ms  " for k, v in spent.items()), ratio)
+            print(f"  {name:18} " + "".join(f"{k} {v:8} ms  " for k, v in spent.items()), ratio)
     engine = engine_for("numpy")
     engine += f" {importlib.metadata.version(engine)}"
     path = record.write("fft", rows, sizes=sizes, repeats=REPEATS, engine=engine)

@@ -99,12 +99,12 @@ class Product:
         """Product by cuBLAS, then our collective, both in bfloat16."""
         self.local(turn)
         moves, stream = self.ranks.moves, self.ranks.stream()
-        places = self.partial.data_ptr(), self.result.data_ptr()
+        addresses = self.partial.data_ptr(), self.result.data_ptr()
         if self.everywhere:
-            moves.all_reduce(*places, self.partial.numel(), BF16, "sum", stream)
+            moves.all_reduce(*addresses, self.partial.numel(), BF16, "sum", stream)
         else:
             counts = [self.rows * self.partial.shape[1]] * self.ranks.size
-            moves.reduce_scatter(*places, counts, BF16, "sum", stream)
+            moves.reduce_scatter(*addresses, counts, BF16, "sum", stream)
         return self.result
 
     def kernel(self, turn):

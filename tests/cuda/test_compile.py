@@ -99,6 +99,6 @@ def check_mistake(_, folder):
 
 
 def test_a_mistake_is_told_in_the_compilers_words(compiler, tmp_path):
-    ((text, kept),) = compiler.run(check_mistake, str(tmp_path / "cache"))
+    ((text, unrounded),) = compiler.run(check_mistake, str(tmp_path / "cache"))
     assert "compiling signals.cu failed:\n" in text and "nonsense" in text
-    assert not kept
+    assert not unrounded

@@ -154,20 +154,20 @@ def check_repeats(context, rounds):
     moves, team = DeviceCollectives.of(context), context.team
     sizes = [(7919 * (i + 1)) % 40000 + 1 for i in range(rounds)]
     bf16 = dtypes.of("float32")
-    wrong, kept = [], []
+    wrong, unrounded = [], []
     for number, count in enumerate(sizes):
         parts = [values("float32", count, rank + number) for rank in range(context.size)]
         wanted = expected("sum", "float32", parts)
         source, target = Memory(parts[context.rank]), Memory(np.zeros_like(wanted))
         everyone = Memory(np.zeros(context.size * count, np.float32))
-        kept.append((source, target, everyone, wanted, np.concatenate(parts)))
-    for (source, target, everyone, _, _), count in zip(kept, sizes, strict=True):
+        unrounded.append((source, target, everyone, wanted, np.concatenate(parts)))
+    for (source, target, everyone, _, _), count in zip(unrounded, sizes, strict=True):
         function = ("one_shot", "two_shot")[count % 2]
         launch = LaunchConfig(function, 1 + count % 40, 32 * (1 + count % 16))
         moves.all_reduce(source.address, target.address, count, bf16, "sum", 0, launch=launch)
         moves.all_gather(source.address, everyone.address, [4 * count] * context.size, 0)
     team.synchronize(0)
-    for number, (source, target, everyone, wanted, gathered) in enumerate(kept):
+    for number, (source, target, everyone, wanted, gathered) in enumerate(unrounded):
         if not same(target.take(), wanted):
             wrong.append((number, "all_reduce"))
         if not same(everyone.take(), gathered):

@@ -17,8 +17,8 @@ CASES = [
         (*RANKS, *PRODUCT, "ELEMENT=Bfloat16", "C_ALONG_N=0", "WIDTH=224", "ALIGNED=1"),
         "sm_90a",
     ),
-    ("boxes", ("ANYWHERE=0",), "sm_90"),
-    ("boxes", ("ANYWHERE=1",), "sm_90"),
+    ("boxes", ("UNALIGNED=0",), "sm_90"),
+    ("boxes", ("UNALIGNED=1",), "sm_90"),
     (
         "epilog",
         (

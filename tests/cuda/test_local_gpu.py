@@ -182,7 +182,7 @@ def check_epilogs(context, dtype):
                 want, aux = host.apply(epilog, total, inputs, dtype=dtypes.to_numpy(dtype))
                 held = [OnDevice(context, part, sp) for part in parts]
                 d, added = OnDevice(context, c, sd), OnDevice(context, c, sp)
-                kept = OnDevice(context, total, sp) if epilog.makes_bgrad else None
+                unrounded = OnDevice(context, total, sp) if epilog.makes_bgrad else None
                 bias, other = None, None
                 if epilog.has_bias:
                     bias = OnDevice(context, inputs["bias"].reshape(m, 1))
@@ -202,7 +202,7 @@ def check_epilogs(context, dtype):
                     epilog=epilog,
                     bias=(bias.matrix.address, 1) if bias else None,
                     aux=other.matrix if other else None,
-                    kept=kept.matrix if kept else None,
+                    unrounded=unrounded.matrix if unrounded else None,
                 )
                 got = wide(d.get())
                 bound = tolerance * (8 + 4 * abs(wide(total)) + 4 * abs(wide(want)))
@@ -222,7 +222,7 @@ def check_epilogs(context, dtype):
                     if not same.all():
                         wrong.append((*case, "aux", int((~same).sum())))
                 if epilog.makes_bgrad and name:
-                    found = kept.get().sum(1)
+                    found = unrounded.get().sum(1)
                     if not np.allclose(found, aux[epilog.makes_bgrad], rtol=1e-4, atol=1e-3):
                         wrong.append((*case, "kept"))
     return wrong

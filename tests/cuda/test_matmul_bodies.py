@@ -475,7 +475,7 @@ def tuned(context, kind, inplace):
         mm.plan(autotune=True)
         same = all(bool((x == y).all()) for x, y in zip((a, b, c), before, strict=True))
         lines = [line for line in mm.explain().splitlines() if "autotuned" in line]
-        chosen = dict(mm._plan.share.algorithms.chosen)
+        chosen = dict(mm._plan.rank_plan.algorithms.chosen)
         d = mm.execute()
         off = abs(d.double().cpu().numpy() - part_of(want, dists[2], context.rank, context.size))
         mm.plan()

@@ -630,7 +630,7 @@ def check_agreements(context, kinds):
     operand = slab(context, "cupy", heap=kinds[0])
     out = slab(context, "cupy", Slab.Y, heap=kinds[1]) if kinds[1] is not None else None
     board, counts = context.board, []
-    real = board.texts
+    real = board.exchange_raw
 
     def counted(*args, **kwargs):
         counts[-1] += 1
@@ -640,7 +640,7 @@ def check_agreements(context, kinds):
         plan = Redistribute(operand, Slab.X, Slab.Y)
         plan.plan()
         plan.execute(out=out)
-        with patch.object(board, "texts", counted):
+        with patch.object(board, "exchange_raw", counted):
             for _ in range(2):
                 counts.append(0)
                 got = plan.execute(out=out)

@@ -40,7 +40,7 @@ def check_turns(context, library):
 
 def turns(context, make, host):
     rank, size = context.rank, context.size
-    kept = {name: make(np.zeros(N, np.float32)) for name in ("x", "out")}
+    unrounded = {name: make(np.zeros(N, np.float32)) for name in ("x", "out")}
     counts = [r + (r == 0) for r in range(size)]
     wrong = []
 
@@ -51,10 +51,10 @@ def turns(context, make, host):
     for turn in range(TURNS):
         values = [given(r, turn, N) for r in range(size)]
         total = np.sum(values, axis=0, dtype=np.float32)
-        x = kept["x"] if turn % 2 else make(np.zeros(N, np.float32))
+        x = unrounded["x"] if turn % 2 else make(np.zeros(N, np.float32))
         x[:] = make(values[rank])
         tell("all_reduce", turn, all_reduce(x), total)
-        out = kept["out"]
+        out = unrounded["out"]
         found = all_reduce(x, out=out)
         tell("out", turn, found, total)
         if found is not out:

@@ -97,9 +97,13 @@ def repeated(context, kind, dtype, heap):
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_all_ranks_repeat_is_one_graph(gpus, size, kind, dtype, heap):
     one_kernel = (kind, dtype) == ("share", "bfloat16") and size > 1
-    for wrong, steady, changed, shown in gpus.run(repeated, kind, dtype, heap, ranks=size):
+    for wrong, steady, changed, result_addresses in gpus.run(
+        repeated, kind, dtype, heap, ranks=size
+    ):
         assert (wrong, changed) == ([], False)
-        assert set(shown) == ({heap, False} if one_kernel else set())  # the larger one's never
+        assert set(result_addresses) == (
+            {heap, False} if one_kernel else set()
+        )  # the larger one's never
         assert set(steady) == {not (one_kernel and heap)}  # whose results' places are told anew
 
 
@@ -230,7 +234,7 @@ def from_threads(context, heap):
     from shardmath.arrays import library_named
     from shardmath.distribution import Slab
     from shardmath.linalg.advanced import MatmulEpilog, matmul
-    from shardmath.operators.replay import Known
+    from shardmath.operators.replay import Replay
     from shardmath.symmetric.allocation import empty_on_heap
 
     torch.cuda.set_device(context.device_id)
@@ -244,7 +248,7 @@ def from_threads(context, heap):
         return torch.full(shape, value, dtype=dtype, device=device)
 
     x, y = (full(shape, torch.float64, 1) for shape in ((16, 8 * size), (8, 24)))
-    side, again, launch, kept = torch.cuda.Stream(device), [], Known.launch, []
+    side, again, launch, results = torch.cuda.Stream(device), [], Replay.launch, []
     side.wait_stream(torch.cuda.current_stream())
 
     def called(stream=None):
@@ -252,7 +256,7 @@ def from_threads(context, heap):
             d, extras = matmul(
                 x, y, distributions=splits, epilog=MatmulEpilog.RELU_AUX, stream=stream
             )
-        kept.append((d, extras["relu_aux"]))
+        results.append((d, extras["relu_aux"]))
 
     def in_a_thread(call):
         errors = []
@@ -278,19 +282,20 @@ def from_threads(context, heap):
 
     for call in (called, on_side) * 3:
         call()
-    nbytes = kept[-1][1].numel()
+    nbytes = results[-1][1].numel()
     dirty = [full((nbytes,), torch.uint8, 255) for _ in range(64)]
     torch.cuda.synchronize()
     del dirty
     assert context.heap.used >= 0  # what was dropped is free now, and as it was
-    kept.clear()
-    with patch.object(Known, "launch", counted):
+    results.clear()
+    with patch.object(Replay, "launch", counted):
         errors = [in_a_thread(called), in_a_thread(on_side)]
     torch.cuda.synchronize()
     rows = [
-        masks.cpu()[:2].unique().tolist() + masks.cpu()[2:].unique().tolist() for _, masks in kept
+        masks.cpu()[:2].unique().tolist() + masks.cpu()[2:].unique().tolist()
+        for _, masks in results
     ]
-    right = [bool((d == 8 * size).all()) for d, _ in kept]
+    right = [bool((d == 8 * size).all()) for d, _ in results]
     return errors, rows, right, len(again)
 
 

@@ -23,7 +23,7 @@ from shardmath.symmetric.heap import Location
 KINDS = {  # how each is planned
     "scatter": GemmReduceScatter.create,
     "all": GemmAllReduce.create,
-    "shown": partial(GemmAllReduce.create, shown=True),  # peers write the results
+    "shown": partial(GemmAllReduce.create, result_addresses=True),  # peers write the results
 }
 SENTINEL = 7.0
 PIECE = 128  # kPiece
@@ -58,12 +58,12 @@ class Case:
         shape, self.more = (self.height + 1, self.pitch), {}
         if kind == "shown":
             self.result = empty_on_heap(context, library_named("torch"), shape, dtype)
-            self.more["shown"] = self.places()
+            self.more["shown"] = self.addresses()
         else:
             self.result = self.torch.empty(shape, device=self.device, dtype=self.dtype)
         self.result.fill_(SENTINEL)
 
-    def places(self):
+    def addresses(self):
         """Where each rank's result lies for this rank."""
         context, nbytes = self.context, 2 * self.result.numel()
         block = context.heap.find(self.result.data_ptr())
@@ -98,10 +98,10 @@ class Case:
         self.done()
         self.context.barrier()  # before writing what a peer may still write or read
         sending, rank = plan._sending, self.context.rank
-        own = sending.places[rank]
-        places = [(sending.bases[rank] + own.slots, self.context.size * own.stride)]
-        places.append((sending.extra(rank), own.extra_bytes))
-        for address, nbytes in places:
+        own = sending.addresses[rank]
+        addresses = [(sending.bases[rank] + own.slots, self.context.size * own.stride)]
+        addresses.append((sending.extra(rank), own.extra_bytes))
+        for address, nbytes in addresses:
             if nbytes:
                 call("cuMemsetD8Async", address, 0xFF, nbytes, 0)
         self.result.fill_(SENTINEL)
@@ -187,11 +187,11 @@ def test_uneven_parts(gpus, size, kind, case):
     assert gpus.run(check_case, kind, *case, ranks=size) == [[]] * size
 
 
-def check_poisoned(context, kind, takers):
+def check_poisoned(context, kind, reducer_blocks):
     """Chunks are taken while others come: in none of many launches before a tile has come."""
     rows = even_rows(1024 * context.size, context.size)
     case = Case(context, kind, rows, 2048, [512] * context.size, "CC", "bfloat16")
-    plan = case.plan(Shape(8, takers))
+    plan = case.plan(Shape(8, reducer_blocks))
     faults = []
     for _ in range(12):
         case.poison(plan)
@@ -203,10 +203,10 @@ def check_poisoned(context, kind, takers):
     return [fault for fault in faults if fault]
 
 
-@pytest.mark.parametrize("takers", [2, 8])
+@pytest.mark.parametrize("reducer_blocks", [2, 8])
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_tile_is_taken_before_it_has_come(gpus, size, kind, takers):
-    assert gpus.run(check_poisoned, kind, takers, ranks=size) == [[]] * size
+def test_no_tile_is_taken_before_it_has_come(gpus, size, kind, reducer_blocks):
+    assert gpus.run(check_poisoned, kind, reducer_blocks, ranks=size) == [[]] * size
 
 
 def check_hurry(context):
@@ -215,17 +215,17 @@ def check_hurry(context):
     case = Case(context, "scatter", rows, 4096, [64] * context.size, "CC", "bfloat16")
     plan = case.plan(Shape(8))
     sending, claimed = plan._sending, np.zeros(8, np.uint32)
-    rest = sending._take_rest
+    rest = sending._reduce_rest
 
     def look_first(*arguments):
         case.done()
         call("cuMemcpyDtoH", claimed.ctypes.data, sending._at("claimed"), claimed.nbytes)
         rest(*arguments)
 
-    sending._take_rest = look_first
+    sending._reduce_rest = look_first
     case.launch(plan)
     case.done()
-    ends = sending.walk.table(context.rank)[:, 1].astype(np.int64)
+    ends = sending.tile_order.table(context.rank)[:, 1].astype(np.int64)
     pieces = np.diff(ends, prepend=0) * TILE_ROWS * TILE_COLUMNS // 8 // PIECE
     plan.free()
     context.barrier()

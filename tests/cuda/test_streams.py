@@ -161,21 +161,21 @@ def check_streams(context, counts):
     torch = torch_on(context)
     moves = DeviceCollectives.of(context)
     streams = [torch.cuda.Stream() for _ in range(3)]
-    kept = []
+    results = []
     for number in range(30):
         count = counts[number % len(counts)]
         given, wanted = sums(torch, context.size, count, number)
         given += context.rank
         out = torch.empty_like(given)
         torch.cuda.synchronize()
-        kept.append((given, out, wanted))
-    for number, (given, out, _) in enumerate(kept):
+        results.append((given, out, wanted))
+    for number, (given, out, _) in enumerate(results):
         stream = streams[number % 3].cuda_stream
         of = dtypes.of("float32")
         moves.all_reduce(given.data_ptr(), out.data_ptr(), out.numel(), of, "sum", stream)
     torch.cuda.synchronize()
     context.team.check()
-    wrong = [number for number, (_, out, wanted) in enumerate(kept) if not out.equal(wanted)]
+    wrong = [number for number, (_, out, wanted) in enumerate(results) if not out.equal(wanted)]
     context.barrier()
     return wrong
 

@@ -216,7 +216,7 @@ def test_constants_are_the_kernels():
 
     text = "".join(path.read_text() for path in KERNELS.glob("*.cuh"))
     for name, value in (
-        ("kThreads", device._MOST_THREADS),
+        ("kThreads", device._MAX_THREADS),
         ("kPhases", f"kRanks == 2 ? {device._phases(2)} : {device._phases(3)}"),
         ("kSets", device._SETS),
     ):

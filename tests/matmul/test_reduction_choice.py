@@ -99,17 +99,17 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize(("size", "m", "n", "k", "chunks", "aside"), SHAPES)
+@pytest.mark.parametrize(("size", "m", "n", "k", "chunks", "chunk_columns"), SHAPES)
 def test_chunks_are_what_is_multiplied_at_once(
-    size: int, m: int, n: int, k: int, chunks: int, aside: int
+    size: int, m: int, n: int, k: int, chunks: int, chunk_columns: int
 ) -> None:
     part = product(m, n, k, size)
     shape = choose_shared_shape(part)
-    assert (shape.chunks, shape.aside) == (chunks, aside)
-    walk = TileOrder(part.rows, n, chunks, aside)
+    assert (shape.chunks, shape.chunk_columns) == (chunks, chunk_columns)
+    tile_order = TileOrder(part.rows, n, chunks, chunk_columns)
     for owner in range(size):
-        tiles = [chunk.tiles for chunk in walk.parts(owner)]
-        assert len(tiles) == chunks and sum(tiles) == walk.tiles(owner)
+        tiles = [chunk.tiles for chunk in tile_order.parts(owner)]
+        assert len(tiles) == chunks and sum(tiles) == tile_order.tiles(owner)
 
 
 def test_blocks_begin_apart_where_each_has_several_tiles() -> None:
@@ -119,8 +119,8 @@ def test_blocks_begin_apart_where_each_has_several_tiles() -> None:
             product(*shape, size)
             for shape in ((1024, 4096, 28672), (1024, 8192, 28672), (1024, 8192, 512))
         )
-        assert choose_shape(once).apart == choose_shared_shape(once).apart == 0
-        apart = choose_shape(twice).apart
+        assert choose_shape(once).stagger_cycles == choose_shared_shape(once).stagger_cycles == 0
+        stagger_cycles = choose_shape(twice).stagger_cycles
         sending = 128 * 128 * 256 * 2 * (1 - 1 / size) / H200.burst
-        assert apart * 64 == pytest.approx(sending * H200.clock, rel=0.01)
-        assert 0 < choose_shared_shape(flat).apart < apart
+        assert stagger_cycles * 64 == pytest.approx(sending * H200.clock, rel=0.01)
+        assert 0 < choose_shared_shape(flat).stagger_cycles < stagger_cycles

@@ -81,7 +81,7 @@ def test_tilings_that_are_chosen(rows, columns, width, blocks):
 
 
 @pytest.mark.parametrize(
-    ("size", "height", "early"),
+    ("size", "height", "piecewise"),
     [
         (8, 4096, 1),  # own rows are half a round
         (8, 8192, 0),  # own rows are a round
@@ -116,7 +116,7 @@ def test_chunks_of_k_are_whole_steps(depth):
 
 
 @pytest.mark.parametrize(
-    ("rows", "depth", "early", "steps"),
+    ("rows", "depth", "piecewise", "steps"),
     [
         ([8] * 4, 128, 0, [(1, 0, 2), (2, 0, 2), (3, 0, 2)]),
         ([8] * 4, 128, 1, [(1, 0, 1), (1, 1, 2), (2, 0, 2), (3, 0, 2)]),

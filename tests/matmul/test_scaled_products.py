@@ -299,11 +299,11 @@ def device_array(x, keep):
 class Rank:
     """One rank's products."""
 
-    def __init__(self, strategy, hosts, rank, everyone, factors, keep, order):
+    def __init__(self, strategy, hosts, rank, everyone, operand_pair, keep, order):
         problem = strategy.problem
         self.plan = RankPlan(strategy, rank, hosts)
         operands, arrays, given = [], [], []
-        for factor in factors:
+        for factor in operand_pair:
             part = np.asarray(factor[rank].part, order=order)
             operands.append(device_array(part, keep))
             scale = factor[rank].scales
@@ -317,22 +317,22 @@ class Rank:
             scales=Scales((*given, 1.0, 1.0), (*arrays, None, None)),
         )  # fmt: skip
         self.lane = Lane()
-        self.shown = Shown(self.lane, rank, everyone)
+        self.published = Shown(self.lane, rank, everyone)
         if self.plan.multi_host:
-            self.shown = FarShown(self.lane, everyone, self.plan)
+            self.published = FarShown(self.lane, everyone, self.plan)
         for name, operand in zip("ab", operands, strict=True):
-            self.shown.made_here[name] = module.matrix_of(operand)
-        everyone.append(self.shown)
+            self.published.made_here[name] = module.matrix_of(operand)
+        everyone.append(self.published)
         sums = None
         if strategy.reduces or strategy.moves_result:
             by_columns = "F" if module.matrix_of(out).by_columns else "C"
             shape = strategy.sums.local_shape(rank)
-            sums = self.shown.made("sums", shape, "float32", by_columns)
+            sums = self.published.made("sums", shape, "float32", by_columns)
         finish_phase = SimpleNamespace(sums=sums, quantized_result=None)
         self.made = module.ScaledProducts(
-            self.plan, self.operands, self.lane, self.shown, finish_phase
+            self.plan, self.operands, self.lane, self.published, finish_phase
         )
-        self.made.prepare_shown()
+        self.made.prepare_published()
         if self.plan.multiplies:
             self.made.prepare()
 
@@ -340,7 +340,7 @@ class Rank:
         """What this rank has computed, and where."""
 
         def source(index, part, moves, stream):
-            return self.shown.reach("ab"[index], part, moves, stream)
+            return self.published.reach("ab"[index], part, moves, stream)
 
         parts = self.made.run(source)
         if parts is None:
@@ -369,7 +369,7 @@ def perform(layout, mode_a, mode_b, shape, result, order, label=None, hosts=(0,)
     strategy, compared = choose_strategy(problem_of(layouts, given, result, label), machine)
     if strategy.problem.dtype != E4:
         return None, compared
-    factors = [
+    operand_pair = [
         [
             cases.Factor(i, whole[i], mode, [d[i] for d in dists], rank, 5 + i)
             for rank in range(size)
@@ -377,12 +377,14 @@ def perform(layout, mode_a, mode_b, shape, result, order, label=None, hosts=(0,)
         for i, mode in enumerate((mode_a, mode_b))
     ]
     everyone, keep = [], []
-    ranks = [Rank(strategy, hosts, rank, everyone, factors, keep, order) for rank in range(size)]
+    ranks = [
+        Rank(strategy, hosts, rank, everyone, operand_pair, keep, order) for rank in range(size)
+    ]
     for rank in ranks:
         for name in "ab":
-            rank.shown.publish(name, 0)
+            rank.published.publish(name, 0)
         rank.made.begin()
-    one, two = factors[0][0].numbers, factors[1][0].numbers
+    one, two = operand_pair[0][0].numbers, operand_pair[1][0].numbers
     for number, rank in enumerate(ranks):
         if not rank.plan.multiplies:
             continue

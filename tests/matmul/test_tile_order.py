@@ -24,54 +24,54 @@ def fields(words):
     return row, column, what & 0xFF, what >> 8 & 0xFF, what >> 16, slot
 
 
-@pytest.mark.parametrize("walk", WALKS, ids=repr)
-def test_every_rank_computes_each_tile_once(walk: TileOrder) -> None:
-    first = np.concatenate([[0], np.cumsum(walk.rows)])
+@pytest.mark.parametrize("tile_order", WALKS, ids=repr)
+def test_every_rank_computes_each_tile_once(tile_order: TileOrder) -> None:
+    first = np.concatenate([[0], np.cumsum(tile_order.rows)])
     wanted = {
         (int(first[owner]) + i * TILE_ROWS, j * TILE_COLUMNS)
-        for owner, rows in enumerate(walk.rows)
+        for owner, rows in enumerate(tile_order.rows)
         for i in range(-(-rows // TILE_ROWS))
-        for j in range(-(-walk.columns // TILE_COLUMNS))
+        for j in range(-(-tile_order.columns // TILE_COLUMNS))
     }
-    for rank in range(len(walk.rows)):
-        row, column, *_ = fields(walk.of(rank))
-        assert len(row) == walk.count == len(wanted)
+    for rank in range(len(tile_order.rows)):
+        row, column, *_ = fields(tile_order.of(rank))
+        assert len(row) == tile_order.count == len(wanted)
         assert set(zip(row.tolist(), column.tolist(), strict=True)) == wanted
 
 
-@pytest.mark.parametrize("walk", WALKS, ids=repr)
-def test_senders_and_owners_mean_the_same_slots(walk: TileOrder) -> None:
-    first = np.concatenate([[0], np.cumsum(walk.rows)])
-    for rank in range(len(walk.rows)):
-        row, column, owner, rows, chunk, slot = fields(walk.of(rank))
-        for dst in range(len(walk.rows)):
+@pytest.mark.parametrize("tile_order", WALKS, ids=repr)
+def test_senders_and_owners_mean_the_same_slots(tile_order: TileOrder) -> None:
+    first = np.concatenate([[0], np.cumsum(tile_order.rows)])
+    for rank in range(len(tile_order.rows)):
+        row, column, owner, rows, chunk, slot = fields(tile_order.of(rank))
+        for dst in range(len(tile_order.rows)):
             mine = owner == dst
             order = np.argsort(slot[mine])
             sent = np.stack([x[mine][order] for x in (row - first[dst], column, rows, chunk, slot)])
-            kept = fields(walk.owned(dst))
+            kept = fields(tile_order.owned(dst))
             assert (sent == np.stack([kept[0], kept[1], kept[3], kept[4], kept[5]])).all()
-            assert (kept[5] == np.arange(walk.tiles(dst))).all()
+            assert (kept[5] == np.arange(tile_order.tiles(dst))).all()
             assert (kept[4] == np.sort(kept[4])).all()
-            assert (kept[3] == np.minimum(walk.rows[dst] - kept[0], TILE_ROWS)).all()
-            ends = np.searchsorted(kept[4], np.arange(walk.chunks), "right")
+            assert (kept[3] == np.minimum(tile_order.rows[dst] - kept[0], TILE_ROWS)).all()
+            ends = np.searchsorted(kept[4], np.arange(tile_order.chunks), "right")
             halves = [
                 2 * int((kept[4] == c).sum()) - int((kept[3][kept[4] == c] <= 64).sum())
-                for c in range(walk.chunks)
+                for c in range(tile_order.chunks)
             ]
-            assert walk.table(dst).tolist() == np.column_stack([halves, ends]).tolist()
+            assert tile_order.table(dst).tolist() == np.column_stack([halves, ends]).tolist()
 
 
-@pytest.mark.parametrize("walk", WALKS, ids=repr)
-def test_chunks_follow_each_other(walk: TileOrder) -> None:
-    for rank in range(len(walk.rows)):
-        chunk = fields(walk.of(rank))[4]
+@pytest.mark.parametrize("tile_order", WALKS, ids=repr)
+def test_chunks_follow_each_other(tile_order: TileOrder) -> None:
+    for rank in range(len(tile_order.rows)):
+        chunk = fields(tile_order.of(rank))[4]
         assert (np.diff(chunk) >= 0).all()
 
 
-@pytest.mark.parametrize("walk", WALKS, ids=repr)
-def test_a_cluster_has_tiles_of_the_same_columns(walk: TileOrder) -> None:
-    for rank in range(len(walk.rows)):
-        alone, pairs = walk.of(rank), walk.of(rank, 2)
+@pytest.mark.parametrize("tile_order", WALKS, ids=repr)
+def test_a_cluster_has_tiles_of_the_same_columns(tile_order: TileOrder) -> None:
+    for rank in range(len(tile_order.rows)):
+        alone, pairs = tile_order.of(rank), tile_order.of(rank, 2)
         assert len(pairs) % 2 == 0
         assert (pairs[::2, 1] == pairs[1::2, 1]).all()
         real = pairs[fields(pairs)[3] > 0]
@@ -80,13 +80,13 @@ def test_a_cluster_has_tiles_of_the_same_columns(walk: TileOrder) -> None:
 
 
 def test_a_rank_begins_with_the_next_one_and_ends_with_itself() -> None:
-    walk = TileOrder((1024,) * 4, 256, 1)
-    owner = fields(walk.of(1))[2]
+    tile_order = TileOrder((1024,) * 4, 256, 1)
+    owner = fields(tile_order.of(1))[2]
     assert list(dict.fromkeys(owner.tolist())) == [2, 3, 0, 1]
 
 
 def test_rows_of_tiles_are_walked_in_groups() -> None:
-    walk = TileOrder((4096,), 1024, 1)
-    row, column, *_ = fields(walk.of(0))
+    tile_order = TileOrder((4096,), 1024, 1)
+    row, column, *_ = fields(tile_order.of(0))
     assert list(row[:32] // TILE_ROWS) == list(range(16)) * 2
     assert list(column[:32] // TILE_COLUMNS) == [0] * 16 + [1] * 16

@@ -30,6 +30,6 @@ def test_what_is_told_arrives():
 
 
 def test_what_explain_says():
-    lines = tuning.told({A: [3e-6, 1e-6]}, {A: 1})
+    lines = tuning.notes({A: [3e-6, 1e-6]}, {A: 1})
     assert lines == ["autotuned: algorithm 2 of 2 takes 1.0 us here, the one named first 3.0 us"]
-    assert "no product" in tuning.told({}, {})[0]
+    assert "no product" in tuning.notes({}, {})[0]

@@ -193,11 +193,11 @@ ALIGNED = [
 
 
 @pytest.mark.parametrize(("unit", "strides", "offsets", "anywhere"), ALIGNED)
-def test_rows_that_begin_anywhere_are_known(unit, strides, offsets, anywhere):
+def test_unaligned_rows_are_known(unit, strides, offsets, anywhere):
     (source, target), shape = strides, (3,)
     given = box(shape, unit, (source,), (target,), offsets)
-    assert tables([given]).anywhere == anywhere
-    assert tables([box((3, 4), 128, (1024, 128)), given]).anywhere == anywhere
+    assert tables([given]).unaligned == anywhere
+    assert tables([box((3, 4), 128, (1024, 128)), given]).unaligned == anywhere
 
 
 class Device:
@@ -229,7 +229,7 @@ def test_the_kernel_is_the_one_for_such_rows(unit, address, monkeypatch):
     monkeypatch.setattr(device, "Constant", lambda device, array: SimpleNamespace(address=0))
     monkeypatch.setattr(device, "beside_captures", nullcontext)
     copies = device.BoxCopies(Device(), [box((3,), unit, (64,), (64,))])
-    want = (f"ANYWHERE={unit % 16 != 0 or address % 16 != 0:d}",)
+    want = (f"UNALIGNED={unit % 16 != 0 or address % 16 != 0:d}",)
     put = []
     copies.launch(put, [0], [address])
     assert put == [want]

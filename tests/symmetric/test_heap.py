@@ -202,6 +202,25 @@ def test_what_the_device_still_uses_is_neither_reused_nor_marked(heap):
         assert heap.find(block.address) is None
 
 
+def test_a_group_may_fail_when_all_its_ranks_have_left(heap):
+    failed, fence = [], Pending()
+    buffer, other = heap.allocate(100), heap.allocate(100)
+    for group, each in enumerate((buffer, other)):
+        each.block.announced_to.add(group)
+        heap.groups.watch(group, lambda group=group: bool(failed) and group == 0)
+    block, before = buffer.block, heap.used
+    with patch.object(heap.transport, "fence", lambda: fence):
+        for group in range(2):
+            heap.groups.leave(group, lambda: True)
+        del buffer, other, each
+        assert heap.used == before, "kernels of theirs may be at work here"
+        failed.append(True)  # at the end of one
+        fence.done = True
+        assert heap.used == before - block.reserved and heap.find(block.address) is block
+    failed.clear()
+    assert heap.groups.may_write([1]) is False
+
+
 @pytest.mark.parametrize(("meets", "fences"), [(False, 5), (True, 11)], ids=["alone", "barriers"])
 def test_small_blocks_of_a_loop_take_turns_where_a_fence_is_dear(heap, meets, fences):
     made = []

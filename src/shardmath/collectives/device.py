@@ -201,7 +201,7 @@ class DeviceCollectives(Pushes):
         self.team.require_usable()
         launch = self._launches.made(key, make)
         if launch is not None:
-            self._turns.put(launch, stream)
+            self._order.put(launch, stream)
 
     def _exchange(
         self,
@@ -241,10 +241,10 @@ class DeviceCollectives(Pushes):
 
 
 def _phases(size: int) -> int:
-    """Of a turn: kPhases."""
+    """Of a step: kPhases."""
     return 4 if size == 2 else 2
 
 
 def _cells_bytes(size: int) -> int:
-    """Of one rank's cells; the blocks' turns follow."""
+    """Of one rank's cells; the numbers of the blocks' steps follow."""
     return _MAX_BLOCKS * _SETS * _phases(size) * size * _MAX_THREADS * _PACKET

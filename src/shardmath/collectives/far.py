@@ -19,7 +19,7 @@ from shardmath.arrays.dtypes import DType
 from shardmath.collectives.operand import bounds
 from shardmath.cuda.driver import call
 from shardmath.cuda.kernel import Argument
-from shardmath.cuda.stream import Turns
+from shardmath.cuda.stream import StreamOrder
 from shardmath.geometry import Spans
 from shardmath.symmetric.heap import Buffer, Location
 from shardmath.symmetric.shared_memory import allocate_on_all_ranks
@@ -48,7 +48,7 @@ class FarCollectives:
         assert team is not None, "a context of GPUs"
         self._context = weakref.ref(context)  # it keeps this
         self.team: Team = team
-        self._turns = Turns(team.device)
+        self._order = StreamOrder(team.device)
         self._outbox: Buffer | None = None
         self._staging: Buffer | None = None
         self._outboxes: Sequence[Location] = ()  # of the ranks' outboxes
@@ -206,7 +206,7 @@ class FarCollectives:
         if most > self._capacity:
             self._grow(-(-most // _GRANULE) * _GRANULE)
         assert self._outbox is not None, "made together"
-        with self._turns.taken(stream):
+        with self._order.section(stream):
             self._copy(self._outbox.block.address, source, nbytes, stream)
             # After writing what a peer will read, and before reading what a peer wrote.
             self._barrier(stream)
@@ -223,9 +223,9 @@ class FarCollectives:
             return context.heap.allocate(nbytes), None
 
         if self._outbox is not None:
-            if self._turns.captured:
+            if self._order.captured:
                 self._kept.append(self._outbox)
-            self._turns.wait()  # its memory may go to anyone
+            self._order.wait()  # its memory may go to anyone
         self._capacity, self._outbox = 0, None
         memory = allocate_on_all_ranks(context, "collectives, outbox", allocate)
         self._outbox, self._outboxes, self._capacity = memory.buffer, memory.locations, nbytes

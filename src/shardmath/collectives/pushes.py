@@ -18,7 +18,7 @@ from shardmath.arrays.dtypes import DType
 from shardmath.collectives.slices import UNIT, Slice, chunked
 from shardmath.cuda.driver import call
 from shardmath.cuda.kernel import Argument
-from shardmath.cuda.stream import SideStream, Turns
+from shardmath.cuda.stream import SideStream, StreamOrder
 from shardmath.symmetric.heap import Buffer
 from shardmath.symmetric.shared_memory import allocate_on_all_ranks
 from shardmath.symmetric.team import RESERVED, Team
@@ -42,7 +42,7 @@ class Pushes:
     def __init__(self, context: Context, team: Team) -> None:
         self.team = team
         self._context = weakref.ref(context)  # it keeps this
-        self._turns = Turns(team.device)
+        self._order = StreamOrder(team.device)
         self._side = SideStream(team.device)
         self._inboxes: tuple[int, list[int]] = (0, [])  # bytes, and addresses by rank
 
@@ -82,7 +82,7 @@ class Pushes:
         since they will read them. Collective.
         """
         self.team.require_usable()
-        with self._turns.taken(stream):
+        with self._order.section(stream):
             self.barrier(stream)
             by_engine = max(sizes) >= _ENGINE_PART_BYTES
             self._send(sources, targets, sizes, stream, by_engine=by_engine)
@@ -112,7 +112,7 @@ class Pushes:
         pitch = -(-chunks[0][0].nbytes // UNIT) * UNIT
         inboxes = self._scratch(pitch * self.team.size)
         rank, own = self.team.rank, inboxes[self.team.rank]
-        with self._turns.taken(stream):
+        with self._order.section(stream):
             for slices in chunks:
                 self._send(
                     [source + part.start for part in slices],
@@ -158,7 +158,7 @@ class Pushes:
                     call("cuMemcpyAsync", target + end, source + end, size - end, stream)
             return
         *peers, own = self.team.ring_order
-        with self._side.beside(stream) as side:
+        with self._side.forked(stream) as side:
             for peer in peers:
                 if sizes[peer]:
                     call("cuMemcpyAsync", targets[peer], sources[peer], sizes[peer], side)
@@ -192,7 +192,7 @@ class Pushes:
         argument = Argument(struct.pack(f"{len(words)}Q", *words))
         kernel.launch(stream, self._blocks(own.nbytes), _THREADS, argument)
         if by_engine:
-            with self._side.beside(stream) as side:
+            with self._side.forked(stream) as side:
                 for result in by_engine:
                     call("cuMemcpyAsync", result, results[-1], own.nbytes, side)
 

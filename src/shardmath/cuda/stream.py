@@ -18,7 +18,15 @@ from shardmath.cuda.driver import call, status_of
 from shardmath.cuda.kernel import ReadyLaunch
 from shardmath.errors import CudaError
 
-__all__ = ["SideStream", "Turn", "Turns", "any_capturing", "capturing", "current", "given"]
+__all__ = [
+    "OrderedSection",
+    "SideStream",
+    "StreamOrder",
+    "any_capturing",
+    "capturing",
+    "current",
+    "given",
+]
 
 _DEFAULT = (0, 1)  # handles of the default stream, which cannot be captured
 
@@ -103,7 +111,7 @@ def any_capturing(device: Device) -> bool:
 
 
 class SideStream:
-    """A stream beside the user's, for what is to run at the same time."""
+    """A second stream, forked from the user's and joined to it again."""
 
     def __init__(self, device: Device) -> None:
         device.activate()
@@ -112,7 +120,7 @@ class SideStream:
         self._event = call("cuEventCreate", 2)  # without times
 
     @contextmanager
-    def beside(self, stream: int) -> Iterator[Any]:
+    def forked(self, stream: int) -> Iterator[Any]:
         """Its handle: it starts where `stream` is, which goes on after both are done."""
         self._device.activate()
         call("cuEventRecord", self._event, stream)
@@ -122,10 +130,11 @@ class SideStream:
         call("cuStreamWaitEvent", stream, self._event, 0)
 
 
-class Turns:
-    """Work on several streams that uses the same words or memory: one after the other.
+class StreamOrder:
+    """Orders sections of work on several streams that use the same words or memory.
 
-    What is captured into a CUDA graph takes no turn: whoever replays it orders it.
+    A section waits for the one before, on whichever stream that was. What is captured into a CUDA
+    graph is no section: whoever replays the graph orders it.
     """
 
     def __init__(self, device: Device) -> None:
@@ -133,25 +142,25 @@ class Turns:
         self._device = device
         self._done = call("cuEventCreate", 2)  # no timing; see `_mark`
         weakref.finalize(self, _destroy, self._done).atexit = False
-        self._stream: int | None = None  # whose turn was the last
+        self._stream: int | None = None  # of the last section
         self.captured = False  # whether a CUDA graph has ever been told of such work
 
-    def taken(self, stream: int) -> Turn:
-        """What is put on `stream` within comes after all that was put on others in their turns.
+    def section(self, stream: int) -> OrderedSection:
+        """A section: what is launched on `stream` within comes after all earlier sections.
 
         The device's context is the calling thread's within.
         """
-        return Turn(self, stream)
+        return OrderedSection(self, stream)
 
     def put(self, launch: ReadyLaunch, stream: int) -> None:
-        """Put one launch on `stream` in a turn of its own."""
+        """Put one launch on `stream`, as a section of its own."""
         begun = self._begin(stream)
         launch.put(stream)
         if begun:
             self._end(stream)
 
     def wait(self) -> None:
-        """Wait, on the host, until the last turn has ended."""
+        """Wait, on the host, until the last section has ended."""
         self._device.activate()
         if self._stream in _DEFAULT:
             self._mark(self._stream)
@@ -176,29 +185,29 @@ class Turns:
         self._stream = stream
 
     def _mark(self, stream: int | None) -> None:
-        """Let the event say when the last turn has ended.
+        """Let the event say when the last section has ended.
 
-        A stream may be gone when the next turn comes on another one: its event is recorded at once.
+        A stream may be gone when the next section comes on another: its event is recorded at once.
         The default stream stays, and most programs use no other: there it is done when asked for.
         """
         call("cuEventRecord", self._done, stream)
 
 
-class Turn:
-    """One turn: see Turns. `captured`: what is put on the stream within goes into a graph."""
+class OrderedSection:
+    """See StreamOrder. `captured`: what is launched within goes into a graph of the user's."""
 
-    __slots__ = ("_stream", "_turns", "captured")
+    __slots__ = ("_order", "_stream", "captured")
 
-    def __init__(self, turns: Turns, stream: int) -> None:
-        self._turns, self._stream = turns, stream
+    def __init__(self, order: StreamOrder, stream: int) -> None:
+        self._order, self._stream = order, stream
 
-    def __enter__(self) -> Turn:
-        self.captured = not self._turns._begin(self._stream)
+    def __enter__(self) -> OrderedSection:
+        self.captured = not self._order._begin(self._stream)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None and not self.captured:
-            self._turns._end(self._stream)
+            self._order._end(self._stream)
 
 
 def _destroy(event: Any) -> None:

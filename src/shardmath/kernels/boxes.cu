@@ -5,7 +5,7 @@
 //
 // Bits are copied, never values. How wide an access is, the addresses decide when the kernel runs: 16
 // bytes where everything is a multiple of 16, and half as much as often as needed where it is not. Compiled with
-// ANYWHERE=1, rows that begin anywhere are written 16 bytes at a time all the same, each put together from 5
+// UNALIGNED=1, rows that begin anywhere are written 16 bytes at a time all the same, each put together from 5
 // words; without them the kernel has registers enough for 1 % more.
 // It includes nothing.
 
@@ -17,7 +17,7 @@ constexpr u32 kThreads = 256;
 constexpr int kBlocksEach = 3;  // on a multiprocessor
 constexpr int kDims = 8;
 constexpr int kBases = 128;
-constexpr u32 kRoom = 24 << 10;  // bytes of shared memory for a tile that is transposed
+constexpr u32 kSharedBytes = 24 << 10;  // bytes of shared memory for a tile that is transposed
 constexpr int kFlight = 4;       // accesses that a thread has in flight
 constexpr u32 kLong = 64;        // bytes of a row that is put together, at least
 
@@ -60,7 +60,7 @@ struct alignas(16) Wide {
 };
 
 __shared__ Box box;  // of this block's tile
-__shared__ Wide room[kRoom / 16];
+__shared__ Wide shared_memory[kSharedBytes / 16];
 
 // Division of numbers below 2^21.
 struct Divider {
@@ -227,7 +227,7 @@ struct Transposition {
         target += start * box.to_along + offset * box.to_across;
     }
 
-    __device__ Word* shared() const { return (Word*)room; }
+    __device__ Word* shared() const { return (Word*)shared_memory; }
 
     __device__ bool wide(const void* at, u32 strides, i64 dense, u32 extent) const {
         return kWord < 16 && words == 1 && dense == kWord && (((u32)(u64)at | strides) & 15) == 0 &&
@@ -337,7 +337,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksEach)
         if (box.transposed) misfit |= (u32)(box.from_across | box.to_along);
         if (!(misfit & 15))
             copy_tile<Wide>(tile.number, source, target);
-        else if (ANYWHERE && !box.transposed && box.unit >= kLong)
+        else if (UNALIGNED && !box.transposed && box.unit >= kLong)
             put_rows_together(tile.number, source, target);
         else if (!(misfit & 7))
             copy_tile<u64>(tile.number, source, target);

@@ -45,7 +45,7 @@ struct PacketFormat<false> {
 };
 
 constexpr int kSets = 3;
-constexpr int kMostAtOnce = kRanks == 2 ? 4 : 1;  // packets of a thread to each rank in a step: see run_steps
+constexpr int kAtOnce = kRanks == 2 ? 4 : 1;  // packets of a thread to each rank that are under way: see run_steps
 constexpr int kPhases = kRanks == 2 ? 4 : 2;
 
 // Every rank's cells, [block][set][phase][from][thread]: to[i] are those of rank (rank + 1 + i) % size. A rank
@@ -131,8 +131,9 @@ __device__ inline bool receive(const Cells& cells, const Step& step, int phase, 
 
 // The steps of this block in an exchange of `packets`: `read(at, out)` says what goes to the ranks of to[], and
 // `write(at, have)` gets what all ranks have sent for the same place. Each packet of a step has a phase of its own.
-template <class Format, int kAtOnce, class Read, class Write>
-__device__ inline void run_steps_of(const Cells& cells, u32 packets, Read read, Write write) {
+// Between two ranks one packet of each thread is too little to fill the link for as long as it takes to answer.
+template <class Format, class Read, class Write>
+__device__ inline void run_steps(const Cells& cells, u32 packets, Read read, Write write) {
     static_assert(kAtOnce <= kPhases, "a phase for each");
     const u32 stride = gridDim.x * blockDim.x;
     Step step(cells);
@@ -158,16 +159,6 @@ __device__ inline void run_steps_of(const Cells& cells, u32 packets, Read read, 
         if (first + kAtOnce * stride < packets) fence_cells();
     }
     finish(cells, step);
-}
-
-// Between two ranks one packet of each thread is too little to fill the link until it is answered. Where there are
-// no more, what sends several is 0.2 us later.
-template <class Format, class Read, class Write>
-__device__ inline void run_steps(const Cells& cells, u32 packets, Read read, Write write) {
-    if (kMostAtOnce == 1 || packets <= gridDim.x * blockDim.x)
-        run_steps_of<Format, 1>(cells, packets, read, write);
-    else
-        run_steps_of<Format, kMostAtOnce>(cells, packets, read, write);
 }
 
 // -- operands ------------------------------------------------------------------------------------------

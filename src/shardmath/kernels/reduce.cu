@@ -64,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) one_shot(const __grid_
         for (int i = 0; i < kRanks; ++i) out[i] = own;
     };
     run_steps<Format>(a.cells, input.packets(), read,
-                       [&](u32 at, const Packet (&have)[kRanks]) { output.write(at, combined(have)); });
+                      [&](u32 at, const Packet (&have)[kRanks]) { output.write(at, combined(have)); });
 }
 
 // Every rank combines one slice of the array, and sends the result to all others. What it has of the next
@@ -118,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
     };
     const Elements own = {a.output, a.nbytes[a.cells.team.rank]};
     run_steps<Format>(a.cells, Elements{a.input, a.most}.packets(), read,
-                       [&](u32 at, const Packet (&have)[kRanks]) { own.write(at, combined(have)); });
+                      [&](u32 at, const Packet (&have)[kRanks]) { own.write(at, combined(have)); });
 }
 
 struct ReduceAndPushArgument {

@@ -19,7 +19,7 @@ from shardmath.context import Context
 from shardmath.cuda.allocation import Allocation
 from shardmath.cuda.driver import call
 from shardmath.cuda.graph import Graph
-from shardmath.cuda.stream import Turn, Turns
+from shardmath.cuda.stream import OrderedSection, StreamOrder
 from shardmath.symmetric.heap import Buffer
 
 __all__ = ["LANES", "Lane"]
@@ -42,7 +42,7 @@ class Lane:
         self._kept: list[object] = []  # what graphs refer to
         self._streams: dict[str, Any] = {}
         self._events: dict[str, Any] = {}
-        self._turns = Turns(self.team.device)
+        self._order = StreamOrder(self.team.device)
 
     @classmethod
     def of(cls, context: Context, stream: int) -> Lane:
@@ -56,9 +56,9 @@ class Lane:
         lane: Lane = context.cache(f"lane {number}", lambda: cls(context, number))
         return lane
 
-    def entered(self, stream: int) -> Turn:
-        """Around what one operation puts on `stream`."""
-        return self._turns.taken(stream)
+    def section(self, stream: int) -> OrderedSection:
+        """Around what one operation launches on `stream`: after all earlier ones of the lane."""
+        return self._order.section(stream)
 
     @property
     def side(self) -> Any:
@@ -148,11 +148,11 @@ class Lane:
 
         It is launched only while the buffers are as they are now, and does not keep them.
         """
-        captured = self._turns.captured
+        captured = self._order.captured
         try:
             return Graph(self.team.device, launches)
         finally:
-            self._turns.captured = captured
+            self._order.captured = captured
 
     def keep(self, used: object) -> None:
         """Let what a graph refers to, captured in this lane, live as long as the lane does."""
@@ -175,7 +175,7 @@ class Lane:
             lane.drop(*lane.memory())
 
     def _drop(self, held: Buffer | Allocation) -> None:
-        if self._turns.captured:
+        if self._order.captured:
             self._kept.append(held)
         else:
-            self._turns.wait()
+            self._order.wait()

@@ -43,7 +43,7 @@ class GraphCache:
         launched as a graph of ours.
         """
         self.lane.team.check()
-        with self.lane.entered(stream) as turn:
+        with self.lane.section(stream) as turn:
             graph = None if turn.captured else self._graph(place, enqueue)
             if graph is None:
                 enqueue(stream)

@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardmath.redistribution.copies import StridedCopy, joined
+from shardmath.redistribution.copies import StridedCopy, coalesced
 
 __all__ = ["BASES", "Box", "Tables", "tables"]
 
 BASES = 128  # kBases: sources and targets together
 _DIMS = 8  # kDims
-_ROOM = 24 << 10  # kRoom
-_MOST_ROWS = 1 << 30  # numbers below 2^31 can be divided by multiplication
-_LEAST_TILE, _MOST_TILE = 4 << 10, 64 << 10
+_SHARED_BYTES = 24 << 10  # kSharedBytes
+_MAX_ROWS = 1 << 30  # numbers below 2^31 can be divided by multiplication
+_MIN_TILE, _MAX_TILE = 4 << 10, 64 << 10
 _TRANSPOSED_TILE = 16 << 10
 _TILES = 4096  # of a launch, where the bytes suffice: ten for each block
 _SHORT = 128  # bytes of a unit below which it matters what lies next to it
@@ -88,7 +88,7 @@ class Tables:
     """What a launch reads: `boxes`, one row each, and `tiles`, (box, number in it), in their order.
 
     `sources` and `targets` are how many memories there are of each; `nbytes` are copied.
-    `anywhere`: some rows do not begin at multiples of 16 bytes, or do not end there.
+    `unaligned`: some rows do not begin at multiples of 16 bytes, or do not end there.
     """
 
     boxes: npt.NDArray[Any]
@@ -96,31 +96,33 @@ class Tables:
     sources: int
     targets: int
     nbytes: int
-    anywhere: bool
+    unaligned: bool
 
 
 def tables(boxes: Iterable[Box]) -> Tables:
-    """The tables of `boxes`. Memories take turns in the order in which they first appear."""
+    """The tables of `boxes`. Tiles of memories are interleaved, in the order in which these first
+    appear.
+    """
     given = [box for box in boxes if box.nbytes]
     sources = max((box.source for box in given), default=-1) + 1
     targets = max((box.target for box in given), default=-1) + 1
     if sources + targets > BASES:
         raise ValueError(f"boxes between {sources} and {targets} memories; the most is {BASES}")
     nbytes = sum(box.nbytes for box in given)
-    tile = _LEAST_TILE
-    while tile < _MOST_TILE and tile * _TILES < nbytes:
+    tile = _MIN_TILE
+    while tile < _MAX_TILE and tile * _TILES < nbytes:
         tile *= 2
-    pieces = [piece for box in given for piece in _pieces(_packed(box))]
+    pieces = [piece for box in given for piece in _pieces(_coalesced(box))]
     rows = np.zeros(len(pieces), _BOX)
     counts = [_fill(row, piece, tile) for row, piece in zip(rows, pieces, strict=True)]
     rows["target"] += sources  # their addresses come after those of the sources
     links = [(piece.source, piece.target) for piece in pieces]
     names = ("from", "to", "unit", "from_strides", "to_strides")
-    anywhere = any((rows[name][rows["transposed"] == 0] & 15).any() for name in names)
-    return Tables(rows, _in_turn(links, counts), sources, targets, nbytes, anywhere)
+    unaligned = any((rows[name][rows["transposed"] == 0] & 15).any() for name in names)
+    return Tables(rows, _interleaved(links, counts), sources, targets, nbytes, unaligned)
 
 
-def _packed(box: Box) -> Box:
+def _coalesced(box: Box) -> Box:
     """The same box with as few axes as there can be, and no negative stride in the target."""
     source_offset, target_offset = box.source_offset, box.target_offset
     dims = []
@@ -131,13 +133,13 @@ def _packed(box: Box) -> Box:
             dims.append((extent, -dst, -src))
         else:
             dims.append((extent, dst, src))
-    copy = joined(box.source, box.unit, dims, source_offset, target_offset)
+    copy = coalesced(box.source, box.unit, dims, source_offset, target_offset)
     return Box.of(copy, box.target)
 
 
 def _pieces(box: Box) -> Iterator[Box]:
     """`box` in parts that the kernel can count: few axes, and fewer than 2^30 rows and bytes."""
-    if len(box.shape) > _DIMS or prod(box.shape) > _MOST_ROWS:
+    if len(box.shape) > _DIMS or prod(box.shape) > _MAX_ROWS:
         extent, *rest = box.shape
         step = 1 if len(box.shape) > _DIMS else max(1, extent // 2)
         for start in range(0, extent, step):
@@ -147,12 +149,12 @@ def _pieces(box: Box) -> Iterator[Box]:
                 source_offset=box.source_offset + start * box.source_strides[0],
                 target_offset=box.target_offset + start * box.target_strides[0],
             )
-            yield from _pieces(_packed(part) if part.shape[0] == 1 else part)
-    elif box.unit > _MOST_ROWS:
-        for start in range(0, box.unit, _MOST_ROWS):
+            yield from _pieces(_coalesced(part) if part.shape[0] == 1 else part)
+    elif box.unit > _MAX_ROWS:
+        for start in range(0, box.unit, _MAX_ROWS):
             yield replace(
                 box,
-                unit=min(_MOST_ROWS, box.unit - start),
+                unit=min(_MAX_ROWS, box.unit - start),
                 source_offset=box.source_offset + start,
                 target_offset=box.target_offset + start,
             )
@@ -225,24 +227,24 @@ def _tile(unit: int, along: int, across: int, count: int, tile: int) -> tuple[in
     high = max(1, units // wide)
     wide, high = min(along, wide), min(across, high)
     if wide == along:
-        high = _whole(min(across, max(1, units // wide)), across, unit)
+        high = _rounded(min(across, max(1, units // wide)), across, unit)
     if high == across:
-        wide = _whole(min(along, max(1, units // high)), along, unit)
+        wide = _rounded(min(along, max(1, units // high)), along, unit)
     many = max(1, min(count, units // (wide * high)))
-    while many > 1 and _held(unit, wide, high, many) > _ROOM:
+    while many > 1 and _shared_bytes(unit, wide, high, many) > _SHARED_BYTES:
         many //= 2
-    while wide > 1 and _held(unit, wide, high, many) > _ROOM:
-        wide = _whole(wide // 2, along, unit)
+    while wide > 1 and _shared_bytes(unit, wide, high, many) > _SHARED_BYTES:
+        wide = _rounded(wide // 2, along, unit)
     return wide, high, many
 
 
-def _whole(extent: int, most: int, unit: int) -> int:
+def _rounded(extent: int, most: int, unit: int) -> int:
     """An extent near this one that ends where 16 bytes do, unless it is all there is."""
     group = max(1, 16 // unit)
     return extent if extent == most or extent < group else extent // group * group
 
 
-def _held(unit: int, wide: int, high: int, many: int) -> int:
+def _shared_bytes(unit: int, wide: int, high: int, many: int) -> int:
     """The most shared memory that the kernel needs: rows are padded to an odd number of words."""
     return many * wide * (high * unit + 32)
 
@@ -255,7 +257,7 @@ def _divisor(extent: int) -> tuple[int, int]:
     return -(-(1 << bits) // extent), bits - 32
 
 
-def _in_turn(links: Sequence[tuple[int, int]], counts: Sequence[int]) -> npt.NDArray[np.uint32]:
+def _interleaved(links: Sequence[tuple[int, int]], counts: Sequence[int]) -> npt.NDArray[np.uint32]:
     """All tiles; those of each link spread evenly over the whole."""
     total = sum(counts)
     box = np.repeat(np.arange(len(counts)), counts)

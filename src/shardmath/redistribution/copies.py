@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from shardmath.geometry import Move
 
-__all__ = ["StridedCopy", "joined", "lowered", "whole"]
+__all__ = ["StridedCopy", "coalesced", "lowered", "whole"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +43,20 @@ def lowered(
         dst_offset += run.dst_start * dst
         dims.append((run.count, run.dst_step * dst, run.src_step * src))
         dims.append((run.length, dst, src))
-    return joined(move.src, itemsize, dims, src_offset, dst_offset)
+    return coalesced(move.src, itemsize, dims, src_offset, dst_offset)
 
 
 def whole(
     shape: Sequence[int], itemsize: int, src_strides: Sequence[int], dst_strides: Sequence[int]
 ) -> StridedCopy:
     """The copy of a whole array, of `shape` without zeros, from rank 0."""
-    return joined(0, itemsize, list(zip(shape, dst_strides, src_strides, strict=True)), 0, 0)
+    return coalesced(0, itemsize, list(zip(shape, dst_strides, src_strides, strict=True)), 0, 0)
 
 
 _Dim = tuple[int, int, int]  # extent, stride in the destination, stride in the source
 
 
-def joined(
+def coalesced(
     rank: int, itemsize: int, dims: Sequence[_Dim], src_offset: int, dst_offset: int
 ) -> StridedCopy:
     """As few dimensions as there can be, the destination's densest last."""
@@ -64,23 +64,23 @@ def joined(
         (dim for dim in dims if dim[0] != 1), key=lambda dim: (-abs(dim[1]), -abs(dim[2]))
     )
     unit = itemsize
-    joined: list[_Dim] = []  # from the innermost outwards
+    coalesced: list[_Dim] = []  # from the innermost outwards
     for extent, dst, src in reversed(kept):
-        if not joined and src == dst == unit:
+        if not coalesced and src == dst == unit:
             unit *= extent
-        elif joined and (dst, src) == _across(joined[-1]):
-            joined[-1] = (joined[-1][0] * extent, *joined[-1][1:])
+        elif coalesced and (dst, src) == _across(coalesced[-1]):
+            coalesced[-1] = (coalesced[-1][0] * extent, *coalesced[-1][1:])
         else:
-            joined.append((extent, dst, src))
-    joined.reverse()
+            coalesced.append((extent, dst, src))
+    coalesced.reverse()
     return StridedCopy(
         src=rank,
         unit=unit,
-        shape=tuple(dim[0] for dim in joined),
+        shape=tuple(dim[0] for dim in coalesced),
         src_offset=src_offset,
-        src_strides=tuple(dim[2] for dim in joined),
+        src_strides=tuple(dim[2] for dim in coalesced),
         dst_offset=dst_offset,
-        dst_strides=tuple(dim[1] for dim in joined),
+        dst_strides=tuple(dim[1] for dim in coalesced),
     )
 
 

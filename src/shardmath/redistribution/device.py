@@ -36,7 +36,7 @@ class BoxCopies:
     """Boxes whose geometry is on the device, to be launched between any addresses, often.
 
     `nbytes` is what one launch copies. Peers' memories are written in the order in which they first
-    appear in `copies`, in turns: begin with the next rank's, so that no two ranks begin with the
+    appear in `copies`, interleaved: begin with the next rank's, so that no two ranks begin with the
     same. Keep the object while a CUDA graph that holds a launch may still run.
     """
 
@@ -45,12 +45,12 @@ class BoxCopies:
         made = tables(copies)
         self.device = device
         self.nbytes = made.nbytes
-        self._anywhere = made.anywhere
+        self._unaligned = made.unaligned
         self._count = len(made.tiles)
         self._memories = made.sources, made.targets
         self._boxes = Constant(device, made.boxes)
         self._tiles = Constant(device, made.tiles)
-        self._between: LRUCache[Any, tuple[Kernel, Argument]] = LRUCache(_KEPT)
+        self._prepared_for: LRUCache[Any, tuple[Kernel, Argument]] = LRUCache(_KEPT)
 
     def __repr__(self) -> str:
         sources, targets = self._memories
@@ -84,17 +84,17 @@ class BoxCopies:
         self, sources: tuple[int, ...], targets: tuple[int, ...]
     ) -> tuple[Kernel, Argument]:
         """The kernel for memories at these addresses, and its argument."""
-        found = self._between.find((sources, targets))
+        found = self._prepared_for.find((sources, targets))
         if found is None:
             used, into = self._memories
             bases = [*sources[:used], *targets[:into]]
             assert len(bases) == used + into, "an address for every memory of the boxes"
-            anywhere = self._anywhere or any(base % 16 for base in bases)
-            function = _kernels(self.device)[anywhere]
+            unaligned = self._unaligned or any(base % 16 for base in bases)
+            function = _kernels(self.device)[unaligned]
             bases += [0] * (BASES - len(bases))
             words = (self._tiles.address, self._boxes.address, self._count, *bases)
             found = function, Argument(struct.pack(f"{len(words)}Q", *words))
-            self._between.keep((sources, targets), found)
+            self._prepared_for.keep((sources, targets), found)
         return found
 
 
@@ -106,9 +106,9 @@ def _kernels(device: Device) -> tuple[Kernel, Kernel]:
     and for which loading would wait.
     """
     with beside_captures():
-        even, anywhere = (
-            kernel(device, "boxes", "copy_boxes", (f"ANYWHERE={which}",)) for which in (0, 1)
+        aligned, unaligned = (
+            kernel(device, "boxes", "copy_boxes", (f"UNALIGNED={which}",)) for which in (0, 1)
         )
-        even.load()
-        anywhere.load()
-    return even, anywhere
+        aligned.load()
+        unaligned.load()
+    return aligned, unaligned

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 
+from shardmath.transport.base import Fence
+
 __all__ = ["Groups"]
 
 
@@ -18,6 +20,7 @@ class Groups:
     def __init__(self) -> None:
         self._left: deque[tuple[int, Callable[[], bool]]] = deque()
         self._gave_up: dict[int, Callable[[], bool]] = {}
+        self._ending: list[tuple[list[int], Fence]] = []  # kernels of theirs run before the fence
 
     def watch(self, group: int, gave_up: Callable[[], bool]) -> None:
         """`gave_up()` says whether an operation of the group did not come to its end here."""
@@ -30,23 +33,29 @@ class Groups:
         """
         self._left.append((group, ended))
 
-    def ended(self) -> list[int]:
-        """The groups that have ended since this was last asked."""
-        found = []
-        for _ in range(len(self._left)):
-            group, ended = self._left.popleft()
-            if ended():
-                found.append(group)
-                if not self._gave_up.get(group, _never)():
-                    self._gave_up.pop(group, None)
-            else:
-                self._left.append((group, ended))
+    def ended(self, fence: Callable[[], Fence | None]) -> list[int]:
+        """The groups that have ended since this was last asked.
+
+        One in which all went well is watched until its last kernels are done here: `fence()` is
+        behind what the device does, None while none can be set.
+        """
+        left = [self._left.popleft() for _ in range(len(self._left))]
+        found = [group for group, ended in left if ended()]
+        self._left.extend(each for each in left if each[0] not in found)
+        watched = [group for group in found if group in self._gave_up]
+        last = fence() if watched else None
+        if last is not None:
+            self._ending.append((watched, last))
+        self._ending, ending = [], self._ending
+        for groups, behind in ending:
+            if not behind.passed():
+                self._ending.append((groups, behind))
+                continue
+            for group in groups:
+                if not self._gave_up[group]():
+                    del self._gave_up[group]
         return found
 
     def may_write(self, told: Iterable[int]) -> bool:
         """Whether late ranks of one of these groups may write to what they were told of."""
         return any(self._gave_up[group]() for group in told if group in self._gave_up)
-
-
-def _never() -> bool:
-    return False

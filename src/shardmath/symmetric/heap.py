@@ -288,7 +288,7 @@ class Heap:
 
         What has been retired since gets its fence.
         """
-        for group in self.groups.ended():
+        for group in self.groups.ended(self.transport.fence):
             for block in self._blocks:
                 block.shared = {mark for mark in block.shared if mark[0] != group}
         while self._dropped:

@@ -33,7 +33,7 @@ _ANSWER = struct.Struct("<16s32s")  # nonce, proof
 _MAGIC = b"SMW1"
 _PROOF = 32
 _GRACE = 0.2  # seconds: a dying process closes its sockets first, and counts as dead later
-_STRANGER = 5.0  # seconds that a connection has to say who it is
+_HELLO_TIMEOUT = 5.0  # seconds that a connection has to say who it is
 _OUTSIDE = ("192.0.2.1", 9)  # an address that routes lead away to; nothing is sent there
 _KEEPALIVE = ((4, 10), (5, 5), (6, 3))  # TCP_KEEPIDLE, TCP_KEEPINTVL, TCP_KEEPCNT: 25 s in all
 
@@ -53,14 +53,14 @@ def connect_far(
         listener = stack.enter_context(_listener(here=here, backlog=group.nranks))
         port = int(listener.getsockname()[1])
         names = [address] if address else _addresses()
-        cards = _gathered(group, (names, port, key), watch)
+        endpoints = _gathered(group, (names, port, key), watch)
         deadline = time.monotonic() + timeout
         made: dict[int, socket.socket] = {}
         undo = stack.enter_context(ExitStack())
         undo.callback(_close, made)
         for peer in sorted(far):
             if peer < group.rank:
-                names, port, its_key = cards[peer]
+                names, port, its_key = endpoints[peer]
                 try:
                     made[peer] = _call(group.rank, peer, names, port, its_key, deadline)
                 except BootstrapError:
@@ -165,7 +165,7 @@ def _answer(
     connection, _ = listener.accept()
     peer = -1
     try:
-        connection.settimeout(max(0.01, min(_STRANGER, deadline - time.monotonic())))
+        connection.settimeout(max(0.01, min(_HELLO_TIMEOUT, deadline - time.monotonic())))
         magic, said, nonce = _HELLO.unpack(_exactly(connection, _HELLO.size))
         if magic == _MAGIC and said in missing:
             own = secrets.token_bytes(16)

@@ -20,8 +20,8 @@ from shardmath.transport.mesh import Mesh
 
 __all__ = ["MultiHostTransport"]
 
-_NOTE = struct.Struct("<QQ")  # address and bytes of a segment
-_SPINS = 1000  # looks without a pause
+_ANNOUNCEMENT = struct.Struct("<QQ")  # address and bytes of a segment
+_SPINS = 1000  # polls without a pause
 _PAUSE = 50e-6
 
 
@@ -32,11 +32,13 @@ class MultiHostTransport(HostTransport):
         super().__init__(mesh)
         self.far: dict[tuple[int, int], tuple[int, Segment]] = {}
         self._timeout = timeout
-        self._told: set[tuple[int, int]] = set()  # (far peer, index of an own segment)
+        self._announced_to: set[tuple[int, int]] = set()  # (far peer, index of an own segment)
         wires = mesh.wires
-        self._notes = None if wires is None else wires.open("segments", 0, self._hear)
+        self._announcements = (
+            None if wires is None else wires.open("segments", 0, self._receive_announcement)
+        )
 
-    # -- what a way to reach it supplies -----------------------------------------------------------
+    # -- what a subclass supplies ------------------------------------------------------------------
 
     @abstractmethod
     def _fetch(self, rank: int, index: int, offset: int, into: Bytes) -> None:
@@ -52,12 +54,14 @@ class MultiHostTransport(HostTransport):
         """See Transport. What ranks on other hosts need is sent over the wires."""
         peers = list(peers)
         super().announce(index, [peer for peer in peers if self._mesh.near(peer)])
-        far = [p for p in peers if not self._mesh.near(p) and (p, index) not in self._told]
+        far = [p for p in peers if not self._mesh.near(p) and (p, index) not in self._announced_to]
         if far:
-            assert self._notes is not None, "there are ranks on other hosts"
+            assert self._announcements is not None, "there are ranks on other hosts"
             whole = self._bytes[self._mesh.rank, index]
-            self._notes.send(far, [(index, _NOTE.pack(whole.ctypes.data, len(whole)))])
-            self._told.update((peer, index) for peer in far)
+            self._announcements.send(
+                far, [(index, _ANNOUNCEMENT.pack(whole.ctypes.data, len(whole)))]
+            )
+            self._announced_to.update((peer, index) for peer in far)
 
     def attach(self, rank: int, index: int) -> Segment:
         """See Transport."""
@@ -101,13 +105,13 @@ class MultiHostTransport(HostTransport):
         self._send(rank, index, offset, data)
 
     def _wait(self, done: Callable[[], bool], rank: int, doing: str) -> None:
-        """Return once `done()`, looking at the wires meanwhile. Raises RankFailure, OpTimeout."""
-        wires, start, looks = self._mesh.wires, time.monotonic(), 0
+        """Return once `done()`, polling the wires meanwhile. Raises RankFailure, OpTimeout."""
+        wires, start, polls = self._mesh.wires, time.monotonic(), 0
         assert wires is not None, "there are ranks on other hosts"
         while not done():
             wires.poll()
-            looks += 1
-            if looks < _SPINS:
+            polls += 1
+            if polls < _SPINS:
                 continue
             who = f"rank {self._mesh.rank} waited for {doing}, of rank {rank}"
             if rank in self._mesh.watch.dead() and not done():
@@ -119,8 +123,8 @@ class MultiHostTransport(HostTransport):
                 )
             time.sleep(_PAUSE)
 
-    def _hear(self, rank: int, index: int, data: bytes) -> None:
+    def _receive_announcement(self, rank: int, index: int, data: bytes) -> None:
         """What another rank has announced: where its segment lies there."""
-        if len(data) == _NOTE.size:
-            place, nbytes = _NOTE.unpack(data)
+        if len(data) == _ANNOUNCEMENT.size:
+            place, nbytes = _ANNOUNCEMENT.unpack(data)
             self.far[rank, index] = place, Segment(rank, index, nbytes)

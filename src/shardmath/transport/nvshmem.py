@@ -44,7 +44,7 @@ _GRANULE = 2 << 20
 _VARIABLES = {"NVSHMEM_DISABLE_NVLS": "1"}
 
 
-class _Taken:
+class _HeapMemory:
     """One heap while anything refers to it."""
 
     def __init__(self, address: int, nbytes: int) -> None:
@@ -57,7 +57,7 @@ class _Running:
     """NVSHMEM in this process: whose ranks it has, and the heaps taken of it."""
 
     members: tuple[tuple[str, int], ...]  # host and process of every rank
-    heaps: list[tuple[int, int, weakref.ref[_Taken]]] = field(default_factory=list)
+    heaps: list[tuple[int, int, weakref.ref[_HeapMemory]]] = field(default_factory=list)
 
 
 class NVSHMEMTransport(Transport):
@@ -75,10 +75,12 @@ class NVSHMEMTransport(Transport):
         self._device = device
         self._mesh = mesh
         self._heap_bytes = up(heap_bytes, _GRANULE)
-        self._taken: _Taken | None = None
+        self._heap_memory: _HeapMemory | None = None
         self._reserved = False
         self._bindings = _bindings()
-        self._bounces = streams.Turns(device)  # of the streams that the bounce buffer serves
+        self._bounce_order = streams.StreamOrder(
+            device
+        )  # of the streams that the bounce buffer serves
 
     @classmethod
     def probe(cls) -> Probe:
@@ -123,9 +125,9 @@ class NVSHMEMTransport(Transport):
                 "SHARDMATH_GPU_HEAP_BYTES",
                 need=self._heap_bytes,
             )
-        self._taken = _Taken(address, self._heap_bytes)
+        self._heap_memory = _HeapMemory(address, self._heap_bytes)
         running.heaps = [known for known in running.heaps if known[0] != address]
-        running.heaps.append((address, self._heap_bytes, weakref.ref(self._taken)))
+        running.heaps.append((address, self._heap_bytes, weakref.ref(self._heap_memory)))
 
     def _free_heap(self, running: _Running | None) -> int:
         """The address of a heap of this size that nothing refers to any more; 0 without one."""
@@ -236,7 +238,7 @@ class NVSHMEMTransport(Transport):
             return
         # Networks read and write registered memory only: ordinary memory passes through the heap.
         bounce = heap.address + self._heap_bytes - _BOUNCE
-        with self._bounces.taken(stream):
+        with self._bounce_order.section(stream):
             for start in range(0, nbytes, _BOUNCE):
                 size = min(_BOUNCE, nbytes - start)
                 if writes:
@@ -247,9 +249,9 @@ class NVSHMEMTransport(Transport):
                     call("cuMemcpyAsync", memory.address + start, bounce, size, stream)
 
     @property
-    def _heap(self) -> _Taken:
-        assert self._taken is not None, "after join"
-        return self._taken
+    def _heap(self) -> _HeapMemory:
+        assert self._heap_memory is not None, "after join"
+        return self._heap_memory
 
     def _segment(self, rank: int) -> Segment:
         return Segment(rank, 0, self._heap_bytes - _BOUNCE)
@@ -262,7 +264,7 @@ class NVSHMEMTransport(Transport):
     def close(self) -> None:
         """See Transport. Waits for the kernels that may still use the memory; each is bounded."""
         self._device.synchronize()
-        self._taken = None  # free once the arrays are gone, too
+        self._heap_memory = None  # free once the arrays are gone, too
 
 
 def _bindings() -> Any:

@@ -62,7 +62,7 @@ class MatrixLayout(NamedTuple):
     columns: int
     leading: int
     alignment: int  # bytes by which its address is a multiple, at most 256
-    operation: str = "N"  # of a factor: N, T or C
+    operation: str = "N"  # of an operand: N, T or C
 
 
 class EpilogAttributes(NamedTuple):

@@ -37,7 +37,7 @@ def finish(
     epilog: MatmulEpilog = MatmulEpilog.DEFAULT,
     bias: tuple[int, int] | None = None,
     aux: Matrix | None = None,
-    kept: Matrix | None = None,
+    unrounded: Matrix | None = None,
     conjugate: bool = False,
     extra: str = "",
 ) -> None:
@@ -45,9 +45,9 @@ def finish(
 
     All have d's shape; the parts are of one type. `bias` is the address of an element for each row
     and their distance in elements; `aux` is what the epilog reads or makes, of which a made mask
-    must be zero where it has no row of d. `kept`, of the accumulator's type, gets d before it is
-    rounded; it may be one of the parts. `conjugate` conjugates the parts. `extra` is the type of a
-    bias and of GELU's aux, if not d's.
+    must be zero where it has no row of d. `unrounded`, of the accumulator's type, gets d before it
+    is rounded; it may be one of the parts. `conjugate` conjugates the parts. `extra` is the type of
+    a bias and of GELU's aux, if not d's.
     """
     if d.size == 0:
         return
@@ -67,10 +67,10 @@ def finish(
         f"HALVES={dtypes.of(extra or d.dtype).itemsize <= 2 >= d.itemsize:d}",
     )
     text = struct.pack("qq", d.rows, d.columns)
-    text += b"".join(NO_MATRIX if x is None else x.argument for x in (d, c, aux, kept))
+    text += b"".join(NO_MATRIX if x is None else x.argument for x in (d, c, aux, unrounded))
     text += struct.pack("Qq", *(bias or (0, 0)))
     text += struct.pack("dddd", alpha.real, alpha.imag, beta.real, beta.imag)
-    runs = _lies_in_runs(d, [x for x in (*parts, c, kept) if x is not None], aux)
+    runs = _lies_in_runs(d, [x for x in (*parts, c, unrounded) if x is not None], aux)
     text += struct.pack("iiii", len(parts), conjugate, d.by_columns, 0)
     text += b"".join(x.argument for x in parts) + NO_MATRIX * (room - len(parts))
     if runs:

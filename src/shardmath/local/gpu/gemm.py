@@ -2,7 +2,7 @@
 
 cuBLASLt thinks in columns: where D lies by rows, D^T = B^T A^T is asked for. What it cannot take as
 it lies, a conjugate without a transpose or strides with gaps both ways, `fits` says, and the caller
-packs it first. Halves are summed in float32; D may be float32 for them.
+packs it first. 16-bit floats are summed in float32; D may be float32 for them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def takes_result(d: Matrix) -> bool:
 
 
 def fits(x: Matrix, d: Matrix, *, conjugate: bool = False) -> bool:
-    """Whether the factor `x` of the product `d` can be taken as it lies."""
+    """Whether the operand `x` of the product `d` can be taken as it lies."""
     oriented = x.transposed() if _swaps(d) else x
     if conjugate:
         return oriented.transposed().leading is not None

@@ -1,6 +1,6 @@
 """One rank's product of eight-bit floats on its GPU, as cuBLASLt has it on Hopper.
 
-Both factors lie along k, 16 bytes aligned; `fits` and `takes_result` say what else is wanted, and
+Both operands lie along k, 16 bytes aligned; `fits` and `takes_result` say what else is wanted, and
 the caller pads and packs. Scales are at addresses, in the layouts that cuBLASLt gives for a mode:
 
     tensor    one number, or none for 1
@@ -27,7 +27,7 @@ _MODES = {"tensor": 0, "outer": 3, "vectors": 4, "squares": 5}
 
 
 class Scale(NamedTuple):
-    """The scales of a factor, of a mode, at an address."""
+    """The scales of an operand, of a mode, at an address."""
 
     mode: str = "tensor"
     address: int = 0
@@ -45,14 +45,14 @@ class Quantized(NamedTuple):
 
 
 def fits(x: Matrix) -> bool:
-    """Whether a factor's lines, which are the columns of `x`, can be taken as they lie."""
+    """Whether an operand's lines, which are the columns of `x`, can be taken as they lie."""
     leading = x.leading
     aligned = leading is not None and leading % GRAIN == 0 and x.address % GRAIN == 0
     return aligned and x.rows % GRAIN == 0
 
 
 def takes_result(d: Matrix, *, blocks: bool) -> bool:
-    """Whether a product, of factors with or without scales of blocks, can be written to `d`."""
+    """Whether a product, of operands with or without scales of blocks, can be written to `d`."""
     d = d if d.leading is not None else d.transposed()
     if d.leading is None or (blocks and d.columns % 4):
         return False

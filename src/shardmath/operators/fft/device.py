@@ -172,7 +172,7 @@ class Execution:
         self._team.check()
         if launch.plan.tables is not None:
             PushStream.of(self._context).require_usable()
-        with self._lane.entered(self._stream):
+        with self._lane.section(self._stream):
             launch.run(self._stream, _unpacked(exposed))
         result = self._prepared.result.give(self._context, self._stream)
         if self._key is None and streams.capturing(self._stream):

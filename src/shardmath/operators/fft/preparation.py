@@ -118,7 +118,7 @@ def _warm_up(launch: Launch, stream: int, span: tuple[int, int]) -> None:
     low, high = span
     spare = context.heap.allocate(high - low)
     trial = replace(launch, addresses={**launch.addresses, "result": spare.block.address - low})
-    with lane.entered(stream):
+    with lane.section(stream):
         for step in plan.program.local:
             trial.local(stream, step)
     if streams.capturing(stream):

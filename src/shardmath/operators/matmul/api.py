@@ -39,11 +39,11 @@ __all__ = [
     "Plan",
     "agree_on_operands",
     "agree_on_plan",
+    "autotuned",
     "call_of",
-    "comes_again",
     "product",
     "run",
-    "tuned",
+    "was_executed",
 ]
 
 
@@ -72,7 +72,7 @@ class Plan:
             f"chosen: {self.strategy}{forced}; predicted {costs[id(self.strategy)]}",
         ]
         lines += [f"  {i}. {step}" for i, step in enumerate(self.strategy.steps(), 1)]
-        lines += [f"  {note}" for note in (*self.notes, *self.rank_plan.told)]
+        lines += [f"  {note}" for note in (*self.notes, *self.rank_plan.notes)]
         others = [entry for entry in self.compared if entry[0] is not self.strategy]
         if others:
             lines.append("compared with")
@@ -139,7 +139,7 @@ def _planned(
     return plan, notes
 
 
-def tuned(context: Context, operation: str, arguments: Arguments, plan: Plan) -> Plan:
+def autotuned(context: Context, operation: str, arguments: Arguments, plan: Plan) -> Plan:
     """A plan of its own whose products have been timed on the arguments, which stay as they are.
 
     On cores the same plan: there is nothing to choose. Collective.
@@ -168,14 +168,14 @@ def call_of(context: Context, arguments: Arguments) -> Call:
     return call
 
 
-def comes_again(context: Context, plan: Plan, arguments: Arguments) -> bool:
+def was_executed(context: Context, plan: Plan, arguments: Arguments) -> bool:
     """Whether this rank has executed the plan on arguments like these, which fit therefore."""
     if context.team is None:
         return False
     from shardmath.operators.matmul import gpu
 
     rank_plan: Any = plan.rank_plan
-    return gpu.comes_again(context, rank_plan, arguments)
+    return gpu.was_executed(context, rank_plan, arguments)
 
 
 def _places(context: Context) -> tuple[str, ...]:
@@ -194,11 +194,11 @@ def product(context: Context, arguments: Arguments) -> Any:
     from shardmath.operators.matmul import gpu
 
     calls: list[Call] = []
-    one = gpu.Turn(context, "matmul", arguments)
-    plan, notes = _planned(context, arguments, calls, one.repeat)
-    if not one.is_repeated(notes):
-        one.agree(lambda: plan, lambda: calls[0] if calls else call_of(context, arguments))
-    return one.perform()
+    invocation = gpu.Invocation(context, "matmul", arguments)
+    plan, notes = _planned(context, arguments, calls, invocation.try_replay)
+    if not invocation.is_replay(notes):
+        invocation.agree(lambda: plan, lambda: calls[0] if calls else call_of(context, arguments))
+    return invocation.perform()
 
 
 def run(
@@ -218,9 +218,9 @@ def run(
     if context.team is not None:
         from shardmath.operators.matmul import gpu
 
-        one = gpu.Turn(context, operation, arguments)
-        one.agree(ready, read)
-        return one.perform()
+        invocation = gpu.Invocation(context, operation, arguments)
+        invocation.agree(ready, read)
+        return invocation.perform()
     made: list[tuple[Any, host.Execution]] = []
 
     def prepare() -> bytes:

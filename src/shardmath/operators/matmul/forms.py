@@ -20,11 +20,11 @@ from shardmath.operators.matmul.api import (
     Plan,
     agree_on_operands,
     agree_on_plan,
+    autotuned,
     call_of,
-    comes_again,
     product,
     run,
-    tuned,
+    was_executed,
 )
 from shardmath.operators.matmul.arguments import Arguments
 from shardmath.operators.matmul.options import MatmulOptions, MatmulPlanPreferences
@@ -63,7 +63,7 @@ def matmul(
     complex128 are summed in at least float32. alpha is 1 and beta, which c requires, has no
     default. `MatmulEpilog` has the epilogs, their inputs and outputs.
 
-    float8_e4m3fn and float8_e5m2, one e5m2 factor at most, take `quantization_scales` (see
+    float8_e4m3fn and float8_e5m2, one e5m2 operand at most, take `quantization_scales` (see
     MatmulQuantizationScales), which also says how a float8 result is scaled. The result, whose type
     `options.result_type` names, has c's type, or a's without c; too large a number for a float8 one
     becomes the greatest there is.
@@ -175,7 +175,7 @@ class Matmul(Lifecycle):
         arguments = self._arguments(inputs=epilog_inputs, stream=stream, **asked)
         plan, _ = agree_on_plan(self.context, arguments)
         if tunes:
-            plan = tuned(self.context, f"Matmul.plan #{self.number}", arguments, plan)
+            plan = autotuned(self.context, f"Matmul.plan #{self.number}", arguments, plan)
         self._fixed.update(asked)
         self._set_operands(inputs=epilog_inputs)
         self._facts = describe(call_of(self.context, arguments))
@@ -236,7 +236,7 @@ class Matmul(Lifecycle):
                 raise ValueError("reset_operands was given nothing to reset")
             changed = {**given, "scales": merged(given.get("scales"), self._operands["scales"])}
             arguments = self._arguments(**changed, stream=stream)
-            if self._plan is not None and comes_again(self.context, self._plan, arguments):
+            if self._plan is not None and was_executed(self.context, self._plan, arguments):
                 return
             self._require_complete(given)
             self._require_same_library(given)

@@ -75,7 +75,7 @@ class RankPlan:
         )
 
     @property
-    def told(self) -> tuple[str, ...]:
+    def notes(self) -> tuple[str, ...]:
         """What executions have found out, for `explain`."""
         return ()
 
@@ -235,7 +235,7 @@ class Execution:
 
         return array
 
-    def _shared(self, mine: HostArray, name: str, layout: Layout) -> _ArrayOf:
+    def _publish_buffer(self, mine: HostArray, name: str, layout: Layout) -> _ArrayOf:
         """Show an array in buffer `name` of the workspace; return how to get every rank's."""
         exposed = expose(self.context, mine, self.workspace.block(name))
         # After writing what a peer will read, and before reading what a peer wrote.
@@ -250,7 +250,7 @@ class Execution:
         else:
             total = np.empty_like(self.operands.out, self.wide)
         total[...] = 0
-        array = self._shared(sums, "sums", self.strategy.sums)
+        array = self._publish_buffer(sums, "sums", self.strategy.sums)
         for found in self.rank_plan.additions:
             copy_moves(found, array, total, add=True)
         return total
@@ -259,7 +259,7 @@ class Execution:
         """The complete sums, brought to where the caller wants them."""
         final = np.empty_like(self.operands.out, self.wide)
         name = "reduced" if self.strategy.reduces else "sums"
-        array = self._shared(sums, name, self.strategy.reduced)
+        array = self._publish_buffer(sums, name, self.strategy.reduced)
         copy_moves(self.rank_plan.last_moves, array, final, rank=self.rank)
         return final
 
@@ -285,8 +285,8 @@ class Execution:
         if not scaling.amax:
             return {}
         most = np.abs(numbers).max(initial=0.0)
-        told = self.context.board.exchange(self.operation, np.float32(most).tobytes())
-        every = np.frombuffer(b"".join(told), np.float32)
+        notes = self.context.board.exchange(self.operation, np.float32(most).tobytes())
+        every = np.frombuffer(b"".join(notes), np.float32)
         return {"result_amax": every.max(keepdims=True)}
 
     def _add_c(self, sums: HostArray, c: HostArray) -> None:
@@ -301,7 +301,7 @@ class Execution:
             return
         shared = self.workspace.array("c", c.shape, self.wide)
         shared[...] = c
-        array = self._shared(shared, "c", self.problem.d)
+        array = self._publish_buffer(shared, "c", self.problem.d)
         for rank in range(self.context.size):
             sums += beta * array(rank)
 
@@ -330,7 +330,7 @@ class Execution:
         """The ranks' vectors added where they overlap; with `once`, replicas count once."""
         vector = self.workspace.array("vector", (len(partial), 1), partial.dtype)
         vector[:, 0] = partial
-        array = self._shared(vector, "vector", held)
+        array = self._publish_buffer(vector, "vector", held)
         total = np.zeros((need.local_shape(self.rank)[0], 1), partial.dtype)
         for src in [self.rank] if once else range(self.context.size):
             found = shared_part(held, need, src=src, dst=self.rank)

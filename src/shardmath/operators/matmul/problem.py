@@ -119,7 +119,7 @@ class Problem:
         return self.result if self.scaling is None else self.scaling.extras
 
     def widened(self) -> Problem:
-        """The same product of numbers in place of scaled elements: factors of float32."""
+        """The same product of numbers in place of scaled elements: operands of float32."""
         return self if self.scaling is None else replace(self, dtype="float32")
 
 

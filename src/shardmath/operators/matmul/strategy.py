@@ -56,7 +56,7 @@ class Machine:
 
 
 # One core of a server of 2024 with the vendor's frequency limits in force; only ratios decide.
-# Complex products cost four real ones, halves are widened first.
+# Complex products cost four real ones, 16-bit floats are widened first.
 _CORE = 5e10
 CORES = Machine(
     rates={

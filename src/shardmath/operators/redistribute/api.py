@@ -66,7 +66,7 @@ def redistribute(
         stream=stream,
         out=out,
     )
-    execution = _execution(context, passing=True)
+    execution = _execution(context, temporary=True)
     cached: list[_CachedRedistribution] = []
 
     def described() -> tuple[HashedSpec, bytes]:
@@ -179,7 +179,7 @@ class Redistribute(Lifecycle):
             )
             return self._execution.perform(self._problem, notes, self.number)
         finally:
-            self._execution.forget()
+            self._execution.drop_arrays()
             if release_workspace:
                 self._execution.release()
 
@@ -241,13 +241,13 @@ class Redistribute(Lifecycle):
         self._execution.release()
 
 
-def _execution(context: Context, *, passing: bool = False) -> HostExecution | DeviceExecution:
-    """What moves the elements: on cores or on GPUs. `passing`: for one call only."""
+def _execution(context: Context, *, temporary: bool = False) -> HostExecution | DeviceExecution:
+    """What moves the elements: on cores or on GPUs. `temporary`: for one call only."""
     if context.team is None:
-        return HostExecution(context, passing=passing)
+        return HostExecution(context, temporary=temporary)
     from shardmath.operators.redistribute.device import DeviceExecution
 
-    return DeviceExecution(context, passing=passing)
+    return DeviceExecution(context, temporary=temporary)
 
 
 class _CachedRedistribution(CachedCall):

@@ -22,8 +22,13 @@ from shardmath.errors import HeapExhausted
 from shardmath.geometry import Move
 from shardmath.operators.lanes import LANES, Lane
 from shardmath.operators.redistribute.device_arrays import DeviceArrays
-from shardmath.operators.redistribute.memory import Copying, DeviceMemory, Step
-from shardmath.operators.redistribute.notes import Note, lacking, pulls, staging_strides
+from shardmath.operators.redistribute.memory import CopySequence, DeviceMemory, Step
+from shardmath.operators.redistribute.notes import (
+    Note,
+    pulls,
+    ranks_without_staging,
+    staging_strides,
+)
 from shardmath.operators.redistribute.problem import Problem
 from shardmath.redistribution import Exposed, TransferPlan
 from shardmath.redistribution.copies import lowered, whole
@@ -39,12 +44,12 @@ __all__ = ["DeviceExecution"]
 class DeviceExecution:
     """What performs a redistribution on GPUs, and keeps copies and staging from call to call.
 
-    `passing`: for one call. What it keeps is kept in the context.
+    `temporary`: for one call. What it keeps is kept in the context.
     """
 
-    def __init__(self, context: Context, *, passing: bool = False) -> None:
+    def __init__(self, context: Context, *, temporary: bool = False) -> None:
         self._context = context
-        self._memory = None if passing else DeviceMemory(context)
+        self._memory = None if temporary else DeviceMemory(context)
         self._arrays: DeviceArrays | None = None
         self._lane: Lane | None = None
 
@@ -86,8 +91,8 @@ class DeviceExecution:
         """
         arrays = self._arrays
         assert arrays is not None, "read first"
-        memory, lane = self._memory_of(problem), self._take_lane(number)
-        if self._reaches_far(problem):
+        memory, lane = self._memory_of(problem), self._use_lane(number)
+        if self._crosses_hosts(problem):
             from shardmath.operators.redistribute.far import execute_far
 
             return execute_far(self._context, problem, arrays, notes, memory, lane)
@@ -95,27 +100,27 @@ class DeviceExecution:
 
     def _staging(self, problem: Problem, number: int) -> bytes:
         """Where memory lies that peers are to reach, packed; b"" if there is none so far."""
-        if not self._reaches_far(problem):
+        if not self._crosses_hosts(problem):
             return self._memory_of(problem).staging
         if self._memory is None:
             return b""  # the plan may turn out to be another
-        from shardmath.operators.redistribute.far import made_outbox
+        from shardmath.operators.redistribute.far import allocate_outbox
 
         delivery = self._memory.delivery(problem)
-        return made_outbox(delivery, self._take_lane(number)).pack()
+        return allocate_outbox(delivery, self._use_lane(number)).pack()
 
-    def _take_lane(self, number: int) -> Lane:
+    def _use_lane(self, number: int) -> Lane:
         """The same on all ranks."""
         self._lane = Lane.numbered(self._context, number % (LANES - 1))
         return self._lane
 
-    def _reaches_far(self, problem: Problem) -> bool:
+    def _crosses_hosts(self, problem: Problem) -> bool:
         return self._context.spans_hosts and problem.transfer.crosses
 
     def _memory_of(self, problem: Problem) -> DeviceMemory:
         return self._memory or DeviceMemory.of_plan(self._context, problem)
 
-    def forget(self) -> None:
+    def drop_arrays(self) -> None:
         """Refer to no array that was read. Local."""
         self._arrays = None
 
@@ -141,18 +146,18 @@ def execute_on_gpus(
 
     `texts` are all ranks' notes. Raises HeapExhausted on all ranks when one lacks memory.
     """
-    texts, copying = _agreed_copying(context, problem, arrays, texts, memory)
+    texts, sequence = _agreed_sequence(context, problem, arrays, texts, memory)
     stream = arrays.stream
     with context.executing("redistribute"):
-        if copying is None:
+        if sequence is None:
             notes = [Note.unpack(text) for text in texts]
             steps = _steps(context, problem, arrays, notes, memory)
-            made = Copying(lane, steps, crosses=problem.transfer.crosses)
-            copying = memory.keep_copying(_key(arrays, texts), made)
-        copying.put(stream)
-        if copying.is_staged:
-            memory.staged_on(stream)
-        memory.pass_on()
+            made = CopySequence(lane, steps, crosses=problem.transfer.crosses)
+            sequence = memory.keep_sequence(_key(arrays, texts), made)
+        sequence.put(stream)
+        if sequence.is_staged:
+            memory.staging_used_on(stream)
+        memory.end_call()
         assert arrays.result is not None, "agreed on"
         given = arrays.result.give(context, stream)
         if problem.blocking:
@@ -160,30 +165,30 @@ def execute_on_gpus(
     return given
 
 
-def _agreed_copying(
+def _agreed_sequence(
     context: Context,
     problem: Problem,
     arrays: DeviceArrays,
     texts: list[bytes],
     memory: DeviceMemory,
-) -> tuple[list[bytes], Copying | None]:
+) -> tuple[list[bytes], CopySequence | None]:
     """All ranks' notes when all have what they need, and the copies, if they are known. Collective.
 
     Ranks agree once more where one has to allocate. The same notes mean the same on all.
     """
-    copying = memory.copying(_key(arrays, texts))
-    if copying is not None:
-        return texts, copying
+    sequence = memory.sequence(_key(arrays, texts))
+    if sequence is not None:
+        return texts, sequence
     notes = [Note.unpack(text) for text in texts]
     shapes = [problem.transfer.dst.local_shape(rank) for rank in range(context.size)]
     unmade = any(
-        note.misfits((shape, problem.order)) for note, shape in zip(notes, shapes, strict=True)
+        note.lacks_result((shape, problem.order)) for note, shape in zip(notes, shapes, strict=True)
     )
-    if unmade or lacking(problem, notes):
+    if unmade or ranks_without_staging(problem, notes):
 
         def prepare() -> bytes:
             arrays.allocate(problem)
-            if context.rank in lacking(problem, notes) and not memory.staging:
+            if context.rank in ranks_without_staging(problem, notes) and not memory.staging:
                 memory.stage(problem)
             return arrays.note(memory.staging)
 
@@ -192,7 +197,7 @@ def _agreed_copying(
             texts = context.gather("redistribute, memory", prepare)
         except BaseException:
             if not had:
-                memory.unstage()
+                memory.discard_staging()
             raise
     return texts, None
 
@@ -236,18 +241,18 @@ def _steps(
         return memory.copies(key, make)
 
     if pulls(problem.transfer, notes) and transfer.crosses:
-        from_next = _from_next(transfer, rank)
-        shown = {src: notes[src].operand for src in transfer.sources(rank) if src != rank}
-        bases, strides = _reached(context, shown, own=(operand.address, operand.strides))
-        copies = made(from_next, lambda move: (move.src, 0, strides[move.src], result.strides))
+        ordered = _in_ring_order(transfer, rank)
+        published = {src: notes[src].operand for src in transfer.sources(rank) if src != rank}
+        bases, strides = _reached(context, published, own=(operand.address, operand.strides))
+        copies = made(ordered, lambda move: (move.src, 0, strides[move.src], result.strides))
         return (Step.of(copies, bases, (result.address,)),)
     moves = transfer.out_of(rank)
-    shown = {move.dst: notes[move.dst].place for move in moves if move.dst != rank}
+    published = {move.dst: notes[move.dst].place for move in moves if move.dst != rank}
     staged = bool(transfer.received[rank]) and result.block is None
     own = (result.address, result.strides)
     if staged:
         own = (memory.staging_address, staging_strides(problem, rank))
-    bases, strides = _reached(context, shown, own=own)
+    bases, strides = _reached(context, published, own=own)
     copies = made(moves, lambda move: (0, move.dst, operand.strides, strides[move.dst]))
     step = Step.of(copies, (operand.address,), bases)
     if not staged:
@@ -260,7 +265,7 @@ def _steps(
 _Strides = tuple[int, ...]
 
 
-def _from_next(transfer: TransferPlan, rank: int) -> list[Move]:
+def _in_ring_order(transfer: TransferPlan, rank: int) -> list[Move]:
     """The moves into `rank`, from the next rank first and from itself last."""
     size = transfer.src.size
     return sorted(transfer.into(rank), key=lambda move: (move.src - rank - 1) % size)
@@ -268,13 +273,13 @@ def _from_next(transfer: TransferPlan, rank: int) -> list[Move]:
 
 def _reached(
     context: Context,
-    shown: dict[int, Exposed | None],
+    published: dict[int, Exposed | None],
     own: tuple[int, _Strides],
 ) -> tuple[tuple[int, ...], dict[int, _Strides]]:
     """Where the element 0 of each rank's array is for this GPU, 0 if unneeded; and its strides."""
     bases = [0] * context.size
     bases[context.rank], strides = own[0], {context.rank: own[1]}
-    for peer, exposed in shown.items():
+    for peer, exposed in published.items():
         assert exposed is not None, "agreed on"
         address = context.peer_address(peer, exposed.location, exposed.nbytes)
         assert address is not None, "ranks of one host have an address for each other's memory"

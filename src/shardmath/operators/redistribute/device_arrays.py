@@ -16,7 +16,7 @@ from shardmath.arrays import ArraySpec, Library, library_of
 from shardmath.arrays.base import share_memory
 from shardmath.context import Context
 from shardmath.lru_cache import LRUCache
-from shardmath.operators.redistribute.notes import Made, Note
+from shardmath.operators.redistribute.notes import Note, ResultLayout
 from shardmath.operators.redistribute.problem import Problem
 from shardmath.symmetric.allocation import block_of
 from shardmath.symmetric.device_array import (
@@ -46,9 +46,9 @@ class DeviceArrays:
         """
         self._context = context
         self._user = operand
-        self._made: Made | None = None
+        self._made: ResultLayout | None = None
         library = library_of(operand)
-        known: LRUCache[Any, _Read] = context.cache("arrays redistributed", _KNOWN)
+        known: LRUCache[Any, _CachedArrays] = context.cache("arrays redistributed", _CACHE)
         key = fingerprint(context, operand, out)
         found = None if key is None else known.find(key)
         spec = library.spec(operand) if found is None else found.spec
@@ -75,11 +75,11 @@ class DeviceArrays:
         self.result = blank.blank.make()
         self._made = blank.made
 
-    def _blank(self, problem: Problem) -> _Blank:
+    def _blank(self, problem: Problem) -> _NewResult:
         context, order, on_heap = self._context, problem.order, self._read.on_heap
         shape = problem.transfer.dst.local_shape(context.rank)
         blank = Blank(context, self._user, shape, problem.dtype, order, on_heap=on_heap)
-        return _Blank(problem, (shape, order), blank)
+        return _NewResult(problem, (shape, order), blank)
 
     def note(self, staging: bytes) -> bytes:
         """What this rank says of this execution. `staging` is packed, b"" where there is none."""
@@ -99,16 +99,16 @@ class DeviceArrays:
 
 
 @dataclass(frozen=True)
-class _Blank:
+class _NewResult:
     """How new results look for a problem."""
 
     problem: Problem
-    made: Made
+    made: ResultLayout
     blank: Blank
 
 
 @dataclass(frozen=True)
-class _Read:
+class _CachedArrays:
     """What was found out about the user's arrays, `spec` being the operand's, `target` being `out`;
     and what follows for problems, by their identity, and for places of results.
     """
@@ -117,25 +117,25 @@ class _Read:
     operand: DeviceArray
     target: DeviceArray | None
     on_heap: bool
-    blanks: LRUCache[int, _Blank] = field(default_factory=lambda: LRUCache(_KEPT), repr=False)
+    blanks: LRUCache[int, _NewResult] = field(default_factory=lambda: LRUCache(_KEPT), repr=False)
     notes: LRUCache[Any, bytes] = field(default_factory=lambda: LRUCache(_KEPT), repr=False)
 
-    def without_memory(self) -> _Read:
+    def without_memory(self) -> _CachedArrays:
         """The same, which keeps no array."""
         target = None if self.target is None else self.target.without_memory()
         operand = self.operand.without_memory()
         return replace(self, operand=operand, target=target)
 
 
-_KNOWN = partial(LRUCache[Any, _Read], _KEPT)
+_CACHE = partial(LRUCache[Any, _CachedArrays], _KEPT)
 
 
 def _read(
     context: Context, library: Library, spec: ArraySpec, operand: Any, out: Any
-) -> tuple[_Read, Result | None]:
+) -> tuple[_CachedArrays, Result | None]:
     result, on_host = None, spec.device == "cpu"
     if on_host and out is not None:
-        _require_apart(library, operand, out)
+        _require_disjoint(library, operand, out)
     array = read(context, operand, spec=spec)
     on_heap = array.block is not None
     if not on_heap and library.is_lazy(operand):  # it was read into a copy
@@ -143,11 +143,11 @@ def _read(
     if out is not None:
         result = result_in(context, out)
         if not on_host and array.overlaps(result.array):
-            _require_apart(library, operand, out)
-    return _Read(spec, array, None if result is None else result.array, on_heap), result
+            _require_disjoint(library, operand, out)
+    return _CachedArrays(spec, array, None if result is None else result.array, on_heap), result
 
 
-def _require_apart(library: Library, operand: Any, out: Any) -> None:
+def _require_disjoint(library: Library, operand: Any, out: Any) -> None:
     """Raise ValueError when `out` and the operand share memory."""
     other = library_of(out, "out")
     specs = library.spec(operand), other.spec(out)
@@ -156,12 +156,12 @@ def _require_apart(library: Library, operand: Any, out: Any) -> None:
     if specs[0].space == "cpu":
         views = library.host_view(operand), other.host_view(out)
     else:
-        views = _outline(library, operand), _outline(other, out)
+        views = _address_range(library, operand), _address_range(other, out)
     if share_memory(*views):
         raise ValueError("out overlaps the operand: a redistribution cannot be done in place")
 
 
-def _outline(library: Library, x: Any) -> Any:
+def _address_range(library: Library, x: Any) -> Any:
     """An array of NumPy at the same addresses, which nobody may read."""
     spec = library.spec(x)
     interface = {

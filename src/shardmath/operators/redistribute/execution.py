@@ -28,12 +28,12 @@ _ORDINARY, _ALLOCATES = 1, 2
 class HostExecution:
     """What performs a redistribution on cores, and keeps its staging from call to call.
 
-    `passing`: for one call. Its staging is the context's workspace, unless it is large.
+    `temporary`: for one call. Its staging is the context's workspace, unless it is large.
     """
 
-    def __init__(self, context: Context, *, passing: bool = False) -> None:
+    def __init__(self, context: Context, *, temporary: bool = False) -> None:
         self._context = context
-        self._staging = Staging(context, passing=passing)
+        self._staging = Staging(context, temporary=temporary)
         self._arrays: Arrays | None = None
 
     def inspect(self, operand: Any, out: Any, stream: Any) -> None:
@@ -58,7 +58,7 @@ class HostExecution:
         assert arrays is not None, "read first"
         return execute(self._context, problem, arrays, notes, self._staging)
 
-    def forget(self) -> None:
+    def drop_arrays(self) -> None:
         """Refer to no array that was read. Local."""
         self._arrays = None
 
@@ -106,21 +106,21 @@ class Arrays:
     def note(self, context: Context) -> bytes:
         """What this rank says of this execution: flags, and where its operand is on the heap."""
         flags = _ORDINARY * (self.block is None) + _ALLOCATES * (self.out is None)
-        shown = b"" if self.block is None else expose(context, self.operand, self.block).pack()
-        return bytes([flags]) + shown
+        published = b"" if self.block is None else expose(context, self.operand, self.block).pack()
+        return bytes([flags]) + published
 
 
 class Staging:
     """The heap memory through which ordinary operands pass; kept until released."""
 
-    def __init__(self, context: Context, *, passing: bool) -> None:
+    def __init__(self, context: Context, *, temporary: bool) -> None:
         self._context = context
-        self._passing = passing
+        self._temporary = temporary
         self._buffer: Buffer | None = None
 
     def buffer(self, nbytes: int) -> Buffer:
         """At least `nbytes`. Raises HeapExhausted."""
-        if self._passing and nbytes <= KEPT_STAGING:
+        if self._temporary and nbytes <= KEPT_STAGING:
             return Workspace.of(self._context).buffer("redistribution", nbytes)
         if self._buffer is None or self._buffer.block.nbytes < nbytes:
             self._buffer = None  # its memory first, then more
@@ -146,14 +146,14 @@ def execute(
     transfer, rank = problem.transfer, context.rank
     sent = transfer.traffic.sent
     stages = [bool(note[0] & _ORDINARY) and sent[r] > 0 for r, note in enumerate(notes)]
-    shown = [note[1:] for note in notes]
+    published = [note[1:] for note in notes]
     made: list[Any] = [arrays.given]
 
     def prepare() -> bytes:
         if arrays.out is None:
             made[0] = _result(context, problem, arrays)
         if not stages[rank]:
-            return shown[rank]
+            return published[rank]
         ranges = transfer.read_by_peers(rank)
         assert ranges is not None, "a rank that sends is read"
         buffer = staging.buffer(staged_bytes(ranges, transfer.itemsize))
@@ -161,12 +161,12 @@ def execute(
 
     if any(stages) or any(note[0] & _ALLOCATES for note in notes):
         # Also: after writing what a peer will read, and before reading what a peer wrote.
-        shown = context.gather("redistribute, memory", prepare)
+        published = context.gather("redistribute, memory", prepare)
     with context.executing("redistribute"):
         target = arrays.out
         if target is None:
             target = arrays.library.host_view(made[0], writable=True)
-        _pull(context, problem, arrays.operand, shown, target)
+        _pull(context, problem, arrays.operand, published, target)
         if transfer.crosses:
             # Before reusing what a peer may still read: operand and staging.
             context.board.barrier("redistribute")
@@ -177,7 +177,7 @@ def _pull(
     context: Context,
     problem: Problem,
     operand: HostArray,
-    shown: list[bytes],
+    published: list[bytes],
     target: HostArray,
 ) -> None:
     transfer, rank = problem.transfer, context.rank
@@ -186,7 +186,7 @@ def _pull(
         if src == rank:
             windows[src] = Window.of(operand)
         else:
-            windows[src] = window_on(context, src, Exposed.unpack(shown[src]), transfer)
+            windows[src] = window_on(context, src, Exposed.unpack(published[src]), transfer)
     strides = {src: window.strides for src, window in windows.items()}
     perform(transfer.copies(rank, strides, target.strides), windows, Window.of(target))
 

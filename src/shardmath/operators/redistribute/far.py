@@ -23,9 +23,9 @@ from shardmath.redistribution.fetching import fetch
 if TYPE_CHECKING:
     from shardmath.operators.redistribute.memory import DeviceMemory
 
-__all__ = ["delivery_of", "drop_outbox", "execute_far", "made_outbox"]
+__all__ = ["allocate_outbox", "delivery_of", "drop_outbox", "execute_far"]
 
-_OUTBOX, _ROOM = "redistribute outbox", "redistribute room"
+_OUTBOX, _FETCH_BUFFER = "redistribute outbox", "redistribute fetch buffer"
 
 
 def delivery_of(context: Context, problem: Problem) -> Delivery:
@@ -35,19 +35,19 @@ def delivery_of(context: Context, problem: Problem) -> Delivery:
     return Delivery(problem.transfer, context.rank, context.hosts, axes)
 
 
-def made_outbox(delivery: Delivery, lane: Lane) -> Exposed:
+def allocate_outbox(delivery: Delivery, lane: Lane) -> Exposed:
     """Take memory for what is packed, and for what is fetched; where the first is. Local.
 
     Raises HeapExhausted.
     """
-    lane.buffer(_ROOM, delivery.room)
+    lane.buffer(_FETCH_BUFFER, delivery.room)
     block = lane.buffer(_OUTBOX, delivery.outbox.nbytes).block
     return Exposed(block.location, delivery.outbox.nbytes, 0, ())
 
 
 def drop_outbox(lane: Lane) -> None:
-    """Give back what `made_outbox` took, when what uses it has ended. Local."""
-    lane.drop(_OUTBOX, _ROOM)
+    """Give back what `allocate_outbox` took, when what uses it has ended. Local."""
+    lane.drop(_OUTBOX, _FETCH_BUFFER)
 
 
 def execute_far(
@@ -74,15 +74,15 @@ def execute_far(
         lambda: BoxCopies(device, delivery.unpacking(operand.strides, result.strides)),
     )
     with context.executing("redistribute"):
-        room = lane.address(_ROOM)
+        fetch_buffer = lane.address(_FETCH_BUFFER)
         near = [_address(context, peer, outboxes[peer]) for peer in delivery.near]
-        with lane.entered(stream) as turn:
+        with lane.section(stream) as turn:
             packing.launch(stream, [operand.address], [lane.address(_OUTBOX)])
             # After writing what a peer will read, and before reading what a peer wrote.
             lane.barrier(stream)
             locations = [outbox.location for outbox in outboxes]
-            fetch(context, delivery.fetches, locations, room, stream)
-            sources = delivery.memories(operand.address, room, near)
+            fetch(context, delivery.fetches, locations, fetch_buffer, stream)
+            sources = delivery.memories(operand.address, fetch_buffer, near)
             unpacking.launch(stream, sources, [result.address])
             lane.barrier(stream)  # before reusing what a peer may still read
         if turn.captured:
@@ -105,13 +105,13 @@ def _outboxes(
     notes = [Note.unpack(text) for text in texts]
     shapes = [problem.transfer.dst.local_shape(rank) for rank in range(context.size)]
     if any(
-        note.staging is None or note.misfits((shape, problem.order))
+        note.staging is None or note.lacks_result((shape, problem.order))
         for note, shape in zip(notes, shapes, strict=True)
     ):
 
         def prepare() -> bytes:
             arrays.allocate(problem)
-            return arrays.note(made_outbox(delivery, lane).pack())
+            return arrays.note(allocate_outbox(delivery, lane).pack())
 
         texts = context.agree("redistribute, memory", prepare, list)
         notes = [Note.unpack(text) for text in texts]

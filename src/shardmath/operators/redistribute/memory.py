@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from shardmath.redistribution.delivery import Delivery
     from shardmath.redistribution.device import BoxCopies
 
-__all__ = ["Copying", "DeviceMemory", "Step"]
+__all__ = ["CopySequence", "DeviceMemory", "Step"]
 
 _KEPT = 64  # of plans without an object, and of launches and copies in each
-_LATEST = partial(LRUCache[Any, Any], _KEPT)
+_CACHE = partial(LRUCache[Any, Any], _KEPT)
 _STAGING = "staging"  # of the lane's buffers
 
 
@@ -48,9 +48,9 @@ class Step:
             self.launch.put(stream)
 
 
-class Copying:
-    """All that one execution puts on a stream: the first step between barriers where ranks push or
-    pull, then the others. Repeated, it is a CUDA graph.
+class CopySequence:
+    """All that one execution launches: the first step, between barriers where ranks push or pull,
+    then the others. Repeated, it is a CUDA graph.
     """
 
     def __init__(self, lane: Lane, steps: Sequence[Step], *, crosses: bool) -> None:
@@ -78,19 +78,19 @@ class Copying:
 class DeviceMemory:
     """What is kept from one execution to the next: staging, and copies on the device.
 
-    `passing`: for calls without an object. Their staging is their lane's; where it is large it is
+    `temporary`: for calls without an object. Their staging is their lane's; where it is large it is
     given back after each execution, which therefore waits where it used it.
     """
 
-    def __init__(self, context: Context, *, passing: bool = False) -> None:
+    def __init__(self, context: Context, *, temporary: bool = False) -> None:
         self._context = context
-        self._lane = Lane.numbered(context, 0) if passing else None
+        self._lane = Lane.numbered(context, 0) if temporary else None
         self._buffer: Buffer | None = None  # not the lane's
         self._block: Block | None = None
         self._place = b""
         self._stream = 0  # of the last execution that used the staging
         self._copies: LRUCache[Any, BoxCopies] = LRUCache(_KEPT)
-        self._copying: LRUCache[Any, Copying] = LRUCache(_KEPT)
+        self._sequences: LRUCache[Any, CopySequence] = LRUCache(_KEPT)
         self._delivery: Delivery | None = None
 
     def delivery(self, problem: Problem) -> Delivery:
@@ -104,9 +104,9 @@ class DeviceMemory:
     @classmethod
     def of_plan(cls, context: Context, problem: Problem) -> DeviceMemory:
         """That of a plan without an object; of a few of them it is kept."""
-        book: LRUCache[int, tuple[Problem, DeviceMemory]]
-        book = context.cache("redistributions on GPUs", _LATEST)
-        return book.made(id(problem), lambda: (problem, cls(context, passing=True)))[1]
+        cache: LRUCache[int, tuple[Problem, DeviceMemory]]
+        cache = context.cache("redistributions on GPUs", _CACHE)
+        return cache.made(id(problem), lambda: (problem, cls(context, temporary=True)))[1]
 
     @property
     def staging(self) -> bytes:
@@ -129,7 +129,7 @@ class DeviceMemory:
         strides = staging_strides(problem, rank)
         self._place = Exposed(self._block.location, nbytes, 0, strides).pack()
 
-    def staged_on(self, stream: int) -> None:
+    def staging_used_on(self, stream: int) -> None:
         """The staging is used by what was put on `stream`."""
         self._stream = stream
 
@@ -143,20 +143,20 @@ class DeviceMemory:
         """The copies for arrays of such strides, made when they are first needed."""
         return self._copies.made(key, make)
 
-    def copying(self, key: Any) -> Copying | None:
+    def sequence(self, key: Any) -> CopySequence | None:
         """What copies between arrays at such places, where it is known."""
-        return self._copying.find(key)
+        return self._sequences.find(key)
 
-    def keep_copying(self, key: Any, copying: Copying) -> Copying:
+    def keep_sequence(self, key: Any, sequence: CopySequence) -> CopySequence:
         """Keep it for the next execution."""
-        return self._copying.keep(key, copying)
+        return self._sequences.keep(key, sequence)
 
-    def pass_on(self) -> None:
+    def end_call(self) -> None:
         """After an execution: give back what is not to be kept for the next."""
         if self._lane is not None and self._buffer is not None:
             self.release()
 
-    def unstage(self) -> None:
+    def discard_staging(self) -> None:
         """Undo `stage`, whose memory nothing has used."""
         self.release()
         if self._lane is not None:
@@ -166,7 +166,7 @@ class DeviceMemory:
         """Give the staging back, when what uses it has ended. The lane's stays."""
         if self._buffer is None:
             return
-        self._copying.clear()
+        self._sequences.clear()
         self._place, self._block = b"", None
         team = self._context.team
         if team is not None:

@@ -16,12 +16,12 @@ from shardmath.arrays.spec import packed_strides
 from shardmath.operators.redistribute.problem import Problem
 from shardmath.redistribution import Exposed, TransferPlan
 
-__all__ = ["Made", "Note", "lacking", "pulls", "staging_strides"]
+__all__ = ["Note", "ResultLayout", "pulls", "ranks_without_staging", "staging_strides"]
 
 _ALLOCATES, _RESULT_ON_HEAP, _MADE_C, _MADE_F = 1, 2, 4, 8
 _HEAD = struct.Struct("<B4H")  # flags, and the bytes of each part
 
-Made = tuple[tuple[int, ...], Literal["C", "F"]]  # the shape and order of a new result
+ResultLayout = tuple[tuple[int, ...], Literal["C", "F"]]  # the shape and order of a new result
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Note:
     staging: Exposed | None
     allocates: bool
     on_heap: bool
-    made: Made | None
+    made: ResultLayout | None
 
     @staticmethod
     def packed(
@@ -47,7 +47,7 @@ class Note:
         *,
         allocates: bool,
         on_heap: bool,
-        made: Made | None,
+        made: ResultLayout | None,
     ) -> bytes:
         """The bytes that `unpack` takes; places are packed already, b"" where there is none."""
         flags, shape = _ALLOCATES * allocates + _RESULT_ON_HEAP * on_heap, b""
@@ -68,7 +68,7 @@ class Note:
             at += length
         *places, shape = parts
         operand, result, staging = (Exposed.unpack(each) if each else None for each in places)
-        made: Made | None = None
+        made: ResultLayout | None = None
         if flags & (_MADE_C | _MADE_F):
             extents = struct.unpack(f"<{len(shape) // 8}q", shape)
             made = extents, "C" if flags & _MADE_C else "F"
@@ -76,7 +76,7 @@ class Note:
             operand, result, staging, bool(flags & _ALLOCATES), bool(flags & _RESULT_ON_HEAP), made
         )
 
-    def misfits(self, made: Made) -> bool:
+    def lacks_result(self, made: ResultLayout) -> bool:
         """Whether the result is still to be made: there is none, or it is not like `made`."""
         return self.allocates or self.made not in (None, made)
 
@@ -94,7 +94,7 @@ def pulls(transfer: TransferPlan, notes: Sequence[Note]) -> bool:
     return not pushed_to and read_from
 
 
-def lacking(problem: Problem, notes: Sequence[Note]) -> list[int]:
+def ranks_without_staging(problem: Problem, notes: Sequence[Note]) -> list[int]:
     """The ranks that need staging, where not all of them have it; else none."""
     transfer = problem.transfer
     if pulls(transfer, notes):

@@ -1,10 +1,11 @@
-"""AllGather + GEMM: rows come from all ranks while those that are here are multiplied.
+"""AllGather + GEMM: rows arrive from all ranks while those that are here are multiplied.
 
-A plan has room for all rows on the symmetric heap, and words that only count up, so that launches
-follow each other without the host, also when a CUDA graph replays them. Every rank writes its rows
-into the memory of every other (`row_push`); tiles wait for theirs. Every wait has a deadline: a
-rank that has waited in vain does not say that its rows have come, so no peer takes for rows what
-lies there.
+    side stream        push this rank's rows to every peer, chunk by chunk (`row_push`)
+    product's stream   tiles of own rows, then of each peer's rows as they arrive
+
+A plan has symmetric memory for all ranks' rows, and counters that only increase, so that launches
+follow each other without the host, also when a CUDA graph replays them. Every wait has a deadline:
+a rank whose wait has timed out signals nothing, so no peer multiplies rows that have not arrived.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import struct
 from shardmath.context import Context
 from shardmath.cuda.device import Device
 from shardmath.cuda.kernel import Argument, Kernel
-from shardmath.cuda.stream import SideStream, Turns
+from shardmath.cuda.stream import SideStream, StreamOrder
 from shardmath.cuda.tensormap import ALIGNMENT, NBYTES, tensor_map
 from shardmath.operators.matmul.gpu.plan_memory import PlanMemory
 from shardmath.operators.matmul.gpu.row_push import RowPush, signals_bytes
@@ -34,7 +35,7 @@ _MOST_ARGUMENTS = 256
 
 
 class AllGatherGemm:
-    """`launch` leaves the product of all ranks' rows with this rank's columns. See `together`.
+    """`launch` leaves the product of all ranks' rows with this rank's columns. See `create`.
 
     A plan is used by one stream at a time; several plans may be used on several streams, and take
     turns.
@@ -56,7 +57,9 @@ class AllGatherGemm:
         device = self.team.device
         device.activate()
         # Two products at once could leave no multiprocessor for what begins the copies of one.
-        self._turns: Turns = context.cache("turns of products", lambda: Turns(device))
+        self._order: StreamOrder = context.cache(
+            "stream order of products", lambda: StreamOrder(device)
+        )
         self._side: SideStream = context.cache("side of rows", lambda: SideStream(device))
 
     @classmethod
@@ -109,7 +112,7 @@ class AllGatherGemm:
         if self.team.size == 1:
             self._multiply(a, b, result, pitch, stream)
             return
-        with self._turns.taken(stream), self._side.beside(stream) as side:
+        with self._order.section(stream), self._side.forked(stream) as side:
             self._row_push.put(a, side)
             self._multiply(a, b, result, pitch, stream)
 

@@ -23,7 +23,7 @@ __all__ = ["GemmAllReduce"]
 
 
 class GemmAllReduce:
-    """`launch` leaves all rows of the product on every rank. Made by `together`.
+    """`launch` leaves all rows of the product on every rank. Made by `create`.
 
     `problem.rows` says which rank sums which rows: see `even_rows`.
     """
@@ -39,16 +39,16 @@ class GemmAllReduce:
         problem: SplitKProduct,
         shape: Shape | None = None,
         *,
-        shown: bool = False,
+        result_addresses: bool = False,
     ) -> GemmAllReduce:
         """A plan. Collective.
 
-        With `shown`, launches will say where all ranks' results lie, and the plan has no memory for
-        sums. Raises ValueError on all ranks where they do not mean the same product, or where
-        `problem.unsupported` speaks on one of them; HeapExhausted.
+        With `result_addresses`, launches will say where all ranks' results lie, and the plan has no
+        memory for sums. Raises ValueError on all ranks where they do not mean the same product, or
+        where `problem.unsupported` speaks on one of them; HeapExhausted.
         """
         shape = shape or choose_shared_shape(problem)
-        extra = 0 if shown else problem.height * _pitch(problem)
+        extra = 0 if result_addresses else problem.height * _pitch(problem)
         return cls(TileSendingGemm.create(context, problem, shape, extra=extra))
 
     def launch(
@@ -59,34 +59,34 @@ class GemmAllReduce:
         stream: int,
         *,
         pitch: int | None = None,
-        shown: Sequence[int] = (),
+        result_addresses: Sequence[int] = (),
     ) -> None:
         """Put the product of A and B on `stream`; A, B and all rows of the result lie there.
 
-        `pitch` is how many elements the rows of the result are apart; None is `columns`. `shown` is
-        where each rank's result lies for this rank: all at multiples of 16 bytes, with rows of
-        multiples of 8 elements, as far apart on each rank. Never waits on the host, and can be
-        captured in a CUDA graph. Collective, in stream order.
+        `pitch` is how many elements the rows of the result are apart; None is `columns`.
+        `result_addresses` is where each rank's result lies for this rank: all at multiples of 16
+        bytes, with rows of multiples of 8 elements, as far apart on each rank. Never waits on the
+        host, and can be captured in a CUDA graph. Collective, in stream order.
         """
         sending, first = self._sending, self._first
         sending.require_usable()
         rank, columns = sending.team.rank, sending.problem.columns
         nbytes = 2 * (columns if pitch is None else pitch)
         own = result + first[rank] * nbytes
-        if shown:
+        if result_addresses:
             sending.multiply(
-                "gemm_all_reduce", a, b, own, nbytes, stream, self._copies(shown, nbytes)
+                "gemm_all_reduce", a, b, own, nbytes, stream, self._copies(result_addresses, nbytes)
             )
             return
         between = _pitch(sending.problem)
-        places = [sending.extra(each) for each in range(sending.team.size)]
+        addresses = [sending.extra(each) for each in range(sending.team.size)]
         sending.multiply(
-            "gemm_all_reduce", a, b, own, nbytes, stream, self._copies(places, between)
+            "gemm_all_reduce", a, b, own, nbytes, stream, self._copies(addresses, between)
         )
         for low, high in ((0, first[rank]), (first[rank + 1], first[-1])):
             shape = high - low, columns
             here = Matrix(result + low * nbytes, *shape, nbytes // 2, 1, sending.problem.dtype)
-            come = here._replace(address=places[rank] + low * between, row_stride=between // 2)
+            come = here._replace(address=addresses[rank] + low * between, row_stride=between // 2)
             if nbytes > 2 * columns:  # what lies between rows of the result stays
                 finish(sending.team.device, stream, here, [come])
             else:
@@ -96,11 +96,11 @@ class GemmAllReduce:
         """See TileSendingGemm.free."""
         self._sending.free()
 
-    def _copies(self, places: Sequence[int], pitch: int) -> bytes:
+    def _copies(self, addresses: Sequence[int], pitch: int) -> bytes:
         """Where this rank's sums go: their pitch, and where they begin on the next rank, ..."""
         team = self._sending.team
         skipped = self._first[team.rank] * pitch
-        begin = [places[other] + skipped for other in team.ring_order]
+        begin = [addresses[other] + skipped for other in team.ring_order]
         return struct.pack(f"{1 + team.size}Q", pitch, *begin)
 
 

@@ -1,7 +1,8 @@
-"""A product's call on a context of GPUs: what ranks say of it, and what they put on the stream.
+"""A call of a product on GPUs: what ranks exchange about it, and what they put on the stream.
 
-A call that comes again as it was looks at its arrays, makes its results, says a number, and
-launches a graph: see `operators/replay.py`. Any other reads its operands and tells all of it. With
+A call like an earlier one takes the fingerprint of its arrays, makes its results, sends the number
+of the execution that it replays, and launches a CUDA graph: see `operators/replay.py`. Any other
+reads its operands and sends a full message. With
 operands on GPUs a call returns when all is on the stream; operands in host memory are carried there
 and back.
 """
@@ -42,24 +43,24 @@ from shardmath.planning import HashedSpec
 from shardmath.symmetric.device_array import Blank
 from shardmath.symmetric.fingerprint import fingerprint
 
-__all__ = ["Turn", "comes_again", "tune"]
+__all__ = ["Invocation", "tune", "was_executed"]
 
-_ANEW, _AGAIN = b"\0", b"\1"
+_NEW, _REPLAY = b"\0", b"\1"
 _ORDERS = ("", "C", "F")
-_PLAIN = frozenset([int, float, complex, MatmulEpilog, type(None)])
+_PLAIN_TYPES = frozenset([int, float, complex, MatmulEpilog, type(None)])
 
 
 @dataclass(frozen=True)
-class _Agreed:
+class _Agreement:
     """How all ranks perform an execution, by one kernel or in phases, of which one collective adds
-    up the products in an order, and what each has `told` for it; and this rank's part in it: what
-    it said of alpha and beta (`scalars`) and of all else (`said`), and how new results look. It
-    refers to no array.
+    up the products in an order, and what each has `messages` for it; and this rank's part in it:
+    what it said of alpha and beta (`scalars`) and of all else (`said`), and how new results look.
+    It holds no array.
     """
 
-    fuses: bool
+    is_fused: bool
     addition_order: str
-    told: tuple[bytes, ...]
+    messages: tuple[bytes, ...]
     rank_plan: RankPlan
     operands: Operands
     blanks: Mapping[str, Blank]
@@ -81,26 +82,26 @@ def tune(
     rank's is being captured.
     """
     timed = Algorithms(timings={})
-    one = Turn(context, operation, arguments, timed)
-    one.agree(ready, read)
+    invocation = Invocation(context, operation, arguments, timed)
+    invocation.agree(ready, read)
     assert timed.timings is not None
     with context.executing(operation):
-        one.launch()
-        one.lane.team.synchronize(one.stream)
+        invocation.launch()
+        invocation.lane.team.synchronize(invocation.stream)
     texts = context.gather(operation, lambda: tuning.packed(timed.timings or {}))
     chosen = tuning.fastest([tuning.unpacked(text) for text in texts])
-    one.rank_plan.algorithms.chosen.update(chosen)
-    one.rank_plan.cache["told"] = tuning.told(timed.timings, chosen)
+    invocation.rank_plan.algorithms.chosen.update(chosen)
+    invocation.rank_plan.cache["notes"] = tuning.notes(timed.timings, chosen)
 
 
-def comes_again(context: Context, rank_plan: RankPlan, given: Arguments) -> bool:
-    """Whether a call with these arguments has been executed on this rank, and may come again."""
+def was_executed(context: Context, rank_plan: RankPlan, given: Arguments) -> bool:
+    """Whether a call with these arguments has been executed on this rank, and can be replayed."""
     key = _key(context, rank_plan, given)
     return key is not None and _replays(context).find(key) is not None
 
 
-def _replays(context: Context) -> ReplayCache[_Agreed]:
-    found: ReplayCache[_Agreed] = context.cache("matmul replays", ReplayCache)
+def _replays(context: Context) -> ReplayCache[_Agreement]:
+    found: ReplayCache[_Agreement] = context.cache("matmul replays", ReplayCache)
     return found
 
 
@@ -112,12 +113,12 @@ def _key(context: Context, rank_plan: RankPlan | None, given: Arguments) -> Hash
     """
     team, inputs = context.team, {} if given.inputs is None else given.inputs
     assert team is not None, "a context of GPUs"
-    plan = id(rank_plan) if rank_plan is not None else _planned_alike(given)
+    plan = id(rank_plan) if rank_plan is not None else _function_key(given)
     if plan is None or not isinstance(inputs, Mapping):
         return None
     try:
         numbers, laid = _scales(rank_plan, given)
-        alpha, beta = _plain(given.alpha), _plain(given.beta)
+        alpha, beta = _python_number(given.alpha), _python_number(given.beta)
         stream = streams.given(given.stream, library_of(given.a).name, team.device)
     except (TypeError, ValueError):  # it is said where the call is read
         return None
@@ -128,12 +129,16 @@ def _key(context: Context, rank_plan: RankPlan | None, given: Arguments) -> Hash
     return plan, seen, tuple(inputs), numbers, alpha, beta, kinds, stream
 
 
-def _planned_alike(given: Arguments) -> Hashable | None:
+def _function_key(given: Arguments) -> Hashable | None:
     """What makes two calls of the function the same, apart from arrays and scalars; None where that
     takes a closer look.
     """
     options, qualifiers, epilog = given.options, given.qualifiers, given.epilog
-    if given.scales is not None or given.preferences is not None or type(epilog) not in _PLAIN:
+    if (
+        given.scales is not None
+        or given.preferences is not None
+        or type(epilog) not in _PLAIN_TYPES
+    ):
         return None
     if type(given.distributions) not in (list, tuple):
         return None
@@ -167,12 +172,12 @@ def _scales(
     return numbers, [None if number is not None else scale for number, scale in both]
 
 
-def _plain(value: Any) -> complex | None:
+def _python_number(value: Any) -> complex | None:
     """Alpha or beta as given, if it is a number of Python's or nothing; else as such a number."""
-    return value if type(value) in _PLAIN else scalar("alpha or beta", value)
+    return value if type(value) in _PLAIN_TYPES else scalar("alpha or beta", value)
 
 
-class Turn:
+class Invocation:
     """One rank's part in one execution: `agree`, then `launch`; `results` are there in between."""
 
     results: Results
@@ -190,86 +195,89 @@ class Turn:
         self._context, self._operation, self._given = context, operation, given
         self._timed = timed
         self._key: Hashable | None = None
-        self._replay: Replay[_Agreed] | None = None
-        self._anew: _Anew | None = None
+        self._replay: Replay[_Agreement] | None = None
+        self._new: _NewInvocation | None = None
 
-    def repeat(self) -> tuple[HashedSpec, bytes] | None:
-        """What a call of the function says of its plan, and of itself, if it was made before.
+    def try_replay(self) -> tuple[HashedSpec, bytes] | None:
+        """The plan's hash and the replay message, if a call like this was executed before; else
+        None.
 
         Raises HeapExhausted.
         """
         self._key = _key(self._context, None, self._given)
         replay = None if self._key is None else _replays(self._context).find(self._key)
-        return None if replay is None else (replay.agreed.said, self._say_again(replay))
+        return None if replay is None else (replay.agreed.said, self._replay_message(replay))
 
-    def is_repeated(self, said: Sequence[bytes]) -> bool:
-        """Whether all ranks, who have said this, repeat the same execution."""
+    def is_replay(self, said: Sequence[bytes]) -> bool:
+        """Whether all ranks, who sent these messages, replay the same execution."""
         if self._replay is not None and said.count(said[0]) == len(said):
             return True
         self._replay = None
         return False
 
     def agree(self, ready: Callable[[], Any], read: Callable[[], Call]) -> None:
-        """Say what this rank is about to do, and hear the others. Collective.
+        """Exchange what each rank is about to execute. Collective.
 
-        `ready()` is the plan, `read()` the call that the arguments make: see `api.run`. What only
-        some ranks repeat, or not the same execution, is told once more by all. What one rank raises
-        is raised on all, as is want of memory, before any element has been written.
+        `ready()` is the plan, `read()` the call that the arguments make: see `api.run`. Where only
+        some ranks replay, or not the same execution, all send full messages in a second exchange.
+        What one rank raises is raised on all, as is HeapExhausted, before anything is written.
         """
         context, replays = self._context, _replays(self._context)
         self._read = read
-        texts = context.gather(self._operation, lambda: self._say(ready().rank_plan))
-        if self.is_repeated(texts):
+        texts = context.gather(self._operation, lambda: self._message(ready().rank_plan))
+        if self.is_replay(texts):
             return
         said, number = agreed_scalars(texts), replays.next_number()
-        if any(text.startswith(_AGAIN) for text in said):
-            said = context.gather(self._operation, self._say_all)
-        anew = self._anew
-        assert anew is not None, "said"
-        anew.hear(self._operation, said)
-        if self._key is not None and not (anew.apart or anew.have_addresses):
-            replays.keep(self._key, number, anew.agreed(self._scalars), anew.lane)
+        if any(text.startswith(_REPLAY) for text in said):
+            said = context.gather(self._operation, self._full_message)
+        new = self._new
+        assert new is not None, "said"
+        new.receive(self._operation, said)
+        if self._key is not None and not (new.in_different_lanes or new.writes_peers_results):
+            replays.keep(self._key, number, new.agreed(self._scalars), new.lane)
 
-    def _say(self, rank_plan: RankPlan) -> bytes:
-        """Alpha and beta; and the execution that this one replays, or all of it."""
+    def _message(self, rank_plan: RankPlan) -> bytes:
+        """Alpha and beta, and a replay message or a full one."""
         self.rank_plan, given = rank_plan, self._given
         if self._key is None and self._timed is None:  # else it has been tried
             self._key = _key(self._context, rank_plan, given)
             replay = None if self._key is None else _replays(self._context).find(self._key)
             if replay is not None:
-                return self._say_again(replay)
-        told = self._say_all()
+                return self._replay_message(replay)
+        message = self._full_message()
         scaling = rank_plan.strategy.problem.scaling
         numbers = given.numbers(scaling) if scaling else ()
         self._scalars = packed_scalars(given.scalars(), numbers)
-        return self._scalars + told
+        return self._scalars + message
 
-    def _say_again(self, replay: Replay[_Agreed]) -> bytes:
+    def _replay_message(self, replay: Replay[_Agreement]) -> bytes:
         """The number of an execution that this one replays. Raises HeapExhausted."""
         agreed = replay.agreed
         self._replay, self._scalars = replay, agreed.scalars
         self.lane, self.stream = replay.lane, agreed.operands.stream
         self.results = made_results(self._context, agreed.blanks, self._given.c, self.stream)
-        return agreed.scalars + _AGAIN + replay.number.to_bytes(8, "little")
+        return agreed.scalars + _REPLAY + replay.number.to_bytes(8, "little")
 
-    def _say_all(self) -> bytes:
-        """What is new in it. Raises what is wrong on this rank, HeapExhausted."""
-        if self._anew is None:
+    def _full_message(self) -> bytes:
+        """All of the execution. Raises what is wrong on this rank, HeapExhausted."""
+        if self._new is None:
             call_ = self._read()
             algorithms = self._timed or self.rank_plan.algorithms
-            self._anew = _Anew(self._context, self.rank_plan, call_, self._given, algorithms)
-            self.results, self.stream = self._anew.results, self._anew.operands.stream
-        return self._anew.say()
+            self._new = _NewInvocation(
+                self._context, self.rank_plan, call_, self._given, algorithms
+            )
+            self.results, self.stream = self._new.results, self._new.operands.stream
+        return self._new.message()
 
     def launch(self) -> None:
         """Put all of it on the stream."""
         if self._replay is None:
-            assert self._anew is not None
-            self._anew.launch()
-            self.lane, blocking = self._anew.lane, self._anew.blocking
+            assert self._new is not None
+            self._new.launch()
+            self.lane, blocking = self._new.lane, self._new.blocking
         else:
-            again = partial(_again, self._context, self._replay, self.results)
-            self._replay.launch(self.results.place, self.stream, again)
+            enqueue = partial(_enqueue, self._context, self._replay, self.results)
+            self._replay.launch(self.results.place, self.stream, enqueue)
             blocking = self._replay.agreed.blocking
         if blocking:
             self.lane.team.synchronize(self.stream)
@@ -281,27 +289,27 @@ class Turn:
             return self.results.give(self._context, self.stream)
 
 
-def _again(context: Context, replay: Replay[_Agreed], results: Results, on: int) -> None:
-    """All of it as agreed in an earlier execution, on a stream that may be being captured."""
+def _enqueue(context: Context, replay: Replay[_Agreement], results: Results, on: int) -> None:
+    """An execution as agreed on before, on a stream that may be capturing."""
     agreed, lane = replay.agreed, replay.lane
     operands = results.operands(agreed.operands, on)
-    if agreed.fuses:
+    if agreed.is_fused:
         assert agreed.rank_plan.pattern is not None
-        one = Fused(agreed.rank_plan.pattern, agreed.rank_plan, operands, lane.team.device)
-        one.run(context, agreed.told)
+        fused = Fused(agreed.rank_plan.pattern, agreed.rank_plan, operands, lane.team.device)
+        fused.run(context, agreed.messages)
     else:
         order = agreed.addition_order
         phases = Execution(context, agreed.rank_plan, operands, lane, addition_order=order)
         phases.prepare()
         phases.meet()  # they have, when this was executed first
-        phases.run(agreed.told)
+        phases.run(agreed.messages)
 
 
-class _Anew:
-    """An execution that is like no earlier one: ranks `say` all of it, `hear` it, and `launch`."""
+class _NewInvocation:
+    """An execution that replays none: ranks exchange a full `message`, `receive`, and `launch`."""
 
-    apart: bool  # whether ranks are in different lanes of their own
-    have_addresses: bool  # whether peers write the results: each time they are told where these lie
+    in_different_lanes: bool  # whether ranks are in different lanes of their own
+    writes_peers_results: bool  # then each execution exchanges their addresses
 
     def __init__(
         self,
@@ -312,7 +320,7 @@ class _Anew:
         algorithms: Algorithms,
     ) -> None:
         bindings()  # raises where there is no cuBLASLt
-        self._context, self._share = context, rank_plan
+        self._context, self._rank_plan = context, rank_plan
         problem = rank_plan.strategy.problem
         self.operands, self.results = read_operands(context, problem, call_, given, algorithms)
         self.lane = Lane.of(context, self.operands.stream)
@@ -321,51 +329,57 @@ class _Anew:
         self._fused: Fused | None = None
         self._phases: Execution | None = None
 
-    def say(self) -> bytes:
+    def message(self) -> bytes:
         """The lane, and whether one kernel could do it, else what phases need."""
-        rank_plan, out = self._share, matrix_of(self.operands.out)
+        rank_plan, out = self._rank_plan, matrix_of(self.operands.out)
         order = rank_plan.addition_order("F" if out.by_columns else "C")
         if rank_plan.pattern is None or not is_faster(rank_plan):
-            told = self._prepare_phases(order)
+            message = self._prepare_phases(order)
         else:
             self._fused = Fused(rank_plan.pattern, rank_plan, self.operands, self.lane.team.device)
-            told = self._fused.told
-        return _ANEW + bytes([self.lane.number, _ORDERS.index(order)]) + told
+            message = self._fused.message
+        return _NEW + bytes([self.lane.number, _ORDERS.index(order)]) + message
 
     def _prepare_phases(self, order: str) -> bytes:
         """Take memory for a product in phases; what to tell the peers. Raises HeapExhausted."""
-        context, rank_plan, lane = self._context, self._share, self.lane
+        context, rank_plan, lane = self._context, self._rank_plan, self.lane
         self._phases = Execution(context, rank_plan, self.operands, lane, addition_order=order)
         return self._phases.prepare()
 
-    def hear(self, operation: str, said: Sequence[bytes]) -> None:
+    def receive(self, operation: str, said: Sequence[bytes]) -> None:
         """Decide with what all ranks have said. Collective."""
-        told = [text[3:] for text in said]
-        self.apart = len({text[1] for text in said}) > 1  # streams are numbered differently
-        mixed = len({text[2] for text in said}) > 1  # results lie in different orders
-        self._order = "" if mixed else _ORDERS[said[0][2]]
-        if self.apart:
+        messages = [text[3:] for text in said]
+        self.in_different_lanes = (
+            len({text[1] for text in said}) > 1
+        )  # streams are numbered differently
+        orders_differ = len({text[2] for text in said}) > 1  # results lie in different orders
+        self._order = "" if orders_differ else _ORDERS[said[0][2]]
+        if self.in_different_lanes:
             self.lane = Lane.numbered(self._context, LANES - 1)
-        self._fuses = self._fused is not None and self._fused.chosen(told)
-        self.have_addresses = self._fuses and have_addresses(told)
-        if not self._fuses and (self.apart or mixed or self._fused is not None):
-            told = self._context.gather(operation, lambda: self._prepare_phases(self._order))
-        if not self._fuses:
+        self._is_fused = self._fused is not None and self._fused.is_chosen(messages)
+        self.writes_peers_results = self._is_fused and have_addresses(messages)
+        if not self._is_fused and (
+            self.in_different_lanes or orders_differ or self._fused is not None
+        ):
+            messages = self._context.gather(operation, lambda: self._prepare_phases(self._order))
+        if not self._is_fused:
             assert self._phases is not None
             self._phases.meet()
-        self._told = tuple(told)
+        self._messages = tuple(messages)
 
-    def agreed(self, scalars: bytes) -> _Agreed:
+    def agreed(self, scalars: bytes) -> _Agreement:
         """What the same again takes."""
         operands, blanks = self.operands.without_memory(), self.results.blanks
-        how = self._fuses, self._order, self._told
-        return _Agreed(*how, self._share, operands, blanks, self.blocking, scalars, self._said)
+        how = self._is_fused, self._order, self._messages
+        return _Agreement(
+            *how, self._rank_plan, operands, blanks, self.blocking, scalars, self._said
+        )
 
     def launch(self) -> None:
         """Put all of it on the stream, as it was agreed on."""
-        if self._fuses:
+        if self._is_fused:
             assert self._fused is not None
-            self._fused.run(self._context, self._told)
+            self._fused.run(self._context, self._messages)
         else:
             assert self._phases is not None
-            self._phases.run(self._told)
+            self._phases.run(self._messages)

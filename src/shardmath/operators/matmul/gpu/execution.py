@@ -69,27 +69,29 @@ class Execution:
         self.wide = dtypes.accumulator(self.problem.dtype).name
         self.out = matrix_of(operands.out)
         self.order = "F" if self.out.by_columns else "C"
-        self.shown = PublishedMatrices(context, lane, PUBLISHED)
+        self.published = PublishedMatrices(context, lane, PUBLISHED)
         if rank_plan.multi_host:
-            self.shown = FarPublishedMatrices(
+            self.published = FarPublishedMatrices(
                 context, lane, PUBLISHED, rank_plan.routes, rank_plan.cache
             )
         self.reduction: SeparateReduction | None = None
         if addition_order:
             self.reduction = SeparateReduction(rank_plan, operands, lane, addition_order)
         self.finish_phase = FinishPhase(
-            context, rank_plan, operands, lane, self.shown, self.reduction
+            context, rank_plan, operands, lane, self.published, self.reduction
         )
         self._panel_gemm = self._find_panel_gemm()
         self._fused_epilog: FusedEpilog | None = None
         self._first, self._rest = split(self.problem.epilog, self.out.dtype)
         self._scaled: ScaledProducts | None = None
         if rank_plan.multiplies_elements:
-            self._scaled = ScaledProducts(rank_plan, operands, lane, self.shown, self.finish_phase)
+            self._scaled = ScaledProducts(
+                rank_plan, operands, lane, self.published, self.finish_phase
+            )
         self._copies: list[tuple[Matrix, Matrix]] = []  # (to, from): operands that peers read
 
     def _find_panel_gemm(self) -> PanelGemm | None:
-        """How to multiply while factors come, None where the kernel for that does not suit."""
+        """How to multiply while operands come, None where the kernel for that does not suit."""
         if not self.rank_plan.multiplies or self.rank_plan.multi_host:
             return None
         made = PanelGemm(self.rank_plan, self.operands, self.lane, self.out)
@@ -103,23 +105,21 @@ class Execution:
         Returns what to tell the peers. Raises HeapExhausted; nothing has been written then.
         """
         strategy, rank = self.strategy, self.rank
-        for name, array, transfer in zip(
-            "ab", self.operands.factors, strategy.transfers, strict=True
-        ):
+        for name, array, transfer in zip("ab", self.operands.ab, strategy.transfers, strict=True):
             ranges = transfer.read_by_peers(rank)
             if ranges is not None and self.rank_plan.rounds is None:
-                room = self.shown.operand(name, array, (ranges[0], ranges[1]))
+                room = self.published.operand(name, array, (ranges[0], ranges[1]))
                 if room is not None:
                     self._copies.append((room, matrix_of(array).part(ranges[0], ranges[1])))
         self.finish_phase.prepare()
         if self._scaled is not None:
-            self._scaled.prepare_shown()
+            self._scaled.prepare_published()
         if self.rank_plan.multiplies:
             self._prepare_product()
-        return self.shown.pack()
+        return self.published.pack()
 
     def _prepare_product(self) -> None:
-        """Memory for panels, for factors that BLAS cannot take as they lie, and for the product."""
+        """Memory for panels, for packed copies of operands, and for the product."""
         if self._scaled is not None:
             self._scaled.prepare()
             return
@@ -140,7 +140,7 @@ class Execution:
                 nbytes = max(whole, room * operand_plan.width * itemsize)
                 self.lane.private(f"panel {'ab'[index]}", nbytes)
                 parts = partial(self.rank_plan.parts, index)
-                self.shown.make_room("ab"[index], parts, itemsize)
+                self.published.make_room("ab"[index], parts, itemsize)
             elif not self._fits(index, self._own(index), target):
                 self.lane.private(
                     f"packed {'ab'[index]}", operand_plan.extent * operand_plan.width * itemsize
@@ -153,18 +153,18 @@ class Execution:
         if self.reduction is not None:
             self.reduction.meet(self.context)
 
-    def run(self, told: Sequence[bytes]) -> None:
+    def run(self, messages: Sequence[bytes]) -> None:
         """Put everything on the stream: D and the epilog's outputs are there after it. Collective.
 
-        `told` is what all ranks have told.
+        `messages` is what all ranks have told.
         """
-        self.shown.learn(told)
-        with self.lane.entered(self.stream):
+        self.published.learn(messages)
+        with self.lane.section(self.stream):
             self._dequantized.launch(self.device, self.stream)
-            for shown, original in self._copies:
-                copy(self.device, self.stream, shown, original)
+            for published, original in self._copies:
+                copy(self.device, self.stream, published, original)
             for name in "ab":
-                self.shown.publish(name, self.stream)
+                self.published.publish(name, self.stream)
             if self._scaled is not None:
                 self._scaled.begin()
             if self.finish_phase.quantized_result is not None:
@@ -188,7 +188,7 @@ class Execution:
 
     def _find_fused_epilog(self) -> FusedEpilog | None:
         """How the product does the epilog's first part too; None where it cannot. Takes memory for
-        factors.
+        operands.
         """
         operands, epilog, out = self.operands, self._first, self.out
         aux = operands.aux(epilog)
@@ -300,7 +300,7 @@ class Execution:
         )
 
     def _factors(self, target: Matrix) -> Iterator[tuple[Matrix, Matrix]]:
-        """The dense factors of each interval, in order; those that are gathered will have come."""
+        """The dense operands of each interval, in order; those that are gathered will have come."""
         plan, _ = self.rank_plan.schedule
         own = [
             None if operand_plan.gathers else self._dense(index, target)
@@ -328,10 +328,10 @@ class Execution:
                 gather.release(number)
 
     def _own(self, index: int) -> Matrix:
-        """This rank's own part of a factor that needs no gathering."""
+        """This rank's own part of an operand that needs no gathering."""
         operand_plan, array = (
             self.rank_plan.operand_plans[index],
-            matrix_of(self.operands.factors[index]),
+            matrix_of(self.operands.ab[index]),
         )
         assert operand_plan.place is not None, operand_plan
         (row, column), (rows, columns) = (
@@ -351,7 +351,7 @@ class Execution:
         return placed
 
     def _placed(self, index: int, target: Matrix) -> Matrix:
-        """A factor of a product in one interval: where it lies, or the memory it will be in."""
+        """An operand of a product in one interval: where it lies, or the memory it will be in."""
         operand_plan = self.rank_plan.operand_plans[index]
         if operand_plan.gathers:
             return self._panel(index, operand_plan, self.rank_plan.schedule[0][0], target)
@@ -363,8 +363,8 @@ class Execution:
     def _panel(
         self, index: int, operand_plan: OperandPlan, interval: Interval, target: Matrix
     ) -> Matrix:
-        """Memory for an interval of a factor, in the order of the operand where BLAS takes that."""
-        like = matrix_of(self.operands.factors[index])
+        """Memory for an interval of an operand, in its order where BLAS takes that."""
+        like = matrix_of(self.operands.ab[index])
         rows, columns = operand_plan.shape(interval.lo, interval.hi)
         like = like._replace(rows=rows, columns=columns)
         panel = self._oriented(index, f"panel {'ab'[index]}", like, target)
@@ -381,14 +381,14 @@ class Execution:
     def _source(
         self, index: int, part: str = "", moves: Sequence[Move] = (), stream: Any = None
     ) -> Places:
-        """Where each rank's local part of a factor lies, for moves that are put on `stream`."""
-        array = self.operands.factors[index]
-        shown = self.shown.reach("ab"[index], part, moves, stream)
+        """Where each rank's local part of an operand lies, for moves that are put on `stream`."""
+        array = self.operands.ab[index]
+        published = self.published.reach("ab"[index], part, moves, stream)
 
         def place(rank: int) -> tuple[int, tuple[int, ...]]:
             if rank == self.rank:
                 return array.address, array.strides
-            return shown(rank)
+            return published(rank)
 
         return place
 

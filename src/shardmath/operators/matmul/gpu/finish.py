@@ -44,7 +44,7 @@ class FinishPhase:
         rank_plan: RankPlan,
         operands: Operands,
         lane: Lane,
-        shown: PublishedMatrices,
+        published: PublishedMatrices,
         reduction: SeparateReduction | None,
     ) -> None:
         self.context = context
@@ -59,14 +59,16 @@ class FinishPhase:
         self.wide = dtypes.accumulator(self.problem.dtype).name
         self.out = matrix_of(operands.out)
         self.order = "F" if self.out.by_columns else "C"
-        self.shown = shown
+        self.published = published
         self.sums: Matrix | None = None  # this rank's product, to be added or moved
         self._reduction = reduction
         self._own_c: Matrix | None = None
         scaling = self.problem.scaling
         self.quantized_result: QuantizedResult | None = None
         if scaling is not None and scaling.d:
-            self.quantized_result = QuantizedResult(rank_plan, operands, lane, shown, context.size)
+            self.quantized_result = QuantizedResult(
+                rank_plan, operands, lane, published, context.size
+            )
 
     def prepare(self) -> None:
         """Take memory for sums that peers read, for what is read of theirs, and for vectors."""
@@ -77,19 +79,19 @@ class FinishPhase:
             self.sums = self._reduction.prepare()
         elif strategy.reduces or strategy.moves_result:
             shape = strategy.sums.local_shape(rank)
-            self.sums = self.shown.made("sums", shape, self.wide, self.order)
+            self.sums = self.published.made("sums", shape, self.wide, self.order)
             self._make_room("sums", self.rank_plan.additions if strategy.reduces else self._last)
         if self._reduction is None:
             self._prepare_to_read()
         if problem.sums_c and self.operands.c is not None:
             c = self.operands.c
             rows, columns = c.shape
-            self._own_c = self.shown.made("c", (rows, columns), c.dtype, self.order)
-            self.shown.make_room("c", lambda: [("", self.rank_plan.all_c)], c.itemsize)
+            self._own_c = self.published.made("c", (rows, columns), c.dtype, self.order)
+            self.published.make_room("c", lambda: [("", self.rank_plan.all_c)], c.itemsize)
             self._private("all c", c.size)
         if problem.epilog.makes_bgrad:
             _, held, need = gradient_layouts(problem)
-            self.shown.made("vector", held.local_shape(self.rank), self.wide, "C")
+            self.published.made("vector", held.local_shape(self.rank), self.wide, "C")
             self._make_room("vector", self.rank_plan.vectors)
             self._private("vectors", self.context.size * need.local_shape(self.rank)[0])
             self._private("kept", self.operands.out.size)
@@ -98,7 +100,9 @@ class FinishPhase:
         """Take memory for the peers' sums, and for those that move at the end."""
         strategy, rank = self.strategy, self.rank
         if strategy.reduces and strategy.moves_result:
-            self.shown.made("reduced", strategy.reduced.local_shape(rank), self.wide, self.order)
+            self.published.made(
+                "reduced", strategy.reduced.local_shape(rank), self.wide, self.order
+            )
             self._make_room("reduced", self._last)
         if strategy.reduces:
             self._private("pieces", _pieces(self.rank_plan.additions, strategy.reduced, rank))
@@ -112,7 +116,7 @@ class FinishPhase:
     def _make_room(self, name: str, groups: Sequence[tuple[Move, ...]]) -> None:
         """Memory for what is reached of the ranks' matrices of that name, all groups at once."""
         moves = tuple(move for found in groups for move in found)
-        self.shown.make_room(name, lambda: [("", moves)], dtypes.of(self.wide).itemsize)
+        self.published.make_room(name, lambda: [("", moves)], dtypes.of(self.wide).itemsize)
 
     @property
     def _last(self) -> tuple[tuple[Move, ...], ...]:
@@ -124,7 +128,7 @@ class FinishPhase:
             return False
         assert self.operands.c is not None
         copy(self.device, self.stream, self._own_c, matrix_of(self.operands.c))
-        self.shown.publish("c", self.stream)
+        self.published.publish("c", self.stream)
         return True
 
     def run(self, parts: list[Matrix] | None) -> bool:
@@ -156,7 +160,7 @@ class FinishPhase:
         """After writing what a peer will read, the matrix of that name, and before reading what it
         wrote.
         """
-        self.shown.publish(name, self.stream)
+        self.published.publish(name, self.stream)
         self.lane.barrier(self.stream)
 
     # -- sums of several ranks ---------------------------------------------------------------------
@@ -168,7 +172,7 @@ class FinishPhase:
         parts = self._collected(self.rank_plan.additions, "sums", shape, "pieces")
         if not self.strategy.moves_result:
             return parts
-        total = self.shown.own("reduced")
+        total = self.published.own("reduced")
         finish(self.device, self.stream, total, parts)
         return [total]
 
@@ -184,14 +188,14 @@ class FinishPhase:
     ) -> list[Matrix]:
         """What each group of moves brings of the ranks' matrices of that name, as one matrix each.
 
-        What is one dense box is read where it lies; the rest is gathered in buffer `room`.
+        What is one dense box is read in place; the rest is gathered in buffer `room`.
         """
         parts: list[Matrix] = []
         if 0 in shape:
             return parts
         used = 0
         every = tuple(move for found in groups for move in found)
-        places = self.shown.reach(name, "", every, self.stream)
+        places = self.published.reach(name, "", every, self.stream)
         gather = Gather(self.lane, self.stream, self.rank_plan.cache)
         for number, found in enumerate(groups):
             if not found:
@@ -223,10 +227,10 @@ class FinishPhase:
     def _finish(self, parts: list[Matrix]) -> None:
         """Add the parts, apply alpha, beta C and the epilog; D is rounded once."""
         operands, epilog = self.operands, self.problem.epilog
-        aux, kept = operands.aux(epilog), None
+        aux, unrounded = operands.aux(epilog), None
         if epilog.makes_bgrad and epilog.gradient:
             shape = self.out.rows, self.out.columns
-            kept = Matrix.packed(self.lane.address("kept"), shape, self.wide, self.order)
+            unrounded = Matrix.packed(self.lane.address("kept"), shape, self.wide, self.order)
         numbers = self.out if self.quantized_result is None else self.quantized_result.numbers
         finish(
             self.device,
@@ -239,7 +243,7 @@ class FinishPhase:
             epilog=MatmulEpilog.DEFAULT if epilog in AFTERWARDS else epilog,
             bias=operands.bias,
             aux=None if aux is None else matrix_of(aux),
-            kept=kept,
+            unrounded=unrounded,
             extra="" if self.quantized_result is None else self.problem.extras,
         )
         if self.quantized_result is not None:
@@ -256,7 +260,7 @@ class FinishPhase:
         shape = own.rows, own.columns
         total = Matrix.packed(self.lane.address("all c"), shape, self.wide, self.order)
         item = own.itemsize
-        place = self.shown.reach("c", "", self.rank_plan.all_c, self.stream)
+        place = self.published.reach("c", "", self.rank_plan.all_c, self.stream)
         places = [place(rank) for rank in range(self.context.size)] if total.size else []
         each = [
             Matrix(address, *shape, steps[0] // item, steps[1] // item, own.dtype)
@@ -268,13 +272,13 @@ class FinishPhase:
     def _complete(self) -> None:
         """Bias gradients: each rank sums what it holds, and all ranks' sums add up."""
         epilog, problem, conjugate = self.problem.epilog, self.problem, False
-        own = self.shown.own("vector")
+        own = self.published.own("vector")
         if epilog.gradient:
             shape = self.out.rows, self.out.columns
             x = Matrix.packed(self.lane.address("kept"), shape, self.wide, self.order)
         else:
             index = 0 if epilog is MatmulEpilog.BGRADA else 1
-            x = matrix_of(self.operands.factors[index])
+            x = matrix_of(self.operands.ab[index])
             x = x if index == 0 else x.transposed()
             conjugate = problem.conjugate[index]
         row_sums(self.device, self.stream, x, own.address, conjugate=conjugate)

@@ -1,8 +1,8 @@
 """The ends of a product of eight-bit floats: numbers in place of elements, and elements of D again.
 
-Factors whose blocks of scales cannot be multiplied as they are, and an eight-bit C, are turned into
-float32 first. An eight-bit D is rounded last, when alpha, beta C and the epilog have been applied;
-the greatest absolute value of all ranks' parts is found on the way.
+Operands whose blocks of scales cannot be multiplied as they are, and an eight-bit C, are turned
+into float32 first. An eight-bit D is rounded last, when alpha, beta C and the epilog have been
+applied; the greatest absolute value of all ranks' parts is found on the way.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class QuantizedResult:
         rank_plan: RankPlan,
         operands: Operands,
         lane: Lane,
-        shown: PublishedMatrices,
+        published: PublishedMatrices,
         size: int,
     ) -> None:
         scaling = rank_plan.strategy.problem.scaling
@@ -116,7 +116,7 @@ class QuantizedResult:
         self._lane = lane
         self._device = lane.team.device
         self._stream = operands.stream
-        self._shown = shown
+        self._published = published
         self._size = size
         self._wants_amax = scaling.amax
         self._rank_plan = rank_plan
@@ -128,8 +128,8 @@ class QuantizedResult:
         self._lane.private("numbers d", 4 * self._out.size)
         self._lane.private("scale d", 4)
         if self._wants_amax:
-            self._shown.made("amax", (1, self._words), "float32", "C")
-            self._shown.make_room("amax", lambda: [("", self._rank_plan.amax_moves)], 4)
+            self._published.made("amax", (1, self._words), "float32", "C")
+            self._published.make_room("amax", lambda: [("", self._rank_plan.amax_moves)], 4)
 
     def begin(self) -> None:
         """To be put on the stream before anything of D."""
@@ -144,7 +144,7 @@ class QuantizedResult:
 
     @property
     def _amax_address(self) -> int:
-        return self._shown.own("amax").address
+        return self._published.own("amax").address
 
     def as_part_of_product(self) -> Quantized:
         """How products themselves are to make D; puts its scale where it can be read."""
@@ -194,7 +194,7 @@ class QuantizedResult:
     def complete(self) -> None:
         """The greatest of all ranks' values. To be put behind a barrier."""
         target = self._operands.outputs["result_amax"]
-        places = self._shown.reach("amax", "", self._rank_plan.amax_moves, self._stream)
+        places = self._published.reach("amax", "", self._rank_plan.amax_moves, self._stream)
         first = [places(rank)[0] for rank in range(self._size)]
         each = [address + 4 * word for address in first for word in range(self._words)]
         for start in range(0, len(each), float8.MOST_RANKS):

@@ -16,7 +16,7 @@ from typing import Any
 
 from shardmath.context import Context
 from shardmath.cuda.device import Device
-from shardmath.cuda.stream import Turns
+from shardmath.cuda.stream import StreamOrder
 from shardmath.local.gpu import Matrix
 from shardmath.operators.matmul.gpu.all_gather import AllGatherGemm
 from shardmath.operators.matmul.gpu.all_reduce import GemmAllReduce
@@ -33,7 +33,7 @@ from shardmath.symmetric.exposed import Exposed
 __all__ = ["Fused", "have_addresses", "is_faster", "notes"]
 
 _ALIGNMENT = 16
-_DESCRIBED = 16  # bytes that say which product it is; behind them, where its result lies
+_DIGEST_BYTES = 16  # bytes that say which product it is; behind them, where its result lies
 _KERNELS: dict[str, Any] = {
     "all-gather": AllGatherGemm,
     "reduce-scatter": GemmReduceScatter,
@@ -42,7 +42,7 @@ _KERNELS: dict[str, Any] = {
 
 
 class Fused:
-    """One execution by one kernel on one rank. `told` is what to tell the peers: b"" where it
+    """One execution by one kernel on one rank. `message` is what to tell the peers: b"" where it
     cannot be.
     """
 
@@ -53,7 +53,7 @@ class Fused:
         self._device = device
         self._rank_plan = rank_plan
         self._operands = operands
-        self._a, self._b = map(matrix_of, operands.factors)
+        self._a, self._b = map(matrix_of, operands.ab)
         self._out = matrix_of(operands.out)
         transposed = self._out.by_columns if pattern.transposed is None else pattern.transposed
         if transposed:
@@ -62,41 +62,55 @@ class Fused:
         forms = tuple(x[1:] for x in self._matrices)
         key = ("described", transposed, forms, self._is_supported())
         if key not in rank_plan.cache:
-            problem = self._described(device) if self._is_supported() else None
+            problem = self._as_kernel_problem(device) if self._is_supported() else None
             text = repr((pattern.kind, problem)).encode()
-            told = bytes([transposed]) + blake2b(text, digest_size=15).digest()
-            rank_plan.cache[key] = (problem, b"") if problem is None else (problem, told)
-        self._problem, self.told = rank_plan.cache[key]
-        if self.told:
-            self.told += self._shown()
+            message = bytes([transposed]) + blake2b(text, digest_size=15).digest()
+            rank_plan.cache[key] = (problem, b"") if problem is None else (problem, message)
+        self._problem, self.message = rank_plan.cache[key]
+        if self.message:
+            self.message += self._result_address()
 
     @property
     def _matrices(self) -> tuple[Matrix, Matrix, Matrix]:
         return self._a, self._b, self._out
 
-    def chosen(self, told: Sequence[bytes]) -> bool:
-        """Whether all ranks, which have told this, can, and it is predicted to be faster."""
-        return all(told) and len({text[0] for text in told}) == 1 and is_faster(self._rank_plan)
+    def is_chosen(self, messages: Sequence[bytes]) -> bool:
+        """Whether all ranks, who sent these messages, can use the kernel, and it is predicted to be
+        faster.
+        """
+        return (
+            all(messages)
+            and len({text[0] for text in messages}) == 1
+            and is_faster(self._rank_plan)
+        )
 
-    def run(self, context: Context, told: Sequence[bytes]) -> None:
+    def run(self, context: Context, messages: Sequence[bytes]) -> None:
         """Put it on the stream. Collective."""
-        shown = _places(context, [text[_DESCRIBED:] for text in told])
-        key = (self._pattern.kind, *(text[:_DESCRIBED] for text in told), bool(shown))
+        result_addresses = _places(context, [text[_DIGEST_BYTES:] for text in messages])
+        key = (
+            self._pattern.kind,
+            *(text[:_DIGEST_BYTES] for text in messages),
+            bool(result_addresses),
+        )
         cache = self._rank_plan.cache
         if key not in cache:
             make = partial(_KERNELS[self._pattern.kind].create, context, self._problem)
-            made = make(shown=True) if shown else make()
-            cache[key] = made, Turns(self._device)
+            made = make(result_addresses=True) if result_addresses else make()
+            cache[key] = made, StreamOrder(self._device)
             weakref.finalize(self._rank_plan, made.free).atexit = False
         order_and_pitch = _order_and_pitch(self._out)
         assert order_and_pitch is not None
         a, b, out = self._a.address, self._b.address, self._out.address
-        product, turns = cache[key]
-        launch = partial(product.launch, shown=shown) if shown else product.launch
-        with turns.taken(self._operands.stream):  # its words are those of one launch at a time
+        product, order = cache[key]
+        launch = (
+            partial(product.launch, result_addresses=result_addresses)
+            if result_addresses
+            else product.launch
+        )
+        with order.section(self._operands.stream):  # its words are those of one launch at a time
             launch(a, b, out, self._operands.stream, pitch=order_and_pitch[1])
 
-    def _shown(self) -> bytes:
+    def _result_address(self) -> bytes:
         """What peers need to write the result: how far its rows are apart, and where it lies on the
         heap. b"" where they cannot, or not in whole pieces of 16 bytes.
         """
@@ -114,7 +128,7 @@ class Fused:
         aligned = not any(x.size and x.address % _ALIGNMENT for x in (self._a, self._b))
         return plain and aligned and self._out.dtype == dtype and dtype in HALF_DTYPES
 
-    def _described(self, device: Device) -> RowSplitProduct | SplitKProduct | None:
+    def _as_kernel_problem(self, device: Device) -> RowSplitProduct | SplitKProduct | None:
         """The product as the kernel takes it; None where the arrays do not lie as it wants."""
         problem, order_and_pitch = (
             self._rank_plan.strategy.problem,
@@ -125,26 +139,26 @@ class Fused:
         a, b, order = (each for each in order_and_pitch if each is not None)
         depth, columns = self._a.columns, self._b.columns
         if self._pattern.kind == "all-gather":
-            factors = OperandLayout(*a), OperandLayout(*b)
+            layouts = OperandLayout(*a), OperandLayout(*b)
             rows = self._pattern.rows
-            made = RowSplitProduct(rows, columns, depth, problem.dtype, *factors, order[0])
+            made = RowSplitProduct(rows, columns, depth, problem.dtype, *layouts, order[0])
             return None if made.unsupported(device) else made
         if order[0] != "C":
             return None
         rows = self._pattern.rows or even_rows(self._a.rows, problem.size)
-        lying = OperandLayout(*a), OperandLayout(*b)
-        sent = SplitKProduct(rows, columns, depth, problem.dtype, *lying)
-        return None if sent.unsupported(device) else sent
+        layouts = OperandLayout(*a), OperandLayout(*b)
+        split = SplitKProduct(rows, columns, depth, problem.dtype, *layouts)
+        return None if split.unsupported(device) else split
 
 
-def _places(context: Context, shown: Sequence[bytes]) -> list[int]:
+def _places(context: Context, result_addresses: Sequence[bytes]) -> list[int]:
     """Where every rank's result lies for this rank; none where one cannot be written, or their rows
     are not as far apart.
     """
-    if not all(shown) or len({text[:8] for text in shown}) > 1:
+    if not all(result_addresses) or len({text[:8] for text in result_addresses}) > 1:
         return []
     places = []
-    for rank, text in enumerate(shown):
+    for rank, text in enumerate(result_addresses):
         there = Exposed.unpack(text[8:])
         address = context.peer_address(rank, there.location, there.nbytes)
         assert address is not None, "ranks of one host have an address for each other's memory"
@@ -152,9 +166,9 @@ def _places(context: Context, shown: Sequence[bytes]) -> list[int]:
     return places
 
 
-def have_addresses(told: Sequence[bytes]) -> bool:
-    """Whether all ranks have told where their results lie."""
-    return all(text[_DESCRIBED:] for text in told)
+def have_addresses(messages: Sequence[bytes]) -> bool:
+    """Whether all ranks have sent the addresses of their results."""
+    return all(text[_DIGEST_BYTES:] for text in messages)
 
 
 def is_faster(rank_plan: RankPlan) -> bool:
@@ -182,7 +196,7 @@ def _is_faster(rank_plan: RankPlan) -> bool:
     return is_fused_faster(RowSplitProduct(pattern.rows, widest, k, problem.dtype, plain, plain))
 
 
-_TOLD = {
+_NOTES = {
     "all-gather": "{rows} come from all ranks while those that are here are multiplied",
     "reduce-scatter": "tiles are sent to their owners while others are multiplied",
     "all-reduce": "tiles are sent to those who add them up, and who write the sums to all",
@@ -200,7 +214,9 @@ def notes(rank_plan: RankPlan) -> list[str]:
     if pattern is None:
         return [] if rank_plan.strategy.problem.scaling is None else [_scaled_note(rank_plan)]
     if is_faster(rank_plan):
-        how = _TOLD[pattern.kind].format(rows="columns of b" if pattern.transposed else "rows of a")
+        how = _NOTES[pattern.kind].format(
+            rows="columns of b" if pattern.transposed else "rows of a"
+        )
         return [f"in one kernel: {how}, where all arrays lie in memory as it wants them"]
     if pattern.kind in CHOICES:
         return [f"by cuBLAS and one collective, of {rank_plan.parts_dtype}"]

@@ -1,4 +1,4 @@
-"""Lines of a factor that every rank sends to all others, beside the products of those it has.
+"""Lines of an operand that every rank sends to all others, beside the products of those it has.
 
 Every rank has room for all lines and their scales, where peers write. A barrier before says that
 nobody reads what was there, one behind a round that its lines have come. Large parts are moved by
@@ -35,7 +35,7 @@ class LineExchange:
         rounds: Rounds,
         operands: Operands,
         lane: Lane,
-        shown: PublishedMatrices,
+        published: PublishedMatrices,
         gather: Gather,
     ) -> None:
         self._rank_plan = rank_plan
@@ -45,21 +45,21 @@ class LineExchange:
         self._k = rank_plan.operand_plans[rounds.index].extent
         self._padded_k = up(self._k, GRAIN)  # elements of a line in memory, with those that pad it
         self._lane = lane
-        self._shown = shown
+        self._published = published
         self._gather = gather
         self._stream = operands.stream
-        self._array = operands.factors[rounds.index]
+        self._array = operands.ab[rounds.index]
         own = matrix_of(self._array)
         self.own = own if rounds.index else own.transposed()  # lines as columns
         self._suits = scaled.fits(self.own) and self.own.leading == self.own.rows
 
     def prepare(self, lines: int) -> None:
         """Memory for all lines, of which a product reads so many. Raises HeapExhausted."""
-        self._shown.made(LINES, (self._padded_k, lines), self.own.dtype, "F")
+        self._published.made(LINES, (self._padded_k, lines), self.own.dtype, "F")
         if self._mode != "tensor":
             layout = self._layout(lines)
             order = "C" if self._mode == "squares" else "F"
-            self._shown.made(LINE_SCALES, (layout.rows, layout.columns), "float32", order)
+            self._published.made(LINE_SCALES, (layout.rows, layout.columns), "float32", order)
         if not self._suits:
             self._lane.buffer("own lines", self._padded_k * self.own.columns)
 
@@ -100,12 +100,12 @@ class LineExchange:
 
     def lines(self, stage: Stage) -> Matrix:
         """Those of a stage that have come, as columns."""
-        all_lines = self._shown.own(LINES)
+        all_lines = self._published.own(LINES)
         return all_lines.part((0, all_lines.rows), (stage.lo, stage.hi))
 
     def scale(self, stage: Stage) -> Scale:
         """Their scales, which have come; those of tensors all ranks know."""
-        own = self._shown.own(LINE_SCALES)
+        own = self._published.own(LINE_SCALES)
         return Scale(self._mode, own.address + 4 * self._offset(stage.lo))
 
     def _packed(self) -> Matrix:
@@ -138,7 +138,9 @@ class LineExchange:
 
     def _place(self, rank: int) -> int:
         """Where this rank's lines lie at another."""
-        return self._shown.place(LINES, rank)[0] + self._rounds.starts[self._rank] * self._padded_k
+        return (
+            self._published.place(LINES, rank)[0] + self._rounds.starts[self._rank] * self._padded_k
+        )
 
     def _send_scales(self, scales: ScaleLayouts, stream: int) -> None:
         own = self._rounds.lines[self._rank]
@@ -155,7 +157,7 @@ class LineExchange:
     def _scales_place(self, rank: int, own: int) -> Matrix:
         """Where the scales of this rank's lines lie at another: within those of their stage."""
         first = self._rounds.starts[self._rank]
-        address, (row, column) = self._shown.place(LINE_SCALES, rank)
+        address, (row, column) = self._published.place(LINE_SCALES, rank)
         stage = next(x for x in self._rounds.stages(rank) if x.lo <= first < x.hi)
         layout = (
             self._layout(own)._replace(rows=own) if self._mode == "outer" else self._layout(own)

@@ -1,4 +1,4 @@
-"""How a factor of a product lies in one rank's memory, as kernels that multiply must know."""
+"""How an operand of a product lies in one rank's memory, as kernels that multiply must know."""
 
 from __future__ import annotations
 

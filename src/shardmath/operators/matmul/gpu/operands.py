@@ -169,8 +169,8 @@ def _scales(context: Context, problem: Problem, call_: Call, given: Arguments) -
             arrays.append(None)
             continue
         array = device_array.read(context, scale, f"the scale of {'abcd'[index]}")
-        turned = index < 2 and call_.transpose[index] and len(array.shape) == 2
-        arrays.append(array.transposed() if turned else array)
+        transposed = index < 2 and call_.transpose[index] and len(array.shape) == 2
+        arrays.append(array.transposed() if transposed else array)
     return Scales(tuple(1.0 if x is None else x for x in numbers), tuple(arrays))
 
 

@@ -81,7 +81,7 @@ class PanelGemm:
     def _panel_operand(self, index: int) -> PanelOperand:
         operand_plan, own = (
             self._rank_plan.operand_plans[index],
-            matrix_of(self._operands.factors[index]),
+            matrix_of(self._operands.ab[index]),
         )
         moves, place, shape = (
             operand_plan.moves,

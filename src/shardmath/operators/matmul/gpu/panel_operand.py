@@ -40,7 +40,7 @@ class Tiling:
 
     @property
     def shared(self) -> int:
-        """Bytes of shared memory: a step's row of a factor is one of a box."""
+        """Bytes of shared memory: a step's row of an operand is one of a box."""
         return 1024 + self.stages * (TILE_ROWS + self.width) * BOX_BYTES
 
 

@@ -1,4 +1,4 @@
-"""How a GPU is fed its factors along k: what lies here is used in place, the rest comes in panels.
+"""Panels of k: local operands are used in place, remote ones are gathered one panel at a time.
 
 k is cut into intervals, one product each, so that the panels of the next come while one is
 multiplied. The first is short, since nothing hides it; each is as much longer than the last as
@@ -22,13 +22,13 @@ _FIRST_BYTES = 8 << 20  # of panels: less is gathered in one go
 _LEAST = 256  # indices of k
 _FIRST = 1.4e-12  # the same for each flop per second: with fewer, adding to D takes too much time
 _LEAST_GROWTH, _MOST_GROWTH = 1.25, 3.0
-_ROOM = 2 << 30  # bytes of panels, of both factors together
+_ROOM = 2 << 30  # bytes of panels, of both operands together
 _SLOTS = 3  # panels in turn, where all together would need more than that
 
 
 @dataclass(frozen=True)
 class OperandPlan:
-    """One rank's reading of one factor, whose k axis is `axis`.
+    """One rank's reading of one operand, whose k axis is `axis`.
 
     `moves` bring all of it; `place` is where it starts along each axis of this rank's own array if
     it is one dense box there, so that nothing moves.
@@ -75,7 +75,7 @@ class OperandPlan:
 
     @cached_property
     def own_start(self) -> int:
-        """Where along k this rank's own share of a gathered factor begins; 0 if it is in pieces."""
+        """Where along k this rank's own part of a gathered operand begins; 0 if in pieces."""
         own = {move.runs[self.axis] for move in self.moves if move.src == move.dst}
         run = own.pop() if len(own) == 1 else None
         return run.dst_start if run is not None and run.count == 1 else 0

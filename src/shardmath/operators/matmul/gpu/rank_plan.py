@@ -99,7 +99,7 @@ class Operands:
         return replace(self, a=a, b=b, c=c, out=out, inputs=inputs, outputs={}, scales=scales)
 
     @property
-    def factors(self) -> tuple[DeviceArray, DeviceArray]:
+    def ab(self) -> tuple[DeviceArray, DeviceArray]:
         """op(A) and op(B)."""
         return self.a, self.b
 
@@ -135,12 +135,12 @@ class RankPlan(host.RankPlan):
         (one, two), rank = self.strategy.transfers, self.rank
         shapes = self.strategy.a.local_shape(rank), self.strategy.b.local_shape(rank)
         return (
-            OperandPlan.plan(self._shown("a", one.into(rank)), shapes[0], rank, 1),
-            OperandPlan.plan(self._shown("b", two.into(rank)), shapes[1], rank, 0),
+            OperandPlan.plan(self._published_moves("a", one.into(rank)), shapes[0], rank, 1),
+            OperandPlan.plan(self._published_moves("b", two.into(rank)), shapes[1], rank, 0),
         )
 
     def parts(self, index: int) -> list[tuple[str, list[Move]]]:
-        """What is gathered of a factor for each interval, by name."""
+        """What is gathered of an operand for each interval, by name."""
         operand_plan = self.operand_plans[index]
         return [
             (f"{'ab'[index]} {number}", operand_plan.gather_moves(interval.lo, interval.hi))
@@ -150,12 +150,14 @@ class RankPlan(host.RankPlan):
     @cached_property
     def additions(self) -> tuple[tuple[Move, ...], ...]:
         """See host.Share."""
-        return tuple(self._shown("sums", found) for found in super().additions)
+        return tuple(self._published_moves("sums", found) for found in super().additions)
 
     @cached_property
     def last_moves(self) -> tuple[Move, ...]:
         """See host.Share."""
-        return self._shown("reduced" if self.strategy.reduces else "sums", super().last_moves)
+        return self._published_moves(
+            "reduced" if self.strategy.reduces else "sums", super().last_moves
+        )
 
     @cached_property
     def vectors(self) -> tuple[tuple[Move, ...], ...]:
@@ -163,7 +165,7 @@ class RankPlan(host.RankPlan):
         layout, held, need = gradient_layouts(self.strategy.problem)
         sources = range(layout.size) if layout.disjoint() else [self.rank]
         return tuple(
-            self._shown("vector", host.shared_part(held, need, src=src, dst=self.rank))
+            self._published_moves("vector", host.shared_part(held, need, src=src, dst=self.rank))
             for src in sources
         )
 
@@ -175,10 +177,12 @@ class RankPlan(host.RankPlan):
         return tuple(
             move
             for src in range(d.size)
-            for move in self._shown("c", host.shared_part(d, everywhere, src=src, dst=self.rank))
+            for move in self._published_moves(
+                "c", host.shared_part(d, everywhere, src=src, dst=self.rank)
+            )
         )
 
-    def _shown(self, name: str, found: tuple[Move, ...]) -> tuple[Move, ...]:
+    def _published_moves(self, name: str, found: tuple[Move, ...]) -> tuple[Move, ...]:
         """Moves of ranks' matrices of that name, as they are shown."""
         if not self.multi_host:
             return found
@@ -208,7 +212,7 @@ class RankPlan(host.RankPlan):
         return plan, room
 
     def _passes_over_sums(self, panels: int) -> float:
-        """Seconds that several panels of eight-bit factors cost: their sums are added up in memory,
+        """Seconds that several panels of float8 operands cost: their sums are added up in memory,
         as float32, which each further panel reads and writes, and are then rounded.
         """
         strategy, result = self.strategy, dtypes.of(self.strategy.problem.result)
@@ -230,28 +234,28 @@ class RankPlan(host.RankPlan):
 
     @cached_property
     def scale_moves(self) -> tuple[ScaleMoves | None, ScaleMoves | None]:
-        """How the scales of eight-bit factors get here."""
+        """How the scales of float8 operands get here."""
         return scale_moves(self.strategy, 0), scale_moves(self.strategy, 1)
 
     def scales_into(self, index: int) -> tuple[Move, ...]:
-        """What brings the scales of a factor that do not stay where they are."""
+        """What brings the scales of an operand that do not stay where they are."""
         found = self.scale_moves[index]
         assert found is not None, "there are some"
-        return self._shown(f"scales {'ab'[index]}", found.transfer.into(self.rank))
+        return self._published_moves(f"scales {'ab'[index]}", found.transfer.into(self.rank))
 
     @cached_property
     def amax_moves(self) -> tuple[Move, ...]:
         """What brings the greatest value of every rank's part of D."""
-        return self._shown("amax", amax_transfer(len(self.hosts)).into(self.rank))
+        return self._published_moves("amax", amax_transfer(len(self.hosts)).into(self.rank))
 
     @cached_property
     def modes(self) -> tuple[str, str]:
-        """The modes of a product of eight-bit factors."""
+        """The modes of a product of float8 operands."""
         return modes(self.strategy)
 
     @property
     def multiplies_elements(self) -> bool:
-        """Whether factors are multiplied as eight-bit elements, with scales."""
+        """Whether operands are multiplied as eight-bit elements, with scales."""
         return self.strategy.problem.dtype in FLOAT8
 
     @cached_property
@@ -265,9 +269,9 @@ class RankPlan(host.RankPlan):
         return Algorithms()
 
     @property
-    def told(self) -> tuple[str, ...]:
+    def notes(self) -> tuple[str, ...]:
         """What has been found out by timing."""
-        return tuple(self.cache.get("told", ()))
+        return tuple(self.cache.get("notes", ()))
 
     @cached_property
     def pattern(self) -> Pattern | None:
@@ -279,9 +283,9 @@ class RankPlan(host.RankPlan):
         """The type in which the ranks' products are added up, where they are."""
         problem = self.strategy.problem
         m, n, _ = problem.shape
-        halves = dtypes.of(problem.result).itemsize == 2
+        is_half = dtypes.of(problem.result).itemsize == 2
         added = self.pattern is not None and self.pattern.kind != "all-gather"
-        if halves and added and rounds_parts(m * n):
+        if is_half and added and rounds_parts(m * n):
             return problem.result
         return dtypes.accumulator(problem.dtype).name
 

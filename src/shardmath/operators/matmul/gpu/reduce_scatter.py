@@ -15,7 +15,7 @@ __all__ = ["GemmReduceScatter"]
 
 
 class GemmReduceScatter:
-    """`launch` leaves rank r's `rows[r]` rows of the product on rank r. Made by `together`."""
+    """`launch` leaves rank r's `rows[r]` rows of the product on rank r. Made by `create`."""
 
     def __init__(self, sending: TileSendingGemm) -> None:
         self._sending = sending

@@ -36,8 +36,8 @@ __all__ = [
 class Rates:
     """Of one GPU, in operations, bytes and seconds."""
 
-    product: float  # operations per second of a large product of halves
-    memory: float  # bytes per second that a product reads its factors with
+    product: float  # operations per second of a large product of 16-bit floats
+    memory: float  # bytes per second that a product reads its operands with
     processors: int
     multipliers: int  # multiprocessors that share out the tiles of our kernel
     link: float  # bytes per second that each rank sends in a reduce-scatter, or beside a product
@@ -69,7 +69,7 @@ H200 = Rates(
     launch=1.5e-6,
     collective=4.5e-6,
 )
-_TAKERS = 4
+_REDUCER_BLOCKS = 4
 _BAND = 8  # rows of tiles that are multiplied at once, at least: they share columns of B
 _MOST_BANDS, _MOST_CHUNKS = 16, 64
 _EXACT_BYTES = 512 << 10  # of a result whose parts are added unrounded: a collective of a MiB
@@ -110,7 +110,9 @@ CHOICES: dict[str, Callable[[SplitKProduct], Choice]] = {
 
 
 def predicted(strategy: Strategy) -> float | None:
-    """Seconds of halves that are added up by the faster of the two ways; None of anything else."""
+    """Seconds of 16-bit floats that are added up by the faster of the two ways; None of anything
+    else.
+    """
     pattern, problem = pattern_of(strategy), strategy.problem
     if pattern is None or pattern.kind not in CHOICES or problem.dtype not in HALF_DTYPES:
         return None
@@ -130,7 +132,8 @@ def split_k_product(strategy: Strategy, pattern: Pattern) -> SplitKProduct:
 
 
 def rounds_parts(elements: int) -> bool:
-    """Whether the ranks' parts of so many halves are rounded before a collective adds them up.
+    """Whether the ranks' parts of so many 16-bit floats are rounded before a collective adds them
+    up.
 
     The kernel always does so. A small result is the sum of float32: that takes a few microseconds
     more at most.
@@ -142,7 +145,7 @@ def choose_shape(problem: SplitKProduct) -> Shape:
     """How to cut the work. Four multiprocessors take, and 128 multiply: most large products have
     tiles for 128 in even numbers, and not for 132.
     """
-    return Shape(min(8, _down(problem)), _TAKERS, apart=_apart(problem))
+    return Shape(min(8, _down(problem)), _REDUCER_BLOCKS, stagger_cycles=_stagger_cycles(problem))
 
 
 def choose_shared_shape(problem: SplitKProduct) -> Shape:
@@ -154,13 +157,15 @@ def choose_shared_shape(problem: SplitKProduct) -> Shape:
     tiles = TileOrder(problem.rows, problem.columns, 1).count
     high, across = _high(problem), -(-problem.columns // TILE_COLUMNS)
     bands = min(_down(problem), max(1, high // _BAND), _MOST_BANDS)
-    aside = max(
+    chunk_columns = max(
         1, min(across // 4, round(2 * tiles / bands / H200.multipliers), _MOST_CHUNKS // bands)
     )
-    return Shape(bands * aside, aside=aside, apart=_apart(problem))
+    return Shape(
+        bands * chunk_columns, chunk_columns=chunk_columns, stagger_cycles=_stagger_cycles(problem)
+    )
 
 
-def _apart(problem: SplitKProduct) -> int:
+def _stagger_cycles(problem: SplitKProduct) -> int:
     """By how many cycles each pair of blocks begins later than the one before: then they send one
     after another, and the last of them begins when the first would have sent its tiles. Where there
     are tiles for them once only, all begin at once.
@@ -214,7 +219,7 @@ def _multiplying(problem: SplitKProduct) -> float:
 
 
 def _reading(problem: SplitKProduct) -> float:
-    """Seconds to read both factors once."""
+    """Seconds to read both operands once."""
     return 2 * problem.depth * (problem.height + problem.columns) / H200.memory
 
 

@@ -1,4 +1,4 @@
-"""How the lines of a factor get to all ranks, and which products follow on which of them: pure.
+"""How the lines of an operand get to all ranks, and which products follow on which of them: pure.
 
 Lines are rows of op(A) or columns of op(B); every rank has some, and needs all. Large parts come in
 rounds: in each a rank sends its lines to one other and hears from one, so that every link carries
@@ -46,7 +46,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Rounds:
-    """How factor `index`, 0 for op(A), comes: the `lines` of each rank, in the order of ranks, and
+    """How operand `index`, 0 for op(A), comes: the `lines` of each rank, in the order of ranks, and
     the rounds that products follow on, from 0 to the last; none where all comes at once.
     """
 
@@ -99,7 +99,7 @@ class Rounds:
 
 
 def rounds_of(strategy: Strategy) -> Rounds | None:
-    """How the factor comes that all ranks need whole, of a strategy that gathers one, along whole
+    """How the operand comes that all ranks need whole, of a strategy that gathers one, along whole
     k, and needs nothing else; None for others, and for what is too large. The same on all ranks.
     """
     pattern, k = gathered_lines(strategy), strategy.problem.shape[2]
@@ -112,7 +112,7 @@ def rounds_of(strategy: Strategy) -> Rounds | None:
 
 
 def cuts(lines: Sequence[int], others: int, k: int) -> tuple[int, ...]:
-    """The rounds that products of `lines` by `others` lines of the other factor follow on, in the
+    """The rounds that products of `lines` by `others` lines of the other operand follow on, in the
     least time; none where it is less with one product when all has come.
     """
     if any(start % GRAIN for start in accumulate(lines)):

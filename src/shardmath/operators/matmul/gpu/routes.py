@@ -1,6 +1,6 @@
 """What the ranks of a product on several hosts pack for each other, by the names of matrices: pure.
 
-Of a factor every parcel has k slowest: an interval of k is one range of its bytes.
+Of an operand every parcel has k slowest: an interval of k is one range of its bytes.
 """
 
 from __future__ import annotations

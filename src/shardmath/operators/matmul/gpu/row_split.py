@@ -87,10 +87,10 @@ class RowSplitProduct:
             return f"elements are {self.dtype}, and the kernel multiplies {' and '.join(_DTYPES)}"
         if len(self.rows) > _MOST_RANKS:
             return f"{len(self.rows)} ranks, and the kernel gathers from {_MOST_RANKS} at most"
-        for name, factor in (("A", self.a), ("B", self.b)):
-            if 2 * factor.pitch % ALIGNMENT:
+        for name, operand in (("A", self.a), ("B", self.b)):
+            if 2 * operand.pitch % ALIGNMENT:
                 return (
-                    f"{name}'s {'rows' if factor.order == 'C' else 'columns'} are {factor.pitch} "
+                    f"{name}'s {'rows' if operand.order == 'C' else 'columns'} are {operand.pitch} "
                     f"elements apart, and copies by boxes need a multiple of {ALIGNMENT // 2}"
                 )
         return ""

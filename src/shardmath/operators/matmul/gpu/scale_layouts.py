@@ -1,6 +1,6 @@
-"""Scales of eight-bit factors, where products read them and as cuBLASLt wants them.
+"""Scales of float8 operands, where products read them and as cuBLASLt wants them.
 
-Scales of a factor that is gathered in panels travel as the elements do, and are laid out for each
+Scales of an operand that is gathered in panels travel as the elements do, and are laid out for each
 interval of k. Those of lines that all ranks exchange are laid out by the rank that has them, in
 the memory of those who multiply.
 """
@@ -28,7 +28,7 @@ __all__ = ["ScaleLayouts", "scale_layout"]
 
 
 class _Source(NamedTuple):
-    """What a factor's scales are made from: a matrix, lines first, of which `blocks` is what one
+    """What an operand's scales are made from: a matrix, lines first, of which `blocks` is what one
     number is for, and what they are multiplied by.
     """
 
@@ -38,43 +38,43 @@ class _Source(NamedTuple):
 
 
 class ScaleLayouts:
-    """The scales of both factors, in one execution on one rank."""
+    """The scales of both operands, in one execution on one rank."""
 
     def __init__(
         self,
         rank_plan: RankPlan,
         operands: Operands,
         lane: Lane,
-        shown: PublishedMatrices,
+        published: PublishedMatrices,
         gather: Gather,
     ) -> None:
         assert operands.scales is not None
         self._rank_plan = rank_plan
         self._given = operands.scales
-        self._factors = operands.factors
+        self._factors = operands.ab
         self._lane = lane
         self._device = lane.team.device
         self._stream = operands.stream
-        self._shown = shown
+        self._published = published
         self._gather = gather
 
     # -- prepare -----------------------------------------------------------------------------------
 
-    def prepare_shown(self) -> None:
+    def prepare_published(self) -> None:
         """Memory for this rank's scales, where peers read them. Raises HeapExhausted."""
         for index, moves in enumerate(self._rank_plan.scale_moves):
             if moves is not None and not self._stays(index):
                 rows, columns = moves.transfer.src.local_shape(self._rank_plan.rank)
-                self._shown.made(f"scales {'ab'[index]}", (rows, columns), "float32", "F")
+                self._published.made(f"scales {'ab'[index]}", (rows, columns), "float32", "F")
 
     def prepare(self, index: int, lines: int, intervals: Sequence[Interval]) -> None:
-        """Memory for the scales of a factor of so many lines, by interval of k."""
+        """Memory for the scales of an operand of so many lines, by interval of k."""
         moves, name = self._rank_plan.scale_moves[index], "ab"[index]
         if moves is not None and not self._stays(index):
             rows, columns = moves.transfer.dst.local_shape(self._rank_plan.rank)
             self._lane.private(f"come scales {name}", 4 * rows * columns)
             parts = partial(self._parts, index)
-            self._shown.make_room(f"scales {name}", parts, 4)
+            self._published.make_room(f"scales {name}", parts, 4)
         laid = sum(self.layout(index, lines, each.hi - each.lo).size for each in intervals)
         self._lane.private(f"laid scales {name}", 4 * laid + 256)
 
@@ -93,11 +93,11 @@ class ScaleLayouts:
             if moves is None or self._stays(index):
                 continue
             name = f"scales {'ab'[index]}"
-            out = self._shown.own(name)
+            out = self._published.own(name)
             same = moves.given == moves.blocks
             blocks = Blocks(1 if same else moves.given.rows, 1)
             self._fill([out], _Source(self._matrix(index, moves), blocks, 1.0))
-            self._shown.publish(name, self._stream)
+            self._published.publish(name, self._stream)
 
     def lay_out(
         self, index: int, lines: int, known: int, intervals: Sequence[Interval]
@@ -119,22 +119,22 @@ class ScaleLayouts:
         return scales
 
     def send(self, index: int, places: Sequence[Matrix], stream: int) -> None:
-        """Lay this rank's own scales of a factor out in several places: this form for its lines."""
+        """Write this rank's own scales of an operand, in this layout, to several places."""
         source = self._source(index, self._come(index))
         mode, deep = self._rank_plan.modes[index], self._rank_plan.operand_plans[index].extent
         known = -(-deep // BLOCK)
-        shown = [each.part((0, each.rows), (0, min(each.columns, known))) for each in places]
-        self._fill(shown, _in_layout(mode, source), stream=stream)
+        published = [each.part((0, each.rows), (0, min(each.columns, known))) for each in places]
+        self._fill(published, _in_layout(mode, source), stream=stream)
 
     # -- where scales come from --------------------------------------------------------------------
 
     def _stays(self, index: int) -> bool:
-        """Whether no rank reads another's scales of a factor from where they are shown."""
+        """Whether no rank reads another's scales of an operand from where they are shown."""
         rounds, moves = self._rank_plan.rounds, self._rank_plan.scale_moves[index]
         return (rounds is not None and rounds.index == index) or moves is None or moves.stay
 
     def _matrix(self, index: int, moves: ScaleMoves) -> Matrix:
-        """This rank's scales of a factor, lines first."""
+        """This rank's scales of an operand, lines first."""
         array, held = self._factors[index], self._given.arrays[index]
         lines, k = array.shape if index == 0 else array.shape[::-1]
         shape = moves.given.shape(lines, k)
@@ -143,7 +143,7 @@ class ScaleLayouts:
         return matrix if index == 0 else matrix.transposed()
 
     def _come(self, index: int) -> Matrix | None:
-        """The scales that this rank needs of a factor, lines first; None where one is for all."""
+        """The scales that this rank needs of an operand, lines first; None where one is for all."""
         moves = self._rank_plan.scale_moves[index]
         if moves is None or self._stays(index):
             return None if moves is None else self._matrix(index, moves)
@@ -151,7 +151,7 @@ class ScaleLayouts:
         rows, columns = moves.transfer.dst.local_shape(rank)
         come = Matrix.packed(self._lane.address(f"come {name}"), (rows, columns), "float32", "F")
         found = self._rank_plan.scales_into(index)
-        places = self._shown.reach(name, "", found, self._stream)
+        places = self._published.reach(name, "", found, self._stream)
         self._gather.copy(name, found, places, come)
         return come
 
@@ -220,7 +220,7 @@ def _in_layout(mode: str, source: _Source) -> _Source:
 
 
 def _lies_as(x: Matrix, wanted: Matrix) -> bool:
-    """Whether the wanted columns of a matrix of scales can be read where they lie."""
+    """Whether the wanted columns of a matrix of scales can be read in place."""
     steps = (
         x.rows == 1 or x.row_stride == wanted.row_stride,
         wanted.columns == 1 or x.column_stride == wanted.column_stride,

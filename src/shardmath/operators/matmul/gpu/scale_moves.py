@@ -1,13 +1,13 @@
-"""How scales of float8 factors get to the ranks that multiply, and whether they can: pure.
+"""How scales of float8 operands get to the ranks that multiply, and whether they can: pure.
 
-The scales of a factor are a matrix of lines x blocks of k, where lines are rows of op(A) or columns
-of op(B). Blocks are counted within a rank's part; where all parts begin and end at multiples of 128
-of k these are blocks of the whole matrix too, and travel as its elements do.
+The scales of an operand are a matrix of lines x blocks of k, where lines are rows of op(A) or
+columns of op(B). Blocks are counted within a rank's part; where all parts begin and end at
+multiples of 128 of k these are blocks of the whole matrix too, and travel as its elements do.
 
     a, b                    modes of the product
     tensor, tensor          tensor, tensor
     tensor or outer         outer, outer
-    1 x 128 among them      vectors, vectors; squares for one factor of 128 x 128
+    1 x 128 among them      vectors, vectors; squares for one operand of 128 x 128
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["ScaleMoves", "amax_transfer", "choose_strategy", "keeps_blocks", "mo
 
 @dataclass(frozen=True)
 class ScaleMoves:
-    """One factor's scales on their way. `blocks` are the lines and indices of k of those that
+    """One operand's scales on their way. `blocks` are the lines and indices of k of those that
     travel; those that a rank was given, `given`, may be of more lines.
     """
 
@@ -59,7 +59,7 @@ def choose_strategy(
     return choose(problem.widened(), machine)
 
 
-_OF_NUMBERS = (MatmulEpilog.BGRADA, MatmulEpilog.BGRADB)  # which sum a factor's numbers
+_OF_NUMBERS = (MatmulEpilog.BGRADA, MatmulEpilog.BGRADB)  # which sum an operand's numbers
 
 
 def keeps_blocks(strategy: Strategy) -> bool:

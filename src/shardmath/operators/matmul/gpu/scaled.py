@@ -1,6 +1,6 @@
-"""Products of eight-bit factors with their scales: what comes is multiplied as it is.
+"""Products of float8 operands with their scales: what comes is multiplied as it is.
 
-cuBLASLt wants both factors along k, and all at multiples of 16 bytes. What lies so is used in
+cuBLASLt wants both operands along k, and all at multiples of 16 bytes. What lies so is used in
 place; the rest comes, or is copied, into memory that is padded along k with zeros. A result that
 does not suit is computed in padded memory too, whose last lines nobody reads. Scales travel as the
 elements do, and are laid out for each interval of k as its product wants them.
@@ -33,7 +33,7 @@ from shardmath.operators.published import Places, PublishedMatrices, matrix_of
 
 __all__ = ["ScaledProducts"]
 
-# Where each rank's part of factor 0 or 1 lies, for moves by their name, put on a stream.
+# Where each rank's part of operand 0 or 1 lies, for moves by their name, put on a stream.
 Source = Callable[[int, str, Sequence[Move], Any], Places]
 
 _SPARE_PROCESSORS = 4  # multiprocessors, for what runs beside products: the barriers of the rounds
@@ -47,7 +47,7 @@ class ScaledProducts:
         rank_plan: RankPlan,
         operands: Operands,
         lane: Lane,
-        shown: PublishedMatrices,
+        published: PublishedMatrices,
         finish_phase: FinishPhase,
     ) -> None:
         self._rank_plan = rank_plan
@@ -56,24 +56,24 @@ class ScaledProducts:
         self._lane = lane
         self._device = lane.team.device
         self._stream = operands.stream
-        self._shown = shown
+        self._published = published
         self._finish_phase = finish_phase
         self._out = matrix_of(operands.out)
         self._blocks = bool({"vectors", "squares"} & set(rank_plan.modes))
         self._gather = Gather(lane, self._stream, rank_plan.cache)
-        self._scales = ScaleLayouts(rank_plan, operands, lane, shown, self._gather)
+        self._scales = ScaleLayouts(rank_plan, operands, lane, published, self._gather)
         self._exchange: LineExchange | None = None
         if rank_plan.rounds is not None:
             gather = self._gather
             self._exchange = LineExchange(
-                rank_plan, rank_plan.rounds, operands, lane, shown, gather
+                rank_plan, rank_plan.rounds, operands, lane, published, gather
             )
 
     # -- prepare -----------------------------------------------------------------------------------
 
-    def prepare_shown(self) -> None:
+    def prepare_published(self) -> None:
         """Memory for what peers read and write. Raises HeapExhausted."""
-        self._scales.prepare_shown()
+        self._scales.prepare_published()
         rounds = self._rank_plan.rounds
         if self._exchange is None or rounds is None:
             return
@@ -82,7 +82,7 @@ class ScaledProducts:
         self._exchange.prepare(every)
 
     def prepare(self) -> None:
-        """Memory for factors, for scales as products want them, and for the product."""
+        """Memory for operands, for scales as products want them, and for the product."""
         self._lane.private("blas", WORKSPACE)
         if not self._is_direct:
             self._lane.private("product", 4 * self._padded.size)
@@ -93,7 +93,7 @@ class ScaledProducts:
             elif operand_plan.gathers:
                 room = up(self._rank_plan.schedule[1], GRAIN) + GRAIN
                 self._lane.private(f"panel {name}", room * lines)
-                self._shown.make_room(name, partial(self._rank_plan.parts, index), 1)
+                self._published.make_room(name, partial(self._rank_plan.parts, index), 1)
             elif not self._in_place(index):
                 self._lane.private(f"packed {name}", self._padded_k(index) * lines)
             self._scales.prepare(index, lines, self._intervals)
@@ -158,15 +158,15 @@ class ScaledProducts:
         return Matrix.packed(0, (rows, columns), "float32", order)
 
     def _lines(self, index: int) -> int:
-        """Rows of op(A), columns of op(B), in the memory of a factor."""
+        """Rows of op(A), columns of op(B), in the memory of an operand."""
         product = self._target if self._is_direct else self._padded
         return (product.rows, product.columns)[index]
 
     def _own(self, index: int) -> Matrix:
-        """This rank's own part of a factor that needs no gathering; lines are its columns."""
+        """This rank's own part of an operand that needs no gathering; lines are its columns."""
         operand_plan, array = (
             self._rank_plan.operand_plans[index],
-            matrix_of(self._operands.factors[index]),
+            matrix_of(self._operands.ab[index]),
         )
         assert operand_plan.place is not None, operand_plan
         (row, column), (rows, columns) = (
@@ -177,14 +177,14 @@ class ScaledProducts:
         return part.transposed() if index == 0 else part
 
     def _padded_k(self, index: int) -> int:
-        """Elements of a line of a factor in memory that is padded along k."""
+        """Elements of a line of an operand in memory that is padded along k."""
         return up(self._rank_plan.operand_plans[index].extent, GRAIN)
 
     def _comes_in_rounds(self, index: int) -> bool:
         return self._rank_plan.rounds is not None and self._rank_plan.rounds.index == index
 
     def _in_place(self, index: int) -> bool:
-        """Whether a factor is multiplied where it lies."""
+        """Whether an operand is multiplied in place."""
         operand_plan = self._rank_plan.operand_plans[index]
         return (
             not operand_plan.gathers
@@ -250,7 +250,7 @@ class ScaledProducts:
         assert rounds is not None
         index = rounds.index
         other, scale = self._packed(1 - index), self._lay_out(1 - index)[0]
-        assert other is not None, "one factor is exchanged, the other is here"
+        assert other is not None, "one operand is exchanged, the other is here"
         stages = rounds.stages(self._rank_plan.rank)
         if not rounds.cuts:
             stages = [Stage(0, 0, self._lines(index))]  # with lines that pad it
@@ -313,12 +313,13 @@ class ScaledProducts:
             algorithms=operands.algorithms,
         )
 
-    # -- factors -----------------------------------------------------------------------------------
+    # -- operands
+    # -----------------------------------------------------------------------------------
 
     def _factor(
         self, index: int, number: int, interval: Interval, packed: Matrix | None, source: Source
     ) -> Matrix:
-        """A factor's indices of one interval, its lines as columns."""
+        """An operand's indices of one interval, its lines as columns."""
         lo, hi = interval.lo, interval.hi
         if packed is not None:
             last = up(hi, GRAIN) if hi == self._rank_plan.operand_plans[index].extent else hi
@@ -336,13 +337,13 @@ class ScaledProducts:
         return self._filled(part, moves, index, places, address, hi - lo)
 
     def _packed(self, index: int) -> Matrix | None:
-        """A factor that needs no gathering, in place or copied; None for one that comes."""
+        """An operand that needs no gathering, in place or copied; None for one that comes."""
         operand_plan, name = self._rank_plan.operand_plans[index], "ab"[index]
         if operand_plan.gathers:
             return None
         if self._in_place(index):
             return self._own(index)
-        address, array = self._lane.address(f"packed {name}"), self._operands.factors[index]
+        address, array = self._lane.address(f"packed {name}"), self._operands.ab[index]
         own = array.address, array.strides
         return self._filled(
             f"{name} own", operand_plan.moves, index, lambda _: own, address, operand_plan.extent
@@ -351,7 +352,7 @@ class ScaledProducts:
     def _filled(
         self, name: str, moves: Sequence[Move], index: int, places: Places, address: int, k: int
     ) -> Matrix:
-        """Memory that `moves` fill with `k` indices of a factor, and zeros behind them."""
+        """Memory that `moves` fill with `k` indices of an operand, and zeros behind them."""
         lines, width, padded_k = (
             self._lines(index),
             self._rank_plan.operand_plans[index].width,
@@ -374,7 +375,7 @@ class ScaledProducts:
 
 
 def _of_lines(x: Matrix, index: int, stage: Stage) -> Matrix:
-    """What lines of a factor make of a product."""
+    """What lines of an operand make of a product."""
     if index == 0:
         return x.part((stage.lo, stage.hi), (0, x.columns))
     return x.part((0, x.rows), (stage.lo, stage.hi))

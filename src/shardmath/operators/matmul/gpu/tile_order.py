@@ -51,13 +51,13 @@ class Chunk:
 class TileOrder:
     """The tiles of a product whose result has `columns`, and `rows[r]` rows for rank r.
 
-    An owner's chunks lie `aside` each other in bands of its rows of tiles.
+    An owner's chunks are `chunk_columns` side by side in bands of its rows of tiles.
     """
 
     rows: tuple[int, ...]
     columns: int
     chunks: int
-    aside: int = 1
+    chunk_columns: int = 1
 
     @property
     def across(self) -> int:
@@ -80,12 +80,12 @@ class TileOrder:
     def parts(self, owner: int) -> list[Chunk]:
         """The owner's chunks: in bands where it has rows enough for each, else side by side."""
         down, across = self.down(owner), self.across
-        bands = self.chunks // self.aside
+        bands = self.chunks // self.chunk_columns
         if down >= bands:
             return [
                 Chunk(rows, columns)
                 for rows in _cut(down, bands)
-                for columns in _cut(across, self.aside)
+                for columns in _cut(across, self.chunk_columns)
             ]
         return [Chunk(range(down), columns) for columns in _cut(across, self.chunks)]
 
@@ -115,7 +115,7 @@ class TileOrder:
         size = len(self.rows)
         first = np.concatenate([[0], np.cumsum(self.rows)])
         order = [(rank + step) % size for step in range(1, size + 1)]
-        walked = []
+        ordered = []
         for number in range(self.chunks):
             lines = 0
             cycle = []
@@ -129,8 +129,8 @@ class TileOrder:
                 lines += len(part.rows)
             tiles = np.concatenate(cycle)
             tiles = tiles[np.lexsort((tiles[:, 2], tiles[:, 1], tiles[:, 0]))]
-            walked.append(_filled_up(tiles, cluster)[:, 3:])
-        return np.ascontiguousarray(np.concatenate(walked), dtype=np.uint32)
+            ordered.append(_filled_up(tiles, cluster)[:, 3:])
+        return np.ascontiguousarray(np.concatenate(ordered), dtype=np.uint32)
 
     @cached_property
     def _first_slot(self) -> list[list[int]]:

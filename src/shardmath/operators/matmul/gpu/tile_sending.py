@@ -1,11 +1,14 @@
-"""The part that GEMM + ReduceScatter and GEMM + AllReduce share: products whose tiles are sent.
+"""What GEMM + ReduceScatter and GEMM + AllReduce share: tiles are sent to the ranks that reduce
+them.
 
-A plan has slots on the symmetric heap, where every rank puts its tiles of this rank's rows, and a
-ledger of words that only count up, so that launches follow each other without the host, also when
-a CUDA graph replays them. A slot is written again only after its owner has taken what the launch
-before left there. Blocks that multiply never wait for a peer's tiles: takers do, which are few and
-come after the others in the same kernel. So several plans at work never wait in a circle. What has
-not been added up when all tiles have come is left to a second kernel.
+    product blocks, rank 0   multiply tile, send it to its owner's slot, count it as arrived, ...
+    reducer blocks, rank 1   wait for all ranks' tiles of a chunk, add them up in rank order
+
+Slots and counters are in symmetric memory. Counters only increase, so launches follow each other
+without the host, also when a CUDA graph replays them. A slot is written again only after its owner
+has reduced what the launch before left there. Product blocks never wait for a peer's tiles; the
+reducer blocks do, which are few and the last of the same kernel. So plans on several streams cannot
+deadlock. What has not been reduced when all tiles have arrived is left to a second kernel.
 """
 
 from __future__ import annotations
@@ -33,32 +36,34 @@ _TILE_BYTES = TILE_ROWS * TILE_COLUMNS * 2
 _ROUND = 1024  # bytes that the parts of a plan's memory are rounded up to
 _STAGE_BYTES = (TILE_ROWS + TILE_COLUMNS) * 64 * 2
 _THREADS = 384  # of the product
-_TAKING = 512  # threads of a block that adds up what is left
-_BLOCKS_OF_TILE = TILE_ROWS * TILE_COLUMNS // 8 // _TAKING  # where each thread adds 8 elements
+_REDUCE_THREADS = 512  # threads of a block that adds up what is left
+_BLOCKS_OF_TILE = (
+    TILE_ROWS * TILE_COLUMNS // 8 // _REDUCE_THREADS
+)  # where each thread adds 8 elements
 _MOST_ARGUMENTS = 256
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How the work is cut. Each owner's tiles are added up in `chunks`, `aside` each other in bands
-    of its rows. `takers` blocks do not multiply: they wait for all tiles, and those of a
-    ReduceScatter add up. Each cluster begins `apart` cycles later than the one before. The rest is
-    tile_sending.cuh's.
+    """How the work is cut. Each owner's tiles are added up in `chunks`, `chunk_columns` side by
+    side in bands of its rows. `reducer_blocks` blocks do not multiply: they wait for all tiles, and
+    those of a ReduceScatter add up. Each cluster begins `stagger_cycles` cycles later than the one
+    before. The rest is tile_sending.cuh's.
     """
 
     chunks: int
-    takers: int = 2
+    reducer_blocks: int = 2
     cluster: int = 2
     stages: int = 4
-    aside: int = 1
-    apart: int = 0
+    chunk_columns: int = 1
+    stagger_cycles: int = 0
 
 
 @dataclass(frozen=True)
 class Places:
     """Where the parts of one rank's memory begin, in bytes."""
 
-    walk: TileOrder
+    tile_order: TileOrder
     rank: int
     extra_bytes: int
 
@@ -75,12 +80,12 @@ class Places:
     @cached_property
     def claimed(self) -> int:
         """[chunk]: pieces of sums that have been begun with."""
-        return self.arrived + _rounded(8 * self._size * self.walk.chunks)
+        return self.arrived + _rounded(8 * self._size * self.tile_order.chunks)
 
     @cached_property
     def slots(self) -> int:
         """[source][tile]; peers write them. All before are counters, and begin as zeros."""
-        return self.claimed + _rounded(4 * self.walk.chunks)
+        return self.claimed + _rounded(4 * self.tile_order.chunks)
 
     @cached_property
     def extra(self) -> int:
@@ -95,30 +100,30 @@ class Places:
     @cached_property
     def owned(self) -> int:
         """The table of its own."""
-        return self.tiles + _rounded(16 * 2 * self.walk.count)
+        return self.tiles + _rounded(16 * 2 * self.tile_order.count)
 
     @cached_property
     def chunks(self) -> int:
         """The table of its chunks."""
-        return self.owned + _rounded(16 * self.walk.tiles(self.rank))
+        return self.owned + _rounded(16 * self.tile_order.tiles(self.rank))
 
     @cached_property
     def nbytes(self) -> int:
         """All of it."""
-        return self.chunks + _rounded(8 * self.walk.chunks)
+        return self.chunks + _rounded(8 * self.tile_order.chunks)
 
     @property
     def stride(self) -> int:
         """Bytes of one source's slots."""
-        return self.walk.tiles(self.rank) * _TILE_BYTES
+        return self.tile_order.tiles(self.rank) * _TILE_BYTES
 
     @property
     def _size(self) -> int:
-        return len(self.walk.rows)
+        return len(self.tile_order.rows)
 
 
 class TileSendingGemm:
-    """One rank's slots, ledger, tables and kernels for a `SplitKProduct`. Made by `together`.
+    """One rank's slots, ledger, tables and kernels for a `SplitKProduct`. Made by `create`.
 
     A plan is used by one stream at a time; several plans may be at work on several streams.
     """
@@ -133,7 +138,7 @@ class TileSendingGemm:
         self.team = memory.team
         self.problem = problem
         self.shape = shape
-        self.walk = places[0].walk
+        self.tile_order = places[0].tile_order
         self.places = tuple(places)
         self.bases = memory.bases
         self._own = places[self.team.rank]
@@ -154,16 +159,16 @@ class TileSendingGemm:
         `extra` bytes of every rank's memory, at `extra(rank)`, are the caller's. Raises ValueError
         on all ranks where they disagree or one rank's device cannot, HeapExhausted.
         """
-        walk = TileOrder(problem.rows, problem.columns, shape.chunks, shape.aside)
-        places = [Places(walk, rank, extra) for rank in range(context.size)]
+        tile_order = TileOrder(problem.rows, problem.columns, shape.chunks, shape.chunk_columns)
+        places = [Places(tile_order, rank, extra) for rank in range(context.size)]
 
         def begin(address: int) -> None:
             assert context.team is not None, "a context of GPUs"
             own = places[context.rank]
             context.team.device.zero(address, own.slots)
-            _write(address + own.tiles, walk.of(context.rank, shape.cluster))
-            _write(address + own.owned, walk.owned(context.rank))
-            _write(address + own.chunks, walk.table(context.rank))
+            _write(address + own.tiles, tile_order.of(context.rank, shape.cluster))
+            _write(address + own.owned, tile_order.owned(context.rank))
+            _write(address + own.chunks, tile_order.table(context.rank))
 
         memory = PlanMemory.create(
             context,
@@ -173,7 +178,7 @@ class TileSendingGemm:
             begin=begin,
             same=[
                 *problem.same_everywhere,
-                ("chunks", [shape.chunks, shape.aside]),
+                ("chunks", [shape.chunks, shape.chunk_columns]),
                 ("extra bytes", extra),
             ],
         )
@@ -224,17 +229,17 @@ class TileSendingGemm:
         memory = 1024 + shape.stages * _STAGE_BYTES + _TILE_BYTES // 2  # the other half: in a stage
         made = self.team.kernel(kernel, kernel, defines, shared=memory, features="a")
         argument = self._argument(self._of_product, a, b, sums, pitch, copies)
-        made.launch(stream, self._multipliers + self._takers, _THREADS, argument)
-        self._take_rest(sums, pitch, copies, stream)
+        made.launch(stream, self._product_blocks + self._reducer_blocks, _THREADS, argument)
+        self._reduce_rest(sums, pitch, copies, stream)
 
-    def _take_rest(self, sums: int, pitch: int, copies: bytes, stream: int) -> None:
+    def _reduce_rest(self, sums: int, pitch: int, copies: bytes, stream: int) -> None:
         """Put on `stream` what adds up all that is left, and ends the launch."""
         defines = self._defines(sums, pitch, bool(copies))
         kernel = self.team.kernel("remaining_sums", "remaining_sums", defines)
-        blocks = max(1, self.walk.tiles(self.team.rank) * _BLOCKS_OF_TILE)
+        blocks = max(1, self.tile_order.tiles(self.team.rank) * _BLOCKS_OF_TILE)
         most = 2 * self.team.device.processors
         argument = self._argument(self._of_rest, sums, pitch, copies)
-        kernel.launch(stream, min(most, blocks), _TAKING, argument, early=True)
+        kernel.launch(stream, min(most, blocks), _REDUCE_THREADS, argument, early=True)
 
     def _defines(self, sums: int, pitch: int, shared: bool) -> tuple[str, ...]:
         """What tile_sums.cuh is compiled with."""
@@ -242,18 +247,18 @@ class TileSendingGemm:
         return f"ADDEND={self.problem.dtype}", f"WHOLE={whole:d}", f"SHARED={shared:d}"
 
     @property
-    def _takers(self) -> int:
-        return _multiple(max(1, self.shape.takers), self.shape.cluster)
+    def _reducer_blocks(self) -> int:
+        return _multiple(max(1, self.shape.reducer_blocks), self.shape.cluster)
 
     @cached_property
     def _units(self) -> int:
-        return len(self.walk.of(self.team.rank, self.shape.cluster)) // self.shape.cluster
+        return len(self.tile_order.of(self.team.rank, self.shape.cluster)) // self.shape.cluster
 
     @property
-    def _multipliers(self) -> int:
+    def _product_blocks(self) -> int:
         """Blocks: no more than are needed for as few rounds of tiles."""
         cluster = self.shape.cluster
-        most = max(1, (self.team.device.processors - self._takers) // cluster)
+        most = max(1, (self.team.device.processors - self._reducer_blocks) // cluster)
         rounds = -(-self._units // most)
         return cluster * -(-self._units // rounds)
 
@@ -278,14 +283,14 @@ class TileSendingGemm:
                 )
         columns = TILE_COLUMNS // self.shape.cluster
         slots = [self.bases[dst] + p.slots + rank * p.stride for dst, p in enumerate(self.places)]
-        skipped = 8 * rank * self.walk.chunks
+        skipped = 8 * rank * self.tile_order.chunks
         arrived = [self.bases[dst] + p.arrived + skipped for dst, p in enumerate(self.places)]
         made = (
             self._map(a, problem.a, problem.height, problem.depth, TILE_ROWS, "C")
             + self._map(b, problem.b, problem.depth, problem.columns, columns, "F")
             + self.team.packed()
             + struct.pack("QII", self._at("tiles"), self._units, -(-problem.depth // 64))
-            + struct.pack("II", self._multipliers, self.shape.apart)
+            + struct.pack("II", self._product_blocks, self.shape.stagger_cycles)
             + struct.pack(f"{2 * len(slots)}Q", *slots, *arrived)
             + self._of_take(sums, pitch, copies)
         )
@@ -305,10 +310,10 @@ class TileSendingGemm:
 
     def _of_take(self, sums: int, pitch: int, copies: bytes) -> bytes:
         """The struct `TakeArgument`, which ends with where sums go besides."""
-        walk, at = self.walk, self._at
+        tile_order, at = self.tile_order, self._at
         return (
             struct.pack("QQQQ", at("slots"), self._own.stride, at("owned"), at("chunks"))
-            + struct.pack("I4xQ", walk.chunks, walk.columns)
+            + struct.pack("I4xQ", tile_order.chunks, tile_order.columns)
             + struct.pack("QQ", at("arrived"), at("claimed"))
             + struct.pack("QQ", pitch, sums)
             + struct.pack(f"{self.team.size}Q", *self.bases)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 
-__all__ = ["fastest", "packed", "told", "unpacked"]
+__all__ = ["fastest", "notes", "packed", "unpacked"]
 
 Timings = Mapping[bytes, Sequence[float]]  # by a product's signature: seconds of each algorithm
 
@@ -46,7 +46,7 @@ def fastest(ranks: Sequence[Timings]) -> dict[bytes, int]:
     return chosen
 
 
-def told(own: Timings, chosen: Mapping[bytes, int]) -> list[str]:
+def notes(own: Timings, chosen: Mapping[bytes, int]) -> list[str]:
     """What `explain` says of this rank's products, a line each."""
     lines = []
     for signature, seconds in own.items():
