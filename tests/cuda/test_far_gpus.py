@@ -211,7 +211,9 @@ def count_meetings(context):
                 call()
             board, team = type(context.board), type(context.team)
             with (
-                patch.object(board, "exchange_raw", autospec=True, side_effect=board.exchange_raw) as meet,
+                patch.object(
+                    board, "exchange_raw", autospec=True, side_effect=board.exchange_raw
+                ) as meet,
                 patch.object(board, "barrier", autospec=True, side_effect=board.barrier) as wait,
                 patch.object(team, "synchronize", autospec=True) as synchronize,
             ):

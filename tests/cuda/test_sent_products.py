@@ -58,7 +58,7 @@ class Case:
         shape, self.more = (self.height + 1, self.pitch), {}
         if kind == "shown":
             self.result = empty_on_heap(context, library_named("torch"), shape, dtype)
-            self.more["shown"] = self.addresses()
+            self.more["result_addresses"] = self.addresses()
         else:
             self.result = self.torch.empty(shape, device=self.device, dtype=self.dtype)
         self.result.fill_(SENTINEL)
@@ -98,7 +98,7 @@ class Case:
         self.done()
         self.context.barrier()  # before writing what a peer may still write or read
         sending, rank = plan._sending, self.context.rank
-        own = sending.addresses[rank]
+        own = sending.places[rank]
         addresses = [(sending.bases[rank] + own.slots, self.context.size * own.stride)]
         addresses.append((sending.extra(rank), own.extra_bytes))
         for address, nbytes in addresses:
