@@ -89,8 +89,12 @@ def repeated(context, kind, dtype, heap):
                 torch.cuda.synchronize()
                 if not (d == (3 * k if each is product else 16 * k)).all():
                     wrong.append(("larger", d.flatten()[:3].tolist()))
-    in_place = ["result_addresses" in each.kwargs for each in shared.call_args_list]
-    return [wrong, steady, changed, in_place]
+    return [wrong, steady, changed, addressed(shared)]
+
+
+def addressed(launch):
+    """For each call of GemmAllReduce.launch, whether peers write the results."""
+    return ["result_addresses" in each.kwargs for each in launch.call_args_list]
 
 
 @pytest.mark.parametrize("heap", [True, False])
