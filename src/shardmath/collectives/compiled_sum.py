@@ -57,10 +57,12 @@ def sums(library: ctypes.CDLL) -> Sums | None:
     def add(inputs: Sequence[HostArray], outputs: Sequence[HostArray]) -> bool:
         first = inputs[0]
         rows, columns = first.shape
-        function = functions.get(_NAMES.get(first.dtype.name, ""))
         nbytes = columns * first.itemsize
+        if nbytes < _LEAST:
+            return False
+        function = functions.get(_NAMES.get(first.dtype.name, ""))
         whole = all(_in_rows(each, first) for each in (*inputs, *outputs))
-        if function is None or nbytes < _LEAST or not whole:
+        if function is None or not whole:
             return False
         for row in range(rows):
             taken, made = (

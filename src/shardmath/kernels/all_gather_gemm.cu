@@ -84,10 +84,10 @@ __device__ inline void load_tiles(const GatheredArgument& a, const Shared& s, u3
         for (u32 step = 0; step < a.steps; ++step, ++number) {
             if (step >= here) {
                 while (here <= step) here = (max(told(s.seen), before) - before) * a.chunk;
-                fence_async();
+                fence_proxy_async();
             }
             const u32 stage = number % kStages;
-            bar_wait(s.empty + 8 * stage, (number / kStages & 1) ^ 1);
+            mbarrier_wait(s.empty + 8 * stage, (number / kStages & 1) ^ 1);
             const u32 k = step * kDepth;
             load_stage(s, stage, block, {&a.a[tile.part], &a.b, tile.row, tile.column, k, k});
         }
@@ -112,7 +112,7 @@ __device__ inline void multiply_tiles(const GatheredArgument& a, const Shared& s
 }
 
 // The last block tells all peers that their rows have been read. One warp.
-__device__ inline void say_read(const GatheredArgument& a) {
+__device__ inline void publish_read(const GatheredArgument& a) {
     Words& own = a.own();
     u64 launch = 0;  // of the last block
     if (threadIdx.x == 0) {
@@ -131,5 +131,5 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     if (loads && threadIdx.x - 32 < a.parts) prefetch(&a.a[threadIdx.x - 32]);
     if (loads && threadIdx.x == 32) prefetch(&a.b);
     run_block(a);
-    if (threadIdx.x < 32) say_read(a);
+    if (threadIdx.x < 32) publish_read(a);
 }

@@ -34,7 +34,7 @@ __device__ inline void arrive_at(u32 bar, u32 block) {
 __device__ inline void release(u32 empty, u32 stage) {
     const u32 lane = threadIdx.x % 32;
     if (kCluster == 1) {
-        if (lane == 0) bar_arrive(empty + 8 * stage);
+        if (lane == 0) mbarrier_arrive(empty + 8 * stage);
     } else if (lane < kCluster) {
         arrive_at(empty + 8 * stage, lane);
     }
@@ -56,8 +56,8 @@ struct Unit {
 };
 
 // Load a box to the same place in all blocks of the cluster, and tell the barriers of all.
-__device__ inline void load_box_for_all(u32 to, const TensorMap* from, u32 x, u32 y, u32 bar) {
-    if (kCluster == 1) return load_box(to, from, x, y, bar);
+__device__ inline void tma_load_multicast(u32 to, const TensorMap* from, u32 x, u32 y, u32 bar) {
+    if (kCluster == 1) return tma_load(to, from, x, y, bar);
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
         "[%1, {%2, %3}], [%4], %5;" ::"r"(to),

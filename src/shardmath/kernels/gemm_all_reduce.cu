@@ -24,8 +24,8 @@ struct Shared : Stages {
 // The blocks on one side of a tile, when its halves are packed. One thread.
 __device__ inline void send_side(char* to, u32 halves, const u32 (&from)[2], const u32 (&ready)[2], u32 parity) {
     for (u32 half = 0; half < 2; ++half) {
-        bar_wait(ready[half], parity);
-        if (half < halves) store_bulk(to + half * kHalfBytes, from[half], kBlockBytes);
+        mbarrier_wait(ready[half], parity);
+        if (half < halves) bulk_store(to + half * kHalfBytes, from[half], kBlockBytes);
     }
 }
 
@@ -44,40 +44,40 @@ __device__ inline void send_tiles(const Product& a, const Shared& s, u64 launch)
         send_side(to + kBlockBytes, sent, {s.right(0, stage), s.right(1, stage)},
                   {s.right_ready(0), s.right_ready(1)}, parity);
         if (sent == 2)
-            stores_have_read_but<2>();  // the right ones
+            bulk_wait_read_but<2>();  // the right ones
         else
-            stores_have_read();
-        for (u32 half = 0; half < 2; ++half) bar_arrive(s.room + 8 * half);
-        stores_have_read();
+            bulk_wait_read();
+        for (u32 half = 0; half < 2; ++half) mbarrier_arrive(s.room + 8 * half);
+        bulk_wait_read();
         for (u32 half = 0; half < 2; ++half)
             for (u32 block = 0; block < kCluster; ++block) release_to(s, stage, block);
-        stores_are_done();
-        tell_sent(a, tile, sent);
+        bulk_wait();
+        signal_sent(a, tile, sent);
     }
 }
 
 // The accumulators of half a tile: no wait but for the tile before, and for a stage that is multiplied.
 __device__ inline void pack(const Shared& s, u32 half, const float (&d)[128], u32 tile, u32 number) {
     const u32 stage = number % kStages;
-    bar_wait(s.room + 8 * half, (tile & 1) ^ 1);
+    mbarrier_wait(s.room + 8 * half, (tile & 1) ^ 1);
     pack_block<0>(d, s.left(half));
-    fence_async_shared();
-    bar_arrive(s.left_ready(half));
-    bar_wait(s.empty + 8 * stage, (number / kStages & 1) ^ 1);
+    fence_proxy_async_shared();
+    mbarrier_arrive(s.left_ready(half));
+    mbarrier_wait(s.empty + 8 * stage, (number / kStages & 1) ^ 1);
     pack_block<1>(d, s.right(half, stage));
-    fence_async_shared();
-    bar_arrive(s.right_ready(half));
+    fence_proxy_async_shared();
+    mbarrier_arrive(s.right_ready(half));
 }
 
 // What has come, until this block has multiplied: then it makes room for those who do the rest.
-__device__ inline void add_up(const TakeArgument& a, u64 launch, const volatile u32& over) {
+__device__ inline void add_up(const TileSumsArgument& a, u64 launch, const volatile u32& over) {
     const auto is_over = [&] { return __any_sync(~0u, over); };
     for (u32 chunk = 0; chunk < a.count; ++chunk) {
         while (!here(a, chunk, launch)) {
             if (is_over()) return;
             __nanosleep(1000);  // looking takes power from those that multiply
         }
-        take_pieces(a, chunk, is_over);
+        reduce_pieces(a, chunk, is_over);
     }
 }
 
@@ -86,15 +86,15 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     extern __shared__ char memory[];
     __shared__ u64 bars[kBars];
     __shared__ u32 over;
-    const u64 launch = a.take.launch(a.team);
+    const u64 launch = a.sums.launch(a.team);
     if (blockIdx.x >= a.multipliers) return wait_for_all(a, launch);
     const Shared s((shared_address(memory) + 1023) & ~1023u, shared_address(bars));
     if (threadIdx.x == 0) {
         over = 0;
         s.init();
-        for (u32 i = 0; i < 4; ++i) bar_init(s.ready + 8 * i, kMultipliers);
-        for (u32 half = 0; half < 2; ++half) bar_init(s.room + 8 * half, 1);
-        bars_visible();
+        for (u32 i = 0; i < 4; ++i) mbarrier_init(s.ready + 8 * i, kMultipliers);
+        for (u32 half = 0; half < 2; ++half) mbarrier_init(s.room + 8 * half, 1);
+        fence_mbarrier_init();
     }
     __syncthreads();
     if (kCluster > 1) scattered_cluster_barrier();
@@ -107,7 +107,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     } else {
         if (threadIdx.x == 0) load_tiles<true>(a, s);
         if (threadIdx.x == 32) send_tiles(a, s, launch);
-        if (warp >= 2) add_up(a.take, launch, over);
+        if (warp >= 2) add_up(a.sums, launch, over);
     }
     __syncwarp();
     if (kCluster > 1) scattered_cluster_barrier();  // the other block may still write into this one's memory

@@ -25,15 +25,15 @@ __device__ inline void send_tiles(const Product& a, const Shared& s, u32 half, u
         const bool sent = tile.rows() > 64 * half && usable.send_to(a, tile, launch);
         char* to = a.slots[tile.dst()] + (u64)tile.slot * kTileBytes + half * kHalfBytes;
         for (u32 p = 0; p < kParts; ++p, ++part) {
-            bar_wait(s.ready + 8 * half, part & 1);
-            if (sent) store_bulk(to + p * kBlockBytes, packed, kBlockBytes);
+            mbarrier_wait(s.ready + 8 * half, part & 1);
+            if (sent) bulk_store(to + p * kBlockBytes, packed, kBlockBytes);
             if (p + 1 < kParts)
-                stores_have_read();
+                bulk_wait_read();
             else
-                stores_are_done();
-            bar_arrive(s.room + 8 * half);
+                bulk_wait();
+            mbarrier_arrive(s.room + 8 * half);
         }
-        tell_sent(a, tile, sent);
+        signal_sent(a, tile, sent);
     }
 }
 
@@ -42,13 +42,13 @@ __device__ inline void pack(const Shared& s, u32 half, const float (&d)[128], u3
     const u32 packed = s.packed + half * kBlockBytes;
 #pragma unroll
     for (u32 p = 0; p < kParts; ++p) {
-        bar_wait(s.room + 8 * half, ((kParts * tile + p) & 1) ^ 1);
+        mbarrier_wait(s.room + 8 * half, ((kParts * tile + p) & 1) ^ 1);
         if (p == 0)
             pack_block<0>(d, packed);
         else
             pack_block<1>(d, packed);
-        fence_async_shared();
-        bar_arrive(s.ready + 8 * half);
+        fence_proxy_async_shared();
+        mbarrier_arrive(s.ready + 8 * half);
     }
 }
 
@@ -57,7 +57,7 @@ struct LastChunk {
     const u64* arrived;  // of the rank with the lane's number
     u64 wanted, seen = 0;
 
-    __device__ LastChunk(const TakeArgument& a, u64 launch) {
+    __device__ LastChunk(const TileSumsArgument& a, u64 launch) {
         const u32 lane = threadIdx.x % 32, chunk = a.count - 1;
         arrived = a.arrived + (lane < kRanks ? lane : 0) * a.count + chunk;
         wanted = all_halves(a, chunk, launch);
@@ -70,11 +70,11 @@ struct LastChunk {
 };
 
 // Chunks as they come, as many as there is time for: peers and this rank's next kernel must not wait for it.
-__device__ inline void take_beside(const Product& a, u64 launch) {
-    LastChunk over(a.take, launch);
-    for (u32 chunk = 0; chunk + 1 < a.take.count && !over(); ++chunk) {
-        if (!wait_for_tiles(a.team, a.take, chunk, launch)) return;
-        take_pieces(a.take, chunk, over);
+__device__ inline void reduce_concurrently(const Product& a, u64 launch) {
+    LastChunk over(a.sums, launch);
+    for (u32 chunk = 0; chunk + 1 < a.sums.count && !over(); ++chunk) {
+        if (!wait_for_tiles(a.team, a.sums, chunk, launch)) return;
+        reduce_pieces(a.sums, chunk, over);
     }
     wait_for_all(a, launch);
 }
@@ -83,25 +83,25 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     gemm_reduce_scatter(const __grid_constant__ Product a) {
     extern __shared__ char memory[];
     __shared__ u64 bars[kBars];
-    const u64 launch = a.take.launch(a.team);
-    if (blockIdx.x >= a.multipliers) return take_beside(a, launch);
+    const u64 launch = a.sums.launch(a.team);
+    if (blockIdx.x >= a.multipliers) return reduce_concurrently(a, launch);
     const Shared s((shared_address(memory) + 1023) & ~1023u, shared_address(bars));
     if (threadIdx.x == 0) {
         s.init();
         for (u32 half = 0; half < 2; ++half) {
-            bar_init(s.ready + 8 * half, kMultipliers);
-            bar_init(s.room + 8 * half, 1);
+            mbarrier_init(s.ready + 8 * half, kMultipliers);
+            mbarrier_init(s.room + 8 * half, 1);
         }
-        bars_visible();
+        fence_mbarrier_init();
     }
     __syncthreads();
     if (kCluster > 1) scattered_cluster_barrier();
     if (threadIdx.x < kMultipliers) {
-        give_registers<40>();
+        setmaxnreg_dec<40>();
         if (threadIdx.x == 0) load_tiles<false>(a, s);
         if (threadIdx.x == 32 || threadIdx.x == 64) send_tiles(a, s, threadIdx.x / 32 - 1, launch);
     } else {
-        take_registers<232>();
+        setmaxnreg_inc<232>();
         const u32 half = threadIdx.x / kMultipliers - 1;
         multiply_tiles<false>(a, s, half, [&](const float (&d)[128], u32 tile, u32) { pack(s, half, d, tile); });
     }

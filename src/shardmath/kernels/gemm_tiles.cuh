@@ -1,4 +1,4 @@
-// Products of halves in tiles of 128 x WIDTH, one block on a multiprocessor: how its warps work together.
+// Products of 16-bit operands in tiles of 128 x WIDTH, one block on a multiprocessor: how its warps work together.
 //
 // Compiled for sm_90a with ELEMENT (Float16, Bfloat16), A_ALONG_K and B_ALONG_K (1 where the factor's contiguous axis
 // is k), C_ALONG_N (0 where C's columns are contiguous), ALIGNED (1 where all lines of C begin and end at multiples of
@@ -39,21 +39,21 @@ struct Boxes {
 // One thread of each block of a cluster.
 __device__ inline void load_stage(const Shared& s, u32 stage, u32 block, const Boxes& from) {
     const u32 full = s.full + 8 * stage, to_a = s.a(stage), to_b = s.b(stage);
-    bar_expect(full, kABytes + kBBytes);
+    mbarrier_expect_tx(full, kABytes + kBBytes);
     if (kAAlongK) {
-        load_box(to_a, from.a, from.k_of_a, from.row, full);
+        tma_load(to_a, from.a, from.k_of_a, from.row, full);
     } else {
-        load_box(to_a, from.a, from.row, from.k_of_a, full);
-        load_box(to_a + kBox, from.a, from.row + 64, from.k_of_a, full);
+        tma_load(to_a, from.a, from.row, from.k_of_a, full);
+        tma_load(to_a + kBox, from.a, from.row + 64, from.k_of_a, full);
     }
     if (kBAlongK) {
         constexpr u32 kShare = kWidth / kCluster;
-        load_box_for_all(to_b + block * kShare * 128, from.b, from.k_of_b, from.column + block * kShare, full);
+        tma_load_multicast(to_b + block * kShare * 128, from.b, from.k_of_b, from.column + block * kShare, full);
     } else {
         constexpr u32 kShare = kDepth / kCluster;
 #pragma unroll
         for (u32 i = 0; i < kSlabs; ++i)
-            load_box_for_all(to_b + i * kBox + block * kShare * 128, from.b, from.column + 64 * i,
+            tma_load_multicast(to_b + i * kBox + block * kShare * 128, from.b, from.column + 64 * i,
                              from.k_of_b + block * kShare, full);
     }
 }
@@ -73,21 +73,21 @@ __device__ inline void multiply_steps(float (&d)[kWidth / 2], const Shared& s, u
     for (u32 step = first; step < last; ++step, ++number) {
         const u32 stage = number % kStages;
         if (group == 1 && step + kLead == last) await_upper();
-        bar_wait(s.full + 8 * stage, number / kStages & 1);
-        products_begin();
+        mbarrier_wait(s.full + 8 * stage, number / kStages & 1);
+        wgmma_fence();
 #pragma unroll
         for (u32 k = 0; k < kDepth / 16; ++k) {
             const u32 of_a = s.a(stage) + group * kBox + k * (kAAlongK ? 32 : 2048);
             const u32 of_b = s.b(stage) + k * (kBAlongK ? 32 : 2048);
-            Multiply<ELEMENT, kAAlongK, kBAlongK>::add(d, describe<kAAlongK>(of_a, kBox),
-                                                       describe<kBAlongK>(of_b, kBox), step > first || k);
+            Multiply<ELEMENT, kAAlongK, kBAlongK>::add(d, wgmma_descriptor<kAAlongK>(of_a, kBox),
+                                                       wgmma_descriptor<kBAlongK>(of_b, kBox), step > first || k);
         }
-        products_commit();
-        products_wait<1>();  // the step before has been multiplied
+        wgmma_commit();
+        wgmma_wait<1>();  // the step before has been multiplied
         if (step > first) release(s.empty, (number - 1) % kStages);
     }
     if (group == 0 && first + kLead <= last) upper_has_begun();
-    products_wait<0>();
+    wgmma_wait<0>();
     if (first < last) release(s.empty, (number - 1) % kStages);
 }
 
@@ -171,17 +171,20 @@ __device__ inline void run_block(const Argument& a) {
     s.empty = s.full + 8 * kStages;
     const u32 block = rank_in_cluster();
     if (threadIdx.x == 0) {
-        for (u32 i = 0; i < kStages; ++i) bar_init(s.full + 8 * i, 1), bar_init(s.empty + 8 * i, 8 * kCluster);
-        bars_visible();
+        for (u32 i = 0; i < kStages; ++i) {
+            mbarrier_init(s.full + 8 * i, 1);
+            mbarrier_init(s.empty + 8 * i, 8 * kCluster);
+        }
+        fence_mbarrier_init();
         seen = 0;
     }
     cluster_barrier();
     if (threadIdx.x < kGroup) {
-        give_registers<40>();
+        setmaxnreg_dec<40>();
         if (threadIdx.x == 0) load_tiles(a, s, block);
         if (threadIdx.x == 32) watch(a, s);
     } else {
-        take_registers<232>();
+        setmaxnreg_inc<232>();
         multiply_tiles(a, s, block, threadIdx.x / kGroup - 1);
     }
     __syncwarp();

@@ -15,24 +15,24 @@ __device__ inline u32 shared_address(const void* p) { return (u32)__cvta_generic
 
 // -- barriers in shared memory -------------------------------------------------------------------------
 
-__device__ inline void bar_init(u32 bar, u32 arrivals) {
+__device__ inline void mbarrier_init(u32 bar, u32 arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(arrivals));
 }
-__device__ inline void bar_arrive(u32 bar) {
+__device__ inline void mbarrier_arrive(u32 bar) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
 }
-__device__ inline void bar_expect(u32 bar, u32 nbytes) {
+__device__ inline void mbarrier_expect_tx(u32 bar, u32 nbytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(nbytes) : "memory");
 }
 // Until the phase of that parity is over.
-__device__ inline void bar_wait(u32 bar, u32 parity) {
+__device__ inline void mbarrier_wait(u32 bar, u32 parity) {
     asm volatile(
         "{\n\t.reg .pred over;\n\tagain:\n\tmbarrier.try_wait.parity.shared::cta.b64 over, [%0], %1;\n\t"
         "@!over bra again;\n\t}" ::"r"(bar),
         "r"(parity)
         : "memory");
 }
-__device__ inline void bars_visible() {  // to the copies, after bar_init
+__device__ inline void fence_mbarrier_init() {  // to the copies, after mbarrier_init
     asm volatile("fence.mbarrier_init.release.cluster;\n\tfence.proxy.async.shared::cta;" ::: "memory");
 }
 
@@ -49,30 +49,30 @@ __device__ inline u32 told(u32 word) {
 // -- copies --------------------------------------------------------------------------------------------
 
 // The box of a matrix whose first element is (x along the contiguous axis, y): zeros beyond its edges.
-__device__ inline void load_box(u32 to, const TensorMap* from, u32 x, u32 y, u32 bar) {
+__device__ inline void tma_load(u32 to, const TensorMap* from, u32 x, u32 y, u32 bar) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], "
         "[%4];" ::"r"(to),
         "l"(from), "r"(x), "r"(y), "r"(bar)
         : "memory");
 }
-__device__ inline void store_bulk(void* to, u32 from, u32 nbytes) {
+__device__ inline void bulk_store(void* to, u32 from, u32 nbytes) {
     asm volatile(
         "cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n\tcp.async.bulk.commit_group;" ::"l"(to),
         "r"(from), "r"(nbytes)
         : "memory");
 }
-__device__ inline void stores_have_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+__device__ inline void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 template <int kOthers>
-__device__ inline void stores_have_read_but() {
+__device__ inline void bulk_wait_read_but() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kOthers) : "memory");
 }
-__device__ inline void stores_are_done() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
-__device__ inline void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-__device__ inline void fence_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
+__device__ inline void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+__device__ inline void fence_proxy_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ inline void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
 // Four 8 x 8 matrices of 16-bit elements from the registers of a warp; lane l names row l % 8 of matrix l / 8.
-__device__ inline void store_matrices(u32 to, u32 a, u32 b, u32 c, u32 d) {
+__device__ inline void stmatrix_x4(u32 to, u32 a, u32 b, u32 c, u32 d) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b),
                  "r"(c), "r"(d)
                  : "memory");
@@ -81,11 +81,11 @@ __device__ inline void store_matrices(u32 to, u32 a, u32 b, u32 c, u32 d) {
 // -- registers and products ----------------------------------------------------------------------------
 
 template <int kCount>
-__device__ inline void give_registers() {
+__device__ inline void setmaxnreg_dec() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
 }
 template <int kCount>
-__device__ inline void take_registers() {
+__device__ inline void setmaxnreg_inc() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
 }
 
@@ -93,15 +93,15 @@ __device__ inline void take_registers() {
 // rows run along k: 8 of them are 1024 bytes on. Otherwise they run along m or n, 64 elements each, one row
 // for each k; the next 64 elements lie `box` bytes on.
 template <bool kAlongK>
-__device__ inline u64 describe(u32 address, u32 box) {
+__device__ inline u64 wgmma_descriptor(u32 address, u32 box) {
     const u64 leading = kAlongK ? 1 : box >> 4;
     return (u64)((address & 0x3FFFF) >> 4) | leading << 16 | (u64)(1024 >> 4) << 32 | 1ull << 62;
 }
 
-__device__ inline void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ inline void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int kPending>
-__device__ inline void products_wait() {
+__device__ inline void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 

@@ -120,11 +120,11 @@ __device__ inline void load_tiles(const PanelGemmArgument& a, u32 empty, u32 blo
                 const Region& needs = a.region[region];
                 here = min(await_steps(a, needs.a, a.local_steps_a, step + 1),
                            await_steps(a, needs.b, a.local_steps_b, step + 1));
-                fence_async();
+                fence_proxy_async();
             }
             const u32 stage = number % kStages;
             const Step at = a.steps[step];
-            bar_wait(empty + 8 * stage, (number / kStages & 1) ^ 1);
+            mbarrier_wait(empty + 8 * stage, (number / kStages & 1) ^ 1);
             load_stage(tile, at, stage);
         }
     }

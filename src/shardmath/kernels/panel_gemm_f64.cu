@@ -45,21 +45,21 @@ __device__ inline void load_stage(const PanelGemmArgument& a, const Shared& s, c
     const u32 full = s.full + 8 * stage, to_a = s.a(stage), to_b = s.b(stage);
     const TensorMap *of_a = a.map_a(at), *of_b = a.map_b(at);
     const u32 k_of_a = at.a & ~kOwn, k_of_b = at.b & ~kOwn;
-    bar_expect(full, kStageBytes);
+    mbarrier_expect_tx(full, kStageBytes);
     if (kAAlongK) {
-        load_box(to_a, of_a, k_of_a, tile.row, full);
+        tma_load(to_a, of_a, k_of_a, tile.row, full);
     } else {
 #pragma unroll
-        for (u32 i = 0; i < kRows / 16; ++i) load_box(to_a + i * kBox, of_a, tile.row + 16 * i, k_of_a, full);
+        for (u32 i = 0; i < kRows / 16; ++i) tma_load(to_a + i * kBox, of_a, tile.row + 16 * i, k_of_a, full);
     }
     constexpr u32 kShare = kWidth / kCluster;
     const u32 first = block * kShare;
     if (kBAlongK) {
-        load_box_for_all(to_b + first * 128, of_b, k_of_b, tile.column + first, full);
+        tma_load_multicast(to_b + first * 128, of_b, k_of_b, tile.column + first, full);
     } else {
 #pragma unroll
         for (u32 i = 0; i < kShare / 16; ++i)
-            load_box_for_all(to_b + first * 128 + i * kBox, of_b, tile.column + first + 16 * i, k_of_b, full);
+            tma_load_multicast(to_b + first * 128 + i * kBox, of_b, tile.column + first + 16 * i, k_of_b, full);
     }
 }
 
@@ -197,7 +197,7 @@ __device__ inline void multiply_tiles(const PanelGemmArgument& a, const Shared& 
     Rows rows[2];
     Columns columns;
     u32 number = 0, next = 0, turn = 0;
-    bar_wait(s.full, 0);
+    mbarrier_wait(s.full, 0);
 #pragma unroll
     for (u32 j = 0; j + 1 < kAcross; ++j) lane.load(columns, s.wide(0) + left * 128, j);
     lane.load(rows[0], s.tall(0) + top * 128, 0);
@@ -217,7 +217,7 @@ __device__ inline void multiply_tiles(const PanelGemmArgument& a, const Shared& 
                     if (j == 0 && i + 1 == kDown) {
                         __syncwarp();
                         release(s.empty, stage);
-                        if (number < steps) bar_wait(s.full + 8 * next, turn);
+                        if (number < steps) mbarrier_wait(s.full + 8 * next, turn);
                         lane.load(rows[0], s.tall(next) + top * 128, 0);
                     }
                     if (j > 0 && i + 1 == kDown) lane.load(columns, s.wide(next) + left * 128, j - 1);
@@ -241,18 +241,18 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     const u32 block = rank_in_cluster();
     if (threadIdx.x == 0) {
         for (u32 i = 0; i < kStages; ++i)
-            bar_init(s.full + 8 * i, 1), bar_init(s.empty + 8 * i, kConsumers / 32 * kCluster);
-        bars_visible();
+            mbarrier_init(s.full + 8 * i, 1), mbarrier_init(s.empty + 8 * i, kConsumers / 32 * kCluster);
+        fence_mbarrier_init();
     }
     cluster_barrier();
     if (threadIdx.x < 128) {
-        give_registers<40>();
+        setmaxnreg_dec<40>();
         if (threadIdx.x == 0)
             load_tiles<kRows, kWidth, kStages>(a, s.empty, block, [&](const Tile& tile, Step at, u32 stage) {
                 load_stage(a, s, tile, at, stage, block);
             });
     } else {
-        take_registers<232>();
+        setmaxnreg_inc<232>();
         multiply_tiles(a, s, block, threadIdx.x - 128);
     }
     __syncwarp();

@@ -11,11 +11,11 @@ constexpr u32 kThreads = 512;
 
 struct RestArgument {
     Team team;
-    TakeArgument take;
+    TileSumsArgument sums;
 };
 
 // What nobody has claimed of 32 chunks or fewer, the first of them `low`: one warp's share.
-__device__ inline void take_unclaimed(const TakeArgument& a, u32 low, u32 warp, u32 warps) {
+__device__ inline void reduce_unclaimed(const TileSumsArgument& a, u32 low, u32 warp, u32 warps) {
     const u32 chunk = low + threadIdx.x % 32;
     u32 from = 0, end = 0;
     if (chunk < a.count) {
@@ -24,12 +24,12 @@ __device__ inline void take_unclaimed(const TakeArgument& a, u32 low, u32 warp, 
     }
     for (u32 left = __ballot_sync(~0u, from < end); left; left &= left - 1) {
         const int lane = __ffs(left) - 1;
-        take<1>(a, __shfl_sync(~0u, from, lane), __shfl_sync(~0u, end, lane), warp, warps);
+        reduce_tiles<1>(a, __shfl_sync(~0u, from, lane), __shfl_sync(~0u, end, lane), warp, warps);
     }
 }
 
 // This block has ended. The last one tells all ranks and its own next launch, and waits for shared sums. By a warp.
-__device__ inline void end_block(const Team& team, const TakeArgument& a) {
+__device__ inline void end_block(const Team& team, const TileSumsArgument& a) {
     const u32 lane = threadIdx.x % 32;
     Ledger* const own = a.ledger[team.rank];
     bool last = false;
@@ -55,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) remaining_sums(const __gr
     constexpr u32 kWarps = kThreads / 32;
     const u32 warp = blockIdx.x * kWarps + threadIdx.x / 32, warps = gridDim.x * kWarps;
     const bool lost = load_relaxed(&a.team.own().failed);  // tiles have not come, or their rank has not begun
-    for (u32 low = 0; !lost && low < a.take.count; low += 32) take_unclaimed(a.take, low, warp, warps);
+    for (u32 low = 0; !lost && low < a.sums.count; low += 32) reduce_unclaimed(a.sums, low, warp, warps);
     __syncthreads();
-    if (threadIdx.x < 32) end_block(a.team, a.take);
+    if (threadIdx.x < 32) end_block(a.team, a.sums);
 }

@@ -34,7 +34,7 @@ struct Product {
     u32 apart;          // cycles by which each cluster begins later than the one before
     char* slots[kRanks];    // where this rank's tiles lie at each owner
     u64* arrived[kRanks];   // this rank's counters at each owner, by chunk
-    TakeArgument take;
+    TileSumsArgument sums;
 };
 
 struct Stages {
@@ -45,7 +45,7 @@ struct Stages {
     __device__ u32 behind() const { return a(kStages); }
     __device__ u32 bars_behind() const { return empty + 8 * kStages; }
     __device__ void init() const {
-        for (u32 i = 0; i < kStages; ++i) bar_init(full + 8 * i, 1), bar_init(empty + 8 * i, 2 * kCluster);
+        for (u32 i = 0; i < kStages; ++i) mbarrier_init(full + 8 * i, 1), mbarrier_init(empty + 8 * i, 2 * kCluster);
     }
 };
 
@@ -67,25 +67,25 @@ __device__ inline Tile tile_of(const Product& a, u32 unit) {
 
 __device__ inline void load_stage(const Product& a, const Stages& s, const Tile& tile, u32 k, u32 stage) {
     const u32 full = s.full + 8 * stage, block = rank_in_cluster();
-    bar_expect(full, kABytes + kBBytes);
+    mbarrier_expect_tx(full, kABytes + kBBytes);
     if (kAAlongK) {
-        load_box(s.a(stage), &a.a, k, tile.row, full);
+        tma_load(s.a(stage), &a.a, k, tile.row, full);
     } else {
-        load_box(s.a(stage), &a.a, tile.row, k, full);
-        load_box(s.a(stage) + kBox, &a.a, tile.row + 64, k, full);
+        tma_load(s.a(stage), &a.a, tile.row, k, full);
+        tma_load(s.a(stage) + kBox, &a.a, tile.row + 64, k, full);
     }
     constexpr u32 kShare = kTileColumns / kCluster;
     const u32 column = tile.column + block * kShare, to = s.b(stage) + block * kShare * 128;
     if (kBAlongK) {
-        load_box_for_all(to, &a.b, k, column, full);
+        tma_load_multicast(to, &a.b, k, column, full);
     } else {
 #pragma unroll
-        for (u32 i = 0; i < kShare; i += 64) load_box_for_all(to + i * 128, &a.b, column + i, k, full);
+        for (u32 i = 0; i < kShare; i += 64) tma_load_multicast(to + i * 128, &a.b, column + i, k, full);
     }
 }
 
 // Tiles that ended at the same time would be sent at the same time, with an idle link before.
-__device__ inline void begin_apart(const Product& a) {
+__device__ inline void stagger_clusters(const Product& a) {
     const long long end = clock64() + (long long)a.apart * first_unit();
     while (clock64() < end) __nanosleep(100);
 }
@@ -94,25 +94,25 @@ __device__ inline void begin_apart(const Product& a) {
 template <bool kGap>
 __device__ inline void load_tiles(const Product& a, const Stages& s) {
     u32 number = 0;
-    begin_apart(a);
+    stagger_clusters(a);
     for (u32 unit = first_unit(); unit < a.units; unit = next_unit(a, unit)) {
         const Tile tile = tile_of(a, unit);
         for (u32 step = 0; step < a.steps; ++step, ++number) {
             const u32 stage = number % kStages;
-            bar_wait(s.empty + 8 * stage, (number / kStages & 1) ^ 1);
+            mbarrier_wait(s.empty + 8 * stage, (number / kStages & 1) ^ 1);
             load_stage(a, s, tile, step * kDepth, stage);
         }
         if (!kGap) continue;
         const u32 stage = number % kStages;
-        bar_wait(s.empty + 8 * stage, (number++ / kStages & 1) ^ 1);
-        bar_arrive(s.full + 8 * stage);
+        mbarrier_wait(s.empty + 8 * stage, (number++ / kStages & 1) ^ 1);
+        mbarrier_arrive(s.full + 8 * stage);
     }
 }
 
 // The stage has been multiplied by this group of warps, or sent: to all blocks that write into it.
 __device__ inline void release_to(const Stages& s, u32 stage, u32 block) {
     if (kCluster == 1)
-        bar_arrive(s.empty + 8 * stage);
+        mbarrier_arrive(s.empty + 8 * stage);
     else
         arrive_at(s.empty + 8 * stage, block);
 }
@@ -130,8 +130,8 @@ struct Usable {
     __device__ bool send_to(const Product& a, const Tile& tile, u64 launch) {
         const u32 dst = tile.dst();
         if (!lost && !(owners >> dst & 1)) {
-            lost = !wait(a.team, &a.take.ledger[a.team.rank]->taken[dst], launch, dst, kProduct, tile.chunk());
-            fence_async();  // the owner's reads, and then the copies
+            lost = !wait(a.team, &a.sums.ledger[a.team.rank]->taken[dst], launch, dst, kProduct, tile.chunk());
+            fence_proxy_async();  // the owner's reads, and then the copies
             owners |= 1u << dst;
         }
         return !lost;
@@ -139,8 +139,8 @@ struct Usable {
 };
 
 // So many halves of a tile, which this thread has sent, are there: the owner may take them.
-__device__ inline void tell_sent(const Product& a, const Tile& tile, u32 halves) {
-    fence_async();
+__device__ inline void signal_sent(const Product& a, const Tile& tile, u32 halves) {
+    fence_proxy_async();
     fence();
     if (halves) add_release(&a.arrived[tile.dst()][tile.chunk()], halves);
 }
@@ -153,7 +153,7 @@ __device__ inline void pack_block(const float (&d)[128], u32 to) {
     for (u32 j = 0; j < 16; j += 2) {  // pairs of 8 columns
         const float* v = d + 64 * kBlock + 4 * j;
         const u32 place = (j + right) ^ (row & 7);
-        store_matrices(to + row * 256 + place * 16, ELEMENT::pack(v[0], v[1]),
+        stmatrix_x4(to + row * 256 + place * 16, ELEMENT::pack(v[0], v[1]),
                        ELEMENT::pack(v[2], v[3]), ELEMENT::pack(v[4], v[5]), ELEMENT::pack(v[6], v[7]));
     }
 }
@@ -171,20 +171,20 @@ __device__ inline void multiply_tiles(const Product& a, const Stages& s, u32 hal
         }
         for (u32 step = 0; step < a.steps; ++step, ++number) {
             const u32 stage = number % kStages;
-            bar_wait(s.full + 8 * stage, number / kStages & 1);
-            products_begin();
+            mbarrier_wait(s.full + 8 * stage, number / kStages & 1);
+            wgmma_fence();
 #pragma unroll
             for (u32 k = 0; k < kDepth / 16; ++k) {
                 const u32 of_a = s.a(stage) + half * kBox + k * (kAAlongK ? 32 : 2048);
                 const u32 of_b = s.b(stage) + k * (kBAlongK ? 32 : 2048);
-                ELEMENT::multiply<kAAlongK, kBAlongK>(d, describe<kAAlongK>(of_a, kBox),
-                                                      describe<kBAlongK>(of_b, kBox), step | k);
+                ELEMENT::multiply<kAAlongK, kBAlongK>(d, wgmma_descriptor<kAAlongK>(of_a, kBox),
+                                                      wgmma_descriptor<kBAlongK>(of_b, kBox), step | k);
             }
-            products_commit();
-            products_wait<1>();  // the step before has been multiplied: its stage is empty
+            wgmma_commit();
+            wgmma_wait<1>();  // the step before has been multiplied: its stage is empty
             if (step) release(s, (number - 1) % kStages);
         }
-        products_wait<0>();
+        wgmma_wait<0>();
         if (a.steps) release(s, (number - 1) % kStages);
         pack(d, tile, number);
         if (kGap) ++number;
@@ -193,8 +193,8 @@ __device__ inline void multiply_tiles(const Product& a, const Stages& s, u32 hal
 
 // Until all tiles have come: what is not added up by then, remaining_sums.cu does. By a block that does not multiply.
 __device__ inline void wait_for_all(const Product& a, u64 launch) {
-    for (u32 chunk = 0; threadIdx.x < 32 && chunk < a.take.count; ++chunk)
-        if (!wait_for_tiles(a.team, a.take, chunk, launch)) return;
+    for (u32 chunk = 0; threadIdx.x < 32 && chunk < a.sums.count; ++chunk)
+        if (!wait_for_tiles(a.team, a.sums, chunk, launch)) return;
 }
 
 }  // namespace shardmath

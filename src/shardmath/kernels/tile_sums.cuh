@@ -17,7 +17,7 @@ namespace shardmath {
 constexpr u32 kVectors = kTileBytes / 16;  // of 8 elements, in a tile
 constexpr u32 kPiece = 128;                // of them, that a warp claims at once
 
-struct TakeArgument {
+struct TileSumsArgument {
     const char* slots;      // of this rank: [source][tile]
     u64 stride;             // bytes from one source's to the next's
     const Tile* tiles;      // of this rank, in the order of their slots
@@ -43,16 +43,16 @@ struct alignas(16) Vector {
 // -- waiting -------------------------------------------------------------------------------------------
 
 // How many half tiles of a chunk a rank has sent when all of this launch's have come.
-__device__ inline u64 all_halves(const TakeArgument& a, u32 chunk, u64 launch) {
+__device__ inline u64 all_halves(const TileSumsArgument& a, u32 chunk, u64 launch) {
     return (launch + 1) * a.chunks[chunk].halves;
 }
 
-__device__ inline bool wait_for_tiles_of(const Team& team, const TakeArgument& a, u32 rank, u32 chunk, u64 launch) {
+__device__ inline bool wait_for_tiles_of(const Team& team, const TileSumsArgument& a, u32 rank, u32 chunk, u64 launch) {
     return wait(team, a.arrived + rank * a.count + chunk, all_halves(a, chunk, launch), rank, kProduct, chunk);
 }
 
 // Whether all ranks' tiles of a chunk are here. By all threads of a warp.
-__device__ inline bool here(const TakeArgument& a, u32 chunk, u64 launch) {
+__device__ inline bool here(const TileSumsArgument& a, u32 chunk, u64 launch) {
     bool here = true;
     for (u32 rank = threadIdx.x % 32; rank < kRanks; rank += 32)
         here &= load_acquire(a.arrived + rank * a.count + chunk) >= all_halves(a, chunk, launch);
@@ -62,7 +62,7 @@ __device__ inline bool here(const TakeArgument& a, u32 chunk, u64 launch) {
 }
 
 // Wait for them: false when that takes too long.
-__device__ inline bool wait_for_tiles(const Team& team, const TakeArgument& a, u32 chunk, u64 launch) {
+__device__ inline bool wait_for_tiles(const Team& team, const TileSumsArgument& a, u32 chunk, u64 launch) {
     bool here = true;
     for (u32 rank = threadIdx.x % 32; rank < kRanks; rank += 32)
         here &= wait_for_tiles_of(team, a, rank, chunk, launch);
@@ -83,7 +83,7 @@ __device__ inline Vector load_slot(const char* from) {  // past the first cache:
     return vector;
 }
 
-__device__ inline void write_sum(const TakeArgument& a, u32 number, const float (&all)[8]) {
+__device__ inline void write_sum(const TileSumsArgument& a, u32 number, const float (&all)[8]) {
     const Tile tile = a.tiles[number / kVectors];
     const u32 half = number / 2048 % 2, block = number / 1024 % 2, row = half * 64 + number % 1024 / 16;
     const u32 column = tile.column + block * 128 + ((number % 16) ^ (row & 7)) * 8;
@@ -106,7 +106,7 @@ __device__ inline void write_sum(const TakeArgument& a, u32 number, const float 
 
 // Vectors `from` to before `end`: the share of one of so many warps, which has kAtOnce of each rank's under way.
 template <int kAtOnce>
-__device__ inline void take(const TakeArgument& a, u32 from, u32 end, u32 warp, u32 warps) {
+__device__ inline void reduce_tiles(const TileSumsArgument& a, u32 from, u32 end, u32 warp, u32 warps) {
     constexpr int kTogether = kRanks < 8 ? kRanks : 8;  // ranks whose parts are under way
     const u32 lane = threadIdx.x % 32, stride = warps * 32;
     for (u32 number = from + warp * 32 + lane; number < end; number += kAtOnce * stride) {
@@ -140,7 +140,7 @@ __device__ inline void take(const TakeArgument& a, u32 from, u32 end, u32 warp, 
 
 // Add up pieces of a chunk whose tiles are here, until all are claimed, or soon after `over()`. By a warp.
 template <class Over>
-__device__ inline void take_pieces(const TakeArgument& a, u32 chunk, Over&& over) {
+__device__ inline void reduce_pieces(const TileSumsArgument& a, u32 chunk, Over&& over) {
     const u32 first = a.first_tile(chunk) * kVectors, end = a.chunks[chunk].end * kVectors;
     u32 piece = 0;
     if (threadIdx.x % 32 == 0) piece = atomicAdd(&a.claimed[chunk], 1);
@@ -149,7 +149,7 @@ __device__ inline void take_pieces(const TakeArgument& a, u32 chunk, Over&& over
         if (from >= end) return;
         const bool last = over();
         if (!last && threadIdx.x % 32 == 0) piece = atomicAdd(&a.claimed[chunk], 1);  // the next, while this is added
-        take<(kRanks <= 8 ? 2 : 1)>(a, from, from + kPiece, 0, 1);
+        reduce_tiles<(kRanks <= 8 ? 2 : 1)>(a, from, from + kPiece, 0, 1);
         if (last) return;
     }
 }

@@ -66,7 +66,7 @@
 
 namespace shardmath {
 
-// d = a b where `keep` is 0, else d += a b; a and b are made by `describe`.
+// d = a b where `keep` is 0, else d += a b; a and b are made by `wgmma_descriptor`.
 template <class Element, bool kAAlongK, bool kBAlongK>
 struct Multiply;
 template <bool kAAlongK, bool kBAlongK>

@@ -215,7 +215,7 @@ class TileSendingGemm:
         up what it has left.
 
         A, B and the sums of this rank's rows lie at these addresses, rows of the sums `pitch` bytes
-        apart. `copies` is where the sums go besides, as `TakeArgument` has it.
+        apart. `copies` is where the sums go besides, as `TileSumsArgument` has it.
         """
         problem, shape = self.problem, self.shape
         defines = (
@@ -309,7 +309,7 @@ class TileSendingGemm:
         return self.team.packed() + self._of_take(sums, pitch, copies)
 
     def _of_take(self, sums: int, pitch: int, copies: bytes) -> bytes:
-        """The struct `TakeArgument`, which ends with where sums go besides."""
+        """The struct `TileSumsArgument`, which ends with where sums go besides."""
         tile_order, at = self.tile_order, self._at
         return (
             struct.pack("QQQQ", at("slots"), self._own.stride, at("owned"), at("chunks"))
