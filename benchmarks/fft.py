@@ -203,6 +203,7 @@ def one_process(context: Any, n: int, dtype: str, ducc0: bool = False) -> Callab
     workers = min(context.size, len(os.sched_getaffinity(0)))
     if ducc0:
         fft = importlib.import_module("ducc0.fft")
+        importlib.import_module("ducc0.misc").resize_thread_pool(workers)  # shardmath's are its own
         if dtype in REAL_RESULTS:
             how = {"axes": (0, 1, 2), "lastsize": n, "forward": False, "nthreads": workers}
             return lambda: fft.c2r(whole, **how)

@@ -127,6 +127,13 @@ def test_tensors_get_torch_and_arrays_what_is_installed(monkeypatch, installed):
         local._installed.cache_clear()
 
 
+def test_ducc0_has_no_threads_for_a_fork_to_join():
+    misc = importlib.import_module("ducc0.misc")
+    misc.resize_thread_pool(2)
+    assert local._inner.__wrapped__("ducc0") is not None
+    assert misc.thread_pool_size() == 1
+
+
 @pytest.mark.parametrize("engine", ["ducc0", "scipy"])
 @pytest.mark.parametrize("changed", ["c2c", "r2c", "c2r"])
 def test_inner_functions_of_another_kind_are_not_used(monkeypatch, changed, engine):
@@ -137,6 +144,7 @@ def test_inner_functions_of_another_kind_are_not_used(monkeypatch, changed, engi
         raise AssertionError("called with none")
 
     known = {name: getattr(inner, name) for name in ("c2c", "r2c", "c2r")}
+    known["resize_thread_pool"] = lambda _: None
     other = SimpleNamespace(**known | {changed: takes_other_arguments})
     monkeypatch.setattr(local.importlib, "import_module", lambda _: other)
     assert local._inner.__wrapped__(engine) is None
