@@ -188,9 +188,9 @@ def piped(launch, stream, *, local, mark=lambda name, stream: None):
         push_stream.wait_for_chunk(stream)
         mark(f"arrived {number}", stream)
         transform(steps, f"second {number}")
-        if program.returns:
+        if program.two_exchanges:
             push_stream.signal_ready(stream)
-    if program.returns:
+    if program.two_exchanges:
         push_stream.wait_for_chunk(stream)
     transform(program.last, "last")
     push_stream.join(stream)
