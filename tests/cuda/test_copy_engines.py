@@ -7,6 +7,8 @@ import pytest
 from shardmath.operators.matmul.gpu import copy_engines
 from shardmath.redistribution.copies import StridedCopy
 
+pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
+
 SOURCE, TARGET, STREAM = 1 << 20, 1 << 30, 7
 BOXES = {
     "bytes": ((), (), ()),

@@ -42,6 +42,9 @@ def fail(context, what):
             return context.heap.allocate((1 << 60) if context.rank == 1 else 8), None
         return context.heap.allocate(8), context.rank
 
+    gc.collect()
+    for _ in range(2):  # what ranks have dropped before, all of them know, and use again
+        context.barrier()
     kind, used = {"memory": HeapExhausted, "notes": CollectiveMismatch}[what], context.heap.used
     with pytest.raises(kind) as caught:
         allocate_on_all_ranks(context, "fail", allocate, lambda notes: require_equal("it", notes))
