@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from shardmath.operators.matmul.gpu.operand_layout import OperandLayout
 from shardmath.operators.matmul.gpu.row_push import copy_steps
 from shardmath.operators.matmul.gpu.row_split import (
     CHUNKS,
     DEPTH,
-    OperandLayout,
     RowSplitProduct,
     Tiling,
     choose_tiling,

@@ -5,12 +5,12 @@
 
 using namespace shardmath;
 
-struct HandingArgument {
+struct RowPushArgument {
     Team team;
     Words* own;
 };
 
-extern "C" __global__ void __launch_bounds__(64) await_readers(const __grid_constant__ HandingArgument a) {
+extern "C" __global__ void __launch_bounds__(64) await_readers(const __grid_constant__ RowPushArgument a) {
     Words& own = *a.own;
     const u32 me = threadIdx.x;
     const u64 launch = own.begun + 1;

@@ -20,13 +20,14 @@ from shardmath.cuda.stream import StreamOrder
 from shardmath.local.gpu import Matrix
 from shardmath.operators.matmul.gpu.all_gather import AllGatherGemm
 from shardmath.operators.matmul.gpu.all_reduce import GemmAllReduce
+from shardmath.operators.matmul.gpu.local_product import HALF_DTYPES
 from shardmath.operators.matmul.gpu.operand_layout import OperandLayout
 from shardmath.operators.matmul.gpu.patterns import Pattern
 from shardmath.operators.matmul.gpu.rank_plan import Operands, RankPlan
 from shardmath.operators.matmul.gpu.reduce_scatter import GemmReduceScatter
 from shardmath.operators.matmul.gpu.reduction_choice import CHOICES, EPILOGS, split_k_product
 from shardmath.operators.matmul.gpu.row_split import RowSplitProduct, is_fused_faster
-from shardmath.operators.matmul.gpu.split_k import HALF_DTYPES, SplitKProduct, even_rows
+from shardmath.operators.matmul.gpu.split_k import SplitKProduct, even_rows
 from shardmath.operators.published import matrix_of
 from shardmath.symmetric.exposed import Exposed
 

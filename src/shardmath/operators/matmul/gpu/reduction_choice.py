@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from shardmath.local.epilog import MatmulEpilog
+from shardmath.operators.matmul.gpu.local_product import HALF_DTYPES
 from shardmath.operators.matmul.gpu.operand_layout import OperandLayout
 from shardmath.operators.matmul.gpu.patterns import Pattern, pattern_of
-from shardmath.operators.matmul.gpu.split_k import HALF_DTYPES, SplitKProduct, even_rows
+from shardmath.operators.matmul.gpu.split_k import SplitKProduct, even_rows
 from shardmath.operators.matmul.gpu.tile_order import TILE_COLUMNS, TILE_ROWS, TileOrder
 from shardmath.operators.matmul.gpu.tile_sending import Shape
 from shardmath.operators.matmul.strategy import Strategy

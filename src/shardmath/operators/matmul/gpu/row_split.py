@@ -17,7 +17,7 @@ from functools import cached_property
 
 from shardmath.cuda.device import Device
 from shardmath.cuda.tensormap import ALIGNMENT
-from shardmath.operators.matmul.gpu.operand_layout import OperandLayout
+from shardmath.operators.matmul.gpu.local_product import HALF_DTYPES, LocalProduct
 
 __all__ = [
     "CHUNKS",
@@ -36,38 +36,21 @@ TILE_ROWS = 128
 CHUNKS = 8  # of k, at most, in which rows come
 PIECES = 4  # in which copy engines bring what is waited for: a copy takes long to begin
 DEPTH = 64  # of k, that is multiplied at once
-_DTYPES = ("float16", "bfloat16")
 _MOST_RANKS = 64  # whose maps fit in a kernel's argument
 _LINE = 128  # bytes
 _SHARED_BYTES = 226 << 10  # that a block may have, less what the barriers need
 
 
 @dataclass(frozen=True)
-class RowSplitProduct:
-    """What one rank multiplies: (sum(rows) x depth) by (depth x columns), elements of `dtype`.
+class RowSplitProduct(LocalProduct):
+    """See LocalProduct: rows of A come from all ranks.
 
     `rows`, of A on each rank, `depth`, `dtype` and the order of A are the same on all ranks;
     `columns`, those of this rank, the pitches, the layout of B and `out`, the order of the result,
     may differ.
     """
 
-    rows: tuple[int, ...]
-    columns: int
-    depth: int
-    dtype: str
-    a: OperandLayout
-    b: OperandLayout
     out: str = "C"
-
-    @property
-    def height(self) -> int:
-        """Rows of the result."""
-        return sum(self.rows)
-
-    @property
-    def flops(self) -> float:
-        """Of this rank: a multiplication and an addition count as two."""
-        return 2.0 * self.height * self.columns * self.depth
 
     @property
     def same_everywhere(self) -> list[tuple[str, object]]:
@@ -83,8 +66,10 @@ class RowSplitProduct:
         """Why `device` cannot multiply so while rows arrive, or "" where it can."""
         if device.arch != "sm_90":
             return f"the kernel is for GPUs of capability 9.0, and this one is {device.arch}"
-        if self.dtype not in _DTYPES:
-            return f"elements are {self.dtype}, and the kernel multiplies {' and '.join(_DTYPES)}"
+        if self.dtype not in HALF_DTYPES:
+            return (
+                f"elements are {self.dtype}, and the kernel multiplies {' and '.join(HALF_DTYPES)}"
+            )
         if len(self.rows) > _MOST_RANKS:
             return f"{len(self.rows)} ranks, and the kernel gathers from {_MOST_RANKS} at most"
         for name, operand in (("A", self.a), ("B", self.b)):

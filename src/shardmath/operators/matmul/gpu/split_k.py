@@ -16,40 +16,22 @@ from itertools import accumulate, pairwise
 
 from shardmath.cuda.device import Device
 from shardmath.cuda.tensormap import ALIGNMENT
-from shardmath.operators.matmul.gpu.operand_layout import OperandLayout
+from shardmath.operators.matmul.gpu.local_product import HALF_DTYPES, LocalProduct
 from shardmath.operators.matmul.gpu.tile_order import TILE_ROWS
 
-__all__ = ["HALF_DTYPES", "SplitKProduct", "even_rows"]
+__all__ = ["SplitKProduct", "even_rows"]
 
-HALF_DTYPES = ("float16", "bfloat16")
 _MOST_RANKS = 32  # whose slots a sender keeps account of in one word
 _MOST_ELEMENTS = 1 << 34  # of the result
 
 
 @dataclass(frozen=True)
-class SplitKProduct:
-    """What one rank multiplies: (sum(rows) x depth) by (depth x columns), elements of `dtype`.
+class SplitKProduct(LocalProduct):
+    """See LocalProduct: the parts of all ranks are added.
 
     `rows`, `columns` and `dtype` are the same on all ranks; `depth`, this rank's part of k, and the
     layouts `a` and `b` may differ.
     """
-
-    rows: tuple[int, ...]
-    columns: int
-    depth: int
-    dtype: str
-    a: OperandLayout
-    b: OperandLayout
-
-    @property
-    def height(self) -> int:
-        """Rows of A, and of the whole result."""
-        return sum(self.rows)
-
-    @property
-    def flops(self) -> float:
-        """Of this rank: a multiplication and an addition count as two."""
-        return 2.0 * self.height * self.columns * self.depth
 
     @property
     def same_everywhere(self) -> list[tuple[str, object]]:
