@@ -2,6 +2,7 @@
 #
 #   make demo    digits and a photograph, 4 ranks      make check   lint, types, layers
 #   make test    all tests                             make bench   figures, beside their baselines
+#   make torture faults and interrupts at length       make clean   remove what these have made
 
 PYTHON ?= python3
 VENV := .venv
@@ -11,7 +12,7 @@ PIP := $(PYTHON) -m pip --python $(RUN) --quiet --disable-pip-version-check
 # Those that need no GPU; each prints a table and writes benchmarks/results/*.json.
 BENCHMARKS := $(filter-out benchmarks/record.py benchmarks/on_gpus.py benchmarks/gpu%,$(wildcard benchmarks/*.py))
 
-.PHONY: help demo test check bench clean
+.PHONY: help demo test torture check bench clean
 .DELETE_ON_ERROR:
 
 help:
@@ -23,6 +24,9 @@ demo: $(VENV)/.has-demo
 
 test: $(VENV)/.has-test
 	@$(RUN) -m pytest
+
+torture: $(VENV)/.has-test
+	@$(RUN) -m pytest -m torture --timeout 3600
 
 check: $(VENV)/.has-test $(VENV)/.has-lint
 	$(RUN) -m ruff check .
