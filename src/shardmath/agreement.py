@@ -13,11 +13,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from shardmath import errors, wire
+from shardmath.collective_call import settled
 from shardmath.errors import CollectiveMismatch
 from shardmath.symmetric.board import Board
 from shardmath.symmetric.header import bodies, header
 
-__all__ = ["agree", "gather", "require_equal"]
+__all__ = ["agree", "gather", "refusing", "require_equal"]
 
 Agreed = TypeVar("Agreed")
 
@@ -45,7 +46,8 @@ def agree(
     by that rank), or what `check` raises, or CollectiveMismatch when the operations differ.
     """
     texts = gather(board, operation, lambda: wire.encode(describe()))
-    return check([wire.decode(text) for text in texts])
+    with refusing(board, operation):
+        return check([wire.decode(text) for text in texts])
 
 
 def gather(board: Board, operation: str, describe: Callable[[], bytes]) -> list[bytes]:
@@ -70,6 +72,28 @@ def gather(board: Board, operation: str, describe: Callable[[], bytes]) -> list[
         del mistake  # its traceback refers to this frame: a cycle that would keep the operands
     start = len(prefix)
     return [each[start:] for each in texts]
+
+
+class refusing:  # noqa: N801  (a context manager)
+    """Around a pure check of what all ranks have said: what it raises, it raises on all ranks.
+
+    The ranks confirm it by one more exchange. For an exception need not be the check's: a signal
+    handler may have raised it, on this rank alone. Then the peers are in another operation, and
+    CollectiveMismatch is raised in its place, there too.
+    """
+
+    __slots__ = ("_board", "_operation")
+
+    def __init__(self, board: Board, operation: str) -> None:
+        self._board, self._operation = board, operation
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, Exception):
+            self._board.exchange(f"error of {self._operation}", b"")
+            settled(error)
 
 
 def require_equal(what: str, values: Sequence[Any]) -> Any:
@@ -100,7 +124,7 @@ def _raise_refusal(messages: Sequence[bytes], own: Exception | None) -> None:
             everywhere = len(messages) > 1 and all(other == text for other in messages)
             same = own is None or text == _refusal(own)
             who = "every rank" if everywhere else f"rank {rank}"
-            raise _rebuilt(who, text[1:]) from (None if same else own)
+            raise settled(_rebuilt(who, text[1:])) from (None if same else own)
 
 
 def _travelling_name(error: Exception) -> str:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import numpy as np
 
 from shardmath import agreement, current
+from shardmath.collective_call import collective_call
 from shardmath.distributed_context import DistributedContext
 from shardmath.geometry.integers import index
 from shardmath.group.base import ProcessGroup
@@ -121,6 +122,7 @@ class Context(DistributedContext):
         self.require_open()
         return agreement.gather(self.board, operation, describe)
 
+    @collective_call
     def barrier(self) -> None:
         """See DistributedContext. Collective."""
         self.require_open()
@@ -265,6 +267,7 @@ class Context(DistributedContext):
 
     # -- groups ------------------------------------------------------------------------------------
 
+    @collective_call
     def split(self, color: int | None, key: int = 0) -> Context | None:
         """See DistributedContext. Collective."""
 
@@ -280,6 +283,7 @@ class Context(DistributedContext):
         members = sorted((k, r) for r, (c, k) in enumerate(choices) if c == own)
         return self._derive([r for _, r in members], f"split {self._splits} color {own}")
 
+    @collective_call
     def subset(self, ranks: Sequence[int]) -> Context:
         """See DistributedContext. Collective among `ranks` alone."""
         self.require_open()

@@ -15,6 +15,7 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 from shardmath import agreement, current
+from shardmath.collective_call import collective_call
 from shardmath.config import Settings, warn_of_unknown
 from shardmath.context import Context, current_context, open_contexts
 from shardmath.distributed_context import DistributedContext
@@ -29,6 +30,7 @@ __all__ = ["finalize", "get_context", "initialize", "new_context"]
 _BACKENDS = ("host", "mpi", "cuda", "nvshmem", "nccl")
 
 
+@collective_call
 def initialize(
     device_id: int | str,
     process_group: Any = None,
@@ -52,6 +54,7 @@ def initialize(
     return context
 
 
+@collective_call
 def new_context(
     device_id: int | str,
     process_group: Any = None,
@@ -90,6 +93,7 @@ def get_context() -> DistributedContext | None:
     return current_context()
 
 
+@collective_call
 def finalize() -> None:
     """End the default context. Collective; does nothing when there is none.
 

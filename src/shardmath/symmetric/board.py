@@ -8,24 +8,33 @@ be repeated. A row holds
     word 1  barrier    how many barriers this rank has reached
     word 2  state      RUNNING, LEFT, FAILED or MISMATCHED
     word 8  operation  the name of the operation under way, for other ranks' messages
+    word 3  recovery   how often this rank has asked for a recovery of the group
+    word 4  decision   the last recovery of which this rank has named the survivors
     reason, written before the state becomes FAILED: why, and which ranks are to blame
-    then two mailboxes, used by even and odd rounds
+    then two mailboxes, used by even and odd rounds: the number of the round, how many bytes the
+    text has in all, and a part of it
 
 A rank that gives a barrier up takes back that it has reached it: what it lets peers read may change
 from then on, and who comes later is not to take it for what it was.
 
 Two mailboxes suffice: a rank publishes round s+2 only after it has finished s+1, for which every
-peer had published s+1, which a peer does only after it has read all of round s.
+peer had published s+1, which a peer does only after it has read all of round s. A mailbox says of
+which round it is, so that no other round's is ever read in its place.
+
+Every use of a board is entered on the record of the public call that it is part of, before anything
+is published. A call that did not return leaves its record unfinished, and the board has failed.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import struct
 import threading
 from collections.abc import Callable, Sequence
 
 from shardmath.caller import caller_line
+from shardmath.collective_call import CollectiveCall, current_call, settled
 from shardmath.errors import CollectiveMismatch, OpTimeout, RankFailure, ShardmathError
 from shardmath.symmetric.header import NAME_BYTES, bodies, header
 from shardmath.symmetric.reason import REASON_BYTES, Reason
@@ -35,13 +44,14 @@ from shardmath.transport.liveness import PeerWatch
 
 __all__ = ["ORDERED", "ROW_BYTES", "Board", "OperationGuard", "board_bytes"]
 
-_EXCHANGE, _BARRIER, _STATE = 0, 1, 2
+_EXCHANGE, _BARRIER, _STATE, _RECOVERY, _DECISION = range(5)
 _OPERATION = 64  # byte offset in a row
 _REASON = 128
+_WORD_BYTES = 8
 _MAIL = _REASON + REASON_BYTES  # byte offset of the first mailbox
 _MAIL_BYTES = 4096
-_LENGTH_BYTES = 8
-_CHUNK = _MAIL_BYTES - _LENGTH_BYTES
+_MAIL_HEAD = struct.Struct("=QQ")  # number of the round, bytes of the text
+_CHUNK = _MAIL_BYTES - _MAIL_HEAD.size
 ROW_BYTES = _MAIL + 2 * _MAIL_BYTES
 _RUNNING, _LEFT, _FAILED, _MISMATCHED = 0, 1, 2, 3
 _MESSAGE_LIMIT = 64 << 20
@@ -86,6 +96,8 @@ class Board:
         self._barriers = 0
         self._operation = "start"
         self._lock = threading.RLock()
+        self._call: CollectiveCall | None = None  # the last public call that used this board
+        self._recoveries = 0
         self.failure: str | None = None
 
     # -- what the ranks do together ------------------------------------------------------------
@@ -126,20 +138,31 @@ class Board:
         same core in the same order; a reader loads the word before the chunk. So whoever sees the
         round sees its chunk.
         """
-        self._rounds += 1
-        mailbox = _MAIL + (self._rounds & 1) * _MAIL_BYTES
-        self._rows.write(mailbox, length.to_bytes(_LENGTH_BYTES, "little") + chunk)
-        self._rows.publish(_EXCHANGE, self._rounds)
-        self._await(_EXCHANGE, self._rounds)
-        word, first = mailbox // _LENGTH_BYTES, mailbox + _LENGTH_BYTES
+        number = self._rounds + 1
+        mailbox = _MAIL + (number & 1) * _MAIL_BYTES
+        self._rows.write(mailbox, _MAIL_HEAD.pack(number, length) + chunk)
+        self._rows.publish(_EXCHANGE, number)
+        self._rounds = number
+        self._await(_EXCHANGE, number)
+        word, first = mailbox // _WORD_BYTES, mailbox + _MAIL_HEAD.size
         lengths, chunks = [], []
         for words, row in self._mailboxes:
-            whole = words[word]
+            if words[word] != number:
+                raise self._stale(words[word], number)
+            whole = words[word + 1]
             left = whole - start
             end = first + left if left < _CHUNK else first + _CHUNK
             lengths.append(whole)
             chunks.append(row[first:end].tobytes() if left > 0 else b"")
         return lengths, chunks
+
+    def _stale(self, found: int, number: int) -> RankFailure:
+        """What to raise for a mailbox of another round than the one that was published."""
+        error = RankFailure(
+            f"{self.where()}: a peer published round {number} with the message of round {found}"
+        )
+        self._fail_with(error)
+        return error
 
     def barrier(self, operation: str = "barrier", timeout: float | None = None) -> None:
         """Wait until every rank has called it. Collective.
@@ -170,12 +193,36 @@ class Board:
     def begin(self, operation: str) -> None:
         """Let this thread use the board, if no other thread does. See `guard`."""
         if not self._lock.acquire(blocking=False):
-            self.fail(f"a second thread called {operation} during {self._operation}")
-            raise RuntimeError(
-                f"rank {self.rank}: {operation} was called while another thread is in "
-                f"{self._operation}; give each thread a context of its own, from split() or "
-                "new_context()"
-            )
+            raise self._second_thread(operation)
+        call = current_call()
+        if call is not self._call:
+            self._enter(call, operation)
+
+    def _enter(self, call: CollectiveCall | None, operation: str) -> None:
+        """Note that `call` uses this board, unless the call before it has not come to its end."""
+        last = self._call
+        if last is not None and not last.finished:
+            if last.thread == threading.get_ident():
+                self.fail(f"{self._operation} was interrupted")
+            else:
+                self.end()
+                raise self._second_thread(operation)
+        if call is not None:
+            call.boards.append(self)
+        self._call = call
+
+    def interrupted(self, error: BaseException, line: str) -> None:
+        """Tell the peers that `error` has left an operation, called in `line`, before its end."""
+        self.fail(f"{self._operation}, {line}: {type(error).__name__}: {error}".rstrip(": "))
+
+    def _second_thread(self, operation: str) -> RuntimeError:
+        """What to raise where two threads use this board, which has failed then."""
+        self.fail(f"a second thread called {operation} during {self._operation}")
+        return RuntimeError(
+            f"rank {self.rank}: {operation} was called while another thread is in "
+            f"{self._operation}; give each thread a context of its own, from split() or "
+            "new_context()"
+        )
 
     def end(self) -> None:
         """Let other threads use the board again."""
@@ -317,7 +364,9 @@ class Board:
                 timeout=timeout,
             )
         except BaseException as error:
-            if word == _EXCHANGE or not isinstance(error, TimeoutError):
+            if word == _BARRIER and isinstance(error, OpTimeout):
+                settled(error)  # the next call waits for the same barrier
+            else:
                 self._fail_with(error)
             raise
 
@@ -349,6 +398,9 @@ class Board:
         except (CollectiveMismatch, RankFailure) as error:
             self._fail_with(error)
             raise
+        except OpTimeout as error:
+            settled(error)
+            raise
 
     def _polling(self, arrived: Callable[[], bool]) -> Callable[[], bool]:
         """`arrived`, after messages of ranks on other hosts have been taken in."""
@@ -370,7 +422,7 @@ class Board:
         if self.failure is not None:
             raise RankFailure(
                 f"rank {self.rank}: an earlier operation of this context failed ({self.failure}); "
-                "finalize and initialize again among the ranks that remain"
+                "call recover() of the context on all ranks that remain, or finalize and initialize"
             )
 
 
@@ -386,6 +438,6 @@ class OperationGuard:
         self._board.begin(self._operation)
 
     def __exit__(self, kind: type[BaseException] | None, error: object, _: object) -> None:
-        if kind is not None:
-            self._board.fail(f"{self._operation}: {kind.__name__}: {error}")
+        if isinstance(error, BaseException):
+            self._board.interrupted(error, caller_line())
         self._board.end()

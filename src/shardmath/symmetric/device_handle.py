@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from shardmath.collective_call import collective_call
 from shardmath.cuda import stream as streams
 from shardmath.cuda.compile import KERNELS
 from shardmath.cuda.driver import call
@@ -181,6 +182,7 @@ class DeviceSymmetricMemory(SymmetricMemory):
 
     # -- signals on streams ------------------------------------------------------------------------
 
+    @collective_call
     def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
         """Put a barrier of all ranks on the current stream. Collective.
 
@@ -190,6 +192,7 @@ class DeviceSymmetricMemory(SymmetricMemory):
         timeout = self._ready(channel, timeout_ms)
         self._team.barrier(self._stream(), channel=channel, timeout=timeout)
 
+    @collective_call
     def put_signal(self, dst_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
         """Signal `dst_rank` from the current stream, once it has consumed the last signal."""
         timeout = self._ready(channel, timeout_ms)
@@ -198,6 +201,7 @@ class DeviceSymmetricMemory(SymmetricMemory):
         stream = self._stream()
         self._team.flag("raise_flag", dst_rank, stream, slot=slot, channel=channel, timeout=timeout)
 
+    @collective_call
     def wait_signal(self, src_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
         """Make the current stream wait for a signal of `src_rank`, and consume it."""
         timeout = self._ready(channel, timeout_ms)

@@ -19,6 +19,7 @@ import numpy as np
 
 from shardmath.arrays import DType, Library, dtypes, library_of, raw_view
 from shardmath.arrays.spec import packed_strides
+from shardmath.collective_call import collective_call
 from shardmath.context import Context
 from shardmath.errors import UseAfterFree
 from shardmath.geometry.integers import index
@@ -220,6 +221,7 @@ class SymmetricMemory(metaclass=PadSetting):
 
     # -- copies ------------------------------------------------------------------------------------
 
+    @collective_call
     def get(self, dst: Any, src_rank: int, offset: int = 0) -> None:
         """Fill `dst` with elements of the array that `src_rank` brought, from `offset` on.
 
@@ -234,6 +236,7 @@ class SymmetricMemory(metaclass=PadSetting):
         """
         self._copy(dst, src_rank, offset, writes=False)
 
+    @collective_call
     def put(self, src: Any, dst_rank: int, offset: int = 0) -> None:
         """Write `src` over elements of the array that `dst_rank` brought, from `offset` on.
 
@@ -273,6 +276,7 @@ class SymmetricMemory(metaclass=PadSetting):
 
     # -- signals -----------------------------------------------------------------------------------
 
+    @collective_call
     def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
         """Wait until every rank has called it for this channel. Collective.
 
@@ -293,6 +297,7 @@ class SymmetricMemory(metaclass=PadSetting):
         self._wait(lambda: not missing(), missing, "barrier", channel, timeout_ms)
         state.reached[channel] = target
 
+    @collective_call
     def put_signal(self, dst_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
         """Signal `dst_rank`, after waiting until it has consumed this channel's last signal."""
         self._require_channel(channel)
@@ -310,6 +315,7 @@ class SymmetricMemory(metaclass=PadSetting):
         if self._state.far is not None:
             self._state.far.raised(dst_rank, channel)
 
+    @collective_call
     def wait_signal(self, src_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
         """Wait for a signal of `src_rank` on this channel, and consume it.
 
