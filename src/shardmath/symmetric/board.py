@@ -8,8 +8,8 @@ be repeated. A row holds
     word 1  barrier    how many barriers this rank has reached
     word 2  state      RUNNING, LEFT, FAILED or MISMATCHED
     word 8  operation  the name of the operation under way, for other ranks' messages
-    word 3  recovery   how often this rank has asked for a recovery of the group
-    word 4  decision   the last recovery of which this rank has named the survivors
+    word 3  recovery   the last recovery of the group that this rank has asked for
+    word 4  decision   the last one for which this rank has said who goes on
     reason, written before the state becomes FAILED: why, and which ranks are to blame
     then two mailboxes, used by even and odd rounds: the number of the round, how many bytes the
     text has in all, and a part of it
@@ -38,6 +38,7 @@ from shardmath.collective_call import CollectiveCall, current_call, settled
 from shardmath.errors import CollectiveMismatch, OpTimeout, RankFailure, ShardmathError
 from shardmath.symmetric.header import NAME_BYTES, bodies, header
 from shardmath.symmetric.reason import REASON_BYTES, Reason
+from shardmath.symmetric.recovery import Recovery
 from shardmath.symmetric.rows import ORDERED, Rows
 from shardmath.symmetric.waiting import WaitPolicy, wait_until
 from shardmath.transport.liveness import PeerWatch
@@ -97,7 +98,14 @@ class Board:
         self._operation = "start"
         self._lock = threading.RLock()
         self._call: CollectiveCall | None = None  # the last public call that used this board
-        self._recoveries = 0
+        self.recovery = Recovery(
+            rows,
+            rank=rank,
+            words=(_RECOVERY, _DECISION),
+            place=_MAIL,
+            gone=self._gone,
+            wait=self._await_recovery,
+        )
         self.failure: str | None = None
 
     # -- what the ranks do together ------------------------------------------------------------
@@ -227,6 +235,33 @@ class Board:
     def end(self) -> None:
         """Let other threads use the board again."""
         self._lock.release()
+
+    # -- recovery ------------------------------------------------------------------------------
+
+    def survivors(self) -> list[int]:
+        """The ranks that go on when this board has failed, the same on all of them. Collective.
+
+        It fails here, if it has not yet: whoever waits in another operation is to come too. Raises
+        OpTimeout, naming the ranks that live and do not come, and RankFailure where the others
+        count this rank among the dead. It can be called again after either.
+        """
+        self.fail("it called recover()")
+        self.operation = "recover"
+        return self.recovery.survivors()
+
+    def _gone(self) -> set[int]:
+        """The ranks that have died or left."""
+        states = [words[_STATE] for words in self._words]
+        return {r for r in self._peers if states[r] == _LEFT} | set(self.dead())
+
+    def _await_recovery(self, awaited: Callable[[], list[int]]) -> None:
+        wait_until(
+            self._polling(lambda: not awaited()),
+            policy=self.policy,
+            missing=awaited,
+            peer_error=lambda _: None,
+            doing=self.where,
+        )
 
     # -- states --------------------------------------------------------------------------------
 

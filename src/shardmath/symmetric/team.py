@@ -240,7 +240,8 @@ class Team:
         if self.broken:
             raise RankFailure(
                 f"rank {self.rank}: an earlier operation of this context was given up "
-                f"({self.broken}); finalize and initialize again among the ranks that remain"
+                f"({self.broken}); call recover() of the context on all ranks that remain, or "
+                "finalize and initialize"
             )
 
     def gave_up(self) -> bool:

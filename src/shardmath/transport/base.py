@@ -133,6 +133,10 @@ class Transport(ABC):
         """Hand the peers what they need to attach an own segment. Sends once per peer."""
 
     @abstractmethod
+    def forget_announcements(self) -> None:
+        """Announce every segment anew when it is next used: peers may have lost what was sent."""
+
+    @abstractmethod
     def attach(self, rank: int, index: int) -> Segment:
         """Map a segment that `rank` has announced. Cheap when it is mapped already."""
 

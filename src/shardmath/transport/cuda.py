@@ -143,6 +143,10 @@ class CudaTransport(Transport):
                 os.close(fd)
             call("cuMemRelease", handle)
 
+    def forget_announcements(self) -> None:
+        """See Transport."""
+        self._announced.clear()
+
     def attach(self, rank: int, index: int) -> Segment:
         """See Transport. Raises BackendUnavailable where this device cannot reach the peer's."""
         with self._introducing:

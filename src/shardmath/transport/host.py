@@ -97,6 +97,10 @@ class HostTransport(Transport):
                     self._mesh.send(peer, f"segment {index}", fd)
                     self._announced.add((peer, index))
 
+    def forget_announcements(self) -> None:
+        """See Transport."""
+        self._announced.clear()
+
     def attach(self, rank: int, index: int) -> Segment:
         """See Transport."""
         if (rank, index) not in self._bytes:

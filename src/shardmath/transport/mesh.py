@@ -60,8 +60,7 @@ class Mesh:
         self._timeout = timeout
         self._sockets: dict[int, socket.socket] = {}
         self._arrived: dict[int, dict[bytes, tuple[int, int]]] = {}
-        self._reading: set[int] = set()  # peers whose socket a thread of this rank reads just now
-        self._inbox = threading.Condition()  # guards the two
+        self._reading = [threading.Lock() for _ in range(self.size)]  # one reads for all threads
         with ExitStack() as undo:
             undo.callback(self._close_sockets)
             try:
@@ -230,25 +229,15 @@ class Mesh:
         RankFailure when the peer ends first, or says nothing within the start-up deadline.
         """
         wanted = tag.encode()
-        with self._inbox:
-            arrived = self._arrived.setdefault(rank, {})
-            while wanted not in arrived:
-                if rank in self._reading:
-                    self._inbox.wait()
-                    continue
-                self._reading.add(rank)
-                self._inbox.release()
-                try:
-                    found = self._read(rank, tag)
-                finally:
-                    self._inbox.acquire()
-                    self._reading.discard(rank)
-                    self._inbox.notify_all()
-                arrived.update(found)
-            return arrived.pop(wanted)
+        arrived = self._arrived.setdefault(rank, {})
+        while (found := arrived.pop(wanted, None)) is None:
+            with self._reading[rank]:
+                if wanted not in arrived:
+                    self._read(rank, tag, arrived)
+        return found
 
-    def _read(self, rank: int, awaited: str) -> dict[bytes, tuple[int, int]]:
-        """The next descriptor of `rank`, by its tag, with the bytes that it stands for."""
+    def _read(self, rank: int, awaited: str, arrived: dict[bytes, tuple[int, int]]) -> None:
+        """Put the next descriptor of `rank` among those that have arrived, by its tag."""
         doing = f"waiting for its {awaited!r}"
         try:
             data, fds, flags, _ = socket.recv_fds(self._sockets[rank], _SIZE.size + _TAG_BYTES, 1)
@@ -258,7 +247,11 @@ class Mesh:
             for fd in fds:
                 os.close(fd)
             raise self._lost(rank, doing, "its socket has ended")
-        return {data[_SIZE.size :]: (fds[0], _SIZE.unpack_from(data)[0])}
+        tag = data[_SIZE.size :]
+        before = arrived.get(tag)
+        arrived[tag] = fds[0], _SIZE.unpack_from(data)[0]
+        if before is not None:  # sent again after a recovery
+            os.close(before[0])
 
     def _lost(self, rank: int, doing: str, error: object) -> RankFailure:
         dead = self.watch.wait(_GRACE)  # a peer that ended because another died is not the cause

@@ -63,6 +63,11 @@ class MultiHostTransport(HostTransport):
             )
             self._announced_to.update((peer, index) for peer in far)
 
+    def forget_announcements(self) -> None:
+        """See Transport."""
+        super().forget_announcements()
+        self._announced_to.clear()
+
     def attach(self, rank: int, index: int) -> Segment:
         """See Transport."""
         if self._mesh.near(rank):

@@ -185,6 +185,9 @@ class NVSHMEMTransport(Transport):
     def announce(self, index: int, peers: Iterable[int]) -> None:
         """Does nothing: all ranks know each other's heaps."""
 
+    def forget_announcements(self) -> None:
+        """See Transport."""
+
     def attach(self, rank: int, index: int) -> Segment:
         """See Transport."""
         return self._segment(rank)
