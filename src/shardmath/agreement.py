@@ -16,7 +16,7 @@ from shardmath import errors, wire
 from shardmath.collective_call import settled
 from shardmath.errors import CollectiveMismatch
 from shardmath.symmetric.board import Board
-from shardmath.symmetric.header import bodies, header
+from shardmath.symmetric.header import header
 
 __all__ = ["agree", "gather", "refusing", "require_equal"]
 
@@ -67,7 +67,7 @@ def gather(board: Board, operation: str, describe: Callable[[], bytes]) -> list[
         texts = board.exchange_raw(operation, text)
         for each in texts:
             if not each.startswith(prefix):
-                _raise_refusal(bodies(texts, operation), mistake)
+                _raise_refusal(board.bodies(texts, operation), mistake)
     finally:
         del mistake  # its traceback refers to this frame: a cycle that would keep the operands
     start = len(prefix)
@@ -110,7 +110,10 @@ def require_equal(what: str, values: Sequence[Any]) -> Any:
 def _refusal(error: Exception) -> bytes:
     """What a rank sends instead of its description: the error that it met."""
     facts = {name: getattr(error, name) for name in _FACTS if hasattr(error, name)}
-    return _REFUSED + wire.encode((_travelling_name(error), str(error), facts))
+    name, text = _travelling_name(error), str(error)
+    if name != type(error).__name__:  # it is raised as what it derives from, or RuntimeError
+        text = f"{type(error).__name__}: {text}".rstrip(": ")
+    return _REFUSED + wire.encode((name, text, facts))
 
 
 def _raise_refusal(messages: Sequence[bytes], own: Exception | None) -> None:

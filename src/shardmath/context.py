@@ -336,7 +336,6 @@ class Context(DistributedContext):
             self.team.abort()  # kernels of a call that was given up may wait for ever
         while True:
             ranks = self.board.survivors()
-            self._runtime.transport.forget_announcements()
             try:
                 made = self._successor(ranks)
                 break
@@ -351,7 +350,11 @@ class Context(DistributedContext):
     def _successor(self, ranks: Sequence[int]) -> Context:
         """The context that takes this one's place, of these ranks. Collective among them."""
         made = self._derive(ranks, f"recovery {self.board.recovery.number}", parent=self._parent)
-        agreement.agree(made.board, "recover", lambda: None, lambda _: None)
+        transport, peers = self._runtime.transport, made._ranks
+        held = agreement.agree(made.board, "recover", transport.held, list)
+        for peer, segments in zip(peers, held, strict=True):
+            known = {index for owner, index in segments if owner == peers[made.rank]}
+            transport.forget_announcements(peer, known)
         made.process_group = self.process_group if len(ranks) == self.size else None
         return made
 

@@ -115,7 +115,19 @@ class Board:
 
         `operation` must be equal on all ranks: CollectiveMismatch, on all of them, when it is not.
         """
-        return bodies(self.exchange_raw(operation, header(operation) + message), operation)
+        return self.bodies(self.exchange_raw(operation, header(operation) + message), operation)
+
+    def bodies(self, texts: Sequence[bytes], operation: str) -> list[bytes]:
+        """What follows the headers of all ranks' texts, which are those of an `exchange_raw`.
+
+        Raises CollectiveMismatch, on all ranks, where they called different operations. The board
+        has failed then: a rank that went on would be one call apart from the others.
+        """
+        try:
+            return bodies(texts, operation)
+        except CollectiveMismatch as error:
+            self._fail_with(error)
+            raise
 
     def exchange_raw(self, operation: str, text: bytes) -> list[bytes]:
         """As `exchange`, of messages with their headers, which are not compared. Collective."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from shardmath.collective_call import settled
 from shardmath.errors import CollectiveMismatch
 from shardmath.group.base import rank_names
 
@@ -29,8 +28,7 @@ def bodies(texts: Sequence[bytes], operation: str) -> list[bytes]:
     prefix = header(operation)
     for text in texts:
         if not text.startswith(prefix):
-            message = f"the ranks called different operations: {_calls(texts)}"
-            raise settled(CollectiveMismatch(message))  # all ranks have read the same texts
+            raise CollectiveMismatch(f"the ranks called different operations: {_calls(texts)}")
     return [text[len(prefix) :] for text in texts]
 
 

@@ -8,7 +8,7 @@ alone, which serve every attached segment.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -133,8 +133,15 @@ class Transport(ABC):
         """Hand the peers what they need to attach an own segment. Sends once per peer."""
 
     @abstractmethod
-    def forget_announcements(self) -> None:
-        """Announce every segment anew when it is next used: peers may have lost what was sent."""
+    def held(self) -> list[tuple[int, int]]:
+        """(rank, index) of the peers' segments that this rank can attach, or has attached."""
+
+    @abstractmethod
+    def forget_announcements(self, rank: int, held: Container[int]) -> None:
+        """Announce to `rank` anew, when they are next used, own segments that are not `held` there.
+
+        What was sent may have been lost where an exception struck the rank that received it.
+        """
 
     @abstractmethod
     def attach(self, rank: int, index: int) -> Segment:

@@ -14,11 +14,12 @@ import array
 import errno
 import os
 import secrets
+import select
 import socket
 import struct
 import threading
 import time
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 from shardmath import wire
@@ -235,6 +236,25 @@ class Mesh:
                 if wanted not in arrived:
                     self._read(rank, tag, arrived)
         return found
+
+    def arrived(self, prefix: str) -> list[tuple[int, int]]:
+        """(rank, number) of the descriptors under `prefix` and a number that no call has received.
+
+        What the peers have sent is read as far as it is there: their queues are empty then.
+        """
+        for rank, connection in self._sockets.items():
+            waiting = select.poll()
+            waiting.register(connection, select.POLLIN)
+            with self._reading[rank], suppress(RankFailure):  # of a peer that has ended
+                while waiting.poll(0):
+                    self._read(rank, prefix, self._arrived.setdefault(rank, {}))
+        start = prefix.encode()
+        return [
+            (rank, int(tag[len(start) :]))
+            for rank, found in self._arrived.items()
+            for tag in list(found)
+            if tag.startswith(start)
+        ]
 
     def _read(self, rank: int, awaited: str, arrived: dict[bytes, tuple[int, int]]) -> None:
         """Put the next descriptor of `rank` among those that have arrived, by its tag."""

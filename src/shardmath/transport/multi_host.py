@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 
 import numpy as np
 
@@ -63,10 +63,18 @@ class MultiHostTransport(HostTransport):
             )
             self._announced_to.update((peer, index) for peer in far)
 
-    def forget_announcements(self) -> None:
+    def held(self) -> list[tuple[int, int]]:
         """See Transport."""
-        super().forget_announcements()
-        self._announced_to.clear()
+        return [*super().held(), *self.far]
+
+    def forget_announcements(self, rank: int, held: Container[int]) -> None:
+        """See Transport."""
+        super().forget_announcements(rank, held)
+        self._announced_to -= {
+            (peer, index)
+            for peer, index in self._announced_to
+            if peer == rank and index not in held
+        }
 
     def attach(self, rank: int, index: int) -> Segment:
         """See Transport."""
