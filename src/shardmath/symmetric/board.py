@@ -244,6 +244,15 @@ class Board:
             "new_context()"
         )
 
+    def enter(self, operation: str) -> None:
+        """Note that the public call under way is about to change what peers see, elsewhere.
+
+        An exception that leaves it from now on fails the board. Raises RankFailure when it has.
+        """
+        self.begin(operation)
+        self.end()
+        self._require_usable()
+
     def end(self) -> None:
         """Let other threads use the board again."""
         self._lock.release()

@@ -283,7 +283,7 @@ class SymmetricMemory(metaclass=PadSetting):
         What a rank wrote before, every rank sees after. It uses no slot of the pads. After
         OpTimeout this rank has still arrived, and its next call waits for the same barrier again.
         """
-        self._require_channel(channel)
+        timeout = self._begun("barrier of a handle", channel, timeout_ms)
         state, words = self._state, self._state.words
         target = state.reached.get(channel, 0) + 1
         _order()  # after writing what peers will read: before the word that announces it
@@ -294,21 +294,21 @@ class SymmetricMemory(metaclass=PadSetting):
         def missing() -> list[int]:
             return [r for r in range(self.world_size) if words[r][channel] < target]
 
-        self._wait(lambda: not missing(), missing, "barrier", channel, timeout_ms)
+        self._wait(lambda: not missing(), missing, "barrier", channel, timeout)
         state.reached[channel] = target
 
     @collective_call
     def put_signal(self, dst_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
         """Signal `dst_rank`, after waiting until it has consumed this channel's last signal."""
-        self._require_channel(channel)
         slots = self._state.slots[self._peer(dst_rank, "dst_rank")]
+        timeout = self._begun("put_signal", channel, timeout_ms)
         slot = channel * self.world_size + self.rank
         self._wait(
             lambda: slots[slot] == 0,
             lambda: [dst_rank],
             f"put_signal to rank {dst_rank}",
             channel,
-            timeout_ms,
+            timeout,
         )
         _order()
         slots[slot] = 1
@@ -321,19 +321,27 @@ class SymmetricMemory(metaclass=PadSetting):
 
         What `src_rank` wrote before its `put_signal`, this rank sees after.
         """
-        self._require_channel(channel)
         slots = self._state.slots[self.rank]
         slot = channel * self.world_size + self._peer(src_rank, "src_rank")
+        timeout = self._begun("wait_signal", channel, timeout_ms)
         self._wait(
             lambda: slots[slot] == 1,
             lambda: [src_rank],
             f"wait_signal from rank {src_rank}",
             channel,
-            timeout_ms,
+            timeout,
         )
         slots[slot] = 0  # before reusing what the source wrote: it may write anew from now on
         if self._state.far is not None:
             self._state.far.consumed(src_rank, channel)
+
+    def _begun(self, operation: str, channel: int, timeout_ms: int) -> float | None:
+        """Begin an operation, once its arguments are known to be right: its timeout in seconds."""
+        self._context.require_open()
+        self._require_channel(channel)
+        timeout = self._seconds(timeout_ms)
+        self._context.board.enter(operation)
+        return timeout
 
     def _wait(
         self,
@@ -341,10 +349,8 @@ class SymmetricMemory(metaclass=PadSetting):
         missing: Callable[[], list[int]],
         operation: str,
         channel: int,
-        timeout_ms: int,
+        timeout: float | None,
     ) -> None:
-        self._context.require_open()
-        timeout = self._seconds(timeout_ms)
         if not arrived():
             self._context.board.wait(arrived, missing, f"{operation}, channel {channel}", timeout)
         _order()  # before reading what peers wrote

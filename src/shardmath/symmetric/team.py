@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Self
 
+from shardmath.collective_call import settled
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import bindings, call, status_of
 from shardmath.cuda.kernel import Argument, Kernel, ReadyLaunch, kernel
@@ -232,7 +233,7 @@ class Team:
         where nothing has gone wrong. After the error, the team can be used again.
         """
         if self._report.words[0]:
-            raise self._reported_error()
+            raise settled(self._reported_error())
 
     def require_usable(self) -> None:
         """`check`, and raise RankFailure after an operation of these ranks was given up."""
