@@ -36,7 +36,7 @@ from collections.abc import Callable, Sequence
 from shardmath.caller import caller_line
 from shardmath.collective_call import CollectiveCall, current_call, settled
 from shardmath.errors import CollectiveMismatch, OpTimeout, RankFailure, ShardmathError
-from shardmath.symmetric.header import NAME_BYTES, bodies, header
+from shardmath.symmetric.header import NAME_BYTES, REFUSAL, bodies, header
 from shardmath.symmetric.reason import REASON_BYTES, Reason
 from shardmath.symmetric.recovery import Recovery
 from shardmath.symmetric.rows import ORDERED, Rows
@@ -121,13 +121,14 @@ class Board:
         """What follows the headers of all ranks' texts, which are those of an `exchange_raw`.
 
         Raises CollectiveMismatch, on all ranks, where they called different operations. The board
-        has failed then: a rank that went on would be one call apart from the others.
+        has failed where a rank had refused what its peers went on with: they are a call apart.
         """
         try:
             return bodies(texts, operation)
         except CollectiveMismatch as error:
-            self._fail_with(error)
-            raise
+            if any(text.startswith(REFUSAL.encode()) for text in texts):
+                self._fail_with(error)
+            raise settled(error) from None
 
     def exchange_raw(self, operation: str, text: bytes) -> list[bytes]:
         """As `exchange`, of messages with their headers, which are not compared. Collective."""
@@ -245,12 +246,13 @@ class Board:
         )
 
     def enter(self, operation: str) -> None:
-        """Note that the public call under way is about to change what peers see, elsewhere.
+        """Note that the public call under way uses this board, before it does so.
 
         An exception that leaves it from now on fails the board. Raises RankFailure when it has.
         """
-        self.begin(operation)
-        self.end()
+        if self._call is not current_call():
+            self.begin(operation)
+            self.end()
         self._require_usable()
 
     def end(self) -> None:
