@@ -235,6 +235,12 @@ def run_epilogs(context, library_name, result, addend, sums=cases.SUMS):
             for key, x in aux.items():
                 wanted = "uint8" if key == "relu_aux" else extras
                 assert library.host_view(x).dtype == to_numpy(wanted), (key, wanted)
+                if name in ("BGRADA", "BGRADB"):
+                    rows = part_of(one, dists[2], rank, size).sum(1)
+                    vector = rows if name == "BGRADA" else two.sum(0)
+                    found = library.host_view(x).astype(float)
+                    assert found.shape == vector.shape
+                    np.testing.assert_allclose(found, vector, rtol=2e-2, atol=0.1)
     return wrong
 
 
