@@ -8,6 +8,7 @@ carry there and back. Only such an operand is extended beyond its own elements.
 
 from __future__ import annotations
 
+import logging
 import math
 import weakref
 from collections.abc import Sequence
@@ -29,6 +30,8 @@ from shardmath.symmetric.allocation import array_on, block_of
 from shardmath.symmetric.heap import Block, Buffer
 
 __all__ = ["allocate_operand", "in_place_array"]
+
+_LOGGER = logging.getLogger(__name__)
 
 
 @collective_call
@@ -78,8 +81,7 @@ def allocate_operand(
         made.append(array_on(memory, library, dtypes.of(first.dtype), local, packed_strides(local)))
 
     context.agree("allocate_operand, memory", allocate, lambda _: None)
-    if logger is not None:
-        logger.info("allocated an operand of %d bytes on rank %d", nbytes, context.rank)
+    (logger or _LOGGER).info("allocated an operand of %d bytes on rank %d", nbytes, context.rank)
     return made[0]
 
 
