@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).parent.parent / "fft"))
 
 import fft_cases
+import test_allocated_operands
 from fft_cases import fill, to_host
 from visible import GPUS, RANKS, gpu_of
 
@@ -366,11 +367,11 @@ SPACES = [
 def check_allocated(context, body, *args):
     """A body of the host's tests of allocated operands."""
     use(context)
-    return getattr(importlib.import_module("test_allocated_operands"), body)(context, *args)
+    return getattr(test_allocated_operands, body)(context, *args)
 
 
 @pytest.mark.parametrize("args", SPACES, ids=lambda args: "-".join(map(str, args[:2])))
-def test_allocated_operands(gpus, size, args):
+def test_operands_have_room_for_the_result(gpus, size, args):
     found = gpus.run(check_allocated, "check_operands", *args, ranks=size, timeout=300)
     assert found == [[]] * size, "\n".join(text for texts in found for text in texts)
 
@@ -379,6 +380,26 @@ def test_allocated_operands(gpus, size, args):
 def test_the_memory_of_an_operand_is_its_own(gpus, size, args):
     found = gpus.run(check_allocated, "check_lives", *args[:2], ranks=size)
     assert found == [[]] * size, found
+
+
+def check_orders(context, name, where):
+    """The host's body, of transforms in chunks, whose results peers write."""
+    from shardmath.operators.fft import chunking
+
+    small = tuple((n, chunking.Chunking(*cuts)) for n, cuts in SMALL_CHUNKINGS)
+    chunking._ONE_EXCHANGE = chunking._TWO_EXCHANGES = chunking._MULTI_HOST = small
+    device = "cpu" if where == "cpu" else f"cuda:{context.device_id}"
+    return check_allocated(context, "check_orders", name, device, (48, 48, 64))
+
+
+@pytest.mark.parametrize("form", ["numpy cpu", "torch cpu", "torch gpu", "cupy gpu"])
+def test_orders_of_operand_and_result(gpus, size, form):
+    assert gpus.run(check_orders, *form.split(), ranks=size) == [[]] * size
+
+
+def test_types_of_operands_for_which_none_is_given(gpus, size):
+    expected = [dtype for *_, dtype in test_allocated_operands.DEFAULTS]
+    assert gpus.run(check_allocated, "check_defaults", ranks=size) == [expected] * size
 
 
 def check_results_go(context):

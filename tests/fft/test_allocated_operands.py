@@ -162,3 +162,57 @@ def check_lives(context, library_name, memory_space):
 @pytest.mark.parametrize(("library", "memory_space"), [("numpy", "cpu"), ("torch", None)])
 def test_the_memory_of_an_operand_is_its_own(contexts, library, memory_space):
     assert contexts.run(check_lives, library, memory_space, ranks=3) == [[]] * 3
+
+
+def check_orders(context, library_name, device, shape):
+    """Transforms of operands in one order into results in another, or in place: what is wrong."""
+    library, wrong = library_named(library_name), []
+    rank, size = context.rank, context.size
+    case = {"kind": "C2C", "dtype": "complex64", "shape": shape, "axes": None, "norm": None}
+    array = fft_cases.operand_of(case)
+    full = fft_cases.wanted(case, array)
+    part = part_of(array, Slab.X, rank, size)
+    with context:
+        for target, order, into in itertools.product((Slab.X, Slab.Y), "CF", ("C", "F", "operand")):
+            want = part_of(full, target, rank, size)
+            operand = library.empty(part.shape, part.dtype, order, device)
+            fft_cases.fill(operand, part)
+            named = {"options": {"inplace": True}}
+            if into != "operand":
+                named = {"out": library.empty(want.shape, part.dtype, into, device)}
+            got = shardmath.fft.fft(operand, distribution=(Slab.X, target), **named)
+            if not fft_cases.close(fft_cases.to_host(got), want, full.size):
+                wrong.append(f"{order} to {target} into {into}")
+            elif into == "operand" and order == "F" and library.spec(got).order == "C":
+                wrong.append(f"{order} to {target} in place is in order C")
+    return wrong
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_orders_of_operand_and_result(contexts, size, library):
+    args = (library, "cpu", (6, 12, 5))
+    assert contexts.run(check_orders, *args, ranks=size) == [[]] * size
+
+
+# (package, fft_type, the type of an operand for which none is given)
+DEFAULTS = [
+    *(("numpy", None, "float64"), ("numpy", "R2C", "float64"), ("numpy", "C2C", "complex64")),
+    *(("torch", None, "float32"), ("torch", "R2C", "float32"), ("torch", "C2R", "complex64")),
+]
+
+
+def check_defaults(context):
+    """The types that operands get where none is asked for."""
+    found = []
+    with context:
+        for name, kind, _ in DEFAULTS:
+            package = importlib.import_module(name)
+            x = shardmath.fft.allocate_operand((2, 6), package, distribution=Slab.X, fft_type=kind)
+            found.append(library_named(name).spec(x).dtype)
+    return found
+
+
+def test_types_of_operands_for_which_none_is_given(contexts):
+    expected = [dtype for *_, dtype in DEFAULTS]
+    assert contexts.run(check_defaults, ranks=2) == [expected] * 2

@@ -49,11 +49,11 @@ def allocate_operand(
 
     Its memory has room for the result of the transform over all axes, in the same distribution or
     in the transposed slab, or in the second of a pair: with options.inplace=True the result is
-    written there. `package` is the module numpy, torch or cupy; `input_dtype` None means float32
-    for R2C, otherwise complex64. `memory_space` is "cpu", "cuda", or None: where the ranks compute,
-    if the package has arrays there, otherwise where it has some. What lies where the ranks compute
-    is on the symmetric heap; what lies in host memory while they compute on GPUs is carried there
-    and back by each transform.
+    written there. `package` is the module numpy, torch or cupy; `input_dtype` None means complex64
+    for C2C and C2R, otherwise what the package defaults to: float64, or torch's default type.
+    `memory_space` is "cpu", "cuda", or None: where the ranks compute, if the package has arrays
+    there, otherwise where it has some. What lies where the ranks compute is on the symmetric heap;
+    what lies in host memory while they compute on GPUs is carried there and back by each transform.
 
     Raises on all ranks ValueError for another package or memory space, a dtype that `fft_type`
     rules out, or shapes that do not fit the distribution; HeapExhausted or MemoryError when a rank
@@ -114,7 +114,8 @@ def _requested(
 ) -> tuple[Any, ...]:
     """The calls that the operand may be for, each described."""
     library = library_of_package(package)
-    dtype = dtypes.of(_default_dtype(fft_type) if input_dtype is None else input_dtype)
+    default = "complex64" if fft_type in ("C2C", "C2R") else library.default_dtype()
+    dtype = dtypes.of(default if input_dtype is None else input_dtype)
     spec = ArraySpec(library.name, dtype.name, local, packed_strides(local), device, dtype.itemsize)
     kind = kind_of(dtype.name, fft_type)
     direction = FFTDirection.INVERSE if kind == "C2R" else FFTDirection.FORWARD
@@ -129,7 +130,8 @@ def _requested(
 
 
 def in_place_array(context: Context, operand: Any, problem: Problem) -> Any:
-    """The result of a transform in place: the operand, or another array in its memory.
+    """The result of a transform in place: the operand, or another array in its memory, in the order of
+    results.
 
     Raises RuntimeError when the operand's memory is too small for it, or not contiguous.
     """
@@ -156,7 +158,7 @@ def in_place_array(context: Context, operand: Any, problem: Problem) -> Any:
         )
     if owner is None:
         owner = _RawMemory(library.pointer(operand), have, spec.device, operand)
-    return array_on(owner, library, dtype, shape, packed_strides(shape))
+    return array_on(owner, library, dtype, shape, packed_strides(shape, axes=problem.order))
 
 
 class _RawMemory:
@@ -207,7 +209,7 @@ def _new_memory(context: Context, nbytes: int, *, on_heap: bool) -> Buffer | Hos
         _operand_blocks(context).add(buffer.block)
         return buffer
     memory = np.empty(max(nbytes, 1), np.uint8)  # a byte at least has an address of its own
-    _operands_on_host(context)[_address(memory)] = memory
+    _operands_on_host(context)[memory.ctypes.data] = memory
     return memory
 
 
@@ -243,11 +245,3 @@ def _operands_on_host(context: Context) -> weakref.WeakValueDictionary[int, Host
     known: weakref.WeakValueDictionary[int, HostArray]
     known = context.cache("fft operands on the host", weakref.WeakValueDictionary)
     return known
-
-
-def _address(memory: HostArray) -> int:
-    return int(memory.__array_interface__["data"][0])
-
-
-def _default_dtype(fft_type: str | None) -> str:
-    return "float32" if fft_type == "R2C" else "complex64"
