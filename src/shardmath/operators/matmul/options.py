@@ -166,8 +166,8 @@ class MatmulPlanPreferences:
         if epilog.aux_type is not None or epilog.aux_amax:
             raise ValueError(
                 "preferences.epilog: aux_type and aux_amax are for a float8 auxiliary output, "
-                "which no epilog has: leave both out. gelu_aux has the type of D, or of c (float16 "
-                "without c) beside a float8 D"
+                "which no epilog has here: leave both out. gelu_aux has the type of D, or of c "
+                "(float16 without c) beside a float8 D"
             )
 
 
