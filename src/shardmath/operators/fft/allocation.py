@@ -130,8 +130,8 @@ def _requested(
 
 
 def in_place_array(context: Context, operand: Any, problem: Problem) -> Any:
-    """The result of a transform in place: the operand, or another array in its memory, in the order of
-    results.
+    """The result of a transform in place: the operand, or another array in its memory, which is
+    packed in the order of results.
 
     Raises RuntimeError when the operand's memory is too small for it, or not contiguous.
     """
