@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from shardmath.arrays import dtypes
-from shardmath.arrays.base import HostArray, Library
+from shardmath.arrays.base import HostArray, Library, Space
 from shardmath.arrays.dtypes import DType
 from shardmath.arrays.spec import ArraySpec, overlaps
 
@@ -34,6 +34,7 @@ class Torch(Library):
     """`torch.Tensor` and its subclasses with ordinary strided memory."""
 
     name: ClassVar[str] = "torch"
+    spaces: ClassVar[tuple[Space, ...]] = ("cpu", "cuda")
 
     def owns_type(self, kind: type) -> bool:
         """Whether `kind` derives from torch.Tensor, judged by name: no import."""

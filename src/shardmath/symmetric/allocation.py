@@ -8,6 +8,7 @@ freeing, by hand or by the garbage collector, concerns this rank alone.
 
 from __future__ import annotations
 
+import logging
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -41,6 +42,7 @@ __all__ = [
 
 _Place = tuple[Block, int]
 
+_LOGGER = logging.getLogger(__name__)
 _FREED = "this array was freed with free_symmetric_memory"
 
 
@@ -84,8 +86,7 @@ def allocate_symmetric_memory(
         array = asked.array(context.heap.allocate(asked.nbytes))
     else:
         asked, array = _allocate_together(context, request, make_symmetric)
-    if logger is not None:
-        logger.info("allocated %s on the symmetric heap of rank %d", asked, context.rank)
+    (logger or _LOGGER).info("allocated %s on the symmetric heap of rank %d", asked, context.rank)
     return array
 
 

@@ -162,7 +162,7 @@ def _transform(name: str, call: Call) -> Any:
         lambda: (call.describe(context).spec, call.note(context)),
         lambda specs: make_plan(context, tuple(specs)),
     )
-    call.log(plan)
+    call.log(context, plan)
     return execute(context, plan, notes, call)
 
 
@@ -208,7 +208,7 @@ class FFT(Lifecycle):
         super().__init__(context, {"operand": operand, "distribution": distribution})
         self._specs: LRUCache[CachedTransform, HashedSpec] = LRUCache(_MAX_SPECS)
         self._checked: ArraySpec | None = None  # the operand of the last execution
-        call.log(self._plan)
+        call.log(context, self._plan)
 
     @property
     def input_layout(self) -> Layout:
