@@ -156,7 +156,7 @@ class _Watch:
     def add(self, departures: Departures) -> None:
         with self._lock:
             self._watched.append(departures)
-            if self.thread is None:
+            if self.thread is None or not self.thread.is_alive():  # an interrupt may have kept it
                 self.thread = threading.Thread(
                     target=self._run, name="shardmath: departures", daemon=True
                 )
