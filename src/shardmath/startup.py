@@ -104,11 +104,13 @@ def finalize() -> None:
     context = current.default()
     if not isinstance(context, Context):
         return
+    why = "finalize() has ended it"
     try:
+        context.announce_close(why)
         with suppress(RankFailure, OpTimeout, CollectiveMismatch):
             context.board.exchange("finalize", b"")
     finally:
-        context.close("finalize() has ended it")
+        context.close(why)
 
 
 def _awaited(group: ProcessGroup) -> str:

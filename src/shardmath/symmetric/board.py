@@ -10,6 +10,7 @@ be repeated. A row holds
     word 8  operation  the name of the operation under way, for other ranks' messages
     word 3  recovery   the last recovery of the group that this rank has asked for
     word 4  decision   the last one for which this rank has said who goes on
+    word 5  kernels    not 0 once no kernel of this rank sends the others anything more
     reason, written before the state becomes FAILED: why, and which ranks are to blame
     then two mailboxes, used by even and odd rounds: the number of the round, how many bytes the
     text has in all, and a part of it
@@ -45,7 +46,7 @@ from shardmath.transport.liveness import PeerWatch
 
 __all__ = ["ORDERED", "ROW_BYTES", "Board", "OperationGuard", "board_bytes"]
 
-_EXCHANGE, _BARRIER, _STATE, _RECOVERY, _DECISION = range(5)
+_EXCHANGE, _BARRIER, _STATE, _RECOVERY, _DECISION, _KERNELS = range(6)
 _OPERATION = 64  # byte offset in a row
 _REASON = 128
 _WORD_BYTES = 8
@@ -356,6 +357,43 @@ class Board:
             for rank in range(self.size)
             if self._watch_ranks[rank] in ended and self._words[rank][_STATE] == _RUNNING
         ]
+
+    @property
+    def watch(self) -> PeerWatch | None:
+        """What tells that peers have died."""
+        return self._watch
+
+    def end_kernels(self) -> None:
+        """Tell the peers that no kernel of this rank sends them anything more. From any thread."""
+        self._rows.announce(_KERNELS, 1)
+
+    def silent(self) -> list[int]:
+        """The peers for which no kernel is to wait any more. From any thread; never waits.
+
+        All, once one has died or given up: the group is at its end. Else those that have left, when
+        their process or their kernels have ended too.
+        """
+        self._rows.receive()
+        dead = self._watch.dead() if self._watch is not None else frozenset()
+        found = []
+        for rank in self._peers:
+            died, state = self._watch_ranks[rank] in dead, self._words[rank][_STATE]
+            if state in (_FAILED, _MISMATCHED) or (died and state == _RUNNING):
+                return list(self._peers)
+            if died or self._words[rank][_KERNELS]:
+                found.append(rank)
+        return found
+
+    def silent_peer_error(self, late: Sequence[int]) -> Exception | None:
+        """As `ended_peer_error`, where kernels have waited for these ranks.
+
+        One that sends no more may do so because of another rank, or before it has left.
+        """
+        error, silent = self.ended_peer_error(late), set(self.silent())
+        known = [rank for rank in late if rank in silent]
+        if error is None and known:
+            error = self.ended_peer_error(self._peers) or self._failure_of(known, "sends no more")
+        return error
 
     def ended_peer_error(self, late: Sequence[int]) -> Exception | None:
         """The exception to raise where a late peer has ended or given up, else None.
