@@ -106,6 +106,8 @@ def _agree(operation: str, *operands: Any, op: str = "sum") -> None:
     def describe() -> list[bool]:
         if op not in ("sum", "mean"):
             raise ValueError(f'op is "sum" or "mean" where there are gradients, not {op!r}')
+        for operand in operands:
+            library_of(operand).spec(operand)  # raises for what torch would refuse on one rank only
         return [library_of(operand).records(operand) for operand in operands]
 
     def check(specs: list[Any]) -> None:
