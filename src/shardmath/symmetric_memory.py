@@ -30,6 +30,7 @@ from shardmath.symmetric.handle import SymmetricMemory
 from shardmath.symmetric.pad_size import change_pad_setting, pad_setting
 from shardmath.symmetric.persistent import persistent_array
 from shardmath.symmetric.rendezvous import is_registered, register_group, rendezvous
+from shardmath.untraced import untraced
 
 __all__ = [
     "SymmetricMemory",
@@ -59,6 +60,7 @@ __all__ = [
 _BACKENDS = ("HOST", "CUDA", "NVSHMEM", "NCCL", "NIXL")
 
 
+@untraced
 def empty(
     *size: Any, dtype: Any = None, device: Any = None, package: ModuleType | None = None
 ) -> Any:
@@ -75,6 +77,7 @@ def empty(
     return empty_on_heap(require_context(), library, _integers("size", shape), wanted)
 
 
+@untraced
 def empty_strided_p2p(
     size: Sequence[int],
     stride: Sequence[int],
@@ -111,6 +114,7 @@ def empty_strided_p2p(
     return array
 
 
+@untraced
 def set_group_info(group_name: str, rank: int, world_size: int, store: Any = None) -> None:
     """Name a group of which this process is `rank`, for `rendezvous`.
 
@@ -141,6 +145,7 @@ def is_symm_mem_tensor(tensor: Any) -> bool:
     return is_symmetric(tensor)
 
 
+@untraced
 def get_symm_mem_workspace(group_name: Any, min_size: int) -> SymmetricMemory:
     """The handle on a buffer of at least `min_size` bytes, kept for the group. Collective.
 
@@ -250,6 +255,7 @@ def wait_signal(hdl: SymmetricMemory, peer: int) -> None:
     hdl.wait_signal(peer)
 
 
+@untraced
 def memset32(tensor: Any, offset: int, val: int, count: int = 1) -> Any:
     """Write `val` to `count` elements of a contiguous 1-D uint32 array from `offset` on; return it.
 

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Self, TypeVar
 
 from shardmath.context import Context
 from shardmath.errors import ShardmathError
+from shardmath.untraced import untraced_methods
 
 __all__ = [
     "Lifecycle",
@@ -27,6 +28,7 @@ __all__ = [
 T = TypeVar("T")
 
 
+@untraced_methods
 class Lifecycle:
     """What all operator classes share. A subclass names itself (`noun`) and its `invalid` error.
 

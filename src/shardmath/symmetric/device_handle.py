@@ -25,6 +25,7 @@ from shardmath.cuda.kernel import Extent
 from shardmath.cuda.source import SourceKernel
 from shardmath.symmetric.handle import SymmetricMemory
 from shardmath.transport.base import DeviceBytes, Memory
+from shardmath.untraced import untraced_methods
 
 if TYPE_CHECKING:
     from shardmath.arrays import Library
@@ -69,6 +70,7 @@ class _Struct:
         ).__cuda_array_interface__
 
 
+@untraced_methods
 class HandleKernel:
     """A kernel of the user's for one handle: `kernel(blocks, threads, *arguments, stream=None)`.
 
@@ -91,6 +93,7 @@ class HandleKernel:
         self._kernel(blocks, threads, *given, stream=stream)
 
 
+@untraced_methods
 class DeviceSymmetricMemory(SymmetricMemory):
     """A handle whose memory is on GPUs. See SymmetricMemory."""
 

@@ -29,6 +29,7 @@ from shardmath.symmetric.heap import Buffer, Location
 from shardmath.symmetric.pad_size import SLOT_BYTES, PadSetting
 from shardmath.symmetric.rendezvous_state import RendezvousState
 from shardmath.transport.base import DeviceBytes, Memory
+from shardmath.untraced import untraced_methods
 
 __all__ = ["SymmetricMemory", "handle_of"]
 
@@ -45,6 +46,7 @@ class _Owner:
             self.__array_interface__ = view.__array_interface__
 
 
+@untraced_methods
 class SymmetricMemory(metaclass=PadSetting):
     """Every rank's memory behind one array, and signals between the ranks. Made by `rendezvous`.
 

@@ -33,6 +33,7 @@ from shardmath.symmetric.rendezvous_state import (
     pad_bytes,
 )
 from shardmath.symmetric.shared_memory import allocate_on_all_ranks
+from shardmath.untraced import untraced
 
 if TYPE_CHECKING:
     from shardmath.symmetric.team import Team
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 __all__ = ["is_registered", "register_group", "rendezvous"]
 
 
+@untraced
 @collective_call
 def rendezvous(tensor: Any, group: Any = None) -> SymmetricMemory:
     """The handle on the memory behind every rank's `tensor`. Collective among the ranks of `group`.

@@ -22,10 +22,12 @@ from shardmath.operators.fft.options import FFTDirection, FFTOptions
 from shardmath.operators.fft.problem import Problem, check, describe, kind_of
 from shardmath.symmetric.allocation import array_on, block_of
 from shardmath.symmetric.heap import Block
+from shardmath.untraced import untraced
 
 __all__ = ["allocate_operand", "in_place_array"]
 
 
+@untraced
 @collective_call
 def allocate_operand(
     shape: Sequence[int],
