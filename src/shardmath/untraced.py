@@ -25,15 +25,17 @@ _SPECIAL = ("__init__", "__enter__", "__exit__", "__call__")
 def untraced(call: Callable[P, R]) -> Callable[P, R]:
     """`call`, which `torch.compile` leaves as it is, together with all that it calls."""
 
+    skipped: list[Callable[P, R]] = []
+
     @functools.wraps(call)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
-        compiler = sys.modules.get("torch.compiler")
-        # True to the compiler, which reads this function, and to nobody who runs it.
-        if compiler is not None and compiler.is_dynamo_compiling():
-            skipped: Callable[P, R] = compiler.disable(call)
-            return skipped(*args, **kwargs)
-        return call(*args, **kwargs)
+        if "torch._dynamo" not in sys.modules:  # nothing is compiled
+            return call(*args, **kwargs)
+        if not skipped:
+            skipped.append(sys.modules["torch"].compiler.disable(call))
+        return skipped[0](*args, **kwargs)
 
+    vars(called)["_torchdynamo_disable"] = True  # what the compiler looks for before it goes in
     return called
 
 
