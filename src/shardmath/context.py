@@ -272,6 +272,11 @@ class Context(DistributedContext):
         if self._parent is not None:
             weakref.finalize(self, self._parent._outlived.append, memory).atexit = False
 
+    @property
+    def threads(self) -> int:
+        """How many threads this rank's arithmetic uses, the same in all contexts of a job."""
+        return self._runtime.threads
+
     # -- groups ------------------------------------------------------------------------------------
 
     @untraced

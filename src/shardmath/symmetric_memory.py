@@ -175,7 +175,7 @@ def get_symm_mem_workspace(group_name: Any, min_size: int) -> SymmetricMemory:
 
 
 def enable_symm_mem_for_group(group_name: str) -> None:
-    """Do nothing: symmetric memory needs no enabling here. Deprecated in torch, and still called."""
+    """Do nothing: symmetric memory needs no enabling. Deprecated in torch, and still called."""
 
 
 def is_symm_mem_enabled_for_group(group_name: str) -> bool:
@@ -346,7 +346,9 @@ def _library(package: ModuleType | None, dtype: Any, device: Any) -> Library:
 
 def _is_numpys(dtype: Any) -> bool:
     """Whether `dtype` is one of NumPy's own, rather than a name that other libraries know too."""
-    return isinstance(dtype, np.dtype) or (isinstance(dtype, type) and issubclass(dtype, np.generic))
+    return isinstance(dtype, np.dtype) or (
+        isinstance(dtype, type) and issubclass(dtype, np.generic)
+    )
 
 
 def _kind_of(device: Any) -> str:

@@ -24,7 +24,6 @@ _SPECIAL = ("__init__", "__enter__", "__exit__", "__call__")
 
 def untraced(call: Callable[P, R]) -> Callable[P, R]:
     """`call`, which `torch.compile` leaves as it is, together with all that it calls."""
-
     skipped: list[Callable[P, R]] = []
 
     @functools.wraps(call)

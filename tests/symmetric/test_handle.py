@@ -3,6 +3,7 @@
 import gc
 import time
 import weakref
+from functools import partial
 
 import numpy as np
 import pytest
@@ -338,7 +339,7 @@ def test_the_handle_of_a_known_array_is_had_without_the_peers():
         # Rank 1 has dropped its array, and brings another: its peers have their handles.
         other = uneven(context, np)
         brought = other if context.rank == 1 else array
-        found = outcome(lambda: rendezvous(brought))
+        found = outcome(partial(rendezvous, brought))
         if context.rank != 1:
             assert found is handle
             found = outcome(context.barrier)

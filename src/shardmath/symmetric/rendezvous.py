@@ -1,14 +1,14 @@
 """Rendezvous: the ranks of a group tell each other where their arrays lie, and get a handle.
 
 A rank that has the handle of an array returns it without asking its peers: what they have dropped
-meanwhile stays as it is until this rank has dropped the array too. So the ranks bring arrays that all
-of them have brought before, or none; one whose peers do otherwise hears of it in the exchange, in
-which it meets their next call.
+meanwhile stays as it is until this rank has dropped the array too. So the ranks bring arrays that
+all of them have brought before, or none; one whose peers do otherwise hears of it in the exchange,
+in which it meets their next call.
 
-`agreed_rendezvous` is always an exchange, in which each rank sends the number of the rendezvous that
-it has kept for this array. If all send the same one, its handle is returned; else all make a new one.
-What may fail on one rank (memory for a pad, mapping a peer's segment) happens before an exchange,
-which tells all.
+`agreed_rendezvous` is always an exchange, in which each rank sends the number of the rendezvous
+that it has kept for this array. If all send the same one, its handle is returned; else all make a
+new one. What may fail on one rank (memory for a pad, mapping a peer's segment) happens before an
+exchange, which tells all.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _kept(context: Context, tensor: Any) -> SymmetricMemory | None:
     they have the handle of a tensor that this rank has freed: UseAfterFree.
     """
     try:
-        block, offset, buffer = _located(context, tensor)
+        _, offset, buffer = _located(context, tensor)
     except UseAfterFree:
         freed = context.heap.find(library_of(tensor).pointer(tensor))
         if freed is not None and any(group == context.number for group, _ in freed.shared):
