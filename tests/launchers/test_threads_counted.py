@@ -35,7 +35,7 @@ def told(launcher: str, options: list[str], environ: dict[str, str]) -> list[lis
 # libraries have them from the start, which then is what they keep.
 CASES = [
     ("shardmath", [], {}, SHARE, True),
-    ("shardmath", ["--threads", "3"], {}, 3, True),
+    ("shardmath", ["--threads", "2"], {}, 2, True),
     ("shardmath", [], {"OMP_NUM_THREADS": "2"}, 2, True),
     ("mpirun", [], {}, SHARE, False),
     ("mpirun", [], {"OMP_NUM_THREADS": "2"}, 2, True),

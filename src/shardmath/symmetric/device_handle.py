@@ -189,11 +189,12 @@ class DeviceSymmetricMemory(SymmetricMemory):
     def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
         """Put a barrier of all ranks on the current stream. Collective.
 
-        What a rank wrote on its stream before, every rank sees on its own after. It uses no slot of
-        the pads. After OpTimeout the next call waits for the same barrier again.
+        What a rank wrote on its stream before, every rank sees on its own after. Barriers of one
+        channel follow each other on whichever streams they are put, within a CUDA graph too. It
+        uses no slot of the pads. After OpTimeout the next call waits for the same barrier again.
         """
         timeout = self._begun("barrier of a handle", channel, timeout_ms)
-        self._team.barrier(self._stream(), channel=channel, timeout=timeout)
+        self._team.ordered_barrier(self._stream(), channel=channel, timeout=timeout)
 
     @collective_call
     def put_signal(self, dst_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
