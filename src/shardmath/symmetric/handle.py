@@ -265,11 +265,8 @@ class SymmetricMemory(metaclass=PadSetting):
         if not spec.nbytes:
             return
         memory, stream = self._own_bytes(library, array, writable=not writes)
-        where = Location(location.segment, location.offset + start)
-        if writes:
-            self._context.put(rank, where, memory, stream)
-        else:
-            self._context.get(rank, where, memory, stream)
+        move = self._context.put if writes else self._context.get
+        move(rank, Location(location.segment, location.offset + start), memory, stream)
 
     def _own_bytes(self, library: Library, array: Any, *, writable: bool) -> tuple[Memory, int]:
         """The bytes of an array of this rank, and the stream on which they are used."""
@@ -387,9 +384,8 @@ def handle_of(
     handle = known() if known is not None else None
     if handle is None:
         handle = _kind(state)(context, state, buffer, library)
-        state.handles[library.name] = weakref.ref(handle)
-        alive = [one for one in buffer.block.handles if one() is not None]
-        buffer.block.handles = [*alive, state.handles[library.name]]
+        made = state.handles[library.name] = weakref.ref(handle)
+        buffer.block.handles = [*(one for one in buffer.block.handles if one() is not None), made]
     return handle
 
 
