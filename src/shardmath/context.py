@@ -28,6 +28,7 @@ from shardmath.symmetric.board import Board, OperationGuard
 from shardmath.symmetric.heap import Block, Buffer, Heap, Location
 from shardmath.transport.base import Bytes, DeviceBytes, Memory, Transport
 from shardmath.transport.wires import Deliver, RankChannel
+from shardmath.untraced import untraced
 
 if TYPE_CHECKING:
     from shardmath.symmetric.team import Team
@@ -124,6 +125,7 @@ class Context(DistributedContext):
         self.require_open()
         return agreement.gather(self.board, operation, describe)
 
+    @untraced
     @collective_call
     def barrier(self) -> None:
         """See DistributedContext. Collective."""
@@ -271,8 +273,14 @@ class Context(DistributedContext):
         if self._parent is not None:
             weakref.finalize(self, self._parent._outlived.append, memory).atexit = False
 
+    @property
+    def threads(self) -> int:
+        """How many threads this rank's arithmetic uses, the same in all contexts of a job."""
+        return self._runtime.threads
+
     # -- groups ------------------------------------------------------------------------------------
 
+    @untraced
     @collective_call
     def split(self, color: int | None, key: int = 0) -> Context | None:
         """See DistributedContext. Collective."""
@@ -291,6 +299,7 @@ class Context(DistributedContext):
             [r for _, r in members], f"split {self._splits} color {own}", parent=self
         )
 
+    @untraced
     @collective_call
     def subset(self, ranks: Sequence[int]) -> Context:
         """See DistributedContext. Collective among `ranks` alone."""

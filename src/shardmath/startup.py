@@ -24,12 +24,14 @@ from shardmath.group import ProcessGroup, as_process_group
 from shardmath.group.base import rank_names
 from shardmath.group.notice import noticed
 from shardmath.runtime import Runtime
+from shardmath.untraced import untraced
 
 __all__ = ["finalize", "get_context", "initialize", "new_context"]
 
 _BACKENDS = ("host", "mpi", "cuda", "nvshmem", "nccl")
 
 
+@untraced
 @collective_call
 def initialize(
     device_id: int | str,
@@ -54,6 +56,7 @@ def initialize(
     return context
 
 
+@untraced
 @collective_call
 def new_context(
     device_id: int | str,
@@ -93,6 +96,7 @@ def get_context() -> DistributedContext | None:
     return current_context()
 
 
+@untraced
 @collective_call
 def finalize() -> None:
     """End the default context. Collective; does nothing when there is none.

@@ -356,8 +356,7 @@ CALLS: dict[str, Callable[[Any], list[Callable[[int], bool]]]] = {
 class Bomb:
     """A trace that raises `error` at bytecode number `at` beneath a call; `count`, those executed.
 
-    Not where a call returns that has come to its end: the interpreter runs no signal handler there,
-    and a call that raised would be no different from one that an exception struck after it.
+    It ends with the collective call: an exception that strikes after that is one between two calls.
     """
 
     def __init__(self, error: BaseException | None, at: int) -> None:
@@ -376,15 +375,18 @@ class Bomb:
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         if event == "opcode":
+            if has_finished(frame):
+                sys.settrace(None)
+                return None
             self.count += 1
-            if self.count >= self._at and self._error is not None and not returning(frame):
+            if self.count >= self._at and self._error is not None:
                 error, self._error = self._error, None
                 raise error
         return self._trace
 
 
-def returning(frame: Any) -> bool:
-    """Whether `frame` is that of a collective call which has come to its end."""
+def has_finished(frame: Any) -> bool:
+    """Whether `frame` is that of a collective call which has come to its end, and returns."""
     if frame.f_code is not collective_call._ENTRANCE:
         return False
     record = frame.f_locals.get("record")

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Protocol, Self, TypeVar
 from shardmath.context import Context
 from shardmath.errors import ShardmathError
 from shardmath.lru_cache import LRUCache
+from shardmath.untraced import untraced_methods
 
 __all__ = [
     "Lifecycle",
@@ -34,6 +35,7 @@ _LOGGER = logging.getLogger(__name__)
 _LOGGED = partial(LRUCache[int, weakref.ref[Any]], 256)  # plans of a context, by their identity
 
 
+@untraced_methods
 class Lifecycle:
     """What all operator classes share. A subclass names itself (`noun`) and its `invalid` error.
 

@@ -27,6 +27,7 @@ from shardmath.collective_call import collective_call
 from shardmath.context import Context, open_contexts, require_context
 from shardmath.errors import CollectiveMismatch, UseAfterFree
 from shardmath.symmetric.heap import Block, Buffer, Heap
+from shardmath.untraced import untraced
 
 __all__ = [
     "allocate_symmetric_memory",
@@ -46,6 +47,7 @@ _LOGGER = logging.getLogger(__name__)
 _FREED = "this array was freed with free_symmetric_memory"
 
 
+@untraced
 @collective_call
 def allocate_symmetric_memory(
     shape: int | Sequence[int],
@@ -90,6 +92,7 @@ def allocate_symmetric_memory(
     return array
 
 
+@untraced
 def free_symmetric_memory(*tensors: Any) -> None:
     """Give the memory of `tensors` back now, rather than when their last reference goes. Local.
 
@@ -117,6 +120,7 @@ def free_symmetric_memory(*tensors: Any) -> None:
         heap.free(block)
 
 
+@untraced
 def is_symmetric(array: Any) -> bool:
     """Whether `array` lies on the symmetric heap of an open context, freed or not. Local.
 

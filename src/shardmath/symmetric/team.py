@@ -18,6 +18,7 @@ from shardmath.collective_call import settled
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import bindings, call, status_of
 from shardmath.cuda.kernel import Argument, Kernel, ReadyLaunch, kernel
+from shardmath.cuda.stream import StreamOrder
 from shardmath.errors import CudaError, OpTimeout, RankFailure
 from shardmath.geometry.integers import up
 from shardmath.lru_cache import LRUCache
@@ -89,6 +90,7 @@ class Team:
         if departures is not None:
             self._report.words[-1] = departures.address
         self._launches: LRUCache[tuple[Any, ...], ReadyLaunch] = LRUCache(_LAUNCHES)
+        self._orders: dict[int, StreamOrder] = {}  # of `ordered_barrier`, by channel
 
     def with_pads(self, own: Buffer, pads: Sequence[int], channels: int) -> Self:
         """A team of the same ranks with pads of its own."""
@@ -142,6 +144,15 @@ class Team:
         if self.size > 1:
             tail = struct.pack("Ii", channel, 0)
             self._launch("team_barrier", stream, timeout, tail, threads=self._barrier_threads)
+
+    def ordered_barrier(self, stream: int, *, channel: int, timeout: float | None = None) -> None:
+        """`barrier`, after the last one here of its channel, on whichever stream that was."""
+        self._require(channel)
+        order = self._orders.get(channel)
+        if order is None:
+            order = self._orders[channel] = StreamOrder(self.device)
+        with order.section(stream):
+            self.enqueue_barrier(stream, channel=channel, timeout=timeout)
 
     def put_signal(self, dst: int, stream: int, *, channel: int = 0) -> None:
         """Send one more signal to rank `dst` when `stream` gets there. Never waits."""

@@ -92,7 +92,13 @@ class Mesh:
     @property
     def neighbours(self) -> int:
         """How many ranks are on this rank's machine, itself included."""
-        return self._identities.count(self._identities[self.rank])
+        return len(self.neighbour_pids)
+
+    @property
+    def neighbour_pids(self) -> list[int]:
+        """The processes of the ranks on this rank's machine, itself included."""
+        own = self._identities[self.rank]
+        return [pid for pid, at in zip(self.pids, self._identities, strict=True) if at == own]
 
     def near(self, rank: int) -> bool:
         """Whether `rank` is on this rank's host, and so has addresses here."""

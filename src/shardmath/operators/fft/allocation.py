@@ -28,12 +28,14 @@ from shardmath.operators.fft.problem import Problem, check, describe, kind_of
 from shardmath.operators.lifecycle import check_logger
 from shardmath.symmetric.allocation import array_on, block_of
 from shardmath.symmetric.heap import Block, Buffer
+from shardmath.untraced import untraced
 
 __all__ = ["allocate_operand", "in_place_array"]
 
 _LOGGER = logging.getLogger(__name__)
 
 
+@untraced
 @collective_call
 def allocate_operand(
     shape: Sequence[int],

@@ -23,6 +23,7 @@ from shardmath.operators.redistribute.problem import (
     misfit,
 )
 from shardmath.planning import HashedSpec, agree_plan
+from shardmath.untraced import untraced, untraced_methods
 
 if TYPE_CHECKING:
     from shardmath.operators.redistribute.device import DeviceExecution
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["Redistribute", "redistribute"]
 
 
+@untraced
 @collective_call
 def redistribute(
     operand: Any,
@@ -81,6 +83,7 @@ def redistribute(
     return execution.perform(problem, notes)
 
 
+@untraced_methods
 class Redistribute(Lifecycle):
     """A redistribution that is planned once and executed many times.
 
