@@ -27,12 +27,12 @@ def try_all(gpus, name, sample):
     assert not any(failures for _, failures in outcomes), [f for _, f in outcomes if f]
 
 
-@pytest.mark.parametrize("name", [name for name in CALLS if name != "broadcast"])
+@pytest.mark.parametrize("name", CALLS)
 def test_no_interrupt_gives_a_wrong_number(gpus, name):
     try_all(gpus, name, 2)
 
 
 @pytest.mark.torture
-@pytest.mark.parametrize("name", [name for name in CALLS if name != "broadcast"])
+@pytest.mark.parametrize("name", CALLS)
 def test_no_interrupt_at_any_bytecode_gives_a_wrong_number(gpus, name):
     try_all(gpus, name, None)
