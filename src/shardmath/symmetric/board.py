@@ -1,18 +1,34 @@
 """The board: a page of control words that all ranks of a group see, and what they do with it.
 
 `rows` says where the page lies: there is one on each host. Each rank writes only its own row and
-reads the others'. Every word counts up and never returns, so a reader can be late, and a wait can
-be repeated. A row holds
+reads the others'. A row holds
 
-    word 0  exchange   how many rounds of exchange this rank has published
-    word 1  barrier    how many barriers this rank has reached
+    word 0  exchange   2n: this rank has published its n-th round of exchange;
+                       2n-1: it had, and has taken that back
+    word 1  barrier    2n: it has reached its n-th barrier; 2n-1: it had, and has taken that back
     word 2  state      RUNNING, LEFT, FAILED or MISMATCHED
     word 8  operation  the name of the operation under way, for other ranks' messages
     reason, written before the state becomes FAILED: why, and which ranks are to blame
     then two mailboxes, used by even and odd rounds
 
-A rank that gives a barrier up takes back that it has reached it: what it lets peers read may change
-from then on, and who comes later is not to take it for what it was.
+Either all ranks come out of a round or a barrier, or none does: what a rank that has given up lets
+its peers read may change, and who comes late must not take it for what it was. So
+
+    a rank comes out when it has seen every peer arrive, and then, looking once more, has seen that
+    none had taken it back;
+    a rank whose time has passed takes its own arrival back, lets that become visible, and looks once
+    more: where every peer has arrived by then, also one that is just taking it back, it arrives
+    again, and waits for those that do the same; else it fails.
+
+Proof. Say that X comes out, and let G be the first that fails. X's second look saw G's arrival, so
+G took it back after that look; all peers had arrived before that look, and arrivals stay visible
+as 2n or 2n-1. So when G looked, it saw that all had arrived, and nobody who had failed: it did not
+fail. A store of X's that G's look does not see is younger than what G took back: X's look sees that.
+
+This holds among ranks that share the page, and between hosts where a message takes less than
+`_FAR_DOUBT` seconds. It cannot hold where a rank is interrupted, stopped or killed between the two
+steps of giving up: some peers may then come out where others raise, and all hear of it in their next
+operation.
 
 Two mailboxes suffice: a rank publishes round s+2 only after it has finished s+1, for which every
 peer had published s+1, which a peer does only after it has read all of round s.
@@ -23,10 +39,12 @@ from __future__ import annotations
 import mmap
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 from shardmath.caller import caller_line
 from shardmath.errors import CollectiveMismatch, OpTimeout, RankFailure, ShardmathError
+from shardmath.group.base import rank_names
 from shardmath.symmetric.header import NAME_BYTES, bodies, header
 from shardmath.symmetric.reason import REASON_BYTES, Reason
 from shardmath.symmetric.rows import ORDERED, Rows
@@ -45,6 +63,10 @@ _CHUNK = _MAIL_BYTES - _LENGTH_BYTES
 ROW_BYTES = _MAIL + 2 * _MAIL_BYTES
 _RUNNING, _LEFT, _FAILED, _MISMATCHED = 0, 1, 2, 3
 _MESSAGE_LIMIT = 64 << 20
+_DESCRIBED = 4  # ranks of a message that are named in full
+_DOUBT = 1e-3  # seconds in which a word that is taken back is seen by cores that load it
+_FAR_DOUBT = 0.05  # the same between hosts, there and back
+_AFTER_FAILURE = "finalize and initialize again among the ranks that remain"
 
 
 def board_bytes(size: int) -> int:
@@ -54,6 +76,9 @@ def board_bytes(size: int) -> int:
 
 class Board:
     """This rank's side of the board of one group.
+
+    Rank r is number `watch_ranks[r]` of the job, and `names[r]` is its process. `job` is the
+    board of all its ranks, None for that board itself.
 
     Collective methods: `exchange`, `barrier`. Each raises RankFailure when a peer ends or leaves,
     and OpTimeout when one does not come; after that the board has `failed`, and says so to the
@@ -70,6 +95,7 @@ class Board:
         watch_ranks: Sequence[int],
         names: Sequence[str],
         policy: WaitPolicy,
+        job: Board | None = None,
     ) -> None:
         self.rank = rank
         self.size = size
@@ -82,9 +108,12 @@ class Board:
         self._watch = watch
         self._watch_ranks = list(watch_ranks)
         self._names = list(names)
-        self._rounds = 0
-        self._barriers = 0
+        self._job = job
+        self._rounds = 0  # that all ranks have published, and
+        self._barriers = 0  # barriers that all have reached
         self._operation = "start"
+        # Where a rank has one peer, whom it sees, nobody else's arrival can come in between.
+        self._looks_twice = size > 2 or rows.needs_polling
         self._lock = threading.RLock()
         self.failure: str | None = None
 
@@ -126,11 +155,12 @@ class Board:
         same core in the same order; a reader loads the word before the chunk. So whoever sees the
         round sees its chunk.
         """
-        self._rounds += 1
-        mailbox = _MAIL + (self._rounds & 1) * _MAIL_BYTES
+        number = self._rounds + 1
+        mailbox = _MAIL + (number & 1) * _MAIL_BYTES
         self._rows.write(mailbox, length.to_bytes(_LENGTH_BYTES, "little") + chunk)
-        self._rows.publish(_EXCHANGE, self._rounds)
-        self._await(_EXCHANGE, self._rounds)
+        self._rows.publish(_EXCHANGE, 2 * number)
+        self._await(_EXCHANGE, 2 * number)
+        self._rounds = number
         word, first = mailbox // _LENGTH_BYTES, mailbox + _LENGTH_BYTES
         lengths, chunks = [], []
         for words, row in self._mailboxes:
@@ -141,20 +171,19 @@ class Board:
             chunks.append(row[first:end].tobytes() if left > 0 else b"")
         return lengths, chunks
 
-    def barrier(self, operation: str = "barrier", timeout: float | None = None) -> None:
+    def barrier(self, operation: str = "barrier") -> None:
         """Wait until every rank has called it. Collective.
 
-        What a rank wrote before, every rank sees after. A barrier that timed out has still
-        announced this rank's arrival, and the next call waits for the same one again.
+        What a rank wrote before, every rank sees after.
         """
         self.begin(operation)
         try:
             self._require_usable()
             self.operation = operation
-            if self._own[_BARRIER] == self._barriers:
-                self._rows.publish(_BARRIER, self._barriers + 1)
-            self._await(_BARRIER, self._barriers + 1, timeout)
-            self._barriers += 1
+            number = self._barriers + 1
+            self._rows.publish(_BARRIER, 2 * number)
+            self._await(_BARRIER, 2 * number)
+            self._barriers = number
         finally:
             self.end()
 
@@ -221,11 +250,13 @@ class Board:
         """
         if self.failure is None:
             self.failure = why
+            # Who comes now may read what has changed: what is not complete is taken back.
+            for word, done in ((_EXCHANGE, self._rounds), (_BARRIER, self._barriers)):
+                if self._own[word] > 2 * done + 1:
+                    self._rows.publish(word, 2 * done + 1)
             if self._own[_STATE] == _RUNNING:
                 self._rows.write(_REASON, Reason(why, blamed, late).pack())
                 self._rows.publish(_STATE, _FAILED)
-                if self._own[_BARRIER] > self._barriers:  # who comes now may read what has changed
-                    self._rows.publish(_BARRIER, self._barriers)
 
     def peer_error(self, late: Sequence[int]) -> Exception | None:
         """The exception to raise where one of these ranks will never arrive, else None."""
@@ -236,12 +267,15 @@ class Board:
         waiting, for this rank, in another operation: both would wait for ever.
         """
         words = self._words
-        mismatched = [r for r in late if words[r][_EXCHANGE] > self._rounds]
+        mismatched = [r for r in late if words[r][_EXCHANGE] > self._own[_EXCHANGE]]
         mismatched += [r for r in late if words[r][_STATE] == _MISMATCHED]
         if not mismatched:
             return None
-        calls = "; ".join(f"rank {r} is in {self._operation_of(r)}" for r in mismatched)
-        return CollectiveMismatch(f"{self.where()}: the ranks called different operations: {calls}")
+        calls = "; ".join(f"{self.name(r)} is in {self._operation_of(r)}" for r in mismatched)
+        return CollectiveMismatch(
+            f"{self.where()}: the ranks called different operations: {calls}; all ranks must make "
+            "the same calls in the same order"
+        )
 
     def dead(self) -> list[int]:
         """The ranks whose process has ended without leaving. Never waits."""
@@ -267,7 +301,7 @@ class Board:
             if states[rank] == _FAILED:
                 reason = Reason.unpack(self._rows.bytes[rank][_REASON:_MAIL].tobytes())
                 blamed = [r for r in reason.blamed if r != self.rank]
-                text = f"{self.where()}: rank {rank} ({self._names[rank]}) gave up: {reason.why}"
+                text = f"{self.where()}: {self.name(rank)} gave up: {reason.why}; {_AFTER_FAILURE}"
                 if reason.late and blamed:
                     return OpTimeout(text, blamed)
                 return RankFailure(text, blamed or [rank])
@@ -275,51 +309,123 @@ class Board:
         return self._failure_of(left, "has left") if left else None
 
     def _failure_of(self, ranks: list[int], what: str) -> RankFailure:
-        reasons = "; ".join(
-            f"rank {r} ({self._names[r]}) {what}; its last operation was {self._operation_of(r)}"
-            for r in ranks
-        )
-        return RankFailure(f"{self.where()}: {reasons}", ranks)
+        reasons = "; ".join(f"{self.name(r)} {what}; {self._last_of(r)}" for r in ranks)
+        return RankFailure(f"{self.where()}: {reasons}; {_AFTER_FAILURE}", ranks)
 
-    def where(self) -> str:
-        """This rank, its operation and the user's line, for a message."""
-        return f"rank {self.rank} in {self._operation}, {caller_line()}"
+    # -- names, for messages -------------------------------------------------------------------
+
+    def name(self, rank: int) -> str:
+        """A rank by its number here and, in a part of the job, by its number there; its process."""
+        return f"rank {rank} ({self._process(rank)})"
+
+    def where(self, number: str = "") -> str:
+        """This rank, its operation, the `number` of a wait, the user's line and the process."""
+        doing = f"rank {self.rank} in {self._operation}, {caller_line()}{number}"
+        return f"{doing}, {self._process(self.rank)}"
+
+    def described(self, ranks: Sequence[int]) -> str:
+        """Ranks by their names, with what they did last; of many, most by their number alone."""
+        shown = [
+            f"rank {r} ({self._process(r)}; {self._last_of(r)})" for r in ranks[:_DESCRIBED]
+        ]
+        if len(ranks) > _DESCRIBED:
+            shown.append(rank_names(ranks[_DESCRIBED:]))
+        return ", ".join(shown)
+
+    def _process(self, rank: int) -> str:
+        """The rank's process, after its number in the job where this board has a part of that."""
+        process = self._names[rank]
+        if self._job is None:
+            return process
+        return f"rank {self._watch_ranks[rank]} of the job, {process}"
+
+    def _last_of(self, rank: int) -> str:
+        """What a rank did last: here, and in the context of the whole job."""
+        here = self._operation_of(rank)
+        if self._job is None:
+            return f"its last operation was {here}" if here else "it has called no operation yet"
+        everywhere = self._job._operation_of(self._watch_ranks[rank]) or "none"
+        first = f"its last operation was {here}" if here else "it has called no operation here yet"
+        return f"{first}, and {everywhere} in the context of all ranks"
+
+    def _operation_of(self, rank: int) -> str:
+        text = bytes(self._rows.bytes[rank][_OPERATION : _OPERATION + NAME_BYTES])
+        return text.rstrip(b"\0").decode(errors="replace")
 
     # -- words ---------------------------------------------------------------------------------
 
-    def _await(self, word: int, target: int, timeout: float | None = None) -> None:
-        """Wait until every peer's `word` is at least `target`."""
+    def _missing(self, word: int, target: int) -> list[int]:
+        words = self._words
+        return [r for r in self._peers if words[r][word] < target]
+
+    def _await(self, word: int, target: int) -> None:
+        """Come out when every peer's `word` is `target` and none takes it back: see the module."""
         words = self._words
         late = [r for r in self._peers if words[r][word] < target]
-        if late:
-            self._await_late(word, target, late, timeout)
+        if late or (self._looks_twice and (late := self._second_look(word, target))):
+            self._await_late(word, target, late)
         if not ORDERED:
             os.sched_yield()
 
-    def _await_late(self, word: int, target: int, late: list[int], timeout: float | None) -> None:
+    def _second_look(self, word: int, target: int) -> list[int]:
+        """As `_missing`, of what is to be seen now: after what the first look has seen."""
+        if self._rows.needs_polling:
+            self._rows.poll()
+        if not ORDERED:
+            os.sched_yield()
+        return self._missing(word, target)
+
+    def _await_late(self, word: int, target: int, late: list[int]) -> None:
         words = self._words
 
         def arrived() -> bool:
             while late and words[late[-1]][word] >= target:
                 late.pop()
+            if not late:
+                late.extend(self._second_look(word, target))
             return not late
 
-        def missing() -> list[int]:
-            return [r for r in self._peers if words[r][word] < target]
-
-        try:
+        def wait() -> None:
             wait_until(
                 self._polling(arrived),
                 policy=self.policy,
-                missing=missing,
+                missing=lambda: self._missing(word, target),
                 peer_error=self.peer_error,
-                doing=lambda: f"{self.where()}, #{target}",
-                timeout=timeout,
+                doing=lambda: self.where(f", #{target // 2}"),
+                named=self.described,
             )
+
+        try:
+            try:
+                wait()
+            except OpTimeout:
+                if not self._all_came_at_last(word, target):
+                    raise
+                wait()  # for peers that are finding out the same
         except BaseException as error:
-            if word == _EXCHANGE or not isinstance(error, TimeoutError):
-                self._fail_with(error)
+            self._fail_with(error)
             raise
+
+    def _all_came_at_last(self, word: int, target: int) -> bool:
+        """Take this rank's arrival back, and look once more who has come: see the module.
+
+        Where all have, announces the arrival again, and returns True.
+        """
+        self._rows.publish(word, target - 1)
+        if self._rows.needs_polling:
+            deadline = time.monotonic() + _FAR_DOUBT
+            while time.monotonic() < deadline:
+                self._rows.poll()
+                time.sleep(_DOUBT)
+        else:
+            time.sleep(_DOUBT)
+        came = all(
+            words[word] >= target or (words[word] == target - 1 and words[_STATE] == _RUNNING)
+            for words in self._words
+        )
+        if came:
+            self._rows.publish(word, target)
+        return came
 
     def wait(
         self,
@@ -344,6 +450,7 @@ class Board:
                 missing=missing,
                 peer_error=self.peer_error if timeout is None else self.ended_peer_error,
                 doing=self.where,
+                named=self.described,
                 timeout=timeout,
             )
         except (CollectiveMismatch, RankFailure) as error:
@@ -362,15 +469,11 @@ class Board:
 
         return polled
 
-    def _operation_of(self, rank: int) -> str:
-        text = bytes(self._rows.bytes[rank][_OPERATION : _OPERATION + NAME_BYTES])
-        return text.rstrip(b"\0").decode(errors="replace")
-
     def _require_usable(self) -> None:
         if self.failure is not None:
             raise RankFailure(
-                f"rank {self.rank}: an earlier operation of this context failed ({self.failure}); "
-                "finalize and initialize again among the ranks that remain"
+                f"{self.where()}: an earlier operation of this context failed ({self.failure}); "
+                f"{_AFTER_FAILURE}"
             )
 
 
