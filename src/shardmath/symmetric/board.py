@@ -385,12 +385,15 @@ class Board:
                 late.extend(self._second_look(word, target))
             return not late
 
+        def missing() -> list[int]:  # one that has taken its arrival back waits for these, too
+            return self._missing(word, target - 1) or self._missing(word, target)
+
         def wait() -> None:
             wait_until(
                 self._polling(arrived),
                 policy=self.policy,
-                missing=lambda: self._missing(word, target),
-                peer_error=self.peer_error,
+                missing=missing,
+                peer_error=lambda _: self.peer_error(self._missing(word, target)),
                 doing=lambda: self.where(f", #{target // 2}"),
                 named=self.described,
             )
@@ -419,9 +422,10 @@ class Board:
                 time.sleep(_DOUBT)
         else:
             time.sleep(_DOUBT)
+        running = [words[_STATE] == _RUNNING for words in self._words]  # first: it never comes back
         came = all(
-            words[word] >= target or (words[word] == target - 1 and words[_STATE] == _RUNNING)
-            for words in self._words
+            words[word] >= (target - 1 if runs else target)
+            for words, runs in zip(self._words, running, strict=True)
         )
         if came:
             self._rows.publish(word, target)
