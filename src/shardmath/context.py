@@ -19,6 +19,7 @@ import numpy as np
 
 from shardmath import agreement, current
 from shardmath.distributed_context import DistributedContext
+from shardmath.errors import OpTimeout, RankFailure
 from shardmath.geometry.integers import index
 from shardmath.group.base import ProcessGroup
 from shardmath.runtime import Runtime
@@ -143,7 +144,7 @@ class Context(DistributedContext):
         block.announced_to.add(self.number)
         segment = block.location.segment
         if segment not in self._announced:  # one that peers know is never taken back
-            self._runtime.transport.announce(segment, self._ranks)
+            self._told(self._runtime.transport.announce, segment, self._ranks)
             self._announced.add(segment)
 
     def allocate_shared(self, nbytes: int) -> Buffer:
@@ -173,8 +174,15 @@ class Context(DistributedContext):
         """The transport to memory that `rank` has announced, and the rank's number there."""
         transport, peer = self._runtime.transport, self._ranks[rank]
         if rank != self.rank:
-            transport.attach(peer, location.segment)
+            self._told(transport.attach, peer, location.segment)
         return transport, peer
+
+    def _told(self, verb: Callable[..., object], *arguments: Any) -> None:
+        """Call a verb of the transport, whose errors are to name ranks of this context."""
+        try:
+            verb(*arguments)
+        except (RankFailure, OpTimeout) as error:
+            raise self.board.located(error) from None
 
     @cached_property
     def spans_hosts(self) -> bool:
@@ -207,19 +215,20 @@ class Context(DistributedContext):
             transport, peer = self._reach(rank, location)
             for low, high in [(0, nbytes)] if pieces is None else pieces:
                 if low < high:
-                    transport.get(peer, location.segment, location.offset + low, found[low:high])
+                    place, part = location.offset + low, found[low:high]
+                    self._told(transport.get, peer, location.segment, place, part)
         return found
 
     def get(self, rank: int, location: Location, into: Memory, stream: int = 0) -> None:
         """Fill `into` from memory of `rank`, which it has announced. See `Transport.get`."""
         transport, peer = self._reach(rank, location)
-        transport.get(peer, location.segment, location.offset, into, stream)
+        self._told(transport.get, peer, location.segment, location.offset, into, stream)
 
     def put(self, rank: int, location: Location, data: Memory, stream: int = 0) -> None:
         """Write `data` to memory of `rank`, which sees it when it has heard of it thereafter."""
         transport, peer = self._reach(rank, location)
-        transport.put(peer, location.segment, location.offset, data, stream)
-        transport.quiet(peer, stream)
+        self._told(transport.put, peer, location.segment, location.offset, data, stream)
+        self._told(transport.quiet, peer, stream)
 
     def zero(self, buffer: Buffer) -> None:
         """Set memory of this rank's heap to zero."""
@@ -275,10 +284,16 @@ class Context(DistributedContext):
         self._outlived.clear()
         self._splits += 1
         own, _ = choices[self.rank]
-        if own is None:
-            return None
-        members = sorted((k, r) for r, (c, k) in enumerate(choices) if c == own)
-        return self._derive([r for _, r in members], f"split {self._splits} color {own}")
+        members = [r for _, r in sorted((k, r) for r, (c, k) in enumerate(choices) if c == own)]
+        name = f"{self._name} / split {self._splits} color {own}"
+        boards: list[Board] = []
+
+        def make() -> None:
+            if own is not None:
+                boards.append(self._board(members, name))
+
+        self.agree("split", make, lambda _: None)  # one that finds no descriptor is heard by all
+        return self._derive(members, name, boards[0]) if boards else None
 
     def subset(self, ranks: Sequence[int]) -> Context:
         """See DistributedContext. Collective among `ranks` alone."""
@@ -294,16 +309,20 @@ class Context(DistributedContext):
             )
         count, last = self._subsets.get(chosen, (0, None))
         if last is None or last._closed:
-            last = self._derive(chosen, f"subset {chosen} number {count}")
+            name = f"{self._name} / subset {chosen} number {count}"
+            last = self._derive(chosen, name, self._board(chosen, name))
             self._subsets[chosen] = count + 1, last
         return last
 
-    def _derive(self, ranks: Sequence[int], label: str) -> Context:
-        """A context of `ranks`, which all of them make under the same label."""
+    def _board(self, ranks: Sequence[int], name: str) -> Board:
+        """A board of `ranks`, which all of them make under the same name."""
         self.heap.recycle()  # lets go of the boards of groups that have ended
         mesh_ranks = [self._ranks[r] for r in ranks]
-        name = f"{self._name} / {label}"
-        board = self._runtime.board(mesh_ranks, list(ranks).index(self.rank), name)
+        return self._runtime.board(mesh_ranks, list(ranks).index(self.rank), name)
+
+    def _derive(self, ranks: Sequence[int], name: str, board: Board) -> Context:
+        """A context of `ranks`, over a board of that name."""
+        mesh_ranks = [self._ranks[r] for r in ranks]
         return Context(
             self._runtime,
             board,

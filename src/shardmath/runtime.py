@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from shardmath import agreement
 from shardmath.config import Settings
+from shardmath.errors import HeapExhausted
 from shardmath.group.base import ProcessGroup
 from shardmath.symmetric.board import ROW_BYTES, Board, board_bytes
 from shardmath.symmetric.heap import Buffer, Heap, Location
@@ -93,7 +94,12 @@ class Runtime:
         tag = "board " + blake2b(name.encode(), digest_size=24).hexdigest()
         first, *others = [peer for peer in ranks if mesh.near(peer)]
         if first == mesh.rank:
-            fd, memory = export_memory("shardmath-board", board_bytes(size))
+            try:
+                fd, memory = export_memory("shardmath-board", board_bytes(size))
+            except HeapExhausted as error:
+                for peer in others:
+                    mesh.refuse(peer, tag, str(error))
+                raise
             for peer in others:
                 mesh.send(peer, tag, fd)
             os.close(fd)

@@ -323,6 +323,13 @@ class Board:
         doing = f"rank {self.rank} in {self._operation}, {caller_line()}{number}"
         return f"{doing}, {self._process(self.rank)}"
 
+    def located(self, error: RankFailure | OpTimeout) -> RankFailure | OpTimeout:
+        """An error of the transport, which knows the job's ranks alone, in this board's words."""
+        numbers = {peer: rank for rank, peer in enumerate(self._watch_ranks)}
+        of_job = "" if self._job is None else "of the ranks of the job, "
+        ranks = [numbers[peer] for peer in error.ranks if peer in numbers]
+        return type(error)(f"{self.where()}: {of_job}{error}", ranks)
+
     def described(self, ranks: Sequence[int]) -> str:
         """Ranks by their names, with what they did last; of many, most by their number alone."""
         shown = [

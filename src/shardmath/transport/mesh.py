@@ -22,9 +22,11 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 from shardmath import wire
-from shardmath.errors import BootstrapError, RankFailure
+from shardmath.caller import caller_line
+from shardmath.errors import BootstrapError, HeapExhausted, RankFailure
 from shardmath.group.base import ProcessGroup
 from shardmath.group.links import too_few_descriptors
+from shardmath.transport.available import limit_reached
 from shardmath.transport.handshake import connect_far
 from shardmath.transport.hosts import host_identity, hosts_of
 from shardmath.transport.liveness import PeerWatch
@@ -35,7 +37,10 @@ __all__ = ["Mesh"]
 _HELLO = struct.Struct("=16sI")  # key, rank
 _CREDENTIALS = struct.Struct("=iii")  # pid, uid, gid
 _TAG_BYTES = 64
-_SIZE = struct.Struct("=Q")  # in front of the tag: bytes of the memory, where it cannot say itself
+# In front of the tag: bytes of the memory, where it cannot say itself. Where no descriptor comes with
+# it, the length of the tag, behind which it says why.
+_SIZE = struct.Struct("=Q")
+_WHY_BYTES = 512
 _GRACE = 0.2  # seconds: a dying process closes its sockets first, and counts as dead later
 
 
@@ -59,7 +64,8 @@ class Mesh:
         self._identities: list[str] = []
         self._timeout = timeout
         self._sockets: dict[int, socket.socket] = {}
-        self._arrived: dict[int, dict[bytes, tuple[int, int]]] = {}
+        # By peer and tag, a descriptor and its bytes, or why there is none.
+        self._arrived: dict[int, dict[bytes, tuple[int, int] | str]] = {}
         self._reading: set[int] = set()  # peers whose socket a thread of this rank reads just now
         self._inbox = threading.Condition()  # guards the two
         with ExitStack() as undo:
@@ -153,7 +159,8 @@ class Mesh:
                 late = isinstance(error, BrokenPipeError | ConnectionResetError)
                 if not late or time.monotonic() > deadline:
                     raise BootstrapError(
-                        f"rank {self.rank} cannot reach a peer's socket: {error}"
+                        f"{self.name(self.rank)} in initialize, {caller_line()}: cannot reach a "
+                        f"peer's socket: {error}"
                     ) from None
 
     def _answer(
@@ -169,8 +176,10 @@ class Mesh:
         ready = watch.await_readable(listener.fileno(), remaining)
         self._require_alive(watch.dead())
         if not ready:
+            names = ", ".join(map(self.name, missing))
             raise BootstrapError(
-                f"rank {self.rank} waited {self._timeout:.0f} s at start-up for ranks {missing}"
+                f"{self.name(self.rank)} in initialize, {caller_line()}: waited "
+                f"{self._timeout:.0f} s for {names}; SHARDMATH_STARTUP_TIMEOUT sets the limit"
             )
         connection, _ = listener.accept()
         connection.settimeout(max(0.01, min(1.0, remaining)))
@@ -189,8 +198,12 @@ class Mesh:
 
     def _require_alive(self, dead: frozenset[int]) -> None:
         if dead:
-            names = ", ".join(f"rank {r} (pid {self.pids[r]})" for r in sorted(dead))
-            raise RankFailure(f"rank {self.rank} at start-up: {names} died", sorted(dead))
+            names = ", ".join(map(self.name, sorted(dead)))
+            raise RankFailure(
+                f"{self.name(self.rank)} in initialize, {caller_line()}: {names} died at start-up; "
+                "start the job again",
+                sorted(dead),
+            )
 
     def _is_process_of(self, connection: socket.socket, peer: int) -> bool:
         raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
@@ -205,6 +218,10 @@ class Mesh:
         pid = int(_CREDENTIALS.unpack(raw)[0])
         return pid if pid == self.pids[rank] else 0
 
+    def name(self, rank: int) -> str:
+        """A rank of the job and its process, for messages."""
+        return f"rank {rank} (pid {self.pids[rank]} on {self.hosts[rank]})"
+
     def send(self, rank: int, tag: str, fd: int, nbytes: int = 0) -> None:
         """Hand a descriptor to `rank` under `tag`. Blocks only while the peer's queue is full.
 
@@ -212,7 +229,15 @@ class Mesh:
         """
         assert 0 < len(tag.encode()) <= _TAG_BYTES, tag
         data = _SIZE.pack(nbytes) + tag.encode()
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
+        self._send(rank, tag, data, [fd])
+
+    def refuse(self, rank: int, tag: str, why: str) -> None:
+        """Tell `rank`, instead of `send`, why it does not get what it waits for under `tag`."""
+        text = f"{self.name(self.rank)}: {why}".encode()[:_WHY_BYTES]
+        self._send(rank, tag, _SIZE.pack(len(tag.encode())) + tag.encode() + text, [])
+
+    def _send(self, rank: int, tag: str, data: bytes, fds: list[int]) -> None:
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         try:
             self._sockets[rank].sendmsg([data], rights)
         except OSError as error:
@@ -227,7 +252,8 @@ class Mesh:
 
         Others that arrive before it are kept for their own `receive`, which may be another
         thread's: of several that wait for one peer, one reads the socket for all. Raises
-        RankFailure when the peer ends first, or says nothing within the start-up deadline.
+        RankFailure when the peer ends first, or says nothing within the start-up deadline;
+        HeapExhausted where the peer has refused it, or no descriptor is left for it here.
         """
         wanted = tag.encode()
         with self._inbox:
@@ -245,28 +271,39 @@ class Mesh:
                     self._reading.discard(rank)
                     self._inbox.notify_all()
                 arrived.update(found)
-            return arrived.pop(wanted)
+            outcome = arrived[wanted]
+            if isinstance(outcome, str):  # for good: it is not sent again
+                raise HeapExhausted(outcome)
+            del arrived[wanted]
+            return outcome
 
-    def _read(self, rank: int, awaited: str) -> dict[bytes, tuple[int, int]]:
-        """The next descriptor of `rank`, by its tag, with the bytes that it stands for."""
+    def _read(self, rank: int, awaited: str) -> dict[bytes, tuple[int, int] | str]:
+        """The next descriptor of `rank` by its tag, with the bytes that it stands for; or why not."""
         doing = f"waiting for its {awaited!r}"
         try:
-            data, fds, flags, _ = socket.recv_fds(self._sockets[rank], _SIZE.size + _TAG_BYTES, 1)
+            most = _SIZE.size + _TAG_BYTES + _WHY_BYTES
+            data, fds, flags, _ = socket.recv_fds(self._sockets[rank], most, 1)
         except OSError as error:
             raise self._lost(rank, doing, error) from None
-        if len(data) < _SIZE.size or len(fds) != 1 or flags & socket.MSG_CTRUNC:
+        if len(data) < _SIZE.size:
             for fd in fds:
                 os.close(fd)
             raise self._lost(rank, doing, "its socket has ended")
-        return {data[_SIZE.size :]: (fds[0], _SIZE.unpack_from(data)[0])}
+        size, tag = _SIZE.unpack_from(data)[0], data[_SIZE.size :]
+        if fds:
+            return {tag: (fds[0], size)}
+        if flags & socket.MSG_CTRUNC:  # the system had no descriptor for this process
+            reached = limit_reached(OSError(errno.EMFILE, ""))
+            return {tag: f"memory of {self.name(rank)} cannot be attached: {reached}"}
+        return {tag[:size]: tag[size:].decode(errors="replace")}
 
     def _lost(self, rank: int, doing: str, error: object) -> RankFailure:
         dead = self.watch.wait(_GRACE)  # a peer that ended because another died is not the cause
-        names = ", ".join(f"rank {each}" for each in sorted(dead))
+        names = ", ".join(map(self.name, sorted(dead)))
         also = f"; dead: {names}" if dead - {rank} else ""
         return RankFailure(
-            f"rank {self.rank} lost rank {rank} (pid {self.pids[rank]} on {self.hosts[rank]}) "
-            f"while {doing}: {error}{also}",
+            f"{self.name(rank)} was lost while {doing}: {error}{also}; finalize and initialize "
+            "again among the ranks that remain",
             sorted(dead) or [rank],
         )
 
@@ -279,8 +316,9 @@ class Mesh:
         for connection in self._sockets.values():
             connection.close()
         for arrived in self._arrived.values():
-            for fd, _ in arrived.values():
-                os.close(fd)
+            for outcome in arrived.values():
+                if not isinstance(outcome, str):
+                    os.close(outcome[0])
         self._sockets.clear()
         self._arrived.clear()
 
