@@ -45,7 +45,11 @@ def agree(
     by that rank), or what `check` raises, or CollectiveMismatch when the operations differ.
     """
     texts = gather(board, operation, lambda: wire.encode(describe()))
-    return check([wire.decode(text) for text in texts])
+    try:
+        return check([wire.decode(text) for text in texts])
+    except Exception as error:
+        board.note(error)
+        raise
 
 
 def gather(board: Board, operation: str, describe: Callable[[], bytes]) -> list[bytes]:
@@ -65,7 +69,11 @@ def gather(board: Board, operation: str, describe: Callable[[], bytes]) -> list[
         texts = board.exchange_raw(operation, text)
         for each in texts:
             if not each.startswith(prefix):
-                _raise_refusal(bodies(texts, operation), mistake)
+                try:
+                    _raise_refusal(bodies(texts, operation), mistake)
+                except Exception as error:
+                    board.note(error)
+                    raise
     finally:
         del mistake  # its traceback refers to this frame: a cycle that would keep the operands
     start = len(prefix)

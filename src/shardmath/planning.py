@@ -84,7 +84,12 @@ def agree_plan(
         spec = specs[0]
         own = wire.encode(spec.spec if isinstance(spec, HashedSpec) else spec)
         texts = context.board.exchange(operation, own)
-        plan = cache.keep(key, (build([wire.decode(text) for text in texts]),))
+        try:
+            built = build([wire.decode(text) for text in texts])
+        except Exception as error:
+            context.board.note(error)
+            raise
+        plan = cache.keep(key, (built,))
     else:
         cache.keep_repeated(operation, messages, key, notes)
     return plan[0], notes

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardmath import config
-from shardmath.caller import caller_place, process_name
+from shardmath.caller import caller_line, caller_place, process_name
 from shardmath.config import Settings
 from shardmath.errors import BackendUnavailable, BootstrapError
 from shardmath.group.base import ProcessGroup
@@ -206,8 +206,8 @@ def _start_torch(distributed: Any, facts: LaunchFacts, timeout: float) -> None:
         distributed.init_process_group("gloo", timeout=timedelta(seconds=timeout))
     except RuntimeError as error:
         raise BootstrapError(
-            f"rank {facts.rank}: torch.distributed did not bring {facts.size} ranks together "
-            f"({error}): does every rank call shardmath.initialize()? SHARDMATH_STARTUP_TIMEOUT, "
+            f"rank {facts.rank} ({process_name()}), {caller_line()}: torch.distributed did not "
+            f"bring {facts.size} ranks together ({error}): does every rank call shardmath.initialize()? SHARDMATH_STARTUP_TIMEOUT, "
             f"{timeout:g} s, sets how long they are waited for"
         ) from error
 

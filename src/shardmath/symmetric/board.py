@@ -64,6 +64,7 @@ ROW_BYTES = _MAIL + 2 * _MAIL_BYTES
 _RUNNING, _LEFT, _FAILED, _MISMATCHED = 0, 1, 2, 3
 _MESSAGE_LIMIT = 64 << 20
 _DESCRIBED = 4  # ranks of a message that are named in full
+_NOTED = 8  # the same, of an error that all raise
 _DOUBT = 1e-3  # seconds in which a word that is taken back is seen by cores that load it
 _FAR_DOUBT = 0.05  # the same between hosts, there and back
 _AFTER_FAILURE = "finalize and initialize again among the ranks that remain"
@@ -124,7 +125,12 @@ class Board:
 
         `operation` must be equal on all ranks: CollectiveMismatch, on all of them, when it is not.
         """
-        return bodies(self.exchange_raw(operation, header(operation) + message), operation)
+        texts = self.exchange_raw(operation, header(operation) + message)
+        try:
+            return bodies(texts, operation)
+        except CollectiveMismatch as error:
+            self.note(error)
+            raise
 
     def exchange_raw(self, operation: str, text: bytes) -> list[bytes]:
         """As `exchange`, of messages with their headers, which are not compared. Collective."""
@@ -329,6 +335,13 @@ class Board:
         of_job = "" if self._job is None else "of the ranks of the job, "
         ranks = [numbers[peer] for peer in error.ranks if peer in numbers]
         return type(error)(f"{self.where()}: {of_job}{error}", ranks)
+
+    def note(self, error: Exception) -> None:
+        """Add to an error that all ranks raise alike where this one does, and who they are."""
+        if self.size > 1:
+            names = ", ".join(map(self.name, range(min(self.size, _NOTED))))
+            more = f", and {self.size - _NOTED} more" if self.size > _NOTED else ""
+            error.add_note(f"All ranks raise this; here it is {self.where()}. They are {names}{more}.")
 
     def described(self, ranks: Sequence[int]) -> str:
         """Ranks by their names, with what they did last; of many, most by their number alone."""

@@ -41,6 +41,7 @@ _TAG_BYTES = 64
 # it, the length of the tag, behind which it says why.
 _SIZE = struct.Struct("=Q")
 _WHY_BYTES = 512
+_NAMED = 8  # ranks of a message, at most
 _GRACE = 0.2  # seconds: a dying process closes its sockets first, and counts as dead later
 
 
@@ -112,7 +113,13 @@ class Mesh:
         where = "127.0.0.1" if self.real_hosts == 1 else address
         known = {r: (self._pid(r), s.fileno()) for r, s in self._sockets.items()}
         with closing(PeerWatch(known)) as watch:
-            made = connect_far(group, others, address=where, timeout=self._timeout, watch=watch)
+            try:
+                made = connect_far(group, others, address=where, timeout=self._timeout, watch=watch)
+            except (BootstrapError, RankFailure) as error:
+                ranks = getattr(error, "ranks", ()) or others
+                names = ", ".join(map(self.name, ranks[:_NAMED]))
+                error.add_note(f"Here is {self.name(self.rank)}, {caller_line()}; there: {names}.")
+                raise
         return Wires(made, self.watch)
 
     def _connect(self, group: ProcessGroup) -> None:
