@@ -362,11 +362,12 @@ class Board:
     def _last_of(self, rank: int) -> str:
         """What a rank did last: here, and in the context of the whole job."""
         here = self._operation_of(rank)
-        if self._job is None:
-            return f"its last operation was {here}" if here else "it has called no operation yet"
-        everywhere = self._job._operation_of(self._watch_ranks[rank]) or "none"
-        first = f"its last operation was {here}" if here else "it has called no operation here yet"
-        return f"{first}, and {everywhere} in the context of all ranks"
+        job = self._job
+        everywhere = "" if job is None else job._operation_of(self._watch_ranks[rank])
+        done = [here] if here else []
+        if everywhere:
+            done.append(f"{everywhere} in the context of all ranks")
+        return f"its last operation was {', and '.join(done)}" if done else "it has called nothing"
 
     def _operation_of(self, rank: int) -> str:
         text = bytes(self._rows.bytes[rank][_OPERATION : _OPERATION + NAME_BYTES])
