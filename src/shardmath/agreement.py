@@ -48,7 +48,7 @@ def agree(
     try:
         return check([wire.decode(text) for text in texts])
     except Exception as error:
-        board.note(error)
+        board.names.note(error)
         raise
 
 
@@ -72,7 +72,7 @@ def gather(board: Board, operation: str, describe: Callable[[], bytes]) -> list[
                 try:
                     _raise_refusal(bodies(texts, operation), mistake)
                 except Exception as error:
-                    board.note(error)
+                    board.names.note(error)
                     raise
     finally:
         del mistake  # its traceback refers to this frame: a cycle that would keep the operands

@@ -19,7 +19,6 @@ import numpy as np
 
 from shardmath import agreement, current
 from shardmath.distributed_context import DistributedContext
-from shardmath.errors import OpTimeout, RankFailure
 from shardmath.geometry.integers import index
 from shardmath.group.base import ProcessGroup
 from shardmath.runtime import Runtime
@@ -144,7 +143,7 @@ class Context(DistributedContext):
         block.announced_to.add(self.number)
         segment = block.location.segment
         if segment not in self._announced:  # one that peers know is never taken back
-            self._told(self._runtime.transport.announce, segment, self._ranks)
+            self.board.names.told(self._runtime.transport.announce, segment, self._ranks)
             self._announced.add(segment)
 
     def allocate_shared(self, nbytes: int) -> Buffer:
@@ -174,15 +173,8 @@ class Context(DistributedContext):
         """The transport to memory that `rank` has announced, and the rank's number there."""
         transport, peer = self._runtime.transport, self._ranks[rank]
         if rank != self.rank:
-            self._told(transport.attach, peer, location.segment)
+            self.board.names.told(transport.attach, peer, location.segment)
         return transport, peer
-
-    def _told(self, verb: Callable[..., object], *arguments: Any) -> None:
-        """Call a verb of the transport, whose errors are to name ranks of this context."""
-        try:
-            verb(*arguments)
-        except (RankFailure, OpTimeout) as error:
-            raise self.board.located(error) from None
 
     @cached_property
     def spans_hosts(self) -> bool:
@@ -216,19 +208,19 @@ class Context(DistributedContext):
             for low, high in [(0, nbytes)] if pieces is None else pieces:
                 if low < high:
                     place, part = location.offset + low, found[low:high]
-                    self._told(transport.get, peer, location.segment, place, part)
+                    self.board.names.told(transport.get, peer, location.segment, place, part)
         return found
 
     def get(self, rank: int, location: Location, into: Memory, stream: int = 0) -> None:
         """Fill `into` from memory of `rank`, which it has announced. See `Transport.get`."""
         transport, peer = self._reach(rank, location)
-        self._told(transport.get, peer, location.segment, location.offset, into, stream)
+        self.board.names.told(transport.get, peer, location.segment, location.offset, into, stream)
 
     def put(self, rank: int, location: Location, data: Memory, stream: int = 0) -> None:
         """Write `data` to memory of `rank`, which sees it when it has heard of it thereafter."""
         transport, peer = self._reach(rank, location)
-        self._told(transport.put, peer, location.segment, location.offset, data, stream)
-        self._told(transport.quiet, peer, stream)
+        self.board.names.told(transport.put, peer, location.segment, location.offset, data, stream)
+        self.board.names.told(transport.quiet, peer, stream)
 
     def zero(self, buffer: Buffer) -> None:
         """Set memory of this rank's heap to zero."""

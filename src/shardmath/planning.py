@@ -87,7 +87,7 @@ def agree_plan(
         try:
             built = build([wire.decode(text) for text in texts])
         except Exception as error:
-            context.board.note(error)
+            context.board.names.note(error)
             raise
         plan = cache.keep(key, (built,))
     else:

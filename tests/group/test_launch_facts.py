@@ -227,7 +227,9 @@ def test_mpi_waits_end(monkeypatch: pytest.MonkeyPatch) -> None:
     never = SimpleNamespace(Test=lambda: False)
     world = SimpleNamespace(rank=1, size=2, is_inter=False, Iallgather=lambda *_: never)
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", SimpleNamespace())
-    with pytest.raises(BootstrapError, match=r"rank 1 \(pid \d+ on .*: a gather of sizes of 2 ranks over"):
+    with pytest.raises(
+        BootstrapError, match=r"rank 1 \(pid \d+ on .*: a gather of sizes of 2 ranks over"
+    ):
         MPIProcessGroup(world, timeout=0.05).allgather_bytes(b"")
 
 

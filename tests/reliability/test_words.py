@@ -1,7 +1,7 @@
 """The words of errors, class by class: whoever reads one knows who, where, when, and what to do.
 
-One rank, the reader, gets the error; `other` is the rank that it is about. In the whole job these are
-ranks 0 and 1; in a part of one of 4 ranks they are again, and ranks 1 and 3 of the job.
+One rank, the reader, gets the error; `other` is the rank that it is about. In the whole job these
+are ranks 0 and 1; in a part of one of 4 ranks they are again, and ranks 1 and 3 of the job.
 """
 
 from __future__ import annotations

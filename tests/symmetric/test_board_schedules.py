@@ -14,7 +14,7 @@ import types
 import pytest
 
 from shardmath.errors import OpTimeout, RankFailure
-from shardmath.symmetric import board, waiting
+from shardmath.symmetric import arrivals, waiting
 from shardmath.symmetric.board import ROW_BYTES, Board, board_bytes
 from shardmath.symmetric.rows import Rows
 from shardmath.symmetric.waiting import WaitPolicy
@@ -82,7 +82,7 @@ def outcomes(seed, size, operation, monkeypatch):
     """What the ranks' calls did, where some arrive when the others give up."""
     schedule = Schedule(seed, size)
     clock = types.SimpleNamespace(monotonic=lambda: schedule.now, sleep=schedule.pause)
-    for module in (board, waiting):
+    for module in (arrivals, waiting):
         monkeypatch.setattr(module, "time", clock)
         monkeypatch.setattr(module.os, "sched_yield", schedule.pause)
     monkeypatch.setattr(waiting, "_YIELDS", 1)
@@ -103,7 +103,7 @@ def outcomes(seed, size, operation, monkeypatch):
             )
         )
     late = set(schedule.random.sample(range(size), schedule.random.randrange(1, size)))
-    arrivals = [
+    starts = [
         LIMIT + schedule.random.uniform(-2e-3, 4e-3) if rank in late else 0.0
         for rank in range(size)
     ]
@@ -112,7 +112,7 @@ def outcomes(seed, size, operation, monkeypatch):
     def be(rank):
         schedule.start(rank)
         try:
-            schedule.pause(arrivals[rank] + schedule.random.uniform(0, 2e-3))
+            schedule.pause(starts[rank] + schedule.random.uniform(0, 2e-3))
             if operation == "barrier":
                 boards[rank].barrier()
                 found[rank] = "out"

@@ -46,8 +46,8 @@ __all__ = [
 
 Shape = tuple[int, ...]
 _FREED = (
-    "lies in symmetric memory that has been freed; free it after its last use, or leave that to the "
-    "garbage collector"
+    "lies in symmetric memory that has been freed; free it after its last use, or leave that to "
+    "the garbage collector"
 )
 OutputSpec = tuple[str, str, Shape] | None
 

@@ -207,8 +207,9 @@ def _start_torch(distributed: Any, facts: LaunchFacts, timeout: float) -> None:
     except RuntimeError as error:
         raise BootstrapError(
             f"rank {facts.rank} ({process_name()}), {caller_line()}: torch.distributed did not "
-            f"bring {facts.size} ranks together ({error}): does every rank call shardmath.initialize()? SHARDMATH_STARTUP_TIMEOUT, "
-            f"{timeout:g} s, sets how long they are waited for"
+            f"bring {facts.size} ranks together ({error}): does every rank "
+            f"call shardmath.initialize()? SHARDMATH_STARTUP_TIMEOUT, {timeout:g} s, sets how long "
+            "they are waited for"
         ) from error
 
 
@@ -234,9 +235,7 @@ def _mpi_group(facts: LaunchFacts, settings: Settings) -> ProcessGroup:
     watch = bounded_start(facts.rank, facts.size, notice=settings.notice, timeout=timeout)
     try:
         with watch if starts else contextlib.nullcontext():
-            mpi = _library(
-                name, _MPI_PACKAGES.get(facts.launcher or "", "mpi4py"), _started(facts)
-            )
+            mpi = _library(name, _MPI_PACKAGES.get(facts.launcher or "", "mpi4py"), _started(facts))
     except BackendUnavailable as error:
         if facts.launcher != "slurm":
             raise

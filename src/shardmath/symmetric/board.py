@@ -11,24 +11,7 @@ reads the others'. A row holds
     reason, written before the state becomes FAILED: why, and which ranks are to blame
     then two mailboxes, used by even and odd rounds
 
-Either all ranks come out of a round or a barrier, or none does: what a rank that has given up lets
-its peers read may change, and who comes late must not take it for what it was. So
-
-    a rank comes out when it has seen every peer arrive, and then, looking once more, has seen that
-    none had taken it back;
-    a rank whose time has passed takes its own arrival back, lets that become visible, and looks once
-    more: where every peer has arrived by then, also one that is just taking it back, it arrives
-    again, and waits for those that do the same; else it fails.
-
-Proof. Say that X comes out, and let G be the first that fails. X's second look saw G's arrival, so
-G took it back after that look; all peers had arrived before that look, and arrivals stay visible
-as 2n or 2n-1. So when G looked, it saw that all had arrived, and nobody who had failed: it did not
-fail. A store of X's that G's look does not see is younger than what G took back: X's look sees that.
-
-This holds among ranks that share the page, and between hosts where a message takes less than
-`_FAR_DOUBT` seconds. It cannot hold where a rank is interrupted, stopped or killed between the two
-steps of giving up: some peers may then come out where others raise, and all hear of it in their next
-operation.
+Either all ranks come out of a round or a barrier, or none does: see `arrivals`.
 
 Two mailboxes suffice: a rank publishes round s+2 only after it has finished s+1, for which every
 peer had published s+1, which a peer does only after it has read all of round s.
@@ -39,13 +22,12 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-import time
 from collections.abc import Callable, Sequence
 
-from shardmath.caller import caller_line
 from shardmath.errors import CollectiveMismatch, OpTimeout, RankFailure, ShardmathError
-from shardmath.group.base import rank_names
+from shardmath.symmetric.arrivals import Arrivals
 from shardmath.symmetric.header import NAME_BYTES, bodies, header
+from shardmath.symmetric.names import AFTER_FAILURE, OPERATION, RankNames
 from shardmath.symmetric.reason import REASON_BYTES, Reason
 from shardmath.symmetric.rows import ORDERED, Rows
 from shardmath.symmetric.waiting import WaitPolicy, wait_until
@@ -54,7 +36,6 @@ from shardmath.transport.liveness import PeerWatch
 __all__ = ["ORDERED", "ROW_BYTES", "Board", "OperationGuard", "board_bytes"]
 
 _EXCHANGE, _BARRIER, _STATE = 0, 1, 2
-_OPERATION = 64  # byte offset in a row
 _REASON = 128
 _MAIL = _REASON + REASON_BYTES  # byte offset of the first mailbox
 _MAIL_BYTES = 4096
@@ -63,11 +44,6 @@ _CHUNK = _MAIL_BYTES - _LENGTH_BYTES
 ROW_BYTES = _MAIL + 2 * _MAIL_BYTES
 _RUNNING, _LEFT, _FAILED, _MISMATCHED = 0, 1, 2, 3
 _MESSAGE_LIMIT = 64 << 20
-_DESCRIBED = 4  # ranks of a message that are named in full
-_NOTED = 8  # the same, of an error that all raise
-_DOUBT = 1e-3  # seconds in which a word that is taken back is seen by cores that load it
-_FAR_DOUBT = 0.05  # the same between hosts, there and back
-_AFTER_FAILURE = "finalize and initialize again among the ranks that remain"
 
 
 def board_bytes(size: int) -> int:
@@ -103,13 +79,19 @@ class Board:
         self.policy = policy
         self._rows = rows
         self._words = rows.words
+        self._arrivals = Arrivals(rows)
         self._own = rows.words[rank]
         self._mailboxes = list(zip(rows.words, rows.bytes, strict=True))
         self._peers = [r for r in range(size) if r != rank]
         self._watch = watch
         self._watch_ranks = list(watch_ranks)
-        self._names = list(names)
-        self._job = job
+        self.names: RankNames = RankNames(
+            rows,
+            rank=rank,
+            numbers=watch_ranks,
+            processes=names,
+            job=None if job is None else job.names,
+        )
         self._rounds = 0  # that all ranks have published, and
         self._barriers = 0  # barriers that all have reached
         self._operation = "start"
@@ -129,7 +111,7 @@ class Board:
         try:
             return bodies(texts, operation)
         except CollectiveMismatch as error:
-            self.note(error)
+            self.names.note(error)
             raise
 
     def exchange_raw(self, operation: str, text: bytes) -> list[bytes]:
@@ -227,7 +209,7 @@ class Board:
     def operation(self, name: str) -> None:
         if name != self._operation:
             self._operation = name
-            self._rows.write(_OPERATION, header(name)[:NAME_BYTES].ljust(NAME_BYTES, b"\0"))
+            self._rows.write(OPERATION, header(name)[:NAME_BYTES].ljust(NAME_BYTES, b"\0"))
 
     def leave(self) -> None:
         """Tell the peers that this rank takes part no more: it has finished."""
@@ -277,10 +259,11 @@ class Board:
         mismatched += [r for r in late if words[r][_STATE] == _MISMATCHED]
         if not mismatched:
             return None
-        calls = "; ".join(f"{self.name(r)} is in {self._operation_of(r)}" for r in mismatched)
+        names = self.names
+        calls = "; ".join(f"{names.name(r)} is in {names.operation_of(r)}" for r in mismatched)
         return CollectiveMismatch(
-            f"{self.where()}: the ranks called different operations: {calls}; all ranks must make "
-            "the same calls in the same order"
+            f"{names.where()}: the ranks called different operations: {calls}; all ranks must "
+            "make the same calls in the same order"
         )
 
     def dead(self) -> list[int]:
@@ -302,99 +285,29 @@ class Board:
         dead = self._watch.dead() if self._watch is not None else frozenset()
         died = [r for r in late if states[r] == _RUNNING and self._watch_ranks[r] in dead]
         if died:
-            return self._failure_of(died, "died")
+            return self.names.failure_of(died, "died")
         for rank in late:
             if states[rank] == _FAILED:
                 reason = Reason.unpack(self._rows.bytes[rank][_REASON:_MAIL].tobytes())
                 blamed = [r for r in reason.blamed if r != self.rank]
-                text = f"{self.where()}: {self.name(rank)} gave up: {reason.why}; {_AFTER_FAILURE}"
+                who = f"{self.names.where()}: {self.names.name(rank)}"
+                text = f"{who} gave up: {reason.why}; {AFTER_FAILURE}"
                 if reason.late and blamed:
                     return OpTimeout(text, blamed)
                 return RankFailure(text, blamed or [rank])
         left = [rank for rank in late if states[rank] == _LEFT]
-        return self._failure_of(left, "has left") if left else None
-
-    def _failure_of(self, ranks: list[int], what: str) -> RankFailure:
-        reasons = "; ".join(f"{self.name(r)} {what}; {self._last_of(r)}" for r in ranks)
-        return RankFailure(f"{self.where()}: {reasons}; {_AFTER_FAILURE}", ranks)
-
-    # -- names, for messages -------------------------------------------------------------------
-
-    def name(self, rank: int) -> str:
-        """A rank by its number here and, in a part of the job, by its number there; its process."""
-        return f"rank {rank} ({self._process(rank)})"
-
-    def where(self, number: str = "") -> str:
-        """This rank, its operation, the `number` of a wait, the user's line and the process."""
-        doing = f"rank {self.rank} in {self._operation}, {caller_line()}{number}"
-        return f"{doing}, {self._process(self.rank)}"
-
-    def located(self, error: RankFailure | OpTimeout) -> RankFailure | OpTimeout:
-        """An error of the transport, which knows the job's ranks alone, in this board's words."""
-        numbers = {peer: rank for rank, peer in enumerate(self._watch_ranks)}
-        of_job = "" if self._job is None else "of the ranks of the job, "
-        ranks = [numbers[peer] for peer in error.ranks if peer in numbers]
-        return type(error)(f"{self.where()}: {of_job}{error}", ranks)
-
-    def note(self, error: Exception) -> None:
-        """Add to an error that all ranks raise alike where this one does, and who they are."""
-        if self.size > 1:
-            names = ", ".join(map(self.name, range(min(self.size, _NOTED))))
-            more = f", and {self.size - _NOTED} more" if self.size > _NOTED else ""
-            error.add_note(f"All ranks raise this; here it is {self.where()}. They are {names}{more}.")
-
-    def described(self, ranks: Sequence[int]) -> str:
-        """Ranks by their names, with what they did last; of many, most by their number alone."""
-        shown = [
-            f"rank {r} ({self._process(r)}; {self._last_of(r)})" for r in ranks[:_DESCRIBED]
-        ]
-        if len(ranks) > _DESCRIBED:
-            shown.append(rank_names(ranks[_DESCRIBED:]))
-        return ", ".join(shown)
-
-    def _process(self, rank: int) -> str:
-        """The rank's process, after its number in the job where this board has a part of that."""
-        process = self._names[rank]
-        if self._job is None:
-            return process
-        return f"rank {self._watch_ranks[rank]} of the job, {process}"
-
-    def _last_of(self, rank: int) -> str:
-        """What a rank did last: here, and in the context of the whole job."""
-        here = self._operation_of(rank)
-        job = self._job
-        everywhere = "" if job is None else job._operation_of(self._watch_ranks[rank])
-        done = [here] if here else []
-        if everywhere:
-            done.append(f"{everywhere} in the context of all ranks")
-        return f"its last operation was {', and '.join(done)}" if done else "it has called nothing"
-
-    def _operation_of(self, rank: int) -> str:
-        text = bytes(self._rows.bytes[rank][_OPERATION : _OPERATION + NAME_BYTES])
-        return text.rstrip(b"\0").decode(errors="replace")
+        return self.names.failure_of(left, "has left") if left else None
 
     # -- words ---------------------------------------------------------------------------------
 
-    def _missing(self, word: int, target: int) -> list[int]:
-        words = self._words
-        return [r for r in self._peers if words[r][word] < target]
-
     def _await(self, word: int, target: int) -> None:
-        """Come out when every peer's `word` is `target` and none takes it back: see the module."""
+        """Come out when every peer's `word` is `target` and none takes it back: see `arrivals`."""
         words = self._words
         late = [r for r in self._peers if words[r][word] < target]
-        if late or (self._looks_twice and (late := self._second_look(word, target))):
+        if late or (self._looks_twice and (late := self._arrivals.second_look(word, target))):
             self._await_late(word, target, late)
         if not ORDERED:
             os.sched_yield()
-
-    def _second_look(self, word: int, target: int) -> list[int]:
-        """As `_missing`, of what is to be seen now: after what the first look has seen."""
-        if self._rows.needs_polling:
-            self._rows.poll()
-        if not ORDERED:
-            os.sched_yield()
-        return self._missing(word, target)
 
     def _await_late(self, word: int, target: int, late: list[int]) -> None:
         words = self._words
@@ -403,54 +316,32 @@ class Board:
             while late and words[late[-1]][word] >= target:
                 late.pop()
             if not late:
-                late.extend(self._second_look(word, target))
+                late.extend(self._arrivals.second_look(word, target))
             return not late
 
         def missing() -> list[int]:  # one that has taken its arrival back waits for these, too
-            return self._missing(word, target - 1) or self._missing(word, target)
+            return self._arrivals.missing(word, target - 1) or self._arrivals.missing(word, target)
 
         def wait() -> None:
             wait_until(
-                self._polling(arrived),
+                self._arrivals.polling(arrived),
                 policy=self.policy,
                 missing=missing,
-                peer_error=lambda _: self.peer_error(self._missing(word, target)),
-                doing=lambda: self.where(f", #{target // 2}"),
-                named=self.described,
+                peer_error=lambda _: self.peer_error(self._arrivals.missing(word, target)),
+                doing=lambda: self.names.where(f", #{target // 2}"),
+                named=self.names.described,
             )
 
         try:
             try:
                 wait()
             except OpTimeout:
-                if not self._all_came_at_last(word, target):
+                if not self._arrivals.come_after_all(word, target, _STATE):
                     raise
                 wait()  # for peers that are finding out the same
         except BaseException as error:
             self._fail_with(error)
             raise
-
-    def _all_came_at_last(self, word: int, target: int) -> bool:
-        """Take this rank's arrival back, and look once more who has come: see the module.
-
-        Where all have, announces the arrival again, and returns True.
-        """
-        self._rows.publish(word, target - 1)
-        if self._rows.needs_polling:
-            deadline = time.monotonic() + _FAR_DOUBT
-            while time.monotonic() < deadline:
-                self._rows.poll()
-                time.sleep(_DOUBT)
-        else:
-            time.sleep(_DOUBT)
-        running = [words[_STATE] == _RUNNING for words in self._words]  # first: it never comes back
-        came = all(
-            words[word] >= (target - 1 if runs else target)
-            for words, runs in zip(self._words, running, strict=True)
-        )
-        if came:
-            self._rows.publish(word, target)
-        return came
 
     def wait(
         self,
@@ -470,35 +361,23 @@ class Board:
         self._rows.flush()
         try:
             wait_until(
-                self._polling(arrived),
+                self._arrivals.polling(arrived),
                 policy=self.policy,
                 missing=missing,
                 peer_error=self.peer_error if timeout is None else self.ended_peer_error,
-                doing=self.where,
-                named=self.described,
+                doing=self.names.where,
+                named=self.names.described,
                 timeout=timeout,
             )
         except (CollectiveMismatch, RankFailure) as error:
             self._fail_with(error)
             raise
 
-    def _polling(self, arrived: Callable[[], bool]) -> Callable[[], bool]:
-        """`arrived`, after messages of ranks on other hosts have been taken in."""
-        if not self._rows.needs_polling:
-            return arrived
-        poll = self._rows.poll
-
-        def polled() -> bool:
-            poll()
-            return arrived()
-
-        return polled
-
     def _require_usable(self) -> None:
         if self.failure is not None:
             raise RankFailure(
-                f"{self.where()}: an earlier operation of this context failed ({self.failure}); "
-                f"{_AFTER_FAILURE}"
+                f"{self.names.where()}: an earlier operation of this context failed "
+                f"({self.failure}); {AFTER_FAILURE}"
             )
 
 

@@ -207,10 +207,7 @@ class SymmetricMemory(metaclass=PadSetting):
 
     def _require_array(self) -> None:
         if self._buffer.block.freed:
-            raise UseAfterFree(
-                f"rank {self.rank}: this rank's array was freed with free_symmetric_memory; free it "
-                "after its last use, or leave that to the garbage collector"
-            )
+            raise UseAfterFree(f"rank {self.rank}: its array was freed; free it after its last use")
 
     def _peer(self, rank: int, name: str) -> int:
         """`rank`, the argument of that name, if there is such a rank."""

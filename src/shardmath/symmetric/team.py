@@ -261,7 +261,7 @@ class Team:
             return ValueError(f"{self._who()}: a kernel {reason}")
         ranks = [rank for rank in range(self.size) if late[rank, 0]]
         reasons = [
-            f"{self._board.described([rank])} had come to {seen} of {expected} in "
+            f"{self._board.names.described([rank])} had come to {seen} of {expected} in "
             f"{_place(int(operation))}"
             for rank in ranks
             for operation, expected, seen in [late[rank].tolist()]
@@ -279,7 +279,7 @@ class Team:
 
     def _who(self) -> str:
         """This rank, its GPU and the user's line, for a message."""
-        name = self._board.name(self.rank)
+        name = self._board.names.name(self.rank)
         return f"{name} on GPU {self.device.ordinal}, {caller_line()}"
 
 

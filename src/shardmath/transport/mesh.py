@@ -37,8 +37,8 @@ __all__ = ["Mesh"]
 _HELLO = struct.Struct("=16sI")  # key, rank
 _CREDENTIALS = struct.Struct("=iii")  # pid, uid, gid
 _TAG_BYTES = 64
-# In front of the tag: bytes of the memory, where it cannot say itself. Where no descriptor comes with
-# it, the length of the tag, behind which it says why.
+# In front of the tag: bytes of the memory, where it cannot say itself. Where no descriptor comes
+# with it, the length of the tag, behind which it says why.
 _SIZE = struct.Struct("=Q")
 _WHY_BYTES = 512
 _NAMED = 8  # ranks of a message, at most
@@ -285,7 +285,7 @@ class Mesh:
             return outcome
 
     def _read(self, rank: int, awaited: str) -> dict[bytes, tuple[int, int] | str]:
-        """The next descriptor of `rank` by its tag, with the bytes that it stands for; or why not."""
+        """The next descriptor of `rank` by its tag, with the bytes it stands for, or why not."""
         doing = f"waiting for its {awaited!r}"
         try:
             most = _SIZE.size + _TAG_BYTES + _WHY_BYTES
