@@ -13,11 +13,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from shardmath import errors, wire
+from shardmath.collective_call import settled
 from shardmath.errors import CollectiveMismatch
 from shardmath.symmetric.board import Board
-from shardmath.symmetric.header import bodies, header
+from shardmath.symmetric.header import header
 
-__all__ = ["agree", "gather", "require_equal"]
+__all__ = ["agree", "gather", "refusing", "require_equal"]
 
 Agreed = TypeVar("Agreed")
 
@@ -45,11 +46,8 @@ def agree(
     by that rank), or what `check` raises, or CollectiveMismatch when the operations differ.
     """
     texts = gather(board, operation, lambda: wire.encode(describe()))
-    try:
+    with refusing(board, operation):
         return check([wire.decode(text) for text in texts])
-    except Exception as error:
-        board.names.note(error)
-        raise
 
 
 def gather(board: Board, operation: str, describe: Callable[[], bytes]) -> list[bytes]:
@@ -69,15 +67,34 @@ def gather(board: Board, operation: str, describe: Callable[[], bytes]) -> list[
         texts = board.exchange_raw(operation, text)
         for each in texts:
             if not each.startswith(prefix):
-                try:
-                    _raise_refusal(bodies(texts, operation), mistake)
-                except Exception as error:
-                    board.names.note(error)
-                    raise
+                _raise_refusal(board, board.bodies(texts, operation), mistake)
     finally:
         del mistake  # its traceback refers to this frame: a cycle that would keep the operands
     start = len(prefix)
     return [each[start:] for each in texts]
+
+
+class refusing:  # noqa: N801  (a context manager)
+    """Around a pure check of what all ranks have said: what it raises, it raises on all ranks.
+
+    The ranks confirm it by one more exchange. For an exception need not be the check's: a signal
+    handler may have raised it, on this rank alone. Then the peers are in another operation, and
+    CollectiveMismatch is raised in its place, there too.
+    """
+
+    __slots__ = ("_board", "_operation")
+
+    def __init__(self, board: Board, operation: str) -> None:
+        self._board, self._operation = board, operation
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, Exception):
+            self._board.names.note(error)
+            self._board.exchange(f"error of {self._operation}", b"")
+            settled(error)
 
 
 def require_equal(what: str, values: Sequence[Any]) -> Any:
@@ -94,10 +111,13 @@ def require_equal(what: str, values: Sequence[Any]) -> Any:
 def _refusal(error: Exception) -> bytes:
     """What a rank sends instead of its description: the error that it met."""
     facts = {name: getattr(error, name) for name in _FACTS if hasattr(error, name)}
-    return _REFUSED + wire.encode((_travelling_name(error), str(error), facts))
+    name, text = _travelling_name(error), str(error)
+    if name != type(error).__name__:  # it is raised as what it derives from, or RuntimeError
+        text = f"{type(error).__name__}: {text}".rstrip(": ")
+    return _REFUSED + wire.encode((name, text, facts))
 
 
-def _raise_refusal(messages: Sequence[bytes], own: Exception | None) -> None:
+def _raise_refusal(board: Board, messages: Sequence[bytes], own: Exception | None) -> None:
     """Raise the error of the first rank that sent one; `own`, this rank's, becomes its cause.
 
     What every rank sent is said of every rank. Where `own` says the same as what is raised, it
@@ -108,7 +128,9 @@ def _raise_refusal(messages: Sequence[bytes], own: Exception | None) -> None:
             everywhere = len(messages) > 1 and all(other == text for other in messages)
             same = own is None or text == _refusal(own)
             who = "every rank" if everywhere else f"rank {rank}"
-            raise _rebuilt(who, text[1:]) from (None if same else own)
+            error = _rebuilt(who, text[1:])
+            board.names.note(error)
+            raise settled(error) from (None if same else own)
 
 
 def _travelling_name(error: Exception) -> str:

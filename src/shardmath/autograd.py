@@ -31,6 +31,7 @@ except ImportError as error:
 
 from shardmath.agreement import require_equal
 from shardmath.arrays import library_of
+from shardmath.collective_call import collective_call
 from shardmath.collectives import all_reduce as _all_reduce
 from shardmath.context import require_context
 from shardmath.geometry import Distribution
@@ -58,6 +59,7 @@ def _between_graphs(call: Callable[P, R]) -> Callable[P, R]:
 
 
 @_between_graphs
+@collective_call
 def matmul(
     a: Any,
     b: Any,
@@ -76,6 +78,7 @@ def matmul(
 
 
 @_between_graphs
+@collective_call
 def redistribute(
     operand: Any, /, input_distribution: Distribution, output_distribution: Distribution
 ) -> Any:
@@ -87,6 +90,7 @@ def redistribute(
 
 
 @_between_graphs
+@collective_call
 def all_reduce(x: Any, *, op: str = "sum") -> Any:
     """The "sum" or "mean" of all ranks' `x`, on every rank, as `shardmath.collectives.all_reduce`.
 

@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import numpy as np
 
 from shardmath import agreement, current
+from shardmath.collective_call import collective_call, settled
 from shardmath.distributed_context import DistributedContext
+from shardmath.errors import RankFailure
 from shardmath.geometry.integers import index
 from shardmath.group.base import ProcessGroup
 from shardmath.runtime import Runtime
@@ -121,6 +123,7 @@ class Context(DistributedContext):
         self.require_open()
         return agreement.gather(self.board, operation, describe)
 
+    @collective_call
     def barrier(self) -> None:
         """See DistributedContext. Collective."""
         self.require_open()
@@ -129,6 +132,10 @@ class Context(DistributedContext):
         if all(texts):
             marks = [struct.unpack(f"={len(text) // 8}Q", text) for text in texts]
             self.heap.apply_marks(self.number, marks)
+
+    def refusing(self, operation: str) -> agreement.refusing:
+        """Around a pure check of what all ranks have said; see `agreement.refusing`."""
+        return agreement.refusing(self.board, operation)
 
     def executing(self, operation: str) -> OperationGuard:
         """Around what follows agreement: an error here ends the wait of the peers at once."""
@@ -266,6 +273,7 @@ class Context(DistributedContext):
 
     # -- groups ------------------------------------------------------------------------------------
 
+    @collective_call
     def split(self, color: int | None, key: int = 0) -> Context | None:
         """See DistributedContext. Collective."""
 
@@ -285,8 +293,9 @@ class Context(DistributedContext):
                 boards.append(self._board(members, name))
 
         self.agree("split", make, lambda _: None)  # one that finds no descriptor is heard by all
-        return self._derive(members, name, boards[0]) if boards else None
+        return self._derive(members, name, boards[0], parent=self) if boards else None
 
+    @collective_call
     def subset(self, ranks: Sequence[int]) -> Context:
         """See DistributedContext. Collective among `ranks` alone."""
         self.require_open()
@@ -302,7 +311,7 @@ class Context(DistributedContext):
         count, last = self._subsets.get(chosen, (0, None))
         if last is None or last._closed:
             name = f"{self._name} / subset {chosen} number {count}"
-            last = self._derive(chosen, name, self._board(chosen, name))
+            last = self._derive(chosen, name, self._board(chosen, name), parent=self)
             self._subsets[chosen] = count + 1, last
         return last
 
@@ -312,7 +321,9 @@ class Context(DistributedContext):
         mesh_ranks = [self._ranks[r] for r in ranks]
         return self._runtime.board(mesh_ranks, list(ranks).index(self.rank), name)
 
-    def _derive(self, ranks: Sequence[int], name: str, board: Board) -> Context:
+    def _derive(
+        self, ranks: Sequence[int], name: str, board: Board, *, parent: Context | None
+    ) -> Context:
         """A context of `ranks`, over a board of that name."""
         mesh_ranks = [self._ranks[r] for r in ranks]
         return Context(
@@ -322,15 +333,58 @@ class Context(DistributedContext):
             ranks=mesh_ranks,
             device_id=self.device_id,
             process_group=None,
-            parent=self,
+            parent=parent,
             name=name,
         )
 
     # -- life --------------------------------------------------------------------------------------
 
+    @collective_call
+    def recover(self) -> Context:
+        """See DistributedContext. Collective."""
+        self.require_open()
+        if self.team is not None:
+            self.team.abort()  # kernels of a call that was given up may wait for ever
+        while True:
+            ranks = self.board.survivors()
+            try:
+                made = self._successor(ranks)
+                break
+            except RankFailure as error:  # one more has died since
+                if not self.board.dead():
+                    raise settled(error) from None
+        if current.default() is self:
+            current.set_default(made)
+        self._leave_to(made)
+        return made
+
+    def _successor(self, ranks: Sequence[int]) -> Context:
+        """The context that takes this one's place, of these ranks. Collective among them."""
+        name = f"{self._name} / recovery {self.board.recovery.number}"
+        made = self._derive(ranks, name, self._board(ranks, name), parent=self._parent)
+        transport, peers = self._runtime.transport, made._ranks
+        held = agreement.agree(made.board, "recover", transport.held, list)
+        for peer, segments in zip(peers, held, strict=True):
+            known = {index for owner, index in segments if owner == peers[made.rank]}
+            transport.forget_announcements(peer, known)
+        made.process_group = self.process_group if len(ranks) == self.size else None
+        return made
+
+    def _leave_to(self, successor: Context) -> None:
+        """End this context, and leave what it shares with others to its successor."""
+        for context in list(_contexts):
+            if context._parent is self:
+                context._parent = successor
+        self._end("recover() has replaced it by the context that it returned")
+
     def __enter__(self) -> Context:
         self.require_open()
-        current.override(self)
+        before = current.overridden()
+        try:
+            current.override(self)
+        except BaseException:  # an interrupt: the block is not entered
+            current.reset(before)
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -345,14 +399,9 @@ class Context(DistributedContext):
         """See DistributedContext."""
         if self._closed:
             return
-        self._closed = why
         if self.team is not None and self.board.dead():
             self.team.abort()  # kernels that wait for the dead would keep this process
-        self.board.leave()
-        self.team = None
-        self._dropping.detach()
-        self.heap.groups.leave(self.number, self.board.ended)
-        self._caches.clear()
+        self._end(why)
         if self._parent is None:
             for context in list(_contexts):
                 if context._runtime is self._runtime:
@@ -360,6 +409,15 @@ class Context(DistributedContext):
             self._runtime.close()
         if current.default() is self:
             current.set_default(None)
+
+    def _end(self, why: str) -> None:
+        """Take no part any more; what this context shares with others stays."""
+        self._closed = why
+        self.board.leave()
+        self.team = None
+        self._dropping.detach()
+        self.heap.groups.leave(self.number, self.board.ended)
+        self._caches.clear()
 
     def abandon(self, why: str) -> None:
         """Make the context unusable in this process, and tell nobody: it is not this process's."""

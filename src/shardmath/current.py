@@ -10,7 +10,17 @@ from __future__ import annotations
 from contextvars import ContextVar
 from typing import Protocol
 
-__all__ = ["CurrentContext", "default", "forget", "get", "override", "restore", "set_default"]
+__all__ = [
+    "CurrentContext",
+    "default",
+    "forget",
+    "get",
+    "overridden",
+    "override",
+    "reset",
+    "restore",
+    "set_default",
+]
 
 
 class CurrentContext(Protocol):
@@ -50,6 +60,16 @@ def set_default(context: CurrentContext | None) -> None:
 def override(context: CurrentContext) -> None:
     """Make `context` current until the matching `restore`."""
     _stack.set((*_stack.get(), context))
+
+
+def overridden() -> tuple[CurrentContext, ...]:
+    """The contexts made current by `override`, the innermost last; for `reset`."""
+    return _stack.get()
+
+
+def reset(contexts: tuple[CurrentContext, ...]) -> None:
+    """Make current again what `overridden` gave."""
+    _stack.set(contexts)
 
 
 def restore(context: CurrentContext) -> None:

@@ -64,6 +64,23 @@ class DistributedContext(ABC):
         """
 
     @abstractmethod
+    def recover(self) -> DistributedContext:
+        """A context of the ranks that remain, in which all of them can compute. Collective.
+
+            except shardmath.errors.RankFailure:
+                context = context.recover()
+
+        It serves after any failure: an interrupted call, a timeout, a mismatch, a rank that has
+        died. Every rank that lives calls it, each from wherever it is: calls in this context that
+        still wait end with RankFailure. The new context has the same order of ranks, without those
+        that are gone, and is the default one if this one was; this one is closed. Arrays on the
+        heap remain as they are; handles and operator objects are made anew.
+
+        Raises OpTimeout where a rank that lives does not call it, naming it, and RankFailure where
+        the others have gone on without this rank; then it can be called again.
+        """
+
+    @abstractmethod
     def close(self, why: str = "it was closed") -> None:
         """End the context on this rank; later calls raise RuntimeError with `why`. Local.
 

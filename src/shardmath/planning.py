@@ -15,6 +15,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardmath import wire
+from shardmath.agreement import refusing
 from shardmath.lru_cache import LRUCache
 
 if TYPE_CHECKING:
@@ -84,11 +85,8 @@ def agree_plan(
         spec = specs[0]
         own = wire.encode(spec.spec if isinstance(spec, HashedSpec) else spec)
         texts = context.board.exchange(operation, own)
-        try:
+        with refusing(context.board, operation):
             built = build([wire.decode(text) for text in texts])
-        except Exception as error:
-            context.board.names.note(error)
-            raise
         plan = cache.keep(key, (built,))
     else:
         cache.keep_repeated(operation, messages, key, notes)

@@ -15,10 +15,11 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 from shardmath import agreement, current
+from shardmath.collective_call import collective_call
 from shardmath.config import Settings, warn_of_unknown
 from shardmath.context import Context, current_context, open_contexts
 from shardmath.distributed_context import DistributedContext
-from shardmath.errors import OpTimeout, RankFailure
+from shardmath.errors import CollectiveMismatch, OpTimeout, RankFailure
 from shardmath.group import ProcessGroup, as_process_group
 from shardmath.group.base import rank_names
 from shardmath.group.notice import noticed
@@ -29,6 +30,7 @@ __all__ = ["finalize", "get_context", "initialize", "new_context"]
 _BACKENDS = ("host", "mpi", "cuda", "nvshmem", "nccl")
 
 
+@collective_call
 def initialize(
     device_id: int | str,
     process_group: Any = None,
@@ -52,6 +54,7 @@ def initialize(
     return context
 
 
+@collective_call
 def new_context(
     device_id: int | str,
     process_group: Any = None,
@@ -90,17 +93,19 @@ def get_context() -> DistributedContext | None:
     return current_context()
 
 
+@collective_call
 def finalize() -> None:
     """End the default context. Collective; does nothing when there is none.
 
-    Peers that have ended, or that do not come in time, are not waited for.
+    Peers that have ended, that do not come in time, or that are in another call, are not waited
+    for: it ends a context in any state.
     Source: nvmath.distributed.finalize.
     """
     context = current.default()
     if not isinstance(context, Context):
         return
     try:
-        with suppress(RankFailure, OpTimeout):
+        with suppress(RankFailure, OpTimeout, CollectiveMismatch):
             context.board.exchange("finalize", b"")
     finally:
         context.close("finalize() has ended it")

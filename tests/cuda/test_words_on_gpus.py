@@ -87,7 +87,7 @@ def test_a_report_in_words(name, part, monkeypatch):
     if found.broken:
         with pytest.raises(RankFailure) as caught:
             found.require_usable()
-        assert who in str(caught.value) and "finalize and initialize again" in str(caught.value)
+        assert who in str(caught.value) and "call recover() of the context" in str(caught.value)
 
 
 def check_words(context, library, part):

@@ -28,7 +28,7 @@ from shardmath.symmetric.allocation import free_symmetric_memory
 from shardmath.symmetric.rendezvous import rendezvous
 
 LIMIT = {"SHARDMATH_TIMEOUT": "0.5", "SHARDMATH_NOTICE": "100"}
-AFTER = "finalize and initialize again"
+AFTER = "call recover() of the context"
 ONES = np.ones(3)
 
 

@@ -20,6 +20,7 @@ from shardmath.agreement import require_equal
 from shardmath.arrays import library_named, raw_view
 from shardmath.arrays.base import HostArray
 from shardmath.arrays.spec import ArraySpec
+from shardmath.collective_call import collective_call
 from shardmath.collectives.dispatch import AgreedCall, Call, Offered, offer_operand, perform
 from shardmath.collectives.offers import NOTHING, Offer, offer
 from shardmath.collectives.operand import (
@@ -48,6 +49,7 @@ __all__ = ["all_gather", "all_to_all", "broadcast"]
 _NO_ARRAY = (None, None, None)  # the spec of x on a rank that receives a broadcast and passes None
 
 
+@collective_call
 def broadcast(
     x: Any, *, root: int = 0, out: Any = None, context: DistributedContext | None = None
 ) -> Any:
@@ -152,6 +154,7 @@ def _spec_of_output(context: Context, out: Any) -> OutputSpec:
     return DeviceOutput(context, out).spec
 
 
+@collective_call
 def all_gather(
     x: Any, *, axis: int = 0, out: Any = None, context: DistributedContext | None = None
 ) -> Any:
@@ -208,6 +211,7 @@ def _gather(agreed: AgreedCall, plan: _Gather) -> Any:
     return agreed.finish(result)
 
 
+@collective_call
 def all_to_all(
     x: Any,
     *,

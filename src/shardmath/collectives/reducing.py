@@ -14,6 +14,7 @@ from typing import Any
 from shardmath.agreement import require_equal
 from shardmath.arrays.base import HostArray
 from shardmath.arrays.spec import ArraySpec
+from shardmath.collective_call import collective_call
 from shardmath.collectives import twoshot
 from shardmath.collectives.dispatch import AgreedCall, Call, Offered, perform
 from shardmath.collectives.offers import offer
@@ -40,6 +41,7 @@ _ONE_SHOT_BYTES = 1 << 20  # of one operand: what `offers` stages at most
 _ONE_SHOT_TOTAL_BYTES = 4 << 20  # of all ranks' operands
 
 
+@collective_call
 def all_reduce(
     x: Any, *, op: str = "sum", out: Any = None, context: DistributedContext | None = None
 ) -> Any:
@@ -113,6 +115,7 @@ def _all_reduce(agreed: AgreedCall, plan: _AllReduce) -> Any:
     return result.finish()
 
 
+@collective_call
 def reduce_scatter(
     x: Any,
     *,

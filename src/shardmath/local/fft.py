@@ -60,13 +60,27 @@ def engine_for(library: str) -> str:
 @lru_cache(maxsize=1)
 def _installed() -> str:
     for engine, module in (("ducc0", "ducc0.fft"), ("scipy", "scipy.fft")):
+        if _imported(module) is not None and (engine != "ducc0" or _inner(engine) is not None):
+            return engine
+    return "numpy"
+
+
+def _imported(module: str) -> Any:
+    """The module, None where it is not installed or cannot be loaded.
+
+    An exception of a signal handler that strikes while an extension is being loaded may come out of
+    it as an ImportError. One that does not come a second time was no fault of the module.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
         try:
             importlib.import_module(module)
         except ImportError:
-            continue
-        if engine != "ducc0" or _inner(engine) is not None:
-            return engine
-    return "numpy"
+            return None
+        if KeyboardInterrupt.__name__ in str(error):
+            raise KeyboardInterrupt from error
+        raise
 
 
 _INNER = {
@@ -85,14 +99,16 @@ def _inner(engine: str) -> Any:
     ones, real = np.ones(2, np.complex64), np.ones(2, np.float32)
     for name in _INNER.get(engine, ()):
         made, half, back = np.zeros_like(ones), np.zeros_like(ones), np.zeros_like(real)
+        inner = _imported(name)
+        if inner is None:
+            continue
         try:
-            inner = importlib.import_module(name)
             if engine == "ducc0":
                 _end_ducc0_threads()
             inner.c2c(ones, (0,), True, 0, made, 1)
             inner.r2c(real, (0,), True, 0, half, 1)
             inner.c2r(half, (0,), 2, False, 0, back, 1)
-        except (ImportError, AttributeError, TypeError):
+        except (AttributeError, TypeError):
             continue
         if made[0] == half[0] == back[0] == 2:
             return inner

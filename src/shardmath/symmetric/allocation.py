@@ -22,6 +22,7 @@ from shardmath.agreement import require_equal
 from shardmath.arrays import ArraySpec, DType, Library, library_of, library_of_package
 from shardmath.arrays.dtypes import of as dtype_of
 from shardmath.arrays.spec import packed_strides
+from shardmath.collective_call import collective_call
 from shardmath.context import Context, open_contexts, require_context
 from shardmath.errors import CollectiveMismatch, UseAfterFree
 from shardmath.symmetric.heap import Block, Buffer, Heap
@@ -43,6 +44,7 @@ _Place = tuple[Block, int]
 _FREED = "this array was freed with free_symmetric_memory"
 
 
+@collective_call
 def allocate_symmetric_memory(
     shape: int | Sequence[int],
     package: ModuleType,

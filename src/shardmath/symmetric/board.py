@@ -8,39 +8,51 @@ reads the others'. A row holds
     word 1  barrier    2n: it has reached its n-th barrier; 2n-1: it had, and has taken that back
     word 2  state      RUNNING, LEFT, FAILED or MISMATCHED
     word 8  operation  the name of the operation under way, for other ranks' messages
+    word 3  recovery   the last recovery of the group that this rank has asked for
+    word 4  decision   the last one for which this rank has said who goes on
     reason, written before the state becomes FAILED: why, and which ranks are to blame
-    then two mailboxes, used by even and odd rounds
+    then two mailboxes, used by even and odd rounds: the number of the round, how many bytes the
+    text has in all, and a part of it
 
 Either all ranks come out of a round or a barrier, or none does: see `arrivals`.
 
 Two mailboxes suffice: a rank publishes round s+2 only after it has finished s+1, for which every
-peer had published s+1, which a peer does only after it has read all of round s.
+peer had published s+1, which a peer does only after it has read all of round s. A mailbox says of
+which round it is, so that no other round's is ever read in its place.
+
+Every use of a board is entered on the record of the public call that it is part of, before anything
+is published. A call that did not return leaves its record unfinished, and the board has failed.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import struct
 import threading
 from collections.abc import Callable, Sequence
 
+from shardmath.caller import caller_line
+from shardmath.collective_call import CollectiveCall, current_call, settled
 from shardmath.errors import CollectiveMismatch, OpTimeout, RankFailure, ShardmathError
 from shardmath.symmetric.arrivals import Arrivals
 from shardmath.symmetric.header import NAME_BYTES, bodies, header
 from shardmath.symmetric.names import AFTER_FAILURE, OPERATION, RankNames
 from shardmath.symmetric.reason import REASON_BYTES, Reason
+from shardmath.symmetric.recovery import Recovery
 from shardmath.symmetric.rows import ORDERED, Rows
 from shardmath.symmetric.waiting import WaitPolicy, wait_until
 from shardmath.transport.liveness import PeerWatch
 
 __all__ = ["ORDERED", "ROW_BYTES", "Board", "OperationGuard", "board_bytes"]
 
-_EXCHANGE, _BARRIER, _STATE = 0, 1, 2
+_EXCHANGE, _BARRIER, _STATE, _RECOVERY, _DECISION = range(5)
 _REASON = 128
+_WORD_BYTES = 8
 _MAIL = _REASON + REASON_BYTES  # byte offset of the first mailbox
 _MAIL_BYTES = 4096
-_LENGTH_BYTES = 8
-_CHUNK = _MAIL_BYTES - _LENGTH_BYTES
+_MAIL_HEAD = struct.Struct("=QQ")  # number of the round, bytes of the text
+_CHUNK = _MAIL_BYTES - _MAIL_HEAD.size
 ROW_BYTES = _MAIL + 2 * _MAIL_BYTES
 _RUNNING, _LEFT, _FAILED, _MISMATCHED = 0, 1, 2, 3
 _MESSAGE_LIMIT = 64 << 20
@@ -98,6 +110,15 @@ class Board:
         # Where a rank has one peer, whom it sees, nobody else's arrival can come in between.
         self._looks_twice = size > 2 or rows.needs_polling
         self._lock = threading.RLock()
+        self._call: CollectiveCall | None = None  # the last public call that used this board
+        self.recovery = Recovery(
+            rows,
+            rank=rank,
+            words=(_RECOVERY, _DECISION),
+            place=_MAIL,
+            gone=self._gone,
+            wait=self._await_recovery,
+        )
         self.failure: str | None = None
 
     # -- what the ranks do together ------------------------------------------------------------
@@ -107,11 +128,19 @@ class Board:
 
         `operation` must be equal on all ranks: CollectiveMismatch, on all of them, when it is not.
         """
-        texts = self.exchange_raw(operation, header(operation) + message)
+        return self.bodies(self.exchange_raw(operation, header(operation) + message), operation)
+
+    def bodies(self, texts: Sequence[bytes], operation: str) -> list[bytes]:
+        """What follows the headers of all ranks' texts, which are those of an `exchange_raw`.
+
+        Raises CollectiveMismatch, on all ranks, where they called different operations. The board
+        has failed then: a rank that went on would be one call apart from the others.
+        """
         try:
             return bodies(texts, operation)
         except CollectiveMismatch as error:
             self.names.note(error)
+            self._fail_with(error)
             raise
 
     def exchange_raw(self, operation: str, text: bytes) -> list[bytes]:
@@ -145,19 +174,30 @@ class Board:
         """
         number = self._rounds + 1
         mailbox = _MAIL + (number & 1) * _MAIL_BYTES
-        self._rows.write(mailbox, length.to_bytes(_LENGTH_BYTES, "little") + chunk)
+        self._rows.write(mailbox, _MAIL_HEAD.pack(number, length) + chunk)
         self._rows.publish(_EXCHANGE, 2 * number)
         self._await(_EXCHANGE, 2 * number)
         self._rounds = number
-        word, first = mailbox // _LENGTH_BYTES, mailbox + _LENGTH_BYTES
+        word, first = mailbox // _WORD_BYTES, mailbox + _MAIL_HEAD.size
         lengths, chunks = [], []
         for words, row in self._mailboxes:
-            whole = words[word]
+            if words[word] != number:
+                raise self._stale(words[word], number)
+            whole = words[word + 1]
             left = whole - start
             end = first + left if left < _CHUNK else first + _CHUNK
             lengths.append(whole)
             chunks.append(row[first:end].tobytes() if left > 0 else b"")
         return lengths, chunks
+
+    def _stale(self, found: int, number: int) -> RankFailure:
+        """What to raise for a mailbox of another round than the one that was published."""
+        error = RankFailure(
+            f"{self.names.where()}: a peer published round {number} with the message of round "
+            f"{found}"
+        )
+        self._fail_with(error)
+        return error
 
     def barrier(self, operation: str = "barrier") -> None:
         """Wait until every rank has called it. Collective.
@@ -187,16 +227,77 @@ class Board:
     def begin(self, operation: str) -> None:
         """Let this thread use the board, if no other thread does. See `guard`."""
         if not self._lock.acquire(blocking=False):
-            self.fail(f"a second thread called {operation} during {self._operation}")
-            raise RuntimeError(
-                f"rank {self.rank}: {operation} was called while another thread is in "
-                f"{self._operation}; give each thread a context of its own, from split() or "
-                "new_context()"
-            )
+            raise self._second_thread(operation)
+        call = current_call()
+        if call is not self._call:
+            self._enter(call, operation)
+
+    def _enter(self, call: CollectiveCall | None, operation: str) -> None:
+        """Note that `call` uses this board, unless the call before it has not come to its end."""
+        last = self._call
+        if last is not None and not last.finished:
+            if last.thread == threading.get_ident():
+                self.fail(f"{self._operation} was interrupted")
+            else:
+                self.end()
+                raise self._second_thread(operation)
+        if call is not None:
+            call.boards.append(self)
+        self._call = call
+
+    def interrupted(self, error: BaseException, line: str) -> None:
+        """Tell the peers that `error` has left an operation, called in `line`, before its end."""
+        self.fail(f"{self._operation}, {line}: {type(error).__name__}: {error}".rstrip(": "))
+
+    def _second_thread(self, operation: str) -> RuntimeError:
+        """What to raise where two threads use this board, which has failed then."""
+        self.fail(f"a second thread called {operation} during {self._operation}")
+        return RuntimeError(
+            f"rank {self.rank}: {operation} was called while another thread is in "
+            f"{self._operation}; give each thread a context of its own, from split() or "
+            "new_context()"
+        )
+
+    def enter(self, operation: str) -> None:
+        """Note that the public call under way is about to change what peers see, elsewhere.
+
+        An exception that leaves it from now on fails the board. Raises RankFailure when it has.
+        """
+        self.begin(operation)
+        self.end()
+        self._require_usable()
 
     def end(self) -> None:
         """Let other threads use the board again."""
         self._lock.release()
+
+    # -- recovery ------------------------------------------------------------------------------
+
+    def survivors(self) -> list[int]:
+        """The ranks that go on when this board has failed, the same on all of them. Collective.
+
+        It fails here, if it has not yet: whoever waits in another operation is to come too. Raises
+        OpTimeout, naming the ranks that live and do not come, and RankFailure where the others
+        count this rank among the dead. It can be called again after either.
+        """
+        self.fail("it called recover()")
+        self.operation = "recover"
+        return self.recovery.survivors()
+
+    def _gone(self) -> set[int]:
+        """The ranks that have died or left."""
+        states = [words[_STATE] for words in self._words]
+        return {r for r in self._peers if states[r] == _LEFT} | set(self.dead())
+
+    def _await_recovery(self, awaited: Callable[[], list[int]]) -> None:
+        wait_until(
+            self._arrivals.polling(lambda: not awaited()),
+            policy=self.policy,
+            missing=awaited,
+            peer_error=lambda _: None,
+            doing=self.names.where,
+            named=self.names.described,
+        )
 
     # -- states --------------------------------------------------------------------------------
 
@@ -372,6 +473,9 @@ class Board:
         except (CollectiveMismatch, RankFailure) as error:
             self._fail_with(error)
             raise
+        except OpTimeout as error:
+            settled(error)
+            raise
 
     def _require_usable(self) -> None:
         if self.failure is not None:
@@ -393,6 +497,6 @@ class OperationGuard:
         self._board.begin(self._operation)
 
     def __exit__(self, kind: type[BaseException] | None, error: object, _: object) -> None:
-        if kind is not None:
-            self._board.fail(f"{self._operation}: {kind.__name__}: {error}")
+        if isinstance(error, BaseException):
+            self._board.interrupted(error, caller_line())
         self._board.end()

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from shardmath.collective_call import collective_call
 from shardmath.cuda import stream as streams
 from shardmath.cuda.compile import KERNELS
 from shardmath.cuda.driver import call
@@ -181,27 +182,30 @@ class DeviceSymmetricMemory(SymmetricMemory):
 
     # -- signals on streams ------------------------------------------------------------------------
 
+    @collective_call
     def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
         """Put a barrier of all ranks on the current stream. Collective.
 
         What a rank wrote on its stream before, every rank sees on its own after. It uses no slot of
         the pads. After OpTimeout the next call waits for the same barrier again.
         """
-        timeout = self._ready(channel, timeout_ms)
+        timeout = self._begun("barrier of a handle", channel, timeout_ms)
         self._team.barrier(self._stream(), channel=channel, timeout=timeout)
 
+    @collective_call
     def put_signal(self, dst_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
         """Signal `dst_rank` from the current stream, once it has consumed the last signal."""
-        timeout = self._ready(channel, timeout_ms)
         peer = self._peer(dst_rank, "dst_rank")
+        timeout = self._begun("put_signal", channel, timeout_ms)
         slot = int(self._state.pad_table[peer]) + self._slot(channel, self.rank)
         stream = self._stream()
         self._team.flag("raise_flag", dst_rank, stream, slot=slot, channel=channel, timeout=timeout)
 
+    @collective_call
     def wait_signal(self, src_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
         """Make the current stream wait for a signal of `src_rank`, and consume it."""
-        timeout = self._ready(channel, timeout_ms)
         peer = self._peer(src_rank, "src_rank")
+        timeout = self._begun("wait_signal", channel, timeout_ms)
         slot = int(self._state.pad_table[self.rank]) + self._slot(channel, peer)
         stream = self._stream()
         self._team.flag("lower_flag", src_rank, stream, slot=slot, channel=channel, timeout=timeout)
@@ -226,11 +230,6 @@ class DeviceSymmetricMemory(SymmetricMemory):
         """
         self._context.require_open()
         self._team.check()
-
-    def _ready(self, channel: int, timeout_ms: int) -> float | None:
-        self._context.require_open()
-        self._require_channel(channel)
-        return self._seconds(timeout_ms)
 
     def _slot(self, channel: int, src: int) -> int:
         return 4 * (channel * self.world_size + src)

@@ -19,6 +19,7 @@ import numpy as np
 
 from shardmath.arrays import DType, Library, dtypes, library_of, raw_view
 from shardmath.arrays.spec import packed_strides
+from shardmath.collective_call import collective_call
 from shardmath.context import Context
 from shardmath.errors import UseAfterFree
 from shardmath.geometry.integers import index
@@ -220,6 +221,7 @@ class SymmetricMemory(metaclass=PadSetting):
 
     # -- copies ------------------------------------------------------------------------------------
 
+    @collective_call
     def get(self, dst: Any, src_rank: int, offset: int = 0) -> None:
         """Fill `dst` with elements of the array that `src_rank` brought, from `offset` on.
 
@@ -234,6 +236,7 @@ class SymmetricMemory(metaclass=PadSetting):
         """
         self._copy(dst, src_rank, offset, writes=False)
 
+    @collective_call
     def put(self, src: Any, dst_rank: int, offset: int = 0) -> None:
         """Write `src` over elements of the array that `dst_rank` brought, from `offset` on.
 
@@ -273,13 +276,14 @@ class SymmetricMemory(metaclass=PadSetting):
 
     # -- signals -----------------------------------------------------------------------------------
 
+    @collective_call
     def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
         """Wait until every rank has called it for this channel. Collective.
 
         What a rank wrote before, every rank sees after. It uses no slot of the pads. After
         OpTimeout this rank has still arrived, and its next call waits for the same barrier again.
         """
-        self._require_channel(channel)
+        timeout = self._begun("barrier of a handle", channel, timeout_ms)
         state, words = self._state, self._state.words
         target = state.reached.get(channel, 0) + 1
         _order()  # after writing what peers will read: before the word that announces it
@@ -290,44 +294,54 @@ class SymmetricMemory(metaclass=PadSetting):
         def missing() -> list[int]:
             return [r for r in range(self.world_size) if words[r][channel] < target]
 
-        self._wait(lambda: not missing(), missing, "barrier", channel, timeout_ms)
+        self._wait(lambda: not missing(), missing, "barrier", channel, timeout)
         state.reached[channel] = target
 
+    @collective_call
     def put_signal(self, dst_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
         """Signal `dst_rank`, after waiting until it has consumed this channel's last signal."""
-        self._require_channel(channel)
         slots = self._state.slots[self._peer(dst_rank, "dst_rank")]
+        timeout = self._begun("put_signal", channel, timeout_ms)
         slot = channel * self.world_size + self.rank
         self._wait(
             lambda: slots[slot] == 0,
             lambda: [dst_rank],
             f"put_signal to rank {dst_rank}",
             channel,
-            timeout_ms,
+            timeout,
         )
         _order()
         slots[slot] = 1
         if self._state.far is not None:
             self._state.far.raised(dst_rank, channel)
 
+    @collective_call
     def wait_signal(self, src_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
         """Wait for a signal of `src_rank` on this channel, and consume it.
 
         What `src_rank` wrote before its `put_signal`, this rank sees after.
         """
-        self._require_channel(channel)
         slots = self._state.slots[self.rank]
         slot = channel * self.world_size + self._peer(src_rank, "src_rank")
+        timeout = self._begun("wait_signal", channel, timeout_ms)
         self._wait(
             lambda: slots[slot] == 1,
             lambda: [src_rank],
             f"wait_signal from rank {src_rank}",
             channel,
-            timeout_ms,
+            timeout,
         )
         slots[slot] = 0  # before reusing what the source wrote: it may write anew from now on
         if self._state.far is not None:
             self._state.far.consumed(src_rank, channel)
+
+    def _begun(self, operation: str, channel: int, timeout_ms: int) -> float | None:
+        """Begin an operation, once its arguments are known to be right: its timeout in seconds."""
+        self._context.require_open()
+        self._require_channel(channel)
+        timeout = self._seconds(timeout_ms)
+        self._context.board.enter(operation)
+        return timeout
 
     def _wait(
         self,
@@ -335,10 +349,8 @@ class SymmetricMemory(metaclass=PadSetting):
         missing: Callable[[], list[int]],
         operation: str,
         channel: int,
-        timeout_ms: int,
+        timeout: float | None,
     ) -> None:
-        self._context.require_open()
-        timeout = self._seconds(timeout_ms)
         if not arrived():
             self._context.board.wait(arrived, missing, f"{operation}, channel {channel}", timeout)
         _order()  # before reading what peers wrote

@@ -13,6 +13,9 @@ fence has passed, the rank neither reuses the block nor marks it for its peers. 
 for each other where a fence is dear, and take turns.
 
 Timeouts. Where an operation of GPUs was given up, what its peers were told of is never used again.
+
+Interrupts. An exception can leave any of these methods half way. `_blocks` alone says which memory
+is taken, and changes in one step; everything else is worked out from it again by the next call.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -28,7 +31,7 @@ from typing import Any
 
 from shardmath.errors import HeapExhausted
 from shardmath.symmetric.groups import Groups
-from shardmath.symmetric.ranges import GRANULE, OwnSegment, aligned
+from shardmath.symmetric.ranges import GRANULE, FreeRanges, OwnSegment, aligned
 from shardmath.transport.base import Fence, Transport
 
 __all__ = ["Block", "Buffer", "Heap", "Location"]
@@ -159,9 +162,11 @@ class Heap:
         self.rank = rank
         self.groups = Groups()
         self._segment_bytes = segment_bytes
-        self._segments: list[OwnSegment] = []
-        self._addresses: list[int] = []  # sorted; _blocks in step
-        self._blocks: list[Block] = []
+        self._segments: dict[int, OwnSegment] = {}  # by the transport's index
+        self._blocks: dict[int, Block] = {}  # by address
+        self._addresses: list[int] = []  # the same addresses, sorted
+        self.changing = False  # a method is at work, or was when an exception left it
+        self._change = _Change(self)
         self._dropped: deque[Block] = deque()
         self._retired: dict[Block, None] = {}  # in order of arrival
         self._full_at = 0  # how many blocks are retired when small ones are reused next
@@ -172,7 +177,7 @@ class Heap:
         """Bytes in blocks, those that wait for marks included."""
         with self._lock:
             self.recycle()
-            return sum(segment.nbytes - segment.ranges.free for segment in self._segments)
+            return sum(one.nbytes - one.ranges.free for one in self._segments.values())
 
     def allocate(self, nbytes: int) -> Buffer:
         """A buffer of `nbytes`; a cache line at least is reserved. Local.
@@ -180,9 +185,9 @@ class Heap:
         Raises HeapExhausted, and leaves the heap as it was, when memory does not suffice.
         """
         reserved = aligned(max(nbytes, 1))
-        with self._lock:
+        with self._lock, self._change:
             if self.transport.drops_at_once == 0:
-                self.recycle()
+                self._recycle()
             elif reserved > _SMALL:
                 self._collect()
                 self._reclaim(_SMALL)
@@ -190,7 +195,7 @@ class Heap:
                 self._reuse_small_blocks(self.transport.drops_at_once)
             location = self._take(reserved)
             if location is None:
-                self.recycle()
+                self._recycle()
                 location = self._take(reserved) or self._take_after_fences(reserved)
             grown = location is None
             if location is None:
@@ -203,38 +208,39 @@ class Heap:
             except HeapExhausted:
                 segment.ranges.give(location.offset, reserved)
                 if grown:
-                    self._segments.pop()
+                    del self._segments[location.segment]
                     self.transport.release()
                 raise
             block = Block(location, nbytes, reserved, segment.address + location.offset)
-            at = bisect_right(self._addresses, block.address)
-            self._addresses.insert(at, block.address)
-            self._blocks.insert(at, block)
-        kind, device = self.transport.interface, self.transport.device
-        buffer = Buffer(block, segment.lease, kind, device, self._dropped)
-        block.buffer = weakref.ref(buffer)
+            self._blocks[block.address] = block
+            insort(self._addresses, block.address)
+            kind, device = self.transport.interface, self.transport.device
+            buffer = Buffer(block, segment.lease, kind, device, self._dropped)
+            block.buffer = weakref.ref(buffer)
         return buffer
 
     def find(self, address: int) -> Block | None:
         """The block that holds `address`, freed or not, or None for ordinary memory."""
         with self._lock:
+            if self.changing:
+                self.restore_order()
             at = bisect_right(self._addresses, address) - 1
             if at < 0:
                 return None
-            block = self._blocks[at]
+            block = self._blocks[self._addresses[at]]
             return block if address < block.address + block.reserved else None
 
     def free(self, block: Block) -> None:
         """The user needs `block` no more: give its memory back as soon as no peer can read it."""
-        with self._lock:
+        with self._lock, self._change:
             block.freed = True
             block.fence = None
             self._retired[block] = None
-            self.recycle()
+            self._recycle()
 
     def restore(self, block: Block) -> None:
         """Take back a `free` of a block whose buffer is still held. Raises HeapExhausted."""
-        with self._lock:
+        with self._lock, self._change:
             self._commit(block.location, block.reserved)
             block.freed = False
             self._retired.pop(block, None)
@@ -248,7 +254,7 @@ class Heap:
 
     def marks(self, group: int) -> list[int]:
         """The numbers of this rank's blocks of `group` that it no longer uses."""
-        with self._lock:
+        with self._lock, self._change:
             self._collect()
             released = [block for block in self._retired if block.released and block.idle]
             return [n for block in released for g, n in block.shared if g == group]
@@ -257,16 +263,19 @@ class Heap:
         """Drop the marks that every rank of `group` has set, given all ranks' `marks`."""
         common = set.intersection(*(set(numbers) for numbers in marks))
         set_by_all = {(group, number) for number in common}
-        with self._lock:
+        with self._lock, self._change:
             for block in self._retired:
                 block.shared -= set_by_all
-            self.recycle()
+            self._recycle()
 
     def recycle(self) -> None:
         """Reuse what is unused and awaited by no peer."""
-        with self._lock:
-            self._collect()
-            self._reclaim()
+        with self._lock, self._change:
+            self._recycle()
+
+    def _recycle(self) -> None:
+        self._collect()
+        self._reclaim()
 
     def _reclaim(self, larger_than: int = 0) -> None:
         """Reuse what has more bytes than that, whose fence has passed."""
@@ -289,10 +298,12 @@ class Heap:
         What has been retired since gets its fence.
         """
         for group in self.groups.ended(self.transport.fence):
-            for block in self._blocks:
+            for block in self._blocks.values():
                 block.shared = {mark for mark in block.shared if mark[0] != group}
         while self._dropped:
             block = self._dropped.popleft()
+            if self._blocks.get(block.address) is not block:
+                continue  # it was found to be unused when its order was restored
             block.unused = True
             block.fence = None
             self._retired[block] = None
@@ -305,14 +316,34 @@ class Heap:
         """Give memory to other arrays, unless a late peer may write there: then to nobody."""
         if self.groups.may_write(block.announced_to):
             return
-        at = bisect_right(self._addresses, block.address) - 1
-        del self._addresses[at], self._blocks[at]
+        del self._blocks[block.address]
+        del self._addresses[bisect_left(self._addresses, block.address)]
         self._segments[block.location.segment].ranges.give(block.location.offset, block.reserved)
+
+    # -- interrupts --------------------------------------------------------------------------------
+
+    def restore_order(self) -> None:
+        """Work everything out anew from the blocks that there are."""
+        blocks = dict(sorted(self._blocks.items()))
+        self._addresses = list(blocks)
+        for index, segment in self._segments.items():
+            segment.ranges = FreeRanges(segment.nbytes)
+            for block in blocks.values():
+                if block.location.segment == index:
+                    segment.ranges.reserve(block.location.offset, block.reserved)
+        retired = {block: None for block in self._retired if block.address in blocks}
+        dropped = set(self._dropped)
+        for block in blocks.values():
+            if block.buffer() is None and block not in retired and block not in dropped:
+                block.unused, block.fence = True, None  # nobody was given it, or has it any more
+                retired[block] = None
+        self._retired = retired
+        self.changing = False
 
     # -- segments ----------------------------------------------------------------------------------
 
     def _take(self, reserved: int) -> Location | None:
-        for index, segment in enumerate(self._segments):
+        for index, segment in self._segments.items():
             offset = segment.ranges.take(reserved)
             if offset is not None:
                 return Location(index, offset)
@@ -345,7 +376,7 @@ class Heap:
         for block in [b for b in self._retired if b.unused and not b.shared and b.fence]:
             if not _await(block, give_up):
                 return None
-            self.recycle()
+            self._recycle()
             location = self._take(reserved)
             if location is not None:
                 return location
@@ -355,7 +386,7 @@ class Heap:
         """Add a segment as large as all before it together, so that there are never many."""
         if self._segments and not self.transport.grows:
             raise self._full(reserved)
-        total = sum(segment.nbytes for segment in self._segments)
+        total = sum(segment.nbytes for segment in self._segments.values())
         wanted = min(max(self._segment_bytes, total), reserved + self.transport.spare_bytes)
         wanted = aligned(max(reserved, wanted), GRANULE)
         try:
@@ -364,13 +395,15 @@ class Heap:
             made = self.transport.reserve(aligned(reserved, GRANULE))
         address = self.transport.address(self.rank, made.index, 0, made.nbytes)
         assert address is not None, "a rank has an address for its own memory"
-        self._segments.append(OwnSegment(address, made.nbytes, self.transport.lease(made.index)))
+        lease = self.transport.lease(made.index)
+        self._segments[made.index] = OwnSegment(address, made.nbytes, lease)
 
     def _full(self, reserved: int) -> HeapExhausted:
         """What to raise where there will be no other segment."""
-        total = sum(segment.nbytes for segment in self._segments)
-        free = sum(segment.ranges.free for segment in self._segments)
-        longest = max(segment.ranges.longest for segment in self._segments)
+        segments = self._segments.values()
+        total = sum(segment.nbytes for segment in segments)
+        free = sum(segment.ranges.free for segment in segments)
+        longest = max(segment.ranges.longest for segment in segments)
         more = aligned(reserved - longest, GRANULE)
         return HeapExhausted(
             f"rank {self.rank}: symmetric memory needs {reserved:,} bytes in one piece, and of its "
@@ -394,3 +427,21 @@ class Heap:
         if first < last:
             self.transport.decommit(location.segment, first, last - first)
             self._segments[location.segment].note(first, last - first, committed=False)
+
+
+class _Change:
+    """Around what changes the books of a heap, by one thread at a time; not to be nested."""
+
+    __slots__ = ("_heap",)
+
+    def __init__(self, heap: Heap) -> None:
+        self._heap = weakref.proxy(heap)
+
+    def __enter__(self) -> None:
+        if self._heap.changing:
+            self._heap.restore_order()
+        self._heap.changing = True
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:  # what an exception has left half done is put right by the next
+            self._heap.changing = False

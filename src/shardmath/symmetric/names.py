@@ -17,7 +17,7 @@ from shardmath.symmetric.rows import Rows
 
 __all__ = ["AFTER_FAILURE", "OPERATION", "RankNames"]
 
-AFTER_FAILURE = "finalize and initialize again among the ranks that remain"
+AFTER_FAILURE = "call recover() of the context on all ranks that remain, or finalize and initialize"
 
 OPERATION = 64  # byte offset in a row: the name of the operation
 _DESCRIBED = 4  # ranks of a message that are named in full

@@ -6,7 +6,7 @@ array starts on its own cache line and a block's end never shares one with the n
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 
 from shardmath.geometry.integers import up
 
@@ -25,6 +25,7 @@ class FreeRanges:
     """The free ranges of a segment of `nbytes`, all free at first."""
 
     def __init__(self, nbytes: int) -> None:
+        self._most = nbytes
         self._by_offset: list[tuple[int, int]] = [(0, nbytes)]  # (offset, size), sorted, apart
         self._by_size: list[tuple[int, int]] = [(nbytes, 0)]  # (size, offset), sorted
 
@@ -48,6 +49,17 @@ class FreeRanges:
         if size > nbytes:
             self._insert(offset + nbytes, size - nbytes)
         return offset
+
+    def reserve(self, offset: int, nbytes: int) -> None:
+        """Take `nbytes` at `offset`, all of them free."""
+        at = bisect_right(self._by_offset, (offset, self._most)) - 1
+        start, size = self._by_offset[at]
+        assert start <= offset and offset + nbytes <= start + size, "a taken range was reserved"
+        self._remove(start, size)
+        if start < offset:
+            self._insert(start, offset - start)
+        if offset + nbytes < start + size:
+            self._insert(offset + nbytes, start + size - offset - nbytes)
 
     def give(self, offset: int, nbytes: int) -> None:
         """Make a taken range free again, merged with free neighbours."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardmath.agreement import require_equal
 from shardmath.arrays import library_of
+from shardmath.collective_call import collective_call
 from shardmath.context import Context, require_context
 from shardmath.distributed_context import DistributedContext
 from shardmath.errors import UseAfterFree
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["is_registered", "register_group", "rendezvous"]
 
 
+@collective_call
 def rendezvous(tensor: Any, group: Any = None) -> SymmetricMemory:
     """The handle on the memory behind every rank's `tensor`. Collective among the ranks of `group`.
 

@@ -16,6 +16,7 @@ from contextlib import suppress
 from typing import Any, Self
 
 from shardmath.caller import caller_line
+from shardmath.collective_call import settled
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import bindings, call, status_of
 from shardmath.cuda.kernel import Argument, Kernel, ReadyLaunch, kernel
@@ -25,6 +26,7 @@ from shardmath.lru_cache import LRUCache
 from shardmath.symmetric import structs
 from shardmath.symmetric.board import Board
 from shardmath.symmetric.heap import Buffer
+from shardmath.symmetric.names import AFTER_FAILURE
 from shardmath.symmetric.reports import report_of
 
 __all__ = ["CHANNELS", "RESERVED", "Team"]
@@ -233,7 +235,7 @@ class Team:
         where nothing has gone wrong. After the error, the team can be used again.
         """
         if self._report.words[0]:
-            raise self._reported_error()
+            raise settled(self._reported_error())
 
     def require_usable(self) -> None:
         """`check`, and raise RankFailure after an operation of these ranks was given up."""
@@ -241,7 +243,7 @@ class Team:
         if self.broken:
             raise RankFailure(
                 f"{self._who()}: an earlier operation of this context was given up "
-                f"({self.broken}); finalize and initialize again among the ranks that remain"
+                f"({self.broken}); {AFTER_FAILURE}"
             )
 
     def gave_up(self) -> bool:

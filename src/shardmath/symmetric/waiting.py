@@ -83,6 +83,8 @@ def _wait_asleep(
         error = peer_error(missing_ranks)
         if error is not None and not arrived():  # a peer may arrive and then end
             raise error
+        if not missing_ranks:
+            continue
         if waited > limit:
             raised = "SHARDMATH_TIMEOUT" if timeout is None else "the timeout of this call"
             slow = "it was" if len(missing_ranks) == 1 else "they were"

@@ -8,7 +8,7 @@ alone, which serve every attached segment.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -131,6 +131,17 @@ class Transport(ABC):
     @abstractmethod
     def announce(self, index: int, peers: Iterable[int]) -> None:
         """Hand the peers what they need to attach an own segment. Sends once per peer."""
+
+    @abstractmethod
+    def held(self) -> list[tuple[int, int]]:
+        """(rank, index) of the peers' segments that this rank can attach, or has attached."""
+
+    @abstractmethod
+    def forget_announcements(self, rank: int, held: Container[int]) -> None:
+        """Announce to `rank` anew, when they are next used, own segments that are not `held` there.
+
+        What was sent may have been lost where an exception struck the rank that received it.
+        """
 
     @abstractmethod
     def attach(self, rank: int, index: int) -> Segment:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +31,8 @@ from shardmath.transport.base import (
     require_within,
 )
 from shardmath.transport.mesh import Mesh
+
+_SEGMENT = "segment "  # and its index: the tag of a descriptor
 
 __all__ = ["CudaTransport", "Mapping"]
 
@@ -136,12 +138,22 @@ class CudaTransport(Transport):
         try:
             fd = _exported(handle)
             for peer in missing:
-                self._mesh.send(peer, f"segment {index}", fd, held.segment.nbytes)
+                self._mesh.send(peer, f"{_SEGMENT}{index}", fd, held.segment.nbytes)
                 self._announced.add((peer, index))
         finally:
             if fd >= 0:
                 os.close(fd)
             call("cuMemRelease", handle)
+
+    def held(self) -> list[tuple[int, int]]:
+        """See Transport."""
+        return [*self._segments, *self._mesh.arrived(_SEGMENT)]
+
+    def forget_announcements(self, rank: int, held: Container[int]) -> None:
+        """See Transport."""
+        self._announced -= {
+            (peer, index) for peer, index in self._announced if peer == rank and index not in held
+        }
 
     def attach(self, rank: int, index: int) -> Segment:
         """See Transport. Raises BackendUnavailable where this device cannot reach the peer's."""
@@ -150,7 +162,7 @@ class CudaTransport(Transport):
             return self._attached(rank, index) if held is None else held.segment
 
     def _attached(self, rank: int, index: int) -> Segment:
-        fd, nbytes = self._mesh.receive_sized(rank, f"segment {index}")
+        fd, nbytes = self._mesh.receive_sized(rank, f"{_SEGMENT}{index}")
         self._device.activate()
         try:
             mapping = Mapping(self._device, _imported(fd), nbytes)

@@ -13,7 +13,7 @@ import fcntl
 import mmap
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import ClassVar
 
 import numpy as np
@@ -25,6 +25,7 @@ from shardmath.transport.mesh import Mesh
 
 __all__ = ["HostTransport", "export_memory", "map_memory"]
 
+_SEGMENT = "segment "  # and its index: the tag of a descriptor
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
@@ -94,15 +95,25 @@ class HostTransport(Transport):
         with self._introducing:
             for peer in peers:
                 if peer != self._mesh.rank and (peer, index) not in self._announced:
-                    self._mesh.send(peer, f"segment {index}", fd)
+                    self._mesh.send(peer, f"{_SEGMENT}{index}", fd)
                     self._announced.add((peer, index))
+
+    def held(self) -> list[tuple[int, int]]:
+        """See Transport."""
+        return [*self._bytes, *self._mesh.arrived(_SEGMENT)]
+
+    def forget_announcements(self, rank: int, held: Container[int]) -> None:
+        """See Transport."""
+        self._announced -= {
+            (peer, index) for peer, index in self._announced if peer == rank and index not in held
+        }
 
     def attach(self, rank: int, index: int) -> Segment:
         """See Transport."""
         if (rank, index) not in self._bytes:
             with self._introducing:
                 if (rank, index) not in self._bytes:
-                    mapping = map_memory(self._mesh.receive(rank, f"segment {index}"))
+                    mapping = map_memory(self._mesh.receive(rank, f"{_SEGMENT}{index}"))
                     self._keep(Segment(rank, index, len(mapping)), mapping)
         return Segment(rank, index, len(self._maps[rank, index]))
 

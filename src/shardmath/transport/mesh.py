@@ -14,11 +14,12 @@ import array
 import errno
 import os
 import secrets
+import select
 import socket
 import struct
 import threading
 import time
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 from shardmath import wire
@@ -67,8 +68,7 @@ class Mesh:
         self._sockets: dict[int, socket.socket] = {}
         # By peer and tag, a descriptor and its bytes, or why there is none.
         self._arrived: dict[int, dict[bytes, tuple[int, int] | str]] = {}
-        self._reading: set[int] = set()  # peers whose socket a thread of this rank reads just now
-        self._inbox = threading.Condition()  # guards the two
+        self._reading = [threading.Lock() for _ in range(self.size)]  # one reads for all threads
         with ExitStack() as undo:
             undo.callback(self._close_sockets)
             try:
@@ -263,29 +263,37 @@ class Mesh:
         HeapExhausted where the peer has refused it, or no descriptor is left for it here.
         """
         wanted = tag.encode()
-        with self._inbox:
-            arrived = self._arrived.setdefault(rank, {})
-            while wanted not in arrived:
-                if rank in self._reading:
-                    self._inbox.wait()
-                    continue
-                self._reading.add(rank)
-                self._inbox.release()
-                try:
-                    found = self._read(rank, tag)
-                finally:
-                    self._inbox.acquire()
-                    self._reading.discard(rank)
-                    self._inbox.notify_all()
-                arrived.update(found)
-            outcome = arrived[wanted]
-            if isinstance(outcome, str):  # for good: it is not sent again
-                raise HeapExhausted(outcome)
-            del arrived[wanted]
-            return outcome
+        arrived = self._arrived.setdefault(rank, {})
+        while (found := arrived.pop(wanted, None)) is None:
+            with self._reading[rank]:
+                if wanted not in arrived:
+                    self._read(rank, tag, arrived)
+        if isinstance(found, str):
+            arrived[wanted] = found  # for good: it is not sent again, but after a recovery
+            raise HeapExhausted(found)
+        return found
 
-    def _read(self, rank: int, awaited: str) -> dict[bytes, tuple[int, int] | str]:
-        """The next descriptor of `rank` by its tag, with the bytes it stands for, or why not."""
+    def arrived(self, prefix: str) -> list[tuple[int, int]]:
+        """(rank, number) of the descriptors under `prefix` and a number that no call has received.
+
+        What the peers have sent is read as far as it is there: their queues are empty then.
+        """
+        for rank, connection in self._sockets.items():
+            waiting = select.poll()
+            waiting.register(connection, select.POLLIN)
+            with self._reading[rank], suppress(RankFailure):  # of a peer that has ended
+                while waiting.poll(0):
+                    self._read(rank, prefix, self._arrived.setdefault(rank, {}))
+        start = prefix.encode()
+        return [
+            (rank, int(tag[len(start) :]))
+            for rank, found in self._arrived.items()
+            for tag, outcome in list(found.items())
+            if tag.startswith(start) and not isinstance(outcome, str)
+        ]
+
+    def _read(self, rank: int, awaited: str, arrived: dict[bytes, tuple[int, int] | str]) -> None:
+        """Put the next descriptor of `rank`, or why there is none, among `arrived`, by its tag."""
         doing = f"waiting for its {awaited!r}"
         try:
             most = _SIZE.size + _TAG_BYTES + _WHY_BYTES
@@ -297,20 +305,25 @@ class Mesh:
                 os.close(fd)
             raise self._lost(rank, doing, "its socket has ended")
         size, tag = _SIZE.unpack_from(data)[0], data[_SIZE.size :]
+        if not fds and not flags & socket.MSG_CTRUNC:  # refused
+            arrived[tag[:size]] = tag[size:].decode(errors="replace")
+            return
+        before = arrived.get(tag)
         if fds:
-            return {tag: (fds[0], size)}
-        if flags & socket.MSG_CTRUNC:  # the system had no descriptor for this process
+            arrived[tag] = fds[0], size
+            if isinstance(before, tuple):  # sent again after a recovery
+                os.close(before[0])
+        elif before is None:  # the system had no descriptor for this process
             reached = limit_reached(OSError(errno.EMFILE, ""))
-            return {tag: f"memory of {self.name(rank)} cannot be attached: {reached}"}
-        return {tag[:size]: tag[size:].decode(errors="replace")}
+            arrived[tag] = f"memory of {self.name(rank)} cannot be attached: {reached}"
 
     def _lost(self, rank: int, doing: str, error: object) -> RankFailure:
         dead = self.watch.wait(_GRACE)  # a peer that ended because another died is not the cause
         names = ", ".join(map(self.name, sorted(dead)))
         also = f"; dead: {names}" if dead - {rank} else ""
         return RankFailure(
-            f"{self.name(rank)} was lost while {doing}: {error}{also}; finalize and initialize "
-            "again among the ranks that remain",
+            f"{self.name(rank)} was lost while {doing}: {error}{also}; call recover() of the "
+            "context on all ranks that remain, or finalize and initialize",
             sorted(dead) or [rank],
         )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 
 import numpy as np
 
@@ -62,6 +62,19 @@ class MultiHostTransport(HostTransport):
                 far, [(index, _ANNOUNCEMENT.pack(whole.ctypes.data, len(whole)))]
             )
             self._announced_to.update((peer, index) for peer in far)
+
+    def held(self) -> list[tuple[int, int]]:
+        """See Transport."""
+        return [*super().held(), *self.far]
+
+    def forget_announcements(self, rank: int, held: Container[int]) -> None:
+        """See Transport."""
+        super().forget_announcements(rank, held)
+        self._announced_to -= {
+            (peer, index)
+            for peer, index in self._announced_to
+            if peer == rank and index not in held
+        }
 
     def attach(self, rank: int, index: int) -> Segment:
         """See Transport."""
@@ -116,8 +129,8 @@ class MultiHostTransport(HostTransport):
             mesh, waited = self._mesh, time.monotonic() - start
             if rank in mesh.watch.dead() and not done():
                 raise RankFailure(
-                    f"waited for {doing}, of {mesh.name(rank)}, which has ended; finalize and "
-                    "initialize again among the ranks that remain",
+                    f"waited for {doing}, of {mesh.name(rank)}, which has ended; call "
+                    "recover() of the context on all ranks that remain, or finalize and initialize",
                     [rank],
                 )
             if waited > self._timeout:

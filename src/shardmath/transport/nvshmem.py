@@ -10,7 +10,7 @@ nothing refers to any more serves the next context of the same ranks. Multicast 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -184,6 +184,13 @@ class NVSHMEMTransport(Transport):
         """Does nothing: the memory stays the heap's."""
 
     def announce(self, index: int, peers: Iterable[int]) -> None:
+        """Does nothing: all ranks know each other's heaps."""
+
+    def held(self) -> list[tuple[int, int]]:
+        """Nothing: all ranks know each other's heaps."""
+        return []
+
+    def forget_announcements(self, rank: int, held: Container[int]) -> None:
         """Does nothing: all ranks know each other's heaps."""
 
     def attach(self, rank: int, index: int) -> Segment:

@@ -5,6 +5,10 @@ receiver next polls: every wait polls, so no thread is needed. A message names a
 channel and a place in it; what a channel does with it is the channel's. Messages for a channel that
 this rank has not opened yet are kept until it does, those for one that it has closed are dropped.
 A connection that ends says that the peer has ended.
+
+An exception may leave `poll` or `send` at any point. Messages are taken off a queue before they are
+delivered, and so delivered once at most; a connection on which it is not known how much has been
+sent or received is ended, as if the peer had.
 """
 
 from __future__ import annotations
@@ -96,7 +100,9 @@ class Wires:
         self._early: dict[tuple[bytes, int], list[tuple[int, int, bytes]]] = {}
         self._early_bytes = 0
         self._opened: dict[bytes, int] = {}  # the highest number opened of each name
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._busy = False  # the thread that holds the lock is in `_flush` or `_receive`
+        self._in_doubt: set[int] = set()  # ranks of which a system call is under way
         self._poll = select.poll()
         for descriptor in self._rank_of:
             self._poll.register(descriptor, select.POLLIN)
@@ -130,11 +136,9 @@ class Wires:
         for rank in ranks:
             if rank in self._queues:
                 self._queues[rank].append(data)
-        if self._lock.acquire(blocking=False):  # else whoever has it sends this too, or the next
-            try:
+        with self._lock:
+            if not self._busy:  # else this thread is delivering, and sends it next
                 self._flush()
-            finally:
-                self._lock.release()
 
     def queued(self, rank: int) -> int:
         """The bytes for `rank` that the system has not taken yet."""
@@ -144,19 +148,27 @@ class Wires:
         """Apply what has arrived, and send on what is queued. Never blocks."""
         for progress in self.progress_hooks:
             progress()
-        if not self._lock.acquire(blocking=False):
-            return
-        try:
-            for descriptor, _ in self._poll.poll(0):
-                self._receive(self._rank_of[descriptor])
+        with self._lock:
+            if self._busy:
+                return
+            for rank in list(self._in_doubt):
+                self._in_doubt.discard(rank)
+                self._end(rank)
+            try:
+                self._busy = True
+                for descriptor, _ in self._poll.poll(0):
+                    self._receive(self._rank_of[descriptor])
+            finally:
+                self._busy = False
             self._waiting.clear()
             self._flush()
-        finally:
-            self._lock.release()
 
     def _flush(self) -> None:
         for rank, queue in self._queues.items():
             while queue and rank not in self._waiting and rank in self._connections:
+                if rank in self._in_doubt:
+                    break
+                self._in_doubt.add(rank)
                 data = queue.popleft()
                 try:
                     sent = self._connections[rank].send(data, socket.MSG_NOSIGNAL)
@@ -167,38 +179,41 @@ class Wires:
                 if sent < len(data):
                     queue.appendleft(data[sent:])
                     self._waiting.add(rank)
+                self._in_doubt.discard(rank)
 
     def _receive(self, rank: int) -> None:
         """Read what there is; nothing means the end."""
         while rank in self._connections:
+            self._in_doubt.add(rank)
             try:
                 data = self._connections[rank].recv(_READ)
             except BlockingIOError:
+                self._in_doubt.discard(rank)
                 return
             except OSError:
                 data = b""
-            if not data or not self._apply(rank, data):
+            buffer = self._received[rank]
+            buffer += data
+            self._in_doubt.discard(rank)
+            if not data or not self._apply(rank):
                 self._end(rank)
             elif len(data) < _READ:
                 return
 
-    def _apply(self, rank: int, data: bytes) -> bool:
+    def _apply(self, rank: int) -> bool:
         """Deliver the whole messages of what `rank` has sent so far; False where it is none."""
         buffer = self._received[rank]
-        buffer += data
-        at = 0
-        while len(buffer) - at >= _FRAME.size:
-            key, number, place, length = _FRAME.unpack_from(buffer, at)
+        while len(buffer) >= _FRAME.size:
+            key, number, place, length = _FRAME.unpack_from(buffer)
             if length > _LIMIT:
                 return False
-            end = at + _FRAME.size + length
+            end = _FRAME.size + length
             if end > len(buffer):
                 break
-            message = bytes(memoryview(buffer)[end - length : end])
+            message = bytes(memoryview(buffer)[_FRAME.size : end])
+            del buffer[:end]
             if not self._deliver((key, number), rank, place, message):
                 return False
-            at = end
-        del buffer[:at]
         return True
 
     def _deliver(self, channel: tuple[bytes, int], rank: int, place: int, data: bytes) -> bool:
@@ -211,7 +226,9 @@ class Wires:
         return self._early_bytes <= _EARLY_LIMIT
 
     def _end(self, rank: int) -> None:
-        connection = self._connections.pop(rank)
+        connection = self._connections.pop(rank, None)
+        if connection is None:
+            return
         self._poll.unregister(connection)
         connection.close()
         self._watch.mark_dead(rank)

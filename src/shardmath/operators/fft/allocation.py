@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from shardmath.arrays import ArraySpec, dtypes, library_of, library_of_package
 from shardmath.arrays.spec import order_of, packed_strides
+from shardmath.collective_call import collective_call
 from shardmath.context import Context, require_context
 from shardmath.operators.fft.options import FFTDirection, FFTOptions
 from shardmath.operators.fft.problem import Problem, check, describe, kind_of
@@ -25,6 +26,7 @@ from shardmath.symmetric.heap import Block
 __all__ = ["allocate_operand", "in_place_array"]
 
 
+@collective_call
 def allocate_operand(
     shape: Sequence[int],
     package: ModuleType,

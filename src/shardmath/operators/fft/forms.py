@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from shardmath.agreement import require_equal
 from shardmath.arrays import ArraySpec
+from shardmath.collective_call import collective_call
 from shardmath.context import require_context
 from shardmath.errors import InvalidFFTState, ShardmathError
 from shardmath.geometry import Layout
@@ -32,6 +33,7 @@ _MAX_SPECS = 16  # of calls of one object
 Options = FFTOptions | dict[str, Any] | None
 
 
+@collective_call
 def fft(
     operand: Any,
     /,
@@ -75,6 +77,7 @@ def fft(
     return _transform("fft", call)
 
 
+@collective_call
 def ifft(
     operand: Any,
     /,
@@ -96,6 +99,7 @@ def ifft(
     return _transform("ifft", call)
 
 
+@collective_call
 def rfft(
     operand: Any,
     /,
@@ -119,6 +123,7 @@ def rfft(
     return _transform("rfft", call)
 
 
+@collective_call
 def irfft(
     operand: Any,
     /,
@@ -178,6 +183,7 @@ class FFT(Lifecycle):
     noun: ClassVar[str] = "FFT"
     invalid: ClassVar[type[ShardmathError]] = InvalidFFTState
 
+    @collective_call
     def __init__(
         self,
         operand: Any,
@@ -218,11 +224,13 @@ class FFT(Lifecycle):
         """The steps, predicted bytes and times, and the passes over memory. Local."""
         return self._plan.explain()
 
+    @collective_call
     def plan(self, *, stream: Any = None) -> None:
         """Prepare for `execute`; a second call does nothing. Collective."""
         self._gather("plan", lambda: check_stream(stream))
         self._planned = True
 
+    @collective_call
     def execute(
         self,
         *,
@@ -256,6 +264,7 @@ class FFT(Lifecycle):
             if release_workspace:
                 give_back(self.context)
 
+    @collective_call
     def reset_operand(self, operand: Any, *, distribution: Any = None, stream: Any = None) -> None:
         """Execute on `operand` from now on; `distribution` None keeps the present one. Collective.
 

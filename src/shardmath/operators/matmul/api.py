@@ -230,7 +230,9 @@ def run(
         told = packed_scalars((operands.alpha, operands.beta), operands.scales)
         return told + made[0][1].prepare()
 
-    shown = agreed_scalars(context.gather(operation, prepare))
+    texts = context.gather(operation, prepare)
+    with context.refusing(operation):
+        shown = agreed_scalars(texts)
     out, execution = made[0]
     with context.executing(operation):
         aux = execution.run(shown)

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from shardmath.agreement import require_equal
 from shardmath.arrays import library_of
+from shardmath.collective_call import collective_call
 from shardmath.context import require_context
 from shardmath.errors import InvalidMatmulState, ShardmathError
 from shardmath.geometry import Distribution
@@ -35,6 +36,7 @@ from shardmath.operators.workspace import give_back
 __all__ = ["Matmul", "matmul"]
 
 
+@collective_call
 def matmul(
     a: Any,
     b: Any,
@@ -116,6 +118,7 @@ class Matmul(Lifecycle):
     noun: ClassVar[str] = "Matmul"
     invalid: ClassVar[type[ShardmathError]] = InvalidMatmulState
 
+    @collective_call
     def __init__(
         self,
         a: Any,
@@ -146,6 +149,7 @@ class Matmul(Lifecycle):
         self._kept: Arguments | None = None
         super().__init__(context, operands)
 
+    @collective_call
     def plan(
         self,
         *,
@@ -191,6 +195,7 @@ class Matmul(Lifecycle):
             raise RuntimeError("this Matmul is not planned yet; call plan() before explain()")
         return self._plan.explain()
 
+    @collective_call
     def execute(self, *, release_workspace: bool = False, stream: Any = None) -> Any:
         """The product, as `matmul` returns it; a new result each time, or c if in place.
         Collective.
@@ -211,6 +216,7 @@ class Matmul(Lifecycle):
             give_back(self.context)
         return result
 
+    @collective_call
     def reset_operands(
         self,
         *,

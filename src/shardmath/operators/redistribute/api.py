@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from shardmath.agreement import require_equal
 from shardmath.arrays import ArraySpec, library_and_spec, library_of
+from shardmath.collective_call import collective_call
 from shardmath.context import Context, require_context
 from shardmath.errors import InvalidRedistributeState
 from shardmath.geometry import Distribution
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["Redistribute", "redistribute"]
 
 
+@collective_call
 def redistribute(
     operand: Any,
     /,
@@ -95,6 +97,7 @@ class Redistribute(Lifecycle):
     noun: ClassVar[str] = "Redistribute"
     invalid = InvalidRedistributeState
 
+    @collective_call
     def __init__(
         self,
         operand: Any,
@@ -139,11 +142,13 @@ class Redistribute(Lifecycle):
             f"{hosts} hosts: {packed}read in place on the same host, by `get` from another"
         )
 
+    @collective_call
     def plan(self, stream: Any = None) -> None:
         """Prepare for `execute`; a second call does nothing. Collective."""
         self._gather("plan", lambda: check_stream(stream))
         self._planned = True
 
+    @collective_call
     def execute(
         self,
         stream: Any = None,
@@ -183,6 +188,7 @@ class Redistribute(Lifecycle):
             if release_workspace:
                 self._execution.release()
 
+    @collective_call
     def reset_operand(self, operand: Any, *, stream: Any = None) -> None:
         """Execute on `operand` from now on; strides and memory may differ from before. Collective.
 

@@ -227,7 +227,9 @@ class Invocation:
         texts = context.gather(self._operation, lambda: self._message(ready().rank_plan))
         if self.is_replay(texts):
             return
-        said, number = agreed_scalars(texts), replays.next_number()
+        with context.refusing(self._operation):
+            said = agreed_scalars(texts)
+        number = replays.next_number()
         if any(text.startswith(_REPLAY) for text in said):
             said = context.gather(self._operation, self._full_message)
         new = self._new

@@ -1,0 +1,121 @@
+"""The extent of a collective call: from where a program enters the package to where it returns.
+
+An exception that leaves a call part of the way (Ctrl-C, an alarm, whatever a signal handler raises)
+would leave this rank one call apart from its peers, whose later calls would then be paired with the
+wrong ones. So every public function that communicates is a `collective_call`, and every board that
+it uses is entered on the call's record before a word is published there. Where the call does not
+return, those boards fail, and with them the same call on all ranks; where even that was cut short,
+the record stays unfinished, and the next use of the board finds it.
+
+An exception that all ranks raise alike, or after which a later call finds the ranks in step, is
+`settled`: it ends the call, and the boards remain usable.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from functools import wraps
+from types import FunctionType
+from typing import ParamSpec, Protocol, TypeVar, cast
+
+from shardmath.caller import caller_line
+
+__all__ = ["CollectiveCall", "collective_call", "current_call", "settled"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+E = TypeVar("E", bound=BaseException)
+
+
+class Interruptible(Protocol):
+    """What a call asks of a board that it has used."""
+
+    def interrupted(self, error: BaseException, line: str) -> None:
+        """Tell the peers that `error` has left an operation before its end; `line` called it."""
+        ...
+
+
+class CollectiveCall:
+    """One call under way in one thread. `finished` is set once, when it can no longer be cut short.
+
+    `boards` are those that it has used, `settled` the exception that is known to leave them usable.
+    """
+
+    __slots__ = ("boards", "finished", "settled", "thread")
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+        self.boards: list[Interruptible] = []
+        self.finished = False
+        self.settled: BaseException | None = None
+
+    def interrupt(self, error: BaseException, boards: Sequence[Interruptible]) -> None:
+        """End the call because of `error`: `boards` fail unless the error is settled."""
+        if self.settled is not error:
+            line = caller_line() if boards else ""
+            for board in boards:
+                board.interrupted(error, line)
+        self.settled = None  # an exception's traceback refers to frames, and those to operands
+        self.boards = []
+        self.finished = True
+
+
+class _Thread(threading.local):
+    call: CollectiveCall | None = None
+
+
+_thread = _Thread()
+
+
+def current_call() -> CollectiveCall | None:
+    """The call that this thread is in, None outside of any."""
+    return _thread.call
+
+
+def settled(error: E) -> E:
+    """`error`, noted as one after which the boards of this call remain usable."""
+    if _thread.call is not None:
+        _thread.call.settled = error
+    return error
+
+
+def collective_call(function: Callable[P, R]) -> Callable[P, R]:
+    """`function` as a collective call; called within another, it is a part of that one."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if _thread.call is not None and _is_part():
+            return function(*args, **kwargs)
+        record = CollectiveCall()
+        boards = record.boards  # which refer to the record: it forgets them at its end
+        try:
+            _thread.call = record
+            result = function(*args, **kwargs)
+            _thread.call = record.settled = None
+            record.boards = []
+            record.finished = True
+        except BaseException as error:
+            _thread.call = None
+            record.interrupt(error, boards)
+            raise
+        return result
+
+    return call
+
+
+def _is_part() -> bool:
+    """Whether a call of this thread is on the stack, beyond the one that asks.
+
+    A call may have been cut short before it could take its record back; that one is not.
+    """
+    frame = sys._getframe(1).f_back
+    while frame is not None:
+        if frame.f_code is _ENTRANCE:
+            return True
+        frame = frame.f_back
+    return False
+
+
+_ENTRANCE = cast(FunctionType, collective_call(_is_part)).__code__

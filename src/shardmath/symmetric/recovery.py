@@ -1,0 +1,114 @@
+"""Which ranks go on after a failure: those that are left agree, on the board that has failed.
+
+    rank 0   ask 1 ──┐                       ┌─ decide 1: ranks 0 and 2
+    rank 1   (dead)  ├─ all have asked, left ┤
+    rank 2   ask 1 ──┘  or died              └─ read it
+
+The first rank that has asked decides, since two ranks may see a death at different times. A rank
+that asks again, because somebody did not come, asks with a higher number, and whoever still waits
+joins it there. Numbers only rise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from shardmath.errors import RankFailure
+from shardmath.symmetric.rows import Rows
+
+__all__ = ["Recovery"]
+
+
+class Recovery:
+    """One rank's part in the recoveries of a board.
+
+    `rows` hold, for each rank, the number for which it has last asked at word `asked`, the number
+    for which it has last decided at word `decided`, and who goes on, a bit for each rank, from byte
+    `place` on. `gone()` are the ranks that have died or left; `wait(awaited, doing)` returns when
+    `awaited()` names no rank any more.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        *,
+        rank: int,
+        words: tuple[int, int],
+        place: int,
+        gone: Callable[[], set[int]],
+        wait: Callable[[Callable[[], list[int]]], None],
+    ) -> None:
+        self.number = 0
+        self._rows = rows
+        self._rank = rank
+        self._ranks = range(len(rows.words))
+        self._asked, self._decided = words
+        self._place = place
+        self._gone = gone
+        self._wait = wait
+
+    def survivors(self) -> list[int]:
+        """The ranks that go on, this one among them: the same on all of them. Collective.
+
+        Raises what `wait` raises for ranks that do not come, and RankFailure where the others count
+        this rank among the dead. It can be called again after either.
+        """
+        self.number += 1
+        while True:
+            self.number = max(self.number, *self._words(self._asked))
+            self._rows.publish(self._asked, self.number)
+            self._wait(self._silent)
+            gone = self._gone()
+            asked = [r for r in self._ranks if r not in gone and self._has_asked(r)]
+            while not self._is_overtaken():
+                decided = [r for r in self._ranks if self._has_decided(r)]
+                first = (decided or asked)[0]
+                if first == self._rank and not decided:
+                    self._decide(asked)
+                self._wait(lambda first=first: self._undecided(first))  # type: ignore[misc]
+                if self._has_decided(first):
+                    return self._decision_of(first)
+                asked.remove(first)  # it died before it could
+
+    def _words(self, word: int) -> list[int]:
+        return [words[word] for words in self._rows.words]
+
+    def _has_asked(self, rank: int) -> bool:
+        return self._rows.words[rank][self._asked] >= self.number
+
+    def _has_decided(self, rank: int) -> bool:
+        return self._rows.words[rank][self._decided] >= self.number
+
+    def _is_overtaken(self) -> bool:
+        """Whether a rank has asked again since."""
+        return max(self._words(self._asked)) > self.number
+
+    def _silent(self) -> list[int]:
+        """The ranks that live and have not asked; none when this recovery is overtaken."""
+        if self._is_overtaken():
+            return []
+        late = [rank for rank in self._ranks if not self._has_asked(rank)]
+        return [rank for rank in late if rank not in self._gone()] if late else late
+
+    def _undecided(self, first: int) -> list[int]:
+        """`first`, if it lives and its decision is awaited."""
+        if self._has_decided(first) or self._is_overtaken() or first in self._gone():
+            return []
+        return [first]
+
+    def _decide(self, ranks: Sequence[int]) -> None:
+        mask = sum(1 << rank for rank in ranks)
+        self._rows.write(self._place, mask.to_bytes(self._mask_bytes, "little"))
+        self._rows.publish(self._decided, self.number)
+
+    def _decision_of(self, rank: int) -> list[int]:
+        data = self._rows.bytes[rank][self._place : self._place + self._mask_bytes].tobytes()
+        mask = int.from_bytes(data, "little")
+        found = [each for each in self._ranks if mask >> each & 1]
+        if self._rank not in found:
+            raise RankFailure(f"rank {self._rank}: the other ranks went on without it", found)
+        return found
+
+    @property
+    def _mask_bytes(self) -> int:
+        return -(-len(self._ranks) // 8)

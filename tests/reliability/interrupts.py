@@ -1,0 +1,446 @@
+"""Calls that an exception leaves at a chosen bytecode, on one of several ranks.
+
+A call is made of public functions. `Trial` runs one of them under a trace that counts the bytecodes
+executed beneath it, in whatever file, and raises at one of them: what a signal handler could do
+there. What may follow is a right number or an error that names what happened, on every rank, in
+that call and in those after it; then `recover` has to give all ranks a context that works.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from shardmath import collective_call, collectives, startup
+from shardmath.distribution import Redistribute, Slab, redistribute
+from shardmath.errors import OpTimeout, ShardmathError
+from shardmath.fft import FFT, allocate_operand, fft, rfft
+from shardmath.linalg.advanced import Matmul, matmul
+from shardmath.symmetric.allocation import allocate_symmetric_memory, free_symmetric_memory
+from shardmath.symmetric.rendezvous import rendezvous
+
+INTERRUPTED = 1  # the rank
+FOLLOWING = 10  # calls after the one that was interrupted
+
+
+class Interrupted(BaseException):
+    """An exception such as KeyboardInterrupt."""
+
+
+class Alarm(Exception):
+    """An exception such as a handler of SIGALRM raises."""
+
+
+# -- the calls -------------------------------------------------------------------------------------
+#
+# Each is made for a context, and gives steps: functions of a number, which differs from call to
+# call, that return whether what they computed is right.
+
+
+def values(context: Any, shape: tuple[int, ...], step: int, dtype: str = "float64") -> Any:
+    """An array of small whole numbers that depend on rank and step, on this rank's device."""
+    made = (np.arange(np.prod(shape)).reshape(shape) % 7 + 10 * context.rank + step).astype(dtype)
+    return on_device(context, made)
+
+
+def on_device(context: Any, array: Any) -> Any:
+    if context.team is None:
+        return array
+    import torch
+
+    return torch.from_numpy(np.ascontiguousarray(array)).to(context.team.device.name)
+
+
+def plain(array: Any) -> Any:
+    return array.cpu().numpy() if hasattr(array, "cpu") else np.asarray(array)
+
+
+def everywhere(
+    context: Any, shape: tuple[int, ...], step: int, dtype: str = "float64"
+) -> list[Any]:
+    """What `values` gives on each rank."""
+    base = np.arange(np.prod(shape)).reshape(shape) % 7
+    return [(base + 10 * rank + step).astype(float) for rank in range(context.size)]
+
+
+def all_reduce_of(count: int) -> Callable[[Any], list[Callable[[int], bool]]]:
+    def make(context: Any) -> list[Callable[[int], bool]]:
+        def step(number: int) -> bool:
+            total = collectives.all_reduce(values(context, (count,), number), context=context)
+            return np.array_equal(plain(total), sum(everywhere(context, (count,), number)))
+
+        return [step]
+
+    return make
+
+
+def all_gather(context: Any) -> list[Callable[[int], bool]]:
+    def step(number: int) -> bool:
+        found = collectives.all_gather(values(context, (5, 3), number), context=context)
+        return np.array_equal(plain(found), np.concatenate(everywhere(context, (5, 3), number)))
+
+    return [step]
+
+
+def reduce_scatter(context: Any) -> list[Callable[[int], bool]]:
+    def step(number: int) -> bool:
+        rows = 2 * context.size
+        found = collectives.reduce_scatter(values(context, (rows, 3), number), context=context)
+        total = sum(everywhere(context, (rows, 3), number))
+        return np.array_equal(plain(found), total[2 * context.rank : 2 * context.rank + 2])
+
+    return [step]
+
+
+def all_to_all(context: Any) -> list[Callable[[int], bool]]:
+    def step(number: int) -> bool:
+        rows = 2 * context.size
+        found = collectives.all_to_all(values(context, (rows, 3), number), context=context)
+        own = slice(2 * context.rank, 2 * context.rank + 2)
+        parts = [each[own] for each in everywhere(context, (rows, 3), number)]
+        return np.array_equal(plain(found), np.concatenate(parts))
+
+    return [step]
+
+
+def broadcast(context: Any) -> list[Callable[[int], bool]]:
+    def step(number: int) -> bool:
+        x = values(context, (5, 3), number)
+        found = collectives.broadcast(x, root=2, context=context)
+        return np.array_equal(plain(found), everywhere(context, (5, 3), number)[2])
+
+    return [step]
+
+
+def redistribution(context: Any) -> list[Callable[[int], bool]]:
+    def step(number: int) -> bool:
+        with context:
+            found = redistribute(values(context, (2, 9), number), Slab.X, Slab.Y)
+        whole = np.concatenate(everywhere(context, (2, 9), number))
+        return np.array_equal(plain(found), columns_of(whole, context))
+
+    return [step]
+
+
+def columns_of(whole: Any, context: Any) -> Any:
+    """This rank's columns of a matrix split along them."""
+    share = whole.shape[1] // context.size
+    return whole[:, share * context.rank : share * (context.rank + 1)]
+
+
+def rows_of(whole: Any, context: Any) -> Any:
+    """This rank's rows of a matrix split along them."""
+    return columns_of(whole.T, context).T
+
+
+def redistribution_object(context: Any) -> list[Callable[[int], bool]]:
+    shape = (2, 9)
+    state: dict[str, Any] = {}
+
+    def make(_: int) -> bool:
+        with context:
+            state["object"] = Redistribute(values(context, shape, 0), Slab.X, Slab.Y)
+        return True
+
+    def plan(_: int) -> bool:
+        state["object"].plan()
+        return True
+
+    def reset(number: int) -> bool:
+        state["object"].reset_operand(values(context, shape, number))
+        state["number"] = number
+        return True
+
+    def execute(_: int) -> bool:
+        found = state["object"].execute()
+        whole = np.concatenate(everywhere(context, shape, state["number"]))
+        return np.array_equal(plain(found), columns_of(whole, context))
+
+    return [make, plan, reset, execute]
+
+
+def product(context: Any) -> list[Callable[[int], bool]]:
+    def step(number: int) -> bool:
+        a, b = values(context, (2, 6), number), values(context, (2, 9), number + 1)
+        with context:
+            found = matmul(a, b, distributions=[Slab.X, Slab.X, Slab.Y])
+        return np.array_equal(plain(found), product_of(context, number))
+
+    return [step]
+
+
+def product_of(context: Any, number: int) -> Any:
+    a = np.concatenate(everywhere(context, (2, 6), number))
+    b = np.concatenate(everywhere(context, (2, 9), number + 1))
+    return columns_of(a @ b, context)
+
+
+def product_object(context: Any) -> list[Callable[[int], bool]]:
+    state: dict[str, Any] = {}
+
+    def make(_: int) -> bool:
+        a, b = values(context, (2, 6), 0), values(context, (2, 9), 1)
+        with context:
+            state["object"] = Matmul(a, b, distributions=[Slab.X, Slab.X, Slab.Y])
+        return True
+
+    def plan(_: int) -> bool:
+        state["object"].plan()
+        return True
+
+    def reset(number: int) -> bool:
+        a, b = values(context, (2, 6), number), values(context, (2, 9), number + 1)
+        state["object"].reset_operands(a=a, b=b)
+        state["number"] = number
+        return True
+
+    def execute(_: int) -> bool:
+        return np.array_equal(
+            plain(state["object"].execute()), product_of(context, state["number"])
+        )
+
+    return [make, plan, reset, execute]
+
+
+def transform(context: Any) -> list[Callable[[int], bool]]:
+    def step(number: int) -> bool:
+        with context:
+            found = fft(values(context, (2, 6), number, "complex128"), distribution=Slab.X)
+        whole = np.fft.fft2(np.concatenate(everywhere(context, (2, 6), number)))
+        return np.allclose(plain(found), rows_of(whole, context))
+
+    return [step]
+
+
+def real_transform(context: Any) -> list[Callable[[int], bool]]:
+    def step(number: int) -> bool:
+        with context:
+            found = rfft(values(context, (2, 10), number), distribution=Slab.X)
+        whole = np.fft.rfft2(np.concatenate(everywhere(context, (2, 10), number)))
+        return np.allclose(plain(found), rows_of(whole, context))
+
+    return [step]
+
+
+def transform_object(context: Any) -> list[Callable[[int], bool]]:
+    state: dict[str, Any] = {}
+
+    def make(_: int) -> bool:
+        with context:
+            x = values(context, (2, 6), 0, "complex128")
+            state["object"] = FFT(x, distribution=Slab.X)
+        return True
+
+    def plan(_: int) -> bool:
+        state["object"].plan()
+        return True
+
+    def reset(number: int) -> bool:
+        state["object"].reset_operand(values(context, (2, 6), number, "complex128"))
+        state["number"] = number
+        return True
+
+    def execute(_: int) -> bool:
+        whole = np.fft.fft2(np.concatenate(everywhere(context, (2, 6), state["number"])))
+        return np.allclose(plain(state["object"].execute()), rows_of(whole, context))
+
+    return [make, plan, reset, execute]
+
+
+def memory(context: Any) -> list[Callable[[int], bool]]:
+    """Memory is allocated, shown to the peers, written, signalled, read, and freed."""
+    state: dict[str, Any] = {}
+
+    def package() -> Any:
+        if context.team is None:
+            return np
+        import torch
+
+        return torch
+
+    def allocate(_: int) -> bool:
+        with context:
+            state["array"] = allocate_symmetric_memory((6,), package(), dtype=package().float64)
+        return True
+
+    def meet(_: int) -> bool:
+        state["handle"] = rendezvous(state["array"], context)
+        return True
+
+    def write(number: int) -> bool:
+        state["array"][:] = 10 * context.rank + number
+        state["number"] = number
+        return True
+
+    def barrier(_: int) -> bool:
+        state["handle"].barrier()
+        return True
+
+    def read(_: int) -> bool:
+        peer = (context.rank + 1) % context.size
+        found = state["handle"].get_buffer(peer, (6,), package().float64)
+        return bool((found == 10 * peer + state["number"]).all())
+
+    def put_signal(_: int) -> bool:
+        state["handle"].put_signal((context.rank + 1) % context.size)
+        return True
+
+    def wait_signal(_: int) -> bool:
+        state["handle"].wait_signal((context.rank - 1) % context.size)
+        return True
+
+    def free(_: int) -> bool:
+        with context:
+            free_symmetric_memory(state["array"])
+        return True
+
+    return [allocate, meet, write, barrier, read, put_signal, wait_signal, barrier, free]
+
+
+def operand(context: Any) -> list[Callable[[int], bool]]:
+    def allocate(_: int) -> bool:
+        package = np
+        if context.team is not None:
+            import torch as package  # type: ignore[no-redef]
+        with context:
+            made = allocate_operand(
+                (2, 6), package, distribution=Slab.X, input_dtype=package.complex128, fft_type="C2C"
+            )
+        return tuple(made.shape) == (2, 6)
+
+    return [allocate]
+
+
+def split(context: Any) -> list[Callable[[int], bool]]:
+    state: dict[str, Any] = {}
+
+    def part(_: int) -> bool:
+        state["part"] = context.split(0, key=-context.rank)
+        return bool(state["part"].rank == context.size - 1 - context.rank)
+
+    def reduce(number: int) -> bool:
+        total = collectives.all_reduce(values(context, (3,), number), context=state["part"])
+        return np.array_equal(plain(total), sum(everywhere(context, (3,), number)))
+
+    return [part, reduce]
+
+
+CALLS: dict[str, Callable[[Any], list[Callable[[int], bool]]]] = {
+    "all_reduce": all_reduce_of(3),
+    "all_reduce of 1 MiB": all_reduce_of(1 << 17),
+    "all_gather": all_gather,
+    "reduce_scatter": reduce_scatter,
+    "all_to_all": all_to_all,
+    "broadcast": broadcast,
+    "redistribute": redistribution,
+    "Redistribute": redistribution_object,
+    "matmul": product,
+    "Matmul": product_object,
+    "fft": transform,
+    "rfft": real_transform,
+    "FFT": transform_object,
+    "memory": memory,
+    "allocate_operand": operand,
+    "split": split,
+}
+
+
+# -- one trial -------------------------------------------------------------------------------------
+
+
+class Bomb:
+    """A trace that raises `error` at bytecode number `at` beneath a call; `count`, those executed.
+
+    Not where a call returns that has come to its end: the interpreter runs no signal handler there,
+    and a call that raised would be no different from one that an exception struck after it.
+    """
+
+    def __init__(self, error: BaseException | None, at: int) -> None:
+        self.count = 0
+        self._error, self._at = error, at
+
+    def __enter__(self) -> Bomb:
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _trace(self, frame: Any, event: str, _: object) -> Any:
+        if frame.f_code.co_filename == __file__:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        if event == "opcode":
+            self.count += 1
+            if self.count >= self._at and self._error is not None and not returning(frame):
+                error, self._error = self._error, None
+                raise error
+        return self._trace
+
+
+def returning(frame: Any) -> bool:
+    """Whether `frame` is that of a collective call which has come to its end."""
+    if frame.f_code is not collective_call._ENTRANCE:
+        return False
+    record = frame.f_locals.get("record")
+    return record is not None and record.finished
+
+
+def outcome(function: Callable[[], bool]) -> str:
+    """ "right", "wrong", or the name of a named error; others pass."""
+    try:
+        return "right" if function() else "wrong"
+    except (OpTimeout, Interrupted, Alarm) as error:
+        return type(error).__name__
+    except ShardmathError as error:
+        return f"named {type(error).__name__}"
+    except RuntimeError as error:
+        if Alarm.__name__ not in str(error):  # what the interrupted rank raised while it described
+            raise
+        return "named RuntimeError"
+
+
+class Trials:
+    """One rank's trials of one call, each in the context that the one before was recovered to."""
+
+    def __init__(self, group: Any, name: str, device: Any = "cpu") -> None:
+        self.context = startup.initialize(device, group)
+        self.make = CALLS[name]
+        self.number = 0
+
+    def run(self, position: int, at: int, *, kind: str, warm: int) -> tuple[list[str], int]:
+        """Raise at bytecode `at` of step `position`, after `warm` calls without: what came of it.
+
+        And how many bytecodes that step has executed.
+        """
+        steps = self.make(self.context)
+        for _ in range(warm):
+            assert [step(self._next()) for step in steps] == [True] * len(steps)
+        numbers = [self._next() for _ in range(len(steps) + FOLLOWING)]
+        found, counted = [], 0
+        for index, (step, number) in enumerate(zip(steps, numbers, strict=False)):
+            once = partial(outcome, partial(step, number))
+            if index != position:
+                found.append(once())
+            else:
+                error = {"base": Interrupted(), "exception": Alarm(), "none": None}[kind]
+                with Bomb(error if self.context.rank == INTERRUPTED else None, at) as trace:
+                    found.append(once())
+                counted = trace.count
+                if found[-1] in ("Interrupted", "Alarm") and self.context.board.failure is None:
+                    found[-1] = once()  # it had not begun
+            if found[-1] != "right":
+                break  # later steps need what this one gives
+        for number in numbers[len(steps) :]:
+            (step,) = all_reduce_of(4)(self.context)
+            found.append(outcome(partial(step, number)))
+        self.context = self.context.recover()
+        return found, counted
+
+    def _next(self) -> int:
+        self.number += 1
+        return self.number

@@ -1,0 +1,198 @@
+"""`recover` gives a working context on the ranks that remain, from any state of the one before."""
+
+import contextlib
+import os
+import signal
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from mortal import Job
+from shardmath import startup
+from shardmath.collectives import all_reduce
+from shardmath.distribution import Slab, redistribute
+from shardmath.errors import CollectiveMismatch, OpTimeout, RankFailure
+from shardmath.symmetric.allocation import allocate_symmetric_memory as allocate
+from shardmath.symmetric.board import _RECOVERY
+from shardmath.symmetric.rendezvous import rendezvous
+
+PATIENT = {"SHARDMATH_TIMEOUT": "60", "SHARDMATH_NOTICE": "100"}
+
+
+class Interrupted(BaseException):
+    """What a signal handler raises."""
+
+
+def raises_once(context, place):
+    """Let the next write to the board, or the next poll of a word, raise in this rank."""
+    rows = type(context.board._rows)
+    plain = getattr(rows, place)
+
+    def ring(*args):
+        setattr(rows, place, plain)
+        raise Interrupted
+
+    setattr(rows, place, ring)
+
+
+def works(context):
+    """All ranks of `context` can compute in it."""
+    x = np.arange(12.0).reshape(4, 3) + context.rank
+    total = all_reduce(x, context=context)
+    assert np.array_equal(
+        total, sum(np.arange(12.0).reshape(4, 3) + r for r in range(context.size))
+    )
+    with context:
+        share = 12 // context.size
+        y = allocate((share, 12), np)
+        y[:] = context.rank
+        handle = rendezvous(y)
+        handle.barrier()
+        assert handle.get_buffer(0, (1,), "float64")[0] == 0
+        handle.barrier()
+        assert redistribute(y, Slab.X, Slab.Y).sum() == share**2 * sum(range(context.size))
+    context.barrier()
+    return context.rank, context.size
+
+
+def interrupted(context):
+    if context.rank == 1:
+        raises_once(context, "write")
+    try:
+        all_reduce(np.ones(3))
+    except (Interrupted, RankFailure) as error:
+        return type(error).__name__
+    return "returned"
+
+
+def died(context):
+    if context.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RankFailure):
+        all_reduce(np.ones(3))
+
+
+def left(context):
+    if context.rank == 1:
+        context.close()
+        return
+    with pytest.raises(RankFailure):
+        all_reduce(np.ones(3))
+
+
+def in_different_calls(context):
+    """Some wait in an exchange, some in a barrier, and one is in none."""
+    if context.rank == 0:
+        with pytest.raises((RankFailure, CollectiveMismatch)):
+            all_reduce(np.ones(3))
+    elif context.rank == 1:
+        with pytest.raises((RankFailure, CollectiveMismatch)):
+            context.board.barrier()
+
+
+def healthy(context):
+    all_reduce(np.ones(3))
+
+
+STATES = {
+    "interrupted": (interrupted, 3),
+    "died": (died, 2),
+    "left": (left, 2),
+    "in different calls": (in_different_calls, 3),
+    "healthy": (healthy, 3),
+}
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_a_context_is_recovered_from(state):
+    bring_about, remaining = STATES[state]
+
+    def body(group):
+        context = startup.initialize("cpu", group)
+        bring_about(context)
+        if state == "left" and context.rank == 1:
+            return "gone"
+        made = context.recover()
+        assert startup.get_context() is made
+        with pytest.raises(RuntimeError, match=r"recover\(\) has replaced it"):
+            context.barrier()
+        found = works(made)
+        again = works(made.recover())
+        assert again == found
+        startup.finalize()
+        return found
+
+    with Job(3, body, PATIENT) as job:
+        outcomes = [job.outcome(rank, 60) for rank in range(3)]
+    sizes = [found for found in outcomes if isinstance(found, list | tuple)]
+    assert [list(each) for each in sizes] == [[rank, remaining] for rank in range(remaining)]
+    if remaining == 2:
+        assert outcomes[1] in (None, "gone")
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["world", "part"])
+def test_a_part_and_the_whole_are_recovered_apart(whole):
+    """What one context has gone through, the other does not know of."""
+
+    def body(group):
+        context = startup.initialize("cpu", group)
+        part = context.split(context.rank // 2)
+        broken = context if whole else part
+        if broken.rank == broken.size - 1:
+            raises_once(broken, "publish")
+        with contextlib.suppress(Interrupted, RankFailure):
+            all_reduce(1, context=broken)
+        works(part if whole else context)
+        made = broken.recover()
+        assert works(made) == (broken.rank, broken.size)
+        works(part if whole else context)
+        startup.finalize()  # ends what was split from the context before, too
+        with pytest.raises(RuntimeError, match="finalize"):
+            (part if whole else made).barrier()
+        return True
+
+    with Job(4, body, PATIENT) as job:
+        assert [job.outcome(rank, 60) for rank in range(4)] == [True] * 4
+
+
+def test_who_does_not_come_is_named_and_may_come_later():
+    """Rank 2 comes when a peer has asked a second time."""
+
+    def body(group):
+        context = startup.initialize("cpu", group)
+        words = context.board._words
+        context.board.policy = replace(context.board.policy, timeout=0.3)
+        while context.rank == 2 and max(words[0][_RECOVERY], words[1][_RECOVERY]) < 2:
+            time.sleep(1e-3)
+        late, made = set(), None
+        while made is None:
+            try:
+                made = context.recover()
+            except OpTimeout as error:
+                late.update(error.ranks)
+        return sorted(late), list(works(made))
+
+    with Job(3, body, PATIENT) as job:
+        outcomes = [job.outcome(rank, 60) for rank in range(3)]
+    assert [found for _, found in outcomes] == [[rank, 3] for rank in range(3)]
+    assert 2 in outcomes[0][0] + outcomes[1][0]
+
+
+def test_finalize_ends_a_context_whose_ranks_are_in_different_calls():
+    def body(group):
+        context = startup.initialize("cpu", group)
+        if context.rank == 0:
+            startup.finalize()
+            return "finalized"
+        try:
+            all_reduce(np.ones(3))
+        except (RankFailure, ValueError) as error:
+            startup.finalize()
+            return type(error).__name__
+
+    with Job(3, body, PATIENT) as job:
+        outcomes = [job.outcome(rank, 60) for rank in range(3)]
+    assert outcomes[0] == "finalized"
+    assert set(outcomes[1:]) <= {"RankFailure", "CollectiveMismatch"}
