@@ -133,6 +133,12 @@ TORCH = {
     "_SymmetricMemory.put_signal": lambda self, dst_rank, channel=0, timeout_ms=0: 0,
     "_SymmetricMemory.wait_signal": lambda self, src_rank, channel=0, timeout_ms=0: 0,
 }
+COMPUTE_TYPES = (
+    "COMPUTE_16F COMPUTE_16F_PEDANTIC COMPUTE_32F COMPUTE_32F_PEDANTIC COMPUTE_64F "
+    "COMPUTE_64F_PEDANTIC COMPUTE_32I COMPUTE_32I_PEDANTIC COMPUTE_32F_FAST_16F "
+    "COMPUTE_32F_FAST_16BF COMPUTE_32F_FAST_TF32 COMPUTE_32F_EMULATED_16BFX9 "
+    "COMPUTE_64F_EMULATED_FIXEDPOINT"
+)
 PROPERTIES = {
     "symmetric_memory._SymmetricMemory": (
         "rank world_size device buffer_ptrs buffer_ptrs_dev signal_pad_ptrs signal_pad_ptrs_dev "
@@ -145,6 +151,8 @@ PROPERTIES = {
     "TorchProcessGroup": "allreduce_obj_buffer_size",
     "DistributedContext": "nvshmem_available nccl_comm",
     "process_group.ReductionOp": "SUM MIN MAX",
+    "linalg.ComputeType": COMPUTE_TYPES,
+    "linalg.advanced.MatmulComputeType": COMPUTE_TYPES,
 }
 ROWS = [*NVMATH.items(), *((f"symmetric_memory.{name}", form) for name, form in TORCH.items())]
 

@@ -16,7 +16,7 @@ from shardmath import errors, wire
 from shardmath.collective_call import settled
 from shardmath.errors import CollectiveMismatch
 from shardmath.symmetric.board import Board
-from shardmath.symmetric.header import header
+from shardmath.symmetric.header import REFUSAL, header
 
 __all__ = ["agree", "gather", "refusing", "require_equal"]
 
@@ -58,6 +58,7 @@ def gather(board: Board, operation: str, describe: Callable[[], bytes]) -> list[
     """
     prefix = header(operation) + _DESCRIBED
     mistake: Exception | None = None
+    board.enter(operation)
     try:
         text = prefix + describe()
     except Exception as error:
@@ -93,7 +94,7 @@ class refusing:  # noqa: N801  (a context manager)
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if isinstance(error, Exception):
             self._board.names.note(error)
-            self._board.exchange(f"error of {self._operation}", b"")
+            self._board.exchange(f"{REFUSAL}{self._operation}", b"")
             settled(error)
 
 

@@ -13,9 +13,8 @@ these calls as they are, between the graphs of what is around them.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -38,27 +37,12 @@ from shardmath.geometry import Distribution
 from shardmath.operators.matmul import matmul as _matmul
 from shardmath.operators.matmul.options import MatmulOptions, matrix_qualifiers_dtype
 from shardmath.operators.redistribute import redistribute as _redistribute
+from shardmath.untraced import untraced
 
 __all__ = ["all_reduce", "matmul", "redistribute"]
 
-P = ParamSpec("P")
-R = TypeVar("R")
 
-
-def _between_graphs(call: Callable[P, R]) -> Callable[P, R]:
-    """`call`, which `torch.compile` does not look into: it is not loaded for that."""
-
-    @functools.wraps(call)
-    def called(*operands: P.args, **options: P.kwargs) -> R:
-        if torch.compiler.is_compiling():
-            untraced: Callable[P, R] = torch.compiler.disable(call)
-            return untraced(*operands, **options)
-        return call(*operands, **options)
-
-    return called
-
-
-@_between_graphs
+@untraced
 @collective_call
 def matmul(
     a: Any,
@@ -77,7 +61,7 @@ def matmul(
     return _Matmul.apply(a, b, distributions, options)
 
 
-@_between_graphs
+@untraced
 @collective_call
 def redistribute(
     operand: Any, /, input_distribution: Distribution, output_distribution: Distribution
@@ -89,7 +73,7 @@ def redistribute(
     return _Redistribute.apply(operand, input_distribution, output_distribution)
 
 
-@_between_graphs
+@untraced
 @collective_call
 def all_reduce(x: Any, *, op: str = "sum") -> Any:
     """The "sum" or "mean" of all ranks' `x`, on every rank, as `shardmath.collectives.all_reduce`.
@@ -106,6 +90,8 @@ def _agree(operation: str, *operands: Any, op: str = "sum") -> None:
     def describe() -> list[bool]:
         if op not in ("sum", "mean"):
             raise ValueError(f'op is "sum" or "mean" where there are gradients, not {op!r}')
+        for operand in operands:
+            library_of(operand).spec(operand)  # raises for what torch would refuse on one rank only
         return [library_of(operand).records(operand) for operand in operands]
 
     def check(specs: list[Any]) -> None:

@@ -16,7 +16,7 @@ _OURS = (f"{Path(__file__).parent}/", contextlib.__file__)
 def caller_place() -> tuple[str, int]:
     """The file and the number of the innermost line on the stack that is not of this package."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
+    while frame.f_back is not None and _passed_through(frame.f_code.co_filename):
         frame = frame.f_back
     return frame.f_code.co_filename, frame.f_lineno
 
@@ -30,3 +30,8 @@ def caller_line() -> str:
 def process_name() -> str:
     """This process, as `pid 4711 on node7`."""
     return f"pid {os.getpid()} on {os.uname().nodename}"
+
+
+def _passed_through(file: str) -> bool:
+    """Whether it is no file of the user's: torch's compiler calls from its own."""
+    return file.startswith(_OURS) or "/torch/_dynamo/" in file

@@ -56,6 +56,9 @@ class Settings:
     cache: str = _variable(
         "", "Folder for compiled kernels, ~/.cache/shardmath if empty; - keeps none."
     )
+    threads: int = _variable(
+        0, "Threads of this rank's arithmetic; 0: OMP_NUM_THREADS, else its share of the cores."
+    )
     rank: int = _variable(-1, "This process's rank; set by the launcher.")
     size: int = _variable(-1, "The number of ranks; set by the launcher.")
     launcher_fd: str = _variable("", "Descriptors of this rank's sockets; set by the launcher.")

@@ -28,6 +28,7 @@ from shardmath.symmetric.board import Board, OperationGuard
 from shardmath.symmetric.heap import Block, Buffer, Heap, Location
 from shardmath.transport.base import Bytes, DeviceBytes, Memory, Transport
 from shardmath.transport.wires import Deliver, RankChannel
+from shardmath.untraced import untraced
 
 if TYPE_CHECKING:
     from shardmath.symmetric.team import Team
@@ -83,7 +84,8 @@ class Context(DistributedContext):
         self._closed: str | None = None
         self._caches: dict[str, Any] = {}
         # A context that is dropped without `close` is left too: its memory is awaited by nobody.
-        self._dropping = weakref.finalize(self, _leave, board, self.heap, self.number)
+        dropped = None if team is None else team.drop
+        self._dropping = weakref.finalize(self, _leave, board, self.heap, self.number, dropped)
         self._dropping.atexit = False
         self._announced: set[int] = set()  # the segments that all its ranks can attach
         if team is not None:
@@ -123,6 +125,7 @@ class Context(DistributedContext):
         self.require_open()
         return agreement.gather(self.board, operation, describe)
 
+    @untraced
     @collective_call
     def barrier(self) -> None:
         """See DistributedContext. Collective."""
@@ -271,8 +274,14 @@ class Context(DistributedContext):
         if self._parent is not None:
             weakref.finalize(self, self._parent._outlived.append, memory).atexit = False
 
+    @property
+    def threads(self) -> int:
+        """How many threads this rank's arithmetic uses, the same in all contexts of a job."""
+        return self._runtime.threads
+
     # -- groups ------------------------------------------------------------------------------------
 
+    @untraced
     @collective_call
     def split(self, color: int | None, key: int = 0) -> Context | None:
         """See DistributedContext. Collective."""
@@ -295,6 +304,7 @@ class Context(DistributedContext):
         self.agree("split", make, lambda _: None)  # one that finds no descriptor is heard by all
         return self._derive(members, name, boards[0], parent=self) if boards else None
 
+    @untraced
     @collective_call
     def subset(self, ranks: Sequence[int]) -> Context:
         """See DistributedContext. Collective among `ranks` alone."""
@@ -395,17 +405,27 @@ class Context(DistributedContext):
         if self._closed:
             raise RuntimeError(f"this context cannot be used: {self._closed}")
 
+    def announce_close(self, why: str) -> None:
+        """Let no peer wait for more operations of this context, which was not split off another.
+
+        Those that were are closed, and kernels wait for this rank's until these have ended.
+        """
+        self._close_parts(why)
+        if self.team is not None:
+            self.team.leave()
+
+    def _close_parts(self, why: str) -> None:
+        for context in list(_contexts):
+            if context._runtime is self._runtime and context is not self:
+                context.close(why)
+
     def close(self, why: str = "it was closed") -> None:
         """See DistributedContext."""
         if self._closed:
             return
-        if self.team is not None and self.board.dead():
-            self.team.abort()  # kernels that wait for the dead would keep this process
         self._end(why)
         if self._parent is None:
-            for context in list(_contexts):
-                if context._runtime is self._runtime:
-                    context.close(why)
+            self._close_parts(why)
             self._runtime.close()
         if current.default() is self:
             current.set_default(None)
@@ -414,6 +434,8 @@ class Context(DistributedContext):
         """Take no part any more; what this context shares with others stays."""
         self._closed = why
         self.board.leave()
+        if self.team is not None:
+            self.team.leave()
         self.team = None
         self._dropping.detach()
         self.heap.groups.leave(self.number, self.board.ended)
@@ -444,8 +466,10 @@ def require_context() -> Context:
     return context
 
 
-def _leave(board: Board, heap: Heap, number: int) -> None:
+def _leave(board: Board, heap: Heap, number: int, dropped: Callable[[], None] | None) -> None:
     board.leave()
+    if dropped is not None:
+        dropped()
     heap.groups.leave(number, board.ended)
 
 

@@ -17,6 +17,7 @@ __all__ = [
     "ConvertDistributionError",
     "CudaError",
     "HeapExhausted",
+    "InvalidDevice",
     "InvalidFFTState",
     "InvalidMatmulState",
     "InvalidRedistributeState",
@@ -82,6 +83,13 @@ class BindDistributionError(ShardmathError, ValueError):
 
 class ConvertDistributionError(ShardmathError, ValueError):
     """Two kinds of distribution cannot describe the same layout."""
+
+
+class InvalidDevice(ShardmathError, TypeError, ValueError):
+    """`device_id` is neither "cpu" nor the index of a CUDA device.
+
+    nvmath.distributed raises TypeError for what is no integer.
+    """
 
 
 class InvalidFFTState(ShardmathError, RuntimeError):

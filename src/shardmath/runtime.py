@@ -15,6 +15,7 @@ from shardmath import agreement
 from shardmath.config import Settings
 from shardmath.errors import HeapExhausted
 from shardmath.group.base import ProcessGroup
+from shardmath.local.threads import ThreadLimit, threads_per_rank
 from shardmath.symmetric.board import ROW_BYTES, Board, board_bytes
 from shardmath.symmetric.heap import Buffer, Heap, Location
 from shardmath.symmetric.rows import MultiHostRows, Rows
@@ -35,7 +36,8 @@ __all__ = ["Runtime"]
 class Runtime:
     """What a context and those split from it share: connections, transport and heap.
 
-    `transport` and `heap` are there after `open`.
+    `transport` and `heap` are there after `open`. `threads` is how many this rank's arithmetic
+    uses.
     """
 
     transport: Transport
@@ -52,6 +54,8 @@ class Runtime:
             pretended=settings.fake_hosts,
             address=settings.address,
         )
+        self.threads = threads_per_rank(settings.threads, self.mesh.neighbour_pids)
+        self._limit: ThreadLimit | None = None
 
     def open(self, ordinal: int | None, group: ProcessGroup) -> str:
         """Make the transport for a CUDA device, or for the host's cores; its name. Local."""
@@ -59,6 +63,8 @@ class Runtime:
             from shardmath.cuda.device import Device
 
             self.device = Device.of(ordinal)
+        else:
+            self._limit = ThreadLimit(self.threads, self.settings.threads)
         name = choice.choose(self.mesh, group, self.device, self.settings.transport)
         self.transport = choice.make(name, self.mesh, self.device, self.settings)
         self.heap = Heap(
@@ -165,5 +171,7 @@ class Runtime:
         """Drop transport and connections; mappings that arrays still use stay."""
         if hasattr(self, "transport"):
             self.transport.close()  # waits for what runs on the GPU
+        if self._limit is not None:
+            self._limit.end()
         self.kept.clear()
         self.mesh.close()

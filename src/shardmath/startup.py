@@ -19,17 +19,19 @@ from shardmath.collective_call import collective_call
 from shardmath.config import Settings, warn_of_unknown
 from shardmath.context import Context, current_context, open_contexts
 from shardmath.distributed_context import DistributedContext
-from shardmath.errors import CollectiveMismatch, OpTimeout, RankFailure
+from shardmath.errors import CollectiveMismatch, InvalidDevice, OpTimeout, RankFailure
 from shardmath.group import ProcessGroup, as_process_group
 from shardmath.group.base import rank_names
 from shardmath.group.notice import noticed
 from shardmath.runtime import Runtime
+from shardmath.untraced import untraced
 
 __all__ = ["finalize", "get_context", "initialize", "new_context"]
 
 _BACKENDS = ("host", "mpi", "cuda", "nvshmem", "nccl")
 
 
+@untraced
 @collective_call
 def initialize(
     device_id: int | str,
@@ -43,8 +45,8 @@ def initialize(
     (shardmath, torchrun, mpiexec, Slurm), and without one there is one rank. `backends` is accepted
     for programs written for nvmath.distributed; the transport is chosen by trying.
 
-    Raises RuntimeError when there is a default context already, TypeError or ValueError for a bad
-    argument, BootstrapError when the ranks cannot find each other.
+    Raises RuntimeError when there is a default context already, InvalidDevice, TypeError or
+    ValueError for a bad argument, BootstrapError when the ranks cannot find each other.
     Source: nvmath.distributed.initialize.
     """
     if current.default() is not None:
@@ -54,6 +56,7 @@ def initialize(
     return context
 
 
+@untraced
 @collective_call
 def new_context(
     device_id: int | str,
@@ -93,6 +96,7 @@ def get_context() -> DistributedContext | None:
     return current_context()
 
 
+@untraced
 @collective_call
 def finalize() -> None:
     """End the default context. Collective; does nothing when there is none.
@@ -104,11 +108,13 @@ def finalize() -> None:
     context = current.default()
     if not isinstance(context, Context):
         return
+    why = "finalize() has ended it"
     try:
+        context.announce_close(why)
         with suppress(RankFailure, OpTimeout, CollectiveMismatch):
             context.board.exchange("finalize", b"")
     finally:
-        context.close("finalize() has ended it")
+        context.close(why)
 
 
 def _awaited(group: ProcessGroup) -> str:
@@ -119,7 +125,7 @@ def _awaited(group: ProcessGroup) -> str:
 def _ordinal(device_id: object, backends: Sequence[str] | None) -> int | None:
     """The index of a CUDA device, or None for "cpu".
 
-    Raises for what is neither, and for unknown backends.
+    Raises InvalidDevice for what is neither, ValueError for unknown backends.
     """
     if backends is not None:
         names = [backends] if isinstance(backends, str) else list(backends)
@@ -131,13 +137,11 @@ def _ordinal(device_id: object, backends: Sequence[str] | None) -> int | None:
             )
     if device_id == "cpu":
         return None
-    if isinstance(device_id, str):
-        raise ValueError(f'device_id is "cpu" or the index of a CUDA device, not {device_id!r}')
-    if isinstance(device_id, bool) or not hasattr(type(device_id), "__index__"):
-        raise TypeError(f'device_id is "cpu" or the index of a CUDA device, not {device_id!r}')
-    if (ordinal := operator.index(device_id)) < 0:  # type: ignore[arg-type]
-        raise ValueError(f'device_id is "cpu" or the index of a CUDA device, not {device_id!r}')
-    return ordinal
+    if not isinstance(device_id, bool):
+        with suppress(TypeError):
+            if (ordinal := operator.index(device_id)) >= 0:  # type: ignore[arg-type]
+                return ordinal
+    raise InvalidDevice(f'device_id is "cpu" or the index of a CUDA device, not {device_id!r}')
 
 
 def _watch_process() -> None:

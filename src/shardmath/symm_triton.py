@@ -217,7 +217,7 @@ def barrier(memory, channel):
             peers = start + tl.arange(0, _WARP)
             other = (peers < n) & (peers != me)
             inbox = own + n * _BARRIER + 8 * peers.to(tl.int64)
-            seen = _poll(memory, inbox, round + 0 * inbox, other)
+            seen = _poll(memory, inbox, round + 0 * inbox, peers, other)
             late = other & (seen < round)
             if tl.max(late.to(tl.int32), 0) > 0:
                 _expire(memory, peers, _OF_BARRIER, channel, round + 0 * inbox, seen, late, _WARP)
@@ -266,7 +266,7 @@ def _refuse(memory, reason: tl.constexpr, limit, given):
 
 @triton.jit
 def _wait_for(memory, word, target, src, operation: tl.constexpr, channel):
-    seen = _poll(memory, word, target, True)
+    seen = _poll(memory, word, target, src, True)
     arrived = seen >= target
     if not arrived:
         _expire(memory, src, operation, channel, target, seen, True, 1)
@@ -340,13 +340,17 @@ def _store_packet(packet, low, high):
 
 
 @triton.jit
-def _poll(memory, word, target, where):
-    """What is seen at `word`: at least `target`, or less when the wait has expired."""
+def _poll(memory, word, target, src, where):
+    """What is seen at `word`, which `src` writes: at least `target`, or less when the wait has
+    expired.
+    """
     own = tl.load(memory + _PADS + rank(memory))
+    limit = tl.load(memory + _TIMEOUT)
+    gone = tl.load(memory + _STATUS) + _LATE + _LATE_BYTES * size(memory)
     return tl.inline_asm_elementwise(
         _POLL,
-        "=&l,l,l,l,l,r",
-        [word, target, tl.load(memory + _TIMEOUT), own + _FAILED, _flag(where)],
+        "=&l,l,l,l,l,r,l,l",
+        [word, target, limit, own + _FAILED, _flag(where), gone, _int64(8 * src)],
         dtype=tl.int64,
         is_pure=False,
         pack=1,

@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+
 from shardmath.arrays import Library, library_named, library_of, library_of_package
 from shardmath.arrays.dtypes import of as dtype_of
 from shardmath.context import current_context, require_context
@@ -29,7 +31,14 @@ from shardmath.symmetric.allocation import block_of, empty_on_heap, is_symmetric
 from shardmath.symmetric.handle import SymmetricMemory
 from shardmath.symmetric.pad_size import change_pad_setting, pad_setting
 from shardmath.symmetric.persistent import persistent_array
-from shardmath.symmetric.rendezvous import is_registered, register_group, rendezvous
+from shardmath.symmetric.rendezvous import (
+    agreed_rendezvous,
+    is_registered,
+    names_a_group,
+    register_group,
+    rendezvous,
+)
+from shardmath.untraced import untraced
 
 __all__ = [
     "SymmetricMemory",
@@ -59,13 +68,15 @@ __all__ = [
 _BACKENDS = ("HOST", "CUDA", "NVSHMEM", "NCCL", "NIXL")
 
 
+@untraced
 def empty(
     *size: Any, dtype: Any = None, device: Any = None, package: ModuleType | None = None
 ) -> Any:
     """A new uninitialised array on the symmetric heap, `empty(2, 3)` or `empty((2, 3))`. Local.
 
-    Its library is `package`, else that of `dtype`, else that of `device` (torch, where it names a
-    GPU), else NumPy; `dtype` None means the library's default. Raises HeapExhausted, ValueError for
+    Its library is `package`, else that of `dtype` (torch's or NumPy's own), else torch where a
+    `device` is given and torch has been imported, else NumPy, which has no arrays on GPUs. `dtype`
+    None means the library's default. Raises HeapExhausted, ValueError for
     a bad argument, BackendUnavailable for another device than the context's, RuntimeError before
     `initialize`.
     """
@@ -75,6 +86,7 @@ def empty(
     return empty_on_heap(require_context(), library, _integers("size", shape), wanted)
 
 
+@untraced
 def empty_strided_p2p(
     size: Sequence[int],
     stride: Sequence[int],
@@ -85,7 +97,7 @@ def empty_strided_p2p(
 ) -> Any:
     """A new uninitialised array on the symmetric heap with strides in elements. Local.
 
-    Its library is that of `dtype`, or of `device`. `group_name` is the group of a `rendezvous` that
+    Its library is found as by `empty`. `group_name` is the group of a `rendezvous` that
     names none; it may also stand in the place of `device`. Memory with an `alloc_id` is kept: the
     same number gives the same address again, once the array that had it is gone.
 
@@ -111,6 +123,7 @@ def empty_strided_p2p(
     return array
 
 
+@untraced
 def set_group_info(group_name: str, rank: int, world_size: int, store: Any = None) -> None:
     """Name a group of which this process is `rank`, for `rendezvous`.
 
@@ -141,6 +154,7 @@ def is_symm_mem_tensor(tensor: Any) -> bool:
     return is_symmetric(tensor)
 
 
+@untraced
 def get_symm_mem_workspace(group_name: Any, min_size: int) -> SymmetricMemory:
     """The handle on a buffer of at least `min_size` bytes, kept for the group. Collective.
 
@@ -155,21 +169,18 @@ def get_symm_mem_workspace(group_name: Any, min_size: int) -> SymmetricMemory:
     if present is None or library_of(present).spec(present).nbytes < min_size:
         library = library_named("torch" if "torch" in sys.modules else "numpy")
         present = empty_on_heap(context, library, (min_size,), "uint8")
-    handle = rendezvous(present, group_name)
+    handle = agreed_rendezvous(present, group_name)
     kept[group_name] = present
     return handle
 
 
 def enable_symm_mem_for_group(group_name: str) -> None:
-    """Accept any group: symmetric memory needs no enabling here.
-
-    Deprecated in torch, and still called.
-    """
+    """Do nothing: symmetric memory needs no enabling. Deprecated in torch, and still called."""
 
 
 def is_symm_mem_enabled_for_group(group_name: str) -> bool:
-    """True: see `enable_symm_mem_for_group`."""
-    return True
+    """Whether `rendezvous` finds a group of that name: every such group is enabled. Local."""
+    return names_a_group(group_name)
 
 
 def get_signal_pad_size() -> int:
@@ -250,10 +261,14 @@ def wait_signal(hdl: SymmetricMemory, peer: int) -> None:
     hdl.wait_signal(peer)
 
 
+@untraced
 def memset32(tensor: Any, offset: int, val: int, count: int = 1) -> Any:
     """Write `val` to `count` elements of a contiguous 1-D uint32 array from `offset` on; return it.
 
-    Raises ValueError for another array, a range that it does not have, or a value beyond 32 bits.
+    On a GPU it is put on the library's current stream, and can be captured in CUDA graphs.
+
+    Raises ValueError for another array or another rank's GPU, a range that the array does not have,
+    or a value beyond 32 bits.
     """
     library = library_of(tensor, "tensor")
     spec = library.spec(tensor)
@@ -264,13 +279,29 @@ def memset32(tensor: Any, offset: int, val: int, count: int = 1) -> Any:
         raise ValueError(
             f"cannot write {val} to elements {offset} to {offset + count} of {spec.size} uint32"
         )
-    library.host_view(tensor, writable=True, name="tensor")[offset : offset + count] = val
+    if spec.device == "cpu":
+        library.host_view(tensor, writable=True, name="tensor")[offset : offset + count] = val
+    else:
+        _fill_on_gpu(library, tensor, offset, val, count)
     return tensor
 
 
 def stream_write_value32(tensor: Any, offset: int, val: int) -> Any:
-    """Write `val` to one element, as `memset32`; the host has one stream, the program's order."""
+    """Write `val` to one element, as `memset32`, and return the array."""
     return memset32(tensor, offset, val)
+
+
+def _fill_on_gpu(library: Library, tensor: Any, offset: int, val: int, count: int) -> None:
+    from shardmath.cuda import stream as streams
+    from shardmath.cuda.driver import call
+
+    spec, team = library.spec(tensor), require_context().team
+    if team is None or spec.device != team.device.name:
+        where = "cores" if team is None else team.device.name
+        raise ValueError(f"tensor is on {spec.device}, and this rank computes on {where}")
+    team.device.activate()
+    stream = streams.current(library.name, team.device)
+    call("cuMemsetD32Async", library.pointer(tensor) + 4 * offset, val, count, stream)
 
 
 class _SymmetricMemory(SymmetricMemory):
@@ -306,9 +337,18 @@ def _library(package: ModuleType | None, dtype: Any, device: Any) -> Library:
         )
     if package is not None:
         return library_of_package(package)
-    words = (type(dtype).__module__, type(device).__module__)
-    asked = "torch" in words or (device is not None and kind == "cuda")  # "cuda:1" is torch's
-    return library_named("torch" if asked else "numpy")
+    if kind == "cpu" and _is_numpys(dtype):
+        return library_named("numpy")
+    named = "torch" in (type(dtype).__module__, type(device).__module__)
+    wanted = device is not None and (kind == "cuda" or "torch" in sys.modules)
+    return library_named("torch" if named or wanted else "numpy")
+
+
+def _is_numpys(dtype: Any) -> bool:
+    """Whether `dtype` is one of NumPy's own, rather than a name that other libraries know too."""
+    return isinstance(dtype, np.dtype) or (
+        isinstance(dtype, type) and issubclass(dtype, np.generic)
+    )
 
 
 def _kind_of(device: Any) -> str:

@@ -70,6 +70,35 @@ def test_nan_infinity_zeros_and_denormals_at_every_rank_are_as_in_numpy(contexts
     assert all(digests == results[0][1] for _, digests in results)
 
 
+def check_complex_means(context):
+    """Infinities, NaN and zeros in either part, and numbers whose third is rounded."""
+    wrong = []
+    parts_of_numbers = (-np.inf, np.inf, np.nan, -0.0, 0.0, 0.28, -3.5)
+    numbers = [complex(real, imag) for real in parts_of_numbers for imag in parts_of_numbers]
+    for dtype in ("complex64", "complex128"):
+        for special in range(context.size):
+            parts = [values(dtype, len(numbers), rank) for rank in range(context.size)]
+            parts[special][:] = numbers
+            wanted, share = reduced("mean", parts), _slab(len(numbers), context.size)
+            low = sum(share[: context.rank])
+            found = {
+                "all_reduce": (all_reduce(parts[context.rank], op="mean", context=context), wanted),
+                "reduce_scatter": (
+                    reduce_scatter(parts[context.rank], op="mean", context=context),
+                    wanted[low : low + share[context.rank]],
+                ),
+            }
+            for name, (result, right) in found.items():
+                if not same(result.view(right.real.dtype), right.view(right.real.dtype)):
+                    wrong.append((dtype, special, name))
+    return wrong
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_means_of_complex_numbers_are_those_of_numpy(contexts, size):
+    assert contexts.run(check_complex_means, ranks=size) == [[]] * size
+
+
 def check_numbers(context):
     """Numbers are arrays of no axes: those of Python, and those that NumPy's functions return."""
     wrong = []

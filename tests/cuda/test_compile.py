@@ -69,8 +69,10 @@ def check_race(_, folder):
     make = compiling._compile
 
     def another_is_faster(name, source, flags):
-        Path(folder).mkdir()
-        Path(folder, f"{name}-{compiling._key(source, flags)}.cubin").write_bytes(b"the winner's")
+        Path(folder).mkdir(mode=0o700)
+        made = Path(folder, f"{name}-{compiling._key(source, flags)}.cubin")
+        made.touch(mode=0o600)
+        made.write_bytes(b"the winner's")
         return make(name, source, flags)
 
     with patch.object(compiling, "_compile", another_is_faster):

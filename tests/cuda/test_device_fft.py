@@ -22,6 +22,8 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).parent.parent / "fft"))
 
 import fft_cases
+import test_allocated_operands
+from fft_cases import fill, to_host
 from visible import GPUS, RANKS, gpu_of
 
 from arrangements import part_of
@@ -31,24 +33,6 @@ from shardmath.geometry import decode
 from shardmath.symmetric.allocation import empty_on_heap, is_symmetric
 
 FUNCTIONS = {"C2C": "fft", "C2C inverse": "ifft", "R2C": "rfft", "C2R": "irfft"}
-
-
-def to_host(array):
-    """A NumPy copy."""
-    if hasattr(array, "get"):
-        return array.get()
-    if hasattr(array, "cpu"):
-        return library_named("torch").host_view(array.cpu()).copy()
-    return np.array(array)
-
-
-def fill(array, part):
-    if type(array).__module__.startswith("cupy"):
-        array[...] = importlib.import_module("cupy").asarray(part)
-    elif hasattr(array, "copy_"):
-        array.copy_(library_named("torch").from_host(np.ascontiguousarray(part)))
-    else:
-        array[...] = part
 
 
 def placed(context, form, part, store):
@@ -373,6 +357,51 @@ def on_streams(x):
     return [("on a stream", first), *(("on two streams", each) for each in many)]
 
 
+# (library, memory_space, where it then lies)
+SPACES = [
+    *(("numpy", None, "cpu"), ("numpy", "cpu", "cpu"), ("torch", "cpu", "cpu")),
+    *(("torch", None, "cuda"), ("torch", "cuda", "cuda"), ("cupy", None, "cuda")),
+]
+
+
+def check_allocated(context, body, *args):
+    """A body of the host's tests of allocated operands."""
+    use(context)
+    return getattr(test_allocated_operands, body)(context, *args)
+
+
+@pytest.mark.parametrize("args", SPACES, ids=lambda args: "-".join(map(str, args[:2])))
+def test_operands_have_room_for_the_result(gpus, size, args):
+    found = gpus.run(check_allocated, "check_operands", *args, ranks=size, timeout=300)
+    assert found == [[]] * size, "\n".join(text for texts in found for text in texts)
+
+
+@pytest.mark.parametrize("args", SPACES, ids=lambda args: "-".join(map(str, args[:2])))
+def test_the_memory_of_an_operand_is_its_own(gpus, size, args):
+    found = gpus.run(check_allocated, "check_lives", *args[:2], ranks=size)
+    assert found == [[]] * size, found
+
+
+def check_orders(context, name, where):
+    """The host's body, of transforms in chunks, whose results peers write."""
+    from shardmath.operators.fft import chunking
+
+    small = tuple((n, chunking.Chunking(*cuts)) for n, cuts in SMALL_CHUNKINGS)
+    chunking._ONE_EXCHANGE = chunking._TWO_EXCHANGES = chunking._MULTI_HOST = small
+    device = "cpu" if where == "cpu" else f"cuda:{context.device_id}"
+    return check_allocated(context, "check_orders", name, device, (48, 48, 64))
+
+
+@pytest.mark.parametrize("form", ["numpy cpu", "torch cpu", "torch gpu", "cupy gpu"])
+def test_orders_of_operand_and_result(gpus, size, form):
+    assert gpus.run(check_orders, *form.split(), ranks=size) == [[]] * size
+
+
+def test_types_of_operands_for_which_none_is_given(gpus, size):
+    expected = [dtype for *_, dtype in test_allocated_operands.DEFAULTS]
+    assert gpus.run(check_allocated, "check_defaults", ranks=size) == [expected] * size
+
+
 def check_results_go(context):
     """A result that nobody has goes at once: how many stayed."""
     import torch
@@ -398,11 +427,16 @@ def mistaken(context, module, x, part):
     from shardmath.distribution import Slab
     from shardmath.fft import allocate_operand, fft
 
+    def allocated_in(package, space):
+        return allocate_operand((3, 3), package, distribution=Slab.X, memory_space=space)
+
     rank, size, wrong = context.rank, context.size, []
     mistakes = [
         ("real", lambda: fft(x.real, distribution=Slab.X), ValueError),
         ("host memory", lambda: fft(part if rank else x, distribution=Slab.X), ValueError),
-        ("numpy", lambda: allocate_operand((3, 3), np, distribution=Slab.X), ValueError),
+        ("numpy", lambda: allocated_in(np, "cuda"), ValueError),
+        ("cupy", lambda: allocated_in(importlib.import_module("cupy"), "cpu"), ValueError),
+        ("memory unknown", lambda: allocated_in(module, "disk"), ValueError),
     ]
     if size == 1:
         del mistakes[1]

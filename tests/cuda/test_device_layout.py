@@ -40,6 +40,7 @@ def facts(size):
         "sizeof(Team)": structs.TEAM_BUFFERS + 8 * size,
         "sizeof(SymmetricMemory)": structs.TEAM_BUFFERS + 24 * size,
         "at(Status, late)": structs.LATE,
+        "at(Status, gone)": structs.gone_place(size),
         "sizeof(Late)": structs.LATE_BYTES,
         "at(Late, expected)": 8,
         "at(Late, seen)": 16,

@@ -128,6 +128,7 @@ REDUCING = [
     ("check_types", [["float32", "int16", "bool", "bfloat16", "complex64", "float64", "uint64"]]),
     ("check_lengths", [(511, 513, 16385, 262145), "float32", "sum"]),
     ("check_lengths", [(511, 16385), "int16", "mean"]),
+    ("check_complex_means", []),
     ("check_overlap", []),
     ("check_numbers", []),
 ]

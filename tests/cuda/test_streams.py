@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardmath.arrays import dtypes
+from shardmath.collectives import all_reduce
 from shardmath.collectives.device import DeviceCollectives, LaunchConfig
 from shardmath.cuda.driver import call
 from shardmath.cuda.graph import Graph
@@ -259,3 +260,49 @@ def test_kernels_that_wait_leave_room(gpus, function):
     if gpus.size < 2:
         pytest.skip("one GPU has no peer")
     assert gpus.run(check_waiting_kernels, function, ranks=2) == [[2.0] * 4] * 2
+
+
+def check_forked(context):
+    """A barrier on a forked stream comes after the one that was put on the first stream."""
+    torch = torch_on(context)
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    with context:
+        array = allocate_symmetric_memory(5, torch, dtype="float32")
+        total = allocate_symmetric_memory(5, torch, dtype="float32")
+    handle = rendezvous(array, context)
+    x, seen = torch.zeros(5, device="cuda"), torch.zeros(5, device="cuda")
+    found = []
+
+    def work():
+        second.wait_stream(first)
+        torch.cuda._sleep(CYCLES // 10)
+        x.add_(1)
+        array.copy_(x)
+        handle.barrier()
+        with torch.cuda.stream(second):
+            handle.barrier()
+            seen.copy_(handle.get_buffer((handle.rank + 1) % handle.world_size, (5,), "float32"))
+            all_reduce(seen, out=total, context=context)
+        all_reduce(x, out=array, context=context)
+        first.wait_stream(second)
+        handle.barrier()
+
+    with torch.cuda.stream(first):
+        work()
+    torch.cuda.synchronize()
+    context.barrier()
+    found.append((seen.tolist(), total.tolist()))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=first):
+        work()
+    for _ in range(5):
+        graph.replay()
+        torch.cuda.synchronize()
+        context.barrier()
+        found.append((seen.tolist(), total.tolist()))
+    return found
+
+
+def test_barriers_of_one_channel_follow_each_other_on_forked_streams(gpus, size):
+    expected = [([step] * 5, [step * size] * 5) for step in map(float, range(1, 7))]
+    assert gpus.run(check_forked, ranks=size) == [expected] * size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 
 import numpy as np
@@ -9,7 +10,7 @@ import scipy.fft
 from hypothesis import strategies as st
 
 from arrangements import distributions
-from shardmath.arrays import dtypes
+from shardmath.arrays import dtypes, library_named
 
 EXTENTS = st.one_of(st.sampled_from([1, 7, 8, 9, 13, 31, 37]), st.integers(1, 40))
 LARGEST = {1: 40, 2: 40, 3: 20, 4: 9}
@@ -19,7 +20,10 @@ REAL = ("float32", "float64", "float16")
 COMPLEX = ("complex64", "complex128")
 HALVES = np.dtype([("real", "f2"), ("imag", "f2")])  # complex32
 RESULTS = {
-    "R2C": {"float16": "complex64", "float32": "complex64", "float64": "complex128"},
+    "R2C": {
+        **{"float16": "complex64", "bfloat16": "complex64"},
+        **{"float32": "complex64", "float64": "complex128"},
+    },
     "C2R": {"complex32": "float16", "complex64": "float32", "complex128": "float64"},
 }
 
@@ -111,6 +115,25 @@ def operand_of(case):
     if case["dtype"].startswith("complex"):
         array = array + 1j * rng.standard_normal(case["shape"])
     return as_type(array, dtypes.to_numpy(case["dtype"].split()[0]))
+
+
+def to_host(array):
+    """A NumPy copy of an array of any library, wherever it lies."""
+    if hasattr(array, "get"):
+        return array.get()
+    if hasattr(array, "cpu"):
+        return library_named("torch").host_view(array.cpu()).copy()
+    return np.array(array)
+
+
+def fill(array, part):
+    """Copy a NumPy array into one of any library, wherever it lies."""
+    if type(array).__module__.startswith("cupy"):
+        array[...] = importlib.import_module("cupy").asarray(part)
+    elif hasattr(array, "copy_"):
+        array.copy_(library_named("torch").from_host(np.ascontiguousarray(part)))
+    else:
+        array[...] = part
 
 
 def wanted(case, array):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 
+from shardmath import wire
 from shardmath.errors import BootstrapError
 from shardmath.transport import handshake
-from shardmath.transport.handshake import connect_far
+from shardmath.transport.far import connect_far
 from shardmath.transport.liveness import PeerWatch
 from shardmath.transport.wires import _FRAME, Wires
 
@@ -45,7 +47,7 @@ class _Rank:
         return list(row)
 
 
-def connected(before=None, timeout=2.0):
+def connected(before=None, timeout=30.0):
     """Both ranks' connections; `before(cards)` runs between the exchange and the calls."""
     pair, made = Pair(), {}
 
@@ -55,7 +57,11 @@ def connected(before=None, timeout=2.0):
             group.allgather_bytes = lambda data: before(_Rank.allgather_bytes(group, data))
         try:
             made[rank] = connect_far(
-                group, [1 - rank], address="127.0.0.1", timeout=timeout, watch=PeerWatch({})
+                group,
+                address="127.0.0.1",
+                timeout=timeout,
+                watch=PeerWatch({}),
+                names=["rank 0", "rank 1"],
             )[1 - rank]
         except BootstrapError as error:
             made[rank] = error
@@ -64,7 +70,7 @@ def connected(before=None, timeout=2.0):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     return made[0], made[1]
 
 
@@ -92,18 +98,16 @@ def test_ranks_that_know_the_key_connect():
     second.close()
 
 
-def test_who_does_not_know_the_key_is_no_rank(monkeypatch):
+def test_who_does_not_know_the_key_is_no_rank():
     """Strangers of every kind call first: they are turned away, and the rank still connects."""
 
     def strangers(cards):
-        from shardmath import wire
-
-        _, port, _ = wire.decode(cards[0])
+        ((_, port),), _, _ = wire.decode(cards[0])
         for text in (
             b"",
             b"GET / HTTP/1.1\r\n\r\n" + bytes(80),
-            handshake._HELLO.pack(handshake._MAGIC, 1, bytes(16)) + bytes(32),
-            handshake._HELLO.pack(handshake._MAGIC, 7, bytes(16)) + bytes(32),
+            handshake._HELLO.pack(handshake._MAGIC, 1, bytes(16), bytes(32)),
+            handshake._HELLO.pack(handshake._MAGIC, 7, bytes(16), bytes(32)),
         ):
             with socket.create_connection(("127.0.0.1", port)) as one:
                 one.sendall(text)
@@ -115,32 +119,52 @@ def test_who_does_not_know_the_key_is_no_rank(monkeypatch):
     second.close()
 
 
+def elsewhere(cards, endpoints):
+    """The cards, where rank 0 tells these endpoints too, before its own."""
+    own, key, problem = wire.decode(cards[0])
+    return [wire.encode(([*endpoints, *own], key, problem)), cards[1]]
+
+
+def posing(heard):
+    """The endpoint of one who does not know the key, and what was said to it, in `heard`."""
+    impostor = socket.create_server(("127.0.0.1", 0))
+
+    def pose():
+        with impostor, impostor.accept()[0] as connection, suppress(ConnectionError):
+            heard.append(connection.recv(100))
+            connection.sendall(bytes(handshake._ANSWER.size))
+            heard.append(connection.recv(100))
+
+    threading.Thread(target=pose, daemon=True).start()
+    return impostor.getsockname()[:2]
+
+
 def test_who_does_not_prove_the_key_is_not_the_listener():
     """The caller finds another process behind the address: it says so, and sends no proof."""
     heard = []
 
     def swapped(cards):
-        from shardmath import wire
+        _, key, problem = wire.decode(cards[0])
+        return [wire.encode(([posing(heard)], key, problem)), cards[1]]
 
-        impostor = socket.create_server(("127.0.0.1", 0))
-
-        def pose():
-            connection, _ = impostor.accept()
-            heard.append(connection.recv(100))
-            connection.sendall(bytes(handshake._ANSWER.size))
-            heard.append(connection.recv(100))
-            connection.close()
-            impostor.close()
-
-        threading.Thread(target=pose, daemon=True).start()
-        names, _, key = wire.decode(cards[0])
-        return [wire.encode((names, impostor.getsockname()[1], key)), cards[1]]
-
-    first, second = connected(swapped, timeout=0.3)
+    first, second = connected(swapped, timeout=2.0)
     assert isinstance(first, BootstrapError) and isinstance(second, BootstrapError)
-    assert "not that rank" in str(second)
+    assert "not that rank" in str(second) and "SHARDMATH_ADDRESS" in str(second)
     assert len(heard[0]) == handshake._HELLO.size
     assert heard[1:] in ([], [b""])
+
+
+def test_a_rank_is_found_at_the_one_of_its_addresses_where_it_answers():
+    """At the others there are: nobody, one who is silent, one who poses, and no such name."""
+    with socket.create_server(("127.0.0.1", 0)) as silent, socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        places = [one.getsockname()[:2] for one in (silent, closed)]
+        first, second = connected(
+            lambda cards: elsewhere(cards, [*places, posing([]), ("no such name.invalid", 1)])
+        )
+    assert first.getpeername() == second.getsockname()
+    first.close()
+    second.close()
 
 
 def test_messages_arrive_in_order_and_wait_for_their_channel():

@@ -50,19 +50,29 @@ def test_a_module_and_the_environment(tmp_path: Path) -> None:
 SHARE = str(max(1, len(os.sched_getaffinity(0)) // 2))
 
 
+NAMES = ["SHARDMATH_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"]
+
+
 @pytest.mark.parametrize(
     ("options", "environ", "expected"),
-    [([], {}, SHARE), ([], {"OMP_NUM_THREADS": "7"}, "7"), (["--threads", "3"], {}, "3")],
+    [
+        ([], {}, [SHARE] * 4),
+        ([], {"OMP_NUM_THREADS": "7"}, ["", "7", "", ""]),
+        ([], {"MKL_NUM_THREADS": "7"}, [SHARE, SHARE, SHARE, "7"]),
+        ([], {"SHARDMATH_THREADS": "7"}, ["7", "", "", ""]),
+        (["--threads", "3"], {"MKL_NUM_THREADS": "7"}, ["3"] * 4),
+    ],
 )
 def test_cores_are_shared_unless_the_user_says(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     options: list[str],
     environ: dict[str, str],
-    expected: str,
+    expected: list[str],
 ) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    script = write(tmp_path, "print(os.environ['OMP_NUM_THREADS'])")
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+    script = write(tmp_path, f"print([os.environ.get(name, '') for name in {NAMES}])")
     done = run(script, ranks=2, options=options, environ=environ)
     assert sorted(done.stdout.splitlines()) == [f"[0] {expected}", f"[1] {expected}"]
 

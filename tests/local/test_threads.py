@@ -1,4 +1,4 @@
-"""Sharing cores: limits go down, never up, and are undone."""
+"""How many threads a rank computes with: what the user says, or a share of the cores."""
 
 import sys
 
@@ -6,38 +6,99 @@ import numpy as np
 import pytest
 from threadpoolctl import threadpool_info, threadpool_limits
 
-from shardmath.local import share_cores, threads
+from shardmath.local import threads
+from shardmath.local.threads import ThreadLimit, threads_per_rank
+
+NAMES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
+
+
+@pytest.fixture(autouse=True)
+def nothing_said(monkeypatch):
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
 
 
 def blas_threads():
     np.ones((2, 2)) @ np.ones((2, 2))
-    return [library["num_threads"] for library in threadpool_info()]
+    return {library["num_threads"] for library in threadpool_info()}
+
+
+ALL = set(range(8))
 
 
 @pytest.mark.parametrize(
-    ("cores", "ranks", "share"), [(8, 1, 8), (8, 3, 2), (8, 8, 1), (2, 5, 1), (1, 1, 1), (4, 0, 4)]
+    ("setting", "said", "cores", "expected"),
+    [
+        (0, None, [ALL], 8),
+        (0, None, [ALL] * 3, 2),
+        (0, None, [ALL] * 9, 1),
+        (0, None, [{0, 1}, {2, 3}, {4, 5}], 2),  # a launcher has bound each to cores of its own
+        (0, None, [{0, 1, 2, 3}, {0, 1, 2, 3}, {4, 5}], 2),
+        (0, None, [ALL, None], 4),  # of another namespace: it may be on the same cores
+        (0, "3", [ALL] * 8, 3),
+        (0, "4,2", [ALL] * 8, 4),
+        (0, "", [ALL] * 2, 4),
+        (0, "all", [ALL] * 2, 4),
+        (5, "3", [ALL] * 2, 5),
+    ],
 )
-def test_a_share_is_at_least_one_core(monkeypatch, cores, ranks, share):
-    monkeypatch.setattr(threads.os, "sched_getaffinity", lambda _: range(cores))
-    assert threads.threads_per_rank(ranks) == share
+def test_the_number(monkeypatch, setting, said, cores, expected):
+    """`cores[pid]` are those of each process on this machine, this one's the first."""
+
+    def affinity(pid):
+        if cores[pid] is None:
+            raise ProcessLookupError
+        return cores[pid]
+
+    monkeypatch.setattr(threads.os, "sched_getaffinity", affinity)
+    if said is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", said)
+    assert threads_per_rank(setting, range(len(cores))) == expected
 
 
-def test_limits_hold_inside_and_are_undone(monkeypatch):
-    monkeypatch.setattr(threads.os, "sched_getaffinity", lambda _: range(4))
+def test_limits_only_lower_and_the_last_to_end_restores():
     with threadpool_limits(3):
-        with share_cores(2) as share:
-            assert share == 2 and set(blas_threads()) == {2}
-        assert set(blas_threads()) == {3}
-        with share_cores(1) as share:
-            assert share == 4 and set(blas_threads()) == {3}
-    with threadpool_limits(1), share_cores(2):
-        assert set(blas_threads()) == {1}
+        first, none = ThreadLimit(2, 0), ThreadLimit(8, 0)
+        assert blas_threads() == {2}
+        second = ThreadLimit(1, 0)
+        assert blas_threads() == {1}
+        first.end()
+        none.end()
+        first.end()
+        assert blas_threads() == {1}
+        second.end()
+        assert blas_threads() == {3}
+
+
+def test_what_the_user_has_set_stays(monkeypatch):
+    with threadpool_limits(3):
+        limit = ThreadLimit(1, 0)
+        threadpool_limits(2)  # later
+        limit.end()
+        assert blas_threads() == {2}
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    with threadpool_limits(3):
+        limit = ThreadLimit(1, 0)
+        assert blas_threads() == {3}
+        limit.end()
+        limit = ThreadLimit(3, 3)  # our launcher has set both
+        assert blas_threads() == {3}
+        limit.end()
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "3")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with threadpool_limits(3):
+        limit = ThreadLimit(1, 1)
+        kinds = {library["internal_api"]: library["num_threads"] for library in threadpool_info()}
+        assert kinds["openblas"] == 3 and kinds.get("openmp", 1) == 1
+        limit.end()
+        assert blas_threads() == {3}
 
 
 def test_without_threadpoolctl_nothing_changes(monkeypatch):
     before = blas_threads()
     monkeypatch.setitem(sys.modules, "threadpoolctl", None)
-    with share_cores(64) as share:
-        assert share == 1
+    limit = ThreadLimit(1, 0)
     monkeypatch.undo()
+    assert blas_threads() == before
+    limit.end()
     assert blas_threads() == before

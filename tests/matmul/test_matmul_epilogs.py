@@ -142,7 +142,7 @@ def run_epilogs(context, kind, library_name, dtype, names):
                 aux = {key: library.host_view(x) for key, x in aux.items()}
             assert close(library.host_view(result), mine(want)), name
             x = mine(whole.biased if "BIAS" in name else whole.sums)
-            if name.endswith("_BGRAD"):
+            if name.endswith("_BGRAD") or name == "BGRADA":
                 vector = mine(vector[:, None].repeat(N, 1))
             check_aux(name, aux, x, vector, close)
 
@@ -218,7 +218,9 @@ def test_allreduce(contexts, size, with_c, inplace):
 
 
 def run_qualified_gradients(context):
-    """BGRADA sums rows of op(A), BGRADB columns of op(B), whatever the qualifiers say."""
+    """BGRADA sums rows of op(A), BGRADB columns of op(B), whatever the qualifiers say: those rows
+    that a rank has of D, and all columns.
+    """
     rank, size = context.rank, context.size
     rng = np.random.default_rng(1)
     a = rng.standard_normal((K, M)) + 1j * rng.standard_normal((K, M))
@@ -229,16 +231,25 @@ def run_qualified_gradients(context):
     grid = BlockCyclic(ProcessGrid(shape=(size, 1)), (2, 4))
     with context:
         for name, vector in (("bgrada", a.conj().sum(0)), ("bgradb", b.conj().sum(1))):
-            d, aux = matmul(
-                part_of(a, grid, rank, size),
-                part_of(b, Slab.Y, rank, size),
-                distributions=[grid, Slab.Y, Slab.X],
-                qualifiers=qualifiers,
-                epilog=MatmulEpilog[name.upper()],
-            )
-            np.testing.assert_allclose(aux[name], vector, atol=1e-12)
-            want = part_of(a.conj().T @ b.conj().T, Slab.X, rank, size)
-            np.testing.assert_allclose(d, want, atol=1e-12)
+            for kind in KINDS:
+                of_d = d_distribution(kind, rank, size)
+                d, aux = matmul(
+                    part_of(a, grid, rank, size),
+                    part_of(b, Slab.Y, rank, size),
+                    distributions=[grid, Slab.Y, of_d],
+                    qualifiers=qualifiers,
+                    epilog=MatmulEpilog[name.upper()],
+                )
+                want = part_of(a.conj().T @ b.conj().T, of_d, rank, size)
+                np.testing.assert_allclose(d, want, atol=1e-12)
+                if name == "bgrada":  # the rows that this rank has of D, as columns of it
+                    rows = part_of(vector[:, None].repeat(N, 1), of_d, rank, size)
+                    assert aux[name].shape == rows.shape[:1], kind
+                    np.testing.assert_allclose(
+                        aux[name][:, None].repeat(rows.shape[1], 1), rows, atol=1e-12
+                    )
+                else:
+                    np.testing.assert_allclose(aux[name], vector, atol=1e-12)
 
 
 def test_gradients_of_transposed_conjugates(contexts):

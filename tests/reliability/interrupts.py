@@ -8,6 +8,7 @@ that call and in those after it; then `recover` has to give all ranks a context 
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -355,8 +356,7 @@ CALLS: dict[str, Callable[[Any], list[Callable[[int], bool]]]] = {
 class Bomb:
     """A trace that raises `error` at bytecode number `at` beneath a call; `count`, those executed.
 
-    Not where a call returns that has come to its end: the interpreter runs no signal handler there,
-    and a call that raised would be no different from one that an exception struck after it.
+    It ends with the collective call: an exception that strikes after that is one between two calls.
     """
 
     def __init__(self, error: BaseException | None, at: int) -> None:
@@ -375,15 +375,18 @@ class Bomb:
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         if event == "opcode":
+            if has_finished(frame):
+                sys.settrace(None)
+                return None
             self.count += 1
-            if self.count >= self._at and self._error is not None and not returning(frame):
+            if self.count >= self._at and self._error is not None:
                 error, self._error = self._error, None
                 raise error
         return self._trace
 
 
-def returning(frame: Any) -> bool:
-    """Whether `frame` is that of a collective call which has come to its end."""
+def has_finished(frame: Any) -> bool:
+    """Whether `frame` is that of a collective call which has come to its end, and returns."""
     if frame.f_code is not collective_call._ENTRANCE:
         return False
     record = frame.f_locals.get("record")
@@ -444,3 +447,32 @@ class Trials:
     def _next(self) -> int:
         self.number += 1
         return self.number
+
+
+def run_trials(group: Any, name: str, sample: int | None, device: Any = "cpu") -> list[Any]:
+    """How many trials of a call were made on this rank, and what was not acceptable in them.
+
+    Each step is tried at `sample` of the bytecodes that it executes, None for all, and with both
+    kinds of exception: the first time that it is called in a context, and after others like it.
+    """
+    mine = Trials(group, name, device)
+    failures, made = [], 0
+    for warm in (0, 2):
+        for position in range(len(mine.make(mine.context))):
+            _, counted = mine.run(position, 0, kind="none", warm=warm)
+            counted = mine.context.agree("count", lambda n=counted: n, list)[INTERRUPTED]
+            pick = random.Random(f"{name} {warm} {position}")
+            every = range(1, counted + 1)
+            for at in every if sample is None else pick.sample(every, min(sample, counted)):
+                kind = pick.choice(["base", "exception"])
+                found, _ = mine.run(position, at, kind=kind, warm=warm)
+                made += 1
+                if not all(map(acceptable, found)):
+                    failures.append(f"step {position} after {warm}, {kind} at {at}: {found}")
+    startup.finalize()
+    return [made, failures]
+
+
+def acceptable(found: str) -> bool:
+    """Whether it is a right number, a named error, or the exception itself."""
+    return found in ("right", "Interrupted", "Alarm") or found.startswith("named ")

@@ -3,65 +3,94 @@
 `make test` takes a sample of the bytecodes, `make torture` all of them.
 """
 
-import random
-
+import numpy as np
 import pytest
-from interrupts import CALLS, INTERRUPTED, Trials
+from interrupts import CALLS, Interrupted, run_trials
 
+import started
 from mortal import Job, Raised
+from ranks import Pool
+from shardmath import startup
+from shardmath.collectives import all_reduce
+from shardmath.errors import RankFailure
+from shardmath.symmetric.board import Board
+from shardmath.symmetric.rows import Rows
 
 RANKS = 3
+SAMPLE = 3  # bytecodes of each step
 VARIABLES = {"SHARDMATH_TIMEOUT": "100", "SHARDMATH_NOTICE": "100"}
-SAMPLE = 6  # bytecodes of each step, for each way to raise
-STRIDE = 1  # of a whole run
 
 
-def acceptable(outcomes):
-    """Whether all that a rank has seen are right numbers, named errors and its own interrupt."""
-    return all(
-        each == "right" or each.startswith("named ") or each in ("Interrupted", "Alarm")
-        for each in outcomes
-    )
+def try_all(name, sample):
+    with Job(RANKS, lambda group: run_trials(group, name, sample), VARIABLES) as job:
+        outcomes = [job.outcome(rank, 3500) for rank in range(RANKS)]
+    require_acceptable(outcomes)
 
 
-def trials(name, choose, seed=0):
-    """All trials of a call; `choose(count, random)` are bytecodes of a step that has `count`."""
-
-    def body(group):
-        mine = Trials(group, name)
-        steps = len(mine.make(mine.context))
-        failures, made = [], 0
-        for warm in (0, 2):
-            for position in range(steps):
-                _, counted = mine.run(position, 0, kind="none", warm=warm)
-                counted = agreed(mine.context, counted)
-                pick = random.Random(f"{seed} {name} {warm} {position}")
-                for at in choose(counted, pick):
-                    kind = pick.choice(["base", "exception"])
-                    found, _ = mine.run(position, at, kind=kind, warm=warm)
-                    made += 1
-                    if not acceptable(found):
-                        failures.append(f"step {position} after {warm}, {kind} at {at}: {found}")
-        return made, failures
-
-    with Job(RANKS, body, VARIABLES) as job:
-        outcomes = [job.outcome(rank, 3000) for rank in range(RANKS)]
-    assert not any(isinstance(each, Raised) for each in outcomes), outcomes
+def require_acceptable(outcomes):
+    assert not any(isinstance(each, Raised) or each is None for each in outcomes), outcomes
     assert not any(failures for _, failures in outcomes), [f for _, f in outcomes if f]
     assert outcomes[0][0] > 0
 
 
-def agreed(context, counted):
-    """How many bytecodes the rank that is interrupted has executed."""
-    return context.agree("count", lambda: counted, lambda counts: counts[INTERRUPTED])
-
-
 @pytest.mark.parametrize("name", CALLS)
 def test_no_interrupt_gives_a_wrong_number(name):
-    trials(name, lambda count, pick: sorted(pick.sample(range(1, count + 1), min(SAMPLE, count))))
+    try_all(name, SAMPLE)
 
 
 @pytest.mark.torture
 @pytest.mark.parametrize("name", CALLS)
 def test_no_interrupt_at_any_bytecode_gives_a_wrong_number(name):
-    trials(name, lambda count, _: range(1, count + 1, STRIDE))
+    try_all(name, None)
+
+
+@pytest.mark.parametrize("launcher", ["shardmath", "torchrun", "mpirun"])
+@pytest.mark.parametrize("name", ["all_reduce", "redistribute"])
+def test_no_launcher_changes_that(launcher, name):
+    if started.missing(launcher):
+        pytest.skip(started.missing(launcher))
+    with Pool(RANKS, launcher=launcher) as pool:
+        require_acceptable(pool.run(run_trials, name, 1, timeout=100))
+
+
+PLACES = {
+    "between the number of a round and its word": (Rows, "write", 6, 3),
+    "between the two exchanges of a new plan": (Board, "exchange", 0, 5),
+    "before anything is published": (Board, "exchange_raw", 2, 3),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_an_interrupted_call_fails_its_context_at_once(place):
+    """The others name the rank that was interrupted, the exception and its line."""
+    owner, verb, before, count = PLACES[place]
+
+    def body(group):
+        context = startup.initialize("cpu", group)
+        for number in range(before):
+            assert all_reduce(np.full(count, number))[0] == 3 * number
+        if context.rank == 1:
+            plain = getattr(owner, verb)
+
+            def ring(*_):
+                setattr(owner, verb, plain)
+                raise Interrupted("by a handler")
+
+            setattr(owner, verb, ring)
+        found = []
+        for number in range(3):
+            try:
+                found.append(float(all_reduce(np.full(count, 10.0**number))[0]))
+            except (Interrupted, RankFailure) as error:
+                found.append(f"{type(error).__name__}: {error}")
+        return found
+
+    with Job(RANKS, body, VARIABLES) as job:
+        outcomes = [job.outcome(rank, 60) for rank in range(RANKS)]
+    assert outcomes[1][0] == "Interrupted: by a handler"
+    for rank in (0, 2):
+        assert outcomes[rank][0].startswith("RankFailure"), outcomes
+        for words in ("rank 1", "test_interrupts.py:", "Interrupted: by a handler"):
+            assert words in outcomes[rank][0]
+    for found in outcomes:
+        assert all(each.startswith("RankFailure") and "recover()" in each for each in found[1:])

@@ -121,7 +121,7 @@ CASES = {
         WAITS["barrier"][0],
         fail,
         "RankFailure",
-        ["in barrier", "gave up: step: KeyError: 'some mistake'"],
+        ["in barrier", "gave up: ", "KeyError: 'some mistake'"],
         AFTER,
     ),
     "earlier": (
@@ -177,6 +177,11 @@ CASES = {
 # Mistakes of one rank alone, which no peer is part of.
 LOCAL = {
     "use after free": (freed, "UseAfterFree", "free it after its last use"),
+    "device": (
+        lambda r: startup.new_context("gpu"),
+        "InvalidDevice",
+        "the index of a CUDA device",
+    ),
     "fft": (
         used_after_free(FFT, SQUARE, distribution=Slab.X),
         "InvalidFFTState",

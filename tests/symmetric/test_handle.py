@@ -3,6 +3,7 @@
 import gc
 import time
 import weakref
+from functools import partial
 
 import numpy as np
 import pytest
@@ -320,21 +321,31 @@ def test_the_handle_of_the_same_arrays_is_the_same_and_new_arrays_get_new_ones()
         del first
         again = rendezvous(array)
         again.barrier(1)  # counts on from where the dropped handle was
-        other = uneven(context, np)
-        # One rank brings a new array, the others the old one: a new share for all.
-        mixed = rendezvous(other if context.rank == 1 else array)
-        assert mixed is not again
-        mixed.barrier()
-        value = mixed.get_buffer(1, (1,), "float32")
-        other[:] = 7
-        mixed.barrier()
-        assert value[0] == 7
-        del array, again, tensor_handle, other, mixed, value
+        del array, again, tensor_handle
         gc.collect()
         context.barrier()
         return context.heap.used
 
     assert on_ranks(2, body) == [0, 0]
+
+
+def test_the_handle_of_a_known_array_is_had_without_the_peers():
+    def body(context):
+        array = uneven(context, np)
+        handle = rendezvous(array)
+        if context.rank == 0:  # alone
+            assert rendezvous(array) is handle and rendezvous(array, context) is handle
+        context.barrier()
+        # Rank 1 has dropped its array, and brings another: its peers have their handles.
+        other = uneven(context, np)
+        brought = other if context.rank == 1 else array
+        found = outcome(partial(rendezvous, brought))
+        if context.rank != 1:
+            assert found is handle
+            found = outcome(context.barrier)
+        return found[0]
+
+    assert on_ranks(3, body) == ["CollectiveMismatch"] * 3
 
 
 def test_a_freed_array_cannot_be_used_and_its_memory_stays_for_views_of_peers():
@@ -354,12 +365,12 @@ def test_a_freed_array_cannot_be_used_and_its_memory_stays_for_views_of_peers():
             assert [raised(call) for call in calls] == ["UseAfterFree"] * 2
         handle.barrier()
         assert view.min() == view.max() == 1
-        failure = raised(lambda: rendezvous(array))
+        failure = raised(lambda: rendezvous(array))  # heard by the rank that has freed its own
         array = handle = view = None
         context.barrier()
         return failure, context.heap.used
 
-    assert on_ranks(2, body) == [("UseAfterFree", 0)] * 2
+    assert on_ranks(2, body) == [(None, 0), ("UseAfterFree", 0)]
 
 
 def test_ordinary_memory_on_one_rank_is_an_error_on_all():

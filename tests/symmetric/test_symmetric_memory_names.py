@@ -32,6 +32,10 @@ def test_forms_of_empty():
         (lambda: symm_mem.empty(5, dtype=torch.bfloat16), torch.Tensor, "torch.bfloat16", (5,)),
         (lambda: symm_mem.empty(torch.Size((2, 0)), package=torch), torch.Tensor, "32", (2, 0)),
         (lambda: symm_mem.empty(5, device=torch.device("cpu")), torch.Tensor, "float32", (5,)),
+        (lambda: symm_mem.empty(5, device="cpu"), torch.Tensor, "float32", (5,)),
+        (lambda: symm_mem.empty(5, dtype="int8", device="cpu"), torch.Tensor, "int8", (5,)),
+        (lambda: symm_mem.empty(5, dtype=np.int8, device="cpu"), np.ndarray, "int8", (5,)),
+        (lambda: symm_mem.empty(5, dtype=np.dtype("i2"), device="cpu"), np.ndarray, "int16", (5,)),
         (lambda: symm_mem.empty(5, device="cpu", package=np), np.ndarray, "float64", (5,)),
         (symm_mem.empty, np.ndarray, "float64", ()),
     ]
@@ -93,6 +97,7 @@ def test_alloc_id(dtype):
         handle.barrier()
         peer = handle.get_buffer(1 - context.rank, (100,), dtype)
         assert float(peer[99]) == 1 - context.rank
+        handle.barrier()  # before overwriting what the peer reads
         del t
         t = make()
         assert symm_mem.rendezvous(t) is handle
@@ -247,8 +252,24 @@ def test_backends():
     fails(lambda: symm_mem.set_backend("MPI"), ValueError)
     assert symm_mem.has_multicast_support("cpu", 0) is False
     assert symm_mem.is_nvshmem_available() is False
-    assert symm_mem.enable_symm_mem_for_group("0") is None
-    assert symm_mem.is_symm_mem_enabled_for_group("0") is True
+
+
+def test_a_group_is_enabled_if_rendezvous_finds_it(tmp_path):
+    enabled = symm_mem.is_symm_mem_enabled_for_group
+    assert symm_mem.enable_symm_mem_for_group("nope") is None and not enabled("nope")
+
+    def body(context):
+        symm_mem.set_group_info("all", context.rank, 2)
+        store = dist.FileStore(str(tmp_path / "store"), 2)
+        dist.init_process_group("gloo", store=store, rank=context.rank, world_size=2)
+        name = dist.group.WORLD.group_name
+        found = [enabled("all"), enabled(name), enabled("nope")]
+        for known in ("all", name):
+            assert symm_mem.rendezvous(symm_mem.empty(3), known).world_size == 2
+        dist.destroy_process_group()
+        return [*found, enabled(name)]
+
+    assert on_ranks(2, body) == [[True, True, False, False]] * 2
 
 
 def test_the_class_has_the_static_functions_of_torchs():

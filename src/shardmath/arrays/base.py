@@ -17,15 +17,20 @@ from shardmath.arrays import dtypes
 from shardmath.arrays.dtypes import DType
 from shardmath.arrays.spec import ArraySpec
 
-__all__ = ["HostArray", "Library", "in_elements", "raw_view", "share_memory"]
+__all__ = ["HostArray", "Library", "Space", "in_elements", "raw_view", "share_memory"]
 
 HostArray = np.ndarray[Any, np.dtype[Any]]
+Space = Literal["cpu", "cuda"]
 
 
 class Library(ABC):
-    """One array library. Instances have no state; `name` is the name of the module users import."""
+    """One array library. Instances have no state; `name` is the name of the module users import.
+
+    `spaces` are the kinds of memory that its arrays may lie in.
+    """
 
     name: ClassVar[str]
+    spaces: ClassVar[tuple[Space, ...]]
 
     @abstractmethod
     def owns_type(self, kind: type) -> bool:

@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any, ClassVar, Literal
 
 from shardmath.arrays import dtypes
-from shardmath.arrays.base import HostArray, Library, in_elements
+from shardmath.arrays.base import HostArray, Library, Space, in_elements
 from shardmath.arrays.dtypes import DType
 from shardmath.arrays.spec import ArraySpec
 
@@ -21,6 +21,7 @@ class CuPy(Library):
     """`cupy.ndarray` and its subclasses."""
 
     name: ClassVar[str] = "cupy"
+    spaces: ClassVar[tuple[Space, ...]] = ("cuda",)
 
     def owns_type(self, kind: type) -> bool:
         """Whether `kind` derives from cupy.ndarray, judged by name: no import."""

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from shardmath.arrays import dtypes
-from shardmath.arrays.base import HostArray, Library, in_elements
+from shardmath.arrays.base import HostArray, Library, Space, in_elements
 from shardmath.arrays.dtypes import DType
 from shardmath.arrays.spec import ArraySpec, overlaps
 
@@ -20,6 +20,7 @@ class NumPy(Library):
     """`numpy.ndarray` and its subclasses, masked arrays excepted: they hold a second array."""
 
     name: ClassVar[str] = "numpy"
+    spaces: ClassVar[tuple[Space, ...]] = ("cpu",)
 
     def owns_type(self, kind: type) -> bool:
         """Whether `kind` derives from ndarray and is no masked array."""

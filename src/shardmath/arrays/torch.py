@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from shardmath.arrays import dtypes
-from shardmath.arrays.base import HostArray, Library
+from shardmath.arrays.base import HostArray, Library, Space
 from shardmath.arrays.dtypes import DType
 from shardmath.arrays.spec import ArraySpec, overlaps
 
@@ -31,15 +31,21 @@ _WORTH = 1 << 20  # multiplications of a product, at which oneDNN's is twice as 
 
 
 class Torch(Library):
-    """`torch.Tensor` and its subclasses with ordinary strided memory."""
+    """`torch.Tensor` and its subclasses, those excepted that compute by `__torch_dispatch__`.
+
+    Such a subclass (DTensor, FakeTensor, and so on) need not have the memory that it describes.
+    """
 
     name: ClassVar[str] = "torch"
+    spaces: ClassVar[tuple[Space, ...]] = ("cpu", "cuda")
 
     def owns_type(self, kind: type) -> bool:
         """Whether `kind` derives from torch.Tensor, judged by name: no import."""
-        return any(
-            base.__name__ == "Tensor" and base.__module__ == "torch" for base in kind.__mro__
-        )
+        for base in kind.__mro__:
+            if base.__name__ == "Tensor" and base.__module__ == "torch":
+                own: Any = getattr(kind, "__torch_dispatch__", None)
+                return own is getattr(base, "__torch_dispatch__", None)
+        return False
 
     def records(self, x: Any) -> bool:
         """Whether `x` requires grad, outside of `torch.no_grad`."""
@@ -52,10 +58,16 @@ class Torch(Library):
     def spec(self, x: Any) -> ArraySpec:
         """The spec; a tensor on a GPU has one too."""
         try:
-            return _spec(x.dtype, x.shape, x.stride(), x.layout, x.device)
+            found = _spec(x.dtype, x.shape, x.stride(), x.layout, x.device)
         except RuntimeError:  # it has no strides
             _require_strided(x.layout, x.device)
             raise
+        if _address(x) == 0 and found.size:
+            raise ValueError(
+                "this torch tensor has no memory of its own, as under torch.func and torch.vmap: "
+                "make the call outside of what is transformed"
+            )
+        return found
 
     def pointer(self, x: Any) -> int:
         """The address of the first element, on its device."""
@@ -90,7 +102,9 @@ class Torch(Library):
         """See Library."""
         if (x.requires_grad and self.records(x)) or x.is_conj() or x.is_neg():
             return None
-        return _spec(x.dtype, x.shape, x.stride(), x.layout, x.device), x.data_ptr()
+        spec = _spec(x.dtype, x.shape, x.stride(), x.layout, x.device)
+        address = x.data_ptr()  # RuntimeError, or 0, where `x` only stands for other tensors
+        return (spec, address) if address or not spec.size else None
 
     def from_host(self, host: HostArray) -> Any:
         """A tensor on the memory of `host`; ValueError for negative strides or read-only memory."""
@@ -191,6 +205,14 @@ class Torch(Library):
         import torch
 
         return dtypes.of(torch.get_default_dtype())
+
+
+def _address(x: Any) -> int:
+    """Where the elements of `x` lie; 0 where it has none, or only stands for other tensors."""
+    try:
+        return int(x.data_ptr())
+    except RuntimeError:
+        return 0
 
 
 class _Part:

@@ -43,12 +43,14 @@ from shardmath.context import Context
 from shardmath.distributed_context import DistributedContext
 from shardmath.errors import CollectiveMismatch
 from shardmath.planning import agree_plan
+from shardmath.untraced import untraced
 
 __all__ = ["all_gather", "all_to_all", "broadcast"]
 
 _NO_ARRAY = (None, None, None)  # the spec of x on a rank that receives a broadcast and passes None
 
 
+@untraced
 @collective_call
 def broadcast(
     x: Any, *, root: int = 0, out: Any = None, context: DistributedContext | None = None
@@ -154,6 +156,7 @@ def _spec_of_output(context: Context, out: Any) -> OutputSpec:
     return DeviceOutput(context, out).spec
 
 
+@untraced
 @collective_call
 def all_gather(
     x: Any, *, axis: int = 0, out: Any = None, context: DistributedContext | None = None
@@ -211,6 +214,7 @@ def _gather(agreed: AgreedCall, plan: _Gather) -> Any:
     return agreed.finish(result)
 
 
+@untraced
 @collective_call
 def all_to_all(
     x: Any,

@@ -32,6 +32,7 @@ from shardmath.collectives.operand import (
 from shardmath.collectives.reduction import Reduction, reduce_local
 from shardmath.context import Context
 from shardmath.distributed_context import DistributedContext
+from shardmath.untraced import untraced
 
 __all__ = ["all_reduce", "reduce_scatter"]
 
@@ -41,6 +42,7 @@ _ONE_SHOT_BYTES = 1 << 20  # of one operand: what `offers` stages at most
 _ONE_SHOT_TOTAL_BYTES = 4 << 20  # of all ranks' operands
 
 
+@untraced
 @collective_call
 def all_reduce(
     x: Any, *, op: str = "sum", out: Any = None, context: DistributedContext | None = None
@@ -115,6 +117,7 @@ def _all_reduce(agreed: AgreedCall, plan: _AllReduce) -> Any:
     return result.finish()
 
 
+@untraced
 @collective_call
 def reduce_scatter(
     x: Any,

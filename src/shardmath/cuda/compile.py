@@ -1,23 +1,20 @@
 """CUDA C++ compiled when it is first needed, and kept on disk.
 
 An entry of the cache is a file named by the hash of all that it was made from: the source, every
-header that it could include, the flags, the architecture and the compiler. It is written elsewhere
-and linked into place, so that a reader finds all of it or nothing; of several ranks that compile
-the same thing, the first to finish is believed, and the others use its file.
+header that it could include, the flags, the architecture and the compiler. Of several ranks that
+compile the same thing, the first to finish is believed, and the others use its file.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import os
-import tempfile
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from shardmath.config import Settings, cache_folder
+from shardmath.cuda import kernel_cache
 from shardmath.cuda.packages import unavailable
 from shardmath.errors import CudaError
 
@@ -46,11 +43,9 @@ def _cached(name: str, source: str, options: Sequence[str], arch: str) -> bytes:
     folder = cache_folder(Settings.from_environment())
     if folder is None:
         return _compile(name, source, flags)
-    path = folder / f"{name}-{_key(source, flags)}.cubin"
-    with contextlib.suppress(OSError):
-        return path.read_bytes()
-    code = _compile(name, source, flags)
-    return _kept(path, code)
+    entry = f"{name}-{_key(source, flags)}.cubin"
+    code = kernel_cache.kept(folder, entry)
+    return kernel_cache.keep(folder, entry, _compile(name, source, flags)) if code is None else code
 
 
 def _key(source: str, flags: Sequence[str]) -> str:
@@ -63,23 +58,6 @@ def _key(source: str, flags: Sequence[str]) -> str:
 @cache
 def _headers() -> str:
     return "\0".join(f"{path.name}\0{path.read_text()}" for path in sorted(KERNELS.glob("*.cuh")))
-
-
-def _kept(path: Path, code: bytes) -> bytes:
-    """Put `code` into the cache, unless another process was faster: then the code is its.
-
-    A cache that cannot be written, or is full, costs time and nothing else.
-    """
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.TemporaryDirectory(prefix=".making-", dir=path.parent) as folder:
-            made = Path(folder) / path.name
-            made.write_bytes(code)
-            try:
-                os.link(made, path)
-            except FileExistsError:
-                return path.read_bytes()
-    return code
 
 
 def _compile(name: str, source: str, flags: Sequence[str]) -> bytes:

@@ -95,6 +95,21 @@ class Device:
         call("cuCtxRecordEvent", self._context, event)
         return event
 
+    def mark_behind_all(self, address: int) -> None:
+        """Have the device set a 32-bit word of the host's memory to 1, after all it has been given.
+
+        The word is at `address` for the device. Not to be called while a stream is being captured.
+        """
+        event = self.record_all()
+        call("cuStreamWaitEvent", self._marking, event, 0)
+        call("cuStreamWriteValue32", self._marking, address, 1, 0)
+        self.spare_events.append(event)
+
+    @cached_property
+    def _marking(self) -> Any:
+        """A stream of its own: marks wait for all others, and nothing is to wait for marks."""
+        return call("cuStreamCreate", 1)
+
     def reached(self, event: Any) -> bool:
         """Whether the work before `event` is done. Also while a stream is being captured."""
         self.activate()

@@ -134,7 +134,8 @@ class StreamOrder:
     """Orders sections of work on several streams that use the same words or memory.
 
     A section waits for the one before, on whichever stream that was. What is captured into a CUDA
-    graph is no section: whoever replays the graph orders it.
+    graph waits for what was captured before it into the same graph, and for nothing else: whoever
+    replays the graph orders that.
     """
 
     def __init__(self, device: Device) -> None:
@@ -144,6 +145,8 @@ class StreamOrder:
         weakref.finalize(self, _destroy, self._done).atexit = False
         self._stream: int | None = None  # of the last section
         self.captured = False  # whether a CUDA graph has ever been told of such work
+        self._last_captured: tuple[int, int] | None = None  # the capture, and the stream in it
+        self._captured_done: Any = None  # an event of that capture
 
     def section(self, stream: int) -> OrderedSection:
         """A section: what is launched on `stream` within comes after all earlier sections.
@@ -158,6 +161,8 @@ class StreamOrder:
         launch.put(stream)
         if begun:
             self._end(stream)
+        else:
+            self._end_captured(stream)
 
     def wait(self) -> None:
         """Wait, on the host, until the last section has ended."""
@@ -172,6 +177,7 @@ class StreamOrder:
         if capturing(stream):
             self.captured = True
             self._device.captured_on = None  # nobody asks before the next operation
+            self._begin_captured(stream)
             return False
         if self._stream not in (None, stream):
             if self._stream in _DEFAULT:
@@ -183,6 +189,24 @@ class StreamOrder:
         if stream not in _DEFAULT:
             self._mark(stream)
         self._stream = stream
+
+    def _begin_captured(self, stream: int) -> None:
+        """Let what comes on `stream` follow the last section of the capture that it belongs to.
+
+        Its streams have been forked from one another, and may wait for each other's events.
+        """
+        if self._last_captured is not None:
+            capture, last = self._last_captured
+            if last != stream and capture == _capture_of(stream):
+                call("cuStreamWaitEvent", stream, self._captured_done, 0)
+
+    def _end_captured(self, stream: int) -> None:
+        """Remember where in the capture the section has ended. It waits for no earlier capture."""
+        if self._captured_done is None:
+            self._captured_done = call("cuEventCreate", 2)
+            weakref.finalize(self, _destroy, self._captured_done).atexit = False
+        call("cuEventRecord", self._captured_done, stream)
+        self._last_captured = _capture_of(stream), stream
 
     def _mark(self, stream: int | None) -> None:
         """Let the event say when the last section has ended.
@@ -206,8 +230,17 @@ class OrderedSection:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None and not self.captured:
+        if kind is not None:
+            return
+        if self.captured:
+            self._order._end_captured(self._stream)
+        else:
             self._order._end(self._stream)
+
+
+def _capture_of(stream: int) -> int:
+    """The number of the capture that `stream` takes part in; no other has it."""
+    return int(call("cuStreamGetCaptureInfo", stream)[1])
 
 
 def _destroy(event: Any) -> None:

@@ -109,17 +109,24 @@ template <class Format>
 __device__ inline bool receive(const Cells& cells, const Step& step, int phase, Packet (&packets)[kRanks]) {
     Packet* const first = cells.own() + step.cell(phase);
     Deadline deadline;
-    for (;;) {
+    const auto empty = [&](int from) { return !Format::full(load_packet(first + from * kThreads), step.number); };
+    const auto any_gone = [&] {
+        bool found = false;
+#pragma unroll 1
+        for (int from = 0; from < kRanks && !found; ++from) found = gone(cells.team, from) && empty(from);
+        return found;
+    };
+    for (bool last = false;; last = deadline.passed(cells.team, any_gone)) {
         bool full = true;
 #pragma unroll
         for (int from = 0; from < kRanks; ++from) packets[from] = load_packet(first + from * kThreads);
 #pragma unroll
         for (int from = 0; from < kRanks; ++from) full &= Format::full(packets[from], step.number);
         if (full) break;
-        if (deadline.passed(cells.team)) {
+        if (last) {
 #pragma unroll 1
             for (int from = 0; from < kRanks; ++from)
-                if (!Format::full(load_packet(first + from * kThreads), step.number))
+                if (empty(from))
                     expire(cells.team, from, kCollective, blockIdx.x, step.number, step.number - 1);
             return false;
         }

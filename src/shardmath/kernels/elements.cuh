@@ -166,9 +166,11 @@ struct Finish<mean> {
     static __device__ T apply(T all, int parts) {
         return all / (T)parts;
     }
+    // NumPy divides by the complex number parts + 0i, by Smith's method: an infinite part makes the other a NaN.
     template <class Real>
     static __device__ complex_of<Real> apply(complex_of<Real> all, int parts) {
-        return {all.real / (Real)parts, all.imag / (Real)parts};
+        const Real zero = (Real)0 / (Real)parts, scale = (Real)1 / (Real)parts;
+        return {(all.real + all.imag * zero) * scale, (all.imag - all.real * zero) * scale};
     }
 };
 

@@ -74,8 +74,8 @@ __device__ inline u32 load_flag(const u32* slot) {
 
 __device__ inline void change_flag(const FlagArgument& a, u32 from, Operation operation) {
     Deadline deadline;
-    while (load_flag(a.slot) != from)
-        if (deadline.passed(a.team)) return expire(a.team, a.peer, operation, a.channel, from, !from);
+    for (bool last = false; load_flag(a.slot) != from; last = deadline.passed(a.team, a.peer))
+        if (last) return expire(a.team, a.peer, operation, a.channel, from, !from);
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(a.slot), "r"(from ^ 1) : "memory");
 }
 

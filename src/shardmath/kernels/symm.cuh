@@ -48,6 +48,7 @@ struct Late {
 struct Status {
     u64 expired;  // set after the entries
     Late late[kRanks];  // by the rank that was waited for; a refused call has this rank's own
+    const u64* gone;    // by rank: not 0 once the host knows that it sends no more; in host memory too, or null
 };
 
 // Sixteen bytes that one store writes and one load reads, whole.
@@ -162,16 +163,30 @@ __device__ inline u32 thread_count() { return blockDim.x * blockDim.y * blockDim
 
 // -- waiting -------------------------------------------------------------------------------------------
 
-// How long a wait has lasted. The clock is read only now and then: it costs more than a poll.
+// Whether the host knows that rank `src` sends no more. What it has sent is seen after this.
+__device__ inline bool gone(const Team& team, int src) {
+    const u64* const words = team.status->gone;
+    return words && load_acquire(words + src) != 0;
+}
+
+// How long a wait has lasted. The clock is read only now and then: it costs more than a poll; and the host's
+// memory, which is further away, more rarely. Look once more after it has passed: what was waited for may have
+// come before its sender went.
 struct Deadline {
     u64 end = 0;
     u32 polls = 0;
 
-    __device__ bool passed(const Team& team) {
+    // Of a wait for several ranks: `any_gone()` says whether one of them sends no more.
+    template <class Gone>
+    __device__ bool passed(const Team& team, Gone any_gone) {
         if (++polls & 255) return false;
         const u64 now = nanoseconds();
         if (end == 0) end = now + team.timeout;
-        return now > end || load_relaxed(&team.own().failed) != 0;
+        if (now > end || load_relaxed(&team.own().failed) != 0) return true;
+        return (polls & 4095) == 0 && any_gone();
+    }
+    __device__ bool passed(const Team& team, int src) {
+        return passed(team, [&] { return gone(team, src); });
     }
 };
 
@@ -211,10 +226,10 @@ __device__ inline bool known(const Team& team, int peer, u32 channel) {
 __device__ inline bool wait(const Team& team, const u64* word, u64 target, int src, u32 operation = kUser,
                             u32 place = 0) {
     Deadline deadline;
-    for (;;) {
+    for (bool last = false;; last = deadline.passed(team, src)) {
         const u64 seen = load_acquire(word);
         if (seen >= target) return true;
-        if (deadline.passed(team)) {
+        if (last) {
             expire(team, src, operation, place, target, seen);
             return false;
         }
@@ -342,11 +357,11 @@ __device__ inline bool wait_value(const Team& team, int src, u32 channel, u64& v
     const u64 next = load_relaxed(&own.taken[src]) + 1;
     Deadline deadline;
     bool arrived = true;
-    for (;;) {
+    for (bool last = false;; last = deadline.passed(team, src)) {
         const Packet seen = load_packet(&own.signal[src]);
         value = seen.high;
         if (seen.low >= next) break;
-        if (deadline.passed(team)) {
+        if (last) {
             expire(team, src, kSignal, channel, next, seen.low);
             arrived = false;
             break;
@@ -394,7 +409,8 @@ __device__ inline bool wait_packets(const Team& team, int src, void* own_memory,
     bool arrived = true;
     for (u64 i = thread_number(); arrived && i < packets_for(nbytes); i += thread_count()) {
         Packet seen = load_packet(room + i);
-        while (seen.high < number && !deadline.passed(team)) seen = load_packet(room + i);
+        for (bool last = false; seen.high < number && !last; seen = load_packet(room + i))
+            last = deadline.passed(team, src);
         arrived = seen.high >= number;
         if (arrived)
             store_eight(own_memory, i, nbytes, seen.low);

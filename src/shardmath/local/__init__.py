@@ -2,6 +2,5 @@
 
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.gemm import multiply
-from shardmath.local.threads import share_cores
 
-__all__ = ["MatmulEpilog", "multiply", "share_cores"]
+__all__ = ["MatmulEpilog", "multiply"]

@@ -48,15 +48,15 @@ class MatmulEpilog(IntEnum):
     RELU_AUX, GELU_AUX   f(x)                                          relu_aux, gelu_aux
     DRELU, DGELU         x f'(aux)         relu_aux, gelu_aux
     ..._BGRAD            the same                                      drelu_bgrad, dgelu_bgrad (m,)
-    BGRADA, BGRADB       x                                             bgrada (M,), bgradb (N,)
+    BGRADA, BGRADB       x                                             bgrada (m,), bgradb (N,)
     ALLREDUCE            all of it on all ranks, with the sum of every rank's beta C
 
-    bias is this rank's part of a vector of M, as D's rows are. The gradients of a bias are sums
-    over all ranks: of the rows of D, for the rows that this rank has; of all rows of op(A) or all
-    columns of op(B), on every rank. relu_aux has a bit for each element, uint8 (m / 8 rounded up to
-    a multiple of 16, n); gelu_aux has the elements, (m rounded up to a multiple of 8, n); both are
-    column-major, and are read by the epilogs of the backward pass only. GELU is the tanh
-    approximation.
+    bias is this rank's part of a vector of M, as D's rows are. So are the gradients of a bias, sums
+    over all ranks: of the rows of D, or of op(A), for the rows that this rank has of D. Those of
+    the columns of op(B) are all on every rank. relu_aux has a bit for each element, uint8 (m / 8
+    rounded up to a multiple of 16, n); gelu_aux has the elements, (m rounded up to a multiple of 8,
+    n); both are column-major, and are read by the epilogs of the backward pass only. GELU is the
+    tanh approximation.
     """
 
     DEFAULT = 0

@@ -1,48 +1,96 @@
-"""How many cores has one rank? Ranks of one host share them, so that BLAS does not oversubscribe.
+"""How many threads one rank's arithmetic uses: products by BLAS, and Fourier transforms.
 
-A limit only ever lowers what the user set, and is undone on leaving.
+What the user has said counts: SHARDMATH_THREADS, which `run --threads` sets, else OMP_NUM_THREADS.
+Otherwise ranks that may run on the same cores share them. Libraries of BLAS and OpenMP that use
+more are limited while a context is open; one whose number the user has set is left alone.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any, ClassVar
 
-__all__ = ["share_cores", "threads_per_rank"]
+from shardmath import config
+
+__all__ = ["ThreadLimit", "threads_per_rank"]
+
+_COMMON = "OMP_NUM_THREADS"
+_VARIABLES = {  # what a library reads before it reads the common one
+    "openblas": "OPENBLAS_NUM_THREADS",
+    "mkl": "MKL_NUM_THREADS",
+    "blis": "BLIS_NUM_THREADS",
+}
 
 
-def threads_per_rank(local_ranks: int) -> int:
-    """The cores that this process may run on, divided by `local_ranks`; at least 1."""
-    return max(1, len(os.sched_getaffinity(0)) // max(1, local_ranks))
+def threads_per_rank(setting: int, pids: Iterable[int]) -> int:
+    """The threads of this rank's arithmetic; at least 1.
 
-
-@contextmanager
-def share_cores(local_ranks: int) -> Iterator[int]:
-    """Limit BLAS and OpenMP to `threads_per_rank(local_ranks)` threads, which it yields.
-
-    Reaches the libraries that are loaded on entry, through threadpoolctl; without threadpoolctl, or
-    with one rank, it changes nothing. Entering costs milliseconds: enter once, not per call.
+    `setting` is SHARDMATH_THREADS, 0 if it is not set. `pids` are the processes of all ranks on
+    this machine, this one among them.
     """
-    share = threads_per_rank(local_ranks)
-    limits = _lowered(share) if local_ranks > 1 else {}
-    if not limits:
-        yield share
-        return
-    from threadpoolctl import threadpool_limits
+    if setting > 0:
+        return setting
+    said = config.environment().get(_COMMON, "").partition(",")[0].strip()  # "4,2" for nested teams
+    if said.isdigit() and int(said) > 0:
+        return int(said)
+    cores = os.sched_getaffinity(0)
+    sharing = sum(not cores.isdisjoint(_cores_of(pid, cores)) for pid in pids)
+    return max(1, len(cores) // max(1, sharing))
 
-    with threadpool_limits(limits=limits):
-        yield share
+
+class ThreadLimit:
+    """Lowers the threads of the libraries that are loaded, from `__init__` to `end`.
+
+    Of several at a time each only lowers, and the last to end restores what was before the first.
+    Without threadpoolctl it does nothing. It takes milliseconds.
+    """
+
+    _open: ClassVar[list[ThreadLimit]] = []
+    _changed: ClassVar[dict[str, tuple[int, int]]] = {}  # by library: before the first, and now
+
+    def __init__(self, threads: int, setting: int) -> None:
+        """`setting` as for `threads_per_rank`: what variables say beside it is the user's."""
+        self._open.append(self)
+        for library in _libraries():
+            if library.num_threads <= threads or _set_by_user(library.internal_api, setting):
+                continue
+            before, _ = self._changed.get(library.filepath, (library.num_threads, 0))
+            library.set_num_threads(threads)
+            self._changed[library.filepath] = before, threads
+
+    def end(self) -> None:
+        """Undo it. What the user has set since then stays; a second call does nothing."""
+        if self not in self._open:
+            return
+        self._open.remove(self)
+        if self._open or not self._changed:
+            return
+        for library in _libraries():
+            before, limit = self._changed.pop(library.filepath, (0, -1))
+            if library.num_threads == limit:
+                library.set_num_threads(before)
+        self._changed.clear()
 
 
-def _lowered(share: int) -> dict[str, int]:
-    """For each kind of library that is loaded: `share`, or the threads that it has if fewer."""
+def _libraries() -> list[Any]:
+    """Those of BLAS and OpenMP that this process has loaded; none without threadpoolctl."""
     try:
-        from threadpoolctl import threadpool_info
+        from threadpoolctl import ThreadpoolController
     except ImportError:
-        return {}
-    most: dict[str, int] = {}
-    for library in threadpool_info():
-        prefix = library["prefix"]
-        most[prefix] = min(library["num_threads"], most.get(prefix, share))
-    return most
+        return []
+    return list(ThreadpoolController().lib_controllers)
+
+
+def _set_by_user(kind: str, setting: int) -> bool:
+    """Whether a variable says how many threads such a library has, other than our launcher's."""
+    said = [config.environment().get(name) for name in (_VARIABLES.get(kind, _COMMON), _COMMON)]
+    return any(value is not None and value != str(setting) for value in said)
+
+
+def _cores_of(pid: int, otherwise: set[int]) -> set[int]:
+    """The cores of a process; `otherwise` where it cannot be seen from here."""
+    with suppress(OSError):
+        return os.sched_getaffinity(pid)
+    return otherwise

@@ -5,8 +5,9 @@ the workspace is on the heap; the rest may be elsewhere. An operation takes the 
 streams are numbered as they are first used, and ranks whose numbers differ take the last lane, in
 which an operation waits for the one before it on whichever stream that was. So a workspace is never
 in two hands, and there is one for all operations of a stream; the barrier at the end of each says
-that no peer reads it any more. What is captured into a CUDA graph is ordered by whoever replays the
-graph: graphs captured on one stream, and operations on that stream, are to run one at a time.
+that no peer reads it any more. What is captured into one CUDA graph follows each other in a lane,
+too. Graphs are ordered by whoever replays them: those captured on one stream, and operations on
+that stream, are to run one at a time.
 """
 
 from __future__ import annotations

@@ -7,26 +7,35 @@ the agreement that the call begins with.
 
 from __future__ import annotations
 
+import logging
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from functools import lru_cache
+from functools import lru_cache, partial
 from logging import Logger
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 from shardmath.context import Context
 from shardmath.errors import ShardmathError
+from shardmath.lru_cache import LRUCache
+from shardmath.untraced import untraced_methods
 
 __all__ = [
     "Lifecycle",
     "check_blocking",
     "check_logger",
     "check_stream",
+    "log_plan",
     "options_of",
 ]
 
 T = TypeVar("T")
 
+_LOGGER = logging.getLogger(__name__)
+_LOGGED = partial(LRUCache[int, weakref.ref[Any]], 256)  # plans of a context, by their identity
 
+
+@untraced_methods
 class Lifecycle:
     """What all operator classes share. A subclass names itself (`noun`) and its `invalid` error.
 
@@ -128,6 +137,29 @@ def check_logger(logger: Any) -> None:
     """Raise TypeError unless `logger` is None or a logging.Logger."""
     if logger is not None and not isinstance(logger, Logger):
         raise TypeError(f"logger is a logging.Logger or None, not {logger!r}")
+
+
+class _Explained(Protocol):
+    """A plan that says in words what it is."""
+
+    def explain(self) -> str: ...
+
+
+def log_plan(context: Context, logger: Logger | None, plan: _Explained) -> None:
+    """Tell the user's logger what was planned. Local.
+
+    Without one the package's is told, whose records reach the handlers of the root logger: of each
+    plan once, so that a program whose root logger is at INFO is not told the same at each call.
+    """
+    if logger is None:
+        if not _LOGGER.isEnabledFor(logging.INFO):
+            return
+        logged: LRUCache[int, weakref.ref[Any]] = context.cache("plans in the log", _LOGGED)
+        seen = logged.find(id(plan))
+        if seen is not None and seen() is plan:
+            return
+        logged.keep(id(plan), weakref.ref(plan))
+    (logger or _LOGGER).info("%s", plan.explain())
 
 
 def check_blocking(blocking: Any) -> None:

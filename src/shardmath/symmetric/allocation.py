@@ -8,6 +8,7 @@ freeing, by hand or by the garbage collector, concerns this rank alone.
 
 from __future__ import annotations
 
+import logging
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ from shardmath.collective_call import collective_call
 from shardmath.context import Context, open_contexts, require_context
 from shardmath.errors import CollectiveMismatch, UseAfterFree
 from shardmath.symmetric.heap import Block, Buffer, Heap
+from shardmath.untraced import untraced
 
 __all__ = [
     "allocate_symmetric_memory",
@@ -41,9 +43,11 @@ __all__ = [
 
 _Place = tuple[Block, int]
 
+_LOGGER = logging.getLogger(__name__)
 _FREED = "this array was freed with free_symmetric_memory"
 
 
+@untraced
 @collective_call
 def allocate_symmetric_memory(
     shape: int | Sequence[int],
@@ -84,11 +88,11 @@ def allocate_symmetric_memory(
         array = asked.array(context.heap.allocate(asked.nbytes))
     else:
         asked, array = _allocate_together(context, request, make_symmetric)
-    if logger is not None:
-        logger.info("allocated %s on the symmetric heap of rank %d", asked, context.rank)
+    (logger or _LOGGER).info("allocated %s on the symmetric heap of rank %d", asked, context.rank)
     return array
 
 
+@untraced
 def free_symmetric_memory(*tensors: Any) -> None:
     """Give the memory of `tensors` back now, rather than when their last reference goes. Local.
 
@@ -116,6 +120,7 @@ def free_symmetric_memory(*tensors: Any) -> None:
         heap.free(block)
 
 
+@untraced
 def is_symmetric(array: Any) -> bool:
     """Whether `array` lies on the symmetric heap of an open context, freed or not. Local.
 

@@ -10,6 +10,7 @@ reads the others'. A row holds
     word 8  operation  the name of the operation under way, for other ranks' messages
     word 3  recovery   the last recovery of the group that this rank has asked for
     word 4  decision   the last one for which this rank has said who goes on
+    word 5  kernels    not 0 once no kernel of this rank sends the others anything more
     reason, written before the state becomes FAILED: why, and which ranks are to blame
     then two mailboxes, used by even and odd rounds: the number of the round, how many bytes the
     text has in all, and a part of it
@@ -36,7 +37,7 @@ from shardmath.caller import caller_line
 from shardmath.collective_call import CollectiveCall, current_call, settled
 from shardmath.errors import CollectiveMismatch, OpTimeout, RankFailure, ShardmathError
 from shardmath.symmetric.arrivals import Arrivals
-from shardmath.symmetric.header import NAME_BYTES, bodies, header
+from shardmath.symmetric.header import NAME_BYTES, REFUSAL, bodies, header
 from shardmath.symmetric.names import AFTER_FAILURE, OPERATION, RankNames
 from shardmath.symmetric.reason import REASON_BYTES, Reason
 from shardmath.symmetric.recovery import Recovery
@@ -46,7 +47,7 @@ from shardmath.transport.liveness import PeerWatch
 
 __all__ = ["ORDERED", "ROW_BYTES", "Board", "OperationGuard", "board_bytes"]
 
-_EXCHANGE, _BARRIER, _STATE, _RECOVERY, _DECISION = range(5)
+_EXCHANGE, _BARRIER, _STATE, _RECOVERY, _DECISION, _KERNELS = range(6)
 _REASON = 128
 _WORD_BYTES = 8
 _MAIL = _REASON + REASON_BYTES  # byte offset of the first mailbox
@@ -134,14 +135,15 @@ class Board:
         """What follows the headers of all ranks' texts, which are those of an `exchange_raw`.
 
         Raises CollectiveMismatch, on all ranks, where they called different operations. The board
-        has failed then: a rank that went on would be one call apart from the others.
+        has failed where a rank had refused what its peers went on with: they are a call apart.
         """
         try:
             return bodies(texts, operation)
         except CollectiveMismatch as error:
             self.names.note(error)
-            self._fail_with(error)
-            raise
+            if any(text.startswith(REFUSAL.encode()) for text in texts):
+                self._fail_with(error)
+            raise settled(error) from None
 
     def exchange_raw(self, operation: str, text: bytes) -> list[bytes]:
         """As `exchange`, of messages with their headers, which are not compared. Collective."""
@@ -259,12 +261,13 @@ class Board:
         )
 
     def enter(self, operation: str) -> None:
-        """Note that the public call under way is about to change what peers see, elsewhere.
+        """Note that the public call under way uses this board, before it does so.
 
         An exception that leaves it from now on fails the board. Raises RankFailure when it has.
         """
-        self.begin(operation)
-        self.end()
+        if self._call is not current_call():
+            self.begin(operation)
+            self.end()
         self._require_usable()
 
     def end(self) -> None:
@@ -375,6 +378,44 @@ class Board:
             for rank in range(self.size)
             if self._watch_ranks[rank] in ended and self._words[rank][_STATE] == _RUNNING
         ]
+
+    @property
+    def watch(self) -> PeerWatch | None:
+        """What tells that peers have died."""
+        return self._watch
+
+    def end_kernels(self) -> None:
+        """Tell the peers that no kernel of this rank sends them anything more. From any thread."""
+        self._rows.announce(_KERNELS, 1)
+
+    def silent(self) -> list[int]:
+        """The peers for which no kernel is to wait any more. From any thread; never waits.
+
+        All, once one has died or given up: the group is at its end. Else those that have left, when
+        their process or their kernels have ended too.
+        """
+        self._rows.receive()
+        dead = self._watch.dead() if self._watch is not None else frozenset()
+        found = []
+        for rank in self._peers:
+            died, state = self._watch_ranks[rank] in dead, self._words[rank][_STATE]
+            if state in (_FAILED, _MISMATCHED) or (died and state == _RUNNING):
+                return list(self._peers)
+            if died or self._words[rank][_KERNELS]:
+                found.append(rank)
+        return found
+
+    def silent_peer_error(self, late: Sequence[int]) -> Exception | None:
+        """As `ended_peer_error`, where kernels have waited for these ranks.
+
+        One that sends no more may do so because of another rank, or before it has left.
+        """
+        error, silent = self.ended_peer_error(late), set(self.silent())
+        known = [rank for rank in late if rank in silent]
+        if error is None and known:
+            error = self.ended_peer_error(self._peers)
+            error = error or self.names.failure_of(known, "sends no more")
+        return error
 
     def ended_peer_error(self, late: Sequence[int]) -> Exception | None:
         """The exception to raise where a late peer has ended or given up, else None.

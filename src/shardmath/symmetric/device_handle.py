@@ -25,6 +25,7 @@ from shardmath.cuda.kernel import Extent
 from shardmath.cuda.source import SourceKernel
 from shardmath.symmetric.handle import SymmetricMemory
 from shardmath.transport.base import DeviceBytes, Memory
+from shardmath.untraced import untraced_methods
 
 if TYPE_CHECKING:
     from shardmath.arrays import Library
@@ -69,6 +70,7 @@ class _Struct:
         ).__cuda_array_interface__
 
 
+@untraced_methods
 class HandleKernel:
     """A kernel of the user's for one handle: `kernel(blocks, threads, *arguments, stream=None)`.
 
@@ -91,6 +93,7 @@ class HandleKernel:
         self._kernel(blocks, threads, *given, stream=stream)
 
 
+@untraced_methods
 class DeviceSymmetricMemory(SymmetricMemory):
     """A handle whose memory is on GPUs. See SymmetricMemory."""
 
@@ -186,11 +189,12 @@ class DeviceSymmetricMemory(SymmetricMemory):
     def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
         """Put a barrier of all ranks on the current stream. Collective.
 
-        What a rank wrote on its stream before, every rank sees on its own after. It uses no slot of
-        the pads. After OpTimeout the next call waits for the same barrier again.
+        What a rank wrote on its stream before, every rank sees on its own after. Barriers of one
+        channel follow each other on whichever streams they are put, within a CUDA graph too. It
+        uses no slot of the pads. After OpTimeout the next call waits for the same barrier again.
         """
         timeout = self._begun("barrier of a handle", channel, timeout_ms)
-        self._team.barrier(self._stream(), channel=channel, timeout=timeout)
+        self._team.ordered_barrier(self._stream(), channel=channel, timeout=timeout)
 
     @collective_call
     def put_signal(self, dst_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:

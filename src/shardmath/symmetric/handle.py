@@ -29,6 +29,7 @@ from shardmath.symmetric.heap import Buffer, Location
 from shardmath.symmetric.pad_size import SLOT_BYTES, PadSetting
 from shardmath.symmetric.rendezvous_state import RendezvousState
 from shardmath.transport.base import DeviceBytes, Memory
+from shardmath.untraced import untraced_methods
 
 __all__ = ["SymmetricMemory", "handle_of"]
 
@@ -45,6 +46,7 @@ class _Owner:
             self.__array_interface__ = view.__array_interface__
 
 
+@untraced_methods
 class SymmetricMemory(metaclass=PadSetting):
     """Every rank's memory behind one array, and signals between the ranks. Made by `rendezvous`.
 
@@ -263,11 +265,8 @@ class SymmetricMemory(metaclass=PadSetting):
         if not spec.nbytes:
             return
         memory, stream = self._own_bytes(library, array, writable=not writes)
-        where = Location(location.segment, location.offset + start)
-        if writes:
-            self._context.put(rank, where, memory, stream)
-        else:
-            self._context.get(rank, where, memory, stream)
+        move = self._context.put if writes else self._context.get
+        move(rank, Location(location.segment, location.offset + start), memory, stream)
 
     def _own_bytes(self, library: Library, array: Any, *, writable: bool) -> tuple[Memory, int]:
         """The bytes of an array of this rank, and the stream on which they are used."""
@@ -385,9 +384,8 @@ def handle_of(
     handle = known() if known is not None else None
     if handle is None:
         handle = _kind(state)(context, state, buffer, library)
-        state.handles[library.name] = weakref.ref(handle)
-        alive = [one for one in buffer.block.handles if one() is not None]
-        buffer.block.handles = [*alive, state.handles[library.name]]
+        made = state.handles[library.name] = weakref.ref(handle)
+        buffer.block.handles = [*(one for one in buffer.block.handles if one() is not None), made]
     return handle
 
 

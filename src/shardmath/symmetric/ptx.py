@@ -44,11 +44,12 @@ LOAD_PACKET = """{
     mov.b128 {$0, $1}, whole;
 }"""
 # If $5, what is seen at $1 when it is at least $2, or when $3 nanoseconds have passed, or when the
-# word at $4 says that another wait has expired; else $2. The clock costs more than a poll: it is
-# read now and then.
+# word at $4 says that another wait has expired, or the word $7 bytes behind the address at $6, if
+# there is one, that nobody writes at $1 any more; else $2. The clock costs more than a poll, and is
+# read now and then; what $6 leads to is in the host's memory, and is read more rarely.
 POLL = """{
     .reg .pred p;
-    .reg .u64 now, end, failed;
+    .reg .u64 now, end, failed, gone;
     .reg .u32 polls, some;
     mov.u64 $0, $2;
     setp.eq.s32 p, $5, 0;
@@ -69,8 +70,19 @@ poll:
     setp.gt.u64 p, now, end;
     @p bra finished;
     ld.relaxed.sys.global.u64 failed, [$4];
-    setp.eq.u64 p, failed, 0;
+    setp.ne.u64 p, failed, 0;
+    @p bra finished;
+    and.b32 some, polls, 4095;
+    setp.ne.u32 p, some, 0;
     @p bra poll;
+    ld.relaxed.sys.global.u64 gone, [$6];
+    setp.eq.u64 p, gone, 0;
+    @p bra poll;
+    add.u64 gone, gone, $7;
+    ld.acquire.sys.global.u64 gone, [gone];
+    setp.eq.u64 p, gone, 0;
+    @p bra poll;
+    ld.acquire.sys.global.u64 $0, [$1];
 finished:
 }"""
 # Whether $1 is set in all threads of the program.

@@ -1,9 +1,14 @@
 """Rendezvous: the ranks of a group tell each other where their arrays lie, and get a handle.
 
-It is always at least one exchange, in which each rank sends the number of the rendezvous that it
-has kept for this array. If all send the same one, its handle is returned; else all make a new one.
-So whatever a rank has kept or dropped, all ranks do the same thing. What may fail on one rank
-(memory for a pad, mapping a peer's segment) happens before an exchange, which tells all.
+A rank that has the handle of an array returns it without asking its peers: what they have dropped
+meanwhile stays as it is until this rank has dropped the array too. So the ranks bring arrays that
+all of them have brought before, or none; one whose peers do otherwise hears of it in the exchange,
+in which it meets their next call.
+
+`agreed_rendezvous` is always an exchange, in which each rank sends the number of the rendezvous
+that it has kept for this array. If all send the same one, its handle is returned; else all make a
+new one. What may fail on one rank (memory for a pad, mapping a peer's segment) happens before an
+exchange, which tells all.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from shardmath.agreement import require_equal
 from shardmath.arrays import library_of
 from shardmath.collective_call import collective_call
-from shardmath.context import Context, require_context
+from shardmath.context import Context, current_context, require_context
 from shardmath.distributed_context import DistributedContext
 from shardmath.errors import UseAfterFree
 from shardmath.geometry.integers import up
@@ -33,13 +38,15 @@ from shardmath.symmetric.rendezvous_state import (
     pad_bytes,
 )
 from shardmath.symmetric.shared_memory import allocate_on_all_ranks
+from shardmath.untraced import untraced
 
 if TYPE_CHECKING:
     from shardmath.symmetric.team import Team
 
-__all__ = ["is_registered", "register_group", "rendezvous"]
+__all__ = ["agreed_rendezvous", "is_registered", "names_a_group", "register_group", "rendezvous"]
 
 
+@untraced
 @collective_call
 def rendezvous(tensor: Any, group: Any = None) -> SymmetricMemory:
     """The handle on the memory behind every rank's `tensor`. Collective among the ranks of `group`.
@@ -47,13 +54,43 @@ def rendezvous(tensor: Any, group: Any = None) -> SymmetricMemory:
     `group` is None for the current context (or the group that the tensor was allocated for), a
     DistributedContext, a ProcessGroup, a torch.distributed group, an mpi4py communicator, or a name
     given to `set_group_info` or by torch.distributed. Shapes, dtypes, sizes and libraries may
-    differ by rank. The same tensors get the same handle again.
+    differ by rank. Tensors that all ranks have brought before get the same handle again: that is
+    local, and raises UseAfterFree only on a rank that has freed its own.
 
     Raises on all ranks: ValueError when a rank's tensor is in ordinary memory, UseAfterFree when it
     was freed, HeapExhausted, CollectiveMismatch when the ranks' signal pad sizes differ.
     Source: torch.distributed._symmetric_memory.rendezvous.
     """
     context = _context_of(_group_at_allocation(tensor) if group is None else group)
+    context.require_open()
+    return _kept(context, tensor) or _agreed(context, tensor)
+
+
+def agreed_rendezvous(tensor: Any, group: Any) -> SymmetricMemory:
+    """As `rendezvous`, of tensors that some ranks may have brought before. Collective."""
+    return _agreed(_context_of(group), tensor)
+
+
+def _kept(context: Context, tensor: Any) -> SymmetricMemory | None:
+    """The handle that this rank has of the tensor, if it has one. Local.
+
+    What is wrong with the tensor all ranks hear of in an exchange; but its peers make none where
+    they have the handle of a tensor that this rank has freed: UseAfterFree.
+    """
+    try:
+        _, offset, buffer = _located(context, tensor)
+    except UseAfterFree:
+        freed = context.heap.find(library_of(tensor).pointer(tensor))
+        if freed is not None and any(group == context.number for group, _ in freed.shared):
+            raise
+        return None
+    except Exception:  # it is raised again by `_agreed`, on all ranks
+        return None
+    state = buffer.rendezvous_states.get((context.number, offset))
+    return None if state is None else handle_of(state, context, buffer, library_of(tensor))
+
+
+def _agreed(context: Context, tensor: Any) -> SymmetricMemory:
     found: list[tuple[Block, int, Buffer]] = []
 
     def describe() -> tuple[int | None, list[int]]:
@@ -89,6 +126,14 @@ def register_group(name: str, group: ProcessGroup | DistributedContext) -> None:
 def is_registered(name: str) -> bool:
     """Whether the current context knows a group of that name."""
     return name in require_context().cache("group names", dict)
+
+
+def names_a_group(name: str) -> bool:
+    """Whether `rendezvous` finds a group of that name."""
+    context = current_context()
+    if context is not None and name in context.cache("group names", dict):
+        return True
+    return _torch_group(name) is not None
 
 
 def _located(context: Context, tensor: Any) -> tuple[Block, int, Buffer]:
@@ -230,11 +275,19 @@ def _named(context: Context, name: str) -> Any:
     names: dict[str, Any] = context.cache("group names", dict)
     if name in names:
         return names[name]
-    torch_groups: Any = sys.modules.get("torch.distributed.distributed_c10d")
-    if torch_groups is not None:
-        with suppress(RuntimeError, LookupError, ValueError):
-            return torch_groups._resolve_process_group(name)
+    found = _torch_group(name)
+    if found is not None:
+        return found
     raise ValueError(
         f"no group is called {name!r}: pass the group itself, tell its ranks with set_group_info, "
         "or leave it out for all ranks"
     )
+
+
+def _torch_group(name: str) -> Any:
+    """torch.distributed's group of that name, or None."""
+    torch_groups: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    if torch_groups is not None:
+        with suppress(RuntimeError, LookupError, ValueError):
+            return torch_groups._resolve_process_group(name)
+    return None

@@ -46,8 +46,15 @@ class Rows:
             os.sched_yield()
         self.words[self.rank][word] = value
 
+    def announce(self, word: int, value: int) -> None:
+        """Set a word of the own row, which says nothing of others. From any thread."""
+        self.words[self.rank][word] = value
+
     def poll(self) -> None:
         """Let what peers have published arrive."""
+
+    def receive(self) -> None:
+        """The same, from any thread."""
 
     def flush(self) -> None:
         """Let peers see what was written, without a word that says so."""
@@ -98,9 +105,18 @@ class MultiHostRows(Rows):
         self._unsent.append((_WORD * word, value.to_bytes(_WORD, "little")))
         self.flush()
 
+    def announce(self, word: int, value: int) -> None:
+        """See Rows."""
+        super().announce(word, value)
+        self._channel.send(self._far, [(_WORD * word, value.to_bytes(_WORD, "little"))])
+
     def poll(self) -> None:
         """See Rows."""
         self._wires.poll()
+
+    def receive(self) -> None:
+        """See Rows."""
+        self._wires.receive()
 
     def flush(self) -> None:
         """See Rows."""

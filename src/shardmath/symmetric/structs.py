@@ -33,6 +33,7 @@ __all__ = [
     "TEAM_STATUS",
     "TEAM_TIMEOUT",
     "WRONG_RANKS",
+    "gone_place",
     "pad_bytes",
 ]
 
@@ -56,9 +57,16 @@ TEAM_STATUS = 24
 TEAM_PADS = 32  # 8 bytes for each rank
 TEAM_BUFFERS = 32  # and 8 bytes for each rank: behind the pads
 
-# Status: one Late for each rank, of three words: operation, expected, seen.
+# Status: one Late for each rank, of three words: operation, expected, seen. Behind them, where a
+# word for each rank lies that says whether it sends no more.
 LATE = 8
 LATE_BYTES = 24
+
+
+def gone_place(size: int) -> int:
+    """The byte of `Status` where the address of those words lies, in a team of `size` ranks."""
+    return LATE + LATE_BYTES * size
+
 
 # Operation.
 OF_BARRIER = 1

@@ -3,15 +3,14 @@
 The layout of a pad is `kernels/symm.cuh`'s, told by `structs`. A kernel whose wait expires writes
 down whom it waited for, in host memory, and ends; the host raises at its next call or at
 `synchronize`, and then all can be used again: a barrier or a signal that did not come is waited for
-anew.
+anew. A wait for a rank that has gone, as `departures` knows, ends early in the same way.
 """
 
 from __future__ import annotations
 
 import struct
 import time
-import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Self
 
@@ -20,11 +19,13 @@ from shardmath.collective_call import settled
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import bindings, call, status_of
 from shardmath.cuda.kernel import Argument, Kernel, ReadyLaunch, kernel
+from shardmath.cuda.stream import StreamOrder
 from shardmath.errors import CudaError, OpTimeout, RankFailure
 from shardmath.geometry.integers import up
 from shardmath.lru_cache import LRUCache
 from shardmath.symmetric import structs
 from shardmath.symmetric.board import Board
+from shardmath.symmetric.departures import Departures
 from shardmath.symmetric.heap import Buffer
 from shardmath.symmetric.names import AFTER_FAILURE
 from shardmath.symmetric.reports import report_of
@@ -34,7 +35,7 @@ __all__ = ["CHANNELS", "RESERVED", "Team"]
 CHANNELS = 64  # of a context's team
 RESERVED = CHANNELS - 1  # from here on they are the collectives'
 _LAUNCHES = 512  # that are kept ready
-_LOOK_AFTER, _LONGEST_NAP = 1e-3, 2e-3  # seconds: for peers that have died; between two looks
+_LONGEST_NAP = 2e-3  # seconds, between two looks at a stream
 _OPERATIONS = {
     structs.OF_BARRIER: "barrier",
     structs.OF_SIGNAL: "wait_signal",
@@ -70,6 +71,7 @@ class Team:
         pads: Sequence[int],
         *,
         channels: int = CHANNELS,
+        departures: Departures | None = None,
     ) -> None:
         self.device = device
         self.channels = channels
@@ -81,16 +83,22 @@ class Team:
         self._expired = False  # a kernel's wait, at any time
         self._board = board
         self._own = own
-        self._related: weakref.WeakSet[Team] = weakref.WeakSet([self])  # all teams of these ranks
-        self._report = report_of(device, 1 + 3 * self.size)
+        self._report = report_of(device, structs.gone_place(self.size) // 8 + 1)
+        self._notes = self._report.words[:-1]  # what kernels write
+        if departures is None and self.size > 1:
+            departures = Departures.of(device, board)
+            departures.ask(self.gave_up_counts)
+        self._departures = departures  # of these ranks, for all their teams
+        if departures is not None:
+            self._report.words[-1] = departures.address
         self._launches: LRUCache[tuple[Any, ...], ReadyLaunch] = LRUCache(_LAUNCHES)
+        self._orders: dict[int, StreamOrder] = {}  # of `ordered_barrier`, by channel
 
     def with_pads(self, own: Buffer, pads: Sequence[int], channels: int) -> Self:
         """A team of the same ranks with pads of its own."""
-        made = type(self)(self.device, self._board, own, pads, channels=channels)
-        self._related.add(made)
-        made._related = self._related
-        return made
+        return type(self)(
+            self.device, self._board, own, pads, channels=channels, departures=self._departures
+        )
 
     @property
     def defines(self) -> tuple[str, ...]:
@@ -138,6 +146,15 @@ class Team:
         if self.size > 1:
             tail = struct.pack("Ii", channel, 0)
             self._launch("team_barrier", stream, timeout, tail, threads=self._barrier_threads)
+
+    def ordered_barrier(self, stream: int, *, channel: int, timeout: float | None = None) -> None:
+        """`barrier`, after the last one here of its channel, on whichever stream that was."""
+        self._require(channel)
+        order = self._orders.get(channel)
+        if order is None:
+            order = self._orders[channel] = StreamOrder(self.device)
+        with order.section(stream):
+            self.enqueue_barrier(stream, channel=channel, timeout=timeout)
 
     def put_signal(self, dst: int, stream: int, *, channel: int = 0) -> None:
         """Send one more signal to rank `dst` when `stream` gets there. Never waits."""
@@ -204,29 +221,13 @@ class Team:
     # -- errors ------------------------------------------------------------------------------------
 
     def synchronize(self, stream: int) -> None:
-        """Wait for `stream`; raises as `check` does.
-
-        What waits there for a rank whose process dies ends soon after that.
-        """
+        """Wait for `stream`; raises as `check` does. A signal's handler may interrupt it."""
         self.device.activate()
         busy, start = bindings().CUresult.CUDA_ERROR_NOT_READY, time.perf_counter()
         while status_of("cuStreamQuery", stream)[0] == busy:
-            waited = time.perf_counter() - start
-            if waited > _LOOK_AFTER and self._board.dead():
-                self.abort()
-                break
-            time.sleep(min(waited / 8, _LONGEST_NAP))
+            time.sleep(min((time.perf_counter() - start) / 8, _LONGEST_NAP))
         call("cuStreamSynchronize", stream)
         self.check()
-
-    def abort(self) -> None:
-        """End what kernels wait for in any team of these ranks, as if its time had passed."""
-        self.device.activate()
-        side = call("cuStreamCreate", 1)  # which waits for no other stream
-        for team in list(self._related):
-            call("cuMemsetD8Async", team.pads[team.rank] + structs.FAILED, 1, 1, side)
-        call("cuStreamSynchronize", side)
-        call("cuStreamDestroy", side)
 
     def check(self) -> None:
         """Raise what a kernel has noted: OpTimeout, or RankFailure for a rank that has ended.
@@ -234,7 +235,7 @@ class Team:
         ValueError where a kernel named a channel or a rank that does not exist. Costs one load
         where nothing has gone wrong. After the error, the team can be used again.
         """
-        if self._report.words[0]:
+        if self._notes[0]:
             raise settled(self._reported_error())
 
     def require_usable(self) -> None:
@@ -248,14 +249,36 @@ class Team:
 
     def gave_up(self) -> bool:
         """Whether an operation may have ended here before its peers were done with it."""
-        return self._expired or bool(self._report.words[0]) or self._board.failure is not None
+        return self._expired or bool(self._notes[0]) or self._board.failure is not None
+
+    def gave_up_counts(self) -> bool:
+        """Whether a wait has expired here after which peers may wait for this rank in vain."""
+        if self.broken:
+            return True
+        late = self._notes[1:].reshape(self.size, 3)[:, 0]
+        return bool(self._notes[0]) and any(_breaks_counts(int(each)) for each in late)
+
+    def abort(self) -> None:
+        """End what kernels wait for in any team of these ranks: their group is at its end."""
+        if self._departures is not None:
+            self._departures.end_all()
+
+    def leave(self) -> None:
+        """Tell the peers, once this rank's kernels have ended, that they have. See Departures."""
+        if self._departures is not None:
+            self._departures.leave()
+
+    @property
+    def drop(self) -> Callable[[], None] | None:
+        """As `leave`, for the garbage collector; it keeps no team. None where there is no peer."""
+        return None if self._departures is None else self._departures.drop
 
     def _reported_error(self) -> Exception:
         with suppress(CudaError):  # what else was waiting ends now, and has its say
             self.device.synchronize()
         self._expired = True
-        late = self._report.words[1:].reshape(self.size, 3).copy()
-        self._report.words[:] = 0
+        late = self._notes[1:].reshape(self.size, 3).copy()
+        self._notes[:] = 0
         call("cuMemsetD8", self.pads[self.rank] + structs.FAILED, 0, 8)
         refused = late[self.rank].tolist()
         if refused[0] in _REFUSED:
@@ -270,7 +293,7 @@ class Team:
         ]
         if any(_breaks_counts(int(late[rank, 0])) for rank in ranks):
             self.broken = "; ".join(reasons)
-        gone = self._board.ended_peer_error(ranks)
+        gone = self._board.silent_peer_error(ranks)
         if gone is not None:
             return gone
         return OpTimeout(

@@ -67,6 +67,11 @@ class PeerWatch:
                 self._lock.release()
         return frozenset(self._dead)
 
+    def pending(self) -> list[tuple[int, int]]:
+        """Descriptors, and the events that poll(2) is to report, of peers not known to be dead."""
+        watched = list(self._rank_of.items())
+        return [(fd, self._events(fd)) for fd, rank in watched if rank not in self._dead]
+
     def wait(self, seconds: float) -> frozenset[int]:
         """The same, after waiting for a first one for up to `seconds`."""
         if not self._dead:
@@ -80,7 +85,10 @@ class PeerWatch:
         return select.POLLIN if fd in self._pidfds else 0  # POLLHUP is always reported
 
     def close(self) -> None:
-        """Stop watching."""
-        for fd in self._pidfds:
-            os.close(fd)
-        self._pidfds.clear()
+        """Stop watching: who is not known to be dead now will not be."""
+        with self._lock:
+            self._poll = select.poll()
+            self._rank_of = {}
+            for fd in self._pidfds:
+                os.close(fd)
+            self._pidfds = []

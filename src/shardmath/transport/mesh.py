@@ -3,9 +3,9 @@
 Where there are several hosts all ranks are joined by `wires` too, which carry words but no memory.
 The sockets are abstract Unix sockets: no name in the file system, nothing that outlives a process,
 nothing reachable from another host. A connection is accepted only from this user, from the process
-that announced itself through the group, with the key that it was given there. What travels
-afterwards is a short tag and one descriptor; tags are compared with what is expected, never
-interpreted.
+that announced itself through the group, and after a handshake with the key that it was given there.
+What travels afterwards is a short tag and one descriptor; tags are compared with what is expected,
+never interpreted.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ import select
 import socket
 import struct
 import threading
-import time
+from collections.abc import Collection
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 from shardmath import wire
-from shardmath.caller import caller_line
-from shardmath.errors import BootstrapError, HeapExhausted, RankFailure
+from shardmath.errors import HeapExhausted, RankFailure
 from shardmath.group.base import ProcessGroup
 from shardmath.group.links import too_few_descriptors
 from shardmath.transport.available import limit_reached
-from shardmath.transport.handshake import connect_far
+from shardmath.transport.far import connect_far
+from shardmath.transport.handshake import KEY_BYTES
 from shardmath.transport.hosts import host_identity, hosts_of
 from shardmath.transport.liveness import PeerWatch
+from shardmath.transport.meeting import BACKLOG, Call, Place, meet
 from shardmath.transport.wires import Wires
 
 __all__ = ["Mesh"]
 
-_HELLO = struct.Struct("=16sI")  # key, rank
+_UNIX = (socket.AF_UNIX, socket.SOCK_SEQPACKET)
 _CREDENTIALS = struct.Struct("=iii")  # pid, uid, gid
 _TAG_BYTES = 64
 # In front of the tag: bytes of the memory, where it cannot say itself. Where no descriptor comes
 # with it, the length of the tag, behind which it says why.
 _SIZE = struct.Struct("=Q")
 _WHY_BYTES = 512
-_NAMED = 8  # ranks of a message, at most
 _GRACE = 0.2  # seconds: a dying process closes its sockets first, and counts as dead later
 
 
@@ -73,20 +73,15 @@ class Mesh:
             undo.callback(self._close_sockets)
             try:
                 self._connect(group)
-                self.watch = PeerWatch(
-                    {
-                        r: (self._pid(r), s.fileno())
-                        for r, s in self._sockets.items()
-                        if self.near(r)
-                    }
-                )
+                known = {r: (self._pid(r), s.fileno()) for r, s in self._sockets.items()}
+                self.watch = PeerWatch({r: each for r, each in known.items() if self.near(r)})
+                undo.callback(self.watch.close)
+                if self.spans_hosts:
+                    self.wires = self._wired(group, address)
             except OSError as error:
                 if error.errno == errno.EMFILE:
                     raise too_few_descriptors(self.rank) from error
                 raise
-            undo.callback(self.watch.close)
-            if self.spans_hosts:
-                self.wires = self._wired(group, address)
             undo.pop_all()
 
     @property
@@ -102,32 +97,33 @@ class Mesh:
     @property
     def neighbours(self) -> int:
         """How many ranks are on this rank's machine, itself included."""
-        return self._identities.count(self._identities[self.rank])
+        return len(self.neighbour_pids)
+
+    @property
+    def neighbour_pids(self) -> list[int]:
+        """The processes of the ranks on this rank's machine, itself included."""
+        own = self._identities[self.rank]
+        return [pid for pid, at in zip(self.pids, self._identities, strict=True) if at == own]
 
     def near(self, rank: int) -> bool:
         """Whether `rank` is on this rank's host, and so has addresses here."""
         return self.host_of[rank] == self.host_of[self.rank]
 
     def _wired(self, group: ProcessGroup, address: str) -> Wires:
-        others = [rank for rank in range(self.size) if rank != self.rank]
         where = "127.0.0.1" if self.real_hosts == 1 else address
         known = {r: (self._pid(r), s.fileno()) for r, s in self._sockets.items()}
         with closing(PeerWatch(known)) as watch:
-            try:
-                made = connect_far(group, others, address=where, timeout=self._timeout, watch=watch)
-            except (BootstrapError, RankFailure) as error:
-                ranks = getattr(error, "ranks", ()) or others
-                names = ", ".join(map(self.name, ranks[:_NAMED]))
-                error.add_note(f"Here is {self.name(self.rank)}, {caller_line()}; there: {names}.")
-                raise
+            made = connect_far(
+                group, address=where, timeout=self._timeout, watch=watch, names=self.names
+            )
         return Wires(made, self.watch)
 
     def _connect(self, group: ProcessGroup) -> None:
-        key = secrets.token_bytes(16)
+        key = secrets.token_bytes(KEY_BYTES)
         name = "\0shardmath-" + secrets.token_hex(16)
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        with socket.socket(*_UNIX) as listener:
             listener.bind(name)
-            listener.listen(self.size)
+            listener.listen(BACKLOG)
             space = str(Path("/proc/self/ns/pid").readlink())
             own = host_identity()
             card = (own, os.getpid(), name, key, socket.gethostname(), space, self._pretended)
@@ -137,85 +133,39 @@ class Mesh:
             here = [r for r in range(self.size) if self._identities[r] == own]
             self.pids = [int(c[1]) for c in cards]
             self.hosts = [str(c[4]) for c in cards]
-            deadline = time.monotonic() + self._timeout
             # Until there are sockets to watch, peers are watched by what they say of themselves.
             visible = [r for r in here if cards[r][5] == space and r != self.rank]
             with closing(PeerWatch({r: (self.pids[r], -1) for r in visible})) as watch:
-                for peer in here[: here.index(self.rank)]:
-                    called, known = str(cards[peer][2]), cards[peer][3]
-                    self._sockets[peer] = self._call(called, known, deadline, watch)
-                while missing := [r for r in here if r > self.rank and r not in self._sockets]:
-                    self._answer(listener, key, missing, deadline, watch)
+                self._sockets = meet(
+                    self.rank,
+                    [listener],
+                    key,
+                    calls={r: _call(*cards[r][2:4]) for r in here if r < self.rank},
+                    awaited=[r for r in here if r > self.rank],
+                    names=self.names,
+                    watch=watch,
+                    timeout=self._timeout,
+                    admits=self._admits,
+                )
+        for connection in self._sockets.values():
+            connection.settimeout(self._timeout)
 
-    def _call(self, name: str, key: bytes, deadline: float, watch: PeerWatch) -> socket.socket:
-        """A connection to the peer that listens there.
+    @property
+    def names(self) -> list[str]:
+        """The ranks, as messages name them."""
+        return [
+            f"rank {r} (pid {pid} on {host})"
+            for r, (pid, host) in enumerate(zip(self.pids, self.hosts, strict=True))
+        ]
 
-        A peer waits for a word no longer than `_answer` says. Where this process came too late with
-        it, on a busy machine, it calls again.
+    def _admits(self, connection: socket.socket, peers: Collection[int]) -> bool:
+        """Whether a process of this user, and of one of these ranks, is at the other end.
+
+        Processes of other namespaces have no number here: of those the key says who they are.
         """
-        while True:
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            try:
-                connection.settimeout(self._timeout)
-                connection.connect(name)
-                connection.send(_HELLO.pack(key, self.rank))
-                return connection
-            except OSError as error:
-                connection.close()
-                self._require_alive(watch.wait(_GRACE))
-                late = isinstance(error, BrokenPipeError | ConnectionResetError)
-                if not late or time.monotonic() > deadline:
-                    raise BootstrapError(
-                        f"{self.name(self.rank)} in initialize, {caller_line()}: cannot reach a "
-                        f"peer's socket: {error}"
-                    ) from None
-
-    def _answer(
-        self,
-        listener: socket.socket,
-        key: bytes,
-        missing: list[int],
-        deadline: float,
-        watch: PeerWatch,
-    ) -> None:
-        """Accept one connection; one that is not a peer's is closed and forgotten."""
-        remaining = max(0.0, deadline - time.monotonic())
-        ready = watch.await_readable(listener.fileno(), remaining)
-        self._require_alive(watch.dead())
-        if not ready:
-            names = ", ".join(map(self.name, missing))
-            raise BootstrapError(
-                f"{self.name(self.rank)} in initialize, {caller_line()}: waited "
-                f"{self._timeout:.0f} s for {names}; SHARDMATH_STARTUP_TIMEOUT sets the limit"
-            )
-        connection, _ = listener.accept()
-        connection.settimeout(max(0.01, min(1.0, remaining)))
-        try:
-            hello = connection.recv(_HELLO.size + 1)
-        except OSError:
-            hello = b""
-        if len(hello) == _HELLO.size:
-            said_key, peer = _HELLO.unpack(hello)
-            genuine = secrets.compare_digest(said_key, key) and peer in missing
-            if genuine and self._is_process_of(connection, peer):
-                connection.settimeout(self._timeout)
-                self._sockets[peer] = connection
-                return
-        connection.close()
-
-    def _require_alive(self, dead: frozenset[int]) -> None:
-        if dead:
-            names = ", ".join(map(self.name, sorted(dead)))
-            raise RankFailure(
-                f"{self.name(self.rank)} in initialize, {caller_line()}: {names} died at start-up; "
-                "start the job again",
-                sorted(dead),
-            )
-
-    def _is_process_of(self, connection: socket.socket, peer: int) -> bool:
         raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         pid, uid, _ = _CREDENTIALS.unpack(raw)
-        return bool(uid == os.getuid() and pid in (0, self.pids[peer]))
+        return bool(uid == os.geteuid() and pid in (0, *(self.pids[peer] for peer in peers)))
 
     def _pid(self, rank: int) -> int:
         """The peer's process id as this process sees it; 0 where it is not visible."""
@@ -227,7 +177,7 @@ class Mesh:
 
     def name(self, rank: int) -> str:
         """A rank of the job and its process, for messages."""
-        return f"rank {rank} (pid {self.pids[rank]} on {self.hosts[rank]})"
+        return self.names[rank]
 
     def send(self, rank: int, tag: str, fd: int, nbytes: int = 0) -> None:
         """Hand a descriptor to `rank` under `tag`. Blocks only while the peer's queue is full.
@@ -348,3 +298,8 @@ class Mesh:
             self.wires.close()
         self.watch.close()
         self._close_sockets()
+
+
+def _call(name: str, key: bytes) -> Call:
+    """How to call a peer that has told where its Unix socket is, and its key."""
+    return Call([Place(f"socket {name[1:]}", *_UNIX, name)], key)

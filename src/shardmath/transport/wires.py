@@ -148,6 +148,10 @@ class Wires:
         """Apply what has arrived, and send on what is queued. Never blocks."""
         for progress in self.progress_hooks:
             progress()
+        self.receive()
+
+    def receive(self) -> None:
+        """As `poll`, from any thread: the libraries that want to be called may be one thread's."""
         with self._lock:
             if self._busy:
                 return

@@ -30,7 +30,7 @@ from shardmath.operators.fft.options import (
 from shardmath.operators.fft.problem import Description, Problem, check, describe, kind_of
 from shardmath.operators.fft.search import choose
 from shardmath.operators.fft.strategy import GPUS, MULTI_HOST_GPUS
-from shardmath.operators.lifecycle import check_stream
+from shardmath.operators.lifecycle import check_stream, log_plan
 
 if TYPE_CHECKING:
     from shardmath.operators.fft.device import Execution
@@ -135,10 +135,9 @@ class Call:
         """
         return in_place_array(context, self.operand, problem) if problem.inplace else self.out
 
-    def log(self, plan: Plan | DevicePlan) -> None:
-        """Tell the user's logger what was planned."""
-        if self.read_options.logger is not None:
-            self.read_options.logger.info("%s", plan.explain())
+    def log(self, context: Context, plan: Plan | DevicePlan) -> None:
+        """Tell the user's logger, or the package's, what was planned."""
+        log_plan(context, self.read_options.logger, plan)
 
     def _kind(self, dtype: str) -> Kind:
         asked = self.read_options.fft_type

@@ -99,10 +99,13 @@ class Execution:
         dense, order = True, "both"
         if inplace and described_kind(call.description) != "C2C":
             dense = False  # it is another array, in the same memory
-        elif (inplace or call.out is not None) and not on_host:
+        elif inplace or call.out is not None:
             given = call.operand if call.out is None else call.out
-            dense = spec.order != "strided" and library_of(given).pointer(given) % 16 == 0
             order = spec.order
+            if on_host:  # what is carried there is packed
+                order = "C" if order == "strided" else order
+            else:
+                dense = order != "strided" and library_of(given).pointer(given) % 16 == 0
         note = _NOTE.pack(0, on_host or on_heap, dense) + order.encode()
         self._flags = note[_NUMBER.size :]
         return note

@@ -21,6 +21,7 @@ from shardmath.operators.fft.options import FFTDirection, FFTOptions
 from shardmath.operators.lifecycle import Lifecycle, check_stream
 from shardmath.operators.workspace import give_back
 from shardmath.planning import HashedSpec, agree_plan
+from shardmath.untraced import untraced, untraced_methods
 
 if TYPE_CHECKING:
     from shardmath.operators.fft.host import Plan
@@ -33,6 +34,7 @@ _MAX_SPECS = 16  # of calls of one object
 Options = FFTOptions | dict[str, Any] | None
 
 
+@untraced
 @collective_call
 def fft(
     operand: Any,
@@ -77,6 +79,7 @@ def fft(
     return _transform("fft", call)
 
 
+@untraced
 @collective_call
 def ifft(
     operand: Any,
@@ -99,6 +102,7 @@ def ifft(
     return _transform("ifft", call)
 
 
+@untraced
 @collective_call
 def rfft(
     operand: Any,
@@ -123,6 +127,7 @@ def rfft(
     return _transform("rfft", call)
 
 
+@untraced
 @collective_call
 def irfft(
     operand: Any,
@@ -162,10 +167,11 @@ def _transform(name: str, call: Call) -> Any:
         lambda: (call.describe(context).spec, call.note(context)),
         lambda specs: make_plan(context, tuple(specs)),
     )
-    call.log(plan)
+    call.log(context, plan)
     return execute(context, plan, notes, call)
 
 
+@untraced_methods
 class FFT(Lifecycle):
     """A transform that is planned once and executed many times. Collective to make.
 
@@ -208,7 +214,7 @@ class FFT(Lifecycle):
         super().__init__(context, {"operand": operand, "distribution": distribution})
         self._specs: LRUCache[CachedTransform, HashedSpec] = LRUCache(_MAX_SPECS)
         self._checked: ArraySpec | None = None  # the operand of the last execution
-        call.log(self._plan)
+        call.log(context, self._plan)
 
     @property
     def input_layout(self) -> Layout:

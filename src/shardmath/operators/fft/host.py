@@ -21,7 +21,6 @@ from shardmath.arrays import Library, dtypes, library_of
 from shardmath.arrays.base import HostArray
 from shardmath.context import Context
 from shardmath.local.fft import engine_for, transform
-from shardmath.local.threads import threads_per_rank
 from shardmath.operators.fft.float16 import narrow_into, wide, wide_like
 from shardmath.operators.fft.passes import Block, Pass, passes
 from shardmath.operators.fft.problem import Problem
@@ -165,8 +164,7 @@ class _Execution:
         self._outputs: list[HostArray] = []
         self._rounded: HostArray | None = None  # the result, where it is computed in a wider type
         self._engine = engine_for(plan.problem.library)
-        threads = threads_per_rank(context.size)
-        self._threads = 1 if self._engine == "torch" else threads  # torch has threads of its own
+        self._threads = 1 if self._engine == "torch" else context.threads  # torch has its own
         self.result: Any = arrays.given
 
     # -- memory ------------------------------------------------------------------------------------

@@ -57,7 +57,8 @@ class FFTOptions:
     X), and what needs no exchange stays. `last_axis_parity`: whether a C2R result is "even" or
     "odd" along its last transformed axis. `inplace`: the result takes the operand's memory.
     `halves`: a float16 torch tensor gives complex32, as in torch.fft, and not complex64.
-    `logger` is told what is planned. `blocking`: True or "auto"; host operands always block.
+    `logger` is told what each call plans; without one, a logger below "shardmath" is told of each
+    plan once. `blocking`: True or "auto"; host operands always block.
     `reshape` is the older name of `redistribute`.
 
     Raises TypeError where `logger` is not a logging.Logger, ValueError for other invalid values.

@@ -18,6 +18,7 @@ from shardmath.arrays import Library, library_of
 from shardmath.arrays.base import HostArray, share_memory
 from shardmath.context import Context
 from shardmath.local.float8 import dequantize
+from shardmath.operators.lifecycle import log_plan
 from shardmath.operators.matmul import host
 from shardmath.operators.matmul.arguments import Arguments, agreed_scalars, packed_scalars
 from shardmath.operators.matmul.problem import Call, Facts, Problem, check, check_operands, describe
@@ -134,8 +135,8 @@ def _planned(
         return Plan(strategy, tuple(compared), rank_plan, tuple(gpu.notes(rank_plan)))
 
     plan, notes = agree_plan(context, "matmul", described, build)
-    if calls and calls[0].options.logger is not None:
-        calls[0].options.logger.info("%s", plan.explain())
+    if calls:
+        log_plan(context, calls[0].options.logger, plan)
     return plan, notes
 
 

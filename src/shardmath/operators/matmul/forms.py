@@ -32,10 +32,12 @@ from shardmath.operators.matmul.options import MatmulOptions, MatmulPlanPreferen
 from shardmath.operators.matmul.problem import Call, Facts, describe, place_of
 from shardmath.operators.matmul.scaling import merged
 from shardmath.operators.workspace import give_back
+from shardmath.untraced import untraced, untraced_methods
 
 __all__ = ["Matmul", "matmul"]
 
 
+@untraced
 @collective_call
 def matmul(
     a: Any,
@@ -98,6 +100,7 @@ def matmul(
     return product(context, arguments)
 
 
+@untraced_methods
 class Matmul(Lifecycle):
     """A matrix product that is planned once and executed many times. Collective to make.
 

@@ -72,10 +72,11 @@ class MatmulOptions:
     numbers of the reference, None for the default; `result_type` may ask for a wider result than
     the operands', and for any of a float8 product. `result_amax`: of a float8 result, the greatest
     absolute value before it is scaled and rounded is returned too, as "result_amax". `logger` is
-    told what was planned. `strategy` names the strategy to use instead of the one predicted to be
-    fastest, by its kind ("all-gather", "stationary-c", "reduce-scatter", "all-reduce", "replicate",
-    "redistribute", ...) or by its label in what `explain` prints ("grid 2 x 2 x 1"). `blocking`:
-    True, or "auto" (operands in host memory always block). The other fields concern GPUs.
+    told what each call plans; without one, a logger below "shardmath" is told of each plan once.
+    `strategy` names the strategy to use instead of the one predicted to be fastest, by its kind
+    ("all-gather", "stationary-c", "reduce-scatter", "all-reduce", "replicate", "redistribute", ...)
+    or by its label in what `explain` prints ("grid 2 x 2 x 1"). `blocking`: True, or "auto"
+    (operands in host memory always block). The other fields concern GPUs.
 
     Source: nvmath.distributed.linalg.advanced.MatmulOptions; `strategy` is ours.
     """
@@ -165,8 +166,8 @@ class MatmulPlanPreferences:
         if epilog.aux_type is not None or epilog.aux_amax:
             raise ValueError(
                 "preferences.epilog: aux_type and aux_amax are for a float8 auxiliary output, "
-                "which no epilog has: leave both out. gelu_aux has the type of D, or of c (float16 "
-                "without c) beside a float8 D"
+                "which no epilog has here: leave both out. gelu_aux has the type of D, or of c "
+                "(float16 without c) beside a float8 D"
             )
 
 

@@ -125,7 +125,8 @@ class Problem:
 
 def gradient_layouts(problem: Problem) -> tuple[Layout, Layout, Layout]:
     """Of the gradient of a bias: the matrix that is summed along one axis; which elements, as a
-    column, each rank has sums of; and which it is to get.
+    column, each rank has sums of; and which it is to get: the rows that it has of D, or, of columns
+    of op(B), all.
     """
     layout, axis = {
         MatmulEpilog.BGRADA: (problem.a, 0),
@@ -133,8 +134,10 @@ def gradient_layouts(problem: Problem) -> tuple[Layout, Layout, Layout]:
     }.get(problem.epilog, (problem.d, 0))
     extent = layout.global_shape[axis]
     held = Layout.product((extent, 1), [layout.column(axis), None], size=layout.size)
-    everywhere = Layout.replicated((extent, 1), layout.size)
-    return layout, held, held if problem.epilog.gradient else everywhere
+    if problem.epilog is MatmulEpilog.BGRADB:
+        return layout, held, Layout.replicated((extent, 1), layout.size)
+    rows = Layout.product((extent, 1), [problem.d.column(0), None], size=layout.size)
+    return layout, held, rows
 
 
 class Facts(NamedTuple):

@@ -12,7 +12,7 @@ from shardmath.context import Context, require_context
 from shardmath.errors import InvalidRedistributeState
 from shardmath.geometry import Distribution
 from shardmath.operators.call_cache import CachedCall, cached_call
-from shardmath.operators.lifecycle import Lifecycle, check_stream, options_of
+from shardmath.operators.lifecycle import Lifecycle, check_stream, log_plan, options_of
 from shardmath.operators.redistribute.execution import HostExecution
 from shardmath.operators.redistribute.problem import (
     Problem,
@@ -23,6 +23,7 @@ from shardmath.operators.redistribute.problem import (
     misfit,
 )
 from shardmath.planning import HashedSpec, agree_plan
+from shardmath.untraced import untraced, untraced_methods
 
 if TYPE_CHECKING:
     from shardmath.operators.redistribute.device import DeviceExecution
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["Redistribute", "redistribute"]
 
 
+@untraced
 @collective_call
 def redistribute(
     operand: Any,
@@ -77,10 +79,11 @@ def redistribute(
 
     problem, notes = agree_plan(context, "redistribute", described, check)
     cached[0].problem = problem
-    call.log(problem)
+    call.log(context, problem)
     return execution.perform(problem, notes)
 
 
+@untraced_methods
 class Redistribute(Lifecycle):
     """A redistribution that is planned once and executed many times.
 
@@ -126,7 +129,7 @@ class Redistribute(Lifecycle):
         self._problem: Problem
         self._problem, _ = agree_plan(context, self.noun, described, check)
         super().__init__(context, {"operand": operand})
-        call.log(self._problem)
+        call.log(context, self._problem)
         self._shape = library_of(operand).spec(operand).shape
         self._fitting: tuple[ArraySpec, ArraySpec | None] | None = None  # of the last execution
         self._spec = HashedSpec((self.number,))
@@ -290,8 +293,6 @@ class _Call:
             lambda: describe(spec, source, target, options, out),
         )
 
-    def log(self, problem: Problem) -> None:
-        """Tell the user's logger what was planned."""
-        logger = options_of(RedistributeOptions, self.options).logger
-        if logger is not None:
-            logger.info("%s", problem.explain())
+    def log(self, context: Context, problem: Problem) -> None:
+        """Tell the user's logger, or the package's, what was planned."""
+        log_plan(context, options_of(RedistributeOptions, self.options).logger, problem)

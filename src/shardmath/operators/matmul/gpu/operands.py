@@ -18,7 +18,7 @@ from shardmath.local.epilog import Extra, requirements
 from shardmath.local.gpu.gemm import Algorithms
 from shardmath.operators.matmul.arguments import Arguments
 from shardmath.operators.matmul.gpu.rank_plan import Operands, Scales
-from shardmath.operators.matmul.problem import Call, Problem
+from shardmath.operators.matmul.problem import Call, Problem, gradient_layouts
 from shardmath.operators.matmul.scaling import scales_in_order
 from shardmath.symmetric import device_array
 from shardmath.symmetric.device_array import Blank, DeviceArray, Result
@@ -148,9 +148,9 @@ def _blanks(
         made_of.append(Extra("result_amax", ((1,),), "float32"))
     for extra in made_of:
         shape = extra.shape
-        if extra.name == problem.epilog.makes_bgrad and not problem.epilog.gradient:
-            layout, axis = (problem.a, 0) if extra.name == "bgrada" else (problem.b, 1)
-            shape = (layout.global_shape[axis],)
+        if extra.name == problem.epilog.makes_bgrad:
+            _, _, need = gradient_layouts(problem)
+            shape = (need.local_shape(context.rank)[0],)
         found[extra.name] = like(shape, extra.dtype, "F", on_heap=False)
     return found
 

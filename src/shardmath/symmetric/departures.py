@@ -1,0 +1,198 @@
+"""Which ranks' kernels send no more: told to the kernels that wait for them, wherever the host is.
+
+A kernel that waits asks, now and then, a word in the host's memory that there is for each rank. One
+thread of the process sets these words, by plain stores: it calls no driver, so nothing that another
+thread waits for in there can hold it up. It sleeps until a peer's process ends, or a tenth of a
+second long, and then looks at the states on the boards. The first group of GPUs starts it, and it
+ends with the last.
+
+A rank that leaves may have kernels that still send. So it says on the board that it has left, and
+only when its GPU has done all that it had been asked to do by then that its kernels have ended: a
+mark in the host's memory, which the GPU sets behind all that, is what the thread waits for.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from functools import cache, partial
+
+import numpy as np
+import numpy.typing as npt
+
+from shardmath.cuda import stream as streams
+from shardmath.cuda.device import Device
+from shardmath.errors import CudaError
+from shardmath.symmetric.board import Board
+from shardmath.symmetric.reports import Report, report_of
+
+__all__ = ["Departures", "watch", "watching"]
+
+PERIOD = 0.1  # seconds from one look at the boards to the next
+
+
+class Departures:
+    """Who has gone of one group, as its kernels on this rank are told.
+
+    `words[rank]` is not 0 once nothing more comes from that rank; the last of `words` is the mark
+    that this rank's own kernels have ended. `set_mark()` has the GPU set it behind all that it has
+    been asked to do; false where that cannot be asked now.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        words: npt.NDArray[np.uint64],
+        set_mark: Callable[[], bool],
+        *,
+        address: int = 0,
+    ) -> None:
+        self.address = address  # of the words, for the device
+        self.board = board
+        self._words = words
+        self._set_mark = set_mark
+        self._gave_up: Callable[[], bool] = lambda: False
+        self._leaving = False
+        self._told = False
+
+    @classmethod
+    def of(cls, device: Device, board: Board) -> Departures:
+        """Those of the ranks of `board`, for kernels of `device`; watched from now on."""
+        _settle()
+        report = report_of(device, board.size + 1)
+        mark = partial(_mark_behind_all, device, report, board.size)
+        made = cls(board, report.words, mark, address=report.address)
+        watch(made)
+        return made
+
+    def ask(self, gave_up: Callable[[], bool]) -> None:
+        """`gave_up()`, a method, says whether kernels here have given up what peers count on."""
+        found = weakref.WeakMethod(gave_up)
+
+        def asked() -> bool:
+            method = found()
+            return method is not None and method()
+
+        self._gave_up = asked
+
+    def gone(self) -> list[int]:
+        """The ranks for which kernels wait no more."""
+        return [rank for rank in range(self.board.size) if self._words[rank]]
+
+    def end_all(self) -> None:
+        """Let kernels wait for nobody any more."""
+        self._words[: self.board.size] = 1
+
+    def drop(self) -> None:
+        """This rank has left the group: its mark is set when next a group is made or left.
+
+        Only appends to a list: the garbage collector may call it.
+        """
+        if not self._leaving:
+            self._leaving = True
+            _left.append(self)
+
+    def leave(self) -> None:
+        """This rank leaves the group: what its GPU has been asked to do is the last of it."""
+        self.drop()
+        _settle()
+
+    def look(self) -> bool:
+        """Tell the kernels who has gone, and the peers when this rank's kernels have ended.
+
+        Whether there is more to come. Never waits, and calls no driver; by one thread at a time.
+        """
+        board, words = self.board, self._words
+        for rank in board.silent():
+            words[rank] = 1
+        ended = bool(words[board.size])
+        if not self._told and (ended or (self.gone() and self._gave_up())):
+            self._told = True
+            board.end_kernels()
+        return not ended
+
+
+_left: deque[Departures] = deque()  # groups that this rank has left, without a mark as yet
+
+
+def _settle() -> None:
+    """Set the marks of the groups that were left."""
+    for _ in range(len(_left)):
+        departures = _left.popleft()
+        if not departures._set_mark():
+            _left.append(departures)
+
+
+def _mark_behind_all(device: Device, report: Report, place: int) -> bool:
+    """Have the device set a word of `report` when it has done all that it was asked to do."""
+    try:
+        if streams.any_capturing(device):
+            return False
+        device.mark_behind_all(report.address + 8 * place)
+    except CudaError:  # nothing runs on a device that has failed, or at the end of the process
+        report.words[place] = 1
+    return True
+
+
+class _Watch:
+    """The thread, and what it watches."""
+
+    def __init__(self) -> None:
+        self._forget()
+        os.register_at_fork(after_in_child=self._forget)
+
+    def _forget(self) -> None:
+        """A forked child has no such thread, and no rank's place: it starts its own if need be."""
+        _left.clear()
+        self._lock = threading.Lock()
+        self._watched: list[Departures] = []
+        self.thread: threading.Thread | None = None
+
+    def add(self, departures: Departures) -> None:
+        with self._lock:
+            self._watched.append(departures)
+            if self.thread is None or not self.thread.is_alive():  # an interrupt may have kept it
+                self.thread = threading.Thread(
+                    target=self._run, name="shardmath: departures", daemon=True
+                )
+                self.thread.start()
+
+    def _run(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are for the program
+        while watched := self._look():
+            poll = select.poll()
+            for board in {id(each.board.watch): each.board for each in watched}.values():
+                for descriptor, events in board.watch.pending() if board.watch else ():
+                    poll.register(descriptor, events)
+            poll.poll(PERIOD * 1000)
+
+    def _look(self) -> list[Departures]:
+        """Look at all; what is still watched. The thread is to end where that is nothing."""
+        with self._lock:
+            watched = list(self._watched)
+        done = [each for each in watched if not each.look()]
+        with self._lock:
+            self._watched = [each for each in self._watched if each not in done]
+            if not self._watched:
+                self.thread = None
+            return list(self._watched)
+
+
+@cache
+def _watch() -> _Watch:
+    return _Watch()
+
+
+def watch(departures: Departures) -> None:
+    """Look at `departures` from now on, until its mark is set, by the one thread of the process."""
+    _watch().add(departures)
+
+
+def watching() -> threading.Thread | None:
+    """The thread, while there is one."""
+    return _watch().thread

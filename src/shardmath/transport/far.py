@@ -1,0 +1,188 @@
+"""Connections between ranks of different hosts, made at start-up over TCP.
+
+A rank listens at the addresses that it tells its peers, and at no others: at those that
+SHARDMATH_ADDRESS names, else at those by which this host is known and reaches others.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import secrets
+import socket
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from typing import Any
+
+from shardmath import wire
+from shardmath.errors import BootstrapError, RankFailure
+from shardmath.group.base import ProcessGroup, rank_names
+from shardmath.group.links import too_few_descriptors
+from shardmath.transport.handshake import KEY_BYTES
+from shardmath.transport.liveness import PeerWatch
+from shardmath.transport.meeting import BACKLOG, Call, Place, meet
+
+__all__ = ["connect_far", "listen"]
+
+_GRACE = 0.2  # seconds: a dying process closes its sockets first, and counts as dead later
+# Addresses that routes lead away to; nothing is sent there. The second, where the first has none.
+_OUTSIDE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
+_ADVICE = "; SHARDMATH_ADDRESS sets the address at which other hosts reach a rank"
+_KEEPALIVE = ((4, 10), (5, 5), (6, 3))  # TCP_KEEPIDLE, TCP_KEEPINTVL, TCP_KEEPCNT: 25 s in all
+
+Endpoint = tuple[str, int]  # host and port
+
+
+def connect_far(
+    group: ProcessGroup, *, address: str, timeout: float, watch: PeerWatch, names: Sequence[str]
+) -> dict[int, socket.socket]:
+    """A connection to each of the other ranks. Collective.
+
+    `address` is where they reach this rank; "" for what can be found out. `watch` tells of ranks
+    that end meanwhile; `names[r]` is rank r in messages. Raises BootstrapError when not all connect
+    within `timeout` seconds, or one has no address to listen at, RankFailure when one has ended.
+    """
+    rank, key = group.rank, secrets.token_bytes(KEY_BYTES)
+    endpoints: list[Endpoint] = []
+    listeners: list[socket.socket] = []
+    problem = ""
+    with ExitStack() as stack:
+        try:
+            endpoints, listeners = listen(address)
+            for listener in listeners:
+                stack.enter_context(listener)
+        except OSError as error:  # the others wait for this rank's card: it says why there is none
+            short = error.errno == errno.EMFILE
+            problem = str(too_few_descriptors(rank)) if short else f"{names[rank]} {error}"
+        cards = _gathered(group, (endpoints, key, problem), watch)
+        problems = [said for _, _, said in cards if said]
+        if problems:
+            raise BootstrapError("; ".join(problems))
+        made = meet(
+            rank,
+            listeners,
+            key,
+            calls={r: _call(told, its_key) for r, (told, its_key, _) in enumerate(cards[:rank])},
+            awaited=range(rank + 1, group.nranks),
+            names=names,
+            watch=watch,
+            timeout=timeout,
+            advice=_ADVICE,
+        )
+    for connection in made.values():
+        _tune(connection)
+    return made
+
+
+def listen(address: str) -> tuple[list[Endpoint], list[socket.socket]]:
+    """What to tell the peers, and the sockets that listen there.
+
+    `address`, a name or a number, is where they reach this host. Where it is none of this host's
+    own, as behind a translation of addresses, the peers are told `address`, and this rank listens
+    where it reaches others. Raises OSError, in words, where it can listen nowhere.
+    """
+    with ExitStack() as undo:
+        reasons: list[str] = []
+        listeners = _bound(_own(address) if address else _outward(), reasons, undo)
+        endpoints = [_endpoint(listener) for listener in listeners]
+        if address and not listeners:
+            listeners = _bound(_outward(), reasons, undo)
+            endpoints = [(address, _endpoint(listener)[1]) for listener in listeners]
+        if not listeners:
+            raise OSError(f"can listen nowhere ({'; '.join(reasons)}){_ADVICE}")
+        undo.pop_all()
+        return endpoints, listeners
+
+
+def _bound(
+    addresses: Sequence[tuple[int, Any]], reasons: list[str], undo: ExitStack
+) -> list[socket.socket]:
+    """Sockets that listen at those of (family, address) that are this host's."""
+    listeners = []
+    for family, address in addresses:
+        if ipaddress.ip_address(address[0]).is_unspecified:
+            reasons.append(f"{address[0]}: it stands for all addresses")
+            continue
+        try:
+            listener = socket.create_server(address, family=family, backlog=BACKLOG)
+        except OSError as error:
+            if error.errno == errno.EMFILE:
+                raise
+            reasons.append(f"{address[0]}: {error.strerror}")
+        else:
+            listeners.append(undo.enter_context(listener))
+    return listeners
+
+
+def _own(name: str) -> list[tuple[int, Any]]:
+    """The addresses under `name`; those that mean another host to others, only if it is one."""
+    with suppress(OSError):
+        found = _resolved(name, 0)
+        return [each for each in found if each[1][0] == name or not _leads_back(each[1][0])]
+    return []
+
+
+def _outward() -> list[tuple[int, Any]]:
+    """The addresses of this host's way out and of its own name; loopback where there are none."""
+    found: list[tuple[int, Any]] = []
+    for family, outside in _OUTSIDE:
+        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((outside, 9))
+            if not found:
+                found += _resolved(probe.getsockname()[0], 0)
+    with suppress(OSError):
+        found += _resolved(socket.gethostname(), 0)
+    outward = [each for each in found if not _leads_back(each[1][0])]
+    return list(dict.fromkeys(outward)) or [(int(socket.AF_INET), ("127.0.0.1", 0))]
+
+
+def _leads_back(host: str) -> bool:
+    """Whether the address means another host to others, or none in particular."""
+    number = ipaddress.ip_address(host)
+    scoped = number.version == 6 and number.is_link_local
+    return number.is_loopback or number.is_unspecified or scoped
+
+
+def _endpoint(listener: socket.socket) -> Endpoint:
+    """Where it listens; the address of a link with the link's name."""
+    numeric = socket.NI_NUMERICHOST | socket.NI_NUMERICSERV
+    host, port = socket.getnameinfo(listener.getsockname(), numeric)
+    return host, int(port)
+
+
+def _resolved(host: str, port: int) -> list[tuple[int, Any]]:
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys((int(family), where) for family, _, _, _, where in found))
+
+
+def _call(endpoints: Sequence[Endpoint], key: bytes) -> Call:
+    """How to call a peer, which has told `endpoints` and `key`."""
+    places: list[Place] = []
+    reasons: list[str] = []
+    for host, port in endpoints:
+        try:
+            found = _resolved(host, port)
+        except OSError as error:
+            reasons.append(f"{host}: {error.strerror}")
+            continue
+        for family, where in found:
+            name = f"{host} port {port}" if host == where[0] else f"{host} ({where[0]}) port {port}"
+            places.append(Place(name, family, socket.SOCK_STREAM, where))
+    return Call(places, key, reasons)
+
+
+def _gathered(group: ProcessGroup, card: object, watch: PeerWatch) -> list[Any]:
+    try:
+        return [wire.decode(data) for data in group.allgather_bytes(wire.encode(card))]
+    except RankFailure as error:
+        # A rank that ended because another died is not the cause.
+        dead = sorted(watch.wait(_GRACE) | set(error.ranks))
+        raise RankFailure(f"{error}; ended have {rank_names(dead)}", dead) from None
+
+
+def _tune(connection: socket.socket) -> None:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEPALIVE:
+        with suppress(OSError):
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)

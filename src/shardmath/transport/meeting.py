@@ -1,0 +1,396 @@
+"""Ranks meet at start-up: each calls some of the others and is called by the rest, among strangers.
+
+One loop serves all connections at once and never blocks, so that nobody who is silent or slow holds
+up anybody else. What strangers can take is bounded: a connection is read for as many bytes as the
+next words have, is closed at the first that a rank would not say, and has one deadline for all of
+them together. Of connections that have said nothing right yet only so many are held: the oldest
+give way to new ones, and to whatever else needs a descriptor. A rank that was dropped among them
+calls again.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import selectors
+import socket
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+from shardmath.errors import BootstrapError, RankFailure
+from shardmath.transport import handshake
+from shardmath.transport.handshake import Conversation
+from shardmath.transport.liveness import PeerWatch
+
+__all__ = ["BACKLOG", "Call", "Place", "meet"]
+
+# Connections that wait to be accepted, those of strangers too, while ranks are on their way; the
+# system takes fewer where net.core.somaxconn says so.
+BACKLOG: Final = 4096
+
+_HELD = 128  # connections that are held before they have said anything right
+_PATIENCE = 5.0  # seconds that a connection has for the whole handshake
+_AT_ONCE = 64  # connections that are accepted before the others are looked at again
+_PAUSE, _LONGEST_PAUSE = 2e-3, 0.5  # seconds until the next call after one that was dropped
+_GRACE = 0.2  # seconds: a dying process closes its sockets first, and counts as dead later
+_SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+Admits = Callable[[socket.socket, Collection[int]], bool]
+
+
+@dataclass(frozen=True)
+class Place:
+    """An address at which a rank listens, as the socket module takes it; `name` is for messages."""
+
+    name: str
+    family: int
+    kind: int
+    address: Any
+
+
+@dataclass(frozen=True)
+class Call:
+    """Whom to call: the places where it may listen, and the key that it has handed out.
+
+    `reasons` say why there are no more places.
+    """
+
+    places: Sequence[Place]
+    key: bytes
+    reasons: Sequence[str] = ()
+
+
+def meet(
+    rank: int,
+    listeners: Sequence[socket.socket],
+    key: bytes,
+    *,
+    calls: Mapping[int, Call],
+    awaited: Collection[int],
+    names: Sequence[str],
+    watch: PeerWatch,
+    timeout: float,
+    admits: Admits = lambda connection, ranks: True,
+    advice: str = "",
+) -> dict[int, socket.socket]:
+    """A connection to every rank of `calls` and from every one of `awaited`; they do not block.
+
+    `listeners`, which listen with `BACKLOG`, and `key` are this rank's own. `names[r]` is rank r in
+    messages. `watch` tells of ranks that end meanwhile. `admits(connection, ranks)` says what the
+    system knows: whether the process at its other end may be one of `ranks`. Raises RankFailure
+    when a rank has ended, BootstrapError when not all have met within `timeout` seconds or one does
+    not listen any more, with `advice` on what to do where it cannot be reached, OSError with EMFILE
+    when this process may open too few descriptors.
+    """
+    with ExitStack() as stack:
+        meeting = _Meeting(rank, key, awaited, names, watch, timeout, admits, advice, stack)
+        return meeting.run(listeners, [_Caller(peer, call) for peer, call in calls.items()])
+
+
+class _Caller:
+    """The calls to one peer: to all its places at once, and again where a connection was dropped.
+
+    The first place that proves the key is spoken to; the other connections are closed.
+    """
+
+    def __init__(self, peer: int, call: Call) -> None:
+        self.peer = peer
+        self.key = call.key
+        self.places = list(call.places)  # where the peer may still be
+        self.due = dict.fromkeys(call.places, 0.0)  # when to call there next
+        self.open: dict[Place, Conversation] = {}
+        self._pauses = dict.fromkeys(call.places, _PAUSE)
+        self._hopeless = list(call.reasons)
+        self._last: dict[str, str] = {}
+
+    def put_off(self, place: Place, reason: str) -> None:
+        """Call there again, later every time."""
+        self._last[place.name] = reason
+        self.due[place] = time.monotonic() + self._pauses[place]
+        self._pauses[place] = min(2 * self._pauses[place], _LONGEST_PAUSE)
+        for other in self.places:  # a connection there may have been closed for this one
+            if other not in self.open:
+                self.due.setdefault(other, 0.0)
+
+    def give_up(self, place: Place, reason: str) -> None:
+        """Do not call there again: the peer is not there."""
+        self._last.pop(place.name, None)
+        self._hopeless.append(f"{place.name}: {reason}")
+        self.places.remove(place)
+
+    def reason(self) -> str:
+        """Why there is no connection yet, in words."""
+        return "; ".join([*self._hopeless, *map(": ".join, self._last.items())])
+
+
+class _Meeting:
+    """The loop and its state. All that it opens is closed with `stack`, but what `run` returns."""
+
+    def __init__(
+        self,
+        rank: int,
+        key: bytes,
+        awaited: Collection[int],
+        names: Sequence[str],
+        watch: PeerWatch,
+        timeout: float,
+        admits: Admits,
+        advice: str,
+        stack: ExitStack,
+    ) -> None:
+        self._rank = rank
+        self._key = key
+        self._awaited = frozenset(awaited)
+        self._names = names
+        self._watch = watch
+        self._timeout = timeout
+        self._admits = admits
+        self._advice = advice
+        self._deadline = time.monotonic() + timeout
+        self._made: dict[int, socket.socket] = {}
+        self._callers: list[_Caller] = []  # that have no connection yet
+        self._held: dict[Conversation, None] = {}  # with those who call this rank, the oldest first
+        self._nonces: set[bytes] = set()
+        self._listeners: list[socket.socket] = []
+        self._accepts_from: float | None = 0.0  # when; None while it does
+        self._selector = stack.enter_context(selectors.DefaultSelector())
+        stack.callback(self._close_all)
+
+    def run(
+        self, listeners: Sequence[socket.socket], callers: Sequence[_Caller]
+    ) -> dict[int, socket.socket]:
+        """Go on until everybody is there."""
+        self._callers = list(callers)
+        for caller in callers:
+            self._require_places(caller)
+        if self._awaited:
+            self._listeners = list(listeners)
+            for listener in listeners:
+                listener.setblocking(False)
+        while missing := self._missing():
+            now = time.monotonic()
+            if now >= self._deadline:
+                raise self._late(missing)
+            self._do_what_is_due(now)
+            wait = self._next_due(now) - time.monotonic()
+            self._watch.await_readable(self._selector.fileno(), wait)
+            self._require_alive(self._watch.dead())
+            for key, _ in self._selector.select(0):
+                key.data()
+        made, self._made = self._made, {}
+        return made
+
+    def _missing(self) -> list[int]:
+        called = {caller.peer for caller in self._callers}
+        return sorted((self._awaited - self._made.keys()) | called)
+
+    def _do_what_is_due(self, now: float) -> None:
+        for conversation in [each for each in self._held if each.until <= now]:
+            self._drop(conversation)
+        if self._accepts_from is not None and now >= self._accepts_from:
+            self._accepts_from = None
+            for each in self._listeners:
+                self._selector.register(each, selectors.EVENT_READ, partial(self._accept, each))
+        for caller in self._callers:
+            for place in [place for place, when in caller.due.items() if when <= now]:
+                self._call(caller, place)
+
+    def _next_due(self, now: float) -> float:
+        # Where process ids are not visible, nothing wakes this rank when another one ends.
+        times = [self._deadline, now + _LONGEST_PAUSE]
+        times += [conversation.until for conversation in self._held]
+        times += [when for caller in self._callers for when in caller.due.values()]
+        return min(times if self._accepts_from is None else [*times, self._accepts_from])
+
+    # -- who calls this rank -----------------------------------------------------------------------
+
+    def _accept(self, listener: socket.socket) -> None:
+        """Take those who wait at `listener`, and hear what they have said already."""
+        for taken in range(_AT_ONCE):
+            try:
+                connection, _ = listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno not in _SHORTAGES:
+                    continue  # that one has gone before it was taken
+                # After the first there may be nobody: a shortage is found before that is.
+                if not taken and not self._make_room(error):
+                    self._rest()
+                return
+            if self._admits(connection, self._awaited):
+                self._hold(connection)
+            else:
+                connection.close()
+
+    def _rest(self) -> None:
+        """Accept nobody for a moment: whoever waits would be reported again at once."""
+        self._accepts_from = time.monotonic() + _PAUSE
+        for listener in self._listeners:
+            self._selector.unregister(listener)
+
+    def _hold(self, connection: socket.socket) -> None:
+        def expects(rank: int) -> bool:
+            return rank in self._awaited and self._admits(connection, [rank])
+
+        side = handshake.answer(self._key, expects, self._nonces)
+        conversation = Conversation(connection, side, until=time.monotonic() + _PATIENCE)
+        self._held[conversation] = None
+        hear = partial(self._hear, conversation)
+        self._selector.register(connection, selectors.EVENT_READ, hear)
+        hear()
+        strangers = [each for each in self._held if not each.heard]
+        if len(strangers) > _HELD:
+            self._drop(strangers[0])
+
+    def _hear(self, conversation: Conversation) -> None:
+        if conversation not in self._held:
+            return  # dropped since it spoke
+        try:
+            conversation.go_on()
+        except (handshake.Stranger, OSError):
+            self._drop(conversation)
+            return
+        if conversation.result is not None:
+            del self._held[conversation]
+            self._keep(conversation.result, conversation.connection)
+
+    def _make_room(self, shortage: OSError) -> bool:
+        """Drop the stranger that has been here longest; False where there is none.
+
+        Raises `shortage` where waiting does not help: this process itself takes all that it may.
+        """
+        stranger = next((each for each in self._held if not each.heard), None)
+        if stranger is not None:
+            self._drop(stranger)
+            return True
+        in_progress = self._held or any(caller.open for caller in self._callers)
+        if shortage.errno == errno.EMFILE and not in_progress:
+            raise shortage
+        return False
+
+    def _drop(self, conversation: Conversation) -> None:
+        del self._held[conversation]
+        self._close(conversation.connection)
+
+    # -- whom this rank calls ----------------------------------------------------------------------
+
+    def _call(self, caller: _Caller, place: Place) -> None:
+        del caller.due[place]
+        try:
+            connection = socket.socket(place.family, place.kind)
+        except OSError as error:
+            if error.errno in _SHORTAGES:
+                self._make_room(error)
+            self._failed(caller, place, error.errno or 0)
+            return
+        side = handshake.call(caller.key, rank=self._rank, peer=caller.peer)
+        conversation = Conversation(connection, side, until=self._deadline)
+        code = connection.connect_ex(place.address)
+        if code not in (0, errno.EINPROGRESS):
+            connection.close()
+            self._failed(caller, place, code)
+            return
+        caller.open[place] = conversation
+        reached = partial(self._reached, caller, place, conversation)
+        self._selector.register(connection, selectors.EVENT_WRITE, reached)
+
+    def _reached(self, caller: _Caller, place: Place, conversation: Conversation) -> None:
+        """Speak first, once the system has connected."""
+        if caller.open.get(place) is not conversation:
+            return  # closed since then
+        connection = conversation.connection
+        code = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code:
+            self._hang_up(caller, place)
+            self._failed(caller, place, code)
+            return
+        answered = partial(self._answered, caller, place, conversation)
+        self._selector.modify(connection, selectors.EVENT_READ, answered)
+        answered()
+
+    def _answered(self, caller: _Caller, place: Place, conversation: Conversation) -> None:
+        if caller.open.get(place) is not conversation:
+            return
+        try:
+            conversation.go_on()
+        except handshake.Stranger:
+            self._hang_up(caller, place)
+            caller.give_up(place, "what answers there is not that rank")
+            self._require_places(caller)
+            return
+        except OSError as error:
+            self._hang_up(caller, place)
+            caller.put_off(place, _in_words(error))
+            return
+        if conversation.heard:
+            caller.due.clear()
+            for other in [other for other in caller.open if other != place]:
+                self._hang_up(caller, other)
+        if conversation.result is not None:
+            self._callers.remove(caller)
+            self._keep(conversation.result, conversation.connection)
+
+    def _failed(self, caller: _Caller, place: Place, code: int) -> None:
+        """Call there again where that was for want of room, at either end; else look elsewhere."""
+        reason = os.strerror(code)
+        if code in (errno.EAGAIN, *_SHORTAGES):
+            caller.put_off(place, reason)
+        else:
+            caller.give_up(place, reason)
+            self._require_places(caller)
+
+    def _hang_up(self, caller: _Caller, place: Place) -> None:
+        self._close(caller.open.pop(place).connection)
+
+    def _require_places(self, caller: _Caller) -> None:
+        if not caller.places:
+            self._require_alive(self._watch.wait(_GRACE))
+            raise BootstrapError(
+                f"rank {self._rank} cannot reach {self._names[caller.peer]} ({caller.reason()})"
+                + self._advice
+            )
+
+    # -- both --------------------------------------------------------------------------------------
+
+    def _keep(self, peer: int, connection: socket.socket) -> None:
+        """Take it for `peer`, which has given up what it made before."""
+        self._selector.unregister(connection)
+        if peer in self._made:
+            self._made.pop(peer).close()
+        self._made[peer] = connection
+
+    def _close(self, connection: socket.socket) -> None:
+        self._selector.unregister(connection)
+        connection.close()
+
+    def _require_alive(self, dead: Collection[int]) -> None:
+        if dead:
+            names = ", ".join(self._names[each] for each in sorted(dead))
+            raise RankFailure(f"rank {self._rank} at start-up: {names} died", sorted(dead))
+
+    def _late(self, missing: Sequence[int]) -> BootstrapError:
+        names = ", ".join(self._names[peer] for peer in missing)
+        reasons = "; ".join(filter(None, (caller.reason() for caller in self._callers)))
+        return BootstrapError(
+            f"rank {self._rank} waited {self._timeout:g} s at start-up for {names}"
+            f"{f' ({reasons})' if reasons else ''}; SHARDMATH_STARTUP_TIMEOUT sets the limit"
+            f"{self._advice if reasons else ''}"
+        )
+
+    def _close_all(self) -> None:
+        conversations = [
+            *self._held,
+            *(c for caller in self._callers for c in caller.open.values()),
+        ]
+        for connection in [*self._made.values(), *(each.connection for each in conversations)]:
+            connection.close()
+
+
+def _in_words(error: OSError) -> str:
+    closed = isinstance(error, ConnectionError)
+    return "the connection was closed" if closed else error.strerror or str(error)

@@ -1,0 +1,38 @@
+"""An exception that leaves the host's part of a call on GPUs gives no wrong number."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from visible import gpu_of
+
+from mortal import Job, Raised
+
+sys.path.append(str(Path(__file__).parent.parent / "reliability"))
+
+from interrupts import CALLS, run_trials
+
+VARIABLES = {"SHARDMATH_TIMEOUT": "100", "SHARDMATH_NOTICE": "100"}
+
+
+def try_all(gpus, name, sample):
+    del gpus  # which skips where there are none
+
+    def body(group):
+        return run_trials(group, name, sample, gpu_of(group.rank))
+
+    with Job(2, body, VARIABLES) as job:
+        outcomes = [job.outcome(rank, 3500) for rank in range(2)]
+    assert not any(isinstance(each, Raised) or each is None for each in outcomes), outcomes
+    assert not any(failures for _, failures in outcomes), [f for _, f in outcomes if f]
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if name != "broadcast"])
+def test_no_interrupt_gives_a_wrong_number(gpus, name):
+    try_all(gpus, name, 2)
+
+
+@pytest.mark.torture
+@pytest.mark.parametrize("name", [name for name in CALLS if name != "broadcast"])
+def test_no_interrupt_at_any_bytecode_gives_a_wrong_number(gpus, name):
+    try_all(gpus, name, None)

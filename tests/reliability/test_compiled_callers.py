@@ -1,0 +1,146 @@
+"""Calls in a function that torch.compile has seen: as in any other, then and thereafter."""
+
+from __future__ import annotations
+
+import torch
+
+from shardmath import autograd, collectives, fft, get_context
+from shardmath.distribution import Redistribute, Replicated, Slab, redistribute
+from shardmath.errors import CollectiveMismatch
+from shardmath.linalg.advanced import Matmul, matmul
+from shardmath.symmetric.allocation import allocate_symmetric_memory
+from shardmath.symmetric_memory import empty, get_symm_mem_workspace, memset32, rendezvous
+from shardmath.untraced import untraced
+
+X, Y = Slab.X, Slab.Y
+N = 6
+PRODUCT = {"distributions": [X, Replicated(), X]}
+
+
+def planned(operator):
+    with operator:
+        operator.plan()
+        return operator.execute()
+
+
+def symmetric(x):
+    array = allocate_symmetric_memory(tuple(x.shape), torch, dtype=x.dtype)
+    array.copy_(x)
+    return array
+
+
+def through_a_handle(x):
+    array = empty(*x.shape, dtype=x.dtype, device=x.device)
+    array.copy_(x)
+    handle = rendezvous(array)
+    handle.barrier()
+    found = handle.get_buffer((handle.rank + 1) % handle.world_size, x.shape, x.dtype).clone()
+    handle.barrier()
+    return found
+
+
+def signalled(x):
+    array = empty(*x.shape, dtype=x.dtype, device=x.device)
+    handle = rendezvous(array)
+    handle.put(x, (handle.rank + 1) % handle.world_size)
+    handle.put_signal((handle.rank + 1) % handle.world_size)
+    handle.wait_signal((handle.rank - 1) % handle.world_size)
+    return array.clone()
+
+
+def filled(x):
+    words = torch.zeros(3, dtype=torch.uint32, device=x.device)
+    memset32(words, 1, 5, 2)
+    return x + words.float().sum()
+
+
+def in_a_part(x):
+    part = get_context().split(0)
+    part.barrier()
+    with part:
+        return collectives.all_reduce(x)
+
+
+CALLS = {
+    "all_gather": collectives.all_gather,
+    "all_reduce": collectives.all_reduce,
+    "all_reduce out": lambda x: collectives.all_reduce(x, out=x),
+    "all_to_all": collectives.all_to_all,
+    "broadcast": collectives.broadcast,
+    "reduce_scatter": collectives.reduce_scatter,
+    "redistribute": lambda x: redistribute(x, X, Y),
+    "Redistribute": lambda x: planned(Redistribute(x, X, Y)),
+    "matmul": lambda x: matmul(x, x, **PRODUCT),
+    "Matmul": lambda x: planned(Matmul(x, x, **PRODUCT)),
+    "fft": lambda x: fft.fft(x.to(torch.complex64), distribution=X).real,
+    "FFT": lambda x: planned(fft.FFT(x.to(torch.complex64), distribution=X)).real,
+    "allocation": symmetric,
+    "workspace": lambda x: x + get_symm_mem_workspace(None, 64).world_size,
+    "handle": through_a_handle,
+    "signals": signalled,
+    "memset32": filled,
+    "split": in_a_part,
+    "autograd": autograd.all_reduce,
+}
+
+
+def check(context, names, device="cpu"):
+    """Of which calls the results differ, or more was compiled than the lines around the call."""
+    from torch._dynamo.backends.debugging import aot_eager
+
+    wrong = []
+    with context:
+        x = torch.arange(N * N, dtype=torch.float32, device=device).reshape(N, N) + context.rank
+        for name in names:
+            graphs = []
+
+            def program(x, call=CALLS[name]):
+                return call(x + 1) * 2
+
+            def backend(graph, inputs, graphs=graphs):
+                graphs.append(graph)
+                return aot_eager(graph, inputs)
+
+            expected = program(x)
+            torch._dynamo.reset()  # or else it would give up on a function that comes so often
+            compiled = torch.compile(program, backend=backend)
+            for call in (compiled, compiled):
+                if not torch.equal(call(x), expected):
+                    wrong.append(name)
+            ours = [graph for graph in graphs if "shardmath" in graph.print_readable(False)]
+            if ours:
+                wrong.append(f"{name}: {ours[0].print_readable(False)}")
+            if not torch.equal(program(x), expected):
+                wrong.append(f"{name}, afterwards")
+    return wrong
+
+
+def test_a_compiled_function_has_the_same_results(contexts):
+    assert contexts.run(check, list(CALLS), ranks=2, timeout=600) == [[]] * 2
+
+
+def mistaken(context):
+    """What a call in compiled code says, which ranks make differently, and where it waits."""
+    with context:
+        x = torch.ones(N + context.rank, N)
+        program = torch.compile(lambda x: collectives.all_reduce(x + 1), backend="eager")
+        try:
+            program(x)
+        except CollectiveMismatch as error:
+            said = str(error)
+        return said, collectives.all_reduce(torch.ones(2)).tolist()
+
+
+def test_a_mistake_in_a_compiled_function_is_said_as_in_any_other(contexts):
+    one, other = contexts.run(mistaken, ranks=2, timeout=600)
+    assert one == other and one[1] == [2.0, 2.0]
+
+
+def test_nothing_but_the_mark_is_added():
+    @untraced
+    def call(a, *, b=1):
+        """What it does."""
+        return a, b
+
+    assert call(2, b=3) == (2, 3)
+    assert (call.__name__, call.__doc__) == ("call", "What it does.")
