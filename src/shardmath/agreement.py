@@ -68,7 +68,7 @@ def gather(board: Board, operation: str, describe: Callable[[], bytes]) -> list[
         texts = board.exchange_raw(operation, text)
         for each in texts:
             if not each.startswith(prefix):
-                _raise_refusal(board.bodies(texts, operation), mistake)
+                _raise_refusal(board, board.bodies(texts, operation), mistake)
     finally:
         del mistake  # its traceback refers to this frame: a cycle that would keep the operands
     start = len(prefix)
@@ -93,6 +93,7 @@ class refusing:  # noqa: N801  (a context manager)
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if isinstance(error, Exception):
+            self._board.names.note(error)
             self._board.exchange(f"{REFUSAL}{self._operation}", b"")
             settled(error)
 
@@ -117,7 +118,7 @@ def _refusal(error: Exception) -> bytes:
     return _REFUSED + wire.encode((name, text, facts))
 
 
-def _raise_refusal(messages: Sequence[bytes], own: Exception | None) -> None:
+def _raise_refusal(board: Board, messages: Sequence[bytes], own: Exception | None) -> None:
     """Raise the error of the first rank that sent one; `own`, this rank's, becomes its cause.
 
     What every rank sent is said of every rank. Where `own` says the same as what is raised, it
@@ -128,7 +129,9 @@ def _raise_refusal(messages: Sequence[bytes], own: Exception | None) -> None:
             everywhere = len(messages) > 1 and all(other == text for other in messages)
             same = own is None or text == _refusal(own)
             who = "every rank" if everywhere else f"rank {rank}"
-            raise settled(_rebuilt(who, text[1:])) from (None if same else own)
+            error = _rebuilt(who, text[1:])
+            board.names.note(error)
+            raise settled(error) from (None if same else own)
 
 
 def _travelling_name(error: Exception) -> str:

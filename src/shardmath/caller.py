@@ -1,12 +1,13 @@
-"""Which line of the user's program called: for messages, which name it and not a line of ours."""
+"""Which line of the user's program called, in which process: for messages, which name them."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from pathlib import Path
 
-__all__ = ["caller_line", "caller_place"]
+__all__ = ["caller_line", "caller_place", "process_name"]
 
 # The package's folder, and what its context managers run through.
 _OURS = (f"{Path(__file__).parent}/", contextlib.__file__)
@@ -24,6 +25,11 @@ def caller_line() -> str:
     """That line, as `file.py:31`."""
     file, number = caller_place()
     return f"{Path(file).name}:{number}"
+
+
+def process_name() -> str:
+    """This process, as `pid 4711 on node7`."""
+    return f"pid {os.getpid()} on {os.uname().nodename}"
 
 
 def _passed_through(file: str) -> bool:

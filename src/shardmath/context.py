@@ -153,7 +153,7 @@ class Context(DistributedContext):
         block.announced_to.add(self.number)
         segment = block.location.segment
         if segment not in self._announced:  # one that peers know is never taken back
-            self._runtime.transport.announce(segment, self._ranks)
+            self.board.names.told(self._runtime.transport.announce, segment, self._ranks)
             self._announced.add(segment)
 
     def allocate_shared(self, nbytes: int) -> Buffer:
@@ -183,7 +183,7 @@ class Context(DistributedContext):
         """The transport to memory that `rank` has announced, and the rank's number there."""
         transport, peer = self._runtime.transport, self._ranks[rank]
         if rank != self.rank:
-            transport.attach(peer, location.segment)
+            self.board.names.told(transport.attach, peer, location.segment)
         return transport, peer
 
     @cached_property
@@ -217,19 +217,20 @@ class Context(DistributedContext):
             transport, peer = self._reach(rank, location)
             for low, high in [(0, nbytes)] if pieces is None else pieces:
                 if low < high:
-                    transport.get(peer, location.segment, location.offset + low, found[low:high])
+                    place, part = location.offset + low, found[low:high]
+                    self.board.names.told(transport.get, peer, location.segment, place, part)
         return found
 
     def get(self, rank: int, location: Location, into: Memory, stream: int = 0) -> None:
         """Fill `into` from memory of `rank`, which it has announced. See `Transport.get`."""
         transport, peer = self._reach(rank, location)
-        transport.get(peer, location.segment, location.offset, into, stream)
+        self.board.names.told(transport.get, peer, location.segment, location.offset, into, stream)
 
     def put(self, rank: int, location: Location, data: Memory, stream: int = 0) -> None:
         """Write `data` to memory of `rank`, which sees it when it has heard of it thereafter."""
         transport, peer = self._reach(rank, location)
-        transport.put(peer, location.segment, location.offset, data, stream)
-        transport.quiet(peer, stream)
+        self.board.names.told(transport.put, peer, location.segment, location.offset, data, stream)
+        self.board.names.told(transport.quiet, peer, stream)
 
     def zero(self, buffer: Buffer) -> None:
         """Set memory of this rank's heap to zero."""
@@ -292,12 +293,16 @@ class Context(DistributedContext):
         self._outlived.clear()
         self._splits += 1
         own, _ = choices[self.rank]
-        if own is None:
-            return None
-        members = sorted((k, r) for r, (c, k) in enumerate(choices) if c == own)
-        return self._derive(
-            [r for _, r in members], f"split {self._splits} color {own}", parent=self
-        )
+        members = [r for _, r in sorted((k, r) for r, (c, k) in enumerate(choices) if c == own)]
+        name = f"{self._name} / split {self._splits} color {own}"
+        boards: list[Board] = []
+
+        def make() -> None:
+            if own is not None:
+                boards.append(self._board(members, name))
+
+        self.agree("split", make, lambda _: None)  # one that finds no descriptor is heard by all
+        return self._derive(members, name, boards[0], parent=self) if boards else None
 
     @untraced
     @collective_call
@@ -315,16 +320,22 @@ class Context(DistributedContext):
             )
         count, last = self._subsets.get(chosen, (0, None))
         if last is None or last._closed:
-            last = self._derive(chosen, f"subset {chosen} number {count}", parent=self)
+            name = f"{self._name} / subset {chosen} number {count}"
+            last = self._derive(chosen, name, self._board(chosen, name), parent=self)
             self._subsets[chosen] = count + 1, last
         return last
 
-    def _derive(self, ranks: Sequence[int], label: str, *, parent: Context | None) -> Context:
-        """A context of `ranks`, which all of them make under the same label."""
+    def _board(self, ranks: Sequence[int], name: str) -> Board:
+        """A board of `ranks`, which all of them make under the same name."""
         self.heap.recycle()  # lets go of the boards of groups that have ended
         mesh_ranks = [self._ranks[r] for r in ranks]
-        name = f"{self._name} / {label}"
-        board = self._runtime.board(mesh_ranks, list(ranks).index(self.rank), name)
+        return self._runtime.board(mesh_ranks, list(ranks).index(self.rank), name)
+
+    def _derive(
+        self, ranks: Sequence[int], name: str, board: Board, *, parent: Context | None
+    ) -> Context:
+        """A context of `ranks`, over a board of that name."""
+        mesh_ranks = [self._ranks[r] for r in ranks]
         return Context(
             self._runtime,
             board,
@@ -359,7 +370,8 @@ class Context(DistributedContext):
 
     def _successor(self, ranks: Sequence[int]) -> Context:
         """The context that takes this one's place, of these ranks. Collective among them."""
-        made = self._derive(ranks, f"recovery {self.board.recovery.number}", parent=self._parent)
+        name = f"{self._name} / recovery {self.board.recovery.number}"
+        made = self._derive(ranks, name, self._board(ranks, name), parent=self._parent)
         transport, peers = self._runtime.transport, made._ranks
         held = agreement.agree(made.board, "recover", transport.held, list)
         for peer, segments in zip(peers, held, strict=True):

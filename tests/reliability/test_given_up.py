@@ -4,6 +4,7 @@ Its peer may have changed by then what it reads, so it must not return a result.
 """
 
 import signal
+import socket
 import time
 
 import numpy as np
@@ -11,8 +12,9 @@ import pytest
 
 from mortal import Job, Raised
 from shardmath import startup
-from shardmath.collectives import all_gather
+from shardmath.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
 from shardmath.distribution import Slab, redistribute
+from shardmath.fft import fft
 from shardmath.linalg.advanced import matmul
 from shardmath.redistribution import host
 from shardmath.symmetric import board
@@ -20,10 +22,27 @@ from shardmath.symmetric.allocation import allocate_symmetric_memory as allocate
 
 N = 256
 LIMIT = {"SHARDMATH_TIMEOUT": "0.3", "SHARDMATH_NOTICE": "100"}
-CALLS = {
+WITH_BARRIERS = {
     "redistribute": lambda x: redistribute(x, Slab.X, Slab.Y),
     "all_gather": all_gather,
-    "matmul": lambda x: matmul(x, x, distributions=[Slab.X] * 3),
+    "all_reduce": lambda x: all_reduce(np.concatenate([x] * 4)),  # by two shots
+    "reduce_scatter": reduce_scatter,
+    "all_to_all": all_to_all,
+    "matmul": lambda x: matmul(x, x.T.copy(), distributions=[Slab.X, Slab.Y, Slab.X]),
+    "matmul along k": lambda x: matmul(x.T.copy(), x, distributions=[Slab.Y, Slab.X, Slab.X]),
+    "fft": lambda x: fft(x, distribution=Slab.X),
+}
+SMALL = {
+    f"{call.__name__} of {count}": lambda x, call=call, count=count: call(x.ravel()[:count].copy())
+    for call in (all_reduce, all_gather, reduce_scatter, all_to_all, broadcast)
+    for count in (6, 6000)  # in the exchange itself, and staged
+}
+CALLS = {
+    **WITH_BARRIERS,
+    **SMALL,
+    "all_reduce in place": lambda x: all_reduce(x, out=x),
+    "all_reduce of a number": lambda x: all_reduce(x[0, 0].real),
+    "allocate": lambda x: allocate((3, 4), np),
 }
 
 
@@ -43,6 +62,29 @@ def given_up(context, rank):
 
 
 @pytest.mark.parametrize("name", CALLS)
+def test_a_late_rank_does_not_return_from_what_its_peers_gave_up(name):
+    def body(group):
+        context = startup.initialize("cpu", group)
+        x = operand()
+        CALLS[name](x)
+        if context.rank == 0:
+            given_up(context, 1)
+            given_up(context, 2)
+        return repr(CALLS[name](x))
+
+    with Job(3, body, LIMIT) as job:
+        late, *others = (job.outcome(rank) for rank in range(3))
+    assert isinstance(late, Raised), f"it returned {late}"
+    assert late.kind == "RankFailure" and set(late.ranks) <= {1, 2}
+    host = socket.gethostname()
+    for rank, outcome in enumerate(others, 1):
+        assert (outcome.kind, outcome.ranks) == ("OpTimeout", (0,))
+        for who in (rank, 0):
+            assert f"pid {job.pids[who]} on {host}" in outcome.text
+        assert "test_given_up.py:" in outcome.text and "last operation was" in outcome.text
+
+
+@pytest.mark.parametrize("name", WITH_BARRIERS)
 def test_a_result_of_what_has_changed_is_not_returned(name):
     """Rank 1 comes to its last barrier when rank 0, which had been there, has given up."""
 

@@ -45,6 +45,10 @@ __all__ = [
 ]
 
 Shape = tuple[int, ...]
+_FREED = (
+    "lies in symmetric memory that has been freed; free it after its last use, or leave that to "
+    "the garbage collector"
+)
 OutputSpec = tuple[str, str, Shape] | None
 
 
@@ -126,7 +130,7 @@ def output_spec(out: Any, context: Context) -> tuple[OutputSpec, HostArray | Non
     view = library.host_view(out, writable=True)
     block = context.heap.find(library.pointer(out)) if spec.size else None
     if block is not None and block.freed:
-        raise UseAfterFree("out lies in symmetric memory that has been freed")
+        raise UseAfterFree(f"out {_FREED}")
     return (library.name, spec.dtype, spec.shape), view
 
 
@@ -146,7 +150,7 @@ def live_block(context: Context, address: int) -> Block | None:
     """The block of this rank's heap in which `address` lies, if any; UseAfterFree if freed."""
     block = context.heap.find(address)
     if block is not None and block.freed:
-        raise UseAfterFree("an operand lies in symmetric memory that has been freed")
+        raise UseAfterFree(f"an operand {_FREED}")
     return block
 
 

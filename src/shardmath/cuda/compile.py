@@ -15,7 +15,8 @@ from typing import Any
 
 from shardmath.config import Settings, cache_folder
 from shardmath.cuda import kernel_cache
-from shardmath.errors import BackendUnavailable, CudaError
+from shardmath.cuda.packages import unavailable
+from shardmath.errors import CudaError
 
 __all__ = ["KERNELS", "compiled", "compiled_source"]
 
@@ -89,10 +90,7 @@ def _nvrtc() -> Any:
 
         nvrtc.nvrtcVersion()
     except (ImportError, RuntimeError) as error:
-        raise BackendUnavailable(
-            "compiling kernels needs NVRTC: pip install 'cuda-bindings>=13' nvidia-cuda-nvrtc "
-            f"({error})"
-        ) from None
+        raise unavailable("compiling kernels needs NVRTC", error) from None
     return nvrtc
 
 

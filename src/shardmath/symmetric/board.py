@@ -1,11 +1,11 @@
 """The board: a page of control words that all ranks of a group see, and what they do with it.
 
 `rows` says where the page lies: there is one on each host. Each rank writes only its own row and
-reads the others'. Every word counts up and never returns, so a reader can be late, and a wait can
-be repeated. A row holds
+reads the others'. A row holds
 
-    word 0  exchange   how many rounds of exchange this rank has published
-    word 1  barrier    how many barriers this rank has reached
+    word 0  exchange   2n: this rank has published its n-th round of exchange;
+                       2n-1: it had, and has taken that back
+    word 1  barrier    2n: it has reached its n-th barrier; 2n-1: it had, and has taken that back
     word 2  state      RUNNING, LEFT, FAILED or MISMATCHED
     word 8  operation  the name of the operation under way, for other ranks' messages
     word 3  recovery   the last recovery of the group that this rank has asked for
@@ -15,8 +15,7 @@ be repeated. A row holds
     then two mailboxes, used by even and odd rounds: the number of the round, how many bytes the
     text has in all, and a part of it
 
-A rank that gives a barrier up takes back that it has reached it: what it lets peers read may change
-from then on, and who comes later is not to take it for what it was.
+Either all ranks come out of a round or a barrier, or none does: see `arrivals`.
 
 Two mailboxes suffice: a rank publishes round s+2 only after it has finished s+1, for which every
 peer had published s+1, which a peer does only after it has read all of round s. A mailbox says of
@@ -37,7 +36,9 @@ from collections.abc import Callable, Sequence
 from shardmath.caller import caller_line
 from shardmath.collective_call import CollectiveCall, current_call, settled
 from shardmath.errors import CollectiveMismatch, OpTimeout, RankFailure, ShardmathError
+from shardmath.symmetric.arrivals import Arrivals
 from shardmath.symmetric.header import NAME_BYTES, REFUSAL, bodies, header
+from shardmath.symmetric.names import AFTER_FAILURE, OPERATION, RankNames
 from shardmath.symmetric.reason import REASON_BYTES, Reason
 from shardmath.symmetric.recovery import Recovery
 from shardmath.symmetric.rows import ORDERED, Rows
@@ -47,7 +48,6 @@ from shardmath.transport.liveness import PeerWatch
 __all__ = ["ORDERED", "ROW_BYTES", "Board", "OperationGuard", "board_bytes"]
 
 _EXCHANGE, _BARRIER, _STATE, _RECOVERY, _DECISION, _KERNELS = range(6)
-_OPERATION = 64  # byte offset in a row
 _REASON = 128
 _WORD_BYTES = 8
 _MAIL = _REASON + REASON_BYTES  # byte offset of the first mailbox
@@ -67,6 +67,9 @@ def board_bytes(size: int) -> int:
 class Board:
     """This rank's side of the board of one group.
 
+    Rank r is number `watch_ranks[r]` of the job, and `names[r]` is its process. `job` is the
+    board of all its ranks, None for that board itself.
+
     Collective methods: `exchange`, `barrier`. Each raises RankFailure when a peer ends or leaves,
     and OpTimeout when one does not come; after that the board has `failed`, and says so to the
     peers.
@@ -82,21 +85,31 @@ class Board:
         watch_ranks: Sequence[int],
         names: Sequence[str],
         policy: WaitPolicy,
+        job: Board | None = None,
     ) -> None:
         self.rank = rank
         self.size = size
         self.policy = policy
         self._rows = rows
         self._words = rows.words
+        self._arrivals = Arrivals(rows)
         self._own = rows.words[rank]
         self._mailboxes = list(zip(rows.words, rows.bytes, strict=True))
         self._peers = [r for r in range(size) if r != rank]
         self._watch = watch
         self._watch_ranks = list(watch_ranks)
-        self._names = list(names)
-        self._rounds = 0
-        self._barriers = 0
+        self.names: RankNames = RankNames(
+            rows,
+            rank=rank,
+            numbers=watch_ranks,
+            processes=names,
+            job=None if job is None else job.names,
+        )
+        self._rounds = 0  # that all ranks have published, and
+        self._barriers = 0  # barriers that all have reached
         self._operation = "start"
+        # Where a rank has one peer, whom it sees, nobody else's arrival can come in between.
+        self._looks_twice = size > 2 or rows.needs_polling
         self._lock = threading.RLock()
         self._call: CollectiveCall | None = None  # the last public call that used this board
         self.recovery = Recovery(
@@ -127,6 +140,7 @@ class Board:
         try:
             return bodies(texts, operation)
         except CollectiveMismatch as error:
+            self.names.note(error)
             if any(text.startswith(REFUSAL.encode()) for text in texts):
                 self._fail_with(error)
             raise settled(error) from None
@@ -163,9 +177,9 @@ class Board:
         number = self._rounds + 1
         mailbox = _MAIL + (number & 1) * _MAIL_BYTES
         self._rows.write(mailbox, _MAIL_HEAD.pack(number, length) + chunk)
-        self._rows.publish(_EXCHANGE, number)
+        self._rows.publish(_EXCHANGE, 2 * number)
+        self._await(_EXCHANGE, 2 * number)
         self._rounds = number
-        self._await(_EXCHANGE, number)
         word, first = mailbox // _WORD_BYTES, mailbox + _MAIL_HEAD.size
         lengths, chunks = [], []
         for words, row in self._mailboxes:
@@ -181,25 +195,25 @@ class Board:
     def _stale(self, found: int, number: int) -> RankFailure:
         """What to raise for a mailbox of another round than the one that was published."""
         error = RankFailure(
-            f"{self.where()}: a peer published round {number} with the message of round {found}"
+            f"{self.names.where()}: a peer published round {number} with the message of round "
+            f"{found}"
         )
         self._fail_with(error)
         return error
 
-    def barrier(self, operation: str = "barrier", timeout: float | None = None) -> None:
+    def barrier(self, operation: str = "barrier") -> None:
         """Wait until every rank has called it. Collective.
 
-        What a rank wrote before, every rank sees after. A barrier that timed out has still
-        announced this rank's arrival, and the next call waits for the same one again.
+        What a rank wrote before, every rank sees after.
         """
         self.begin(operation)
         try:
             self._require_usable()
             self.operation = operation
-            if self._own[_BARRIER] == self._barriers:
-                self._rows.publish(_BARRIER, self._barriers + 1)
-            self._await(_BARRIER, self._barriers + 1, timeout)
-            self._barriers += 1
+            number = self._barriers + 1
+            self._rows.publish(_BARRIER, 2 * number)
+            self._await(_BARRIER, 2 * number)
+            self._barriers = number
         finally:
             self.end()
 
@@ -280,11 +294,12 @@ class Board:
 
     def _await_recovery(self, awaited: Callable[[], list[int]]) -> None:
         wait_until(
-            self._polling(lambda: not awaited()),
+            self._arrivals.polling(lambda: not awaited()),
             policy=self.policy,
             missing=awaited,
             peer_error=lambda _: None,
-            doing=self.where,
+            doing=self.names.where,
+            named=self.names.described,
         )
 
     # -- states --------------------------------------------------------------------------------
@@ -298,7 +313,7 @@ class Board:
     def operation(self, name: str) -> None:
         if name != self._operation:
             self._operation = name
-            self._rows.write(_OPERATION, header(name)[:NAME_BYTES].ljust(NAME_BYTES, b"\0"))
+            self._rows.write(OPERATION, header(name)[:NAME_BYTES].ljust(NAME_BYTES, b"\0"))
 
     def leave(self) -> None:
         """Tell the peers that this rank takes part no more: it has finished."""
@@ -327,11 +342,13 @@ class Board:
         """
         if self.failure is None:
             self.failure = why
+            # Who comes now may read what has changed: what is not complete is taken back.
+            for word, done in ((_EXCHANGE, self._rounds), (_BARRIER, self._barriers)):
+                if self._own[word] > 2 * done + 1:
+                    self._rows.publish(word, 2 * done + 1)
             if self._own[_STATE] == _RUNNING:
                 self._rows.write(_REASON, Reason(why, blamed, late).pack())
                 self._rows.publish(_STATE, _FAILED)
-                if self._own[_BARRIER] > self._barriers:  # who comes now may read what has changed
-                    self._rows.publish(_BARRIER, self._barriers)
 
     def peer_error(self, late: Sequence[int]) -> Exception | None:
         """The exception to raise where one of these ranks will never arrive, else None."""
@@ -342,12 +359,16 @@ class Board:
         waiting, for this rank, in another operation: both would wait for ever.
         """
         words = self._words
-        mismatched = [r for r in late if words[r][_EXCHANGE] > self._rounds]
+        mismatched = [r for r in late if words[r][_EXCHANGE] > self._own[_EXCHANGE]]
         mismatched += [r for r in late if words[r][_STATE] == _MISMATCHED]
         if not mismatched:
             return None
-        calls = "; ".join(f"rank {r} is in {self._operation_of(r)}" for r in mismatched)
-        return CollectiveMismatch(f"{self.where()}: the ranks called different operations: {calls}")
+        names = self.names
+        calls = "; ".join(f"{names.name(r)} is in {names.operation_of(r)}" for r in mismatched)
+        return CollectiveMismatch(
+            f"{names.where()}: the ranks called different operations: {calls}; all ranks must "
+            "make the same calls in the same order"
+        )
 
     def dead(self) -> list[int]:
         """The ranks whose process has ended without leaving. Never waits."""
@@ -392,7 +413,8 @@ class Board:
         error, silent = self.ended_peer_error(late), set(self.silent())
         known = [rank for rank in late if rank in silent]
         if error is None and known:
-            error = self.ended_peer_error(self._peers) or self._failure_of(known, "sends no more")
+            error = self.ended_peer_error(self._peers)
+            error = error or self.names.failure_of(known, "sends no more")
         return error
 
     def ended_peer_error(self, late: Sequence[int]) -> Exception | None:
@@ -405,65 +427,62 @@ class Board:
         dead = self._watch.dead() if self._watch is not None else frozenset()
         died = [r for r in late if states[r] == _RUNNING and self._watch_ranks[r] in dead]
         if died:
-            return self._failure_of(died, "died")
+            return self.names.failure_of(died, "died")
         for rank in late:
             if states[rank] == _FAILED:
                 reason = Reason.unpack(self._rows.bytes[rank][_REASON:_MAIL].tobytes())
                 blamed = [r for r in reason.blamed if r != self.rank]
-                text = f"{self.where()}: rank {rank} ({self._names[rank]}) gave up: {reason.why}"
+                who = f"{self.names.where()}: {self.names.name(rank)}"
+                text = f"{who} gave up: {reason.why}; {AFTER_FAILURE}"
                 if reason.late and blamed:
                     return OpTimeout(text, blamed)
                 return RankFailure(text, blamed or [rank])
         left = [rank for rank in late if states[rank] == _LEFT]
-        return self._failure_of(left, "has left") if left else None
-
-    def _failure_of(self, ranks: list[int], what: str) -> RankFailure:
-        reasons = "; ".join(
-            f"rank {r} ({self._names[r]}) {what}; its last operation was {self._operation_of(r)}"
-            for r in ranks
-        )
-        return RankFailure(f"{self.where()}: {reasons}", ranks)
-
-    def where(self) -> str:
-        """This rank, its operation and the user's line, for a message."""
-        return f"rank {self.rank} in {self._operation}, {caller_line()}"
+        return self.names.failure_of(left, "has left") if left else None
 
     # -- words ---------------------------------------------------------------------------------
 
-    def _await(self, word: int, target: int, timeout: float | None = None) -> None:
-        """Wait until every peer's `word` is at least `target`."""
+    def _await(self, word: int, target: int) -> None:
+        """Come out when every peer's `word` is `target` and none takes it back: see `arrivals`."""
         words = self._words
         late = [r for r in self._peers if words[r][word] < target]
-        if late:
-            self._await_late(word, target, late, timeout)
+        if late or (self._looks_twice and (late := self._arrivals.second_look(word, target))):
+            self._await_late(word, target, late)
         if not ORDERED:
             os.sched_yield()
 
-    def _await_late(self, word: int, target: int, late: list[int], timeout: float | None) -> None:
+    def _await_late(self, word: int, target: int, late: list[int]) -> None:
         words = self._words
 
         def arrived() -> bool:
             while late and words[late[-1]][word] >= target:
                 late.pop()
+            if not late:
+                late.extend(self._arrivals.second_look(word, target))
             return not late
 
-        def missing() -> list[int]:
-            return [r for r in self._peers if words[r][word] < target]
+        def missing() -> list[int]:  # one that has taken its arrival back waits for these, too
+            return self._arrivals.missing(word, target - 1) or self._arrivals.missing(word, target)
 
-        try:
+        def wait() -> None:
             wait_until(
-                self._polling(arrived),
+                self._arrivals.polling(arrived),
                 policy=self.policy,
                 missing=missing,
-                peer_error=self.peer_error,
-                doing=lambda: f"{self.where()}, #{target}",
-                timeout=timeout,
+                peer_error=lambda _: self.peer_error(self._arrivals.missing(word, target)),
+                doing=lambda: self.names.where(f", #{target // 2}"),
+                named=self.names.described,
             )
+
+        try:
+            try:
+                wait()
+            except OpTimeout:
+                if not self._arrivals.come_after_all(word, target, _STATE):
+                    raise
+                wait()  # for peers that are finding out the same
         except BaseException as error:
-            if word == _BARRIER and isinstance(error, OpTimeout):
-                settled(error)  # the next call waits for the same barrier
-            else:
-                self._fail_with(error)
+            self._fail_with(error)
             raise
 
     def wait(
@@ -484,11 +503,12 @@ class Board:
         self._rows.flush()
         try:
             wait_until(
-                self._polling(arrived),
+                self._arrivals.polling(arrived),
                 policy=self.policy,
                 missing=missing,
                 peer_error=self.peer_error if timeout is None else self.ended_peer_error,
-                doing=self.where,
+                doing=self.names.where,
+                named=self.names.described,
                 timeout=timeout,
             )
         except (CollectiveMismatch, RankFailure) as error:
@@ -498,27 +518,11 @@ class Board:
             settled(error)
             raise
 
-    def _polling(self, arrived: Callable[[], bool]) -> Callable[[], bool]:
-        """`arrived`, after messages of ranks on other hosts have been taken in."""
-        if not self._rows.needs_polling:
-            return arrived
-        poll = self._rows.poll
-
-        def polled() -> bool:
-            poll()
-            return arrived()
-
-        return polled
-
-    def _operation_of(self, rank: int) -> str:
-        text = bytes(self._rows.bytes[rank][_OPERATION : _OPERATION + NAME_BYTES])
-        return text.rstrip(b"\0").decode(errors="replace")
-
     def _require_usable(self) -> None:
         if self.failure is not None:
             raise RankFailure(
-                f"rank {self.rank}: an earlier operation of this context failed ({self.failure}); "
-                "call recover() of the context on all ranks that remain, or finalize and initialize"
+                f"{self.names.where()}: an earlier operation of this context failed "
+                f"({self.failure}); {AFTER_FAILURE}"
             )
 
 

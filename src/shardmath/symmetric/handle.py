@@ -210,7 +210,7 @@ class SymmetricMemory(metaclass=PadSetting):
 
     def _require_array(self) -> None:
         if self._buffer.block.freed:
-            raise UseAfterFree("this rank's array was freed with free_symmetric_memory")
+            raise UseAfterFree(f"rank {self.rank}: its array was freed; free it after its last use")
 
     def _peer(self, rank: int, name: str) -> int:
         """`rank`, the argument of that name, if there is such a rank."""

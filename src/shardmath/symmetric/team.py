@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Self
 
+from shardmath.caller import caller_line
 from shardmath.collective_call import settled
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import bindings, call, status_of
@@ -26,6 +27,7 @@ from shardmath.symmetric import structs
 from shardmath.symmetric.board import Board
 from shardmath.symmetric.departures import Departures
 from shardmath.symmetric.heap import Buffer
+from shardmath.symmetric.names import AFTER_FAILURE
 from shardmath.symmetric.reports import report_of
 
 __all__ = ["CHANNELS", "RESERVED", "Team"]
@@ -241,9 +243,8 @@ class Team:
         self.check()
         if self.broken:
             raise RankFailure(
-                f"rank {self.rank}: an earlier operation of this context was given up "
-                f"({self.broken}); call recover() of the context on all ranks that remain, or "
-                "finalize and initialize"
+                f"{self._who()}: an earlier operation of this context was given up "
+                f"({self.broken}); {AFTER_FAILURE}"
             )
 
     def gave_up(self) -> bool:
@@ -282,10 +283,11 @@ class Team:
         refused = late[self.rank].tolist()
         if refused[0] in _REFUSED:
             reason = _REFUSED[refused[0]].format(expected=refused[1], seen=_signed(refused[2]))
-            return ValueError(f"a kernel on rank {self.rank} (GPU {self.device.ordinal}) {reason}")
+            return ValueError(f"{self._who()}: a kernel {reason}")
         ranks = [rank for rank in range(self.size) if late[rank, 0]]
         reasons = [
-            f"rank {rank} had come to {seen} of {expected} in {_place(int(operation))}"
+            f"{self._board.names.described([rank])} had come to {seen} of {expected} in "
+            f"{_place(int(operation))}"
             for rank in ranks
             for operation, expected, seen in [late[rank].tolist()]
         ]
@@ -295,10 +297,15 @@ class Team:
         if gone is not None:
             return gone
         return OpTimeout(
-            f"rank {self.rank} (GPU {self.device.ordinal}) waited in vain: {'; '.join(reasons)}; "
-            "raise SHARDMATH_TIMEOUT if they were only slow",
+            f"{self._who()} waited in vain: {'; '.join(reasons)}; raise SHARDMATH_TIMEOUT, or the "
+            "timeout of the call, if they were only slow",
             ranks,
         )
+
+    def _who(self) -> str:
+        """This rank, its GPU and the user's line, for a message."""
+        name = self._board.names.name(self.rank)
+        return f"{name} on GPU {self.device.ordinal}, {caller_line()}"
 
 
 def _breaks_counts(operation: int) -> bool:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from shardmath.errors import OpTimeout
-from shardmath.group.base import rank_names
 
 __all__ = ["WaitPolicy", "wait_until"]
 
@@ -45,13 +44,15 @@ def wait_until(
     missing: Callable[[], Sequence[int]],
     peer_error: Callable[[Sequence[int]], Exception | None],
     doing: Callable[[], str],
+    named: Callable[[Sequence[int]], str],
     timeout: float | None = None,
 ) -> None:
     """Return once `arrived()`.
 
-    `missing()` lists the ranks still waited for, `doing()` names this rank, the operation and the
-    user's line, and `peer_error(ranks)` is the exception to raise when one of them will never
-    arrive. Raises that at once, and OpTimeout after `timeout` seconds (default: the policy's).
+    `missing()` lists the ranks still waited for, which `named(ranks)` puts into words; `doing()`
+    names this rank, the operation and the user's line, and `peer_error(ranks)` is the exception to
+    raise when one of them will never arrive. Raises that at once, and OpTimeout after `timeout`
+    seconds (default: the policy's).
     """
     for _ in range(policy.spins):
         if arrived():
@@ -60,7 +61,7 @@ def wait_until(
         os.sched_yield()
         if arrived():
             return
-    _wait_asleep(arrived, policy, missing, peer_error, doing, timeout)
+    _wait_asleep(arrived, policy, missing, peer_error, doing, named, timeout)
 
 
 def _wait_asleep(
@@ -69,6 +70,7 @@ def _wait_asleep(
     missing: Callable[[], Sequence[int]],
     peer_error: Callable[[Sequence[int]], Exception | None],
     doing: Callable[[], str],
+    named: Callable[[Sequence[int]], str],
     timeout: float | None,
 ) -> None:
     limit = policy.timeout if timeout is None else timeout
@@ -85,15 +87,16 @@ def _wait_asleep(
             continue
         if waited > limit:
             raised = "SHARDMATH_TIMEOUT" if timeout is None else "the timeout of this call"
+            slow = "it was" if len(missing_ranks) == 1 else "they were"
             raise OpTimeout(
                 f"{doing()}: waited {waited:.{1 if waited >= 1 else 2}f} s for "
-                f"{rank_names(missing_ranks)}; raise {raised} if they were only slow",
+                f"{named(missing_ranks)}; raise {raised} if {slow} only slow",
                 missing_ranks,
             )
         if waited > policy.notice and not noticed:
             noticed = True
             print(
-                f"shardmath: {doing()}: waiting for {rank_names(missing_ranks)}",
+                f"shardmath: {doing()}: waiting for {named(missing_ranks)}",
                 file=sys.stderr,
                 flush=True,
             )

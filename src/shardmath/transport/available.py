@@ -1,4 +1,4 @@
-"""How much memory this process may still take: what the machine has, and what it is allowed.
+"""What this process may still take: memory, as the machine has it and limits allow; descriptors.
 
 Who takes more is killed without a word, so it is asked before memory is committed. Pages of files
 do not count as taken: the system drops them when memory is short.
@@ -7,16 +7,43 @@ do not count as taken: the system drops them when memory is short.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import resource
 from pathlib import Path
 
-__all__ = ["available_memory", "control_group_memory"]
+__all__ = ["available_memory", "control_group_memory", "limit_reached"]
 
 _GROUPS = Path("/sys/fs/cgroup")
 
 
+def limit_reached(error: OSError) -> str:
+    """Which limit of this process, other than of memory, a call has met, and how to raise it.
+
+    Empty where it was none.
+    """
+    if error.errno == errno.EMFILE:
+        limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return (
+            f"this process may have {limit:,} files open, and has: close some, or raise the limit "
+            f"of open files (ulimit -n; it may be {most:,} at most here)"
+        )
+    if error.errno == errno.ENFILE:
+        return "the system has no descriptor left: its limit is fs.file-max"
+    if error.errno == errno.EFBIG:
+        limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+        return (
+            f"no file of this process may have more than {limit:,} bytes, memory that processes "
+            "share included: raise the limit of the size of files (ulimit -f)"
+        )
+    return ""
+
+
 def available_memory() -> int:
-    """Bytes that this process may still commit: the machine's, its control groups'."""
+    """Bytes that this process may still commit: the machine's, its control groups'.
+
+    Raises OSError where no descriptor is left to find out.
+    """
     bounds = [_machine_memory()]
     with contextlib.suppress(OSError):
         told = Path("/proc/self/cgroup").read_text()

@@ -19,7 +19,7 @@ from typing import ClassVar
 import numpy as np
 
 from shardmath.errors import CollectiveMismatch, HeapExhausted
-from shardmath.transport.available import available_memory
+from shardmath.transport.available import available_memory, limit_reached
 from shardmath.transport.base import Bytes, Memory, Probe, Segment, Transport, require_within
 from shardmath.transport.mesh import Mesh
 
@@ -75,15 +75,15 @@ class HostTransport(Transport):
 
     def commit(self, index: int, offset: int, nbytes: int) -> None:
         """See Transport. `offset` and `nbytes` are multiples of the page size."""
-        have = available_memory()
         fd = self._own[index][0]
-        if nbytes > have:
-            raise _exhausted(nbytes, have)
         try:
+            have = available_memory()
+            if nbytes > have:
+                raise _exhausted(nbytes, have)
             os.posix_fallocate(fd, offset, nbytes)
-        except OSError:
+        except OSError as error:
             self.decommit(index, offset, nbytes)
-            raise _exhausted(nbytes, have) from None
+            raise _refused(nbytes, error) from None
 
     def decommit(self, index: int, offset: int, nbytes: int) -> None:
         """See Transport."""
@@ -162,12 +162,17 @@ class HostTransport(Transport):
 
 def export_memory(name: str, nbytes: int) -> tuple[int, mmap.mmap]:
     """A sparse anonymous segment: its descriptor, and its mapping here."""
-    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError as error:
+        raise _refused(nbytes, error) from None
     try:
         try:
             os.ftruncate(fd, nbytes)
-        except (OSError, OverflowError):
+        except OverflowError:
             raise _exhausted(nbytes, available_memory()) from None
+        except OSError as error:
+            raise _refused(nbytes, error) from None
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
         return fd, _mapped(fd, nbytes)
     except BaseException:
@@ -192,7 +197,9 @@ def map_memory(fd: int) -> mmap.mmap:
 def _mapped(fd: int, nbytes: int) -> mmap.mmap:
     try:
         mapping = mmap.mmap(fd, nbytes, mmap.MAP_SHARED)
-    except (OSError, ValueError, OverflowError):
+    except (OSError, ValueError, OverflowError) as error:
+        if isinstance(error, OSError) and limit_reached(error):
+            raise _refused(nbytes, error) from None
         have = available_memory()
         if nbytes > have:
             raise _exhausted(nbytes, have) from None
@@ -203,6 +210,14 @@ def _mapped(fd: int, nbytes: int) -> mmap.mmap:
     with contextlib.suppress(OSError):
         mapping.madvise(mmap.MADV_HUGEPAGE)  # fewer page faults where the system allows it
     return mapping
+
+
+def _refused(need: int, error: OSError) -> HeapExhausted:
+    """What to raise where the system does not give `need` bytes: which limit was reached."""
+    reached = limit_reached(error)
+    if not reached:
+        return _exhausted(need, available_memory())
+    return HeapExhausted(f"symmetric memory needs {need:,} bytes more: {reached}", need=need)
 
 
 def _exhausted(need: int, have: int) -> HeapExhausted:

@@ -23,9 +23,10 @@ from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 from shardmath import wire
-from shardmath.errors import RankFailure
+from shardmath.errors import HeapExhausted, RankFailure
 from shardmath.group.base import ProcessGroup
 from shardmath.group.links import too_few_descriptors
+from shardmath.transport.available import limit_reached
 from shardmath.transport.far import connect_far
 from shardmath.transport.handshake import KEY_BYTES
 from shardmath.transport.hosts import host_identity, hosts_of
@@ -38,7 +39,10 @@ __all__ = ["Mesh"]
 _UNIX = (socket.AF_UNIX, socket.SOCK_SEQPACKET)
 _CREDENTIALS = struct.Struct("=iii")  # pid, uid, gid
 _TAG_BYTES = 64
-_SIZE = struct.Struct("=Q")  # in front of the tag: bytes of the memory, where it cannot say itself
+# In front of the tag: bytes of the memory, where it cannot say itself. Where no descriptor comes
+# with it, the length of the tag, behind which it says why.
+_SIZE = struct.Struct("=Q")
+_WHY_BYTES = 512
 _GRACE = 0.2  # seconds: a dying process closes its sockets first, and counts as dead later
 
 
@@ -62,7 +66,8 @@ class Mesh:
         self._identities: list[str] = []
         self._timeout = timeout
         self._sockets: dict[int, socket.socket] = {}
-        self._arrived: dict[int, dict[bytes, tuple[int, int]]] = {}
+        # By peer and tag, a descriptor and its bytes, or why there is none.
+        self._arrived: dict[int, dict[bytes, tuple[int, int] | str]] = {}
         self._reading = [threading.Lock() for _ in range(self.size)]  # one reads for all threads
         with ExitStack() as undo:
             undo.callback(self._close_sockets)
@@ -170,6 +175,10 @@ class Mesh:
         pid = int(_CREDENTIALS.unpack(raw)[0])
         return pid if pid == self.pids[rank] else 0
 
+    def name(self, rank: int) -> str:
+        """A rank of the job and its process, for messages."""
+        return self.names[rank]
+
     def send(self, rank: int, tag: str, fd: int, nbytes: int = 0) -> None:
         """Hand a descriptor to `rank` under `tag`. Blocks only while the peer's queue is full.
 
@@ -177,7 +186,15 @@ class Mesh:
         """
         assert 0 < len(tag.encode()) <= _TAG_BYTES, tag
         data = _SIZE.pack(nbytes) + tag.encode()
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
+        self._send(rank, tag, data, [fd])
+
+    def refuse(self, rank: int, tag: str, why: str) -> None:
+        """Tell `rank`, instead of `send`, why it does not get what it waits for under `tag`."""
+        text = f"{self.name(self.rank)}: {why}".encode()[:_WHY_BYTES]
+        self._send(rank, tag, _SIZE.pack(len(tag.encode())) + tag.encode() + text, [])
+
+    def _send(self, rank: int, tag: str, data: bytes, fds: list[int]) -> None:
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         try:
             self._sockets[rank].sendmsg([data], rights)
         except OSError as error:
@@ -192,7 +209,8 @@ class Mesh:
 
         Others that arrive before it are kept for their own `receive`, which may be another
         thread's: of several that wait for one peer, one reads the socket for all. Raises
-        RankFailure when the peer ends first, or says nothing within the start-up deadline.
+        RankFailure when the peer ends first, or says nothing within the start-up deadline;
+        HeapExhausted where the peer has refused it, or no descriptor is left for it here.
         """
         wanted = tag.encode()
         arrived = self._arrived.setdefault(rank, {})
@@ -200,6 +218,9 @@ class Mesh:
             with self._reading[rank]:
                 if wanted not in arrived:
                     self._read(rank, tag, arrived)
+        if isinstance(found, str):
+            arrived[wanted] = found  # for good: it is not sent again, but after a recovery
+            raise HeapExhausted(found)
         return found
 
     def arrived(self, prefix: str) -> list[tuple[int, int]]:
@@ -217,34 +238,42 @@ class Mesh:
         return [
             (rank, int(tag[len(start) :]))
             for rank, found in self._arrived.items()
-            for tag in list(found)
-            if tag.startswith(start)
+            for tag, outcome in list(found.items())
+            if tag.startswith(start) and not isinstance(outcome, str)
         ]
 
-    def _read(self, rank: int, awaited: str, arrived: dict[bytes, tuple[int, int]]) -> None:
-        """Put the next descriptor of `rank` among those that have arrived, by its tag."""
+    def _read(self, rank: int, awaited: str, arrived: dict[bytes, tuple[int, int] | str]) -> None:
+        """Put the next descriptor of `rank`, or why there is none, among `arrived`, by its tag."""
         doing = f"waiting for its {awaited!r}"
         try:
-            data, fds, flags, _ = socket.recv_fds(self._sockets[rank], _SIZE.size + _TAG_BYTES, 1)
+            most = _SIZE.size + _TAG_BYTES + _WHY_BYTES
+            data, fds, flags, _ = socket.recv_fds(self._sockets[rank], most, 1)
         except OSError as error:
             raise self._lost(rank, doing, error) from None
-        if len(data) < _SIZE.size or len(fds) != 1 or flags & socket.MSG_CTRUNC:
+        if len(data) < _SIZE.size:
             for fd in fds:
                 os.close(fd)
             raise self._lost(rank, doing, "its socket has ended")
-        tag = data[_SIZE.size :]
+        size, tag = _SIZE.unpack_from(data)[0], data[_SIZE.size :]
+        if not fds and not flags & socket.MSG_CTRUNC:  # refused
+            arrived[tag[:size]] = tag[size:].decode(errors="replace")
+            return
         before = arrived.get(tag)
-        arrived[tag] = fds[0], _SIZE.unpack_from(data)[0]
-        if before is not None:  # sent again after a recovery
-            os.close(before[0])
+        if fds:
+            arrived[tag] = fds[0], size
+            if isinstance(before, tuple):  # sent again after a recovery
+                os.close(before[0])
+        elif before is None:  # the system had no descriptor for this process
+            reached = limit_reached(OSError(errno.EMFILE, ""))
+            arrived[tag] = f"memory of {self.name(rank)} cannot be attached: {reached}"
 
     def _lost(self, rank: int, doing: str, error: object) -> RankFailure:
         dead = self.watch.wait(_GRACE)  # a peer that ended because another died is not the cause
-        names = ", ".join(f"rank {each}" for each in sorted(dead))
+        names = ", ".join(map(self.name, sorted(dead)))
         also = f"; dead: {names}" if dead - {rank} else ""
         return RankFailure(
-            f"rank {self.rank} lost rank {rank} (pid {self.pids[rank]} on {self.hosts[rank]}) "
-            f"while {doing}: {error}{also}",
+            f"{self.name(rank)} was lost while {doing}: {error}{also}; call recover() of the "
+            "context on all ranks that remain, or finalize and initialize",
             sorted(dead) or [rank],
         )
 
@@ -257,8 +286,9 @@ class Mesh:
         for connection in self._sockets.values():
             connection.close()
         for arrived in self._arrived.values():
-            for fd, _ in arrived.values():
-                os.close(fd)
+            for outcome in arrived.values():
+                if not isinstance(outcome, str):
+                    os.close(outcome[0])
         self._sockets.clear()
         self._arrived.clear()
 

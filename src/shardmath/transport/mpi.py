@@ -42,7 +42,7 @@ class MPITransport(MultiHostTransport):
         try:
             from mpi4py import MPI
         except (ImportError, RuntimeError) as error:  # mpi4py may be there without an MPI
-            return Probe(cls.name, False, f"{error}: pip install mpi4py mpich")
+            return Probe(cls.name, False, f"mpi4py cannot be imported: {error}")
         if not MPI.Is_initialized() or MPI.Is_finalized():
             return Probe(cls.name, False, "MPI is not running in this process")
         return Probe(cls.name, True)

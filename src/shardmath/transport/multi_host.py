@@ -126,12 +126,17 @@ class MultiHostTransport(HostTransport):
             polls += 1
             if polls < _SPINS:
                 continue
-            who = f"rank {self._mesh.rank} waited for {doing}, of rank {rank}"
-            if rank in self._mesh.watch.dead() and not done():
-                raise RankFailure(f"{who} on {self._mesh.hosts[rank]}, which has ended", [rank])
-            if time.monotonic() - start > self._timeout:
+            mesh, waited = self._mesh, time.monotonic() - start
+            if rank in mesh.watch.dead() and not done():
+                raise RankFailure(
+                    f"waited for {doing}, of {mesh.name(rank)}, which has ended; call "
+                    "recover() of the context on all ranks that remain, or finalize and initialize",
+                    [rank],
+                )
+            if waited > self._timeout:
                 raise OpTimeout(
-                    f"{who} for {self._timeout} s; raise SHARDMATH_TIMEOUT if it was only slow",
+                    f"waited {waited:.1f} s for {doing}, of {mesh.name(rank)}; raise "
+                    "SHARDMATH_TIMEOUT if it was only slow",
                     [rank],
                 )
             time.sleep(_PAUSE)

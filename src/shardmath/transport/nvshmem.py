@@ -22,6 +22,7 @@ from shardmath.cuda import stream as streams
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import call
 from shardmath.cuda.fence import DeviceFence
+from shardmath.cuda.packages import unavailable
 from shardmath.errors import BackendUnavailable, HeapExhausted
 from shardmath.geometry.integers import up
 from shardmath.group.base import ProcessGroup
@@ -280,15 +281,11 @@ def _bindings() -> Any:
         from cuda.pathfinder import load_nvidia_dynamic_lib
         from nvshmem import bindings
     except ImportError as error:
-        raise BackendUnavailable(
-            f"GPUs of several hosts need NVSHMEM ({error}): pip install nvshmem4py-cu13"
-        ) from None
+        raise unavailable("GPUs of several hosts need NVSHMEM", error, "hosts-cu13") from None
     try:
         load_nvidia_dynamic_lib("nvshmem_host")
     except RuntimeError as error:  # DynamicLibNotFoundError
-        raise BackendUnavailable(
-            f"the library of NVSHMEM cannot be loaded ({error}): pip install nvidia-nvshmem-cu13"
-        ) from None
+        raise unavailable("the library of NVSHMEM cannot be loaded", error, "hosts-cu13") from None
     return bindings
 
 

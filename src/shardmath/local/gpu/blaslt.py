@@ -20,7 +20,7 @@ import numpy as np
 
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import call
-from shardmath.errors import BackendUnavailable
+from shardmath.cuda.packages import unavailable
 from shardmath.lru_cache import LRUCache
 
 __all__ = [
@@ -291,10 +291,7 @@ def bindings() -> Any:
 
         cublasLt.get_version()
     except (ImportError, RuntimeError) as error:
-        raise BackendUnavailable(
-            "a matrix product on GPUs needs cuBLASLt through nvmath-python: "
-            f"pip install 'nvmath-python>=1.0' 'nvidia-cublas>=13' ({error})"
-        ) from None
+        raise unavailable("a matrix product on GPUs needs cuBLASLt", error) from None
     return cublasLt
 
 

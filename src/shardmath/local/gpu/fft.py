@@ -17,7 +17,8 @@ from shardmath.cuda import stream as streams
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import call_for_memory
 from shardmath.cuda.kernel import Argument, kernel
-from shardmath.errors import BackendUnavailable, CudaError
+from shardmath.cuda.packages import unavailable
+from shardmath.errors import CudaError
 from shardmath.local.fft import Kind
 from shardmath.local.plan_many import Dim, PlanMany, coalesced
 from shardmath.lru_cache import LRUCache
@@ -243,10 +244,7 @@ def _cufft() -> Any:
 
         cufft.get_version()
     except (ImportError, RuntimeError) as error:
-        raise BackendUnavailable(
-            "transforms on GPUs need cuFFT: pip install 'nvmath-python>=1.0' 'nvidia-cufft>=12' "
-            f"({error})"
-        ) from None
+        raise unavailable("transforms on GPUs need cuFFT", error) from None
     return cufft
 
 

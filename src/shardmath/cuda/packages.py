@@ -1,0 +1,43 @@
+"""What to install where a package for GPUs is missing: all that is, in one line.
+
+Whoever installs one package after another, as each is missed, starts a job for each of them.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, distribution
+
+from shardmath.errors import BackendUnavailable
+
+__all__ = ["EXTRAS", "unavailable"]
+
+# The packages of our extras, as pyproject.toml has them.
+EXTRAS = {
+    "cu13": (
+        "cuda-bindings",
+        "nvidia-cuda-nvrtc",
+        "nvidia-cublas",
+        "nvidia-cufft",
+        "nvmath-python",
+    ),
+    "hosts-cu13": ("nvshmem4py-cu13", "nvidia-nvshmem-cu13"),
+}
+
+
+def unavailable(what: str, error: Exception, extra: str = "cu13") -> BackendUnavailable:
+    """What to raise where `error` says that `what` lacks a package, or a library of one."""
+    extras = list(dict.fromkeys(["cu13", extra]))
+    missing = [name for each in extras for name in EXTRAS[each] if not _is_installed(name)]
+    reason = f"not installed: {', '.join(missing)}" if missing else str(error).partition("\n")[0]
+    return BackendUnavailable(
+        f'{what} ({reason}): pip install "shardmath[{",".join(extras)}]"; with device_id "cpu" '
+        "cores compute"
+    )
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        distribution(name)
+    except PackageNotFoundError:
+        return False
+    return True

@@ -1,0 +1,111 @@
+"""How messages name ranks: by number, by number in the job, by process, by what they did last.
+
+A rank of a context that was split off has two numbers, which differ: messages give both. What a
+rank calls is in its row of the board.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from shardmath.caller import caller_line
+from shardmath.errors import OpTimeout, RankFailure
+from shardmath.group.base import rank_names
+from shardmath.symmetric.header import NAME_BYTES
+from shardmath.symmetric.rows import Rows
+
+__all__ = ["AFTER_FAILURE", "OPERATION", "RankNames"]
+
+AFTER_FAILURE = "call recover() of the context on all ranks that remain, or finalize and initialize"
+
+OPERATION = 64  # byte offset in a row: the name of the operation
+_DESCRIBED = 4  # ranks of a message that are named in full
+_NOTED = 8  # the same, of an error that all raise
+
+
+class RankNames:
+    """The names of one board's ranks, for the messages of one of them, `rank`.
+
+    Rank r is number `numbers[r]` of the job, and `processes[r]` is its process. `job` has the names
+    of all ranks of the job, where these are a part.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        *,
+        rank: int,
+        numbers: Sequence[int],
+        processes: Sequence[str],
+        job: RankNames | None,
+    ) -> None:
+        self.rank = rank
+        self._rows = rows
+        self._numbers = list(numbers)
+        self._processes = list(processes)
+        self._job = job
+
+    def name(self, rank: int) -> str:
+        """A rank by its number here and, in a part of the job, by its number there; its process."""
+        return f"rank {rank} ({self._process(rank)})"
+
+    def where(self, number: str = "") -> str:
+        """This rank, its operation, the `number` of a wait, the user's line and the process."""
+        doing = f"rank {self.rank} in {self.operation_of(self.rank)}, {caller_line()}{number}"
+        return f"{doing}, {self._process(self.rank)}"
+
+    def told(self, verb: Callable[..., object], *arguments: Any) -> None:
+        """Call a verb of the transport, whose errors know the job's ranks: they name these here."""
+        try:
+            verb(*arguments)
+        except (RankFailure, OpTimeout) as error:
+            numbers = {peer: rank for rank, peer in enumerate(self._numbers)}
+            of_job = "" if self._job is None else "of the ranks of the job, "
+            ranks = [numbers[peer] for peer in error.ranks if peer in numbers]
+            raise type(error)(f"{self.where()}: {of_job}{error}", ranks) from None
+
+    def failure_of(self, ranks: Sequence[int], what: str) -> RankFailure:
+        """What to raise where ranks have died, or left: `what` they have done."""
+        reasons = "; ".join(f"{self.name(r)} {what}; {self.last_of(r)}" for r in ranks)
+        return RankFailure(f"{self.where()}: {reasons}; {AFTER_FAILURE}", ranks)
+
+    def note(self, error: Exception) -> None:
+        """Add to an error that all ranks raise alike where this one does, and who they are."""
+        if len(self._numbers) > 1:
+            names = ", ".join(map(self.name, range(min(len(self._numbers), _NOTED))))
+            more = (
+                f", and {len(self._numbers) - _NOTED} more" if len(self._numbers) > _NOTED else ""
+            )
+            error.add_note(
+                f"All ranks raise this; here it is {self.where()}. They are {names}{more}."
+            )
+
+    def described(self, ranks: Sequence[int]) -> str:
+        """Ranks by their names, with what they did last; of many, most by their number alone."""
+        shown = [f"rank {r} ({self._process(r)}; {self.last_of(r)})" for r in ranks[:_DESCRIBED]]
+        if len(ranks) > _DESCRIBED:
+            shown.append(rank_names(ranks[_DESCRIBED:]))
+        return ", ".join(shown)
+
+    def _process(self, rank: int) -> str:
+        """The rank's process, after its number in the job where this board has a part of that."""
+        process = self._processes[rank]
+        if self._job is None:
+            return process
+        return f"rank {self._numbers[rank]} of the job, {process}"
+
+    def last_of(self, rank: int) -> str:
+        """What a rank did last: here, and in the context of the whole job."""
+        here = self.operation_of(rank)
+        job = self._job
+        everywhere = "" if job is None else job.operation_of(self._numbers[rank])
+        done = [here] if here else []
+        if everywhere:
+            done.append(f"{everywhere} in the context of all ranks")
+        return f"its last operation was {', and '.join(done)}" if done else "it has called nothing"
+
+    def operation_of(self, rank: int) -> str:
+        """The operation that a rank is in, or was in last; empty where it has called none."""
+        text = bytes(self._rows.bytes[rank][OPERATION : OPERATION + NAME_BYTES])
+        return text.rstrip(b"\0").decode(errors="replace")

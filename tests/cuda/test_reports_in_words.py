@@ -1,0 +1,130 @@
+"""What a kernel's wait has found, in words: who waited, where, for whom. Some needs no GPU."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from shardmath.errors import OpTimeout, RankFailure
+from shardmath.symmetric import structs, team
+from shardmath.symmetric.board import ROW_BYTES, Board, board_bytes
+from shardmath.symmetric.rows import Rows
+from shardmath.symmetric.team import Team
+from shardmath.symmetric.waiting import WaitPolicy
+
+
+def boards(size, members):
+    """The board of rank 0 of all `size` ranks, and that of rank 0 of the part `members`."""
+    made = []
+    for ranks in (range(size), members):
+        count = len(ranks)
+        memory = mmap.mmap(-1, board_bytes(count))
+        rows = [Rows(memory, rank=rank, size=count, row_bytes=ROW_BYTES) for rank in range(count)]
+        made += [
+            [
+                Board(
+                    rows[rank],
+                    rank=rank,
+                    size=count,
+                    watch=None,
+                    watch_ranks=ranks,
+                    names=[f"pid {100 + r} on node7" for r in ranks],
+                    policy=WaitPolicy(1, notice=100, spins=0),
+                    job=made[0][number] if made else None,
+                )
+                for rank, number in enumerate(ranks)
+            ]
+        ]
+    return made
+
+
+def reporting(board, words):
+    """A team without a GPU of which a kernel has reported these words."""
+    made = object.__new__(Team)
+    made.rank, made.size, made.pads, made.broken = board.rank, board.size, (0,) * board.size, ""
+    made.device = SimpleNamespace(ordinal=3, synchronize=lambda: None)
+    made._board, made._notes = board, np.array(words, np.uint64)
+    return made
+
+
+REPORTS = {
+    "barrier": (structs.OF_BARRIER | 5 << 32, "in barrier, channel 5"),
+    "signal": (structs.OF_SIGNAL | 2 << 32, "in wait_signal, channel 2"),
+    "collective": (structs.OF_COLLECTIVE | 7 << 32, "in a collective, block 7"),
+}
+
+
+@pytest.mark.parametrize("part", [False, True], ids=["all", "part"])
+@pytest.mark.parametrize("name", REPORTS)
+def test_a_report_in_words(name, part, monkeypatch):
+    monkeypatch.setattr(team, "call", lambda *_: None)
+    operation, place = REPORTS[name]
+    whole, some = boards(4, (1, 3))
+    whole[3 if part else 1].operation = "fft"
+    board = (some if part else whole)[0]
+    words = [1, *[0] * 3, operation, 4, 3, *[0] * (3 * board.size - 6)]
+    found = reporting(board, words)
+    with pytest.raises(OpTimeout) as caught:
+        found.check()
+    text = str(caught.value)
+    assert caught.value.ranks == (1,)
+    who = "rank 0 (rank 1 of the job, pid 101 on node7)" if part else "rank 0 (pid 100 on node7)"
+    whom = "rank 1 (rank 3 of the job, pid 103 on node7" if part else "rank 1 (pid 101 on node7"
+    for words in (
+        who,
+        "on GPU 3, test_reports_in_words.py:",
+        whom,
+        "its last operation was fft",
+        place,
+    ):
+        assert words in text, (words, text)
+    assert "had come to 3 of 4" in text and "raise SHARDMATH_TIMEOUT" in text
+    if found.broken:
+        with pytest.raises(RankFailure) as caught:
+            found.require_usable()
+        assert who in str(caught.value) and "call recover() of the context" in str(caught.value)
+
+
+def check_words(context, library, part):
+    """The text of what rank 0 finds when no signal comes, and this rank's process."""
+    own = context.split(context.rank % 2) if part else context
+    text = ""
+    if own.rank == 0 and own.size > 1:
+        stream = library_stream(context, library)
+        own.team.wait_signal(1, stream, timeout=0.2)
+        try:
+            own.team.synchronize(stream)
+        except OpTimeout as error:
+            text = str(error)
+    context.barrier()
+    if own.size > 1:  # the signal that is still owed
+        stream = library_stream(context, library)
+        if own.rank == 1:
+            own.team.put_signal(0, stream)
+        elif own.rank == 0:
+            own.team.wait_signal(1, stream)
+        own.team.synchronize(stream)
+    return text, f"pid {os.getpid()} on {socket.gethostname()}"
+
+
+def library_stream(context, library):
+    torch = pytest.importorskip(library)
+    return torch.cuda.current_stream(context.device_id).cuda_stream
+
+
+@pytest.mark.parametrize("part", [False, True], ids=["all", "part"])
+def test_a_signal_that_does_not_come(gpus, part):
+    need = 4 if part else 2
+    if gpus.size < need:
+        pytest.skip(f"needs {need} ranks with GPUs")
+    results = gpus.run(check_words, "torch", part, ranks=need)
+    for reader, other in ((0, 2), (1, 3)) if part else ((0, 1),):
+        text = results[reader][0]
+        wanted = [results[reader][1], results[other][1], "rank 0", "rank 1", "wait_signal"]
+        wanted += [f"rank {each} of the job" for each in (reader, other) if part]
+        assert not [each for each in wanted if each not in text], text

@@ -1,0 +1,147 @@
+"""Ranks that give up while a late one arrives: all come out of a round or a barrier, or none does.
+
+The ranks are threads of one process, of which one runs at a time: at every load and store of a
+shared word a schedule of a fixed seed says which runs next, on a clock of its own.
+"""
+
+from __future__ import annotations
+
+import mmap
+import random
+import threading
+import types
+
+import pytest
+
+from shardmath.errors import OpTimeout, RankFailure
+from shardmath.symmetric import arrivals, waiting
+from shardmath.symmetric.board import ROW_BYTES, Board, board_bytes
+from shardmath.symmetric.rows import Rows
+from shardmath.symmetric.waiting import WaitPolicy
+
+LIMIT = 0.03  # of the schedule's seconds
+SEEDS = 60
+
+
+class Schedule:
+    """Says which of the threads runs, and what time it is."""
+
+    def __init__(self, seed: int, count: int) -> None:
+        self.random = random.Random(seed)
+        self.now = 0.0
+        self._step = self.random.choice((2e-6, 2e-5, 2e-4))  # at most, of one load or store
+        self._wakes = dict.fromkeys(range(count), 0.0)  # by thread: when it can go on
+        self._turns = [threading.Semaphore(0) for _ in range(count)]
+        self._local = threading.local()
+
+    def start(self, number: int) -> None:
+        """Make the calling thread that of this number, and let it wait for its turn."""
+        self._local.number = number
+        self._turns[number].acquire()
+
+    def pause(self, seconds: float = 0.0) -> None:
+        """Let others run for so long, and as long as it pleases."""
+        own = self._local.number
+        self.now += self.random.uniform(0, self._step)
+        self._wakes[own] = self.now + seconds
+        if (chosen := self._chosen()) != own:
+            self._turns[chosen].release()
+            self._turns[own].acquire()
+
+    def end(self) -> None:
+        """Let the others run from now on."""
+        del self._wakes[self._local.number]
+        self.begin()
+
+    def begin(self) -> None:
+        """Let some thread run."""
+        if self._wakes:
+            self._turns[self._chosen()].release()
+
+    def _chosen(self) -> int:
+        self.now = max(self.now, min(self._wakes.values()))
+        return self.random.choice([n for n, wake in self._wakes.items() if wake <= self.now])
+
+
+class Word:
+    """The words of a row: who loads or stores one lets the schedule choose who runs next."""
+
+    def __init__(self, words: memoryview[int], schedule: Schedule) -> None:
+        self._words, self._schedule = words, schedule
+
+    def __getitem__(self, index: int) -> int:
+        self._schedule.pause()
+        return self._words[index]
+
+    def __setitem__(self, index: int, value: int) -> None:
+        self._schedule.pause()
+        self._words[index] = value
+
+
+def outcomes(seed, size, operation, monkeypatch):
+    """What the ranks' calls did, where some arrive when the others give up."""
+    schedule = Schedule(seed, size)
+    clock = types.SimpleNamespace(monotonic=lambda: schedule.now, sleep=schedule.pause)
+    for module in (arrivals, waiting):
+        monkeypatch.setattr(module, "time", clock)
+        monkeypatch.setattr(module.os, "sched_yield", schedule.pause)
+    monkeypatch.setattr(waiting, "_YIELDS", 1)
+    memory = mmap.mmap(-1, board_bytes(size))
+    boards = []
+    for rank in range(size):
+        rows = Rows(memory, rank=rank, size=size, row_bytes=ROW_BYTES)
+        rows.words = [Word(words, schedule) for words in rows.words]
+        boards.append(
+            Board(
+                rows,
+                rank=rank,
+                size=size,
+                watch=None,
+                watch_ranks=range(size),
+                names=[f"pid {r}" for r in range(size)],
+                policy=WaitPolicy(LIMIT, notice=100, spins=0),
+            )
+        )
+    late = set(schedule.random.sample(range(size), schedule.random.randrange(1, size)))
+    starts = [
+        LIMIT + schedule.random.uniform(-2e-3, 4e-3) if rank in late else 0.0
+        for rank in range(size)
+    ]
+    found = [None] * size
+
+    def be(rank):
+        schedule.start(rank)
+        try:
+            schedule.pause(starts[rank] + schedule.random.uniform(0, 2e-3))
+            if operation == "barrier":
+                boards[rank].barrier()
+                found[rank] = "out"
+            else:
+                told = boards[rank].exchange("told", b"%d" % rank)
+                found[rank] = "out" if told == [b"%d" % r for r in range(size)] else told
+        except (OpTimeout, RankFailure):
+            found[rank] = "raised"
+        except BaseException as error:
+            found[rank] = error
+        finally:
+            schedule.end()
+
+    threads = [threading.Thread(target=be, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    schedule.begin()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+@pytest.mark.parametrize("operation", ["exchange", "barrier"])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_all_come_out_or_none(size, operation, monkeypatch):
+    seen = {"out": 0, "raised": 0}
+    for seed in range(SEEDS):
+        with monkeypatch.context() as patch:
+            found = outcomes(seed, size, operation, patch)
+        assert len(set(found)) == 1, (seed, found)
+        seen[found[0]] += 1
+    assert min(seen.values()) > SEEDS // 20, seen  # both happen, or the schedules show nothing
