@@ -203,6 +203,6 @@ def test_importing_starts_nothing(program: str, loaded: list[str]) -> None:
     path = str(SOURCE.parent)
     result = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path.insert(0, {path!r})\n{program}"],
-        capture_output=True, text=True, check=True, timeout=30,
+        capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert result.stdout.split() == loaded

@@ -65,9 +65,7 @@ def programs() -> list[tuple[Block, Block | None]]:
 
 
 def output(command: list[str]) -> list[str]:
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=110, check=False, cwd=ROOT
-    )
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return stable(done.stdout)
 
