@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+import one_thread  # noqa: F401  (before NumPy)
 from ranks import Pool
 from shardmath.startup import new_context
 

@@ -63,8 +63,6 @@ class Job:
                 for pipe in self._pipes:
                     os.close(pipe)
                 config.export(variables or {})
-                if "torch" in sys.modules:  # OpenMP's threads do not survive a fork
-                    sys.modules["torch"].set_num_threads(1)
                 _be_rank(rank, size, ends[rank], writing, body)
             os.close(writing)
             self.pids.append(pid)

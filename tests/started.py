@@ -126,7 +126,7 @@ class Started:
             words = [*command(launcher, size), str(Path(__file__).with_name("serve.py"))]
             self._process = subprocess.Popen(
                 [*words, address, LAUNCHERS[launcher][2]],
-                env={**config.environment(), "PYTHONPATH": os.pathsep.join(sys.path), **_THREADS},
+                env={**config.environment(), "PYTHONPATH": os.pathsep.join(sys.path)},
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
                 stderr=self._output,
@@ -211,7 +211,6 @@ class Started:
 
 
 _running: list[Started] = []  # of all pools; the least recently used first
-_THREADS = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 
 def _make_room(size: int) -> None:
