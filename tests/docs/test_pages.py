@@ -29,7 +29,7 @@ EXAMPLES = [
 ]
 FENCE = re.compile(r"^( *)```(\w*)([^\n]*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 TIME = re.compile(r"\b\d+(\.\d+)? (ms|us|s)\b")
-LAUNCHER = [sys.executable, "-m", "shardmath", "run"]
+LAUNCHER = [sys.executable, str(Path(__file__).with_name("preloaded.py"))]
 
 
 @dataclass(frozen=True)
