@@ -11,7 +11,7 @@ from shardmath.__main__ import main
 if __name__ == "__main__":
     program = Path(sys.argv[-1]).read_text()
     if "import torch" in program:
-        import torch  # noqa: F401
+        import torch
     if "torch.optim" in program:
         import torch._dynamo  # noqa: F401  (its first step does)
     sys.exit(main(["run", *sys.argv[1:]]))
