@@ -24,7 +24,7 @@ demo: $(VENV)/.has-demo
 
 # Two processes share out the files: while one waits, or computes alone, the other has a core.
 test: $(VENV)/.has-test
-	@$(RUN) -m pytest -n 2 --dist loadfile
+	@$(RUN) -m pytest -n 2
 
 torture: $(VENV)/.has-test
 	@$(RUN) -m pytest -m torture --timeout 3600
