@@ -22,8 +22,9 @@ demo: $(VENV)/.has-demo
 	@$(RUN) -m shardmath run -n 4 examples/digits.py
 	@$(RUN) -m shardmath run -n 4 examples/photograph.py
 
+# Two processes share out the files: while one waits, or computes alone, the other has a core.
 test: $(VENV)/.has-test
-	@$(RUN) -m pytest
+	@$(RUN) -m pytest -n 2
 
 torture: $(VENV)/.has-test
 	@$(RUN) -m pytest -m torture --timeout 3600

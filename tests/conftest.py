@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+import one_thread  # noqa: F401  (before NumPy)
 from ranks import Pool
 from shardmath.startup import new_context
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give each process whole files, and one of them all of tests/cuda: GPUs are not shared."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "cuda" if "cuda/" in file else file
+
+    return ByFile(config, log)
 
 
 @pytest.fixture(scope="session")

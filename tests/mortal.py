@@ -1,7 +1,8 @@
 """Ranks that may be killed or stopped: started, watched and collected one by one.
 
-A rank runs `body(group)` and reports one line of plain data, or how it ended. Times are those of
-the monotonic clock, which all processes share.
+A rank runs `body(group)` and reports one line of plain data, or how it ended. No test asks how long
+that took, since a loaded machine is no defect: that a rank noticed something of itself, and not
+because its time was up, shows where its deadlines are `ENDLESS`.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import shipped
-from ranks import Pool
+from ranks import PATIENCE, Pool
 from shardmath import config, current, startup, wire
 from shardmath.errors import ShardmathError
 from shardmath.group.links import star
@@ -28,17 +29,19 @@ from shardmath.group.local import LocalProcessGroup
 from shardmath.symmetric.pad_size import change_pad_setting, pad_setting
 from started import LAUNCHER
 
-__all__ = ["Job", "Raised", "left_behind", "on_ranks"]
+__all__ = ["ENDLESS", "Job", "Raised", "left_behind", "limit_waits", "on_ranks"]
+
+# Variables of ranks that wait for longer than any test may take.
+ENDLESS = {"SHARDMATH_TIMEOUT": "86400", "SHARDMATH_STARTUP_TIMEOUT": "86400"}
 
 
 @dataclass(frozen=True)
 class Raised:
-    """How a rank failed: the exception's class, the ranks that it names, its text, and when."""
+    """How a rank failed: the exception's class, the ranks that it names, and its text."""
 
     kind: str
     ranks: tuple[int, ...]
     text: str
-    when: float
 
 
 class Job:
@@ -47,7 +50,6 @@ class Job:
     def __init__(
         self, size: int, body: Callable[[Any], Any], variables: Mapping[str, str] | None = None
     ) -> None:
-        self.started = time.monotonic()
         self.pids: list[int] = []
         self._pipes: list[int] = []
         ends = star(size)
@@ -61,8 +63,6 @@ class Job:
                 for pipe in self._pipes:
                     os.close(pipe)
                 config.export(variables or {})
-                if "torch" in sys.modules:  # OpenMP's threads do not survive a fork
-                    sys.modules["torch"].set_num_threads(1)
                 _be_rank(rank, size, ends[rank], writing, body)
             os.close(writing)
             self.pids.append(pid)
@@ -82,13 +82,11 @@ class Job:
         for pipe in self._pipes:
             os.close(pipe)
 
-    def signal(self, rank: int, number: int) -> float:
-        """Send a signal to a rank; when it was sent."""
-        when = time.monotonic()
+    def signal(self, rank: int, number: int) -> None:
+        """Send a signal to a rank."""
         os.kill(self.pids[rank], number)
-        return when
 
-    def outcome(self, rank: int, timeout: float = 20.0) -> Any:
+    def outcome(self, rank: int, timeout: float = PATIENCE) -> Any:
         """What the rank returned, a `Raised`, or None for a rank that died without a word."""
         text = b""
         deadline = time.monotonic() + timeout
@@ -108,7 +106,15 @@ class Job:
         return Raised(*value)
 
 
-def on_ranks(size: int, body: Callable[[Any], Any], timeout: float = 30.0) -> list[Any]:
+def limit_waits(context: Any, seconds: float) -> None:
+    """From now on give this rank's peers so long to come.
+
+    Where a test is about what happens when time is up, this comes after all that must succeed.
+    """
+    context.board.policy = replace(context.board.policy, timeout=seconds)
+
+
+def on_ranks(size: int, body: Callable[[Any], Any], timeout: float = PATIENCE) -> list[Any]:
     """`body(context)` on ranks with a new default context: the results in rank order.
 
     AssertionError, with all tracebacks, when a body raises. The ranks are new too, but where a
@@ -153,11 +159,10 @@ def _be_rank(rank: int, size: int, sockets: Any, writing: int, body: Callable[[A
     try:
         result = ("returned", body(LocalProcessGroup(rank, size, sockets)))
     except BaseException as error:
-        when = time.monotonic()
         if not isinstance(error, (ShardmathError, ValueError, RuntimeError)):
             traceback.print_exc()
         ranks = tuple(getattr(error, "ranks", ()))
-        result = ("raised", (type(error).__name__, ranks, str(error), when))
+        result = ("raised", (type(error).__name__, ranks, str(error)))
     with contextlib.suppress(OSError):
         os.write(writing, wire.encode(result))
     sys.stdout.flush()

@@ -18,9 +18,9 @@ from serve import CALL, FAILED, name_of, receive, send
 from shardmath import wire
 from shardmath.errors import OpTimeout
 from shardmath.launch.failure import Failure, rebuild
-from started import LAUNCHER, Member, Started, stacks_of
+from started import LAUNCHER, PATIENCE, Member, Started, stacks_of
 
-__all__ = ["Pool"]
+__all__ = ["PATIENCE", "Pool"]
 
 LINGER = 0.2  # seconds that the others have to end after one rank has failed
 
@@ -57,7 +57,7 @@ class Pool:
         function: Callable[..., Any],
         *args: Any,
         ranks: int | None = None,
-        timeout: float = 60.0,
+        timeout: float = PATIENCE,
     ) -> list[Any]:
         """`function(setup(group), *args)` on the first `ranks` ranks: the results in order.
 

@@ -82,8 +82,6 @@ def serve(
     `group(size)` is that of the first `size` ranks. `known` has set-ups that need not be found.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    if "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(1)
     states: dict[tuple[str, int], Any] = {}
     while True:
         command = receive(channel)

@@ -29,12 +29,23 @@ from shardmath import config, wire
 from shardmath.launch.failure import Failure
 from shardmath.launch.ranks import die_with
 
-__all__ = ["LAUNCHER", "LAUNCHERS", "Member", "Started", "command", "missing", "stacks_of"]
+__all__ = [
+    "LAUNCHER",
+    "LAUNCHERS",
+    "PATIENCE",
+    "Member",
+    "Started",
+    "command",
+    "missing",
+    "stacks_of",
+]
 
 LAUNCHER = config.environment().get("TEST_LAUNCHER", "")
 MOST = 24  # ranks that are kept at the same time
-PATIENCE = 60.0  # seconds for a job to start
-GRACE = 60.0  # for one to end; with torch loaded that takes a second of a core for each rank
+# Seconds after which something hangs: a job's start, its end, a call. They only guard against waits
+# without end, on a machine that is ten times slower than an idle one, and are less than pytest's
+# own limit for a test, so that what hangs is named.
+PATIENCE = 240.0
 
 # What a launcher is, which package it needs, and whose communicator its ranks pass.
 LAUNCHERS = {
@@ -115,7 +126,7 @@ class Started:
             words = [*command(launcher, size), str(Path(__file__).with_name("serve.py"))]
             self._process = subprocess.Popen(
                 [*words, address, LAUNCHERS[launcher][2]],
-                env={**config.environment(), "PYTHONPATH": os.pathsep.join(sys.path), **_THREADS},
+                env={**config.environment(), "PYTHONPATH": os.pathsep.join(sys.path)},
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
                 stderr=self._output,
@@ -172,9 +183,9 @@ class Started:
         self.dismiss()
         stacks = ""
         try:
-            status: Any = self._process.wait(GRACE)
+            status: Any = self._process.wait(PATIENCE)
         except subprocess.TimeoutExpired:
-            status = f"nothing within {GRACE} s"
+            status = f"nothing within {PATIENCE} s"
             stacks = stacks_of(self.members)
         text = self.said() + stacks
         self.kill()
@@ -192,7 +203,7 @@ class Started:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGTERM)
         try:
-            self._process.wait(GRACE)
+            self._process.wait(PATIENCE)
         except subprocess.TimeoutExpired:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
@@ -200,7 +211,6 @@ class Started:
 
 
 _running: list[Started] = []  # of all pools; the least recently used first
-_THREADS = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 
 def _make_room(size: int) -> None:
@@ -214,7 +224,7 @@ def stacks_of(members: Sequence[Member]) -> str:
     for member in members:
         with contextlib.suppress(ProcessLookupError):
             os.kill(member.pid, signal.SIGUSR1)
-        give_up = time.monotonic() + 1.0
+        give_up = time.monotonic() + 5.0
         text = ""
         # The dump is complete when it ends in the outermost frame; a stopped rank writes none.
         while "<module>" not in text and time.monotonic() < give_up:

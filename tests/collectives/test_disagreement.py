@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
 import torch
@@ -102,7 +100,7 @@ CASES += [("broadcast", "none", 0), ("all_reduce", "dtype", 0), ("all_gather", "
 
 
 def call_all(context, cases):
-    """What each case raises, how long it took, and whether a proper call works afterwards."""
+    """What each case raises, and whether `out` is as before and a proper call works afterwards."""
     reports = []
     for function, what, differing in cases:
         call = getattr(collectives, function)
@@ -116,18 +114,16 @@ def call_all(context, cases):
             keywords = {**keywords, "out": np.full(shape, 7, "float32")}
             if what == "library" and context.rank == differing:
                 keywords["out"] = torch.full(shape, 7.0)
-        start = time.perf_counter()
         try:
             call(x, **keywords, context=context)
             said = "nothing"
         except Exception as error:
             said = f"{type(error).__name__}: {error}"
-        took = time.perf_counter() - start
         out = keywords["out"]
         kept = isinstance(out, list) or bool((np.asarray(out) == np.asarray(out).flat[0]).all())
         kept = kept and (isinstance(out, list) or np.asarray(out).flat[0] in (1, 7))
         after = collectives.all_reduce(np.ones(2), context=context).tolist() == [SIZE, SIZE]
-        reports.append((said, took, kept, after))
+        reports.append((said, kept, after))
     return reports
 
 
@@ -141,8 +137,7 @@ def test_every_disagreement_is_raised_on_all_ranks(contexts):
         kind = said.partition(":")[0]
         assert kind in ("CollectiveMismatch", "ValueError", "TypeError"), (case, said)
         assert f"rank {differing}" in said, (case, said)
-        assert all(took < 1 for _, took, _, _ in reports), (case, reports)
-        assert all(kept and after for _, _, kept, after in reports), (case, reports)
+        assert all(kept and after for _, kept, after in reports), (case, reports)
 
 
 def call_different_functions(context, first, second):
@@ -231,17 +226,16 @@ def fail_after_agreement(context):
     x = np.ones(1_000_000, "float32")
     if context.rank == 1:
         group.board.barrier = None  # as good as any other fault
-    start = time.perf_counter()
     try:
         collectives.all_reduce(x, context=group)
     except Exception as error:
-        return type(error).__name__, time.perf_counter() - start < 5
+        return type(error).__name__
     return None
 
 
 def test_a_fault_after_agreement_does_not_leave_peers_waiting(contexts):
     results = contexts.run(fail_after_agreement, ranks=3)
-    assert results == [("RankFailure", True), ("TypeError", True), ("RankFailure", True)]
+    assert results == ["RankFailure", "TypeError", "RankFailure"]
 
 
 @pytest.mark.parametrize("given", [0, "current", []])
@@ -254,17 +248,15 @@ def test_a_context_is_a_context(given):
 def test_the_ranks_of_the_only_context_are_told_of_a_wrong_one(function):
     def body(context):
         given = "the first" if context.rank == 1 else (context, None)[context.rank % 2]
-        start = time.perf_counter()
         try:
             getattr(collectives, function)(np.ones((6, 4)), context=given)
             said = "nothing"
         except TypeError as error:
             said = str(error)
-        soon = time.perf_counter() - start < 5
-        return said, soon, float(collectives.all_reduce(1.0))
+        return said, float(collectives.all_reduce(1.0))
 
     said = "rank 1: context is a DistributedContext or None, not 'the first'"
-    assert on_ranks(3, body) == [(said, True, 3.0)] * 3
+    assert on_ranks(3, body) == [(said, 3.0)] * 3
 
 
 def test_a_wrong_context_is_that_rank_s_affair_where_there_are_several():

@@ -172,7 +172,6 @@ def wrong_transforms(pool, cases, count):
     return wrong
 
 
-@pytest.mark.timeout(200)
 def test_any_transform(gpus, size):
     wrong = wrong_transforms(gpus, gpu_cases(size), 60)
     assert not wrong, "\n\n".join(wrong)
@@ -274,7 +273,7 @@ CHUNKS = [
 
 
 def test_chunks(gpus, size):
-    found = gpus.run(check_chunks, CHUNKS, ranks=size, timeout=50)
+    found = gpus.run(check_chunks, CHUNKS, ranks=size)
     assert found == [[]] * size, "\n".join(text for texts in found for text in texts)
 
 
@@ -283,7 +282,7 @@ def test_chunks_of_other_numbers_of_ranks(gpus, ranks):
     """What pushes has no neighbours there: its blocks are no multiple of a cluster."""
     if ranks > RANKS:
         pytest.skip(f"there are {RANKS} ranks with GPUs")
-    found = gpus.run(check_chunks, CHUNKS, ranks=ranks, timeout=50)
+    found = gpus.run(check_chunks, CHUNKS, ranks=ranks)
     assert found == [[]] * ranks, "\n".join(text for texts in found for text in texts)
 
 

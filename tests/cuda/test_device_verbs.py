@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -307,16 +306,14 @@ def check_late(context, language, kind):
     handle.synchronize()
     torch.cuda.synchronize()
     context.barrier()
-    late, seconds = None, 0.0
+    late = None
     if context.rank != last:
-        start = time.monotonic()
         wait_for(400)
-        wait_for(30_000)  # ends with the first
+        wait_for(86_400_000)  # ends with the first, not when its own time is up
         try:
             handle.synchronize()
         except OpTimeout as error:
             late = (error.ranks, f"rank {last}" in str(error), int(out[0]))
-        seconds = time.monotonic() - start
     context.barrier()
     if context.rank == last:
         for dst in range(context.size) if kind else [0]:
@@ -329,7 +326,7 @@ def check_late(context, language, kind):
     handle.synchronize()
     context.barrier()
     x = torch.ones(64, 64, device="cuda")
-    return late, seconds < 10, came, float((x @ x).sum())
+    return late, came, float((x @ x).sum())
 
 
 @pytest.mark.parametrize("language", ["cuda", "triton"])
@@ -342,7 +339,7 @@ def test_a_late_rank_is_named(gpus, size, language, kind):
     found = gpus.run(check_late, language, kind, ranks=size)
     if "not installed" in found:
         pytest.skip("triton is not installed")
-    good = (((size - 1,), True, 0), True, 1, 64.0 * 64 * 64)
+    good = (((size - 1,), True, 0), 1, 64.0 * 64 * 64)
     assert found == [good] * (size - 1) + [(None, True, 1, good[3])]
 
 

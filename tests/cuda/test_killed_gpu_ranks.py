@@ -1,18 +1,19 @@
-"""A rank with a GPU is killed: the others say so soon, wherever they wait, and come to an end."""
+"""A rank with a GPU is killed: the others say so, wherever they wait, and come to an end.
+
+They notice it of themselves: their own time is never up.
+"""
 
 from __future__ import annotations
 
 import mmap
 import select
 import signal
-import time
 
 import pytest
 
-from mortal import Job, Raised
+from mortal import ENDLESS, Job, Raised
 from shardmath import startup
 
-SOON = 5.0  # seconds; the deadline of an operation is 60
 PROGRESS = memoryview(mmap.mmap(-1, 64)).cast("Q")
 
 
@@ -57,15 +58,12 @@ def test_survivors_name_the_killed_rank(gpus, size, what):
         pytest.skip("nobody to survive")
     victim = size // 2
     PROGRESS[:] = memoryview(bytes(64)).cast("Q")
-    with Job(size, lambda group: busy(group, what)) as job:
-        deadline = time.monotonic() + 40
+    with Job(size, lambda group: busy(group, what), ENDLESS) as job:
         while not all(count >= 20 for count in PROGRESS[:size]):
-            assert time.monotonic() < deadline
             select.select([], [], [], 0.01)
-        killed = job.signal(victim, signal.SIGKILL)
+        job.signal(victim, signal.SIGKILL)
         outcomes = {rank: job.outcome(rank) for rank in range(size)}
     assert outcomes.pop(victim) is None
     for rank, outcome in outcomes.items():
         assert isinstance(outcome, Raised), outcome
         assert outcome.kind == "RankFailure" and victim in outcome.ranks, (rank, outcome)
-        assert outcome.when - killed < SOON, (rank, outcome)

@@ -1,4 +1,7 @@
-"""A rank is killed inside a collective: the others say so soon, and their GPUs stay usable."""
+"""A rank is killed inside a collective: the others say so, and their GPUs stay usable.
+
+They notice it of themselves: their own time is never up.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,12 @@ import mmap
 import random
 import select
 import signal
-import time
 
 import pytest
 
-from mortal import Job, Raised
+from mortal import ENDLESS, Job, Raised
 from shardmath import startup
 
-SOON = 3.0  # seconds; the deadline of the kernels is 60
 PROGRESS = memoryview(mmap.mmap(-1, 64)).cast("Q")  # steps of each rank; shared with the forks
 
 
@@ -48,7 +49,7 @@ def reducing(count):
                 context.team.synchronize(0)
                 PROGRESS[group.rank] = number
         except Exception as error:
-            return type(error).__name__, list(error.ranks), time.monotonic(), usable(context)
+            return type(error).__name__, list(error.ranks), usable(context)
 
     return body
 
@@ -61,19 +62,15 @@ def test_the_survivors_of_an_all_reduce_name_the_killed_rank(gpus, count):
     PROGRESS[:] = memoryview(bytes(64)).cast("Q")
     random_ = random.Random(count)
     victim = random_.randrange(size)
-    with Job(size, reducing(count)) as job:
-        deadline = time.monotonic() + 40
+    with Job(size, reducing(count), ENDLESS) as job:
         while not all(PROGRESS[:size]):
-            assert time.monotonic() < deadline, list(PROGRESS[:size])
             select.select([], [], [], 0.01)
         select.select([], [], [], random_.uniform(0, 0.05))
-        killed = job.signal(victim, signal.SIGKILL)
+        job.signal(victim, signal.SIGKILL)
         for rank in range(size):
             found = job.outcome(rank)
             if rank == victim:
                 assert found is None
                 continue
             assert not isinstance(found, Raised), found
-            kind, ranks, when, works = found
-            assert (kind, ranks, works) == ("RankFailure", [victim], True)
-            assert when - killed < SOON
+            assert found == ("RankFailure", [victim], True)

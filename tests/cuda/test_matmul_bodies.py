@@ -204,7 +204,7 @@ def test_gradients_of_transposed_conjugates(gpus, size):
 def mistakes(context, culprit, through):
     bodies = importlib.import_module("test_matmul_bad_input")
     without = {name: row for name, row in bodies.MISTAKES.items() if name != "a was freed"}
-    with patch.multiple(bodies, MISTAKES=without, SOON=20.0):
+    with patch.multiple(bodies, MISTAKES=without):
         return bodies.make_mistakes(context, culprit, through)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from visible import GPUS
 
 from shardmath.cuda import stream as streams
@@ -72,23 +70,21 @@ def check_signals(context):
         for _ in range(3):
             team.wait_signal(left, stream, channel=channel)
     team.synchronize(stream)
-    start = time.monotonic()
     late = None
     team.wait_signal(left, stream, timeout=0.2)
     try:
         team.synchronize(stream)
     except OpTimeout as error:
         late = error.ranks
-    waited = time.monotonic() - start
     context.barrier()
     team.put_signal(right, stream)  # the one that is still owed
     team.wait_signal(left, stream)
     team.synchronize(stream)
-    return late == (left,), 0.2 <= waited < 2
+    return late == (left,)
 
 
 def test_signals_are_counted_and_a_missing_one_is_named(gpus, size):
-    assert gpus.run(check_signals, ranks=size) == [(True, True)] * size
+    assert gpus.run(check_signals, ranks=size) == [True] * size
 
 
 def check_timeout(context, library):
@@ -97,13 +93,13 @@ def check_timeout(context, library):
     stream = current(context, library)
     outcome = []
     if context.rank != last:
-        start = time.monotonic()
-        for _ in range(5):  # the first expires; the others do not wait as long again
-            team.barrier(stream, channel=1, timeout=0.5)
+        team.barrier(stream, channel=1, timeout=0.5)
+        for _ in range(4):  # they end with the first, not when their own time is up
+            team.barrier(stream, channel=1, timeout=86400.0)
         try:
             team.synchronize(stream)
         except OpTimeout as error:
-            outcome = [error.ranks, f"rank {last}" in str(error), time.monotonic() - start < 1.5]
+            outcome = [error.ranks, f"rank {last}" in str(error)]
     context.barrier()
     for _ in range(3):
         team.barrier(stream, channel=1, timeout=20)
@@ -116,7 +112,7 @@ def check_timeout(context, library):
 
 def test_a_late_rank_is_named_and_the_gpu_stays_usable(gpus, size):
     last = size - 1
-    good = ([(last,), True, True], 64.0 * 64 * 64)
+    good = ([(last,), True], 64.0 * 64 * 64)
     wanted = [good] * last + [([], good[1])]
     if size > 1:
         assert gpus.run(check_timeout, "torch", ranks=size) == wanted

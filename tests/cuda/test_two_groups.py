@@ -61,5 +61,5 @@ def check_two(context, halves):
 
 @pytest.mark.parametrize("halves", [False, True])
 def test_two_groups_at_once(gpus, size, halves):
-    found = gpus.run(check_two, halves, ranks=size, timeout=30)
+    found = gpus.run(check_two, halves, ranks=size)
     assert found == [([], [], [])] * size

@@ -17,6 +17,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -84,11 +85,14 @@ class Cell:
         """Those of the entries of its case: which share most words with its row; of these, with all
         titles, then with the row before, ...; and of these, which have least that is not said.
         """
-        shared = [
-            ([(case & said).total() for said in self.said], -case.total()) for case, _ in entries
-        ]
-        best = max(shared)
-        return [numbers for each, (_, numbers) in zip(shared, entries, strict=True) if each == best]
+        for said in self.said:
+            shared = [(case & said).total() for case, _ in entries]
+            most = max(shared)
+            entries = [one for one, count in zip(entries, shared, strict=True) if count == most]
+            if len(entries) == 1:
+                break
+        least = min(case.total() for case, _ in entries)
+        return [numbers for case, numbers in entries if case.total() == least]
 
 
 def rows_of(table: str) -> Iterator[dict[int, tuple[str, str]]]:
@@ -146,21 +150,27 @@ def is_one_of(written: str, candidates: list[float]) -> bool:
     return any(abs(v * s - float(written)) <= half for v in candidates for s in scales)
 
 
+@cache
+def entries_of(file: str) -> list[tuple[Counter[str], list[float]]]:
+    """The case of each entry of a file, and its numbers."""
+    found = json.loads((RESULTS / f"{file}.json").read_text())["rows"]
+    return [(case_of(entry), list(values(entry))) for entry in found]
+
+
 def wrong_figures(
     sums_up: bool, files: list[str], rows: Iterable[dict[int, tuple[str, str]]]
 ) -> list[str]:
-    found = [e for f in files for e in json.loads((RESULTS / f"{f}.json").read_text())["rows"]]
-    entries = [(case_of(entry), list(values(entry))) for entry in found]
+    entries = list(itertools.chain.from_iterable(map(entries_of, files)))
     wrong = []
     for cell in cells_of(rows):
         numbers = [each for _, each in entries] if sums_up else cell.numbers_of(entries)
         taken = list(itertools.chain.from_iterable(numbers))
-        ratios = [a / b for row in numbers for a, b in itertools.permutations(row, 2) if b]
-        wrong += [
-            f"{cell.row}: {written}"
-            for written, ratio in cell.figures
-            if not is_one_of(written, taken) and not (ratio and is_one_of(written, ratios))
-        ]
+        for written, ratio in cell.figures:
+            if is_one_of(written, taken):
+                continue
+            pairs = itertools.chain(*(itertools.permutations(row, 2) for row in numbers))
+            if not ratio or not is_one_of(written, [a / b for a, b in pairs if b]):
+                wrong.append(f"{cell.row}: {written}")
     return wrong
 
 

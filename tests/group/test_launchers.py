@@ -24,7 +24,7 @@ def test_the_same_agreement(launcher: str) -> None:
     if missing(launcher):
         pytest.skip(missing(launcher))
     done = subprocess.run(
-        [*command(launcher, 2), PROGRAM], capture_output=True, text=True, timeout=60, check=False
+        [*command(launcher, 2), PROGRAM], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     assert sorted(line.removeprefix(f"[{line[1]}] ") for line in done.stdout.splitlines()) == [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from contextlib import suppress
 
 import pytest
@@ -42,7 +41,7 @@ class _Rank:
             row = pair.cards[self.turn]
             row[self.rank] = data
             pair.lock.notify_all()
-            assert pair.lock.wait_for(lambda: None not in row, 10)
+            assert pair.lock.wait_for(lambda: None not in row)
         self.turn += 1
         return list(row)
 
@@ -70,7 +69,7 @@ def connected(before=None, timeout=30.0):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join()
     return made[0], made[1]
 
 
@@ -82,9 +81,7 @@ def wired():
 
 
 def until(condition, *wires):
-    limit = time.monotonic() + 5
     while not condition():
-        assert time.monotonic() < limit
         for one in wires:
             one.poll()
 
@@ -231,6 +228,6 @@ def test_the_last_words_arrive_before_the_end():
     closing = threading.Thread(target=one.close)
     closing.start()
     until(lambda: watches[1].dead() == {0}, two)
-    closing.join(5)
+    closing.join()
     assert got == [(0, 0, b"farewell")]
     two.close()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launched import all_end
+from launched import await_ends
 
 from ranks import Pool
 from shardmath.errors import OpTimeout, RankFailure
@@ -80,8 +80,10 @@ def test_a_dead_rank_is_named() -> None:
 
 
 def test_a_hung_call_shows_the_stacks(capfd: pytest.CaptureFixture[str]) -> None:
-    with Pool(2) as pool, pytest.raises(OpTimeout, match=r"not finished: \[1\]") as caught:
-        pool.run(hang_in_a_place, timeout=0.2)
+    with Pool(2) as pool:
+        pool.run(who, "x")  # both are there
+        with pytest.raises(OpTimeout, match=r"not finished: \[1\]") as caught:
+            pool.run(hang_in_a_place, timeout=1.0)
     assert caught.value.ranks == (1,)
     assert "in hang_in_a_place" in capfd.readouterr().err
 
@@ -106,6 +108,7 @@ def test_it_dies_with_its_parent() -> None:
         assert parent.stdout is not None
         pidfds = [os.pidfd_open(int(pid)) for pid in parent.stdout.readline().split()]
         parent.kill()
-        assert len(pidfds) == 3 and all_end(pidfds, within=1.0)
+        assert len(pidfds) == 3
+        await_ends(pidfds)
         for pidfd in pidfds:
             os.close(pidfd)

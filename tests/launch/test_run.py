@@ -9,11 +9,10 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from launched import RUN, all_end, run, started, write
+from launched import END_SIGNALS, RUN, await_ends, hearing, run, started, write
 
 FOREVER = """
 while True:
@@ -124,7 +123,7 @@ def test_standard_streams_may_be_closed(tmp_path: Path, closed: str) -> None:
         """,
     )
     command = shlex.join([*RUN, "-n", "2", script, str(tmp_path / "out")])
-    done = subprocess.run(f"{command} {closed}", shell=True, timeout=30, check=False)
+    done = subprocess.run(f"{command} {closed}", shell=True, check=False)
     assert done.returncode == 0
     assert [(tmp_path / f"out.{rank}").read_text() for rank in range(2)] == ["2", "2"]
 
@@ -198,21 +197,20 @@ def test_a_rank_that_left_is_noticed(tmp_path: Path) -> None:
     assert "RankFailure: rank" in done.stderr.splitlines()[-1]
 
 
-def test_ranks_that_ignore_sigterm_are_killed(tmp_path: Path) -> None:
+def test_ranks_that_go_on_after_sigterm_are_killed(tmp_path: Path) -> None:
     script = write(
         tmp_path,
         """
         from shardmath.group import as_process_group
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        as_process_group(None).allgather_bytes(b"all ignore it")
+        signal.signal(signal.SIGTERM, lambda *_: print("asked to end"))
+        as_process_group(None).allgather_bytes(b"all go on")
         if rank == 0:
             raise RuntimeError("over")
         """
         + FOREVER.replace("\n", "\n        "),
     )
-    before = time.monotonic()
-    assert run(script, ranks=2).returncode == 1
-    assert 1.5 < time.monotonic() - before < 6
+    done = run(script, ranks=2)
+    assert (done.returncode, done.stdout) == (1, "[1] asked to end\n")
 
 
 def test_no_orphans_when_the_launcher_is_killed(tmp_path: Path) -> None:
@@ -222,35 +220,33 @@ def test_no_orphans_when_the_launcher_is_killed(tmp_path: Path) -> None:
     for _ in range(5):
         with started(script, ranks=4) as (launcher, pidfds):
             launcher.kill()
-            assert all_end(pidfds, within=1.0)
+            await_ends(pidfds)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("signum", END_SIGNALS)
 def test_a_signal_ends_the_job(tmp_path: Path, signum: signal.Signals) -> None:
     script = write(tmp_path, f"print(os.getpid())\n{FOREVER}")
     with started(script) as (launcher, pidfds):
         launcher.send_signal(signum)
-        assert all_end(pidfds, within=1.0)
-        _, errors = launcher.communicate(timeout=10)
+        await_ends(pidfds)
+        _, errors = launcher.communicate()
     assert launcher.returncode == 128 + signum
     assert errors == f"shardmath run: ended by {signum.name}\n"
 
 
-def test_what_the_starter_ignores_stays_ignored(tmp_path: Path) -> None:
-    """As under nohup: the hang-up passes by, the request to end does not."""
+@pytest.mark.parametrize("ignored", [signal.SIGHUP, signal.SIGINT])
+def test_what_the_starter_ignores_stays_ignored(tmp_path: Path, ignored: signal.Signals) -> None:
+    """As under `nohup`: the hang-up, or Ctrl-C, passes by; the request to end does not."""
     script = write(tmp_path, f"print(os.getpid(), flush=True)\n{FOREVER}")
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with started(script) as (launcher, pidfds):
-            launcher.send_signal(signal.SIGHUP)
-            for pidfd in pidfds:
-                signal.pidfd_send_signal(pidfd, signal.SIGHUP)
-            launcher.terminate()
-            assert all_end(pidfds, within=1.0)
-            launcher.communicate(timeout=10)
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    with started(script, ignored=[ignored]) as (launcher, pidfds):
+        launcher.send_signal(ignored)
+        for pidfd in pidfds:
+            signal.pidfd_send_signal(pidfd, ignored)
+        launcher.terminate()
+        await_ends(pidfds)
+        _, errors = launcher.communicate()
     assert launcher.returncode == 128 + signal.SIGTERM
+    assert errors == "shardmath run: ended by SIGTERM\n"
 
 
 def test_ctrl_c_twice_kills(tmp_path: Path) -> None:
@@ -270,8 +266,8 @@ def test_ctrl_c_twice_kills(tmp_path: Path) -> None:
             f"[{rank}] interrupted\n" for rank in range(3)
         ]
         launcher.send_signal(signal.SIGINT)
-        assert all_end(pidfds, within=1.0)
-        launcher.communicate(timeout=10)
+        await_ends(pidfds)
+        launcher.communicate()
     assert launcher.returncode == 130
 
 
@@ -286,6 +282,7 @@ def test_on_a_terminal_rank_0_asks_and_ctrl_c_interrupts_once(tmp_path: Path) ->
     )
     pid, terminal = pty.fork()
     if pid == 0:
+        hearing()()
         os.execv(sys.executable, [*RUN, "-n", "2", script])
     seen = b""
     for expected, answer in ((b"[0] name? ", b"Ada\n"), (b"hello Ada\r\n", b"\x03")):
@@ -312,14 +309,14 @@ def test_a_reader_that_goes_away_ends_the_job(tmp_path: Path) -> None:
         assert re.fullmatch(rb"\[\d\] more\n", job.stdout.readline())
         job.stdout.close()
         assert job.stderr.read() == b""
-        assert job.wait(timeout=10) == 141
+        assert job.wait() == 141
 
 
 def test_output_that_cannot_be_written_ends_the_job(tmp_path: Path) -> None:
     script = write(tmp_path, "print('some')\n" + FOREVER)
     with Path("/dev/full").open("wb") as full:
         done = subprocess.run(
-            [*RUN, "-n", "2", script], stdout=full, stderr=subprocess.PIPE, check=False, timeout=30
+            [*RUN, "-n", "2", script], stdout=full, stderr=subprocess.PIPE, check=False
         )
     assert done.returncode == 1
     text = b"shardmath run: stdout takes no more output: No space left on device; the job was ended"
@@ -335,7 +332,7 @@ def test_a_pipe_that_does_not_block_gets_all_output(tmp_path: Path) -> None:
         with os.fdopen(reading, "rb") as pipe:
             lines = sorted(pipe.read().splitlines())
         assert lines == [b"[%d] " % rank + b"x" * 300_000 for rank in (0, 1)]
-        assert job.wait(timeout=10) == 0
+        assert job.wait() == 0
 
 
 def test_too_few_descriptors(tmp_path: Path) -> None:
@@ -359,20 +356,24 @@ def test_bad_calls(tmp_path: Path) -> None:
 
 def test_the_number_of_ranks_behind_the_script_is_the_scripts(tmp_path: Path) -> None:
     script = write(tmp_path, "print(sys.argv[1:], os.environ['SHARDMATH_SIZE'])")
-    done = subprocess.run(
-        [*RUN, script, "-n", "4"], capture_output=True, text=True, check=True, timeout=30
-    )
+    done = subprocess.run([*RUN, script, "-n", "4"], capture_output=True, text=True, check=True)
     assert done.stdout == "[0] ['-n', '4'] 1\n"
     assert done.stderr.startswith("shardmath run: 1 rank: options of run stand before the script")
 
 
 def test_start_is_fast(tmp_path: Path) -> None:
-    """Goal 0.5 s on 2 idle cores; the bound leaves room for a busy machine."""
-    script = write(tmp_path, "print(time.monotonic())")
-    before = time.monotonic()
-    done = run(script, ranks=4)
-    last = max(float(line.split()[1]) for line in done.stdout.splitlines())
-    assert last - before < 1.5
+    """Every rank is a fork of the one Python that is started, and imports what its program does."""
+    script = write(
+        tmp_path,
+        """
+        from pathlib import Path
+        words = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in (os.getppid(), os.getpid())]
+        print(os.getppid(), words[0] == words[1], "numpy" in sys.modules)
+        """,
+    )
+    lines = run(script, ranks=4).stdout.splitlines()
+    launcher = lines[0].split()[1]
+    assert sorted(lines) == [f"[{rank}] {launcher} True False" for rank in range(4)]
 
 
 def test_the_launcher_imports_no_numpy() -> None:

@@ -114,11 +114,15 @@ def expanded(scales, mode, index, shape):
 
 
 class Factor:
-    """op(A), index 0, or op(B), index 1: this rank's part and scales, and all numbers in double."""
+    """op(A), index 0, or op(B), index 1: parts and scales of all ranks, and all numbers in double.
+
+    `part` and `scales` are those of `rank`.
+    """
 
     def __init__(self, index, whole, mode, dists, rank, seed, transposed=False):
         ids = np.arange(whole.size).reshape(whole.shape)
         self.numbers = np.zeros(whole.shape)
+        self.parts, self.all_scales = [], []
         for each, dist in enumerate(dists):
             stored = ids.T if transposed else ids
             mine = part_of(stored, dist, each, len(dists))
@@ -127,9 +131,10 @@ class Factor:
             part = whole.reshape(-1)[mine]
             value = part.astype(np.float64) * expanded(scales, mode, index, mine.shape)
             self.numbers.reshape(-1)[mine.reshape(-1)] = value.reshape(-1)
-            if each == rank:
-                self.part = np.array(part.T if transposed else part)
-                self.scales = scales.T if transposed and np.ndim(scales) == 2 else scales
+            self.parts.append(np.array(part.T if transposed else part))
+            is_turned = transposed and np.ndim(scales) == 2
+            self.all_scales.append(scales.T if is_turned else scales)
+        self.part, self.scales = self.parts[rank], self.all_scales[rank]
 
 
 def bound(want, a, b, result, *, scale_d=1.0, sums=SUMS):

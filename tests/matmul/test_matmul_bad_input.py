@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 
 import matmul_cases as cases
 import numpy as np
@@ -26,7 +25,6 @@ from shardmath.symmetric.allocation import allocate_symmetric_memory, free_symme
 
 M, N, K = 12, 9, 10
 X, Y = Slab.X, Slab.Y
-SOON = 1.0  # seconds
 
 
 class Call:
@@ -217,12 +215,10 @@ MISTAKES = {
 
 
 def raised(call):
-    """(type name, message) of what a call raises, and that it did so soon."""
-    start = time.monotonic()
+    """(type name, message) of what a call raises."""
     try:
         call()
     except Exception as error:
-        assert time.monotonic() - start < SOON
         return type(error).__name__, str(error)
     return "", ""
 

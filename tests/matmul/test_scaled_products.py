@@ -304,9 +304,9 @@ class Rank:
         self.plan = RankPlan(strategy, rank, hosts)
         operands, arrays, given = [], [], []
         for factor in operand_pair:
-            part = np.asarray(factor[rank].part, order=order)
+            part = np.asarray(factor.parts[rank], order=order)
             operands.append(device_array(part, keep))
-            scale = factor[rank].scales
+            scale = factor.all_scales[rank]
             is_number = np.ndim(scale) == 0 and rank % 2
             arrays.append(None if is_number else device_array(np.atleast_1d(scale), keep))
             given.append(float(scale) if is_number else 1.0)
@@ -370,10 +370,7 @@ def perform(layout, mode_a, mode_b, shape, result, order, label=None, hosts=(0,)
     if strategy.problem.dtype != E4:
         return None, compared
     operand_pair = [
-        [
-            cases.Factor(i, whole[i], mode, [d[i] for d in dists], rank, 5 + i)
-            for rank in range(size)
-        ]
+        cases.Factor(i, whole[i], mode, [d[i] for d in dists], 0, 5 + i)
         for i, mode in enumerate((mode_a, mode_b))
     ]
     everyone, keep = [], []
@@ -384,7 +381,7 @@ def perform(layout, mode_a, mode_b, shape, result, order, label=None, hosts=(0,)
         for name in "ab":
             rank.published.publish(name, 0)
         rank.made.begin()
-    one, two = operand_pair[0][0].numbers, operand_pair[1][0].numbers
+    one, two = operand_pair[0].numbers, operand_pair[1].numbers
     for number, rank in enumerate(ranks):
         if not rank.plan.multiplies:
             continue

@@ -1,6 +1,6 @@
 """R5, short: generated differences between ranks in operation, shape, dtype and number of calls.
 
-All ranks raise, within a second, what the call documents; none hangs and none returns.
+All ranks raise what the call documents; none returns, and none hangs until its time is up.
 """
 
 import random
@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from mortal import Job, Raised
+from mortal import ENDLESS, Job, Raised
 from shardmath import startup
 from shardmath.agreement import require_equal
 from shardmath.symmetric.allocation import allocate_symmetric_memory as allocate
 from shardmath.symmetric.allocation import free_symmetric_memory
 from shardmath.symmetric.rendezvous import rendezvous
 
-SOON = 1.0
 CASES = 60
 
 
@@ -111,16 +110,11 @@ def test_a_difference_is_an_error_on_all_ranks(seed):
     def body(group):
         ranks = Ranks(group)
         ranks.context.barrier()
-        start = time.monotonic()
-        try:
-            for call in odd_calls if ranks.context.rank == odd else [GOOD[n] for n in common]:
-                call(ranks)
-        except Exception as error:
-            assert time.monotonic() - start < SOON, error
-            raise
+        for call in odd_calls if ranks.context.rank == odd else [GOOD[n] for n in common]:
+            call(ranks)
         return "returned"
 
-    with Job(size, body) as job:
+    with Job(size, body, ENDLESS) as job:
         outcomes = [job.outcome(rank) for rank in range(size)]
     for rank, outcome in enumerate(outcomes):
         assert isinstance(outcome, Raised), (what, rank, outcomes)

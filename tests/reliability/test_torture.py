@@ -122,4 +122,4 @@ def test_memory_is_reused_neither_too_early_nor_never(seed):
         assert high > 1 << 20
         return context.heap.used
 
-    assert on_ranks(SIZE, body, timeout=60) == [0] * SIZE
+    assert on_ranks(SIZE, body) == [0] * SIZE

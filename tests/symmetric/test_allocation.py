@@ -2,7 +2,6 @@
 
 import gc
 import logging
-import time
 
 import numpy as np
 import pytest
@@ -137,9 +136,7 @@ def test_an_error_on_one_rank_is_raised_on_all_and_the_heap_is_unchanged():
     def body(context):
         names = []
         for call, _ in BAD:
-            start = time.monotonic()
             name, text = said(lambda c=call: c(context.rank))
-            assert time.monotonic() - start < 1.0
             assert "rank" in text, text
             names.append(name)
         gc.collect()
