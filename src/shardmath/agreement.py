@@ -16,11 +16,12 @@ from shardmath import errors, wire
 from shardmath.collective_call import settled
 from shardmath.errors import CollectiveMismatch
 from shardmath.symmetric.board import Board
-from shardmath.symmetric.header import REFUSAL, header
+from shardmath.symmetric.header import header
 
-__all__ = ["agree", "gather", "refusing", "require_equal"]
+__all__ = ["agree", "checked", "gather", "require_equal"]
 
 Agreed = TypeVar("Agreed")
+T = TypeVar("T")
 
 _DESCRIBED, _REFUSED = b"+", b"-"
 _NAMES = (
@@ -46,8 +47,7 @@ def agree(
     by that rank), or what `check` raises, or CollectiveMismatch when the operations differ.
     """
     texts = gather(board, operation, lambda: wire.encode(describe()))
-    with refusing(board, operation):
-        return check([wire.decode(text) for text in texts])
+    return checked(board, check, [wire.decode(text) for text in texts])
 
 
 def gather(board: Board, operation: str, describe: Callable[[], bytes]) -> list[bytes]:
@@ -75,27 +75,27 @@ def gather(board: Board, operation: str, describe: Callable[[], bytes]) -> list[
     return [each[start:] for each in texts]
 
 
-class refusing:  # noqa: N801  (a context manager)
-    """Around a pure check of what all ranks have said: what it raises, it raises on all ranks.
+def checked(board: Board, check: Callable[[T], Agreed], told: T) -> Agreed:
+    """`check(told)`, of what all ranks have told; what it raises, it raises on all ranks.
 
-    The ranks confirm it by one more exchange. For an exception need not be the check's: a signal
-    handler may have raised it, on this rank alone. Then the peers are in another operation, and
-    CollectiveMismatch is raised in its place, there too.
+    `check` is pure. An exception that it does not raise a second time is not its own: a signal
+    handler has raised it, on this rank alone.
     """
-
-    __slots__ = ("_board", "_operation")
-
-    def __init__(self, board: Board, operation: str) -> None:
-        self._board, self._operation = board, operation
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if isinstance(error, Exception):
-            self._board.names.note(error)
-            self._board.exchange(f"{REFUSAL}{self._operation}", b"")
+    try:
+        return check(told)
+    except Exception as error:
+        if _is_raised_again(check, told, error):
+            board.names.note(error)
             settled(error)
+        raise
+
+
+def _is_raised_again(check: Callable[[T], object], told: T, error: Exception) -> bool:
+    try:
+        check(told)
+    except Exception as again:
+        return type(again) is type(error) and str(again) == str(error)
+    return False
 
 
 def require_equal(what: str, values: Sequence[Any]) -> Any:

@@ -136,10 +136,6 @@ class Context(DistributedContext):
             marks = [struct.unpack(f"={len(text) // 8}Q", text) for text in texts]
             self.heap.apply_marks(self.number, marks)
 
-    def refusing(self, operation: str) -> agreement.refusing:
-        """Around a pure check of what all ranks have said; see `agreement.refusing`."""
-        return agreement.refusing(self.board, operation)
-
     def executing(self, operation: str) -> OperationGuard:
         """Around what follows agreement: an error here ends the wait of the peers at once."""
         return self.board.guard(operation)
@@ -299,7 +295,8 @@ class Context(DistributedContext):
 
         def make() -> None:
             if own is not None:
-                boards.append(self._board(members, name))
+                boards.append(self._board(members, name, self._require_peers))
+                boards[0].enter("split")  # who waits there is told of an interrupt, too
 
         self.agree("split", make, lambda _: None)  # one that finds no descriptor is heard by all
         return self._derive(members, name, boards[0], parent=self) if boards else None
@@ -321,15 +318,26 @@ class Context(DistributedContext):
         count, last = self._subsets.get(chosen, (0, None))
         if last is None or last._closed:
             name = f"{self._name} / subset {chosen} number {count}"
-            last = self._derive(chosen, name, self._board(chosen, name), parent=self)
+            self.board.enter("subset")
+            board = self._board(chosen, name, self._require_peers)
+            board.enter("subset")
+            last = self._derive(chosen, name, board, parent=self)
             self._subsets[chosen] = count + 1, last
         return last
 
-    def _board(self, ranks: Sequence[int], name: str) -> Board:
-        """A board of `ranks`, which all of them make under the same name."""
+    def _board(
+        self, ranks: Sequence[int], name: str, watch: Callable[[], None] = lambda: None
+    ) -> Board:
+        """A board of `ranks`, which all of them make under the same name. See `Runtime.board`."""
         self.heap.recycle()  # lets go of the boards of groups that have ended
         mesh_ranks = [self._ranks[r] for r in ranks]
-        return self._runtime.board(mesh_ranks, list(ranks).index(self.rank), name)
+        return self._runtime.board(mesh_ranks, list(ranks).index(self.rank), name, watch)
+
+    def _require_peers(self) -> None:
+        """Raise where a rank of this context has died, has left or has given up."""
+        error = self.board.ended_peer_error([r for r in range(self.size) if r != self.rank])
+        if error is not None:
+            raise error
 
     def _derive(
         self, ranks: Sequence[int], name: str, board: Board, *, parent: Context | None
@@ -370,7 +378,7 @@ class Context(DistributedContext):
 
     def _successor(self, ranks: Sequence[int]) -> Context:
         """The context that takes this one's place, of these ranks. Collective among them."""
-        name = f"{self._name} / recovery {self.board.recovery.number}"
+        name = f"{self._name} / recovery {self.board.recoveries}"
         made = self._derive(ranks, name, self._board(ranks, name), parent=self._parent)
         transport, peers = self._runtime.transport, made._ranks
         held = agreement.agree(made.board, "recover", transport.held, list)

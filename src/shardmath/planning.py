@@ -15,7 +15,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardmath import wire
-from shardmath.agreement import refusing
+from shardmath.agreement import checked
 from shardmath.lru_cache import LRUCache
 
 if TYPE_CHECKING:
@@ -85,8 +85,7 @@ def agree_plan(
         spec = specs[0]
         own = wire.encode(spec.spec if isinstance(spec, HashedSpec) else spec)
         texts = context.board.exchange(operation, own)
-        with refusing(context.board, operation):
-            built = build([wire.decode(text) for text in texts])
+        built = checked(context.board, build, [wire.decode(text) for text in texts])
         plan = cache.keep(key, (built,))
     else:
         cache.keep_repeated(operation, messages, key, notes)

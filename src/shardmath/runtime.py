@@ -7,7 +7,7 @@ GPU's side are imported only on ranks that compute on one.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
@@ -72,13 +72,20 @@ class Runtime:
         )
         return name
 
-    def board(self, ranks: Sequence[int], rank: int, name: str) -> Board:
+    def board(
+        self,
+        ranks: Sequence[int],
+        rank: int,
+        name: str,
+        watch: Callable[[], None] = lambda: None,
+    ) -> Board:
         """A board for `ranks` (numbers of this mesh), of which this process is `rank`.
 
         Collective among them. No two boards have the same `name`; the first is that of all ranks.
+        `watch()` is called now and then while a peer is awaited: it raises where none will come.
         """
         mesh, size = self.mesh, len(ranks)
-        rows = self._rows(ranks, rank, name)
+        rows = self._rows(ranks, rank, name, watch)
         names = [f"pid {mesh.pids[r]} on {mesh.hosts[r]}" for r in ranks]
         policy = WaitPolicy.of(self.settings.timeout, self.settings.notice, mesh.neighbours)
         board = Board(
@@ -94,7 +101,7 @@ class Runtime:
         self._job = self._job or board
         return board
 
-    def _rows(self, ranks: Sequence[int], rank: int, name: str) -> Rows:
+    def _rows(self, ranks: Sequence[int], rank: int, name: str, watch: Callable[[], None]) -> Rows:
         """Where a board's rows lie: the first rank of a host makes memory for the others there."""
         mesh, size = self.mesh, len(ranks)
         tag = "board " + blake2b(name.encode(), digest_size=24).hexdigest()
@@ -110,7 +117,7 @@ class Runtime:
                 mesh.send(peer, tag, fd)
             os.close(fd)
         else:
-            memory = map_memory(mesh.receive(first, tag))
+            memory = map_memory(mesh.receive(first, tag, watch))
         far = {r: peer for r, peer in enumerate(ranks) if not mesh.near(peer)}
         if not far:
             return Rows(memory, rank=rank, size=size, row_bytes=ROW_BYTES)

@@ -37,7 +37,7 @@ from shardmath.caller import caller_line
 from shardmath.collective_call import CollectiveCall, current_call, settled
 from shardmath.errors import CollectiveMismatch, OpTimeout, RankFailure, ShardmathError
 from shardmath.symmetric.arrivals import Arrivals
-from shardmath.symmetric.header import NAME_BYTES, REFUSAL, bodies, header
+from shardmath.symmetric.header import NAME_BYTES, bodies, header
 from shardmath.symmetric.names import AFTER_FAILURE, OPERATION, RankNames
 from shardmath.symmetric.reason import REASON_BYTES, Reason
 from shardmath.symmetric.recovery import Recovery
@@ -112,14 +112,7 @@ class Board:
         self._looks_twice = size > 2 or rows.needs_polling
         self._lock = threading.RLock()
         self._call: CollectiveCall | None = None  # the last public call that used this board
-        self.recovery = Recovery(
-            rows,
-            rank=rank,
-            words=(_RECOVERY, _DECISION),
-            place=_MAIL,
-            gone=self._gone,
-            wait=self._await_recovery,
-        )
+        self.recoveries = 0  # the last one that this rank has asked for
         self.failure: str | None = None
 
     # -- what the ranks do together ------------------------------------------------------------
@@ -134,15 +127,11 @@ class Board:
     def bodies(self, texts: Sequence[bytes], operation: str) -> list[bytes]:
         """What follows the headers of all ranks' texts, which are those of an `exchange_raw`.
 
-        Raises CollectiveMismatch, on all ranks, where they called different operations. The board
-        has failed where a rank had refused what its peers went on with: they are a call apart.
+        Raises CollectiveMismatch, on all ranks, where they called different operations.
         """
         try:
             return bodies(texts, operation)
         except CollectiveMismatch as error:
-            self.names.note(error)
-            if any(text.startswith(REFUSAL.encode()) for text in texts):
-                self._fail_with(error)
             raise settled(error) from None
 
     def exchange_raw(self, operation: str, text: bytes) -> list[bytes]:
@@ -285,7 +274,19 @@ class Board:
         """
         self.fail("it called recover()")
         self.operation = "recover"
-        return self.recovery.survivors()
+        recovery = Recovery(
+            self._rows,
+            rank=self.rank,
+            number=self.recoveries,
+            words=(_RECOVERY, _DECISION),
+            place=_MAIL,
+            gone=self._gone,
+            wait=self._await_recovery,
+        )
+        try:
+            return recovery.survivors()
+        finally:
+            self.recoveries = recovery.number
 
     def _gone(self) -> set[int]:
         """The ranks that have died or left."""

@@ -11,10 +11,9 @@ from functools import lru_cache
 from shardmath.errors import CollectiveMismatch
 from shardmath.group.base import rank_names
 
-__all__ = ["NAME_BYTES", "REFUSAL", "bodies", "header"]
+__all__ = ["NAME_BYTES", "bodies", "header"]
 
 NAME_BYTES = 64  # of a name; the rest of a longer one is not compared
-REFUSAL = "error of "  # before the name of an operation that a rank refuses after agreement
 _END = b"\0"
 
 

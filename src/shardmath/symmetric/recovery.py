@@ -20,7 +20,7 @@ __all__ = ["Recovery"]
 
 
 class Recovery:
-    """One rank's part in the recoveries of a board.
+    """One rank's part in the recoveries of a board: `number` is the last that it asked for.
 
     `rows` hold, for each rank, the number for which it has last asked at word `asked`, the number
     for which it has last decided at word `decided`, and who goes on, a bit for each rank, from byte
@@ -33,12 +33,13 @@ class Recovery:
         rows: Rows,
         *,
         rank: int,
+        number: int,
         words: tuple[int, int],
         place: int,
         gone: Callable[[], set[int]],
         wait: Callable[[Callable[[], list[int]]], None],
     ) -> None:
-        self.number = 0
+        self.number = number
         self._rows = rows
         self._rank = rank
         self._ranks = range(len(rows.words))

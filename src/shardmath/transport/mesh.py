@@ -18,7 +18,8 @@ import select
 import socket
 import struct
 import threading
-from collections.abc import Collection
+import time
+from collections.abc import Callable, Collection
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
@@ -43,6 +44,7 @@ _TAG_BYTES = 64
 # with it, the length of the tag, behind which it says why.
 _SIZE = struct.Struct("=Q")
 _WHY_BYTES = 512
+_LOOK = 20  # milliseconds between two looks at whether what is awaited can still come
 _GRACE = 0.2  # seconds: a dying process closes its sockets first, and counts as dead later
 
 
@@ -200,8 +202,20 @@ class Mesh:
         except OSError as error:
             raise self._lost(rank, f"handing it {tag!r}", error) from None
 
-    def receive(self, rank: int, tag: str) -> int:
-        """The descriptor that `rank` sent under `tag`; the caller owns it. See `receive_sized`."""
+    def receive(self, rank: int, tag: str, watch: Callable[[], None] = lambda: None) -> int:
+        """The descriptor that `rank` sent under `tag`; the caller owns it. See `receive_sized`.
+
+        Meanwhile `watch()` is called now and then: it raises where nothing will come.
+        """
+        waiting = select.poll()
+        waiting.register(self._sockets[rank], select.POLLIN)
+        deadline = time.monotonic() + self._timeout
+        while tag.encode() not in self._arrived.get(rank, ()) and time.monotonic() < deadline:
+            if waiting.poll(_LOOK):
+                with self._reading[rank]:
+                    if waiting.poll(0):
+                        self._read(rank, tag, self._arrived.setdefault(rank, {}))
+            watch()
         return self.receive_sized(rank, tag)[0]
 
     def receive_sized(self, rank: int, tag: str) -> tuple[int, int]:

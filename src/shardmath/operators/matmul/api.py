@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from shardmath.agreement import require_equal
+from shardmath.agreement import checked, require_equal
 from shardmath.arrays import Library, library_of
 from shardmath.arrays.base import HostArray, share_memory
 from shardmath.context import Context
@@ -232,8 +232,7 @@ def run(
         return told + made[0][1].prepare()
 
     texts = context.gather(operation, prepare)
-    with context.refusing(operation):
-        shown = agreed_scalars(texts)
+    shown = checked(context.board, agreed_scalars, texts)
     out, execution = made[0]
     with context.executing(operation):
         aux = execution.run(shown)

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from shardmath.agreement import checked
 from shardmath.arrays import library_of
 from shardmath.context import Context
 from shardmath.cuda import stream as streams
@@ -227,8 +228,7 @@ class Invocation:
         texts = context.gather(self._operation, lambda: self._message(ready().rank_plan))
         if self.is_replay(texts):
             return
-        with context.refusing(self._operation):
-            said = agreed_scalars(texts)
+        said = checked(context.board, agreed_scalars, texts)
         number = replays.next_number()
         if any(text.startswith(_REPLAY) for text in said):
             said = context.gather(self._operation, self._full_message)
