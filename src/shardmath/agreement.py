@@ -85,8 +85,7 @@ def checked(board: Board, check: Callable[[T], Agreed], told: T) -> Agreed:
         return check(told)
     except Exception as error:
         if _is_raised_again(check, told, error):
-            board.names.note(error)
-            settled(error)
+            _noted(board, error)
         raise
 
 
@@ -129,9 +128,13 @@ def _raise_refusal(board: Board, messages: Sequence[bytes], own: Exception | Non
             everywhere = len(messages) > 1 and all(other == text for other in messages)
             same = own is None or text == _refusal(own)
             who = "every rank" if everywhere else f"rank {rank}"
-            error = _rebuilt(who, text[1:])
-            board.names.note(error)
-            raise settled(error) from (None if same else own)
+            raise _noted(board, _rebuilt(who, text[1:])) from (None if same else own)
+
+
+def _noted(board: Board, error: Exception) -> Exception:
+    """`error`, which all ranks raise, with a note of this rank and the others."""
+    board.names.note(error)
+    return settled(error)
 
 
 def _travelling_name(error: Exception) -> str:

@@ -118,6 +118,11 @@ def test_a_difference_is_an_error_on_all_ranks(seed):
         outcomes = [job.outcome(rank) for rank in range(size)]
     for rank, outcome in enumerate(outcomes):
         assert isinstance(outcome, Raised), (what, rank, outcomes)
+        if rank == odd and what.startswith(
+            "operation: finalize"
+        ):  # it has ended its context, and then called again
+            assert "finalize() has ended it" in outcome.text, (what, rank, outcome)
+            continue
         assert outcome.kind in ALLOWED, (what, rank, outcome)
         assert "rank" in outcome.text
     if what.startswith("arguments"):

@@ -238,7 +238,8 @@ class Board:
 
     def interrupted(self, error: BaseException, line: str) -> None:
         """Tell the peers that `error` has left an operation, called in `line`, before its end."""
-        self.fail(f"{self._operation}, {line}: {type(error).__name__}: {error}".rstrip(": "))
+        why = f"{self._operation}, {line}: {type(error).__name__}: {error}".rstrip(": ")
+        self.fail(why, getattr(error, "ranks", ()), late=isinstance(error, OpTimeout))
 
     def _second_thread(self, operation: str) -> RuntimeError:
         """What to raise where two threads use this board, which has failed then."""

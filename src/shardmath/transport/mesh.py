@@ -24,7 +24,7 @@ from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 from shardmath import wire
-from shardmath.errors import HeapExhausted, RankFailure
+from shardmath.errors import HeapExhausted, RankFailure, ShardmathError
 from shardmath.group.base import ProcessGroup
 from shardmath.group.links import too_few_descriptors
 from shardmath.transport.available import limit_reached
@@ -215,7 +215,12 @@ class Mesh:
                 with self._reading[rank]:
                     if waiting.poll(0):
                         self._read(rank, tag, self._arrived.setdefault(rank, {}))
-            watch()
+                continue
+            try:
+                watch()
+            except ShardmathError:
+                if not waiting.poll(0):  # a peer may send it and then end
+                    raise
         return self.receive_sized(rank, tag)[0]
 
     def receive_sized(self, rank: int, tag: str) -> tuple[int, int]:

@@ -8,9 +8,10 @@ own.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
-from shardmath.agreement import require_equal
+from shardmath.agreement import checked, require_equal
 from shardmath.arrays import library_of
 from shardmath.collective_call import collective_call
 from shardmath.context import require_context
@@ -177,7 +178,8 @@ class Matmul(Lifecycle):
             return bytes([bool(autotune)])
 
         told = self._gather("plan", described)
-        tunes = require_equal("autotune", [text == b"\1" for text in told])
+        same = partial(require_equal, "autotune")
+        tunes = checked(self.context.board, same, [text == b"\1" for text in told])
         asked = {"epilog": epilog, "preferences": preferences}
         arguments = self._arguments(inputs=epilog_inputs, stream=stream, **asked)
         plan, _ = agree_on_plan(self.context, arguments)
