@@ -23,7 +23,7 @@ from shardmath.distribution import Redistribute, Slab, redistribute
 from shardmath.fft import FFT, fft
 from shardmath.launch import spawn
 from shardmath.linalg.advanced import Matmul, matmul
-from shardmath.planning import agree_plan
+from shardmath.call.agreement import agree_plan
 from shardmath.startup import finalize, initialize
 from shardmath.symmetric.allocation import empty_on_heap
 

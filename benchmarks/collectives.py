@@ -21,7 +21,7 @@ import record
 import shardmath
 from shardmath.collectives import all_reduce
 from shardmath.launch import spawn
-from shardmath.planning import agree_plan
+from shardmath.call.agreement import agree_plan
 from shardmath.startup import finalize, initialize
 
 SIZES = (2 << 10, 64 << 10, 1 << 20, 32 << 20)

@@ -58,6 +58,10 @@ class LRUCache(Generic[K, V]):
         self._entries[key] = [value, self._uses]
         return value
 
+    def values(self) -> list[V]:
+        """All of them. This is no use of them."""
+        return [entry[0] for entry in self._entries.values()]
+
     def clear(self) -> None:
         """Forget all entries."""
         self._entries.clear()

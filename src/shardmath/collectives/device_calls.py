@@ -16,13 +16,13 @@ from typing import Any
 
 from shardmath.arrays import Library
 from shardmath.arrays.spec import ArraySpec
+from shardmath.call.agreement import HashedSpec, agree_plan
 from shardmath.collectives.device_operand import DeviceOperand
 from shardmath.collectives.dispatch import Call, call_spec
 from shardmath.collectives.flat import DirectLaunch
 from shardmath.context import Context
 from shardmath.cuda import stream as streams
 from shardmath.lru_cache import LRUCache
-from shardmath.planning import HashedSpec, agree_plan
 from shardmath.symmetric.fingerprint import inspect
 
 __all__ = ["perform_on_device"]

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardmath.arrays.base import HostArray
 from shardmath.arrays.spec import ArraySpec
+from shardmath.call.agreement import agree_plan
 from shardmath.collectives.offers import Offer, offer, read_offers, wait_for_readers
 from shardmath.collectives.operand import Operand, Output, OutputSpec, Shape, output_spec
 from shardmath.collectives.twoshot import Staged
 from shardmath.context import Context
-from shardmath.planning import agree_plan
 
 if TYPE_CHECKING:
     from shardmath.collectives.device_operand import DeviceOperand

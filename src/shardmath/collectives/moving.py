@@ -21,6 +21,7 @@ from shardmath.arrays import library_named, raw_view
 from shardmath.arrays.base import HostArray
 from shardmath.arrays.spec import ArraySpec
 from shardmath.collective_call import collective_call
+from shardmath.call.agreement import agree_plan
 from shardmath.collectives.dispatch import AgreedCall, Call, Offered, offer_operand, perform
 from shardmath.collectives.offers import NOTHING, Offer, offer
 from shardmath.collectives.operand import (
@@ -42,7 +43,6 @@ from shardmath.collectives.twoshot import is_in_place
 from shardmath.context import Context
 from shardmath.distributed_context import DistributedContext
 from shardmath.errors import CollectiveMismatch
-from shardmath.planning import agree_plan
 from shardmath.untraced import untraced
 
 __all__ = ["all_gather", "all_to_all", "broadcast"]
