@@ -239,11 +239,9 @@ class Cores:
         arrays |= {n: self._workspace_array(n, x) for n, x in program.workspace.items()}
         places = _places(tuple(published(program)), notes)
         steps: Bound = []
-        for step in program.steps:
+        for number, step in enumerate(program.steps):
             if isinstance(step, Synchronise):
-                if (
-                    step is not program.steps[0]
-                ):  # the exchange that carried the notes was the first
+                if number:  # the first is the exchange that carried the notes
                     steps.append(partial(context.board.barrier, self._names.operation))
             elif isinstance(step, Move):
                 steps += self._bind_move(step, arrays, places.get(step.source, ()))
