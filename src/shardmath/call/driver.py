@@ -21,6 +21,7 @@ from shardmath import wire
 from shardmath.arrays import ArraySpec
 from shardmath.arrays.detect import library_and_spec, library_of
 from shardmath.call.agreement import Agreement, HashedSpec, agree
+from shardmath.collective_call import collective_call
 from shardmath.context import Context, require_context
 from shardmath.lru_cache import LRUCache
 from shardmath.operators.lifecycle import check_stream, options_of
@@ -67,6 +68,7 @@ class Operation(Protocol[Problem]):
         ...
 
 
+@collective_call
 def call(operation: Operation[Any], arguments: Arguments) -> Any:
     """The results of a call in the current context. Collective."""
     return Driver.of(require_context(), operation).call(arguments)

@@ -13,6 +13,7 @@ from shardmath.agreement import require_equal
 from shardmath.arrays import ArraySpec, library_of
 from shardmath.call.agreement import HashedSpec, agree
 from shardmath.call.driver import Driver, Operation
+from shardmath.collective_call import collective_call
 from shardmath.context import require_context
 from shardmath.operators.lifecycle import Lifecycle, check_stream
 from shardmath.program.performing import Arguments, Known, Plan, Turn
@@ -24,6 +25,7 @@ __all__ = ["Planned", "misfit"]
 class Planned(Lifecycle):
     """An operation on arrays like those that it was made with."""
 
+    @collective_call
     def __init__(self, operation: Operation[Any], arguments: Arguments) -> None:
         context = require_context()
         self._driver = Driver(context, operation, kept=True)
@@ -50,11 +52,13 @@ class Planned(Lifecycle):
         """A description of what is done, in a few lines. Local."""
         return self._driver.operation.explain(self._plan.problem, self._driver.machine)
 
+    @collective_call
     def plan(self, stream: Any = None) -> None:
         """Prepare for `execute`; a second call does nothing. Collective."""
         self._gather("plan", lambda: check_stream(stream))
         self._planned = True
 
+    @collective_call
     def _execute(self, results: tuple[Any, ...], stream: Any, *, release_workspace: bool) -> Any:
         """The results; those that are None are new. Collective."""
         self._require_open()
@@ -109,6 +113,7 @@ class Planned(Lifecycle):
             if one != other:
                 raise ValueError(f"the {name} has {what} {one}, the plan is for {other}")
 
+    @collective_call
     def _reset(self, operands: Mapping[str, Any], stream: Any) -> None:
         """Execute on these from now on. Collective."""
 

@@ -20,8 +20,8 @@ from shardmath.agreement import require_equal
 from shardmath.arrays import library_named, raw_view
 from shardmath.arrays.base import HostArray
 from shardmath.arrays.spec import ArraySpec
-from shardmath.collective_call import collective_call
 from shardmath.call.agreement import agree_plan
+from shardmath.collective_call import collective_call
 from shardmath.collectives.dispatch import AgreedCall, Call, Offered, offer_operand, perform
 from shardmath.collectives.offers import NOTHING, Offer, offer
 from shardmath.collectives.operand import (

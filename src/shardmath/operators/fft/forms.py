@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from shardmath.agreement import require_equal
 from shardmath.arrays import ArraySpec
-from shardmath.collective_call import collective_call
 from shardmath.call.agreement import HashedSpec, agree_plan
+from shardmath.collective_call import collective_call
 from shardmath.context import require_context
 from shardmath.errors import InvalidFFTState, ShardmathError
 from shardmath.geometry import Layout
