@@ -103,7 +103,8 @@ class Driver:
         plan = agreement.plan
         if turn.known.expected is not plan:
             turn.known.expected = self._expected.keep(turn.spec.digest, plan)
-        self.log(arguments.options, plan)
+        if arguments.options is not None:
+            self.log(arguments.options, plan)
         return self.perform(turn, agreement, plan)
 
     def perform(self, turn: Turn, agreement: Agreement[Any], plan: Plan) -> Any:
@@ -135,11 +136,12 @@ class Driver:
 
     def recognised(self, arguments: Arguments, also: Hashable = ()) -> Known | None:
         """What is known of calls with equal arguments, whose arrays look and lie like these."""
-        check_stream(arguments.stream)
+        if arguments.stream is not None:
+            check_stream(arguments.stream)
         try:
             key = self._key(arguments, also)
             return None if key is None else self._known.find(key)
-        except TypeError:  # among the words is something that has no hash
+        except (TypeError, ValueError):  # no array, or no hash: it takes a closer look
             return None
 
     def look(self, arguments: Arguments, spec: HashedSpec, also: Hashable = ()) -> Known:
@@ -177,10 +179,9 @@ class Driver:
 
     def log(self, options: Any, plan: Plan) -> None:
         """Tell the user's logger what was planned."""
-        if options is not None:
-            logger = options_of(self.operation.options, options).logger
-            if logger is not None:
-                logger.info("%s", self.operation.explain(plan.problem, self.machine))
+        logger = options_of(self.operation.options, options).logger
+        if logger is not None:
+            logger.info("%s", self.operation.explain(plan.problem, self.machine))
 
 
 def _performer(context: Context, names: Names, *, kept: bool) -> Performer:

@@ -40,7 +40,8 @@ class Planned(Lifecycle):
         }
         self._driver.performer.number = self.number
         self._spec = HashedSpec((self.number,))
-        self._driver.log(arguments.options, self._plan)
+        if arguments.options is not None:
+            self._driver.log(arguments.options, self._plan)
 
     def _described(self, arguments: Arguments) -> Turn:
         check_stream(arguments.stream)

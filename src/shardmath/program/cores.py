@@ -126,7 +126,11 @@ class Cores:
             turn.note = _UNPREPARED
             return
         prepared = turn.known.prepared
-        if prepared is None or prepared.plan is not plan or not self._holds(prepared):
+        if (
+            prepared is None
+            or prepared.plan is not plan
+            or (prepared.memory and not self._holds(prepared))
+        ):
             prepared = self._prepare(turn, plan)
             if turn.known.lasting and turn.held is None:
                 turn.known.prepared = prepared
@@ -206,7 +210,7 @@ class Cores:
             steps = self._bind(turn, plan, notes)
             if notes is agreement.notes and known.lasting and turn.held is None:
                 self._bound.keep(key, steps)
-        with self._context.executing(self._names.operation):
+        with self._context.board.guard(self._names.operation):
             run(steps)
         given = turn.arguments.results
         if not made:
