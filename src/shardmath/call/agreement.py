@@ -21,7 +21,7 @@ from shardmath.lru_cache import LRUCache
 if TYPE_CHECKING:
     from shardmath.context import Context
 
-__all__ = ["Agreement", "Described", "HashedSpec", "agree", "agree_plan"]
+__all__ = ["Agreement", "Described", "HashedSpec", "Statement", "agree", "agree_plan"]
 
 Plan = TypeVar("Plan")
 
