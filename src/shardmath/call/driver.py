@@ -24,7 +24,7 @@ from shardmath.call.agreement import Agreement, HashedSpec, agree
 from shardmath.collective_call import collective_call
 from shardmath.context import Context, require_context
 from shardmath.lru_cache import LRUCache
-from shardmath.operators.lifecycle import check_stream, options_of
+from shardmath.operators.lifecycle import check_stream, log_plan, options_of
 from shardmath.program.cores import Cores
 from shardmath.program.performing import Arguments, Known, Names, Performer, Plan, Turn
 from shardmath.program.steps import Machine, Program
@@ -103,8 +103,7 @@ class Driver:
         plan = agreement.plan
         if turn.known.expected is not plan:
             turn.known.expected = self._expected.keep(turn.spec.digest, plan)
-        if arguments.options is not None:
-            self.log(arguments.options, plan)
+        self.log(arguments.options, plan)
         return self.perform(turn, agreement, plan)
 
     def perform(self, turn: Turn, agreement: Agreement[Any], plan: Plan) -> Any:
@@ -175,13 +174,13 @@ class Driver:
         problem = self.operation.check(specs)
         program = self.operation.program(problem, self.machine, self.context.rank)
         tag = blake2b(wire.encode(specs), digest_size=_TAG_BYTES).digest()
-        return Plan(tag, problem, program)
+        explain = partial(self.operation.explain, problem, self.machine)
+        return Plan(tag, program, explain)
 
     def log(self, options: Any, plan: Plan) -> None:
-        """Tell the user's logger what was planned."""
-        logger = options_of(self.operation.options, options).logger
-        if logger is not None:
-            logger.info("%s", self.operation.explain(plan.problem, self.machine))
+        """Tell the user's logger, or the package's, what was planned."""
+        logger = None if options is None else options_of(self.operation.options, options).logger
+        log_plan(self.context, logger, plan)
 
 
 def _performer(context: Context, names: Names, *, kept: bool) -> Performer:

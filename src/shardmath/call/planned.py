@@ -18,10 +18,12 @@ from shardmath.context import require_context
 from shardmath.operators.lifecycle import Lifecycle, check_stream
 from shardmath.program.performing import Arguments, Known, Plan, Turn
 from shardmath.program.steps import SplitArray
+from shardmath.untraced import untraced_methods
 
 __all__ = ["Planned", "misfit"]
 
 
+@untraced_methods
 class Planned(Lifecycle):
     """An operation on arrays like those that it was made with."""
 
@@ -40,8 +42,7 @@ class Planned(Lifecycle):
         }
         self._driver.performer.number = self.number
         self._spec = HashedSpec((self.number,))
-        if arguments.options is not None:
-            self._driver.log(arguments.options, self._plan)
+        self._driver.log(arguments.options, self._plan)
 
     def _described(self, arguments: Arguments) -> Turn:
         check_stream(arguments.stream)
@@ -51,7 +52,7 @@ class Planned(Lifecycle):
 
     def explain(self) -> str:
         """A description of what is done, in a few lines. Local."""
-        return self._driver.operation.explain(self._plan.problem, self._driver.machine)
+        return self._plan.explain()
 
     @collective_call
     def plan(self, stream: Any = None) -> None:

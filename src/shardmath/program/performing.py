@@ -8,6 +8,7 @@ perform    the steps, when nothing may fail any more on one rank only
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -48,8 +49,8 @@ class Plan:
     """What all ranks have agreed to do. `tag` is the same on all ranks, and no other plan's."""
 
     tag: bytes
-    problem: Any
     program: Program
+    explain: Callable[[], str]
 
 
 @dataclass(eq=False)

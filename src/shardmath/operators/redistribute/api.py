@@ -10,10 +10,12 @@ from shardmath.errors import InvalidRedistributeState
 from shardmath.geometry import Distribution
 from shardmath.operators.redistribute.operation import REDISTRIBUTE, RedistributeOptions
 from shardmath.program.performing import Arguments
+from shardmath.untraced import untraced, untraced_methods
 
 __all__ = ["Redistribute", "redistribute"]
 
 
+@untraced
 def redistribute(
     operand: Any,
     /,
@@ -46,6 +48,7 @@ def redistribute(
     return call(REDISTRIBUTE, Arguments((operand,), (out,), words, options, stream))
 
 
+@untraced_methods
 class Redistribute(Planned):
     """A redistribution that is planned once and executed many times.
 

@@ -25,7 +25,8 @@ __all__ = ["REDISTRIBUTE", "Problem", "RedistributeOptions"]
 
 @dataclass(frozen=True)
 class RedistributeOptions:
-    """`logger` is told what is planned. `blocking`: True, or "auto" for operands in host memory.
+    """`logger` is told what each call plans; without one, a logger below "shardmath" is told of
+    each plan once. `blocking`: True, or "auto" for operands in host memory.
 
     A call that does not block returns when its work has been put on the stream.
 
