@@ -15,7 +15,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 from shardmath import wire
-from shardmath.agreement import checked
+from shardmath.agreement import checked, gather
 from shardmath.lru_cache import LRUCache
 
 if TYPE_CHECKING:
@@ -106,7 +106,8 @@ def agree(
         described.append(own)
         return cache.header(operation, own.spec) + own.note
 
-    messages = context.gather(operation, message)
+    context.require_open()
+    messages = gather(context.board, operation, message)
     own = described[0]
     agreement: Agreement[Plan] | None = cache.find_repeated(operation, messages)
     if agreement is not None:

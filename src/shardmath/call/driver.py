@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 from shardmath import wire
 from shardmath.arrays import ArraySpec
 from shardmath.arrays.detect import library_and_spec, library_of
-from shardmath.call.agreement import Agreement, HashedSpec, agree
+from shardmath.call.agreement import HashedSpec, agree
 from shardmath.collective_call import collective_call
 from shardmath.context import Context, require_context
 from shardmath.lru_cache import LRUCache
@@ -104,10 +104,6 @@ class Driver:
         if turn.known.expected is not plan:
             turn.known.expected = self._expected.keep(turn.spec.digest, plan)
         self.log(arguments.options, plan)
-        return self.perform(turn, agreement, plan)
-
-    def perform(self, turn: Turn, agreement: Agreement[Any], plan: Plan) -> Any:
-        """The results of a call on which all ranks have agreed. Collective."""
         results = self.performer.perform(turn, agreement, plan)
         return results[0] if len(results) == 1 else results
 

@@ -74,7 +74,8 @@ class Planned(Lifecycle):
                 results,
                 stream,
             )
-            return driver.perform(turn, agreement, self._plan)
+            given = driver.performer.perform(turn, agreement, self._plan)
+            return given[0] if len(given) == 1 else given
         finally:
             if release_workspace:
                 driver.performer.release()
