@@ -68,7 +68,7 @@ class LRUCache(Generic[K, V]):
 
     def _oldest(self) -> list[K]:
         """The keys of what may go, the one used longest ago first."""
-        return sorted(self._entries, key=lambda key: self._entries[key][1])
+        return [key for key, _ in sorted(self._entries.items(), key=lambda item: item[1][1])]
 
     def _drop(self, keys: list[K]) -> None:
         """Let the entries of these keys go."""

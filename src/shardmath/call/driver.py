@@ -12,7 +12,7 @@ raised on all.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from hashlib import blake2b
 from typing import Any, Protocol, TypeVar
@@ -83,6 +83,7 @@ class Driver:
         self.machine = Machine("cpu" if context.team is None else "cuda", context.hosts)
         self.performer = _performer(context, operation.names, kept=kept)
         self._known: LRUCache[Any, Known] = LRUCache(_KEPT)
+        self._specs: LRUCache[Any, HashedSpec] = LRUCache(_KEPT)  # of arrays that look alike
         self._expected: LRUCache[bytes, Plan] = LRUCache(_KEPT)  # by the digest of this rank's spec
 
     @classmethod
@@ -108,51 +109,37 @@ class Driver:
         return results[0] if len(results) == 1 else results
 
     def _describe(self, arguments: Arguments) -> Turn:
-        known = self.recognised(arguments)
-        if known is None:
-            known = self.look(arguments, self.spec(arguments))
+        known = self.known(arguments, self.spec)
         turn = Turn(arguments, known, known.spec)
         self.performer.prepare(turn, known.expected)
         return turn
 
-    # -- what every call begins with -------------------------------------------------------------
+    # -- what every call begins with ---------------------------------------------------------------
 
-    def spec(self, arguments: Arguments) -> HashedSpec:
-        """What this rank's arguments are, for all ranks to compare. Local."""
-        operation, names = self.operation, self.operation.names
-        options = options_of(operation.options, arguments.options)
-        arrays: dict[str, ArraySpec | None] = {}
-        for name, x in zip(names.operands, arguments.operands, strict=True):
-            left_out = x is None and name in names.optional
-            arrays[name] = None if left_out else library_and_spec(x, name)[1]
-        for name, x in zip(names.results, arguments.results, strict=True):
-            arrays[name] = None if x is None else library_and_spec(x, name)[1]
-        return HashedSpec(operation.describe(arrays, arguments.words, options))
+    def known(self, arguments: Arguments, spec: Callable[[Arguments], HashedSpec]) -> Known:
+        """What is known of calls with equal arguments, whose arrays look and lie like these. Local.
 
-    def recognised(self, arguments: Arguments, also: Hashable = ()) -> Known | None:
-        """What is known of calls with equal arguments, whose arrays look and lie like these."""
+        If nothing is, the arrays are read in full, after `spec(arguments)`. Raises what is wrong
+        with the arguments.
+        """
         if arguments.stream is not None:
             check_stream(arguments.stream)
+        key: Hashable | None = None
         try:
-            key = self._key(arguments, also)
-            return None if key is None else self._known.find(key)
+            key = self._key(arguments)
+            found = None if key is None else self._known.find(key)
         except (TypeError, ValueError):  # no array, or no hash: it takes a closer look
-            return None
+            key = found = None
+        if found is not None:
+            return found
+        own = spec(arguments)
+        arrays, expected = self.performer.read(arguments), self._expected.find(own.digest)
+        if key is None:
+            return Known(own, arrays, False, expected)
+        known = Known(own, self.performer.without_memory(arrays), True, expected)
+        return self._known.keep(key, known)
 
-    def look(self, arguments: Arguments, spec: HashedSpec, also: Hashable = ()) -> Known:
-        """The same, found out in full. Local. Raises what is wrong with the arrays."""
-        arrays = self.performer.read(arguments)
-        expected = self._expected.find(spec.digest)
-        try:
-            key = self._key(arguments, also)
-            if key is not None:
-                known = Known(spec, self.performer.without_memory(arrays), True, expected)
-                return self._known.keep(key, known)
-        except TypeError:
-            pass
-        return Known(spec, arrays, False, expected)
-
-    def _key(self, arguments: Arguments, also: Hashable) -> Hashable | None:
+    def _key(self, arguments: Arguments) -> Hashable | None:
         """None for a call of which the arrays take a closer look."""
         operands, results, words, options, _ = arguments
         for x in results:
@@ -161,7 +148,28 @@ class Driver:
         alike = fingerprint(self.context, *operands, *results)
         if options is not None:
             options = options_of(self.operation.options, options)
-        return None if alike is None else (alike, words, options, also)
+        return None if alike is None else (alike, words, options)
+
+    def spec(self, arguments: Arguments) -> HashedSpec:
+        """What this rank's arguments are, for all ranks to compare. Local."""
+        operation, names, words = self.operation, self.operation.names, arguments.words
+        options = options_of(operation.options, arguments.options)
+        arrays: dict[str, ArraySpec | None] = {}
+        for name, x in zip(names.operands, arguments.operands, strict=True):
+            left_out = x is None and name in names.optional
+            arrays[name] = None if left_out else library_and_spec(x, name)[1]
+        for name, x in zip(names.results, arguments.results, strict=True):
+            arrays[name] = None if x is None else library_and_spec(x, name)[1]
+
+        def described() -> HashedSpec:
+            return HashedSpec(operation.describe(arrays, words, options))
+
+        try:
+            key = (*arrays.values(), words, options)
+            hash(key)
+        except TypeError:  # among the words is something that has no hash
+            return described()
+        return self._specs.made(key, described)
 
     # -- plans -------------------------------------------------------------------------------------
 

@@ -84,10 +84,7 @@ class Planned(Lifecycle):
         self._require_ready()
         operands = tuple(self._operands.values())
         arguments = Arguments(operands, results, stream=stream)
-        known = self._driver.recognised(arguments)
-        if known is None:
-            self._require_fit(arguments)
-            known = self._driver.look(arguments, self._spec)
+        known = self._driver.known(arguments, self._fitting_spec)
         turn = Turn(arguments, known, self._spec)
         self._driver.performer.prepare(turn, self._plan)
         return turn
@@ -95,8 +92,8 @@ class Planned(Lifecycle):
     def _same_object(self, specs: list[Any]) -> None:
         require_equal(f"the {self.noun} object", specs)
 
-    def _require_fit(self, arguments: Arguments) -> None:
-        """Raise ValueError unless such arrays are what the plan is for."""
+    def _fitting_spec(self, arguments: Arguments) -> HashedSpec:
+        """This object's. Raises ValueError unless such arrays are what the plan is for."""
         names = self._driver.operation.names
         for name, x in zip(names.operands, arguments.operands, strict=True):
             if x is not None:
@@ -108,6 +105,7 @@ class Planned(Lifecycle):
             wrong = misfit(name, library_of(x, name).spec(x), like, result, self.context.rank)
             if wrong:
                 raise ValueError(wrong)
+        return self._spec
 
     def _check_like(self, name: str, spec: ArraySpec) -> None:
         like = self._like[name]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,7 @@ from shardmath.local.gemm import multiply
 from shardmath.lru_cache import LRUCache
 from shardmath.operators.workspace import KEPT_STAGING, Workspace
 from shardmath.program.performing import Arguments, Names, Plan, Turn
-from shardmath.program.steps import Combine, Move, Multiply, Program, SplitArray, Synchronise
+from shardmath.program.steps import Combine, Move, Multiply, SplitArray, Synchronise
 from shardmath.redistribution import Exposed, StridedCopy, TransferPlan, Window, window_on
 from shardmath.redistribution.exposure import bind_stage, staged_bytes
 from shardmath.redistribution.host import bind, copy_moves, perform
@@ -45,11 +45,15 @@ Bound = list[Callable[[], object]]
 
 @dataclass(frozen=True)
 class HostArrays:
-    """One rank's arrays: operands, and results that were given. New ones are of `library`."""
+    """One rank's arrays: operands, and results that were given. New ones are of `library`.
+
+    `held` keeps their memory.
+    """
 
     library: Library
     arrays: Mapping[str, Operand]
     on_heap: bool
+    held: tuple[HostArray, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,12 +115,11 @@ class Cores:
             if names.separate and any(share_memory(host, target) for host in hosts):
                 raise ValueError(f"{name} overlaps {names.separate}")
             found[name] = _operand(target, None if place is None else place[0])
-        return HostArrays(library_of(arguments.operands[0]), found, on_heap)
+        return HostArrays(library_of(arguments.operands[0]), found, on_heap, tuple(hosts))
 
     def without_memory(self, arrays: HostArrays) -> HostArrays:
         """See Performer."""
-        found = {name: x.without_memory() for name, x in arrays.arrays.items()}
-        return replace(arrays, arrays=found)
+        return HostArrays(arrays.library, arrays.arrays, arrays.on_heap, ())
 
     # -- prepare -----------------------------------------------------------------------------------
 
@@ -154,7 +157,7 @@ class Cores:
             own = self._workspace_array(name, array)
             assert own.block is not None
             memory.append((self._name(name), own.block.nbytes, own.block))
-        for name, transfers in published(program).items():
+        for name, transfers in program.published.items():
             place = b""
             if name in program.workspace:
                 place = self._workspace_array(name, program.workspace[name]).exposed.pack()
@@ -239,9 +242,9 @@ class Cores:
         arrays = dict(turn.known.arrays.arrays)
         for name, made in turn.made.items():
             host = turn.known.arrays.library.host_view(made, writable=True)
-            arrays[name] = _operand(host, None).without_memory()
+            arrays[name] = _operand(host, None)
         arrays |= {n: self._workspace_array(n, x) for n, x in program.workspace.items()}
-        places = _places(tuple(published(program)), notes)
+        places = _places(tuple(program.published), notes)
         steps: Bound = []
         for number, step in enumerate(program.steps):
             if isinstance(step, Synchronise):
@@ -295,7 +298,7 @@ class Cores:
         host = self._workspace.array(own, shape, dtype)
         block = self._workspace.block(own)
         self._context.announce(block)
-        return _operand(host, block).without_memory()
+        return _operand(host, block)
 
     def release(self) -> None:
         """See Performer."""
@@ -308,17 +311,6 @@ def run(steps: Bound) -> None:
     """Perform what was bound, in order."""
     for step in steps:
         step()
-
-
-def published(program: Program) -> dict[str, list[TransferPlan | None]]:
-    """The buffers that peers read, in the order of the steps; None where all of one is read."""
-    found: dict[str, list[TransferPlan | None]] = {}
-    for step in program.steps:
-        if isinstance(step, Move) and step.transfer.crosses:
-            found.setdefault(step.source, []).append(step.transfer)
-        elif isinstance(step, Combine):
-            found.setdefault(step.source, []).append(None)
-    return found
 
 
 def _ranges(
@@ -380,8 +372,9 @@ def _fetch(
 
 
 def _operand(host: HostArray, block: Block | None) -> Operand:
+    """Where an array lies, whose memory somebody else keeps."""
     address = int(host.__array_interface__["data"][0])
-    return Operand(address, host.shape, host.strides, dtypes.of(host.dtype).name, block, host)
+    return Operand(address, host.shape, host.strides, dtypes.of(host.dtype).name, block)
 
 
 def _window(array: Operand) -> Window:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from typing import Literal
 
 from shardmath.geometry import Layout
@@ -161,6 +162,20 @@ class Program:
     results: Mapping[str, SplitArray]
     workspace: Mapping[str, SplitArray] = field(default_factory=dict)
     blocking: bool = False
+
+    @cached_property
+    def published(self) -> dict[str, list[TransferPlan | None]]:
+        """The buffers that peers read, in the order of the steps, and by which moves.
+
+        None where all of a buffer is read.
+        """
+        found: dict[str, list[TransferPlan | None]] = {}
+        for step in self.steps:
+            if isinstance(step, Move) and step.transfer.crosses:
+                found.setdefault(step.source, []).append(step.transfer)
+            elif isinstance(step, Combine):
+                found.setdefault(step.source, []).append(None)
+        return found
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.steps))
