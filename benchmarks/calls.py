@@ -18,12 +18,12 @@ import numpy as np
 import record
 
 from shardmath.arrays import library_named
+from shardmath.call.agreement import agree_plan
 from shardmath.collectives import all_gather, all_reduce
 from shardmath.distribution import Redistribute, Slab, redistribute
 from shardmath.fft import FFT, fft
 from shardmath.launch import spawn
 from shardmath.linalg.advanced import Matmul, matmul
-from shardmath.planning import agree_plan
 from shardmath.startup import finalize, initialize
 from shardmath.symmetric.allocation import empty_on_heap
 

@@ -19,9 +19,9 @@ import numpy as np
 import record
 
 import shardmath
+from shardmath.call.agreement import agree_plan
 from shardmath.collectives import all_reduce
 from shardmath.launch import spawn
-from shardmath.planning import agree_plan
 from shardmath.startup import finalize, initialize
 
 SIZES = (2 << 10, 64 << 10, 1 << 20, 32 << 20)

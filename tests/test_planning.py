@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardmath.agreement import require_equal
-from shardmath.planning import HashedSpec, agree_plan
+from shardmath.call.agreement import HashedSpec, agree_plan
 
 
 class Counted:

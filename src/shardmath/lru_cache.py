@@ -58,13 +58,17 @@ class LRUCache(Generic[K, V]):
         self._entries[key] = [value, self._uses]
         return value
 
+    def values(self) -> list[V]:
+        """All of them. This is no use of them."""
+        return [entry[0] for entry in self._entries.values()]
+
     def clear(self) -> None:
         """Forget all entries."""
         self._entries.clear()
 
     def _oldest(self) -> list[K]:
         """The keys of what may go, the one used longest ago first."""
-        return sorted(self._entries, key=lambda key: self._entries[key][1])
+        return [key for key, _ in sorted(self._entries.items(), key=lambda item: item[1][1])]
 
     def _drop(self, keys: list[K]) -> None:
         """Let the entries of these keys go."""

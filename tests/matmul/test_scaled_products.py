@@ -30,7 +30,7 @@ from shardmath.operators.matmul.problem import Problem
 from shardmath.operators.matmul.scaling import OUTER, SQUARES, TENSOR, VECTORS, Scaling
 from shardmath.operators.matmul.strategy import HOPPER, HOPPER_MULTI_HOST
 from shardmath.redistribution.boxes import Box
-from shardmath.symmetric.device_array import DeviceArray
+from shardmath.symmetric.operand import Operand
 
 MODES = {"tensor": TENSOR, "outer": OUTER, "vectors": VECTORS, "squares": SQUARES}
 
@@ -293,7 +293,7 @@ def device_array(x, keep):
     held[...] = x
     keep.append(memory)
     name = of(x.dtype).name
-    return DeviceArray(held.ctypes.data, held.shape, held.strides, name, None, held)
+    return Operand(held.ctypes.data, held.shape, held.strides, name, None, held)
 
 
 class Rank:

@@ -16,7 +16,7 @@ from shardmath.collectives import all_gather, all_reduce, all_to_all, broadcast,
 from shardmath.distribution import Slab, redistribute
 from shardmath.fft import fft
 from shardmath.linalg.advanced import matmul
-from shardmath.redistribution import host
+from shardmath.program import cores
 from shardmath.symmetric import board
 from shardmath.symmetric.allocation import allocate_symmetric_memory as allocate
 
@@ -121,7 +121,7 @@ def test_a_rank_that_is_stopped_while_it_reads():
     def body(group):
         context = startup.initialize("cpu", group)
         x = operand()
-        plain = host.perform
+        plain = cores.run
 
         def stopped(*args):
             if context.rank == 1:
@@ -130,9 +130,7 @@ def test_a_rank_that_is_stopped_while_it_reads():
                 limit_waits(context, LIMIT)
             plain(*args)
 
-        from shardmath.operators.redistribute import execution
-
-        execution.perform = stopped
+        cores.run = stopped
         try:
             return redistribute(x, Slab.X, Slab.Y).sum().real
         finally:

@@ -66,6 +66,10 @@ class Library(ABC):
         """Whether the memory of `x` lacks its values: they are to be conjugated or negated."""
         return False
 
+    def is_writable(self, x: Any) -> bool:
+        """Whether elements of `x` may be set."""
+        return True
+
     def identity(self, x: Any) -> tuple[ArraySpec, int] | None:
         """The spec and the pointer of `x`, by which repeated calls recognise it.
 

@@ -36,6 +36,14 @@ class NumPy(Library):
         """The address of the first element."""
         return int(x.__array_interface__["data"][0])
 
+    def is_writable(self, x: HostArray) -> bool:
+        """See Library."""
+        return x.flags.writeable
+
+    def identity(self, x: HostArray) -> tuple[ArraySpec, int]:
+        """See Library."""
+        return _spec(x.dtype, x.shape, x.strides), x.__array_interface__["data"][0]
+
     def host_view(self, x: HostArray, *, writable: bool = False, name: str = "out") -> HostArray:
         """`x` itself, as a plain ndarray."""
         if writable and not x.flags.writeable:

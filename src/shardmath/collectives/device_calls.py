@@ -12,17 +12,17 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 from shardmath.arrays import Library
 from shardmath.arrays.spec import ArraySpec
+from shardmath.call.agreement import HashedSpec, agree
 from shardmath.collectives.device_operand import DeviceOperand
 from shardmath.collectives.dispatch import Call, call_spec
 from shardmath.collectives.flat import DirectLaunch
 from shardmath.context import Context
 from shardmath.cuda import stream as streams
 from shardmath.lru_cache import LRUCache
-from shardmath.planning import HashedSpec, agree_plan
 from shardmath.symmetric.fingerprint import inspect
 
 __all__ = ["perform_on_device"]
@@ -38,23 +38,15 @@ def perform_on_device(context: Context, call: Call, x: Any, out: Any) -> Any:
     arrays = _inspected(context, call, x, out)
     cached = None if arrays is None else calls.find(arrays.key)
     if arrays is not None and cached is not None:
-        plan, _ = agree_plan(context, operation, cached.describe, call.build)
+        _, agreement = agree(context, operation, _repeated, call.build, cached)
+        plan = agreement.plan
         with context.executing(operation):
             if cached.applies(arrays, plan):
                 return cached.launch(context, arrays, out)
             return call.on_device(DeviceOperand(context, x, out), plan)
 
-    made: list[tuple[DeviceOperand, Hashable]] = []
-
-    def described() -> tuple[Hashable, bytes]:
-        operand = DeviceOperand(context, x, out)
-        x_spec = operand.spec
-        spec = call_spec(operand.kind, x_spec, operand.into, call.describe(x_spec))
-        made.append((operand, spec))
-        return spec, b""
-
-    plan, _ = agree_plan(context, operation, described, call.build)
-    ((operand, spec),) = made
+    own, agreement = agree(context, operation, _describe, call.build, context, call, x, out)
+    operand, spec, plan = own.operand, own.spec, agreement.plan
     with context.executing(operation):
         result = call.on_device(operand, plan)
         if arrays is not None:
@@ -62,6 +54,25 @@ def perform_on_device(context: Context, call: Call, x: Any, out: Any) -> Any:
             if cached is not None:
                 calls.keep(arrays.key, cached)
         return result
+
+
+class _DeviceCall(NamedTuple):
+    """A call as this rank describes it, and its operand on the GPU."""
+
+    spec: Hashable
+    note: bytes
+    operand: DeviceOperand
+
+
+def _describe(context: Context, call: Call, x: Any, out: Any) -> _DeviceCall:
+    operand = DeviceOperand(context, x, out)
+    spec = call_spec(operand.kind, operand.spec, operand.into, call.describe(operand.spec))
+    return _DeviceCall(spec, b"", operand)
+
+
+def _repeated(cached: _CachedCall) -> _CachedCall:
+    """What it was described as before."""
+    return cached
 
 
 class _Arrays:
@@ -117,6 +128,8 @@ class _CachedCall:
     `shape` and `dtype` are the result's. `array_specs` are kept since their identity is in the key.
     """
 
+    note: ClassVar[bytes] = b""  # peers are told nothing
+
     array_specs: tuple[ArraySpec, ArraySpec | None]
     spec: HashedSpec
     plan: Any
@@ -144,10 +157,6 @@ class _CachedCall:
             found.dtype,
             found.nbytes,
         )
-
-    def describe(self) -> tuple[HashedSpec, bytes]:
-        """For agreement."""
-        return self.spec, b""
 
     def applies(self, arrays: _Arrays, plan: Any) -> bool:
         """Whether the same plan was agreed on, and the result does not overlap the operand."""

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardmath.arrays.base import HostArray
 from shardmath.arrays.spec import ArraySpec
+from shardmath.call.agreement import agree
 from shardmath.collectives.offers import Offer, offer, read_offers, wait_for_readers
 from shardmath.collectives.operand import Operand, Output, OutputSpec, Shape, output_spec
 from shardmath.collectives.twoshot import Staged
 from shardmath.context import Context
-from shardmath.planning import agree_plan
 
 if TYPE_CHECKING:
     from shardmath.collectives.device_operand import DeviceOperand
@@ -91,16 +91,30 @@ def perform(context: Context, call: Call, x: Any, out: Any) -> Any:
         from shardmath.collectives.device_calls import perform_on_device
 
         return perform_on_device(context, call, x, out)
-    own: list[Offered] = []
-
-    def describe() -> tuple[Hashable, bytes]:
-        operand = Operand.of(x, context)
-        spec, arguments = operand.spec, call.describe(operand.spec)
-        into, view = output_spec(out, context)
-        own.append(call.offer(context, operand, view))
-        return call_spec(spec.library, spec, into, arguments), own[0][1].note
-
-    plan, notes = agree_plan(context, call.operation, describe, call.build)
-    ((operand, offered),) = own
+    own, agreement = agree(
+        context, call.operation, _describe_on_host, call.build, context, call, x, out
+    )
     with context.executing(call.operation):
-        return call.on_host(AgreedCall(context, operand, offered, notes, out), plan)
+        agreed = AgreedCall(context, own.operand, own.offered, agreement.notes, out)
+        return call.on_host(agreed, agreement.plan)
+
+
+class _HostCall(NamedTuple):
+    """A call on the host as this rank describes it, and what its peers can read."""
+
+    spec: Hashable
+    operand: Operand
+    offered: Offer | Staged
+
+    @property
+    def note(self) -> bytes:
+        """Where peers can read it."""
+        return self.offered.note
+
+
+def _describe_on_host(context: Context, call: Call, x: Any, out: Any) -> _HostCall:
+    operand = Operand.of(x, context)
+    spec, arguments = operand.spec, call.describe(operand.spec)
+    into, view = output_spec(out, context)
+    offered = call.offer(context, operand, view)
+    return _HostCall(call_spec(spec.library, spec, into, arguments), *offered)

@@ -20,6 +20,7 @@ from shardmath.agreement import require_equal
 from shardmath.arrays import library_named, raw_view
 from shardmath.arrays.base import HostArray
 from shardmath.arrays.spec import ArraySpec
+from shardmath.call.agreement import Statement, agree
 from shardmath.collective_call import collective_call
 from shardmath.collectives.dispatch import AgreedCall, Call, Offered, offer_operand, perform
 from shardmath.collectives.offers import NOTHING, Offer, offer
@@ -42,7 +43,6 @@ from shardmath.collectives.twoshot import is_in_place
 from shardmath.context import Context
 from shardmath.distributed_context import DistributedContext
 from shardmath.errors import CollectiveMismatch
-from shardmath.planning import agree_plan
 from shardmath.untraced import untraced
 
 __all__ = ["all_gather", "all_to_all", "broadcast"]
@@ -130,13 +130,14 @@ def _broadcast(agreed: AgreedCall, plan: _Broadcast) -> Any:
 def _receive(context: Context, root: int, out: Any, call: Call) -> Any:
     """A broadcast on a rank that passes None: a placeholder that nobody reads takes its place."""
 
-    def describe() -> tuple[Hashable, bytes]:
+    def describe() -> Statement:
         source = as_index("root", root, context.size)
         if context.rank == source:
             raise ValueError("the root of a broadcast passes an array, not None")
-        return (*_NO_ARRAY, _spec_of_output(context, out), source), NOTHING
+        return Statement((*_NO_ARRAY, _spec_of_output(context, out), source), NOTHING)
 
-    plan, notes = agree_plan(context, call.operation, describe, call.build)
+    _, agreement = agree(context, call.operation, describe, call.build)
+    plan = agreement.plan
     with context.executing(call.operation):
         if context.team is not None:
             from shardmath.collectives.device_operand import placeholder
@@ -144,7 +145,9 @@ def _receive(context: Context, root: int, out: Any, call: Call) -> Any:
             x = placeholder(context, plan.library, plan.dtype, plan.shape, out)
             return call.on_device(x, plan)
         array = library_named(plan.library).empty(plan.shape, plan.dtype) if out is None else out
-        agreed = AgreedCall(context, Operand.of(array, context), Offer(NOTHING), notes, array)
+        agreed = AgreedCall(
+            context, Operand.of(array, context), Offer(NOTHING), agreement.notes, array
+        )
         return call.on_host(agreed, plan)
 
 

@@ -21,6 +21,7 @@ from shardmath.geometry.moves import (
     counted,
     kept_elements,
     moves,
+    shared_part,
 )
 from shardmath.geometry.spans import Run, Spans
 
@@ -48,4 +49,5 @@ __all__ = [
     "infer_global_shape",
     "kept_elements",
     "moves",
+    "shared_part",
 ]

@@ -29,6 +29,7 @@ __all__ = [
     "counted",
     "kept_elements",
     "moves",
+    "shared_part",
 ]
 
 
@@ -89,6 +90,14 @@ def moves(
         for s, columns in _sources(src, dst, d, src_rank)
         for runs in product(*columns)
     )
+
+
+def shared_part(held: Layout, need: Layout, *, src: int, dst: int) -> tuple[Move, ...]:
+    """The moves of all that `dst` needs and `src` holds, whoever else may hold it too."""
+    found: list[Move] = [Move(src, dst, ())]
+    for one, two in zip(held.spans(src), need.spans(dst), strict=True):
+        found = [Move(src, dst, (*m.runs, run)) for m in found for run in one.intersect(two)]
+    return tuple(found)
 
 
 def bytes_moved(src: Layout, dst: Layout, itemsize: int) -> Traffic:

@@ -10,9 +10,9 @@ from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any, TypeVar
 
+from shardmath.call.agreement import HashedSpec
 from shardmath.context import Context
 from shardmath.lru_cache import LRUCache
-from shardmath.planning import HashedSpec
 
 __all__ = ["CachedCall", "cached_call"]
 

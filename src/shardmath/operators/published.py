@@ -14,15 +14,15 @@ from shardmath.context import Context
 from shardmath.geometry import Move
 from shardmath.local.gpu import Matrix
 from shardmath.operators.lanes import Lane
-from shardmath.symmetric.device_array import DeviceArray
 from shardmath.symmetric.exposed import Exposed
+from shardmath.symmetric.operand import Operand
 
 __all__ = ["Places", "PublishedMatrices", "matrix_of"]
 
 Places = Callable[[int], tuple[int, tuple[int, ...]]]  # by rank: address of (0, 0), byte strides
 
 
-def matrix_of(array: DeviceArray) -> Matrix:
+def matrix_of(array: Operand) -> Matrix:
     """An array of two axes, or a vector as a column."""
     one, two = (stride // array.itemsize for stride in (*array.strides, array.itemsize)[:2])
     rows, columns = (*array.shape, 1)[:2]
@@ -50,7 +50,7 @@ class PublishedMatrices:
         return made
 
     def operand(
-        self, name: str, array: DeviceArray, ranges: tuple[tuple[int, int], ...]
+        self, name: str, array: Operand, ranges: tuple[tuple[int, int], ...]
     ) -> Matrix | None:
         """Show the ranges of rows and columns of an operand: in place if it is on the heap.
 

@@ -7,20 +7,19 @@ which peers may read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
-
-import numpy as np
 
 from shardmath.arrays.base import HostArray
 from shardmath.arrays.spec import byte_span, packed_strides
 from shardmath.context import Context
-from shardmath.redistribution.host import Window, copy_array
+from shardmath.redistribution.copies import whole
+from shardmath.redistribution.host import Window, bind
 from shardmath.redistribution.plan import TransferPlan
 from shardmath.symmetric.exposed import Exposed
 from shardmath.symmetric.heap import Block, Buffer
 
-__all__ = ["expose", "stage", "staged_bytes", "window_on"]
+__all__ = ["bind_stage", "expose", "stage", "staged_bytes", "window_on"]
 
 Ranges = Sequence[tuple[int, int]]
 
@@ -41,20 +40,31 @@ def staged_bytes(ranges: Ranges, itemsize: int) -> int:
 
 
 def stage(context: Context, host: HostArray, ranges: Ranges, buffer: Buffer) -> Exposed:
-    """Copy the `ranges` of each axis of `host` to `buffer`, and show them. Local; as `expose`.
+    """Copy the `ranges` of each axis of `host` to `buffer`, and show them. Local; as `expose`."""
+    exposed, copies = bind_stage(context, Window.of(host), host.itemsize, ranges, buffer)
+    for copy in copies:
+        copy()
+    return exposed
 
-    The copy is dense, its axes in the order of the array's, so that it runs at memory speed.
+
+def bind_stage(
+    context: Context, array: Window, itemsize: int, ranges: Ranges, buffer: Buffer
+) -> tuple[Exposed, list[Callable[[], object]]]:
+    """Where the `ranges` of each axis of an array will be, and what copies them to `buffer`.
+
+    The copy is dense, its axes in the order of the array's, so that it runs at memory speed. What
+    copies keeps the memory of the array, but not of the buffer. Local; as `expose`.
     """
     extents = [hi - lo for lo, hi in ranges]
-    fastest_first = sorted(range(host.ndim), key=lambda axis: (abs(host.strides[axis]), -axis))
-    strides = packed_strides(extents, host.itemsize, fastest_first)
-    nbytes = staged_bytes(ranges, host.itemsize)
-    part = host[tuple(slice(lo, hi) for lo, hi in ranges)]
-    dense = np.ndarray(extents, host.dtype, np.asarray(buffer)[:nbytes].data, 0, strides)
-    copy_array(part, dense)
-    context.announce(buffer.block)
+    fastest_first = sorted(range(len(extents)), key=lambda a: (abs(array.strides[a]), -a))
+    strides = packed_strides(extents, itemsize, fastest_first)
     origin = -sum(lo * stride for (lo, _), stride in zip(ranges, strides, strict=True))
-    return Exposed(buffer.block.location, nbytes, origin, strides)
+    part = sum(lo * stride for (lo, _), stride in zip(ranges, array.strides, strict=True))
+    source = Window(array.address + part, array.strides, array.keep)
+    copies = [] if 0 in extents else [whole(extents, itemsize, array.strides, strides)]
+    context.announce(buffer.block)
+    exposed = Exposed(buffer.block.location, prod(extents) * itemsize, origin, strides)
+    return exposed, bind(copies, {0: source}, Window(buffer.block.address, strides, None))
 
 
 def window_on(

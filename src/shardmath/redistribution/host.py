@@ -8,6 +8,7 @@ down a column fetches a cache line, and a page, for every element.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import product
 from math import prod
 from typing import Any
@@ -19,7 +20,7 @@ from shardmath.geometry import Move
 from shardmath.redistribution import stream
 from shardmath.redistribution.copies import StridedCopy, lowered, whole
 
-__all__ = ["Window", "copy_array", "copy_moves", "perform"]
+__all__ = ["Window", "bind", "copy_array", "copy_moves", "perform"]
 
 _LINE = 64  # bytes of a cache line: units as long as this can be copied in any order
 _ROW = 1 << 10  # bytes of a unit that is worth streaming
@@ -96,18 +97,39 @@ def perform(
     copies: Iterable[StridedCopy], sources: Mapping[int, Window], destination: Window
 ) -> None:
     """Perform `copies` in order; `sources[r]` is the window on rank r's local array."""
+    for copy in bind(copies, sources, destination):
+        copy()
+
+
+def bind(
+    copies: Iterable[StridedCopy], sources: Mapping[int, Window], destination: Window
+) -> list[Callable[[], object]]:
+    """What performs `copies`, in order, each time that it is called: addresses are worked out.
+
+    It keeps what the windows keep.
+    """
     copies = list(copies)
     streamed = stream.built() if _bytes_in_rows(copies) >= _STREAMED else None
+    bound = []
     for copy in copies:
+        src = _view(sources[copy.src], copy.src_offset, copy.src_strides, copy.shape, copy.unit)
+        dst = _view(destination, copy.dst_offset, copy.dst_strides, copy.shape, copy.unit)
+        plain = _bind(src, dst, copy.unit)
         if streamed is not None and copy.unit >= _ROW:
-            window = sources[copy.src]
-            if streamed(copy, window.address, destination.address):
-                continue
-        _copy(
-            _view(sources[copy.src], copy.src_offset, copy.src_strides, copy.shape, copy.unit),
-            _view(destination, copy.dst_offset, copy.dst_strides, copy.shape, copy.unit),
-            copy.unit,
-        )
+            addresses = sources[copy.src].address, destination.address
+            plain = partial(_stream, streamed, copy, addresses, plain)
+        bound.append(plain)
+    return bound
+
+
+def _stream(
+    streamed: stream.Streamer,
+    copy: StridedCopy,
+    addresses: tuple[int, int],
+    plain: Callable[[], object],
+) -> None:
+    if not streamed(copy, *addresses):
+        plain()
 
 
 def _bytes_in_rows(copies: Sequence[StridedCopy]) -> int:
@@ -167,15 +189,14 @@ def _array(
 _TYPES = {1: "|u1", 2: "=u2", 4: "=u4", 8: "=u8", 16: "=c16"}
 
 
-def _copy(src: HostArray, dst: HostArray, unit: int) -> None:
-    """Copy `src` to `dst`, whose last axis is its densest."""
+def _bind(src: HostArray, dst: HostArray, unit: int) -> Callable[[], object]:
+    """What copies `src` to `dst`, whose last axis is its densest."""
     if unit < _LINE and src.nbytes > _CACHED and src.ndim > 1:
         steps = [abs(stride) for stride in src.strides]
         dense = min(range(src.ndim), key=steps.__getitem__)
         if steps[dense] < steps[-1]:
-            _transpose(src, dst, dense, unit)
-            return
-    np.copyto(dst, src)
+            return partial(_transpose, src, dst, dense, unit)
+    return partial(np.copyto, dst, src)
 
 
 def _transpose(src: HostArray, dst: HostArray, dense: int, unit: int) -> None:

@@ -1,6 +1,6 @@
 """One rank's arrays in a call of a context of GPUs: read where they lie, or carried there and back.
 
-An operator sees `DeviceArray`s only: memory of this rank's GPU. An operand in host memory is copied
+An operator sees `Operand`s only: memory of this rank's GPU. An operand in host memory is copied
 to the GPU when it is read, and a result for it is copied back by `Result.give`, which waits. So an
 operator is written once for CuPy, torch and NumPy, and never asks which it has.
 """
@@ -8,8 +8,8 @@ operator is written once for CuPy, torch and NumPy, and never asks which it has.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache, partial
+from dataclasses import replace
+from functools import lru_cache, partial
 from math import prod
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from shardmath.arrays import Library, dtypes, library_of
 from shardmath.arrays.base import HostArray
-from shardmath.arrays.spec import ArraySpec, Order, byte_span, order_of, packed_strides
+from shardmath.arrays.spec import ArraySpec, packed_strides
 from shardmath.context import Context
 from shardmath.cuda import stream as streams
 from shardmath.cuda.allocation import Allocation
@@ -25,12 +25,11 @@ from shardmath.cuda.driver import call
 from shardmath.errors import UseAfterFree
 from shardmath.lru_cache import LRUCache
 from shardmath.symmetric.allocation import array_on, block_of
-from shardmath.symmetric.exposed import Exposed
 from shardmath.symmetric.heap import Block
+from shardmath.symmetric.operand import Operand
 
 __all__ = [
     "Blank",
-    "DeviceArray",
     "Result",
     "laid_out_alike",
     "read",
@@ -44,82 +43,6 @@ __all__ = [
 _LATEST = partial(LRUCache[Any, Any], 256)  # places of arrays, of a context
 
 
-@dataclass(frozen=True)
-class DeviceArray:
-    """Memory of this rank's GPU, seen as an array.
-
-    `address` is that of the element with index 0 along every axis; `strides` are bytes. `block` is
-    the heap block that it lies in, which peers can attach, None for ordinary memory; `keep` holds
-    the memory.
-    """
-
-    address: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: str
-    block: Block | None = field(default=None, repr=False)
-    keep: object = field(default=None, repr=False, compare=False)
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element."""
-        return dtypes.of(self.dtype).itemsize
-
-    @property
-    def size(self) -> int:
-        """The number of elements."""
-        count = 1
-        for extent in self.shape:
-            count *= extent
-        return count
-
-    @property
-    def order(self) -> Order:
-        """How the elements lie in memory; see `order_of`."""
-        return order_of(self.shape, tuple(stride // self.itemsize for stride in self.strides))
-
-    @cached_property
-    def span(self) -> tuple[int, int]:
-        """The first byte and the one behind the last, counted from `address`; (0, 0) if empty."""
-        return byte_span(self.shape, self.strides, self.itemsize)
-
-    @cached_property
-    def exposed(self) -> Exposed:
-        """Where peers find it. Of an array on the heap."""
-        assert self.block is not None, "on the heap"
-        if not self.size:
-            return Exposed(self.block.location, 0, 0, self.strides)
-        return Exposed.within(self.block, self.address, self.span, self.strides)
-
-    @cached_property
-    def told(self) -> bytes:
-        """`exposed`, packed; b"" for ordinary memory."""
-        return b"" if self.block is None else self.exposed.pack()
-
-    def is_there(self, context: Context) -> bool:
-        """Whether what lies there now is in the same block of the heap, which is still in use."""
-        block = context.heap.find(self.address)
-        return block is self.block and not (block is not None and block.freed)
-
-    def without_memory(self) -> DeviceArray:
-        """The same place, which keeps nothing: whoever has the array keeps it."""
-        return replace(self, keep=None)
-
-    def transposed(self) -> DeviceArray:
-        """The same memory with its axes reversed."""
-        return DeviceArray(
-            self.address, self.shape[::-1], self.strides[::-1], self.dtype, self.block, self.keep
-        )
-
-    def overlaps(self, other: DeviceArray) -> bool:
-        """Whether the bytes between the first and the last of one reach into the other's."""
-        (low, high), (first, last) = self.span, other.span
-        return (
-            self.address + low < other.address + last
-            and other.address + first < self.address + high
-        )
-
-
 _Form = tuple[tuple[int, ...], tuple[int, ...], str, Block | None]  # shape, strides, dtype, block
 
 
@@ -129,16 +52,16 @@ class Result:
     __slots__ = ("_array", "_host", "_user", "address")
 
     def __init__(
-        self, address: int, array: DeviceArray | _Form, user: Any, host: HostArray | None = None
+        self, address: int, array: Operand | _Form, user: Any, host: HostArray | None = None
     ) -> None:
         """`array` is what is there, or what it will be made of if anybody asks."""
         self.address, self._array, self._user, self._host = address, array, user, host
 
     @property
-    def array(self) -> DeviceArray:
+    def array(self) -> Operand:
         """What is there, for the operator."""
         if isinstance(self._array, tuple):
-            self._array = DeviceArray(self.address, *self._array)
+            self._array = Operand(self.address, *self._array)
         return self._array
 
     @property
@@ -178,7 +101,7 @@ def require_device(context: Context, spec: ArraySpec, name: str) -> None:
 
 def read(
     context: Context, x: Any, name: str = "the operand", *, spec: ArraySpec | None = None
-) -> DeviceArray:
+) -> Operand:
     """The operand on this rank's GPU: where it lies, or a copy of one in host memory.
 
     `spec` is the operand's, where it is known. An array that was read before is the same object
@@ -196,10 +119,10 @@ def read(
     return _placed(context, library, spec, x, name)
 
 
-def _placed(context: Context, library: Library, spec: ArraySpec, x: Any, name: str) -> DeviceArray:
+def _placed(context: Context, library: Library, spec: ArraySpec, x: Any, name: str) -> Operand:
     """Where an array on a GPU lies; as `read`."""
     key = spec, library.pointer(x)
-    known: LRUCache[tuple[ArraySpec, int], DeviceArray]
+    known: LRUCache[tuple[ArraySpec, int], Operand]
     known = context.cache("arrays that were read", _LATEST)
     found = known.find(key)
     if found is None or not found.is_there(context):
@@ -210,10 +133,10 @@ def _placed(context: Context, library: Library, spec: ArraySpec, x: Any, name: s
     return found
 
 
-def _seen(context: Context, spec: ArraySpec, address: int, x: Any) -> DeviceArray:
+def _seen(context: Context, spec: ArraySpec, address: int, x: Any) -> Operand:
     """Memory of this rank's GPU, and the block of the heap that it lies in. Raises UseAfterFree."""
     strides = tuple(stride * spec.itemsize for stride in spec.strides)
-    made = DeviceArray(address, spec.shape, strides, spec.dtype, None, x)
+    made = Operand(address, spec.shape, strides, spec.dtype, None, x)
     block = _block(context, made, x)
     if block is None:
         return made
@@ -291,14 +214,14 @@ def require_separate(spec: ArraySpec, name: str) -> None:
         raise ValueError(f"{name} is an expanded view, and the call writes into it")
 
 
-def laid_out_alike(context: Context, array: DeviceArray) -> DeviceArray:
+def laid_out_alike(context: Context, array: Operand) -> Operand:
     """Other memory of this rank's GPU with the strides of `array`. Local. Raises HeapExhausted."""
     low, high = array.span
     buffer = context.heap.allocate(high - low)
     return replace(array, address=buffer.block.address - low, block=None, keep=buffer)
 
 
-def _block(context: Context, array: DeviceArray, x: Any) -> Block | None:
+def _block(context: Context, array: Operand, x: Any) -> Block | None:
     """The block of the heap that all of an array lies in. Raises UseAfterFree."""
     if not array.size:
         found = block_of(context, x)
@@ -323,7 +246,7 @@ def _back_to(context: Context, user: Any, order: Literal["C", "F"], name: str = 
 
 def _carried(
     context: Context, shape: tuple[int, ...], dtype: str, order: Literal["C", "F"]
-) -> DeviceArray:
+) -> Operand:
     """Packed memory for what is in host memory, an array of `shape`. Local. Raises HeapExhausted.
 
     On the heap; among hosts, where operators pack what peers read, not on one that cannot grow.
@@ -331,13 +254,13 @@ def _carried(
     _, strides, nbytes = _packed(shape, dtype, order)
     if context.spans_hosts and not context.heap.transport.grows:
         held = Allocation(_team(context).device, nbytes)
-        return DeviceArray(held.address, shape, strides, dtype, None, held)
+        return Operand(held.address, shape, strides, dtype, None, held)
     buffer = context.allocate_shared(nbytes)
     address = buffer.block.address
-    return DeviceArray(address, shape, strides, dtype, buffer.block, buffer)
+    return Operand(address, shape, strides, dtype, buffer.block, buffer)
 
 
-def _uploaded(context: Context, host: HostArray) -> DeviceArray:
+def _uploaded(context: Context, host: HostArray) -> Operand:
     order: Literal["C", "F"] = "F" if host.flags.f_contiguous else "C"
     array = _carried(context, host.shape, dtypes.of(host.dtype).name, order)
     if host.size:
@@ -347,7 +270,7 @@ def _uploaded(context: Context, host: HostArray) -> DeviceArray:
     return array
 
 
-def _download(array: DeviceArray, host: HostArray) -> None:
+def _download(array: Operand, host: HostArray) -> None:
     """Copy packed memory of the GPU to `host`. What writes it must have ended."""
     if not host.size:
         return

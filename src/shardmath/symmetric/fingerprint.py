@@ -1,4 +1,4 @@
-"""Fingerprints of arrays on this rank's GPU, by which repeated calls are recognised.
+"""Fingerprints of arrays, by which repeated calls are recognised.
 
 A program makes the same few calls for ever. Arrays of the same library, type, shape, strides and
 device, at the same address and in a heap block of the same extent, have the same fingerprint:
@@ -41,11 +41,10 @@ def inspect(context: Context, x: Any) -> Inspected | None:
 def fingerprint(context: Context, *arrays: Any) -> tuple[Hashable, ...] | None:
     """Equal for arrays that look and lie alike; it refers to none of them. Local.
 
-    None where `inspect` returns None for one of them, or one lies elsewhere than on this rank's
-    GPU. An array may be None.
+    None where `inspect` returns None for one of them, or one lies elsewhere than where this rank
+    computes. An array may be None.
     """
-    assert context.team is not None, "a context of GPUs"
-    device = context.team.device.name
+    device = "cpu" if context.team is None else context.team.device.name
     found: list[Hashable] = []
     for x in arrays:
         if x is None:

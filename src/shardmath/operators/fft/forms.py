@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from shardmath.agreement import require_equal
 from shardmath.arrays import ArraySpec
+from shardmath.call.agreement import HashedSpec, agree_plan
 from shardmath.collective_call import collective_call
 from shardmath.context import require_context
 from shardmath.errors import InvalidFFTState, ShardmathError
@@ -20,7 +21,6 @@ from shardmath.operators.fft.call import CachedTransform, Call, execute, make_pl
 from shardmath.operators.fft.options import FFTDirection, FFTOptions
 from shardmath.operators.lifecycle import Lifecycle, check_stream
 from shardmath.operators.workspace import give_back
-from shardmath.planning import HashedSpec, agree_plan
 from shardmath.untraced import untraced, untraced_methods
 
 if TYPE_CHECKING:

@@ -18,9 +18,10 @@ from shardmath.operators.fft.program import UserArrays
 from shardmath.operators.fft.push_stream import PushStream
 from shardmath.operators.fft.rank_plan import DevicePlan, RankPlan, Results
 from shardmath.operators.lanes import Lane
-from shardmath.symmetric.device_array import DeviceArray, Result
+from shardmath.symmetric.device_array import Result
 from shardmath.symmetric.exposed import Exposed
 from shardmath.symmetric.heap import Location
+from shardmath.symmetric.operand import Operand
 
 __all__ = ["Prepared", "prepare"]
 
@@ -30,7 +31,7 @@ class Prepared:
     """One execution that is ready for its launch. Holds its arrays."""
 
     launch: Launch
-    operand: DeviceArray
+    operand: Operand
     result: Result
 
     def exposed(self) -> tuple[bytes, ...]:
@@ -54,7 +55,7 @@ def prepare(
     lane: Lane,
     stream: int,
     plan: DevicePlan,
-    operand: DeviceArray,
+    operand: Operand,
     result: Result,
     results: Results,
 ) -> Prepared:
@@ -82,7 +83,7 @@ def prepare(
     return Prepared(launch, operand, result)
 
 
-def _view(buffer: str, array: DeviceArray) -> View:
+def _view(buffer: str, array: Operand) -> View:
     return View(buffer, array.shape, array.strides, array.dtype, array.address % 16)
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from shardmath.agreement import checked, require_equal
 from shardmath.arrays import Library, library_of
 from shardmath.arrays.base import HostArray, share_memory
+from shardmath.call.agreement import HashedSpec, agree_plan
 from shardmath.context import Context
 from shardmath.local.float8 import dequantize
 from shardmath.operators.lifecycle import log_plan
@@ -32,7 +33,6 @@ from shardmath.operators.matmul.strategy import (
     choose,
 )
 from shardmath.operators.workspace import Workspace
-from shardmath.planning import HashedSpec, agree_plan
 from shardmath.symmetric.allocation import block_of, empty_on_heap
 from shardmath.symmetric.heap import Block
 

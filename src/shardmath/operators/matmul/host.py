@@ -18,7 +18,7 @@ import numpy as np
 from shardmath.arrays import Library, dtypes
 from shardmath.arrays.base import HostArray, raw_view
 from shardmath.context import Context
-from shardmath.geometry import Layout, Move, moves
+from shardmath.geometry import Layout, Move, moves, shared_part
 from shardmath.local import epilog as epilogs
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.float8 import quantize
@@ -31,7 +31,7 @@ from shardmath.redistribution import Exposed, copy_moves, expose, stage, window_
 from shardmath.redistribution.exposure import staged_bytes
 from shardmath.symmetric.heap import Block
 
-__all__ = ["Execution", "Operands", "RankPlan", "shared_part"]
+__all__ = ["Execution", "Operands", "RankPlan"]
 
 _PANEL_ELEMENTS = 4 << 20  # of one gathered panel: 32 MiB in float64
 _WHOLE_ELEMENTS = 128 << 20  # of all that is brought together for a library's product
@@ -92,14 +92,6 @@ class RankPlan:
     def last_moves(self) -> tuple[Move, ...]:
         """What brings the complete sums to where the caller wants them."""
         return moves(self.strategy.reduced, self.strategy.problem.d, dst_rank=self.rank)
-
-
-def shared_part(held: Layout, need: Layout, *, src: int, dst: int) -> tuple[Move, ...]:
-    """All that `dst` needs and `src` holds, whoever else may hold it too."""
-    found: list[Move] = [Move(src, dst, ())]
-    for one, two in zip(held.spans(src), need.spans(dst), strict=True):
-        found = [Move(src, dst, (*m.runs, run)) for m in found for run in one.intersect(two)]
-    return tuple(found)
 
 
 class Execution:

@@ -2,37 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-from shardmath.agreement import require_equal
-from shardmath.arrays import ArraySpec, library_and_spec, library_of
-from shardmath.collective_call import collective_call
-from shardmath.context import Context, require_context
+from shardmath.call.driver import call
+from shardmath.call.planned import Planned
 from shardmath.errors import InvalidRedistributeState
 from shardmath.geometry import Distribution
-from shardmath.operators.call_cache import CachedCall, cached_call
-from shardmath.operators.lifecycle import Lifecycle, check_stream, log_plan, options_of
-from shardmath.operators.redistribute.execution import HostExecution
-from shardmath.operators.redistribute.problem import (
-    Problem,
-    RedistributeOptions,
-    check,
-    check_distributions,
-    describe,
-    misfit,
-)
-from shardmath.planning import HashedSpec, agree_plan
+from shardmath.operators.redistribute.operation import REDISTRIBUTE, RedistributeOptions
+from shardmath.program.performing import Arguments
 from shardmath.untraced import untraced, untraced_methods
-
-if TYPE_CHECKING:
-    from shardmath.operators.redistribute.device import DeviceExecution
 
 __all__ = ["Redistribute", "redistribute"]
 
 
 @untraced
-@collective_call
 def redistribute(
     operand: Any,
     /,
@@ -61,30 +44,12 @@ def redistribute(
     `initialize`, or after the array was freed.
     Source: nvmath.distributed.distribution.redistribute; `out` is ours.
     """
-    context = require_context()
-    call = _Call(
-        operand,
-        source=input_distribution,
-        target=output_distribution,
-        options=options,
-        stream=stream,
-        out=out,
-    )
-    execution = _execution(context, temporary=True)
-    cached: list[_CachedRedistribution] = []
-
-    def described() -> tuple[HashedSpec, bytes]:
-        cached.append(call.cached(context))
-        return cached[0].spec, execution.read(operand, out, stream, cached[0].problem)
-
-    problem, notes = agree_plan(context, "redistribute", described, check)
-    cached[0].problem = problem
-    call.log(context, problem)
-    return execution.perform(problem, notes)
+    words = (input_distribution, output_distribution)
+    return call(REDISTRIBUTE, Arguments((operand,), (out,), words, options, stream))
 
 
 @untraced_methods
-class Redistribute(Lifecycle):
+class Redistribute(Planned):
     """A redistribution that is planned once and executed many times.
 
         with Redistribute(x, Slab.X, Slab.Y) as redistribution:
@@ -100,7 +65,6 @@ class Redistribute(Lifecycle):
     noun: ClassVar[str] = "Redistribute"
     invalid = InvalidRedistributeState
 
-    @collective_call
     def __init__(
         self,
         operand: Any,
@@ -111,47 +75,9 @@ class Redistribute(Lifecycle):
         options: RedistributeOptions | dict[str, Any] | None = None,
         stream: Any = None,
     ) -> None:
-        context = require_context()
-        call = _Call(
-            operand,
-            source=input_distribution,
-            target=output_distribution,
-            options=options,
-            stream=stream,
-        )
-        self._execution = _execution(context)
+        words = (input_distribution, output_distribution)
+        super().__init__(REDISTRIBUTE, Arguments((operand,), (None,), words, options, stream))
 
-        def described() -> tuple[HashedSpec, bytes]:
-            spec = call.cached(context).spec
-            self._execution.inspect(operand, None, stream)
-            return spec, b""
-
-        self._problem: Problem
-        self._problem, _ = agree_plan(context, self.noun, described, check)
-        super().__init__(context, {"operand": operand})
-        call.log(context, self._problem)
-        self._shape = library_of(operand).spec(operand).shape
-        self._fitting: tuple[ArraySpec, ArraySpec | None] | None = None  # of the last execution
-        self._spec = HashedSpec((self.number,))
-
-    def explain(self) -> str:
-        """A description of what moves, and how between hosts, in a few lines. Local."""
-        hosts = len(set(self.context.hosts))
-        if hosts == 1 or not self._problem.transfer.crosses:
-            return self._problem.explain()
-        packed = "packed by each rank, and " * (self.context.team is not None)
-        return (
-            f"{self._problem.explain()}\n"
-            f"{hosts} hosts: {packed}read in place on the same host, by `get` from another"
-        )
-
-    @collective_call
-    def plan(self, stream: Any = None) -> None:
-        """Prepare for `execute`; a second call does nothing. Collective."""
-        self._gather("plan", lambda: check_stream(stream))
-        self._planned = True
-
-    @collective_call
     def execute(
         self,
         stream: Any = None,
@@ -165,56 +91,15 @@ class Redistribute(Lifecycle):
         Raises RuntimeError before `plan` and after `release_operand`; errors of `out` as
         `redistribute`.
         """
+        return self._execute((out,), stream, release_workspace=release_workspace)
 
-        def described() -> tuple[HashedSpec, bytes]:
-            self._require_ready()
-            check_stream(stream)
-            operand = self._operands["operand"]
-            self._require_fit(
-                library_of(operand, "operand").spec(operand),
-                None if out is None else library_of(out, "out").spec(out),
-            )
-            note = self._execution.read(operand, out, stream, self._problem, self.number)
-            return self._spec, note
-
-        self._require_open()
-        try:
-            _, notes = agree_plan(
-                self.context,
-                f"{self.noun}.execute",
-                described,
-                lambda specs: require_equal(f"the {self.noun} object", specs),
-            )
-            return self._execution.perform(self._problem, notes, self.number)
-        finally:
-            self._execution.drop_arrays()
-            if release_workspace:
-                self._execution.release()
-
-    @collective_call
     def reset_operand(self, operand: Any, *, stream: Any = None) -> None:
         """Execute on `operand` from now on; strides and memory may differ from before. Collective.
 
         Raises ValueError for None and for another dtype, device or shape, TypeError for another
         library.
         """
-
-        def described() -> None:
-            check_stream(stream)
-            if operand is None:
-                raise ValueError(
-                    "reset_operand needs an operand; release_operand drops the old one"
-                )
-            spec = library_of(operand, "operand").spec(operand)
-            if spec.library != self._problem.library:
-                raise TypeError(
-                    f"the operand is of {spec.library}, the plan is for {self._problem.library}"
-                )
-            self._check_shape(spec)
-            self._execution.inspect(operand, None, stream)
-
-        self._gather("reset_operand", described)
-        self._set_operands(operand=operand)
+        self._reset({"operand": operand}, stream)
 
     def reset_operand_unchecked(self, operand: Any, *, stream: Any = None) -> None:
         """As `reset_operand`, without agreement: `execute` finds what is wrong. Local."""
@@ -225,74 +110,3 @@ class Redistribute(Lifecycle):
         """Drop the reference to the operand; then `reset_operand` must come first. Local."""
         self._require_alive()
         self._release_operands()
-
-    def _require_fit(self, operand: ArraySpec, out: ArraySpec | None) -> None:
-        """Raise ValueError unless such arrays are what the plan is for."""
-        if (operand, out) == self._fitting:
-            return
-        self._check_shape(operand)
-        wrong = None if out is None else misfit(self._problem, self.context.rank, out)
-        if wrong:
-            raise ValueError(wrong)
-        self._fitting = operand, out
-
-    def _check_shape(self, spec: ArraySpec) -> None:
-        problem = self._problem
-        given = (spec.library, spec.space, spec.dtype, spec.shape)
-        expected = (problem.library, problem.space, problem.dtype, self._shape)
-        for what, one, other in zip(
-            ("library", "memory space", "dtype", "shape"), given, expected, strict=True
-        ):
-            if one != other:
-                raise ValueError(f"the operand has {what} {one}, the plan is for {other}")
-
-    def _release(self) -> None:
-        self._execution.release()
-
-
-def _execution(context: Context, *, temporary: bool = False) -> HostExecution | DeviceExecution:
-    """What moves the elements: on cores or on GPUs. `temporary`: for one call only."""
-    if context.team is None:
-        return HostExecution(context, temporary=temporary)
-    from shardmath.operators.redistribute.device import DeviceExecution
-
-    return DeviceExecution(context, temporary=temporary)
-
-
-class _CachedRedistribution(CachedCall):
-    """`problem` is what was agreed on last time, likely the same again: what is prepared for it is
-    in the notes to the peers, who see whether it holds.
-    """
-
-    problem: Problem | None = None
-
-
-@dataclass(kw_only=True)
-class _Call:
-    """One rank's arguments."""
-
-    operand: Any = field(kw_only=False)
-    source: Any
-    target: Any
-    options: Any
-    stream: Any
-    out: Any = None
-
-    def cached(self, context: Context) -> _CachedRedistribution:
-        """The same for all calls with equal arguments. Raises what is wrong with them."""
-        options = options_of(RedistributeOptions, self.options)
-        check_stream(self.stream)
-        spec = library_and_spec(self.operand, "operand")[1]
-        out = None if self.out is None else library_and_spec(self.out, "out")[1]
-        source, target = self.source, self.target
-        check_distributions(source, target)
-        return cached_call(
-            context,
-            _CachedRedistribution,
-            (spec, source, target, options.blocking, out),
-            lambda: describe(spec, source, target, options, out),
-        )
-
-    def log(self, context: Context, problem: Problem) -> None:
-        """Tell the user's logger, or the package's, what was planned."""
-        log_plan(context, options_of(RedistributeOptions, self.options).logger, problem)

@@ -18,6 +18,7 @@ import numpy as np
 
 from shardmath.agreement import checked
 from shardmath.arrays import library_of
+from shardmath.call.agreement import HashedSpec
 from shardmath.context import Context
 from shardmath.cuda import stream as streams
 from shardmath.local.epilog import MatmulEpilog
@@ -40,7 +41,6 @@ from shardmath.operators.matmul.problem import Call, describe
 from shardmath.operators.matmul.scaling import scales_in_order
 from shardmath.operators.published import matrix_of
 from shardmath.operators.replay import Replay, ReplayCache
-from shardmath.planning import HashedSpec
 from shardmath.symmetric.device_array import Blank
 from shardmath.symmetric.fingerprint import fingerprint
 

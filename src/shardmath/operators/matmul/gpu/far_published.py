@@ -19,8 +19,8 @@ from shardmath.operators.published import Places, PublishedMatrices, matrix_of
 from shardmath.redistribution import Exposed
 from shardmath.redistribution.device import Box, BoxCopies
 from shardmath.redistribution.fetching import fetch
-from shardmath.symmetric.device_array import DeviceArray
 from shardmath.symmetric.heap import Location
+from shardmath.symmetric.operand import Operand
 
 __all__ = ["FarPublishedMatrices"]
 
@@ -51,7 +51,7 @@ class FarPublishedMatrices(PublishedMatrices):
         return self._own[name]
 
     def operand(
-        self, name: str, array: DeviceArray, ranges: tuple[tuple[int, int], ...]
+        self, name: str, array: Operand, ranges: tuple[tuple[int, int], ...]
     ) -> Matrix | None:
         """See PublishedMatrices: nothing is left for the caller to fill."""
         self._own[name] = matrix_of(array)

@@ -19,7 +19,7 @@ from shardmath.operators.lanes import Lane
 from shardmath.operators.matmul.gpu.rank_plan import Operands, RankPlan, Scales
 from shardmath.operators.matmul.scaling import TENSOR, blocks_of
 from shardmath.operators.published import PublishedMatrices, matrix_of
-from shardmath.symmetric.device_array import DeviceArray
+from shardmath.symmetric.operand import Operand
 
 __all__ = ["DequantizedOperands", "QuantizedResult", "scales_as"]
 
@@ -66,8 +66,8 @@ class DequantizedOperands:
             self.operands = replace(self.operands, c=dequantized)
 
     def _dequantized(
-        self, array: DeviceArray, index: int, granularity: str, scales: Scales, lane: Lane
-    ) -> DeviceArray:
+        self, array: Operand, index: int, granularity: str, scales: Scales, lane: Lane
+    ) -> Operand:
         elements = matrix_of(array)
         name, nbytes = f"numbers {'abc'[index]}", 4 * elements.size
         block = (
@@ -82,7 +82,7 @@ class DequantizedOperands:
         matrix = None if held is None else scales_as(held, blocks.shape(*shape))
         self._steps.append(_Step(out, elements, matrix, blocks, scales.numbers[index]))
         strides = (4 * out.row_stride, 4 * out.column_stride)
-        return DeviceArray(out.address, shape, strides, "float32", block)
+        return Operand(out.address, shape, strides, "float32", block)
 
     def launch(self, device: Device, stream: int) -> None:
         """Put them on `stream`."""
@@ -90,7 +90,7 @@ class DequantizedOperands:
             step.launch(device, stream)
 
 
-def scales_as(array: DeviceArray, shape: tuple[int, int]) -> Matrix:
+def scales_as(array: Operand, shape: tuple[int, int]) -> Matrix:
     """The scales of op(A) or op(B) as a matrix of `shape`: an array of one axis fits one of its."""
     rows, columns = shape
     if len(array.shape) == 2:

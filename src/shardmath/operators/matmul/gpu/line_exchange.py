@@ -9,6 +9,7 @@ another: neither waits for a product, nor a copy for a barrier. Small parts are 
 from __future__ import annotations
 
 from shardmath.cuda.driver import call
+from shardmath.geometry import shared_part
 from shardmath.geometry.integers import up
 from shardmath.local.float8 import BLOCK
 from shardmath.local.gpu import Matrix, scaled
@@ -18,7 +19,6 @@ from shardmath.operators.matmul.gpu.gather import Gather
 from shardmath.operators.matmul.gpu.rank_plan import Operands, RankPlan
 from shardmath.operators.matmul.gpu.rounds import Rounds, Stage
 from shardmath.operators.matmul.gpu.scale_layouts import ScaleLayouts, scale_layout
-from shardmath.operators.matmul.host import shared_part
 from shardmath.operators.published import PublishedMatrices, matrix_of
 
 __all__ = ["LINES", "LINE_SCALES", "LineExchange", "fill_behind"]

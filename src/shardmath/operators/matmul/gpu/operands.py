@@ -21,7 +21,8 @@ from shardmath.operators.matmul.gpu.rank_plan import Operands, Scales
 from shardmath.operators.matmul.problem import Call, Problem, gradient_layouts
 from shardmath.operators.matmul.scaling import scales_in_order
 from shardmath.symmetric import device_array
-from shardmath.symmetric.device_array import Blank, DeviceArray, Result
+from shardmath.symmetric.device_array import Blank, Result
+from shardmath.symmetric.operand import Operand
 
 __all__ = ["Results", "made_results", "read_operands"]
 
@@ -128,7 +129,7 @@ def _blanks(
     problem: Problem,
     call_: Call,
     given: Arguments,
-    arrays: Sequence[DeviceArray | None],
+    arrays: Sequence[Operand | None],
 ) -> dict[str, Blank]:
     """How new results look: D, unless it is c, in the operands' order and memory."""
 
@@ -161,7 +162,7 @@ def _scales(context: Context, problem: Problem, call_: Call, given: Arguments) -
     if scaling is None:
         return None
     numbers = given.numbers(scaling)
-    arrays: list[DeviceArray | None] = []
+    arrays: list[Operand | None] = []
     for index, (number, scale) in enumerate(
         zip(numbers, scales_in_order(given.scales), strict=True)
     ):
@@ -174,7 +175,7 @@ def _scales(context: Context, problem: Problem, call_: Call, given: Arguments) -
     return Scales(tuple(1.0 if x is None else x for x in numbers), tuple(arrays))
 
 
-def _require_apart(given: Arguments, out: DeviceArray, a: DeviceArray, b: DeviceArray) -> None:
+def _require_apart(given: Arguments, out: Operand, a: Operand, b: Operand) -> None:
     """Raise ValueError when writing to c would change a or b."""
     library = library_of(given.c)
     if library.spec(given.c).device == "cpu":

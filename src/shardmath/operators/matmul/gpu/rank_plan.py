@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from shardmath.arrays import dtypes
-from shardmath.geometry import Layout, Move
+from shardmath.geometry import Layout, Move, shared_part
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.float8 import BLOCK, FLOAT8
 from shardmath.local.gpu.gemm import Algorithms
@@ -29,7 +29,7 @@ from shardmath.operators.matmul.gpu.scale_moves import (
 )
 from shardmath.operators.matmul.problem import gradient_layouts
 from shardmath.operators.matmul.strategy import HOPPER, HOPPER_MULTI_HOST, Machine
-from shardmath.symmetric.device_array import DeviceArray
+from shardmath.symmetric.operand import Operand
 
 __all__ = ["AFTERWARDS", "Operands", "RankPlan", "Scales"]
 
@@ -47,7 +47,7 @@ class Scales:
     """
 
     numbers: tuple[float, ...]
-    arrays: tuple[DeviceArray | None, ...]
+    arrays: tuple[Operand | None, ...]
 
     def address(self, index: int) -> int:
         """That of an array of one element; 0 if there is none."""
@@ -61,14 +61,14 @@ class Operands:
     reads (`inputs`) and makes (`outputs`), and how.
     """
 
-    a: DeviceArray
-    b: DeviceArray
-    c: DeviceArray | None
-    out: DeviceArray
+    a: Operand
+    b: Operand
+    c: Operand | None
+    out: Operand
     alpha: complex
     beta: complex
-    inputs: Mapping[str, DeviceArray] = field(repr=False)
-    outputs: Mapping[str, DeviceArray] = field(repr=False)
+    inputs: Mapping[str, Operand] = field(repr=False)
+    outputs: Mapping[str, Operand] = field(repr=False)
     stream: int
     scales: Scales | None = None
     compute: int | None = None  # a MatmulComputeType that is faster, and less exact
@@ -80,7 +80,7 @@ class Operands:
         found = self.inputs.get("bias")
         return None if found is None else (found.address, found.strides[0] // found.itemsize)
 
-    def aux(self, epilog: MatmulEpilog) -> DeviceArray | None:
+    def aux(self, epilog: MatmulEpilog) -> Operand | None:
         """The auxiliary matrix that an epilog reads or makes."""
         if epilog.needs_aux:
             return self.inputs[epilog.needs_aux]
@@ -99,7 +99,7 @@ class Operands:
         return replace(self, a=a, b=b, c=c, out=out, inputs=inputs, outputs={}, scales=scales)
 
     @property
-    def ab(self) -> tuple[DeviceArray, DeviceArray]:
+    def ab(self) -> tuple[Operand, Operand]:
         """op(A) and op(B)."""
         return self.a, self.b
 
@@ -165,7 +165,7 @@ class RankPlan(host.RankPlan):
         layout, held, need = gradient_layouts(self.strategy.problem)
         sources = range(layout.size) if layout.disjoint() else [self.rank]
         return tuple(
-            self._published_moves("vector", host.shared_part(held, need, src=src, dst=self.rank))
+            self._published_moves("vector", shared_part(held, need, src=src, dst=self.rank))
             for src in sources
         )
 
@@ -178,7 +178,7 @@ class RankPlan(host.RankPlan):
             move
             for src in range(d.size)
             for move in self._published_moves(
-                "c", host.shared_part(d, everywhere, src=src, dst=self.rank)
+                "c", shared_part(d, everywhere, src=src, dst=self.rank)
             )
         )
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from shardmath.geometry import Layout, Move
-from shardmath.operators.matmul import host
+from shardmath.geometry import Layout, Move, shared_part
 from shardmath.operators.matmul.gpu.scale_moves import amax_transfer, scale_moves
 from shardmath.operators.matmul.problem import gradient_layouts
 from shardmath.operators.matmul.strategy import Strategy
@@ -134,4 +133,4 @@ class Routes:
     def _shared(self, held: Layout, need: Layout, src: int) -> list[Move]:
         """All that `src` holds, to whomever needs it, whoever else holds it too."""
         ranks = range(self._strategy.problem.size)
-        return [move for dst in ranks for move in host.shared_part(held, need, src=src, dst=dst)]
+        return [move for dst in ranks for move in shared_part(held, need, src=src, dst=dst)]

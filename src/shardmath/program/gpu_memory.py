@@ -1,32 +1,28 @@
-"""What redistributions on GPUs keep from one execution to the next: staging, and launches."""
+"""What moves on GPUs keep from one execution to the next: staging, and launches."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 from shardmath.context import Context
 from shardmath.lru_cache import LRUCache
 from shardmath.operators.lanes import Lane
-from shardmath.operators.redistribute.notes import staging_strides
-from shardmath.operators.redistribute.problem import Problem
 from shardmath.operators.replay import GraphCache
 from shardmath.operators.workspace import KEPT_STAGING
+from shardmath.program.gpu_notes import OneMove, staging_strides
 from shardmath.redistribution import Exposed
 from shardmath.symmetric.heap import Block, Buffer
 
 if TYPE_CHECKING:
     from shardmath.cuda.kernel import ReadyLaunch
-    from shardmath.redistribution.delivery import Delivery
     from shardmath.redistribution.device import BoxCopies
 
 __all__ = ["CopySequence", "DeviceMemory", "Step"]
 
-_KEPT = 64  # of plans without an object, and of launches and copies in each
-_CACHE = partial(LRUCache[Any, Any], _KEPT)
+_KEPT = 64  # launches and copies
 _STAGING = "staging"  # of the lane's buffers
 
 
@@ -91,22 +87,6 @@ class DeviceMemory:
         self._stream = 0  # of the last execution that used the staging
         self._copies: LRUCache[Any, BoxCopies] = LRUCache(_KEPT)
         self._sequences: LRUCache[Any, CopySequence] = LRUCache(_KEPT)
-        self._delivery: Delivery | None = None
-
-    def delivery(self, problem: Problem) -> Delivery:
-        """What is packed and fetched where ranks are on several hosts. `problem` is always one."""
-        if self._delivery is None:
-            from shardmath.operators.redistribute.far import delivery_of
-
-            self._delivery = delivery_of(self._context, problem)
-        return self._delivery
-
-    @classmethod
-    def of_plan(cls, context: Context, problem: Problem) -> DeviceMemory:
-        """That of a plan without an object; of a few of them it is kept."""
-        cache: LRUCache[int, tuple[Problem, DeviceMemory]]
-        cache = context.cache("redistributions on GPUs", _CACHE)
-        return cache.made(id(problem), lambda: (problem, cls(context, temporary=True)))[1]
 
     @property
     def staging(self) -> bytes:
@@ -117,16 +97,16 @@ class DeviceMemory:
                 self._block, self._place = None, b""
         return self._place
 
-    def stage(self, problem: Problem) -> None:
+    def stage(self, move: OneMove) -> None:
         """Reserve heap memory for a packed result. Raises HeapExhausted."""
         rank = self._context.rank
-        nbytes = prod(problem.transfer.dst.local_shape(rank)) * problem.transfer.itemsize
+        nbytes = prod(move.transfer.dst.local_shape(rank)) * move.transfer.itemsize
         if self._lane is not None and nbytes <= KEPT_STAGING:
             self._block = self._lane.buffer(_STAGING, nbytes).block
         else:
             self._buffer = self._context.allocate_shared(nbytes)
             self._block = self._buffer.block
-        strides = staging_strides(problem, rank)
+        strides = staging_strides(move, rank)
         self._place = Exposed(self._block.location, nbytes, 0, strides).pack()
 
     def staging_used_on(self, stream: int) -> None:

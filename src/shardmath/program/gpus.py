@@ -1,4 +1,4 @@
-"""One execution of a redistribution on GPUs: show, wait, push or pull, wait; all on a stream.
+"""Programs on GPUs: synchronise, push or pull, synchronise; all on a stream.
 
 Every rank pushes what it has straight into its place in the peers' results, where all results are
 on the heap; otherwise it pulls from the operands, where all of those are; otherwise results in
@@ -6,7 +6,7 @@ ordinary memory are pushed to heap memory beside them, and copied from there. Al
 same, from what each has said when the call was agreed on. The host waits for nothing but agreement,
 one small exchange as long as nothing has to be allocated; two barriers on the stream are around the
 copies: owners may still use the memory that is written to before the first, and all is there after
-the second.
+the second. Between hosts see `gpu_hosts`.
 """
 
 from __future__ import annotations
@@ -14,22 +14,28 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from shardmath.arrays import library_of
+from shardmath.call.agreement import Agreement
 from shardmath.context import Context
 from shardmath.errors import HeapExhausted
 from shardmath.geometry import Move
+from shardmath.lru_cache import LRUCache
 from shardmath.operators.lanes import LANES, Lane
-from shardmath.operators.redistribute.device_arrays import DeviceArrays
-from shardmath.operators.redistribute.memory import CopySequence, DeviceMemory, Step
-from shardmath.operators.redistribute.notes import (
+from shardmath.program.gpu_arrays import GPUArrays, GPUTurn, read_arrays
+from shardmath.program.gpu_memory import CopySequence, DeviceMemory, Step
+from shardmath.program.gpu_notes import (
     Note,
+    OneMove,
     pulls,
     ranks_without_staging,
     staging_strides,
 )
-from shardmath.operators.redistribute.problem import Problem
+from shardmath.program.hosts import between_hosts
+from shardmath.program.performing import Arguments, Names, Plan, Turn
+from shardmath.program.steps import Program
 from shardmath.redistribution import Exposed, TransferPlan
 from shardmath.redistribution.copies import lowered, whole
 from shardmath.symmetric.allocation import block_of
@@ -38,121 +44,136 @@ from shardmath.symmetric.device_array import require_device, stream_of
 if TYPE_CHECKING:
     from shardmath.redistribution.device import BoxCopies
 
-__all__ = ["DeviceExecution"]
+__all__ = ["GPUs"]
+
+_PLANS = 64  # of which copies and staging are kept
 
 
-class DeviceExecution:
-    """What performs a redistribution on GPUs, and keeps copies and staging from call to call.
+class GPUs:
+    """Performs programs on GPUs, and keeps copies and staging from call to call.
 
-    `temporary`: for one call. What it keeps is kept in the context.
+    `kept`: for an object, which has staging of its own. `number` is the object's, by which it takes
+    a lane; all calls without an object are one object.
     """
 
-    def __init__(self, context: Context, *, temporary: bool = False) -> None:
+    def __init__(self, context: Context, names: Names, *, kept: bool) -> None:
         self._context = context
-        self._memory = None if temporary else DeviceMemory(context)
-        self._arrays: DeviceArrays | None = None
+        self._names = names
+        self._kept = kept
+        self.number = 0
+        self._moves: LRUCache[Plan, _KeptMove] = LRUCache(_PLANS)
         self._lane: Lane | None = None
 
-    def inspect(self, operand: Any, out: Any, stream: Any) -> None:
-        """Raise what is wrong with the user's arrays; see `DeviceArrays`. Local."""
+    def inspect(self, arguments: Arguments) -> None:
+        """See Performer."""
+        (operand,), context = arguments.operands, self._context
         spec = library_of(operand).spec(operand)
-        stream_of(self._context, spec, stream)
-        require_device(self._context, spec, "the operand")
-        block_of(self._context, operand)  # raises UseAfterFree
+        stream_of(context, spec, arguments.stream)
+        require_device(context, spec, "the operand")
+        block_of(context, operand)  # raises UseAfterFree
 
-    def read(
-        self,
-        operand: Any,
-        out: Any,
-        stream: Any,
-        problem: Problem | None = None,
-        number: int = 0,
-    ) -> bytes:
-        """Take the user's arrays for the next execution, and say what peers must know. Local.
+    def read(self, arguments: Arguments) -> GPUArrays:
+        """See Performer, and `read_arrays`."""
+        (operand,), (out,) = arguments.operands, arguments.results
+        return read_arrays(self._context, operand, out, self._names.separate)
 
-        With a problem, which is known or at least expected from the second execution on, the result
-        is made at once. `number` as in `perform`.
-        """
-        arrays = DeviceArrays(self._context, operand, out, stream)
-        if problem is None:
-            note = arrays.note(b"")
-        else:
-            # What is only expected may want more than there is: then it is not made so far.
-            with nullcontext() if self._memory is not None else suppress(HeapExhausted):
-                arrays.allocate(problem)
-            note = arrays.note(self._staging(problem, number))
-        self._arrays = arrays
-        return note
+    def without_memory(self, arrays: GPUArrays) -> GPUArrays:
+        """See Performer."""
+        return arrays.without_memory()
 
-    def perform(self, problem: Problem, notes: list[bytes], number: int = 0) -> Any:
-        """Redistribute what was read; see `execute_on_gpus`. Collective.
+    def prepare(self, turn: Turn, plan: Plan | None) -> None:
+        """See Performer. The result is made at once where the plan is known, or expected."""
+        arrays = turn.held = GPUTurn(self._context, turn.arguments, turn.known.arrays)
+        if plan is None:
+            turn.note = arrays.note(b"")
+            return
+        kept = self._of(plan)
+        # What is only expected may want more than there is: then it is not made so far.
+        with nullcontext() if self._kept else suppress(HeapExhausted):
+            arrays.allocate(kept.move)
+        turn.note = arrays.note(self._staging(kept))
 
-        `number` is the object's, for which all calls without one are one object.
-        """
-        arrays = self._arrays
-        assert arrays is not None, "read first"
-        memory, lane = self._memory_of(problem), self._use_lane(number)
-        if self._crosses_hosts(problem):
-            from shardmath.operators.redistribute.far import execute_far
+    def perform(self, turn: Turn, agreement: Agreement[Any], plan: Plan) -> tuple[Any, ...]:
+        """See Performer; `perform_on_one_host`."""
+        kept, lane, texts = self._of(plan), self._use_lane(), agreement.notes
+        if self._crosses_hosts(kept.move):
+            from shardmath.program.gpu_hosts import perform_between_hosts
 
-            return execute_far(self._context, problem, arrays, notes, memory, lane)
-        return execute_on_gpus(self._context, problem, arrays, notes, memory, lane)
+            program = kept.between_hosts
+            return (
+                perform_between_hosts(
+                    self._context, program, kept.move, turn.held, texts, kept.memory, lane
+                ),
+            )
+        return (perform_on_one_host(self._context, kept.move, turn.held, texts, kept.memory, lane),)
 
-    def _staging(self, problem: Problem, number: int) -> bytes:
+    def _of(self, plan: Plan) -> _KeptMove:
+        context, operation = self._context, self._names.operation
+        return self._moves.made(plan, lambda: _KeptMove(context, operation, plan, kept=self._kept))
+
+    def _staging(self, kept: _KeptMove) -> bytes:
         """Where memory lies that peers are to reach, packed; b"" if there is none so far."""
-        if not self._crosses_hosts(problem):
-            return self._memory_of(problem).staging
-        if self._memory is None:
+        if not self._crosses_hosts(kept.move):
+            return kept.memory.staging
+        if not self._kept:
             return b""  # the plan may turn out to be another
-        from shardmath.operators.redistribute.far import allocate_outbox
+        from shardmath.program.gpu_hosts import allocate_outbox, delivery_in
 
-        delivery = self._memory.delivery(problem)
-        return allocate_outbox(delivery, self._use_lane(number)).pack()
+        return allocate_outbox(delivery_in(kept.between_hosts), self._use_lane()).pack()
 
-    def _use_lane(self, number: int) -> Lane:
+    def _use_lane(self) -> Lane:
         """The same on all ranks."""
-        self._lane = Lane.numbered(self._context, number % (LANES - 1))
+        self._lane = Lane.numbered(self._context, self.number % (LANES - 1))
         return self._lane
 
-    def _crosses_hosts(self, problem: Problem) -> bool:
-        return self._context.spans_hosts and problem.transfer.crosses
-
-    def _memory_of(self, problem: Problem) -> DeviceMemory:
-        return self._memory or DeviceMemory.of_plan(self._context, problem)
-
-    def drop_arrays(self) -> None:
-        """Refer to no array that was read. Local."""
-        self._arrays = None
+    def _crosses_hosts(self, move: OneMove) -> bool:
+        return self._context.spans_hosts and move.transfer.crosses
 
     def release(self) -> None:
-        """Give the staging back."""
-        if self._memory is not None:
-            self._memory.release()
+        """See Performer. What calls without an object keep is the context's."""
+        if not self._kept:
+            return
+        for kept in self._moves.values():
+            kept.memory.release()
         if self._lane is not None and self._context.spans_hosts:
-            from shardmath.operators.redistribute.far import drop_outbox
+            from shardmath.program.gpu_hosts import drop_outbox
 
             drop_outbox(self._lane)
 
 
-def execute_on_gpus(
+class _KeptMove:
+    """The one move of a plan, and what is kept for it."""
+
+    def __init__(self, context: Context, operation: str, plan: Plan, *, kept: bool) -> None:
+        self.move = OneMove.of(plan.program, operation)
+        self.memory = DeviceMemory(context, temporary=not kept)
+        self._program, self._rank, self._hosts = plan.program, context.rank, context.hosts
+
+    @cached_property
+    def between_hosts(self) -> Program:
+        """The program where ranks are on several hosts."""
+        return between_hosts(self._program, self._rank, self._hosts)
+
+
+def perform_on_one_host(
     context: Context,
-    problem: Problem,
-    arrays: DeviceArrays,
+    move: OneMove,
+    arrays: GPUTurn,
     texts: list[bytes],
     memory: DeviceMemory,
     lane: Lane,
 ) -> Any:
-    """The result of redistributing `arrays.operand`: `out`, or a new array. Collective.
+    """The result of a move of `arrays.operand`: `out`, or a new array. Collective.
 
     `texts` are all ranks' notes. Raises HeapExhausted on all ranks when one lacks memory.
     """
-    texts, sequence = _agreed_sequence(context, problem, arrays, texts, memory)
+    texts, sequence = _agreed_sequence(context, move, arrays, texts, memory)
     stream = arrays.stream
-    with context.executing("redistribute"):
+    with context.executing(move.operation):
         if sequence is None:
             notes = [Note.unpack(text) for text in texts]
-            steps = _steps(context, problem, arrays, notes, memory)
-            made = CopySequence(lane, steps, crosses=problem.transfer.crosses)
+            steps = _steps(context, move, arrays, notes, memory)
+            made = CopySequence(lane, steps, crosses=move.transfer.crosses)
             sequence = memory.keep_sequence(_key(arrays, texts), made)
         sequence.put(stream)
         if sequence.is_staged:
@@ -160,15 +181,15 @@ def execute_on_gpus(
         memory.end_call()
         assert arrays.result is not None, "agreed on"
         given = arrays.result.give(context, stream)
-        if problem.blocking:
+        if move.blocking:
             lane.team.synchronize(stream)
     return given
 
 
 def _agreed_sequence(
     context: Context,
-    problem: Problem,
-    arrays: DeviceArrays,
+    move: OneMove,
+    arrays: GPUTurn,
     texts: list[bytes],
     memory: DeviceMemory,
 ) -> tuple[list[bytes], CopySequence | None]:
@@ -180,21 +201,21 @@ def _agreed_sequence(
     if sequence is not None:
         return texts, sequence
     notes = [Note.unpack(text) for text in texts]
-    shapes = [problem.transfer.dst.local_shape(rank) for rank in range(context.size)]
+    shapes = [move.transfer.dst.local_shape(rank) for rank in range(context.size)]
     unmade = any(
-        note.lacks_result((shape, problem.order)) for note, shape in zip(notes, shapes, strict=True)
+        note.lacks_result((shape, move.order)) for note, shape in zip(notes, shapes, strict=True)
     )
-    if unmade or ranks_without_staging(problem, notes):
+    if unmade or ranks_without_staging(move, notes):
 
         def prepare() -> bytes:
-            arrays.allocate(problem)
-            if context.rank in ranks_without_staging(problem, notes) and not memory.staging:
-                memory.stage(problem)
+            arrays.allocate(move)
+            if context.rank in ranks_without_staging(move, notes) and not memory.staging:
+                memory.stage(move)
             return arrays.note(memory.staging)
 
         had = memory.staging
         try:
-            texts = context.gather("redistribute, memory", prepare)
+            texts = context.gather(f"{move.operation}, memory", prepare)
         except BaseException:
             if not had:
                 memory.discard_staging()
@@ -202,7 +223,7 @@ def _agreed_sequence(
     return texts, None
 
 
-def _key(arrays: DeviceArrays, texts: Sequence[bytes]) -> tuple[Any, ...]:
+def _key(arrays: GPUTurn, texts: Sequence[bytes]) -> tuple[Any, ...]:
     """What the addresses and strides of all copies of this rank follow from."""
     operand, result = arrays.operand, arrays.result
     return (*texts, operand.address, operand.strides, result and result.place)
@@ -213,8 +234,8 @@ def _key(arrays: DeviceArrays, texts: Sequence[bytes]) -> tuple[Any, ...]:
 
 def _steps(
     context: Context,
-    problem: Problem,
-    arrays: DeviceArrays,
+    one: OneMove,
+    arrays: GPUTurn,
     notes: Sequence[Note],
     memory: DeviceMemory,
 ) -> tuple[Step, ...]:
@@ -222,7 +243,7 @@ def _steps(
     from shardmath.redistribution.device import Box, BoxCopies
 
     assert arrays.result is not None and context.team is not None, "agreed on"
-    transfer, rank, device = problem.transfer, context.rank, context.team.device
+    transfer, rank, device = one.transfer, context.rank, context.team.device
     operand, result = arrays.operand, arrays.result.array
 
     def made(
@@ -240,7 +261,7 @@ def _steps(
 
         return memory.copies(key, make)
 
-    if pulls(problem.transfer, notes) and transfer.crosses:
+    if pulls(transfer, notes) and transfer.crosses:
         ordered = _in_ring_order(transfer, rank)
         published = {src: notes[src].operand for src in transfer.sources(rank) if src != rank}
         bases, strides = _reached(context, published, own=(operand.address, operand.strides))
@@ -251,7 +272,7 @@ def _steps(
     staged = bool(transfer.received[rank]) and result.block is None
     own = (result.address, result.strides)
     if staged:
-        own = (memory.staging_address, staging_strides(problem, rank))
+        own = (memory.staging_address, staging_strides(one, rank))
     bases, strides = _reached(context, published, own=own)
     copies = made(moves, lambda move: (0, move.dst, operand.strides, strides[move.dst]))
     step = Step.of(copies, (operand.address,), bases)

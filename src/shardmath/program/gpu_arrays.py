@@ -1,4 +1,4 @@
-"""One rank's arrays in a redistribution on GPUs, and what it says of them.
+"""One rank's arrays in a call on GPUs, and what it says of them.
 
 An operand in host memory is on the GPU from when it is read on, and so is the place of its result.
 What was found out about arrays is kept for others that look and lie alike.
@@ -7,7 +7,6 @@ What was found out about arrays is kept for others that look and lie alike.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,75 +15,61 @@ from shardmath.arrays import ArraySpec, Library, library_of
 from shardmath.arrays.base import share_memory
 from shardmath.context import Context
 from shardmath.lru_cache import LRUCache
-from shardmath.operators.redistribute.notes import Note, ResultLayout
-from shardmath.operators.redistribute.problem import Problem
+from shardmath.program.gpu_notes import Note, OneMove, ResultLayout
+from shardmath.program.performing import Arguments
 from shardmath.symmetric.allocation import block_of
 from shardmath.symmetric.device_array import (
     Blank,
-    DeviceArray,
     Result,
     read,
     result_in,
     stream_of,
 )
-from shardmath.symmetric.fingerprint import fingerprint
+from shardmath.symmetric.operand import Operand
 
-__all__ = ["DeviceArrays"]
+__all__ = ["GPUArrays", "GPUTurn", "read_arrays"]
 
 _KEPT = 64  # arrays that look and lie alike, and notes on each
 
 
-class DeviceArrays:
+class GPUTurn:
     """One rank's arrays for one execution, on its GPU. `result` is None until there is one."""
 
-    def __init__(self, context: Context, operand: Any, out: Any, stream: Any) -> None:
-        """Take the user's arrays.
-
-        Raises ValueError when one lies on another GPU, `out` cannot be written to or overlaps the
-        operand, or the stream is another device's; TypeError for what is no stream; UseAfterFree;
-        HeapExhausted when there is no room for an operand in host memory.
-        """
+    def __init__(self, context: Context, arguments: Arguments, known: GPUArrays) -> None:
+        """Raises ValueError for another device's stream, TypeError for what is no stream."""
         self._context = context
-        self._user = operand
+        (self._user,), (out,) = arguments.operands, arguments.results
         self._made: ResultLayout | None = None
-        library = library_of(operand)
-        known: LRUCache[Any, _CachedArrays] = context.cache("arrays redistributed", _CACHE)
-        key = fingerprint(context, operand, out)
-        found = None if key is None else known.find(key)
-        spec = library.spec(operand) if found is None else found.spec
-        self.stream = stream_of(context, spec, stream)
-        if found is not None:
-            target = found.target
-            self.result = None if target is None else Result(target.address, target, out)
-        else:
-            found, self.result = _read(context, library, spec, operand, out)
-            if key is not None:
-                known.keep(key, found.without_memory())
-        self._read = found
-        self.operand = found.operand
+        self._known = known
+        self.stream = stream_of(context, known.spec, arguments.stream)
+        self.operand = known.operand
+        self.result = known.result
+        if self.result is None and known.target is not None:
+            self.result = Result(known.target.address, known.target, out)
 
-    def allocate(self, problem: Problem) -> None:
+    def allocate(self, move: OneMove) -> None:
         """Make room for the result, where none was given. Raises HeapExhausted.
 
-        One that was made for another problem goes.
+        One that was made for another move goes.
         """
-        blank = self._read.blanks.made(id(problem), lambda: self._blank(problem))
+        blank = self._known.blanks.made(id(move), lambda: self._blank(move))
         if self.result is not None and self._made in (None, blank.made):
             return
         self._made = self.result = None
         self.result = blank.blank.make()
         self._made = blank.made
 
-    def _blank(self, problem: Problem) -> _NewResult:
-        context, order, on_heap = self._context, problem.order, self._read.on_heap
-        shape = problem.transfer.dst.local_shape(context.rank)
-        blank = Blank(context, self._user, shape, problem.dtype, order, on_heap=on_heap)
-        return _NewResult(problem, (shape, order), blank)
+    def _blank(self, move: OneMove) -> _NewResult:
+        context, order, on_heap = self._context, move.order, self._known.on_heap
+        shape = move.transfer.dst.local_shape(context.rank)
+        blank = Blank(context, self._user, shape, move.dtype, order, on_heap=on_heap)
+        return _NewResult(move, (shape, order), blank)
 
     def note(self, staging: bytes) -> bytes:
         """What this rank says of this execution. `staging` is packed, b"" where there is none."""
         place = None if self.result is None else self.result.address
-        return self._read.notes.made((place, staging, self._made), lambda: self._note(staging))
+        key = place, staging, self._made
+        return self._known.notes.made(key, lambda: self._note(staging))
 
     def _note(self, staging: bytes) -> bytes:
         target = None if self.result is None else self.result.array
@@ -93,49 +78,55 @@ class DeviceArrays:
             b"" if target is None else target.told,
             staging,
             allocates=target is None,
-            on_heap=self._read.on_heap if target is None else target.block is not None,
+            on_heap=self._known.on_heap if target is None else target.block is not None,
             made=self._made,
         )
 
 
 @dataclass(frozen=True)
 class _NewResult:
-    """How new results look for a problem."""
+    """How new results look for a move."""
 
-    problem: Problem
+    move: OneMove
     made: ResultLayout
     blank: Blank
 
 
 @dataclass(frozen=True)
-class _CachedArrays:
+class GPUArrays:
     """What was found out about the user's arrays, `spec` being the operand's, `target` being `out`;
-    and what follows for problems, by their identity, and for places of results.
+    and what follows for moves, by their identity, and for places of results.
+
+    `result` is the place of `out`, where that is not to be found anew in each call.
     """
 
     spec: ArraySpec
-    operand: DeviceArray
-    target: DeviceArray | None
+    operand: Operand
+    target: Operand | None
+    result: Result | None
     on_heap: bool
     blanks: LRUCache[int, _NewResult] = field(default_factory=lambda: LRUCache(_KEPT), repr=False)
     notes: LRUCache[Any, bytes] = field(default_factory=lambda: LRUCache(_KEPT), repr=False)
 
-    def without_memory(self) -> _CachedArrays:
+    def without_memory(self) -> GPUArrays:
         """The same, which keeps no array."""
         target = None if self.target is None else self.target.without_memory()
         operand = self.operand.without_memory()
-        return replace(self, operand=operand, target=target)
+        return replace(self, operand=operand, target=target, result=None)
 
 
-_CACHE = partial(LRUCache[Any, _CachedArrays], _KEPT)
+def read_arrays(context: Context, operand: Any, out: Any, separate: str) -> GPUArrays:
+    """Read the user's arrays, a copy of those in host memory. Local.
 
-
-def _read(
-    context: Context, library: Library, spec: ArraySpec, operand: Any, out: Any
-) -> tuple[_CachedArrays, Result | None]:
+    Raises ValueError when one lies on another GPU, `out` cannot be written to or overlaps the
+    operand where it has to be `separate`; UseAfterFree; HeapExhausted when there is no room for an
+    operand in host memory.
+    """
+    library = library_of(operand)
+    spec = library.spec(operand)
     result, on_host = None, spec.device == "cpu"
     if on_host and out is not None:
-        _require_disjoint(library, operand, out)
+        _require_disjoint(library, operand, out, separate)
     array = read(context, operand, spec=spec)
     on_heap = array.block is not None
     if not on_heap and library.is_lazy(operand):  # it was read into a copy
@@ -143,22 +134,23 @@ def _read(
     if out is not None:
         result = result_in(context, out)
         if not on_host and array.overlaps(result.array):
-            _require_disjoint(library, operand, out)
-    return _CachedArrays(spec, array, None if result is None else result.array, on_heap), result
+            _require_disjoint(library, operand, out, separate)
+    target = None if result is None else result.array
+    return GPUArrays(spec, array, target, result, on_heap)
 
 
-def _require_disjoint(library: Library, operand: Any, out: Any) -> None:
+def _require_disjoint(library: Library, operand: Any, out: Any, separate: str) -> None:
     """Raise ValueError when `out` and the operand share memory."""
     other = library_of(out, "out")
     specs = library.spec(operand), other.spec(out)
-    if specs[0].space != specs[1].space:
+    if not separate or specs[0].space != specs[1].space:
         return
     if specs[0].space == "cpu":
         views = library.host_view(operand), other.host_view(out)
     else:
         views = _address_range(library, operand), _address_range(other, out)
     if share_memory(*views):
-        raise ValueError("out overlaps the operand: a redistribution cannot be done in place")
+        raise ValueError(f"out overlaps {separate}")
 
 
 def _address_range(library: Library, x: Any) -> Any:

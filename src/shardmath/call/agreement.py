@@ -12,16 +12,16 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Hashable, Sequence
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 from shardmath import wire
-from shardmath.agreement import checked
+from shardmath.agreement import checked, gather
 from shardmath.lru_cache import LRUCache
 
 if TYPE_CHECKING:
     from shardmath.context import Context
 
-__all__ = ["HashedSpec", "agree_plan"]
+__all__ = ["Agreement", "Described", "HashedSpec", "Statement", "agree", "agree_plan"]
 
 Plan = TypeVar("Plan")
 
@@ -47,49 +47,101 @@ class HashedSpec:
         self.digest = blake2b(wire.encode(spec), digest_size=_DIGEST_BYTES).digest()
 
 
+class Described(Protocol):
+    """What one rank says of its call, with whatever else it has found out for itself.
+
+    `spec` is plain hashable data (tuples, strings, numbers, None) of which equal values mean equal
+    calls, or a `HashedSpec` of such data. `note` is bytes that may differ from call to call, such
+    as where operands lie.
+    """
+
+    @property
+    def spec(self) -> Hashable | HashedSpec:
+        """See the class."""
+        ...
+
+    @property
+    def note(self) -> bytes:
+        """See the class."""
+        ...
+
+
+Own = TypeVar("Own", bound=Described)
+
+
+class Agreement(Generic[Plan]):
+    """The plan of a call, and the notes of all ranks on this one execution of it.
+
+    It is the same object in calls in which every rank sends what it sent before, so that what a
+    rank has prepared for such calls can be found by it.
+    """
+
+    __slots__ = ("_key", "notes", "plan")
+
+    def __init__(self, plan: Plan, notes: list[bytes], key: _Key) -> None:
+        self.plan, self.notes, self._key = plan, notes, key
+
+
+def agree(
+    context: Context,
+    operation: str,
+    describe: Callable[..., Own],
+    build: Callable[[list[Any]], Plan],
+    *arguments: Any,
+) -> tuple[Own, Agreement[Plan]]:
+    """This rank's `describe(*arguments)`, and what all ranks have agreed on. Collective.
+
+    `build(specs)`, given every rank's spec in rank order, is pure: it returns the plan, or raises
+    the same error on all ranks. It runs when these specs come together for the first time; the
+    result is kept, and must not be changed.
+
+    Raises on every rank what `describe` raised on the first rank where it did, what `build` raises,
+    or CollectiveMismatch when the operations differ.
+    """
+    cache: _PlanCache = context.cache("plans", _PlanCache)
+    described: list[Own] = []
+
+    def message() -> bytes:
+        own = describe(*arguments)
+        described.append(own)
+        return cache.header(operation, own.spec) + own.note
+
+    context.require_open()
+    messages = gather(context.board, operation, message)
+    own = described[0]
+    agreement: Agreement[Plan] | None = cache.find_repeated(operation, messages)
+    if agreement is not None:
+        return own, agreement
+    cache.compare(messages)
+    key = (operation, tuple([text[_MADE.size : _HEADER_BYTES] for text in messages]))
+    notes = [text[_HEADER_BYTES:] for text in messages]
+    plan = cache.find(key)
+    if plan is None:
+        spec = own.spec
+        text = wire.encode(spec.spec if isinstance(spec, HashedSpec) else spec)
+        texts = context.board.exchange(operation, text)
+        built = checked(context.board, build, [wire.decode(each) for each in texts])
+        plan = cache.keep(key, (built,))
+        return own, Agreement(plan[0], notes, key)
+    return own, cache.keep_repeated(operation, messages, Agreement(plan[0], notes, key))
+
+
 def agree_plan(
     context: Context,
     operation: str,
     describe: Callable[[], tuple[Hashable | HashedSpec, bytes]],
     build: Callable[[list[Any]], Plan],
 ) -> tuple[Plan, list[bytes]]:
-    """The plan of a call, and the notes of all ranks on this one execution of it. Collective.
+    """As `agree`, for operators that have found out nothing else. Collective."""
+    _, agreement = agree(context, operation, lambda: Statement(*describe()), build)
+    return agreement.plan, agreement.notes
 
-    `describe()` returns (spec, note). The spec is plain hashable data (tuples, strings, numbers,
-    None) of which equal values mean equal calls, or a `HashedSpec` of such data. The note is bytes
-    that may differ from call to call, such as where operands lie. `build(specs)`, given every
-    rank's spec in rank order, is pure: it returns the plan, or raises the same error on all ranks.
-    It runs when these specs come together for the first time; the result is kept, and must not be
-    changed.
 
-    Raises on every rank what `describe` raised on the first rank where it did, what `build` raises,
-    or CollectiveMismatch when the operations differ.
-    """
-    cache: _PlanCache = context.cache("plans", _PlanCache)
-    specs: list[Hashable | HashedSpec] = []
+class Statement(NamedTuple):
+    """A description with nothing else."""
 
-    def described() -> bytes:
-        spec, note = describe()
-        specs.append(spec)
-        return cache.header(operation, spec) + note
-
-    messages = context.gather(operation, described)
-    cached = cache.find_repeated(operation, messages)
-    if cached is not None:
-        return cached
-    cache.compare(messages)
-    key = (operation, tuple([text[_MADE.size : _HEADER_BYTES] for text in messages]))
-    notes = [text[_HEADER_BYTES:] for text in messages]
-    plan = cache.find(key)
-    if plan is None:
-        spec = specs[0]
-        own = wire.encode(spec.spec if isinstance(spec, HashedSpec) else spec)
-        texts = context.board.exchange(operation, own)
-        built = checked(context.board, build, [wire.decode(text) for text in texts])
-        plan = cache.keep(key, (built,))
-    else:
-        cache.keep_repeated(operation, messages, key, notes)
-    return plan[0], notes
+    spec: Hashable | HashedSpec
+    note: bytes
 
 
 class _PlanCache:
@@ -100,8 +152,8 @@ class _PlanCache:
         self._header = _MADE.pack(0)  # the same, as messages have it
         self._plans: LRUCache[_Key, tuple[Any]] = LRUCache(_KEPT)  # all ranks use them alike
         self._digests: LRUCache[tuple[str, Hashable], bytes] = LRUCache(_KEPT)  # this rank's own
-        # By the messages of a call since the last plan was made: the plan's key, and the notes.
-        self._repeated: LRUCache[_Messages, tuple[_Key, list[bytes]]] = LRUCache(_KEPT)
+        # By the messages of a call since the last plan was made.
+        self._repeated: LRUCache[_Messages, Agreement[Any]] = LRUCache(_KEPT)
 
     def header(self, operation: str, spec: Hashable | HashedSpec) -> bytes:
         """How many plans were made, and 16 bytes that stand for `spec`.
@@ -125,19 +177,18 @@ class _PlanCache:
         self._plans.clear()
         self._count(made)
 
-    def find_repeated(
-        self, operation: str, messages: Sequence[bytes]
-    ) -> tuple[Any, list[bytes]] | None:
-        """The plan and the notes of a call in which all ranks send what they sent before."""
-        repeated = self._repeated.find((operation, *messages))
-        plan = None if repeated is None else self.find(repeated[0])
-        return None if repeated is None or plan is None else (plan[0], repeated[1])
+    def find_repeated(self, operation: str, messages: Sequence[bytes]) -> Agreement[Any] | None:
+        """What was agreed on in a call in which all ranks sent the same. A use of its plan."""
+        agreement = self._repeated.find((operation, *messages))
+        if agreement is None or self._plans.find(agreement._key) is None:
+            return None
+        return agreement
 
     def keep_repeated(
-        self, operation: str, messages: Sequence[bytes], key: _Key, notes: list[bytes]
-    ) -> None:
-        """Let `find_repeated` find the plan of that key, and these notes."""
-        self._repeated.keep((operation, *messages), (key, notes))
+        self, operation: str, messages: Sequence[bytes], agreement: Agreement[Any]
+    ) -> Agreement[Any]:
+        """Let `find_repeated` find it."""
+        return self._repeated.keep((operation, *messages), agreement)
 
     def find(self, key: _Key) -> tuple[Any] | None:
         return self._plans.find(key)

@@ -1,4 +1,4 @@
-"""One execution of a redistribution on GPUs of several hosts: pack, meet, fetch, unpack, meet.
+"""Programs on GPUs of several hosts, lowered to pack, synchronise, get, unpack, synchronise.
 
 All of it is on the stream. Outbox and room are those of the lane, in which operations follow each
 other; the barrier at the end says that no peer reads them any more. Ranks agree once more where one
@@ -8,31 +8,27 @@ of them has to allocate.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardmath.context import Context
 from shardmath.operators.lanes import Lane
-from shardmath.operators.redistribute.device_arrays import DeviceArrays
-from shardmath.operators.redistribute.notes import Note
-from shardmath.operators.redistribute.problem import Problem
+from shardmath.program.gpu_arrays import GPUTurn
+from shardmath.program.gpu_memory import DeviceMemory
+from shardmath.program.gpu_notes import Note, OneMove
+from shardmath.program.hosts import FETCHED, OUTBOX
+from shardmath.program.steps import Get, Pack, Program, Synchronise, Unpack
 from shardmath.redistribution import Exposed
 from shardmath.redistribution.delivery import Delivery
 from shardmath.redistribution.device import BoxCopies
 from shardmath.redistribution.fetching import fetch
 
-if TYPE_CHECKING:
-    from shardmath.operators.redistribute.memory import DeviceMemory
-
-__all__ = ["allocate_outbox", "delivery_of", "drop_outbox", "execute_far"]
-
-_OUTBOX, _FETCH_BUFFER = "redistribute outbox", "redistribute fetch buffer"
+__all__ = ["allocate_outbox", "delivery_in", "drop_outbox", "perform_between_hosts"]
 
 
-def delivery_of(context: Context, problem: Problem) -> Delivery:
-    """What this rank packs, fetches and unpacks."""
-    axes = tuple(range(len(problem.transfer.src.global_shape)))
-    axes = axes if problem.order == "C" else axes[::-1]
-    return Delivery(problem.transfer, context.rank, context.hosts, axes)
+def delivery_in(program: Program) -> Delivery:
+    """What is packed and fetched in a program that has been lowered."""
+    (pack,) = (step for step in program.steps if isinstance(step, Pack))
+    return pack.delivery
 
 
 def allocate_outbox(delivery: Delivery, lane: Lane) -> Exposed:
@@ -40,30 +36,31 @@ def allocate_outbox(delivery: Delivery, lane: Lane) -> Exposed:
 
     Raises HeapExhausted.
     """
-    lane.buffer(_FETCH_BUFFER, delivery.room)
-    block = lane.buffer(_OUTBOX, delivery.outbox.nbytes).block
+    lane.buffer(FETCHED, delivery.room)
+    block = lane.buffer(OUTBOX, delivery.outbox.nbytes).block
     return Exposed(block.location, delivery.outbox.nbytes, 0, ())
 
 
 def drop_outbox(lane: Lane) -> None:
     """Give back what `allocate_outbox` took, when what uses it has ended. Local."""
-    lane.drop(_OUTBOX, _FETCH_BUFFER)
+    lane.drop(OUTBOX, FETCHED)
 
 
-def execute_far(
+def perform_between_hosts(
     context: Context,
-    problem: Problem,
-    arrays: DeviceArrays,
+    program: Program,
+    move: OneMove,
+    arrays: GPUTurn,
     texts: Sequence[bytes],
     memory: DeviceMemory,
     lane: Lane,
 ) -> Any:
-    """The result of redistributing `arrays.operand`: `out`, or a new array. Collective.
+    """The result of a program that has been lowered: `out`, or a new array. Collective.
 
     `texts` are all ranks' notes. Raises HeapExhausted on all ranks when one lacks memory.
     """
-    delivery, stream = memory.delivery(problem), arrays.stream
-    outboxes = _outboxes(context, problem, arrays, texts, delivery, lane)
+    delivery, stream = delivery_in(program), arrays.stream
+    outboxes = _outboxes(context, move, arrays, texts, delivery, lane)
     assert arrays.result is not None and context.team is not None, "agreed on"
     device, operand, result = context.team.device, arrays.operand, arrays.result.array
     packing = memory.copies(
@@ -73,47 +70,50 @@ def execute_far(
         ("unpack", operand.strides, result.strides),
         lambda: BoxCopies(device, delivery.unpacking(operand.strides, result.strides)),
     )
-    with context.executing("redistribute"):
-        fetch_buffer = lane.address(_FETCH_BUFFER)
+    with context.executing(move.operation):
+        fetch_buffer = lane.address(FETCHED)
         near = [_address(context, peer, outboxes[peer]) for peer in delivery.near]
+        locations = [outbox.location for outbox in outboxes]
+        sources = delivery.memories(operand.address, fetch_buffer, near)
         with lane.section(stream) as turn:
-            packing.launch(stream, [operand.address], [lane.address(_OUTBOX)])
-            # After writing what a peer will read, and before reading what a peer wrote.
-            lane.barrier(stream)
-            locations = [outbox.location for outbox in outboxes]
-            fetch(context, delivery.fetches, locations, fetch_buffer, stream)
-            sources = delivery.memories(operand.address, fetch_buffer, near)
-            unpacking.launch(stream, sources, [result.address])
-            lane.barrier(stream)  # before reusing what a peer may still read
+            for step in program.steps:
+                if isinstance(step, Pack):
+                    packing.launch(stream, [operand.address], [lane.address(OUTBOX)])
+                elif isinstance(step, Synchronise):
+                    lane.barrier(stream)
+                elif isinstance(step, Get):
+                    fetch(context, delivery.fetches, locations, fetch_buffer, stream)
+                elif isinstance(step, Unpack):
+                    unpacking.launch(stream, sources, [result.address])
         if turn.captured:
             lane.keep((packing, unpacking))
         given = arrays.result.give(context, stream)
-        if problem.blocking:
+        if move.blocking:
             context.team.synchronize(stream)
         return given
 
 
 def _outboxes(
     context: Context,
-    problem: Problem,
-    arrays: DeviceArrays,
+    move: OneMove,
+    arrays: GPUTurn,
     texts: Sequence[bytes],
     delivery: Delivery,
     lane: Lane,
 ) -> list[Exposed]:
     """Where all ranks' outboxes are, when all have what they need. Collective."""
     notes = [Note.unpack(text) for text in texts]
-    shapes = [problem.transfer.dst.local_shape(rank) for rank in range(context.size)]
+    shapes = [move.transfer.dst.local_shape(rank) for rank in range(context.size)]
     if any(
-        note.staging is None or note.lacks_result((shape, problem.order))
+        note.staging is None or note.lacks_result((shape, move.order))
         for note, shape in zip(notes, shapes, strict=True)
     ):
 
         def prepare() -> bytes:
-            arrays.allocate(problem)
+            arrays.allocate(move)
             return arrays.note(allocate_outbox(delivery, lane).pack())
 
-        texts = context.agree("redistribute, memory", prepare, list)
+        texts = context.gather(f"{move.operation}, memory", prepare)
         notes = [Note.unpack(text) for text in texts]
     found = [note.staging for note in notes if note.staging is not None]
     assert len(found) == context.size, "agreed on"

@@ -1,4 +1,4 @@
-"""What each rank says of its arrays in an execution on GPUs, and what all conclude from it.
+"""What each rank says of its arrays in a move on GPUs, and what all conclude from it.
 
 Pure, and the same on every rank: from the same notes all choose to push or to pull, and know who
 lacks memory.
@@ -13,15 +13,40 @@ from math import prod
 from typing import Literal, Self
 
 from shardmath.arrays.spec import packed_strides
-from shardmath.operators.redistribute.problem import Problem
+from shardmath.program.steps import Move, Program
 from shardmath.redistribution import Exposed, TransferPlan
 
-__all__ = ["Note", "ResultLayout", "pulls", "ranks_without_staging", "staging_strides"]
+__all__ = [
+    "Note",
+    "OneMove",
+    "ResultLayout",
+    "pulls",
+    "ranks_without_staging",
+    "staging_strides",
+]
 
 _ALLOCATES, _RESULT_ON_HEAP, _MADE_C, _MADE_F = 1, 2, 4, 8
 _HEAD = struct.Struct("<B4H")  # flags, and the bytes of each part
 
 ResultLayout = tuple[tuple[int, ...], Literal["C", "F"]]  # the shape and order of a new result
+
+
+@dataclass(frozen=True)
+class OneMove:
+    """A program that is one move, as GPUs see it: into a result of that dtype and memory order."""
+
+    operation: str
+    transfer: TransferPlan
+    dtype: str
+    order: Literal["C", "F"]
+    blocking: bool
+
+    @classmethod
+    def of(cls, program: Program, operation: str) -> Self:
+        """That of a program. No other program is performed on GPUs so far."""
+        (move,) = (step for step in program.steps if isinstance(step, Move))
+        result = program.results[move.target]
+        return cls(operation, move.transfer, result.dtype, result.order, program.blocking)
 
 
 @dataclass(frozen=True)
@@ -94,25 +119,25 @@ def pulls(transfer: TransferPlan, notes: Sequence[Note]) -> bool:
     return not pushed_to and read_from
 
 
-def ranks_without_staging(problem: Problem, notes: Sequence[Note]) -> list[int]:
+def ranks_without_staging(move: OneMove, notes: Sequence[Note]) -> list[int]:
     """The ranks that need staging, where not all of them have it; else none."""
-    transfer = problem.transfer
+    transfer = move.transfer
     if pulls(transfer, notes):
         return []
     received = transfer.received
     staged = [r for r, note in enumerate(notes) if received[r] and not note.on_heap]
-    return staged if any(not _fits(problem, r, notes[r].staging) for r in staged) else []
+    return staged if any(not _fits(move, r, notes[r].staging) for r in staged) else []
 
 
-def staging_strides(problem: Problem, rank: int) -> tuple[int, ...]:
+def staging_strides(move: OneMove, rank: int) -> tuple[int, ...]:
     """Those of a packed result in bytes, as staging has it."""
-    shape = problem.transfer.dst.local_shape(rank)
-    return packed_strides(shape, problem.transfer.itemsize, problem.order)
+    shape = move.transfer.dst.local_shape(rank)
+    return packed_strides(shape, move.transfer.itemsize, move.order)
 
 
-def _fits(problem: Problem, rank: int, staging: Exposed | None) -> bool:
+def _fits(move: OneMove, rank: int, staging: Exposed | None) -> bool:
     """Whether it is for this problem: a rank may have expected another."""
-    if staging is None or staging.strides != staging_strides(problem, rank):
+    if staging is None or staging.strides != staging_strides(move, rank):
         return False
-    shape = problem.transfer.dst.local_shape(rank)
-    return staging.nbytes == prod(shape) * problem.transfer.itemsize
+    shape = move.transfer.dst.local_shape(rank)
+    return staging.nbytes == prod(shape) * move.transfer.itemsize

@@ -1,0 +1,196 @@
+"""The one driver: it takes a call of any operator from its arguments to its results.
+
+    arguments ──► arrays, spec ──► agree ──► plan ──► perform
+    again:        fingerprint ───► agree ───────────► perform
+
+An operator says what ranks compare (`describe`), what they are to do (`check`) and how (`program`);
+see `Operation`. All else happens here and in the performers: arrays are read once for all calls
+that look alike; results and workspace are made before the ranks agree, in expectation of the plan
+of the last such call, so that a call that comes again is one exchange; and an error of one rank is
+raised on all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
+from hashlib import blake2b
+from typing import Any, Protocol, TypeVar
+
+from shardmath import wire
+from shardmath.arrays import ArraySpec
+from shardmath.arrays.detect import library_and_spec, library_of
+from shardmath.call.agreement import HashedSpec, agree
+from shardmath.collective_call import collective_call
+from shardmath.context import Context, require_context
+from shardmath.lru_cache import LRUCache
+from shardmath.operators.lifecycle import check_stream, log_plan, options_of
+from shardmath.program.cores import Cores
+from shardmath.program.performing import Arguments, Known, Names, Performer, Plan, Turn
+from shardmath.program.steps import Machine, Program
+from shardmath.symmetric.fingerprint import fingerprint
+
+__all__ = ["Driver", "Operation", "call"]
+
+_KEPT = 128  # calls of an operation that are recognised
+_TAG_BYTES = 8
+
+Specs = Mapping[str, ArraySpec | None]
+Problem = TypeVar("Problem")
+
+
+class Operation(Protocol[Problem]):
+    """What an operator's author writes. All of it is pure, and needs no ranks.
+
+    `options` is the class of the user's options, which have a `logger`.
+    """
+
+    names: Names
+    options: type[Any]
+
+    def describe(self, arrays: Specs, words: tuple[Any, ...], options: Any) -> Hashable:
+        """One rank's call as plain data, for all ranks to compare. Raises what is wrong with it.
+
+        `arrays` are the specs of operands and results by name, None for one that was left out.
+        """
+        ...
+
+    def check(self, specs: Sequence[Any]) -> Problem:
+        """The problem that all ranks' descriptions make. Raises where they do not fit together."""
+        ...
+
+    def program(self, problem: Problem, machine: Machine, rank: int) -> Program:
+        """What `rank` does."""
+        ...
+
+    def explain(self, problem: Problem, machine: Machine) -> str:
+        """What is done, in a few lines."""
+        ...
+
+
+@collective_call
+def call(operation: Operation[Any], arguments: Arguments) -> Any:
+    """The results of a call in the current context. Collective."""
+    return Driver.of(require_context(), operation).call(arguments)
+
+
+class Driver:
+    """Calls of one operation in one context; `kept`: of one object, which has its own workspace."""
+
+    def __init__(self, context: Context, operation: Operation[Any], *, kept: bool) -> None:
+        self.context = context
+        self.operation = operation
+        self.machine = Machine("cpu" if context.team is None else "cuda", context.hosts)
+        self.performer = _performer(context, operation.names, kept=kept)
+        self._known: LRUCache[Any, Known] = LRUCache(_KEPT)
+        self._specs: LRUCache[Any, HashedSpec] = LRUCache(_KEPT)  # of arrays that look alike
+        self._expected: LRUCache[bytes, Plan] = LRUCache(_KEPT)  # by the digest of this rank's spec
+
+    @classmethod
+    def of(cls, context: Context, operation: Operation[Any]) -> Driver:
+        """The one for all calls of a function."""
+        driver: Driver = context.cache(
+            f"driver: {operation.names.operation}", partial(cls, context, operation, kept=False)
+        )
+        return driver
+
+    # -- a call ------------------------------------------------------------------------------------
+
+    def call(self, arguments: Arguments) -> Any:
+        """Its results. Collective."""
+        turn, agreement = agree(
+            self.context, self.operation.names.operation, self._describe, self.build, arguments
+        )
+        plan = agreement.plan
+        if turn.known.expected is not plan:
+            turn.known.expected = self._expected.keep(turn.spec.digest, plan)
+        self.log(arguments.options, plan)
+        results = self.performer.perform(turn, agreement, plan)
+        return results[0] if len(results) == 1 else results
+
+    def _describe(self, arguments: Arguments) -> Turn:
+        known = self.known(arguments, self.spec)
+        turn = Turn(arguments, known, known.spec)
+        self.performer.prepare(turn, known.expected)
+        return turn
+
+    # -- what every call begins with ---------------------------------------------------------------
+
+    def known(self, arguments: Arguments, spec: Callable[[Arguments], HashedSpec]) -> Known:
+        """What is known of calls with equal arguments, whose arrays look and lie like these. Local.
+
+        If nothing is, the arrays are read in full, after `spec(arguments)`. Raises what is wrong
+        with the arguments.
+        """
+        if arguments.stream is not None:
+            check_stream(arguments.stream)
+        key: Hashable | None = None
+        try:
+            key = self._key(arguments)
+            found = None if key is None else self._known.find(key)
+        except (TypeError, ValueError):  # no array, or no hash: it takes a closer look
+            key = found = None
+        if found is not None:
+            return found
+        own = spec(arguments)
+        arrays, expected = self.performer.read(arguments), self._expected.find(own.digest)
+        if key is None:
+            return Known(own, arrays, False, expected)
+        known = Known(own, self.performer.without_memory(arrays), True, expected)
+        return self._known.keep(key, known)
+
+    def _key(self, arguments: Arguments) -> Hashable | None:
+        """None for a call of which the arrays take a closer look."""
+        operands, results, words, options, _ = arguments
+        for x in results:
+            if x is not None and not library_of(x).is_writable(x):
+                return None
+        alike = fingerprint(self.context, *operands, *results)
+        if options is not None:
+            options = options_of(self.operation.options, options)
+        return None if alike is None else (alike, words, options)
+
+    def spec(self, arguments: Arguments) -> HashedSpec:
+        """What this rank's arguments are, for all ranks to compare. Local."""
+        operation, names, words = self.operation, self.operation.names, arguments.words
+        options = options_of(operation.options, arguments.options)
+        arrays: dict[str, ArraySpec | None] = {}
+        for name, x in zip(names.operands, arguments.operands, strict=True):
+            left_out = x is None and name in names.optional
+            arrays[name] = None if left_out else library_and_spec(x, name)[1]
+        for name, x in zip(names.results, arguments.results, strict=True):
+            arrays[name] = None if x is None else library_and_spec(x, name)[1]
+
+        def described() -> HashedSpec:
+            return HashedSpec(operation.describe(arrays, words, options))
+
+        try:
+            key = (*arrays.values(), words, options)
+            hash(key)
+        except TypeError:  # among the words is something that has no hash
+            return described()
+        return self._specs.made(key, described)
+
+    # -- plans -------------------------------------------------------------------------------------
+
+    def build(self, specs: list[Any]) -> Plan:
+        """The plan that all ranks' specs make. Pure."""
+        problem = self.operation.check(specs)
+        program = self.operation.program(problem, self.machine, self.context.rank)
+        tag = blake2b(wire.encode(specs), digest_size=_TAG_BYTES).digest()
+        explain = partial(self.operation.explain, problem, self.machine)
+        return Plan(tag, program, explain)
+
+    def log(self, options: Any, plan: Plan) -> None:
+        """Tell the user's logger, or the package's, what was planned."""
+        logger = None if options is None else options_of(self.operation.options, options).logger
+        log_plan(self.context, logger, plan)
+
+
+def _performer(context: Context, names: Names, *, kept: bool) -> Performer:
+    """What performs programs here: cores or GPUs."""
+    if context.team is None:
+        return Cores(context, names, kept=kept)
+    from shardmath.program.gpus import GPUs
+
+    return GPUs(context, names, kept=kept)

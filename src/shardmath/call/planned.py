@@ -1,0 +1,165 @@
+"""Objects that are planned once and executed many times: the class that operators' classes extend.
+
+All methods but `reset_operand_unchecked`, `release_operand` and `free` are collective, and an error
+on one rank is raised on all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from shardmath.agreement import require_equal
+from shardmath.arrays import ArraySpec, library_of
+from shardmath.call.agreement import HashedSpec, agree
+from shardmath.call.driver import Driver, Operation
+from shardmath.collective_call import collective_call
+from shardmath.context import require_context
+from shardmath.operators.lifecycle import Lifecycle, check_stream
+from shardmath.program.performing import Arguments, Known, Plan, Turn
+from shardmath.program.steps import SplitArray
+from shardmath.untraced import untraced_methods
+
+__all__ = ["Planned", "misfit"]
+
+
+@untraced_methods
+class Planned(Lifecycle):
+    """An operation on arrays like those that it was made with."""
+
+    @collective_call
+    def __init__(self, operation: Operation[Any], arguments: Arguments) -> None:
+        context = require_context()
+        self._driver = Driver(context, operation, kept=True)
+        _, agreement = agree(context, self.noun, self._described, self._driver.build, arguments)
+        self._plan: Plan = agreement.plan
+        names = operation.names.operands
+        super().__init__(context, dict(zip(names, arguments.operands, strict=True)))
+        self._like = {
+            name: library_of(x).spec(x)
+            for name, x in zip(names, arguments.operands, strict=True)
+            if x is not None
+        }
+        self._driver.performer.number = self.number
+        self._spec = HashedSpec((self.number,))
+        self._driver.log(arguments.options, self._plan)
+
+    def _described(self, arguments: Arguments) -> Turn:
+        check_stream(arguments.stream)
+        spec = self._driver.spec(arguments)
+        self._driver.performer.inspect(arguments)
+        return Turn(arguments, Known(spec, None, lasting=False), spec)
+
+    def explain(self) -> str:
+        """A description of what is done, in a few lines. Local."""
+        return self._plan.explain()
+
+    @collective_call
+    def plan(self, stream: Any = None) -> None:
+        """Prepare for `execute`; a second call does nothing. Collective."""
+        self._gather("plan", lambda: check_stream(stream))
+        self._planned = True
+
+    @collective_call
+    def _execute(self, results: tuple[Any, ...], stream: Any, *, release_workspace: bool) -> Any:
+        """The results; those that are None are new. Collective."""
+        self._require_open()
+        driver = self._driver
+        try:
+            turn, agreement = agree(
+                self.context,
+                f"{self.noun}.execute",
+                self._described_execution,
+                self._same_object,
+                results,
+                stream,
+            )
+            given = driver.performer.perform(turn, agreement, self._plan)
+            return given[0] if len(given) == 1 else given
+        finally:
+            if release_workspace:
+                driver.performer.release()
+
+    def _described_execution(self, results: tuple[Any, ...], stream: Any) -> Turn:
+        self._require_ready()
+        operands = tuple(self._operands.values())
+        arguments = Arguments(operands, results, stream=stream)
+        known = self._driver.known(arguments, self._fitting_spec)
+        turn = Turn(arguments, known, self._spec)
+        self._driver.performer.prepare(turn, self._plan)
+        return turn
+
+    def _same_object(self, specs: list[Any]) -> None:
+        require_equal(f"the {self.noun} object", specs)
+
+    def _fitting_spec(self, arguments: Arguments) -> HashedSpec:
+        """This object's. Raises ValueError unless such arrays are what the plan is for."""
+        names = self._driver.operation.names
+        for name, x in zip(names.operands, arguments.operands, strict=True):
+            if x is not None:
+                self._check_like(name, library_of(x, name).spec(x))
+        for name, x in zip(names.results, arguments.results, strict=True):
+            if x is None:
+                continue
+            like, result = next(iter(self._like.values())), self._plan.program.results[name]
+            wrong = misfit(name, library_of(x, name).spec(x), like, result, self.context.rank)
+            if wrong:
+                raise ValueError(wrong)
+        return self._spec
+
+    def _check_like(self, name: str, spec: ArraySpec) -> None:
+        like = self._like[name]
+        for what in ("library", "memory space", "dtype", "shape"):
+            one, other = _fact(spec, what), _fact(like, what)
+            if one != other:
+                raise ValueError(f"the {name} has {what} {one}, the plan is for {other}")
+
+    @collective_call
+    def _reset(self, operands: Mapping[str, Any], stream: Any) -> None:
+        """Execute on these from now on. Collective."""
+
+        def described() -> None:
+            check_stream(stream)
+            for name, x in operands.items():
+                if x is None:
+                    raise ValueError(
+                        f"reset_operand needs an {name}; release_operand drops the old one"
+                    )
+                spec, like = library_of(x, name).spec(x), self._like[name]
+                if spec.library != like.library:
+                    raise TypeError(
+                        f"the {name} is of {spec.library}, the plan is for {like.library}"
+                    )
+                self._check_like(name, spec)
+            results = (None,) * len(self._plan.program.results)
+            self._driver.performer.inspect(
+                Arguments(tuple(operands.values()), results, stream=stream)
+            )
+
+        self._gather("reset_operand", described)
+        self._set_operands(**operands)
+
+    def _release(self) -> None:
+        self._driver.performer.release()
+
+
+def misfit(name: str, spec: ArraySpec, like: ArraySpec, result: SplitArray, rank: int) -> str:
+    """What is wrong with an array given for a result on `rank`, in words; "" if nothing.
+
+    Results are of the library and in the memory of the operand, whose spec is `like`.
+    """
+    expected = {
+        "library": like.library,
+        "memory space": like.space,
+        "dtype": result.dtype,
+        "shape": result.layout.local_shape(rank),
+    }
+    for what, other in expected.items():
+        one = _fact(spec, what)
+        if one != other:
+            return f"{name} has {what} {one}, the result has {other}"
+    return ""
+
+
+def _fact(spec: ArraySpec, what: str) -> Any:
+    return getattr(spec, "space" if what == "memory space" else what)

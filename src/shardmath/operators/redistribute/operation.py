@@ -1,0 +1,148 @@
+"""Redistribution as an operation: what ranks compare, what moves, and the program of that.
+
+All of it is pure: nothing here touches an element, or knows where one lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from logging import Logger
+from typing import Any, Literal
+
+from shardmath.agreement import require_equal
+from shardmath.arrays import ArraySpec
+from shardmath.errors import CollectiveMismatch
+from shardmath.geometry import Distribution
+from shardmath.operators.layouts import bind_layout, infer_layout, result_order
+from shardmath.operators.lifecycle import check_blocking, check_logger
+from shardmath.program.performing import Names
+from shardmath.program.steps import Machine, Move, Program, Reason, SplitArray, Step, Synchronise
+from shardmath.redistribution import TransferPlan
+
+__all__ = ["REDISTRIBUTE", "Problem", "RedistributeOptions"]
+
+
+@dataclass(frozen=True)
+class RedistributeOptions:
+    """`logger` is told what each call plans; without one, a logger below "shardmath" is told of
+    each plan once. `blocking`: True, or "auto" for operands in host memory.
+
+    A call that does not block returns when its work has been put on the stream.
+
+    Raises TypeError where `logger` is not a logging.Logger, ValueError for another `blocking`.
+    Source: nvmath.distributed.distribution.RedistributeOptions.
+    """
+
+    logger: Logger | None = None
+    blocking: Literal[True, "auto"] = "auto"
+
+    def __post_init__(self) -> None:
+        check_logger(self.logger)
+        check_blocking(self.blocking)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The redistribution that all ranks have agreed on.
+
+    `transfer` is what moves; `library` and `dtype` are the arrays', and `order` the memory order of
+    results. `blocking`: a call returns when the result is there.
+    """
+
+    transfer: TransferPlan
+    library: str
+    dtype: str
+    order: Literal["C", "F"]
+    blocking: bool
+
+
+class Redistribution:
+    """The operation: `operand` in one distribution, `out` in another."""
+
+    names = Names(
+        "redistribute",
+        ("operand",),
+        ("out",),
+        separate="the operand: a redistribution cannot be done in place",
+    )
+    options = RedistributeOptions
+
+    def describe(
+        self,
+        arrays: Mapping[str, ArraySpec | None],
+        words: tuple[Any, ...],
+        options: RedistributeOptions,
+    ) -> tuple[Any, ...]:
+        """(operand, input distribution, output distribution, blocking, out).
+
+        An array is (library, space, dtype, itemsize, local shape, order), and a distribution what
+        it encodes to. Raises TypeError for what is not a distribution.
+        """
+        operand, out = arrays["operand"], arrays["out"]
+        assert operand is not None, "required"
+        for name, given in zip(("input_distribution", "output_distribution"), words, strict=True):
+            if not isinstance(given, Distribution):
+                raise TypeError(f"{name} is a distribution such as Slab.X or a Box, not {given!r}")
+        source, target = (each.encode() for each in words)
+        facts = None if out is None else _facts(out)
+        return _facts(operand), source, target, options.blocking, facts
+
+    def check(self, specs: Sequence[Any]) -> Problem:
+        """See Operation. Raises ValueError where descriptions do not fit."""
+        operands, sources, targets, blocking, outs = zip(*specs, strict=True)
+        for index, what in ((0, "library"), (1, "memory space"), (2, "dtype"), (3, "itemsize")):
+            require_equal(f"the {what} of the operand", [operand[index] for operand in operands])
+        require_equal("the ndim of the operand", [len(operand[4]) for operand in operands])
+        require_equal("options.blocking", blocking)
+        src = infer_layout("input_distribution", sources, [operand[4] for operand in operands])
+        dst = bind_layout("output_distribution", targets, src.global_shape)
+        library, space, dtype, itemsize, *_ = operands[0]
+        for rank, out in enumerate(outs):
+            if out is not None:
+                result = (library, space, dtype, dst.local_shape(rank))
+                _require_alike(rank, (*out[:3], tuple(out[4])), result)
+        order = result_order([operand[5] for operand in operands])
+        transfer = TransferPlan(src, dst, itemsize)
+        return Problem(transfer, library, dtype, order, blocking[0] is True)
+
+    def program(self, problem: Problem, machine: Machine, rank: int) -> Program:
+        """One move, which peers take part in only where something changes its rank."""
+        transfer = problem.transfer
+        steps: tuple[Step, ...] = (Move(transfer, "operand", "out"),)
+        if transfer.crosses:
+            before = Synchronise((Reason.AFTER_WRITING, Reason.BEFORE_READING))
+            after = Synchronise((Reason.AFTER_WRITING, Reason.BEFORE_REUSING))
+            steps = (before, *steps, after)
+        out = SplitArray(transfer.dst, problem.dtype, problem.order)
+        return Program(steps, results={"out": out}, blocking=problem.blocking)
+
+    def explain(self, problem: Problem, machine: Machine) -> str:
+        """What moves, and how between hosts."""
+        text = (
+            f"{problem.transfer.explain()}\n"
+            f"{problem.library} {problem.dtype}, results in {problem.order} order"
+        )
+        if not machine.multi_host or not problem.transfer.crosses:
+            return text
+        packed = "packed by each rank, and " * (machine.kind == "cuda")
+        return (
+            f"{text}\n{len(set(machine.hosts))} hosts: {packed}read in place on the same host, by "
+            "`get` from another"
+        )
+
+
+REDISTRIBUTE = Redistribution()
+
+
+def _facts(spec: ArraySpec) -> tuple[Any, ...]:
+    return (spec.library, spec.space, spec.dtype, spec.itemsize, spec.shape, spec.order)
+
+
+def _require_alike(rank: int, given: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
+    """Raise where `out` on a rank is not what its result will be."""
+    for what, one, other in zip(
+        ("library", "memory space", "dtype", "shape"), given, expected, strict=True
+    ):
+        if one != other:
+            raise CollectiveMismatch(f"rank {rank}: out has {what} {one}, the result has {other}")

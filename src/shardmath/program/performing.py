@@ -1,0 +1,119 @@
+"""What the driver and the performers of programs say to each other: a call, in four stages.
+
+read       the arrays of a call, in full: once for all calls whose arrays look and lie alike
+prepare    results, workspace and what peers are told, before the ranks agree
+complete   the same once more, where a rank had expected another plan
+perform    the steps, when nothing may fail any more on one rank only
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from shardmath.call.agreement import Agreement, HashedSpec
+from shardmath.program.steps import Program
+
+__all__ = ["Arguments", "Known", "Names", "Performer", "Plan", "Turn"]
+
+
+class Names(NamedTuple):
+    """The operation, its operands and its results by name, as programs and messages have them.
+
+    `separate` is what is said of a result that overlaps an operand; "" where it may. Operands that
+    are `optional` may be None.
+    """
+
+    operation: str
+    operands: tuple[str, ...]
+    results: tuple[str, ...]
+    separate: str = ""
+    optional: tuple[str, ...] = ()
+
+
+class Arguments(NamedTuple):
+    """One rank's arguments of a call: its operands, the arrays that it gave for results or None,
+    and all `words` that say what is to be done: distributions, axes, and the like.
+    """
+
+    operands: tuple[Any, ...]
+    results: tuple[Any, ...]
+    words: tuple[Any, ...] = ()
+    options: Any = None
+    stream: Any = None
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What all ranks have agreed to do. `tag` is the same on all ranks, and no other plan's."""
+
+    tag: bytes
+    program: Program
+    explain: Callable[[], str]
+
+
+@dataclass(eq=False)
+class Known:
+    """What has been found out about calls whose arguments are equal, and whose arrays lie alike.
+
+    `lasting`: it refers to no memory, and serves later calls. `expected` is the plan of the last
+    call with that spec, which likely is that of the next; `prepared` is the performer's.
+    """
+
+    spec: HashedSpec
+    arrays: Any = field(repr=False)
+    lasting: bool
+    expected: Plan | None = None
+    prepared: Any = field(default=None, repr=False)
+
+
+class Turn:
+    """One call on one rank: what it says (`spec`, `note`), and what is made for it alone.
+
+    `made` are new results by name, `held` is whatever has to live until the call has ended.
+    """
+
+    __slots__ = ("arguments", "held", "known", "made", "note", "spec")
+
+    def __init__(self, arguments: Arguments, known: Known, spec: HashedSpec) -> None:
+        self.arguments, self.known, self.spec = arguments, known, spec
+        self.note = b""
+        self.made: dict[str, Any] = {}
+        self.held: Any = None
+
+
+class Performer(Protocol):
+    """Cores or GPUs: what performs the programs of one operation, or of one object.
+
+    An object has a `number`, the same on all ranks.
+    """
+
+    number: int
+
+    def inspect(self, arguments: Arguments) -> None:
+        """Raise what is wrong with this rank's operands. Local. Nothing is copied."""
+        ...
+
+    def read(self, arguments: Arguments) -> Any:
+        """This rank's arrays. Local. Raises what is wrong with them."""
+        ...
+
+    def without_memory(self, arrays: Any) -> Any:
+        """The same arrays, which keep no memory."""
+        ...
+
+    def prepare(self, turn: Turn, plan: Plan | None) -> None:
+        """Make what the turn needs for the plan that it expects, and its note. Local.
+
+        Raises HeapExhausted, or MemoryError; peers have been told nothing then.
+        """
+        ...
+
+    def perform(self, turn: Turn, agreement: Agreement[Any], plan: Plan) -> tuple[Any, ...]:
+        """The results, when all ranks have agreed. Collective."""
+        ...
+
+    def release(self) -> None:
+        """Give workspace back. Local."""
+        ...

@@ -1,0 +1,94 @@
+"""One array of a call, as this rank's cores or GPU reach it: the descriptor that operators share.
+
+It says where elements lie, and in which block of the heap, so also where peers find them. What is
+kept of an operand from one call to the next holds no memory: whoever passes the array keeps it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from shardmath.arrays import dtypes
+from shardmath.arrays.spec import Order, byte_span, order_of
+from shardmath.context import Context
+from shardmath.symmetric.exposed import Exposed
+from shardmath.symmetric.heap import Block
+
+__all__ = ["Operand"]
+
+
+@dataclass(frozen=True)
+class Operand:
+    """Memory of this rank's cores or GPU, seen as an array.
+
+    `address` is that of the element with index 0 along every axis; `strides` are bytes. `block` is
+    the heap block that it lies in, which peers can attach, None for ordinary memory; `keep` holds
+    the memory.
+    """
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    block: Block | None = field(default=None, repr=False)
+    keep: object = field(default=None, repr=False, compare=False)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return dtypes.of(self.dtype).itemsize
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        count = 1
+        for extent in self.shape:
+            count *= extent
+        return count
+
+    @property
+    def order(self) -> Order:
+        """How the elements lie in memory; see `order_of`."""
+        return order_of(self.shape, tuple(stride // self.itemsize for stride in self.strides))
+
+    @cached_property
+    def span(self) -> tuple[int, int]:
+        """The first byte and the one behind the last, counted from `address`; (0, 0) if empty."""
+        return byte_span(self.shape, self.strides, self.itemsize)
+
+    @cached_property
+    def exposed(self) -> Exposed:
+        """Where peers find it. Of an array on the heap."""
+        assert self.block is not None, "on the heap"
+        if not self.size:
+            return Exposed(self.block.location, 0, 0, self.strides)
+        return Exposed.within(self.block, self.address, self.span, self.strides)
+
+    @cached_property
+    def told(self) -> bytes:
+        """`exposed`, packed; b"" for ordinary memory."""
+        return b"" if self.block is None else self.exposed.pack()
+
+    def is_there(self, context: Context) -> bool:
+        """Whether what lies there now is in the same block of the heap, which is still in use."""
+        block = context.heap.find(self.address)
+        return block is self.block and not (block is not None and block.freed)
+
+    def without_memory(self) -> Operand:
+        """The same place, which keeps nothing: whoever has the array keeps it."""
+        return replace(self, keep=None)
+
+    def transposed(self) -> Operand:
+        """The same memory with its axes reversed."""
+        return Operand(
+            self.address, self.shape[::-1], self.strides[::-1], self.dtype, self.block, self.keep
+        )
+
+    def overlaps(self, other: Operand) -> bool:
+        """Whether the bytes between the first and the last of one reach into the other's."""
+        (low, high), (first, last) = self.span, other.span
+        return (
+            self.address + low < other.address + last
+            and other.address + first < self.address + high
+        )

@@ -1,0 +1,140 @@
+"""A pretended GPU: programs are lowered, agreed on and launched as on GPUs, and NumPy copies.
+
+Host memory stands for the GPU's: launches happen at once, and a barrier on a stream is one on the
+board. What the driver, the notes of ranks, push, pull and staging do is the package's own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import numpy as np
+
+from shardmath.arrays.numpy import NumPy
+from shardmath.context import Context
+from shardmath.program import gpu_hosts, gpu_memory, gpus
+from shardmath.redistribution import StridedCopy, Window
+from shardmath.redistribution import device as boxes_on_gpus
+from shardmath.redistribution.host import perform
+from shardmath.symmetric import device_array
+
+__all__ = ["pretended_gpu"]
+
+NAME = "cuda:0"
+
+
+def copy_of(box):
+    """The copy that a box is."""
+    return StridedCopy(
+        box.source,
+        box.unit,
+        box.shape,
+        box.source_offset,
+        box.source_strides,
+        box.target_offset,
+        box.target_strides,
+    )
+
+
+class Copies:
+    """As BoxCopies."""
+
+    def __init__(self, device, boxes):
+        self.boxes = list(boxes)
+
+    def launch(self, stream, sources, targets, *, blocks=0):
+        windows = {number: Window(address, (), None) for number, address in enumerate(sources)}
+        for box in self.boxes:
+            perform([copy_of(box)], windows, Window(targets[box.target], (), None))
+
+    def ready(self, sources, targets):
+        sources, targets = tuple(sources), tuple(targets)
+        return SimpleNamespace(put=lambda stream: self.launch(stream, sources, targets))
+
+
+class Lane:
+    """As operators.lanes.Lane, for one stream."""
+
+    def __init__(self, context):
+        self._context, self._buffers = weakref.proxy(context), {}
+        self.team = SimpleNamespace(check=lambda: None, synchronize=lambda stream: None)
+
+    @classmethod
+    def numbered(cls, context, number):
+        return context.cache(f"lane {number}", lambda: cls(context))
+
+    @contextmanager
+    def section(self, stream):
+        yield SimpleNamespace(captured=False)
+
+    def barrier(self, stream):
+        self._context.board.barrier("lane")
+
+    def buffer(self, name, nbytes):
+        held = self._buffers.get(name)
+        if held is None or held.block.nbytes < nbytes:
+            self._buffers[name] = self._context.allocate_shared(nbytes)
+        return self._buffers[name]
+
+    def address(self, name):
+        return self._buffers[name].block.address
+
+    def holds(self, memory):
+        return all(
+            name in self._buffers and self._buffers[name].block is block
+            for name, block in memory.items()
+        )
+
+    def graph(self, launches):
+        return SimpleNamespace(launch=launches)
+
+    def keep(self, used):
+        pass
+
+    def drop(self, *names):
+        for name in names:
+            self._buffers.pop(name, None)
+
+
+def fetch(context, found, outboxes, room, stream):
+    """As redistribution.fetching.fetch."""
+    for each in found:
+        where = outboxes[each.src]
+        place = replace(where, offset=where.offset + each.offset)
+        data = np.ascontiguousarray(context.read_bytes(each.src, place, each.nbytes))
+        ctypes.memmove(room + each.at, data.ctypes.data, each.nbytes)
+
+
+@contextmanager
+def pretended_gpu(context):
+    """Within, this rank's NumPy arrays are on its GPU, and its context is one of GPUs."""
+    team = SimpleNamespace(
+        device=SimpleNamespace(name=NAME), synchronize=lambda stream: None, check=lambda: None
+    )
+    plain_spec, plain_empty = NumPy.spec, NumPy.empty
+    with ExitStack() as stack:
+        for owner, name, stand_in in (
+            (context, "team", team),
+            (context, "_caches", {}),
+            (gpus, "Lane", Lane),
+            (gpu_memory, "Lane", Lane),
+            (gpu_hosts, "BoxCopies", Copies),
+            (gpu_hosts, "fetch", fetch),
+            (boxes_on_gpus, "BoxCopies", Copies),
+            (device_array, "stream_of", lambda context, spec, stream: 0),
+            (gpus, "stream_of", lambda context, spec, stream: 0),
+            (NumPy, "spec", lambda self, x: replace(plain_spec(self, x), device=NAME)),
+            (NumPy, "identity", lambda self, x: (self.spec(x), self.pointer(x))),
+            (NumPy, "empty", lambda self, s, d, o="C", device=NAME: plain_empty(self, s, d, o)),
+        ):
+            stack.enter_context(patch.object(owner, name, stand_in))
+        from shardmath.program import gpu_arrays
+
+        stack.enter_context(patch.object(gpu_arrays, "stream_of", lambda *_: 0))
+        assert isinstance(context, Context)
+        yield

@@ -1,0 +1,64 @@
+"""Redistribution on pretended GPUs, of one host and of two: all that is not CUDA itself."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parent.parent / "redistribution"))
+
+import test_redistribute_any as bodies
+from hypothesis import HealthCheck, Phase, given, settings
+from pretended import pretended_gpu
+from redistribution_cases import cases
+from test_matvec import make_far
+
+from ranks import Pool
+
+FEW = settings(
+    max_examples=25,
+    deadline=None,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.explicit, Phase.generate],
+)
+
+
+@pytest.fixture(scope="module", params=["one host", "two hosts"])
+def ranks(request, contexts):
+    if request.param == "one host":
+        yield contexts
+        return
+    with Pool(6, make_far) as far:
+        yield far
+
+
+def on_gpus(context, body, *args):
+    context.barrier()
+    with pretended_gpu(context):
+        found = getattr(bodies, body)(context, *args)
+        context.board.barrier("done")
+    return found
+
+
+@FEW
+@given(case=cases(libraries=("numpy",)))
+def test_any_distribution_to_any_other(ranks, case):
+    ranks.run(on_gpus, "run_case", case, ranks=case[0])
+
+
+@pytest.mark.parametrize("store", ["C", "heap C"])
+def test_a_call_may_become_another_than_the_last_that_looked_like_it(ranks, store):
+    assert all(ranks.run(on_gpus, "expect_otherwise", store, ranks=2))
+
+
+@pytest.mark.parametrize("store", ["heap C", "C", "heap strided"])
+def test_operands_may_be_overwritten_after_each_execution(ranks, store):
+    assert ranks.run(on_gpus, "overwrite", store, 20, ranks=3) == [0] * 3
+
+
+def test_objects_and_groups_do_not_disturb_each_other(contexts):
+    assert contexts.run(on_gpus, "interleave", ranks=5) == [3, 2, 3, 2, 3]
