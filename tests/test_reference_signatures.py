@@ -199,6 +199,7 @@ def test_an_older_name_of_an_option() -> None:
 def test_a_context_shows_what_programs_need() -> None:
     """What the package itself asks of a context is `context.Context`'s, and no user's."""
     shown = {name for name in vars(found("DistributedContext")) if not name.startswith("_")}
-    assert shown == {"barrier", "close", "nccl_comm", "nvshmem_available", "split", "subset"}
+    methods = {"barrier", "close", "recover", "split", "subset"}
+    assert shown == methods | {"nccl_comm", "nvshmem_available"}
     fields = {"rank", "size", "device_id", "process_group", "nccl_comm"}
     assert set(found("DistributedContext").__annotations__) == fields

@@ -64,6 +64,9 @@ def test_a_tensor_elsewhere_has_a_device_and_no_host_view():
         def stride(self):
             return (3, 1)
 
+        def data_ptr(self):
+            return 4096
+
     library = library_of(torch.empty(0))
     assert library.spec(Elsewhere()) == ArraySpec("torch", "float32", (2, 3), (3, 1), "cuda:0", 4)
     with pytest.raises(ValueError, match=r"is on cuda:0.*x\.cpu"):

@@ -7,14 +7,14 @@ import os
 import subprocess
 from pathlib import Path
 
-import counted
+import counted_threads
 import pytest
 
 from shardmath import config
 from shardmath.launch.function import spawn
 from started import command, missing
 
-PROGRAM = str(Path(counted.__file__))
+PROGRAM = str(Path(counted_threads.__file__))
 VARIABLES = {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "SHARDMATH_THREADS"}
 SHARE = 0  # a rank's share of the cores
 
@@ -62,7 +62,7 @@ def test_threads_are_as_the_user_says_or_a_share(
 def test_ranks_of_spawn_compute_with_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    for before, within, whole, alone, after, share in spawn(counted.report, 2):
+    for before, within, whole, alone, after, share in spawn(counted_threads.report, 2):
         assert max(within) <= share and whole == alone == share
         assert after == before
         assert share == max(1, len(os.sched_getaffinity(0)) // 2)
