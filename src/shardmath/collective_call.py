@@ -22,7 +22,7 @@ from typing import ParamSpec, Protocol, TypeVar, cast
 
 from shardmath.caller import caller_line
 
-__all__ = ["CollectiveCall", "collective_call", "current_call", "settled"]
+__all__ = ["CollectiveCall", "collective_call", "settled", "this_thread"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -63,21 +63,18 @@ class CollectiveCall:
 
 
 class _Thread(threading.local):
+    """The `call` that a thread is in, None outside of any."""
+
     call: CollectiveCall | None = None
 
 
-_thread = _Thread()
-
-
-def current_call() -> CollectiveCall | None:
-    """The call that this thread is in, None outside of any."""
-    return _thread.call
+this_thread = _Thread()
 
 
 def settled(error: E) -> E:
     """`error`, noted as one after which the boards of this call remain usable."""
-    if _thread.call is not None:
-        _thread.call.settled = error
+    if this_thread.call is not None:
+        this_thread.call.settled = error
     return error
 
 
@@ -86,18 +83,18 @@ def collective_call(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if _thread.call is not None and _is_part():
+        if this_thread.call is not None and _is_part():
             return function(*args, **kwargs)
         record = CollectiveCall()
         boards = record.boards  # which refer to the record: it forgets them at its end
         try:
-            _thread.call = record
+            this_thread.call = record
             result = function(*args, **kwargs)
-            _thread.call = record.settled = None
+            this_thread.call = record.settled = None
             record.boards = []
             record.finished = True
         except BaseException as error:
-            _thread.call = None
+            this_thread.call = None
             record.interrupt(error, boards)
             raise
         return result

@@ -34,7 +34,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from shardmath.caller import caller_line
-from shardmath.collective_call import CollectiveCall, current_call, settled
+from shardmath.collective_call import CollectiveCall, settled, this_thread
 from shardmath.errors import CollectiveMismatch, OpTimeout, RankFailure, ShardmathError
 from shardmath.symmetric.arrivals import Arrivals
 from shardmath.symmetric.header import NAME_BYTES, bodies, header
@@ -219,7 +219,7 @@ class Board:
         """Let this thread use the board, if no other thread does. See `guard`."""
         if not self._lock.acquire(blocking=False):
             raise self._second_thread(operation)
-        call = current_call()
+        call = this_thread.call
         if call is not self._call:
             self._enter(call, operation)
 
@@ -255,10 +255,11 @@ class Board:
 
         An exception that leaves it from now on fails the board. Raises RankFailure when it has.
         """
-        if self._call is not current_call():
+        if self._call is not this_thread.call:
             self.begin(operation)
             self.end()
-        self._require_usable()
+        if self.failure is not None:
+            self._require_usable()
 
     def end(self) -> None:
         """Let other threads use the board again."""
