@@ -132,6 +132,7 @@ class Board:
         try:
             return bodies(texts, operation)
         except CollectiveMismatch as error:
+            self.names.note(error)
             raise settled(error) from None
 
     def exchange_raw(self, operation: str, text: bytes) -> list[bytes]:
