@@ -64,7 +64,7 @@ def circumstances() -> dict[str, Any]:
         + ("+" if _git("status", "--short", "src") else ""),
         "machine": {
             "system": platform.system(),
-            "cpu": _cpu(),
+            **_cpu(),
             "cores": len(os.sched_getaffinity(0)),
         },
         "python": platform.python_version(),
@@ -79,6 +79,13 @@ def _git(*arguments: str) -> str:
     ).stdout.strip()
 
 
-def _cpu() -> str:
+def _cpu() -> dict[str, str]:
+    """What the processor calls itself, which may be a maker's name alone, and what it is."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if "model name" in line), "")
+    found = {key.strip(): value.strip() for key, _, value in (x.partition(":") for x in lines)}
+    kind = ", ".join(
+        f"{what} {found[key]}"
+        for what, key in (("family", "cpu family"), ("model", "model"))
+        if key in found
+    )
+    return {"cpu": found.get("model name", ""), "cpu kind": kind}

@@ -18,20 +18,37 @@ def streamer(tmp_path_factory):
     return stream.streamer(built_from_c(stream, "stream.c", tmp_path_factory.mktemp("stream")))
 
 
+PAGE = 4096
+# Where the source begins, and how much further in its page the destination lies.
+PLACES = [
+    (0, 0),
+    (1, 64),
+    (17, 5),
+    (64, 63),
+    (48, 16),
+    (0, 16),
+    (16, PAGE - 16),
+    (5, 2047),
+    (9, 2048),
+]
+
+
+@pytest.mark.parametrize("past_caches", [True, False])
 @pytest.mark.parametrize("unit", [0, 1, 63, 64, 65, 127, 1000, 4096, 16384, 16447, 70001])
 @pytest.mark.parametrize("rows", [(), (3,), (2, 3)])
-def test_rows_at_every_alignment(streamer, unit, rows):
-    room = 6 * (unit + 96) + 300
+def test_rows_at_every_alignment(streamer, unit, rows, past_caches):
+    room = 6 * (unit + 96) + 300 + 2 * PAGE
     rng = np.random.default_rng(unit)
     memory = rng.integers(0, 250, room, dtype="u1")
     step = unit + 29
     strides = (3 * step, step)[2 - len(rows) :]
     starts = [sum(i * s for i, s in zip(at, strides, strict=True)) for at in np.ndindex(*rows)]
-    for src_at, dst_at in ((0, 0), (1, 64), (17, 5), (64, 63), (48, 16)):
+    for src_at, ahead in PLACES:
         target = np.full(room, 0xFF, "u1")
+        dst_at = (memory.ctypes.data + src_at + ahead - target.ctypes.data) % PAGE
         box = StridedCopy(0, unit, rows, src_at, strides, dst_at, strides)
-        if not streamer(box, memory.ctypes.data, target.ctypes.data):
-            assert (target == 0xFF).all()  # a machine without streaming stores
+        if not streamer(box, memory.ctypes.data, target.ctypes.data, past_caches):
+            assert (target == 0xFF).all()  # a processor that it does not know
             continue
         want = np.full(room, 0xFF, "u1")
         for start in starts:
@@ -40,8 +57,9 @@ def test_rows_at_every_alignment(streamer, unit, rows):
         assert (target == want).all()
 
 
+@pytest.mark.parametrize("past_caches", [True, False])
 @pytest.mark.parametrize("compiled", [True, False])
-def test_large_copies_with_and_without_it(streamer, monkeypatch, compiled):
+def test_large_copies_with_and_without_it(streamer, monkeypatch, compiled, past_caches):
     used = []
 
     def counted(*arguments):
@@ -49,7 +67,8 @@ def test_large_copies_with_and_without_it(streamer, monkeypatch, compiled):
         return streamer(*arguments)
 
     monkeypatch.setattr(host.stream, "built", lambda: counted if compiled else None)
-    monkeypatch.setattr(host, "_STREAMED", 1 << 16)
+    monkeypatch.setattr(host, "_COMPILED", 1 << 16)
+    monkeypatch.setattr(host, "_STREAMED", 1 << 16 if past_caches else 1 << 30)
     array = cases.global_array((90, 300), "f8")
     for one, two in (("C", "C"), ("strided", "C"), ("C", "F"), ("F", "strided"), ("F", "F")):
         source, _ = cases.stored(array, one, np.empty)
@@ -59,6 +78,7 @@ def test_large_copies_with_and_without_it(streamer, monkeypatch, compiled):
         assert target.tobytes() == array.tobytes()
         assert cases.untouched(target, whole)
     assert bool(used) == compiled
+    assert all(arguments[-1] == past_caches for arguments in used)
 
 
 def test_another_library_is_not_used():

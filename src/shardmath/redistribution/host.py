@@ -23,7 +23,8 @@ from shardmath.redistribution.copies import StridedCopy, lowered, whole
 __all__ = ["Window", "bind", "copy_array", "copy_moves", "perform"]
 
 _LINE = 64  # bytes of a cache line: units as long as this can be copied in any order
-_ROW = 1 << 10  # bytes of a unit that is worth streaming
+_ROW = 1 << 10  # bytes of a unit that is worth a compiled copy
+_COMPILED = 64 << 10  # bytes of units from which on its call pays
 _STREAMED = 32 << 20  # bytes from which on nobody will find them in a cache of the own core
 _CACHED = 32 << 10  # bytes of a copy that stays in the first cache in any order
 
@@ -109,26 +110,24 @@ def bind(
     It keeps what the windows keep.
     """
     copies = list(copies)
-    streamed = stream.built() if _bytes_in_rows(copies) >= _STREAMED else None
+    in_rows = _bytes_in_rows(copies)
+    compiled = stream.built() if in_rows >= _COMPILED else None
     bound = []
     for copy in copies:
         src = _view(sources[copy.src], copy.src_offset, copy.src_strides, copy.shape, copy.unit)
         dst = _view(destination, copy.dst_offset, copy.dst_strides, copy.shape, copy.unit)
         plain = _bind(src, dst, copy.unit)
-        if streamed is not None and copy.unit >= _ROW:
+        if compiled is not None and copy.unit >= _ROW:
             addresses = sources[copy.src].address, destination.address
-            plain = partial(_stream, streamed, copy, addresses, plain)
+            run = partial(compiled, copy, *addresses, in_rows >= _STREAMED)
+            plain = partial(_compiled_or, run, plain)
         bound.append(plain)
     return bound
 
 
-def _stream(
-    streamed: stream.Streamer,
-    copy: StridedCopy,
-    addresses: tuple[int, int],
-    plain: Callable[[], object],
-) -> None:
-    if not streamed(copy, *addresses):
+def _compiled_or(compiled: Callable[[], bool], plain: Callable[[], object]) -> None:
+    """Copy by the compiled function, or by `plain` where it cannot."""
+    if not compiled():
         plain()
 
 

@@ -1,7 +1,7 @@
-"""Large copies past the caches, where the package was installed with a C compiler at hand.
+"""Copies of long rows, where the package was installed with a C compiler at hand.
 
-`stream.c` says why. Without it, every copy goes through NumPy: the results are the same, and large
-ones take about half as long again.
+`stream.c` says why. Without it, every copy goes through NumPy: the results are the same, large ones
+take about half as long again, and those of some alignments several times as long.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shardmath.redistribution.copies import StridedCopy
 
 __all__ = ["built", "streamer"]
 
-Streamer = Callable[[StridedCopy, int, int], bool]
+Streamer = Callable[[StridedCopy, int, int, bool], bool]
 
 
 @lru_cache(maxsize=1)
@@ -27,11 +27,12 @@ def built() -> Streamer | None:
 
 
 def streamer(library: ctypes.CDLL) -> Streamer | None:
-    """`copy(strided copy, source address, destination address)`; None if that is another library.
+    """`copy(strided copy, source address, destination address, whether past the caches)`; None if
+    that is another library.
 
-    The copy returns False, having done nothing, where the machine has no streaming stores.
+    The copy returns False, having done nothing, on a processor that `stream.c` does not know.
     """
-    function: Any = getattr(library, "shardmath_stream", None)
+    function: Any = getattr(library, "shardmath_copy", None)
     if function is None:
         return None
     numbers = ctypes.POINTER(ctypes.c_int64)
@@ -43,14 +44,16 @@ def streamer(library: ctypes.CDLL) -> Streamer | None:
         numbers,
         numbers,
         ctypes.c_size_t,
+        ctypes.c_int,
     ]
 
-    def copy(box: StridedCopy, src: int, dst: int) -> bool:
+    def copy(box: StridedCopy, src: int, dst: int, past_caches: bool) -> bool:
         axes = [
             (ctypes.c_int64 * len(values))(*values)
             for values in (box.shape, box.dst_strides, box.src_strides)
         ]
-        done = function(dst + box.dst_offset, src + box.src_offset, len(box.shape), *axes, box.unit)
+        ends = dst + box.dst_offset, src + box.src_offset
+        done = function(*ends, len(box.shape), *axes, box.unit, past_caches)
         return int(done) == 0
 
     return copy
