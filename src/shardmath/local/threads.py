@@ -75,7 +75,7 @@ class ThreadLimit:
 
 
 def _libraries() -> list[Any]:
-    """Those of BLAS and OpenMP that this process has loaded; none without threadpoolctl."""
+    """The loaded libraries of BLAS and OpenMP; none where threadpoolctl is not installed."""
     try:
         from threadpoolctl import ThreadpoolController
     except ImportError:

@@ -367,7 +367,7 @@ def _fetch(
     places: Sequence[bytes],
     target: Window,
 ) -> None:
-    """The same where some ranks are on other hosts: what they have is copied here each time."""
+    """Perform a move of which some sources are on other hosts, and are copied here first."""
     perform(*_pulled(context, transfer, own, places, target))
 
 

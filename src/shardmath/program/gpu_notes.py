@@ -43,7 +43,7 @@ class OneMove:
 
     @classmethod
     def of(cls, program: Program, operation: str) -> Self:
-        """That of a program. No other program is performed on GPUs so far."""
+        """The template of a program's one move: GPUs perform no other program so far."""
         (move,) = (step for step in program.steps if isinstance(step, Move))
         result = program.results[move.target]
         return cls(operation, move.transfer, result.dtype, result.order, program.blocking)

@@ -100,7 +100,7 @@ class Performer(Protocol):
         ...
 
     def without_memory(self, arrays: Any) -> Any:
-        """The same arrays, which keep no memory."""
+        """These arrays without references to their memory."""
         ...
 
     def prepare(self, turn: Turn, plan: Plan | None) -> None:

@@ -62,7 +62,7 @@ class Departures:
 
     @classmethod
     def of(cls, device: Device, board: Board) -> Departures:
-        """Those of the ranks of `board`, for kernels of `device`; watched from now on."""
+        """The watch over the ranks of `board`, for kernels of `device`, from now on."""
         _settle()
         report = report_of(device, board.size + 1)
         mark = partial(_mark_behind_all, device, report, board.size)

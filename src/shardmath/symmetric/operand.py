@@ -76,11 +76,11 @@ class Operand:
         return block is self.block and not (block is not None and block.freed)
 
     def without_memory(self) -> Operand:
-        """The same place, which keeps nothing: whoever has the array keeps it."""
+        """This operand without a reference to its array, which the caller keeps."""
         return replace(self, keep=None)
 
     def transposed(self) -> Operand:
-        """The same memory with its axes reversed."""
+        """This operand with its axes reversed, on the same memory."""
         return Operand(
             self.address, self.shape[::-1], self.strides[::-1], self.dtype, self.block, self.keep
         )

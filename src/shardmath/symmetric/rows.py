@@ -54,7 +54,7 @@ class Rows:
         """Let what peers have published arrive."""
 
     def receive(self) -> None:
-        """The same, from any thread."""
+        """Take in what peers have published, from any thread."""
 
     def flush(self) -> None:
         """Let peers see what was written, without a word that says so."""
