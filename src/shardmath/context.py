@@ -12,7 +12,7 @@ import itertools
 import struct
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
@@ -295,7 +295,9 @@ class Context(DistributedContext):
 
         def make() -> None:
             if own is not None:
-                boards.append(self._board(members, name, self._require_peers))
+                sender = next(rank for rank in members if self.reads_in_place(rank))
+                watch = partial(self._require_sender, sender)
+                boards.append(self._board(members, name, watch))
                 boards[0].enter("split")  # who waits there is told of an interrupt, too
 
         self.agree("split", make, lambda _: None)  # one that finds no descriptor is heard by all
@@ -338,6 +340,15 @@ class Context(DistributedContext):
         error = self.board.ended_peer_error([r for r in range(self.size) if r != self.rank])
         if error is not None:
             raise error
+
+    def _require_sender(self, sender: int) -> None:
+        """Raise as `_require_peers`, or where `sender` has gone on and sent nothing."""
+        self._require_peers()
+        if self.board.is_ahead(sender):
+            raise RankFailure(
+                f"{self.board.names.name(sender)} gave up making the memory of a new context",
+                [sender],
+            )
 
     def _derive(
         self, ranks: Sequence[int], name: str, board: Board, *, parent: Context | None

@@ -294,7 +294,7 @@ def memory(context: Any) -> list[Callable[[int], bool]]:
     def read(_: int) -> bool:
         peer = (context.rank + 1) % context.size
         found = state["handle"].get_buffer(peer, (6,), package().float64)
-        return bool((found == 10 * peer + state["number"]).all())
+        return right(context, found, np.full(6, 10.0 * peer + state["number"]))
 
     def put_signal(_: int) -> bool:
         state["handle"].put_signal((context.rank + 1) % context.size)

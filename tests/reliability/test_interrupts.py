@@ -5,7 +5,7 @@
 
 import numpy as np
 import pytest
-from interrupts import CALLS, Interrupted, run_trials
+from interrupts import CALLS, Alarm, Interrupted, run_trials
 
 import started
 from mortal import Job, Raised
@@ -94,3 +94,29 @@ def test_an_interrupted_call_fails_its_context_at_once(place):
             assert words in outcomes[rank][0]
     for found in outcomes:
         assert all(each.startswith("RankFailure") and "recover()" in each for each in found[1:])
+
+
+def test_a_rank_that_refuses_a_split_while_peers_await_its_memory():
+    """Rank 2, the first of the new order, meets an exception before it has sent anything."""
+
+    def body(group):
+        context = startup.initialize("cpu", group)
+        if context.rank == 2:
+            plain = context._runtime.board
+
+            def ring(*_):
+                raise Alarm("rang")
+
+            context._runtime.board = ring
+        try:
+            context.split(0, key=-context.rank)
+        except RuntimeError as error:
+            found = str(error)
+        if context.rank == 2:
+            context._runtime.board = plain
+        return found, context.split(0, key=-context.rank).rank, float(all_reduce(1))
+
+    with Job(RANKS, body, VARIABLES) as job:
+        outcomes = [job.outcome(rank, 60) for rank in range(RANKS)]
+    assert [list(each[1:]) for each in outcomes] == [[2, 3.0], [1, 3.0], [0, 3.0]]
+    assert all("rank 2" in each[0] for each in outcomes), outcomes

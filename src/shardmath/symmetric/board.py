@@ -363,7 +363,7 @@ class Board:
         waiting, for this rank, in another operation: both would wait for ever.
         """
         words = self._words
-        mismatched = [r for r in late if words[r][_EXCHANGE] > self._own[_EXCHANGE]]
+        mismatched = [r for r in late if self.is_ahead(r)]
         mismatched += [r for r in late if words[r][_STATE] == _MISMATCHED]
         if not mismatched:
             return None
@@ -373,6 +373,10 @@ class Board:
             f"{names.where()}: the ranks called different operations: {calls}; all ranks must "
             "make the same calls in the same order"
         )
+
+    def is_ahead(self, rank: int) -> bool:
+        """Whether `rank` has published a round of exchange that this rank has not."""
+        return self._words[rank][_EXCHANGE] > self._own[_EXCHANGE]
 
     def dead(self) -> list[int]:
         """The ranks whose process has ended without leaving. Never waits."""
