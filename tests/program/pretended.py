@@ -14,11 +14,12 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
+from interpreter import copy_of
 
 from shardmath.arrays.numpy import NumPy
 from shardmath.context import Context
 from shardmath.program import gpu_hosts, gpu_memory, gpus
-from shardmath.redistribution import StridedCopy, Window
+from shardmath.redistribution import Window
 from shardmath.redistribution import device as boxes_on_gpus
 from shardmath.redistribution.host import perform
 from shardmath.symmetric import device_array
@@ -26,19 +27,6 @@ from shardmath.symmetric import device_array
 __all__ = ["pretended_gpu"]
 
 NAME = "cuda:0"
-
-
-def copy_of(box):
-    """The copy that a box is."""
-    return StridedCopy(
-        box.source,
-        box.unit,
-        box.shape,
-        box.source_offset,
-        box.source_strides,
-        box.target_offset,
-        box.target_strides,
-    )
 
 
 class Copies:
