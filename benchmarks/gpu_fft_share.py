@@ -31,7 +31,7 @@ from shardmath.operators.fft.problem import check, describe
 from shardmath.operators.fft.program import UserArrays
 from shardmath.operators.fft.push_stream import PushStream, PushTables
 from shardmath.operators.fft.search import choose
-from shardmath.operators.fft.strategy import GPUS
+from shardmath.operators.fft.strategy import ON_GPUS
 from shardmath.operators.lanes import LANES, Lane
 
 CASES = [
@@ -107,7 +107,7 @@ class Share:
         options = FFTOptions(redistribute=back)
         said = describe(spec, Slab.X, None, None, kind, FFTDirection.FORWARD, options, None)
         self.problem = check([said] * size)
-        self.plan = rank_plan.DevicePlan(self.problem, choose(self.problem, GPUS), (0,) * size)
+        self.plan = rank_plan.DevicePlan(self.problem, choose(self.problem, ON_GPUS), (0,) * size)
         self.result = packed("result", self.problem.target.local_shape(0), self.problem.result)
         nbytes = self.result.size * self.result.itemsize
         block = nbytes // size  # what goes to one peer

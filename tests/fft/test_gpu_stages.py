@@ -46,7 +46,7 @@ from shardmath.operators.fft.program import (
 )
 from shardmath.operators.fft.search import choose
 from shardmath.operators.fft.stages import stages
-from shardmath.operators.fft.strategy import GPUS, MULTI_HOST_GPUS
+from shardmath.operators.fft.strategy import ON_GPUS, ON_GPUS_OF_HOSTS
 
 RISES = (1, 2, 3, 4, 4, 4, 4, 4)
 
@@ -287,7 +287,7 @@ def run_case(case, reachable, hosts=1, chunking=None):
     targets = [None if case["outputs"] is None else decode(case["outputs"][r]) for r in range(size)]
     parts = [part_of(array, sources[r], r, size) for r in range(size)]
     problem = case_problem(case, parts, sources, targets)
-    machine = GPUS if hosts == 1 else MULTI_HOST_GPUS
+    machine = ON_GPUS if hosts == 1 else ON_GPUS_OF_HOSTS
     found = stages(choose(problem, machine), reachable=reachable, multi_host=hosts > 1)
     results, given = [], []
     for rank in range(size):
@@ -427,7 +427,7 @@ def test_pipelines(name, size, hosts, chunking):
     problem = case_problem(case, parts, [slabs[0]] * size, [slabs[1]] * size)
     multi_host = hosts > 1
     numbers = tuple(rank * hosts // size for rank in range(size))
-    found = stages(choose(problem, GPUS), reachable=not multi_host, multi_host=multi_host)
+    found = stages(choose(problem, ON_GPUS), reachable=not multi_host, multi_host=multi_host)
     memories, pipelines, results = [], [], []
     for rank in range(size):
         operand = packed("operand", parts[rank].shape, problem.dtype)

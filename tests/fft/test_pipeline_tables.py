@@ -18,7 +18,7 @@ from shardmath.operators.fft.program import UserArrays
 from shardmath.operators.fft.push_stream import cluster_size, push_blocks
 from shardmath.operators.fft.search import choose
 from shardmath.operators.fft.stages import stages
-from shardmath.operators.fft.strategy import GPUS
+from shardmath.operators.fft.strategy import ON_GPUS
 
 LARGE = {"512^3": (512,) * 3, "1024^3": (1024,) * 3, "uneven": (2047, 1032, 1024)}
 
@@ -38,7 +38,7 @@ def test_tables_of_large_arrays(name, size):
     problem = check(
         [describe(s, slab, None, None, "C2C", FFTDirection.FORWARD, options, None) for s in specs]
     )
-    found = stages(choose(problem, GPUS), reachable=True)
+    found = stages(choose(problem, ON_GPUS), reachable=True)
     written = np.zeros((2, size), np.int64)
     for rank in range(size):
         operand, result = (

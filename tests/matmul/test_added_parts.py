@@ -6,11 +6,11 @@ import pytest
 
 from shardmath.geometry import Layout, Replicated, Slab
 from shardmath.local.epilog import MatmulEpilog
+from shardmath.machine import Machine
 from shardmath.operators.matmul.gpu.fused import is_faster
 from shardmath.operators.matmul.gpu.rank_plan import RankPlan
 from shardmath.operators.matmul.gpu.scale_moves import choose_strategy
 from shardmath.operators.matmul.problem import Problem
-from shardmath.operators.matmul.strategy import HOPPER
 
 RESULTS = {"everywhere": Replicated(), "rows": Slab.X, "columns": Slab.Y}
 
@@ -30,7 +30,7 @@ def rank_plan(kind, shape, dtype, *, size=2, label="stationary a", epilog=Matmul
         epilog=epilog,
         strategy=label,
     )
-    return RankPlan(choose_strategy(problem, HOPPER)[0], 0, (0,) * size)
+    return RankPlan(choose_strategy(problem, Machine("cuda", (0,) * size))[0], 0, (0,) * size)
 
 
 # Shapes as in tests/cuda/test_added_products.py: all go through the collective, none by the kernel.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import sys
 from dataclasses import replace
-from math import prod
 
 import matmul_cases as cases
 import numpy as np
@@ -16,10 +15,11 @@ from hypothesis import strategies as st
 from arrangements import distributions
 from shardmath.geometry import BlockCyclic, Layout, ProcessGrid, Replicated, Slab, decode
 from shardmath.local.epilog import MatmulEpilog
+from shardmath.machine import CORES, H200, H200_MULTI_HOST
 from shardmath.operators.matmul import panels
 from shardmath.operators.matmul.panels import Source, intervals
 from shardmath.operators.matmul.problem import Problem
-from shardmath.operators.matmul.strategy import CORES, candidates, choose
+from shardmath.operators.matmul.strategy import candidates, choose
 from shardmath.redistribution import TransferPlan, copy_moves
 
 X, Y, R = Slab.X, Slab.Y, Replicated()
@@ -123,38 +123,71 @@ def test_the_work_covers_the_product(problem):
 
 
 def counted(strategy):
-    """(operations, bytes received) of each rank, element by element."""
+    """(operations, bytes touched by the product and after it, bytes received) of each rank, element
+    by element.
+    """
     problem = strategy.problem
     narrow = {"float16": 2, "float64": 8, "complex64": 8}[problem.dtype]
     wide = max(narrow, 4)
     result = []
     for rank in range(problem.size):
-        nbytes = 0
-        work = [x[rank] for x in (strategy.rows, strategy.columns, strategy.depth)]
+        received = after = 0
+        m, n, k = (len(indices(x[rank])) for x in (strategy.rows, strategy.columns, strategy.depth))
+        product = narrow * (m * k + k * n) + wide * m * n if m and n else 0
         for have, need in ((problem.a, strategy.a), (problem.b, strategy.b)):
-            nbytes += narrow * int((held(need, rank) & ~held(have, rank)).sum())
+            received += narrow * int((held(need, rank) & ~held(have, rank)).sum())
+        wanted, reduced = held(problem.d, rank), held(strategy.reduced, rank)
         if strategy.reduces:
+            after += 2 * wide * int(reduced.sum())  # the own part, or zeros
             for src in range(problem.size):
                 if src != rank and strategy.depth[src].length:
-                    shared = held(strategy.reduced, rank) & held(strategy.sums, src)
-                    nbytes += wide * int(shared.sum())
-        moved = held(problem.d, rank) & ~held(strategy.reduced, rank)
-        nbytes += wide * int(moved.sum())
-        result.append((2 * prod(len(indices(axis)) for axis in work), nbytes))
+                    shared = int((reduced & held(strategy.sums, src)).sum())
+                    received += wide * shared
+                    after += 2 * wide * shared  # a sum is read, and written
+        if strategy.moves_result:
+            after += 2 * wide * int((wanted & reduced).sum())
+        if strategy.moves_result or strategy.reduces:
+            after += (wide + narrow) * int(wanted.sum())  # D is rounded from it
+        received += wide * int((wanted & ~reduced).sum())
+        result.append(((m, n, k), product, after, received))
     return result
 
 
 @settings(max_examples=100, deadline=None, database=None)
 @given(problem=problems(("float16", "float64", "complex64")))
 def test_costs_are_counted(problem):
+    rates = replace(CORES, cache=100)  # bytes
     for strategy in candidates(problem):
-        cost, by_rank = strategy.cost(CORES), counted(strategy)
-        assert cost.flops == max(flops for flops, _ in by_rank)
-        assert cost.received == max(nbytes for _, nbytes in by_rank)
-        rate = CORES.rate(problem.dtype)
-        slowest = max(f / rate + nbytes / CORES.bandwidth for f, nbytes in by_rank)
+        cost, by_rank = strategy.cost(rates), counted(strategy)
+        assert cost.flops == max(2 * m * n * k for (m, n, k), *_ in by_rank)
+        assert cost.touched == max(product + after for _, product, after, _ in by_rank)
+        assert cost.received == max(nbytes for *_, nbytes in by_rank)
+        slowest = 0.0
+        for (m, n, k), product, after, received in by_rank:
+            seconds = 2 * m * n * k / rates.products[problem.dtype]
+            if min(m, n) > 1:
+                seconds += product / rates.packing
+            own = [rates.cached if x < 100 else rates.memory for x in (product, after)]
+            seconds = max(seconds, product / own[0])
+            slowest = max(slowest, seconds + after / own[1] + received / rates.link)
         phases = 1 + strategy.reduces + strategy.moves_result
-        assert cost.seconds == pytest.approx(slowest + phases * CORES.latency)
+        assert cost.seconds == pytest.approx(slowest + phases * rates.latency)
+
+
+@pytest.mark.parametrize("rates", [CORES, H200, H200_MULTI_HOST])
+def test_products_with_vectors_are_bound_by_memory(rates):
+    """They take no less than reading the matrix does, and many columns take less than so many
+    products with one.
+    """
+    dtype = "float64"
+    (one, cost), *_ = choose(alike((1 << 14, 1, 1 << 12), X, R, X, 4, dtype=dtype), rates)[1]
+    assert (one.kind, cost.touched) == ("local", 8 * ((1 << 24) + (1 << 12) + (1 << 12)))
+    assert cost.seconds >= cost.touched / rates.memory
+    for columns in (4, 16, 64):
+        shape = (1 << 14, columns, 1 << 12)
+        (_, several), *_ = choose(alike(shape, X, R, X, 4, dtype=dtype), rates)[1]
+        assert cost.touched < several.touched < 2 * cost.touched
+        assert cost.seconds < several.seconds < columns * cost.seconds
 
 
 @settings(max_examples=100, deadline=None, database=None)

@@ -6,9 +6,9 @@ from itertools import pairwise
 
 import pytest
 
+from shardmath.machine import h200
 from shardmath.operators.matmul.gpu.operand_layout import OperandLayout
 from shardmath.operators.matmul.gpu.reduction_choice import (
-    H200,
     choose_all_reduce,
     choose_reduce_scatter,
     choose_shape,
@@ -72,10 +72,10 @@ def test_two_steps_take_no_less_than_their_bytes() -> None:
         sent = 2 * m * 8192 * 7 / 8
         read = 2 * part.depth * (m + 8192)
         for choice, wire in (
-            (choose_reduce_scatter(part), sent / H200.link),
-            (choose_all_reduce(part), 2 * sent / H200.both),
+            (choose_reduce_scatter(part), sent / h200.SCATTERED),
+            (choose_all_reduce(part), 2 * sent / h200.SHARED),
         ):
-            least = wire + max(read / H200.memory, part.flops / H200.product)
+            least = wire + max(read / h200.READING, part.flops / h200.HALF_PRODUCT)
             assert least < choice.separate_seconds < 2 * least + 40e-6
 
 
@@ -121,6 +121,6 @@ def test_blocks_begin_apart_where_each_has_several_tiles() -> None:
         )
         assert choose_shape(once).stagger_cycles == choose_shared_shape(once).stagger_cycles == 0
         stagger_cycles = choose_shape(twice).stagger_cycles
-        sending = 128 * 128 * 256 * 2 * (1 - 1 / size) / H200.burst
-        assert stagger_cycles * 64 == pytest.approx(sending * H200.clock, rel=0.01)
+        sending = 128 * 128 * 256 * 2 * (1 - 1 / size) / h200.BURST
+        assert stagger_cycles * 64 == pytest.approx(sending * h200.CLOCK, rel=0.01)
         assert 0 < choose_shared_shape(flat).stagger_cycles < stagger_cycles

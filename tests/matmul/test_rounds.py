@@ -8,10 +8,11 @@ import pytest
 
 from shardmath.geometry import Layout, Replicated, Slab
 from shardmath.local.epilog import MatmulEpilog
+from shardmath.machine import H200
 from shardmath.operators.matmul.gpu.rounds import Rounds, cuts, rounds_of
 from shardmath.operators.matmul.problem import Problem
 from shardmath.operators.matmul.scaling import TENSOR, Scaling
-from shardmath.operators.matmul.strategy import HOPPER, choose
+from shardmath.operators.matmul.strategy import choose
 
 X, Y, R = Slab.X, Slab.Y, Replicated()
 SIZES = [2, 3, 4, 5, 8, 16]
@@ -97,6 +98,6 @@ def test_strategies_that_gather_lines(dists, k, index):
         has_c=False, sums_c=False, epilog=MatmulEpilog.DEFAULT, strategy=None,
         scaling=Scaling((e4, e4), "bfloat16", TENSOR, TENSOR, c=False, d=False, amax=False),
     )  # fmt: skip
-    found = rounds_of(choose(problem, HOPPER)[0])
+    found = rounds_of(choose(problem, H200)[0])
     assert (found and found.index) == index
     assert found is None or found.lines == (256,) * 4

@@ -9,6 +9,7 @@ import pytest
 
 from shardmath.geometry import BlockCyclic, Layout, ProcessGrid, Replicated, Slab
 from shardmath.local.epilog import MatmulEpilog
+from shardmath.machine import Machine
 from shardmath.operators.matmul.gpu.scale_moves import (
     choose_strategy,
     keeps_blocks,
@@ -17,9 +18,10 @@ from shardmath.operators.matmul.gpu.scale_moves import (
 )
 from shardmath.operators.matmul.problem import Problem
 from shardmath.operators.matmul.scaling import OUTER, SQUARES, TENSOR, VECTORS, Scaling
-from shardmath.operators.matmul.strategy import HOPPER, HOPPER_MULTI_HOST, candidates
+from shardmath.operators.matmul.strategy import candidates
 
 SIZE = 4
+GPUS, GPUS_OF_HOSTS = Machine("cuda", (0,) * SIZE), Machine("cuda", (0, 0, 1, 1))
 BLOCKS = BlockCyclic(ProcessGrid(shape=(2, 2), layout=ProcessGrid.Layout.COL_MAJOR), (128, 128))
 NARROW = BlockCyclic(ProcessGrid(shape=(1, 4)), (64, 64))
 X, Y, R = Slab.X, Slab.Y, Replicated()
@@ -126,7 +128,7 @@ WAYS = [
 
 @pytest.mark.parametrize(("dists", "a", "b", "shape", "expected", "dtype"), WAYS)
 def test_what_is_multiplied(dists, a, b, shape, expected, dtype):
-    strategy, compared = choose_strategy(problem(dists, a, b, shape), HOPPER)
+    strategy, compared = choose_strategy(problem(dists, a, b, shape), GPUS)
     assert strategy.problem.dtype == dtype
     assert any(each is strategy for each, _ in compared)
     if expected is not None:
@@ -135,20 +137,18 @@ def test_what_is_multiplied(dists, a, b, shape, expected, dtype):
 
 def test_a_strategy_by_name_and_sums_of_factors():
     for label in ("stationary c", "grid 2 x 1 x 2"):
-        strategy, _ = choose_strategy(problem((X, X, X), VECTORS, SQUARES, ODD, label), HOPPER)
+        strategy, _ = choose_strategy(problem((X, X, X), VECTORS, SQUARES, ODD, label), GPUS)
         assert strategy.label == label and strategy.problem.dtype == "float32"
     given = problem((X, X, X), TENSOR, TENSOR, epilog=MatmulEpilog.BGRADA)
-    assert choose_strategy(given, HOPPER)[0].problem.dtype == "float32"
+    assert choose_strategy(given, GPUS)[0].problem.dtype == "float32"
 
 
 @pytest.mark.parametrize("layouts", [(X, X, X), (Y, X, X), (BLOCKS, BLOCKS, BLOCKS)])
 def test_elements_are_multiplied_between_hosts_too(layouts):
-    strategy, compared = choose_strategy(problem(layouts, VECTORS, SQUARES), HOPPER_MULTI_HOST)
+    strategy, compared = choose_strategy(problem(layouts, VECTORS, SQUARES), GPUS_OF_HOSTS)
     assert strategy.problem.dtype == "float8_e4m3fn"
     assert strategy is min(compared, key=lambda each: each[1].seconds)[0]
     assert (
-        choose_strategy(problem((NARROW, X, X), VECTORS, TENSOR), HOPPER_MULTI_HOST)[
-            0
-        ].problem.dtype
+        choose_strategy(problem((NARROW, X, X), VECTORS, TENSOR), GPUS_OF_HOSTS)[0].problem.dtype
         == "float32"
     )

@@ -22,13 +22,13 @@ from shardmath.distribution import Slab
 from shardmath.geometry import Layout
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.gpu import Matrix, float8, scaled
-from shardmath.operators.matmul.gpu import line_exchange, panels, rank_plan, rounds
+from shardmath.machine import Machine, h200
+from shardmath.operators.matmul.gpu import line_exchange, panels, rounds
 from shardmath.operators.matmul.gpu import scaled as module
 from shardmath.operators.matmul.gpu.rank_plan import Operands, RankPlan, Scales
 from shardmath.operators.matmul.gpu.scale_moves import choose_strategy
 from shardmath.operators.matmul.problem import Problem
 from shardmath.operators.matmul.scaling import OUTER, SQUARES, TENSOR, VECTORS, Scaling
-from shardmath.operators.matmul.strategy import HOPPER, HOPPER_MULTI_HOST
 from shardmath.redistribution.boxes import Box
 from shardmath.symmetric.operand import Operand
 
@@ -279,12 +279,12 @@ def _by_numpy(monkeypatch):
     monkeypatch.setattr(module, "finish", finish)
     monkeypatch.setattr(module, "WORKSPACE", 256)  # which nothing uses here
     monkeypatch.setattr(line_exchange, "call", call)
-    monkeypatch.setattr(rounds, "_PROCESSORS", 1)  # small products take time, too
+    monkeypatch.setattr(h200, "PROCESSORS", 1)  # small products take time, too
     monkeypatch.setattr(panels, "_FIRST_BYTES", 1 << 10)
     monkeypatch.setattr(panels, "_LEAST", 128)
     monkeypatch.setattr(panels, "_FIRST", 0.0)
-    monkeypatch.setattr(rank_plan, "_MEMORY", 1e30)  # small products have several intervals, too
-    monkeypatch.setattr(rank_plan, "_PANEL", 0.0)
+    # Small products have several intervals, too.
+    monkeypatch.setattr(RankPlan, "_passes_over_sums", lambda *_: 0.0)
 
 
 def device_array(x, keep):
@@ -365,7 +365,7 @@ def perform(layout, mode_a, mode_b, shape, result, order, label=None, hosts=(0,)
     dists = [cases.layout(layout, shapes, rank, size) for rank in range(size)]
     given = tuple(MODES[each] for each in (mode_a, mode_b))
     layouts = [Layout.bind([d[i] for d in dists], shapes[i]) for i in range(3)]
-    machine = HOPPER if len(set(hosts)) == 1 else HOPPER_MULTI_HOST
+    machine = Machine("cuda", hosts)
     strategy, compared = choose_strategy(problem_of(layouts, given, result, label), machine)
     if strategy.problem.dtype != E4:
         return None, compared
@@ -463,5 +463,7 @@ def test_panels_of_k_are_cut_where_sums_are_small(shape, several, monkeypatch):
         Layout.bind([slab] * 2, extents)
         for slab, extents in ((Slab.X, (m, k)), (Slab.X, (k, n)), (Slab.X, (m, n)))
     ]
-    strategy, _ = choose_strategy(problem_of(layouts, (TENSOR, TENSOR), "bfloat16"), HOPPER)
+    strategy, _ = choose_strategy(
+        problem_of(layouts, (TENSOR, TENSOR), "bfloat16"), Machine("cuda", (0, 0))
+    )
     assert (len(RankPlan(strategy, 0, (0, 0)).schedule[0]) > 1) == several

@@ -20,10 +20,11 @@ from matvec import MATVEC
 from arrangements import distributions, part_of
 from shardmath.arrays.numpy import NumPy
 from shardmath.geometry import Slab, decode
+from shardmath.machine import Machine
 from shardmath.operators.redistribute import RedistributeOptions
 from shardmath.operators.redistribute.operation import REDISTRIBUTE
 from shardmath.program.hosts import between_hosts
-from shardmath.program.steps import Machine, Move, Reason, Synchronise
+from shardmath.program.steps import Move, Reason, Synchronise
 
 ANY = settings(
     max_examples=150, deadline=None, database=None, suppress_health_check=list(HealthCheck)

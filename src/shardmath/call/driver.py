@@ -24,10 +24,11 @@ from shardmath.call.agreement import HashedSpec, agree
 from shardmath.collective_call import collective_call
 from shardmath.context import Context, require_context
 from shardmath.lru_cache import LRUCache
+from shardmath.machine import Machine
 from shardmath.operators.lifecycle import check_stream, log_plan, options_of
 from shardmath.program.cores import Cores
 from shardmath.program.performing import Arguments, Known, Names, Performer, Plan, Turn
-from shardmath.program.steps import Machine, Program
+from shardmath.program.steps import Program
 from shardmath.symmetric.fingerprint import fingerprint
 
 __all__ = ["Driver", "Operation", "call"]

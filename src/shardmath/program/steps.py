@@ -21,7 +21,6 @@ from shardmath.redistribution.plan import TransferPlan
 __all__ = [
     "Combine",
     "Get",
-    "Machine",
     "Move",
     "Multiply",
     "Pack",
@@ -179,16 +178,3 @@ class Program:
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.steps))
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What ranks compute on: "cpu" or "cuda", and the number of each rank's host."""
-
-    kind: str
-    hosts: tuple[int, ...]
-
-    @property
-    def multi_host(self) -> bool:
-        """Whether ranks are on several hosts, and so have no address for each other's memory."""
-        return len(set(self.hosts)) > 1

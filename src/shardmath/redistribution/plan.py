@@ -6,6 +6,7 @@ moves into itself, and reads the others' local arrays in place. A rank on a GPU 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,6 +23,7 @@ from shardmath.geometry import (
     counted,
     moves,
 )
+from shardmath.machine import Rates
 from shardmath.redistribution.copies import StridedCopy, lowered
 from shardmath.redistribution.pieces import pieces_of
 
@@ -68,6 +70,21 @@ class TransferPlan:
     def crosses(self) -> bool:
         """True when any byte changes its rank; otherwise ranks need not wait for each other."""
         return any(self.received)
+
+    def seconds(self, rates: Rates) -> float:
+        """Predicted for the rank that does most: bytes come from peers, and what stays is read and
+        written.
+        """
+        received = self.received
+        stay = [
+            self.itemsize * math.prod(self.dst.local_shape(rank)) - received[rank]
+            for rank in range(self.dst.size)
+        ]
+        times = [
+            came / rates.link + rates.touching(2 * kept)
+            for came, kept in zip(received, stay, strict=True)
+        ]
+        return max(times, default=0.0) + rates.latency
 
     def into(self, rank: int) -> tuple[Move, ...]:
         """The moves that `rank` executes: all that end in its part."""

@@ -29,7 +29,7 @@ from shardmath.operators.fft.options import (
 )
 from shardmath.operators.fft.problem import Description, Problem, check, describe, kind_of
 from shardmath.operators.fft.search import choose
-from shardmath.operators.fft.strategy import GPUS, MULTI_HOST_GPUS
+from shardmath.operators.fft.strategy import ON_GPUS, ON_GPUS_OF_HOSTS
 from shardmath.operators.lifecycle import check_stream, log_plan
 
 if TYPE_CHECKING:
@@ -195,5 +195,5 @@ def _device_plan_of(descriptions: tuple[Description, ...], hosts: tuple[int, ...
     from shardmath.operators.fft.rank_plan import DevicePlan
 
     problem = check(descriptions)
-    machine = MULTI_HOST_GPUS if len(set(hosts)) > 1 else GPUS
-    return DevicePlan(problem, choose(problem, machine), hosts)
+    model = ON_GPUS_OF_HOSTS if len(set(hosts)) > 1 else ON_GPUS
+    return DevicePlan(problem, choose(problem, model), hosts)

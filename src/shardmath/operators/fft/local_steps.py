@@ -17,12 +17,10 @@ from shardmath.arrays import dtypes
 from shardmath.arrays.spec import packed_strides
 from shardmath.local.fft import Kind
 from shardmath.local.plan_many import PlanMany, StridedArray, plan_many
+from shardmath.machine import h200
 from shardmath.operators.fft.options import COMPUTE_TYPE
 
 __all__ = ["Convert", "Copy", "LocalFFT", "LocalStep", "Scale", "View", "local_steps", "packed"]
-
-_CALL_SECONDS = 4e-6  # of the host, for one call of a plan
-_BANDWIDTH = 4e12  # bytes per second that a GPU reads and writes
 
 
 @dataclass(frozen=True)
@@ -254,9 +252,9 @@ def _plan(
     found = plan_many(kind, group, source.strided, target.strided)
     nbytes = source.size * source.itemsize + target.size * target.itemsize
     # In packed buffers the transform is dense, at the price of two copies.
-    packed_seconds = 3 * nbytes / _BANDWIDTH + 3 * _CALL_SECONDS
+    packed_seconds = 3 * nbytes / h200.H200.memory + 3 * h200.PLAN_CALL
     if found is not None:
-        direct = max(len(found.offsets) * _CALL_SECONDS, nbytes / _BANDWIDTH)
+        direct = max(len(found.offsets) * h200.PLAN_CALL, nbytes / h200.H200.memory)
         if direct <= packed_seconds:
             return direct, lambda: [LocalFFT(kind, group, source, target)]
     return packed_seconds, lambda: _packed_steps(kind, group, source, target)

@@ -9,33 +9,36 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from shardmath.geometry import Layout, Spans
 from shardmath.operators.fft.problem import Problem
-from shardmath.operators.fft.strategy import CORES, Exchange, Machine, Step, Strategy, Transform
+from shardmath.operators.fft.strategy import (
+    ON_CORES,
+    CostModel,
+    Exchange,
+    Step,
+    Strategy,
+    Transform,
+)
 
 __all__ = ["choose"]
 
 _Node = tuple[int, frozenset[int], bool]  # see _Search
 
 
-def choose(problem: Problem, machine: Machine = CORES) -> Strategy:
+def choose(problem: Problem, model: CostModel = ON_CORES) -> Strategy:
     """The strategy with the smallest predicted time. Pure: every rank finds the same."""
     real = problem.kind != "C2C"
     if problem.kind == "C2R":
-        mirrored = replace(
-            machine,
-            first_exchange_passes=machine.last_exchange_passes,
-            last_exchange_passes=machine.first_exchange_passes,
-        )
-        backwards = _Search(problem.target, problem.source, problem.axes, real, mirrored).run()
+        backwards = _Search(
+            problem.target, problem.source, problem.axes, real, model.mirrored()
+        ).run()
         steps = tuple(step.reversed() for step in reversed(backwards))
-        return Strategy(problem, steps, machine)
-    search = _Search(problem.source, problem.target, problem.axes, real, machine)
-    return Strategy(problem, tuple(search.run()), machine)
+        return Strategy(problem, steps, model)
+    search = _Search(problem.source, problem.target, problem.axes, real, model)
+    return Strategy(problem, tuple(search.run()), model)
 
 
 @dataclass(frozen=True)
@@ -62,9 +65,9 @@ class _Search:
         target: Layout,
         axes: tuple[int, ...],
         real: bool,
-        machine: Machine,
+        model: CostModel,
     ) -> None:
-        self._machine = machine
+        self._model = model
         self._axes = axes
         self._real = axes[-1] if real else None
         self._shapes = (source.global_shape, target.global_shape)
@@ -99,18 +102,10 @@ class _Search:
         """Predicted in single precision for a step, when the axes `done` have been transformed."""
         if step is None:
             return 0.0
-        machine = self._machine
         # On GPUs real elements count in full: transforms before an exchange hide it.
-        real = self._real is not None and self._real not in done and not machine.whole_arrays
-        itemsize = 4 if real else 8
-        if isinstance(step, Transform):
-            return step.seconds(itemsize, machine)
+        real = self._real is not None and self._real not in done and not self._model.whole_arrays
         last = len(done) == len(self._axes)
-        passes = machine.first_exchange_passes * first + machine.last_exchange_passes * last
-        largest = max(math.prod(step.dst.local_shape(rank)) for rank in range(step.dst.size))
-        return (
-            step.seconds(itemsize, machine) + passes * itemsize * largest / machine.memory_bandwidth
-        )
+        return self._model.seconds(step, 4 if real else 8, first=first, last=last)
 
     def _edges(self, node: _Node) -> Iterator[tuple[_Node, Step | None]]:
         """The nodes after this one, and the steps that lead there; None where nothing moves."""

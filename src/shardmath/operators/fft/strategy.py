@@ -11,19 +11,20 @@ cheapest. Pure.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from shardmath.arrays import dtypes
 from shardmath.geometry import Layout, bytes_received
+from shardmath.machine import CORES, Rates, h200
 from shardmath.operators.fft.problem import Problem
 
 __all__ = [
-    "CORES",
-    "GPUS",
-    "MULTI_HOST_GPUS",
+    "ON_CORES",
+    "ON_GPUS",
+    "ON_GPUS_OF_HOSTS",
+    "CostModel",
     "Exchange",
-    "Machine",
     "Step",
     "Strategy",
     "Transform",
@@ -31,35 +32,46 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Machine:
-    """The cost model of one rank, which decides between strategies: only ratios matter.
+class CostModel:
+    """How transforms and exchanges use a machine, which decides between strategies.
 
-    `flops` are of single precision. Of memory, and of the links to its peers, a rank has
-    `memory_bandwidth` and `link_bandwidth`, in bytes per second. An exchange costs `latency`
-    seconds in synchronisation. As first step it costs `first_exchange_passes` over memory, as last
-    step `last_exchange_passes`; others are fused with the transforms after them. `whole_arrays`:
+    As first step an exchange costs `first_exchange_passes` over memory, as last step
+    `last_exchange_passes`; others are fused with the transforms after them. `whole_arrays`:
     transforms go over all of an array, not block by block through a cache.
     """
 
-    flops: float
-    memory_bandwidth: float
-    link_bandwidth: float
-    latency: float
+    rates: Rates
     first_exchange_passes: float
     last_exchange_passes: float
     whole_arrays: bool = False
 
+    def mirrored(self) -> CostModel:
+        """The same where steps are taken from the last to the first."""
+        return replace(
+            self,
+            first_exchange_passes=self.last_exchange_passes,
+            last_exchange_passes=self.first_exchange_passes,
+        )
 
-# One core of a server of 2024, reading its peers' memory. The last exchange has no transform after
-# it and is a pass of its own, reading and writing; before the first, an operand that is not on the
-# heap is copied there.
-CORES = Machine(2.5e9, 6e9, 6e9, 1e-5, 1.0, 2.0)
-# An H200 with NVLink: every exchange is a kernel that the links limit. Transforms that come first
-# hide the exchange after them.
-GPUS = Machine(1e13, 4e12, 3.3e11, 1e-5, 0.5, 0.0, whole_arrays=True)
-# The same on several hosts, a network card of 400 Gb/s for each. An exchange is packed and
-# unpacked, two passes that nothing hides.
-MULTI_HOST_GPUS = Machine(1e13, 4e12, 4.5e10, 4e-5, 2.0, 2.0, whole_arrays=True)
+    def seconds(self, step: Step, itemsize: int, *, first: bool, last: bool) -> float:
+        """Predicted for a step, of elements of `itemsize` bytes when it begins."""
+        seconds = step.seconds(itemsize, self)
+        if isinstance(step, Exchange):
+            passes = self.first_exchange_passes * first + self.last_exchange_passes * last
+            largest = max(math.prod(step.dst.local_shape(rank)) for rank in range(step.dst.size))
+            seconds += passes * itemsize * largest / self.rates.strided
+        return seconds
+
+
+# Ranks wait for each other once for an exchange: in a phase of a product they do so twice.
+# The last exchange has no transform after it and is a pass of its own, reading and writing; before
+# the first, an operand that is not on the heap is copied there.
+ON_CORES = CostModel(replace(CORES, latency=CORES.latency / 2), 1.0, 2.0)
+# Every exchange is a kernel that the links limit. Transforms that come first hide the exchange
+# after them.
+ON_GPUS = CostModel(replace(h200.H200, link=h200.PUSHED), 0.5, 0.0, whole_arrays=True)
+# An exchange between hosts is packed and unpacked, two passes that nothing hides.
+ON_GPUS_OF_HOSTS = CostModel(h200.H200_MULTI_HOST, 2.0, 2.0, whole_arrays=True)
 
 
 @dataclass(frozen=True)
@@ -77,13 +89,14 @@ class Transform:
         """The step that undoes this one."""
         return Transform(self.axes[::-1], self.result, self.layout)
 
-    def seconds(self, itemsize: int, machine: Machine) -> float:
+    def seconds(self, itemsize: int, model: CostModel) -> float:
         """Predicted for the rank that does most."""
         logs = sum(math.log2(max(2, self.layout.global_shape[axis])) for axis in self.axes)
         largest = max(math.prod(self.layout.local_shape(rank)) for rank in range(self.layout.size))
-        passes = _passes(self.axes, self.layout.ndim) if machine.whole_arrays else 1
+        passes = _passes(self.axes, self.layout.ndim) if model.whole_arrays else 1
         flops = 5 * logs * itemsize / 8  # twice as slow in double precision, half as many if real
-        return largest * (flops / machine.flops + 2 * passes * itemsize / machine.memory_bandwidth)
+        touched = 2 * passes * itemsize / model.rates.strided
+        return largest * (flops / model.rates.transforms + touched)
 
     def __str__(self) -> str:
         axes = ", ".join(map(str, self.axes))
@@ -101,10 +114,10 @@ class Exchange:
         """The step that undoes this one."""
         return Exchange(self.dst, self.src)
 
-    def seconds(self, itemsize: int, machine: Machine) -> float:
+    def seconds(self, itemsize: int, model: CostModel) -> float:
         """Predicted for the rank that receives most."""
         received = max(bytes_received(self.src, self.dst, itemsize))
-        return received / machine.link_bandwidth + machine.latency
+        return received / model.rates.link + model.rates.latency
 
     def __str__(self) -> str:
         return f"exchange: {self.src} -> {self.dst}"
@@ -115,17 +128,25 @@ Step = Transform | Exchange
 
 @dataclass(frozen=True)
 class Strategy:
-    """The steps from `problem.source` to `problem.target`, chosen for a machine."""
+    """The steps from `problem.source` to `problem.target`, chosen by a cost model."""
 
     problem: Problem
     steps: tuple[Step, ...]
-    machine: Machine = CORES
+    model: CostModel = ON_CORES
 
     @cached_property
     def seconds(self) -> float:
         """Predicted."""
-        pairs = zip(self.steps, self._itemsizes, strict=True)
-        return sum(step.seconds(itemsize, self.machine) for step, itemsize in pairs)
+        return sum(self.step_seconds)
+
+    @cached_property
+    def step_seconds(self) -> tuple[float, ...]:
+        """Predicted for each step."""
+        last = len(self.steps) - 1
+        return tuple(
+            self.model.seconds(step, itemsize, first=index == 0, last=index == last)
+            for index, (step, itemsize) in enumerate(zip(self.steps, self._itemsizes, strict=True))
+        )
 
     @property
     def exchanges(self) -> int:
@@ -135,8 +156,9 @@ class Strategy:
     def explain(self) -> str:
         """The problem, and a line for each step with predicted bytes and time."""
         lines = [str(self.problem)]
-        for number, (step, itemsize) in enumerate(zip(self.steps, self._itemsizes, strict=True), 1):
-            line = f"{number}. {step}; {step.seconds(itemsize, self.machine) * 1e3:.3g} ms"
+        steps = zip(self.steps, self._itemsizes, self.step_seconds, strict=True)
+        for number, (step, itemsize, seconds) in enumerate(steps, 1):
+            line = f"{number}. {step}; {seconds * 1e3:.3g} ms"
             if isinstance(step, Exchange):
                 received = max(bytes_received(step.src, step.dst, itemsize))
                 line += f", a rank receives at most {received:,} bytes"

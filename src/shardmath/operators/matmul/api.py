@@ -19,19 +19,13 @@ from shardmath.arrays.base import HostArray, share_memory
 from shardmath.call.agreement import HashedSpec, agree_plan
 from shardmath.context import Context
 from shardmath.local.float8 import dequantize
+from shardmath.machine import CORES, Machine
 from shardmath.operators.lifecycle import log_plan
 from shardmath.operators.matmul import host
 from shardmath.operators.matmul.arguments import Arguments, agreed_scalars, packed_scalars
 from shardmath.operators.matmul.problem import Call, Facts, Problem, check, check_operands, describe
 from shardmath.operators.matmul.scaling import Scaling, blocks_of, scale_matrix
-from shardmath.operators.matmul.strategy import (
-    CORES,
-    HOPPER,
-    HOPPER_MULTI_HOST,
-    Cost,
-    Strategy,
-    choose,
-)
+from shardmath.operators.matmul.strategy import Cost, Strategy, choose
 from shardmath.operators.workspace import Workspace
 from shardmath.symmetric.allocation import block_of, empty_on_heap
 from shardmath.symmetric.heap import Block
@@ -129,8 +123,7 @@ def _planned(
         from shardmath.operators.matmul import gpu
 
         hosts = context.hosts
-        machine = HOPPER if len(set(hosts)) == 1 else HOPPER_MULTI_HOST
-        strategy, compared = gpu.choose_strategy(check(specs), machine)
+        strategy, compared = gpu.choose_strategy(check(specs), Machine("cuda", hosts))
         rank_plan = gpu.RankPlan(strategy, context.rank, hosts)
         return Plan(strategy, tuple(compared), rank_plan, tuple(gpu.notes(rank_plan)))
 

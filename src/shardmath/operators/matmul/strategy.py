@@ -16,90 +16,37 @@ has at least one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
 from shardmath.arrays import dtypes
 from shardmath.geometry import Layout, Spans, bytes_received, common_elements, kept_elements
+from shardmath.machine import Rates
 from shardmath.operators.matmul.problem import Problem
 from shardmath.redistribution import TransferPlan
 
-__all__ = [
-    "CORES",
-    "HOPPER",
-    "HOPPER_MULTI_HOST",
-    "Cost",
-    "Machine",
-    "Strategy",
-    "candidates",
-    "choose",
-]
+__all__ = ["Cost", "Strategy", "candidates", "choose"]
 
 Column = tuple[Spans, ...]  # one axis of the work, by rank
 
 
 @dataclass(frozen=True)
-class Machine:
-    """What one rank can do: multiply-adds counted as two operations per second by dtype, bytes per
-    second that it takes from peers, seconds that a phase costs in synchronisation.
+class Cost:
+    """What the rank that does most has of each: operations, bytes of operands and results that its
+    arithmetic reads and writes in memory, and bytes taken from peers; and predicted seconds.
     """
 
-    rates: Mapping[str, float]
-    bandwidth: float
-    latency: float
-
-    def rate(self, dtype: str) -> float:
-        """Floating-point operations per second in `dtype`; a complex product counts as one."""
-        return self.rates[dtype]
-
-
-# One core of a server of 2024 with the vendor's frequency limits in force; only ratios decide.
-# Complex products cost four real ones, 16-bit floats are widened first.
-_CORE = 5e10
-CORES = Machine(
-    rates={
-        "float64": _CORE,
-        "float32": 2 * _CORE,
-        "float16": 1.5 * _CORE,
-        "bfloat16": 1.5 * _CORE,
-        "complex64": 2 * _CORE,
-        "complex128": _CORE,
-    },
-    bandwidth=6e9,
-    latency=2e-5,
-)
-# A GPU of the Hopper kind with NVLink to all peers: rates of large products on an H200.
-HOPPER = Machine(
-    rates={
-        "float64": 6e13,
-        "float32": 5e13,
-        "float16": 7.5e14,
-        "bfloat16": 7.5e14,
-        "float8_e4m3fn": 1.2e15,
-        "float8_e5m2": 1.2e15,
-        "complex64": 1.2e13,
-        "complex128": 1.5e13,
-    },
-    bandwidth=3.4e11,
-    latency=1e-5,
-)
-# The same on several hosts, a network card of 400 Gb/s for each GPU.
-HOPPER_MULTI_HOST = replace(HOPPER, bandwidth=4.5e10, latency=4e-5)
-
-
-@dataclass(frozen=True)
-class Cost:
-    """The rank that does most: operations, bytes taken from peers, and predicted seconds."""
-
     flops: float
+    touched: int
     received: int
     seconds: float
 
     def __str__(self) -> str:
         return (
-            f"{_time(self.seconds)}, {_count(self.flops)}FLOP and {_bytes(self.received)} per rank"
+            f"{_time(self.seconds)}, {_count(self.flops)}FLOP, {_bytes(self.touched)} of memory "
+            f"and {_bytes(self.received)} of peers per rank"
         )
 
 
@@ -193,26 +140,54 @@ class Strategy:
             return "replicate"
         return "stationary-c" if move_a and move_b else "all-gather"
 
-    def cost(self, machine: Machine) -> Cost:
+    def cost(self, rates: Rates) -> Cost:
         """What the busiest rank does, by counting."""
         problem, ranks = self.problem, range(self.problem.size)
+        products = [self._product(rank) for rank in ranks]
+        received, touched = self._traffic()
+        times = [
+            products[r].seconds(rates, problem.dtype)
+            + rates.touching(touched[r])
+            + received[r] / rates.link
+            for r in ranks
+        ]
+        phases = 1 + self.reduces + self.moves_result
+        return Cost(
+            max(each.flops for each in products),
+            max(products[r].touched + touched[r] for r in ranks),
+            max(received),
+            max(times) + phases * rates.latency,
+        )
+
+    def _traffic(self) -> tuple[list[int], list[int]]:
+        """The bytes that each rank takes from peers, and those that it reads and writes in its own
+        memory after its product: parts of sums that are added, what stays here of a result that
+        moves, and what D is rounded from.
+        """
+        problem, ranks = self.problem, range(self.problem.size)
         wide = dtypes.accumulator(problem.dtype).itemsize
-        work = [2.0 * r.length * c.length * d.length for r, c, d in zip(*self._work, strict=True)]
         a, b = (transfer.received for transfer in self.transfers)
-        received = [a[r] + b[r] for r in ranks]
-        phases = 1
+        received, touched = [a[r] + b[r] for r in ranks], [0] * problem.size
+        if not (self.reduces or self.moves_result):
+            return received, touched
+        results = [prod(problem.d.local_shape(r)) for r in ranks]
+        touched = [(wide + dtypes.of(problem.result).itemsize) * results[r] for r in ranks]
         if self.reduces:
-            phases += 1
             added = self._added()
             received = [received[r] + wide * added[r] for r in ranks]
+            sums = [added[r] + prod(self.reduced.local_shape(r)) for r in ranks]
+            touched = [touched[r] + 2 * wide * sums[r] for r in ranks]
         if self.moves_result:
-            phases += 1
             moved = bytes_received(self.reduced, problem.d, wide)
             received = [received[r] + moved[r] for r in ranks]
-        times = [
-            work[r] / machine.rate(problem.dtype) + received[r] / machine.bandwidth for r in ranks
-        ]
-        return Cost(max(work), max(received), max(times) + phases * machine.latency)
+            touched = [touched[r] + 2 * (wide * results[r] - moved[r]) for r in ranks]
+        return received, touched
+
+    def _product(self, rank: int) -> _Product:
+        """What a rank multiplies."""
+        m, n, k = (column[rank].length for column in self._work)
+        dtype = dtypes.of(self.problem.dtype)
+        return _Product(m, n, k, dtype.itemsize, dtypes.accumulator(dtype).itemsize)
 
     @property
     def _work(self) -> tuple[Column, Column, Column]:
@@ -249,9 +224,41 @@ class Strategy:
         return f"{self.kind} ({self.label})"
 
 
+@dataclass(frozen=True)
+class _Product:
+    """A product of m x k and k x n elements of `itemsize` bytes; the results have `wide` bytes."""
+
+    m: int
+    n: int
+    k: int
+    itemsize: int
+    wide: int
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.m * self.n * self.k
+
+    @property
+    def touched(self) -> int:
+        """Bytes of both operands and the result; a result without terms is only written."""
+        m, n, k = self.m, self.n, self.k
+        if not (m and n):
+            return 0
+        return self.itemsize * k * (m + n) + self.wide * m * n
+
+    def seconds(self, rates: Rates, dtype: str) -> float:
+        """Predicted: bound by operations, and copies of the operands' blocks, or by memory.
+
+        A vector is multiplied where it lies, and so is the matrix beside it.
+        """
+        copied = self.touched if min(self.m, self.n) > 1 else 0
+        computing = self.flops / rates.products[dtype] + copied / rates.packing
+        return max(computing, rates.touching(self.touched))
+
+
 def choose(
     problem: Problem,
-    machine: Machine,
+    rates: Rates,
     predicted: Callable[[Strategy], float | None] = lambda _: None,
 ) -> tuple[Strategy, list[tuple[Strategy, Cost]]]:
     """The strategy predicted to be fastest, and all that were compared, fastest first.
@@ -262,7 +269,7 @@ def choose(
     """
     compared = []
     for each in candidates(problem):
-        cost, seconds = each.cost(machine), predicted(each)
+        cost, seconds = each.cost(rates), predicted(each)
         compared.append((each, cost if seconds is None else replace(cost, seconds=seconds)))
     compared.sort(key=lambda entry: entry[1].seconds)
     wanted = problem.strategy

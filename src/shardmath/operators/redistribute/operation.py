@@ -14,10 +14,11 @@ from shardmath.agreement import require_equal
 from shardmath.arrays import ArraySpec
 from shardmath.errors import CollectiveMismatch
 from shardmath.geometry import Distribution
+from shardmath.machine import Machine
 from shardmath.operators.layouts import bind_layout, infer_layout, result_order
 from shardmath.operators.lifecycle import check_blocking, check_logger
 from shardmath.program.performing import Names
-from shardmath.program.steps import Machine, Move, Program, Reason, SplitArray, Step, Synchronise
+from shardmath.program.steps import Move, Program, Reason, SplitArray, Step, Synchronise
 from shardmath.redistribution import TransferPlan
 
 __all__ = ["REDISTRIBUTE", "Problem", "RedistributeOptions"]
@@ -118,10 +119,12 @@ class Redistribution:
         return Program(steps, results={"out": out}, blocking=problem.blocking)
 
     def explain(self, problem: Problem, machine: Machine) -> str:
-        """What moves, and how between hosts."""
+        """What moves, how long that is predicted to take, and how between hosts."""
+        milliseconds = problem.transfer.seconds(machine.rates) * 1e3
         text = (
             f"{problem.transfer.explain()}\n"
-            f"{problem.library} {problem.dtype}, results in {problem.order} order"
+            f"{problem.library} {problem.dtype}, results in {problem.order} order; "
+            f"predicted: {milliseconds:.3g} ms"
         )
         if not machine.multi_host or not problem.transfer.crosses:
             return text

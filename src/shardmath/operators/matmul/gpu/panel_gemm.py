@@ -28,6 +28,7 @@ from shardmath.cuda.tensormap import ALIGNMENT
 from shardmath.geometry import Move
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.gpu import Matrix
+from shardmath.machine import H200
 from shardmath.operators.lanes import Lane
 from shardmath.operators.matmul.gpu.copy_engines import EngineCopies, engine_copies
 from shardmath.operators.matmul.gpu.k_order import KOrder
@@ -40,7 +41,6 @@ from shardmath.operators.matmul.gpu.panel_schedule import (
     make_schedule,
 )
 from shardmath.operators.matmul.gpu.rank_plan import Operands, RankPlan
-from shardmath.operators.matmul.strategy import HOPPER
 from shardmath.operators.published import Places, matrix_of
 from shardmath.redistribution.copies import StridedCopy, lowered
 from shardmath.redistribution.device import Box, BoxCopies
@@ -122,7 +122,7 @@ class PanelGemm:
         out = self._out
         if not any(operand_plan.gathers for operand_plan in self._rank_plan.operand_plans):
             return "nothing is gathered"
-        seconds = 2.0 * out.rows * out.columns * self._extent / HOPPER.rate(out.dtype)
+        seconds = 2.0 * out.rows * out.columns * self._extent / H200.products[out.dtype]
         if seconds < _LEAST_SECONDS or min(out.rows, out.columns, self._extent) < _LEAST_WIDTH:
             return "the product is small"
         tiles = self._tiles()

@@ -15,6 +15,7 @@ from shardmath.geometry import Layout, Move, shared_part
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.float8 import BLOCK, FLOAT8
 from shardmath.local.gpu.gemm import Algorithms
+from shardmath.machine import Machine, h200
 from shardmath.operators.matmul import host
 from shardmath.operators.matmul.gpu.panels import Interval, OperandPlan, intervals
 from shardmath.operators.matmul.gpu.patterns import Pattern, pattern_of
@@ -28,13 +29,9 @@ from shardmath.operators.matmul.gpu.scale_moves import (
     scale_moves,
 )
 from shardmath.operators.matmul.problem import gradient_layouts
-from shardmath.operators.matmul.strategy import HOPPER, HOPPER_MULTI_HOST, Machine
 from shardmath.symmetric.operand import Operand
 
 __all__ = ["AFTERWARDS", "Operands", "RankPlan", "Scales"]
-
-_MEMORY = 4e12  # bytes per second of an H200's memory
-_PANEL = 6e-6  # seconds that one more product takes to begin, and to end with few tiles
 
 # Epilogs of which nothing happens to D itself.
 AFTERWARDS = (MatmulEpilog.ALLREDUCE, MatmulEpilog.BGRADA, MatmulEpilog.BGRADB)
@@ -121,8 +118,8 @@ class RankPlan(host.RankPlan):
 
     @property
     def machine(self) -> Machine:
-        """What such ranks can do."""
-        return HOPPER_MULTI_HOST if self.multi_host else HOPPER
+        """What the ranks compute on."""
+        return Machine("cuda", self.hosts)
 
     @cached_property
     def routes(self) -> Routes:
@@ -197,8 +194,8 @@ class RankPlan(host.RankPlan):
         dtype = strategy.problem.dtype
         itemsize = dtypes.of(dtype).itemsize
         flops = 2.0 * strategy.rows[rank].length * strategy.columns[rank].length
-        came = max((a.remote + b.remote) * itemsize / self.machine.bandwidth, 1e-12)
-        rate = self.machine.rate(dtype)
+        came = max((a.remote + b.remote) * itemsize / self.machine.rates.link, 1e-12)
+        rate = self.machine.rates.products[dtype]
         rotate = strategy.sums.disjoint()
         grain = BLOCK if self.multiplies_elements else 64
         ratio = flops / rate / came
@@ -218,7 +215,10 @@ class RankPlan(host.RankPlan):
         strategy, result = self.strategy, dtypes.of(self.strategy.problem.result)
         sums = strategy.rows[self.rank].length * strategy.columns[self.rank].length
         rounding = 0 if result.name == "float32" else 4 + result.itemsize
-        return sums * (8 * (panels - 1) + rounding) / _MEMORY + (panels - 1) * _PANEL
+        return (
+            sums * (8 * (panels - 1) + rounding) / self.machine.rates.memory
+            + (panels - 1) * h200.PANEL
+        )
 
     @cached_property
     def rounds(self) -> Rounds | None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from shardmath.local.epilog import MatmulEpilog
+from shardmath.machine import h200
 from shardmath.operators.matmul.gpu.local_product import HALF_DTYPES
 from shardmath.operators.matmul.gpu.operand_layout import OperandLayout
 from shardmath.operators.matmul.gpu.patterns import Pattern, pattern_of
@@ -33,43 +34,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class Rates:
-    """Of one GPU, in operations, bytes and seconds."""
-
-    product: float  # operations per second of a large product of 16-bit floats
-    memory: float  # bytes per second that a product reads its operands with
-    processors: int
-    multipliers: int  # multiprocessors that share out the tiles of our kernel
-    link: float  # bytes per second that each rank sends in a reduce-scatter, or beside a product
-    both: float  # the same in an all-reduce
-    mixed: float  # the same where tiles and sums travel beside a product
-    burst: float  # the same of tiles that all multiprocessors send at once
-    copied: float  # bytes per second of sums that are copied to the result
-    beside: float  # bytes per second of sums that are sent, in time that the product loses
-    step: float  # seconds until a kernel has started, and what peers do is seen
-    clock: float  # cycles per second
-    launch: float  # seconds from one kernel of a graph to the next
-    collective: float  # seconds of a collective of a few bytes
-
-
-# Measured on 8, 4 and 2 H200; only ratios matter.
-H200 = Rates(
-    product=780e12,
-    memory=3.6e12,
-    processors=132,
-    multipliers=128,
-    link=290e9,
-    both=310e9,
-    mixed=270e9,
-    burst=345e9,
-    copied=2.1e12,
-    beside=1.2e12,
-    step=5e-6,
-    clock=1.75e9,
-    launch=1.5e-6,
-    collective=4.5e-6,
-)
+_MULTIPLIERS = 128  # multiprocessors that share out the tiles of our kernel
 _REDUCER_BLOCKS = 4
 _BAND = 8  # rows of tiles that are multiplied at once, at least: they share columns of B
 _MOST_BANDS, _MOST_CHUNKS = 16, 64
@@ -159,7 +124,7 @@ def choose_shared_shape(problem: SplitKProduct) -> Shape:
     high, across = _high(problem), -(-problem.columns // TILE_COLUMNS)
     bands = min(_down(problem), max(1, high // _BAND), _MOST_BANDS)
     chunk_columns = max(
-        1, min(across // 4, round(2 * tiles / bands / H200.multipliers), _MOST_CHUNKS // bands)
+        1, min(across // 4, round(2 * tiles / bands / _MULTIPLIERS), _MOST_CHUNKS // bands)
     )
     return Shape(
         bands * chunk_columns, chunk_columns=chunk_columns, stagger_cycles=_stagger_cycles(problem)
@@ -172,31 +137,31 @@ def _stagger_cycles(problem: SplitKProduct) -> int:
     are tiles for them once only, all begin at once.
     """
     tiles = TileOrder(problem.rows, problem.columns, 1).count
-    if tiles <= H200.multipliers:
+    if tiles <= _MULTIPLIERS:
         return 0
-    sent = 2 * TILE_ROWS * TILE_COLUMNS * (1 - 1 / len(problem.rows)) / H200.burst
-    each = _multiplying(problem) / -(-tiles // H200.multipliers)
-    return int(2 * min(sent, each / H200.multipliers) * H200.clock)
+    sent = 2 * TILE_ROWS * TILE_COLUMNS * (1 - 1 / len(problem.rows)) / h200.BURST
+    each = _multiplying(problem) / -(-tiles // _MULTIPLIERS)
+    return int(2 * min(sent, each / _MULTIPLIERS) * h200.CLOCK)
 
 
 def _scattering(problem: SplitKProduct) -> float:
     """Seconds of the kernel that sends tiles while it multiplies, and of its sums."""
-    together = max(_multiplying(problem), _reading(problem), _sent(problem) / H200.link)
-    return 4 * H200.step + together + _last(problem) / H200.link
+    together = max(_multiplying(problem), _reading(problem), _sent(problem) / h200.SCATTERED)
+    return 4 * h200.KERNEL_START + together + _last(problem) / h200.SCATTERED
 
 
 def _sharing(problem: SplitKProduct) -> float:
     """The same where all ranks get the sums: these are pushed, and copied to the result at last."""
     last, sent = _last(problem), _sent(problem)
-    product = max(_multiplying(problem), _reading(problem)) + (sent - last) / H200.beside
-    together = max(product, (2 * sent - last) / H200.mixed)
-    copied = H200.launch + sent / H200.copied
-    return 4 * H200.step + together + 2 * last / H200.burst + copied
+    product = max(_multiplying(problem), _reading(problem)) + (sent - last) / h200.BESIDE
+    together = max(product, (2 * sent - last) / h200.MIXED)
+    copied = h200.GRAPH_STEP + sent / h200.COPIED
+    return 4 * h200.KERNEL_START + together + 2 * last / h200.BURST + copied
 
 
 def _last(problem: SplitKProduct) -> float:
     """Bytes that a rank sends of the last tile of each multiprocessor."""
-    tiles = 2.0 * H200.multipliers * TILE_ROWS * TILE_COLUMNS
+    tiles = 2.0 * _MULTIPLIERS * TILE_ROWS * TILE_COLUMNS
     return min(1.0, tiles / _result(problem)) * _sent(problem)
 
 
@@ -206,22 +171,22 @@ def _separate(problem: SplitKProduct, *, ways: int) -> float:
     cuBLAS cuts k where there are few tiles: it is bound by operations, or by memory.
     """
     wide = not rounds_parts(problem.height * problem.columns)
-    sent = (2 if wide else 1) * ways * _sent(problem) / (H200.link, H200.both)[ways - 1]
-    rounding = wide * (H200.launch + 3 * _result(problem) / H200.memory)
-    product = max(problem.flops / H200.product, _reading(problem))
-    return H200.step + product + H200.launch + H200.collective + sent + rounding
+    sent = (2 if wide else 1) * ways * _sent(problem) / (h200.SCATTERED, h200.SHARED)[ways - 1]
+    rounding = wide * (h200.GRAPH_STEP + 3 * _result(problem) / h200.READING)
+    product = max(problem.flops / h200.HALF_PRODUCT, _reading(problem))
+    return h200.KERNEL_START + product + h200.GRAPH_STEP + h200.COLLECTIVE + sent + rounding
 
 
 def _multiplying(problem: SplitKProduct) -> float:
     """Seconds: tiles are computed in rounds of one on each multiprocessor."""
     tiles = TileOrder(problem.rows, problem.columns, 1).count
     work = 2.0 * TILE_ROWS * TILE_COLUMNS * max(problem.depth, 64)
-    return -(-tiles // H200.multipliers) * work * H200.processors / H200.product
+    return -(-tiles // _MULTIPLIERS) * work * h200.PROCESSORS / h200.HALF_PRODUCT
 
 
 def _reading(problem: SplitKProduct) -> float:
     """Seconds to read both operands once."""
-    return 2 * problem.depth * (problem.height + problem.columns) / H200.memory
+    return 2 * problem.depth * (problem.height + problem.columns) / h200.READING
 
 
 def _result(problem: SplitKProduct) -> int:

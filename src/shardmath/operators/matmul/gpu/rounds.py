@@ -22,16 +22,13 @@ from itertools import accumulate, pairwise
 
 from shardmath.geometry.integers import up
 from shardmath.local.gpu.scaled import GRAIN
+from shardmath.machine import h200
 from shardmath.operators.matmul.gpu.patterns import gathered_lines
 from shardmath.operators.matmul.strategy import Strategy
 
 __all__ = ["Rounds", "Stage", "cuts", "rounds_of"]
 
-# Of an H200, as measured: seconds to begin one, and bytes per second.
-_BARRIER, _COPY, _PUSH, _PRODUCT = 4e-6, 3e-6, 5e-6, 3e-6
-_ENGINES = 1.2e-5  # until the first copy has begun, and a kernel after the last
-_ENGINE, _KERNEL = 3.7e11, 3.3e11
-_PROCESSORS, _RATE, _TILE = 132, 1.3e15, 128  # of a product, whose tiles have so many lines
+_TILE = 128  # lines of a tile of a product
 _ROOM = 16 << 30  # bytes: of more, panels along k come, and take turns in less
 
 
@@ -118,11 +115,11 @@ def cuts(lines: Sequence[int], others: int, k: int) -> tuple[int, ...]:
     if any(start % GRAIN for start in accumulate(lines)):
         return ()
     size, most, deep = len(lines), max(lines), up(k, GRAIN)
-    each = _COPY + most * deep / _ENGINE
+    each = h200.COPY_START + most * deep / h200.ENGINE
     ends = [_seconds(most, others, k)]  # when the lines of so many rounds have been multiplied
     follows = [0]
     for number in range(1, size):
-        come = 2 * _BARRIER + _ENGINES + number * each
+        come = 2 * h200.BARRIER + h200.ENGINES_START + number * each
         ways = [
             (max(ends[before], come) + _seconds((number - before) * most, others, k), before)
             for before in range(number)
@@ -130,7 +127,7 @@ def cuts(lines: Sequence[int], others: int, k: int) -> tuple[int, ...]:
         end, before = min(ways)
         ends.append(end)
         follows.append(before)
-    push = 2 * _BARRIER + _PUSH + (size - 1) * most * deep / _KERNEL
+    push = 2 * h200.BARRIER + h200.PUSH_START + (size - 1) * most * deep / h200.PUSHED
     if push + _seconds(size * most, others, k) <= ends[-1]:
         return ()
     found = [size - 1]
@@ -141,5 +138,5 @@ def cuts(lines: Sequence[int], others: int, k: int) -> tuple[int, ...]:
 
 def _seconds(lines: int, others: int, k: int) -> float:
     """Of one product: its tiles take turns on the multiprocessors."""
-    tiles = up(-(-lines // _TILE) * -(-others // _TILE), _PROCESSORS)
-    return _PRODUCT + tiles * 2.0 * _TILE * _TILE * k / _RATE
+    tiles = up(-(-lines // _TILE) * -(-others // _TILE), h200.PROCESSORS)
+    return h200.PRODUCT_START + tiles * 2.0 * _TILE * _TILE * k / h200.FLOAT8_PRODUCT

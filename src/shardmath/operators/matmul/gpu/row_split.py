@@ -17,6 +17,7 @@ from functools import cached_property
 
 from shardmath.cuda.device import Device
 from shardmath.cuda.tensormap import ALIGNMENT
+from shardmath.machine import h200
 from shardmath.operators.matmul.gpu.local_product import HALF_DTYPES, LocalProduct
 
 __all__ = [
@@ -170,7 +171,7 @@ def choose_tiling(problem: RowSplitProduct, rank: int, processors: int) -> Tilin
 
 def predicted(problem: RowSplitProduct, rank: int, tiling: Tiling) -> float:
     """Seconds until the last tile is done: units are dealt out in turn, and wait for their rows."""
-    unit = 2.0 * TILE_ROWS * tiling.width * max(problem.depth, 1) / _FLOPS + _PER_TILE
+    unit = 2.0 * TILE_ROWS * tiling.width * max(problem.depth, 1) / _FLOPS + h200.TILE
     unit /= _EFFICIENCY[tiling.width]
     free = [0.0] * tiling.clusters
     number, tile_columns = 0, tiling.tile_columns(problem.columns)
@@ -190,13 +191,13 @@ def _coming(problem: RowSplitProduct, rank: int, tiling: Tiling) -> list[tuple[f
     peers = peers[len(found) :]
     nbytes = [2.0 * problem.rows[src] * problem.depth for src in peers]
     piecewise, late = nbytes[: tiling.piecewise], nbytes[tiling.piecewise :]
-    at = _START
+    at = h200.ENGINES_MET
     if piecewise:
-        each = _PER_COPY * len(piecewise) + sum(piecewise) / PIECES / _ENGINE
+        each = h200.ENGINE_COPY * len(piecewise) + sum(piecewise) / PIECES / h200.ENGINE
         found += [(at + each, at + PIECES * each)] * len(piecewise)
         at += PIECES * each
     for more in late:
-        at += _PER_COPY + more / _ENGINE
+        at += h200.ENGINE_COPY + more / h200.ENGINE
         found.append((at, at))
     return found
 
@@ -213,22 +214,15 @@ def is_fused_faster(problem: RowSplitProduct, processors: int = 132) -> bool:
         return False
     tiling = choose_tiling(problem, 0, processors)
     sent = 2.0 * max(problem.rows) * problem.depth * (size - 1)
-    alone = problem.flops / (_FLOPS * processors) + _PER_TILE
-    return predicted(problem, 0, tiling) < _GATHER + sent / _GATHER_BANDWIDTH + alone
+    alone = problem.flops / (_FLOPS * processors) + h200.TILE
+    return predicted(problem, 0, tiling) < h200.GATHER_START + sent / h200.GATHERED + alone
 
 
-# Measured on H200.
-_FLOPS = 800e12 / 132  # of one multiprocessor, in half precision
-_PER_TILE = 1.5e-6  # seconds
-_ENGINE = 370e9  # of a copy engine, bytes per second
-_START = 19e-6  # a kernel on another stream looks whether peers have read, then it starts
-_PER_COPY = 6e-6  # beside its bytes, with the words behind it
+_FLOPS = h200.FUSED_PRODUCT / h200.PROCESSORS  # of one multiprocessor
 _MOST_PIECEWISE = 3  # ranks
 _SPARE = 4  # multiprocessors for what starts the copies: beside a block of the product, no quarter
 # of a multiprocessor has the registers of a warp left
 _EFFICIENCY = {256: 1.0, 224: 0.99, 192: 0.92, 160: 0.88, 128: 0.82}
-_GATHER = 10e-6  # seconds: two barriers, and a kernel that pushes
-_GATHER_BANDWIDTH = 320e9
 
 
 def _stages(width: int) -> int:

@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from shardmath.geometry import Layout, Spans
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.float8 import BLOCK, Blocks
+from shardmath.machine import Machine
 from shardmath.operators.matmul.gpu.reduction_choice import predicted
 from shardmath.operators.matmul.problem import Problem
 from shardmath.operators.matmul.scaling import OUTER, SQUARES, TENSOR, VECTORS
-from shardmath.operators.matmul.strategy import HOPPER, Cost, Machine, Strategy, choose
+from shardmath.operators.matmul.strategy import Cost, Strategy, choose
 from shardmath.redistribution import TransferPlan
 
 __all__ = ["ScaleMoves", "amax_transfer", "choose_strategy", "keeps_blocks", "modes", "scale_moves"]
@@ -48,15 +49,15 @@ def choose_strategy(
     """The fastest strategy that can multiply elements; where there is none, or the one that was
     asked for cannot, a strategy for the numbers that they stand for.
     """
-    near = machine == HOPPER  # else no kernel moves what it multiplies
-    strategy, compared = choose(problem, machine, *([predicted] if near else []))
+    fused = [] if machine.multi_host else [predicted]  # kernels that move what they multiply
+    strategy, compared = choose(problem, machine.rates, *fused)
     if problem.scaling is None:
         return strategy, compared
     candidates = [strategy, *(each for each, _ in compared if problem.strategy is None)]
     for each in candidates:
         if keeps_blocks(each) and problem.epilog not in _OF_NUMBERS:
             return each, compared
-    return choose(problem.widened(), machine)
+    return choose(problem.widened(), machine.rates)
 
 
 _OF_NUMBERS = (MatmulEpilog.BGRADA, MatmulEpilog.BGRADB)  # which sum an operand's numbers

@@ -1,0 +1,33 @@
+"""What ranks compute on: processors, whose rates were measured, and hosts.
+
+There is one file for each kind of processor, of rates, which are data. What follows from them for
+an operation is worked out where the operation is planned.
+"""
+
+from dataclasses import dataclass
+
+from shardmath.machine.cores import CORES
+from shardmath.machine.h200 import H200, H200_MULTI_HOST
+from shardmath.machine.rates import Rates
+
+__all__ = ["CORES", "H200", "H200_MULTI_HOST", "Machine", "Rates"]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What ranks compute on: "cpu" or "cuda", and the number of each rank's host."""
+
+    kind: str
+    hosts: tuple[int, ...]
+
+    @property
+    def multi_host(self) -> bool:
+        """Whether ranks are on several hosts, and so have no address for each other's memory."""
+        return len(set(self.hosts)) > 1
+
+    @property
+    def rates(self) -> Rates:
+        """What one rank can do in a second. GPUs are taken for H200, the one kind measured."""
+        if self.kind == "cpu":
+            return CORES
+        return H200_MULTI_HOST if self.multi_host else H200

@@ -1,0 +1,31 @@
+"""One core of a server, as measured on an AMD EPYC of family 25, model 1, at 2.45 GHz.
+
+Two ranks were at work, one on each of two cores that share a last cache of 32 MiB, with OpenBLAS
+and ducc0: `benchmarks/predictions.py` says how far predictions are from what is measured.
+"""
+
+from shardmath.machine.rates import Rates
+
+__all__ = ["CORES"]
+
+_DOUBLE, _SINGLE = 3.7e10, 7.6e10
+
+# A complex product costs four real ones; 16-bit floats are widened first.
+CORES = Rates(
+    products={
+        "float64": _DOUBLE,
+        "float32": _SINGLE,
+        "float16": 0.75 * _SINGLE,
+        "bfloat16": 0.75 * _SINGLE,
+        "complex64": _SINGLE / 4,
+        "complex128": _DOUBLE / 4,
+    },
+    transforms=1.3e10,
+    memory=1.9e10,
+    strided=1.2e10,
+    cached=4.2e10,
+    cache=12 << 20,
+    packing=8e9,
+    link=6e9,
+    latency=2e-5,
+)

@@ -1,0 +1,42 @@
+"""The rates that every kind of processor has."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+__all__ = ["Rates"]
+
+
+@dataclass(frozen=True)
+class Rates:
+    """One rank's processor: operations, bytes and seconds.
+
+    `products` are floating-point operations per second of large matrix products by dtype: a
+    multiply-add counts as two, a complex product as one. `transforms` are those of Fourier
+    transforms in single precision.
+
+    Arithmetic reads and writes `memory` bytes per second, or `cached` where all that it touches is
+    less than `cache` bytes; transforms, whose blocks lie at strides, `strided` bytes. A matrix
+    product first copies its operands into blocks that suit it, and at last adds blocks to the
+    result: `packing` bytes of these per second, beside the time of its operations. A product with a
+    vector copies nothing, nor does a GPU.
+
+    `link` bytes per second come from peers, and each phase costs `latency` seconds in
+    synchronisation.
+    """
+
+    products: Mapping[str, float]
+    transforms: float
+    memory: float
+    strided: float
+    link: float
+    latency: float
+    cached: float = 0.0
+    cache: int = 0
+    packing: float = math.inf
+
+    def touching(self, nbytes: float) -> float:
+        """Seconds to read or write so many bytes once."""
+        return nbytes / (self.cached if nbytes < self.cache else self.memory)
