@@ -4,11 +4,10 @@ Pure integers: nothing here knows an array library, a communicator or a device, 
 compute what every other rank owns.
 """
 
-from shardmath.geometry.distribution import Binding, Distribution
+from shardmath.geometry.distribution import Binding, Distribution, infer_global_shape
 from shardmath.geometry.distributions import BlockCyclic, BlockNonCyclic, Box, Replicated, Slab
 from shardmath.geometry.encoding import decode
 from shardmath.geometry.grid import ProcessGrid
-from shardmath.geometry.inference import infer_global_shape
 from shardmath.geometry.layout import Layout
 from shardmath.geometry.moves import (
     Move,

@@ -2,6 +2,11 @@
 
 A distribution is an immutable value: `bind` returns a copy that knows a global shape and writes
 nothing. Every answer comes from one question, `part`: which `Spans` does a rank own, per axis?
+
+The global shape of an array is inferred from what each rank holds: every rank can do so with the
+gathered shapes, and gets the same shape or the same error, which names the rank that differs. A
+conversion never moves an element: the candidates of the wanted class are compared with the given
+distribution, part by part for every rank, and the first that agrees is the answer.
 """
 
 from __future__ import annotations
@@ -9,16 +14,26 @@ from __future__ import annotations
 import copy as copying
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
 from shardmath import current
-from shardmath.errors import BindDistributionError
+from shardmath.errors import BindDistributionError, ConvertDistributionError
 from shardmath.geometry.integers import index_within, integer, integers
 from shardmath.geometry.spans import Spans
 
-__all__ = ["Binding", "Distribution", "known_rank", "known_size"]
+__all__ = [
+    "Binding",
+    "Distribution",
+    "asking_rank",
+    "check_alike",
+    "infer_global_shape",
+    "known_rank",
+    "known_size",
+    "refuse_conversion",
+]
 
 D = TypeVar("D", bound="Distribution")
 
@@ -181,8 +196,6 @@ class Distribution(ABC):
 
         Raises BindDistributionError, naming the rank that differs, when there is none.
         """
-        from shardmath.geometry.inference import infer_global_shape
-
         return infer_global_shape([self] * len(local_shapes), local_shapes)
 
     def to(self, cls: type[D], /, *, ndim: int | None = None, copy: bool = False) -> D:
@@ -193,12 +206,10 @@ class Distribution(ABC):
         Raises ConvertDistributionError when no `cls` describes the layout, or when that cannot be
         known unbound; ValueError when `cls` is no distribution or `ndim` is too small.
         """
-        from shardmath.geometry.convert import convert
-
         if not (isinstance(cls, type) and issubclass(cls, Distribution)):
             raise ValueError(f"{cls!r} is not a class of distributions")
         wide = self if ndim is None else self._promoted(integer(ndim, "ndim", least=0))
-        made = wide if isinstance(wide, cls) else convert(wide, cls)
+        made = wide if isinstance(wide, cls) else _convert(wide, cls)
         return made.copy() if copy and made is self else made
 
     def copy(self) -> Self:
@@ -206,10 +217,15 @@ class Distribution(ABC):
         return copying.copy(self)
 
     def encode(self) -> tuple[Any, ...]:
-        """Plain data (tuples, strings, integers, None) from which `decode` makes an equal one."""
-        from shardmath.geometry.encoding import encode
+        """Plain data (tuples, strings, integers, None) from which `decode` makes an equal one.
 
-        return encode(self)
+        Raises TypeError for a class that is not one of ours: no other rank could decode it.
+        """
+        kind, held = type(self), self.binding
+        if "_fields" not in vars(kind):
+            raise TypeError(f"{kind.__name__} cannot be sent between ranks")
+        binding = None if held is None else (held.global_shape, held.size, held.rank)
+        return (kind.__name__, *self._fields(), binding)
 
     def alike(self, other: Distribution) -> bool:
         """True when two ranks that hold these mean the same distribution; bindings do not count."""
@@ -231,6 +247,10 @@ class Distribution(ABC):
         """What makes it itself, without ndim and binding."""
 
     @abstractmethod
+    def _fields(self) -> tuple[Any, ...]:
+        """What it is made of, as plain data, without the binding."""
+
+    @abstractmethod
     def _expression(self) -> str:
         """Itself as Python, without the binding."""
 
@@ -238,12 +258,33 @@ class Distribution(ABC):
     def _widened(self, ndim: int) -> Self:
         """Itself, unbound, with `ndim` axes, which is more than it has, or the first it is told."""
 
+    @classmethod
+    def _candidates(cls, given: Distribution, size: int) -> Iterator[Distribution]:
+        """Every distribution of this class that could describe what `given` describes, the
+        likeliest first.
+        """
+        return iter(())
+
+    @classmethod
+    def _converted(cls, given: Distribution, size: int) -> Distribution | None:
+        """One of this class that describes what `given` describes on `size` ranks, if there is one.
+
+        Raises ConvertDistributionError when that cannot be known.
+        """
+        return next(
+            (each for each in cls._candidates(given, size) if _same(given, each, size)), None
+        )
+
     def _part(self, rank: int, shape: tuple[int, ...], size: int) -> tuple[Spans, ...]:
         """`part` of arguments that are known to fit."""
         places = self._place(rank, len(shape), size)
         return tuple(
             Spans.even(extent, parts, k) for extent, (k, parts) in zip(shape, places, strict=True)
         )
+
+    def _end(self) -> tuple[int, ...]:
+        """The index behind the part, along each axis, of a distribution that is `per_rank`."""
+        raise AssertionError(f"{self!r} speaks of all ranks")
 
     def _bound_fields(self, shape: tuple[int, ...]) -> dict[str, object]:
         """Fields that take another value in a copy bound to `shape`."""
@@ -321,3 +362,169 @@ def known_rank(given: Distribution) -> int | None:
         return given.binding.rank
     context = current.get()
     return None if context is None else context.rank
+
+
+# -- the global shape, from what all ranks hold ----------------------------------------------------
+
+
+def infer_global_shape(
+    distributions: Sequence[Distribution], local_shapes: Sequence[Sequence[int]]
+) -> tuple[int, ...]:
+    """The global shape of which `local_shapes` are the parts; both have one entry per rank.
+
+    Raises BindDistributionError when the ranks hold different distributions, or when a local shape
+    is not what the distribution gives its rank; the message has the given and the expected one.
+    """
+    if not distributions or len(distributions) != len(local_shapes):
+        raise BindDistributionError(
+            f"{len(distributions)} distributions and {len(local_shapes)} local shapes: "
+            "give one of each per rank"
+        )
+    check_alike(distributions)
+    locals_ = [
+        integers(shape, f"rank {rank}: local shape", least=0)
+        for rank, shape in enumerate(local_shapes)
+    ]
+    _check_ndim(distributions, locals_)
+    held = distributions[0].binding
+    if held is not None:
+        shape = held.global_shape
+    elif distributions[0].per_rank:
+        shape = _from_parts(distributions)
+    else:
+        shape = _from_places(distributions, locals_)
+    size = len(locals_)
+    for rank, (distribution, given) in enumerate(zip(distributions, locals_, strict=True)):
+        part = distribution.part(rank, shape, size=size)
+        expected = tuple(s.length for s in part)
+        if given != expected:
+            raise BindDistributionError(
+                f"rank {rank}: local shape {given}, expected {expected} of the global shape "
+                f"{shape} by {distribution!r}; local shapes by rank: {_list(locals_)}"
+            )
+    return shape
+
+
+def check_alike(distributions: Sequence[Distribution]) -> None:
+    """Raise BindDistributionError, naming the rank, unless all ranks mean the same distribution.
+
+    Boxes need not be equal. Where ranks differ, the one that most ranks hold is taken for right.
+    """
+    kinds: list[list[int]] = []
+    for rank, distribution in enumerate(distributions):
+        for ranks in kinds:
+            if distribution.alike(distributions[ranks[0]]):
+                ranks.append(rank)
+                break
+        else:
+            kinds.append([rank])
+    if len(kinds) > 1:
+        right = max(kinds, key=len)
+        wrong = min(rank for ranks in kinds if ranks is not right for rank in ranks)
+        raise BindDistributionError(
+            f"rank {wrong}: {distributions[wrong]!r}, but rank {right[0]} has "
+            f"{distributions[right[0]]!r}; all ranks must give the same distribution"
+        )
+
+
+def _check_ndim(distributions: Sequence[Distribution], shapes: Sequence[tuple[int, ...]]) -> None:
+    known = [d.ndim for d in distributions if d.ndim is not None]
+    ndim = known[0] if known else _commonest([len(shape) for shape in shapes])
+    for rank, shape in enumerate(shapes):
+        if len(shape) != ndim:
+            raise BindDistributionError(
+                f"rank {rank}: local shape {shape} has ndim {len(shape)}, expected {ndim}"
+            )
+
+
+def _from_parts(distributions: Sequence[Distribution]) -> tuple[int, ...]:
+    """The end, along each axis, of what ranks own that say so without a global shape."""
+    ends = [distribution._end() for distribution in distributions]
+    return tuple(max(axis) for axis in zip(*ends, strict=True))
+
+
+def _from_places(
+    distributions: Sequence[Distribution], shapes: Sequence[tuple[int, ...]]
+) -> tuple[int, ...]:
+    """Along each axis the sum over its parts, each as long as most ranks that hold it say."""
+    size, ndim = len(shapes), len(shapes[0])
+    first = distributions[0]
+    first._check((0,) * ndim, size)
+    places = [first._place(rank, ndim, size) for rank in range(size)]
+    extents = []
+    for axis in range(ndim):
+        said: dict[int, list[int]] = {}
+        for rank, place in enumerate(places):
+            said.setdefault(place[axis][0], []).append(shapes[rank][axis])
+        extents.append(sum(_commonest(lengths) for lengths in said.values()))
+    return tuple(extents)
+
+
+def _commonest(values: Sequence[int]) -> int:
+    return Counter(values).most_common(1)[0][0]
+
+
+def _list(shapes: Sequence[tuple[int, ...]]) -> str:
+    shown = ", ".join(str(shape) for shape in shapes[:8])
+    return shown + (", ..." if len(shapes) > 8 else "")
+
+
+# -- the same layout as another kind of distribution -----------------------------------------------
+
+
+def _convert(given: Distribution, cls: type[D]) -> D:
+    """`given` as a `cls`, bound as `given` is. Raises ConvertDistributionError if there is none."""
+    size = known_size(given)
+    if size is None:
+        raise ConvertDistributionError(
+            f"the number of ranks of {given!r} is not known: bind it with size=, "
+            "or call shardmath.initialize"
+        )
+    found = cls._converted(given, size)
+    if not isinstance(found, cls):
+        raise refuse_conversion(given, cls, f"no {cls.__name__} describes the same layout")
+    held = given.binding
+    return found if held is None else found.bind(held.global_shape, size=size, rank=held.rank)
+
+
+def refuse_conversion(
+    given: Distribution, cls: type[Distribution], why: str
+) -> ConvertDistributionError:
+    """The error that says why there is no `cls` in place of `given`."""
+    hint = "" if given.is_bound else "; bound to a global shape it may have one"
+    return ConvertDistributionError(f"{given!r} does not convert to {cls.__name__}: {why}{hint}")
+
+
+def _same(given: Distribution, candidate: Distribution, size: int) -> bool:
+    """True when both give every rank the same part, of the bound shape or else of any shape."""
+    if given.binding is not None:
+        shapes = [given.binding.global_shape]
+    else:
+        if given.per_rank:
+            raise refuse_conversion(given, type(candidate), "it is not bound to a global shape")
+        # Even parts of so long an axis tell any two numbers of parts and any two places apart, and
+        # blocks of one size cannot be even parts of both lengths, unless they are one part: what
+        # agrees on these two shapes agrees on every shape.
+        extent = 4 * size * size
+        ndim = candidate.ndim if given.ndim is None else given.ndim
+        if ndim is None:
+            ndim = 1 + max(getattr(d, "partition_dim", 0) for d in (given, candidate))
+        shapes = [(extent,) * ndim, (2 * extent + 1,) * ndim]
+    ranks = [asking_rank(given, type(candidate))] if given.per_rank else range(size)
+    for shape in shapes:
+        for rank in ranks:
+            one = given.part(rank, shape, size=size)
+            two = candidate.part(rank, shape, size=size)
+            if one != two and all(s.block for s in one):
+                return False
+            if one != two and all(s.block for s in two):
+                return False
+    return True
+
+
+def asking_rank(given: Distribution, cls: type[Distribution]) -> int:
+    """The rank that asks. Raises ConvertDistributionError when it is not known."""
+    known = known_rank(given)
+    if known is None:
+        raise refuse_conversion(given, cls, "this rank is not known: bind it with rank=")
+    return known

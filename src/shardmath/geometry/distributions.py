@@ -11,7 +11,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from shardmath.errors import BindDistributionError
-from shardmath.geometry.distribution import Distribution, known_rank
+from shardmath.geometry.distribution import (
+    Distribution,
+    asking_rank,
+    known_rank,
+    refuse_conversion,
+)
 from shardmath.geometry.grid import ProcessGrid
 from shardmath.geometry.integers import index_within, integer, integers
 from shardmath.geometry.spans import Spans
@@ -54,6 +59,14 @@ class Slab(Distribution):
 
     def _key(self) -> tuple[Any, ...]:
         return (self.partition_dim,)
+
+    def _fields(self) -> tuple[Any, ...]:
+        return (self.partition_dim, self.ndim)
+
+    @classmethod
+    def _candidates(cls, given: Distribution, size: int) -> Iterator[Distribution]:
+        for axis in range(1 if given.ndim is None else given.ndim):
+            yield cls(axis, given.ndim)
 
     def _expression(self) -> str:
         return f"Slab({self.partition_dim}{_ndim(self.ndim)})"
@@ -180,6 +193,9 @@ class Box(Distribution):
     def _part(self, rank: int, shape: tuple[int, ...], size: int) -> tuple[Spans, ...]:
         return tuple(Spans.interval(lo, hi) for lo, hi in zip(self.lower, self.upper, strict=True))
 
+    def _end(self) -> tuple[int, ...]:
+        return self.upper
+
     def _check(self, shape: tuple[int, ...], size: int | None) -> None:
         Distribution._check(self, shape, size)
         if not all(hi <= extent for hi, extent in zip(self.upper, shape, strict=True)):
@@ -190,6 +206,25 @@ class Box(Distribution):
 
     def _key(self) -> tuple[Any, ...]:
         return (self.lower, self.upper)
+
+    def _fields(self) -> tuple[Any, ...]:
+        return (self.lower, self.upper)
+
+    @classmethod
+    def _converted(cls, given: Distribution, size: int) -> Distribution | None:
+        """The asking rank's part as a box, once every rank's part is known to be one box."""
+        if given.binding is None:
+            raise refuse_conversion(given, cls, "it is not bound to a global shape")
+        if isinstance(given, Replicated) and size > 1:
+            raise refuse_conversion(given, cls, "the boxes of different ranks must not overlap")
+        shape, rank = given.binding.global_shape, asking_rank(given, cls)
+        for other in range(size):
+            for axis, spans in enumerate(given.part(other, shape, size=size)):
+                if spans.count > 1:
+                    why = f"rank {other} holds {spans.count} blocks along axis {axis}"
+                    raise refuse_conversion(given, cls, why)
+        part = given.part(rank, shape, size=size)
+        return cls([spans.start for spans in part], [spans.stop for spans in part])
 
     def _expression(self) -> str:
         return f"Box({self.lower}, {self.upper})"
@@ -274,6 +309,20 @@ class BlockCyclic(Distribution):
     def _key(self) -> tuple[Any, ...]:
         return (self.process_grid, self.block_sizes, self.first_process)
 
+    def _fields(self) -> tuple[Any, ...]:
+        return (self.process_grid.encode(), self.block_sizes, self.first_process)
+
+    @classmethod
+    def _candidates(cls, given: Distribution, size: int) -> Iterator[Distribution]:
+        if given.ndim is None:
+            why = "the number of axes is not known, give ndim="
+            raise refuse_conversion(given, cls, why)
+        if isinstance(given, BlockCyclic):
+            yield BlockNonCyclic(given.process_grid, first_process=given.first_process)
+        for axis in range(given.ndim):
+            shape = [size if other == axis else 1 for other in range(given.ndim)]
+            yield BlockNonCyclic(ProcessGrid(shape=shape))
+
     def _expression(self) -> str:
         return f"BlockCyclic({self.process_grid}, {self.block_sizes}{self._first()})"
 
@@ -318,6 +367,9 @@ class BlockNonCyclic(BlockCyclic):
     def _key(self) -> tuple[Any, ...]:
         return (self.process_grid, self.first_process)
 
+    def _fields(self) -> tuple[Any, ...]:
+        return (self.process_grid.encode(), self.first_process)
+
     def _expression(self) -> str:
         return f"BlockNonCyclic({self.process_grid}{self._first()})"
 
@@ -352,6 +404,13 @@ class Replicated(Distribution):
 
     def _key(self) -> tuple[Any, ...]:
         return ()
+
+    def _fields(self) -> tuple[Any, ...]:
+        return (self.ndim,)
+
+    @classmethod
+    def _candidates(cls, given: Distribution, size: int) -> Iterator[Distribution]:
+        yield cls(given.ndim)
 
     def _expression(self) -> str:
         return f"Replicated({'' if self.ndim is None else f'ndim={self.ndim}'})"

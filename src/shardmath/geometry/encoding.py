@@ -1,7 +1,7 @@
-"""Distributions as plain data and back, so that ranks can tell each other what they hold.
+"""Distributions from plain data, so that ranks can tell each other what they hold.
 
 Plain data is tuples, strings, integers and None. `decode` makes only distributions, from data that
-has exactly the form that `encode` gives; everything else is a ValueError.
+has exactly the form that `Distribution.encode` gives; everything else is a ValueError.
 """
 
 from __future__ import annotations
@@ -12,41 +12,17 @@ from shardmath.geometry.distribution import Distribution
 from shardmath.geometry.distributions import BlockCyclic, BlockNonCyclic, Box, Replicated, Slab
 from shardmath.geometry.grid import ProcessGrid
 
-__all__ = ["decode", "encode"]
-
-
-def encode(distribution: Distribution) -> tuple[Any, ...]:
-    """Plain data from which `decode` makes an equal distribution. TypeError for other classes."""
-    if type(distribution) not in (Slab, Box, BlockCyclic, BlockNonCyclic, Replicated):
-        raise TypeError(f"{type(distribution).__name__} cannot be sent between ranks")
-    held = distribution.binding
-    binding = None if held is None else (held.global_shape, held.size, held.rank)
-    fields: tuple[Any, ...]
-    match distribution:
-        case Slab():
-            fields = (distribution.partition_dim, distribution.ndim)
-        case Box():
-            fields = (distribution.lower, distribution.upper)
-        case BlockNonCyclic():
-            fields = (_encode_grid(distribution.process_grid), distribution.first_process)
-        case BlockCyclic():
-            grid = _encode_grid(distribution.process_grid)
-            fields = (grid, distribution.block_sizes, distribution.first_process)
-        case Replicated():
-            fields = (distribution.ndim,)
-        case _:
-            raise AssertionError(distribution)
-    return (type(distribution).__name__, *fields, binding)
+__all__ = ["decode"]
 
 
 def decode(data: Any) -> Distribution:
-    """The distribution that `encode` was given. Raises ValueError for data of another form."""
+    """The distribution that was encoded. Raises ValueError for data of another form."""
     try:
         made = _decode(data)
-        plain = encode(made)
+        plain = made.encode()
     except (TypeError, ValueError) as error:
         raise ValueError(f"malformed distribution: {error}") from None
-    # What decodes to a value that encodes otherwise was not written by `encode`.
+    # What decodes to a value that encodes otherwise was not written by a rank of ours.
     if plain != data or not _plain(data):
         raise ValueError(f"malformed distribution: {data!r}")
     return made
@@ -74,12 +50,6 @@ def _decode(data: Any) -> Distribution:
         return made
     shape, size, rank = binding
     return made.bind(shape, size=size, rank=rank)
-
-
-def _encode_grid(grid: ProcessGrid) -> tuple[Any, ...]:
-    if grid.layout is None:
-        return (grid.shape, None, grid.process_array)
-    return (grid.shape, int(grid.layout), None)
 
 
 def _decode_grid(data: Any) -> ProcessGrid:

@@ -122,6 +122,12 @@ class ProcessGrid:
             return ProcessGrid(shape=shape, layout=self.layout)
         return ProcessGrid(process_array=_nest(self.ranks, shape))
 
+    def encode(self) -> tuple[Any, ...]:
+        """Plain data that tells it from every other grid."""
+        if self.layout is None:
+            return (self.shape, None, self.process_array)
+        return (self.shape, int(self.layout), None)
+
     def __repr__(self) -> str:
         if self.layout is None:
             return f"ProcessGrid(process_array={self.process_array})"

@@ -13,9 +13,8 @@ from math import prod
 
 from shardmath.errors import BindDistributionError
 from shardmath.geometry.coverage import owner_sets
-from shardmath.geometry.distribution import Distribution
+from shardmath.geometry.distribution import Distribution, check_alike
 from shardmath.geometry.drawing import draw
-from shardmath.geometry.inference import check_alike
 from shardmath.geometry.integers import index_within, integers
 from shardmath.geometry.spans import Spans
 

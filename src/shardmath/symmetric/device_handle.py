@@ -20,43 +20,18 @@ import numpy.typing as npt
 from shardmath.collective_call import collective_call
 from shardmath.cuda import stream as streams
 from shardmath.cuda.compile import KERNELS
-from shardmath.cuda.driver import call
 from shardmath.cuda.kernel import Extent
 from shardmath.cuda.source import SourceKernel
+from shardmath.symmetric.device_tables import DeviceTables
 from shardmath.symmetric.handle import SymmetricMemory
 from shardmath.transport.base import DeviceBytes, Memory
 from shardmath.untraced import untraced_methods
 
 if TYPE_CHECKING:
     from shardmath.arrays import Library
-    from shardmath.symmetric.heap import Buffer, Heap
-    from shardmath.symmetric.rendezvous_state import RendezvousState
     from shardmath.symmetric.team import Team
 
-__all__ = ["DeviceSymmetricMemory", "DeviceTables", "HandleKernel"]
-
-
-class DeviceTables:
-    """The addresses of all ranks' allocations and pads, in memory of the device."""
-
-    def __init__(self, heap: Heap, team: Team, state: RendezvousState) -> None:
-        self._kept: list[Buffer] = []
-        self.buffers = self._on_device(heap, team, state.buffer_table.tobytes())
-        self.pads = self._on_device(heap, team, state.pad_table.tobytes())
-        self.arguments: dict[float | None, int] = {}  # SymmetricMemory, by its time-out
-
-    def argument(self, heap: Heap, team: Team, packed: bytes, timeout: float | None) -> int:
-        """Where the struct `packed` lies, put there when first asked for."""
-        if timeout not in self.arguments:
-            self.arguments[timeout] = self._on_device(heap, team, packed)
-        return self.arguments[timeout]
-
-    def _on_device(self, heap: Heap, team: Team, data: bytes) -> int:
-        buffer = heap.allocate(len(data))
-        self._kept.append(buffer)
-        team.device.activate()
-        call("cuMemcpyHtoD", buffer.block.address, data, len(data))
-        return buffer.block.address
+__all__ = ["DeviceSymmetricMemory", "HandleKernel"]
 
 
 class _Struct:
@@ -122,7 +97,9 @@ class DeviceSymmetricMemory(SymmetricMemory):
     def _tables(self) -> DeviceTables:
         state = self._state
         if state.tables is None:
-            state.tables = DeviceTables(self._context.heap, self._team, state)
+            state.tables = DeviceTables(
+                self._context.heap, self._team, state.buffer_table, state.pad_table
+            )
         return state.tables
 
     # -- the user's own kernels --------------------------------------------------------------------

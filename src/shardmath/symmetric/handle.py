@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import os
-import weakref
 from collections.abc import Callable, Iterable, Sequence, Sized
 from typing import Any, NoReturn
 
@@ -31,7 +30,7 @@ from shardmath.symmetric.rendezvous_state import RendezvousState
 from shardmath.transport.base import DeviceBytes, Memory
 from shardmath.untraced import untraced_methods
 
-__all__ = ["SymmetricMemory", "handle_of"]
+__all__ = ["SymmetricMemory"]
 
 
 class _Owner:
@@ -374,31 +373,6 @@ class SymmetricMemory(metaclass=PadSetting):
                 f"channel {channel} does not exist: a pad of {self.signal_pad_size} bytes has "
                 f"{channels} channels for {self.world_size} ranks; see set_signal_pad_size"
             )
-
-
-def handle_of(
-    state: RendezvousState, context: Context, buffer: Buffer, library: Library
-) -> SymmetricMemory:
-    """The handle for arrays of `library`: the same object while anything refers to it."""
-    known = state.handles.get(library.name)
-    handle = known() if known is not None else None
-    if handle is None:
-        handle = _kind(state)(context, state, buffer, library)
-        made = state.handles[library.name] = weakref.ref(handle)
-        buffer.block.handles = [*(one for one in buffer.block.handles if one() is not None), made]
-    return handle
-
-
-def _kind(state: RendezvousState) -> type[SymmetricMemory]:
-    if state.team is None:
-        return SymmetricMemory
-    if 0 in state.team.pads:
-        from shardmath.symmetric.far_handle import FarDeviceSymmetricMemory
-
-        return FarDeviceSymmetricMemory
-    from shardmath.symmetric.device_handle import DeviceSymmetricMemory
-
-    return DeviceSymmetricMemory
 
 
 def _elements(storage_offset: int | None) -> int:

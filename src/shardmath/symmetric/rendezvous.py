@@ -14,12 +14,13 @@ exchange, which tells all.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from shardmath.agreement import require_equal
-from shardmath.arrays import library_of
+from shardmath.arrays import Library, library_of
 from shardmath.collective_call import collective_call
 from shardmath.context import Context, current_context, require_context
 from shardmath.distributed_context import DistributedContext
@@ -28,7 +29,7 @@ from shardmath.geometry.integers import up
 from shardmath.group import ProcessGroup, as_process_group
 from shardmath.symmetric import structs
 from shardmath.symmetric.allocation import block_of
-from shardmath.symmetric.handle import SymmetricMemory, handle_of
+from shardmath.symmetric.handle import SymmetricMemory
 from shardmath.symmetric.heap import Block, Buffer, Location
 from shardmath.symmetric.pad_size import SLOT_BYTES, pad_setting
 from shardmath.symmetric.rendezvous_state import (
@@ -87,7 +88,7 @@ def _kept(context: Context, tensor: Any) -> SymmetricMemory | None:
     except Exception:  # it is raised again by `_agreed`, on all ranks
         return None
     state = buffer.rendezvous_states.get((context.number, offset))
-    return None if state is None else handle_of(state, context, buffer, library_of(tensor))
+    return None if state is None else _handle_of(state, context, buffer, library_of(tensor))
 
 
 def _agreed(context: Context, tensor: Any) -> SymmetricMemory:
@@ -109,7 +110,7 @@ def _agreed(context: Context, tensor: Any) -> SymmetricMemory:
     if not known:
         buffer.rendezvous_states[context.number, offset] = _established(context, block, offset)
     state: RendezvousState = buffer.rendezvous_states[context.number, offset]
-    return handle_of(state, context, buffer, library_of(tensor))
+    return _handle_of(state, context, buffer, library_of(tensor))
 
 
 def register_group(name: str, group: ProcessGroup | DistributedContext) -> None:
@@ -291,3 +292,28 @@ def _torch_group(name: str) -> Any:
         with suppress(RuntimeError, LookupError, ValueError):
             return torch_groups._resolve_process_group(name)
     return None
+
+
+def _handle_of(
+    state: RendezvousState, context: Context, buffer: Buffer, library: Library
+) -> SymmetricMemory:
+    """The handle for arrays of `library`: the same object while anything refers to it."""
+    known = state.handles.get(library.name)
+    handle = known() if known is not None else None
+    if handle is None:
+        handle = _class_of(state)(context, state, buffer, library)
+        made = state.handles[library.name] = weakref.ref(handle)
+        buffer.block.handles = [*(one for one in buffer.block.handles if one() is not None), made]
+    return handle
+
+
+def _class_of(state: RendezvousState) -> type[SymmetricMemory]:
+    if state.team is None:
+        return SymmetricMemory
+    if 0 in state.team.pads:
+        from shardmath.symmetric.far_handle import FarDeviceSymmetricMemory
+
+        return FarDeviceSymmetricMemory
+    from shardmath.symmetric.device_handle import DeviceSymmetricMemory
+
+    return DeviceSymmetricMemory

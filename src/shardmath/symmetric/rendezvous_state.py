@@ -27,8 +27,7 @@ from shardmath.symmetric.pad_size import SLOT_BYTES
 from shardmath.transport.base import DeviceBytes, Memory
 
 if TYPE_CHECKING:
-    from shardmath.symmetric.device_handle import DeviceTables
-    from shardmath.symmetric.handle import SymmetricMemory
+    from shardmath.symmetric.device_tables import DeviceTables
     from shardmath.symmetric.team import Team
 
 __all__ = ["FarSignals", "PeerLocation", "RendezvousState", "address_of", "pad_bytes"]
@@ -74,7 +73,7 @@ class RendezvousState:
     team: Team | None = None  # of GPUs: it signals where the host's words would
     tables: DeviceTables | None = None
     far: FarSignals | None = None  # for ranks of several hosts
-    handles: dict[str, weakref.ref[SymmetricMemory]] = field(default_factory=dict)
+    handles: dict[str, weakref.ref[Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         slots = self.peers[0].pad_size
