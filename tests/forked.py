@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import os
 import signal
 import socket
@@ -109,6 +110,7 @@ def _fork(
                         _close(those)
             faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
             inherited = current.forget()
+            gc.freeze()  # what the parent had is not collected over and over
             known = {name_of(setup): setup}
             serve(rank, theirs, lambda size: _group(rank, size, sockets[size]), known)
             del inherited

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import os
 import select
 import signal
@@ -156,6 +157,7 @@ if launched is not None:
 
 def _be_rank(rank: int, size: int, sockets: Any, writing: int, body: Callable[[Any], Any]) -> None:
     current.forget()
+    gc.freeze()  # what the parent had is not collected over and over
     try:
         result = ("returned", body(LocalProcessGroup(rank, size, sockets)))
     except BaseException as error:

@@ -20,7 +20,7 @@ import numpy as np
 from shardmath import agreement, current
 from shardmath.collective_call import collective_call, settled
 from shardmath.distributed_context import DistributedContext
-from shardmath.errors import RankFailure
+from shardmath.errors import HeapExhausted, RankFailure
 from shardmath.geometry.integers import index
 from shardmath.group.base import ProcessGroup
 from shardmath.runtime import Runtime
@@ -79,7 +79,7 @@ class Context(DistributedContext):
         self._name = name  # the same on all its ranks, and no other context's
         self._splits = 0
         # By ranks: how many were made, and the last.
-        self._subsets: dict[tuple[int, ...], tuple[int, Context]] = {}
+        self._subsets: dict[tuple[int, ...], tuple[int, Context | None]] = {}
         self._shared_ids = itertools.count()
         self._closed: str | None = None
         self._caches: dict[str, Any] = {}
@@ -319,13 +319,35 @@ class Context(DistributedContext):
             )
         count, last = self._subsets.get(chosen, (0, None))
         if last is None or last._closed:
-            name = f"{self._name} / subset {chosen} number {count}"
+            self._subsets[chosen] = count + 1, None  # what has failed is not made again
             self.board.enter("subset")
-            board = self._board(chosen, name, self._require_peers)
-            board.enter("subset")
-            last = self._derive(chosen, name, board, parent=self)
+            name = f"{self._name} / subset {chosen} number {count}"
+            last = self._derive(chosen, name, self._subset_board(chosen, name), parent=self)
             self._subsets[chosen] = count + 1, last
         return last
+
+    def _subset_board(self, ranks: Sequence[int], name: str) -> Board:
+        """A board that all of `ranks` have, or none. Collective among them.
+
+        One that cannot have it says so on the board of this context, where the others look while
+        they wait for it. Then all raise HeapExhausted, and this context remains usable.
+        """
+
+        def watch() -> None:
+            refusal = self.board.refusal(ranks, name)
+            if refusal is not None:
+                raise settled(refusal)
+            self._require_peers(ranks)
+
+        try:
+            board = self._board(ranks, name, watch)
+        except HeapExhausted as error:
+            self.board.refuse(name, str(error))
+            watch()
+            raise
+        board.enter("subset")
+        board.meet("subset", watch)
+        return board
 
     def _board(
         self, ranks: Sequence[int], name: str, watch: Callable[[], None] = lambda: None
@@ -335,15 +357,15 @@ class Context(DistributedContext):
         mesh_ranks = [self._ranks[r] for r in ranks]
         return self._runtime.board(mesh_ranks, list(ranks).index(self.rank), name, watch)
 
-    def _require_peers(self) -> None:
-        """Raise where a rank of this context has died, has left or has given up."""
-        error = self.board.ended_peer_error([r for r in range(self.size) if r != self.rank])
+    def _require_peers(self, ranks: Iterable[int]) -> None:
+        """Raise where another of these ranks has died, has left or has given up."""
+        error = self.board.ended_peer_error([r for r in ranks if r != self.rank])
         if error is not None:
             raise error
 
     def _require_sender(self, sender: int) -> None:
-        """Raise as `_require_peers`, or where `sender` has gone on and sent nothing."""
-        self._require_peers()
+        """Raise where a rank has ended, or where `sender` has gone on and sent nothing."""
+        self._require_peers(range(self.size))
         if self.board.is_ahead(sender):
             raise RankFailure(
                 f"{self.board.names.name(sender)} gave up making the memory of a new context",

@@ -91,7 +91,6 @@ def lonely_step(random_, held, scratch):
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_memory_is_reused_neither_too_early_nor_never(seed):
     def body(context):
-        gc.freeze()  # what the parent had is not collected over and over
         together, alone = random.Random(seed), random.Random(1000 * seed + context.rank)
         contexts = {g: context.subset(g) for g in GROUPS if context.rank in g}
         held, scratch, high = [], [], 0

@@ -11,7 +11,9 @@ reads the others'. A row holds
     word 3  recovery   the last recovery of the group that this rank has asked for
     word 4  decision   the last one for which this rank has said who goes on
     word 5  kernels    not 0 once no kernel of this rank sends the others anything more
-    reason, written before the state becomes FAILED: why, and which ranks are to blame
+    word 6  refused    which board of some of the ranks it could not have, last
+    reason, written before the state becomes FAILED, or before `refused`: why, and which ranks are
+    to blame
     then two mailboxes, used by even and odd rounds: the number of the round, how many bytes the
     text has in all, and a part of it
 
@@ -32,10 +34,17 @@ import os
 import struct
 import threading
 from collections.abc import Callable, Sequence
+from hashlib import blake2b
 
 from shardmath.caller import caller_line
 from shardmath.collective_call import CollectiveCall, settled, this_thread
-from shardmath.errors import CollectiveMismatch, OpTimeout, RankFailure, ShardmathError
+from shardmath.errors import (
+    CollectiveMismatch,
+    HeapExhausted,
+    OpTimeout,
+    RankFailure,
+    ShardmathError,
+)
 from shardmath.symmetric.arrivals import Arrivals
 from shardmath.symmetric.header import NAME_BYTES, bodies, header
 from shardmath.symmetric.names import AFTER_FAILURE, OPERATION, RankNames
@@ -47,7 +56,7 @@ from shardmath.transport.liveness import PeerWatch
 
 __all__ = ["ORDERED", "ROW_BYTES", "Board", "OperationGuard", "board_bytes"]
 
-_EXCHANGE, _BARRIER, _STATE, _RECOVERY, _DECISION, _KERNELS = range(6)
+_EXCHANGE, _BARRIER, _STATE, _RECOVERY, _DECISION, _KERNELS, _REFUSED = range(7)
 _REASON = 128
 _WORD_BYTES = 8
 _MAIL = _REASON + REASON_BYTES  # byte offset of the first mailbox
@@ -114,6 +123,7 @@ class Board:
         self._call: CollectiveCall | None = None  # the last public call that used this board
         self.recoveries = 0  # the last one that this rank has asked for
         self.failure: str | None = None
+        self._watch_first: Callable[[], None] = _all_have_it
 
     # -- what the ranks do together ------------------------------------------------------------
 
@@ -206,6 +216,17 @@ class Board:
             self._barriers = number
         finally:
             self.end()
+
+    def meet(self, operation: str, watch: Callable[[], None]) -> None:
+        """A barrier of ranks that may not all have this board: `watch()` raises where one has not.
+
+        Collective among those that have it.
+        """
+        self._watch_first = watch
+        try:
+            self.barrier(operation)
+        finally:
+            self._watch_first = _all_have_it
 
     def guard(self, operation: str) -> OperationGuard:
         """Around what follows agreement: an error there ends the wait of the peers at once.
@@ -354,6 +375,19 @@ class Board:
                 self._rows.write(_REASON, Reason(why, blamed, late).pack())
                 self._rows.publish(_STATE, _FAILED)
 
+    def refuse(self, board: str, why: str) -> None:
+        """Tell the peers that this rank cannot have the board of that name."""
+        self._rows.write(_REASON, Reason(why).pack())
+        self._rows.publish(_REFUSED, _digest(board))
+
+    def refusal(self, ranks: Sequence[int], board: str) -> HeapExhausted | None:
+        """What to raise where one of these ranks cannot have the board of that name, else None."""
+        digest = _digest(board)
+        for rank in ranks:
+            if self._words[rank][_REFUSED] == digest:
+                return HeapExhausted(f"{self.names.name(rank)}: {self._reason(rank).why}")
+        return None
+
     def peer_error(self, late: Sequence[int]) -> Exception | None:
         """The exception to raise where one of these ranks will never arrive, else None."""
         return self._mismatch_error(late) or self.ended_peer_error(late)
@@ -438,7 +472,7 @@ class Board:
             return self.names.failure_of(died, "died")
         for rank in late:
             if states[rank] == _FAILED:
-                reason = Reason.unpack(self._rows.bytes[rank][_REASON:_MAIL].tobytes())
+                reason = self._reason(rank)
                 blamed = [r for r in reason.blamed if r != self.rank]
                 who = f"{self.names.where()}: {self.names.name(rank)}"
                 text = f"{who} gave up: {reason.why}; {AFTER_FAILURE}"
@@ -447,6 +481,9 @@ class Board:
                 return RankFailure(text, blamed or [rank])
         left = [rank for rank in late if states[rank] == _LEFT]
         return self.names.failure_of(left, "has left") if left else None
+
+    def _reason(self, rank: int) -> Reason:
+        return Reason.unpack(self._rows.bytes[rank][_REASON:_MAIL].tobytes())
 
     # -- words ---------------------------------------------------------------------------------
 
@@ -472,12 +509,16 @@ class Board:
         def missing() -> list[int]:  # one that has taken its arrival back waits for these, too
             return self._arrivals.missing(word, target - 1) or self._arrivals.missing(word, target)
 
+        def peer_error(_: object) -> Exception | None:
+            self._watch_first()
+            return self.peer_error(self._arrivals.missing(word, target))
+
         def wait() -> None:
             wait_until(
                 self._arrivals.polling(arrived),
                 policy=self.policy,
                 missing=missing,
-                peer_error=lambda _: self.peer_error(self._arrivals.missing(word, target)),
+                peer_error=peer_error,
                 doing=lambda: self.names.where(f", #{target // 2}"),
                 named=self.names.described,
             )
@@ -532,6 +573,15 @@ class Board:
                 f"{self.names.where()}: an earlier operation of this context failed "
                 f"({self.failure}); {AFTER_FAILURE}"
             )
+
+
+def _all_have_it() -> None:
+    """What is to be watched of a board that its ranks have met on."""
+
+
+def _digest(name: str) -> int:
+    """A word that stands for a name; never 0."""
+    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little") | 1
 
 
 class OperationGuard:

@@ -19,9 +19,10 @@ class Reason:
     late: bool = False
 
     def pack(self) -> bytes:
-        """REASON_BYTES at most: the end of a long text is cut off."""
+        """REASON_BYTES: the end of a long text is cut off, zeros are behind a short one."""
         ranks = " ".join(map(str, self.blamed))
-        return f"{'late' if self.late else ''}|{ranks}|{self.why}".encode()[:REASON_BYTES]
+        text = f"{'late' if self.late else ''}|{ranks}|{self.why}".encode()
+        return text[:REASON_BYTES].ljust(REASON_BYTES, b"\0")
 
     @classmethod
     def unpack(cls, data: bytes) -> Reason:
