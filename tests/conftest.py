@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 import one_thread  # noqa: F401  (before NumPy)
-from ranks import Pool
-from shardmath.startup import new_context
+from ranks import Pool, with_context
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -30,10 +29,6 @@ def pool() -> Iterator[Pool]:
     """Six ranks that stay: `pool.run(function, *args, ranks=k)`."""
     with Pool(6) as ranks:
         yield ranks
-
-
-def with_context(group):
-    return new_context("cpu", group)
 
 
 @pytest.fixture(scope="session")

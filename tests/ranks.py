@@ -18,9 +18,10 @@ from serve import CALL, FAILED, name_of, receive, send
 from shardmath import wire
 from shardmath.errors import OpTimeout
 from shardmath.launch.failure import Failure, rebuild
+from shardmath.startup import new_context
 from started import LAUNCHER, PATIENCE, Member, Started, stacks_of
 
-__all__ = ["PATIENCE", "Pool"]
+__all__ = ["PATIENCE", "Pool", "with_context"]
 
 LINGER = 0.2  # seconds that the others have to end after one rank has failed
 
@@ -28,6 +29,11 @@ LINGER = 0.2  # seconds that the others have to end after one rank has failed
 def own_group(group: Any) -> Any:
     """The default set-up: functions get the group itself."""
     return group
+
+
+def with_context(group: Any) -> Any:
+    """A set-up: functions get a context on cores."""
+    return new_context("cpu", group)
 
 
 class Pool:

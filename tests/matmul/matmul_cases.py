@@ -115,7 +115,7 @@ class Stored:
             return True
         rest = self._whole.copy()
         rest.view("u1").reshape(*rest.shape, rest.itemsize)[self._at] = 0x5A
-        return set(rest.tobytes()) <= {0x5A}
+        return bool((np.frombuffer(rest.tobytes(), np.uint8) == 0x5A).all())
 
     def untouched(self):
         """Whether elements and sentinels are as they were."""
