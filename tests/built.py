@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
+import sysconfig
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
@@ -13,15 +15,32 @@ import pytest
 from shardmath.compiled import library
 
 
+def module_from_c(beside: ModuleType, source: str, name: str, folder: Path) -> ModuleType:
+    """The module `name` of CPython's that `source` makes."""
+    path = folder / f"{name}.so"
+    include = f"-I{sysconfig.get_paths()['include']}"
+    made_from_c(beside, source, path, include)
+    spec = spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def built_from_c(module: ModuleType, source: str, folder: Path) -> ctypes.CDLL:
     """The library of `source`, a file beside `module`, made in `folder`."""
+    loaded = library(made_from_c(module, source, folder / "made.so"))
+    assert loaded is not None
+    return loaded
+
+
+def made_from_c(module: ModuleType, source: str, made: Path, *more: str) -> Path:
+    """The file `made`, from `source`. Skips the test where there is no compiler."""
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip(f"no C compiler here: the package works without {source}")
     assert module.__file__ is not None
-    path, made = Path(module.__file__).parent / source, folder / "made.so"
-    command = [compiler, "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
+    path = Path(module.__file__).parent / source
+    command = [compiler, "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", *more]
     subprocess.run([*command, str(path), "-o", str(made)], check=True)
-    loaded = library(made)
-    assert loaded is not None
-    return loaded
+    return made

@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     start = "start a program on several ranks of this host; the first that fails ends the job"
     add_arguments(commands.add_parser("run", help=start, description=f"{start.capitalize()}."))
-    commands.add_parser("env", help="list the environment variables that shardmath reads")
+    commands.add_parser("env", help="list the environment variables, and what was built from C")
     options = parser.parse_args(arguments)
     if options.command == "env":
         return _print_variables()
@@ -32,10 +32,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _print_variables() -> int:
-    from shardmath import config
+    from shardmath import compiled, config
 
     for name, kind, default, sentence in config.table():
         print(f"{name:26} {kind:6} {default:>10}  {sentence}")
+    for name, purpose in compiled.BUILT.items():
+        print(f"{purpose}: {'compiled' if compiled.is_built(name) else 'in Python'} ({name})")
     return 0
 
 

@@ -65,7 +65,7 @@ def gather(board: Board, operation: str, describe: Callable[[], bytes]) -> list[
         mistake = error
         text = header(operation) + _refusal(error)
     try:
-        texts = board.exchange_raw(operation, text)
+        texts, _ = board.exchange_raw(operation, text)
         for each in texts:
             if not each.startswith(prefix):
                 _raise_refusal(board, board.bodies(texts, operation), mistake)

@@ -1,24 +1,49 @@
-"""Libraries that were built from C when the package was installed, if there was a compiler.
+"""What was built from C when the package was installed, if there was a compiler.
 
-The package is complete without them: whoever asks for one has another way.
+The package is complete without it: whoever asks for a library or an extension has another way,
+which `SHARDMATH_COMPILED=0` takes everywhere.
 """
 
 from __future__ import annotations
 
 import ctypes
+from importlib import import_module
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from typing import Any
 
-__all__ = ["library", "library_beside"]
+from shardmath import config
+
+__all__ = ["BUILT", "extension", "is_built", "library", "library_beside"]
+
+# What each is for, by its module.
+BUILT = {
+    "shardmath.redistribution._stream": "copies of long rows",
+    "shardmath.collectives._sum": "sums of long arrays",
+    "shardmath.symmetric._board": "rounds of agreement",
+}
+
+
+def extension(name: str) -> Any:
+    """The extension module of that name; None where it was not built, or is for another Python."""
+    if not _wanted():
+        return None
+    try:
+        return import_module(name)
+    except ImportError:
+        return None
+
+
+def is_built(name: str) -> bool:
+    """Whether the module `name` of BUILT is there, and is used."""
+    _, *folders, last = name.split(".")
+    return _wanted() and _path(Path(__file__).parent.joinpath(*folders), last) is not None
 
 
 def library_beside(module: str, name: str) -> ctypes.CDLL | None:
     """The library `name` in the folder of the file `module`; None where it was not built."""
-    for suffix in EXTENSION_SUFFIXES:
-        path = Path(module).parent / f"{name}{suffix}"
-        if path.exists():
-            return library(path)
-    return None
+    path = _path(Path(module).parent, name)
+    return None if path is None or not _wanted() else library(path)
 
 
 def library(path: Path) -> ctypes.CDLL | None:
@@ -27,3 +52,12 @@ def library(path: Path) -> ctypes.CDLL | None:
         return ctypes.CDLL(str(path))
     except OSError:
         return None
+
+
+def _path(folder: Path, name: str) -> Path | None:
+    paths = (folder / f"{name}{suffix}" for suffix in EXTENSION_SUFFIXES)
+    return next((path for path in paths if path.exists()), None)
+
+
+def _wanted() -> bool:
+    return config.environment().get(f"{config.PREFIX}COMPILED", "").strip() != "0"

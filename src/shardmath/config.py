@@ -59,6 +59,9 @@ class Settings:
     threads: int = _variable(
         0, "Threads of this rank's arithmetic; 0: OMP_NUM_THREADS, else its share of the cores."
     )
+    compiled: int = _variable(
+        1, "0 leaves out what was built from C, to see whether a fault is there."
+    )
     rank: int = _variable(-1, "This process's rank; set by the launcher.")
     size: int = _variable(-1, "The number of ranks; set by the launcher.")
     launcher_fd: str = _variable("", "Descriptors of this rank's sockets; set by the launcher.")

@@ -19,10 +19,12 @@ from shardmath.symmetric.rows import Rows
 RANKS = 3
 SAMPLE = 3  # bytecodes of each step
 VARIABLES = {"SHARDMATH_TIMEOUT": "100", "SHARDMATH_NOTICE": "100"}
+IN_PYTHON = VARIABLES | {"SHARDMATH_COMPILED": "0"}
+WAYS = {"compiled": VARIABLES, "in Python": IN_PYTHON}  # the first, where a compiler was
 
 
-def try_all(name, sample):
-    with Job(RANKS, lambda group: run_trials(group, name, sample), VARIABLES) as job:
+def try_all(name, sample, way):
+    with Job(RANKS, lambda group: run_trials(group, name, sample), WAYS[way]) as job:
         outcomes = [job.outcome(rank, 3500) for rank in range(RANKS)]
     require_acceptable(outcomes)
 
@@ -33,15 +35,17 @@ def require_acceptable(outcomes):
     assert outcomes[0][0] > 0
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", CALLS)
-def test_no_interrupt_gives_a_wrong_number(name):
-    try_all(name, SAMPLE)
+def test_no_interrupt_gives_a_wrong_number(name, way):
+    try_all(name, SAMPLE, way)
 
 
 @pytest.mark.torture
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", CALLS)
-def test_no_interrupt_at_any_bytecode_gives_a_wrong_number(name):
-    try_all(name, None)
+def test_no_interrupt_at_any_bytecode_gives_a_wrong_number(name, way):
+    try_all(name, None, way)
 
 
 @pytest.mark.parametrize("launcher", ["shardmath", "torchrun", "mpirun"])
@@ -85,7 +89,7 @@ def test_an_interrupted_call_fails_its_context_at_once(place):
                 found.append(f"{type(error).__name__}: {error}")
         return found
 
-    with Job(RANKS, body, VARIABLES) as job:
+    with Job(RANKS, body, IN_PYTHON) as job:  # where a round is a step of Python's after another
         outcomes = [job.outcome(rank, 60) for rank in range(RANKS)]
     assert outcomes[1][0] == "Interrupted: by a handler"
     for rank in (0, 2):

@@ -14,7 +14,7 @@ import types
 import pytest
 
 from shardmath.errors import OpTimeout, RankFailure
-from shardmath.symmetric import arrivals, waiting
+from shardmath.symmetric import arrivals, board, waiting
 from shardmath.symmetric.board import ROW_BYTES, Board, board_bytes
 from shardmath.symmetric.rows import Rows
 from shardmath.symmetric.waiting import WaitPolicy
@@ -86,6 +86,7 @@ def outcomes(seed, size, operation, monkeypatch):
         monkeypatch.setattr(module, "time", clock)
         monkeypatch.setattr(module.os, "sched_yield", schedule.pause)
     monkeypatch.setattr(waiting, "_YIELDS", 1)
+    monkeypatch.setattr(board, "extension", lambda _: None)  # the schedule sees Python's loads
     memory = mmap.mmap(-1, board_bytes(size))
     boards = []
     for rank in range(size):

@@ -15,7 +15,7 @@ reads the others'. A row holds
     reason, written before the state becomes FAILED, or before `refused`: why, and which ranks are
     to blame
     then two mailboxes, used by even and odd rounds: the number of the round, how many bytes the
-    text has in all, and a part of it
+    message has in all, how many at its end are payload, and a part of it
 
 Either all ranks come out of a round or a barrier, or none does: see `arrivals`.
 
@@ -34,10 +34,13 @@ import os
 import struct
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from hashlib import blake2b
+from typing import Any
 
 from shardmath.caller import caller_line
 from shardmath.collective_call import CollectiveCall, settled, this_thread
+from shardmath.compiled import extension
 from shardmath.errors import (
     CollectiveMismatch,
     HeapExhausted,
@@ -61,11 +64,13 @@ _REASON = 128
 _WORD_BYTES = 8
 _MAIL = _REASON + REASON_BYTES  # byte offset of the first mailbox
 _MAIL_BYTES = 4096
-_MAIL_HEAD = struct.Struct("=QQ")  # number of the round, bytes of the text
+_MAIL_HEAD = struct.Struct("=QQQ")  # number of the round, bytes of the message, of its payload
 _CHUNK = _MAIL_BYTES - _MAIL_HEAD.size
 ROW_BYTES = _MAIL + 2 * _MAIL_BYTES
 _RUNNING, _LEFT, _FAILED, _MISMATCHED = 0, 1, 2, 3
 _MESSAGE_LIMIT = 64 << 20
+_LOOKS = 10  # of compiled code, in the time of one of Python's
+_NAME = "shardmath.symmetric._board"  # of the module that board.c makes
 
 
 def board_bytes(size: int) -> int:
@@ -119,11 +124,21 @@ class Board:
         self._operation = "start"
         # Where a rank has one peer, whom it sees, nobody else's arrival can come in between.
         self._looks_twice = size > 2 or rows.needs_polling
+        self._page: Any = self._compiled_page(rows, rank, size, policy)
         self._lock = threading.RLock()
         self._call: CollectiveCall | None = None  # the last public call that used this board
         self.recoveries = 0  # the last one that this rank has asked for
         self.failure: str | None = None
         self._watch_first: Callable[[], None] = _all_have_it
+
+    @staticmethod
+    def _compiled_page(rows: Rows, rank: int, size: int, policy: WaitPolicy) -> Any:
+        """What does rounds and barriers in one call each: see board.c. None where nothing does."""
+        built = None if rows.needs_polling else extension(_NAME)
+        if built is None:
+            return None
+        looks = _LOOKS * policy.spins
+        return built.Page(rows.memory, rank, size, ROW_BYTES, _MAIL, _MAIL_BYTES, looks)
 
     # -- what the ranks do together ------------------------------------------------------------
 
@@ -132,7 +147,8 @@ class Board:
 
         `operation` must be equal on all ranks: CollectiveMismatch, on all of them, when it is not.
         """
-        return self.bodies(self.exchange_raw(operation, header(operation) + message), operation)
+        texts, _ = self.exchange_raw(operation, header(operation) + message)
+        return self.bodies(texts, operation)
 
     def bodies(self, texts: Sequence[bytes], operation: str) -> list[bytes]:
         """What follows the headers of all ranks' texts, which are those of an `exchange_raw`.
@@ -145,52 +161,84 @@ class Board:
             self.names.note(error)
             raise settled(error) from None
 
-    def exchange_raw(self, operation: str, text: bytes) -> list[bytes]:
-        """As `exchange`, of messages with their headers, which are not compared. Collective."""
+    def exchange_raw(
+        self, operation: str, text: bytes, payload: bytes = b""
+    ) -> tuple[list[bytes], list[bytes]]:
+        """All ranks' texts, with their headers, which are not compared; their payloads. Collective.
+
+        A payload is part of the message that calls do not compare with the last one's.
+        """
         self.begin(operation)
         try:
-            self._require_usable()
-            self.operation = operation
-            return [text] if self.size == 1 else self._gather(text)
+            if self.failure is not None:
+                self._require_usable()
+            if operation != self._operation:
+                self.operation = operation
+            if self.size == 1:
+                return [text], [payload]
+            page, number = self._page, self._rounds + 1
+            if page is None or len(text) + len(payload) > _CHUNK:
+                return self._gather(text, payload)
+            found: tuple[list[bytes], list[bytes]] | None
+            found = page.exchange(_EXCHANGE, 2 * number, number, text, payload)
+            if found is None:
+                return self._gather(text, payload, published=True)
+            self._rounds = number
+            return found
         finally:
-            self.end()
+            self._lock.release()
 
-    def _gather(self, text: bytes) -> list[bytes]:
-        """All ranks' texts, in as many rounds as the longest needs."""
-        lengths, texts = self._round(len(text), text[:_CHUNK])
-        longest = max(lengths)
+    def _gather(
+        self, text: bytes, payload: bytes, *, published: bool = False
+    ) -> tuple[list[bytes], list[bytes]]:
+        """All ranks' texts and payloads, in as many rounds as the longest needs.
+
+        `published`: this rank's part of the first round is, which is all that it has.
+        """
+        message = text + payload
+        heads, parts = self._round(message, len(payload), 0, published=published)
+        longest = max(length for length, _ in heads)
         if longest > _MESSAGE_LIMIT:
-            rank = lengths.index(longest)
+            rank = next(rank for rank, (length, _) in enumerate(heads) if length == longest)
             raise CollectiveMismatch(f"rank {rank} announced a message of {longest} bytes")
         for start in range(_CHUNK, longest, _CHUNK):
-            _, more = self._round(len(text), text[start : start + _CHUNK], start)
-            texts = [a + b for a, b in zip(texts, more, strict=True)]
-        return texts
+            _, more = self._round(message, len(payload), start)
+            parts = [a + b for a, b in zip(parts, more, strict=True)]
+        ends = [length - behind for length, behind in heads]
+        return (
+            [part[:end] for part, end in zip(parts, ends, strict=True)],
+            [part[end:] for part, end in zip(parts, ends, strict=True)],
+        )
 
-    def _round(self, length: int, chunk: bytes, start: int = 0) -> tuple[list[int], list[bytes]]:
-        """One round: publish a chunk, then read everybody's, and how long each text is in all.
+    def _round(
+        self, message: bytes, payload: int, start: int, *, published: bool = False
+    ) -> tuple[list[tuple[int, int]], list[bytes]]:
+        """One round: publish a chunk, then read everybody's, and how long each message is in all,
+        and the payload at its end.
 
-        `start` is where in the texts the chunks begin. The chunk is written before the word, by the
-        same core in the same order; a reader loads the word before the chunk. So whoever sees the
-        round sees its chunk.
+        `start` is where in the messages the chunks begin. The chunk is written before the word, by
+        the same core in the same order; a reader loads the word before the chunk. So whoever sees
+        the round sees its chunk.
         """
         number = self._rounds + 1
         mailbox = _MAIL + (number & 1) * _MAIL_BYTES
-        self._rows.write(mailbox, _MAIL_HEAD.pack(number, length) + chunk)
-        self._rows.publish(_EXCHANGE, 2 * number)
+        if not published:
+            chunk = message[start : start + _CHUNK]
+            self._rows.write(mailbox, _MAIL_HEAD.pack(number, len(message), payload) + chunk)
+            self._rows.publish(_EXCHANGE, 2 * number)
         self._await(_EXCHANGE, 2 * number)
         self._rounds = number
         word, first = mailbox // _WORD_BYTES, mailbox + _MAIL_HEAD.size
-        lengths, chunks = [], []
+        heads, chunks = [], []
         for words, row in self._mailboxes:
             if words[word] != number:
                 raise self._stale(words[word], number)
             whole = words[word + 1]
             left = whole - start
             end = first + left if left < _CHUNK else first + _CHUNK
-            lengths.append(whole)
+            heads.append((whole, words[word + 2]))
             chunks.append(row[first:end].tobytes() if left > 0 else b"")
-        return lengths, chunks
+        return heads, chunks
 
     def _stale(self, found: int, number: int) -> RankFailure:
         """What to raise for a mailbox of another round than the one that was published."""
@@ -208,14 +256,19 @@ class Board:
         """
         self.begin(operation)
         try:
-            self._require_usable()
-            self.operation = operation
+            if self.failure is not None:
+                self._require_usable()
+            if operation != self._operation:
+                self.operation = operation
             number = self._barriers + 1
-            self._rows.publish(_BARRIER, 2 * number)
-            self._await(_BARRIER, 2 * number)
+            if self._page is None:
+                self._rows.publish(_BARRIER, 2 * number)
+                self._await(_BARRIER, 2 * number)
+            elif not self._page.arrive(_BARRIER, 2 * number):
+                self._await(_BARRIER, 2 * number)
             self._barriers = number
         finally:
-            self.end()
+            self._lock.release()
 
     def meet(self, operation: str, watch: Callable[[], None]) -> None:
         """A barrier of ranks that may not all have this board: `watch()` raises where one has not.
@@ -277,9 +330,12 @@ class Board:
 
         An exception that leaves it from now on fails the board. Raises RankFailure when it has.
         """
-        if self._call is not this_thread.call:
-            self.begin(operation)
-            self.end()
+        call = this_thread.call
+        if call is not self._call:
+            if not self._lock.acquire(blocking=False):
+                raise self._second_thread(operation)
+            self._enter(call, operation)
+            self._lock.release()
         if self.failure is not None:
             self._require_usable()
 
@@ -497,7 +553,9 @@ class Board:
             os.sched_yield()
 
     def _await_late(self, word: int, target: int, late: list[int]) -> None:
-        words = self._words
+        words, policy = self._words, self.policy
+        if self._page is not None:  # compiled code has looked in vain
+            policy = replace(policy, spins=0)
 
         def arrived() -> bool:
             while late and words[late[-1]][word] >= target:
@@ -516,7 +574,7 @@ class Board:
         def wait() -> None:
             wait_until(
                 self._arrivals.polling(arrived),
-                policy=self.policy,
+                policy=policy,
                 missing=missing,
                 peer_error=peer_error,
                 doing=lambda: self.names.where(f", #{target // 2}"),

@@ -32,7 +32,7 @@ class Rows:
 
     def __init__(self, memory: mmap.mmap, *, rank: int, size: int, row_bytes: int) -> None:
         self.rank = rank
-        whole = memoryview(memory)
+        self.memory = whole = memoryview(memory)
         self.bytes = [whole[r * row_bytes : (r + 1) * row_bytes] for r in range(size)]
         self.words: list[memoryview[int]] = [row.cast("Q") for row in self.bytes]
 

@@ -1,0 +1,224 @@
+/* Rounds and barriers of a board, each in one call: write, publish, and look for the peers.
+ *
+ * Rows, words and mailboxes are as board.py has them. Built when the package is installed where there is
+ * a C compiler; without it board.py does the same, word by word. What is rare stays there: a call here
+ * looks for peers for a while, and where one is late, or something is wrong, it says so, and board.py
+ * waits, or raises. So no signal has to be looked at here, and no deadline.
+ *
+ * Invariant: whoever loads a word, which was released, sees what its rank wrote before it. A rank comes
+ * out when it has seen every peer arrive and then, looking once more, that none has taken it back; with
+ * one peer there is nothing that a second look could find. See arrivals.py.
+ */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <sched.h>
+#include <stdint.h>
+#include <string.h>
+
+enum { WORD = 8, HEAD = 3 * WORD, LOOKS_WITH_LOCK = 200, YIELDS = 100 };
+
+typedef struct {
+    PyObject_HEAD
+    Py_buffer memory;
+    Py_ssize_t rank, size, row_bytes, mailbox, mailbox_bytes, looks;
+} Page;
+
+static void pause_core(void) {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ __volatile__("yield");
+#endif
+}
+
+static char *row_of(const Page *page, Py_ssize_t rank) {
+    return (char *)page->memory.buf + rank * page->row_bytes;
+}
+
+static void publish(const Page *page, Py_ssize_t word, uint64_t value) {
+    __atomic_store_n((uint64_t *)row_of(page, page->rank) + word, value, __ATOMIC_RELEASE);
+}
+
+/* Whether all ranks' words have that value, of which the first `*come` were seen to. */
+static int all_come(const Page *page, Py_ssize_t word, uint64_t value, Py_ssize_t *come) {
+    for (; *come < page->size; ++*come) {
+        uint64_t *own = (uint64_t *)row_of(page, *come) + word;
+        if (__atomic_load_n(own, __ATOMIC_ACQUIRE) < value)
+            return 0;
+    }
+    return 1;
+}
+
+static int look(const Page *page, Py_ssize_t word, uint64_t value, Py_ssize_t *come, Py_ssize_t looks) {
+    for (Py_ssize_t i = 0; i < looks; i++) {
+        if (all_come(page, word, value, come))
+            return 1;
+        pause_core();
+    }
+    return 0;
+}
+
+static int look_and_yield(const Page *page, Py_ssize_t word, uint64_t value, Py_ssize_t *come) {
+    int done = look(page, word, value, come, page->looks);
+    for (int i = 0; !done && i < YIELDS; i++) {
+        sched_yield();
+        done = all_come(page, word, value, come);
+    }
+    return done;
+}
+
+/* Whether all come out. Other threads of Python run meanwhile, unless it is over at once. */
+static int await_all(const Page *page, Py_ssize_t word, uint64_t value) {
+    Py_ssize_t come = 0;
+    int done = look(page, word, value, &come, LOOKS_WITH_LOCK);
+    if (!done) {
+        Py_BEGIN_ALLOW_THREADS
+        done = look_and_yield(page, word, value, &come);
+        Py_END_ALLOW_THREADS
+    }
+    if (done && page->size > 2) {
+        __atomic_thread_fence(__ATOMIC_SEQ_CST);
+        come = 0;
+        done = all_come(page, word, value, &come);
+    }
+    return done;
+}
+
+/* The bytes of all ranks' mailboxes: (texts, payloads). None where one is of another round, or its text
+ * goes on in the next: board.py sees to that. */
+static PyObject *read_all(const Page *page, Py_ssize_t mailbox, uint64_t number) {
+    PyObject *texts = PyList_New(page->size), *payloads = PyList_New(page->size);
+    int found = texts != NULL && payloads != NULL;
+    for (Py_ssize_t rank = 0; found && rank < page->size; rank++) {
+        const char *mail = row_of(page, rank) + mailbox;
+        uint64_t head[3]; /* round, bytes in all, of which at the end are the payload's */
+        memcpy(head, mail, sizeof head);
+        if (head[0] != number || head[1] > (uint64_t)(page->mailbox_bytes - HEAD) || head[2] > head[1]) {
+            Py_DECREF(texts);
+            Py_DECREF(payloads);
+            Py_RETURN_NONE;
+        }
+        Py_ssize_t payload = (Py_ssize_t)head[2], text = (Py_ssize_t)head[1] - payload;
+        PyObject *one = PyBytes_FromStringAndSize(mail + HEAD, text);
+        PyObject *other = PyBytes_FromStringAndSize(mail + HEAD + text, payload);
+        found = one != NULL && other != NULL;
+        PyList_SET_ITEM(texts, rank, one);
+        PyList_SET_ITEM(payloads, rank, other);
+    }
+    if (!found) {
+        Py_XDECREF(texts);
+        Py_XDECREF(payloads);
+        return NULL;
+    }
+    return Py_BuildValue("(NN)", texts, payloads);
+}
+
+/* exchange(word, value, number, text, payload): round `number` of texts that a mailbox holds. */
+static PyObject *exchange(Page *page, PyObject *const *given, Py_ssize_t count) {
+    if (count != 5 || !PyBytes_Check(given[3]) || !PyBytes_Check(given[4])) {
+        PyErr_SetString(PyExc_TypeError, "exchange(word, value, number, text, payload)");
+        return NULL;
+    }
+    Py_ssize_t word = PyLong_AsSsize_t(given[0]);
+    uint64_t value = PyLong_AsUnsignedLongLong(given[1]), number = PyLong_AsUnsignedLongLong(given[2]);
+    if (PyErr_Occurred())
+        return NULL;
+    Py_ssize_t text = PyBytes_GET_SIZE(given[3]), payload = PyBytes_GET_SIZE(given[4]);
+    Py_ssize_t mailbox = page->mailbox + (number & 1) * page->mailbox_bytes;
+    if (word < 0 || word >= page->mailbox / WORD || text + payload > page->mailbox_bytes - HEAD) {
+        PyErr_SetString(PyExc_ValueError, "no such word, or a text that no mailbox holds");
+        return NULL;
+    }
+    char *mail = row_of(page, page->rank) + mailbox;
+    uint64_t head[3] = {number, (uint64_t)(text + payload), (uint64_t)payload};
+    memcpy(mail, head, sizeof head);
+    memcpy(mail + HEAD, PyBytes_AS_STRING(given[3]), (size_t)text);
+    memcpy(mail + HEAD + text, PyBytes_AS_STRING(given[4]), (size_t)payload);
+    publish(page, word, value);
+    if (!await_all(page, word, value))
+        Py_RETURN_NONE;
+    return read_all(page, mailbox, number);
+}
+
+/* arrive(word, value): set the own word, and whether all peers' have that value. */
+static PyObject *arrive(Page *page, PyObject *const *given, Py_ssize_t count) {
+    if (count != 2) {
+        PyErr_SetString(PyExc_TypeError, "arrive(word, value)");
+        return NULL;
+    }
+    Py_ssize_t word = PyLong_AsSsize_t(given[0]);
+    uint64_t value = PyLong_AsUnsignedLongLong(given[1]);
+    if (PyErr_Occurred())
+        return NULL;
+    if (word < 0 || word >= page->mailbox / WORD) {
+        PyErr_SetString(PyExc_ValueError, "no such word");
+        return NULL;
+    }
+    publish(page, word, value);
+    return PyBool_FromLong(await_all(page, word, value));
+}
+
+/* Page(memory, rank, size, row_bytes, mailbox, mailbox_bytes, looks) */
+static PyObject *make(PyTypeObject *type, PyObject *arguments, PyObject *named) {
+    Page *page = (Page *)type->tp_alloc(type, 0);
+    if (page == NULL)
+        return NULL;
+    if ((named != NULL && PyDict_GET_SIZE(named)) ||
+        !PyArg_ParseTuple(arguments, "w*nnnnnn", &page->memory, &page->rank, &page->size,
+                          &page->row_bytes, &page->mailbox, &page->mailbox_bytes, &page->looks)) {
+        if (!PyErr_Occurred())
+            PyErr_SetString(PyExc_TypeError, "a page takes no names");
+        Py_DECREF(page);
+        return NULL;
+    }
+    if (page->rank < 0 || page->rank >= page->size || page->mailbox < WORD ||
+        page->mailbox_bytes < HEAD || page->row_bytes < page->mailbox ||
+        (page->row_bytes - page->mailbox) / 2 < page->mailbox_bytes ||
+        page->memory.len / page->size < page->row_bytes || page->row_bytes % WORD ||
+        page->mailbox % WORD || (uintptr_t)page->memory.buf % WORD) {
+        PyErr_SetString(PyExc_ValueError, "no such rows or mailboxes");
+        Py_DECREF(page);
+        return NULL;
+    }
+    return (PyObject *)page;
+}
+
+static void drop(Page *page) {
+    PyTypeObject *type = Py_TYPE(page);
+    if (page->memory.obj != NULL)
+        PyBuffer_Release(&page->memory);
+    type->tp_free(page);
+    Py_DECREF(type);
+}
+
+static PyMethodDef methods[] = {
+    {"exchange", (PyCFunction)(void (*)(void))exchange, METH_FASTCALL,
+     "All ranks' texts and payloads in a round; None if board.py has to see to the rest."},
+    {"arrive", (PyCFunction)(void (*)(void))arrive, METH_FASTCALL,
+     "Set the own word; whether all peers were seen to arrive."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot slots[] = {
+    {Py_tp_doc, "The rows that all ranks of a host see, for one of them."},
+    {Py_tp_new, make},
+    {Py_tp_dealloc, drop},
+    {Py_tp_methods, methods},
+    {0, NULL},
+};
+
+static PyType_Spec page_type = {"shardmath.symmetric._board.Page", sizeof(Page), 0, Py_TPFLAGS_DEFAULT,
+                                slots};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "_board", "Rounds of a board, compiled.", 0, NULL, NULL, NULL, NULL, NULL,
+};
+
+PyMODINIT_FUNC PyInit__board(void) {
+    PyObject *module = PyModule_Create(&definition), *type = PyType_FromSpec(&page_type);
+    if (module == NULL || type == NULL || PyModule_AddObjectRef(module, "Page", type) < 0)
+        Py_CLEAR(module);
+    Py_XDECREF(type);
+    return module;
+}

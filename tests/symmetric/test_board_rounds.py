@@ -1,0 +1,141 @@
+"""Rounds of a board, by Python and by the compiled module: the same table, ranks as threads."""
+
+from __future__ import annotations
+
+import mmap
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from built import module_from_c
+from shardmath.errors import RankFailure
+from shardmath.symmetric import board
+from shardmath.symmetric.board import ROW_BYTES, Board, board_bytes
+from shardmath.symmetric.rows import Rows
+from shardmath.symmetric.waiting import WaitPolicy
+
+CHUNK = board._CHUNK
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    return module_from_c(board, "board.c", "_board", tmp_path_factory.mktemp("board"))
+
+
+@pytest.fixture(params=["python", "compiled"])
+def way(request, monkeypatch):
+    """How rounds are done: the boards of the test get this."""
+    found = None if request.param == "python" else request.getfixturevalue("compiled")
+    monkeypatch.setattr(board, "extension", lambda _: found)
+    return found
+
+
+def boards(size, spins=200):
+    memory = mmap.mmap(-1, board_bytes(size))
+    return [board_of(memory, rank, size, spins) for rank in range(size)]
+
+
+def board_of(memory, rank, size, spins=200):
+    return Board(
+        Rows(memory, rank=rank, size=size, row_bytes=ROW_BYTES),
+        rank=rank,
+        size=size,
+        watch=None,
+        watch_ranks=range(size),
+        names=[f"thread {each}" for each in range(size)],
+        policy=WaitPolicy(60, 60, spins),
+    )
+
+
+# Bytes of each rank's text, and of its payload.
+LENGTHS = [
+    ((0, 0), (0, 0), (0, 0)),
+    ((1, 0), (1, 0), (1, 0)),
+    ((7, 0), (0, 9), (4000, 3)),
+    ((CHUNK - 1, 0), (CHUNK, 0), (CHUNK + 1, 0)),
+    ((CHUNK - 5, 5), (CHUNK - 5, 6), (0, CHUNK)),
+    ((3, 0), (2 * CHUNK, CHUNK), (2 * CHUNK + 9, 1)),
+    ((16, 1024), (16, 1024), (16, 1024)),
+]
+
+
+def text(rank, number, length):
+    return bytes((rank * 7 + number + i) % 251 for i in range(length))
+
+
+@pytest.mark.parametrize("spins", [0, 1, 200])
+@pytest.mark.parametrize("size", [2, 3])
+def test_all_get_all_texts_and_payloads(way, size, spins):
+    """Short and long, again and again; with no spins each rank finds the others late."""
+
+    def program(own):
+        found = []
+        for number, lengths in enumerate(LENGTHS):
+            head, payload = (text(own.rank, number, length) for length in lengths[own.rank])
+            found.append(own.exchange_raw("table", head, payload))
+            own.barrier()
+        return found
+
+    with ThreadPoolExecutor(size) as pool:
+        results = list(pool.map(program, boards(size, spins)))
+    want = [
+        tuple([text(rank, number, lengths[rank][part]) for rank in range(size)] for part in (0, 1))
+        for number, lengths in enumerate(LENGTHS)
+    ]
+    assert results == [want] * size
+
+
+def test_a_rank_that_has_taken_its_arrival_back_has_not_come(way):
+    """Of three, one gives up the barrier when another has seen it: nobody comes out."""
+    one, other, third = boards(3, spins=0)
+    for each in (other, third):
+        each._rows.publish(board._BARRIER, 2)
+    third.fail("its time has passed")
+    with pytest.raises(RankFailure, match=r"rank 2 .* gave up: its time has passed"):
+        one.barrier()
+
+
+def test_both_ways_meet(compiled, monkeypatch):
+    """A rank where nothing was compiled agrees with one where it was."""
+    memory, pair = mmap.mmap(-1, board_bytes(2)), []
+    for rank, found in enumerate((compiled, None)):
+        monkeypatch.setattr(board, "extension", lambda _, found=found: found)
+        pair.append(board_of(memory, rank, 2))
+
+    def program(own):
+        return [own.exchange_raw("x", text(own.rank, number, 9))[0] for number in range(50)]
+
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(program, pair))
+    assert results == [[[text(r, number, 9) for r in range(2)] for number in range(50)]] * 2
+
+
+def test_a_mailbox_of_another_round_is_refused(way):
+    one, other = boards(2)
+    mailbox = board._MAIL + board._MAIL_BYTES  # of round 1
+    other._rows.write(mailbox, board._MAIL_HEAD.pack(3, 5, 0) + b"wrong")
+    other._rows.publish(board._EXCHANGE, 2)
+    with pytest.raises(RankFailure, match="published round 1 with the message of round 3"):
+        one.exchange_raw("x", b"text")
+    assert one.failure
+
+
+def test_bounds_are_checked(compiled):
+    memory = bytearray(2 * 128)
+    good = [memory, 0, 2, 128, 16, 48, 0]
+    for index, wrong in ((1, 2), (1, -1), (2, 0), (2, 3), (3, 256), (3, 64), (4, 12), (5, 64)):
+        with pytest.raises(ValueError, match="no such rows"):
+            compiled.Page(*good[:index], wrong, *good[index + 1 :])
+    page = compiled.Page(*good)
+    assert page.exchange(0, 2, 1, b"abc", b"de") is None
+    assert memory[:8] == (2).to_bytes(8, "little") and memory[64 + 24 : 64 + 29] == b"abcde"
+    assert page.arrive(1, 6) is False
+    assert memory[8:16] == (6).to_bytes(8, "little")
+    for wrong in ((2, 2, 1, b"", b""), (-1, 2, 1, b"", b""), (0, 2, 1, bytes(20), bytes(5))):
+        with pytest.raises(ValueError, match="no such word"):
+            page.exchange(*wrong)
+    with pytest.raises(ValueError, match="no such word"):
+        page.arrive(2, 2)
+    for wrong in ((), (0, 2, 1, "text", b""), (0, 2, 1, b"")):
+        with pytest.raises(TypeError, match="exchange"):
+            page.exchange(*wrong)
