@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import itertools
 import re
-import subprocess
-import sys
 import textwrap
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import configuration
 import pytest
+from prepared import ROOT, Prepared
 
-ROOT = Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # Other examples run on 1, 3 and 4 ranks; the demo runs the first two on 4.
 SIZES = {"digits": [1, 3], "photograph": [1, 3], "notebook": [1]}
@@ -29,7 +28,6 @@ EXAMPLES = [
 ]
 FENCE = re.compile(r"^( *)```(\w*)([^\n]*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 TIME = re.compile(r"\b\d+(\.\d+)? (ms|us|s)\b")
-LAUNCHER = [sys.executable, str(Path(__file__).with_name("preloaded.py"))]
 
 
 @dataclass(frozen=True)
@@ -64,10 +62,11 @@ def programs() -> list[tuple[Block, Block | None]]:
     return found
 
 
-def output(command: list[str]) -> list[str]:
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    return stable(done.stdout)
+@pytest.fixture(scope="module")
+def prepared() -> Iterator[Prepared]:
+    made = Prepared()
+    yield made
+    made.close()
 
 
 def stable(text: str) -> list[str]:
@@ -76,18 +75,20 @@ def stable(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("block", "printed"), programs(), ids=str)
-def test_blocks_run(block: Block, printed: Block | None, tmp_path: Path) -> None:
+def test_blocks_run(
+    prepared: Prepared, block: Block, printed: Block | None, tmp_path: Path
+) -> None:
     path = tmp_path / "block.py"
     path.write_text(block.text)
     ranks = re.fullmatch(r"n=(\d+)", block.note)
     assert ranks or not block.note
     many = ranks is not None and ranks[1] != "1"
-    lines = output([*LAUNCHER, "-n", ranks[1], str(path)] if many else [sys.executable, str(path)])
+    lines = stable(prepared.run(path, int(ranks[1]) if many else None))
     if printed is not None:
         assert sorted(lines) == sorted(stable(printed.text))
 
 
-def test_the_readme_shows_the_demo() -> None:
+def test_the_readme_shows_the_demo(prepared: Prepared) -> None:
     (console,) = [block for block in blocks(ROOT / "README.md") if block.language == "console"]
     demo, test = console.text.split("$ make ")[1:]
     assert test == "test\n"
@@ -96,15 +97,14 @@ def test_the_readme_shows_the_demo() -> None:
     parts = ["examples/digits.py", "examples/photograph.py"]
     steps = re.findall(r"-m shardmath run -n 4 (\S+)", (ROOT / "Makefile").read_text())
     assert steps == parts
-    found = [output([*LAUNCHER, "-n", "4", part]) for part in parts]
+    found = [stable(prepared.run(part, 4)) for part in parts]
     assert list(itertools.chain(*found)) == stable(printed)
 
 
 @pytest.mark.parametrize(("example", "size"), EXAMPLES, ids=lambda x: getattr(x, "stem", str(x)))
-def test_examples_run(example: Path, size: int) -> None:
+def test_examples_run(prepared: Prepared, example: Path, size: int) -> None:
     """They check their results themselves."""
-    start = [*LAUNCHER, "-n", str(size)] if size > 1 else [sys.executable]
-    assert output([*start, str(example)])
+    assert stable(prepared.run(example, size if size > 1 else None))
 
 
 def test_links_lead_somewhere() -> None:
