@@ -16,10 +16,10 @@ from arrangements import distributions
 from shardmath.geometry import BlockCyclic, Layout, ProcessGrid, Replicated, Slab, decode
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.machine import CORES, H200, H200_MULTI_HOST
-from shardmath.operators.matmul import panels
-from shardmath.operators.matmul.panels import Source, intervals
 from shardmath.operators.matmul.problem import Problem
 from shardmath.operators.matmul.strategy import candidates, choose
+from shardmath.program import panels
+from shardmath.program.panels import Source, intervals
 from shardmath.redistribution import TransferPlan, copy_moves
 
 X, Y, R = Slab.X, Slab.Y, Replicated()

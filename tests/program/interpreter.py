@@ -9,25 +9,47 @@ from __future__ import annotations
 
 import numpy as np
 
+from shardmath.arrays.dtypes import to_numpy
 from shardmath.geometry import moves, shared_part
-from shardmath.program.steps import Combine, Get, Move, Multiply, Pack, Synchronise, Unpack
+from shardmath.local import epilog, float8
+from shardmath.program.steps import (
+    Axpby,
+    Combine,
+    Convert,
+    Dequantize,
+    Finish,
+    Get,
+    Largest,
+    Move,
+    Multiply,
+    Pack,
+    Quantize,
+    SumLines,
+    Synchronise,
+    Unpack,
+)
 from shardmath.redistribution import StridedCopy, Window
 from shardmath.redistribution.host import copy_moves, perform
 
 __all__ = ["interpret"]
 
 
-def interpret(programs, arrays, order):
+def interpret(programs, arrays, order, numbers=None):
     """The results of all ranks, by rank and name.
 
     `programs` are all ranks', `arrays` their operands by name; `order` is a permutation of the
-    ranks, in which they run between synchronisations.
+    ranks, in which they run between synchronisations. `numbers` are those of the call.
     """
-    buffers = [dict(own) for own in arrays]
+    buffers = [Buffers(own, numbers=numbers) for own in arrays]
     for rank, program in enumerate(programs):
+        own = buffers[rank]
+        for name in {*program.transposed} & {*own}:
+            own[name] = own[name].T
         for name, array in {**program.workspace, **program.results}.items():
-            stale = np.full(array.layout.local_shape(rank), 77, array.dtype, array.order)
-            buffers[rank][name] = stale
+            shape, dtype = array.local_shape(rank), to_numpy(array.dtype)
+            own[name] = np.full(shape, 77, dtype, array.order)
+        for name, scratch in program.scratch.items():
+            own[name] = np.full(own[scratch.like].shape, 77, to_numpy(scratch.dtype))
     phases = [split_phases(program.steps) for program in programs]
     assert len({len(each) for each in phases}) == 1, "all ranks synchronise alike"
     for together in zip(*phases, strict=True):
@@ -38,6 +60,14 @@ def interpret(programs, arrays, order):
         {name: buffers[rank][name] for name in program.results}
         for rank, program in enumerate(programs)
     ]
+
+
+class Buffers(dict):
+    """One rank's arrays by name, and the numbers of the call."""
+
+    def __init__(self, arrays, numbers):
+        super().__init__(arrays)
+        self.numbers = numbers
 
 
 def split_phases(steps):
@@ -58,15 +88,75 @@ def move(step, rank, buffers):
 
 def multiply(step, rank, buffers):
     own = buffers[rank]
-    own[step.target][...] = own[step.left] @ own[step.right]
+    factors = (own[name] for name in (step.left, step.right))
+    left, right = (x.conj() if c else x for x, c in zip(factors, step.conjugate, strict=True))
+    dtype = own[step.target].dtype
+    own[step.target][...] = 0
+    if own[step.target].size and left.size:
+        own[step.target][...] = left.astype(dtype) @ right.astype(dtype)
 
 
 def combine(step, rank, buffers):
-    target = buffers[rank][step.target]
-    target[...] = 0
-    for src in range(len(buffers)):
+    target, dtype = buffers[rank][step.target], buffers[rank][step.source].dtype
+    weight = buffers[rank].numbers[step.weight] if step.weight else 1
+    if weight == 0:
+        return
+    total = target.astype(dtype) if step.weight else np.zeros(target.shape, dtype)
+    for src in step.sources(rank):
+        part = np.zeros(target.shape, dtype)
         found = shared_part(step.held, step.needed, src=src, dst=rank)
-        copy_moves(found, lambda r: buffers[r][step.source], target, add=True)
+        copy_moves(found, lambda r: buffers[r][step.source], part)
+        total = np.maximum(total, part) if step.largest else total + dtype.type(weight) * part
+    target[...] = total
+
+
+def axpby(step, rank, buffers):
+    own, target = buffers[rank], buffers[rank][step.target]
+    target[...] = target * target.dtype.type(own.numbers[step.alpha])
+    if step.addend and own.numbers[step.beta] != 0:
+        beta = target.dtype.type(own.numbers[step.beta])
+        target[...] = target + beta * own[step.addend].astype(target.dtype)
+
+
+def finish(step, rank, buffers):
+    own = buffers[rank]
+    inputs, outputs = {n: own[n] for n in step.inputs}, {n: own[b] for n, b in step.outputs}
+    d, made = epilog.apply(step.epilog, own[step.source].copy(), inputs, dtype=step.extras)
+    own[step.target][...] = d
+    for name, output in outputs.items():
+        output[...] = made[name]
+
+
+def sum_lines(step, rank, buffers):
+    source, target = buffers[rank][step.source], buffers[rank][step.target]
+    source = source.conj() if step.conjugate else source
+    target[...] = source.astype(target.dtype).sum(axis=0 if step.columns else 1)
+
+
+def convert(step, rank, buffers):
+    buffers[rank][step.target][...] = buffers[rank][step.source]
+
+
+def number_or_array(name, own, shape):
+    number = own.numbers.get(name)
+    return own[name].reshape(shape) if number is None else np.full(shape, number, "f4")
+
+
+def dequantize(step, rank, buffers):
+    own, source = buffers[rank], buffers[rank][step.source]
+    scales = number_or_array(step.scale, own, step.blocks.shape(*source.shape))
+    for (i, j), element in np.ndenumerate(source):
+        row, column = i // (step.blocks.rows or 1 << 30), j // (step.blocks.columns or 1 << 30)
+        own[step.target][i, j] = np.float32(element) * scales[row, column]
+
+
+def quantize(step, rank, buffers):
+    own = buffers[rank]
+    float8.quantize(own[step.source], own.numbers[step.scale], own[step.target])
+
+
+def largest(step, rank, buffers):
+    buffers[rank][step.target][...] = np.abs(buffers[rank][step.source]).max(initial=0)
 
 
 def pack(step, rank, buffers):
@@ -115,4 +205,11 @@ PERFORM = {
     Pack: pack,
     Get: get,
     Unpack: unpack,
+    Axpby: axpby,
+    Finish: finish,
+    SumLines: sum_lines,
+    Convert: convert,
+    Dequantize: dequantize,
+    Quantize: quantize,
+    Largest: largest,
 }

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from arrangements import part_of
 from copying import copy_boxes
 from shardmath.geometry import BlockCyclic, Layout, ProcessGrid, Replicated, Slab, decode
-from shardmath.operators.matmul.panels import clip
+from shardmath.program.panels import clip
 from shardmath.redistribution import TransferPlan, lowered
 from shardmath.redistribution.delivery import Delivery
 from shardmath.redistribution.parcels import Outbox, fetches, room_for

@@ -27,6 +27,7 @@ from shardmath.lru_cache import LRUCache
 from shardmath.machine import Machine
 from shardmath.operators.lifecycle import check_stream, log_plan, options_of
 from shardmath.program.cores import Cores
+from shardmath.program.numbers import PLAIN, Number, number
 from shardmath.program.performing import Arguments, Known, Names, Performer, Plan, Turn
 from shardmath.program.steps import Program
 from shardmath.symmetric.fingerprint import fingerprint
@@ -133,23 +134,31 @@ class Driver:
             key = found = None
         if found is not None:
             return found
+        numbers = dict(zip(self.operation.names.numbers, self._numbers(arguments), strict=True))
         own = spec(arguments)
         arrays, expected = self.performer.read(arguments), self._expected.find(own.digest)
         if key is None:
-            return Known(own, arrays, False, expected)
-        known = Known(own, self.performer.without_memory(arrays), True, expected)
+            return Known(own, arrays, False, expected, numbers)
+        known = Known(own, self.performer.without_memory(arrays), True, expected, numbers)
         return self._known.keep(key, known)
+
+    def _numbers(self, arguments: Arguments) -> tuple[Number, ...]:
+        """The numbers of a call. Raises ValueError for what is none."""
+        pairs = zip(self.operation.names.numbers, arguments.numbers, strict=True)
+        return tuple([x if type(x) in PLAIN else number(name, x) for name, x in pairs])
 
     def _key(self, arguments: Arguments) -> Hashable | None:
         """None for a call of which the arrays take a closer look."""
-        operands, results, words, options, _ = arguments
+        operands, results, words, options, _, numbers = arguments
         for x in results:
             if x is not None and not library_of(x).is_writable(x):
                 return None
+        if numbers:
+            numbers = self._numbers(arguments)
         alike = fingerprint(self.context, *operands, *results)
         if options is not None:
             options = options_of(self.operation.options, options)
-        return None if alike is None else (alike, words, options)
+        return None if alike is None else (alike, words, options, numbers)
 
     def spec(self, arguments: Arguments) -> HashedSpec:
         """What this rank's arguments are, for all ranks to compare. Local."""

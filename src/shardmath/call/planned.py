@@ -17,7 +17,7 @@ from shardmath.collective_call import collective_call
 from shardmath.context import require_context
 from shardmath.operators.lifecycle import Lifecycle, check_stream
 from shardmath.program.performing import Arguments, Known, Plan, Turn
-from shardmath.program.steps import SplitArray
+from shardmath.program.steps import LocalArray, SplitArray
 from shardmath.untraced import untraced_methods
 
 __all__ = ["Planned", "misfit"]
@@ -143,7 +143,9 @@ class Planned(Lifecycle):
         self._driver.performer.release()
 
 
-def misfit(name: str, spec: ArraySpec, like: ArraySpec, result: SplitArray, rank: int) -> str:
+def misfit(
+    name: str, spec: ArraySpec, like: ArraySpec, result: SplitArray | LocalArray, rank: int
+) -> str:
     """What is wrong with an array given for a result on `rank`, in words; "" if nothing.
 
     Results are of the library and in the memory of the operand, whose spec is `like`.
@@ -152,7 +154,7 @@ def misfit(name: str, spec: ArraySpec, like: ArraySpec, result: SplitArray, rank
         "library": like.library,
         "memory space": like.space,
         "dtype": result.dtype,
-        "shape": result.layout.local_shape(rank),
+        "shape": result.local_shape(rank),
     }
     for what, other in expected.items():
         one = _fact(spec, what)

@@ -182,13 +182,14 @@ def apply(
     *,
     dtype: Any,
     out: HostArray | None = None,
-) -> tuple[HostArray, dict[str, HostArray]]:
+    outputs: Mapping[str, HostArray] | None = None,
+) -> tuple[HostArray, Mapping[str, HostArray]]:
     """Return (D, outputs by name) of the local sums `acc` (m, n); inputs as `requirements` says.
 
     `dtype` is D's. D is `out` where given, which may be `acc` itself; otherwise it is new, in the
-    order of `acc`. A row sum of D covers this rank's columns only and stays in the type of `acc`,
-    for ranks to add before rounding. BGRADA and BGRADB do not concern D: see `row_sums` and
-    `column_sums`.
+    order of `acc`. So are `outputs`. A row sum of D covers this rank's columns only and stays in
+    the type of `acc`, for ranks to add before rounding. BGRADA and BGRADB do not concern D: see
+    `row_sums` and `column_sums`.
     """
     m, n = acc.shape
     made = requirements(epilog, m, n, dtype)
@@ -198,12 +199,14 @@ def apply(
         if out is not acc:
             out[...] = acc
         return out, {}
-    aux: dict[str, HostArray] = {
-        extra.name: np.zeros(extra.shape, acc.dtype)
+    aux = outputs or {
+        extra.name: np.empty(extra.shape, acc.dtype)
         if extra.name == epilog.makes_bgrad
-        else np.zeros(extra.shape, dtypes.to_numpy(extra.dtype), "F")
+        else np.empty(extra.shape, dtypes.to_numpy(extra.dtype), "F")
         for extra in made.outputs
     }
+    for output in aux.values():
+        output[...] = 0
     bias = inputs["bias"].reshape(m, 1) if epilog.has_bias else None
     for tile in _tiles(m, n):
         x = acc[tile].copy(order="K")

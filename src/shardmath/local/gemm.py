@@ -7,7 +7,8 @@ float32, and an element of `out` is rounded once per call.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from shardmath.arrays import dtypes
 from shardmath.arrays.base import HostArray
 from shardmath.geometry.integers import slices
 
-__all__ = ["multiply"]
+__all__ = ["bind", "multiply"]
 
 # Converting an n x n block costs about 1/n of multiplying it: at 2048, 1 to 5 %. Three such blocks
 # of float32 are alive at once, 48 MB.
@@ -44,33 +45,54 @@ def multiply(
     that type. It must not overlap `a` or `b`. k = 0 counts as a product of zeros; integers wrap,
     NaN and infinity spread, as in NumPy. Raises ValueError for extents or types that do not fit.
     """
+    if out is None:
+        shape = (a.shape[0], b.shape[1])
+        out = np.empty(shape, _work_dtype(a.dtype, b.dtype, acc_dtype))
+    bind(a, b, out, accumulate=accumulate, conj_a=conj_a, conj_b=conj_b, acc_dtype=acc_dtype)()
+    return out
+
+
+def bind(
+    a: HostArray,
+    b: HostArray,
+    out: HostArray,
+    *,
+    accumulate: bool = False,
+    conj_a: bool = False,
+    conj_b: bool = False,
+    acc_dtype: Any = None,
+) -> Callable[[], object]:
+    """What sets `out` as `multiply` does, each time that it is called. Raises as that does."""
     work = _work_dtype(a.dtype, b.dtype, acc_dtype)
     shape = (a.shape[0], b.shape[1])
     if a.shape[1] != b.shape[0]:
         raise ValueError(f"a of shape {a.shape} and b of shape {b.shape} do not multiply")
-    if out is None:
-        out = np.empty(shape, work)
     if out.shape != shape:
         raise ValueError(f"out has shape {out.shape}, the product {shape}")
     if out.dtype != work and not _holds(out.dtype, work):
         raise ValueError(f"out of {out.dtype} cannot hold a product of {work}")
     conj_a, conj_b = conj_a and a.dtype.kind == "c", conj_b and b.dtype.kind == "c"
-    if out.size == 0:
-        return out
-    if a.shape[1] == 0:
-        if not accumulate:
-            out[...] = 0
-        return out
+    if out.size == 0 or a.shape[1] == 0:
+        return partial(out.fill, 0) if not accumulate else _nothing
     target = out
     if abs(out.strides[0]) < abs(out.strides[1]):  # BLAS writes rows: columns are those of out.T
         target, a, b, conj_a, conj_b = out.T, b.T, a.T, conj_b, conj_a
     if a.dtype == b.dtype == out.dtype == work and not (conj_a or conj_b):
-        _multiply_plain(a, b, target, accumulate)
-    else:
-        _multiply_converted(
-            a, b, target, work=work, accumulate=accumulate, conj_a=conj_a, conj_b=conj_b
-        )
-    return out
+        if not accumulate:
+            return partial(np.matmul, a, b, target)
+        return partial(_multiply_plain, a, b, target, accumulate)
+    return partial(
+        _multiply_converted,
+        *(a, b, target),
+        work=work,
+        accumulate=accumulate,
+        conj_a=conj_a,
+        conj_b=conj_b,
+    )
+
+
+def _nothing() -> None:
+    """Add a product of nothing."""
 
 
 @lru_cache(maxsize=256)

@@ -9,10 +9,10 @@ out between that exchange and the first byte.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -20,27 +20,26 @@ from shardmath.arrays import Library, dtypes, library_of
 from shardmath.arrays.base import HostArray, share_memory
 from shardmath.call.agreement import Agreement
 from shardmath.context import Context
-from shardmath.geometry.moves import shared_part
-from shardmath.local.gemm import multiply
 from shardmath.lru_cache import LRUCache
 from shardmath.operators.workspace import KEPT_STAGING, Workspace
+from shardmath.program.arithmetic import Binding, Bound, bind_arithmetic, fused, run
+from shardmath.program.numbers import agree_on_numbers, numbers_bytes, pack_numbers
 from shardmath.program.performing import Arguments, Names, Plan, Turn
-from shardmath.program.steps import Combine, Move, Multiply, SplitArray, Synchronise
+from shardmath.program.steps import LocalArray, Move, Program, SplitArray, Synchronise
 from shardmath.redistribution import Exposed, StridedCopy, TransferPlan, Window, window_on
 from shardmath.redistribution.exposure import bind_stage, staged_bytes
-from shardmath.redistribution.host import bind, copy_moves, perform
+from shardmath.redistribution.host import bind, perform
 from shardmath.symmetric.allocation import block_of, empty_on_heap
 from shardmath.symmetric.heap import Block, Buffer
 from shardmath.symmetric.operand import Operand
 
-__all__ = ["Cores", "run"]
+__all__ = ["Cores"]
 
 _KEPT = 128  # calls of which the copies stay bound
+_KEPT_SCRATCH = 256 << 10  # bytes that such a call may hold
 _TAG = 8  # bytes, of a plan
 _UNPREPARED = bytes(_TAG)
 _LENGTH = struct.Struct("<H")
-
-Bound = list[Callable[[], object]]
 
 
 @dataclass(frozen=True)
@@ -56,16 +55,27 @@ class HostArrays:
     held: tuple[HostArray, ...]
 
 
+class _Result(NamedTuple):
+    """A result that is to be made."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    order: Literal["C", "F"]
+    on_heap: bool
+
+
 @dataclass(frozen=True, eq=False)
 class _Prepared:
-    """What is to be done before the ranks agree on `plan`: results to make, copies that stage.
+    """What is to be done before the ranks agree on `plan`: results to make, copies that stage, and
+    the steps before the first synchronisation.
 
     It holds while the workspace's buffers, by name and bytes, are in these blocks.
     """
 
     plan: Plan
     note: bytes
-    makes: tuple[str, ...]
+    makes: tuple[_Result, ...]
     copies: Bound
     memory: tuple[tuple[str, int, Block], ...]
 
@@ -83,6 +93,7 @@ class Cores:
         self._kept = kept
         self.number = 0
         self._workspace = Workspace(context) if kept else Workspace.of(context)
+        self._programs: LRUCache[Plan, Program] = LRUCache(_KEPT)
         self._bound: LRUCache[Any, Bound] = LRUCache(_KEPT)
 
     # -- read --------------------------------------------------------------------------------------
@@ -97,25 +108,32 @@ class Cores:
         """
         context, names = self._context, self._names
         found: dict[str, Operand] = {}
-        hosts: list[HostArray] = []
+        hosts: dict[int, HostArray] = {}  # of the operands, by their identity
         on_heap = True
         for name, x in zip(names.operands, arguments.operands, strict=True):
+            if x is None:
+                continue
             host = library_of(x, name).host_view(x)
             place = block_of(context, x)
-            on_heap = on_heap and place is not None
             if host is not x and host.size:  # a lazily conjugated tensor has its values elsewhere
                 place = block_of(context, host)
+            on_heap = on_heap and (place is not None or name in names.beside)
             found[name] = _operand(host, None if place is None else place[0])
-            hosts.append(host)
+            hosts[id(x)] = host
         for name, x in zip(names.results, arguments.results, strict=True):
             if x is None:
                 continue
-            target = library_of(x, name).host_view(x, writable=True, name=name)
+            own = [n for n, y in zip(names.operands, arguments.operands, strict=True) if y is x]
+            name_given = own[0] if own else name  # an operand that is overwritten
+            target = library_of(x, name).host_view(x, writable=True, name=name_given)
             place = block_of(context, x)
-            if names.separate and any(share_memory(host, target) for host in hosts):
-                raise ValueError(f"{name} overlaps {names.separate}")
+            others = [host for key, host in hosts.items() if not own or key != id(x)]
+            if names.separate and any(share_memory(host, target) for host in others):
+                raise ValueError(f"{name_given} overlaps {names.separate}")
             found[name] = _operand(target, None if place is None else place[0])
-        return HostArrays(library_of(arguments.operands[0]), found, on_heap, tuple(hosts))
+            hosts[id(x)] = target
+        library = library_of(arguments.operands[0])
+        return HostArrays(library, found, on_heap, tuple(hosts.values()))
 
     def without_memory(self, arrays: HostArrays) -> HostArrays:
         """See Performer."""
@@ -126,7 +144,7 @@ class Cores:
     def prepare(self, turn: Turn, plan: Plan | None) -> None:
         """See Performer."""
         if plan is None:
-            turn.note = _UNPREPARED
+            turn.note = pack_numbers(turn.known.numbers) + _UNPREPARED
             return
         prepared = turn.known.prepared
         if (
@@ -141,7 +159,7 @@ class Cores:
             copy()
         turn.note = prepared.note
         if prepared.makes:
-            self._make(turn, plan)
+            self._make(turn, prepared.makes)
 
     def _holds(self, prepared: _Prepared) -> bool:
         """Whether the workspace is where it was."""
@@ -149,20 +167,28 @@ class Cores:
         return all(buffer(name, nbytes).block is block for name, nbytes, block in prepared.memory)
 
     def _prepare(self, turn: Turn, plan: Plan) -> _Prepared:
-        context, program = self._context, plan.program
-        arrays = turn.known.arrays.arrays
-        note, memory = [plan.tag], []
-        copies: Bound = []
-        for name, array in program.workspace.items():
-            own = self._workspace_array(name, array)
+        context, program = self._context, self._fused(plan)
+        arrays = self._operands(turn, program)
+        makes = tuple(
+            self._result(turn, name, result)
+            for name, result in program.results.items()
+            if name not in arrays
+        )
+        note, memory = [pack_numbers(turn.known.numbers), plan.tag], []
+        for name, split in program.workspace.items():
+            own = arrays[name] = self._workspace_array(name, split, arrays)
             assert own.block is not None
             memory.append((self._name(name), own.block.nbytes, own.block))
+        hosts = {name: _array(array) for name, array in arrays.items()}
+        copies: Bound = []
+        for step in program.steps[: _agreed_at(program)]:
+            copies += bind_arithmetic(step, hosts, turn.known.numbers)
         for name, transfers in program.published.items():
-            place = b""
+            place, array = b"", arrays[name]
             if name in program.workspace:
-                place = self._workspace_array(name, program.workspace[name]).exposed.pack()
+                place = array.exposed.pack()
             else:
-                ranges, array = _ranges(transfers, context.rank), arrays[name]
+                ranges = _ranges(transfers, context.rank)
                 if ranges is not None and array.block is not None:
                     context.announce(array.block)
                     place = array.exposed.pack()
@@ -174,8 +200,26 @@ class Cores:
                     place, copies = exposed.pack(), copies + staging
                     memory.append((self._name(name), buffer.block.nbytes, buffer.block))
             note.append(_LENGTH.pack(len(place)) + place)
-        makes = tuple(name for name in self._names.results if name not in arrays)
         return _Prepared(plan, b"".join(note), makes, copies, tuple(memory))
+
+    def _fused(self, plan: Plan) -> Program:
+        """The program of a plan as cores perform it."""
+        return self._programs.made(plan, lambda: fused(plan.program))
+
+    def _operands(self, turn: Turn, program: Program) -> dict[str, Operand]:
+        """Operands, and results that were given, as the steps see them."""
+        arrays: dict[str, Operand] = dict(turn.known.arrays.arrays)
+        for name in program.transposed:
+            if name in arrays:
+                arrays[name] = arrays[name].transposed()
+        return arrays
+
+    def _result(self, turn: Turn, name: str, result: SplitArray | LocalArray) -> _Result:
+        arrays, order = turn.known.arrays, result.order
+        on_heap = arrays.on_heap and isinstance(result, SplitArray)
+        if isinstance(result, SplitArray) and result.like:
+            order = _order_like(result, arrays.arrays)
+        return _Result(name, result.local_shape(self._context.rank), result.dtype, order, on_heap)
 
     def _staging(self, turn: Turn, name: str, nbytes: int) -> Buffer:
         workspace = self._workspace
@@ -187,18 +231,14 @@ class Cores:
         """What a buffer of the program is called in the workspace, which operations share."""
         return f"{self._names.operation}: {name}"
 
-    def _make(self, turn: Turn, plan: Plan) -> None:
+    def _make(self, turn: Turn, results: Sequence[_Result]) -> None:
         """New results for those that were not given."""
-        context, arrays = self._context, turn.known.arrays
-        for name, result in plan.program.results.items():
-            if name in arrays.arrays or name in turn.made:
-                continue
-            shape = result.layout.local_shape(context.rank)
-            if arrays.on_heap:
-                made = empty_on_heap(context, arrays.library, shape, result.dtype, result.order)
+        library = turn.known.arrays.library
+        for name, shape, dtype, order, on_heap in results:
+            if on_heap:
+                turn.made[name] = empty_on_heap(self._context, library, shape, dtype, order)
             else:
-                made = arrays.library.empty(shape, result.dtype, result.order)
-            turn.made[name] = made
+                turn.made[name] = library.empty(shape, dtype, order)
 
     # -- perform -----------------------------------------------------------------------------------
 
@@ -209,9 +249,11 @@ class Cores:
         key = known.prepared, agreement, places
         steps = self._bound.find(key)
         if steps is None:
-            notes = self._complete(turn, agreement.notes, plan)
-            steps = self._bind(turn, plan, notes)
-            if notes is agreement.notes and known.lasting and turn.held is None:
+            told, equal = agreement.notes, plan.program.equal
+            agree_on_numbers(self._context.board, self._names.numbers, equal, told)
+            notes = self._complete(turn, told, plan)
+            steps, lasting = self._bind(turn, plan, notes)
+            if notes is told and known.lasting and lasting and turn.held is None:
                 self._bound.keep(key, steps)
         with self._context.board.guard(self._names.operation):
             run(steps)
@@ -226,7 +268,8 @@ class Cores:
 
         They tell each other once more where some have not.
         """
-        if all(note.startswith(plan.tag) for note in notes):
+        start = numbers_bytes(self._names.numbers)
+        if all(note.startswith(plan.tag, start) for note in notes):
             return notes
 
         def prepare() -> bytes:
@@ -236,31 +279,39 @@ class Cores:
 
         return self._context.gather(f"{self._names.operation}, memory", prepare)
 
-    def _bind(self, turn: Turn, plan: Plan, notes: Sequence[bytes]) -> Bound:
-        """What performs the program, each time that it is run between the same arrays."""
-        context, program = self._context, plan.program
-        arrays = dict(turn.known.arrays.arrays)
+    def _bind(self, turn: Turn, plan: Plan, notes: Sequence[bytes]) -> tuple[Bound, bool]:
+        """What performs the program, each time that it is run between the same arrays.
+
+        And whether it is to be kept: not with large scratch, which it holds.
+        """
+        program = self._fused(plan)
+        arrays = self._operands(turn, program)
         for name, made in turn.made.items():
             host = turn.known.arrays.library.host_view(made, writable=True)
             arrays[name] = _operand(host, None)
-        arrays |= {n: self._workspace_array(n, x) for n, x in program.workspace.items()}
-        places = _places(tuple(program.published), notes)
-        steps: Bound = []
-        for number, step in enumerate(program.steps):
+        for name, split in program.workspace.items():
+            arrays[name] = self._workspace_array(name, split, arrays)
+        room = 0
+        for name, scratch in program.scratch.items():
+            like, dtype = _array(arrays[scratch.like]), dtypes.to_numpy(scratch.dtype)
+            host = np.empty_like(like, dtype)
+            arrays[name] = replace(_operand(host, None), keep=host)
+            room += host.nbytes
+        hosts = {name: _array(array) for name, array in arrays.items()}
+        skip = numbers_bytes(self._names.numbers) + _TAG
+        places = _places(tuple(program.published), notes, skip)
+        binding = Binding(self._context, hosts, places, turn.known)
+        bound: Bound = []
+        for step in program.steps[_agreed_at(program) :]:
             if isinstance(step, Synchronise):
-                if number:  # the first is the exchange that carried the notes
-                    steps.append(partial(context.board.barrier, self._names.operation))
+                bound.append(partial(self._context.board.barrier, self._names.operation))
             elif isinstance(step, Move):
-                steps += self._bind_move(step, arrays, places.get(step.source, ()))
-            elif isinstance(step, Multiply):
-                factors = (_array(arrays[name]) for name in (step.left, step.right, step.target))
-                steps.append(partial(multiply, *map(_matrix, factors)))
-            elif isinstance(step, Combine):
-                own = places[step.source]
-                steps.append(partial(self._combine, step, arrays, own))
+                bound += self._bind_move(step, arrays, places.get(step.source, ()))
             else:
-                raise AssertionError(f"cores read in place what {step} is for")
-        return steps
+                bound += binding.bind(step)
+        if _agreed_at(program) or isinstance(program.steps[0], Synchronise):
+            del bound[0]  # the exchange that carried the notes
+        return bound, room <= _KEPT_SCRATCH
 
     def _bind_move(
         self, move: Move, arrays: Mapping[str, Operand], places: Sequence[bytes]
@@ -272,30 +323,18 @@ class Cores:
             return [partial(_fetch, context, transfer, own, places, target)]
         return bind(*_pulled(context, transfer, own, places, target))
 
-    def _combine(
-        self, step: Combine, arrays: Mapping[str, Operand], places: Sequence[bytes]
-    ) -> None:
-        context, target = self._context, _array(arrays[step.target])
-        target[...] = 0
-        own = _array(arrays[step.source])
-
-        def array(src: int) -> HostArray:
-            if src == context.rank:
-                return own
-            window = window_on(context, src, Exposed.unpack(places[src]))
-            return window.array(step.held.local_shape(src), own.dtype)
-
-        for src in range(context.size):
-            found = shared_part(step.held, step.needed, src=src, dst=context.rank)
-            copy_moves(found, array, target, add=True)
-
     # -- workspace ---------------------------------------------------------------------------------
 
-    def _workspace_array(self, name: str, array: SplitArray) -> Operand:
+    def _workspace_array(
+        self, name: str, array: SplitArray, arrays: Mapping[str, Operand]
+    ) -> Operand:
         """This rank's part of a buffer of the program, in the workspace, shown to its peers."""
         own, dtype = self._name(name), dtypes.to_numpy(array.dtype)
-        shape = array.layout.local_shape(self._context.rank)
-        host = self._workspace.array(own, shape, dtype)
+        shape = array.local_shape(self._context.rank)
+        if _order_like(array, arrays) == "F":
+            host = self._workspace.array(own, shape[::-1], dtype).T
+        else:
+            host = self._workspace.array(own, shape, dtype)
         block = self._workspace.block(own)
         self._context.announce(block)
         return _operand(host, block)
@@ -307,10 +346,17 @@ class Cores:
             self._bound.clear()
 
 
-def run(steps: Bound) -> None:
-    """Perform what was bound, in order."""
-    for step in steps:
-        step()
+def _agreed_at(program: Program) -> int:
+    """How many steps come before the ranks agree, which is the first synchronisation."""
+    kinds = [isinstance(step, Synchronise) for step in program.steps]
+    return kinds.index(True) if True in kinds else 0
+
+
+def _order_like(array: SplitArray, arrays: Mapping[str, Operand]) -> Literal["C", "F"]:
+    """The memory order of a buffer: its own, or that of the operands that it is like."""
+    if not array.like:
+        return array.order
+    return "F" if all(arrays[name].order == "F" for name in array.like) else "C"
 
 
 def _ranges(
@@ -330,11 +376,11 @@ def _ranges(
     )
 
 
-def _places(names: Sequence[str], notes: Sequence[bytes]) -> dict[str, list[bytes]]:
-    """Where each rank's buffers of these names lie, packed, from all ranks' notes."""
+def _places(names: Sequence[str], notes: Sequence[bytes], start: int) -> dict[str, list[bytes]]:
+    """Where each rank's buffers of these names lie, packed; notes have it from byte `start`."""
     found: dict[str, list[bytes]] = {name: [] for name in names}
     for note in notes:
-        at = _TAG
+        at = start
         for name in names:
             (length,) = _LENGTH.unpack_from(note, at)
             at += _LENGTH.size
@@ -383,8 +429,3 @@ def _window(array: Operand) -> Window:
 
 def _array(array: Operand) -> HostArray:
     return _window(array).array(array.shape, dtypes.to_numpy(array.dtype))
-
-
-def _matrix(array: HostArray) -> HostArray:
-    """A vector as a matrix of one column."""
-    return array if array.ndim == 2 else array[:, np.newaxis]

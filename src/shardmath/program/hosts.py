@@ -41,6 +41,7 @@ def between_hosts(program: Program, rank: int, hosts: tuple[int, ...]) -> Progra
     for step in program.steps:
         if isinstance(step, Move) and step.transfer.crosses:
             target = program.results.get(step.target) or program.workspace[step.target]
+            assert isinstance(target, SplitArray), "what is moved to"
             delivery = delivery_of(step.transfer, rank, hosts, target)
             steps += [
                 Pack(delivery, step.source, OUTBOX),

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from shardmath.call.agreement import Agreement, HashedSpec
+from shardmath.program.numbers import Numbers
 from shardmath.program.steps import Program
 
 __all__ = ["Arguments", "Known", "Names", "Performer", "Plan", "Turn"]
@@ -22,7 +23,8 @@ class Names(NamedTuple):
     """The operation, its operands and its results by name, as programs and messages have them.
 
     `separate` is what is said of a result that overlaps an operand; "" where it may. Operands that
-    are `optional` may be None.
+    are `optional` may be None. New results lie on the heap where all operands do but those
+    `beside`. `numbers` are those that each call has, by name.
     """
 
     operation: str
@@ -30,11 +32,14 @@ class Names(NamedTuple):
     results: tuple[str, ...]
     separate: str = ""
     optional: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
+    numbers: tuple[str, ...] = ()
 
 
 class Arguments(NamedTuple):
     """One rank's arguments of a call: its operands, the arrays that it gave for results or None,
-    and all `words` that say what is to be done: distributions, axes, and the like.
+    and all `words` that say what is to be done: distributions, axes, and the like. Its `numbers`
+    may differ from call to call.
     """
 
     operands: tuple[Any, ...]
@@ -42,6 +47,7 @@ class Arguments(NamedTuple):
     words: tuple[Any, ...] = ()
     options: Any = None
     stream: Any = None
+    numbers: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,13 +64,15 @@ class Known:
     """What has been found out about calls whose arguments are equal, and whose arrays lie alike.
 
     `lasting`: it refers to no memory, and serves later calls. `expected` is the plan of the last
-    call with that spec, which likely is that of the next; `prepared` is the performer's.
+    call with that spec, which likely is that of the next; `prepared` is the performer's. A note
+    begins with the `numbers`, packed.
     """
 
     spec: HashedSpec
     arrays: Any = field(repr=False)
     lasting: bool
     expected: Plan | None = None
+    numbers: Numbers = field(default_factory=dict)
     prepared: Any = field(default=None, repr=False)
 
 

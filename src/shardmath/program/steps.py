@@ -15,19 +15,31 @@ from functools import cached_property
 from typing import Literal
 
 from shardmath.geometry import Layout
+from shardmath.local.epilog import MatmulEpilog
+from shardmath.local.float8 import Blocks
 from shardmath.redistribution.delivery import Delivery
 from shardmath.redistribution.plan import TransferPlan
 
 __all__ = [
+    "Axpby",
     "Combine",
+    "Convert",
+    "Dequantize",
+    "Finish",
     "Get",
+    "Largest",
+    "LocalArray",
     "Move",
     "Multiply",
     "Pack",
+    "Product",
     "Program",
+    "Quantize",
     "Reason",
+    "Scratch",
     "SplitArray",
     "Step",
+    "SumLines",
     "Synchronise",
     "Unpack",
 ]
@@ -69,30 +81,164 @@ class Move:
 
 @dataclass(frozen=True)
 class Multiply:
-    """The matrix product of two of this rank's buffers, summed in the type of `target`."""
+    """The matrix product of two of this rank's buffers, summed in the type of `target`.
+
+    `conjugate` says of each factor whether its complex conjugate is multiplied.
+    """
 
     left: str
     right: str
     target: str
+    conjugate: tuple[bool, bool] = (False, False)
 
     def __str__(self) -> str:
         return f"multiply {self.left} by {self.right} into {self.target}"
 
 
 @dataclass(frozen=True)
-class Combine:
-    """The sum of what all ranks have in `source`, each its part of layout `held`, in rank order.
+class Product:
+    """A `Multiply` that takes its factors from where `moves` do, without the buffers in between.
 
-    Where parts overlap they are added; `needed` is what each rank has of the sum in `target`.
+    `rounding` are the steps that make a result of the sums, if nothing but rounding is left to do:
+    a library of the user's may have a product that rounds.
+    """
+
+    multiply: Multiply
+    moves: tuple[Move | None, Move | None]
+    rounding: tuple[Step, ...] = ()
+
+    def __str__(self) -> str:
+        moved = [f", {move.source} by {move.transfer.pattern.value}" for move in self.moves if move]
+        return f"{self.multiply}{''.join(moved)}"
+
+
+@dataclass(frozen=True)
+class Combine:
+    """What all ranks have in `source`, each its part of layout `held`, added up in rank order.
+
+    `needed` is what each rank has of the sum in `target`; it is rounded to the type of that once.
+    Parts that overlap are added, unless only this rank's part is taken (`alone`): then replicas
+    count once. With `weight`, the name of a number, each part times that number is added to what
+    `target` has, and nothing where the number is 0. `largest` takes the greatest value instead of
+    the sum.
     """
 
     held: Layout
     needed: Layout
     source: str
     target: str
+    alone: bool = False
+    weight: str = ""
+    largest: bool = False
 
     def __str__(self) -> str:
-        return f"combine {self.source} of all ranks into {self.target}"
+        ranks = "this rank" if self.alone else "all ranks"
+        return f"combine {self.source} of {ranks} into {self.target}"
+
+    def sources(self, rank: int) -> tuple[int, ...]:
+        """The ranks whose parts `rank` takes, in the order in which they are added."""
+        return (rank,) if self.alone else tuple(range(self.held.size))
+
+
+@dataclass(frozen=True)
+class Axpby:
+    """`target` times the number `alpha`, plus buffer `addend` times the number `beta`.
+
+    Without an `addend` nothing is added; one whose number is 0 is not read, as in BLAS.
+    """
+
+    target: str
+    alpha: str
+    addend: str = ""
+    beta: str = ""
+
+    def __str__(self) -> str:
+        plus = f" + {self.beta} {self.addend}" if self.addend else ""
+        return f"{self.target} becomes {self.alpha} {self.target}{plus}"
+
+
+@dataclass(frozen=True)
+class Finish:
+    """The epilog of a product: sums in `source` to elements of `target`, rounded once.
+
+    `inputs` are the buffers that the epilog reads, which have their names. `outputs` are pairs of
+    an output's name and the buffer where it goes. `extras` is the type of what is beside D.
+    """
+
+    source: str
+    target: str
+    epilog: MatmulEpilog = MatmulEpilog.DEFAULT
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[tuple[str, str], ...] = ()
+    extras: str = ""
+
+    def __str__(self) -> str:
+        return f"finish {self.source} as {self.target}: {self.epilog.name.lower()}"
+
+
+@dataclass(frozen=True)
+class SumLines:
+    """The sums of the rows of matrix `source`, or of its columns, in the type of `target`."""
+
+    source: str
+    target: str
+    columns: bool
+    conjugate: bool = False
+
+    def __str__(self) -> str:
+        return f"sum the {'columns' if self.columns else 'rows'} of {self.source} in {self.target}"
+
+
+@dataclass(frozen=True)
+class Convert:
+    """The values of `source` in the type of `target`."""
+
+    source: str
+    target: str
+
+    def __str__(self) -> str:
+        return f"convert {self.source} to {self.target}"
+
+
+@dataclass(frozen=True)
+class Dequantize:
+    """The numbers that the eight-bit elements of `source` stand for.
+
+    `scale` is a buffer with a scale for each of the `blocks`, or a number for the whole matrix.
+    """
+
+    source: str
+    scale: str
+    blocks: Blocks
+    target: str
+
+    def __str__(self) -> str:
+        return f"dequantize {self.source} by {self.scale} to {self.target}"
+
+
+@dataclass(frozen=True)
+class Quantize:
+    """`source` times the number `scale`, rounded to the eight-bit type of `target`."""
+
+    source: str
+    scale: str
+    target: str
+
+    def __str__(self) -> str:
+        return f"quantize {self.source} by {self.scale} to {self.target}"
+
+
+@dataclass(frozen=True)
+class Largest:
+    """The greatest absolute value in `source`, 0 where that is empty, to the one element of
+    `target`.
+    """
+
+    source: str
+    target: str
+
+    def __str__(self) -> str:
+        return f"the largest of {self.source} to {self.target}"
 
 
 @dataclass(frozen=True)
@@ -136,31 +282,84 @@ class Unpack:
         return f"unpack into {self.target}"
 
 
-Step = Synchronise | Move | Multiply | Combine | Pack | Get | Unpack
+Step = (
+    Synchronise
+    | Move
+    | Multiply
+    | Product
+    | Combine
+    | Axpby
+    | Finish
+    | SumLines
+    | Convert
+    | Dequantize
+    | Quantize
+    | Largest
+    | Pack
+    | Get
+    | Unpack
+)
 
 
 @dataclass(frozen=True)
 class SplitArray:
-    """An array of which every rank has a part: how it is split, its dtype, and its memory order."""
+    """An array of which every rank has a part: how it is split, its dtype, and its memory order.
+
+    With `like`, names of operands, it is in column-major order where all of those are.
+    """
 
     layout: Layout
     dtype: str
     order: Literal["C", "F"] = "C"
+    like: tuple[str, ...] = ()
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """The shape of the part of `rank`."""
+        return self.layout.local_shape(rank)
+
+
+@dataclass(frozen=True)
+class LocalArray:
+    """An array of this rank's own, in ordinary memory: its shape, dtype and memory order."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    order: Literal["C", "F"] = "C"
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """The shape, whichever the rank."""
+        return self.shape
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """A buffer that no peer reaches, with the shape and the memory order of the buffer `like`."""
+
+    like: str
+    dtype: str
 
 
 @dataclass(frozen=True)
 class Program:
     """What one rank does, in order. All ranks have the same synchronisations.
 
+    What comes before the first of those is done before the ranks agree: it writes nothing but
+    workspace. A program without any waits for nobody.
+
     `results` are the buffers that the call returns, by name: what a new one looks like, and what
-    one that is given must be. `workspace` are buffers of the program's own, which peers may reach.
-    `blocking`: the call returns when the results are there, also on GPUs.
+    one that is given must be. `workspace` are buffers of the program's own, which peers may reach;
+    `scratch` those that they may not. The operands in `transposed` are seen with their axes
+    reversed. `equal` are the numbers of the call that all ranks must give alike. `blocking`: the
+    call returns when the results are there, also on GPUs.
     """
 
     steps: tuple[Step, ...]
-    results: Mapping[str, SplitArray]
+    results: Mapping[str, SplitArray | LocalArray]
     workspace: Mapping[str, SplitArray] = field(default_factory=dict)
     blocking: bool = False
+    scratch: Mapping[str, Scratch] = field(default_factory=dict)
+    transposed: tuple[str, ...] = ()
+    equal: tuple[str, ...] = ()
 
     @cached_property
     def published(self) -> dict[str, list[TransferPlan | None]]:
@@ -170,9 +369,11 @@ class Program:
         """
         found: dict[str, list[TransferPlan | None]] = {}
         for step in self.steps:
-            if isinstance(step, Move) and step.transfer.crosses:
-                found.setdefault(step.source, []).append(step.transfer)
-            elif isinstance(step, Combine):
+            moves = step.moves if isinstance(step, Product) else (step,)
+            for move in moves:
+                if isinstance(move, Move) and move.transfer.crosses:
+                    found.setdefault(move.source, []).append(move.transfer)
+            if isinstance(step, Combine) and not step.alone:
                 found.setdefault(step.source, []).append(None)
         return found
 

@@ -20,7 +20,7 @@ from shardmath.geometry import Move
 from shardmath.redistribution import stream
 from shardmath.redistribution.copies import StridedCopy, lowered, whole
 
-__all__ = ["Window", "bind", "copy_array", "copy_moves", "perform"]
+__all__ = ["Window", "bind", "copy_array", "copy_moves", "pairs", "perform"]
 
 _LINE = 64  # bytes of a cache line: units as long as this can be copied in any order
 _ROW = 1 << 10  # bytes of a unit that is worth a compiled copy
@@ -71,6 +71,37 @@ def copy_moves(
     replacing it. Otherwise the own part comes first, then rank + 1 and onwards, so that ranks do
     not all read from one.
     """
+    if add:
+        for theirs, own in pairs(moves, source, destination):
+            np.add(own, theirs, out=own)
+        return
+    copies, windows = _lowered(moves, source, destination)
+    copies.sort(key=lambda copy: (copy.src < rank, copy.src))
+    perform(copies, windows, Window.of(destination))
+
+
+def pairs(
+    moves: Iterable[Move], source: Callable[[int], HostArray], destination: HostArray
+) -> list[tuple[HostArray, HostArray]]:
+    """Of each move its elements in the source, and the elements of `destination` where they go.
+
+    Arguments as of `copy_moves`.
+    """
+    copies, windows = _lowered(moves, source, destination)
+    dtype, own = destination.dtype, Window.of(destination)
+    found = []
+    for copy in copies:
+        step, shape = (dtype.itemsize,), (*copy.shape, copy.unit // dtype.itemsize)
+        src = _array(windows[copy.src], copy.src_offset, copy.src_strides + step, shape, dtype.str)
+        dst = _array(own, copy.dst_offset, copy.dst_strides + step, shape, dtype.str)
+        found.append((src, dst))
+    return found
+
+
+def _lowered(
+    moves: Iterable[Move], source: Callable[[int], HostArray], destination: HostArray
+) -> tuple[list[StridedCopy], dict[int, Window]]:
+    """The moves as copies, and the windows that they are from."""
     arrays: dict[int, HostArray] = {}
     copies: list[StridedCopy] = []
     for move in moves:
@@ -79,12 +110,7 @@ def copy_moves(
                 arrays[move.src] = source(move.src)
             strides = arrays[move.src].strides
             copies.append(lowered(move, destination.itemsize, strides, destination.strides))
-    windows = {src: Window.of(array) for src, array in arrays.items()}
-    if add:
-        _add(copies, windows, Window.of(destination), destination.dtype)
-    else:
-        copies.sort(key=lambda copy: (copy.src < rank, copy.src))
-        perform(copies, windows, Window.of(destination))
+    return copies, {src: Window.of(array) for src, array in arrays.items()}
 
 
 def copy_array(src: HostArray, dst: HostArray) -> None:
@@ -133,20 +159,6 @@ def _compiled_or(compiled: Callable[[], bool], plain: Callable[[], object]) -> N
 
 def _bytes_in_rows(copies: Sequence[StridedCopy]) -> int:
     return sum(copy.unit * prod(copy.shape) for copy in copies if copy.unit >= _ROW)
-
-
-def _add(
-    copies: Iterable[StridedCopy],
-    sources: Mapping[int, Window],
-    destination: Window,
-    dtype: np.dtype[Any],
-) -> None:
-    for copy in copies:
-        inner = (copy.unit // dtype.itemsize,)
-        shape, step = copy.shape + inner, (dtype.itemsize,)
-        src = _array(sources[copy.src], copy.src_offset, copy.src_strides + step, shape, dtype.str)
-        dst = _array(destination, copy.dst_offset, copy.dst_strides + step, shape, dtype.str)
-        np.add(dst, src, out=dst)
 
 
 class _Memory:

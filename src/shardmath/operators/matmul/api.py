@@ -127,7 +127,7 @@ def _planned(
         rank_plan = gpu.RankPlan(strategy, context.rank, hosts)
         return Plan(strategy, tuple(compared), rank_plan, tuple(gpu.notes(rank_plan)))
 
-    plan, notes = agree_plan(context, "matmul", described, build)
+    plan, notes = agree_plan(context, "matmul" if context.team else "Matmul", described, build)
     if calls:
         log_plan(context, calls[0].options.logger, plan)
     return plan, notes

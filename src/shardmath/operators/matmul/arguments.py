@@ -20,7 +20,15 @@ from shardmath.operators.matmul.options import MatmulOptions, MatmulPlanPreferen
 from shardmath.operators.matmul.problem import Call
 from shardmath.operators.matmul.scaling import Scaling, given_scales, known_numbers
 
-__all__ = ["Arguments", "agreed_scalars", "packed_scalars", "scalar"]
+__all__ = [
+    "Arguments",
+    "agreed_scalars",
+    "packed_scalars",
+    "read_distributions",
+    "read_epilog",
+    "read_qualifiers",
+    "scalar",
+]
 
 _SCALARS = struct.Struct("<dddd")
 _SCALE = struct.Struct("<?d")
@@ -61,21 +69,20 @@ class Arguments(NamedTuple):
         )
         if operands[0] is None or operands[1] is None:
             raise ValueError("matmul needs both a and b")
-        transpose, conjugate = _qualifiers(self.qualifiers)
+        transpose, conjugate = read_qualifiers(self.qualifiers)
         check_stream(self.stream)
         options_of(MatmulPlanPreferences, self.preferences, "preferences").check()
         options = options_of(MatmulOptions, self.options)
-        options.check_kinds()  # before anything is looked up by their values
         alpha, beta = self.scalars()
         return Call(
             operands=operands,
-            distributions=_distributions(self.distributions),
+            distributions=read_distributions(self.distributions),
             complex_scalars=(isinstance(alpha, complex), isinstance(beta, complex)),
             has_beta=self.beta is not None,
             transpose=transpose,
             conjugate=conjugate,
             options=options,
-            epilog=_epilog(self.epilog),
+            epilog=read_epilog(self.epilog),
             inputs=_input_specs(self.inputs),
             scales=given_scales(self.scales),
         )
@@ -128,9 +135,10 @@ def _plain(real: float, imaginary: float) -> complex:
     return complex(real, imaginary) if imaginary else real
 
 
-def _qualifiers(
+def read_qualifiers(
     given: Any,
 ) -> tuple[tuple[bool, bool, bool], tuple[bool, bool, bool]]:
+    """Which of a, b and c are transposed, and which conjugated. Raises ValueError."""
     if given is None:
         return (False, False, False), (False, False, False)
     entries = np.asarray(given)
@@ -146,7 +154,8 @@ def _qualifiers(
     return (ta, tb, tc), (ca, cb, cc)
 
 
-def _distributions(given: Any) -> tuple[Distribution, ...]:
+def read_distributions(given: Any) -> tuple[Distribution, ...]:
+    """Those of a, b and the result. Raises ValueError."""
     found = tuple(given) if isinstance(given, (list, tuple, Sequence)) else ()
     known = len(found) == 3
     for each in found:
@@ -159,7 +168,8 @@ def _distributions(given: Any) -> tuple[Distribution, ...]:
     return found
 
 
-def _epilog(given: Any) -> MatmulEpilog:
+def read_epilog(given: Any) -> MatmulEpilog:
+    """The epilog, the default for None. Raises ValueError."""
     if given is None:
         return MatmulEpilog.DEFAULT
     try:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 from shardmath.agreement import checked, require_equal
 from shardmath.arrays import library_of
+from shardmath.call.driver import call
 from shardmath.collective_call import collective_call
 from shardmath.context import require_context
 from shardmath.errors import InvalidMatmulState, ShardmathError
@@ -29,6 +30,7 @@ from shardmath.operators.matmul.api import (
     was_executed,
 )
 from shardmath.operators.matmul.arguments import Arguments
+from shardmath.operators.matmul.operation import MATMUL, arguments_of, given_results
 from shardmath.operators.matmul.options import MatmulOptions, MatmulPlanPreferences
 from shardmath.operators.matmul.problem import Call, Facts, describe, place_of
 from shardmath.operators.matmul.scaling import merged
@@ -83,22 +85,21 @@ def matmul(
     Source: nvmath.distributed.linalg.advanced.matmul.
     """
     context = require_context()
-    arguments = Arguments(
-        a=a,
-        b=b,
-        c=c,
-        distributions=distributions,
-        alpha=alpha,
-        beta=beta,
-        qualifiers=qualifiers,
-        scales=quantization_scales,
-        options=options,
-        epilog=epilog,
-        inputs=epilog_inputs,
-        preferences=preferences,
-        stream=stream,
-    )
-    return product(context, arguments)
+    asked: dict[str, Any] = {
+        "distributions": distributions,
+        "alpha": alpha,
+        "beta": beta,
+        "qualifiers": qualifiers,
+        "scales": quantization_scales,
+        "options": options,
+        "epilog": epilog,
+        "inputs": epilog_inputs,
+        "preferences": preferences,
+        "stream": stream,
+    }
+    if context.team is None:
+        return given_results(call(MATMUL, arguments_of(a, b, c, **asked)))
+    return product(context, Arguments(a=a, b=b, c=c, **asked))
 
 
 @untraced_methods

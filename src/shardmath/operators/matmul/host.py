@@ -23,10 +23,10 @@ from shardmath.local import epilog as epilogs
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.float8 import quantize
 from shardmath.local.gemm import multiply
-from shardmath.operators.matmul.panels import Piece, Source, intervals
 from shardmath.operators.matmul.problem import gradient_layouts
 from shardmath.operators.matmul.strategy import Strategy
 from shardmath.operators.workspace import Workspace
+from shardmath.program.panels import Piece, Source, intervals
 from shardmath.redistribution import Exposed, copy_moves, expose, stage, window_on
 from shardmath.redistribution.exposure import staged_bytes
 from shardmath.symmetric.heap import Block
@@ -266,7 +266,7 @@ class Execution:
         quantizes = problem.scaling is not None and problem.scaling.d
         last = sums if quantizes else out
         _, aux = epilogs.apply(problem.epilog, sums, self.operands.inputs, dtype=extras, out=last)
-        aux = self._complete(aux, extras)
+        aux = self._complete(dict(aux), extras)
         return {**aux, **self._quantize(sums)} if quantizes else aux
 
     def _quantize(self, numbers: HostArray) -> dict[str, HostArray]:

@@ -78,6 +78,7 @@ class MatmulOptions:
     or by its label in what `explain` prints ("grid 2 x 2 x 1"). `blocking`: True, or "auto"
     (operands in host memory always block). The other fields concern GPUs.
 
+    Raises ValueError or TypeError for a value that is not of its option's kind.
     Source: nvmath.distributed.linalg.advanced.MatmulOptions; `strategy` is ours.
     """
 
@@ -101,8 +102,7 @@ class MatmulOptions:
         plain = ((name, None if number is None else int(number)) for name, number in numbers)
         return (*flags, *plain, ("blocking", self.blocking), ("strategy", self.strategy))
 
-    def check_kinds(self) -> None:
-        """Raise ValueError or TypeError for a value that is not of its option's kind."""
+    def __post_init__(self) -> None:
         check_blocking(self.blocking)
         for name in _FLAGS:
             if not isinstance(getattr(self, name), (bool, np.bool_)):

@@ -61,7 +61,7 @@ class Call(NamedTuple):
     conjugate: tuple[bool, bool, bool]
     options: MatmulOptions
     epilog: MatmulEpilog
-    inputs: tuple[tuple[str, ArraySpec], ...]
+    inputs: tuple[tuple[str, ArraySpec | None], ...]  # None for one that no epilog has
     scales: tuple[Given, ...] = (None, None, None, None)  # of a, b, c and the result
 
 
@@ -171,7 +171,7 @@ def describe(call: Call) -> Facts:
     if a.space == "cpu":
         dtypes.to_numpy(a.dtype)  # raises where bfloat16 lacks the library that has it
     for name, spec in call.inputs:
-        if spec.library != a.library:
+        if spec is not None and spec.library != a.library:
             raise TypeError(f"{name} is a {spec.library} array, and a is of {a.library}")
     _check_scalars(call, a.dtype)
     call.options.check(a.dtype)
@@ -190,7 +190,10 @@ def describe(call: Call) -> Facts:
         options=call.options.compared,
         result=result,
         epilog=int(call.epilog),
-        inputs=tuple((name, (*_fact(s), s.strides)) for name, s in call.inputs),
+        inputs=tuple(
+            (name, () if spec is None else (*_fact(spec), spec.strides))
+            for name, spec in call.inputs
+        ),
         scales=_readings(call, result),
     )
 

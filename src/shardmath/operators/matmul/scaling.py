@@ -41,6 +41,7 @@ __all__ = [
     "check_scales",
     "given_scales",
     "known_numbers",
+    "known_scale",
     "merged",
     "readings",
     "scale_matrix",
@@ -110,7 +111,7 @@ def known_numbers(scales: Any, scaling: Scaling) -> tuple[float | None, ...]:
     """
     whole = (scaling.a == TENSOR, scaling.b == TENSOR, scaling.c, scaling.d)
     return tuple(
-        _number(scale) if is_whole else None
+        known_scale(scale) if is_whole else None
         for scale, is_whole in zip(scales_in_order(scales), whole, strict=True)
     )
 
@@ -225,12 +226,15 @@ def _given(name: str, scale: Any) -> Given:
     return library_of(scale, f"the scale of {name}").spec(scale)
 
 
-def _number(scale: Any) -> float | None:
-    """The value of a number, or of an array of one element in host memory."""
+def known_scale(scale: Any) -> float | None:
+    """The value of a number, or of an array of one element in host memory; None for all others."""
+    if scale is None:
+        return None
     if _is_number(scale):
         return float(scale)
     library = library_of(scale)
-    if library.spec(scale).device != "cpu":
+    spec = library.spec(scale)
+    if spec.device != "cpu" or spec.size != 1:
         return None
     return float(library.host_view(scale).reshape(()))
 

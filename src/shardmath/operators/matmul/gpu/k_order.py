@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardmath.geometry import Move, Run
-from shardmath.operators.matmul.panels import clip
+from shardmath.program.panels import clip
 
 __all__ = ["OWN", "KOrder", "OperandSteps"]
 

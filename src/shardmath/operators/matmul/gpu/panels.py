@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from shardmath.geometry import Move
-from shardmath.operators.matmul.panels import clip
+from shardmath.program.panels import clip
 
 __all__ = ["Interval", "OperandPlan", "intervals"]
 

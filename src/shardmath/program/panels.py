@@ -1,4 +1,4 @@
-"""How one rank reads an operand along k: where it lies, or gathered into panels.
+"""How one rank reads a factor of a product along k: where it lies, or gathered into panels.
 
 The part of an operand that a rank needs arrives as moves. Where each move is one dense box across
 the whole other axis, BLAS reads it in the peer's memory and nothing is copied. Otherwise the moves
@@ -61,6 +61,13 @@ class Source:
             return cls(axis, extent, width, pieces, (), 0)
         panel = min(extent, max(_THIN, panel_elements // width))
         return cls(axis, extent, width, (), found, panel)
+
+    @classmethod
+    def own(cls, shape: tuple[int, int], rank: int, *, axis: int) -> Source:
+        """How `rank` reads a matrix of its own, of this shape, as it lies."""
+        extent, width = shape[axis], shape[1 - axis]
+        pieces = (Piece(0, extent, rank, 0, 0),) if extent and width else ()
+        return cls(axis, extent, width, pieces, (), 0)
 
     @property
     def bounds(self) -> set[int]:

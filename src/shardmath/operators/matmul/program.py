@@ -1,0 +1,237 @@
+"""The program of a matrix product: what one rank does for a strategy, as steps over named buffers.
+
+    "a" ── move ──► "a here" ┐
+                             ├ multiply ──► "sums" ── combine ──► "reduced" ── move ──► "total"
+    "b" ── move ──► "b here" ┘
+    "total" ── axpby ("alpha", "c", "beta") ── finish (epilog) ──► "d"
+
+A step is there where the strategy needs it. Sums are of the accumulator's type, and rounded once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from shardmath.arrays import dtypes
+from shardmath.geometry import Layout, Spans
+from shardmath.local.epilog import MatmulEpilog, requirements
+from shardmath.operators.matmul.problem import Problem, gradient_layouts
+from shardmath.operators.matmul.scaling import TENSOR, blocks_of
+from shardmath.operators.matmul.strategy import Strategy
+from shardmath.program.steps import (
+    Axpby,
+    Combine,
+    Convert,
+    Dequantize,
+    Finish,
+    Largest,
+    LocalArray,
+    Move,
+    Multiply,
+    Program,
+    Quantize,
+    Reason,
+    Scratch,
+    SplitArray,
+    Step,
+    SumLines,
+    Synchronise,
+)
+from shardmath.redistribution import TransferPlan
+
+__all__ = ["SCALES", "output", "product_program"]
+
+SCALES = tuple(f"the scale of {name}" for name in "abcd")
+
+_READ = Synchronise((Reason.AFTER_WRITING, Reason.BEFORE_READING))
+_REUSE = Synchronise((Reason.BEFORE_REUSING,))
+_EXACT = (MatmulEpilog.DEFAULT, MatmulEpilog.ALLREDUCE, MatmulEpilog.BGRADA, MatmulEpilog.BGRADB)
+
+
+def product_program(problem: Problem, strategy: Strategy, rank: int) -> Program:
+    """What `rank` does. `strategy` is that of `problem`, of numbers where elements are scaled."""
+    return _Product(problem, strategy, rank).program()
+
+
+def output(name: str) -> str:
+    """The buffer of an epilog's output; an input of another epilog may have the same name."""
+    return f"output {name}"
+
+
+@dataclass
+class _Product:
+    """Puts the steps of one rank together."""
+
+    problem: Problem
+    strategy: Strategy
+    rank: int
+    steps: list[Step] = field(default_factory=list)
+    workspace: dict[str, SplitArray] = field(default_factory=dict)
+    scratch: dict[str, Scratch] = field(default_factory=dict)
+    results: dict[str, SplitArray | LocalArray] = field(default_factory=dict)
+
+    def program(self) -> Program:
+        problem, scaling = self.problem, self.problem.scaling
+        factors = self._prepare()
+        self.steps.append(_READ)
+        self._total(factors)
+        self._finish(factors)
+        like = ("c",) if problem.has_c else ("a", "b")
+        d = SplitArray(problem.d, problem.result, like=like)
+        if len([step for step in self.steps if isinstance(step, Synchronise)]) > 1 or any(
+            self.strategy.moves_inputs
+        ):
+            self.steps.append(_REUSE)
+        else:
+            self.steps.remove(_READ)  # nothing passes from rank to rank
+        names = zip("ab", SCALES, problem.transpose, strict=False)
+        equal = ["alpha", "beta"]
+        if scaling is not None:
+            whole = (scaling.a == TENSOR, scaling.b == TENSOR, scaling.c, scaling.d)
+            equal += [name for name, is_number in zip(SCALES, whole, strict=True) if is_number]
+        return Program(
+            tuple(self.steps),
+            results={"d": d, **self.results},
+            workspace=self.workspace,
+            scratch=self.scratch,
+            transposed=tuple(x for *both, turned in names if turned for x in both),
+            equal=tuple(equal),
+        )
+
+    @property
+    def _wide(self) -> str:
+        return dtypes.accumulator(self.strategy.problem.dtype).name
+
+    def _prepare(self) -> tuple[str, str]:
+        """What is done before the ranks agree: the names of op(A) and op(B) as numbers."""
+        problem, scaling, factors = self.problem, self.problem.scaling, ["a", "b"]
+        if problem.sums_c and problem.has_c:
+            self.workspace["c here"] = SplitArray(problem.d, self._wide)
+            self._convert_c("c here")
+        if scaling is not None:
+            for index, layout in enumerate((problem.a, problem.b)):
+                name, blocks = "ab"[index], blocks_of((scaling.a, scaling.b)[index], index)
+                factors[index] = f"numbers of {name}"
+                self.workspace[factors[index]] = SplitArray(layout, "float32", like=(name,))
+                self.steps.append(Dequantize(name, SCALES[index], blocks, factors[index]))
+        return factors[0], factors[1]
+
+    def _convert_c(self, target: str) -> None:
+        """C, as numbers of the accumulator's type."""
+        scaling = self.problem.scaling
+        if scaling is not None and scaling.c:
+            self.steps.append(Dequantize("c", SCALES[2], blocks_of(TENSOR, 0), target))
+        else:
+            self.steps.append(Convert("c", target))
+
+    def _total(self, factors: tuple[str, str]) -> None:
+        """The complete sums, where the caller wants D: in D itself, where that can hold them."""
+        problem, strategy = self.problem, self.strategy
+        here = [self._moved(index, name) for index, name in enumerate(factors)]
+        self._last = "total"
+        if problem.result == self._wide and not problem.has_c:
+            self._last = "d"
+        else:
+            self.scratch["total"] = Scratch("d", self._wide)
+        sums = self._last
+        if strategy.reduces or strategy.moves_result:
+            sums = "sums"
+            self.workspace[sums] = SplitArray(self._held, self._wide)
+        self.steps.append(Multiply(here[0], here[1], sums, problem.conjugate))
+        if strategy.reduces:
+            source, sums = sums, self._last
+            if strategy.moves_result:
+                sums = "reduced"
+                self.workspace[sums] = SplitArray(strategy.reduced, self._wide)
+            self.steps += [_READ, Combine(self._held, strategy.reduced, source, sums)]
+        if strategy.moves_result:
+            itemsize = dtypes.of(self._wide).itemsize
+            move = TransferPlan(strategy.reduced, problem.d, itemsize)
+            self.steps += [_READ, Move(move, sums, self._last)]
+
+    def _moved(self, index: int, name: str) -> str:
+        """Op(A), index 0, or op(B) as this rank needs it."""
+        transfer, layout = self.strategy.transfers[index], (self.strategy.a, self.strategy.b)[index]
+        if layout.same_as((self.problem.a, self.problem.b)[index]):
+            return name
+        here = f"{'ab'[index]} here"
+        self.workspace[here] = SplitArray(layout, self.strategy.problem.dtype)
+        self.steps.append(Move(transfer, name, here))
+        return here
+
+    @property
+    def _held(self) -> Layout:
+        """What each rank's product is part of; ranks with nothing of k have none."""
+        strategy, nothing = self.strategy, Spans.interval(0, 0)
+        if not strategy.reduces:
+            return strategy.sums
+        pairs = zip(strategy.rows, strategy.depth, strict=True)
+        rows = [own if depth.length else nothing for own, depth in pairs]
+        shape = self.problem.d.global_shape
+        return Layout.product(shape, [rows, strategy.columns], size=self.problem.size)
+
+    def _finish(self, factors: tuple[str, str]) -> None:
+        """Alpha, beta C and the epilog; D is rounded once."""
+        problem, scaling, last = self.problem, self.problem.scaling, self._last
+        addend = "c" if problem.has_c and not problem.sums_c else ""
+        if addend and scaling is not None and scaling.c:
+            addend = "numbers of c"
+            self.scratch[addend] = Scratch("c", "float32")
+            self._convert_c(addend)
+        self.steps.append(Axpby(last, "alpha", addend, "beta" if addend else ""))
+        if problem.sums_c and problem.has_c:
+            self.steps += [_READ, Combine(problem.d, problem.d, "c here", last, weight="beta")]
+        m, n = problem.d.local_shape(self.rank)
+        made = requirements(problem.epilog, m, n, problem.extras)
+        gradient = problem.epilog.makes_bgrad
+        for extra in made.outputs:
+            if extra.name != gradient:
+                self.results[output(extra.name)] = LocalArray(extra.shape, extra.dtype, "F")
+        outputs = tuple(
+            (extra.name, "vector" if extra.name == gradient else output(extra.name))
+            for extra in made.outputs
+        )
+        quantizes = scaling is not None and scaling.d
+        target = last if quantizes else "d"
+        exact = problem.epilog in _EXACT
+        if not (exact and target == last):
+            inputs = tuple(extra.name for extra in made.inputs)
+            how = (MatmulEpilog.DEFAULT, (), ()) if exact else (problem.epilog, inputs, outputs)
+            self.steps.append(Finish(last, target, *how, problem.extras))
+        if gradient is not None:
+            self._add_gradients(gradient, factors)
+        if quantizes:
+            self._quantize(last)
+
+    def _add_gradients(self, name: str, factors: tuple[str, str]) -> None:
+        """The gradient of a bias: each rank has sums of what it holds, and all ranks' add up."""
+        problem = self.problem
+        matrix, *columns = gradient_layouts(problem)
+        held, need = map(_vector, columns)
+        self.workspace["vector"] = SplitArray(held, self._wide)
+        if problem.epilog is MatmulEpilog.BGRADA:
+            self.steps.append(SumLines(factors[0], "vector", False, problem.conjugate[0]))
+        elif problem.epilog is MatmulEpilog.BGRADB:
+            self.steps.append(SumLines(factors[1], "vector", True, problem.conjugate[1]))
+        replicas = not matrix.disjoint()  # which count once
+        if not replicas:
+            self.steps.append(_READ)
+        self.steps.append(Combine(held, need, "vector", output(name), alone=replicas))
+        self.results[output(name)] = LocalArray(need.local_shape(self.rank), problem.extras)
+
+    def _quantize(self, numbers: str) -> None:
+        """An eight-bit D, and the greatest absolute value of all ranks' if that is wanted."""
+        scaling = self.problem.scaling
+        self.steps.append(Quantize(numbers, SCALES[3], "d"))
+        if scaling is None or not scaling.amax:
+            return
+        one = Layout.replicated((1,), self.problem.size)
+        self.workspace["largest"] = SplitArray(one, "float32")
+        self.results[output("result_amax")] = LocalArray((1,), "float32")
+        combine = Combine(one, one, "largest", output("result_amax"), largest=True)
+        self.steps += [Largest(numbers, "largest"), _READ, combine]
+
+
+def _vector(column: Layout) -> Layout:
+    """The layout of a column, as that of a vector."""
+    return Layout(column.global_shape[:1], tuple(part[:1] for part in column.parts))

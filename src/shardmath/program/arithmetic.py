@@ -1,0 +1,393 @@
+"""Arithmetic on cores: steps that one rank performs on its own, and products of what peers have.
+
+Binding a step works out addresses, checks and constants; what is bound is called each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+
+from shardmath.arrays import Library
+from shardmath.arrays.base import HostArray, raw_view
+from shardmath.context import Context
+from shardmath.geometry import Layout
+from shardmath.geometry.moves import shared_part
+from shardmath.local import epilog, gemm
+from shardmath.local.epilog import MatmulEpilog
+from shardmath.local.float8 import dequantize, quantize
+from shardmath.program.numbers import Numbers, real
+from shardmath.program.panels import Piece, Source, intervals
+from shardmath.program.performing import Known
+from shardmath.program.steps import (
+    Axpby,
+    Combine,
+    Convert,
+    Dequantize,
+    Finish,
+    Largest,
+    Move,
+    Multiply,
+    Product,
+    Program,
+    Quantize,
+    Step,
+    SumLines,
+)
+from shardmath.redistribution import Exposed, TransferPlan, copy_moves, window_on
+from shardmath.redistribution.host import pairs
+
+__all__ = ["Binding", "Bound", "bind_arithmetic", "fused", "run"]
+
+_PANEL_ELEMENTS = 4 << 20  # of one gathered panel: 32 MiB in float64
+_WHOLE_ELEMENTS = 128 << 20  # of all that is brought together for a library's product
+
+ArrayOf = Callable[[int], HostArray]  # the array of a rank, in memory that can be read here
+Bound = list[Callable[[], object]]
+
+
+def run(steps: Bound) -> None:
+    """Perform what was bound, in order."""
+    for step in steps:
+        step()
+
+
+def fused(program: Program) -> Program:
+    """The program with moves that bring nothing but a factor of a product as parts of that."""
+    moved = {
+        step.target: step
+        for step in program.steps
+        if isinstance(step, Move) and _is_factor(step, program)
+    }
+    steps: list[Step] = []
+    for index, step in enumerate(program.steps):
+        if isinstance(step, Multiply):
+            rounding = program.steps[index + 1 : index + 3]
+            only = step.target in program.scratch and _rounds(step.target, rounding)
+            moves = moved.get(step.left), moved.get(step.right)
+            steps.append(Product(step, moves, rounding if only else ()))
+        elif isinstance(step, Move) and step.target in moved:
+            continue
+        elif not (steps and isinstance(steps[-1], Product) and step in steps[-1].rounding):
+            steps.append(step)
+    workspace = {name: x for name, x in program.workspace.items() if name not in moved}
+    return replace(program, steps=tuple(steps), workspace=workspace)
+
+
+def _is_factor(move: Move, program: Program) -> bool:
+    """Whether a move brings a matrix, and nothing but products reads it."""
+    if len(move.transfer.dst.global_shape) != 2:
+        return False
+    readers = [x for x in program.steps if x is not move and move.target in vars(x).values()]
+    return move.target in program.workspace and all(isinstance(x, Multiply) for x in readers)
+
+
+def _rounds(sums: str, steps: Sequence[Step]) -> bool:
+    """Whether all that these do to the sums is to multiply by a number, and to round."""
+    if len(steps) != 2:
+        return False
+    scaled, finished = steps
+    return (
+        isinstance(scaled, Axpby)
+        and (scaled.target, scaled.addend) == (sums, "")
+        and isinstance(finished, Finish)
+        and (finished.source, finished.epilog) == (sums, MatmulEpilog.DEFAULT)
+    )
+
+
+# -- one rank's arithmetic -------------------------------------------------------------------------
+
+
+def bind_arithmetic(step: Step, arrays: Mapping[str, HostArray], numbers: Numbers) -> Bound:
+    """What performs a step that reads and writes this rank's buffers only."""
+    if isinstance(step, Axpby):
+        return _bind_axpby(step, arrays, numbers)
+    if isinstance(step, Finish):
+        return _bind_finish(step, arrays)
+    assert isinstance(step, SumLines | Convert | Dequantize | Quantize | Largest), step
+    source, target = arrays[step.source], arrays[step.target]
+    bound: Callable[[], object]
+    if isinstance(step, SumLines):
+        bound = partial(_sum_lines, step, source, target)
+    elif isinstance(step, Convert):
+        bound = partial(np.copyto, target, source, "unsafe")
+    elif isinstance(step, Largest):
+        bound = partial(_largest, source, target)
+    elif isinstance(step, Quantize):
+        bound = partial(quantize, source, real(numbers, step.scale), target)
+    else:
+        shape = step.blocks.shape(*source.shape)
+        if numbers.get(step.scale) is None:
+            scales = arrays[step.scale]
+        else:
+            scales = np.full(shape, real(numbers, step.scale), np.float32)
+        bound = partial(dequantize, source, scales.reshape(shape), step.blocks, target)
+    return [bound]
+
+
+def _bind_axpby(step: Axpby, arrays: Mapping[str, HostArray], numbers: Numbers) -> Bound:
+    target, alpha = arrays[step.target], numbers[step.alpha]
+    bound: Bound = []
+    if alpha != 1:
+        bound.append(partial(np.multiply, target, np.asarray(alpha, target.dtype), target))
+    if step.addend and numbers[step.beta] != 0:
+        beta = np.asarray(numbers[step.beta], target.dtype)
+        bound.append(partial(add_times, target, beta, arrays[step.addend]))
+    return bound
+
+
+def add_times(target: HostArray, number: HostArray, addend: HostArray) -> None:
+    """Add `addend` times a number to `target`."""
+    np.add(target, number * addend, out=target)
+
+
+def _bind_finish(step: Finish, arrays: Mapping[str, HostArray]) -> Bound:
+    source, target = arrays[step.source], arrays[step.target]
+    if step.epilog is MatmulEpilog.DEFAULT:
+        return [] if source is target else [partial(np.copyto, target, source, "unsafe")]
+    return [
+        partial(
+            epilog.apply,
+            step.epilog,
+            source,
+            {name: arrays[name] for name in step.inputs},
+            dtype=step.extras,
+            out=target,
+            outputs={name: arrays[buffer] for name, buffer in step.outputs},
+        )
+    ]
+
+
+def _sum_lines(step: SumLines, source: HostArray, target: HostArray) -> None:
+    array = source.conj() if step.conjugate else source
+    target[...] = epilog.column_sums(array) if step.columns else epilog.row_sums(array)
+
+
+def _largest(source: HostArray, target: HostArray) -> None:
+    target[...] = np.abs(source).max(initial=0.0)
+
+
+# -- what takes part of all ranks' arrays ----------------------------------------------------------
+
+
+class Binding:
+    """Binds the steps of one call: `hosts` are this rank's buffers, `places` all ranks', packed."""
+
+    def __init__(
+        self,
+        context: Context,
+        hosts: Mapping[str, HostArray],
+        places: Mapping[str, Sequence[bytes]],
+        known: Known,
+    ) -> None:
+        self._context = context
+        self._hosts = hosts
+        self._places = places
+        self._known = known
+
+    def bind(self, step: Step) -> Bound:
+        """What performs a step."""
+        if isinstance(step, Product):
+            read = [src for move in step.moves if move for src in self._sources(move)]
+            return self._when_reached(read, lambda: self._product(step))
+        if isinstance(step, Combine):
+            return self._when_reached(step.sources(self._context.rank), lambda: self._combine(step))
+        return bind_arithmetic(step, self._hosts, self._known.numbers)
+
+    def _sources(self, move: Move) -> Sequence[int]:
+        return tuple(move.transfer.sources(self._context.rank))
+
+    def _when_reached(self, ranks: Sequence[int], made: Callable[[], Bound]) -> Bound:
+        """What is bound now, or at each call where what some ranks have is copied here first."""
+        if all(self._context.reads_in_place(rank) for rank in ranks):
+            return made()
+        return [lambda: run(made())]
+
+    def _reached(self, name: str, layout: Layout, transfer: TransferPlan | None = None) -> ArrayOf:
+        """Every rank's array in a buffer, each its part of `layout`."""
+        own, context = self._hosts[name], self._context
+        found = {context.rank: own}
+
+        def array(rank: int) -> HostArray:
+            if rank not in found:
+                exposed = Exposed.unpack(self._places[name][rank])
+                window = window_on(context, rank, exposed, transfer)
+                found[rank] = window.array(layout.local_shape(rank), own.dtype)
+            return found[rank]
+
+        return array
+
+    def _combine(self, step: Combine) -> Bound:
+        rank, source, target = (
+            self._context.rank,
+            self._hosts[step.source],
+            self._hosts[step.target],
+        )
+        weight = None
+        if step.weight:
+            weight = np.asarray(self._known.numbers[step.weight], target.dtype)
+            if weight == 0:
+                return []
+        sums = target if target.dtype == source.dtype else np.empty(target.shape, source.dtype)
+        bound: Bound = [partial(sums.fill, 0)] if weight is None else []
+        array = self._reached(step.source, step.held)
+        for src in step.sources(rank):
+            found = shared_part(step.held, step.needed, src=src, dst=rank)
+            for theirs, own in pairs(found, array, sums):
+                if weight is not None:
+                    bound.append(partial(add_times, own, weight, theirs))
+                else:
+                    how = np.maximum if step.largest else np.add
+                    bound.append(partial(how, own, theirs, own))
+        if sums is not target:
+            bound.append(partial(np.copyto, target, sums, "unsafe"))
+        return bound
+
+    def _factor(self, name: str, move: Move | None, axis: int) -> Factor:
+        rank = self._context.rank
+        if move is None:
+            return Factor.own(rank, _matrix(self._hosts[name]), axis)
+        transfer = move.transfer
+        array = self._reached(move.source, transfer.src, transfer)
+        return Factor.moved(rank, move, array, self._hosts[move.source].dtype, axis)
+
+    def _product(self, step: Product) -> Bound:
+        """What multiplies, in panels that are gathered each time, and rounds if that is all."""
+        multiply, out = step.multiply, _matrix(self._hosts[step.multiply.target])
+        left = self._factor(multiply.left, step.moves[0], 1)
+        right = self._factor(multiply.right, step.moves[1], 0)
+        numbers = self._known.numbers
+        rounding = [
+            each for one in step.rounding for each in bind_arithmetic(one, self._hosts, numbers)
+        ]
+        if not left.source.extent or not out.size:
+            return [partial(out.fill, 0), *rounding]
+        plain = [*_bind_product(multiply, left, right, out), *rounding]
+        rounded = self._rounded(step, left, right)
+        if rounded is None:
+            return plain
+        library: Library = self._known.arrays.library
+
+        def multiplied() -> None:
+            if not library.matmul(left.whole(), right.whole(), rounded):
+                run(plain)
+            left.forget()
+            right.forget()
+
+        return [multiplied]
+
+    def _rounded(self, step: Product, left: Factor, right: Factor) -> HostArray | None:
+        """Where a product of the user's library may go that rounds; None if it would not do."""
+        if not step.rounding or left.copied + right.copied > _WHOLE_ELEMENTS:
+            return None
+        scaled, finished = step.rounding
+        assert isinstance(scaled, Axpby) and isinstance(finished, Finish)
+        found = self._hosts[finished.target]
+        narrow = left.dtype == right.dtype == found.dtype
+        return found if narrow and self._known.numbers[scaled.alpha] == 1 else None
+
+
+def _bind_product(multiply: Multiply, left: Factor, right: Factor, out: HostArray) -> Bound:
+    """What sets `out` to the product of two factors. Panels are gathered each time."""
+    cuts = intervals(left.source, right.source)
+    conj_a, conj_b = multiply.conjugate
+
+    def bound(lo: int, hi: int) -> Callable[[], object]:
+        a, b = left.matrix(lo, hi), right.matrix(lo, hi)
+        return gemm.bind(a, b, out, accumulate=lo > 0, conj_a=conj_a, conj_b=conj_b)
+
+    def in_panels() -> None:
+        for lo, hi in cuts:
+            bound(lo, hi)()
+        left.forget()
+        right.forget()
+
+    if left.source.panel or right.source.panel:
+        return [in_panels]
+    return [bound(lo, hi) for lo, hi in cuts]
+
+
+def _matrix(array: HostArray) -> HostArray:
+    """A vector as a matrix of one column."""
+    return array if array.ndim == 2 else array[:, np.newaxis]
+
+
+class Factor:
+    """Dense matrices of one factor of a product, interval by interval of k."""
+
+    def __init__(self, rank: int, source: Source, array: ArrayOf, dtype: np.dtype[Any]) -> None:
+        self._rank = rank
+        self.source = source
+        self.dtype = dtype
+        self._array = array
+        self._filled = (0, 0)
+        self._panel = np.empty((0, 0), dtype)
+
+    @classmethod
+    def own(cls, rank: int, array: HostArray, axis: int) -> Factor:
+        """A matrix of this rank's own, whose axis `axis` is k."""
+        rows, columns = array.shape
+        source = Source.own((rows, columns), rank, axis=axis)
+        return cls(rank, source, lambda _: array, array.dtype)
+
+    @classmethod
+    def moved(
+        cls, rank: int, move: Move, array: ArrayOf, dtype: np.dtype[Any], axis: int
+    ) -> Factor:
+        """What a move brings of all ranks' arrays."""
+        source = Source.plan(move.transfer, rank, axis=axis, panel_elements=_PANEL_ELEMENTS)
+        return cls(rank, source, array, dtype)
+
+    @property
+    def copied(self) -> int:
+        """Elements that `whole` copies."""
+        return 0 if len(self.source.bounds) <= 1 else self.source.extent * self.source.width
+
+    def whole(self) -> HostArray:
+        """All of k: where it lies, if it is one matrix there, or in one panel; else copied."""
+        ends = sorted(self.source.bounds)
+        first = self.matrix(0, ends[0])
+        if len(ends) == 1:
+            return first
+        across = first.shape[1 - self.source.axis]
+        shape = (ends[-1], across) if self.source.axis == 0 else (across, ends[-1])
+        order: Literal["C", "F"] = "F" if abs(first.strides[0]) < abs(first.strides[1]) else "C"
+        made = np.empty(shape, first.dtype, order)
+        for lo, hi in zip([0, *ends], ends, strict=False):
+            part = self._cut(lo, hi, slice(None))
+            raw_view(made)[part] = raw_view(self.matrix(lo, hi))
+        return made
+
+    def matrix(self, lo: int, hi: int) -> HostArray:
+        """Indices lo to hi of k: in a peer's memory, or in the panel that holds them."""
+        for piece in self.source.pieces:
+            if piece.lo <= lo < piece.hi:
+                return self._piece(piece, lo, hi)
+        if not self._filled[0] <= lo < self._filled[1]:
+            self._fill(lo // self.source.panel * self.source.panel)
+        return self._panel[self._cut(lo - self._filled[0], hi - self._filled[0], slice(None))]
+
+    def forget(self) -> None:
+        """Drop the panel: what it was gathered from has changed."""
+        self._filled, self._panel = (0, 0), self._panel[:0, :0].copy()
+
+    def _piece(self, piece: Piece, lo: int, hi: int) -> HostArray:
+        start = piece.k + lo - piece.lo
+        across = slice(piece.other, piece.other + self.source.width)
+        return self._array(piece.src)[self._cut(start, start + hi - lo, across)]
+
+    def _fill(self, lo: int) -> None:
+        source = self.source
+        hi = min(lo + source.panel, source.extent)
+        shape = (hi - lo, source.width) if source.axis == 0 else (source.width, hi - lo)
+        if self._panel.shape != shape:
+            self._panel = np.empty(shape, self._panel.dtype)
+        copy_moves(source.gather_moves(lo, hi), self._array, self._panel, rank=self._rank)
+        self._filled = (lo, hi)
+
+    def _cut(self, lo: int, hi: int, across: slice) -> tuple[slice, slice]:
+        return (slice(lo, hi), across) if self.source.axis == 0 else (across, slice(lo, hi))
