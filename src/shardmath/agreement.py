@@ -18,7 +18,7 @@ from shardmath.errors import CollectiveMismatch
 from shardmath.symmetric.board import Board
 from shardmath.symmetric.header import header
 
-__all__ = ["agree", "checked", "gather", "require_equal"]
+__all__ = ["agree", "checked", "gather", "refused_by", "require_equal"]
 
 Agreed = TypeVar("Agreed")
 T = TypeVar("T")
@@ -129,6 +129,11 @@ def _raise_refusal(board: Board, messages: Sequence[bytes], own: Exception | Non
             same = own is None or text == _refusal(own)
             who = "every rank" if everywhere else f"rank {rank}"
             raise _noted(board, _rebuilt(who, text[1:])) from (None if same else own)
+
+
+def refused_by(rank: int, error: Exception) -> Exception:
+    """What all ranks raise where `error` is what `rank` sends instead of its description."""
+    return _rebuilt(f"rank {rank}", _refusal(error)[1:])
 
 
 def _noted(board: Board, error: Exception) -> Exception:

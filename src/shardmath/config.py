@@ -53,6 +53,9 @@ class Settings:
     gpu_heap_bytes: int = _variable(
         2 << 30, "Bytes of a GPU's symmetric heap through NVSHMEM, allocated at the start."
     )
+    check: int = _variable(
+        0, "1: GPUs' ranks meet at each collective call, so that an error is raised where it is."
+    )
     cache: str = _variable(
         "", "Folder for compiled kernels, ~/.cache/shardmath if empty; - keeps none."
     )

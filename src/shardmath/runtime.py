@@ -146,17 +146,17 @@ class Runtime:
         nbytes = pad_bytes(len(ranks), CHANNELS)
         pads: list[Buffer] = []
 
-        def describe() -> tuple[int, int]:
+        def describe() -> tuple[int, int, int]:
             pads.append(self.heap.allocate(nbytes))
             block = pads[0].block
             device.zero(block.address, nbytes)
             transport.announce(block.location.segment, ranks)
-            return block.location.segment, block.location.offset
+            return block.location.segment, block.location.offset, self.settings.check
 
         places = agreement.agree(board, "initialize: pads", describe, lambda places: places)
 
         def attach() -> list[int | None]:
-            for peer, (segment, _) in zip(ranks, places, strict=True):
+            for peer, (segment, *_) in zip(ranks, places, strict=True):
                 if peer != self.mesh.rank:
                     transport.attach(peer, segment)
             return []
@@ -164,15 +164,17 @@ class Runtime:
         agreement.agree(board, "initialize: peer access", attach, lambda _: None)
         addresses = [
             transport.address(peer, segment, offset, nbytes) or 0
-            for peer, (segment, offset) in zip(ranks, places, strict=True)
+            for peer, (segment, offset, _) in zip(ranks, places, strict=True)
         ]
         self.kept.append(pads[0])  # a peer's kernel may signal after this rank has closed the group
         if all(map(self.mesh.near, ranks)):
-            return Team(device, board, pads[0], addresses)
-        team = FarTeam(device, board, pads[0], addresses)
+            team = Team(device, board, pads[0], addresses)
+            team.meets = any(check for *_, check in places)
+            return team
+        far_team = FarTeam(device, board, pads[0], addresses)
         far = [rank for rank, peer in enumerate(ranks) if not self.mesh.near(peer)]
-        team.locate(transport, ranks, {rank: Location(*places[rank]) for rank in far})
-        return team
+        far_team.locate(transport, ranks, {rank: Location(*places[rank][:2]) for rank in far})
+        return far_team
 
     def close(self) -> None:
         """Drop transport and connections; mappings that arrays still use stay."""

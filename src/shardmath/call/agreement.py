@@ -76,10 +76,10 @@ class Agreement(Generic[Plan]):
     rank has prepared for such calls can be found by it.
     """
 
-    __slots__ = ("_key", "notes", "plan")
+    __slots__ = ("key", "notes", "plan")
 
     def __init__(self, plan: Plan, notes: list[bytes], key: _Key) -> None:
-        self.plan, self.notes, self._key = plan, notes, key
+        self.plan, self.notes, self.key = plan, notes, key
 
 
 def agree(
@@ -180,7 +180,7 @@ class _PlanCache:
     def find_repeated(self, operation: str, messages: Sequence[bytes]) -> Agreement[Any] | None:
         """What was agreed on in a call in which all ranks sent the same. A use of its plan."""
         agreement = self._repeated.find((operation, *messages))
-        if agreement is None or self._plans.find(agreement._key) is None:
+        if agreement is None or self._plans.find(agreement.key) is None:
             return None
         return agreement
 

@@ -35,7 +35,7 @@ __all__ = ["DeviceCollectives", "LaunchConfig", "choose_all_reduce"]
 _PACKET = 16
 _MAX_THREADS = 512  # kThreads
 _SETS = 3  # kSets
-_MAX_BLOCKS = 132  # one on each multiprocessor of an H100: half of its registers
+_MAX_BLOCKS = 132  # kMaxBlocks: one on each multiprocessor of an H100: half of its registers
 _SPREAD = 64  # blocks, before there are more threads in each
 _KEPT = 256  # launches that are kept ready
 # From here on an all_reduce is pushed: of a rank's slice where packets are all data, as those of
@@ -82,7 +82,7 @@ class DeviceCollectives(Pushes):
     def __init__(self, context: Context, team: Team, cells: Sequence[int]) -> None:
         super().__init__(context, team)
         self._cells = tuple(cells)
-        self._steps_address = cells[team.rank] + _cells_bytes(team.size)
+        self._counts_address = cells[team.rank] + _cells_bytes(team.size)
         self._launches: LRUCache[tuple[Any, ...], ReadyLaunch | None] = LRUCache(_KEPT)
 
     @classmethod
@@ -101,7 +101,7 @@ class DeviceCollectives(Pushes):
         """
         team = context.team
         assert team is not None, "a context of GPUs"
-        nbytes = _cells_bytes(team.size) + 8 * _MAX_BLOCKS
+        nbytes = _cells_bytes(team.size) + 16 * _MAX_BLOCKS * (1 + team.size)  # counts, words
         return cls(context, team, kernel_memory(context, "collectives: cells", nbytes))
 
     # -- what is pushed ----------------------------------------------------------------------------
@@ -119,6 +119,7 @@ class DeviceCollectives(Pushes):
         return self if pushed and self.team.size > 1 else None
 
     # -- through cells -----------------------------------------------------------------------------
+    # `tag` says which call this is, the same on all ranks: kernels compare it before they write.
 
     def all_reduce(
         self,
@@ -130,15 +131,16 @@ class DeviceCollectives(Pushes):
         stream: int,
         *,
         launch: LaunchConfig | None = None,
+        tag: int = 0,
     ) -> None:
         """Combine `count` elements of all ranks into `target`, which may be `source`."""
 
         def make() -> ReadyLaunch | None:
             nbytes = count * dtype.itemsize
             config = launch or choose_all_reduce(nbytes, self.team.size)
-            return self._reduce(config, dtype, operation, (source, target, nbytes))
+            return self._reduce(config, dtype, operation, (source, target, nbytes), tag)
 
-        key = ("all_reduce", source, target, count, dtype.name, operation, launch)
+        key = ("all_reduce", source, target, count, dtype.name, operation, launch, tag)
         self._run(key, stream, make)
 
     def reduce_scatter(
@@ -149,6 +151,8 @@ class DeviceCollectives(Pushes):
         dtype: DType,
         operation: str,
         stream: int,
+        *,
+        tag: int = 0,
     ) -> None:
         """Combine all ranks' `sum(counts)` elements; rank r's `target` gets `counts[r]` of them."""
 
@@ -156,22 +160,30 @@ class DeviceCollectives(Pushes):
             sizes = [count * dtype.itemsize for count in counts]
             config = _launch_config("reduce_scatter", -(-max(sizes) // _PACKET))
             words = (source, target, max(sizes), *bounds(sizes)[:-1], *sizes)
-            return self._reduce(config, dtype, operation, words)
+            return self._reduce(config, dtype, operation, words, tag)
 
-        key = ("reduce_scatter", source, target, tuple(counts), dtype.name, operation)
+        key = ("reduce_scatter", source, target, tuple(counts), dtype.name, operation, tag)
         self._run(key, stream, make)
 
-    def all_gather(self, source: int, target: int, sizes: Sequence[int], stream: int) -> None:
+    def all_gather(
+        self, source: int, target: int, sizes: Sequence[int], stream: int, *, tag: int = 0
+    ) -> None:
         """Put every rank's `sizes[rank]` bytes at `source`, in order, into everybody's `target`."""
 
         def make() -> ReadyLaunch | None:
             size, own = self.team.size, sizes[self.team.rank]
-            return self._exchange(source, target, [0] * size, [own] * size, sizes, max(sizes))
+            return self._exchange(source, target, [0] * size, [own] * size, sizes, max(sizes), tag)
 
-        self._run(("all_gather", source, target, tuple(sizes)), stream, make)
+        self._run(("all_gather", source, target, tuple(sizes), tag), stream, make)
 
     def all_to_all(
-        self, source: int, target: int, sizes: Sequence[Sequence[int]], stream: int
+        self,
+        source: int,
+        target: int,
+        sizes: Sequence[Sequence[int]],
+        stream: int,
+        *,
+        tag: int = 0,
     ) -> None:
         """Send `sizes[src][dst]` bytes from every rank to every other; both sides lie in order."""
 
@@ -179,20 +191,22 @@ class DeviceCollectives(Pushes):
             rank = self.team.rank
             received = [row[rank] for row in sizes]
             most, sent = max(max(row) for row in sizes), sizes[rank]
-            return self._exchange(source, target, bounds(sent)[:-1], sent, received, most)
+            return self._exchange(source, target, bounds(sent)[:-1], sent, received, most, tag)
 
-        self._run(("all_to_all", source, target, tuple(map(tuple, sizes))), stream, make)
+        self._run(("all_to_all", source, target, tuple(map(tuple, sizes)), tag), stream, make)
 
-    def broadcast(self, source: int, target: int, nbytes: int, root: int, stream: int) -> None:
+    def broadcast(
+        self, source: int, target: int, nbytes: int, root: int, stream: int, *, tag: int = 0
+    ) -> None:
         """Copy `nbytes` at `source` of rank `root` to everybody's `target`."""
 
         def make() -> ReadyLaunch | None:
             size, rank = self.team.size, self.team.rank
             received = [nbytes if peer == root else 0 for peer in range(size)]
             sent = [nbytes if rank == root else 0] * size
-            return self._exchange(source, target, [0] * size, sent, received, nbytes)
+            return self._exchange(source, target, [0] * size, sent, received, nbytes, tag)
 
-        self._run(("broadcast", source, target, nbytes, root), stream, make)
+        self._run(("broadcast", source, target, nbytes, root, tag), stream, make)
 
     def _run(
         self, key: tuple[Any, ...], stream: int, make: Callable[[], ReadyLaunch | None]
@@ -211,6 +225,7 @@ class DeviceCollectives(Pushes):
         sent: Sequence[int],
         received: Sequence[int],
         most: int,
+        tag: int,
     ) -> ReadyLaunch | None:
         """A launch that exchanges bytes through cells; None where there are none."""
         if most == 0:
@@ -219,10 +234,10 @@ class DeviceCollectives(Pushes):
         config = _launch_config("exchange", -(-most // (_PACKET // 2)))
         aligned = not any(word % (_PACKET // 2) for word in words)
         kernel = self.team.kernel("exchange", config.function, (f"ALIGNED={aligned:d}",))
-        return kernel.ready(config.blocks, config.threads, self._argument(words))
+        return kernel.ready(config.blocks, config.threads, self._argument(tag, words))
 
     def _reduce(
-        self, config: LaunchConfig, dtype: DType, operation: str, words: Sequence[int]
+        self, config: LaunchConfig, dtype: DType, operation: str, words: Sequence[int], tag: int
     ) -> ReadyLaunch | None:
         """A launch that combines through cells; the third of `words` are the most bytes."""
         if words[2] == 0:
@@ -231,12 +246,12 @@ class DeviceCollectives(Pushes):
         aligned = not any(word % _PACKET for word in words)
         defines = reduction_defines(dtype, operation, aligned)
         kernel = self.team.kernel("reduce", config.function, defines)
-        return kernel.ready(config.blocks, config.threads, self._argument(words))
+        return kernel.ready(config.blocks, config.threads, self._argument(tag, words))
 
-    def _argument(self, words: Sequence[int]) -> Argument:
+    def _argument(self, tag: int, words: Sequence[int]) -> Argument:
         """The struct `Cells`, and what follows it."""
         cells = [self._cells[rank] for rank in self.team.ring_order]
-        words = (self._steps_address, *cells, *words)
+        words = (self._counts_address, tag, *cells, *words)
         return Argument(self.team.packed() + struct.pack(f"{len(words)}Q", *words))
 
 
@@ -246,5 +261,5 @@ def _phases(size: int) -> int:
 
 
 def _cells_bytes(size: int) -> int:
-    """Of one rank's cells; the numbers of the blocks' steps follow."""
+    """Of one rank's cells; the blocks' counts and the words of launches follow."""
     return _MAX_BLOCKS * _SETS * _phases(size) * size * _MAX_THREADS * _PACKET

@@ -3,8 +3,11 @@
 A program makes the same few calls for ever. What a call finds out about its arrays, and how its
 kernel is launched, is cached for calls on arrays with the same library, type, shape, strides and
 device, none of them lazy, freed or under a gradient. Arrays are inspected every time, since they
-may lie elsewhere, and all ranks agree every time. A call is cached only where its kernel read the
-operand and wrote the result as they lie, and the cache refers to no array.
+may lie elsewhere. A call is cached only where its kernel read the operand and wrote the result as
+they lie, and the cache refers to no array.
+
+Where this rank knows all ranks' arguments it waits for nobody: see `ahead`. Else all ranks agree
+every time.
 """
 
 from __future__ import annotations
@@ -16,7 +19,8 @@ from typing import Any, ClassVar, NamedTuple
 
 from shardmath.arrays import Library
 from shardmath.arrays.spec import ArraySpec
-from shardmath.call.agreement import HashedSpec, agree
+from shardmath.call.agreement import Agreement, HashedSpec, agree
+from shardmath.collectives.ahead import Ahead, tag_of, without_out
 from shardmath.collectives.device_operand import DeviceOperand
 from shardmath.collectives.dispatch import Call, call_spec
 from shardmath.collectives.flat import DirectLaunch
@@ -33,46 +37,92 @@ _PLAIN = frozenset([int, str, tuple, list, type(None)])
 
 def perform_on_device(context: Context, call: Call, x: Any, out: Any) -> Any:
     """See `perform`."""
-    calls: LRUCache[Hashable, _CachedCall] = context.cache("calls: collectives", _CACHE)
     operation = call.operation
+    context.require_open()
+    context.board.enter(operation)
+    calls: LRUCache[Hashable, _CachedCall] = context.cache("calls: collectives", _CACHE)
+    ahead = Ahead.of(context)
     arrays = _inspected(context, call, x, out)
     cached = None if arrays is None else calls.find(arrays.key)
     if arrays is not None and cached is not None:
-        _, agreement = agree(context, operation, _repeated, call.build, cached)
+        known = ahead.find(operation, cached.common)
+        if known is not None:
+            with context.executing(operation):
+                ahead.go(known)
+                if cached.applies(arrays):
+                    return cached.launch(context, arrays, out)
+                operand = DeviceOperand(context, x, out, tag=known.tag)
+                return call.on_device(operand, known.plan)
+        with ahead.meeting(cached.spec.spec):
+            _, agreement = agree(context, operation, _repeated, call.build, cached)
         plan = agreement.plan
         with context.executing(operation):
-            if cached.applies(arrays, plan):
+            if plan is cached.plan and cached.applies(arrays):
                 return cached.launch(context, arrays, out)
-            return call.on_device(DeviceOperand(context, x, out), plan)
+            tag = _tag(agreement) if call.result is None else cached.tag
+            return call.on_device(DeviceOperand(context, x, out, tag=tag), plan)
 
-    own, agreement = agree(context, operation, _describe, call.build, context, call, x, out)
-    operand, spec, plan = own.operand, own.spec, agreement.plan
-    with context.executing(operation):
-        result = call.on_device(operand, plan)
-        if arrays is not None:
-            cached = _CachedCall.of(arrays, operand, spec, plan, result)
-            if cached is not None:
-                calls.keep(arrays.key, cached)
-        return result
+    found = _describe(context, call, x, out)
+    known = None if isinstance(found, Exception) else ahead.find_fitting(operation, found.spec)
+    if known is not None and not isinstance(found, Exception):
+        operand, spec, plan = found.operand, found.spec, known.plan
+        operand.tag = known.tag
+        with context.executing(operation):
+            ahead.go(known)
+            result = call.on_device(operand, plan)
+    else:
+        try:
+            with ahead.meeting(found if isinstance(found, Exception) else found.spec):
+                own, agreement = agree(context, operation, _raised, call.build, found)
+        finally:
+            del found  # its traceback refers to this frame: a cycle that would keep the operands
+        operand, spec, plan = own.operand, own.spec, agreement.plan
+        alike = call.result is not None
+        operand.tag = ahead.tag(operation, spec) if alike else _tag(agreement)
+        with context.executing(operation):
+            result = call.on_device(operand, plan)
+        of_all = None if call.result is None else call.result(operand, plan)
+        if of_all is not None:
+            ahead.keep(operation, spec, (operand.kind, *of_all), plan, call.build)
+    if arrays is not None:
+        cached = _CachedCall.of(arrays, operand, spec, plan, result)
+        if cached is not None:
+            calls.keep(arrays.key, cached)
+    return result
 
 
 class _DeviceCall(NamedTuple):
     """A call as this rank describes it, and its operand on the GPU."""
 
-    spec: Hashable
+    spec: tuple[Any, ...]
     note: bytes
     operand: DeviceOperand
 
 
-def _describe(context: Context, call: Call, x: Any, out: Any) -> _DeviceCall:
-    operand = DeviceOperand(context, x, out)
-    spec = call_spec(operand.kind, operand.spec, operand.into, call.describe(operand.spec))
-    return _DeviceCall(spec, b"", operand)
+def _describe(context: Context, call: Call, x: Any, out: Any) -> _DeviceCall | Exception:
+    """The call, or what is wrong with it on this rank."""
+    try:
+        operand = DeviceOperand(context, x, out)
+        spec = call_spec(operand.kind, operand.spec, operand.into, call.describe(operand.spec))
+        return _DeviceCall(spec, b"", operand)
+    except Exception as error:
+        return error
+
+
+def _raised(found: _DeviceCall | Exception) -> _DeviceCall:
+    if isinstance(found, Exception):
+        raise found
+    return found
 
 
 def _repeated(cached: _CachedCall) -> _CachedCall:
     """What it was described as before."""
     return cached
+
+
+def _tag(agreement: Agreement[Any]) -> int:
+    operation, digests = agreement.key
+    return tag_of(operation.encode(), *digests)
 
 
 class _Arrays:
@@ -132,7 +182,9 @@ class _CachedCall:
 
     array_specs: tuple[ArraySpec, ArraySpec | None]
     spec: HashedSpec
+    common: tuple[Any, ...]  # of all ranks, for one that may run ahead
     plan: Any
+    tag: int
     direct: DirectLaunch
     shape: tuple[int, ...]
     dtype: str
@@ -140,7 +192,7 @@ class _CachedCall:
 
     @classmethod
     def of(
-        cls, arrays: _Arrays, operand: DeviceOperand, spec: Hashable, plan: Any, result: Any
+        cls, arrays: _Arrays, operand: DeviceOperand, spec: tuple[Any, ...], plan: Any, result: Any
     ) -> _CachedCall | None:
         """None where it was not one launch, from the operand and to the result as they lie."""
         direct, found = operand.direct, arrays.library.spec(result)
@@ -151,17 +203,17 @@ class _CachedCall:
         return cls(
             (arrays.spec, arrays.into),
             HashedSpec(spec),
+            without_out(spec),
             plan,
+            operand.tag,
             direct,
             found.shape,
             found.dtype,
             found.nbytes,
         )
 
-    def applies(self, arrays: _Arrays, plan: Any) -> bool:
-        """Whether the same plan was agreed on, and the result does not overlap the operand."""
-        if plan is not self.plan:
-            return False
+    def applies(self, arrays: _Arrays) -> bool:
+        """Whether the result does not overlap the operand."""
         if arrays.into is None:
             return True
         source, target = arrays.source, arrays.target

@@ -39,8 +39,10 @@ Parts = Sequence[int]
 class DeviceOperand:
     """One rank's array in a call of a context of GPUs, and how its result comes back."""
 
-    def __init__(self, context: Context, x: Any, out: Any = None) -> None:
-        """Raises ValueError for what is no array, or lies on another GPU; UseAfterFree.
+    def __init__(self, context: Context, x: Any, out: Any = None, *, tag: int = 0) -> None:
+        """`tag` says which call this is, when all have agreed.
+
+        Raises ValueError for what is no array, or lies on another GPU; UseAfterFree.
 
         Of `out` too, and where it cannot be written.
         """
@@ -55,6 +57,7 @@ class DeviceOperand:
             live_block(context, self.library.pointer(x))  # refuses what has been freed
         self.out = None if out is None else DeviceOutput(context, out)
         self.direct: DirectLaunch | None = None  # the launch of the call, where there was only one
+        self.tag = tag
 
     @property
     def on_host(self) -> bool:
@@ -81,6 +84,7 @@ class DeviceOperand:
     def all_reduce(self, reduction: Reduction, *, new: bool) -> Any:
         """See `reducing.all_reduce`. `new`: the results of all ranks are new arrays."""
         source, dtype, op = self._widened(reduction)
+        tag = self.tag
         collectives = DeviceCollectives.of(self.context)
         count = self.spec.size
         pushes = collectives.reduction_pushes(count * dtype.itemsize, dtype) if new else None
@@ -96,14 +100,23 @@ class DeviceOperand:
         self._launch(
             source,
             flat,
-            lambda start, to, stream: collectives.all_reduce(start, to, count, dtype, op, stream),
+            lambda start, to, stream: collectives.all_reduce(
+                start, to, count, dtype, op, stream, tag=tag
+            ),
             in_place=True,
         )
         return self._finish(flat.cast_to(reduction.result), self.spec.shape, reduction.result)
 
+    def is_pushed(self, reduction: Reduction) -> bool:
+        """Whether a new result of an all_reduce is pushed, into memory that all ranks allocate."""
+        dtype = _combined_type(reduction)
+        nbytes = self.spec.size * dtype.itemsize
+        return DeviceCollectives.of(self.context).reduction_pushes(nbytes, dtype) is not None
+
     def reduce_scatter(self, reduction: Reduction, axis: int, counts: Parts, shape: Shape) -> Any:
         """See `reducing.reduce_scatter`."""
         source, dtype, op = self._widened(reduction, self._ordered_by_rank(axis, counts))
+        tag = self.tag
         width = self.spec.size // max(self.spec.shape[axis], 1)
         sizes = [count * width for count in counts]
         flat = self._result_memory(
@@ -114,7 +127,7 @@ class DeviceOperand:
             source,
             flat,
             lambda start, to, stream: collectives.reduce_scatter(
-                start, to, sizes, dtype, op, stream
+                start, to, sizes, dtype, op, stream, tag=tag
             ),
         )
         return self._finish(flat.cast_to(reduction.result), shape, reduction.result)
@@ -122,7 +135,7 @@ class DeviceOperand:
     def all_gather(self, axis: int, shapes: Sequence[Shape], shape: Shape) -> Any:
         """See `moving.all_gather`; `shapes` are the ranks' own."""
         collectives = DeviceCollectives.of(self.context)
-        item, rank = self.spec.itemsize, self.context.rank
+        item, rank, tag = self.spec.itemsize, self.context.rank, self.tag
         sizes = [prod(each) * item for each in shapes]
         source, whole = self._packed(self._x), sum(sizes)
         pushes = collectives.pushes(max(sizes))
@@ -137,7 +150,7 @@ class DeviceOperand:
             self._launch(
                 source,
                 flat,
-                lambda start, to, stream: collectives.all_gather(start, to, sizes, stream),
+                lambda start, to, stream: collectives.all_gather(start, to, sizes, stream, tag=tag),
             )
         return self._concatenated(flat, axis, shapes, shape)
 
@@ -147,6 +160,7 @@ class DeviceOperand:
         """See `moving.all_to_all`; `sent[src][dst]` are indices of the axis."""
         collectives = DeviceCollectives.of(self.context)
         item, rank, size = self.spec.itemsize, self.context.rank, self.context.size
+        tag = self.tag
         widths = [prod(each) // max(each[axis], 1) * item for each in shapes]
         table = [[count * width for count in row] for row, width in zip(sent, widths, strict=True)]
         source = self._packed(self._ordered_by_rank(axis, sent[rank]))
@@ -165,7 +179,7 @@ class DeviceOperand:
             self._launch(
                 source,
                 flat,
-                lambda start, to, stream: collectives.all_to_all(start, to, table, stream),
+                lambda start, to, stream: collectives.all_to_all(start, to, table, stream, tag=tag),
             )
         parts = [
             (*each[:axis], row[rank], *each[axis + 1 :])
@@ -176,7 +190,7 @@ class DeviceOperand:
     def broadcast(self, root: int, shape: Shape) -> Any:
         """See `moving.broadcast`. A rank that passes None has a placeholder."""
         collectives = DeviceCollectives.of(self.context)
-        dtype = dtype_of(self.spec.dtype)
+        dtype, tag = dtype_of(self.spec.dtype), self.tag
         nbytes, size, rank = prod(shape) * dtype.itemsize, self.context.size, self.context.rank
         source = self._packed(self._x)
         pushes = collectives.pushes(nbytes)
@@ -189,7 +203,9 @@ class DeviceOperand:
             self._launch(
                 source,
                 flat,
-                lambda start, to, stream: collectives.broadcast(start, to, nbytes, root, stream),
+                lambda start, to, stream: collectives.broadcast(
+                    start, to, nbytes, root, stream, tag=tag
+                ),
             )
         return self._finish(flat, shape, self.spec.dtype)
 
@@ -233,10 +249,8 @@ class DeviceOperand:
     def _widened(self, reduction: Reduction, x: Any = None) -> tuple[Flat, DType, str]:
         """The operand in the type that the kernel combines, that type, and the operation."""
         x = self._x if x is None else x
-        own = dtype_of(reduction.dtype)
-        inside = own.name in ("float16", "bfloat16") or reduction.accumulator == own.name
-        wide = own if inside else dtype_of(reduction.accumulator)
-        if wide != own:
+        wide = _combined_type(reduction)
+        if wide.name != reduction.dtype:
             x = self.library.host_view(x) if self.on_host and not is_numpy(x) else x
             x = cast(x, wide)
         return self._packed(x), wide, reduction.op
@@ -340,6 +354,13 @@ class DeviceOutput:
         apart = target + spec.nbytes <= source.pointer or source.end <= target
         apart = apart or (in_place and target == source.pointer)
         return apart and spec.order in ("C", "both") and not library.is_lazy(self.array)
+
+
+def _combined_type(reduction: Reduction) -> DType:
+    """The type whose elements kernels combine; of half precision they widen each themselves."""
+    own = dtype_of(reduction.dtype)
+    inside = own.name in ("float16", "bfloat16") or reduction.accumulator == own.name
+    return own if inside else dtype_of(reduction.accumulator)
 
 
 def placeholder(context: Context, kind: str, dtype: str, shape: Shape, out: Any) -> DeviceOperand:

@@ -39,7 +39,9 @@ class Call(NamedTuple):
     `describe(spec)` is the arguments in normal form for an `x` like that, for all ranks to compare;
     it raises for wrong ones. `build` makes the plan of the specs of all ranks (`call_spec`), as for
     `agree_plan`. `on_host(agreed, plan)` and `on_device(operand, plan)` give the result. `offer`
-    lets peers read an operand on the host.
+    lets peers read an operand on the host. `result(operand, plan)`, for a call on GPUs in which a
+    rank's arguments say what all ranks' are, is the dtype and shape of this rank's result; None
+    where its ranks meet all the same.
     """
 
     operation: str
@@ -49,6 +51,7 @@ class Call(NamedTuple):
     on_host: Callable[[AgreedCall, Any], Any]
     on_device: Callable[[DeviceOperand, Any], Any]
     offer: Callable[[Context, Operand, HostArray | None], Offered] = offer_operand
+    result: Callable[[DeviceOperand, Any], tuple[str, Shape] | None] | None = None
 
 
 @dataclass(frozen=True)

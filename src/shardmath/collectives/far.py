@@ -69,13 +69,23 @@ class FarCollectives:
 
     # -- moving ------------------------------------------------------------------------------------
 
-    def all_gather(self, source: int, target: int, sizes: Sequence[int], stream: int) -> None:
+    # Ranks of several hosts meet before each call: its `tag` is not compared again.
+
+    def all_gather(
+        self, source: int, target: int, sizes: Sequence[int], stream: int, *, tag: int = 0
+    ) -> None:
         """Put every rank's `sizes[rank]` bytes at `source`, in order, into everybody's `target`."""
         starts, own = bounds(sizes)[:-1], sizes[self.team.rank]
         self._fetch_all(source, own, max(sizes), target, starts, [0] * len(sizes), sizes, stream)
 
     def all_to_all(
-        self, source: int, target: int, sizes: Sequence[Sequence[int]], stream: int
+        self,
+        source: int,
+        target: int,
+        sizes: Sequence[Sequence[int]],
+        stream: int,
+        *,
+        tag: int = 0,
     ) -> None:
         """Send `sizes[src][dst]` bytes from every rank to every other; both sides lie in order."""
         rank = self.team.rank
@@ -87,7 +97,9 @@ class FarCollectives:
             source, packed[rank], max(packed), target, starts, offsets, received, stream
         )
 
-    def broadcast(self, source: int, target: int, nbytes: int, root: int, stream: int) -> None:
+    def broadcast(
+        self, source: int, target: int, nbytes: int, root: int, stream: int, *, tag: int = 0
+    ) -> None:
         """Copy `nbytes` at `source` of rank `root` to everybody's `target`."""
         size, own = self.team.size, self.team.rank == root
         sizes = [nbytes * (rank == root) for rank in range(size)]
@@ -127,6 +139,8 @@ class FarCollectives:
         dtype: DType,
         operation: str,
         stream: int,
+        *,
+        tag: int = 0,
     ) -> None:
         """Combine all ranks' `sum(counts)` elements; rank r's `target` gets `counts[r]` of them."""
         item, rank = dtype.itemsize, self.team.rank
@@ -144,6 +158,8 @@ class FarCollectives:
         dtype: DType,
         operation: str,
         stream: int,
+        *,
+        tag: int = 0,
     ) -> None:
         """Combine `count` elements of all ranks into `target`, which may be `source`."""
         size, rank, item = self.team.size, self.team.rank, dtype.itemsize
@@ -170,6 +186,8 @@ class FarCollectives:
         dtype: DType,
         operation: str,
         stream: int,
+        *,
+        tag: int = 0,
     ) -> None:
         """Fetch all ranks' bytes from `start` on, and combine `count` elements into `target`.
 

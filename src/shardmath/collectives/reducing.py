@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardmath.agreement import require_equal
 from shardmath.arrays.base import HostArray
@@ -33,6 +33,9 @@ from shardmath.collectives.reduction import Reduction, reduce_local
 from shardmath.context import Context
 from shardmath.distributed_context import DistributedContext
 from shardmath.untraced import untraced
+
+if TYPE_CHECKING:
+    from shardmath.collectives.device_operand import DeviceOperand
 
 __all__ = ["all_reduce", "reduce_scatter"]
 
@@ -78,8 +81,15 @@ def all_reduce(
         on_host=_all_reduce,
         on_device=lambda operand, plan: operand.all_reduce(plan.reduction, new=plan.new),
         offer=offer_operand,
+        result=_result_of_all_reduce,
     )
     return perform(context, call, x, out)
+
+
+def _result_of_all_reduce(operand: DeviceOperand, plan: _AllReduce) -> tuple[str, Shape] | None:
+    if operand.is_pushed(plan.reduction):
+        return None
+    return plan.reduction.result, operand.spec.shape
 
 
 def _in_one_shot(nbytes: int, size: int) -> bool:
@@ -159,6 +169,7 @@ def reduce_scatter(
         on_device=lambda operand, plan: operand.reduce_scatter(
             plan.reduction, plan.axis, plan.counts, plan.results[rank]
         ),
+        result=lambda _, plan: (plan.reduction.result, plan.results[rank]),
     )
     return perform(context, call, x, out)
 

@@ -14,6 +14,13 @@
 //
 // Floats fill all 16 bytes: all ones is a NaN, and a packet that ends with it travels as a neighbouring
 // NaN. Other data may have any bits: it fills 8 bytes, and the number of the step stands beside it.
+//
+// Hosts do not meet before each launch. So each block sends the same block of every peer a word that says which
+// launch it is in, and by a tag which call the host meant; it writes nothing of a result before all ranks' words
+// have come and are equal. The word goes out with the first packets, and is awaited with them. Where words
+// differ, or do not come, the launch and all later ones of these ranks write nothing. There are two places for the
+// words of a block, used in turn: who sends the word of launch n + 2 has ended launch n + 1, in which it heard from
+// every peer's block, which began to answer after it had ended launch n.
 #pragma once
 
 #include "elements.cuh"
@@ -22,6 +29,7 @@
 namespace shardmath {
 
 constexpr int kThreads = 512;  // the most threads of a block that uses cells
+constexpr int kMaxBlocks = 132;  // the most blocks
 
 // How a packet carries data and its arrival flag.
 template <bool floats>
@@ -52,10 +60,18 @@ constexpr int kPhases = kRanks == 2 ? 4 : 2;
 // sends to its own cells too: that is cheaper than an exception for its own packet everywhere.
 struct Cells {
     Team team;
-    u64* steps;  // by block: those that it has done in these cells
+    u64* counts;  // by block: the steps that it has done in these cells, and the launches
+    u64 tag;      // of 48 bits: which call this is
     Packet* to[kRanks];
 
     __device__ Packet* own() const { return to[kRanks - 1]; }
+
+    // Where each rank's word of a launch lies for this block, in the memory of to[i]: behind cells and counts.
+    __device__ u64* words(int i, u64 launch) const {
+        constexpr u64 kCells = (u64)kMaxBlocks * kSets * kPhases * kRanks * kThreads;
+        u64* const first = (u64*)(to[i] + kCells + kMaxBlocks);
+        return first + (blockIdx.x * 2 + (launch & 1)) * kRanks;
+    }
 };
 
 // The rank that to[i] belongs to.
@@ -70,7 +86,7 @@ struct Step {
     u32 set;
 
     __device__ explicit Step(const Cells& cells) {
-        number = cells.steps[blockIdx.x] + 1;
+        number = cells.counts[2 * blockIdx.x] + 1;
         set = (u32)(number % kSets);
     }
     __device__ Step next() const {
@@ -85,15 +101,59 @@ struct Step {
     }
 };
 
+// The launch that a thread's block is in, as it tells the peers' when it is made. `agreed`: this thread knows that all
+// ranks are in the same. Not `usable`: an earlier launch has failed, and nobody is told of this one.
+struct Launch {
+    u64 number, word;
+    bool usable, agreed = false, equal = false;
+
+    __device__ explicit Launch(const Cells& cells) {
+        number = cells.counts[2 * blockIdx.x + 1] + 1;
+        word = cells.tag << 16 | (number & 0xffff);
+        usable = load_relaxed(&cells.team.own().broken) == 0;
+        if (usable)
+            for (int i = threadIdx.x; i < kRanks; i += blockDim.x)
+                store_relaxed(cells.words(i, number) + cells.team.rank, word);
+    }
+    __device__ bool come(u64 seen) const { return ((seen ^ word) & 0xffff) == 0; }
+
+    // Whether the words of all ranks have come; `equal` then says whether they are this rank's own.
+    __device__ bool all_come(const Cells& cells) {
+        const u64* const words = cells.words(kRanks - 1, number);
+        bool all = equal = true;
+#pragma unroll
+        for (int from = 0; from < kRanks; ++from) {
+            const u64 seen = load_relaxed(words + from);
+            all &= come(seen);
+            equal &= seen == word;
+        }
+        return all;
+    }
+};
+
+// Note whose words of a launch differ from this rank's `word`: of all ranks, before anybody is told that there are any.
+__device__ __noinline__ inline void refuse(const Cells& cells, u64 launch, u64 word) {
+    const u64* const words = cells.words(kRanks - 1, launch);
+    store_relaxed(&cells.team.own().broken, 1);
+#pragma unroll 1
+    for (int from = 0; from < kRanks; ++from) {
+        const u64 seen = load_relaxed(words + from);
+        if (seen != word) note(cells.team, from, kMismatch, blockIdx.x, word >> 16, seen >> 16);
+    }
+    report(cells.team);
+}
+
 // Between two steps: the cells that this thread has emptied are empty for the peers too, before it sends
 // anything more. Cells are this GPU's own memory, and its L2 cache is where the peers' stores to them arrive:
 // a fence of the GPU suffices. One of the system would wait for all that is on its way to the peers.
 __device__ inline void fence_cells() { __threadfence(); }
 
 // Called by all threads of a block, with the step after its last.
-__device__ inline void finish(const Cells& cells, const Step& after) {
+__device__ inline void finish(const Cells& cells, const Launch& launch, const Step& after) {
     __syncthreads();
-    if (threadIdx.x == 0) cells.steps[blockIdx.x] = after.number - 1;
+    if (threadIdx.x) return;
+    cells.counts[2 * blockIdx.x] = after.number - 1;
+    cells.counts[2 * blockIdx.x + 1] = launch.number;
 }
 
 // Send a packet to every rank: `pick(i)` to the one of to[i].
@@ -104,30 +164,45 @@ __device__ inline void send(const Cells& cells, const Step& step, int phase, Pic
     for (int i = 0; i < kRanks; ++i) store_packet(cells.to[i] + place, pick(i));
 }
 
-// Poll this thread's cells until all are full, and empty them. False on a timeout.
+// Poll this thread's cells until all are full, and the first time until all ranks' words have come; then empty
+// the cells. False on a timeout, and where the ranks do not agree.
 template <class Format>
-__device__ inline bool receive(const Cells& cells, const Step& step, int phase, Packet (&packets)[kRanks]) {
+__device__ inline bool receive(const Cells& cells, Launch& launch, const Step& step, int phase,
+                               Packet (&packets)[kRanks]) {
     Packet* const first = cells.own() + step.cell(phase);
     Deadline deadline;
-    const auto empty = [&](int from) { return !Format::full(load_packet(first + from * kThreads), step.number); };
+    const auto missing = [&](int from) {
+        return !launch.come(load_relaxed(cells.words(kRanks - 1, launch.number) + from)) ||
+               !Format::full(load_packet(first + from * kThreads), step.number);
+    };
     const auto any_gone = [&] {
         bool found = false;
 #pragma unroll 1
-        for (int from = 0; from < kRanks && !found; ++from) found = gone(cells.team, from) && empty(from);
+        for (int from = 0; from < kRanks && !found; ++from) found = gone(cells.team, from) && missing(from);
         return found;
     };
     for (bool last = false;; last = deadline.passed(cells.team, any_gone)) {
         bool full = true;
 #pragma unroll
         for (int from = 0; from < kRanks; ++from) packets[from] = load_packet(first + from * kThreads);
+        if (!launch.agreed) {
+            if (!launch.usable) return false;
+            // Without waiting for the packets: those of another call never come.
+            const bool come = launch.all_come(cells);
+            if (come && !launch.equal) {
+                refuse(cells, launch.number, launch.word);
+                return false;
+            }
+            full = launch.agreed = come;
+        }
 #pragma unroll
         for (int from = 0; from < kRanks; ++from) full &= Format::full(packets[from], step.number);
         if (full) break;
         if (last) {
+            store_relaxed(&cells.team.own().broken, 1);
 #pragma unroll 1
             for (int from = 0; from < kRanks; ++from)
-                if (empty(from))
-                    expire(cells.team, from, kCollective, blockIdx.x, step.number, step.number - 1);
+                if (missing(from)) expire(cells.team, from, kCollective, blockIdx.x, step.number, step.number - 1);
             return false;
         }
     }
@@ -144,6 +219,7 @@ __device__ inline void run_steps(const Cells& cells, u32 packets, Read read, Wri
     static_assert(kAtOnce <= kPhases, "a phase for each");
     const u32 stride = gridDim.x * blockDim.x;
     Step step(cells);
+    Launch launch(cells);
     for (u32 row = blockIdx.x * blockDim.x; row < packets; row += kAtOnce * stride, step = step.next()) {
         const u32 first = row + threadIdx.x;
         if (first >= packets) continue;
@@ -159,13 +235,13 @@ __device__ inline void run_steps(const Cells& cells, u32 packets, Read read, Wri
         for (int k = 0; k < kAtOnce; ++k) {
             Packet have[kRanks];
             if (!come || first + k * stride >= packets) break;
-            come = receive<Format>(cells, step, k, have);
+            come = receive<Format>(cells, launch, step, k, have);
             if (come) write(first + k * stride, have);
         }
         if (!come) break;
         if (first + kAtOnce * stride < packets) fence_cells();
     }
-    finish(cells, step);
+    finish(cells, launch, step);
 }
 
 // -- operands ------------------------------------------------------------------------------------------

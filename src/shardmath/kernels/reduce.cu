@@ -80,21 +80,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) two_shot(const __grid_
     };
     const u32 row0 = blockIdx.x * blockDim.x;
     Step step(a.cells);
+    Launch launch(a.cells);
     if (row0 + threadIdx.x < slice) contribute(row0 + threadIdx.x, step);
     for (u32 row = row0; row < slice; row += stride, step = step.next()) {
         const u32 at = row + threadIdx.x;
         if (at >= slice) continue;
         Packet have[kRanks];
-        if (!receive<Format>(a.cells, step, 0, have)) break;
+        if (!receive<Format>(a.cells, launch, step, 0, have)) break;
         const Packet result = encoded(combined(have), step);
         send(a.cells, step, 1, [&](int) { return result; });
         if (at + stride < slice) contribute(at + stride, step.next());
-        if (!receive<Format>(a.cells, step, 1, have)) break;
+        if (!receive<Format>(a.cells, launch, step, 1, have)) break;
 #pragma unroll
         for (int from = 0; from < kRanks; ++from) output.write(from * slice + at, have[from]);
         if (at + stride < slice) fence_cells();
     }
-    finish(a.cells, step);
+    finish(a.cells, launch, step);
 }
 
 struct ReduceScatterArgument {

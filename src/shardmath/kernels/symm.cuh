@@ -37,6 +37,7 @@ enum Operation : u32 {
     kWrongRanks = 8,
     kProduct = 9,
     kShard = 10,
+    kMismatch = 11,  // a peer's launch is another; the tags of both in place of `expected` and `seen`
 };
 
 // What the host reads after a wait has expired. In host memory, written by one kernel at a time.
@@ -69,7 +70,7 @@ struct Channel {
 // Each rank's symmetric words. As many channels follow as the team has.
 struct Pad {
     u64 failed;         // a wait has expired, and the host does not know yet
-    u64 unused;
+    u64 broken;         // a collective has failed: these ranks' later ones do nothing
 
     __device__ Channel& channel(u32 number) { return ((Channel*)(this + 1))[number]; }
 };
@@ -190,17 +191,26 @@ struct Deadline {
     }
 };
 
-// Note that a wait for `src` has come to its end. The first note for a rank stays.
-__device__ __noinline__ inline void expire(const Team& team, int src, u32 operation, u32 place, u64 expected,
-                                           u64 seen) {
+// Note why a wait for `src` has come to its end. The first note for a rank stays.
+__device__ inline void note(const Team& team, int src, u32 operation, u32 place, u64 expected, u64 seen) {
     Late& late = team.status->late[src];
     if (load_relaxed(&late.operation) == 0) {
         store_relaxed(&late.expected, expected);
         store_relaxed(&late.seen, seen);
         store_relaxed(&late.operation, operation | (u64)place << 32);
     }
+}
+
+// Let the host read what was noted, and this rank's kernels wait no more.
+__device__ inline void report(const Team& team) {
     store_relaxed(&team.own().failed, 1);
     store_release(&team.status->expired, 1);
+}
+
+__device__ __noinline__ inline void expire(const Team& team, int src, u32 operation, u32 place, u64 expected,
+                                           u64 seen) {
+    note(team, src, operation, place, expected, seen);
+    report(team);
 }
 
 // Whether the kernel was compiled for these ranks, and `peer` is one of them. What is wrong is noted.

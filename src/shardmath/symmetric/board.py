@@ -16,6 +16,7 @@ reads the others'. A row holds
     to blame
     then two mailboxes, used by even and odd rounds: the number of the round, how many bytes the
     message has in all, how many at its end are payload, and a part of it
+    then the calls with which the rank has run ahead: see `calls`
 
 Either all ranks come out of a round or a barrier, or none does: see `arrivals`.
 
@@ -33,10 +34,10 @@ import mmap
 import os
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NoReturn
 
 from shardmath.caller import caller_line
 from shardmath.collective_call import CollectiveCall, settled, this_thread
@@ -49,6 +50,7 @@ from shardmath.errors import (
     ShardmathError,
 )
 from shardmath.symmetric.arrivals import Arrivals
+from shardmath.symmetric.calls import LIST_BYTES, Calls
 from shardmath.symmetric.header import NAME_BYTES, bodies, header
 from shardmath.symmetric.names import AFTER_FAILURE, OPERATION, RankNames
 from shardmath.symmetric.reason import REASON_BYTES, Reason
@@ -66,7 +68,8 @@ _MAIL = _REASON + REASON_BYTES  # byte offset of the first mailbox
 _MAIL_BYTES = 4096
 _MAIL_HEAD = struct.Struct("=QQQ")  # number of the round, bytes of the message, of its payload
 _CHUNK = _MAIL_BYTES - _MAIL_HEAD.size
-ROW_BYTES = _MAIL + 2 * _MAIL_BYTES
+_CALLS = _MAIL + 2 * _MAIL_BYTES
+ROW_BYTES = _CALLS + LIST_BYTES
 _RUNNING, _LEFT, _FAILED, _MISMATCHED = 0, 1, 2, 3
 _MESSAGE_LIMIT = 64 << 20
 _LOOKS = 10  # of compiled code, in the time of one of Python's
@@ -130,6 +133,9 @@ class Board:
         self.recoveries = 0  # the last one that this rank has asked for
         self.failure: str | None = None
         self._watch_first: Callable[[], None] = _all_have_it
+        self.calls: Calls | None = None  # with which ranks run ahead, if any may
+        self._explain: Callable[[Mapping[int, int]], Exception] = lambda _: CollectiveMismatch()
+        self._verdict: Exception | None = None  # what all ranks are to raise, in the same words
 
     @staticmethod
     def _compiled_page(rows: Rows, rank: int, size: int, policy: WaitPolicy) -> Any:
@@ -176,14 +182,21 @@ class Board:
                 self.operation = operation
             if self.size == 1:
                 return [text], [payload]
+            calls = self.calls
+            if calls is not None:
+                calls.meet()
             page, number = self._page, self._rounds + 1
-            if page is None or len(text) + len(payload) > _CHUNK:
-                return self._gather(text, payload)
             found: tuple[list[bytes], list[bytes]] | None
-            found = page.exchange(_EXCHANGE, 2 * number, number, text, payload)
-            if found is None:
-                return self._gather(text, payload, published=True)
-            self._rounds = number
+            if page is None or len(text) + len(payload) > _CHUNK:
+                found = self._gather(text, payload)
+            else:
+                found = page.exchange(_EXCHANGE, 2 * number, number, text, payload)
+                if found is None:
+                    found = self._gather(text, payload, published=True)
+                else:
+                    self._rounds = number
+            if calls is not None and calls.differ():
+                self._raise_passed(calls)
             return found
         finally:
             self._lock.release()
@@ -248,6 +261,72 @@ class Board:
         )
         self._fail_with(error)
         return error
+
+    # -- calls without a meeting ---------------------------------------------------------------
+
+    def let_run_ahead(self, explain: Callable[[Mapping[int, int]], Exception]) -> None:
+        """From now on ranks may make calls without meeting here: `run_ahead`. Collective, once.
+
+        `explain(tags)` is what all ranks are to raise where this rank meets, and peers have gone on
+        with calls of these tags, by rank. None for ranks of several hosts.
+        """
+        if self.calls is None and not self._rows.needs_polling:
+            self.calls, self._explain = Calls(self._rows, _CALLS), explain
+
+    def run_ahead(self, tag: int) -> None:
+        """List a call that this rank makes without waiting for its peers.
+
+        Waits only for those that are a whole window behind: RankFailure, OpTimeout as elsewhere.
+        """
+        calls = self.calls
+        assert calls is not None, "ranks may run ahead"
+        calls.add(tag, self._await_listed)
+
+    def _await_listed(self, number: int) -> None:
+        calls = self.calls
+        assert calls is not None, "ranks may run ahead"
+        self._await_ranks(lambda: calls.missing(number))
+
+    def _raise_passed(self, calls: Calls) -> NoReturn:
+        """Raise, on all ranks, what is wrong where they meet after different calls.
+
+        Those that were passed know what they have called instead, and say it.
+        """
+        behind = calls.behind()
+        if not behind:
+            raise self.concluded(self._passed_error(calls, calls.ahead()))
+        self._await_ranks(lambda: behind)
+        raise AssertionError("whoever was passed gives up")
+
+    def _passed_error(self, calls: Calls, ahead: Sequence[int]) -> Exception:
+        return self.verdict(self._explain({rank: calls.next_of(rank) for rank in ahead}))
+
+    def verdict(self, error: Exception) -> Exception:
+        """`error`, which all ranks are to raise in the same words, if this one does."""
+        self._verdict = error
+        return error
+
+    def concluded(self, error: Exception) -> Exception:
+        """`error`, which this rank raises now: if it is a verdict, the peers hear of it."""
+        if error is self._verdict and self.failure is None:
+            self.fail(str(error), raised=type(error).__name__)
+            self.names.note(error)
+        return error
+
+    def _await_ranks(self, missing: Callable[[], Sequence[int]]) -> None:
+        """Wait until no rank is `missing`."""
+        try:
+            wait_until(
+                lambda: not missing(),
+                policy=self.policy,
+                missing=missing,
+                peer_error=self.ended_peer_error,
+                doing=self.names.where,
+                named=self.names.described,
+            )
+        except BaseException as error:
+            self._fail_with(error)
+            raise
 
     def barrier(self, operation: str = "barrier") -> None:
         """Wait until every rank has called it. Collective.
@@ -411,15 +490,20 @@ class Board:
 
     def _fail_with(self, error: BaseException) -> None:
         """After an error in a wait: no later operation can be in step with the peers."""
-        if isinstance(error, CollectiveMismatch):
+        if isinstance(error, Exception):
+            self.concluded(error)
+        if isinstance(error, CollectiveMismatch) and self.failure is None:
             self._rows.publish(_STATE, _MISMATCHED)
         why = str(error) if isinstance(error, ShardmathError) else repr(error)
         self.fail(why, getattr(error, "ranks", ()), late=isinstance(error, OpTimeout))
 
-    def fail(self, why: str, blamed: Sequence[int] = (), *, late: bool = False) -> None:
+    def fail(
+        self, why: str, blamed: Sequence[int] = (), *, late: bool = False, raised: str = ""
+    ) -> None:
         """Tell the peers that this rank gave an operation up; no later one can be in step.
 
         `blamed` are the ranks whose fault it was, if not this one's; `late`: they did not come.
+        `raised` names the exception that all are to raise, in the same words. See Reason.
         """
         if self.failure is None:
             self.failure = why
@@ -428,7 +512,7 @@ class Board:
                 if self._own[word] > 2 * done + 1:
                     self._rows.publish(word, 2 * done + 1)
             if self._own[_STATE] == _RUNNING:
-                self._rows.write(_REASON, Reason(why, blamed, late).pack())
+                self._rows.write(_REASON, Reason(why, blamed, late, raised).pack())
                 self._rows.publish(_STATE, _FAILED)
 
     def refuse(self, board: str, why: str) -> None:
@@ -447,6 +531,21 @@ class Board:
     def peer_error(self, late: Sequence[int]) -> Exception | None:
         """The exception to raise where one of these ranks will never arrive, else None."""
         return self._mismatch_error(late) or self.ended_peer_error(late)
+
+    def _meeting_error(self, late: Sequence[int]) -> Exception | None:
+        """As `peer_error`, where all ranks are to meet.
+
+        A peer that is late, and has listed calls that this rank has not, has passed this place. One
+        that this rank has passed will say so.
+        """
+        calls = self.calls
+        if calls is not None:
+            if calls.behind(late):
+                return self.ended_peer_error(late)
+            ahead = calls.ahead(late)
+            if ahead:
+                return self.ended_peer_error(late) or self._passed_error(calls, ahead)
+        return self.peer_error(late)
 
     def _mismatch_error(self, late: Sequence[int]) -> Exception | None:
         """A late peer that has published a round of exchange that this rank has not is itself
@@ -529,6 +628,8 @@ class Board:
         for rank in late:
             if states[rank] == _FAILED:
                 reason = self._reason(rank)
+                if reason.error is not None:
+                    return self.verdict(reason.error)
                 blamed = [r for r in reason.blamed if r != self.rank]
                 who = f"{self.names.where()}: {self.names.name(rank)}"
                 text = f"{who} gave up: {reason.why}; {AFTER_FAILURE}"
@@ -569,7 +670,7 @@ class Board:
 
         def peer_error(_: object) -> Exception | None:
             self._watch_first()
-            return self.peer_error(self._arrivals.missing(word, target))
+            return self._meeting_error(self._arrivals.missing(word, target))
 
         def wait() -> None:
             wait_until(
@@ -618,11 +719,11 @@ class Board:
                 named=self.names.described,
                 timeout=timeout,
             )
-        except (CollectiveMismatch, RankFailure) as error:
-            self._fail_with(error)
-            raise
         except OpTimeout as error:
             settled(error)
+            raise
+        except Exception as error:
+            self._fail_with(error)
             raise
 
     def _require_usable(self) -> None:

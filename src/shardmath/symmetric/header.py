@@ -11,7 +11,7 @@ from functools import lru_cache
 from shardmath.errors import CollectiveMismatch
 from shardmath.group.base import rank_names
 
-__all__ = ["NAME_BYTES", "bodies", "header"]
+__all__ = ["NAME_BYTES", "bodies", "different", "header"]
 
 NAME_BYTES = 64  # of a name; the rest of a longer one is not compared
 _END = b"\0"
@@ -28,14 +28,15 @@ def bodies(texts: Sequence[bytes], operation: str) -> list[bytes]:
     prefix = header(operation)
     for text in texts:
         if not text.startswith(prefix):
-            raise CollectiveMismatch(f"the ranks called different operations: {_calls(texts)}")
+            names = [text.partition(_END)[0].decode(errors="replace") for text in texts]
+            raise CollectiveMismatch(different(names))
     return [text[len(prefix) :] for text in texts]
 
 
-def _calls(texts: Sequence[bytes]) -> str:
-    """Who called what, those together that called the same."""
+def different(names: Sequence[str]) -> str:
+    """Who called which operation, by rank; those together that called the same."""
     callers: dict[str, list[int]] = {}
-    for rank, text in enumerate(texts):
-        name = text.partition(_END)[0].decode(errors="replace")
+    for rank, name in enumerate(names):
         callers.setdefault(name, []).append(rank)
-    return "; ".join(f"{rank_names(ranks)} called {name}" for name, ranks in callers.items())
+    calls = "; ".join(f"{rank_names(ranks)} called {name}" for name, ranks in callers.items())
+    return f"the ranks called different operations: {calls}"

@@ -12,6 +12,7 @@ __all__ = [
     "FAILED",
     "LATE",
     "LATE_BYTES",
+    "MISMATCH",
     "NO_CHANNEL",
     "NO_PEER",
     "OF_BARRIER",
@@ -79,6 +80,7 @@ NO_PEER = 7
 WRONG_RANKS = 8
 OF_PRODUCT = 9
 OF_SHARD = 10
+MISMATCH = 11
 
 
 def pad_bytes(size: int, channels: int) -> int:

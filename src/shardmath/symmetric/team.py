@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Self
 
@@ -44,10 +44,11 @@ _OPERATIONS = {
     structs.OF_FLAG: "put_signal",
     structs.OF_PRODUCT: "a product",
     structs.OF_SHARD: "a product of gathered rows",
+    structs.MISMATCH: "another collective",
 }
 _PLACES = {structs.OF_COLLECTIVE: "block", structs.OF_PRODUCT: "chunk", structs.OF_SHARD: "part"}
 # What an expired wait leaves in no known state.
-_BREAKING = (structs.OF_COLLECTIVE, structs.OF_PRODUCT)
+_BREAKING = (structs.OF_COLLECTIVE, structs.OF_PRODUCT, structs.MISMATCH)
 _REFUSED = {
     structs.NO_CHANNEL: "named channel {seen}; there are {expected}, numbered from 0",
     structs.NO_PEER: "named rank {seen}; there are {expected}, numbered from 0",
@@ -80,6 +81,9 @@ class Team:
         self.pads = tuple(pads)
         self.timeout = board.policy.timeout
         self.broken = ""  # why what collectives count is in no known state
+        self.meets = False  # hosts meet at each call: SHARDMATH_CHECK on some rank
+        # What all ranks raise where kernels found these tags of their calls, by rank, to differ.
+        self.explain: Callable[[Mapping[int, int]], Exception] | None = None
         self._expired = False  # a kernel's wait, at any time
         self._board = board
         self._own = own
@@ -293,9 +297,15 @@ class Team:
         ]
         if any(_breaks_counts(int(late[rank, 0])) for rank in ranks):
             self.broken = "; ".join(reasons)
+        different = [rank for rank in ranks if late[rank, 0] & 0xFFFFFFFF == structs.MISMATCH]
+        if different and self.explain is not None:
+            own = int(late[different[0], 1])
+            tags = dict.fromkeys(range(self.size), own)
+            tags |= {rank: int(late[rank, 2]) for rank in different}
+            return self._board.concluded(self._board.verdict(self.explain(tags)))
         gone = self._board.silent_peer_error(ranks)
         if gone is not None:
-            return gone
+            return self._board.concluded(gone)
         return OpTimeout(
             f"{self._who()} waited in vain: {'; '.join(reasons)}; raise SHARDMATH_TIMEOUT, or the "
             "timeout of the call, if they were only slow",

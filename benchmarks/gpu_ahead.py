@@ -1,0 +1,124 @@
+"""Collectives that come again on GPUs: time of the host, time of the GPU, and what late hosts cost.
+
+    python benchmarks/gpu_ahead.py 2
+
+`host` is the median time of a call in a row of them, for whose kernels nobody waits, of the slowest
+rank; `graph` the time of one of many in a CUDA graph. `step` is a local product of some 0.3 ms and
+an all_reduce of 8 MiB; in `late hosts` each rank's host in turn sleeps 1 ms before every fourth.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+from on_gpus import command, run
+
+from shardmath.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
+
+CALLS, WARM, GRAPH = 300, 30, 50
+STEPS, RUNS = 60, 5
+SIZES = {"2 KiB": 1 << 10, "16 KiB": 8 << 10, "256 KiB": 128 << 10, "1 MiB": 512 << 10}  # elements
+K = 5632  # of the local product
+
+
+def host(ranks, call):
+    """Microseconds until the call returns."""
+    for _ in range(WARM):
+        call()
+    found = []
+    for start in range(0, CALLS, 50):  # fewer than fill the queue of launches
+        ranks.torch.cuda.synchronize()
+        ranks.context.barrier()
+        for _ in range(start, start + 50):
+            begun = time.perf_counter()
+            call()
+            found.append(time.perf_counter() - begun)
+    return 1e6 * ranks.largest(statistics.median(found))
+
+
+def reductions(ranks, count):
+    torch, dist = ranks.torch, ranks.dist
+    import torch.distributed._symmetric_memory as symmetric
+
+    x, out = (torch.ones(count, device=ranks.device, dtype=torch.bfloat16) for _ in range(2))
+    theirs = symmetric.empty(count, dtype=torch.bfloat16, device=ranks.device)
+    symmetric.rendezvous(theirs, ranks.group)
+    one_shot = torch.ops.symm_mem.one_shot_all_reduce
+    return {
+        "all_reduce(out)": lambda: all_reduce(x, out=out),
+        "all_reduce": lambda: all_reduce(x),
+        "torch one_shot_all_reduce": lambda: one_shot(theirs, "sum", ranks.group),
+        "NCCL all_reduce": lambda: dist.all_reduce(x),
+    }
+
+
+def moves(ranks, count):
+    torch, dist, size = ranks.torch, ranks.dist, ranks.size
+    x, out = (torch.ones(count, device=ranks.device, dtype=torch.bfloat16) for _ in range(2))
+    part = x[: count // size].clone()
+    return {
+        "all_gather(out)": lambda: all_gather(part, out=out),
+        "reduce_scatter(out)": lambda: reduce_scatter(x, out=part),
+        "all_to_all(out)": lambda: all_to_all(x, out=out),
+        "NCCL all_gather": lambda: dist.all_gather_into_tensor(out, part),
+        "NCCL reduce_scatter": lambda: dist.reduce_scatter_tensor(part, x),
+        "NCCL all_to_all": lambda: dist.all_to_all_single(out, x),
+    }
+
+
+def steps(ranks):
+    """Microseconds of a step, by what reduces, and whether hosts are late."""
+    torch, dist = ranks.torch, ranks.dist
+    a, b, c = (torch.ones((K, K), device=ranks.device, dtype=torch.bfloat16) for _ in range(3))
+    x, out = (torch.ones(4 << 20, device=ranks.device, dtype=torch.bfloat16) for _ in range(2))
+    ways = {
+        "product": lambda: None,
+        "all_reduce(out)": lambda: all_reduce(x, out=out),
+        "NCCL all_reduce": lambda: dist.all_reduce(out),
+    }
+    rows = []
+    for late in (False, True):
+        for what, call in ways.items():
+            times = []
+            for _ in range(RUNS + 1):
+                torch.cuda.synchronize()
+                ranks.context.barrier()
+                start = time.perf_counter()
+                for number in range(STEPS):
+                    if late and number % 4 == 0 and number // 4 % ranks.size == ranks.rank:
+                        time.sleep(1e-3)
+                    torch.matmul(a, b, out=c)
+                    call()
+                torch.cuda.synchronize()
+                times.append((time.perf_counter() - start) / STEPS)
+            us = 1e6 * ranks.largest(statistics.median(times[1:]))
+            rows.append({"what": f"step: {what}", "late_hosts": late, "step_us": us})
+    return rows
+
+
+def measure(ranks):
+    rows = []
+    with ranks.context:
+        for name, count in SIZES.items():
+            systems = reductions(ranks, count)
+            graphs = ranks.times(systems, GRAPH)
+            for what, call in systems.items():
+                us = {"host_us": host(ranks, call), "graph_us": graphs[what]}
+                rows.append({"what": what, "size": name, **us})
+        for what, call in moves(ranks, 8 << 10).items():
+            rows.append({"what": what, "size": "16 KiB", "host_us": host(ranks, call)})
+        rows += steps(ranks)
+    return rows
+
+
+def main() -> None:
+    options = command(__doc__).parse_args()
+    for row in run("gpu_ahead", measure, options):
+        figures = {k: f"{v:.1f}" for k, v in row.items() if k.endswith("_us")}
+        where = row.get("size", "late hosts" if row.get("late_hosts") else "")
+        print(f"{row['what']:32} {where:12}", *(f"{k} {v:>7}" for k, v in figures.items()))
+
+
+if __name__ == "__main__":
+    main()

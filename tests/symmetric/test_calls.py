@@ -1,0 +1,129 @@
+"""Ranks that run ahead with calls, and meet: where one has made another call, all raise the same.
+
+The ranks are threads of one process, of which one runs at a time: see `test_board_schedules`.
+"""
+
+from __future__ import annotations
+
+import mmap
+import random
+import threading
+import types
+
+import pytest
+from test_board_schedules import Schedule, Word
+
+from shardmath.errors import CollectiveMismatch, OpTimeout, RankFailure
+from shardmath.symmetric import arrivals, waiting
+from shardmath.symmetric import board as boards_module
+from shardmath.symmetric.board import ROW_BYTES, Board, board_bytes
+from shardmath.symmetric.calls import WINDOW
+from shardmath.symmetric.rows import Rows
+from shardmath.symmetric.waiting import WaitPolicy
+
+SEEDS = 40
+LIMIT = 5.0  # of the schedule's seconds
+MEET = 0  # in place of a call's tag
+
+
+def boards_of(size, schedule):
+    memory = mmap.mmap(-1, board_bytes(size))
+    found = []
+    for rank in range(size):
+        rows = Rows(memory, rank=rank, size=size, row_bytes=ROW_BYTES)
+        rows.words = [Word(words, schedule) for words in rows.words]
+        board = Board(
+            rows,
+            rank=rank,
+            size=size,
+            watch=None,
+            watch_ranks=range(size),
+            names=[f"pid {r}" for r in range(size)],
+            policy=WaitPolicy(LIMIT, notice=100, spins=0),
+        )
+
+        def explain(tags, rank=rank):
+            return CollectiveMismatch(f"{sorted(set(tags.values()))}, where rank {rank} meets")
+
+        board.let_run_ahead(explain)
+        found.append(board)
+    return found
+
+
+def outcomes(seed, programs, monkeypatch):
+    """What each rank's program did: tags of calls, MEET for a meeting. The last is one."""
+    size = len(programs)
+    schedule = Schedule(seed, size)
+    clock = types.SimpleNamespace(monotonic=lambda: schedule.now, sleep=schedule.pause)
+    for module in (arrivals, waiting):
+        monkeypatch.setattr(module, "time", clock)
+        monkeypatch.setattr(module.os, "sched_yield", schedule.pause)
+    monkeypatch.setattr(waiting, "_YIELDS", 1)
+    monkeypatch.setattr(boards_module, "extension", lambda _: None, raising=False)
+    boards, found, furthest = boards_of(size, schedule), [None] * size, [0]
+
+    def be(rank):
+        schedule.start(rank)
+        board = boards[rank]
+        try:
+            schedule.pause(schedule.random.uniform(0, 2e-3))
+            for number, tag in enumerate(programs[rank]):
+                if tag == MEET:
+                    told = board.exchange("meet", b"%d %d" % (rank, number))
+                    assert told == [b"%d %d" % (r, number) for r in range(size)], told
+                else:
+                    board.run_ahead(tag)
+                    made = [each.calls.made for each in boards]
+                    furthest[0] = max(furthest[0], max(made) - min(made))
+            found[rank] = "out"
+        except (CollectiveMismatch, OpTimeout, RankFailure) as error:
+            found[rank] = f"{type(error).__name__}: {error}"
+        except BaseException as error:
+            found[rank] = repr(error)
+        finally:
+            schedule.end()
+
+    threads = [threading.Thread(target=be, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    schedule.begin()
+    for thread in threads:
+        thread.join()
+    return found, furthest[0]
+
+
+def program(choice, count):
+    return [choice.choice((MEET, 1, 2, 3)) for _ in range(count)]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_same_calls(size, monkeypatch):
+    """Calls and meetings in any order: all ranks come to the end."""
+    for seed in range(SEEDS):
+        calls = [*program(random.Random(seed), 12), MEET]
+        with monkeypatch.context() as patch:
+            found, _ = outcomes(seed, [calls] * size, patch)
+        assert found == ["out"] * size, seed
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_one_rank_meets_where_others_call(size, monkeypatch):
+    """All ranks raise what that one says, also where the others only make calls for long."""
+    for seed in range(SEEDS):
+        choice = random.Random(seed)
+        calls, rest = program(choice, 6), choice.choice(([MEET], [3] * 2 * WINDOW))
+        culprit = choice.randrange(size)
+        programs = [
+            [*calls, MEET, MEET] if rank == culprit else [*calls, 2, *rest] for rank in range(size)
+        ]
+        with monkeypatch.context() as patch:
+            found, _ = outcomes(seed, programs, patch)
+        wanted = f"CollectiveMismatch: [2], where rank {culprit} meets"
+        assert found == [wanted] * size, seed
+
+
+def test_no_rank_is_further_ahead_than_can_be_read(monkeypatch):
+    calls = [1] * 3 * WINDOW
+    with monkeypatch.context() as patch:
+        found, furthest = outcomes(1, [calls, calls], patch)
+    assert found == ["out"] * 2 and furthest <= WINDOW
