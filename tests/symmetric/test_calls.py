@@ -72,7 +72,7 @@ def outcomes(seed, programs, monkeypatch):
                     told = board.exchange("meet", b"%d %d" % (rank, number))
                     assert told == [b"%d %d" % (r, number) for r in range(size)], told
                 else:
-                    board.run_ahead(tag)
+                    board.run_ahead("call", tag)
                     made = [each.calls.made for each in boards]
                     furthest[0] = max(furthest[0], max(made) - min(made))
             found[rank] = "out"

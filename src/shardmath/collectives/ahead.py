@@ -17,23 +17,30 @@ from typing import Any, NamedTuple
 
 from shardmath import wire
 from shardmath.agreement import refused_by
+from shardmath.call.agreement import Agreement
 from shardmath.collectives.operand import OutputSpec
 from shardmath.context import Context
 from shardmath.errors import CollectiveMismatch
 from shardmath.lru_cache import LRUCache
 from shardmath.symmetric.header import different
 
-__all__ = ["Ahead", "KnownCall", "tag_of", "without_out"]
+__all__ = ["Ahead", "KnownCall", "tag_of_agreement", "without_out"]
 
 _KEPT = 256  # calls of a context
 _TAG_BYTES = 6
 _OUT = 3  # where `call_spec` has what `out` is
 
 
-def tag_of(*what: bytes) -> int:
+def _tag_of(*what: bytes) -> int:
     """A number of 48 bits that stands for a call, the same on all ranks; never 0."""
     digest = blake2b(b"\0".join(what), digest_size=_TAG_BYTES).digest()
     return int.from_bytes(digest, "little") or 1
+
+
+def tag_of_agreement(agreement: Agreement[Any]) -> int:
+    """The tag of a call for which all ranks have met."""
+    operation, digests = agreement.key
+    return _tag_of(operation.encode(), *digests)
 
 
 class KnownCall(NamedTuple):
@@ -117,12 +124,12 @@ class Ahead:
 
     def tag(self, operation: str, spec: tuple[Any, ...]) -> int:
         """The tag of a call that may be known, the first time too."""
-        return tag_of(operation.encode(), wire.encode(without_out(spec)))
+        return _tag_of(operation.encode(), wire.encode(without_out(spec)))
 
     def go(self, known: KnownCall) -> None:
         """Make a known call, without waiting for the peers."""
         if self._size > 1:
-            self._board.run_ahead(known.tag)
+            self._board.run_ahead(known.operation, known.tag)
 
     @contextmanager
     def meeting(self, own: tuple[Any, ...] | Exception) -> Iterator[None]:

@@ -19,8 +19,8 @@ from typing import Any, ClassVar, NamedTuple
 
 from shardmath.arrays import Library
 from shardmath.arrays.spec import ArraySpec
-from shardmath.call.agreement import Agreement, HashedSpec, agree
-from shardmath.collectives.ahead import Ahead, tag_of, without_out
+from shardmath.call.agreement import HashedSpec, agree
+from shardmath.collectives.ahead import Ahead, tag_of_agreement, without_out
 from shardmath.collectives.device_operand import DeviceOperand
 from shardmath.collectives.dispatch import Call, call_spec
 from shardmath.collectives.flat import DirectLaunch
@@ -59,7 +59,7 @@ def perform_on_device(context: Context, call: Call, x: Any, out: Any) -> Any:
         with context.executing(operation):
             if plan is cached.plan and cached.applies(arrays):
                 return cached.launch(context, arrays, out)
-            tag = _tag(agreement) if call.result is None else cached.tag
+            tag = tag_of_agreement(agreement) if call.result is None else cached.tag
             return call.on_device(DeviceOperand(context, x, out, tag=tag), plan)
 
     found = _describe(context, call, x, out)
@@ -78,7 +78,7 @@ def perform_on_device(context: Context, call: Call, x: Any, out: Any) -> Any:
             del found  # its traceback refers to this frame: a cycle that would keep the operands
         operand, spec, plan = own.operand, own.spec, agreement.plan
         alike = call.result is not None
-        operand.tag = ahead.tag(operation, spec) if alike else _tag(agreement)
+        operand.tag = ahead.tag(operation, spec) if alike else tag_of_agreement(agreement)
         with context.executing(operation):
             result = call.on_device(operand, plan)
         of_all = None if call.result is None else call.result(operand, plan)
@@ -118,11 +118,6 @@ def _raised(found: _DeviceCall | Exception) -> _DeviceCall:
 def _repeated(cached: _CachedCall) -> _CachedCall:
     """What it was described as before."""
     return cached
-
-
-def _tag(agreement: Agreement[Any]) -> int:
-    operation, digests = agreement.key
-    return tag_of(operation.encode(), *digests)
 
 
 class _Arrays:

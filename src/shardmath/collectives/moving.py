@@ -140,9 +140,11 @@ def _receive(context: Context, root: int, out: Any, call: Call) -> Any:
     plan = agreement.plan
     with context.executing(call.operation):
         if context.team is not None:
+            from shardmath.collectives.ahead import tag_of_agreement
             from shardmath.collectives.device_operand import placeholder
 
             x = placeholder(context, plan.library, plan.dtype, plan.shape, out)
+            x.tag = tag_of_agreement(agreement)
             return call.on_device(x, plan)
         array = library_named(plan.library).empty(plan.shape, plan.dtype) if out is None else out
         agreed = AgreedCall(

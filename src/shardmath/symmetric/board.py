@@ -273,13 +273,17 @@ class Board:
         if self.calls is None and not self._rows.needs_polling:
             self.calls, self._explain = Calls(self._rows, _CALLS), explain
 
-    def run_ahead(self, tag: int) -> None:
+    def run_ahead(self, operation: str, tag: int) -> None:
         """List a call that this rank makes without waiting for its peers.
 
         Waits only for those that are a whole window behind: RankFailure, OpTimeout as elsewhere.
         """
         calls = self.calls
         assert calls is not None, "ranks may run ahead"
+        if self.failure is not None:
+            self._require_usable()
+        if operation != self._operation:
+            self.operation = operation
         calls.add(tag, self._await_listed)
 
     def _await_listed(self, number: int) -> None:

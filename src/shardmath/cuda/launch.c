@@ -1,0 +1,257 @@
+/* A call of a collective that is made again: look at its arrays, list it, launch its kernel, in one call.
+ *
+ * Built when the package is installed where there is a C compiler; without it Python does the same, step by
+ * step. Whatever is not as it was the last time is left to Python: `go` then has done nothing, and says so.
+ *
+ * Invariant: between the word that lists a call and its launch no line of Python runs in this thread, so no
+ * signal handler does. The driver may wait for room in the queue of launches: other threads run meanwhile,
+ * the one among them that ends kernels whose peers have gone.
+ */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <dlfcn.h>
+#include <stdint.h>
+#include <string.h>
+
+enum { PARAMETERS = 4096, PEERS = 256 };
+
+typedef int (*LaunchKernel)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *,
+                            void **, void **);
+typedef int (*CurrentContext)(void **);
+
+static LaunchKernel launch_kernel;
+static CurrentContext current_context;
+
+/* What an array of torch's must be. */
+typedef struct {
+    PyObject *dtype, *shape;
+    long device;
+    uint64_t nbytes;
+} Expected;
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *kind;             /* torch.Tensor */
+    Expected operand, result;
+    void *function, *context;   /* the kernel, and the CUDA context that must be current */
+    unsigned blocks, threads;
+    Py_ssize_t parameters, place; /* bytes of the kernel's argument, and where two addresses lie in it */
+    uint64_t unaligned;         /* bits that no address may have */
+    int in_place;               /* whether the result may lie where the operand does */
+    const uint64_t *report;     /* not 0 where kernels have something to say */
+    uint64_t *made, *tags;      /* this rank's list of calls: how many, and the last `window` */
+    uint64_t window, tag;
+    Py_ssize_t peers;
+    const uint64_t *listed[PEERS]; /* how many calls each peer has listed */
+    char argument[PARAMETERS];
+} Repeat;
+
+static PyObject *s_dtype, *s_shape, *s_requires_grad, *s_is_neg, *s_is_conj, *s_is_contiguous, *s_get_device,
+    *s_data_ptr;
+
+/* Whether an attribute, or what a method returns, is true: 1, 0, or -1 with an error. */
+static int truth(PyObject *found) {
+    if (found == NULL)
+        return -1;
+    int is = found == Py_True ? 1 : found == Py_False ? 0 : PyObject_IsTrue(found);
+    Py_DECREF(found);
+    return is;
+}
+
+/* The address of an array that is as expected; 0 where it is not, or where that cannot be asked. */
+static uint64_t address_of(const Repeat *self, const Expected *expected, PyObject *x) {
+    if ((PyObject *)Py_TYPE(x) != self->kind)
+        return 0;
+    PyObject *dtype = PyObject_GetAttr(x, s_dtype);
+    Py_XDECREF(dtype); /* the type of an array lives as long as torch */
+    if (dtype != expected->dtype)
+        return 0;
+    PyObject *shape = PyObject_GetAttr(x, s_shape);
+    int same = shape == NULL ? -1 : PyObject_RichCompareBool(shape, expected->shape, Py_EQ);
+    Py_XDECREF(shape);
+    if (same != 1 || truth(PyObject_GetAttr(x, s_requires_grad)) != 0 ||
+        truth(PyObject_CallMethodNoArgs(x, s_is_contiguous)) != 1 ||
+        truth(PyObject_CallMethodNoArgs(x, s_is_neg)) != 0 || truth(PyObject_CallMethodNoArgs(x, s_is_conj)) != 0)
+        return 0;
+    PyObject *device = PyObject_CallMethodNoArgs(x, s_get_device);
+    long number = device == NULL ? -1 : PyLong_AsLong(device);
+    Py_XDECREF(device);
+    if (number != expected->device)
+        return 0;
+    PyObject *pointer = PyObject_CallMethodNoArgs(x, s_data_ptr);
+    uint64_t address = pointer == NULL ? 0 : PyLong_AsUnsignedLongLong(pointer);
+    Py_XDECREF(pointer);
+    return PyErr_Occurred() ? 0 : address;
+}
+
+/* Whether the result can be written where it lies: apart from the operand, or just there. */
+static int fits(const Repeat *self, uint64_t source, uint64_t target) {
+    if (source == 0 || target == 0 || ((source | target) & self->unaligned) != 0)
+        return 0;
+    return target + self->result.nbytes <= source || source + self->operand.nbytes <= target ||
+           (self->in_place && source == target);
+}
+
+/* Whether no peer is so far behind that it could not read this call in the list any more. */
+static int has_room(const Repeat *self, uint64_t number) {
+    for (Py_ssize_t i = 0; i < self->peers; i++)
+        if (__atomic_load_n(self->listed[i], __ATOMIC_RELAXED) + self->window < number)
+            return 0;
+    return 1;
+}
+
+/* go(operand, result, stream): None where Python has to make the call, else what the driver answers. */
+static PyObject *go(Repeat *self, PyObject *const *given, Py_ssize_t count) {
+    if (count != 3) {
+        PyErr_SetString(PyExc_TypeError, "go(operand, result, stream)");
+        return NULL;
+    }
+    uint64_t stream = PyLong_AsUnsignedLongLong(given[2]);
+    if (PyErr_Occurred())
+        return NULL;
+    uint64_t source = address_of(self, &self->operand, given[0]);
+    uint64_t target = given[1] == given[0] ? source : source ? address_of(self, &self->result, given[1]) : 0;
+    PyErr_Clear(); /* what cannot be asked here, Python asks */
+    void *context = NULL;
+    uint64_t number = self->peers ? *self->made + 1 : 0;
+    if (!fits(self, source, target) || __atomic_load_n(self->report, __ATOMIC_RELAXED) != 0 ||
+        !has_room(self, number) || current_context(&context) != 0 || context != self->context)
+        Py_RETURN_NONE;
+    char argument[PARAMETERS] __attribute__((aligned(16)));
+    memcpy(argument, self->argument, (size_t)self->parameters);
+    memcpy(argument + self->place, &source, sizeof source);
+    memcpy(argument + self->place + sizeof source, &target, sizeof target);
+    if (self->peers) {
+        self->tags[number % self->window] = self->tag;
+        __atomic_store_n(self->made, number, __ATOMIC_RELEASE);
+    }
+    void *parameters[1] = {argument};
+    int status;
+    Py_BEGIN_ALLOW_THREADS
+    status = launch_kernel(self->function, self->blocks, 1, 1, self->threads, 1, 1, 0, (void *)(uintptr_t)stream,
+                           parameters, NULL);
+    Py_END_ALLOW_THREADS
+    return PyLong_FromLong(status);
+}
+
+static void *pointer(unsigned long long value) { return (void *)(uintptr_t)value; }
+
+/* Repeat(kind, (dtype, shape, device, nbytes) of the operand, and of the result, in_place, unaligned,
+ *        (function, context, blocks, threads, argument, place), report, (made, tags, window, tag, peers)) */
+static PyObject *make(PyTypeObject *type, PyObject *arguments, PyObject *named) {
+    Repeat *self = (Repeat *)type->tp_alloc(type, 0);
+    if (self == NULL)
+        return NULL;
+    unsigned long long unaligned, function, context, report, made, tags, window, tag;
+    unsigned long long operand_bytes, result_bytes;
+    const char *argument;
+    PyObject *peers;
+    if ((named != NULL && PyDict_GET_SIZE(named)) ||
+        !PyArg_ParseTuple(arguments, "O(OOlK)(OOlK)pK(KKIIy#n)K(KKKKO!)", &self->kind, &self->operand.dtype,
+                          &self->operand.shape, &self->operand.device, &operand_bytes, &self->result.dtype,
+                          &self->result.shape, &self->result.device, &result_bytes, &self->in_place, &unaligned,
+                          &function, &context, &self->blocks, &self->threads, &argument, &self->parameters,
+                          &self->place, &report, &made, &tags, &window, &tag, &PyTuple_Type, &peers)) {
+        if (!PyErr_Occurred())
+            PyErr_SetString(PyExc_TypeError, "a call takes no names");
+        self->kind = self->operand.dtype = self->operand.shape = self->result.dtype = self->result.shape = NULL;
+        Py_DECREF(self);
+        return NULL;
+    }
+    Py_INCREF(self->kind);
+    Py_INCREF(self->operand.dtype);
+    Py_INCREF(self->operand.shape);
+    Py_INCREF(self->result.dtype);
+    Py_INCREF(self->result.shape);
+    self->peers = PyTuple_GET_SIZE(peers);
+    if (self->peers > PEERS || self->parameters > PARAMETERS || self->place < 0 ||
+        self->place + 16 > self->parameters || window == 0) {
+        PyErr_SetString(PyExc_ValueError, "too many peers, or too long an argument");
+        Py_DECREF(self);
+        return NULL;
+    }
+    for (Py_ssize_t i = 0; i < self->peers; i++)
+        self->listed[i] = pointer(PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(peers, i)));
+    if (PyErr_Occurred()) {
+        Py_DECREF(self);
+        return NULL;
+    }
+    self->operand.nbytes = operand_bytes;
+    self->result.nbytes = result_bytes;
+    self->unaligned = unaligned;
+    self->function = pointer(function);
+    self->context = pointer(context);
+    self->report = pointer(report);
+    self->made = pointer(made);
+    self->tags = pointer(tags);
+    self->window = window;
+    self->tag = tag;
+    memcpy(self->argument, argument, (size_t)self->parameters);
+    return (PyObject *)self;
+}
+
+static void drop(Repeat *self) {
+    PyTypeObject *type = Py_TYPE(self);
+    Py_XDECREF(self->kind);
+    Py_XDECREF(self->operand.dtype);
+    Py_XDECREF(self->operand.shape);
+    Py_XDECREF(self->result.dtype);
+    Py_XDECREF(self->result.shape);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+static PyMethodDef methods[] = {
+    {"go", (PyCFunction)(void (*)(void))go, METH_FASTCALL,
+     "Make the call; None if it is not as it was, and nothing was done."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot slots[] = {
+    {Py_tp_doc, "A call that can be made again, on arrays that look the same."},
+    {Py_tp_new, make},
+    {Py_tp_dealloc, drop},
+    {Py_tp_methods, methods},
+    {0, NULL},
+};
+
+static PyType_Spec repeat_type = {"shardmath.cuda._launch.Repeat", sizeof(Repeat), 0, Py_TPFLAGS_DEFAULT, slots};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "_launch", "Calls that come again, compiled.", 0, NULL, NULL, NULL, NULL, NULL,
+};
+
+static int find_driver(void) {
+    void *driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL);
+    if (driver != NULL) {
+        launch_kernel = (LaunchKernel)dlsym(driver, "cuLaunchKernel");
+        current_context = (CurrentContext)dlsym(driver, "cuCtxGetCurrent");
+    }
+    if (launch_kernel != NULL && current_context != NULL)
+        return 0;
+    PyErr_SetString(PyExc_ImportError, "no CUDA driver here");
+    return -1;
+}
+
+static int find_names(void) {
+    s_dtype = PyUnicode_InternFromString("dtype");
+    s_shape = PyUnicode_InternFromString("shape");
+    s_requires_grad = PyUnicode_InternFromString("requires_grad");
+    s_is_neg = PyUnicode_InternFromString("is_neg");
+    s_is_conj = PyUnicode_InternFromString("is_conj");
+    s_is_contiguous = PyUnicode_InternFromString("is_contiguous");
+    s_get_device = PyUnicode_InternFromString("get_device");
+    s_data_ptr = PyUnicode_InternFromString("data_ptr");
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+PyMODINIT_FUNC PyInit__launch(void) {
+    if (find_driver() < 0 || find_names() < 0)
+        return NULL;
+    PyObject *module = PyModule_Create(&definition), *type = PyType_FromSpec(&repeat_type);
+    if (module == NULL || type == NULL || PyModule_AddObjectRef(module, "Repeat", type) < 0)
+        Py_CLEAR(module);
+    Py_XDECREF(type);
+    return module;
+}
