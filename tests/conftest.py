@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,4 +36,12 @@ def pool() -> Iterator[Pool]:
 def contexts() -> Iterator[Pool]:
     """Six ranks that stay, each with a context: functions get it before their arguments."""
     with Pool(6, with_context) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="session")
+def compiling_contexts() -> Iterator[Pool]:
+    """As `contexts`, of two ranks forked when torch's compiler, which takes long, was loaded."""
+    importlib.import_module("torch._dynamo.backends.debugging")
+    with Pool(2, with_context) as ranks:
         yield ranks

@@ -28,9 +28,9 @@ def untraced(call: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(call)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
-        if "torch._dynamo" not in sys.modules:  # nothing is compiled
-            return call(*args, **kwargs)
-        if not skipped:
+        if not skipped:  # once it is, the compiler need not look at the table of all modules
+            if "torch._dynamo" not in sys.modules:  # nothing is compiled
+                return call(*args, **kwargs)
             skipped.append(sys.modules["torch"].compiler.disable(call))
         return skipped[0](*args, **kwargs)
 

@@ -109,8 +109,8 @@ def check_compiled(context):
     return all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-def test_compiled_layers(contexts):
-    assert contexts.run(check_compiled, ranks=2) == [True] * 2
+def test_compiled_layers(compiling_contexts):
+    assert compiling_contexts.run(check_compiled, ranks=2) == [True] * 2
 
 
 def say(context, call, differing):

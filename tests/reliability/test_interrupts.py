@@ -48,13 +48,17 @@ def test_no_interrupt_at_any_bytecode_gives_a_wrong_number(name, way):
     try_all(name, None, way)
 
 
-@pytest.mark.parametrize("launcher", ["shardmath", "torchrun", "mpirun"])
+@pytest.fixture(scope="module", params=["shardmath", "torchrun", "mpirun"])
+def launched(request):
+    if started.missing(request.param):
+        pytest.skip(started.missing(request.param))
+    with Pool(RANKS, launcher=request.param) as pool:
+        yield pool
+
+
 @pytest.mark.parametrize("name", ["all_reduce", "redistribute"])
-def test_no_launcher_changes_that(launcher, name):
-    if started.missing(launcher):
-        pytest.skip(started.missing(launcher))
-    with Pool(RANKS, launcher=launcher) as pool:
-        require_acceptable(pool.run(run_trials, name, 1, timeout=100))
+def test_no_launcher_changes_that(launched, name):
+    require_acceptable(launched.run(run_trials, name, 1, timeout=100))
 
 
 PLACES = {
