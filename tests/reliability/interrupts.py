@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -374,31 +375,34 @@ class Bomb:
         self._error, self._at = error, at
 
     def __enter__(self) -> Bomb:
-        sys.settrace(self._trace)
+        sys.settrace(self._enter)
         return self
 
     def __exit__(self, *_: object) -> None:
         sys.settrace(None)
 
-    def _trace(self, frame: Any, event: str, _: object) -> Any:
+    def _enter(self, frame: Any, *_: object) -> Any:
         if frame.f_code.co_filename == __file__:
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return self._call if frame.f_code is collective_call._ENTRANCE else self._step
+
+    def _call(self, frame: Any, event: str, _: object) -> None:
+        if event == "opcode" and has_finished(frame):
+            sys.settrace(None)
+        else:
+            self._step(frame, event, _)
+
+    def _step(self, _: object, event: str, __: object) -> None:
         if event == "opcode":
-            if has_finished(frame):
-                sys.settrace(None)
-                return None
             self.count += 1
             if self.count >= self._at and self._error is not None:
                 error, self._error = self._error, None
                 raise error
-        return self._trace
 
 
 def has_finished(frame: Any) -> bool:
-    """Whether `frame` is that of a collective call which has come to its end, and returns."""
-    if frame.f_code is not collective_call._ENTRANCE:
-        return False
+    """Whether `frame`, that of a collective call, has come to its end, and returns."""
     record = frame.f_locals.get("record")
     return record is not None and record.finished
 
@@ -441,7 +445,8 @@ class Trials:
                 found.append(once())
             else:
                 error = {"base": Interrupted(), "exception": Alarm(), "none": None}[kind]
-                with Bomb(error if self.context.rank == INTERRUPTED else None, at) as trace:
+                trace = Bomb(error, at)
+                with trace if self.context.rank == INTERRUPTED else nullcontext():
                     found.append(once())
                 counted = trace.count
                 if found[-1] in ("Interrupted", "Alarm") and self.context.board.failure is None:
