@@ -45,7 +45,7 @@ class Chunking:
 
 _BySize = tuple[tuple[int, Chunking], ...]
 
-# By bytes of a rank's result, from so many on: docs/decisions/chunked-exchanges.md. Of many
+# By bytes of a rank's result, from so many on: docs/notebook/chunked-exchanges.md. Of many
 # parts the first are smaller: the links begin early, and are busy during the next transforms.
 _ONE_EXCHANGE: _BySize = (
     (6 << 30, Chunking((2, 3, *[4] * 14), 8, 4)),

@@ -29,7 +29,7 @@ _COUNTERS = 16 + 4 * 62  # bytes of struct Counters
 _COPY_BYTES, _STAGES, _PREFETCH = 16 << 10, 12, 10
 _BLOCKS = 32  # about so many, and as many for each peer
 _FEW_BLOCKS = 16  # where that is a multiple of 4 or more ranks, and there is one exchange
-_CLUSTER_SIZES = (16, 8)  # see docs/decisions/chunked-exchanges.md
+_CLUSTER_SIZES = (16, 8)  # see docs/notebook/chunked-exchanges.md
 
 
 class PushTables:
