@@ -14,8 +14,7 @@ from arrangements import part_of
 from shardmath.arrays import library_named
 from shardmath.arrays.dtypes import to_numpy
 from shardmath.geometry import decode
-from shardmath.operators.fft import passes
-from shardmath.operators.fft.call import plan_of
+from shardmath.program import blocks
 from shardmath.symmetric.allocation import empty_on_heap, is_symmetric
 
 FUNCTIONS = {"C2C": "fft", "C2C inverse": "ifft", "R2C": "rfft", "C2R": "irfft"}
@@ -54,12 +53,12 @@ def untouched(whole, shape):
 
 
 def run_case(context, case):
-    plan_of.cache_clear()
-    try:  # small arrays in many blocks and passes, as large ones are
-        with patch.object(passes, "BLOCK_BYTES", case["block"]):
-            check_case(context, case)
-    finally:
-        plan_of.cache_clear()  # other tests may be of more ranks, all of which plan alike
+    # Small arrays in many blocks and passes, as large ones are, and by plans made for these.
+    with (
+        patch.object(blocks, "BLOCK_BYTES", case["block"]),
+        patch.object(context, "_caches", {}),
+    ):
+        check_case(context, case)
 
 
 def check_case(context, case):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -22,8 +23,7 @@ from shardmath.fft import (
     irfft,
     rfft,
 )
-from shardmath.operators.fft import passes
-from shardmath.operators.fft.call import plan_of
+from shardmath.program import blocks
 from shardmath.symmetric.allocation import allocate_symmetric_memory, free_symmetric_memory
 
 SHAPE = (9, 7)
@@ -496,14 +496,13 @@ def test_in_place(contexts):
 def overlapping(context):
     """Results that are written where the operand is still to be read, in many small blocks."""
     rank = context.rank
-    usual, passes.BLOCK_BYTES = passes.BLOCK_BYTES, 64
     full = np.arange(12 * 16).reshape(12, 16) * (1 + 2j)
     mine = slice(6 * rank, 6 * rank + 6)
     boxes = [Box((0, 0), (6, 16)), Box((6, 0), (12, 16))]
     swapped = (boxes[rank], boxes[1 - rank])
     want = scipy.fft.fft(full, axis=1)
-    with context:
-        plan_of.cache_clear()
+    small = patch.object(blocks, "BLOCK_BYTES", 64)
+    with context, small, patch.object(context, "_caches", {}):
         room = np.zeros((7, 16), complex)
         room[:6] = full[mine]
         fft(room[:6], distribution=Slab.X, axes=1, out=room[1:])  # a row further, no exchange
@@ -515,8 +514,6 @@ def overlapping(context):
             x[...] = full[mine]
             fft(x, distribution=swapped, axes=1, out=x)  # pulled and written in one pass
             assert np.allclose(x, want[6 * (1 - rank) :][:6])
-    passes.BLOCK_BYTES = usual
-    plan_of.cache_clear()
 
 
 def test_results_that_overlap_the_operand(contexts):

@@ -20,13 +20,15 @@ from shardmath.distribution import (
     Slab,
 )
 from shardmath.geometry import Run, decode
-from shardmath.operators.fft import passes as passing
-from shardmath.operators.fft.host import Plan
+from shardmath.machine import Machine
+from shardmath.operators.fft.operation import FFT_OF_ANY_KIND
 from shardmath.operators.fft.options import FFTDirection
-from shardmath.operators.fft.passes import passes
+from shardmath.operators.fft.passes import cores_program
 from shardmath.operators.fft.problem import Problem
 from shardmath.operators.fft.search import choose
 from shardmath.operators.fft.strategy import Exchange, Transform
+from shardmath.program import blocks, steps
+from shardmath.program.blocks import Blocks
 
 SHAPE = (64, 48, 32)
 
@@ -113,10 +115,8 @@ def test_the_steps_are_these(name):
 
 
 def test_a_real_transform_moves_half_as_much():
-    moved = [
-        max(passes(choose(problem(Slab.X, Slab.Y, kind=kind)))[1].transfer.traffic.received)
-        for kind in ("C2C", "R2C")
-    ]
+    programs = [program_of(problem(Slab.X, Slab.Y, kind=kind)) for kind in ("C2C", "R2C")]
+    moved = [max(passes_of(program)[1].transfer.traffic.received) for program in programs]
     elements = math.prod(SHAPE)
     assert moved[0] == elements // 4 * 3 // 4 * 16
     assert moved[1] == elements // 32 * 17 // 4 * 3 // 4 * 16
@@ -170,40 +170,49 @@ def test_every_axis_once_in_layouts_where_it_is_whole(given_problem, block):
     check_blocks(given_problem, strategy, block)
 
 
+def program_of(given_problem):
+    return cores_program(choose(given_problem), given_problem)
+
+
+def passes_of(program):
+    return [step for step in program.steps if not isinstance(step, steps.Synchronise)]
+
+
 def check_blocks(given_problem, strategy, block):
-    """Blocks cover each part once, and what gathers a block is what the whole move would bring."""
-    usual, passing.BLOCK_BYTES = passing.BLOCK_BYTES, block
+    """Blocks cover each part once, and axes that are transformed are whole in them."""
+    usual, blocks.BLOCK_BYTES = blocks.BLOCK_BYTES, block
     try:
-        plan = Plan(given_problem, strategy)
-        assert len(plan.places) == len(plan.passes)
-        assert plan.places[-1] == -1
-        for each in plan.passes:
+        program = cores_program(strategy, given_problem)
+        assert passes_of(program)[-1].target == "out"
+        for each in passes_of(program):
+            axes = getattr(each, "axes", ())
             for rank in range(given_problem.source.size):
-                count = np.zeros(each.layout.local_shape(rank), int)
-                for cut in each.blocks(rank):
+                count = np.zeros(each.transfer.dst.local_shape(rank), int)
+                for cut in Blocks(each.transfer, rank, axes=axes, order="C", itemsize=8):
                     count[cut] += 1
-                    assert all(cut[axis] == slice(0, count.shape[axis]) for axis in each.axes)
+                    assert all(cut[axis] == slice(0, count.shape[axis]) for axis in axes)
                 assert (count == 1).all()
-        check_order(plan)
+        check_order(program)
     finally:
-        passing.BLOCK_BYTES = usual
+        blocks.BLOCK_BYTES = usual
 
 
-def check_order(plan):
+def check_order(program):
     """No rank pulls what may not be written yet, or writes what a peer may still be pulling."""
-    written, pulled, at = set(), set(), "operand"
-    *before, after = plan.waits
-    for each, place, waits in zip(plan.passes, plan.places, before, strict=True):
-        if waits:
+    memory = {name: array.memory for name, array in program.workspace.items()}
+    written, pulled = set(), set()
+    for step in program.steps:
+        if isinstance(step, steps.Synchronise):
             written, pulled = set(), set()
-        if each.transfer.crosses:
-            assert at not in written
-            pulled.add(at)
-        assert place not in pulled
-        assert place == at or place not in written or not each.transfer.crosses
-        written.add(place)
-        at = place
-    assert after or not pulled
+            continue
+        source, target = (memory.get(name, name) for name in (step.source, step.target))
+        if step.transfer.crosses:
+            assert source not in written
+            pulled.add(source)
+        assert target not in pulled
+        assert target == source or target not in written or not step.transfer.crosses
+        written.add(target)
+    assert not pulled
 
 
 def test_a_buffer_that_peers_pull_from_is_not_reused_before_they_have():
@@ -237,7 +246,7 @@ def test_a_clipped_run_copies_what_lies_within(run):
                     lo + part.dst_start + i * part.dst_step + j,
                     part.src_start + i * part.src_step + j,
                 )
-                for part in passing._clip(run, lo, hi)
+                for part in blocks._clip(run, lo, hi)
                 for i in range(part.count)
                 for j in range(part.length)
             ]
@@ -245,9 +254,11 @@ def test_a_clipped_run_copies_what_lies_within(run):
 
 
 def test_it_prints():
-    shown = Plan(problem(Slab.X, Slab.Y), choose(problem(Slab.X, Slab.Y))).explain()
+    given_problem = problem(Slab.X, Slab.Y)
+    shown = FFT_OF_ANY_KIND.explain(given_problem, Machine("cpu", (0,) * 4))
     assert "transform axes 2, 1" in shown
     assert "bytes" in shown
     assert "predicted" in shown
     assert ", 1 exchange\n" in shown
-    assert "pass 1: C2C along 1, 2\npass 2: take this rank's part from all ranks, C2C" in shown
+    assert "\nC2C along 1, 2, operand to pass 1\nsynchronise" in shown
+    assert "\ntake this rank's part from all ranks, C2C along 0, pass 1 to out" in shown

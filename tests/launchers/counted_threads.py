@@ -15,7 +15,7 @@ from shardmath.collectives import all_gather
 from shardmath.context import require_context
 from shardmath.distribution import Slab
 from shardmath.fft import fft
-from shardmath.operators.fft import host
+from shardmath.program import cores_blocks
 
 
 def loaded() -> list[int]:
@@ -28,14 +28,14 @@ def workers() -> int:
     """How many threads share the blocks of a transform."""
     counted = [1]
 
-    class Pool(host.ThreadPoolExecutor):
-        def map(self, perform: Any, ranges: Any) -> Any:
-            counted.append(len(ranges))
-            return super().map(perform, ranges)
+    class Pool(cores_blocks.ThreadPoolExecutor):
+        def map(self, perform: Any, parts: Any) -> Any:
+            counted.append(len(parts))
+            return super().map(perform, parts)
 
-    given, host.ThreadPoolExecutor = host.ThreadPoolExecutor, Pool  # type: ignore[misc]
+    given, cores_blocks.ThreadPoolExecutor = cores_blocks.ThreadPoolExecutor, Pool  # type: ignore[misc]
     fft(np.ones((256, 1024), complex), distribution=Slab.X)
-    host.ThreadPoolExecutor = given  # type: ignore[misc]
+    cores_blocks.ThreadPoolExecutor = given  # type: ignore[misc]
     return max(counted)
 
 

@@ -7,11 +7,15 @@ one still reads, gets another result in another order.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from shardmath.arrays.dtypes import to_numpy
 from shardmath.geometry import moves, shared_part
 from shardmath.local import epilog, float8
+from shardmath.local.fft import transform
+from shardmath.local.rounding import round_into
 from shardmath.program.steps import (
     Axpby,
     Combine,
@@ -26,6 +30,7 @@ from shardmath.program.steps import (
     Quantize,
     SumLines,
     Synchronise,
+    Transform,
     Unpack,
 )
 from shardmath.redistribution import StridedCopy, Window
@@ -45,9 +50,16 @@ def interpret(programs, arrays, order, numbers=None):
         own = buffers[rank]
         for name in {*program.transposed} & {*own}:
             own[name] = own[name].T
-        for name, array in {**program.workspace, **program.results}.items():
-            shape, dtype = array.local_shape(rank), to_numpy(array.dtype)
-            own[name] = np.full(shape, 77, dtype, array.order)
+        made, memories = {**program.workspace, **program.results}, {}
+        for name, array in made.items():
+            place = getattr(array, "memory", "") or name
+            size = math.prod(array.local_shape(rank)) * to_numpy(array.dtype).itemsize
+            memories.setdefault(place, []).append((size, name))
+        for sharing in memories.values():
+            memory = np.full(max(1, *(size for size, _ in sharing)), 77, "u1").data
+            for _, name in sharing:
+                shape, dtype = made[name].local_shape(rank), to_numpy(made[name].dtype)
+                own[name] = np.ndarray(shape, dtype, memory, order=made[name].order)
         for name, scratch in program.scratch.items():
             own[name] = np.full(own[scratch.like].shape, 77, to_numpy(scratch.dtype))
     phases = [split_phases(program.steps) for program in programs]
@@ -134,7 +146,18 @@ def sum_lines(step, rank, buffers):
 
 
 def convert(step, rank, buffers):
-    buffers[rank][step.target][...] = buffers[rank][step.source]
+    round_into(buffers[rank][step.source], buffers[rank][step.target])
+
+
+def fourier(step, rank, buffers):
+    """All of a rank's part at once."""
+    source, target = buffers[rank][step.source], buffers[rank][step.target]
+    taken = np.empty(step.transfer.dst.local_shape(rank), source.dtype)
+    found = moves(step.transfer.src, step.transfer.dst, dst_rank=rank)
+    copy_moves(found, lambda src: buffers[src][step.source], taken, rank=rank)
+    if taken.size:
+        named = {"kind": step.kind, "forward": step.forward, "norm": step.norm}
+        transform(taken, step.axes, out=target, **named)
 
 
 def number_or_array(name, own, shape):
@@ -209,6 +232,7 @@ PERFORM = {
     Finish: finish,
     SumLines: sum_lines,
     Convert: convert,
+    Transform: fourier,
     Dequantize: dequantize,
     Quantize: quantize,
     Largest: largest,

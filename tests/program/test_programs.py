@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -12,35 +14,48 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 sys.path.append(str(Path(__file__).parent.parent / "redistribution"))
+sys.path.append(str(Path(__file__).parent.parent / "fft"))
 
+import fft_cases
 import redistribution_cases as cases
 from interpreter import interpret
 from matvec import MATVEC
 
 from arrangements import distributions, part_of
+from shardmath.arrays import ArraySpec
 from shardmath.arrays.numpy import NumPy
 from shardmath.geometry import Slab, decode
 from shardmath.machine import Machine
-from shardmath.operators.redistribute import RedistributeOptions
+from shardmath.operators.fft.operation import OPERATIONS
 from shardmath.operators.redistribute.operation import REDISTRIBUTE
+from shardmath.program import blocks
 from shardmath.program.hosts import between_hosts
 from shardmath.program.steps import Move, Reason, Synchronise
 
+FUNCTIONS = {"C2C": "fft", "C2C inverse": "ifft", "R2C": "rfft", "C2R": "irfft"}
 ANY = settings(
     max_examples=150, deadline=None, database=None, suppress_health_check=list(HealthCheck)
 )
 
 
-def described(operation, parts, words):
+def described(operation, parts, words, options):
     """One rank's description of a call with new results."""
-    arrays = {name: NumPy().spec(part) for name, part in parts.items()}
+    arrays = {name: spec_of(part) for name, part in parts.items()}
     arrays |= dict.fromkeys(operation.names.results)
-    return operation.describe(arrays, words, RedistributeOptions())
+    return operation.describe(arrays, words, operation.options(**options))
 
 
-def programs_of(operation, arrays, words, machine):
+def spec_of(part):
+    """Of pairs of halves as torch's, which NumPy has no name for."""
+    if part.dtype == fft_cases.HALVES:
+        strides = tuple(step // part.itemsize for step in part.strides)
+        return ArraySpec("torch", "complex32", part.shape, strides, "cpu", part.itemsize)
+    return NumPy().spec(part)
+
+
+def programs_of(operation, arrays, words, machine, options=()):
     """All ranks' programs, from the operands and other arguments of all."""
-    specs = [described(operation, *each) for each in zip(arrays, words, strict=True)]
+    specs = [described(operation, *each, dict(options)) for each in zip(arrays, words, strict=True)]
     problem = operation.check(specs)
     return [operation.program(problem, machine, rank) for rank in range(len(arrays))]
 
@@ -72,6 +87,32 @@ def test_a_redistribution_on_any_hosts(data, case):
     for programs in (found, lowered):
         results = interpret(programs, arrays, order)
         assert [result["out"].tobytes() for result in results] == want
+
+
+@ANY
+@given(data=st.data(), case=fft_cases.cases())
+def test_a_transform(data, case):
+    """In small blocks, so in many passes: of any distributions, in any order of the ranks."""
+    size = case["size"]
+    _, order = data.draw(placed(size))
+    array = fft_cases.operand_of(case)
+    full = fft_cases.wanted(case, array)
+    sources = [decode(each) for each in case["inputs"]]
+    targets = sources if case["outputs"] is None else [decode(each) for each in case["outputs"]]
+    pairs = sources if case["outputs"] is None else list(zip(sources, targets, strict=True))
+    words = [(pair, case["axes"], case["norm"], None) for pair in pairs]
+    arrays = [
+        {"operand": np.array(part_of(array, source, rank, size))}
+        for rank, source in enumerate(sources)
+    ]
+    options = {"last_axis_parity": case["parity"]}
+    with patch.object(blocks, "BLOCK_BYTES", case["block"]):
+        machine = Machine("cpu", (0,) * size)
+        programs = programs_of(OPERATIONS[FUNCTIONS[case["kind"]]], arrays, words, machine, options)
+    axes = range(array.ndim) if case["axes"] is None else case["axes"]
+    count = math.prod(full.shape[axis] for axis in axes)
+    for rank, result in enumerate(interpret(programs, arrays, order)):
+        assert fft_cases.close(result["out"], part_of(full, targets[rank], rank, size), count)
 
 
 def vector_case(data):

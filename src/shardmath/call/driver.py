@@ -44,7 +44,9 @@ Problem = TypeVar("Problem")
 class Operation(Protocol[Problem]):
     """What an operator's author writes. All of it is pure, and needs no ranks.
 
-    `options` is the class of the user's options, which have a `logger`.
+    `options` is the class of the user's options, which have a `logger`. An operation whose programs
+    on GPUs are not those that `program.gpus` performs has a method `on_gpus` besides, which takes
+    what `GPUs` takes and returns what performs them.
     """
 
     names: Names
@@ -83,10 +85,12 @@ class Driver:
         self.context = context
         self.operation = operation
         self.machine = Machine("cpu" if context.team is None else "cuda", context.hosts)
-        self.performer = _performer(context, operation.names, kept=kept)
+        self.performer = _performer(context, operation, kept=kept)
         self._known: LRUCache[Any, Known] = LRUCache(_KEPT)
         self._specs: LRUCache[Any, HashedSpec] = LRUCache(_KEPT)  # of arrays that look alike
         self._expected: LRUCache[bytes, Plan] = LRUCache(_KEPT)  # by the digest of this rank's spec
+        self._plans: LRUCache[bytes, Plan]  # by tag, of all calls and objects of the operation
+        self._plans = context.cache(f"plans: {operation.names.operation}", partial(LRUCache, _KEPT))
 
     @classmethod
     def of(cls, context: Context, operation: Operation[Any]) -> Driver:
@@ -105,7 +109,7 @@ class Driver:
         )
         plan = agreement.plan
         if turn.known.expected is not plan:
-            turn.known.expected = self._expected.keep(turn.spec.digest, plan)
+            turn.known.expected = self.expect(turn.spec, plan)
         self.log(arguments.options, plan)
         results = self.performer.perform(turn, agreement, plan)
         return results[0] if len(results) == 1 else results
@@ -183,13 +187,20 @@ class Driver:
 
     # -- plans -------------------------------------------------------------------------------------
 
+    def expect(self, spec: HashedSpec, plan: Plan) -> Plan:
+        """Prepare for `plan` in the next call of that spec. Local."""
+        return self._expected.keep(spec.digest, plan)
+
     def build(self, specs: list[Any]) -> Plan:
         """The plan that all ranks' specs make. Pure."""
+        tag = blake2b(wire.encode(specs), digest_size=_TAG_BYTES).digest()
+        return self._plans.made(tag, partial(self._built, specs, tag))
+
+    def _built(self, specs: list[Any], tag: bytes) -> Plan:
         problem = self.operation.check(specs)
         program = self.operation.program(problem, self.machine, self.context.rank)
-        tag = blake2b(wire.encode(specs), digest_size=_TAG_BYTES).digest()
         explain = partial(self.operation.explain, problem, self.machine)
-        return Plan(tag, program, explain)
+        return Plan(tag, problem, program, explain)
 
     def log(self, options: Any, plan: Plan) -> None:
         """Tell the user's logger, or the package's, what was planned."""
@@ -197,10 +208,11 @@ class Driver:
         log_plan(self.context, logger, plan)
 
 
-def _performer(context: Context, names: Names, *, kept: bool) -> Performer:
+def _performer(context: Context, operation: Operation[Any], *, kept: bool) -> Performer:
     """What performs programs here: cores or GPUs."""
     if context.team is None:
-        return Cores(context, names, kept=kept)
+        return Cores(context, operation.names, kept=kept)
     from shardmath.program.gpus import GPUs
 
-    return GPUs(context, names, kept=kept)
+    performer: Performer = getattr(operation, "on_gpus", GPUs)(context, operation.names, kept=kept)
+    return performer

@@ -7,7 +7,7 @@ on one rank is raised on all.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from shardmath.agreement import require_equal
 from shardmath.arrays import ArraySpec, library_of
@@ -15,7 +15,7 @@ from shardmath.call.agreement import HashedSpec, agree
 from shardmath.call.driver import Driver, Operation
 from shardmath.collective_call import collective_call
 from shardmath.context import require_context
-from shardmath.operators.lifecycle import Lifecycle, check_stream
+from shardmath.operators.lifecycle import Lifecycle, check_stream, options_of
 from shardmath.program.performing import Arguments, Known, Plan, Turn
 from shardmath.program.steps import LocalArray, SplitArray
 from shardmath.untraced import untraced_methods
@@ -25,13 +25,19 @@ __all__ = ["Planned", "misfit"]
 
 @untraced_methods
 class Planned(Lifecycle):
-    """An operation on arrays like those that it was made with."""
+    """An operation on arrays like those that it was made with.
+
+    They have to be `alike` in these facts; what else is the same, an execution's spec says. It is
+    the object's number, where its plan is the only one.
+    """
+
+    alike: ClassVar[tuple[str, ...]] = ("memory space", "dtype", "shape")
 
     @collective_call
     def __init__(self, operation: Operation[Any], arguments: Arguments) -> None:
         context = require_context()
         self._driver = Driver(context, operation, kept=True)
-        _, agreement = agree(context, self.noun, self._described, self._driver.build, arguments)
+        turn, agreement = agree(context, self.noun, self._described, self._driver.build, arguments)
         self._plan: Plan = agreement.plan
         names = operation.names.operands
         super().__init__(context, dict(zip(names, arguments.operands, strict=True)))
@@ -40,8 +46,11 @@ class Planned(Lifecycle):
             for name, x in zip(names, arguments.operands, strict=True)
             if x is not None
         }
+        self._words = arguments.words
+        self._options = options_of(operation.options, arguments.options)
         self._driver.performer.number = self.number
-        self._spec = HashedSpec((self.number,))
+        self._own_spec = HashedSpec((self.number,))
+        self._driver.expect(self._spec_as(turn.spec), self._plan)
         self._driver.log(arguments.options, self._plan)
 
     def _described(self, arguments: Arguments) -> Turn:
@@ -61,8 +70,18 @@ class Planned(Lifecycle):
         self._planned = True
 
     @collective_call
-    def _execute(self, results: tuple[Any, ...], stream: Any, *, release_workspace: bool) -> Any:
-        """The results; those that are None are new. Collective."""
+    def _execute(
+        self,
+        results: tuple[Any, ...],
+        stream: Any,
+        words: tuple[Any, ...] = (),
+        *,
+        release_workspace: bool,
+    ) -> Any:
+        """The results; those that are None are new. Collective.
+
+        `words` are those of this execution, where it may be another than the last.
+        """
         self._require_open()
         driver = self._driver
         try:
@@ -70,30 +89,44 @@ class Planned(Lifecycle):
                 self.context,
                 f"{self.noun}.execute",
                 self._described_execution,
-                self._same_object,
+                self._agreed_plan,
                 results,
                 stream,
+                words,
             )
-            given = driver.performer.perform(turn, agreement, self._plan)
+            plan = agreement.plan
+            if turn.known.expected is not plan:
+                turn.known.expected = driver.expect(turn.spec, plan)
+            given = driver.performer.perform(turn, agreement, plan)
             return given[0] if len(given) == 1 else given
         finally:
             if release_workspace:
                 driver.performer.release()
 
-    def _described_execution(self, results: tuple[Any, ...], stream: Any) -> Turn:
+    def _described_execution(
+        self, results: tuple[Any, ...], stream: Any, words: tuple[Any, ...]
+    ) -> Turn:
         self._require_ready()
-        operands = tuple(self._operands.values())
-        arguments = Arguments(operands, results, stream=stream)
-        known = self._driver.known(arguments, self._fitting_spec)
-        turn = Turn(arguments, known, self._spec)
-        self._driver.performer.prepare(turn, self._plan)
+        operands, options = tuple(self._operands.values()), self._options if words else None
+        arguments = Arguments(operands, results, words, options, stream)
+        known = self._driver.known(arguments, self._execution_spec)
+        turn = Turn(arguments, known, known.spec)
+        self._driver.performer.prepare(turn, known.expected)
         return turn
 
-    def _same_object(self, specs: list[Any]) -> None:
+    def _agreed_plan(self, specs: list[Any]) -> Plan:
+        """The plan of an execution, from all ranks' specs."""
         require_equal(f"the {self.noun} object", specs)
+        return self._plan
 
-    def _fitting_spec(self, arguments: Arguments) -> HashedSpec:
-        """This object's. Raises ValueError unless such arrays are what the plan is for."""
+    def _spec_as(self, described: HashedSpec) -> HashedSpec:
+        """The spec of an execution that has been described so."""
+        return self._own_spec
+
+    def _execution_spec(self, arguments: Arguments) -> HashedSpec:
+        """The spec of an execution. Raises ValueError unless such arrays are what the plan is for,
+        TypeError for operands of another library.
+        """
         names = self._driver.operation.names
         for name, x in zip(names.operands, arguments.operands, strict=True):
             if x is not None:
@@ -105,11 +138,13 @@ class Planned(Lifecycle):
             wrong = misfit(name, library_of(x, name).spec(x), like, result, self.context.rank)
             if wrong:
                 raise ValueError(wrong)
-        return self._spec
+        return self._own_spec
 
     def _check_like(self, name: str, spec: ArraySpec) -> None:
         like = self._like[name]
-        for what in ("library", "memory space", "dtype", "shape"):
+        if spec.library != like.library:
+            raise TypeError(f"the {name} is of {spec.library}, the plan is for {like.library}")
+        for what in self.alike:
             one, other = _fact(spec, what), _fact(like, what)
             if one != other:
                 raise ValueError(f"the {name} has {what} {one}, the plan is for {other}")
@@ -121,16 +156,8 @@ class Planned(Lifecycle):
         def described() -> None:
             check_stream(stream)
             for name, x in operands.items():
-                if x is None:
-                    raise ValueError(
-                        f"reset_operand needs an {name}; release_operand drops the old one"
-                    )
-                spec, like = library_of(x, name).spec(x), self._like[name]
-                if spec.library != like.library:
-                    raise TypeError(
-                        f"the {name} is of {spec.library}, the plan is for {like.library}"
-                    )
-                self._check_like(name, spec)
+                self._require_given(name, x)
+                self._check_like(name, library_of(x, name).spec(x))
             results = (None,) * len(self._plan.program.results)
             self._driver.performer.inspect(
                 Arguments(tuple(operands.values()), results, stream=stream)
@@ -138,6 +165,11 @@ class Planned(Lifecycle):
 
         self._gather("reset_operand", described)
         self._set_operands(**operands)
+
+    def _require_given(self, name: str, operand: Any) -> None:
+        """Raise unless there is an operand to be reset to."""
+        if operand is None:
+            raise ValueError(f"reset_operand needs an {name}; release_operand drops the old one")
 
     def _release(self) -> None:
         self._driver.performer.release()

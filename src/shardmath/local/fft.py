@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Any, Literal
 
 import numpy as np
 
 from shardmath.arrays.base import HostArray
 
-__all__ = ["Kind", "Norm", "engine_for", "transform"]
+__all__ = ["Kind", "Norm", "bound_transform", "engine_for", "transform"]
 
 Kind = Literal["C2C", "R2C", "C2R"]
 Norm = Literal["backward", "ortho", "forward"] | None
@@ -40,12 +40,42 @@ def transform(
     do; C2R may overwrite `x`. `norm` None scales neither direction. Halves are transformed as
     float32.
     """
+    bound_transform(x, axes, out=out, kind=kind, forward=forward, norm=norm, engine=engine)()
+
+
+def bound_transform(
+    x: HostArray,
+    axes: Sequence[int],
+    *,
+    out: HostArray,
+    kind: Kind,
+    forward: bool,
+    norm: Norm,
+    engine: str = "scipy",
+) -> Callable[[], object]:
+    """What does `transform`, of what is in `x` then, each time that it is called."""
     scale = norm or ("backward" if forward else "forward")
+    inner = _inner(engine)
+    half = kind == "R2C" and x.dtype.itemsize == 2
+    if inner is None or half or not (x.flags.aligned and out.flags.aligned):
+        return partial(_transform, inner, x, tuple(axes), out, kind, forward, scale, engine)
+    return _writing(inner, x, tuple(axes), out, kind, forward, scale)
+
+
+def _transform(
+    inner: Any,
+    x: HostArray,
+    axes: tuple[int, ...],
+    out: HostArray,
+    kind: Kind,
+    forward: bool,
+    scale: str,
+    engine: str,
+) -> None:
     if kind == "R2C" and x.dtype.itemsize == 2:
         x = x.astype(np.float32)
-    inner = _inner(engine)
     if inner is not None and x.flags.aligned and out.flags.aligned:
-        _written(inner, x, tuple(axes), out, kind, forward, _divisor(scale, forward))
+        _writing(inner, x, axes, out, kind, forward, scale)()
         return
     made = _made(x, axes, out, kind, forward, scale, engine)
     if not np.may_share_memory(made, out):
@@ -131,24 +161,31 @@ def _divisor(scale: str, forward: bool) -> int:
     return 0 if (scale == "backward") == forward else 2
 
 
-def _written(
+def _writing(
     inner: Any,
     x: HostArray,
     axes: tuple[int, ...],
     out: HostArray,
     kind: Kind,
     forward: bool,
-    divisor: int,
-) -> None:
+    scale: str,
+) -> Callable[[], object]:
+    """What transforms by functions that write where they are told."""
+    divisor = _divisor(scale, forward)
     if kind == "C2C":
-        inner.c2c(x, axes, forward, divisor, out, 1)
-    elif kind == "R2C":
-        inner.r2c(x, axes, True, divisor, out, 1)
-    else:
-        *rest, last = axes
-        if rest:
-            inner.c2c(x, rest, False, divisor, x, 1)
-        inner.c2r(x, (last,), out.shape[last], False, divisor, out, 1)
+        return partial(inner.c2c, x, axes, forward, divisor, out, 1)
+    if kind == "R2C":
+        return partial(inner.r2c, x, axes, True, divisor, out, 1)
+    *rest, last = axes
+    halved = partial(inner.c2r, x, (last,), out.shape[last], False, divisor, out, 1)
+    if not rest:
+        return halved
+
+    def both() -> None:
+        inner.c2c(x, rest, False, divisor, x, 1)
+        halved()
+
+    return both
 
 
 def _made(

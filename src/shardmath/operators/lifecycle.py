@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from functools import lru_cache, partial
 from logging import Logger
 from typing import Any, ClassVar, Protocol, Self, TypeVar
@@ -179,7 +178,7 @@ def options_of(kind: type[T], value: Any, name: str = "options") -> T:
     if isinstance(value, kind):
         return value
     if isinstance(value, Mapping):
-        known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+        known: tuple[str, ...] = kind.__match_args__  # type: ignore[attr-defined]
         unknown = sorted(str(name) for name in set(value) - set(known))
         if unknown:
             raise TypeError(f"{name} has no field {unknown[0]!r}; it has {', '.join(known)}")

@@ -20,6 +20,8 @@ from shardmath.geometry.moves import shared_part
 from shardmath.local import epilog, gemm
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.float8 import dequantize, quantize
+from shardmath.local.rounding import round_into
+from shardmath.program.cores_blocks import Calls, run
 from shardmath.program.numbers import Numbers, real
 from shardmath.program.panels import Piece, Source, intervals
 from shardmath.program.performing import Known
@@ -41,19 +43,12 @@ from shardmath.program.steps import (
 from shardmath.redistribution import Exposed, TransferPlan, copy_moves, window_on
 from shardmath.redistribution.host import pairs
 
-__all__ = ["Binding", "Bound", "bind_arithmetic", "fused", "run"]
+__all__ = ["Binding", "bind_arithmetic", "fused"]
 
 _PANEL_ELEMENTS = 4 << 20  # of one gathered panel: 32 MiB in float64
 _WHOLE_ELEMENTS = 128 << 20  # of all that is brought together for a library's product
 
 ArrayOf = Callable[[int], HostArray]  # the array of a rank, in memory that can be read here
-Bound = list[Callable[[], object]]
-
-
-def run(steps: Bound) -> None:
-    """Perform what was bound, in order."""
-    for step in steps:
-        step()
 
 
 def fused(program: Program) -> Program:
@@ -102,7 +97,7 @@ def _rounds(sums: str, steps: Sequence[Step]) -> bool:
 # -- one rank's arithmetic -------------------------------------------------------------------------
 
 
-def bind_arithmetic(step: Step, arrays: Mapping[str, HostArray], numbers: Numbers) -> Bound:
+def bind_arithmetic(step: Step, arrays: Mapping[str, HostArray], numbers: Numbers) -> Calls:
     """What performs a step that reads and writes this rank's buffers only."""
     if isinstance(step, Axpby):
         return _bind_axpby(step, arrays, numbers)
@@ -114,7 +109,7 @@ def bind_arithmetic(step: Step, arrays: Mapping[str, HostArray], numbers: Number
     if isinstance(step, SumLines):
         bound = partial(_sum_lines, step, source, target)
     elif isinstance(step, Convert):
-        bound = partial(np.copyto, target, source, "unsafe")
+        bound = partial(round_into, source, target)
     elif isinstance(step, Largest):
         bound = partial(_largest, source, target)
     elif isinstance(step, Quantize):
@@ -129,9 +124,9 @@ def bind_arithmetic(step: Step, arrays: Mapping[str, HostArray], numbers: Number
     return [bound]
 
 
-def _bind_axpby(step: Axpby, arrays: Mapping[str, HostArray], numbers: Numbers) -> Bound:
+def _bind_axpby(step: Axpby, arrays: Mapping[str, HostArray], numbers: Numbers) -> Calls:
     target, alpha = arrays[step.target], numbers[step.alpha]
-    bound: Bound = []
+    bound: Calls = []
     if alpha != 1:
         bound.append(partial(np.multiply, target, np.asarray(alpha, target.dtype), target))
     if step.addend and numbers[step.beta] != 0:
@@ -145,7 +140,7 @@ def add_times(target: HostArray, number: HostArray, addend: HostArray) -> None:
     np.add(target, number * addend, out=target)
 
 
-def _bind_finish(step: Finish, arrays: Mapping[str, HostArray]) -> Bound:
+def _bind_finish(step: Finish, arrays: Mapping[str, HostArray]) -> Calls:
     source, target = arrays[step.source], arrays[step.target]
     if step.epilog is MatmulEpilog.DEFAULT:
         return [] if source is target else [partial(np.copyto, target, source, "unsafe")]
@@ -189,7 +184,7 @@ class Binding:
         self._places = places
         self._known = known
 
-    def bind(self, step: Step) -> Bound:
+    def bind(self, step: Step) -> Calls:
         """What performs a step."""
         if isinstance(step, Product):
             read = [src for move in step.moves if move for src in self._sources(move)]
@@ -201,7 +196,7 @@ class Binding:
     def _sources(self, move: Move) -> Sequence[int]:
         return tuple(move.transfer.sources(self._context.rank))
 
-    def _when_reached(self, ranks: Sequence[int], made: Callable[[], Bound]) -> Bound:
+    def _when_reached(self, ranks: Sequence[int], made: Callable[[], Calls]) -> Calls:
         """What is bound now, or at each call where what some ranks have is copied here first."""
         if all(self._context.reads_in_place(rank) for rank in ranks):
             return made()
@@ -221,7 +216,7 @@ class Binding:
 
         return array
 
-    def _combine(self, step: Combine) -> Bound:
+    def _combine(self, step: Combine) -> Calls:
         rank, source, target = (
             self._context.rank,
             self._hosts[step.source],
@@ -233,7 +228,7 @@ class Binding:
             if weight == 0:
                 return []
         sums = target if target.dtype == source.dtype else np.empty(target.shape, source.dtype)
-        bound: Bound = [partial(sums.fill, 0)] if weight is None else []
+        bound: Calls = [partial(sums.fill, 0)] if weight is None else []
         array = self._reached(step.source, step.held)
         for src in step.sources(rank):
             found = shared_part(step.held, step.needed, src=src, dst=rank)
@@ -255,7 +250,7 @@ class Binding:
         array = self._reached(move.source, transfer.src, transfer)
         return Factor.moved(rank, move, array, self._hosts[move.source].dtype, axis)
 
-    def _product(self, step: Product) -> Bound:
+    def _product(self, step: Product) -> Calls:
         """What multiplies, in panels that are gathered each time, and rounds if that is all."""
         multiply, out = step.multiply, _matrix(self._hosts[step.multiply.target])
         left = self._factor(multiply.left, step.moves[0], 1)
@@ -291,7 +286,7 @@ class Binding:
         return found if narrow and self._known.numbers[scaled.alpha] == 1 else None
 
 
-def _bind_product(multiply: Multiply, left: Factor, right: Factor, out: HostArray) -> Bound:
+def _bind_product(multiply: Multiply, left: Factor, right: Factor, out: HostArray) -> Calls:
     """What sets `out` to the product of two factors. Panels are gathered each time."""
     cuts = intervals(left.source, right.source)
     conj_a, conj_b = multiply.conjugate

@@ -18,17 +18,23 @@ import numpy as np
 
 from shardmath.arrays import Library, dtypes, library_of
 from shardmath.arrays.base import HostArray, share_memory
+from shardmath.arrays.spec import packed_strides
 from shardmath.call.agreement import Agreement
 from shardmath.context import Context
+from shardmath.local.fft import engine_for
 from shardmath.lru_cache import LRUCache
+from shardmath.operators.in_place import array_in_place
 from shardmath.operators.workspace import KEPT_STAGING, Workspace
-from shardmath.program.arithmetic import Binding, Bound, bind_arithmetic, fused, run
+from shardmath.program.arithmetic import Binding, bind_arithmetic, fused
+from shardmath.program.blocks import Blocks
+from shardmath.program.cores_blocks import Calls, Pass, run
 from shardmath.program.numbers import agree_on_numbers, numbers_bytes, pack_numbers
-from shardmath.program.performing import Arguments, Names, Plan, Turn
-from shardmath.program.steps import LocalArray, Move, Program, SplitArray, Synchronise
-from shardmath.redistribution import Exposed, StridedCopy, TransferPlan, Window, window_on
+from shardmath.program.overwriting import overwritten
+from shardmath.program.performing import Arguments, Known, Names, Plan, Turn
+from shardmath.program.steps import Move, Program, SplitArray, Synchronise, Transform
+from shardmath.redistribution import Exposed, TransferPlan, Window, window_on
 from shardmath.redistribution.exposure import bind_stage, staged_bytes
-from shardmath.redistribution.host import bind, perform
+from shardmath.redistribution.host import bind
 from shardmath.symmetric.allocation import block_of, empty_on_heap
 from shardmath.symmetric.heap import Block, Buffer
 from shardmath.symmetric.operand import Operand
@@ -40,6 +46,9 @@ _KEPT_SCRATCH = 256 << 10  # bytes that such a call may hold
 _TAG = 8  # bytes, of a plan
 _UNPREPARED = bytes(_TAG)
 _LENGTH = struct.Struct("<H")
+_SHARED_BYTES = 8 << 20  # of a move, from which on the threads of a rank share it
+
+Ranges = tuple[tuple[int, int], ...]  # of each axis
 
 
 @dataclass(frozen=True)
@@ -63,6 +72,7 @@ class _Result(NamedTuple):
     dtype: str
     order: Literal["C", "F"]
     on_heap: bool
+    in_place: str  # the operand whose memory it takes, or ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,13 +80,15 @@ class _Prepared:
     """What is to be done before the ranks agree on `plan`: results to make, copies that stage, and
     the steps before the first synchronisation.
 
-    It holds while the workspace's buffers, by name and bytes, are in these blocks.
+    It holds while the workspace's buffers, by name and bytes, are in these blocks. `replaced` are
+    operands of which copies take the place.
     """
 
     plan: Plan
     note: bytes
     makes: tuple[_Result, ...]
-    copies: Bound
+    copies: Calls
+    replaced: Mapping[str, Operand]
     memory: tuple[tuple[str, int, Block], ...]
 
 
@@ -94,7 +106,8 @@ class Cores:
         self.number = 0
         self._workspace = Workspace(context) if kept else Workspace.of(context)
         self._programs: LRUCache[Plan, Program] = LRUCache(_KEPT)
-        self._bound: LRUCache[Any, Bound] = LRUCache(_KEPT)
+        self._bound: LRUCache[Any, Calls] = LRUCache(_KEPT)
+        self._blocks: LRUCache[tuple[Plan, int], Blocks] = LRUCache(_KEPT)  # of steps
 
     # -- read --------------------------------------------------------------------------------------
 
@@ -155,6 +168,7 @@ class Cores:
             prepared = self._prepare(turn, plan)
             if turn.known.lasting and turn.held is None:
                 turn.known.prepared = prepared
+        turn.prepared = prepared
         for copy in prepared.copies:
             copy()
         turn.note = prepared.note
@@ -170,37 +184,42 @@ class Cores:
         context, program = self._context, self._fused(plan)
         arrays = self._operands(turn, program)
         makes = tuple(
-            self._result(turn, name, result)
-            for name, result in program.results.items()
-            if name not in arrays
+            self._result(turn, program, name) for name in program.results if name not in arrays
         )
-        note, memory = [pack_numbers(turn.known.numbers), plan.tag], []
-        for name, split in program.workspace.items():
-            own = arrays[name] = self._workspace_array(name, split, arrays)
-            assert own.block is not None
-            memory.append((self._name(name), own.block.nbytes, own.block))
-        hosts = {name: _array(array) for name, array in arrays.items()}
-        copies: Bound = []
-        for step in program.steps[: _agreed_at(program)]:
-            copies += bind_arithmetic(step, hosts, turn.known.numbers)
+        workspace, memory = self._workspace_arrays(program, arrays)
+        note, replaced = [pack_numbers(turn.known.numbers), plan.tag], {}
+        copies: Calls = []
+
+        def staged(name: str, ranges: Ranges) -> tuple[Exposed, Block]:
+            array = arrays[name]
+            buffer = self._staging(turn, name, staged_bytes(ranges, array.itemsize))
+            exposed, staging = bind_stage(context, _window(array), array.itemsize, ranges, buffer)
+            copies.extend(staging)
+            memory.append((self._name(name), buffer.block.nbytes, buffer.block))
+            return exposed, buffer.block
+
+        for name in [] if self._names.separate else overwritten(arrays, program, context.rank):
+            shape, dtype = arrays[name].shape, arrays[name].dtype
+            exposed, block = staged(name, tuple((0, extent) for extent in shape))
+            replaced[name] = Operand(block.address, shape, exposed.strides, dtype, block)
         for name, transfers in program.published.items():
-            place, array = b"", arrays[name]
-            if name in program.workspace:
+            ranges = None if name in workspace else _ranges(transfers, context.rank)
+            array = workspace.get(name) or replaced.get(name) or arrays[name]
+            place = b""
+            if array.block is not None and (name in workspace or ranges is not None):
+                context.announce(array.block)
                 place = array.exposed.pack()
-            else:
-                ranges = _ranges(transfers, context.rank)
-                if ranges is not None and array.block is not None:
-                    context.announce(array.block)
-                    place = array.exposed.pack()
-                elif ranges is not None:
-                    buffer = self._staging(turn, name, staged_bytes(ranges, array.itemsize))
-                    exposed, staging = bind_stage(
-                        context, _window(array), array.itemsize, ranges, buffer
-                    )
-                    place, copies = exposed.pack(), copies + staging
-                    memory.append((self._name(name), buffer.block.nbytes, buffer.block))
+            elif ranges is not None:
+                place = staged(name, ranges)[0].pack()
             note.append(_LENGTH.pack(len(place)) + place)
-        return _Prepared(plan, b"".join(note), makes, copies, tuple(memory))
+        arrays |= {**workspace, **replaced}
+        hosts = {name: _array(array) for name, array in arrays.items()}
+        for number, step in enumerate(program.steps[: _agreed_at(program)]):
+            if isinstance(step, Move | Transform):
+                copies += self._bind_pass(plan, number, arrays, (), turn.known)
+            else:
+                copies += bind_arithmetic(step, hosts, turn.known.numbers)
+        return _Prepared(plan, b"".join(note), makes, copies, replaced, tuple(memory))
 
     def _fused(self, plan: Plan) -> Program:
         """The program of a plan as cores perform it."""
@@ -214,12 +233,14 @@ class Cores:
                 arrays[name] = arrays[name].transposed()
         return arrays
 
-    def _result(self, turn: Turn, name: str, result: SplitArray | LocalArray) -> _Result:
-        arrays, order = turn.known.arrays, result.order
+    def _result(self, turn: Turn, program: Program, name: str) -> _Result:
+        arrays, result = turn.known.arrays, program.results[name]
+        order = result.order
         on_heap = arrays.on_heap and isinstance(result, SplitArray)
         if isinstance(result, SplitArray) and result.like:
             order = _order_like(result, arrays.arrays)
-        return _Result(name, result.local_shape(self._context.rank), result.dtype, order, on_heap)
+        shape, place = result.local_shape(self._context.rank), program.in_place.get(name, "")
+        return _Result(name, shape, result.dtype, order, on_heap, place)
 
     def _staging(self, turn: Turn, name: str, nbytes: int) -> Buffer:
         workspace = self._workspace
@@ -234,8 +255,13 @@ class Cores:
     def _make(self, turn: Turn, results: Sequence[_Result]) -> None:
         """New results for those that were not given."""
         library = turn.known.arrays.library
-        for name, shape, dtype, order, on_heap in results:
-            if on_heap:
+        for name, shape, dtype, order, on_heap, place in results:
+            if place:
+                operand = turn.arguments.operands[self._names.operands.index(place)]
+                made = array_in_place(self._context, operand, shape, dtype, order)
+                library.host_view(made, writable=True, name=place)  # raises what is wrong
+                turn.made[name] = made
+            elif on_heap:
                 turn.made[name] = empty_on_heap(self._context, library, shape, dtype, order)
             else:
                 turn.made[name] = library.empty(shape, dtype, order)
@@ -246,7 +272,7 @@ class Cores:
         """See Performer."""
         made, known = turn.made, turn.known
         places = tuple([known.arrays.library.pointer(x) for x in made.values()]) if made else ()
-        key = known.prepared, agreement, places
+        key = turn.prepared, agreement, places
         steps = self._bound.find(key)
         if steps is None:
             told, equal = agreement.notes, plan.program.equal
@@ -279,7 +305,7 @@ class Cores:
 
         return self._context.gather(f"{self._names.operation}, memory", prepare)
 
-    def _bind(self, turn: Turn, plan: Plan, notes: Sequence[bytes]) -> tuple[Bound, bool]:
+    def _bind(self, turn: Turn, plan: Plan, notes: Sequence[bytes]) -> tuple[Calls, bool]:
         """What performs the program, each time that it is run between the same arrays.
 
         And whether it is to be kept: not with large scratch, which it holds.
@@ -289,8 +315,7 @@ class Cores:
         for name, made in turn.made.items():
             host = turn.known.arrays.library.host_view(made, writable=True)
             arrays[name] = _operand(host, None)
-        for name, split in program.workspace.items():
-            arrays[name] = self._workspace_array(name, split, arrays)
+        arrays |= {**self._workspace_arrays(program, arrays)[0], **turn.prepared.replaced}
         room = 0
         for name, scratch in program.scratch.items():
             like, dtype = _array(arrays[scratch.like]), dtypes.to_numpy(scratch.dtype)
@@ -301,43 +326,82 @@ class Cores:
         skip = numbers_bytes(self._names.numbers) + _TAG
         places = _places(tuple(program.published), notes, skip)
         binding = Binding(self._context, hosts, places, turn.known)
-        bound: Bound = []
-        for step in program.steps[_agreed_at(program) :]:
+        bound: Calls = []
+        for number, step in enumerate(program.steps[_agreed_at(program) :], _agreed_at(program)):
             if isinstance(step, Synchronise):
                 bound.append(partial(self._context.board.barrier, self._names.operation))
-            elif isinstance(step, Move):
-                bound += self._bind_move(step, arrays, places.get(step.source, ()))
+            elif isinstance(step, Move | Transform):
+                told = places.get(step.source, ())
+                bound += self._bind_pass(plan, number, arrays, told, turn.known)
             else:
                 bound += binding.bind(step)
         if _agreed_at(program) or isinstance(program.steps[0], Synchronise):
             del bound[0]  # the exchange that carried the notes
         return bound, room <= _KEPT_SCRATCH
 
-    def _bind_move(
-        self, move: Move, arrays: Mapping[str, Operand], places: Sequence[bytes]
-    ) -> Bound:
-        context, transfer = self._context, move.transfer
-        own, target = _window(arrays[move.source]), _window(arrays[move.target])
-        sources = transfer.sources(context.rank)
-        if not all(context.reads_in_place(src) for src in sources):
-            return [partial(_fetch, context, transfer, own, places, target)]
-        return bind(*_pulled(context, transfer, own, places, target))
+    def _bind_pass(
+        self,
+        plan: Plan,
+        number: int,
+        arrays: Mapping[str, Operand],
+        places: Sequence[bytes],
+        known: Known,
+    ) -> Calls:
+        """A move or a transform, with what it brings from peers."""
+        context, step = self._context, self._fused(plan).steps[number]
+        assert isinstance(step, Move | Transform), "these only"
+        library = known.arrays.library
+        transfer, source, target = step.transfer, arrays[step.source], arrays[step.target]
+        if isinstance(step, Move) and (context.threads == 1 or target.nbytes < _SHARED_BYTES):
+            perform_now = partial(_copies, context, transfer, source, places, target)
+        else:
+            blocks = self._blocks.made(
+                (plan, number), lambda: self._cut(self._fused(plan), step, arrays)
+            )
+            perform_now = partial(_pass, context, step, blocks, source, places, target, library)
+        if all(context.reads_in_place(src) for src in transfer.sources(context.rank)):
+            return perform_now()
+        return [lambda: run(perform_now())]  # what is elsewhere is copied here when it can be read
+
+    def _cut(
+        self, program: Program, step: Move | Transform, arrays: Mapping[str, Operand]
+    ) -> Blocks:
+        target = program.workspace.get(step.target) or program.results[step.target]
+        rank, order = self._context.rank, target.order
+        itemsize = arrays[step.source].itemsize
+        if isinstance(step, Move):
+            return Blocks(step.transfer, rank, order=order, itemsize=itemsize)
+        if step.kind == "R2C":
+            itemsize = arrays[step.target].itemsize
+        return Blocks(
+            step.transfer, rank, axes=step.axes, kind=step.kind, order=order, itemsize=itemsize
+        )
 
     # -- workspace ---------------------------------------------------------------------------------
 
-    def _workspace_array(
-        self, name: str, array: SplitArray, arrays: Mapping[str, Operand]
-    ) -> Operand:
-        """This rank's part of a buffer of the program, in the workspace, shown to its peers."""
-        own, dtype = self._name(name), dtypes.to_numpy(array.dtype)
-        shape = array.local_shape(self._context.rank)
-        if _order_like(array, arrays) == "F":
-            host = self._workspace.array(own, shape[::-1], dtype).T
-        else:
-            host = self._workspace.array(own, shape, dtype)
-        block = self._workspace.block(own)
-        self._context.announce(block)
-        return _operand(host, block)
+    def _workspace_arrays(
+        self, program: Program, arrays: Mapping[str, Operand]
+    ) -> tuple[dict[str, Operand], list[tuple[str, int, Block]]]:
+        """This rank's parts of the buffers of a program, in the workspace, shown to its peers; and
+        the memory that they lie in: its name there, its bytes and its block.
+        """
+        found: dict[str, Operand] = {}
+        sizes: dict[str, int] = {}
+        for name, array in program.workspace.items():
+            shape, itemsize = (
+                array.local_shape(self._context.rank),
+                dtypes.of(array.dtype).itemsize,
+            )
+            strides = packed_strides(shape, itemsize, _order_like(array, arrays))
+            found[name] = Operand(0, shape, strides, array.dtype)
+            memory = self._name(array.memory or name)
+            sizes[memory] = max(sizes.get(memory, 0), found[name].nbytes)
+        blocks = {name: self._workspace.buffer(name, n).block for name, n in sizes.items()}
+        for name, array in program.workspace.items():
+            block = blocks[self._name(array.memory or name)]
+            self._context.announce(block)
+            found[name] = replace(found[name], address=block.address, block=block)
+        return found, [(name, sizes[name], block) for name, block in blocks.items()]
 
     def release(self) -> None:
         """See Performer."""
@@ -389,32 +453,47 @@ def _places(names: Sequence[str], notes: Sequence[bytes], start: int) -> dict[st
     return found
 
 
-def _pulled(
-    context: Context,
-    transfer: TransferPlan,
-    own: Window,
-    places: Sequence[bytes],
-    target: Window,
-) -> tuple[list[StridedCopy], dict[int, Window], Window]:
-    """The copies into this rank's part, and where they are from and to."""
-    rank = context.rank
-    windows = {
+def _windows(
+    context: Context, transfer: TransferPlan, source: Operand, places: Sequence[bytes]
+) -> dict[int, Window]:
+    """Where this rank reads what a transfer brings it, by the rank that it comes from."""
+    rank, own = context.rank, _window(source)
+    return {
         src: own if src == rank else window_on(context, src, Exposed.unpack(places[src]), transfer)
         for src in transfer.sources(rank)
     }
-    strides = {src: window.strides for src, window in windows.items()}
-    return transfer.copies(rank, strides, target.strides), windows, target
 
 
-def _fetch(
+def _copies(
     context: Context,
     transfer: TransferPlan,
-    own: Window,
+    source: Operand,
     places: Sequence[bytes],
-    target: Window,
-) -> None:
-    """Perform a move of which some sources are on other hosts, and are copied here first."""
-    perform(*_pulled(context, transfer, own, places, target))
+    target: Operand,
+) -> Calls:
+    """What performs a move as copies of whole parts."""
+    windows = _windows(context, transfer, source, places)
+    strides = {src: window.strides for src, window in windows.items()}
+    copies = transfer.copies(context.rank, strides, target.strides)
+    return bind(copies, windows, _window(target))
+
+
+def _pass(
+    context: Context,
+    step: Move | Transform,
+    blocks: Blocks,
+    source: Operand,
+    places: Sequence[bytes],
+    target: Operand,
+    library: Library,
+) -> Calls:
+    """What performs a step block by block."""
+    windows = {} if blocks.stays else _windows(context, step.transfer, source, places)
+    arrays = _array(source), _array(target)
+    if isinstance(step, Move):
+        return Pass(context, blocks, *arrays, windows).bound()
+    engine = engine_for(library.name)
+    return Pass(context, blocks, *arrays, windows, engine, step.forward, step.norm).bound()
 
 
 def _operand(host: HostArray, block: Block | None) -> Operand:

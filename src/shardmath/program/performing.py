@@ -55,6 +55,7 @@ class Plan:
     """What all ranks have agreed to do. `tag` is the same on all ranks, and no other plan's."""
 
     tag: bytes
+    problem: Any
     program: Program
     explain: Callable[[], str]
 
@@ -82,13 +83,14 @@ class Turn:
     `made` are new results by name, `held` is whatever has to live until the call has ended.
     """
 
-    __slots__ = ("arguments", "held", "known", "made", "note", "spec")
+    __slots__ = ("arguments", "held", "known", "made", "note", "prepared", "spec")
 
     def __init__(self, arguments: Arguments, known: Known, spec: HashedSpec) -> None:
         self.arguments, self.known, self.spec = arguments, known, spec
         self.note = b""
         self.made: dict[str, Any] = {}
         self.held: Any = None
+        self.prepared: Any = None  # the performer's
 
 
 class Performer(Protocol):

@@ -12,10 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 from shardmath.geometry import Layout
 from shardmath.local.epilog import MatmulEpilog
+from shardmath.local.fft import Kind, Norm
 from shardmath.local.float8 import Blocks
 from shardmath.redistribution.delivery import Delivery
 from shardmath.redistribution.plan import TransferPlan
@@ -26,6 +27,7 @@ __all__ = [
     "Convert",
     "Dequantize",
     "Finish",
+    "Fused",
     "Get",
     "Largest",
     "LocalArray",
@@ -41,6 +43,7 @@ __all__ = [
     "Step",
     "SumLines",
     "Synchronise",
+    "Transform",
     "Unpack",
 ]
 
@@ -242,6 +245,42 @@ class Largest:
 
 
 @dataclass(frozen=True)
+class Transform:
+    """The Fourier transform of each rank's part of `transfer.dst` along `axes`, which it has whole.
+
+    Its part comes from what all ranks have in `source`, as in a `Move`; a piece is transformed as
+    soon as it is there. `kind`, `forward` and `norm` are those of `local.fft.transform`: R2C and
+    C2R change the length of the last of `axes`.
+    """
+
+    transfer: TransferPlan
+    axes: tuple[int, ...]
+    kind: Kind
+    forward: bool
+    norm: Norm
+    source: str
+    target: str
+
+    def __str__(self) -> str:
+        brings = self.transfer.crosses or not self.transfer.src.same_as(self.transfer.dst)
+        taken = "take this rank's part from all ranks, " * brings
+        axes = ", ".join(map(str, self.axes))
+        return f"{taken}{self.kind} along {axes}, {self.source} to {self.target}"
+
+
+@dataclass(frozen=True)
+class Fused:
+    """Steps that a performer of the operator's own does together: what they are, its `plan` says,
+    and explains.
+    """
+
+    plan: Any
+
+    def __str__(self) -> str:
+        return str(self.plan.explain())
+
+
+@dataclass(frozen=True)
 class Pack:
     """What peers take of `source`, copied into this rank's `outbox`."""
 
@@ -295,6 +334,8 @@ Step = (
     | Dequantize
     | Quantize
     | Largest
+    | Transform
+    | Fused
     | Pack
     | Get
     | Unpack
@@ -305,13 +346,15 @@ Step = (
 class SplitArray:
     """An array of which every rank has a part: how it is split, its dtype, and its memory order.
 
-    With `like`, names of operands, it is in column-major order where all of those are.
+    With `like`, names of operands, it is in column-major order where all of those are. Buffers of
+    the same `memory` lie in the same place, and are in use one after the other.
     """
 
     layout: Layout
     dtype: str
     order: Literal["C", "F"] = "C"
     like: tuple[str, ...] = ()
+    memory: str = ""
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """The shape of the part of `rank`."""
@@ -349,8 +392,9 @@ class Program:
     `results` are the buffers that the call returns, by name: what a new one looks like, and what
     one that is given must be. `workspace` are buffers of the program's own, which peers may reach;
     `scratch` those that they may not. The operands in `transposed` are seen with their axes
-    reversed. `equal` are the numbers of the call that all ranks must give alike. `blocking`: the
-    call returns when the results are there, also on GPUs.
+    reversed. `equal` are the numbers of the call that all ranks must give alike. `in_place` names
+    the operand whose memory a result takes, where it does. `blocking`: the call returns when the
+    results are there, also on GPUs.
     """
 
     steps: tuple[Step, ...]
@@ -360,6 +404,7 @@ class Program:
     scratch: Mapping[str, Scratch] = field(default_factory=dict)
     transposed: tuple[str, ...] = ()
     equal: tuple[str, ...] = ()
+    in_place: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def published(self) -> dict[str, list[TransferPlan | None]]:
@@ -371,7 +416,7 @@ class Program:
         for step in self.steps:
             moves = step.moves if isinstance(step, Product) else (step,)
             for move in moves:
-                if isinstance(move, Move) and move.transfer.crosses:
+                if isinstance(move, Move | Transform) and move.transfer.crosses:
                     found.setdefault(move.source, []).append(move.transfer)
             if isinstance(step, Combine) and not step.alone:
                 found.setdefault(step.source, []).append(None)

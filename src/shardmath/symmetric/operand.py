@@ -48,6 +48,11 @@ class Operand:
         return count
 
     @property
+    def nbytes(self) -> int:
+        """The bytes of all elements."""
+        return self.size * self.itemsize
+
+    @property
     def order(self) -> Order:
         """How the elements lie in memory; see `order_of`."""
         return order_of(self.shape, tuple(stride // self.itemsize for stride in self.strides))

@@ -1,7 +1,7 @@
 """Fourier transforms of arrays that are split across ranks."""
 
 from shardmath.operators.fft.allocation import allocate_operand
-from shardmath.operators.fft.forms import FFT, fft, ifft, irfft, rfft
+from shardmath.operators.fft.api import FFT, fft, ifft, irfft, rfft
 from shardmath.operators.fft.options import FFTDirection, FFTOptions
 
 __all__ = [

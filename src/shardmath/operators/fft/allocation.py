@@ -10,27 +10,23 @@ from __future__ import annotations
 
 import logging
 import math
-import weakref
 from collections.abc import Sequence
 from logging import Logger
 from types import ModuleType
 from typing import Any, Literal
 
-import numpy as np
-
-from shardmath.arrays import ArraySpec, Library, dtypes, library_of, library_of_package
-from shardmath.arrays.base import HostArray
-from shardmath.arrays.spec import order_of, packed_strides
+from shardmath.arrays import ArraySpec, Library, dtypes, library_of_package
+from shardmath.arrays.spec import packed_strides
 from shardmath.collective_call import collective_call
-from shardmath.context import Context, require_context
+from shardmath.context import require_context
 from shardmath.operators.fft.options import FFTDirection, FFTOptions
 from shardmath.operators.fft.problem import Problem, check, describe, kind_of
+from shardmath.operators.in_place import room_for_operand
 from shardmath.operators.lifecycle import check_logger
-from shardmath.symmetric.allocation import array_on, block_of
-from shardmath.symmetric.heap import Block, Buffer
+from shardmath.symmetric.allocation import array_on
 from shardmath.untraced import untraced
 
-__all__ = ["allocate_operand", "in_place_array"]
+__all__ = ["allocate_operand"]
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -77,7 +73,7 @@ def allocate_operand(
     made: list[Any] = []
 
     def allocate() -> None:
-        memory = _new_memory(context, nbytes, on_heap=first.device == device.partition(":")[0])
+        memory = room_for_operand(context, nbytes, on_heap=first.device == device.partition(":")[0])
         library = library_of_package(package)
         local = first.source.local_shape(context.rank)
         made.append(array_on(memory, library, dtypes.of(first.dtype), local, packed_strides(local)))
@@ -131,57 +127,6 @@ def _requested(
     )
 
 
-def in_place_array(context: Context, operand: Any, problem: Problem) -> Any:
-    """The result of a transform in place: the operand, or another array in its memory, which is
-    packed in the order of results.
-
-    Raises RuntimeError when the operand's memory is too small for it, or not contiguous.
-    """
-    library = library_of(operand)
-    spec = library.spec(operand)
-    shape = problem.target.local_shape(context.rank)
-    if (spec.shape, spec.dtype) == (shape, problem.result):
-        return operand
-    dtype = dtypes.of(problem.result)
-    need = math.prod(shape) * dtype.itemsize
-    owner, have = _memory_of(context, library, operand, spec)
-    if owner is None:
-        if order_of(spec.shape, spec.strides) == "strided":
-            raise RuntimeError(
-                f"options.inplace=True: the operand, of strides {spec.strides}, is not contiguous, "
-                f"and the result has another shape, {shape}; use an operand from "
-                "allocate_operand, or inplace=False"
-            )
-        have = spec.nbytes
-    if need > have:
-        raise RuntimeError(
-            f"options.inplace=True: the result takes {need:,} bytes, the operand has {have:,}; use "
-            "an operand from allocate_operand, or inplace=False"
-        )
-    if owner is None:
-        owner = _RawMemory(library.pointer(operand), have, spec.device, operand)
-    return array_on(owner, library, dtype, shape, packed_strides(shape, axes=problem.order))
-
-
-class _RawMemory:
-    """The memory of an array as bytes, for the array interfaces of hosts and GPUs; keeps the array.
-
-    `device` is "cpu" or like "cuda:0".
-    """
-
-    def __init__(self, address: int, nbytes: int, device: str, keep: object) -> None:
-        self.keep = keep
-        self.device = device
-        interface = "__array_interface__" if device == "cpu" else "__cuda_array_interface__"
-        vars(self)[interface] = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "strides": None,
-            "version": 3,
-        }
-
-
 def _problems(specs: list[tuple[Any, ...]]) -> list[Problem]:
     """What may be asked of the operand: there may be no transposed slab, and no even or no odd
     result. Raises ValueError, as the default transform does, where nothing may be.
@@ -202,48 +147,3 @@ def _bytes(problem: Problem, rank: int) -> int:
     operand = problem.source.local_shape(rank), problem.dtype
     result = problem.target.local_shape(rank), problem.result
     return max(math.prod(shape) * dtypes.of(dtype).itemsize for shape, dtype in (operand, result))
-
-
-def _new_memory(context: Context, nbytes: int, *, on_heap: bool) -> Buffer | HostArray:
-    """Memory for one operand: on the heap, or ordinary memory of the host. Local."""
-    if on_heap:
-        buffer = context.heap.allocate(nbytes)
-        _operand_blocks(context).add(buffer.block)
-        return buffer
-    memory = np.empty(max(nbytes, 1), np.uint8)  # a byte at least has an address of its own
-    _operands_on_host(context)[memory.ctypes.data] = memory
-    return memory
-
-
-def _memory_of(
-    context: Context, library: Library, operand: Any, spec: ArraySpec
-) -> tuple[object, int]:
-    """The memory that was made for the operand, if it starts there, and its bytes; else (None, 0).
-
-    Raises UseAfterFree.
-    """
-    found = block_of(context, operand)
-    if found is not None:
-        block, offset = found
-        known = offset == 0 and block in _operand_blocks(context)
-        return (block.buffer(), block.nbytes) if known else (None, 0)
-    if spec.device != "cpu":
-        return None, 0
-    address = library.pointer(operand) if spec.size else library.anchor(operand)
-    memory = _operands_on_host(context).get(address)
-    return (None, 0) if memory is None else (memory, memory.nbytes)
-
-
-def _operand_blocks(context: Context) -> weakref.WeakSet[Block]:
-    """The blocks of operands from `allocate_operand`, of one operand each."""
-    blocks: weakref.WeakSet[Block] = context.cache("fft operands", weakref.WeakSet)
-    return blocks
-
-
-def _operands_on_host(context: Context) -> weakref.WeakValueDictionary[int, HostArray]:
-    """The ordinary memory of operands from `allocate_operand`, by address: what has died has none,
-    so whatever starts at an address that is here lies in that memory.
-    """
-    known: weakref.WeakValueDictionary[int, HostArray]
-    known = context.cache("fft operands on the host", weakref.WeakValueDictionary)
-    return known

@@ -5,13 +5,12 @@ Options are frozen and never written to; a dictionary is accepted in their place
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import InitVar, dataclass
 from enum import IntEnum
 from logging import Logger
 from typing import Any, Literal
 
-from shardmath.operators.lifecycle import check_blocking, check_logger, options_of
+from shardmath.operators.lifecycle import check_blocking, check_logger
 
 __all__ = [
     "COMPARED",
@@ -21,7 +20,6 @@ __all__ = [
     "FFTDirection",
     "FFTOptions",
     "direction_of",
-    "options_from",
 ]
 
 FFTType = Literal["C2C", "C2R", "R2C"]
@@ -90,13 +88,6 @@ class FFTOptions:
     def compared(self) -> tuple[Any, ...]:
         """What must be equal on all ranks: the values of `COMPARED`."""
         return tuple(getattr(self, name) for name in COMPARED)
-
-
-def options_from(value: Any) -> FFTOptions:
-    """FFTOptions, a dictionary of its fields, or None."""
-    if isinstance(value, Mapping) and "reshape" in value and "redistribute" not in value:
-        value = {("redistribute" if k == "reshape" else k): v for k, v in value.items()}
-    return options_of(FFTOptions, value)
 
 
 def direction_of(direction: Any) -> FFTDirection:

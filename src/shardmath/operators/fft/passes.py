@@ -1,145 +1,127 @@
-"""A strategy as passes over memory: gather a block, transform it in the cache, write it.
+"""A strategy as a program for cores: passes over memory, in buffers that take turns. Pure.
 
-An exchange is fused with the transform that follows: a block is pulled from the ranks that hold it
-and transformed before it leaves the cache. Axes that do not fit in a block together are transformed
-in several passes. All of this is data, the same on every rank but for `rank`.
+An exchange is fused with the transform that follows. Axes that do not fit in a block of the size of
+a cache together are transformed in several passes. Between passes arrays lie in two buffers, so
+that peers can pull from one while the other is written; passes that need nothing from peers work in
+place, and the last ones of these straight in the result.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal
 
 from shardmath.arrays import dtypes
-from shardmath.geometry import Layout, Move, Run
-from shardmath.geometry.integers import slices
+from shardmath.geometry import Layout
 from shardmath.local.fft import Kind
-from shardmath.operators.fft.strategy import Strategy, Transform
-from shardmath.redistribution import StridedCopy, TransferPlan, lowered
+from shardmath.operators.fft.options import COMPUTE_TYPE
+from shardmath.operators.fft.problem import Problem
+from shardmath.operators.fft.strategy import Strategy
+from shardmath.operators.fft.strategy import Transform as LocalTransforms
+from shardmath.program import blocks
+from shardmath.program.steps import (
+    Convert,
+    Move,
+    Program,
+    Reason,
+    SplitArray,
+    Step,
+    Synchronise,
+    Transform,
+)
+from shardmath.redistribution import TransferPlan
 
-__all__ = ["Block", "Pass", "passes"]
-
-BLOCK_BYTES = 1 << 20  # of a block: it and its source fit in the second cache of a core
-_LINE = 64  # bytes of a cache line
+__all__ = ["cores_program"]
 
 Order = Literal["C", "F"]
-Strides = tuple[int, ...]
-Block = tuple[slice, ...]  # of a local array
+
+_WRITTEN = Synchronise((Reason.AFTER_WRITING, Reason.BEFORE_READING))
+_WRITTEN_AND_READ = Synchronise(
+    (Reason.AFTER_WRITING, Reason.BEFORE_READING, Reason.BEFORE_REUSING)
+)
+_READ = Synchronise((Reason.BEFORE_REUSING,))
+
+
+def cores_program(strategy: Strategy, problem: Problem) -> Program:
+    """What every rank does. `strategy` is for what is computed of the `problem`, whose operand and
+    result may be of half precision: these are converted before and after.
+    """
+    passes = _passes(strategy)
+    computed = strategy.problem
+    result = SplitArray(problem.target, problem.result, problem.order)
+    workspace: dict[str, SplitArray] = {}
+    steps: list[Step] = []
+    source, target = "operand", "out"
+    if problem.dtype != computed.dtype:
+        source = "wide operand"
+        workspace[source] = SplitArray(problem.source, computed.dtype, problem.order)
+        steps.append(Convert("operand", source))
+    narrow = problem.result in COMPUTE_TYPE
+    if narrow:
+        target = "wide result"
+        workspace[target] = SplitArray(problem.target, COMPUTE_TYPE[problem.result], problem.order)
+    memories = _memories(passes)
+    read = False  # whether peers may still be reading what this rank wrote
+    for number, (each, memory) in enumerate(zip(passes, memories, strict=True)):
+        crosses = each.transfer.crosses
+        reuses = read and memory not in ("", memories[number - 1])
+        if crosses or reuses:
+            steps.append(_WRITTEN_AND_READ if reuses else _WRITTEN)
+        read = crosses or (read and not reuses)
+        made = target
+        if memory:
+            made = f"pass {number + 1}"
+            workspace[made] = SplitArray(each.result, each.made, problem.order, memory=memory)
+        steps.append(each.step(computed, source, made))
+        source = made
+    if read:
+        steps.append(_READ)
+    if narrow:
+        steps.append(Convert(target, "out"))
+    in_place = {"out": "operand"} if problem.inplace else {}
+    return Program(tuple(steps), {"out": result}, workspace, in_place=in_place)
 
 
 @dataclass(frozen=True)
-class Pass:
-    """Take the array from layout `source` to `layout`, and transform `axes` there.
+class _Pass:
+    """Take the array of `source` to `transfer.dst`, and transform `axes` there.
 
     `kind` is not C2C where the last of `axes` turns from real to hermitian or back; `result` and
     `made` are the layout and the type afterwards.
     """
 
-    source: Layout
-    layout: Layout
+    transfer: TransferPlan
     axes: tuple[int, ...]
     kind: Kind
     result: Layout
-    dtype: str
     made: str
-    order: Order
 
-    @cached_property
-    def transfer(self) -> TransferPlan:
-        """What moves first."""
-        return TransferPlan(self.source, self.layout, dtypes.of(self.dtype).itemsize)
-
-    @cached_property
+    @property
     def stays(self) -> bool:
         """Whether every rank has all that it needs, in the shape in which it needs it."""
-        return self.source.same_as(self.layout)
+        return self.transfer.src.same_as(self.transfer.dst)
 
-    def blocks(self, rank: int) -> list[Block]:
-        """The blocks of `rank`'s local array, in the order of its memory."""
-        if rank not in self._blocks:
-            self._blocks[rank] = list(self._cut(self.layout.local_shape(rank)))
-        return self._blocks[rank]
-
-    def exceeds(self, nbytes: int) -> bool:
-        """Whether a block of so many bytes, one that cannot be cut, is too large for a cache."""
-        return nbytes > 8 * BLOCK_BYTES
-
-    def whole(self, block: Block) -> Block:
-        """The same block after the transform, which may have changed the length of an axis."""
-        if self.kind == "C2C":
-            return block
-        last = self.axes[-1]
-        return tuple(slice(None) if axis == last else cut for axis, cut in enumerate(block))
-
-    def copies(
-        self, rank: int, block: int, src_strides: Mapping[int, Strides], dst_strides: Strides
-    ) -> list[StridedCopy]:
-        """What gathers a block of `rank` into an array of these strides in bytes, own part first.
-
-        The answer is kept until strides change.
-        """
-        key = (tuple(src_strides.items()), dst_strides)
-        held = self._copies.get((rank, block))
-        if held is None or held[0] != key:
-            itemsize = self.transfer.itemsize
-            found = [
-                lowered(move, itemsize, src_strides[move.src], dst_strides)
-                for whole in self.transfer.into(rank)
-                for move in clipped(whole, self.blocks(rank)[block])
-            ]
-            found.sort(key=lambda copy: (copy.src < rank, copy.src))
-            held = self._copies[rank, block] = (key, found)
-        return held[1]
-
-    def __str__(self) -> str:
-        taken = "" if self.stays else "take this rank's part from all ranks, "
-        axes = ", ".join(map(str, self.axes))
-        return f"{taken}{self.kind} along {axes}" if self.axes else f"{taken}no transform"
-
-    def _cut(self, shape: tuple[int, ...]) -> Iterator[Block]:
-        if 0 in shape:
-            return
-        itemsize = dtypes.of(self.made if self.kind == "R2C" else self.dtype).itemsize
-        fixed = math.prod(shape[axis] for axis in self.axes)
-        room = max(1, BLOCK_BYTES // (fixed * itemsize))
-        extents = list(shape)
-        fastest_first = range(len(shape))[:: 1 if self.order == "F" else -1]
-        for axis in fastest_first:
-            if axis not in self.axes:
-                least = max(1, _LINE // itemsize) if axis == fastest_first[0] else 1
-                extents[axis] = min(shape[axis], max(room, least))
-                room = max(1, room // extents[axis])
-        cuts = [slices(n, most) for n, most in zip(shape, extents, strict=True)]
-        if self.order == "F":
-            yield from (block[::-1] for block in itertools.product(*cuts[::-1]))
-        else:
-            yield from itertools.product(*cuts)
-
-    # What has been worked out so far; a pass is compared and printed by its fields alone.
-
-    @cached_property
-    def _blocks(self) -> dict[int, list[Block]]:
-        return {}
-
-    @cached_property
-    def _copies(
-        self,
-    ) -> dict[tuple[int, int], tuple[tuple[object, ...], list[StridedCopy]]]:
-        return {}
+    def step(self, problem: Problem, source: str, target: str) -> Step:
+        """The step from buffer `source` to buffer `target`."""
+        if not self.axes:
+            return Move(self.transfer, source, target)
+        forward = problem.direction < 0
+        return Transform(self.transfer, self.axes, self.kind, forward, problem.norm, source, target)
 
 
-def passes(strategy: Strategy) -> tuple[Pass, ...]:
+def _passes(strategy: Strategy) -> list[_Pass]:
     """The passes that perform a strategy; at least one."""
     problem = strategy.problem
-    found: list[Pass] = []
+    found: list[_Pass] = []
     at, dtype = problem.source, problem.dtype
+
+    def transfer(layout: Layout) -> TransferPlan:
+        return TransferPlan(at, layout, dtypes.of(dtype).itemsize)
+
     for step in strategy.steps:
-        if not isinstance(step, Transform):
-            continue  # a move is fused with the transform after it
+        if not isinstance(step, LocalTransforms):
+            continue  # an exchange is fused with the transform after it
         layout = step.layout
         halving = problem.kind == "R2C" and dtype == problem.dtype
         doubling = problem.kind == "C2R" and problem.axes[-1] in step.axes
@@ -149,12 +131,24 @@ def passes(strategy: Strategy) -> tuple[Pass, ...]:
             real = (halving and index == 0) or (doubling and index == len(groups) - 1)
             result, made = (step.result, problem.result) if real else (layout, dtype)
             kind = problem.kind if real else "C2C"
-            found.append(Pass(at, layout, group, kind, result, dtype, made, problem.order))
+            found.append(_Pass(transfer(layout), group, kind, result, made))
             at, layout, dtype = result, result, made
     if not at.same_as(problem.target):
-        target = problem.target
-        found.append(Pass(at, target, (), "C2C", target, dtype, dtype, problem.order))
-    return tuple(found)
+        found.append(_Pass(transfer(problem.target), (), "C2C", problem.target, dtype))
+    return found
+
+
+def _memories(passes: Sequence[_Pass]) -> list[str]:
+    """Where each pass writes: the memory of one of two buffers, or "" for the result."""
+    found: list[str] = []
+    for number, each in enumerate(passes):
+        if all(later.stays and later.kind == "C2C" for later in passes[number + 1 :]):
+            found.append("")
+        elif number and each.stays and each.kind == "C2C":
+            found.append(found[-1])
+        else:
+            found.append("passes 1" if found and found[-1] == "passes 0" else "passes 0")
+    return found
 
 
 def _groups(
@@ -176,50 +170,10 @@ def _groups(
     groups: list[tuple[int, ...]] = []
     held = 0
     for axis in ordered:
-        if groups and held * shape[axis] <= 2 * BLOCK_BYTES:  # better than one more pass
+        if groups and held * shape[axis] <= 2 * blocks.BLOCK_BYTES:  # better than one more pass
             held *= shape[axis]
             groups[-1] = (axis, *groups[-1])
         else:
             held = itemsize * shape[axis]
             groups.append((axis,))
     return groups[::-1] if doubling else groups
-
-
-def clipped(move: Move, block: Block) -> Iterator[Move]:
-    """The part of a move that ends in `block` of the destination, seen from the block's corner."""
-    columns = [_clip(run, cut.start, cut.stop) for run, cut in zip(move.runs, block, strict=True)]
-    for runs in itertools.product(*columns):
-        yield Move(move.src, move.dst, runs)
-
-
-def _clip(run: Run, lo: int, hi: int) -> list[Run]:
-    """What of a run is written to lo, ..., hi - 1: whole blocks as one run, cut blocks alone."""
-    step, length = max(run.dst_step, 1), run.length
-    first = max(0, -(-(lo - run.dst_start) // step)) if run.count > 1 else 0
-    found: list[Run] = []
-    singles: list[int] = []
-    if run.count == 1:
-        singles.append(0)
-    else:
-        # Blocks first, ..., last - 1 start and end within the limits.
-        last = min(run.count, (hi - length - run.dst_start) // step + 1)
-        if last > first:
-            src = run.src_start + first * run.src_step
-            dst = run.dst_start + first * run.dst_step - lo
-            several = last - first > 1
-            found.append(
-                Run(last - first, length, src, run.src_step * several, dst, step * several)
-            )
-            singles += [first - 1, last]
-        else:
-            near = range(max(0, first - 1), min(run.count, first + 2))
-            singles += list(near)
-    for index in singles:
-        if not 0 <= index < run.count:
-            continue
-        start = run.dst_start + index * run.dst_step
-        begin, end = max(lo, start), min(hi, start + length)
-        if begin < end:
-            src = run.src_start + index * run.src_step + begin - start
-            found.append(Run(1, end - begin, src, 0, begin - lo, 0))
-    return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from shardmath import geometry
@@ -32,7 +32,6 @@ __all__ = [
     "Problem",
     "check",
     "describe",
-    "described_kind",
     "kind_of",
 ]
 
@@ -46,6 +45,7 @@ class Problem:
     `source` and `target` are the layouts of operand and result; `axes` are the transformed axes:
     R2C and C2R change the length of the last one. `order` is the memory order of results, `device`
     the memory of operands: "cpu" or "cuda". `half_precision`: R2C of float16 gives complex32.
+    `blocking`: a call returns when the result is there.
     """
 
     kind: Kind
@@ -60,6 +60,7 @@ class Problem:
     order: Literal["C", "F"]
     inplace: bool
     half_precision: bool = False
+    blocking: bool = False
 
     @property
     def result(self) -> str:
@@ -67,6 +68,14 @@ class Problem:
         if self.kind == "R2C":
             return "complex32" if self.half_precision else COMPLEX_OF[self.dtype]
         return REAL_OF[self.dtype] if self.kind == "C2R" else self.dtype
+
+    @property
+    def widened(self) -> Problem:
+        """What cores compute: the same from and to types that their libraries know."""
+        if "complex32" not in (self.dtype, self.result):
+            return self
+        dtype = "complex64" if self.dtype == "complex32" else self.dtype
+        return replace(self, dtype=dtype, half_precision=False)
 
     def __str__(self) -> str:
         axes = ", ".join(map(str, self.axes))
@@ -117,12 +126,6 @@ def describe(
         options.compared(),
         None if out is None else _described_array(out),
     )
-
-
-def described_kind(description: Description) -> Kind:
-    """The kind of transform of a call."""
-    kind: Kind = description[5]
-    return kind
 
 
 def _distribution_pair(distribution: Any) -> tuple[Distribution, Distribution | None]:
@@ -206,6 +209,7 @@ def check(descriptions: Sequence[Description]) -> Problem:
         order=result_order([operand[4] for operand in operands]),
         inplace=agreed["inplace"],
         half_precision=agreed["halves"],
+        blocking=agreed["blocking"] is True,
     )
     for rank, out in enumerate(outs):
         if out is not None:

@@ -1,41 +1,30 @@
-"""The forms of a transform: four functions, and `FFT`, planned once and executed often.
-
-All read their arguments inside the agreement that a call begins with, so a mistake on one rank is
-raised on all.
-"""
+"""The forms of a transform: four functions, and `FFT`, planned once and executed often."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from shardmath.agreement import require_equal
-from shardmath.arrays import ArraySpec
-from shardmath.call.agreement import HashedSpec, agree_plan
+from shardmath.arrays import library_of
+from shardmath.call.agreement import HashedSpec, agree
+from shardmath.call.driver import call
+from shardmath.call.planned import Planned
 from shardmath.collective_call import collective_call
-from shardmath.context import require_context
 from shardmath.errors import InvalidFFTState, ShardmathError
 from shardmath.geometry import Layout
-from shardmath.local.fft import Kind, Norm
-from shardmath.lru_cache import LRUCache
-from shardmath.operators.fft.call import CachedTransform, Call, execute, make_plan, spec_of
+from shardmath.local.fft import Norm
+from shardmath.operators.fft.operation import FFT_OF_ANY_KIND, OPERATIONS
 from shardmath.operators.fft.options import FFTDirection, FFTOptions
-from shardmath.operators.lifecycle import Lifecycle, check_stream
-from shardmath.operators.workspace import give_back
+from shardmath.operators.lifecycle import check_stream
+from shardmath.program.performing import Arguments, Known, Plan, Turn
 from shardmath.untraced import untraced, untraced_methods
 
-if TYPE_CHECKING:
-    from shardmath.operators.fft.host import Plan
-    from shardmath.operators.fft.rank_plan import DevicePlan
-
 __all__ = ["FFT", "fft", "ifft", "irfft", "rfft"]
-
-_MAX_SPECS = 16  # of calls of one object
 
 Options = FFTOptions | dict[str, Any] | None
 
 
 @untraced
-@collective_call
 def fft(
     operand: Any,
     /,
@@ -75,12 +64,11 @@ def fft(
     the array was freed, or when an operand in place is too small for the result.
     Source: nvmath.distributed.fft.fft; `axes`, `norm`, `out` and pairs of distributions are ours.
     """
-    call = Call(operand, distribution, axes, norm, options, stream, out=out)
-    return _transform("fft", call)
+    words = (distribution, axes, norm, None)
+    return call(OPERATIONS["fft"], Arguments((operand,), (out,), words, options, stream))
 
 
 @untraced
-@collective_call
 def ifft(
     operand: Any,
     /,
@@ -98,12 +86,11 @@ def ifft(
     Not divided by the number of elements, unless `norm` says so. Arguments and errors as `fft`.
     Source: nvmath.distributed.fft.ifft.
     """
-    call = Call(operand, distribution, axes, norm, options, stream, out=out)
-    return _transform("ifft", call)
+    words = (distribution, axes, norm, None)
+    return call(OPERATIONS["ifft"], Arguments((operand,), (out,), words, options, stream))
 
 
 @untraced
-@collective_call
 def rfft(
     operand: Any,
     /,
@@ -123,12 +110,11 @@ def rfft(
     RuntimeError for a complex operand. A box of the operand does not fit the result: give a pair
     of boxes. Source: nvmath.distributed.fft.rfft.
     """
-    call = Call(operand, distribution, axes, norm, options, stream, out=out)
-    return _transform("rfft", call)
+    words = (distribution, axes, norm, None)
+    return call(OPERATIONS["rfft"], Arguments((operand,), (out,), words, options, stream))
 
 
 @untraced
-@collective_call
 def irfft(
     operand: Any,
     /,
@@ -146,33 +132,12 @@ def irfft(
     The last of `axes` has m hermitian elements, and 2 (m - 1) real ones in the result, or one more
     with options.last_axis_parity="odd". Else as `ifft`. Source: nvmath.distributed.fft.irfft.
     """
-    call = Call(operand, distribution, axes, norm, options, stream, out=out)
-    return _transform("irfft", call)
-
-
-_FUNCTIONS: dict[str, tuple[Kind, FFTDirection]] = {
-    "fft": ("C2C", FFTDirection.FORWARD),
-    "ifft": ("C2C", FFTDirection.INVERSE),
-    "rfft": ("R2C", FFTDirection.FORWARD),
-    "irfft": ("C2R", FFTDirection.INVERSE),
-}
-
-
-def _transform(name: str, call: Call) -> Any:
-    context = require_context()
-    call.kind, call.direction = _FUNCTIONS[name]
-    plan, notes = agree_plan(
-        context,
-        name,
-        lambda: (call.describe(context).spec, call.note(context)),
-        lambda specs: make_plan(context, tuple(specs)),
-    )
-    call.log(context, plan)
-    return execute(context, plan, notes, call)
+    words = (distribution, axes, norm, None)
+    return call(OPERATIONS["irfft"], Arguments((operand,), (out,), words, options, stream))
 
 
 @untraced_methods
-class FFT(Lifecycle):
+class FFT(Planned):
     """A transform that is planned once and executed many times. Collective to make.
 
         with FFT(x, distribution=Slab.X) as transform:
@@ -187,9 +152,9 @@ class FFT(Lifecycle):
     """
 
     noun: ClassVar[str] = "FFT"
+    alike: ClassVar[tuple[str, ...]] = ("memory space", "dtype", "ndim")
     invalid: ClassVar[type[ShardmathError]] = InvalidFFTState
 
-    @collective_call
     def __init__(
         self,
         operand: Any,
@@ -201,42 +166,25 @@ class FFT(Lifecycle):
         axes: Any = None,
         norm: Norm = None,
     ) -> None:
-        context = require_context()
-        self._fixed = {"options": options, "axes": axes, "norm": norm}
-        call = Call(operand=operand, distribution=distribution, stream=stream, **self._fixed)
-        self._plan: Plan | DevicePlan
-        self._plan, _ = agree_plan(
-            context,
-            self.noun,
-            lambda: (call.describe(context).spec, call.note(context)),
-            lambda specs: make_plan(context, tuple(specs)),
-        )
-        super().__init__(context, {"operand": operand, "distribution": distribution})
-        self._specs: LRUCache[CachedTransform, HashedSpec] = LRUCache(_MAX_SPECS)
-        self._checked: ArraySpec | None = None  # the operand of the last execution
-        call.log(context, self._plan)
+        words = (distribution, axes, norm, None)
+        super().__init__(FFT_OF_ANY_KIND, Arguments((operand,), (None,), words, options, stream))
 
     @property
     def input_layout(self) -> Layout:
         """Which part of the operand every rank holds."""
-        return self._plan.problem.source
+        layout: Layout = self._plan.problem.source
+        return layout
 
     @property
     def output_layout(self) -> Layout:
         """Which part of the result every rank holds."""
-        return self._plan.problem.target
+        layout: Layout = self._plan.problem.target
+        return layout
 
-    def explain(self) -> str:
-        """The steps, predicted bytes and times, and the passes over memory. Local."""
-        return self._plan.explain()
-
-    @collective_call
-    def plan(self, *, stream: Any = None) -> None:
+    def plan(self, *, stream: Any = None) -> None:  # type: ignore[override]  # as nvmath's
         """Prepare for `execute`; a second call does nothing. Collective."""
-        self._gather("plan", lambda: check_stream(stream))
-        self._planned = True
+        super().plan(stream)
 
-    @collective_call
     def execute(
         self,
         *,
@@ -249,26 +197,11 @@ class FFT(Lifecycle):
         """The transform of the operand: `out`, or what `fft` returns. Collective.
 
         `direction` None is forward, except for C2R, which only has an inverse. With
-        `release_workspace` the context frees the workspace that it keeps for operations. Raises
-        RuntimeError before `plan` and after `release_operand`, ValueError for a direction that the
-        transform does not have.
+        `release_workspace` the memory of the workspace is freed. Raises RuntimeError before `plan`
+        and after `release_operand`, ValueError for a direction that the transform does not have.
         """
-        calls: list[Call] = []
-
-        def described() -> tuple[HashedSpec, bytes]:
-            self._require_ready()
-            call = self._call(stream=stream, direction=direction, out=out)
-            self._check(call.spec)
-            calls.append(call)
-            return self._spec(call.describe(self.context)), call.note(self.context)
-
-        self._require_open()
-        plan, notes = agree_plan(self.context, f"{self.noun}.execute", described, self._make_plan)
-        try:
-            return execute(self.context, plan, notes, calls[0])
-        finally:
-            if release_workspace:
-                give_back(self.context)
+        words = (*self._words[:3], direction)
+        return self._execute((out,), stream, words, release_workspace=release_workspace)
 
     @collective_call
     def reset_operand(self, operand: Any, *, distribution: Any = None, stream: Any = None) -> None:
@@ -277,24 +210,24 @@ class FFT(Lifecycle):
         Strides, memory and distribution may differ from before. Raises ValueError for None and for
         another dtype or global shape, TypeError for another library.
         """
-        held = self._operands["distribution"] if distribution is None else distribution
-
-        def described() -> tuple[HashedSpec, bytes]:
-            self._require_alive()
-            if operand is None:
-                raise ValueError(
-                    "reset_operand needs an operand; release_operand drops the old one"
-                )
-            self._check(spec_of(operand, "operand"))
-            call = self._call(operand=operand, distribution=held, stream=stream)
-            return self._spec(call.describe(self.context)), b""
-
+        held = self._words[0] if distribution is None else distribution
+        words = (held, *self._words[1:])
         self._require_open()
-        plan, _ = agree_plan(
-            self.context, f"{self.noun}.reset_operand", described, self._make_similar_plan
+
+        def described() -> Turn:
+            self._require_alive()
+            self._require_given("operand", operand)
+            arguments = Arguments((operand,), (None,), words, self._options, stream)
+            check_stream(stream)
+            spec = self._execution_spec(arguments)
+            self._driver.performer.inspect(arguments)
+            return Turn(arguments, Known(spec, None, lasting=False), spec)
+
+        _, agreement = agree(
+            self.context, f"{self.noun}.reset_operand", described, self._similar_plan
         )
-        self._plan = plan
-        self._set_operands(operand=operand, distribution=held)
+        self._plan, self._words = agreement.plan, words
+        self._set_operands(operand=operand)
 
     def reset_operand_unchecked(
         self, operand: Any, *, distribution: Any = None, stream: Any = None
@@ -303,44 +236,34 @@ class FFT(Lifecycle):
         self._require_alive()
         self._set_operands(operand=operand)
         if distribution is not None:
-            self._set_operands(distribution=distribution)
+            self._words = (distribution, *self._words[1:])
 
     def release_operand(self) -> None:
         """Drop the reference to the operand; then `reset_operand` must come first. Local."""
         self._require_alive()
-        held = self._operands["distribution"]
         self._release_operands()
-        self._operands["distribution"] = held
 
-    def _call(self, **changes: Any) -> Call:
-        return Call(**{**self._operands, **self._fixed, "kind": None, **changes})
+    def _release(self) -> None:
+        if self.context.team is None:  # on GPUs it is the workspace of all transforms
+            super()._release()
 
-    def _spec(self, cached: CachedTransform) -> HashedSpec:
-        """This object, and a call of it, for agreement."""
-        return self._specs.made(cached, lambda: HashedSpec((self.number, cached.description)))
+    # -- what executions agree on: each time all of it, since the operand may lie otherwise --------
 
-    def _check(self, spec: ArraySpec) -> None:
-        """Raise unless arrays like this can take the place of the operand."""
-        if spec is self._checked:
-            return
-        problem = self._plan.problem
-        if spec.library != problem.library:
-            raise TypeError(f"the operand is of {spec.library}, the plan is for {problem.library}")
-        given = (spec.space, spec.dtype, spec.ndim)
-        expected = (problem.device, problem.dtype, problem.source.ndim)
-        names = ("device", "dtype", "number of axes")
-        for what, one, other in zip(names, given, expected, strict=True):
-            if one != other:
-                raise ValueError(f"the operand has {what} {one}, the plan is for {other}")
-        self._checked = spec
+    def _execution_spec(self, arguments: Arguments) -> HashedSpec:
+        (operand,) = arguments.operands
+        self._check_like("operand", library_of(operand, "the operand").spec(operand))
+        return self._spec_as(self._driver.spec(arguments))
 
-    def _make_plan(self, specs: list[Any]) -> Plan | DevicePlan:
-        require_equal("the FFT object", [number for number, _ in specs])
-        return make_plan(self.context, tuple(description for _, description in specs))
+    def _spec_as(self, described: HashedSpec) -> HashedSpec:
+        return HashedSpec((self.number, described.spec))
 
-    def _make_similar_plan(self, specs: list[Any]) -> Plan | DevicePlan:
+    def _agreed_plan(self, specs: list[Any]) -> Plan:
+        require_equal(f"the {self.noun} object", [number for number, _ in specs])
+        return self._driver.build([description for _, description in specs])
+
+    def _similar_plan(self, specs: list[Any]) -> Plan:
         """The plan of these specs, if it is for the same global array as the present one."""
-        plan = self._make_plan(specs)
+        plan = self._agreed_plan(specs)
         given, expected = (each.problem.source.global_shape for each in (plan, self._plan))
         if given != expected:
             raise ValueError(f"the operand has global shape {given}, the plan is for {expected}")

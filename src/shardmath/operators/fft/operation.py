@@ -1,0 +1,110 @@
+"""A Fourier transform as an operation: what ranks compare, its problem, and the program of that.
+
+All of it is pure: nothing here touches an element, or knows where one lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shardmath.arrays import ArraySpec
+from shardmath.context import Context
+from shardmath.local.fft import Kind
+from shardmath.machine import Machine
+from shardmath.operators.fft.options import REAL_OF, FFTDirection, FFTOptions, direction_of
+from shardmath.operators.fft.passes import cores_program
+from shardmath.operators.fft.problem import Description, Problem, check, describe, kind_of
+from shardmath.operators.fft.search import choose
+from shardmath.operators.fft.strategy import ON_GPUS, ON_GPUS_OF_HOSTS
+from shardmath.program.performing import Names, Performer
+from shardmath.program.steps import Fused, Program, SplitArray
+
+__all__ = ["FFT_OF_ANY_KIND", "OPERATIONS", "FourierTransform"]
+
+
+class FourierTransform:
+    """The operation of a function, or of objects, whose `kind` is that of the operand.
+
+    Its words are (distribution or pair of them, axes, norm, direction or None).
+    """
+
+    options = FFTOptions
+
+    def __init__(
+        self, name: str, kind: Kind | None = None, direction: FFTDirection | None = None
+    ) -> None:
+        self.names = Names(name, ("operand",), ("out",))
+        self._kind, self._direction = kind, direction
+
+    def describe(
+        self, arrays: Mapping[str, ArraySpec | None], words: tuple[Any, ...], options: FFTOptions
+    ) -> Description:
+        """See `problem.describe`. Raises RuntimeError for `rfft` of a complex operand, too."""
+        operand, (distribution, axes, norm, direction) = arrays["operand"], words
+        assert operand is not None, "required"
+        kind = self._kind_of(operand.dtype, options)
+        way = self._direction_of(kind, direction)
+        return describe(operand, distribution, axes, norm, kind, way, options, arrays["out"])
+
+    def check(self, specs: Sequence[Description]) -> Problem:
+        """See `problem.check`."""
+        return check(specs)
+
+    def program(self, problem: Problem, machine: Machine, rank: int) -> Program:
+        """Passes over memory on cores; on GPUs stages of whole arrays, which one launcher performs.
+
+        All ranks do the same.
+        """
+        if machine.kind == "cpu":
+            return cores_program(choose(problem.widened), problem)
+        from shardmath.operators.fft.rank_plan import DevicePlan
+
+        model = ON_GPUS_OF_HOSTS if machine.multi_host else ON_GPUS
+        plan = DevicePlan(problem, choose(problem, model), machine.hosts)
+        result = SplitArray(problem.target, problem.result, problem.order)
+        in_place = {"out": "operand"} if problem.inplace else {}
+        return Program(
+            (Fused(plan),), {"out": result}, blocking=problem.blocking, in_place=in_place
+        )
+
+    def explain(self, problem: Problem, machine: Machine) -> str:
+        """The strategy with predicted bytes and times, and the program."""
+        program = self.program(problem, machine, 0)
+        if machine.kind == "cuda":
+            return str(program)
+        return f"{choose(problem.widened).explain()}\n{program}"
+
+    def on_gpus(self, context: Context, names: Names, *, kept: bool) -> Performer:
+        """What performs these programs there."""
+        from shardmath.operators.fft.gpus import GPUTransforms
+
+        return GPUTransforms(context, names, kept=kept)
+
+    def _kind_of(self, dtype: str, options: FFTOptions) -> Kind:
+        asked = options.fft_type
+        if self._kind is None:
+            return kind_of(dtype, asked)
+        if asked not in (None, self._kind):
+            raise ValueError(f"options.fft_type is {asked}, and the call is {self._kind}")
+        if self._kind == "R2C" and dtype in REAL_OF:
+            raise RuntimeError(f"the operand has dtype {dtype}; rfft takes a real one: call fft")
+        return kind_of(dtype, self._kind)
+
+    def _direction_of(self, kind: Kind, direction: Any) -> FFTDirection:
+        only = {"R2C": FFTDirection.FORWARD, "C2R": FFTDirection.INVERSE}.get(kind)
+        if direction is None:
+            return self._direction or only or FFTDirection.FORWARD
+        given = direction_of(direction)
+        if only not in (None, given):
+            raise ValueError(f"a {kind} transform has no direction {given.name}")
+        return given
+
+
+FFT_OF_ANY_KIND = FourierTransform("FFT")
+OPERATIONS = {
+    "fft": FourierTransform("fft", "C2C", FFTDirection.FORWARD),
+    "ifft": FourierTransform("ifft", "C2C", FFTDirection.INVERSE),
+    "rfft": FourierTransform("rfft", "R2C", FFTDirection.FORWARD),
+    "irfft": FourierTransform("irfft", "C2R", FFTDirection.INVERSE),
+}

@@ -1,0 +1,117 @@
+"""Results in the memory of an operand, which may differ from the result in shape and type.
+
+Only an operand that was allocated with room of its own is extended beyond its elements.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from typing import Any, Literal
+
+import numpy as np
+
+from shardmath.arrays import Library, dtypes, library_of
+from shardmath.arrays.base import HostArray
+from shardmath.arrays.spec import ArraySpec, order_of, packed_strides
+from shardmath.context import Context
+from shardmath.symmetric.allocation import array_on, block_of
+from shardmath.symmetric.heap import Block, Buffer
+
+__all__ = ["array_in_place", "room_for_operand"]
+
+
+def array_in_place(
+    context: Context, operand: Any, shape: tuple[int, ...], dtype: str, order: Literal["C", "F"]
+) -> Any:
+    """The operand, or another array in its memory: packed, of that shape, dtype and memory order.
+
+    Raises RuntimeError when the operand's memory is too small for it, or not contiguous.
+    """
+    library = library_of(operand)
+    spec = library.spec(operand)
+    if (spec.shape, spec.dtype) == (shape, dtype):
+        return operand
+    kind = dtypes.of(dtype)
+    need = math.prod(shape) * kind.itemsize
+    owner, have = _memory_of(context, library, operand, spec)
+    if owner is None:
+        if order_of(spec.shape, spec.strides) == "strided":
+            raise RuntimeError(
+                f"options.inplace=True: the operand, of strides {spec.strides}, is not contiguous, "
+                f"and the result has another shape, {shape}; use an operand from "
+                "allocate_operand, or inplace=False"
+            )
+        have = spec.nbytes
+    if need > have:
+        raise RuntimeError(
+            f"options.inplace=True: the result takes {need:,} bytes, the operand has {have:,}; use "
+            "an operand from allocate_operand, or inplace=False"
+        )
+    if owner is None:
+        owner = _RawMemory(library.pointer(operand), have, spec.device, operand)
+    return array_on(owner, library, kind, shape, packed_strides(shape, axes=order))
+
+
+def room_for_operand(context: Context, nbytes: int, *, on_heap: bool) -> Buffer | HostArray:
+    """Memory for one operand: on the heap, or ordinary memory of the host. Local."""
+    if on_heap:
+        buffer = context.heap.allocate(nbytes)
+        _operand_blocks(context).add(buffer.block)
+        return buffer
+    memory = np.empty(max(nbytes, 1), np.uint8)  # a byte at least has an address of its own
+    _operands_on_host(context)[memory.ctypes.data] = memory
+    return memory
+
+
+class _RawMemory:
+    """The memory of an array as bytes, for the array interfaces of hosts and GPUs; keeps the array.
+
+    `device` is "cpu" or like "cuda:0".
+    """
+
+    def __init__(self, address: int, nbytes: int, device: str, keep: object) -> None:
+        self.keep = keep
+        self.device = device
+        interface = "__array_interface__" if device == "cpu" else "__cuda_array_interface__"
+        vars(self)[interface] = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+def _memory_of(
+    context: Context, library: Library, operand: Any, spec: ArraySpec
+) -> tuple[object, int]:
+    """The memory that was made for the operand, if it starts there, and its bytes; else (None, 0).
+
+    Raises UseAfterFree.
+    """
+    found = block_of(context, operand)
+    if found is not None:
+        block, offset = found
+        known = offset == 0 and block in _operand_blocks(context)
+        return (block.buffer(), block.nbytes) if known else (None, 0)
+    if spec.device != "cpu":
+        return None, 0
+    address = library.pointer(operand) if spec.size else library.anchor(operand)
+    memory = _operands_on_host(context).get(address)
+    return (None, 0) if memory is None else (memory, memory.nbytes)
+
+
+def _operand_blocks(context: Context) -> weakref.WeakSet[Block]:
+    """The blocks of operands from `allocate_operand`, of one operand each."""
+    blocks: weakref.WeakSet[Block] = context.cache("fft operands", weakref.WeakSet)
+    return blocks
+
+
+def _operands_on_host(context: Context) -> weakref.WeakValueDictionary[int, HostArray]:
+    """The ordinary memory of operands from `allocate_operand`, by address: what has died has none,
+    so whatever starts at an address that is here lies in that memory.
+    """
+    known: weakref.WeakValueDictionary[int, HostArray]
+    known = context.cache("fft operands on the host", weakref.WeakValueDictionary)
+    return known
