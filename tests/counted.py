@@ -7,7 +7,9 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-__all__ = ["lines_of"]
+__all__ = ["calls_before", "lines_of"]
+
+WAITING = ("symmetric/board.py", "symmetric/waiting.py", "symmetric/arrivals.py", "/rows.py")
 
 
 def lines_of(call: Callable[[], Any]) -> tuple[Any, int]:
@@ -26,3 +28,28 @@ def lines_of(call: Callable[[], Any]) -> tuple[Any, int]:
     finally:
         sys.settrace(before)
     return result, count
+
+
+def calls_before(last: str, call: Callable[[], Any]) -> list[str]:
+    """The names of the Python functions that `call` calls until it calls the one named `last`.
+
+    What only waits for other ranks is left out: that is done more or less often.
+    """
+    names: list[str] = []
+    seen = False
+
+    def note(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal seen
+        name = frame.f_code.co_qualname
+        if event == "call" and not seen and not frame.f_code.co_filename.endswith(WAITING):
+            seen = name == last
+            names.append(name)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    assert seen, f"{last} was not called"
+    return names

@@ -1,0 +1,89 @@
+"""A transform that comes again: one exchange, and little Python before its first byte moves."""
+
+from __future__ import annotations
+
+import itertools
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import scipy.fft
+
+from counted import calls_before
+from shardmath.arrays import library_named
+from shardmath.distribution import Slab
+from shardmath.fft import FFT, fft
+from shardmath.symmetric.allocation import empty_on_heap
+from shardmath.symmetric.board import Board
+
+SHAPE = (12, 10)
+
+
+def make(context, where):
+    """This rank's rows of the global array, on the heap or not; and a place for its result."""
+    rows = np.arange(120.0).reshape(SHAPE) * (1 + 2j)
+    rows = rows[
+        SHAPE[0] * context.rank // context.size : SHAPE[0] * (context.rank + 1) // context.size
+    ]
+    if where == "ordinary":
+        return rows.copy(), np.empty_like(rows)
+    x, out = (
+        empty_on_heap(context, library_named("numpy"), rows.shape, "complex128") for _ in "xo"
+    )
+    x[...] = rows
+    return x, out
+
+
+def exchanges(context, where, given, form):
+    """How many exchanges each of five calls in a row is, and whether their results are right."""
+    found, entered = [], []
+    original = Board.exchange_raw
+
+    def counted(board, *args):
+        entered.append(board)
+        return original(board, *args)
+
+    with context, patch.object(Board, "exchange_raw", counted):
+        x, out = make(context, where)
+        target = out if given else None
+        with FFT(x, distribution=Slab.X) as transform:
+            transform.plan()
+            for _ in range(5):
+                entered.clear()
+                if form == "object":
+                    y = transform.execute(out=target)
+                else:
+                    y = fft(x, distribution=Slab.X, out=target)
+                found.append(len(entered))
+                whole = scipy.fft.fft2(np.arange(120.0).reshape(SHAPE) * (1 + 2j))
+                rows = slice(
+                    *(SHAPE[0] * r // context.size for r in (context.rank, context.rank + 1))
+                )
+                assert np.allclose(y, whole[rows])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("where", "given", "form"),
+    [*itertools.product(("heap", "ordinary"), (True, False), ("object", "function"))],
+)
+def test_a_repeated_transform_is_one_exchange(contexts, where, given, form):
+    for found in contexts.run(exchanges, where, given, form, ranks=3):
+        assert found[1:] == [1] * 4
+
+
+def calls(context):
+    """The Python calls of an execution before its first copy, of operands on the heap."""
+    with context:
+        x, out = make(context, "heap")
+        with FFT(x, distribution=Slab.X) as transform:
+            transform.plan()
+            for _ in range(5):
+                transform.execute(out=out)
+            return calls_before("run", lambda: transform.execute(out=out))
+
+
+def test_little_is_done_before_the_first_byte_moves(contexts):
+    """It was 291 calls; those that wait for peers are not counted."""
+    for names in contexts.run(calls, ranks=2):
+        assert len(names) <= 70, names
