@@ -83,6 +83,7 @@ class Context(DistributedContext):
         self._shared_ids = itertools.count()
         self._closed: str | None = None
         self._caches: dict[str, Any] = {}
+        self.repeats: Any = None  # calls that come again, compiled: see collectives.repeats
         # A context that is dropped without `close` is left too: its memory is awaited by nobody.
         dropped = None if team is None else team.drop
         self._dropping = weakref.finalize(self, _leave, board, self.heap, self.number, dropped)
@@ -481,6 +482,7 @@ class Context(DistributedContext):
         self._dropping.detach()
         self.heap.groups.leave(self.number, self.board.ended)
         self._caches.clear()
+        self.repeats = None
 
     def abandon(self, why: str) -> None:
         """Make the context unusable in this process, and tell nobody: it is not this process's."""

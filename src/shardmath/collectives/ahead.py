@@ -5,11 +5,13 @@ are equal, but for `out`, which each rank checks for itself. It is known once al
 on it; from then on its tag, a digest of it, stands for it: in the words that kernels compare
 before they write, and in the list that hosts compare where they meet.
 
-Every rank finds and keeps such calls in the same order, so a call is known on all ranks or on none.
+All ranks learn such calls in the same order, and forget all of them together when there are too
+many, so a call is known on all ranks or on none.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
@@ -21,12 +23,11 @@ from shardmath.call.agreement import Agreement
 from shardmath.collectives.operand import OutputSpec
 from shardmath.context import Context
 from shardmath.errors import CollectiveMismatch
-from shardmath.lru_cache import LRUCache
 from shardmath.symmetric.header import different
 
 __all__ = ["Ahead", "KnownCall", "tag_of_agreement", "without_out"]
 
-_KEPT = 256  # calls of a context
+_KEPT = 1024  # calls of a context
 _TAG_BYTES = 6
 _OUT = 3  # where `call_spec` has what `out` is
 
@@ -80,8 +81,9 @@ class Ahead:
         assert team is not None, "a context of GPUs"
         self._rank, self._size = context.rank, context.size
         self._board = context.board
+        self._context = weakref.ref(context)  # it keeps this
         self._meets = context.spans_hosts or team.meets  # the same on all ranks
-        self._calls: LRUCache[tuple[str, Hashable], KnownCall] = LRUCache(_KEPT)
+        self._calls: dict[tuple[str, Hashable], KnownCall] = {}
         self._by_tag: dict[int, KnownCall] = {}
         # What this rank says in the meeting under way: its spec, or its mistake.
         self._own: tuple[Any, ...] | Exception | None = None
@@ -96,8 +98,8 @@ class Ahead:
         return made
 
     def find(self, operation: str, common: tuple[Any, ...]) -> KnownCall | None:
-        """The known call of that spec without `out`. One use in each call that all ranks know."""
-        return self._calls.find((operation, common))
+        """The known call of that spec without `out`."""
+        return self._calls.get((operation, common))
 
     def find_fitting(self, operation: str, spec: tuple[Any, ...]) -> KnownCall | None:
         """The same, of a spec whose `out` is what it must be: else all ranks are to say so."""
@@ -115,12 +117,19 @@ class Ahead:
         """Let a call that all ranks have agreed on be known, given this rank's spec of it."""
         if self._meets:
             return
-        if len(self._by_tag) >= 4 * _KEPT:
+        if len(self._calls) >= _KEPT:
             self._by_tag = {each.tag: each for each in self._calls.values()}
+            self._calls.clear()
+            self._forget()
         common = without_out(spec)
         tag = self.tag(operation, spec)
         known = KnownCall(operation, common, result, plan, build, tag)
-        self._by_tag[tag] = self._calls.keep((operation, common), known)
+        self._by_tag[tag] = self._calls[operation, common] = known
+
+    def _forget(self) -> None:
+        context = self._context()
+        if context is not None and context.repeats is not None:
+            context.repeats.calls.clear()
 
     def tag(self, operation: str, spec: tuple[Any, ...]) -> int:
         """The tag of a call that may be known, the first time too."""

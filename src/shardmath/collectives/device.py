@@ -23,6 +23,7 @@ from shardmath.collectives.far import FarCollectives
 from shardmath.collectives.operand import bounds
 from shardmath.collectives.pushes import Pushes, kernel_memory, reduction_defines
 from shardmath.cuda.kernel import Argument, ReadyLaunch
+from shardmath.cuda.stream import StreamOrder
 from shardmath.lru_cache import LRUCache
 from shardmath.symmetric.team import Team
 
@@ -120,6 +121,17 @@ class DeviceCollectives(Pushes):
 
     # -- through cells -----------------------------------------------------------------------------
     # `tag` says which call this is, the same on all ranks: kernels compare it before they write.
+    # What is returned is the launch, None where there was nothing to do.
+
+    @property
+    def order(self) -> StreamOrder:
+        """In which the launches follow each other."""
+        return self._order
+
+    @property
+    def addresses_place(self) -> int:
+        """Where a launch's argument has the addresses of operand and result, side by side."""
+        return len(self._argument(0, ()).first)
 
     def all_reduce(
         self,
@@ -132,7 +144,7 @@ class DeviceCollectives(Pushes):
         *,
         launch: LaunchConfig | None = None,
         tag: int = 0,
-    ) -> None:
+    ) -> ReadyLaunch | None:
         """Combine `count` elements of all ranks into `target`, which may be `source`."""
 
         def make() -> ReadyLaunch | None:
@@ -141,7 +153,7 @@ class DeviceCollectives(Pushes):
             return self._reduce(config, dtype, operation, (source, target, nbytes), tag)
 
         key = ("all_reduce", source, target, count, dtype.name, operation, launch, tag)
-        self._run(key, stream, make)
+        return self._run(key, stream, make)
 
     def reduce_scatter(
         self,
@@ -153,7 +165,7 @@ class DeviceCollectives(Pushes):
         stream: int,
         *,
         tag: int = 0,
-    ) -> None:
+    ) -> ReadyLaunch | None:
         """Combine all ranks' `sum(counts)` elements; rank r's `target` gets `counts[r]` of them."""
 
         def make() -> ReadyLaunch | None:
@@ -163,18 +175,18 @@ class DeviceCollectives(Pushes):
             return self._reduce(config, dtype, operation, words, tag)
 
         key = ("reduce_scatter", source, target, tuple(counts), dtype.name, operation, tag)
-        self._run(key, stream, make)
+        return self._run(key, stream, make)
 
     def all_gather(
         self, source: int, target: int, sizes: Sequence[int], stream: int, *, tag: int = 0
-    ) -> None:
+    ) -> ReadyLaunch | None:
         """Put every rank's `sizes[rank]` bytes at `source`, in order, into everybody's `target`."""
 
         def make() -> ReadyLaunch | None:
             size, own = self.team.size, sizes[self.team.rank]
             return self._exchange(source, target, [0] * size, [own] * size, sizes, max(sizes), tag)
 
-        self._run(("all_gather", source, target, tuple(sizes), tag), stream, make)
+        return self._run(("all_gather", source, target, tuple(sizes), tag), stream, make)
 
     def all_to_all(
         self,
@@ -184,7 +196,7 @@ class DeviceCollectives(Pushes):
         stream: int,
         *,
         tag: int = 0,
-    ) -> None:
+    ) -> ReadyLaunch | None:
         """Send `sizes[src][dst]` bytes from every rank to every other; both sides lie in order."""
 
         def make() -> ReadyLaunch | None:
@@ -193,11 +205,13 @@ class DeviceCollectives(Pushes):
             most, sent = max(max(row) for row in sizes), sizes[rank]
             return self._exchange(source, target, bounds(sent)[:-1], sent, received, most, tag)
 
-        self._run(("all_to_all", source, target, tuple(map(tuple, sizes)), tag), stream, make)
+        return self._run(
+            ("all_to_all", source, target, tuple(map(tuple, sizes)), tag), stream, make
+        )
 
     def broadcast(
         self, source: int, target: int, nbytes: int, root: int, stream: int, *, tag: int = 0
-    ) -> None:
+    ) -> ReadyLaunch | None:
         """Copy `nbytes` at `source` of rank `root` to everybody's `target`."""
 
         def make() -> ReadyLaunch | None:
@@ -206,16 +220,17 @@ class DeviceCollectives(Pushes):
             sent = [nbytes if rank == root else 0] * size
             return self._exchange(source, target, [0] * size, sent, received, nbytes, tag)
 
-        self._run(("broadcast", source, target, nbytes, root, tag), stream, make)
+        return self._run(("broadcast", source, target, nbytes, root, tag), stream, make)
 
     def _run(
         self, key: tuple[Any, ...], stream: int, make: Callable[[], ReadyLaunch | None]
-    ) -> None:
-        """Put the launch of that key, which `make` gives when it first comes, on `stream`."""
+    ) -> ReadyLaunch | None:
+        """Put the launch of that key, which `make` gives when it first comes, on `stream`: that."""
         self.team.require_usable()
         launch = self._launches.made(key, make)
         if launch is not None:
             self._order.put(launch, stream)
+        return launch
 
     def _exchange(
         self,

@@ -17,13 +17,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
-from shardmath.arrays import Library
+from shardmath.arrays import Library, library_named
 from shardmath.arrays.spec import ArraySpec
 from shardmath.call.agreement import HashedSpec, agree
 from shardmath.collectives.ahead import Ahead, tag_of_agreement, without_out
 from shardmath.collectives.device_operand import DeviceOperand
 from shardmath.collectives.dispatch import Call, call_spec
 from shardmath.collectives.flat import DirectLaunch
+from shardmath.collectives.repeats import Repeats
 from shardmath.context import Context
 from shardmath.cuda import stream as streams
 from shardmath.lru_cache import LRUCache
@@ -88,7 +89,28 @@ def perform_on_device(context: Context, call: Call, x: Any, out: Any) -> Any:
         cached = _CachedCall.of(arrays, operand, spec, plan, result)
         if cached is not None:
             calls.keep(arrays.key, cached)
+            if ahead.find(operation, cached.common) is not None:
+                _keep_compiled(context, call, cached, x, result)
     return result
+
+
+def _keep_compiled(context: Context, call: Call, cached: _CachedCall, x: Any, result: Any) -> None:
+    """Let the next such call be made by compiled code, where that was built."""
+    launch, repeats = cached.direct.ready, Repeats.of(context)
+    try:
+        hash(call.arguments)
+    except TypeError:
+        return
+    if repeats is not None and launch is not None:
+        library = library_named(cached.array_specs[0].library)
+        repeats.keep(
+            (call.operation, *call.arguments),
+            (library, cached.array_specs[0], x),
+            (library.spec(result), result),
+            launch,
+            cached.tag,
+            in_place=cached.direct.in_place,
+        )
 
 
 class _DeviceCall(NamedTuple):

@@ -210,8 +210,8 @@ class DeviceOperand:
         return self._finish(flat, shape, self.spec.dtype)
 
     def _launch(self, source: Flat, flat: Flat, launch: Launch, *, in_place: bool = False) -> None:
-        self.direct = DirectLaunch(source.pointer, flat.pointer, launch, in_place)
-        launch(source.pointer, flat.pointer, self.stream)
+        ready = launch(source.pointer, flat.pointer, self.stream)
+        self.direct = DirectLaunch(source.pointer, flat.pointer, launch, in_place, ready)
 
     # -- memory ------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from shardmath.arrays.dtypes import of as dtype_of
 from shardmath.arrays.dtypes import to_numpy
 from shardmath.collectives.operand import Shape
 from shardmath.cuda.driver import call
+from shardmath.cuda.kernel import ReadyLaunch
 from shardmath.symmetric.heap import Buffer
 
 if TYPE_CHECKING:
@@ -24,12 +25,13 @@ if TYPE_CHECKING:
 
 __all__ = ["DirectLaunch", "Flat", "Launch", "cast", "is_numpy"]
 
-Launch = Callable[[int, int, int], None]  # of the addresses of an operand and a result; the stream
+# Of the addresses of an operand and a result; the stream. What was put there, None for nothing.
+Launch = Callable[[int, int, int], ReadyLaunch | None]
 
 
 @dataclass(frozen=True)
 class DirectLaunch:
-    """The one launch of a call, with its addresses; `launch` takes any others.
+    """The one launch of a call, with its addresses; `launch` takes any others, `ready` was put.
 
     `in_place`: the result may lie where the operand does.
     """
@@ -38,6 +40,7 @@ class DirectLaunch:
     target: int
     launch: Launch
     in_place: bool
+    ready: ReadyLaunch | None
 
 
 class Flat:

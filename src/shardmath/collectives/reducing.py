@@ -66,6 +66,10 @@ def all_reduce(
     or library, or read-only.
     """
     context = context_of("all_reduce", context)
+    if context.repeats is not None:
+        found = context.repeats.make(("all_reduce", op), x, out)
+        if found is not None:
+            return found
 
     def offer_operand(context: Context, operand: Operand, into: HostArray | None) -> Offered:
         if _in_one_shot(operand.spec.nbytes, context.size):
@@ -152,6 +156,10 @@ def reduce_scatter(
     does.
     """
     context = context_of("reduce_scatter", context)
+    if context.repeats is not None and counts is None and type(axis) is int:
+        found = context.repeats.make(("reduce_scatter", op, axis, None), x, out)
+        if found is not None:
+            return found
     size, rank = context.size, context.rank
 
     def describe(spec: ArraySpec) -> tuple[Hashable, ...]:

@@ -34,7 +34,7 @@ class Device:
         self.name = f"cuda:{ordinal}"  # as array libraries write it
         self.handle = call("cuDeviceGet", ordinal)
         self._context = call("cuDevicePrimaryCtxRetain", self.handle)
-        self._context_address = int(self._context)
+        self.context_address = int(self._context)
         attribute = bindings().CUdevice_attribute
         major = self.attribute(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)
         minor = self.attribute(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)
@@ -59,7 +59,7 @@ class Device:
 
     def activate(self) -> None:
         """Make its context the calling thread's, as launches and allocations need."""
-        if int(call("cuCtxGetCurrent")) != self._context_address:
+        if int(call("cuCtxGetCurrent")) != self.context_address:
             call("cuCtxSetCurrent", self._context)
 
     def zero(self, address: int, nbytes: int) -> None:

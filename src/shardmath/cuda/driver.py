@@ -15,7 +15,7 @@ from typing import Any
 from shardmath.cuda.packages import unavailable
 from shardmath.errors import BackendUnavailable, CudaError, HeapExhausted
 
-__all__ = ["beside_captures", "bindings", "call", "call_for_memory", "status_of"]
+__all__ = ["beside_captures", "bindings", "call", "call_for_memory", "require_success", "status_of"]
 
 
 @cache
@@ -41,6 +41,12 @@ def call(name: str, *args: Any) -> Any:
     if answer[0]:
         raise CudaError(f"{name}: {_reason(answer[0])}")
     return _results(answer)
+
+
+def require_success(name: str, status: int) -> None:
+    """Raise CudaError where the driver's function `name` has answered that."""
+    if status:
+        raise CudaError(f"{name}: {_reason(status)}")
 
 
 def call_for_memory(need: int, name: str, *args: Any) -> Any:

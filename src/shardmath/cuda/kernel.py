@@ -30,6 +30,11 @@ class Argument:
         self._pointers = array("Q", [each.buffer_info()[0] for each in self._bytes])
         self.address = self._pointers.buffer_info()[0]  # what the driver calls kernelParams
 
+    @property
+    def first(self) -> bytes:
+        """The bytes of the first parameter."""
+        return self._bytes[0].tobytes()
+
 
 class Kernel:
     """A function of a compiled file, on one device."""
@@ -111,7 +116,7 @@ class Kernel:
         grid, block = _three(blocks), _three(threads)
         early = early and self.device.overlaps_launches
         config = _config(0, grid, block, self.shared, early=early)
-        return ReadyLaunch(self._function, config, argument)
+        return ReadyLaunch(self._function, config, argument, (blocks, threads))
 
 
 class ReadyLaunch:
@@ -120,9 +125,17 @@ class ReadyLaunch:
     One thread at a time uses it. Made by `Kernel.ready`.
     """
 
-    def __init__(self, function: Any, config: Any, argument: Argument) -> None:
+    def __init__(
+        self, function: Any, config: Any, argument: Argument, shape: tuple[Extent, Extent]
+    ) -> None:
         self._function, self._config, self._argument = function, config, argument
+        self._shape = shape
         self._stream = 0
+
+    @property
+    def parts(self) -> tuple[int, Extent, Extent, bytes]:
+        """The driver's handle of the kernel, its blocks and threads, and its one argument."""
+        return int(self._function), *self._shape, self._argument.first
 
     def put(self, stream: int) -> None:
         """Put it on `stream`. The device's context must be the calling thread's."""

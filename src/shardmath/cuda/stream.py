@@ -164,6 +164,10 @@ class StreamOrder:
         else:
             self._end_captured(stream)
 
+    def continues(self, stream: int) -> bool:
+        """Whether what is put on `stream` follows the last section as it is: no event is needed."""
+        return stream == self._stream and stream in _DEFAULT
+
     def wait(self) -> None:
         """Wait, on the host, until the last section has ended."""
         self._device.activate()

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from shardmath.symmetric.rows import Rows
 
 __all__ = ["LIST_BYTES", "WINDOW", "Calls"]
@@ -29,17 +31,31 @@ LIST_BYTES = 8 * (_TAGS + WINDOW + 1)  # a multiple of 32
 class Calls:
     """The calls that the ranks of `rows` have listed, as one of them sees them.
 
-    They lie from byte `place` of each row on. `made` is how many this rank has listed.
+    They lie from byte `place` of each row on.
     """
 
     def __init__(self, rows: Rows, place: int) -> None:
-        self.made = 0
         self._rows = rows
         self._first = place // 8
         self._peers = [r for r in range(len(rows.words)) if r != rows.rank]
         self._words = [rows.words[r] for r in self._peers]
         self._room = WINDOW  # calls that can be listed without another look at the peers
         self._meetings = 0
+
+    @property
+    def made(self) -> int:
+        """How many this rank has listed."""
+        return self._rows.words[self._rows.rank][self._first]
+
+    def places(self, tag: int) -> tuple[int, int, int, int, tuple[int, ...]]:
+        """What compiled code lists a call by: the addresses of `made` and of the tags, how many
+        there are, this call's, and the addresses of the peers' `made`.
+        """
+        made, *peers = [
+            np.frombuffer(self._rows.bytes[rank], np.uint8).ctypes.data + 8 * self._first
+            for rank in (self._rows.rank, *self._peers)
+        ]
+        return made, made + 8 * _TAGS, WINDOW, tag, tuple(peers)
 
     def add(self, tag: int, wait_for_room: Callable[[int], None]) -> None:
         """List one more call.
@@ -54,7 +70,6 @@ class Calls:
         first = self._first
         self._rows.words[self._rows.rank][first + _TAGS + number % WINDOW] = tag
         self._rows.publish(first + _MADE, number)
-        self.made = number
 
     def _listed(self) -> int:
         """The calls that all peers have listed."""

@@ -169,6 +169,7 @@ class Heap:
         self._change = _Change(self)
         self._dropped: deque[Block] = deque()
         self._retired: dict[Block, None] = {}  # in order of arrival
+        self.freed: set[Block] = set()  # what was freed, and still has an array
         self._full_at = 0  # how many blocks are retired when small ones are reused next
         self._lock = threading.RLock()
 
@@ -234,6 +235,7 @@ class Heap:
         """The user needs `block` no more: give its memory back as soon as no peer can read it."""
         with self._lock, self._change:
             block.freed = True
+            self.freed.add(block)
             block.fence = None
             self._retired[block] = None
             self._recycle()
@@ -243,6 +245,7 @@ class Heap:
         with self._lock, self._change:
             self._commit(block.location, block.reserved)
             block.freed = False
+            self.freed.discard(block)
             self._retired.pop(block, None)
 
     # -- marks: what the ranks of a group tell each other ------------------------------------------
@@ -316,6 +319,7 @@ class Heap:
         """Give memory to other arrays, unless a late peer may write there: then to nobody."""
         if self.groups.may_write(block.announced_to):
             return
+        self.freed.discard(block)
         del self._blocks[block.address]
         del self._addresses[bisect_left(self._addresses, block.address)]
         self._segments[block.location.segment].ranges.give(block.location.offset, block.reserved)

@@ -134,6 +134,11 @@ class Team:
         words = (self.channels, 0, nanoseconds, self._report.address, *self.pads)
         return struct.pack(f"iiIIQQ{self.size}Q", self.rank, self.size, *words)
 
+    @property
+    def report_address(self) -> int:
+        """Where the host reads a word that is not 0 once a kernel has reported something."""
+        return int(self._notes.ctypes.data)
+
     # -- operations on a stream --------------------------------------------------------------------
 
     def barrier(self, stream: int, *, channel: int = 0, timeout: float | None = None) -> None:

@@ -1,0 +1,133 @@
+"""Calls that come again, compiled: with a driver that writes down what is launched, and no GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import struct
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import shardmath.cuda
+from built import module_from_c
+from ranks import Pool
+
+DRIVER = """
+#include <string.h>
+void *context = (void *)7, *stream, *function;
+unsigned blocks, threads;
+char argument[32];
+int launches, answer;
+int cuCtxGetCurrent(void **found) { *found = context; return 0; }
+int cuLaunchKernel(void *f, unsigned x, unsigned y, unsigned z, unsigned a, unsigned b, unsigned c,
+                   unsigned shared, void *s, void **parameters, void **extra) {
+    if (y != 1 || z != 1 || b != 1 || c != 1 || shared || extra) return 1;
+    function = f, stream = s, blocks = x, threads = a, launches += 1;
+    memcpy(argument, parameters[0], sizeof argument);
+    return answer;
+}
+"""
+WINDOW, TAG, COUNT = 4, 99, 8
+FUNCTION, CONTEXT, BLOCKS, THREADS, STREAM = 11, 7, 3, 64, 5
+
+
+class Calls:
+    """A compiled call on torch's tensors of COUNT float32, and the words that it looks at."""
+
+    def __init__(self, folder):
+        folder = Path(folder)
+        torch = pytest.importorskip("torch")
+        compiler = shutil.which("cc")
+        if compiler is None:
+            pytest.skip("no C compiler here")
+        source, made = folder / "driver.c", folder / "libcuda.so.1"
+        source.write_text(DRIVER)
+        command = [compiler, "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1"]
+        subprocess.run([*command, str(source), "-o", str(made)], check=True)
+        self.driver = ctypes.CDLL(str(made), mode=ctypes.RTLD_GLOBAL)
+        module = module_from_c(shardmath.cuda, "launch.c", "_launch", folder)
+        self.torch = torch
+        self.words = np.zeros(3 + WINDOW, np.uint64)  # report, a peer's calls, own calls, tags
+        at = self.words.ctypes.data
+        look = (torch.float32, torch.Size([COUNT]), -1, 4 * COUNT)
+        kernel = (FUNCTION, CONTEXT, BLOCKS, THREADS, bytes(range(32)), 8)
+        listed = (at + 16, at + 24, WINDOW, TAG, (at + 8,))
+        self.repeat = module.Repeat(torch.Tensor, look, look, True, 15, kernel, at, listed)
+        self.x, self.out = self.tensor(), self.tensor()
+
+    def tensor(self, count=COUNT, shift=0, **options):
+        whole = self.torch.zeros(count + 16, **options)
+        start = -whole.data_ptr() % 16 // whole.element_size() + shift
+        return whole[start : start + count]
+
+    def integer(self, name):
+        return ctypes.c_int.in_dll(self.driver, name).value
+
+    def go(self, x=None, out=None):
+        x, out = self.x if x is None else x, self.out if out is None else out
+        return self.repeat.go(x, out, STREAM)
+
+    def set(self, name, kind, value):
+        kind.in_dll(self.driver, name).value = value
+
+
+def check_launched(_, folder):
+    calls = Calls(folder)
+    found = [calls.go(), calls.go(out=calls.x)]
+    argument = bytes((ctypes.c_char * 32).in_dll(calls.driver, "argument"))
+    x = calls.x.data_ptr()
+    wanted = bytes(range(8)) + struct.pack("QQ", x, x) + bytes(range(24, 32))
+    names = ("launches", "blocks", "threads")
+    words = [int(word) for word in calls.words]
+    return found, argument == wanted, [calls.integer(name) for name in names], words
+
+
+def check_left(_, folder):
+    """What is left to Python: nothing is launched, and nothing is listed."""
+    calls = Calls(folder)
+    torch, x = calls.torch, calls.x
+    both = calls.tensor(2 * COUNT)
+    lazy = torch._neg_view(calls.tensor())
+    assert lazy.is_neg()
+    found = {
+        "an array of another kind": calls.go(np.zeros(COUNT, np.float32)),
+        "no array": calls.go([1.0]),
+        "a subclass": calls.go(torch.nn.Parameter(calls.tensor(), requires_grad=False)),
+        "another type": calls.go(calls.tensor(dtype=torch.int32)),
+        "another shape": calls.go(calls.tensor(COUNT + 1)),
+        "another result": calls.go(out=calls.tensor(COUNT + 1)),
+        "a gradient": calls.go(calls.tensor().requires_grad_()),
+        "strides": calls.go(both[::2]),
+        "a lazy negation": calls.go(lazy),
+        "no alignment": calls.go(calls.tensor(shift=1)),
+        "an overlap": calls.go(both[:COUNT], both[4 : 4 + COUNT]),
+    }
+    calls.words[0] = 1
+    found["a report"] = calls.go()
+    calls.words[:3] = 0, 3, 3 + WINDOW
+    found["a peer that is far behind"] = calls.go()
+    calls.words[:3] = 0
+    calls.set("context", ctypes.c_void_p, 8)
+    found["another context"] = calls.go()
+    calls.set("context", ctypes.c_void_p, CONTEXT)
+    left = calls.integer("launches"), int(calls.words[2])
+    calls.set("answer", ctypes.c_int, 1)
+    return found, left, calls.go(x)
+
+
+def test_a_call_is_listed_and_launched(tmp_path):
+    with Pool(1) as ranks:
+        ((found, same, driver, words),) = ranks.run(check_launched, str(tmp_path))
+    assert found == [0, 0] and same
+    assert driver == [2, BLOCKS, THREADS]
+    assert words == [0, 0, 2, 0, TAG, TAG, 0]
+
+
+def test_what_is_not_as_it_was_is_left_to_python(tmp_path):
+    with Pool(1) as ranks:
+        ((found, left, failed),) = ranks.run(check_left, str(tmp_path))
+    assert {name for name, status in found.items() if status is not None} == set()
+    assert left == (0, 0) and failed == 1
