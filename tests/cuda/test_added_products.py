@@ -90,7 +90,7 @@ def added(context, kind, orders, dtype, shape, more):
 )
 def test_products_that_add_up(gpus, size, kind, orders, dtype, shape, more):
     if size == 1:
-        return
+        pytest.skip("one rank has nothing to add up")
     found = gpus.run(added, kind, orders, dtype, shape, more, ranks=size)
     assert [wrong for wrong, _ in found] == [[]] * size
     natural = {"everywhere": "CF", "rows": "C", "columns": "F"}[kind]
@@ -141,4 +141,6 @@ def side_by_side(context):
 
 
 def test_graphs_on_two_streams(gpus, size):
+    if size == 1:
+        pytest.skip("one rank has nothing to add up")
     assert gpus.run(side_by_side, ranks=size) == [[]] * size

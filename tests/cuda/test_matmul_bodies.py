@@ -163,7 +163,7 @@ BEHAVIOUR = [
 @pytest.mark.parametrize(("function", "args"), BEHAVIOUR)
 def test_behaviour(gpus, size, function, args):
     if function == "memory_ends_on_one_rank" and size == 1:
-        return
+        pytest.skip("there is no other rank")
     found = gpus.run(body, "test_matmul_behaviour", function, "host", args, ranks=size)
     if function == "repeat":
         assert all(set(counts) == {1} for counts in found)
@@ -437,7 +437,7 @@ def fused(context, dtype, order, shape, kind):
 )
 def test_one_kernel(gpus, size, dtype, shape, kind, order):
     if size == 1:
-        return
+        pytest.skip("one rank moves nothing")
     found = gpus.run(fused, dtype, order, shape, kind, ranks=size)
     assert [wrong for wrong, _ in found] == [[]] * size
     counts = {count for _, count in found}

@@ -251,7 +251,7 @@ def plan_again(context):
             raised(mm.reset_operands, epilog_inputs={"bias": bias[:-1]}),
             raised(mm.reset_operands, epilog_inputs={"bias": bias, "more": bias}),
             raised(mm.plan, epilog=MatmulEpilog.BIAS),
-            raised(mm.plan, epilog=77 if context.rank else None),
+            raised(mm.plan, epilog=77 if context.rank == context.size - 1 else None),
         ]
         close(mm.execute(), x.want() + 2 * bias[:, None])  # a refused plan leaves the last
         mm.plan(epilog=MatmulEpilog.RELU_AUX)
@@ -264,8 +264,9 @@ def plan_again(context):
     return [kind for kind, _ in refused]
 
 
-def test_a_further_plan_plans_anew(contexts):
-    assert contexts.run(plan_again, ranks=2) == [["ValueError"] * 4] * 2
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_further_plan_plans_anew(contexts, size):
+    assert contexts.run(plan_again, ranks=size) == [["ValueError"] * 4] * size
 
 
 def tune(context):
@@ -288,7 +289,8 @@ def explain(context):
         with Matmul(x.a, x.b, distributions=XXX) as mm:
             mm.plan()
             chosen = mm.explain()
-        options = MatmulOptions(strategy="stationary b", logger=logging.getLogger("matmul"))
+        other = "stationary b" if context.size > 1 else "stationary c"
+        options = MatmulOptions(strategy=other, logger=logging.getLogger("matmul"))
         with Matmul(x.a, x.b, distributions=XXX, options=options) as mm:
             mm.plan()
             close(mm.execute(), x.want())
@@ -310,6 +312,12 @@ def test_explain(contexts):
     ]
     assert "as options.strategy='stationary b' asks" in forced
     assert forced.splitlines()[1].startswith("chosen: redistribute (stationary b), as")
+
+
+def test_explain_on_one_rank(contexts):
+    ((chosen, forced),) = contexts.run(explain, ranks=1)
+    assert chosen.splitlines()[1].startswith("chosen: local (stationary c)")
+    assert "as options.strategy='stationary c' asks" in forced
 
 
 def give_workspace_back(context):
