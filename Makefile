@@ -22,9 +22,10 @@ demo: $(VENV)/.has-demo
 	@$(RUN) -m shardmath run -n 4 examples/digits.py
 	@$(RUN) -m shardmath run -n 4 examples/photograph.py
 
-# Two processes share out the files: while one waits, or computes alone, the other has a core.
+# Two processes share out the files: while one waits, or computes alone, the other has a core. Where
+# Python is told to keep no bytecode, every process would compile the package and the tests anew.
 test: $(VENV)/.has-test
-	@$(RUN) -m pytest -n 2
+	@PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -n 2
 
 torture: $(VENV)/.has-test
 	@$(RUN) -m pytest -m torture --timeout 3600
