@@ -170,8 +170,9 @@ def test_costs_are_counted(problem):
             own = [rates.cached if x < 100 else rates.memory for x in (product, after)]
             seconds = max(seconds, product / own[0])
             slowest = max(slowest, seconds + after / own[1] + received / rates.link)
-        phases = 1 + strategy.reduces + strategy.moves_result
-        assert cost.seconds == pytest.approx(slowest + phases * rates.latency)
+        begun = rates.gathering * any(strategy.moves_inputs)
+        begun += rates.finishing * (strategy.reduces + strategy.moves_result)
+        assert cost.seconds == pytest.approx(slowest + begun)
 
 
 @pytest.mark.parametrize("rates", [CORES, H200, H200_MULTI_HOST])

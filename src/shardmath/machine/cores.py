@@ -27,5 +27,7 @@ CORES = Rates(
     cache=12 << 20,
     packing=8e9,
     link=6e9,
-    latency=2e-5,
+    latency=1e-5,
+    gathering=2e-5,
+    finishing=1.2e-4,
 )

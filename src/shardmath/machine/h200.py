@@ -26,9 +26,11 @@ H200 = Rates(
     strided=4e12,
     link=3.4e11,
     latency=1e-5,
+    gathering=2.7e-5,
+    finishing=2e-5,
 )
 # The same on several hosts, a network card of 400 Gb/s for each GPU.
-H200_MULTI_HOST = replace(H200, link=4.5e10, latency=4e-5)
+H200_MULTI_HOST = replace(H200, link=4.5e10, latency=4e-5, gathering=6e-5, finishing=5e-5)
 
 PROCESSORS = 132
 CLOCK = 1.75e9  # cycles per second

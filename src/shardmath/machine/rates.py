@@ -23,8 +23,10 @@ class Rates:
     result: `packing` bytes of these per second, beside the time of its operations. A product with a
     vector copies nothing, nor does a GPU.
 
-    `link` bytes per second come from peers, and each phase costs `latency` seconds in
-    synchronisation.
+    `link` bytes per second come from peers, and an exchange costs `latency` seconds in
+    synchronisation. Beside its bytes, a product spends `gathering` seconds where operands come from
+    peers, and `finishing` seconds on each step after it: sums of several ranks, a result that
+    moves. These are synchronisation and what the host does meanwhile.
     """
 
     products: Mapping[str, float]
@@ -33,6 +35,8 @@ class Rates:
     strided: float
     link: float
     latency: float
+    gathering: float
+    finishing: float
     cached: float = 0.0
     cache: int = 0
     packing: float = math.inf

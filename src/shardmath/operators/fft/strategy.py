@@ -63,10 +63,9 @@ class CostModel:
         return seconds
 
 
-# Ranks wait for each other once for an exchange: in a phase of a product they do so twice.
 # The last exchange has no transform after it and is a pass of its own, reading and writing; before
 # the first, an operand that is not on the heap is copied there.
-ON_CORES = CostModel(replace(CORES, latency=CORES.latency / 2), 1.0, 2.0)
+ON_CORES = CostModel(CORES, 1.0, 2.0)
 # Every exchange is a kernel that the links limit. Transforms that come first hide the exchange
 # after them.
 ON_GPUS = CostModel(replace(h200.H200, link=h200.PUSHED), 0.5, 0.0, whole_arrays=True)

@@ -151,12 +151,13 @@ class Strategy:
             + received[r] / rates.link
             for r in ranks
         ]
-        phases = 1 + self.reduces + self.moves_result
+        begun = rates.gathering * any(self.moves_inputs)
+        begun += rates.finishing * (self.reduces + self.moves_result)
         return Cost(
             max(each.flops for each in products),
             max(products[r].touched + touched[r] for r in ranks),
             max(received),
-            max(times) + phases * rates.latency,
+            max(times) + begun,
         )
 
     def _traffic(self) -> tuple[list[int], list[int]]:
