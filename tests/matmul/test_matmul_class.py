@@ -304,7 +304,7 @@ def test_explain(contexts):
     lines = chosen.splitlines()
     assert lines[0] == "matmul (9 x 8) @ (8 x 7), float64 on 2 ranks"
     assert lines[1].startswith("chosen: all-gather (stationary c); predicted ")
-    assert lines[1].endswith(" and 224 B of peers per rank")
+    assert lines[1].endswith("560 FLOP, 1.02 KiB of memory and 224 B of peers per rank")
     assert lines[2:5] == [
         "  1. take all of b from peers: (8, 7) on rank 0",
         "  2. multiply 5 x 7 x 8 on rank 0",
