@@ -43,7 +43,7 @@ class Settings:
     startup_timeout: float = _variable(120.0, "Seconds that start-up waits for all ranks.")
     notice: float = _variable(5.0, "Seconds after which a waiting rank says on stderr for whom.")
     transport: str = _variable(
-        "auto", "How peers reach memory: host, mpi or tcp; cuda or nvshmem; auto chooses."
+        "auto", "Transport to peers' memory: host, mpi or tcp; cuda or nvshmem; auto tries them."
     )
     fake_hosts: int = _variable(
         1, "Treat the ranks of this machine as if on so many hosts, for tests."

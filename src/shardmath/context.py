@@ -95,9 +95,14 @@ class Context(DistributedContext):
         _contexts.add(self)
 
     @property
+    def transport(self) -> str:
+        """The name of what reaches peers' memory."""
+        return self._runtime.transport.name
+
+    @property
     def nvshmem_available(self) -> bool:
         """See DistributedContext."""
-        return self._runtime.transport.name == "nvshmem"
+        return self.transport == "nvshmem"
 
     def __repr__(self) -> str:
         state = f" ({self._closed})" if self._closed else ""

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from shardmath import agreement
 from shardmath.config import Settings
-from shardmath.errors import HeapExhausted
+from shardmath.errors import BackendUnavailable, HeapExhausted
 from shardmath.group.base import ProcessGroup
 from shardmath.local.threads import ThreadLimit, threads_per_rank
 from shardmath.symmetric.board import ROW_BYTES, Board, board_bytes
@@ -23,7 +24,7 @@ from shardmath.symmetric.structs import pad_bytes
 from shardmath.symmetric.waiting import WaitPolicy
 from shardmath.transport import choice
 from shardmath.transport.base import Transport
-from shardmath.transport.host import export_memory, map_memory
+from shardmath.transport.cores.host import export_memory, map_memory
 from shardmath.transport.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -57,20 +58,45 @@ class Runtime:
         self.threads = threads_per_rank(settings.threads, self.mesh.neighbour_pids)
         self._limit: ThreadLimit | None = None
 
-    def open(self, ordinal: int | None, group: ProcessGroup) -> str:
-        """Make the transport for a CUDA device, or for the host's cores; its name. Local."""
+    def compute_on(self, ordinal: int | None) -> None:
+        """Compute on a CUDA device, or on the host's cores. Local."""
         if ordinal is not None:
             from shardmath.cuda.device import Device
 
             self.device = Device.of(ordinal)
         else:
             self._limit = ThreadLimit(self.threads, self.settings.threads)
-        name = choice.choose(self.mesh, group, self.device, self.settings.transport)
-        self.transport = choice.make(name, self.mesh, self.device, self.settings)
+
+    def open(self, board: Board, group: ProcessGroup) -> None:
+        """Make the transport that serves all ranks, and the heap. Collective.
+
+        Raises BackendUnavailable where there is none.
+        """
+        kind, asked = "cpu" if self.device is None else "cuda", self.settings.transport
+        refused = []
+        for each in choice.candidates(kind, asked):
+            obstacles = agreement.agree(
+                board, "initialize", partial(self._obstacle, each, group), list
+            )
+            why = choice.in_words(obstacles)
+            if not why:
+                agreement.agree(board, "initialize", partial(self._create, each), list)
+                self.transport.join(group)
+                return
+            refused.append(f"{each.name}: {why}")
+        advice = "" if asked == choice.AUTO else "; leave SHARDMATH_TRANSPORT unset"
+        raise BackendUnavailable(f"no transport serves these ranks ({'; '.join(refused)}){advice}")
+
+    def _obstacle(self, transport: type[Transport], group: ProcessGroup) -> str:
+        """Why a transport cannot be used, as far as this rank sees; empty where it can."""
+        why = transport.unreached(self.mesh, group)
+        return why or transport.probe(0 if self.device is None else self.device.ordinal).reason
+
+    def _create(self, transport: type[Transport]) -> None:
+        self.transport = transport.create(self.mesh, self.device, self.settings)
         self.heap = Heap(
             self.transport, rank=self.mesh.rank, segment_bytes=self.settings.segment_bytes
         )
-        return name
 
     def board(
         self,

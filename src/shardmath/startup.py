@@ -24,11 +24,10 @@ from shardmath.group import ProcessGroup, as_process_group
 from shardmath.group.base import rank_names
 from shardmath.group.notice import noticed
 from shardmath.runtime import Runtime
+from shardmath.transport.choice import candidates, names
 from shardmath.untraced import untraced
 
 __all__ = ["finalize", "get_context", "initialize", "new_context"]
-
-_BACKENDS = ("host", "mpi", "cuda", "nvshmem", "nccl")
 
 
 @untraced
@@ -76,16 +75,18 @@ def new_context(
 
         def describe() -> tuple[str, str]:
             ordinal = _ordinal(device_id, backends)
-            name = runtime.open(ordinal, group)
-            return "cpu" if ordinal is None else "cuda", name
+            kind = "cpu" if ordinal is None else "cuda"
+            candidates(kind, settings.transport)
+            runtime.compute_on(ordinal)
+            return kind, settings.transport
 
         def check(told: list[tuple[str, str]]) -> None:
-            kinds, names = zip(*told, strict=True)
+            kinds, transports = zip(*told, strict=True)
             agreement.require_equal("the kind of device_id", kinds)
-            agreement.require_equal("the transport", names)
+            agreement.require_equal("SHARDMATH_TRANSPORT", transports)
 
         agreement.agree(board, "initialize", describe, check)
-        runtime.transport.join(group)
+        runtime.open(board, group)
         team = runtime.team(board, ranks)
         undo.pop_all()
     return Context(runtime, board, team, ranks=ranks, device_id=device_id, process_group=group)
@@ -128,11 +129,12 @@ def _ordinal(device_id: object, backends: Sequence[str] | None) -> int | None:
     Raises InvalidDevice for what is neither, ValueError for unknown backends.
     """
     if backends is not None:
-        names = [backends] if isinstance(backends, str) else list(backends)
-        unknown = [name for name in names if name not in _BACKENDS]
-        if unknown or not names or isinstance(backends, str):
+        known = [*names("cpu"), *names("cuda"), "nccl"]
+        given = [backends] if isinstance(backends, str) else list(backends)
+        unknown = [name for name in given if name not in known]
+        if unknown or not given or isinstance(backends, str):
             raise ValueError(
-                f"backends is a sequence of names among {', '.join(_BACKENDS)}, at least one; not "
+                f"backends is a sequence of names among {', '.join(known)}, at least one; not "
                 f"{backends!r}"
             )
     if device_id == "cpu":

@@ -38,6 +38,7 @@ from shardmath.symmetric.rendezvous import (
     register_group,
     rendezvous,
 )
+from shardmath.transport.choice import transport_named
 from shardmath.untraced import untraced
 
 __all__ = [
@@ -217,15 +218,15 @@ def set_backend(name: str) -> None:
 
 
 def get_backend(device: Any) -> str | None:
-    """How memory of that device is shared: "HOST" for the host, "CUDA" or "NVSHMEM" for the GPU of
-    the current context, None for any other device.
+    """How memory of that device is shared: "HOST" for the host; for the GPU of the current context
+    its transport's name, "CUDA" or "NVSHMEM"; None for any other device.
     """
     context = current_context()
     if _kind_of(device) == "cpu":
         return "HOST"
     if context is None or context.team is None or _kind_of(device) != "cuda":
         return None
-    return "NVSHMEM" if context.nvshmem_available else "CUDA"
+    return context.transport.upper()
 
 
 def has_multicast_support(device_type: Any = "cpu", device_idx: int = 0) -> bool:
@@ -235,9 +236,7 @@ def has_multicast_support(device_type: Any = "cpu", device_idx: int = 0) -> bool
 
 def is_nvshmem_available() -> bool:
     """Whether GPUs of several hosts can be reached: NVSHMEM and its bindings are installed."""
-    from shardmath.transport.nvshmem import NVSHMEMTransport
-
-    return NVSHMEMTransport.probe().available
+    return transport_named("cuda", "nvshmem").probe().available
 
 
 def get(dst: Any, hdl: SymmetricMemory, peer: int, offset: int = 0) -> None:

@@ -20,7 +20,7 @@ DOORS = {
     "the compiler": ("shardmath.cuda.compile", "_nvrtc", "cuda.bindings", "cu13"),
     "products": ("shardmath.local.gpu.blaslt", "bindings", "nvmath.bindings", "cu13"),
     "transforms": ("shardmath.local.gpu.fft", "_cufft", "nvmath.bindings", "cu13"),
-    "NVSHMEM": ("shardmath.transport.nvshmem", "_bindings", "nvshmem", "cu13,hosts-cu13"),
+    "NVSHMEM": ("shardmath.transport.gpus.nvshmem", "_bindings", "nvshmem", "cu13,hosts-cu13"),
 }
 
 

@@ -122,7 +122,7 @@ def test_what_does_not_fit_is_an_error_and_changes_nothing(gpus):
 
 
 def check_probe(context):
-    from shardmath.transport.cuda import CudaTransport
+    from shardmath.transport.gpus.cuda import CudaTransport
 
     good, bad = CudaTransport.probe(context.device_id), CudaTransport.probe(999)
     return good.available, bad.available, "999" in bad.reason

@@ -15,7 +15,7 @@ from mortal import Job, Raised
 from shardmath import startup
 from shardmath.collectives import all_reduce
 from shardmath.symmetric.allocation import allocate_symmetric_memory as allocate
-from shardmath.transport import host
+from shardmath.transport.cores import host
 
 LIMIT = {"SHARDMATH_TIMEOUT": "20"}
 

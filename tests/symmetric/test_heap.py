@@ -11,7 +11,7 @@ from shardmath.group import SoloProcessGroup
 from shardmath.symmetric import heap as heap_module
 from shardmath.symmetric.heap import Heap
 from shardmath.transport.base import Fence
-from shardmath.transport.host import HostTransport
+from shardmath.transport.cores.host import HostTransport
 from shardmath.transport.mesh import Mesh
 
 MIB = 1 << 20
@@ -160,7 +160,7 @@ def test_too_large_a_request_leaves_the_heap_as_it_was(heap, nbytes):
 
 
 def test_more_than_is_available_is_refused(heap, monkeypatch):
-    monkeypatch.setattr("shardmath.transport.host.available_memory", lambda: 3 * MIB)
+    monkeypatch.setattr("shardmath.transport.cores.host.available_memory", lambda: 3 * MIB)
     kept = heap.allocate(MIB)
     with pytest.raises(HeapExhausted) as caught:
         heap.allocate(64 * MIB)

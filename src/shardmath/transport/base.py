@@ -10,13 +10,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from shardmath.errors import CollectiveMismatch
 from shardmath.group.base import ProcessGroup
+
+if TYPE_CHECKING:
+    from shardmath.config import Settings
+    from shardmath.cuda.device import Device
+    from shardmath.transport.mesh import Mesh
 
 __all__ = [
     "Bytes",
@@ -94,20 +99,36 @@ class Transport(ABC):
     and then `view`. None of these is collective.
     """
 
-    name: ClassVar[str]
+    name: ClassVar[str]  # that of its module too
+    preference: ClassVar[int]  # of several that can be used, the one with the least is
     interface: ClassVar[str]  # the protocol by which array libraries take its memory
     spare_bytes: ClassVar[int]  # the most that a segment should exceed what was asked for
     drops_at_once: ClassVar[int] = 0  # so many small blocks that were dropped share a fence
     grows: ClassVar[bool] = True  # whether there can be more segments than one
     device: str  # where the memory is: "cpu", or like "cuda:0"
 
-    def join(self, group: ProcessGroup) -> None:  # noqa: B027 - most have nothing to do
-        """What all ranks must do together before the first `reserve`. Collective."""
+    @classmethod
+    @abstractmethod
+    def probe(cls, ordinal: int = 0) -> Probe:
+        """What works on this machine, of GPUs on that of this index, found out by trying."""
+
+    @classmethod
+    def unreached(cls, mesh: Mesh, group: ProcessGroup) -> str:
+        """Why it does not reach all ranks; empty where it does. Here: they are on one machine."""
+        if mesh.real_hosts == 1:
+            return ""
+        return (
+            f"it reaches the memory of one machine only, and the ranks are on {mesh.real_hosts}: "
+            f"{', '.join(dict.fromkeys(mesh.hosts))}"
+        )
 
     @classmethod
     @abstractmethod
-    def probe(cls) -> Probe:
-        """What works on this machine, found out by trying."""
+    def create(cls, mesh: Mesh, device: Device | None, settings: Settings) -> Transport:
+        """The transport of this rank. Local: `join` is what ranks do together."""
+
+    def join(self, group: ProcessGroup) -> None:  # noqa: B027 - most have nothing to do
+        """What all ranks must do together before the first `reserve`. Collective."""
 
     @abstractmethod
     def reserve(self, nbytes: int) -> Segment:

@@ -1,76 +1,67 @@
-"""Which transport serves these ranks: the one asked for, or the first that reaches them all.
+"""Which transports there are: the modules of `cores` and of `gpus`, each found by its name.
 
     memory     one host    several hosts
     cores      host        mpi where the ranks are MPI's, else tcp
     GPUs       cuda        nvshmem
 
-Under pretended hosts the transports of one host serve too: they answer None for an address on
-another, and their `put` and `get` reach there all the same.
+This is no table that the code has: of the transports for such memory, the most preferred is taken
+which reaches all ranks and whose probe is good on every one of them. Under pretended hosts the
+transports of one host serve too: they answer None for an address on another, and their `put` and
+`get` reach there all the same.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import pkgutil
+from collections.abc import Sequence
+from importlib import import_module
 
-from shardmath.errors import BackendUnavailable
-from shardmath.group.base import ProcessGroup
-from shardmath.group.mpi import MPIProcessGroup
+from shardmath.transport import cores, gpus
 from shardmath.transport.base import Transport
-from shardmath.transport.mesh import Mesh
 
-if TYPE_CHECKING:
-    from shardmath.config import Settings
-    from shardmath.cuda.device import Device
+__all__ = ["AUTO", "candidates", "in_words", "names", "transport_named"]
 
-__all__ = ["choose", "make"]
-
-_FOR_CORES, _FOR_GPUS = ("host", "mpi", "tcp"), ("cuda", "nvshmem")
+AUTO = "auto"
+_PACKAGES = {"cpu": cores, "cuda": gpus}
 
 
-def choose(mesh: Mesh, group: ProcessGroup, device: Device | None, asked: str) -> str:
-    """The name of the transport. Local; the same on all ranks that ask for the same.
+def names(kind: str) -> list[str]:
+    """The transports for memory of "cpu" or "cuda"."""
+    return sorted(module.name for module in pkgutil.iter_modules(_PACKAGES[kind].__path__))
 
-    Raises ValueError where `asked` is no transport for such memory, BackendUnavailable where it
-    does not reach all ranks.
+
+def transport_named(kind: str, name: str) -> type[Transport]:
+    """The class that the module of that name defines."""
+    module = import_module(f"{_PACKAGES[kind].__name__}.{name}")
+    [found] = [
+        each
+        for each in vars(module).values()
+        if isinstance(each, type)
+        and issubclass(each, Transport)
+        and (each.__module__, vars(each).get("name")) == (module.__name__, name)
+    ]
+    return found
+
+
+def candidates(kind: str, asked: str) -> list[type[Transport]]:
+    """The transport `asked` for, or all of its kind for "auto", the most preferred first.
+
+    Raises ValueError where there is none of that name for such memory.
     """
-    names = _FOR_CORES if device is None else _FOR_GPUS
-    if asked not in ("auto", *names):
-        kind = "cores" if device is None else "GPUs"
+    known = names(kind)
+    if asked not in (AUTO, *known):
+        where = "cores" if kind == "cpu" else "GPUs"
         raise ValueError(
-            f"SHARDMATH_TRANSPORT={asked!r}: for ranks that compute on {kind} there are auto, "
-            f"{', '.join(names)}"
+            f"SHARDMATH_TRANSPORT={asked!r}: for ranks that compute on {where} there are {AUTO}, "
+            f"{', '.join(known)}"
         )
-    if mesh.real_hosts == 1:
-        return names[0] if asked == "auto" else asked
-    if asked == names[0]:
-        raise BackendUnavailable(
-            f"the transport {asked} reaches the memory of one machine only, and the ranks are on "
-            f"{mesh.real_hosts}: {', '.join(dict.fromkeys(mesh.hosts))}; leave SHARDMATH_TRANSPORT "
-            "unset"
-        )
-    if asked != "auto":
-        return asked
-    return "tcp" if device is None and not isinstance(group, MPIProcessGroup) else names[1]
+    found = [transport_named(kind, name) for name in (known if asked == AUTO else [asked])]
+    return sorted(found, key=lambda each: each.preference)
 
 
-def make(name: str, mesh: Mesh, device: Device | None, settings: Settings) -> Transport:
-    """The transport of that name. Local: `Transport.join` is what ranks do together."""
-    if device is None:
-        if name == "mpi":
-            from shardmath.transport.mpi import MPITransport
-
-            return MPITransport(mesh, timeout=settings.timeout)
-        if name == "tcp":
-            from shardmath.transport.tcp import TCPTransport
-
-            return TCPTransport(mesh, timeout=settings.timeout)
-        from shardmath.transport.host import HostTransport
-
-        return HostTransport(mesh)
-    if name == "nvshmem":
-        from shardmath.transport.nvshmem import NVSHMEMTransport
-
-        return NVSHMEMTransport(mesh, device, heap_bytes=settings.gpu_heap_bytes)
-    from shardmath.transport.cuda import CudaTransport
-
-    return CudaTransport(mesh, device)
+def in_words(obstacles: Sequence[str]) -> str:
+    """Why a transport cannot be used, by rank; empty where it can."""
+    reasons = [(rank, why) for rank, why in enumerate(obstacles) if why]
+    if len(reasons) == len(obstacles) and len(set(obstacles)) == 1:
+        return obstacles[0]
+    return "; ".join(f"rank {rank}: {why}" for rank, why in reasons)

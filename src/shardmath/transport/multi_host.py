@@ -10,13 +10,19 @@ import struct
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Container, Iterable
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from shardmath.config import Settings
 from shardmath.errors import OpTimeout, RankFailure
-from shardmath.transport.base import Bytes, Memory, Segment, require_within
-from shardmath.transport.host import HostTransport
+from shardmath.group.base import ProcessGroup
+from shardmath.transport.base import Bytes, Memory, Segment, Transport, require_within
+from shardmath.transport.cores.host import HostTransport
 from shardmath.transport.mesh import Mesh
+
+if TYPE_CHECKING:
+    from shardmath.cuda.device import Device
 
 __all__ = ["MultiHostTransport"]
 
@@ -37,6 +43,16 @@ class MultiHostTransport(HostTransport):
         self._announcements = (
             None if wires is None else wires.open("segments", 0, self._receive_announcement)
         )
+
+    @classmethod
+    def unreached(cls, mesh: Mesh, group: ProcessGroup) -> str:
+        """See Transport."""
+        return ""
+
+    @classmethod
+    def create(cls, mesh: Mesh, device: Device | None, settings: Settings) -> Transport:
+        """See Transport."""
+        return cls(mesh, timeout=settings.timeout)
 
     # -- what a subclass supplies ------------------------------------------------------------------
 

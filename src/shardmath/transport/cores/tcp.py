@@ -15,7 +15,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from shardmath.transport.base import Bytes, Probe, Segment
+from shardmath.transport.base import Bytes, Segment
 from shardmath.transport.mesh import Mesh
 from shardmath.transport.multi_host import MultiHostTransport
 
@@ -43,6 +43,7 @@ class TCPTransport(MultiHostTransport):
     """Segments of ranks of several hosts, reached over the wires of `mesh`."""
 
     name: ClassVar[str] = "tcp"
+    preference: ClassVar[int] = 2
 
     def __init__(self, mesh: Mesh, *, timeout: float) -> None:
         super().__init__(mesh, timeout=timeout)
@@ -51,12 +52,6 @@ class TCPTransport(MultiHostTransport):
         self._flushed: set[tuple[int, int]] = set()
         wires = mesh.wires
         self._channel = None if wires is None else wires.open("memory", 0, self._heard)
-
-    @classmethod
-    def probe(cls) -> Probe:
-        """Available wherever the host's is."""
-        host = super().probe()
-        return Probe(cls.name, host.available, host.reason)
 
     def quiet(self, rank: int, stream: int = 0) -> None:
         """See Transport: messages arrive in order, so an answer says that all writes have."""

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from shardmath import wire
-from shardmath.config import environment, export
+from shardmath.config import Settings, environment, export
 from shardmath.cuda import stream as streams
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import call
@@ -65,6 +65,7 @@ class NVSHMEMTransport(Transport):
     """One segment on the device of every rank. See `join`."""
 
     name: ClassVar[str] = "nvshmem"
+    preference: ClassVar[int] = 1
     interface: ClassVar[str] = "__cuda_array_interface__"
     drops_at_once: ClassVar[int] = 4  # so that results of a loop lie in few places
     spare_bytes: ClassVar[int] = 0  # there is one segment, of the size of the heap
@@ -84,13 +85,24 @@ class NVSHMEMTransport(Transport):
         )  # of the streams that the bounce buffer serves
 
     @classmethod
-    def probe(cls) -> Probe:
-        """Available where the library can be loaded; whether ranks connect, `join` finds out."""
+    def probe(cls, ordinal: int = 0) -> Probe:
+        """Available where the library can be loaded."""
         try:
             _bindings()
         except BackendUnavailable as error:
             return Probe(cls.name, False, str(error))
         return Probe(cls.name, True)
+
+    @classmethod
+    def unreached(cls, mesh: Mesh, group: ProcessGroup) -> str:
+        """See Transport. Whether ranks connect, `join` finds out."""
+        return ""
+
+    @classmethod
+    def create(cls, mesh: Mesh, device: Device | None, settings: Settings) -> Transport:
+        """See Transport."""
+        assert device is not None, "for GPUs"
+        return cls(mesh, device, heap_bytes=settings.gpu_heap_bytes)
 
     def join(self, group: ProcessGroup) -> None:
         """Start NVSHMEM with the ranks of `group`, and take a heap. Collective.

@@ -11,7 +11,6 @@ from __future__ import annotations
 import sys
 from typing import Any, ClassVar
 
-from shardmath.errors import BackendUnavailable
 from shardmath.group.base import ProcessGroup
 from shardmath.group.mpi import MPIProcessGroup
 from shardmath.transport.base import Bytes, Probe, Segment
@@ -27,6 +26,7 @@ class MPITransport(MultiHostTransport):
     """Segments of the ranks of an MPI communicator. See `join`."""
 
     name: ClassVar[str] = "mpi"
+    preference: ClassVar[int] = 1
     spare_bytes: ClassVar[int] = 1 << 30  # networks may pin what is attached
 
     def __init__(self, mesh: Mesh, *, timeout: float) -> None:
@@ -37,7 +37,7 @@ class MPITransport(MultiHostTransport):
         self._attached: set[int] = set()
 
     @classmethod
-    def probe(cls) -> Probe:
+    def probe(cls, ordinal: int = 0) -> Probe:
         """Available where mpi4py can be imported and MPI runs."""
         try:
             from mpi4py import MPI
@@ -47,15 +47,20 @@ class MPITransport(MultiHostTransport):
             return Probe(cls.name, False, "MPI is not running in this process")
         return Probe(cls.name, True)
 
+    @classmethod
+    def unreached(cls, mesh: Mesh, group: ProcessGroup) -> str:
+        """See Transport. One rank needs no MPI."""
+        if group.nranks == 1 or isinstance(group, MPIProcessGroup):
+            return ""
+        return (
+            "it needs the ranks of an mpi4py communicator: start the program with mpiexec, or pass "
+            "one to initialize"
+        )
+
     def join(self, group: ProcessGroup) -> None:
-        """Open the window. Collective. Raises BackendUnavailable for a group that is not MPI's."""
-        if group.nranks == 1:
+        """Open the window. Collective."""
+        if not isinstance(group, MPIProcessGroup) or group.nranks == 1:
             return
-        if not isinstance(group, MPIProcessGroup):
-            raise BackendUnavailable(
-                "the transport mpi needs the ranks of an mpi4py communicator: start the program "
-                "with mpiexec, or pass one to initialize"
-            )
         self._mpi = sys.modules["mpi4py.MPI"]
         self._comm = group.duplicate()
         self._window = self._mpi.Win.Create_dynamic(comm=self._comm)

@@ -14,7 +14,7 @@ import mmap
 import os
 import threading
 from collections.abc import Container, Iterable
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -22,6 +22,10 @@ from shardmath.errors import CollectiveMismatch, HeapExhausted
 from shardmath.transport.available import available_memory, limit_reached
 from shardmath.transport.base import Bytes, Memory, Probe, Segment, Transport, require_within
 from shardmath.transport.mesh import Mesh
+
+if TYPE_CHECKING:
+    from shardmath.config import Settings
+    from shardmath.cuda.device import Device
 
 __all__ = ["HostTransport", "export_memory", "map_memory"]
 
@@ -36,6 +40,7 @@ class HostTransport(Transport):
     """
 
     name: ClassVar[str] = "host"
+    preference: ClassVar[int] = 0
     interface: ClassVar[str] = "__array_interface__"
     spare_bytes: ClassVar[int] = 1 << 62  # segments are sparse: the spare costs nothing
     device = "cpu"
@@ -49,12 +54,17 @@ class HostTransport(Transport):
         self._introducing = threading.Lock()  # each segment is sent, and received, by one thread
 
     @classmethod
-    def probe(cls) -> Probe:
+    def probe(cls, ordinal: int = 0) -> Probe:
         """Available on Linux with memfd and pidfd."""
         missing = [name for name in ("memfd_create", "pidfd_open") if not hasattr(os, name)]
         if missing:
             return Probe(cls.name, False, f"this system has no {' and no '.join(missing)}")
         return Probe(cls.name, True)
+
+    @classmethod
+    def create(cls, mesh: Mesh, device: Device | None, settings: Settings) -> Transport:
+        """See Transport."""
+        return cls(mesh)
 
     def reserve(self, nbytes: int) -> Segment:
         """See Transport."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
+from shardmath.config import Settings
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import bindings, call, call_for_memory
 from shardmath.cuda.fence import DeviceFence
@@ -71,6 +72,7 @@ class CudaTransport(Transport):
     """
 
     name: ClassVar[str] = "cuda"
+    preference: ClassVar[int] = 0
     interface: ClassVar[str] = "__cuda_array_interface__"
     drops_at_once: ClassVar[int] = 4  # so that results of a loop lie in few places
     spare_bytes: ClassVar[int] = 1 << 30  # a segment has all its memory from the start
@@ -100,6 +102,12 @@ class CudaTransport(Transport):
         except (BackendUnavailable, CudaError, HeapExhausted) as error:
             return Probe(cls.name, False, str(error))
         return Probe(cls.name, True)
+
+    @classmethod
+    def create(cls, mesh: Mesh, device: Device | None, settings: Settings) -> Transport:
+        """See Transport."""
+        assert device is not None, "for GPUs"
+        return cls(mesh, device)
 
     def reserve(self, nbytes: int) -> Segment:
         """See Transport. All of it has memory at once."""
