@@ -56,33 +56,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=place)
 
 
-# The files that take longest, most of them more than 20 s of a core. They come first, so that what
-# is left for the end is short.
-LONG = """
-    docs/test_pages matmul/test_matmul_behaviour launchers/test_threads_counted
-    matmul/test_float8_products reliability/test_interrupts fft/test_gpu_stages
-    launchers/test_one_program matmul/test_matmul_any hosts/test_far_bodies
-    matmul/test_scaled_products launchers/test_bodies_everywhere hosts/test_far_memory
-    fft/test_fft_any collectives/test_reducing group/test_slow_starts
-    reliability/test_compiled_callers autograd/test_gradients launch/test_run
-    redistribution/test_redistribute_any reliability/test_given_up reliability/test_words
-    symmetric/test_departures matmul/test_matmul_epilogs collectives/test_moving test_layers
-""".split()
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where several processes share out the files, begin with those that take longest."""
-    if hasattr(config, "workerinput"):
-        folder = Path(__file__).parent
-        places = {folder / f"{name}.py": place for place, name in enumerate(LONG)}
-
-        def place(item: pytest.Item) -> int:
-            on_gpus = item.path.is_relative_to(folder / "cuda")  # all that one of them does
-            return -1 if on_gpus else places.get(item.path, len(LONG))
-
-        items.sort(key=place)
-
-
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Give each process whole files, and one of them all of tests/cuda: GPUs are not shared."""
