@@ -58,7 +58,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give each process whole files, and one of them all of tests/cuda: GPUs are not shared."""
+    """Give each process whole files, and one of them all of tests/cuda: GPUs are not shared.
+
+    Of what `make torture` runs each test is by itself.
+    """
     from xdist.scheduler import LoadScopeScheduling
 
     config.option.loadscopereorder = False  # by their numbers of tests
@@ -66,7 +69,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            return "cuda" if "cuda/" in file else file
+            if "cuda/" in file:
+                return "cuda"
+            return nodeid if config.option.markexpr == "torture" else file
 
     return ByFile(config, log)
 
