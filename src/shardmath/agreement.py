@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import builtins
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from functools import lru_cache
+from typing import Any, NoReturn, TypeVar
 
 from shardmath import errors, wire
 from shardmath.collective_call import settled
@@ -18,7 +19,16 @@ from shardmath.errors import CollectiveMismatch
 from shardmath.symmetric.board import Board
 from shardmath.symmetric.header import header
 
-__all__ = ["agree", "checked", "gather", "refused_by", "require_equal"]
+__all__ = [
+    "agree",
+    "beginning",
+    "checked",
+    "gather",
+    "refuse",
+    "refused_by",
+    "require_accepted",
+    "require_equal",
+]
 
 Agreed = TypeVar("Agreed")
 T = TypeVar("T")
@@ -56,23 +66,45 @@ def gather(board: Board, operation: str, describe: Callable[[], bytes]) -> list[
     Raises on every rank what `describe` raised on the first rank where it did, or
     CollectiveMismatch when the operations differ.
     """
-    prefix = header(operation) + _DESCRIBED
     mistake: Exception | None = None
     board.enter(operation)
     try:
-        text = prefix + describe()
+        text = beginning(operation) + describe()
     except Exception as error:
         mistake = error
-        text = header(operation) + _refusal(error)
-    try:
-        texts, _ = board.exchange_raw(operation, text)
-        for each in texts:
-            if not each.startswith(prefix):
-                _raise_refusal(board, board.bodies(texts, operation), mistake)
-    finally:
-        del mistake  # its traceback refers to this frame: a cycle that would keep the operands
+    if mistake is not None:
+        try:
+            refuse(board, operation, mistake)
+        finally:
+            del mistake  # its traceback refers to this frame: a cycle that would keep the operands
+    texts, _ = board.exchange_raw(operation, text)
+    return require_accepted(board, operation, texts)
+
+
+@lru_cache(maxsize=256)
+def beginning(operation: str) -> bytes:
+    """What the text of a rank that can describe its call begins with."""
+    return header(operation) + _DESCRIBED
+
+
+def require_accepted(board: Board, operation: str, texts: list[bytes]) -> list[bytes]:
+    """What all ranks describe. Raises as `gather` where one has sent something else."""
+    prefix = beginning(operation)
+    for text in texts:
+        if not text.startswith(prefix):
+            _raise_refusal(board, board.bodies(texts, operation), None)
     start = len(prefix)
-    return [each[start:] for each in texts]
+    return [text[start:] for text in texts]
+
+
+def refuse(board: Board, operation: str, mistake: Exception) -> NoReturn:
+    """Send an error in place of a description, and raise the first rank's on all of them."""
+    try:
+        texts, _ = board.exchange_raw(operation, header(operation) + _refusal(mistake))
+        _raise_refusal(board, board.bodies(texts, operation), mistake)
+    finally:
+        del mistake
+    raise AssertionError("one was sent")
 
 
 def checked(board: Board, check: Callable[[T], Agreed], told: T) -> Agreed:

@@ -21,6 +21,7 @@ BUILT = {
     "shardmath.redistribution._stream": "copies of long rows",
     "shardmath.collectives._sum": "sums of long arrays",
     "shardmath.symmetric._board": "rounds of agreement",
+    "shardmath.symmetric._fingerprint": "fingerprints of arrays",
     "shardmath.cuda._launch": "calls on GPUs that come again",
 }
 

@@ -50,7 +50,8 @@ class Context(DistributedContext):
     """A DistributedContext with all that the package asks of it: there is no other kind.
 
     `heap`, this rank's symmetric memory; `board`, the words that the ranks share; `team`, what
-    their GPUs share, None on cores; `number`, which names the context within this process.
+    their GPUs share, None on cores; `number`, which names the context within this process;
+    `closed`, why it can no longer be used, None where it can; `caches`, see `cache`.
     """
 
     def __init__(
@@ -81,8 +82,8 @@ class Context(DistributedContext):
         # By ranks: how many were made, and the last.
         self._subsets: dict[tuple[int, ...], tuple[int, Context | None]] = {}
         self._shared_ids = itertools.count()
-        self._closed: str | None = None
-        self._caches: dict[str, Any] = {}
+        self.closed: str | None = None
+        self.caches: dict[Any, Any] = {}
         self.repeats: Any = None  # calls that come again, compiled: see collectives.repeats
         # A context that is dropped without `close` is left too: its memory is awaited by nobody.
         dropped = None if team is None else team.drop
@@ -105,7 +106,7 @@ class Context(DistributedContext):
         return self.transport == "nvshmem"
 
     def __repr__(self) -> str:
-        state = f" ({self._closed})" if self._closed else ""
+        state = f" ({self.closed})" if self.closed else ""
         return f"DistributedContext(rank {self.rank} of {self.size} on {self.device_id}){state}"
 
     def __reduce__(self) -> NoReturn:
@@ -255,11 +256,11 @@ class Context(DistributedContext):
         """The number of the next object that the ranks of this context share, the same on all."""
         return next(self._shared_ids)
 
-    def cache(self, name: str, make: Callable[[], Any]) -> Any:
+    def cache(self, name: Any, make: Callable[[], Any]) -> Any:
         """This context's object of that name, made when first asked for, ended with the context."""
-        if name not in self._caches:
-            self._caches[name] = make()
-        return self._caches[name]
+        if name not in self.caches:
+            self.caches[name] = make()
+        return self.caches[name]
 
     def keep_for_kernels(self, buffer: Buffer) -> None:
         """Keep heap memory until this context and all that it was split from have ended.
@@ -324,7 +325,7 @@ class Context(DistributedContext):
                 "this context, each once, this one among them"
             )
         count, last = self._subsets.get(chosen, (0, None))
-        if last is None or last._closed:
+        if last is None or last.closed:
             self._subsets[chosen] = count + 1, None  # what has failed is not made again
             self.board.enter("subset")
             name = f"{self._name} / subset {chosen} number {count}"
@@ -449,8 +450,8 @@ class Context(DistributedContext):
 
     def require_open(self) -> None:
         """Raise RuntimeError when the context can no longer be used, saying why."""
-        if self._closed:
-            raise RuntimeError(f"this context cannot be used: {self._closed}")
+        if self.closed:
+            raise RuntimeError(f"this context cannot be used: {self.closed}")
 
     def announce_close(self, why: str) -> None:
         """Let no peer wait for more operations of this context, which was not split off another.
@@ -468,7 +469,7 @@ class Context(DistributedContext):
 
     def close(self, why: str = "it was closed") -> None:
         """See DistributedContext."""
-        if self._closed:
+        if self.closed:
             return
         self._end(why)
         if self._parent is None:
@@ -479,19 +480,19 @@ class Context(DistributedContext):
 
     def _end(self, why: str) -> None:
         """Take no part any more; what this context shares with others stays."""
-        self._closed = why
+        self.closed = why
         self.board.leave()
         if self.team is not None:
             self.team.leave()
         self.team = None
         self._dropping.detach()
         self.heap.groups.leave(self.number, self.board.ended)
-        self._caches.clear()
+        self.caches.clear()
         self.repeats = None
 
     def abandon(self, why: str) -> None:
         """Make the context unusable in this process, and tell nobody: it is not this process's."""
-        self._closed = why
+        self.closed = why
         self._dropping.detach()  # it would say on the board that the parent has left
         self._runtime.mesh.abandon()
 
@@ -504,13 +505,14 @@ def current_context() -> Context | None:
 
 def require_context() -> Context:
     """The current context. Raises RuntimeError, saying what to call, when there is none."""
-    context = current_context()
-    if context is None:
+    context = current.get()
+    if not isinstance(context, Context):
         raise RuntimeError(
             'shardmath is not initialized: call shardmath.initialize("cpu") (or with the index of '
             "a CUDA device) on every rank first"
         )
-    context.require_open()
+    if context.closed:
+        context.require_open()
     return context
 
 
@@ -525,4 +527,4 @@ def open_contexts() -> list[Context]:
     """Every context of this process that can be used, the current one first."""
     now = current_context()
     others = [context for context in list(_contexts) if context is not now]
-    return [c for c in ([now] if now is not None else []) + others if not c._closed]
+    return [c for c in ([now] if now is not None else []) + others if not c.closed]

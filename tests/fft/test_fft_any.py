@@ -56,7 +56,7 @@ def run_case(context, case):
     # Small arrays in many blocks and passes, as large ones are, and by plans made for these.
     with (
         patch.object(blocks, "BLOCK_BYTES", case["block"]),
-        patch.object(context, "_caches", {}),
+        patch.object(context, "caches", {}),
     ):
         check_case(context, case)
 

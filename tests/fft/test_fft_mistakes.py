@@ -502,7 +502,7 @@ def overlapping(context):
     swapped = (boxes[rank], boxes[1 - rank])
     want = scipy.fft.fft(full, axis=1)
     small = patch.object(blocks, "BLOCK_BYTES", 64)
-    with context, small, patch.object(context, "_caches", {}):
+    with context, small, patch.object(context, "caches", {}):
         room = np.zeros((7, 16), complex)
         room[:6] = full[mine]
         fft(room[:6], distribution=Slab.X, axes=1, out=room[1:])  # a row further, no exchange

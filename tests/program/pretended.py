@@ -108,7 +108,7 @@ def pretended_gpu(context):
     with ExitStack() as stack:
         for owner, name, stand_in in (
             (context, "team", team),
-            (context, "_caches", {}),
+            (context, "caches", {}),
             (gpus, "Lane", Lane),
             (gpu_memory, "Lane", Lane),
             (gpu_hosts, "BoxCopies", Copies),

@@ -15,7 +15,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 from shardmath import wire
-from shardmath.agreement import checked, gather
+from shardmath.agreement import beginning, checked, refuse, require_accepted
 from shardmath.lru_cache import LRUCache
 
 if TYPE_CHECKING:
@@ -26,8 +26,9 @@ __all__ = ["Agreement", "Described", "HashedSpec", "Statement", "agree", "agree_
 Plan = TypeVar("Plan")
 
 _Key = tuple[str, tuple[bytes, ...]]  # operation, digests of all ranks' specs
-_Messages = tuple[str | bytes, ...]  # operation, and the message of each rank
+_Messages = tuple[bytes, ...]  # of each rank, with the operation
 
+_NAME = "plans"  # of what a context keeps of them
 _KEPT = 256  # plans per context
 _MADE = struct.Struct("<I")  # plans made, before the digest of the spec
 _DIGEST_BYTES = 16
@@ -52,7 +53,7 @@ class Described(Protocol):
 
     `spec` is plain hashable data (tuples, strings, numbers, None) of which equal values mean equal
     calls, or a `HashedSpec` of such data. `note` is bytes that may differ from call to call, such
-    as where operands lie.
+    as where operands lie; `payload`, bytes that mostly do.
     """
 
     @property
@@ -65,6 +66,11 @@ class Described(Protocol):
         """See the class."""
         ...
 
+    @property
+    def payload(self) -> bytes:
+        """See the class."""
+        ...
+
 
 Own = TypeVar("Own", bound=Described)
 
@@ -72,8 +78,8 @@ Own = TypeVar("Own", bound=Described)
 class Agreement(Generic[Plan]):
     """The plan of a call, and the notes of all ranks on this one execution of it.
 
-    It is the same object in calls in which every rank sends what it sent before, so that what a
-    rank has prepared for such calls can be found by it.
+    It is the same object in calls in which every rank sends what it sent before, but for payloads,
+    so that what a rank has prepared for such calls can be found by it.
     """
 
     __slots__ = ("key", "notes", "plan")
@@ -88,8 +94,8 @@ def agree(
     describe: Callable[..., Own],
     build: Callable[[list[Any]], Plan],
     *arguments: Any,
-) -> tuple[Own, Agreement[Plan]]:
-    """This rank's `describe(*arguments)`, and what all ranks have agreed on. Collective.
+) -> tuple[Own, Agreement[Plan], list[bytes]]:
+    """This rank's `describe(*arguments)`; what all ranks have agreed on; payloads. Collective.
 
     `build(specs)`, given every rank's spec in rank order, is pure: it returns the plan, or raises
     the same error on all ranks. It runs when these specs come together for the first time; the
@@ -98,32 +104,52 @@ def agree(
     Raises on every rank what `describe` raised on the first rank where it did, what `build` raises,
     or CollectiveMismatch when the operations differ.
     """
-    cache: _PlanCache = context.cache("plans", _PlanCache)
-    described: list[Own] = []
-
-    def message() -> bytes:
+    if context.closed:
+        context.require_open()
+    board = context.board
+    plans: _Plans = context.caches.get(_NAME) or context.cache(_NAME, _Plans)
+    mistake: Exception | None = None
+    board.enter(operation)
+    try:
         own = describe(*arguments)
-        described.append(own)
-        return cache.header(operation, own.spec) + own.note
+        spec = own.spec
+        digest = spec.digest if isinstance(spec, HashedSpec) else plans.digest(operation, spec)
+        text = beginning(operation) + plans.made + digest + own.note
+    except Exception as error:
+        mistake = error
+    if mistake is not None:
+        try:
+            refuse(board, operation, mistake)
+        finally:
+            del mistake  # its traceback refers to this frame: a cycle that would keep the operands
+    texts, payloads = board.exchange_raw(operation, text, own.payload)
+    known = plans.repeated.find(tuple(texts))
+    if known is not None and plans.find(known.key) is not None:
+        return own, known, payloads
+    return own, _agreed(context, plans, operation, spec, texts, build), payloads
 
-    context.require_open()
-    messages = gather(context.board, operation, message)
-    own = described[0]
-    agreement: Agreement[Plan] | None = cache.find_repeated(operation, messages)
-    if agreement is not None:
-        return own, agreement
-    cache.compare(messages)
+
+def _agreed(
+    context: Context,
+    plans: _Plans,
+    operation: str,
+    spec: Hashable | HashedSpec,
+    texts: list[bytes],
+    build: Callable[[list[Any]], Plan],
+) -> Agreement[Plan]:
+    """What the ranks agree on, given what they have sent, which is not known so far. Collective."""
+    messages = require_accepted(context.board, operation, texts)
+    plans.compare(messages)
     key = (operation, tuple([text[_MADE.size : _HEADER_BYTES] for text in messages]))
     notes = [text[_HEADER_BYTES:] for text in messages]
-    plan = cache.find(key)
+    plan = plans.find(key)
     if plan is None:
-        spec = own.spec
-        text = wire.encode(spec.spec if isinstance(spec, HashedSpec) else spec)
-        texts = context.board.exchange(operation, text)
-        built = checked(context.board, build, [wire.decode(each) for each in texts])
-        plan = cache.keep(key, (built,))
-        return own, Agreement(plan[0], notes, key)
-    return own, cache.keep_repeated(operation, messages, Agreement(plan[0], notes, key))
+        own = wire.encode(spec.spec if isinstance(spec, HashedSpec) else spec)
+        specs = context.board.exchange(operation, own)
+        built = checked(context.board, build, [wire.decode(each) for each in specs])
+        plan = plans.keep(key, (built,))
+        return Agreement(plan[0], notes, key)
+    return plans.repeated.keep(tuple(texts), Agreement(plan[0], notes, key))
 
 
 def agree_plan(
@@ -133,7 +159,7 @@ def agree_plan(
     build: Callable[[list[Any]], Plan],
 ) -> tuple[Plan, list[bytes]]:
     """As `agree`, for operators that have found out nothing else. Collective."""
-    _, agreement = agree(context, operation, lambda: Statement(*describe()), build)
+    _, agreement, _ = agree(context, operation, lambda: Statement(*describe()), build)
     return agreement.plan, agreement.notes
 
 
@@ -142,61 +168,46 @@ class Statement(NamedTuple):
 
     spec: Hashable | HashedSpec
     note: bytes
+    payload: bytes = b""
 
 
-class _PlanCache:
-    """The plans that one context has agreed on; the same on all its ranks."""
+class _Plans:
+    """The plans that one context has agreed on; the same on all its ranks.
+
+    `made` is how many there were, as messages have it. `repeated` has what was agreed on in calls
+    since the last was made, by the messages of all ranks.
+    """
 
     def __init__(self) -> None:
-        self._made = 0  # equal on all ranks
-        self._header = _MADE.pack(0)  # the same, as messages have it
+        self._count = 0
+        self.made = _MADE.pack(0)
         self._plans: LRUCache[_Key, tuple[Any]] = LRUCache(_KEPT)  # all ranks use them alike
         self._digests: LRUCache[tuple[str, Hashable], bytes] = LRUCache(_KEPT)  # this rank's own
-        # By the messages of a call since the last plan was made.
-        self._repeated: LRUCache[_Messages, Agreement[Any]] = LRUCache(_KEPT)
+        self.repeated: LRUCache[_Messages, Agreement[Any]] = LRUCache(_KEPT)
+        self.find = self._plans.find
 
-    def header(self, operation: str, spec: Hashable | HashedSpec) -> bytes:
-        """How many plans were made, and 16 bytes that stand for `spec`.
-
-        Raises TypeError when it is not plain hashable data.
-        """
-        if isinstance(spec, HashedSpec):
-            return self._header + spec.digest
+    def digest(self, operation: str, spec: Hashable) -> bytes:
+        """16 bytes that stand for `spec`. Raises TypeError when it is not plain hashable data."""
         digest = self._digests.find((operation, spec))
         if digest is None:
             digest = self._digests.keep((operation, spec), HashedSpec(spec).digest)
-        return self._header + digest
+        return digest
 
     def compare(self, messages: Sequence[bytes]) -> None:
-        """Clear the cache where ranks have made different numbers of plans, given all messages."""
-        if not all(text.startswith(self._header) for text in messages):
+        """Forget all plans where ranks have made different numbers of them."""
+        if not all(text.startswith(self.made) for text in messages):
             self.restart(1 + max(_MADE.unpack_from(text)[0] for text in messages))
 
-    def restart(self, made: int) -> None:
+    def restart(self, count: int) -> None:
         """Forget all plans, as if so many had been made."""
         self._plans.clear()
-        self._count(made)
-
-    def find_repeated(self, operation: str, messages: Sequence[bytes]) -> Agreement[Any] | None:
-        """What was agreed on in a call in which all ranks sent the same. A use of its plan."""
-        agreement = self._repeated.find((operation, *messages))
-        if agreement is None or self._plans.find(agreement.key) is None:
-            return None
-        return agreement
-
-    def keep_repeated(
-        self, operation: str, messages: Sequence[bytes], agreement: Agreement[Any]
-    ) -> Agreement[Any]:
-        """Let `find_repeated` find it."""
-        return self._repeated.keep((operation, *messages), agreement)
-
-    def find(self, key: _Key) -> tuple[Any] | None:
-        return self._plans.find(key)
+        self._set_count(count)
 
     def keep(self, key: _Key, plan: tuple[Any]) -> tuple[Any]:
-        self._count(self._made + 1)
+        """Keep one that was made now."""
+        self._set_count(self._count + 1)
         return self._plans.keep(key, plan)
 
-    def _count(self, made: int) -> None:
-        self._made, self._header = made, _MADE.pack(made)
-        self._repeated.clear()
+    def _set_count(self, count: int) -> None:
+        self._count, self.made = count, _MADE.pack(count)
+        self.repeated.clear()

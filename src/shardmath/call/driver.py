@@ -15,22 +15,23 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from hashlib import blake2b
+from logging import INFO
 from typing import Any, Protocol, TypeVar
 
 from shardmath import wire
 from shardmath.arrays import ArraySpec
-from shardmath.arrays.detect import library_and_spec, library_of
+from shardmath.arrays.detect import library_and_spec
 from shardmath.call.agreement import HashedSpec, agree
 from shardmath.collective_call import collective_call
 from shardmath.context import Context, require_context
 from shardmath.lru_cache import LRUCache
 from shardmath.machine import Machine
-from shardmath.operators.lifecycle import check_stream, log_plan, options_of
+from shardmath.operators.lifecycle import LOGGER, check_stream, log_plan, options_of
 from shardmath.program.cores import Cores
 from shardmath.program.numbers import PLAIN, Number, number
 from shardmath.program.performing import Arguments, Known, Names, Performer, Plan, Turn
 from shardmath.program.steps import Program
-from shardmath.symmetric.fingerprint import fingerprint
+from shardmath.symmetric.fingerprint import Recognised
 
 __all__ = ["Driver", "Operation", "call"]
 
@@ -75,7 +76,9 @@ class Operation(Protocol[Problem]):
 @collective_call
 def call(operation: Operation[Any], arguments: Arguments) -> Any:
     """The results of a call in the current context. Collective."""
-    return Driver.of(require_context(), operation).call(arguments)
+    context = require_context()
+    driver: Driver | None = context.caches.get(operation)
+    return (driver or Driver.of(context, operation)).call(arguments)
 
 
 class Driver:
@@ -86,7 +89,7 @@ class Driver:
         self.operation = operation
         self.machine = Machine("cpu" if context.team is None else "cuda", context.hosts)
         self.performer = _performer(context, operation, kept=kept)
-        self._known: LRUCache[Any, Known] = LRUCache(_KEPT)
+        self._known: Recognised[Known] = Recognised(context, _KEPT)
         self._specs: LRUCache[Any, HashedSpec] = LRUCache(_KEPT)  # of arrays that look alike
         self._expected: LRUCache[bytes, Plan] = LRUCache(_KEPT)  # by the digest of this rank's spec
         self._plans: LRUCache[bytes, Plan]  # by tag, of all calls and objects of the operation
@@ -95,22 +98,21 @@ class Driver:
     @classmethod
     def of(cls, context: Context, operation: Operation[Any]) -> Driver:
         """The one for all calls of a function."""
-        driver: Driver = context.cache(
-            f"driver: {operation.names.operation}", partial(cls, context, operation, kept=False)
-        )
+        driver: Driver = context.cache(operation, lambda: cls(context, operation, kept=False))
         return driver
 
     # -- a call ------------------------------------------------------------------------------------
 
     def call(self, arguments: Arguments) -> Any:
         """Its results. Collective."""
-        turn, agreement = agree(
+        turn, agreement, payloads = agree(
             self.context, self.operation.names.operation, self._describe, self.build, arguments
         )
-        plan = agreement.plan
+        turn.payloads, plan = payloads, agreement.plan
         if turn.known.expected is not plan:
             turn.known.expected = self.expect(turn.spec, plan)
-        self.log(arguments.options, plan)
+        if arguments.options is not None or LOGGER.isEnabledFor(INFO):
+            self.log(arguments.options, plan)
         results = self.performer.perform(turn, agreement, plan)
         return results[0] if len(results) == 1 else results
 
@@ -130,39 +132,31 @@ class Driver:
         """
         if arguments.stream is not None:
             check_stream(arguments.stream)
-        key: Hashable | None = None
+        operands, results, words, options, _, numbers = arguments
         try:
-            key = self._key(arguments)
+            if options is not None:
+                options = options_of(self.operation.options, options)
+            if numbers:
+                numbers = self._numbers(arguments)
+            said = words, tuple(map(type, words)), options, numbers  # True equals 1, and is no axis
+            key = self._known.key(said, operands, results)
             found = None if key is None else self._known.find(key)
-        except (TypeError, ValueError):  # no array, or no hash: it takes a closer look
+        except (TypeError, ValueError):  # a word has no hash, or what is wrong is found out below
             key = found = None
         if found is not None:
             return found
-        numbers = dict(zip(self.operation.names.numbers, self._numbers(arguments), strict=True))
+        by_name = dict(zip(self.operation.names.numbers, self._numbers(arguments), strict=True))
         own = spec(arguments)
         arrays, expected = self.performer.read(arguments), self._expected.find(own.digest)
-        if key is None:
-            return Known(own, arrays, False, expected, numbers)
-        known = Known(own, self.performer.without_memory(arrays), True, expected, numbers)
-        return self._known.keep(key, known)
+        known = Known(own, self.performer.without_memory(arrays), True, expected, by_name)
+        if key is None or not self._known.keep_for(key, (*operands, *results), known):
+            return Known(own, arrays, False, expected, by_name)
+        return known
 
     def _numbers(self, arguments: Arguments) -> tuple[Number, ...]:
         """The numbers of a call. Raises ValueError for what is none."""
         pairs = zip(self.operation.names.numbers, arguments.numbers, strict=True)
         return tuple([x if type(x) in PLAIN else number(name, x) for name, x in pairs])
-
-    def _key(self, arguments: Arguments) -> Hashable | None:
-        """None for a call of which the arrays take a closer look."""
-        operands, results, words, options, _, numbers = arguments
-        for x in results:
-            if x is not None and not library_of(x).is_writable(x):
-                return None
-        if numbers:
-            numbers = self._numbers(arguments)
-        alike = fingerprint(self.context, *operands, *results)
-        if options is not None:
-            options = options_of(self.operation.options, options)
-        return None if alike is None else (alike, words, options, numbers)
 
     def spec(self, arguments: Arguments) -> HashedSpec:
         """What this rank's arguments are, for all ranks to compare. Local."""

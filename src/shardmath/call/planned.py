@@ -37,7 +37,9 @@ class Planned(Lifecycle):
     def __init__(self, operation: Operation[Any], arguments: Arguments) -> None:
         context = require_context()
         self._driver = Driver(context, operation, kept=True)
-        turn, agreement = agree(context, self.noun, self._described, self._driver.build, arguments)
+        turn, agreement, _ = agree(
+            context, self.noun, self._described, self._driver.build, arguments
+        )
         self._plan: Plan = agreement.plan
         names = operation.names.operands
         super().__init__(context, dict(zip(names, arguments.operands, strict=True)))
@@ -49,6 +51,7 @@ class Planned(Lifecycle):
         self._words = arguments.words
         self._options = options_of(operation.options, arguments.options)
         self._driver.performer.number = self.number
+        self._execution = f"{self.noun}.execute"
         self._own_spec = HashedSpec((self.number,))
         self._driver.expect(self._spec_as(turn.spec), self._plan)
         self._driver.log(arguments.options, self._plan)
@@ -85,16 +88,16 @@ class Planned(Lifecycle):
         self._require_open()
         driver = self._driver
         try:
-            turn, agreement = agree(
+            turn, agreement, payloads = agree(
                 self.context,
-                f"{self.noun}.execute",
+                self._execution,
                 self._described_execution,
                 self._agreed_plan,
                 results,
                 stream,
                 words,
             )
-            plan = agreement.plan
+            turn.payloads, plan = payloads, agreement.plan
             if turn.known.expected is not plan:
                 turn.known.expected = driver.expect(turn.spec, plan)
             given = driver.performer.perform(turn, agreement, plan)

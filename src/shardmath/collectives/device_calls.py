@@ -55,7 +55,7 @@ def perform_on_device(context: Context, call: Call, x: Any, out: Any) -> Any:
                 operand = DeviceOperand(context, x, out, tag=known.tag)
                 return call.on_device(operand, known.plan)
         with ahead.meeting(cached.spec.spec):
-            _, agreement = agree(context, operation, _repeated, call.build, cached)
+            _, agreement, _ = agree(context, operation, _repeated, call.build, cached)
         plan = agreement.plan
         with context.executing(operation):
             if plan is cached.plan and cached.applies(arrays):
@@ -74,7 +74,7 @@ def perform_on_device(context: Context, call: Call, x: Any, out: Any) -> Any:
     else:
         try:
             with ahead.meeting(found if isinstance(found, Exception) else found.spec):
-                own, agreement = agree(context, operation, _raised, call.build, found)
+                own, agreement, _ = agree(context, operation, _raised, call.build, found)
         finally:
             del found  # its traceback refers to this frame: a cycle that would keep the operands
         operand, spec, plan = own.operand, own.spec, agreement.plan
@@ -119,6 +119,7 @@ class _DeviceCall(NamedTuple):
     spec: tuple[Any, ...]
     note: bytes
     operand: DeviceOperand
+    payload: bytes = b""
 
 
 def _describe(context: Context, call: Call, x: Any, out: Any) -> _DeviceCall | Exception:
@@ -196,6 +197,7 @@ class _CachedCall:
     """
 
     note: ClassVar[bytes] = b""  # peers are told nothing
+    payload: ClassVar[bytes] = b""
 
     array_specs: tuple[ArraySpec, ArraySpec | None]
     spec: HashedSpec

@@ -94,7 +94,7 @@ def perform(context: Context, call: Call, x: Any, out: Any) -> Any:
         from shardmath.collectives.device_calls import perform_on_device
 
         return perform_on_device(context, call, x, out)
-    own, agreement = agree(
+    own, agreement, _ = agree(
         context, call.operation, _describe_on_host, call.build, context, call, x, out
     )
     with context.executing(call.operation):
@@ -108,6 +108,7 @@ class _HostCall(NamedTuple):
     spec: Hashable
     operand: Operand
     offered: Offer | Staged
+    payload: bytes = b""
 
     @property
     def note(self) -> bytes:

@@ -136,7 +136,7 @@ def _receive(context: Context, root: int, out: Any, call: Call) -> Any:
             raise ValueError("the root of a broadcast passes an array, not None")
         return Statement((*_NO_ARRAY, _spec_of_output(context, out), source), NOTHING)
 
-    _, agreement = agree(context, call.operation, describe, call.build)
+    _, agreement, _ = agree(context, call.operation, describe, call.build)
     plan = agreement.plan
     with context.executing(call.operation):
         if context.team is not None:

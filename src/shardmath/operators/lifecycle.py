@@ -20,6 +20,7 @@ from shardmath.lru_cache import LRUCache
 from shardmath.untraced import untraced_methods
 
 __all__ = [
+    "LOGGER",
     "Lifecycle",
     "check_blocking",
     "check_logger",
@@ -30,7 +31,7 @@ __all__ = [
 
 T = TypeVar("T")
 
-_LOGGER = logging.getLogger(__name__)
+LOGGER = logging.getLogger(__name__)
 _LOGGED = partial(LRUCache[int, weakref.ref[Any]], 256)  # plans of a context, by their identity
 
 
@@ -151,14 +152,14 @@ def log_plan(context: Context, logger: Logger | None, plan: _Explained) -> None:
     plan once, so that a program whose root logger is at INFO is not told the same at each call.
     """
     if logger is None:
-        if not _LOGGER.isEnabledFor(logging.INFO):
+        if not LOGGER.isEnabledFor(logging.INFO):
             return
         logged: LRUCache[int, weakref.ref[Any]] = context.cache("plans in the log", _LOGGED)
         seen = logged.find(id(plan))
         if seen is not None and seen() is plan:
             return
         logged.keep(id(plan), weakref.ref(plan))
-    (logger or _LOGGER).info("%s", plan.explain())
+    (logger or LOGGER).info("%s", plan.explain())
 
 
 def check_blocking(blocking: Any) -> None:

@@ -137,10 +137,11 @@ class Cores:
             if x is None:
                 continue
             own = [n for n, y in zip(names.operands, arguments.operands, strict=True) if y is x]
-            name_given = own[0] if own else name  # an operand that is overwritten
+            name_given = own[0] if own else name
             target = library_of(x, name).host_view(x, writable=True, name=name_given)
             place = block_of(context, x)
-            others = [host for key, host in hosts.items() if not own or key != id(x)]
+            overwritten = id(x) if set(own) & set(names.optional) else 0
+            others = [host for key, host in hosts.items() if key != overwritten]
             if names.separate and any(share_memory(host, target) for host in others):
                 raise ValueError(f"{name_given} overlaps {names.separate}")
             found[name] = _operand(target, None if place is None else place[0])
@@ -281,8 +282,8 @@ class Cores:
             steps, lasting = self._bind(turn, plan, notes)
             if notes is told and known.lasting and lasting and turn.held is None:
                 self._bound.keep(key, steps)
-        with self._context.board.guard(self._names.operation):
-            run(steps)
+        for step in steps:
+            step()
         given = turn.arguments.results
         if not made:
             return given

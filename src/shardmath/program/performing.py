@@ -78,16 +78,21 @@ class Known:
 
 
 class Turn:
-    """One call on one rank: what it says (`spec`, `note`), and what is made for it alone.
+    """One call on one rank: what it says, and what is made for it alone.
 
-    `made` are new results by name, `held` is whatever has to live until the call has ended.
+    Ranks compare `spec` and `note` with those of the last call, and not `payload`; `payloads` are
+    all ranks'. `made` are new results by name, `held` is whatever has to live until the call ends.
     """
 
-    __slots__ = ("arguments", "held", "known", "made", "note", "prepared", "spec")
+    __slots__ = (
+        *("arguments", "held", "known", "made", "note", "payload", "payloads"),
+        *("prepared", "spec"),
+    )
 
     def __init__(self, arguments: Arguments, known: Known, spec: HashedSpec) -> None:
         self.arguments, self.known, self.spec = arguments, known, spec
-        self.note = b""
+        self.note = self.payload = b""
+        self.payloads: list[bytes] = []
         self.made: dict[str, Any] = {}
         self.held: Any = None
         self.prepared: Any = None  # the performer's

@@ -7,16 +7,27 @@ whatever a call found out about such arrays still holds. No element is read.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Any
+import sys
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import numpy as np
 
 from shardmath.arrays import Library, library_of
 from shardmath.arrays.spec import ArraySpec
+from shardmath.compiled import extension
 from shardmath.context import Context
-from shardmath.symmetric.heap import Block
+from shardmath.lru_cache import LRUCache
+from shardmath.symmetric.heap import Block, Heap
 
-__all__ = ["fingerprint", "inspect"]
+__all__ = ["Recognised", "fingerprint", "inspect"]
 
+V = TypeVar("V")
+
+_NAME = "shardmath.symmetric._fingerprint"  # of the module that fingerprint.c makes
+
+Looks = Callable[..., tuple[Any, ...] | None]  # of tuples of arrays
 Inspected = tuple[Library, ArraySpec, int, Block | None]  # and the address, and the block there
 
 
@@ -58,3 +69,118 @@ def fingerprint(context: Context, *arrays: Any) -> tuple[Hashable, ...] | None:
         if block is not None:
             found += block.address, block.nbytes
     return tuple(found)
+
+
+class Recognised(LRUCache[Hashable, Any], Generic[V]):
+    """What was found out about calls, kept for those whose words and arrays are like theirs.
+
+    What a key says of arrays is how they look and where they lie. Which blocks of the heap are
+    there is asked anew only where the heap has changed since.
+    """
+
+    def __init__(self, context: Context, most: int) -> None:
+        super().__init__(most)
+        self._context = context
+        self._heap = context.heap
+        self._looks = _looks()
+
+    def key(self, words: Hashable, *arrays: tuple[Any, ...]) -> Hashable | None:
+        """What such a call is found by; None for arrays that take a closer look. Local."""
+        try:
+            found = self._looks(*arrays)
+        except (TypeError, ValueError, RuntimeError):  # no arrays, or such as have no memory
+            return None
+        return None if found is None else (found, words)
+
+    def find(self, key: Hashable) -> V | None:
+        """The value of that key, or None, also where an array was freed, or lies otherwise."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return None
+        known: _Known[V] = entry[0]
+        if known.version != self._heap.version and not known.holds(self._heap):
+            return None
+        entry[1] = self._uses = self._uses + 1
+        return known.value
+
+    def keep_for(self, key: Hashable, arrays: tuple[Any, ...], value: V) -> bool:
+        """Keep a value for arrays like these: whether that is so.
+
+        Not of arrays that lie elsewhere than where this rank computes.
+        """
+        context, version = self._context, self._heap.version
+        device = "cpu" if context.team is None else context.team.device.name
+        blocks: list[tuple[int, Block | None]] = []
+        for x in arrays:
+            if x is None:
+                continue
+            inspected = inspect(context, x)
+            if inspected is None or inspected[1].device != device:
+                return False
+            library, spec, address, block = inspected
+            blocks.append((address if spec.size else library.anchor(x), block))
+        self.keep(key, _Known(value, version, blocks))
+        return True
+
+
+class _Known(Generic[V]):
+    """A value, and in which blocks the arrays lay when the heap had that `version`."""
+
+    __slots__ = ("_blocks", "value", "version")
+
+    def __init__(self, value: V, version: int, blocks: list[tuple[int, Block | None]]) -> None:
+        self.value, self.version = value, version
+        self._blocks = [(address, _extent(block)) for address, block in blocks]
+
+    def holds(self, heap: Heap) -> bool:
+        """Whether they still do, as far as this rank has not freed them."""
+        version = heap.version
+        for address, extent in self._blocks:
+            block = heap.find(address)
+            if _extent(block) != extent or (block is not None and block.freed):
+                return False
+        self.version = version
+        return True
+
+
+def _extent(block: Block | None) -> tuple[int, int] | None:
+    return None if block is None else (block.address, block.nbytes)
+
+
+def _looks() -> Looks:
+    """By compiled code where it was built."""
+    built = extension(_NAME)
+    if built is None:
+        return _look_at_all
+    built.know(np.ndarray)
+
+    def learn() -> None:
+        torch = sys.modules.get("torch")
+        if torch is not None:
+            built.know(torch.Tensor, torch.is_grad_enabled)
+
+    def other(x: Any) -> Hashable | None:
+        learn()  # it may have been imported since
+        return _look(x)
+
+    learn()
+    return partial(built.looks, other)
+
+
+def _look_at_all(*arrays: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    found: list[Hashable] = []
+    for x in (x for each in arrays for x in each):
+        look = None if x is None else _look(x)
+        if x is not None and look is None:
+            return None
+        found.append(look)
+    return tuple(found)
+
+
+def _look(x: Any) -> Hashable | None:
+    library = library_of(x)
+    identity = library.identity(x)
+    if identity is None:
+        return None
+    spec, address = identity
+    return spec, address if spec.size else library.anchor(x), library.is_writable(x)

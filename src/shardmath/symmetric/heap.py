@@ -166,6 +166,7 @@ class Heap:
         self._blocks: dict[int, Block] = {}  # by address
         self._addresses: list[int] = []  # the same addresses, sorted
         self.changing = False  # a method is at work, or was when an exception left it
+        self.version = 0  # rises before blocks come, go, or are freed
         self._change = _Change(self)
         self._dropped: deque[Block] = deque()
         self._retired: dict[Block, None] = {}  # in order of arrival
@@ -444,6 +445,7 @@ class _Change:
     def __enter__(self) -> None:
         if self._heap.changing:
             self._heap.restore_order()
+        self._heap.version += 1
         self._heap.changing = True
 
     def __exit__(self, kind: object, *_: object) -> None:

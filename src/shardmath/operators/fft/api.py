@@ -223,7 +223,7 @@ class FFT(Planned):
             self._driver.performer.inspect(arguments)
             return Turn(arguments, Known(spec, None, lasting=False), spec)
 
-        _, agreement = agree(
+        _, agreement, _ = agree(
             self.context, f"{self.noun}.reset_operand", described, self._similar_plan
         )
         self._plan, self._words = agreement.plan, words
