@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -16,8 +16,13 @@ from unittest.mock import patch
 import numpy as np
 from interpreter import copy_of
 
+from shardmath.arrays.dtypes import to_numpy
 from shardmath.arrays.numpy import NumPy
 from shardmath.context import Context
+from shardmath.local.rounding import round_into
+from shardmath.operators.fft import deliveries, launching, preparation, rank_plan
+from shardmath.operators.fft import gpus as fft_gpus
+from shardmath.operators.fft.local_steps import Convert, LocalFFT, Scale
 from shardmath.program import gpu_hosts, gpu_memory, gpus
 from shardmath.redistribution import Window
 from shardmath.redistribution import device as boxes_on_gpus
@@ -45,12 +50,34 @@ class Copies:
         return SimpleNamespace(put=lambda stream: self.launch(stream, sources, targets))
 
 
+class Team:
+    """As symmetric.team.Team."""
+
+    def __init__(self):
+        self.device = Device()
+
+    def check(self):
+        pass
+
+    def synchronize(self, stream):
+        pass
+
+
+class Device:
+    """As cuda.device.Device."""
+
+    name = NAME
+
+    def activate(self):
+        pass
+
+
 class Lane:
     """As operators.lanes.Lane, for one stream."""
 
     def __init__(self, context):
         self._context, self._buffers = weakref.proxy(context), {}
-        self.team = SimpleNamespace(check=lambda: None, synchronize=lambda stream: None)
+        self.team = Team()
 
     @classmethod
     def numbered(cls, context, number):
@@ -68,6 +95,18 @@ class Lane:
         if held is None or held.block.nbytes < nbytes:
             self._buffers[name] = self._context.allocate_shared(nbytes)
         return self._buffers[name]
+
+    def private(self, name, nbytes):
+        return self.buffer(name, nbytes).block.address
+
+    def memory(self):
+        return {name: buffer.block for name, buffer in self._buffers.items()}
+
+    def stream(self, name):
+        return 0
+
+    def event(self, name):
+        return 0
 
     def address(self, name):
         return self._buffers[name].block.address
@@ -98,12 +137,47 @@ def fetch(context, found, outboxes, room, stream):
         ctypes.memmove(room + each.at, data.ctypes.data, each.nbytes)
 
 
+def transformed(launch, stream, step):
+    """As Launch.local, by NumPy."""
+    if isinstance(step, Scale):
+        at(launch, step.target)[...] *= step.factor
+        return
+    source, target = at(launch, step.source), at(launch, step.target)
+    if isinstance(step, LocalFFT):
+        wide = source.astype(np.complex128 if source.dtype.kind == "c" else np.float64)
+        if step.kind == "R2C":
+            made = np.fft.rfftn(wide, axes=step.axes)
+        elif step.kind == "C2R":
+            sizes = [target.shape[axis] for axis in step.axes]
+            made = np.fft.irfftn(wide, s=sizes, axes=step.axes, norm="forward")
+        elif launch.forward:
+            made = np.fft.fftn(wide, axes=step.axes)
+        else:
+            made = np.fft.ifftn(wide, axes=step.axes, norm="forward")
+        target[...] = made
+    elif isinstance(step, Convert):
+        round_into(source, target)
+        if step.factor != 1:
+            raise NotImplementedError("half precision is for torch")
+    else:
+        target[...] = source
+
+
+def at(launch, view):
+    """The array of a view."""
+    dtype = to_numpy(view.dtype)
+    if not view.size:
+        return np.empty(view.shape, dtype)
+    return Window(launch.address(view), view.strides, None).array(view.shape, dtype)
+
+
 @contextmanager
-def pretended_gpu(context):
-    """Within, this rank's NumPy arrays are on its GPU, and its context is one of GPUs."""
-    team = SimpleNamespace(
-        device=SimpleNamespace(name=NAME), synchronize=lambda stream: None, check=lambda: None
-    )
+def pretended_gpu(context, *, chunks=False):
+    """Within, this rank's NumPy arrays are on its GPU, and its context is one of GPUs.
+
+    With `chunks` transforms overlap with deliveries: there is no pretended push stream.
+    """
+    team = Team()
     plain_spec, plain_empty = NumPy.spec, NumPy.empty
     with ExitStack() as stack:
         for owner, name, stand_in in (
@@ -111,6 +185,15 @@ def pretended_gpu(context):
             (context, "caches", {}),
             (gpus, "Lane", Lane),
             (gpu_memory, "Lane", Lane),
+            (fft_gpus, "Lane", Lane),
+            (fft_gpus, "stream_of", lambda context, spec, stream: 0),
+            (fft_gpus, "beside_captures", nullcontext),
+            (rank_plan, "USE_CHUNKS", chunks),
+            (rank_plan, "BoxCopies", Copies),
+            (launching.Launch, "local", transformed),
+            (preparation, "_plan_transforms", lambda plan, stream: None),
+            (deliveries, "call", lambda *_: None),
+            (deliveries, "fetch", fetch),
             (gpu_hosts, "BoxCopies", Copies),
             (gpu_hosts, "fetch", fetch),
             (boxes_on_gpus, "BoxCopies", Copies),

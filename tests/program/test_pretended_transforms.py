@@ -1,0 +1,78 @@
+"""Transforms on pretended GPUs, of one host and of two: the host's bodies, and all but CUDA itself.
+
+Local transforms are NumPy's. How ranks find out where results lie, what they push, pull and
+deliver, and in which memory, is the package's own.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parent.parent / "fft"))
+
+import fft_cases
+import test_fft_any
+import test_repeated_transforms
+from hypothesis import HealthCheck, Phase, given, settings
+from pretended import pretended_gpu
+from test_matvec import make_far
+
+from ranks import Pool
+from shardmath.operators.fft import chunking
+
+FEW = settings(
+    max_examples=40,
+    deadline=None,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.explicit, Phase.generate],
+)
+BODIES = {
+    body.__name__: body
+    for body in (
+        test_fft_any.check_case,
+        test_repeated_transforms.exchanges,
+    )
+}
+
+
+@pytest.fixture(scope="module", params=["one host", "two hosts"])
+def ranks(request, contexts):
+    if request.param == "one host":
+        yield contexts
+        return
+    with Pool(6, make_far) as far:
+        yield far
+
+
+def on_gpus(context, body, *args):
+    """On several hosts all is delivered in parts, however small it is."""
+    chunks = context.spans_hosts
+    usual, chunking._MULTI_HOST = chunking._MULTI_HOST, ((1, chunking.Chunking((1, 2), 2)),)
+    context.barrier()
+    try:
+        with pretended_gpu(context, chunks=chunks):
+            found = BODIES[body](context, *args)
+            context.board.barrier("done")
+    finally:
+        chunking._MULTI_HOST = usual
+    return found
+
+
+@FEW
+@given(case=fft_cases.cases())
+def test_any_transform(ranks, case):
+    if case["library"] == "numpy":
+        ranks.run(on_gpus, "check_case", case, ranks=case["size"])
+
+
+@pytest.mark.parametrize("given_out", [True, False])
+@pytest.mark.parametrize("form", ["object", "function"])
+@pytest.mark.parametrize("where", ["heap", "ordinary"])
+def test_a_repeated_transform_is_one_exchange(ranks, where, given_out, form):
+    for found in ranks.run(on_gpus, "exchanges", where, given_out, form, ranks=2):
+        assert found[-1] == 1
