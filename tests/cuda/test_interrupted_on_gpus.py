@@ -15,11 +15,11 @@ from interrupts import CALLS, run_trials
 VARIABLES = {"SHARDMATH_TIMEOUT": "100", "SHARDMATH_NOTICE": "100"}
 
 
-def try_all(gpus, name, sample):
+def try_all(gpus, name, chosen):
     del gpus  # which skips where there are none
 
     def body(group):
-        return run_trials(group, name, sample, gpu_of(group.rank))
+        return run_trials(group, name, chosen, gpu_of(group.rank))
 
     with Job(2, body, VARIABLES) as job:
         outcomes = [job.outcome(rank, 3500) for rank in range(2)]
@@ -35,4 +35,4 @@ def test_no_interrupt_gives_a_wrong_number(gpus, name):
 @pytest.mark.torture
 @pytest.mark.parametrize("name", CALLS)
 def test_no_interrupt_at_any_bytecode_gives_a_wrong_number(gpus, name):
-    try_all(gpus, name, None)
+    try_all(gpus, name, slice(None))

@@ -464,11 +464,12 @@ class Trials:
         return self.number
 
 
-def run_trials(group: Any, name: str, sample: int | None, device: Any = "cpu") -> list[Any]:
+def run_trials(group: Any, name: str, chosen: int | slice, device: Any = "cpu") -> list[Any]:
     """How many trials of a call were made on this rank, and what was not acceptable in them.
 
-    Each step is tried at `sample` of the bytecodes that it executes, None for all, and with both
-    kinds of exception: the first time that it is called in a context, and after others like it.
+    Each step is tried at so many of the bytecodes that it executes, or at a slice of them, and with
+    both kinds of exception: the first time that it is called in a context, and after others like
+    it.
     """
     mine = Trials(group, name, device)
     failures, made = [], 0
@@ -478,7 +479,8 @@ def run_trials(group: Any, name: str, sample: int | None, device: Any = "cpu") -
             counted = mine.context.agree("count", lambda n=counted: n, list)[INTERRUPTED]
             pick = random.Random(f"{name} {warm} {position}")
             every = range(1, counted + 1)
-            for at in every if sample is None else pick.sample(every, min(sample, counted)):
+            some = isinstance(chosen, int)
+            for at in pick.sample(every, min(chosen, counted)) if some else every[chosen]:
                 kind = pick.choice(["base", "exception"])
                 found, _ = mine.run(position, at, kind=kind, warm=warm)
                 made += 1
