@@ -5,14 +5,13 @@ from collections.abc import Iterator
 import pytest
 
 from ranks import Pool
-from shardmath.operators.matmul import host
 from shardmath.program import arithmetic, panels
 from shardmath.startup import new_context
 
 
 def with_thin_panels(group):
     panels._THIN = 3
-    host._PANEL_ELEMENTS = arithmetic._PANEL_ELEMENTS = 40
+    arithmetic._PANEL_ELEMENTS = 40
     return new_context("cpu", group)
 
 

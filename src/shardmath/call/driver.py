@@ -137,7 +137,7 @@ class Driver:
             if options is not None:
                 options = options_of(self.operation.options, options)
             if numbers:
-                numbers = self._numbers(arguments)
+                numbers = self.numbers(arguments)
             said = words, tuple(map(type, words)), options, numbers  # True equals 1, and is no axis
             key = self._known.key(said, operands, results)
             found = None if key is None else self._known.find(key)
@@ -145,7 +145,7 @@ class Driver:
             key = found = None
         if found is not None:
             return found
-        by_name = dict(zip(self.operation.names.numbers, self._numbers(arguments), strict=True))
+        by_name = dict(zip(self.operation.names.numbers, self.numbers(arguments), strict=True))
         own = spec(arguments)
         arrays, expected = self.performer.read(arguments), self._expected.find(own.digest)
         known = Known(own, self.performer.without_memory(arrays), True, expected, by_name)
@@ -153,8 +153,8 @@ class Driver:
             return Known(own, arrays, False, expected, by_name)
         return known
 
-    def _numbers(self, arguments: Arguments) -> tuple[Number, ...]:
-        """The numbers of a call. Raises ValueError for what is none."""
+    def numbers(self, arguments: Arguments) -> tuple[Number, ...]:
+        """The numbers of a call. Local. Raises ValueError for what is none."""
         pairs = zip(self.operation.names.numbers, arguments.numbers, strict=True)
         return tuple([x if type(x) in PLAIN else number(name, x) for name, x in pairs])
 
@@ -184,6 +184,10 @@ class Driver:
     def expect(self, spec: HashedSpec, plan: Plan) -> Plan:
         """Prepare for `plan` in the next call of that spec. Local."""
         return self._expected.keep(spec.digest, plan)
+
+    def forget(self) -> None:
+        """Take a closer look at all arrays again. Local."""
+        self._known.clear()
 
     def build(self, specs: list[Any]) -> Plan:
         """The plan that all ranks' specs make. Pure."""

@@ -32,15 +32,13 @@ class Planned(Lifecycle):
     """
 
     alike: ClassVar[tuple[str, ...]] = ("memory space", "dtype", "shape")
+    keeps_workspace: ClassVar[bool] = True  # of its own, until it is released
 
     @collective_call
     def __init__(self, operation: Operation[Any], arguments: Arguments) -> None:
         context = require_context()
-        self._driver = Driver(context, operation, kept=True)
-        turn, agreement, _ = agree(
-            context, self.noun, self._described, self._driver.build, arguments
-        )
-        self._plan: Plan = agreement.plan
+        self._driver = Driver(context, operation, kept=self.keeps_workspace)
+        turn, agreement, _ = agree(context, self.noun, self._described, self._build, arguments)
         names = operation.names.operands
         super().__init__(context, dict(zip(names, arguments.operands, strict=True)))
         self._like = {
@@ -53,11 +51,21 @@ class Planned(Lifecycle):
         self._driver.performer.number = self.number
         self._execution = f"{self.noun}.execute"
         self._own_spec = HashedSpec((self.number,))
-        self._driver.expect(self._spec_as(turn.spec), self._plan)
-        self._driver.log(arguments.options, self._plan)
+        if agreement.plan is not None:
+            self._use(agreement.plan, self._spec_as(turn.spec))
+
+    def _build(self, specs: list[Any]) -> Plan | None:
+        """The plan that all ranks' first specs make, None where that takes another method."""
+        return self._driver.build(specs)
+
+    def _use(self, plan: Plan, spec: HashedSpec) -> None:
+        """Execute this plan from now on, and expect it in executions of that spec. Local."""
+        self._plan = self._driver.expect(spec, plan)
+        self._driver.log(self._options, plan)
 
     def _described(self, arguments: Arguments) -> Turn:
         check_stream(arguments.stream)
+        self._driver.numbers(arguments)
         spec = self._driver.spec(arguments)
         self._driver.performer.inspect(arguments)
         return Turn(arguments, Known(spec, None, lasting=False), spec)
@@ -110,12 +118,18 @@ class Planned(Lifecycle):
         self, results: tuple[Any, ...], stream: Any, words: tuple[Any, ...]
     ) -> Turn:
         self._require_ready()
-        operands, options = tuple(self._operands.values()), self._options if words else None
-        arguments = Arguments(operands, results, words, options, stream)
+        arguments = self._execution_arguments(results, stream, words)
         known = self._driver.known(arguments, self._execution_spec)
         turn = Turn(arguments, known, known.spec)
         self._driver.performer.prepare(turn, known.expected)
         return turn
+
+    def _execution_arguments(
+        self, results: tuple[Any, ...], stream: Any, words: tuple[Any, ...]
+    ) -> Arguments:
+        """The arguments of an execution."""
+        options = self._options if words else None
+        return Arguments(tuple(self._operands.values()), results, words, options, stream)
 
     def _agreed_plan(self, specs: list[Any]) -> Plan:
         """The plan of an execution, from all ranks' specs."""

@@ -52,12 +52,16 @@ class Arguments(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What all ranks have agreed to do. `tag` is the same on all ranks, and no other plan's."""
+    """What all ranks have agreed to do. `tag` is the same on all ranks, and no other plan's.
+
+    `kept` is what performers keep for all executions of it.
+    """
 
     tag: bytes
     problem: Any
     program: Program
     explain: Callable[[], str]
+    kept: dict[str, Any] = field(default_factory=dict, repr=False)
 
 
 @dataclass(eq=False)

@@ -8,40 +8,30 @@ own.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
 from shardmath.agreement import checked, require_equal
 from shardmath.arrays import library_of
+from shardmath.call.agreement import HashedSpec, agree
 from shardmath.call.driver import call
+from shardmath.call.planned import Planned
 from shardmath.collective_call import collective_call
-from shardmath.context import require_context
 from shardmath.errors import InvalidMatmulState, ShardmathError
 from shardmath.geometry import Distribution
-from shardmath.operators.lifecycle import Lifecycle
-from shardmath.operators.matmul.api import (
-    Plan,
-    agree_on_operands,
-    agree_on_plan,
-    autotuned,
-    call_of,
-    product,
-    run,
-    was_executed,
-)
-from shardmath.operators.matmul.arguments import Arguments
 from shardmath.operators.matmul.operation import MATMUL, arguments_of, given_results
 from shardmath.operators.matmul.options import MatmulOptions, MatmulPlanPreferences
-from shardmath.operators.matmul.problem import Call, Facts, describe, place_of
+from shardmath.operators.matmul.problem import Facts, place_of
 from shardmath.operators.matmul.scaling import merged
 from shardmath.operators.workspace import give_back
+from shardmath.program.performing import Arguments, Plan, Turn
 from shardmath.untraced import untraced, untraced_methods
 
 __all__ = ["Matmul", "matmul"]
 
 
 @untraced
-@collective_call
 def matmul(
     a: Any,
     b: Any,
@@ -84,26 +74,26 @@ def matmul(
     freed operand, RuntimeError before `initialize`; c is then as it was.
     Source: nvmath.distributed.linalg.advanced.matmul.
     """
-    context = require_context()
-    asked: dict[str, Any] = {
-        "distributions": distributions,
-        "alpha": alpha,
-        "beta": beta,
-        "qualifiers": qualifiers,
-        "scales": quantization_scales,
-        "options": options,
-        "epilog": epilog,
-        "inputs": epilog_inputs,
-        "preferences": preferences,
-        "stream": stream,
-    }
-    if context.team is None:
-        return given_results(call(MATMUL, arguments_of(a, b, c, **asked)))
-    return product(context, Arguments(a=a, b=b, c=c, **asked))
+    arguments = arguments_of(
+        a,
+        b,
+        c,
+        distributions=distributions,
+        alpha=alpha,
+        beta=beta,
+        qualifiers=qualifiers,
+        scales=quantization_scales,
+        options=options,
+        epilog=epilog,
+        inputs=epilog_inputs,
+        preferences=preferences,
+        stream=stream,
+    )
+    return given_results(call(MATMUL, arguments))
 
 
 @untraced_methods
-class Matmul(Lifecycle):
+class Matmul(Planned):
     """A matrix product that is planned once and executed many times. Collective to make.
 
         with Matmul(a, b, distributions=[Slab.X, Slab.Y, Slab.X]) as product:
@@ -122,6 +112,7 @@ class Matmul(Lifecycle):
 
     noun: ClassVar[str] = "Matmul"
     invalid: ClassVar[type[ShardmathError]] = InvalidMatmulState
+    keeps_workspace = False  # it is the context's, which many objects share
 
     @collective_call
     def __init__(
@@ -139,23 +130,29 @@ class Matmul(Lifecycle):
         options: MatmulOptions | Mapping[str, Any] | None = None,
         stream: Any = None,
     ) -> None:
-        context = require_context()
-        self._fixed: dict[str, Any] = {
+        self._asked: dict[str, Any] = {
             "distributions": distributions,
             "qualifiers": qualifiers,
             "options": options,
+            "alpha": alpha,
+            "beta": beta,
+            "epilog": None,
+            "preferences": None,
         }
-        self._scalars: dict[str, Any] = {"alpha": alpha, "beta": beta}
         operands = {"a": a, "b": b, "c": c, "scales": quantization_scales, "inputs": None}
-        self._facts = agree_on_operands(
-            context, Arguments(**operands, **self._fixed, **self._scalars, stream=stream)
-        )
-        self._plan: Plan | None = None
-        self._kept: Arguments | None = None
-        super().__init__(context, operands)
+        arguments = arguments_of(**operands, **self._asked, stream=stream)
+        super().__init__(MATMUL, arguments)
+        self._kept: Arguments | None = None  # of the next execution
+        self._facts: Facts = self._driver.spec(arguments).spec
+        self._operands = operands
+        self._plans = 0
+
+    def _build(self, specs: list[Any]) -> None:
+        """An epilog comes with `plan`: until then only the operands are compared."""
+        MATMUL.check_operands(specs)
 
     @collective_call
-    def plan(
+    def plan(  # type: ignore[override]
         self,
         *,
         preferences: MatmulPlanPreferences | Mapping[str, Any] | None = None,
@@ -183,13 +180,39 @@ class Matmul(Lifecycle):
         tunes = checked(self.context.board, same, [text == b"\1" for text in told])
         asked = {"epilog": epilog, "preferences": preferences}
         arguments = self._arguments(inputs=epilog_inputs, stream=stream, **asked)
-        plan, _ = agree_on_plan(self.context, arguments)
+        turn, agreement = agree(
+            self.context, "matmul", self._described, self._driver.build, arguments
+        )
+        plan: Plan = agreement.plan
+        self._driver.forget()  # the arrays that fit the last plan
         if tunes:
-            plan = autotuned(self.context, f"Matmul.plan #{self.number}", arguments, plan)
-        self._fixed.update(asked)
+            plan = self._tuned(arguments, plan)
+        self._asked.update(asked)
         self._set_operands(inputs=epilog_inputs)
-        self._facts = describe(call_of(self.context, arguments))
-        self._plan, self._planned = plan, True
+        self._facts, self._planned = turn.spec.spec, True
+        self._plans += 1
+        self._own_spec = HashedSpec((self.number, self._plans))
+        self._use(plan, self._own_spec)
+
+    def _tuned(self, arguments: Arguments, plan: Plan) -> Plan:
+        """A plan of its own whose products have been timed on the arguments. Collective.
+
+        On cores the same plan: there is nothing to choose.
+        """
+        context, driver = self.context, self._driver
+        if context.team is None:
+            return plan
+        from shardmath.operators.matmul import gpu
+
+        def ready() -> Turn:
+            known = driver.known(arguments, driver.spec)
+            return Turn(arguments, known, known.spec)
+
+        assert isinstance(driver.performer, gpu.Products)
+        own, operation = replace(plan, kept={}), f"Matmul.plan #{self.number}"
+        found = gpu.tuned(context, driver.performer, operation, ready, own)
+        explain = partial(MATMUL.explain, plan.problem, driver.machine, found)
+        return replace(own, explain=explain)
 
     def explain(self) -> str:
         """The chosen strategy, its steps, predicted bytes, flops and time, and the alternatives.
@@ -197,27 +220,17 @@ class Matmul(Lifecycle):
         Local. Raises RuntimeError before `plan`.
         """
         self._require_alive()
-        if self._plan is None:
+        if not self._planned:
             raise RuntimeError("this Matmul is not planned yet; call plan() before explain()")
-        return self._plan.explain()
+        return super().explain()
 
-    @collective_call
     def execute(self, *, release_workspace: bool = False, stream: Any = None) -> Any:
         """The product, as `matmul` returns it; a new result each time, or c if in place.
         Collective.
 
         `release_workspace` frees the workspace that the context keeps for operations.
         """
-        arguments = self._whole if stream is None else self._arguments(stream=stream)
-
-        def ready() -> Plan:
-            self._require_ready()
-            assert self._plan is not None
-            return self._plan
-
-        self._require_open()
-        operation = f"Matmul.execute #{self.number}"
-        result = run(self.context, operation, arguments, ready, lambda: self._read(arguments))
+        result = given_results(self._execute((), stream, release_workspace=False))
         if release_workspace:
             give_back(self.context)
         return result
@@ -247,12 +260,10 @@ class Matmul(Lifecycle):
             if not given:
                 raise ValueError("reset_operands was given nothing to reset")
             changed = {**given, "scales": merged(given.get("scales"), self._operands["scales"])}
-            arguments = self._arguments(**changed, stream=stream)
-            if self._plan is not None and was_executed(self.context, self._plan, arguments):
-                return
             self._require_complete(given)
             self._require_same_library(given)
-            self._read(arguments)
+            arguments = self._arguments(**changed, stream=stream)
+            self._driver.known(_brief(arguments), lambda _: self._fitting(arguments))
 
         self._gather("reset_operands", described)
         self._take(given)
@@ -278,18 +289,22 @@ class Matmul(Lifecycle):
         self._require_alive()
         self._release_operands()
 
-    def _read(self, arguments: Arguments) -> Call:
-        """The call that they make. Raises ValueError where it is another than was planned."""
-        call = call_of(self.context, arguments)
-        self._require_alike(describe(call))
-        return call
+    def _execution_spec(self, arguments: Arguments) -> HashedSpec:
+        """See Planned."""
+        return self._fitting(self._arguments())
 
-    @property
-    def _whole(self) -> Arguments:
-        """The arguments of the next execution, put together once."""
-        if self._kept is None:
-            self._kept = self._arguments()
-        return self._kept
+    def _fitting(self, arguments: Arguments) -> HashedSpec:
+        """The spec of an execution. Raises ValueError for another call than was planned."""
+        self._require_alike(self._driver.spec(arguments).spec)
+        return self._own_spec
+
+    def _execution_arguments(
+        self, results: tuple[Any, ...], stream: Any, words: tuple[Any, ...]
+    ) -> Arguments:
+        """See Planned. What the words say is in the plan."""
+        if self._kept is None or self._operands["scales"] is not None:  # whose values may change
+            self._kept = _brief(self._arguments())
+        return self._kept if stream is None else self._kept._replace(stream=stream)
 
     def _set_operands(self, **operands: Any) -> None:
         super()._set_operands(**operands)
@@ -300,11 +315,11 @@ class Matmul(Lifecycle):
         self._kept = None
 
     def _arguments(self, **changes: Any) -> Arguments:
-        return Arguments(**{**self._operands, **self._fixed, **self._scalars, **changes})
+        return arguments_of(**{**self._operands, **self._asked, "stream": None, **changes})
 
     def _take(self, given: Mapping[str, Any]) -> None:
-        self._scalars.update({name: given[name] for name in self._scalars if name in given})
-        held = {name: x for name, x in given.items() if name not in self._scalars}
+        self._asked.update({name: given[name] for name in ("alpha", "beta") if name in given})
+        held = {name: x for name, x in given.items() if name in self._operands}
         if "scales" in held:
             held["scales"] = merged(held["scales"], self._operands["scales"])
         self._set_operands(**held)
@@ -361,3 +376,8 @@ class Matmul(Lifecycle):
             raise ValueError(
                 f"epilog_inputs are {new_inputs}; this Matmul was planned for {self._facts.inputs}"
             )
+
+
+def _brief(arguments: Arguments) -> Arguments:
+    """What is looked at in each execution: arrays, and what is said of them and of numbers."""
+    return arguments._replace(words=arguments.words[3:-1], options=None)

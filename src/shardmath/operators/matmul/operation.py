@@ -9,24 +9,21 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardmath.arrays import ArraySpec
-from shardmath.machine import Machine
+from shardmath.context import Context
+from shardmath.geometry import Distribution
+from shardmath.local.epilog import MatmulEpilog
+from shardmath.machine import CORES, Machine
 from shardmath.operators.lifecycle import options_of
-from shardmath.operators.matmul.arguments import (
-    read_distributions,
-    read_epilog,
-    read_qualifiers,
-)
 from shardmath.operators.matmul.options import MatmulOptions, MatmulPlanPreferences
-from shardmath.operators.matmul.problem import Call, Problem, check, describe
-from shardmath.operators.matmul.program import SCALES, output, product_program
+from shardmath.operators.matmul.problem import Call, Problem, check, check_operands, describe
+from shardmath.operators.matmul.program import INPUTS, SCALES, output, product_program
 from shardmath.operators.matmul.scaling import Given, given_scales, known_scale, scales_in_order
 from shardmath.operators.matmul.strategy import Cost, Strategy, choose
-from shardmath.program.performing import Arguments, Names
+from shardmath.program.performing import Arguments, Names, Performer
 from shardmath.program.steps import Program
 
-__all__ = ["MATMUL", "Words", "arguments_of", "given_results"]
+__all__ = ["MATMUL", "arguments_of", "chosen", "given_results"]
 
-INPUTS = ("bias", "relu_aux", "gelu_aux")
 _OUTPUTS = (
     *("relu_aux", "gelu_aux", "drelu_bgrad", "dgelu_bgrad", "bgrada", "bgradb", "result_amax"),
 )
@@ -43,13 +40,18 @@ class Qualifiers(NamedTuple):
 
 
 class Words(NamedTuple):
-    """What a call says beside its arrays and numbers; what cannot be read is there as it came."""
+    """What a call says beside its arrays and numbers; what cannot be read is there as it came.
+
+    The first three and the last are fixed when an object is planned.
+    """
 
     distributions: Any
     qualifiers: Any
     epilog: Any
     inputs: Any  # names
-    scales: Any  # of a, b, c and the result: "number", "array" or None
+    scales: (
+        Any  # of a, b, c and the result: "number", "array", None, or the spec of an array of one
+    )
     complex_scalars: tuple[bool, bool]  # alpha, beta
     has_beta: bool
     preferences: Any
@@ -132,26 +134,49 @@ class _Matmul:
         """See Operation."""
         return check(specs)
 
+    def check_operands(self, specs: Sequence[Any]) -> None:
+        """Raise what is wrong with all ranks' descriptions before an epilog is known."""
+        check_operands(specs)
+
     def program(self, problem: Problem, machine: Machine, rank: int) -> Program:
         """See Operation."""
-        strategy, _ = _chosen(problem, machine)
+        strategy, _ = chosen(problem, machine)
         return product_program(problem, strategy, rank)
 
-    def explain(self, problem: Problem, machine: Machine) -> str:
-        """What was chosen, its steps, and what it was compared with, predicted by counting."""
-        strategy, compared = _chosen(problem, machine)
-        return explanation(strategy, compared)
+    def explain(self, problem: Problem, machine: Machine, found: Sequence[str] = ()) -> str:
+        """What was chosen, its steps, and what it was compared with, predicted by counting; and
+        what was `found` out by timing.
+        """
+        strategy, compared = chosen(problem, machine)
+        notes: list[str] = []
+        if machine.kind != "cpu":
+            from shardmath.operators.matmul import gpu
+
+            notes = gpu.notes(gpu.RankPlan(strategy, 0, machine.hosts))
+        return explanation(strategy, compared, (*notes, *found))
+
+    def on_gpus(self, context: Context, names: Names, *, kept: bool) -> Performer:
+        """See Operation."""
+        from shardmath.operators.matmul import gpu
+
+        return gpu.Products(context, names, kept=kept)
 
 
 MATMUL = _Matmul()
 
 
+def chosen(problem: Problem, machine: Machine) -> tuple[Strategy, Sequence[tuple[Strategy, Cost]]]:
+    """The strategy of a product, and what it was compared with, fastest first."""
+    if machine.kind == "cpu":
+        return _chosen_on_cores(problem)
+    from shardmath.operators.matmul import gpu
+
+    return gpu.choose_strategy(problem, machine)
+
+
 @lru_cache(maxsize=64)
-def _chosen(
-    problem: Problem, machine: Machine
-) -> tuple[Strategy, tuple[tuple[Strategy, Cost], ...]]:
-    strategy, compared = choose(problem.widened(), machine.rates)
-    return strategy, tuple(compared)
+def _chosen_on_cores(problem: Problem) -> tuple[Strategy, Sequence[tuple[Strategy, Cost]]]:
+    return choose(problem.widened(), CORES)
 
 
 def explanation(
@@ -178,18 +203,18 @@ def _call(arrays: Mapping[str, ArraySpec | None], words: Words, options: MatmulO
     """The call with specs in place of arrays. Raises ValueError or TypeError on this rank."""
     qualifiers = words.qualifiers
     transpose, conjugate = (
-        qualifiers if isinstance(qualifiers, Qualifiers) else read_qualifiers(qualifiers)
+        qualifiers if isinstance(qualifiers, Qualifiers) else _qualifiers(qualifiers)
     )
     options_of(MatmulPlanPreferences, words.preferences, "preferences").check()
     return Call(
         operands=(arrays["a"], arrays["b"], arrays["c"]),
-        distributions=read_distributions(words.distributions),
+        distributions=_distributions(words.distributions),
         complex_scalars=words.complex_scalars,
         has_beta=words.has_beta,
         transpose=transpose,
         conjugate=conjugate,
         options=options,
-        epilog=read_epilog(words.epilog),
+        epilog=_epilog(words.epilog),
         inputs=_inputs(arrays, words.inputs),
         scales=_scales(arrays, words.scales),
     )
@@ -226,7 +251,10 @@ def _read_scales(scales: Any) -> tuple[Any, tuple[Any, ...], tuple[Any, ...]]:
         numbers = tuple(known_scale(x) for x in values)
     except (TypeError, ValueError):  # raised again where the call is described
         return scales, _NO_SCALES, _NO_SCALES
-    kinds = tuple("array" if isinstance(x, ArraySpec) else x for x in given)
+    kinds = tuple(
+        "array" if isinstance(spec, ArraySpec) and number is None else spec
+        for spec, number in zip(given, numbers, strict=True)
+    )
     arrays = tuple(x if kind == "array" else None for x, kind in zip(values, kinds, strict=True))
     return kinds, arrays, numbers
 
@@ -234,7 +262,7 @@ def _read_scales(scales: Any) -> tuple[Any, tuple[Any, ...], tuple[Any, ...]]:
 def _flags(given: Any) -> Any:
     """The qualifiers in plain data; what is none as it came."""
     try:
-        return Qualifiers(*read_qualifiers(given))
+        return Qualifiers(*_qualifiers(given))
     except (TypeError, ValueError):
         return given
 
@@ -247,3 +275,46 @@ def _is_inplace(options: Any) -> bool:
     named = options.get("inplace") if isinstance(options, Mapping) else None
     inplace = options.inplace if isinstance(options, MatmulOptions) else named
     return isinstance(inplace, (bool, np.bool_)) and bool(inplace)
+
+
+def _qualifiers(
+    given: Any,
+) -> tuple[tuple[bool, bool, bool], tuple[bool, bool, bool]]:
+    """Which of a, b and c are transposed, and which conjugated. Raises ValueError."""
+    if given is None:
+        return (False, False, False), (False, False, False)
+    entries = np.asarray(given)
+    names = entries.dtype.names or ()
+    if entries.shape not in ((2,), (3,)) or not {"is_transpose", "is_conjugate"} <= set(names):
+        raise ValueError(
+            "qualifiers is an array of two or three entries of matrix_qualifiers_dtype, for a, b "
+            f"and c, not {given!r}"
+        )
+    flags = [(bool(e["is_transpose"]), bool(e["is_conjugate"])) for e in entries]
+    flags += [(False, False)] * (3 - len(flags))
+    (ta, ca), (tb, cb), (tc, cc) = flags
+    return (ta, tb, tc), (ca, cb, cc)
+
+
+def _distributions(given: Any) -> tuple[Distribution, ...]:
+    """Those of a, b and the result. Raises ValueError."""
+    found = tuple(given) if isinstance(given, (list, tuple, Sequence)) else ()
+    known = len(found) == 3
+    for each in found:
+        known = known and isinstance(each, Distribution)
+    if not known:
+        raise ValueError(
+            "distributions holds three Distribution objects, for a, b and the result, not "
+            f"{given!r}"
+        )
+    return found
+
+
+def _epilog(given: Any) -> MatmulEpilog:
+    """The epilog, the default for None. Raises ValueError."""
+    if given is None:
+        return MatmulEpilog.DEFAULT
+    try:
+        return MatmulEpilog(given)
+    except ValueError:
+        raise ValueError(f"epilog is a MatmulEpilog, not {given!r}") from None

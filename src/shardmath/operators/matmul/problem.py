@@ -86,6 +86,8 @@ class Problem:
     epilog: MatmulEpilog
     strategy: str | None
     scaling: Scaling | None = None  # of a product of eight-bit floats
+    compute: int | None = None  # a MatmulComputeType
+    blocking: bool = False
 
     @property
     def size(self) -> int:
@@ -216,17 +218,16 @@ def _readings(call: Call, result: str) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def check_operands(specs: Sequence[Sequence[Any]], rank: int) -> Facts:
-    """The facts of `rank`, after all that can be compared before an epilog is known."""
-    facts = [Facts(*spec) for spec in specs]
-    _check_factors(facts)
-    return facts[rank]
+def check_operands(specs: Sequence[Sequence[Any]]) -> None:
+    """Raise what can be known of descriptions that do not fit before an epilog is known."""
+    _check_factors([Facts(*spec) for spec in specs])
 
 
 def check(specs: Sequence[Sequence[Any]]) -> Problem:
     """The problem that all ranks' descriptions make. Raises ValueError where they do not fit."""
     facts = [Facts(*spec) for spec in specs]
     first = facts[0]
+    options = dict(first.options)
     a, b = _check_factors(facts)
     names = [MatmulEpilog(each.epilog).name for each in facts]
     epilog = MatmulEpilog[require_equal("epilog", names)]
@@ -249,7 +250,9 @@ def check(specs: Sequence[Sequence[Any]]) -> Problem:
         has_c=first.has_c,
         sums_c=sums_c,
         epilog=epilog,
-        strategy=dict(first.options)["strategy"],
+        strategy=options["strategy"],
+        compute=options["compute_type"],
+        blocking=options["blocking"] is True,
         scaling=_scaling(facts, a, b),
     )
 

@@ -39,8 +39,9 @@ from shardmath.program.steps import (
 )
 from shardmath.redistribution import TransferPlan
 
-__all__ = ["SCALES", "output", "product_program"]
+__all__ = ["INPUTS", "SCALES", "output", "product_program"]
 
+INPUTS = ("bias", "relu_aux", "gelu_aux")  # of epilogs
 SCALES = tuple(f"the scale of {name}" for name in "abcd")
 
 _READ = Synchronise((Reason.AFTER_WRITING, Reason.BEFORE_READING))
@@ -96,6 +97,7 @@ class _Product:
             scratch=self.scratch,
             transposed=tuple(x for *both, turned in names if turned for x in both),
             equal=tuple(equal),
+            blocking=problem.blocking,
         )
 
     @property

@@ -9,22 +9,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardmath.arrays import library_of
-from shardmath.arrays.base import share_memory
+import numpy as np
+
 from shardmath.context import Context
-from shardmath.cuda import stream as streams
 from shardmath.cuda.driver import call
 from shardmath.local.epilog import Extra, requirements
 from shardmath.local.gpu.gemm import Algorithms
-from shardmath.operators.matmul.arguments import Arguments
 from shardmath.operators.matmul.gpu.rank_plan import Operands, Scales
-from shardmath.operators.matmul.problem import Call, Problem, gradient_layouts
-from shardmath.operators.matmul.scaling import scales_in_order
+from shardmath.operators.matmul.problem import Problem, gradient_layouts
+from shardmath.operators.matmul.program import INPUTS, SCALES
+from shardmath.operators.matmul.scaling import TENSOR
+from shardmath.program.numbers import Numbers, real
 from shardmath.symmetric import device_array
 from shardmath.symmetric.device_array import Blank, Result
 from shardmath.symmetric.operand import Operand
 
-__all__ = ["Results", "made_results", "read_operands"]
+__all__ = ["Results", "blanks_of", "made_results", "operands_of"]
 
 # Sums that are faster, or slower, and not the usual.
 _FAST_COMPUTE = frozenset({74, 75, 77, 78, 79})
@@ -75,74 +75,26 @@ def made_results(context: Context, blanks: Mapping[str, Blank], c: Any, stream: 
     return Results(d, extras, blanks)
 
 
-def read_operands(
+def blanks_of(
     context: Context,
     problem: Problem,
-    call_: Call,
-    given: Arguments,
-    algorithms: Algorithms,
-) -> tuple[Operands, Results]:
-    """The arrays of one execution, and its results. Local.
-
-    Raises ValueError, UseAfterFree, HeapExhausted; RuntimeError where what is to be timed would be
-    captured.
-    """
-    first = call_.operands[0]
-    assert first is not None
-    stream = device_array.stream_of(context, first, given.stream)
-    if algorithms.timings is not None and streams.capturing(stream):
-        raise RuntimeError(
-            "plan(autotune=True) waits for its stream, which is being captured into a CUDA "
-            "graph; plan before the capture"
-        )
-    a, b = (device_array.read(context, x, n) for x, n in ((given.a, "a"), (given.b, "b")))
-    c = None if given.c is None else device_array.read(context, given.c, "c")
-    inputs = {n: device_array.read(context, x, n) for n, x in (given.inputs or {}).items()}
-    blanks = _blanks(context, problem, call_, given, (a, b, c))
-    results = made_results(context, blanks, given.c, stream)
-    out = results.d.array
-    if call_.options.inplace:
-        _require_apart(given, out, a, b)
-        if algorithms.timings is not None:
-            out = device_array.laid_out_alike(context, out)  # what is timed spoils it
-    alpha, beta = given.scalars()
-    compute = call_.options.compute_type
-    operands = Operands(
-        a=a.transposed() if call_.transpose[0] else a,
-        b=b.transposed() if call_.transpose[1] else b,
-        c=c,
-        out=out,
-        alpha=alpha,
-        beta=beta,
-        inputs=inputs,
-        outputs={name: each.array for name, each in results.extras.items()},
-        stream=stream,
-        algorithms=algorithms,
-        scales=_scales(context, problem, call_, given),
-        compute=int(compute) if compute in _FAST_COMPUTE else None,
-    )
-    return operands, results
-
-
-def _blanks(
-    context: Context,
-    problem: Problem,
-    call_: Call,
-    given: Arguments,
-    arrays: Sequence[Operand | None],
+    a: Any,
+    arrays: Mapping[str, Operand],
+    *,
+    inplace: bool,
 ) -> dict[str, Blank]:
-    """How new results look: D, unless it is c, in the operands' order and memory."""
+    """How new results of a product of these arrays look: D, unless it is c, in the operands' order
+    and memory, and the outputs of the epilog. They are of the library of `a`.
+    """
 
     def like(shape: Sequence[int], dtype: str, order: Any, *, on_heap: bool) -> Blank:
-        return Blank(context, given.a, shape, dtype, order, on_heap=on_heap)
+        return Blank(context, a, shape, dtype, order, on_heap=on_heap)
 
     m, n = problem.d.local_shape(context.rank)
     found = {}
-    if not call_.options.inplace:
-        a, b, c = call_.operands
-        assert a is not None and b is not None
-        column = c.order == "F" if c is not None else a.order == b.order == "F"
-        on_heap = all(x.block is not None for x in arrays if x is not None)
+    if not inplace:
+        column = all(arrays[x].order == "F" for x in (["c"] if "c" in arrays else ["a", "b"]))
+        on_heap = all(arrays[x].block is not None for x in ("a", "b", "c") if x in arrays)
         found[_D] = like((m, n), problem.result, "F" if column else "C", on_heap=on_heap)
     made_of = [*requirements(problem.epilog, m, n, problem.extras).outputs]
     if problem.scaling is not None and problem.scaling.amax:
@@ -156,32 +108,60 @@ def _blanks(
     return found
 
 
-def _scales(context: Context, problem: Problem, call_: Call, given: Arguments) -> Scales | None:
+def operands_of(
+    context: Context,
+    problem: Problem,
+    arrays: Mapping[str, Operand],
+    numbers: Numbers,
+    results: Results,
+    stream: int,
+    algorithms: Algorithms,
+) -> Operands:
+    """The arrays of one execution. Local. Raises HeapExhausted where algorithms are to be timed."""
+    out = results.d.array
+    inplace = "c" in arrays and arrays["c"].address == out.address
+    if algorithms.timings is not None and inplace:
+        out = device_array.laid_out_alike(context, out)  # what is timed spoils it
+    a, b = (
+        arrays[name].transposed() if turned else arrays[name]
+        for name, turned in zip("ab", problem.transpose, strict=True)
+    )
+    alpha, beta = numbers["alpha"], numbers["beta"]
+    assert alpha is not None and beta is not None, "they have defaults"
+    return Operands(
+        a=a,
+        b=b,
+        c=arrays.get("c"),
+        out=out,
+        alpha=alpha,
+        beta=beta,
+        inputs={name: arrays[name] for name in INPUTS if name in arrays},
+        outputs={name: each.array for name, each in results.extras.items()},
+        stream=stream,
+        algorithms=algorithms,
+        scales=_scales(context, problem, arrays, numbers),
+        compute=problem.compute if problem.compute in _FAST_COMPUTE else None,
+    )
+
+
+def _scales(
+    context: Context, problem: Problem, arrays: Mapping[str, Operand], numbers: Numbers
+) -> Scales | None:
     """The scales of eight-bit matrices: those of a and b lie as op(A) and op(B)."""
     scaling = problem.scaling
     if scaling is None:
         return None
-    numbers = given.numbers(scaling)
-    arrays: list[Operand | None] = []
-    for index, (number, scale) in enumerate(
-        zip(numbers, scales_in_order(given.scales), strict=True)
-    ):
-        if number is not None or scale is None:
-            arrays.append(None)
-            continue
-        array = device_array.read(context, scale, f"the scale of {'abcd'[index]}")
-        transposed = index < 2 and call_.transpose[index] and len(array.shape) == 2
-        arrays.append(array.transposed() if transposed else array)
-    return Scales(tuple(1.0 if x is None else x for x in numbers), tuple(arrays))
-
-
-def _require_apart(given: Arguments, out: Operand, a: Operand, b: Operand) -> None:
-    """Raise ValueError when writing to c would change a or b."""
-    library = library_of(given.c)
-    if library.spec(given.c).device == "cpu":
-        target = library.host_view(given.c)
-        shared = any(share_memory(target, library.host_view(x)) for x in (given.a, given.b))
-    else:
-        shared = out.overlaps(a) or out.overlaps(b)
-    if shared:
-        raise ValueError("c shares memory with a or b, and options.inplace=True overwrites it")
+    whole = (scaling.a == TENSOR, scaling.b == TENSOR, scaling.c, scaling.d)
+    found: list[Operand | None] = []
+    values = []
+    for index, (name, is_whole) in enumerate(zip(SCALES, whole, strict=True)):
+        known = numbers[name] is not None and is_whole
+        values.append(real(numbers, name) if known else 1.0)
+        array = None if known else arrays.get(name)
+        if array is None and not known and numbers[name] is not None:  # of one row, in host memory
+            one = np.full((1, 1), real(numbers, name), np.float32)
+            array = device_array.read(context, one, name)
+        if array is not None and index < 2 and problem.transpose[index] and len(array.shape) == 2:
+            array = array.transposed()
+        found.append(array)
+    return Scales(tuple(values), tuple(found))

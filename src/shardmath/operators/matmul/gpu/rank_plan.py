@@ -11,12 +11,11 @@ from functools import cached_property
 from typing import Any
 
 from shardmath.arrays import dtypes
-from shardmath.geometry import Layout, Move, shared_part
+from shardmath.geometry import Layout, Move, moves, shared_part
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.float8 import BLOCK, FLOAT8
 from shardmath.local.gpu.gemm import Algorithms
 from shardmath.machine import Machine, h200
-from shardmath.operators.matmul import host
 from shardmath.operators.matmul.gpu.panels import Interval, OperandPlan, intervals
 from shardmath.operators.matmul.gpu.patterns import Pattern, pattern_of
 from shardmath.operators.matmul.gpu.reduction_choice import rounds_parts
@@ -29,6 +28,7 @@ from shardmath.operators.matmul.gpu.scale_moves import (
     scale_moves,
 )
 from shardmath.operators.matmul.problem import gradient_layouts
+from shardmath.operators.matmul.strategy import Strategy
 from shardmath.symmetric.operand import Operand
 
 __all__ = ["AFTERWARDS", "Operands", "RankPlan", "Scales"]
@@ -102,13 +102,15 @@ class Operands:
 
 
 @dataclass(frozen=True)
-class RankPlan(host.RankPlan):
+class RankPlan:
     """What `rank` does for `strategy` on its GPU; `hosts` are the numbers of all ranks' hosts.
 
     All moves of peers are out of what they show: their arrays, or their outboxes where ranks are on
     several hosts.
     """
 
+    strategy: Strategy
+    rank: int
     hosts: tuple[int, ...]
 
     @property
@@ -146,15 +148,21 @@ class RankPlan(host.RankPlan):
 
     @cached_property
     def additions(self) -> tuple[tuple[Move, ...], ...]:
-        """See host.Share."""
-        return tuple(self._published_moves("sums", found) for found in super().additions)
+        """By source rank in order: its products that this rank adds to complete its sums."""
+        s = self.strategy
+        return tuple(
+            self._published_moves("sums", shared_part(s.sums, s.reduced, src=src, dst=self.rank))
+            if s.depth[src].length
+            else ()
+            for src in range(s.problem.size)
+        )
 
     @cached_property
     def last_moves(self) -> tuple[Move, ...]:
-        """See host.Share."""
-        return self._published_moves(
-            "reduced" if self.strategy.reduces else "sums", super().last_moves
-        )
+        """What brings the complete sums to where the caller wants them."""
+        s = self.strategy
+        found = moves(s.reduced, s.problem.d, dst_rank=self.rank)
+        return self._published_moves("reduced" if s.reduces else "sums", found)
 
     @cached_property
     def vectors(self) -> tuple[tuple[Move, ...], ...]:
@@ -267,11 +275,6 @@ class RankPlan(host.RankPlan):
     def algorithms(self) -> Algorithms:
         """Those of cuBLASLt's that have been chosen for this rank's products."""
         return Algorithms()
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What has been found out by timing."""
-        return tuple(self.cache.get("notes", ()))
 
     @cached_property
     def pattern(self) -> Pattern | None:

@@ -12,7 +12,9 @@ multiples of 128 of k these are blocks of the whole matrix too, and travel as it
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from shardmath.geometry import Layout, Spans
 from shardmath.local.epilog import MatmulEpilog
@@ -43,9 +45,10 @@ class ScaleMoves:
         return self.given == self.blocks and self.transfer.src.same_as(self.transfer.dst)
 
 
+@lru_cache(maxsize=64)
 def choose_strategy(
     problem: Problem, machine: Machine
-) -> tuple[Strategy, list[tuple[Strategy, Cost]]]:
+) -> tuple[Strategy, Sequence[tuple[Strategy, Cost]]]:
     """The fastest strategy that can multiply elements; where there is none, or the one that was
     asked for cannot, a strategy for the numbers that they stand for.
     """
