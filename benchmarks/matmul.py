@@ -24,7 +24,6 @@ from shardmath.context import Context
 from shardmath.distribution import BlockCyclic, Distribution, ProcessGrid, Slab
 from shardmath.launch import spawn
 from shardmath.linalg.advanced import Matmul, matmul
-from shardmath.operators.matmul.api import Arguments, agree_on_plan
 from shardmath.symmetric.allocation import allocate_symmetric_memory
 
 RANKS = 2
@@ -118,9 +117,6 @@ def small_products(context: Context) -> list[dict[str, Any]]:
     plan.plan()
     calls: dict[str, Callable[[], object]] = {
         "exchange of 16 bytes": lambda: context.board.exchange("bench", b"0123456789abcdef"),
-        "agreement of a cached plan": lambda: agree_on_plan(
-            context, Arguments(a, b, None, distributions)
-        ),
         "matmul": lambda: matmul(a, b, distributions=distributions),
         "Matmul.execute": plan.execute,
         "np.matmul on one rank": lambda: np.matmul(whole, whole),

@@ -24,7 +24,7 @@ def repeated(context, kind, dtype, heap):
     from shardmath.distribution import Replicated, Slab
     from shardmath.linalg.advanced import Matmul
     from shardmath.operators.matmul.gpu.all_reduce import GemmAllReduce
-    from shardmath.operators.replay import Replay
+    from shardmath.operators.replay import GraphCache
     from shardmath.symmetric.allocation import empty_on_heap
 
     torch.cuda.set_device(context.device_id)
@@ -43,11 +43,11 @@ def repeated(context, kind, dtype, heap):
         return torch.zeros(local, device="cuda", dtype=getattr(torch, dtype))
 
     a, other, b = part(0, (m, k)), part(0, (m, k)), part(1, (k, n))
-    again, wrong, launch, share = [], [], Replay.launch, GemmAllReduce.launch
+    again, wrong, launch, share = [], [], GraphCache.launch, GemmAllReduce.launch
 
     def counted(self, *args):
         again[-1] = True
-        launch(self, *args)
+        return launch(self, *args)
 
     def checked(product, value):
         again.append(False)
@@ -58,7 +58,7 @@ def repeated(context, kind, dtype, heap):
 
     with (
         context,
-        patch.object(Replay, "launch", counted),
+        patch.object(GraphCache, "launch", counted),
         patch.object(GemmAllReduce, "launch", autospec=True, side_effect=share) as shared,
     ):
         with Matmul(a, b, **named) as product:
@@ -68,13 +68,14 @@ def repeated(context, kind, dtype, heap):
                 b.fill_(1)
                 checked(product, turn)
             steady = again[1:]
-            if context.rank == 0:  # one rank's operand lies elsewhere: all tell each other anew
+            if context.rank == 0:  # one rank's operand lies elsewhere: that rank launches anew
                 product.reset_operands_unchecked(a=other)
             other.fill_(3)
             a.fill_(3)
             for _ in range(5):
                 checked(product, 3)
-            changed, steady = again[6], [*steady, *again[7:]]
+            changed = context.rank == 0 and again[6]
+            steady = [*steady, *again[7:]]
         large = part(0, (m, k)).new_ones(dists[0].shape(context.rank, (16 * m, 16 * k), size=size))
         wide = large.new_ones(dists[1].shape(context.rank, (16 * k, n), size=size))
         with (
@@ -123,7 +124,7 @@ def varied(context, heap):
     from shardmath.distribution import Slab
     from shardmath.linalg.advanced import MatmulEpilog, MatmulOptions, matmul
     from shardmath.operators.matmul.options import matrix_qualifiers_dtype
-    from shardmath.operators.replay import Replay
+    from shardmath.operators.replay import GraphCache
     from shardmath.symmetric.allocation import empty_on_heap
 
     torch.cuda.set_device(context.device_id)
@@ -167,7 +168,7 @@ def varied(context, heap):
         "parameter": (lambda: matmul(x, weight, **splits), product),
         "alpha": (lambda: matmul(x, y, alpha=next(scales), **splits), None),
     }
-    splits, found, launch = {"distributions": [Slab.X] * 3}, {}, Replay.launch
+    splits, found, launch = {"distributions": [Slab.X] * 3}, {}, GraphCache.launch
     for name, (call, expected) in forms.items():
         again, wrong = [], []
 
@@ -175,7 +176,7 @@ def varied(context, heap):
             seen.append(True)
             return launch(self, *args)
 
-        with context, torch.no_grad(), patch.object(Replay, "launch", counted):
+        with context, torch.no_grad(), patch.object(GraphCache, "launch", counted):
             for turn in range(6):
                 full = product * (2 + turn % 2) if expected is None else expected
                 if not torch.equal(call().cpu(), full.tensor_split(size)[rank]):
@@ -239,7 +240,7 @@ def from_threads(context, heap):
     from shardmath.arrays import library_named
     from shardmath.distribution import Slab
     from shardmath.linalg.advanced import MatmulEpilog, matmul
-    from shardmath.operators.replay import Replay
+    from shardmath.operators.replay import GraphCache
     from shardmath.symmetric.allocation import empty_on_heap
 
     torch.cuda.set_device(context.device_id)
@@ -253,7 +254,7 @@ def from_threads(context, heap):
         return torch.full(shape, value, dtype=dtype, device=device)
 
     x, y = (full(shape, torch.float64, 1) for shape in ((16, 8 * size), (8, 24)))
-    side, again, launch, results = torch.cuda.Stream(device), [], Replay.launch, []
+    side, again, launch, results = torch.cuda.Stream(device), [], GraphCache.launch, []
     side.wait_stream(torch.cuda.current_stream())
 
     def called(stream=None):
@@ -293,7 +294,7 @@ def from_threads(context, heap):
     del dirty
     assert context.heap.used >= 0  # what was dropped is free now, and as it was
     results.clear()
-    with patch.object(Replay, "launch", counted):
+    with patch.object(GraphCache, "launch", counted):
         errors = [in_a_thread(called), in_a_thread(on_side)]
     torch.cuda.synchronize()
     rows = [
