@@ -43,9 +43,10 @@ def interpret(programs, arrays, order, numbers=None):
     """The results of all ranks, by rank and name.
 
     `programs` are all ranks', `arrays` their operands by name; `order` is a permutation of the
-    ranks, in which they run between synchronisations. `numbers` are those of the call.
+    ranks, in which they run between synchronisations. `numbers` are those of each rank's call.
     """
-    buffers = [Buffers(own, numbers=numbers) for own in arrays]
+    numbers = numbers or [{}] * len(arrays)
+    buffers = [Buffers(own, told) for own, told in zip(arrays, numbers, strict=True)]
     for rank, program in enumerate(programs):
         own = buffers[rank]
         for name in {*program.transposed} & {*own}:

@@ -54,7 +54,7 @@ def every_strategy(calls, order):
     for strategy in candidates(problem.widened()):
         ranks = range(problem.size)
         programs = [product_program(problem, strategy, rank) for rank in ranks]
-        yield strategy.label, interpret(programs, arrays, order, numbers[0])
+        yield strategy.label, interpret(programs, arrays, order, numbers)
 
 
 @ANY

@@ -41,11 +41,12 @@ from shardmath.program.steps import (
     SumLines,
 )
 from shardmath.redistribution import Exposed, TransferPlan, copy_moves, window_on
-from shardmath.redistribution.host import pairs
+from shardmath.redistribution.host import bind_moves, pairs
 
 __all__ = ["Binding", "bind_arithmetic", "fused"]
 
 _PANEL_ELEMENTS = 4 << 20  # of one gathered panel: 32 MiB in float64
+_KEPT_PANEL = 64 << 10  # bytes of one that stays for the next call
 _WHOLE_ELEMENTS = 128 << 20  # of all that is brought together for a library's product
 
 ArrayOf = Callable[[int], HostArray]  # the array of a rank, in memory that can be read here
@@ -261,10 +262,13 @@ class Binding:
         ]
         if not left.source.extent or not out.size:
             return [partial(out.fill, 0), *rounding]
+        left.keep_small()
+        right.keep_small()
+        gathered = [*left.copies, *right.copies]
         plain = [*_bind_product(multiply, left, right, out), *rounding]
         rounded = self._rounded(step, left, right)
         if rounded is None:
-            return plain
+            return [*gathered, *plain]
         library: Library = self._known.arrays.library
 
         def multiplied() -> None:
@@ -273,7 +277,7 @@ class Binding:
             left.forget()
             right.forget()
 
-        return [multiplied]
+        return [*gathered, multiplied]
 
     def _rounded(self, step: Product, left: Factor, right: Factor) -> HostArray | None:
         """Where a product of the user's library may go that rounds; None if it would not do."""
@@ -301,7 +305,7 @@ def _bind_product(multiply: Multiply, left: Factor, right: Factor, out: HostArra
         left.forget()
         right.forget()
 
-    if left.source.panel or right.source.panel:
+    if left.gathers or right.gathers:
         return [in_panels]
     return [bound(lo, hi) for lo, hi in cuts]
 
@@ -321,6 +325,7 @@ class Factor:
         self._array = array
         self._filled = (0, 0)
         self._panel = np.empty((0, 0), dtype)
+        self.copies: Bound = []  # what fills the one panel that stays
 
     @classmethod
     def own(cls, rank: int, array: HostArray, axis: int) -> Factor:
@@ -366,9 +371,29 @@ class Factor:
             self._fill(lo // self.source.panel * self.source.panel)
         return self._panel[self._cut(lo - self._filled[0], hi - self._filled[0], slice(None))]
 
+    @property
+    def gathers(self) -> bool:
+        """Whether panels are gathered anew each time, into memory of that time."""
+        return bool(self.source.panel) and not self.copies
+
+    def keep_small(self) -> None:
+        """Bind what gathers a factor that is one small panel; `copies` are to be run each time."""
+        source = self.source
+        nbytes = source.extent * source.width * self.dtype.itemsize
+        if self.gathers and source.panel >= source.extent and nbytes <= _KEPT_PANEL:
+            self._filled, self._panel = (0, source.extent), self._room(source.extent)
+            moves = source.gather_moves(0, source.extent)
+            self.copies = bind_moves(moves, self._array, self._panel, rank=self._rank)
+
     def forget(self) -> None:
         """Drop the panel: what it was gathered from has changed."""
-        self._filled, self._panel = (0, 0), self._panel[:0, :0].copy()
+        if not self.copies:
+            self._filled, self._panel = (0, 0), self._panel[:0, :0].copy()
+
+    def _room(self, extent: int) -> HostArray:
+        width = self.source.width
+        shape = (extent, width) if self.source.axis == 0 else (width, extent)
+        return np.empty(shape, self.dtype)
 
     def _piece(self, piece: Piece, lo: int, hi: int) -> HostArray:
         start = piece.k + lo - piece.lo
@@ -378,9 +403,8 @@ class Factor:
     def _fill(self, lo: int) -> None:
         source = self.source
         hi = min(lo + source.panel, source.extent)
-        shape = (hi - lo, source.width) if source.axis == 0 else (source.width, hi - lo)
-        if self._panel.shape != shape:
-            self._panel = np.empty(shape, self._panel.dtype)
+        if self._panel.shape[source.axis] != hi - lo:
+            self._panel = self._room(hi - lo)
         copy_moves(source.gather_moves(lo, hi), self._array, self._panel, rank=self._rank)
         self._filled = (lo, hi)
 

@@ -288,7 +288,7 @@ class Cores:
         if not made:
             return given
         names = self._names.results
-        return tuple(made.get(name, x) for name, x in zip(names, given, strict=True))
+        return tuple([made.get(name, x) for name, x in zip(names, given, strict=True)])
 
     def _complete(self, turn: Turn, notes: list[bytes], plan: Plan) -> list[bytes]:
         """All ranks' notes, when all have prepared for this plan. Collective.

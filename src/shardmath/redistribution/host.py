@@ -20,7 +20,7 @@ from shardmath.geometry import Move
 from shardmath.redistribution import stream
 from shardmath.redistribution.copies import StridedCopy, lowered, whole
 
-__all__ = ["Window", "bind", "copy_array", "copy_moves", "pairs", "perform"]
+__all__ = ["Window", "bind", "bind_moves", "copy_array", "copy_moves", "pairs", "perform"]
 
 _LINE = 64  # bytes of a cache line: units as long as this can be copied in any order
 _ROW = 1 << 10  # bytes of a unit that is worth a compiled copy
@@ -75,9 +75,21 @@ def copy_moves(
         for theirs, own in pairs(moves, source, destination):
             np.add(own, theirs, out=own)
         return
+    for copy in bind_moves(moves, source, destination, rank=rank):
+        copy()
+
+
+def bind_moves(
+    moves: Iterable[Move],
+    source: Callable[[int], HostArray],
+    destination: HostArray,
+    *,
+    rank: int = 0,
+) -> list[Callable[[], object]]:
+    """What executes `moves` as `copy_moves` does, each time that it is called."""
     copies, windows = _lowered(moves, source, destination)
     copies.sort(key=lambda copy: (copy.src < rank, copy.src))
-    perform(copies, windows, Window.of(destination))
+    return bind(copies, windows, Window.of(destination))
 
 
 def pairs(

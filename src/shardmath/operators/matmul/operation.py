@@ -91,7 +91,7 @@ def arguments_of(
         epilog,
         names,
         given,
-        (_is_complex(alpha), _is_complex(beta)),
+        (alpha is not None and _is_complex(alpha), beta is not None and _is_complex(beta)),
         beta is not None,
         preferences,
     )
@@ -272,6 +272,8 @@ def _is_complex(value: Any) -> bool:
 
 
 def _is_inplace(options: Any) -> bool:
+    if options is None:
+        return False
     named = options.get("inplace") if isinstance(options, Mapping) else None
     inplace = options.inplace if isinstance(options, MatmulOptions) else named
     return isinstance(inplace, (bool, np.bool_)) and bool(inplace)
