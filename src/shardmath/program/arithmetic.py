@@ -325,7 +325,7 @@ class Factor:
         self._array = array
         self._filled = (0, 0)
         self._panel = np.empty((0, 0), dtype)
-        self.copies: Bound = []  # what fills the one panel that stays
+        self.copies: Calls = []  # what fills the one panel that stays
 
     @classmethod
     def own(cls, rank: int, array: HostArray, axis: int) -> Factor:
