@@ -185,10 +185,6 @@ class Driver:
         """Prepare for `plan` in the next call of that spec. Local."""
         return self._expected.keep(spec.digest, plan)
 
-    def forget(self) -> None:
-        """Take a closer look at all arrays again. Local."""
-        self._known.clear()
-
     def build(self, specs: list[Any]) -> Plan:
         """The plan that all ranks' specs make. Pure."""
         tag = blake2b(wire.encode(specs), digest_size=_TAG_BYTES).digest()

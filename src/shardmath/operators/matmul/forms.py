@@ -180,11 +180,10 @@ class Matmul(Planned):
         tunes = checked(self.context.board, same, [text == b"\1" for text in told])
         asked = {"epilog": epilog, "preferences": preferences}
         arguments = self._arguments(inputs=epilog_inputs, stream=stream, **asked)
-        turn, agreement = agree(
+        turn, agreement, _ = agree(
             self.context, "matmul", self._described, self._driver.build, arguments
         )
         plan: Plan = agreement.plan
-        self._driver.forget()  # the arrays that fit the last plan
         if tunes:
             plan = self._tuned(arguments, plan)
         self._asked.update(asked)
@@ -263,7 +262,7 @@ class Matmul(Planned):
             self._require_complete(given)
             self._require_same_library(given)
             arguments = self._arguments(**changed, stream=stream)
-            self._driver.known(_brief(arguments), lambda _: self._fitting(arguments))
+            self._driver.known(self._brief(arguments), lambda _: self._fitting(arguments))
 
         self._gather("reset_operands", described)
         self._take(given)
@@ -303,8 +302,14 @@ class Matmul(Planned):
     ) -> Arguments:
         """See Planned. What the words say is in the plan."""
         if self._kept is None or self._operands["scales"] is not None:  # whose values may change
-            self._kept = _brief(self._arguments())
+            self._kept = self._brief(self._arguments())
         return self._kept if stream is None else self._kept._replace(stream=stream)
+
+    def _brief(self, arguments: Arguments) -> Arguments:
+        """What is looked at in each execution of the latest plan: arrays, numbers, and what is said
+        of them.
+        """
+        return arguments._replace(words=(self._plans, *arguments.words[3:-1]), options=None)
 
     def _set_operands(self, **operands: Any) -> None:
         super()._set_operands(**operands)
@@ -376,8 +381,3 @@ class Matmul(Planned):
             raise ValueError(
                 f"epilog_inputs are {new_inputs}; this Matmul was planned for {self._facts.inputs}"
             )
-
-
-def _brief(arguments: Arguments) -> Arguments:
-    """What is looked at in each execution: arrays, and what is said of them and of numbers."""
-    return arguments._replace(words=arguments.words[3:-1], options=None)

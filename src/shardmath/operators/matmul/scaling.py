@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 
 from shardmath.arrays import ArraySpec, library_of
-from shardmath.arrays.base import HostArray
 from shardmath.errors import CollectiveMismatch
 from shardmath.geometry import Layout
 from shardmath.local.float8 import BLOCK, Blocks
@@ -40,11 +39,9 @@ __all__ = [
     "blocks_of",
     "check_scales",
     "given_scales",
-    "known_numbers",
     "known_scale",
     "merged",
     "readings",
-    "scale_matrix",
     "scales_in_order",
 ]
 
@@ -105,32 +102,10 @@ def merged(new: Any, old: Any) -> Any:
     return MatmulQuantizationScales(**kept)
 
 
-def known_numbers(scales: Any, scaling: Scaling) -> tuple[float | None, ...]:
-    """The scales of a, b, c and d that are numbers for whole matrices and are known to the host;
-    None for all others.
-    """
-    whole = (scaling.a == TENSOR, scaling.b == TENSOR, scaling.c, scaling.d)
-    return tuple(
-        known_scale(scale) if is_whole else None
-        for scale, is_whole in zip(scales_in_order(scales), whole, strict=True)
-    )
-
-
 def scales_in_order(scales: Any) -> tuple[Any, ...]:
     """Those of a, b, c and d, as given."""
     read = options_of(MatmulQuantizationScales, scales, "quantization_scales")
     return tuple(getattr(read, name) for name in _NAMES)
-
-
-def scale_matrix(scales: Any, index: int, shape: tuple[int, int], transposed: bool) -> HostArray:
-    """The scales of op(A), index 0, or op(B), in host memory, as a matrix of `shape`."""
-    scale = scales_in_order(scales)[index]
-    if _is_number(scale):
-        return np.full(shape, scale, np.float32)
-    found = library_of(scale).host_view(scale)
-    if found.ndim == 2 and transposed:
-        found = found.T
-    return found.reshape(shape)
 
 
 def check_scales(given: Sequence[Given], needed: Mapping[str, bool], like: ArraySpec) -> None:
