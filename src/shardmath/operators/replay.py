@@ -1,4 +1,4 @@
-"""Replay of executions on GPUs: what one launches is captured into a CUDA graph, and launched again.
+"""Replay of executions on GPUs: what one launches is captured into a CUDA graph, for the next.
 
 The ranks have agreed that all of them do what they did before. Where results lie is each rank's own
 affair: what is launched for one place is captured into a graph the second time.
