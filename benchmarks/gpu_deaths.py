@@ -5,7 +5,7 @@
 
 Each job is started anew: one rank ends while the others compute, two ranks to a GPU where there are
 more than GPUs. A time is from just before its end to the exception in the last of the others. The
-program is the tests', tests/cuda/departing.py. `--all` takes all ways to end, not three.
+program is the tests', tests/cuda/symmetric/departing.py. `--all` takes all ways to end, not three.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import on_gpus
 import record
 
 TESTS = Path(__file__).parent.parent / "tests"
-sys.path[:0] = [str(TESTS / "cuda"), str(TESTS)]
+sys.path[:0] = [str(TESTS / "cuda" / "symmetric"), str(TESTS)]
 
 import departing  # noqa: E402
 

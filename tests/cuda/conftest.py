@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from visible import RANKS, gpu_of
@@ -12,6 +14,12 @@ from shardmath import config
 from shardmath.cuda import compile as compiling
 from shardmath.errors import BackendUnavailable
 from shardmath.startup import new_context
+
+# Bodies of the host's tests, and what files of one folder take from those of another.
+HERE = Path(__file__).parent
+HOST = ("autograd", "collectives", "fft", "matmul", "redistribution", "reliability", "symmetric")
+sys.path += [str(folder) for folder in HERE.iterdir() if folder.is_dir()]
+sys.path += [str(HERE.parent / name) for name in HOST]
 
 SIZES = [size for size in (1, 2, 3, 4, 8) if size <= max(RANKS, 1)]
 

@@ -33,7 +33,8 @@ def rank_plan(kind, shape, dtype, *, size=2, label="stationary a", epilog=Matmul
     return RankPlan(choose_strategy(problem, Machine("cuda", (0,) * size))[0], 0, (0,) * size)
 
 
-# Shapes as in tests/cuda/test_added_products.py: all go through the collective, none by the kernel.
+# Shapes as in test_added_products.py of tests/cuda: all go through the collective, none by the
+# kernel.
 @pytest.mark.parametrize("epilog", [MatmulEpilog.DEFAULT, MatmulEpilog.BIAS])
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize(

@@ -282,7 +282,7 @@ def test_a_mistake_of_one_rank_says_what_to_do(name):
 def test_every_class_has_words():
     kinds = {case[2] for case in CASES.values()} | {case[1] for case in LOCAL.values()}
     elsewhere = {
-        "BackendUnavailable",  # tests/group, tests/cuda/test_packages.py
+        "BackendUnavailable",  # tests/group, tests/cuda/driver/test_packages.py
         "BootstrapError",  # tests/group
         "CudaError",  # tests/cuda
         "ShardmathError",

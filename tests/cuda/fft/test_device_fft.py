@@ -8,22 +8,17 @@ from __future__ import annotations
 
 import importlib
 import math
-import sys
 import traceback
 import weakref
 from functools import partial
-from pathlib import Path
-
-import numpy as np
-import pytest
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "fft"))
 
 import fft_cases
+import numpy as np
+import pytest
 import test_allocated_operands
 from fft_cases import fill, to_host
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 from visible import GPUS, RANKS, gpu_of
 
 from arrangements import part_of

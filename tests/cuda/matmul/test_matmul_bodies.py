@@ -7,18 +7,13 @@ arrays of CuPy and torch on the GPU in their place.
 from __future__ import annotations
 
 import importlib
-import sys
 from contextlib import ExitStack
-from pathlib import Path
 from unittest.mock import patch
 
+import matmul_cases
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "matmul"))
-
-import matmul_cases
 
 from shardmath.arrays import library_named, library_of
 from shardmath.context import require_context

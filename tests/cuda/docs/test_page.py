@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from visible import GPUS
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "device-verbs.md"
 
 

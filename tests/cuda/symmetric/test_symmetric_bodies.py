@@ -7,17 +7,12 @@ forking is replaced: the body runs on the rank's own context, and the ranks exch
 from __future__ import annotations
 
 import importlib
-import sys
 import traceback
 from functools import partial
-from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "symmetric"))
-
 from test_device_handle import PACKAGES, ready
 
 from shardmath.symmetric.allocation import allocate_symmetric_memory

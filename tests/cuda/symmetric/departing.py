@@ -38,7 +38,7 @@ JOBS = [  # a handle's kernels know nothing of the context that is left
 ]
 STEPS = 8  # that all ranks make before one of them ends
 DEADLINE = 60.0  # seconds, of every wait: what must not pass
-SHARED = Path(__file__).resolve().parent.parent
+SHARED = Path(__file__).resolve().parents[2]
 
 
 # -- the program -----------------------------------------------------------------------------------

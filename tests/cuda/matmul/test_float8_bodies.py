@@ -6,16 +6,11 @@ Tensor cores add up eight-bit products with fewer bits than float32 has: sums ma
 from __future__ import annotations
 
 import importlib
-import sys
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from test_matmul_bodies import body
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "matmul"))
-
 import test_float8_products as bodies
+from test_matmul_bodies import body
 
 SUMS = 4e-4
 ONE = [("vectors", "squares", "float8_e4m3fn", "float8_e4m3fn", "bfloat16", (False, True), "C")]

@@ -7,15 +7,10 @@ torch on the GPU in place of the forms that the host has.
 from __future__ import annotations
 
 import importlib
-import sys
-from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "collectives"))
-
 import samples
 from visible import GPUS, gpu_of
 

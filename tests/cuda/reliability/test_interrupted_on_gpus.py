@@ -1,16 +1,10 @@
 """An exception that leaves the host's part of a call on GPUs gives no wrong number."""
 
-import sys
-from pathlib import Path
-
 import pytest
+from interrupts import CALLS, run_trials
 from visible import gpu_of
 
 from mortal import Job, Raised
-
-sys.path.append(str(Path(__file__).parent.parent / "reliability"))
-
-from interrupts import CALLS, run_trials
 
 VARIABLES = {"SHARDMATH_TIMEOUT": "100", "SHARDMATH_NOTICE": "100"}
 

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "reliability"))
-
 import test_tensor_subclasses as host
 
 

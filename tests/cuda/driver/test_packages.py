@@ -13,7 +13,7 @@ import pytest
 from shardmath.cuda import packages
 from shardmath.errors import BackendUnavailable
 
-PROJECT = Path(__file__).parents[2] / "pyproject.toml"
+PROJECT = Path(__file__).parents[3] / "pyproject.toml"
 # Who asks for which module, which is not there.
 DOORS = {
     "the driver": ("shardmath.cuda.driver", "bindings", "cuda.bindings", "cu13"),

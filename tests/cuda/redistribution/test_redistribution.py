@@ -7,20 +7,15 @@ of placing arrays replaced, with arrays of CuPy and torch on the GPU.
 from __future__ import annotations
 
 import importlib
-import sys
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "redistribution"))
-
 import redistribution_cases as cases
+from hypothesis import HealthCheck, Phase, given, settings
 from visible import GPUS, RANKS, gpu_of
 
 from arrangements import part_of
