@@ -80,7 +80,7 @@ def calls(context):
             transform.plan()
             for _ in range(5):
                 transform.execute(out=out)
-            return calls_before("run", lambda: transform.execute(out=out))
+            return calls_before("copyto", lambda: transform.execute(out=out))
 
 
 def test_little_is_done_before_the_first_byte_moves(contexts):
