@@ -111,7 +111,6 @@ def test_imports_go_downward(path: Path) -> None:
 CIRCLES = [
     {"collectives.device_operand", "collectives.flat"},
     {"collectives.device_calls", "collectives.dispatch"},
-    {"operators.fft.call", "operators.fft.device"},
     {"operators.fft.deliveries", "operators.fft.launching"},
 ]
 

@@ -12,6 +12,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -35,7 +36,7 @@ from shardmath.program.steps import Move, Program, SplitArray, Synchronise, Tran
 from shardmath.redistribution import Exposed, TransferPlan, Window, window_on
 from shardmath.redistribution.exposure import bind_stage, staged_bytes
 from shardmath.redistribution.host import bind
-from shardmath.symmetric.allocation import block_of, empty_on_heap
+from shardmath.symmetric.allocation import array_on, block_of
 from shardmath.symmetric.heap import Block, Buffer
 from shardmath.symmetric.operand import Operand
 
@@ -71,6 +72,8 @@ class _Result(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
     order: Literal["C", "F"]
+    strides: tuple[int, ...]  # in elements
+    nbytes: int
     on_heap: bool
     in_place: str  # the operand whose memory it takes, or ""
 
@@ -241,7 +244,11 @@ class Cores:
         if isinstance(result, SplitArray) and result.like:
             order = _order_like(result, arrays.arrays)
         shape, place = result.local_shape(self._context.rank), program.in_place.get(name, "")
-        return _Result(name, shape, result.dtype, order, on_heap, place)
+        strides, nbytes = (
+            packed_strides(shape, axes=order),
+            prod(shape) * dtypes.of(result.dtype).itemsize,
+        )
+        return _Result(name, shape, result.dtype, order, strides, nbytes, on_heap, place)
 
     def _staging(self, turn: Turn, name: str, nbytes: int) -> Buffer:
         workspace = self._workspace
@@ -255,15 +262,16 @@ class Cores:
 
     def _make(self, turn: Turn, results: Sequence[_Result]) -> None:
         """New results for those that were not given."""
-        library = turn.known.arrays.library
-        for name, shape, dtype, order, on_heap, place in results:
+        library, heap = turn.known.arrays.library, self._context.heap
+        for name, shape, dtype, order, strides, nbytes, on_heap, place in results:
             if place:
                 operand = turn.arguments.operands[self._names.operands.index(place)]
                 made = array_in_place(self._context, operand, shape, dtype, order)
                 library.host_view(made, writable=True, name=place)  # raises what is wrong
                 turn.made[name] = made
             elif on_heap:
-                turn.made[name] = empty_on_heap(self._context, library, shape, dtype, order)
+                memory = heap.allocate(nbytes)
+                turn.made[name] = array_on(memory, library, dtypes.of(dtype), shape, strides)
             else:
                 turn.made[name] = library.empty(shape, dtype, order)
 
