@@ -131,9 +131,9 @@ class Cores:
                 continue
             host = library_of(x, name).host_view(x)
             place = block_of(context, x)
+            on_heap = on_heap and (place is not None or name in names.beside)
             if host is not x and host.size:  # a lazily conjugated tensor has its values elsewhere
                 place = block_of(context, host)
-            on_heap = on_heap and (place is not None or name in names.beside)
             found[name] = _operand(host, None if place is None else place[0])
             hosts[id(x)] = host
         for name, x in zip(names.results, arguments.results, strict=True):
