@@ -24,7 +24,7 @@ from shardmath.collectives.ahead import Ahead, tag_of_agreement, without_out
 from shardmath.collectives.device_operand import DeviceOperand
 from shardmath.collectives.dispatch import Call, call_spec
 from shardmath.collectives.flat import DirectLaunch
-from shardmath.collectives.repeats import Repeats
+from shardmath.collectives.repeats import Meeting, Repeats
 from shardmath.context import Context
 from shardmath.cuda import stream as streams
 from shardmath.lru_cache import LRUCache
@@ -89,28 +89,33 @@ def perform_on_device(context: Context, call: Call, x: Any, out: Any) -> Any:
         cached = _CachedCall.of(arrays, operand, spec, plan, result)
         if cached is not None:
             calls.keep(arrays.key, cached)
-            if ahead.find(operation, cached.common) is not None:
+            if call.result is None or ahead.find(operation, cached.common) is not None:
                 _keep_compiled(context, call, cached, x, result)
     return result
 
 
 def _keep_compiled(context: Context, call: Call, cached: _CachedCall, x: Any, result: Any) -> None:
     """Let the next such call be made by compiled code, where that was built."""
-    launch, repeats = cached.direct.ready, Repeats.of(context)
+    direct, (spec, _) = cached.direct, cached.array_specs
+    repeats = Repeats.of(context)
+    if repeats is None or direct.ready is None:
+        return
     try:
         hash(call.arguments)
     except TypeError:
         return
-    if repeats is not None and launch is not None:
-        library = library_named(cached.array_specs[0].library)
-        repeats.keep(
-            (call.operation, *call.arguments),
-            (library, cached.array_specs[0], x),
-            (library.spec(result), result),
-            launch,
-            cached.tag,
-            in_place=cached.direct.in_place,
-        )
+    library, meeting = library_named(spec.library), None
+    if call.result is None:
+        meeting = Meeting(cached.spec, cached.plan, call.build, call.on_device)
+    repeats.keep(
+        (call.operation, *call.arguments),
+        (library, spec, x),
+        (library.spec(result), result),
+        direct.ready,
+        cached.tag,
+        in_place=direct.in_place,
+        meeting=meeting,
+    )
 
 
 class _DeviceCall(NamedTuple):

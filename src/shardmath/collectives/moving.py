@@ -68,6 +68,10 @@ def broadcast(
     root passes None.
     """
     context = context_of("broadcast", context)
+    if context.repeats is not None and type(root) is int:
+        found = context.repeats.make(context, ("broadcast", root), x, out)
+        if found is not None:
+            return found
 
     def describe(_: ArraySpec) -> tuple[int]:
         return (as_index("root", root, context.size),)
@@ -178,6 +182,10 @@ def all_gather(
     library, or read-only.
     """
     context = context_of("all_gather", context)
+    if context.repeats is not None and type(axis) is int:
+        found = context.repeats.make(context, ("all_gather", axis), x, out)
+        if found is not None:
+            return found
     call = Call(
         "all_gather",
         (axis,),
@@ -246,6 +254,11 @@ def all_to_all(
     """
     context = context_of("all_to_all", context)
     size, rank = context.size, context.rank
+    even = send_counts is None and receive_counts is None
+    if context.repeats is not None and even and type(axis) is int:
+        found = context.repeats.make(context, ("all_to_all", axis, None, None), x, out)
+        if found is not None:
+            return found
 
     def describe(spec: ArraySpec) -> tuple[Hashable, ...]:
         at = as_axis(axis, spec.ndim)

@@ -67,7 +67,7 @@ def all_reduce(
     """
     context = context_of("all_reduce", context)
     if context.repeats is not None:
-        found = context.repeats.make(("all_reduce", op), x, out)
+        found = context.repeats.make(context, ("all_reduce", op), x, out)
         if found is not None:
             return found
 
@@ -157,7 +157,7 @@ def reduce_scatter(
     """
     context = context_of("reduce_scatter", context)
     if context.repeats is not None and counts is None and type(axis) is int:
-        found = context.repeats.make(("reduce_scatter", op, axis, None), x, out)
+        found = context.repeats.make(context, ("reduce_scatter", op, axis, None), x, out)
         if found is not None:
             return found
     size, rank = context.size, context.rank

@@ -3,27 +3,58 @@
 What `cuda/launch.c` makes again was made before by `device_calls`, which makes it whenever
 something is not as it was: another stream, an array that is not aligned, a peer that is far behind,
 a report of a kernel. Without a compiler at installation it always does.
+
+A call that does not run ahead meets first, as `device_calls` does, and is launched if all ranks
+say what they said before.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable
-from typing import Any
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 from shardmath.arrays import Library
 from shardmath.arrays.spec import ArraySpec
+from shardmath.call.agreement import HashedSpec, agree
+from shardmath.collectives.ahead import tag_of_agreement
 from shardmath.collectives.device import DeviceCollectives
+from shardmath.collectives.device_operand import DeviceOperand
 from shardmath.compiled import extension
 from shardmath.context import Context
 from shardmath.cuda import stream as streams
 from shardmath.cuda.driver import require_success
 from shardmath.cuda.kernel import ReadyLaunch
 
-__all__ = ["Repeats"]
+__all__ = ["Meeting", "Repeats"]
 
+_KEPT = 1024  # entries
 _UNIT = 16  # bytes: addresses are multiples of it
 _NAME = "shardmath.cuda._launch"
+
+
+@dataclass(frozen=True, eq=False)
+class Meeting:
+    """What a rank says in a call that meets, the plan that followed, and what makes another call.
+
+    `build` and `on_device` are those of the collective's `Call`.
+    """
+
+    note: ClassVar[bytes] = b""  # peers are told nothing
+
+    spec: HashedSpec
+    plan: Any
+    build: Callable[[list[Any]], Any]
+    on_device: Callable[[DeviceOperand, Any], Any]
+
+
+class _Entry(NamedTuple):
+    """A call that may come again: compiled, how a new result looks, and its meeting, if any."""
+
+    repeat: Any
+    new: tuple[Any, ...]
+    meeting: Meeting | None
 
 
 class Repeats:
@@ -32,11 +63,11 @@ class Repeats:
     def __init__(self, context: Context, compiled: Any) -> None:
         team = context.team
         assert team is not None, "a context of GPUs"
-        self.calls: dict[Hashable, tuple[Any, tuple[Any, ...]]] = {}
-        self.team, self.board, self.heap = team, context.board, context.heap
+        self.calls: dict[Hashable, _Entry] = {}
+        self._team, self._board, self._heap = team, context.board, context.heap
         collectives = DeviceCollectives.of(context)
         assert isinstance(collectives, DeviceCollectives), "ranks of one host"
-        self.order = collectives.order
+        self._order = collectives.order
         self._place = collectives.addresses_place
         self._compiled = compiled
 
@@ -44,7 +75,7 @@ class Repeats:
     def of(cls, context: Context) -> Repeats | None:
         """The context's; None where nothing was compiled."""
         if context.repeats is None:
-            compiled = extension(_NAME)
+            compiled = None if context.spans_hosts else extension(_NAME)
             if compiled is None:
                 return None
             context.repeats = cls(context, compiled)
@@ -53,17 +84,19 @@ class Repeats:
 
     def keep(
         self,
-        call: Hashable,
+        call: tuple[Any, ...],
         operand: tuple[Library, ArraySpec, Any],
         result: tuple[ArraySpec, Any],
         launch: ReadyLaunch,
         tag: int,
         *,
         in_place: bool,
+        meeting: Meeting | None,
     ) -> None:
         """Let a call be made again that was this launch, from the operand to the result.
 
-        Both are given by their specs and arrays, of which is kept how they look.
+        Both are given by their specs and arrays, of which is kept how they look. `meeting` is None
+        for a call that runs ahead.
         """
         library, spec, x = operand
         like, made = result
@@ -72,48 +105,80 @@ class Repeats:
             return
         if type(made) is not torch.Tensor or not x.is_contiguous() or not made.is_contiguous():
             return
-        calls = self.board.calls
-        listed = (0, 0, 1, tag, ()) if calls is None else calls.places(tag)
-        device = self.team.device
-        kernel = (*launch.parts, self._place)
+        calls = self._board.calls
+        lists = meeting is None and calls is not None
+        listed = calls.places(tag) if lists and calls is not None else (0, 0, 1, tag, ())
+        function, *shape = launch.parts
         repeat = self._compiled.Repeat(
             torch.Tensor,
             (x.dtype, x.shape, x.get_device(), spec.nbytes),
             (made.dtype, made.shape, made.get_device(), like.nbytes),
             in_place,
             _UNIT - 1,
-            (kernel[0], device.context_address, *kernel[1:]),
-            self.team.report_address,
+            (function, self._team.device.context_address, *shape, self._place),
+            self._team.report_address,
             listed,
         )
-        new = (tuple(made.shape), made.dtype, made.device)
+        entry = _Entry(repeat, (tuple(made.shape), made.dtype, made.device), meeting)
+        if len(self.calls) >= _KEPT:
+            self.calls.clear()
         for is_new in (False, True):
-            self.calls[call, x.dtype, x.shape, is_new] = repeat, new
+            self.calls[call, x.dtype, x.shape, is_new] = entry
 
-    def make(self, call: tuple[Any, ...], x: Any, out: Any) -> Any:
+    def make(self, context: Context, call: tuple[Any, ...], x: Any, out: Any) -> Any:
         """The result of a call that comes again; None where it is another, and nothing was done.
 
         `call` is the operation and its other arguments.
         """
         try:
-            found = self.calls.get((call, x.dtype, x.shape, out is None))
+            entry = self.calls.get((call, x.dtype, x.shape, out is None))
         except (AttributeError, TypeError):  # no array, or an argument that has no hash
             return None
-        if found is None:
+        stream = streams.current("torch", self._team.device)
+        usable = self._board.failure is None and not self._team.broken and not self._heap.freed
+        if entry is None or not usable or not self._order.continues(stream):
             return None
-        team, board, operation = self.team, self.board, call[0]
-        stream = streams.current("torch", team.device)
-        usable = board.failure is None and not team.broken and not self.heap.freed
-        if not usable or not self.order.continues(stream):
-            return None
-        board.enter(operation)
-        if operation != board.operation:
-            board.operation = operation
-        repeat, (shape, dtype, device) = found
+        if entry.meeting is None:
+            self._board.enter(call[0])
+            return self._launched(entry, call[0], x, out, stream)
+        if entry.repeat.fits(x, out):
+            return self._met(context, entry, entry.meeting, call, (x, out, stream))
+        return None
+
+    def _launched(self, entry: _Entry, operation: str, x: Any, out: Any, stream: int) -> Any:
+        """The result, None where nothing was done after all."""
+        if operation != self._board.operation:
+            self._board.operation = operation
         if out is None:
+            shape, dtype, device = entry.new
             out = sys.modules["torch"].empty(shape, dtype=dtype, device=device)
-        status = repeat.go(x, out, stream)
+        status = entry.repeat.go(x, out, stream)
         if status is None:
             return None
         require_success("cuLaunchKernel", status)
         return out
+
+    def _met(
+        self,
+        context: Context,
+        entry: _Entry,
+        meeting: Meeting,
+        call: tuple[Any, ...],
+        arrays: tuple[Any, Any, int],
+    ) -> Any:
+        """The result when all ranks have met: launched if they say what they said before."""
+        (x, out, stream), operation = arrays, call[0]
+        _, agreement = agree(context, operation, _same, meeting.build, meeting)
+        with context.executing(operation):
+            if agreement.plan is meeting.plan:
+                result = self._launched(entry, operation, x, out, stream)
+                if result is not None:
+                    return result
+            else:
+                self.calls.pop((call, x.dtype, x.shape, out is None), None)
+            operand = DeviceOperand(context, x, out, tag=tag_of_agreement(agreement))
+            return meeting.on_device(operand, agreement.plan)
+
+
+def _same(meeting: Meeting) -> Meeting:
+    return meeting

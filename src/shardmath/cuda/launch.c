@@ -86,7 +86,7 @@ static uint64_t address_of(const Repeat *self, const Expected *expected, PyObjec
 }
 
 /* Whether the result can be written where it lies: apart from the operand, or just there. */
-static int fits(const Repeat *self, uint64_t source, uint64_t target) {
+static int apart(const Repeat *self, uint64_t source, uint64_t target) {
     if (source == 0 || target == 0 || ((source | target) & self->unaligned) != 0)
         return 0;
     return target + self->result.nbytes <= source || source + self->operand.nbytes <= target ||
@@ -101,6 +101,22 @@ static int has_room(const Repeat *self, uint64_t number) {
     return 1;
 }
 
+/* fits(operand, result): whether `go` would find them as it must; the result may be None, which is to be made. */
+static PyObject *looks_alike(Repeat *self, PyObject *const *given, Py_ssize_t count) {
+    if (count != 2) {
+        PyErr_SetString(PyExc_TypeError, "fits(operand, result)");
+        return NULL;
+    }
+    uint64_t source = address_of(self, &self->operand, given[0]), target = 0;
+    int fit = source != 0 && (source & self->unaligned) == 0;
+    if (fit && given[1] != Py_None) {
+        target = address_of(self, &self->result, given[1]);
+        fit = apart(self, source, target);
+    }
+    PyErr_Clear();
+    return PyBool_FromLong(fit);
+}
+
 /* go(operand, result, stream): None where Python has to make the call, else what the driver answers. */
 static PyObject *go(Repeat *self, PyObject *const *given, Py_ssize_t count) {
     if (count != 3) {
@@ -111,11 +127,11 @@ static PyObject *go(Repeat *self, PyObject *const *given, Py_ssize_t count) {
     if (PyErr_Occurred())
         return NULL;
     uint64_t source = address_of(self, &self->operand, given[0]);
-    uint64_t target = given[1] == given[0] ? source : source ? address_of(self, &self->result, given[1]) : 0;
+    uint64_t target = source ? address_of(self, &self->result, given[1]) : 0;
     PyErr_Clear(); /* what cannot be asked here, Python asks */
     void *context = NULL;
     uint64_t number = self->peers ? *self->made + 1 : 0;
-    if (!fits(self, source, target) || __atomic_load_n(self->report, __ATOMIC_RELAXED) != 0 ||
+    if (!apart(self, source, target) || __atomic_load_n(self->report, __ATOMIC_RELAXED) != 0 ||
         !has_room(self, number) || current_context(&context) != 0 || context != self->context)
         Py_RETURN_NONE;
     char argument[PARAMETERS] __attribute__((aligned(16)));
@@ -203,6 +219,8 @@ static void drop(Repeat *self) {
 }
 
 static PyMethodDef methods[] = {
+    {"fits", (PyCFunction)(void (*)(void))looks_alike, METH_FASTCALL,
+     "Whether these arrays are as they were; the result may be None."},
     {"go", (PyCFunction)(void (*)(void))go, METH_FASTCALL,
      "Make the call; None if it is not as it was, and nothing was done."},
     {NULL, NULL, 0, NULL},

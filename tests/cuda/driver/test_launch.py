@@ -113,6 +113,9 @@ def check_left(_, folder):
     calls.set("context", ctypes.c_void_p, 8)
     found["another context"] = calls.go()
     calls.set("context", ctypes.c_void_p, CONTEXT)
+    fitting = [calls.repeat.fits(x, out) for out in (None, calls.out, x, both[4 : 4 + COUNT], 3)]
+    assert fitting == [True, True, True, True, False], fitting
+    assert not calls.repeat.fits(both[:COUNT], both[4 : 4 + COUNT])
     left = calls.integer("launches"), int(calls.words[2])
     calls.set("answer", ctypes.c_int, 1)
     return found, left, calls.go(x)
