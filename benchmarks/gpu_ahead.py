@@ -9,6 +9,7 @@ an all_reduce of 8 MiB; in `late hosts` each rank's host in turn sleeps 1 ms bef
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 
@@ -67,6 +68,43 @@ def moves(ranks, count):
     }
 
 
+def uneven(ranks):
+    """An all_to_all of 16 MiB with other counts each call; NCCL is told both counts."""
+    torch, dist, size, rank = ranks.torch, ranks.dist, ranks.size, ranks.rank
+    rows, width = 2048, (16 << 20) // 2048 // 2
+    x, out = (torch.ones((2 * rows, width), device=ranks.device).bfloat16() for _ in range(2))
+    turns = [
+        [[rows // size + (turn * 7 + src + dst) % 60 for dst in range(size)] for src in range(size)]
+        for turn in range(CALLS)
+    ]
+    sent = itertools.cycle([table[rank] for table in turns])
+    received = itertools.cycle([[row[rank] for row in table] for table in turns])
+
+    def ours():
+        mine, theirs = next(sent), next(received)
+        all_to_all(x[: sum(mine)], send_counts=mine, out=out[: sum(theirs)])
+
+    def nccl():
+        mine, theirs = next(sent), next(received)
+        dist.all_to_all_single(out[: sum(theirs)], x[: sum(mine)], theirs, mine)
+
+    return {"uneven all_to_all(out)": ours, "NCCL all_to_all_single": nccl}
+
+
+def elapsed(ranks, call):
+    """Microseconds of one of many calls, until all are done."""
+    torch, found = ranks.torch, []
+    for _ in range(RUNS):
+        torch.cuda.synchronize()
+        ranks.context.barrier()
+        start = time.perf_counter()
+        for _ in range(40):
+            call()
+        torch.cuda.synchronize()
+        found.append((time.perf_counter() - start) / 40)
+    return 1e6 * ranks.largest(statistics.median(found))
+
+
 def steps(ranks):
     """Microseconds of a step, by what reduces, and whether hosts are late."""
     torch, dist = ranks.torch, ranks.dist
@@ -108,6 +146,9 @@ def measure(ranks):
                 rows.append({"what": what, "size": name, **us})
         for what, call in moves(ranks, 8 << 10).items():
             rows.append({"what": what, "size": "16 KiB", "host_us": host(ranks, call)})
+        for what, call in uneven(ranks).items():
+            us = {"host_us": host(ranks, call), "done_us": elapsed(ranks, call)}
+            rows.append({"what": what, "size": "16 MiB", **us})
         rows += steps(ranks)
     return rows
 

@@ -31,6 +31,7 @@ from shardmath.symmetric.team import Team
 __all__ = ["DeviceOperand", "DeviceOutput", "placeholder"]
 
 _ON_GPUS = " on GPUs"
+_INBOX_BYTES = 256 << 20
 
 # In the rank's own operand, the part for a rank; in the result, the part of a rank.
 Parts = Sequence[int]
@@ -132,18 +133,23 @@ class DeviceOperand:
         )
         return self._finish(flat.cast_to(reduction.result), shape, reduction.result)
 
-    def all_gather(self, axis: int, shapes: Sequence[Shape], shape: Shape) -> Any:
-        """See `moving.all_gather`; `shapes` are the ranks' own."""
+    def all_gather(
+        self, axis: int, shapes: Sequence[Shape], shape: Shape, *, new: bool = True
+    ) -> Any:
+        """See `moving.all_gather`; `shapes` are the ranks' own, `new` as in `all_reduce`."""
         collectives = DeviceCollectives.of(self.context)
         item, rank, tag = self.spec.itemsize, self.context.rank, self.tag
         sizes = [prod(each) * item for each in shapes]
         source, whole = self._packed(self._x), sum(sizes)
-        pushes = collectives.pushes(max(sizes))
-        if pushes is not None:
+        pushes, size = collectives.pushes(max(sizes)), self.context.size
+        if pushes is not None and self._by_inboxes(new, whole):
+            flat = self._concatenation(axis, shape, source)
+            table = [[nbytes] * size for nbytes in sizes]
+            pushes.move_by_inboxes([source.pointer] * size, table, flat.pointer, self.stream)
+        elif pushes is not None:
             flat, addresses = self._shared_result(whole // item, dtype_of(self.spec.dtype))
             start = sum(sizes[:rank])
             targets = [place + start for place in addresses]
-            size = self.context.size
             pushes.move([source.pointer] * size, targets, [sizes[rank]] * size, self.stream)
         else:
             flat = self._concatenation(axis, shape, source)
@@ -155,9 +161,15 @@ class DeviceOperand:
         return self._concatenated(flat, axis, shapes, shape)
 
     def all_to_all(
-        self, axis: int, sent: Sequence[Parts], shapes: Sequence[Shape], shape: Shape
+        self,
+        axis: int,
+        sent: Sequence[Parts],
+        shapes: Sequence[Shape],
+        shape: Shape,
+        *,
+        new: bool = True,
     ) -> Any:
-        """See `moving.all_to_all`; `sent[src][dst]` are indices of the axis."""
+        """See `moving.all_to_all`; `sent[src][dst]` are indices of the axis, `new` as above."""
         collectives = DeviceCollectives.of(self.context)
         item, rank, size = self.spec.itemsize, self.context.rank, self.context.size
         tag = self.tag
@@ -166,9 +178,13 @@ class DeviceOperand:
         source = self._packed(self._ordered_by_rank(axis, sent[rank]))
         received = [row[rank] for row in table]
         pushes = collectives.pushes(max(map(max, table)))
-        if pushes is not None:
+        sources = [source.pointer + sum(table[rank][:peer]) for peer in range(size)]
+        most = max(sum(row[peer] for row in table) for peer in range(size))
+        if pushes is not None and self._by_inboxes(new, most):
+            flat = self._concatenation(axis, shape, source)
+            pushes.move_by_inboxes(sources, table, flat.pointer, self.stream)
+        elif pushes is not None:
             flat, addresses = self._shared_result(sum(received) // item, dtype_of(self.spec.dtype))
-            sources = [source.pointer + sum(table[rank][:peer]) for peer in range(size)]
             targets = [
                 place + sum(row[peer] for row in table[:rank])
                 for peer, place in enumerate(addresses)
@@ -208,6 +224,14 @@ class DeviceOperand:
                 ),
             )
         return self._finish(flat, shape, self.spec.dtype)
+
+    def _by_inboxes(self, new: bool, nbytes: int) -> bool:
+        """Whether large parts come through inboxes, not into memory that all ranks allocate.
+
+        Where some rank gives an array for its result: it is seldom memory that peers reach.
+        `nbytes` is the most that a rank receives.
+        """
+        return not new and not self.on_host and nbytes <= _INBOX_BYTES
 
     def _launch(self, source: Flat, flat: Flat, launch: Launch, *, in_place: bool = False) -> None:
         ready = launch(source.pointer, flat.pointer, self.stream)

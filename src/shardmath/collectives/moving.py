@@ -192,7 +192,9 @@ def all_gather(
         lambda spec: (as_axis(axis, spec.ndim),),
         _plan_gather,
         on_host=_gather,
-        on_device=lambda operand, plan: operand.all_gather(plan.axis, plan.operands, plan.shape),
+        on_device=lambda operand, plan: operand.all_gather(
+            plan.axis, plan.operands, plan.shape, new=plan.new
+        ),
     )
     return perform(context, call, x, out)
 
@@ -205,6 +207,7 @@ class _Gather:
     operands: tuple[Shape, ...]
     sizes: Shape
     starts: tuple[int, ...]
+    new: bool  # no rank has given an array for the result
 
 
 def _plan_gather(specs: list[Any]) -> _Gather:
@@ -215,7 +218,7 @@ def _plan_gather(specs: list[Any]) -> _Gather:
     shape = (*first[:axis], sum(counts), *first[axis + 1 :])
     require_outputs_fit(outs, libraries, dtype, [shape] * len(specs))
     sizes = tuple(prod(each) for each in shapes)
-    return _Gather(dtype, axis, shape, shapes, sizes, tuple(bounds(counts)))
+    return _Gather(dtype, axis, shape, shapes, sizes, tuple(bounds(counts)), not any(outs))
 
 
 def _gather(agreed: AgreedCall, plan: _Gather) -> Any:
@@ -274,7 +277,7 @@ def all_to_all(
         _plan_all_to_all,
         on_host=_all_to_all,
         on_device=lambda operand, plan: operand.all_to_all(
-            plan.axis, plan.sent, plan.operands, plan.results[rank]
+            plan.axis, plan.sent, plan.operands, plan.results[rank], new=plan.new
         ),
     )
     return perform(context, call, x, out)
@@ -287,6 +290,7 @@ class _AllToAll:
     operands: tuple[Shape, ...]
     results: tuple[Shape, ...]
     sent: tuple[Shape, ...]
+    new: bool  # no rank has given an array for the result
 
 
 def _plan_all_to_all(specs: list[Any]) -> _AllToAll:
@@ -302,7 +306,7 @@ def _plan_all_to_all(specs: list[Any]) -> _AllToAll:
             )
         results.append((*shapes[0][:axis], sum(arriving), *shapes[0][axis + 1 :]))
     require_outputs_fit(outs, libraries, dtype, results)
-    return _AllToAll(dtype, axis, shapes, tuple(results), sent)
+    return _AllToAll(dtype, axis, shapes, tuple(results), sent, not any(outs))
 
 
 def _all_to_all(agreed: AgreedCall, plan: _AllToAll) -> Any:

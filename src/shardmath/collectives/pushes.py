@@ -15,10 +15,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from shardmath.arrays.dtypes import DType
+from shardmath.collectives.operand import bounds
 from shardmath.collectives.slices import UNIT, Slice, chunked
 from shardmath.cuda.driver import call
 from shardmath.cuda.kernel import Argument
 from shardmath.cuda.stream import SideStream, StreamOrder
+from shardmath.geometry.integers import up
 from shardmath.symmetric.heap import Buffer
 from shardmath.symmetric.shared_memory import allocate_on_all_ranks
 from shardmath.symmetric.team import RESERVED, Team
@@ -32,6 +34,7 @@ CHANNEL = RESERVED  # of the barriers
 _ENGINE_PART_BYTES = 24 << 20  # from here on a copy engine moves what goes to one rank,
 _ENGINE_SLICE_BYTES = 48 << 20  # and the slices of a reduction
 _SLICE_BYTES = 64 << 20  # of scratch memory for each rank's part of a reduction
+_GROWTH_BYTES = 16 << 20  # by which inboxes grow
 _THREADS, _BLOCKS_EACH = 256, 4  # blocks on a multiprocessor
 _OWN_BLOCKS = 64  # that copy a rank's own part beside the copy engine
 
@@ -44,7 +47,8 @@ class Pushes:
         self._context = weakref.ref(context)  # it keeps this
         self._order = StreamOrder(team.device)
         self._side = SideStream(team.device)
-        self._inboxes: tuple[int, list[int]] = (0, [])  # bytes, and addresses by rank
+        # By what they are for: bytes, and addresses by rank.
+        self._memory: dict[str, tuple[int, list[int]]] = {}
 
     def push_to_all(self, source: int, targets: Sequence[int], nbytes: int, stream: int) -> None:
         """Copy `nbytes` at `source` to an address on each rank; multiples of 16, no barrier."""
@@ -88,6 +92,36 @@ class Pushes:
             self._send(sources, targets, sizes, stream, by_engine=by_engine)
             self.barrier(stream)
 
+    def move_by_inboxes(
+        self, sources: Sequence[int], table: Sequence[Sequence[int]], target: int, stream: int
+    ) -> None:
+        """Send `table[src][dst]` bytes from every rank to every other, into memory of any kind.
+
+        This rank's for rank r lie at `sources[r]`; what it receives comes to `target`, in the order
+        of the ranks. It goes through memory that peers reach. Collective; where that has to grow
+        the processes wait for each other. Raises HeapExhausted on all ranks.
+        """
+        self.team.require_usable()
+        rank, ranks = self.team.rank, range(self.team.size)
+        taken = [[up(table[src][dst], UNIT) * (src != dst) for src in ranks] for dst in ranks]
+        inboxes = self._scratch("inboxes", up(max(map(sum, taken)), _GROWTH_BYTES))
+        received, own = [row[rank] for row in table], inboxes[rank]
+        starts, places = bounds(received), bounds(taken[rank])
+        targets = [inboxes[dst] + sum(taken[dst][:rank]) for dst in ranks]
+        targets[rank] = target + starts[rank]
+        with self._order.section(stream):
+            self.barrier(stream)  # the inboxes are free
+            by_engine = max(map(max, table)) >= _ENGINE_PART_BYTES
+            self._send(sources, targets, table[rank], stream, by_engine=by_engine)
+            self.barrier(stream)
+            self._send(
+                [own + place for place in places[:-1]],
+                [target + start for start in starts[:-1]],
+                [nbytes * (src != rank) for src, nbytes in enumerate(received)],
+                stream,
+                by_engine=False,
+            )
+
     def all_reduce_into(
         self,
         source: int,
@@ -110,7 +144,7 @@ class Pushes:
         aligned = not any(word % UNIT for word in (source, nbytes, *targets))
         chunks = chunked(nbytes, self.team.size, _SLICE_BYTES)
         pitch = -(-chunks[0][0].nbytes // UNIT) * UNIT
-        inboxes = self._scratch(pitch * self.team.size)
+        inboxes = self._scratch("parts", pitch * self.team.size)
         rank, own = self.team.rank, inboxes[self.team.rank]
         with self._order.section(stream):
             for slices in chunks:
@@ -196,13 +230,15 @@ class Pushes:
                 for result in by_engine:
                     call("cuMemcpyAsync", result, results[-1], own.nbytes, side)
 
-    def _scratch(self, nbytes: int) -> list[int]:
+    def _scratch(self, purpose: str, nbytes: int) -> list[int]:
         """Scratch memory of every rank, by address. Collective where it has to grow."""
-        if self._inboxes[0] < nbytes:
+        have, addresses = self._memory.get(purpose, (0, []))
+        if have < nbytes:
             context = self._context()
             assert context is not None, "it is in use"
-            self._inboxes = (nbytes, kernel_memory(context, "collectives: scratch", nbytes))
-        return self._inboxes[1]
+            addresses = kernel_memory(context, f"collectives: {purpose}", nbytes)
+            self._memory[purpose] = nbytes, addresses
+        return addresses
 
 
 def kernel_memory(context: Context, operation: str, nbytes: int) -> list[int]:

@@ -152,3 +152,35 @@ def check_pushed(context):
 
 def test_large_sums_into_arrays_that_some_ranks_give(gpus, size):
     assert gpus.run(check_pushed, ranks=size) == [[]] * size
+
+
+def check_moved(context):
+    """Large moves, in one call after another, where no rank, the last one or all give an `out`."""
+    make, host = maker(context, "torch")
+    rank, size = context.rank, context.size
+    wrong = []
+    with patch("shardmath.collectives.device._PUSHED_PART_BYTES", 4096), context:
+        for turn, unit in enumerate((16, 7, 1, 48)):
+            for given_by in ((), (size - 1,), range(size)):
+                ranks = range(size)
+                counts = [[(257 + 31 * turn + 5 * s + d) % 400 for d in ranks] for s in ranks]
+                shapes = [(sum(row), unit) for row in counts]
+                parts = [given(r, turn, shapes[r]).astype(np.int8) for r in ranks]
+                cuts = [np.cumsum([0, *row]) for row in counts]
+                wanted = np.concatenate(
+                    [parts[r][cuts[r][rank] : cuts[r][rank + 1]] for r in ranks]
+                )
+                out = make(np.full_like(wanted, 3)) if rank in given_by else None
+                found = all_to_all(make(parts[rank]), send_counts=counts[rank], out=out)
+                if not np.array_equal(host(found), wanted):
+                    wrong.append(("all_to_all", turn, given_by))
+                whole = np.concatenate(parts)
+                out = make(np.full_like(whole, 3)) if rank in given_by else None
+                if not np.array_equal(host(all_gather(make(parts[rank]), out=out)), whole):
+                    wrong.append(("all_gather", turn, given_by))
+    context.barrier()
+    return wrong
+
+
+def test_large_moves_into_arrays_that_some_ranks_give(gpus, size):
+    assert gpus.run(check_moved, ranks=size) == [[]] * size
