@@ -50,10 +50,10 @@ class Meeting:
 
 
 class _Entry(NamedTuple):
-    """A call that may come again: compiled, how a new result looks, and its meeting, if any."""
+    """A call that may come again: compiled, what makes a new result, and its meeting, if any."""
 
     repeat: Any
-    new: tuple[Any, ...]
+    new: Callable[[Any], Any]
     meeting: Meeting | None
 
 
@@ -108,18 +108,22 @@ class Repeats:
         calls = self._board.calls
         lists = meeting is None and calls is not None
         listed = calls.places(tag) if lists and calls is not None else (0, 0, 1, tag, ())
-        function, *shape = launch.parts
+        function, *grid = launch.parts
         repeat = self._compiled.Repeat(
             torch.Tensor,
             (x.dtype, x.shape, x.get_device(), spec.nbytes),
             (made.dtype, made.shape, made.get_device(), like.nbytes),
             in_place,
             _UNIT - 1,
-            (function, self._team.device.context_address, *shape, self._place),
+            (function, self._team.device.context_address, *grid, self._place),
             self._team.report_address,
             listed,
         )
-        entry = _Entry(repeat, (tuple(made.shape), made.dtype, made.device), meeting)
+        new: Callable[[Any], Any] = torch.empty_like
+        if (x.dtype, x.shape) != (made.dtype, made.shape):
+            shape, dtype, device = tuple(made.shape), made.dtype, made.device
+            new = lambda _: torch.empty(shape, dtype=dtype, device=device)  # noqa: E731
+        entry = _Entry(repeat, new, meeting)
         if len(self.calls) >= _KEPT:
             self.calls.clear()
         for is_new in (False, True):
@@ -150,8 +154,7 @@ class Repeats:
         if operation != self._board.operation:
             self._board.operation = operation
         if out is None:
-            shape, dtype, device = entry.new
-            out = sys.modules["torch"].empty(shape, dtype=dtype, device=device)
+            out = entry.new(x)
         status = entry.repeat.go(x, out, stream)
         if status is None:
             return None
