@@ -54,15 +54,47 @@ def reducing(count):
     return body
 
 
-@pytest.mark.parametrize("count", [300, 1 << 20, 36 << 20])
-def test_the_survivors_of_an_all_reduce_name_the_killed_rank(gpus, count):
+def calling(count):
+    """The same by calls that run ahead: no host waits for another, but for its GPU now and then."""
+
+    def body(group):
+        import torch
+
+        from shardmath.collectives import all_reduce
+
+        context = startup.initialize(group.rank, group)
+        torch.cuda.set_device(group.rank)
+        x, out = (torch.zeros(count, device="cuda") for _ in range(2))
+        try:
+            for number in range(1, 1 << 30):
+                for _ in range(20):
+                    all_reduce(x, out=out)
+                torch.cuda.synchronize()
+                PROGRESS[group.rank] = number
+        except Exception as error:
+            return type(error).__name__, list(error.ranks), usable(context)
+
+    return body
+
+
+@pytest.mark.parametrize(
+    ("how", "count"),
+    [
+        (reducing, 300),
+        (reducing, 1 << 20),
+        (reducing, 36 << 20),
+        (calling, 300),
+        (calling, 1 << 20),
+    ],
+)
+def test_the_survivors_of_an_all_reduce_name_the_killed_rank(gpus, how, count):
     size = gpus.size
     if size < 2:
         pytest.skip("one GPU has no peer")
     PROGRESS[:] = memoryview(bytes(64)).cast("Q")
     random_ = random.Random(count)
     victim = random_.randrange(size)
-    with Job(size, reducing(count), ENDLESS) as job:
+    with Job(size, how(count), ENDLESS) as job:
         while not all(PROGRESS[:size]):
             select.select([], [], [], 0.01)
         select.select([], [], [], random_.uniform(0, 0.05))
