@@ -231,7 +231,8 @@ class DeviceOperand:
         Where some rank gives an array for its result: it is seldom memory that peers reach.
         `nbytes` is the most that a rank receives.
         """
-        return not new and not self.on_host and nbytes <= _INBOX_BYTES
+        alone = self.context.size == 1
+        return not new and not self.on_host and not alone and nbytes <= _INBOX_BYTES
 
     def _launch(self, source: Flat, flat: Flat, launch: Launch, *, in_place: bool = False) -> None:
         ready = launch(source.pointer, flat.pointer, self.stream)
