@@ -41,7 +41,8 @@ class Meeting:
     `build` and `on_device` are those of the collective's `Call`.
     """
 
-    note: ClassVar[bytes] = b""  # peers are told nothing
+    note: ClassVar[bytes] = b""  # peers are told nothing else
+    payload: ClassVar[bytes] = b""
 
     spec: HashedSpec
     plan: Any
@@ -171,7 +172,7 @@ class Repeats:
     ) -> Any:
         """The result when all ranks have met: launched if they say what they said before."""
         (x, out, stream), operation = arrays, call[0]
-        _, agreement = agree(context, operation, _same, meeting.build, meeting)
+        _, agreement, _ = agree(context, operation, _same, meeting.build, meeting)
         with context.executing(operation):
             if agreement.plan is meeting.plan:
                 result = self._launched(entry, operation, x, out, stream)
