@@ -10,7 +10,7 @@ A step is there where the strategy needs it. Sums are of the accumulator's type,
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shardmath.arrays import dtypes
 from shardmath.geometry import Layout, Spans
@@ -39,7 +39,7 @@ from shardmath.program.steps import (
 )
 from shardmath.redistribution import TransferPlan
 
-__all__ = ["INPUTS", "SCALES", "output", "product_program"]
+__all__ = ["INPUTS", "SCALES", "output", "passed", "product_program"]
 
 INPUTS = ("bias", "relu_aux", "gelu_aux")  # of epilogs
 SCALES = tuple(f"the scale of {name}" for name in "abcd")
@@ -52,6 +52,39 @@ _EXACT = (MatmulEpilog.DEFAULT, MatmulEpilog.ALLREDUCE, MatmulEpilog.BGRADA, Mat
 def product_program(problem: Problem, strategy: Strategy, rank: int) -> Program:
     """What `rank` does. `strategy` is that of `problem`, of numbers where elements are scaled."""
     return _Product(problem, strategy, rank).program()
+
+
+def passed(strategy: Strategy) -> dict[str, Move | Combine]:
+    """What passes from rank to rank, by the buffer that it is read from: moved as it is, or added.
+
+    Cores and GPUs, on one host and on several, read the same: only how differs. Sums are of the
+    accumulator's type; a transfer of elements of another size is `replace`d by its reader.
+    """
+    problem, d = strategy.problem, strategy.problem.d
+    a, b = strategy.transfers
+    found: dict[str, Move | Combine] = {"a": Move(a, "a", "a here"), "b": Move(b, "b", "b here")}
+    itemsize = dtypes.accumulator(problem.dtype).itemsize
+    last = TransferPlan(strategy.reduced, d, itemsize)
+    if strategy.reduces:
+        found["sums"] = Combine(_held(strategy), strategy.reduced, "sums", "reduced")
+        found["reduced"] = Move(last, "reduced", "total")
+    else:
+        found["sums"] = Move(last, "sums", "total")
+    if problem.sums_c:
+        found["c"] = Combine(d, d, "c", "total", weight="beta")
+    if problem.epilog.makes_bgrad:
+        matrix, held, need = gradient_layouts(problem)
+        alone = not matrix.disjoint()  # replicas count once
+        found["vector"] = Combine(held, need, "vector", "gradient", alone=alone)
+    return found
+
+
+def _held(strategy: Strategy) -> Layout:
+    """What each rank's product is part of; ranks with nothing of k have none."""
+    pairs = zip(strategy.rows, strategy.depth, strict=True)
+    rows = [own if depth.length else Spans.interval(0, 0) for own, depth in pairs]
+    problem = strategy.problem
+    return Layout.product(problem.d.global_shape, [rows, strategy.columns], size=problem.size)
 
 
 def output(name: str) -> str:
@@ -71,7 +104,11 @@ class _Product:
     scratch: dict[str, Scratch] = field(default_factory=dict)
     results: dict[str, SplitArray | LocalArray] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.passed = passed(self.strategy)
+
     def program(self) -> Program:
+        """All of it."""
         problem, scaling = self.problem, self.problem.scaling
         factors = self._prepare()
         self.steps.append(_READ)
@@ -138,39 +175,36 @@ class _Product:
         sums = self._last
         if strategy.reduces or strategy.moves_result:
             sums = "sums"
-            self.workspace[sums] = SplitArray(self._held, self._wide)
+            held = strategy.sums
+            if strategy.reduces:
+                held = self._combine("sums").held
+            self.workspace[sums] = SplitArray(held, self._wide)
         self.steps.append(Multiply(here[0], here[1], sums, problem.conjugate))
         if strategy.reduces:
-            source, sums = sums, self._last
+            sums = self._last
             if strategy.moves_result:
                 sums = "reduced"
                 self.workspace[sums] = SplitArray(strategy.reduced, self._wide)
-            self.steps += [_READ, Combine(self._held, strategy.reduced, source, sums)]
+            self.steps += [_READ, replace(self._combine("sums"), target=sums)]
         if strategy.moves_result:
-            itemsize = dtypes.of(self._wide).itemsize
-            move = TransferPlan(strategy.reduced, problem.d, itemsize)
-            self.steps += [_READ, Move(move, sums, self._last)]
+            move = self.passed[sums]
+            assert isinstance(move, Move)
+            self.steps += [_READ, replace(move, target=self._last)]
+
+    def _combine(self, name: str) -> Combine:
+        found = self.passed[name]
+        assert isinstance(found, Combine), name
+        return found
 
     def _moved(self, index: int, name: str) -> str:
         """Op(A), index 0, or op(B) as this rank needs it."""
-        transfer, layout = self.strategy.transfers[index], (self.strategy.a, self.strategy.b)[index]
+        move, layout = self.passed["ab"[index]], (self.strategy.a, self.strategy.b)[index]
         if layout.same_as((self.problem.a, self.problem.b)[index]):
             return name
-        here = f"{'ab'[index]} here"
-        self.workspace[here] = SplitArray(layout, self.strategy.problem.dtype)
-        self.steps.append(Move(transfer, name, here))
-        return here
-
-    @property
-    def _held(self) -> Layout:
-        """What each rank's product is part of; ranks with nothing of k have none."""
-        strategy, nothing = self.strategy, Spans.interval(0, 0)
-        if not strategy.reduces:
-            return strategy.sums
-        pairs = zip(strategy.rows, strategy.depth, strict=True)
-        rows = [own if depth.length else nothing for own, depth in pairs]
-        shape = self.problem.d.global_shape
-        return Layout.product(shape, [rows, strategy.columns], size=self.problem.size)
+        assert isinstance(move, Move)
+        self.workspace[move.target] = SplitArray(layout, self.strategy.problem.dtype)
+        self.steps.append(replace(move, source=name))
+        return move.target
 
     def _finish(self, factors: tuple[str, str]) -> None:
         """Alpha, beta C and the epilog; D is rounded once."""
@@ -182,7 +216,8 @@ class _Product:
             self._convert_c(addend)
         self.steps.append(Axpby(last, "alpha", addend, "beta" if addend else ""))
         if problem.sums_c and problem.has_c:
-            self.steps += [_READ, Combine(problem.d, problem.d, "c here", last, weight="beta")]
+            everybodys = replace(self._combine("c"), source="c here", target=last)
+            self.steps += [_READ, everybodys]
         m, n = problem.d.local_shape(self.rank)
         made = requirements(problem.epilog, m, n, problem.extras)
         gradient = problem.epilog.makes_bgrad
@@ -208,17 +243,16 @@ class _Product:
     def _add_gradients(self, name: str, factors: tuple[str, str]) -> None:
         """The gradient of a bias: each rank has sums of what it holds, and all ranks' add up."""
         problem = self.problem
-        matrix, *columns = gradient_layouts(problem)
-        held, need = map(_vector, columns)
+        combine = self._combine("vector")
+        held, need = _vector(combine.held), _vector(combine.needed)
         self.workspace["vector"] = SplitArray(held, self._wide)
         if problem.epilog is MatmulEpilog.BGRADA:
             self.steps.append(SumLines(factors[0], "vector", False, problem.conjugate[0]))
         elif problem.epilog is MatmulEpilog.BGRADB:
             self.steps.append(SumLines(factors[1], "vector", True, problem.conjugate[1]))
-        replicas = not matrix.disjoint()  # which count once
-        if not replicas:
+        if not combine.alone:
             self.steps.append(_READ)
-        self.steps.append(Combine(held, need, "vector", output(name), alone=replicas))
+        self.steps.append(replace(combine, held=held, needed=need, target=output(name)))
         self.results[output(name)] = LocalArray(need.local_shape(self.rank), problem.extras)
 
     def _quantize(self, numbers: str) -> None:

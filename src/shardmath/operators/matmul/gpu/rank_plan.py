@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from shardmath.arrays import dtypes
-from shardmath.geometry import Layout, Move, moves, shared_part
+from shardmath.geometry import Move, shared_part
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.float8 import BLOCK, FLOAT8
 from shardmath.local.gpu.gemm import Algorithms
@@ -27,8 +27,10 @@ from shardmath.operators.matmul.gpu.scale_moves import (
     modes,
     scale_moves,
 )
-from shardmath.operators.matmul.problem import gradient_layouts
+from shardmath.operators.matmul.program import passed
 from shardmath.operators.matmul.strategy import Strategy
+from shardmath.program import steps
+from shardmath.program.steps import Combine
 from shardmath.symmetric.operand import Operand
 
 __all__ = ["AFTERWARDS", "Operands", "RankPlan", "Scales"]
@@ -147,44 +149,40 @@ class RankPlan:
         ]
 
     @cached_property
+    def passed(self) -> dict[str, steps.Move | Combine]:
+        """What passes from rank to rank, by the matrix that is read."""
+        return passed(self.strategy)
+
+    @cached_property
     def additions(self) -> tuple[tuple[Move, ...], ...]:
         """By source rank in order: its products that this rank adds to complete its sums."""
-        s = self.strategy
-        return tuple(
-            self._published_moves("sums", shared_part(s.sums, s.reduced, src=src, dst=self.rank))
-            if s.depth[src].length
-            else ()
-            for src in range(s.problem.size)
-        )
+        return self._added("sums")
 
     @cached_property
     def last_moves(self) -> tuple[Move, ...]:
         """What brings the complete sums to where the caller wants them."""
-        s = self.strategy
-        found = moves(s.reduced, s.problem.d, dst_rank=self.rank)
-        return self._published_moves("reduced" if s.reduces else "sums", found)
+        name = "reduced" if self.strategy.reduces else "sums"
+        step = self.passed[name]
+        assert not isinstance(step, Combine), name
+        return self._published_moves(name, step.transfer.into(self.rank))
 
     @cached_property
     def vectors(self) -> tuple[tuple[Move, ...], ...]:
         """What brings the sums of a bias's gradient: of each rank, or of this one of replicas."""
-        layout, held, need = gradient_layouts(self.strategy.problem)
-        sources = range(layout.size) if layout.disjoint() else [self.rank]
-        return tuple(
-            self._published_moves("vector", shared_part(held, need, src=src, dst=self.rank))
-            for src in sources
-        )
+        return self._added("vector")
 
     @cached_property
     def all_c(self) -> tuple[Move, ...]:
         """What brings every rank's C, where all have one."""
-        d = self.strategy.problem.d
-        everywhere = Layout.replicated(d.global_shape, d.size)
+        return tuple(move for found in self._added("c") for move in found)
+
+    def _added(self, name: str) -> tuple[tuple[Move, ...], ...]:
+        """By source: what this rank adds of the matrices of that name."""
+        step = self.passed[name]
+        assert isinstance(step, Combine), name
         return tuple(
-            move
-            for src in range(d.size)
-            for move in self._published_moves(
-                "c", shared_part(d, everywhere, src=src, dst=self.rank)
-            )
+            self._published_moves(name, shared_part(step.held, step.needed, src=src, dst=self.rank))
+            for src in step.sources(self.rank)
         )
 
     def _published_moves(self, name: str, found: tuple[Move, ...]) -> tuple[Move, ...]:

@@ -6,11 +6,13 @@ Of an operand every parcel has k slowest: an interval of k is one range of its b
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
-from shardmath.geometry import Layout, Move, shared_part
+from shardmath.geometry import Move, shared_part
 from shardmath.operators.matmul.gpu.scale_moves import amax_transfer, scale_moves
-from shardmath.operators.matmul.problem import gradient_layouts
+from shardmath.operators.matmul.program import passed
 from shardmath.operators.matmul.strategy import Strategy
+from shardmath.program.steps import Combine
 from shardmath.redistribution import TransferPlan
 from shardmath.redistribution.parcels import (
     Fetch,
@@ -29,7 +31,7 @@ _SLOWEST = {"a": (1, 0), "b": (0, 1)}
 class Routes:
     """Where `rank` finds what the ranks pack, each on the host of that number.
 
-    `name` is one of those that `ending.SHOWN` lists. All is worked out when it is first asked for.
+    `name` is one of those that `finish.PUBLISHED` lists. All is worked out when it is asked for.
     """
 
     def __init__(self, strategy: Strategy, rank: int, hosts: Sequence[int]) -> None:
@@ -37,6 +39,7 @@ class Routes:
         self._rank = rank
         self._hosts = tuple(hosts)
         self._outboxes: dict[tuple[str, int, int], Outbox] = {}
+        self._passed = passed(strategy)
         self._parcels: dict[tuple[str, int, int], Parcel] = {}
         self._transfers: dict[tuple[str, int], TransferPlan] = {}
         self._fetches: dict[tuple[str, str, int], tuple[Fetch, ...]] = {}
@@ -99,38 +102,31 @@ class Routes:
 
     def _transfer(self, name: str, itemsize: int) -> TransferPlan | None:
         """What moves of the matrices of that name; None where they are added up."""
-        strategy, key = self._strategy, (name, itemsize)
-        if name in ("vector", "c") or (name == "sums" and strategy.reduces):
+        key = (name, itemsize)
+        if isinstance(self._passed.get(name), Combine):
             return None
         if key not in self._transfers:
             self._transfers[key] = self._made_transfer(name, itemsize)
         return self._transfers[key]
 
     def _made_transfer(self, name: str, itemsize: int) -> TransferPlan:
-        strategy = self._strategy
-        if name in ("a", "b"):
-            return strategy.transfers["ab".index(name)]
+        strategy, step = self._strategy, self._passed.get(name)
         if name == "amax":
             return amax_transfer(strategy.problem.size)
         if name.startswith("scales "):
             found = scale_moves(strategy, "ab".index(name[-1]))
             assert found is not None, "there are some"
             return found.transfer
-        return TransferPlan(strategy.reduced, strategy.problem.d, itemsize)
+        assert step is not None and not isinstance(step, Combine), name
+        if name in ("a", "b"):
+            return step.transfer
+        return replace(step.transfer, itemsize=itemsize)
 
-    def _added(self, name: str, src: int) -> Iterable[Move]:
-        """All moves out of a matrix of `src` that is added to others."""
-        strategy, problem = self._strategy, self._strategy.problem
-        if name == "vector":
-            layout, held, need = gradient_layouts(problem)
-            return self._shared(held, need, src) if layout.disjoint() else ()
-        if name == "c":
-            everywhere = Layout.replicated(problem.d.global_shape, problem.size)
-            return self._shared(problem.d, everywhere, src)
-        holds = strategy.depth[src].length > 0
-        return self._shared(strategy.sums, strategy.reduced, src) if holds else ()
-
-    def _shared(self, held: Layout, need: Layout, src: int) -> list[Move]:
-        """All that `src` holds, to whomever needs it, whoever else holds it too."""
-        ranks = range(self._strategy.problem.size)
-        return [move for dst in ranks for move in shared_part(held, need, src=src, dst=dst)]
+    def _added(self, name: str, src: int) -> list[Move]:
+        """All moves out of a matrix of `src` that is added to others, to whomever needs it."""
+        step = self._passed[name]
+        assert isinstance(step, Combine), name
+        ranks = () if step.alone else range(self._strategy.problem.size)
+        return [
+            move for dst in ranks for move in shared_part(step.held, step.needed, src=src, dst=dst)
+        ]
