@@ -81,6 +81,7 @@ class Rank:
         torch = self.torch
         if self.where == "ours":
             self.reduce(self.split)
+            self.split.barrier()  # the call before has waited for nobody
             self.handle.barrier()
             self.handle.synchronize()
         elif self.where == "synchronize":
