@@ -47,7 +47,7 @@ class Operation(Protocol[Problem]):
 
     `options` is the class of the user's options, which have a `logger`. An operation whose programs
     on GPUs are not those that `program.gpus` performs has a method `on_gpus` besides, which takes
-    what `GPUs` takes and returns what performs them.
+    what `GPUs` takes and returns what performs them; `on_cores` likewise.
     """
 
     names: Names
@@ -205,8 +205,11 @@ class Driver:
 def _performer(context: Context, operation: Operation[Any], *, kept: bool) -> Performer:
     """What performs programs here: cores or GPUs."""
     if context.team is None:
-        return Cores(context, operation.names, kept=kept)
+        performer: Performer = getattr(operation, "on_cores", Cores)(
+            context, operation.names, kept=kept
+        )
+        return performer
     from shardmath.program.gpus import GPUs
 
-    performer: Performer = getattr(operation, "on_gpus", GPUs)(context, operation.names, kept=kept)
+    performer = getattr(operation, "on_gpus", GPUs)(context, operation.names, kept=kept)
     return performer

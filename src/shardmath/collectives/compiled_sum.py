@@ -13,11 +13,11 @@ from typing import Any
 from shardmath.arrays.base import HostArray
 from shardmath.compiled import library_beside
 
-__all__ = ["Sums", "built", "sums"]
+__all__ = ["LEAST", "Sums", "built", "sums"]
 
 Sums = Callable[[Sequence[HostArray], Sequence[HostArray]], bool]
 
-_LEAST = 64 << 10  # bytes of a row from which on the call costs less than it gains
+LEAST = 64 << 10  # bytes of a row from which on the call costs less than it gains
 # Of which numbers an array of each type consists, as additions see them.
 _NAMES = {
     "float32": "float32",
@@ -58,7 +58,7 @@ def sums(library: ctypes.CDLL) -> Sums | None:
         first = inputs[0]
         rows, columns = first.shape
         nbytes = columns * first.itemsize
-        if nbytes < _LEAST:
+        if nbytes < LEAST:
             return False
         function = functions.get(_NAMES.get(first.dtype.name, ""))
         whole = all(_in_rows(each, first) for each in (*inputs, *outputs))

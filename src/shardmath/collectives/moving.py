@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,11 +22,18 @@ from shardmath.arrays.base import HostArray
 from shardmath.arrays.spec import ArraySpec
 from shardmath.call.agreement import Statement, agree
 from shardmath.collective_call import collective_call
-from shardmath.collectives.dispatch import AgreedCall, Call, Offered, offer_operand, perform
-from shardmath.collectives.offers import NOTHING, Offer, offer
+from shardmath.collectives.dispatch import (
+    NO_ROOT,
+    AgreedCall,
+    Collective,
+    Offered,
+    offer_operand,
+    perform,
+    perform_on_cores,
+)
+from shardmath.collectives.offers import NOTHING, offer
 from shardmath.collectives.operand import (
     Operand,
-    OutputSpec,
     Shape,
     as_axis,
     as_counts,
@@ -34,7 +41,6 @@ from shardmath.collectives.operand import (
     bounds,
     column_view,
     context_of,
-    output_spec,
     require_outputs_fit,
     slab_counts,
     span_of_columns,
@@ -43,7 +49,11 @@ from shardmath.collectives.twoshot import is_in_place
 from shardmath.context import Context
 from shardmath.distributed_context import DistributedContext
 from shardmath.errors import CollectiveMismatch
+from shardmath.program.performing import Turn
 from shardmath.untraced import untraced
+
+if TYPE_CHECKING:
+    from shardmath.collectives.device_operand import DeviceOperand
 
 __all__ = ["all_gather", "all_to_all", "broadcast"]
 
@@ -68,24 +78,19 @@ def broadcast(
     root passes None.
     """
     context = context_of("broadcast", context)
+    if context.team is None:
+        return perform_on_cores(context, _BROADCAST, (root,), x, out)
     if context.repeats is not None and type(root) is int:
         found = context.repeats.make(context, ("broadcast", root), x, out)
         if found is not None:
             return found
 
-    def describe(_: ArraySpec) -> tuple[int]:
-        return (as_index("root", root, context.size),)
+    def on_device(operand: DeviceOperand, plan: _Broadcast) -> Any:
+        return operand.broadcast(plan.root, plan.shape)
 
-    call = Call(
-        "broadcast",
-        (root,),
-        describe,
-        _plan_broadcast,
-        on_host=_broadcast,
-        on_device=lambda operand, plan: operand.broadcast(plan.root, plan.shape),
-        offer=_offer_of_root(root),
-    )
-    return _receive(context, root, out, call) if x is None else perform(context, call, x, out)
+    if x is None:
+        return _receive(context, root, out, on_device)
+    return perform(context, _BROADCAST, (root,), x, out, on_device)
 
 
 @dataclass(frozen=True)
@@ -112,57 +117,54 @@ def _plan_broadcast(specs: list[Any]) -> _Broadcast:
     return _Broadcast(root, library, dtype, shape)
 
 
-def _offer_of_root(root: int) -> Callable[[Context, Operand, HostArray | None], Offered]:
-    def offer_operand_of_root(context: Context, operand: Operand, out: HostArray | None) -> Offered:
-        if context.rank != root:
-            return operand, Offer(NOTHING)
-        if is_in_place(out, operand):  # it is not written
-            return operand, offer(context, operand.flat, operand.location)
-        return offer_operand(context, operand, out)
-
-    return offer_operand_of_root
+def _offer_of_root(
+    context: Context, operand: Operand, turn: Turn, target: HostArray | None
+) -> Offered:
+    if is_in_place(target, operand):  # it is not written
+        return operand, offer(context, operand.flat, operand.location)
+    return offer_operand(context, operand, turn, target)
 
 
 def _broadcast(agreed: AgreedCall, plan: _Broadcast) -> Any:
-    result = agreed.result(plan.shape, plan.dtype)
-    source = agreed.read([result.flat.size] * agreed.context.size)[plan.root]
-    if agreed.context.rank != plan.root or not is_in_place(result.view, agreed.operand):
+    rank, operand = agreed.context.rank, agreed.operand
+    result = agreed.result(library_named(plan.library), plan.shape, plan.dtype)
+    source = agreed.read([result.flat.size] * agreed.context.size, plan.dtype)[plan.root]
+    if rank != plan.root or operand is None or not is_in_place(result.view, operand):
         _copy(result.flat, source)
     return agreed.finish(result)
 
 
-def _receive(context: Context, root: int, out: Any, call: Call) -> Any:
-    """A broadcast on a rank that passes None: a placeholder that nobody reads takes its place."""
+_BROADCAST = Collective(
+    "broadcast",
+    lambda spec, size, root: (as_index("root", root, size),),
+    _plan_broadcast,
+    _broadcast,
+    _offer_of_root,
+    gives=lambda rank, words: bool(rank == words[1]),
+    optional=True,
+)
+
+
+def _receive(
+    context: Context, root: int, out: Any, on_device: Callable[[DeviceOperand, Any], Any]
+) -> Any:
+    """A broadcast on GPUs for a rank that passes None: what nobody reads takes its place."""
+    from shardmath.collectives.ahead import tag_of_agreement
+    from shardmath.collectives.device_operand import DeviceOutput, placeholder
 
     def describe() -> Statement:
         source = as_index("root", root, context.size)
         if context.rank == source:
-            raise ValueError("the root of a broadcast passes an array, not None")
-        return Statement((*_NO_ARRAY, _spec_of_output(context, out), source), NOTHING)
+            raise ValueError(NO_ROOT)
+        into = None if out is None else DeviceOutput(context, out).spec
+        return Statement((*_NO_ARRAY, into, source), NOTHING)
 
-    _, agreement, _ = agree(context, call.operation, describe, call.build)
+    _, agreement, _ = agree(context, "broadcast", describe, _plan_broadcast)
     plan = agreement.plan
-    with context.executing(call.operation):
-        if context.team is not None:
-            from shardmath.collectives.ahead import tag_of_agreement
-            from shardmath.collectives.device_operand import placeholder
-
-            x = placeholder(context, plan.library, plan.dtype, plan.shape, out)
-            x.tag = tag_of_agreement(agreement)
-            return call.on_device(x, plan)
-        array = library_named(plan.library).empty(plan.shape, plan.dtype) if out is None else out
-        agreed = AgreedCall(
-            context, Operand.of(array, context), Offer(NOTHING), agreement.notes, array
-        )
-        return call.on_host(agreed, plan)
-
-
-def _spec_of_output(context: Context, out: Any) -> OutputSpec:
-    if context.team is None or out is None:
-        return output_spec(out, context)[0]
-    from shardmath.collectives.device_operand import DeviceOutput
-
-    return DeviceOutput(context, out).spec
+    with context.executing("broadcast"):
+        x = placeholder(context, plan.library, plan.dtype, plan.shape, out)
+        x.tag = tag_of_agreement(agreement)
+        return on_device(x, plan)
 
 
 @untraced
@@ -182,21 +184,17 @@ def all_gather(
     library, or read-only.
     """
     context = context_of("all_gather", context)
+    if context.team is None:
+        return perform_on_cores(context, _ALL_GATHER, (axis,), x, out)
     if context.repeats is not None and type(axis) is int:
         found = context.repeats.make(context, ("all_gather", axis), x, out)
         if found is not None:
             return found
-    call = Call(
-        "all_gather",
-        (axis,),
-        lambda spec: (as_axis(axis, spec.ndim),),
-        _plan_gather,
-        on_host=_gather,
-        on_device=lambda operand, plan: operand.all_gather(
-            plan.axis, plan.operands, plan.shape, new=plan.new
-        ),
-    )
-    return perform(context, call, x, out)
+
+    def on_device(operand: DeviceOperand, plan: _Gather) -> Any:
+        return operand.all_gather(plan.axis, plan.operands, plan.shape, new=plan.new)
+
+    return perform(context, _ALL_GATHER, (axis,), x, out, on_device)
 
 
 @dataclass(frozen=True)
@@ -222,12 +220,18 @@ def _plan_gather(specs: list[Any]) -> _Gather:
 
 
 def _gather(agreed: AgreedCall, plan: _Gather) -> Any:
-    result = agreed.result(plan.shape, plan.dtype)
+    assert agreed.operand is not None, "required"
+    result = agreed.result(agreed.operand.library, plan.shape, plan.dtype)
     columns, width = column_view(result.flat, plan.shape, plan.axis)
-    for rank, source in enumerate(agreed.read(plan.sizes)):
+    for rank, source in enumerate(agreed.read(plan.sizes, plan.dtype)):
         part = columns[:, plan.starts[rank] * width : plan.starts[rank + 1] * width]
         _copy(part, source.reshape(part.shape))
     return agreed.finish(result)
+
+
+_ALL_GATHER = Collective(
+    "all_gather", lambda spec, size, axis: (as_axis(axis, spec.ndim),), _plan_gather, _gather
+)
 
 
 @untraced
@@ -256,31 +260,34 @@ def all_to_all(
     that `x` does not have, and an `out` of another shape, dtype or library, or read-only.
     """
     context = context_of("all_to_all", context)
-    size, rank = context.size, context.rank
+    rank, words = context.rank, (axis, _plain(send_counts), _plain(receive_counts))
+    if context.team is None:
+        return perform_on_cores(context, _ALL_TO_ALL, words, x, out)
     even = send_counts is None and receive_counts is None
     if context.repeats is not None and even and type(axis) is int:
         found = context.repeats.make(context, ("all_to_all", axis, None, None), x, out)
         if found is not None:
             return found
 
-    def describe(spec: ArraySpec) -> tuple[Hashable, ...]:
-        at = as_axis(axis, spec.ndim)
-        extent = spec.shape[at]
-        sent = as_counts("send_counts", send_counts, size, extent)
-        expected = as_counts("receive_counts", receive_counts, size, None)
-        return at, slab_counts(extent, size) if sent is None else sent, expected
+    def on_device(operand: DeviceOperand, plan: _AllToAll) -> Any:
+        sent, operands, result = plan.sent, plan.operands, plan.results[rank]
+        return operand.all_to_all(plan.axis, sent, operands, result, new=plan.new)
 
-    call = Call(
-        "all_to_all",
-        (axis, send_counts, receive_counts),
-        describe,
-        _plan_all_to_all,
-        on_host=_all_to_all,
-        on_device=lambda operand, plan: operand.all_to_all(
-            plan.axis, plan.sent, plan.operands, plan.results[rank], new=plan.new
-        ),
-    )
-    return perform(context, call, x, out)
+    return perform(context, _ALL_TO_ALL, words, x, out, on_device)
+
+
+def _plain(counts: Sequence[int] | None) -> Sequence[int] | None:
+    return tuple(counts) if isinstance(counts, list) else counts
+
+
+def _arguments_of_all_to_all(
+    spec: ArraySpec, size: int, axis: Any, send_counts: Any, receive_counts: Any
+) -> tuple[Hashable, ...]:
+    at = as_axis(axis, spec.ndim)
+    extent = spec.shape[at]
+    sent = as_counts("send_counts", send_counts, size, extent)
+    expected = as_counts("receive_counts", receive_counts, size, None)
+    return at, slab_counts(extent, size) if sent is None else sent, expected
 
 
 @dataclass(frozen=True)
@@ -311,7 +318,8 @@ def _plan_all_to_all(specs: list[Any]) -> _AllToAll:
 
 def _all_to_all(agreed: AgreedCall, plan: _AllToAll) -> Any:
     rank, shape = agreed.context.rank, plan.results[agreed.context.rank]
-    result = agreed.result(shape, plan.dtype)
+    assert agreed.operand is not None, "required"
+    result = agreed.result(agreed.operand.library, shape, plan.dtype)
     into, width = column_view(result.flat, shape, plan.axis)
     first = [sum(sent[:rank]) for sent in plan.sent]
     count = [sent[rank] for sent in plan.sent]
@@ -319,7 +327,7 @@ def _all_to_all(agreed: AgreedCall, plan: _AllToAll) -> Any:
         span_of_columns(each, plan.axis, *columns)
         for each, *columns in zip(plan.operands, first, count, strict=True)
     ]
-    found = agreed.read([prod(each) for each in plan.operands], parts)
+    found = agreed.read([prod(each) for each in plan.operands], plan.dtype, parts)
     at = 0
     for peer, source in enumerate(found):
         columns, _ = column_view(source, plan.operands[peer], plan.axis)
@@ -327,6 +335,9 @@ def _all_to_all(agreed: AgreedCall, plan: _AllToAll) -> Any:
         _copy(into[:, at : at + wide], columns[:, start : start + wide])
         at += wide
     return agreed.finish(result)
+
+
+_ALL_TO_ALL = Collective("all_to_all", _arguments_of_all_to_all, _plan_all_to_all, _all_to_all)
 
 
 def _require_one_kind(specs: list[Any]) -> tuple[str, int]:

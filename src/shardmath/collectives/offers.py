@@ -1,6 +1,6 @@
 """What a rank lets its peers read during one call, and how they find it.
 
-An offer is a note in the exchange that agrees on the call. Few bytes travel in the note itself.
+An offer is a note in the exchange that agrees on the call. Few bytes are the payload of that.
 More are staged on the heap, in a double buffer: a half is written again only in the second
 call after, whose predecessor's exchange every peer has entered, and so has read what was there; no
 rank waits at the end of a call. Large operands are lent: read where they lie (zero copy), or from a
@@ -18,13 +18,21 @@ from shardmath.arrays.base import HostArray, raw_view
 from shardmath.context import Context
 from shardmath.symmetric.heap import Buffer, Location
 
-__all__ = ["NOTHING", "Offer", "offer", "read_offers", "wait_for_readers"]
+__all__ = [
+    "INLINE",
+    "INLINE_BYTES",
+    "NOTHING",
+    "Offer",
+    "offer",
+    "read_offers",
+    "wait_for_readers",
+]
 
-_INLINE_BYTES = 2 << 10  # sent in the note
+INLINE_BYTES = 2 << 10  # sent along
 _STAGED_BYTES = 1 << 20  # staged; above, lent
 _LENT_IN_PLACE_BYTES = 64 << 10  # below, a copy costs less than waiting for readers
 _WHERE = struct.Struct("<cqq")
-_INLINE, _STAGED, _LENT = b"i", b"s", b"l"
+INLINE, _STAGED, _LENT = b"i", b"s", b"l"
 NOTHING = b""
 
 
@@ -63,8 +71,6 @@ def offer(context: Context, flat: HostArray, location: Location | None) -> Offer
     """
     if context.size == 1:
         return Offer(NOTHING)
-    if flat.nbytes <= _INLINE_BYTES:
-        return Offer(_INLINE + flat.tobytes())
     if location is not None and flat.nbytes > _LENT_IN_PLACE_BYTES:
         return Offer(_WHERE.pack(_LENT, location.segment, location.offset))
     if flat.nbytes <= _STAGED_BYTES:
@@ -83,6 +89,7 @@ def offer(context: Context, flat: HostArray, location: Location | None) -> Offer
 def read_offers(
     context: Context,
     notes: Sequence[bytes],
+    payloads: Sequence[bytes],
     sizes: Sequence[int],
     own: HostArray | None,
     dtype: np.dtype[np.generic],
@@ -90,17 +97,18 @@ def read_offers(
 ) -> list[HostArray]:
     """Every rank's elements, `sizes` of them, as arrays on the memory where they lie.
 
-    `own` stands for this rank's. A rank that offered nothing has none. What has no address here is
-    copied, and of that only the elements from `parts[rank][0]` to `parts[rank][1]`, if given.
+    `own` stands for this rank's, unless it was sent along. A rank that offered nothing has none.
+    What has no address here is copied, and of that only the elements from `parts[rank][0]` to
+    `parts[rank][1]`, if given.
     """
     found: list[HostArray] = []
     for rank, (note, size) in enumerate(zip(notes, sizes, strict=True)):
-        if rank == context.rank and own is not None:
+        if note == INLINE:
+            found.append(np.frombuffer(payloads[rank], dtype))
+        elif rank == context.rank and own is not None:
             found.append(own)
         elif note == NOTHING or size == 0:
             found.append(np.empty(0, dtype))
-        elif note[:1] == _INLINE:
-            found.append(np.frombuffer(bytearray(note[1:]), dtype))  # a copy, and so aligned
         else:
             _, segment, offset = _WHERE.unpack(note)
             item = dtype.itemsize

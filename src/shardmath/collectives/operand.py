@@ -9,7 +9,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 from math import prod
 from typing import Any
@@ -23,6 +24,7 @@ from shardmath.context import Context, open_contexts, require_context
 from shardmath.distributed_context import DistributedContext
 from shardmath.errors import CollectiveMismatch, OpTimeout, RankFailure, UseAfterFree
 from shardmath.geometry import Spans
+from shardmath.redistribution import Window
 from shardmath.symmetric.heap import Block, Location
 
 __all__ = [
@@ -42,6 +44,7 @@ __all__ = [
     "require_outputs_fit",
     "slab_counts",
     "span_of_columns",
+    "view_at_address",
 ]
 
 Shape = tuple[int, ...]
@@ -54,15 +57,28 @@ OutputSpec = tuple[str, str, Shape] | None
 
 @dataclass(frozen=True)
 class Operand:
-    """One rank's array: its library, its spec, and its elements in C order.
+    """One rank's array: its library, its spec, and its elements, as NumPy sees them.
 
     `location` says where `flat` lies on the heap; None where it is ordinary memory or a copy.
     """
 
     library: Library
     spec: ArraySpec
-    flat: HostArray
+    view: HostArray
     location: Location | None
+
+    @cached_property
+    def flat(self) -> HostArray:
+        """The elements in C order: in place, or what a copy had when this was first asked for."""
+        return _flat(self.view if self.view.flags.c_contiguous else _packed(self.view))
+
+    def for_one_call(self) -> Operand:
+        """The same array, whose elements are copied anew if need be."""
+        return self if self.view.flags.c_contiguous else replace(self)
+
+    def without_memory(self) -> Operand:
+        """This operand without a reference to its array, which the caller keeps."""
+        return replace(self, view=view_at_address(self.view))
 
     @classmethod
     def of(cls, x: Any, context: Context) -> Operand:
@@ -76,9 +92,7 @@ class Operand:
         pointer = library.pointer(x)
         location = heap_location(context, pointer) if spec.size else None
         own = view is x or view.ctypes.data == pointer  # a lazy conjugate is resolved into a copy
-        if spec.order in ("C", "both") and own:
-            return cls(library, spec, _flat(view), location)
-        return cls(library, spec, _flat(_packed(view)), None)
+        return cls(library, spec, view, location if own and view.flags.c_contiguous else None)
 
     def without_alias(self, out: HostArray | None) -> Operand:
         """The operand on memory that writing into `out` does not change."""
@@ -99,22 +113,21 @@ class Output:
     flat: HostArray
 
     @classmethod
-    def of(cls, out: Any, library: Library, shape: Shape, dtype: str) -> Output:
-        """The user's `out`, which has been agreed on; a new C-ordered array where it is None."""
-        array = library.empty(shape, dtype) if out is None else out
-        view = library.host_view(array, writable=True)
+    def of(
+        cls, out: Any, view: HostArray | None, library: Library, shape: Shape, dtype: str
+    ) -> Output:
+        """The user's `out`, as NumPy sees it in `view`; a new C-ordered array where it is None."""
+        array = out
+        if view is None:
+            array = library.empty(shape, dtype)
+            view = library.host_view(array, writable=True)
         if view.flags.c_contiguous:
             return cls(array, view, _flat(view))
         return cls(array, view, np.empty(view.size, view.dtype))
 
-    @property
-    def direct(self) -> bool:
-        """Whether `flat` is the memory of the array itself."""
-        return self.view.flags.c_contiguous
-
     def finish(self) -> Any:
         """The array, with all its elements in place."""
-        if not self.direct:
+        if not self.view.flags.c_contiguous:
             np.copyto(raw_view(self.view), raw_view(self.flat.reshape(self.view.shape)))
         return self.array
 
@@ -250,6 +263,13 @@ def require_outputs_fit(
                 f"rank {rank}: out is a {out[0]} array of {out[1]} {out[2]}; "
                 f"the result is a {library} array of {dtype} {shape}"
             )
+
+
+def view_at_address(view: HostArray) -> HostArray:
+    """The same elements, without a reference to their memory."""
+    return Window(view.__array_interface__["data"][0], view.strides, None).array(
+        view.shape, view.dtype
+    )
 
 
 def _flat(view: HostArray) -> HostArray:

@@ -16,7 +16,13 @@ from shardmath.arrays.base import HostArray
 from shardmath.arrays.spec import ArraySpec
 from shardmath.collective_call import collective_call
 from shardmath.collectives import twoshot
-from shardmath.collectives.dispatch import AgreedCall, Call, Offered, perform
+from shardmath.collectives.dispatch import (
+    AgreedCall,
+    Collective,
+    Offered,
+    perform,
+    perform_on_cores,
+)
 from shardmath.collectives.offers import offer
 from shardmath.collectives.operand import (
     Operand,
@@ -32,6 +38,7 @@ from shardmath.collectives.operand import (
 from shardmath.collectives.reduction import Reduction, reduce_local
 from shardmath.context import Context
 from shardmath.distributed_context import DistributedContext
+from shardmath.program.performing import Turn
 from shardmath.untraced import untraced
 
 if TYPE_CHECKING:
@@ -66,28 +73,27 @@ def all_reduce(
     or library, or read-only.
     """
     context = context_of("all_reduce", context)
+    if context.team is None:
+        return perform_on_cores(context, _ALL_REDUCE, (op,), x, out)
     if context.repeats is not None:
         found = context.repeats.make(context, ("all_reduce", op), x, out)
         if found is not None:
             return found
 
-    def offer_operand(context: Context, operand: Operand, into: HostArray | None) -> Offered:
-        if _in_one_shot(operand.spec.nbytes, context.size):
-            return operand, offer(context, operand.flat, None)
-        operand = operand if twoshot.is_in_place(into, operand) else operand.without_alias(into)
-        return operand, twoshot.publish(context, operand, out, Reduction.of(op, operand.spec.dtype))
+    def on_device(operand: DeviceOperand, plan: _AllReduce) -> Any:
+        return operand.all_reduce(plan.reduction, new=plan.new)
 
-    call = Call(
-        "all_reduce",
-        (op,),
-        lambda spec: (Reduction.of(op, spec.dtype).op,),
-        _plan_all_reduce,
-        on_host=_all_reduce,
-        on_device=lambda operand, plan: operand.all_reduce(plan.reduction, new=plan.new),
-        offer=offer_operand,
-        result=_result_of_all_reduce,
-    )
-    return perform(context, call, x, out)
+    return perform(context, _ALL_REDUCE, (op,), x, out, on_device, _result_of_all_reduce)
+
+
+def _offer_to_reduce(
+    context: Context, operand: Operand, turn: Turn, target: HostArray | None
+) -> Offered:
+    if _in_one_shot(operand.spec.nbytes, context.size):
+        return operand, offer(context, operand.flat, None)
+    operand = operand if twoshot.is_in_place(target, operand) else operand.without_alias(target)
+    reduction = Reduction.of(turn.arguments.words[1], operand.spec.dtype)
+    return operand, twoshot.publish(context, operand, turn.arguments.results[0], reduction)
 
 
 def _result_of_all_reduce(operand: DeviceOperand, plan: _AllReduce) -> tuple[str, Shape] | None:
@@ -114,21 +120,31 @@ def _plan_all_reduce(specs: list[Any]) -> _AllReduce:
 
 
 def _all_reduce(agreed: AgreedCall, plan: _AllReduce) -> Any:
-    context, operand = agreed.context, agreed.operand
-    result = agreed.result(operand.spec.shape, plan.reduction.result)
+    context, operand, reduction = agreed.context, agreed.operand, plan.reduction
+    assert operand is not None, "required"
+    result = agreed.result(operand.library, operand.spec.shape, reduction.result)
     if isinstance(agreed.offered, twoshot.Staged):
         twoshot.all_reduce(
             context,
-            plan.reduction,
+            reduction,
             operand.flat,
             result.flat,
             staged=agreed.offered,
             notes=agreed.notes,
         )
     else:
-        found = agreed.read([operand.flat.size] * context.size)
-        reduce_local(plan.reduction, [part[None] for part in found], [result.flat[None]])
+        found = agreed.read([operand.spec.size] * context.size, reduction.dtype)
+        reduce_local(reduction, [part[None] for part in found], [result.flat[None]])
     return result.finish()
+
+
+_ALL_REDUCE = Collective(
+    "all_reduce",
+    lambda spec, size, op: (Reduction.of(op, spec.dtype).op,),
+    _plan_all_reduce,
+    _all_reduce,
+    _offer_to_reduce,
+)
 
 
 @untraced
@@ -156,30 +172,31 @@ def reduce_scatter(
     does.
     """
     context = context_of("reduce_scatter", context)
+    words = op, axis, tuple(counts) if isinstance(counts, list) else counts
+    if context.team is None:
+        return perform_on_cores(context, _REDUCE_SCATTER, words, x, out)
     if context.repeats is not None and counts is None and type(axis) is int:
         found = context.repeats.make(context, ("reduce_scatter", op, axis, None), x, out)
         if found is not None:
             return found
-    size, rank = context.size, context.rank
+    rank = context.rank
 
-    def describe(spec: ArraySpec) -> tuple[Hashable, ...]:
-        reduction, at = Reduction.of(op, spec.dtype), as_axis(axis, spec.ndim)
-        extent = spec.shape[at]
-        given = as_counts("counts", counts, size, extent)
-        return reduction.op, at, slab_counts(extent, size) if given is None else given
+    def on_device(operand: DeviceOperand, plan: _ReduceScatter) -> Any:
+        return operand.reduce_scatter(plan.reduction, plan.axis, plan.counts, plan.results[rank])
 
-    call = Call(
-        "reduce_scatter",
-        (op, axis, counts),
-        describe,
-        _plan_reduce_scatter,
-        on_host=_reduce_scatter,
-        on_device=lambda operand, plan: operand.reduce_scatter(
-            plan.reduction, plan.axis, plan.counts, plan.results[rank]
-        ),
-        result=lambda _, plan: (plan.reduction.result, plan.results[rank]),
-    )
-    return perform(context, call, x, out)
+    def result(_: DeviceOperand, plan: _ReduceScatter) -> tuple[str, Shape]:
+        return plan.reduction.result, plan.results[rank]
+
+    return perform(context, _REDUCE_SCATTER, words, x, out, on_device, result)
+
+
+def _arguments_of_reduce_scatter(
+    spec: ArraySpec, size: int, op: Any, axis: Any, counts: Any
+) -> tuple[Hashable, ...]:
+    reduction, at = Reduction.of(op, spec.dtype), as_axis(axis, spec.ndim)
+    extent = spec.shape[at]
+    given = as_counts("counts", counts, size, extent)
+    return reduction.op, at, slab_counts(extent, size) if given is None else given
 
 
 @dataclass(frozen=True)
@@ -203,16 +220,22 @@ def _plan_reduce_scatter(specs: list[Any]) -> _ReduceScatter:
 
 def _reduce_scatter(agreed: AgreedCall, plan: _ReduceScatter) -> Any:
     rank, size, operand = agreed.context.rank, agreed.context.size, agreed.operand
-    shape, whole = plan.results[rank], operand.spec.shape
-    result = agreed.result(shape, plan.reduction.result)
+    assert operand is not None, "required"
+    shape, whole, reduction = plan.results[rank], operand.spec.shape, plan.reduction
+    result = agreed.result(operand.library, shape, reduction.result)
     first, count = sum(plan.counts[:rank]), plan.counts[rank]
     span = span_of_columns(whole, plan.axis, first, count)
-    found = agreed.read([operand.flat.size] * size, [span] * size)
+    found = agreed.read([operand.spec.size] * size, reduction.dtype, [span] * size)
     into, width = column_view(result.flat, shape, plan.axis)
     own = slice(first * width, (first + count) * width)
     parts = [column_view(each, whole, plan.axis)[0][:, own] for each in found]
-    reduce_local(plan.reduction, parts, [into])
+    reduce_local(reduction, parts, [into])
     return agreed.finish(result)
+
+
+_REDUCE_SCATTER = Collective(
+    "reduce_scatter", _arguments_of_reduce_scatter, _plan_reduce_scatter, _reduce_scatter
+)
 
 
 def _require_one_reduction(

@@ -75,12 +75,15 @@ def reduce_local(
 
     All are two-dimensional and of one shape. An output may be the very memory of an input.
     """
-    if reduction.op == "sum" and reduction.accumulator == reduction.dtype == reduction.result:
+    long = inputs[0].nbytes >= compiled_sum.LEAST
+    if long and reduction.op == "sum" and reduction.accumulator == reduction.dtype:
         add = compiled_sum.built()
         if add is not None and add(inputs, outputs):
             return
     rows, columns = inputs[0].shape
-    wide = dtypes.to_numpy(reduction.accumulator)
+    wide = inputs[0].dtype
+    if reduction.accumulator != reduction.dtype:
+        wide = dtypes.to_numpy(reduction.accumulator)
     limit = max(1, _CHUNK_BYTES // wide.itemsize)
     partial = np.empty(min(rows * columns, limit), wide)
     with np.errstate(all="ignore"):  # NaN and infinities are results, and no rank may warn alone
