@@ -290,8 +290,7 @@ class Cores:
             steps, lasting = self._bind(turn, plan, notes)
             if notes is told and known.lasting and lasting and turn.held is None:
                 self._bound.keep(key, steps)
-        for step in steps:
-            step()
+        run(steps)
         given = turn.arguments.results
         if not made:
             return given
