@@ -201,8 +201,9 @@ class OnCores:
 class AgreedCall(NamedTuple):
     """A call on cores when all have agreed: the ranks' notes tell where operands can be read.
 
-    `payloads` are those that were sent along, `out` is the user's array for the result, and
-    `target` what NumPy sees of it.
+    `offered` is None where this rank's elements were sent along, or are not needed; `payloads` are
+    what was sent along. `out` is the user's array for the result, and `target` what NumPy sees of
+    it.
     """
 
     context: Context
@@ -221,10 +222,9 @@ class AgreedCall(NamedTuple):
         self, sizes: Sequence[int], dtype: str, parts: Sequence[tuple[int, int]] | None = None
     ) -> list[HostArray]:
         """Every rank's elements; see `read_offers`."""
-        notes, own, native = self.notes, None, None
-        if self.operand is not None:
-            own, native = self.operand.flat, self.operand.view.dtype
-        native = native or dtypes.to_numpy(dtype)
+        notes, operand = self.notes, self.operand
+        own = None if operand is None or self.offered is None else operand.flat
+        native = dtypes.to_numpy(dtype) if operand is None else operand.view.dtype
         return read_offers(self.context, notes, self.payloads, sizes, own, native, parts)
 
     def finish(self, result: Output) -> Any:
