@@ -10,13 +10,20 @@ import pytest
 sys.path.append(str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).parent.parent / "redistribution"))
 
+import numpy as np
 import test_redistribute_any as bodies
 from hypothesis import HealthCheck, Phase, given, settings
 from pretended import pretended_gpu
 from redistribution_cases import cases
 from test_matvec import make_far
 
+from arrangements import part_of
+from heap_use import settled_use
+from mistakes import heard, no_memory
 from ranks import Pool
+from shardmath.arrays import library_named
+from shardmath.distribution import Redistribute, Slab, redistribute
+from shardmath.symmetric.allocation import empty_on_heap
 
 FEW = settings(
     max_examples=25,
@@ -58,6 +65,34 @@ def test_a_call_may_become_another_than_the_last_that_looked_like_it(ranks, stor
 @pytest.mark.parametrize("store", ["heap C", "C", "heap strided"])
 def test_operands_may_be_overwritten_after_each_execution(ranks, store):
     assert ranks.run(on_gpus, "overwrite", store, 20, ranks=3) == [0] * 3
+
+
+def want(context, store):
+    """What is raised where rank 1's heap is full, how much memory stays, and what comes then."""
+    full = np.arange(96.0).reshape(12, 8)
+    part = part_of(full, Slab.X, context.rank, context.size)
+    told = []
+    with pretended_gpu(context), context:
+        operand = part.copy()
+        if store == "heap":
+            operand = empty_on_heap(context, library_named("numpy"), part.shape, "float64")
+            operand[...] = part
+        with Redistribute(operand, Slab.X, Slab.Y) as moved:
+            moved.plan()
+            for call in (lambda: redistribute(operand, Slab.X, Slab.Y), moved.execute):
+                before = settled_use(context)
+                with no_memory(context):
+                    told.append(heard(call)[0])
+                told.append(settled_use(context) - before)
+                wanted = part_of(full, Slab.Y, context.rank, context.size)
+                told.append(call().tolist() == wanted.tolist())
+        context.board.barrier("done")
+    return told
+
+
+@pytest.mark.parametrize("store", ["heap", "ordinary"])
+def test_want_of_memory_on_one_rank_is_an_error_on_all(contexts, store):
+    assert contexts.run(want, store, ranks=3) == [["MemoryError", 0, True] * 2] * 3
 
 
 def test_objects_and_groups_do_not_disturb_each_other(contexts):

@@ -6,7 +6,7 @@ What was found out about arrays is kept for others that look and lie alike.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,88 +14,20 @@ import numpy as np
 from shardmath.arrays import ArraySpec, Library, library_of
 from shardmath.arrays.base import share_memory
 from shardmath.context import Context
-from shardmath.lru_cache import LRUCache
-from shardmath.program.gpu_notes import Note, OneMove, ResultLayout
-from shardmath.program.performing import Arguments
 from shardmath.symmetric.allocation import block_of
 from shardmath.symmetric.device_array import (
-    Blank,
     Result,
     read,
     result_in,
-    stream_of,
 )
 from shardmath.symmetric.operand import Operand
 
-__all__ = ["GPUArrays", "GPUTurn", "read_arrays"]
-
-_KEPT = 64  # arrays that look and lie alike, and notes on each
-
-
-class GPUTurn:
-    """One rank's arrays for one execution, on its GPU. `result` is None until there is one."""
-
-    def __init__(self, context: Context, arguments: Arguments, known: GPUArrays) -> None:
-        """Raises ValueError for another device's stream, TypeError for what is no stream."""
-        self._context = context
-        (self._user,), (out,) = arguments.operands, arguments.results
-        self._made: ResultLayout | None = None
-        self._known = known
-        self.stream = stream_of(context, known.spec, arguments.stream)
-        self.operand = known.operand
-        self.result = known.result
-        if self.result is None and known.target is not None:
-            self.result = Result(known.target.address, known.target, out)
-
-    def allocate(self, move: OneMove) -> None:
-        """Make room for the result, where none was given. Raises HeapExhausted.
-
-        One that was made for another move goes.
-        """
-        blank = self._known.blanks.made(id(move), lambda: self._blank(move))
-        if self.result is not None and self._made in (None, blank.made):
-            return
-        self._made = self.result = None
-        self.result = blank.blank.make()
-        self._made = blank.made
-
-    def _blank(self, move: OneMove) -> _NewResult:
-        context, order, on_heap = self._context, move.order, self._known.on_heap
-        shape = move.transfer.dst.local_shape(context.rank)
-        blank = Blank(context, self._user, shape, move.dtype, order, on_heap=on_heap)
-        return _NewResult(move, (shape, order), blank)
-
-    def note(self, staging: bytes) -> bytes:
-        """What this rank says of this execution. `staging` is packed, b"" where there is none."""
-        place = None if self.result is None else self.result.address
-        key = place, staging, self._made
-        return self._known.notes.made(key, lambda: self._note(staging))
-
-    def _note(self, staging: bytes) -> bytes:
-        target = None if self.result is None else self.result.array
-        return Note.packed(
-            self.operand.told,
-            b"" if target is None else target.told,
-            staging,
-            allocates=target is None,
-            on_heap=self._known.on_heap if target is None else target.block is not None,
-            made=self._made,
-        )
-
-
-@dataclass(frozen=True)
-class _NewResult:
-    """How new results look for a move."""
-
-    move: OneMove
-    made: ResultLayout
-    blank: Blank
+__all__ = ["GPUArrays", "read_arrays"]
 
 
 @dataclass(frozen=True)
 class GPUArrays:
-    """What was found out about the user's arrays, `spec` being the operand's, `target` being `out`;
-    and what follows for moves, by their identity, and for places of results.
+    """What was found out about the user's arrays, `spec` being the operand's, `target` being `out`.
 
     `result` is the place of `out`, where that is not to be found anew in each call.
     """
@@ -105,8 +37,6 @@ class GPUArrays:
     target: Operand | None
     result: Result | None
     on_heap: bool
-    blanks: LRUCache[int, _NewResult] = field(default_factory=lambda: LRUCache(_KEPT), repr=False)
-    notes: LRUCache[Any, bytes] = field(default_factory=lambda: LRUCache(_KEPT), repr=False)
 
     def without_memory(self) -> GPUArrays:
         """The same, which keeps no array."""

@@ -1,301 +1,246 @@
-"""Programs on GPUs: synchronise, push or pull, synchronise; all on a stream.
+"""Moves on GPUs: synchronise, push or pull, synchronise; all on a stream.
 
 Every rank pushes what it has straight into its place in the peers' results, where all results are
 on the heap; otherwise it pulls from the operands, where all of those are; otherwise results in
-ordinary memory are pushed to heap memory beside them, and copied from there. All ranks decide the
-same, from what each has said when the call was agreed on. The host waits for nothing but agreement,
-one small exchange as long as nothing has to be allocated; two barriers on the stream are around the
-copies: owners may still use the memory that is written to before the first, and all is there after
-the second. Between hosts see `gpu_hosts`.
+ordinary memory are pushed to heap memory beside them, and copied from there. Two barriers on the
+stream are around the copies: owners may still use the memory that is written to before the first,
+and all is there after the second. Between hosts see `gpu_hosts`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
 from dataclasses import replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from shardmath.arrays import library_of
-from shardmath.call.agreement import Agreement
+from shardmath.arrays.spec import packed_strides
 from shardmath.context import Context
-from shardmath.errors import HeapExhausted
-from shardmath.geometry import Move
+from shardmath.geometry import Move as BoxMove
 from shardmath.lru_cache import LRUCache
 from shardmath.operators.lanes import LANES, Lane
-from shardmath.program.gpu_arrays import GPUArrays, GPUTurn, read_arrays
-from shardmath.program.gpu_memory import CopySequence, DeviceMemory, Step
-from shardmath.program.gpu_notes import (
-    Note,
-    OneMove,
-    pulls,
-    ranks_without_staging,
-    staging_strides,
+from shardmath.operators.workspace import KEPT_STAGING
+from shardmath.program.gpu_performing import (
+    Execution,
+    Facts,
+    GPUPerformer,
+    Launch,
+    Places,
+    Ready,
 )
-from shardmath.program.hosts import between_hosts
-from shardmath.program.performing import Arguments, Names, Plan, Turn
-from shardmath.program.steps import Program
+from shardmath.program.hosts import FETCHED, OUTBOX
+from shardmath.program.performing import Names, Plan
+from shardmath.program.steps import Move
 from shardmath.redistribution import Exposed, TransferPlan
 from shardmath.redistribution.copies import lowered, whole
-from shardmath.symmetric.allocation import block_of
-from shardmath.symmetric.device_array import require_device, stream_of
+from shardmath.symmetric.heap import Block
+from shardmath.symmetric.operand import Operand
 
 if TYPE_CHECKING:
-    from shardmath.redistribution.device import BoxCopies
+    from shardmath.cuda.kernel import ReadyLaunch
+    from shardmath.redistribution.device import Box, BoxCopies
 
 __all__ = ["GPUs"]
 
-_PLANS = 64  # of which copies and staging are kept
+_KEPT = 64  # copies whose geometry is on the device
+_PUSH, _PULL, _STAGED, _DELIVER = 1, 2, 3, 4  # decisions
+_STAGING = "staging"  # of the lane's buffers
+
+_Strides = tuple[int, ...]
+_Copies = tuple["BoxCopies", "ReadyLaunch | None"]  # and those between certain addresses
 
 
-class GPUs:
-    """Performs programs on GPUs, and keeps copies and staging from call to call.
-
-    `kept`: for an object, which has staging of its own. `number` is the object's, by which it takes
-    a lane; all calls without an object are one object.
-    """
+class GPUs(GPUPerformer):
+    """Performs programs of one move on GPUs. All calls without an object are one object."""
 
     def __init__(self, context: Context, names: Names, *, kept: bool) -> None:
-        self._context = context
-        self._names = names
-        self._kept = kept
-        self.number = 0
-        self._moves: LRUCache[Plan, _KeptMove] = LRUCache(_PLANS)
-        self._lane: Lane | None = None
+        super().__init__(context, names, kept=kept)
+        self._copies: LRUCache[Any, BoxCopies] = LRUCache(_KEPT)
+        self._used: Lane | None = None
 
-    def inspect(self, arguments: Arguments) -> None:
-        """See Performer."""
-        (operand,), context = arguments.operands, self._context
-        spec = library_of(operand).spec(operand)
-        stream_of(context, spec, arguments.stream)
-        require_device(context, spec, "the operand")
-        block_of(context, operand)  # raises UseAfterFree
+    @property
+    def _lane(self) -> Lane:
+        if self._used is None or self._used.number != self.number % (LANES - 1):
+            self._used = Lane.numbered(self._context, self.number % (LANES - 1))
+        return self._used
 
-    def read(self, arguments: Arguments) -> GPUArrays:
-        """See Performer, and `read_arrays`."""
-        (operand,), (out,) = arguments.operands, arguments.results
-        return read_arrays(self._context, operand, out, self._names.separate)
+    def _decide(self, plan: Plan, facts: Sequence[Facts]) -> int:
+        transfer = _move(plan).transfer
+        if self._context.spans_hosts and transfer.crosses:
+            return _DELIVER
+        sent, received = transfer.traffic
+        if all(each.result or not n for each, n in zip(facts, received, strict=True)):
+            return _PUSH
+        if all(each.operand or not n for each, n in zip(facts, sent, strict=True)):
+            return _PULL
+        return _STAGED
 
-    def without_memory(self, arrays: GPUArrays) -> GPUArrays:
-        """See Performer."""
-        return arrays.without_memory()
+    def _ready(self, execution: Execution, decision: int, *, allocate: bool) -> Ready | None:
+        plan, _, operand, result = execution
+        if decision == _DELIVER:
+            from shardmath.program.gpu_hosts import ready_delivery
 
-    def prepare(self, turn: Turn, plan: Plan | None) -> None:
-        """See Performer. The result is made at once where the plan is known, or expected."""
-        arrays = turn.held = GPUTurn(self._context, turn.arguments, turn.known.arrays)
-        if plan is None:
-            turn.note = arrays.note(b"")
-            return
-        kept = self._of(plan)
-        # What is only expected may want more than there is: then it is not made so far.
-        with nullcontext() if self._kept else suppress(HeapExhausted):
-            arrays.allocate(kept.move)
-        turn.note = arrays.note(self._staging(kept))
+            if not (allocate or {OUTBOX, FETCHED} <= self._lane.memory().keys()):
+                return None
+            return ready_delivery(self._context, self._lane, execution, self._copies)
+        if decision == _PULL:
+            place, bind = operand.told, self._pulling(execution)
+        else:
+            place, target = result.array.told, (result.array.address, result.array.strides)
+            transfer = _move(plan).transfer
+            if decision == _STAGED and transfer.received[self._context.rank] and not place:
+                staging = self._staging(execution, allocate=allocate)
+                if staging is None:
+                    return None
+                target = staging.address, _staging_strides(execution, self._context.rank)
+                nbytes = result.array.nbytes
+                place = Exposed(staging.location, nbytes, 0, target[1]).pack()
+            bind = self._pushing(execution, target)
+        return Ready((place,), bind)
 
-    def perform(self, turn: Turn, agreement: Agreement[Any], plan: Plan) -> tuple[Any, ...]:
-        """See Performer; `perform_on_one_host`."""
-        kept, lane, texts = self._of(plan), self._use_lane(), agreement.notes
-        if self._crosses_hosts(kept.move):
-            from shardmath.program.gpu_hosts import perform_between_hosts
+    def _staging(self, execution: Execution, *, allocate: bool) -> Block | None:
+        """Heap memory for a packed result, if there is some or it may be allocated."""
+        lane, nbytes = self._lane, execution.result.array.nbytes
+        held = lane.memory().get(_STAGING)
+        if not allocate and not (isinstance(held, Block) and held.nbytes >= nbytes):
+            return None
+        return lane.buffer(_STAGING, nbytes).block
 
-            program = kept.between_hosts
-            return (
-                perform_between_hosts(
-                    self._context, program, kept.move, turn.held, texts, kept.memory, lane
-                ),
-            )
-        return (perform_on_one_host(self._context, kept.move, turn.held, texts, kept.memory, lane),)
-
-    def _of(self, plan: Plan) -> _KeptMove:
-        context, operation = self._context, self._names.operation
-        return self._moves.made(plan, lambda: _KeptMove(context, operation, plan, kept=self._kept))
-
-    def _staging(self, kept: _KeptMove) -> bytes:
-        """Where memory lies that peers are to reach, packed; b"" if there is none so far."""
-        if not self._crosses_hosts(kept.move):
-            return kept.memory.staging
-        if not self._kept:
-            return b""  # the plan may turn out to be another
-        from shardmath.program.gpu_hosts import allocate_outbox, delivery_in
-
-        return allocate_outbox(delivery_in(kept.between_hosts), self._use_lane()).pack()
-
-    def _use_lane(self) -> Lane:
-        """The same on all ranks."""
-        self._lane = Lane.numbered(self._context, self.number % (LANES - 1))
-        return self._lane
-
-    def _crosses_hosts(self, move: OneMove) -> bool:
-        return self._context.spans_hosts and move.transfer.crosses
+    def _end(self, execution: Execution) -> None:
+        if not self._kept and execution.result.array.nbytes > KEPT_STAGING:
+            self._lane.drop(_STAGING)
 
     def release(self) -> None:
         """See Performer. What calls without an object keep is the context's."""
-        if not self._kept:
-            return
-        for kept in self._moves.values():
-            kept.memory.release()
-        if self._lane is not None and self._context.spans_hosts:
-            from shardmath.program.gpu_hosts import drop_outbox
+        if self._kept and self._used is not None:
+            self._launches.clear()
+            self._used.drop(_STAGING, OUTBOX, FETCHED)
 
-            drop_outbox(self._lane)
+    # -- this rank's copies ------------------------------------------------------------------------
 
+    def _pulling(self, execution: Execution) -> Callable[[Sequence[Places]], Launch]:
+        """Copies from the operands of all ranks."""
+        plan, rank = execution.plan, self._context.rank
+        transfer, (operand, result) = _move(plan).transfer, _arrays(execution)
 
-class _KeptMove:
-    """The one move of a plan, and what is kept for it."""
+        def bind(places: Sequence[Places]) -> Launch:
+            published = {src: places[src][0] for src in transfer.sources(rank) if src != rank}
+            own = operand.address, operand.strides
+            bases, strides = _reached(self._context, published, own)
+            copies = self._made(
+                plan,
+                transfer,
+                _in_ring_order(transfer, rank),
+                lambda move: (move.src, 0, strides[move.src], result.strides),
+            )
+            return self._launch(transfer, (copies, copies.ready(bases, (result.address,))))
 
-    def __init__(self, context: Context, operation: str, plan: Plan, *, kept: bool) -> None:
-        self.move = OneMove.of(plan.program, operation)
-        self.memory = DeviceMemory(context, temporary=not kept)
-        self._program, self._rank, self._hosts = plan.program, context.rank, context.hosts
+        return bind
 
-    @cached_property
-    def between_hosts(self) -> Program:
-        """The program where ranks are on several hosts."""
-        return between_hosts(self._program, self._rank, self._hosts)
+    def _pushing(
+        self, execution: Execution, own: tuple[int, _Strides]
+    ) -> Callable[[Sequence[Places]], Launch]:
+        """Copies to where all ranks' results go, this rank's at `own`; from there to the result."""
+        plan, rank = execution.plan, self._context.rank
+        transfer, (operand, result) = _move(plan).transfer, _arrays(execution)
 
+        def bind(places: Sequence[Places]) -> Launch:
+            moves = transfer.out_of(rank)
+            published = {move.dst: places[move.dst][0] for move in moves if move.dst != rank}
+            bases, strides = _reached(self._context, published, own)
+            copies = self._made(
+                plan,
+                transfer,
+                moves,
+                lambda move: (0, move.dst, operand.strides, strides[move.dst]),
+            )
+            pushes = copies, copies.ready((operand.address,), bases)
+            if own[0] == result.address:
+                return self._launch(transfer, pushes)
+            back = self._back(result.shape, transfer.itemsize, own[1], result.strides)
+            last = back, back.ready((own[0],), (result.address,))
+            return self._launch(transfer, pushes, last)
 
-def perform_on_one_host(
-    context: Context,
-    move: OneMove,
-    arrays: GPUTurn,
-    texts: list[bytes],
-    memory: DeviceMemory,
-    lane: Lane,
-) -> Any:
-    """The result of a move of `arrays.operand`: `out`, or a new array. Collective.
+        return bind
 
-    `texts` are all ranks' notes. Raises HeapExhausted on all ranks when one lacks memory.
-    """
-    texts, sequence = _agreed_sequence(context, move, arrays, texts, memory)
-    stream = arrays.stream
-    with context.executing(move.operation):
-        if sequence is None:
-            notes = [Note.unpack(text) for text in texts]
-            steps = _steps(context, move, arrays, notes, memory)
-            made = CopySequence(lane, steps, crosses=move.transfer.crosses)
-            sequence = memory.keep_sequence(_key(arrays, texts), made)
-        sequence.put(stream)
-        if sequence.is_staged:
-            memory.staging_used_on(stream)
-        memory.end_call()
-        assert arrays.result is not None, "agreed on"
-        given = arrays.result.give(context, stream)
-        if move.blocking:
-            lane.team.synchronize(stream)
-    return given
+    def _launch(self, transfer: TransferPlan, *copies: _Copies) -> Launch:
+        """The first copies, between barriers where ranks push or pull, then the others."""
+        lane, crosses = self._lane, transfer.crosses
 
+        def run(stream: int) -> None:
+            for number, (_, ready) in enumerate(copies):
+                around = crosses and number == 0
+                if around:
+                    lane.barrier(stream)
+                if ready is not None:
+                    ready.put(stream)
+                if around:
+                    lane.barrier(stream)
 
-def _agreed_sequence(
-    context: Context,
-    move: OneMove,
-    arrays: GPUTurn,
-    texts: list[bytes],
-    memory: DeviceMemory,
-) -> tuple[list[bytes], CopySequence | None]:
-    """All ranks' notes when all have what they need, and the copies, if they are known. Collective.
+        return run
 
-    Ranks agree once more where one has to allocate. The same notes mean the same on all.
-    """
-    sequence = memory.sequence(_key(arrays, texts))
-    if sequence is not None:
-        return texts, sequence
-    notes = [Note.unpack(text) for text in texts]
-    shapes = [move.transfer.dst.local_shape(rank) for rank in range(context.size)]
-    unmade = any(
-        note.lacks_result((shape, move.order)) for note, shape in zip(notes, shapes, strict=True)
-    )
-    if unmade or ranks_without_staging(move, notes):
-
-        def prepare() -> bytes:
-            arrays.allocate(move)
-            if context.rank in ranks_without_staging(move, notes) and not memory.staging:
-                memory.stage(move)
-            return arrays.note(memory.staging)
-
-        had = memory.staging
-        try:
-            texts = context.gather(f"{move.operation}, memory", prepare)
-        except BaseException:
-            if not had:
-                memory.discard_staging()
-            raise
-    return texts, None
-
-
-def _key(arrays: GPUTurn, texts: Sequence[bytes]) -> tuple[Any, ...]:
-    """What the addresses and strides of all copies of this rank follow from."""
-    operand, result = arrays.operand, arrays.result
-    return (*texts, operand.address, operand.strides, result and result.place)
-
-
-# -- this rank's copies ----------------------------------------------------------------------------
-
-
-def _steps(
-    context: Context,
-    one: OneMove,
-    arrays: GPUTurn,
-    notes: Sequence[Note],
-    memory: DeviceMemory,
-) -> tuple[Step, ...]:
-    """The copies between the barriers, and those after them."""
-    from shardmath.redistribution.device import Box, BoxCopies
-
-    assert arrays.result is not None and context.team is not None, "agreed on"
-    transfer, rank, device = one.transfer, context.rank, context.team.device
-    operand, result = arrays.operand, arrays.result.array
-
-    def made(
-        moves: Sequence[Move], sides: Callable[[Move], tuple[int, int, _Strides, _Strides]]
+    def _made(
+        self,
+        plan: Plan,
+        transfer: TransferPlan,
+        moves: Sequence[BoxMove],
+        sides: Callable[[BoxMove], tuple[int, int, _Strides, _Strides]],
     ) -> BoxCopies:
-        described = [(move, *sides(move)) for move in moves]
-        key = tuple(described)
+        """The copies of moves, of which `sides` has source, target and their strides."""
+        from shardmath.redistribution.device import Box
 
-        def make() -> BoxCopies:
-            boxes = []
-            for move, source, target, src_strides, dst_strides in described:
+        found = [sides(move) for move in moves]
+
+        def boxes() -> list[Box]:
+            made = []
+            for move, (source, target, src_strides, dst_strides) in zip(moves, found, strict=True):
                 copy = lowered(move, transfer.itemsize, src_strides, dst_strides)
-                boxes.append(Box.of(replace(copy, src=source), target))
-            return BoxCopies(device, boxes)
+                made.append(Box.of(replace(copy, src=source), target))
+            return made
 
-        return memory.copies(key, make)
+        return self._kept_copies((plan, *found), boxes)
 
-    if pulls(transfer, notes) and transfer.crosses:
-        ordered = _in_ring_order(transfer, rank)
-        published = {src: notes[src].operand for src in transfer.sources(rank) if src != rank}
-        bases, strides = _reached(context, published, own=(operand.address, operand.strides))
-        copies = made(ordered, lambda move: (move.src, 0, strides[move.src], result.strides))
-        return (Step.of(copies, bases, (result.address,)),)
-    moves = transfer.out_of(rank)
-    published = {move.dst: notes[move.dst].place for move in moves if move.dst != rank}
-    staged = bool(transfer.received[rank]) and result.block is None
-    own = (result.address, result.strides)
-    if staged:
-        own = (memory.staging_address, staging_strides(one, rank))
-    bases, strides = _reached(context, published, own=own)
-    copies = made(moves, lambda move: (0, move.dst, operand.strides, strides[move.dst]))
-    step = Step.of(copies, (operand.address,), bases)
-    if not staged:
-        return (step,)
-    copy = whole(result.shape, transfer.itemsize, own[1], result.strides)
-    back = memory.copies(("back", copy), lambda: BoxCopies(device, [Box.of(copy, 0)]))
-    return (step, Step.of(back, (own[0],), (result.address,)))
+    def _back(
+        self, shape: _Strides, itemsize: int, source: _Strides, target: _Strides
+    ) -> BoxCopies:
+        """The copy from staging to the result."""
+        from shardmath.redistribution.device import Box
+
+        key = "back", shape, itemsize, source, target
+        return self._kept_copies(key, lambda: [Box.of(whole(shape, itemsize, source, target), 0)])
+
+    def _kept_copies(self, key: Any, boxes: Callable[[], list[Box]]) -> BoxCopies:
+        from shardmath.redistribution.device import BoxCopies
+
+        assert self._context.team is not None, "a context of GPUs"
+        device = self._context.team.device
+        return self._copies.made(key, lambda: BoxCopies(device, boxes()))
 
 
-_Strides = tuple[int, ...]
+def _arrays(execution: Execution) -> tuple[Operand, Operand]:
+    """Where operand and result lie: what is kept of an execution holds no array."""
+    return execution.operand.without_memory(), execution.result.array.without_memory()
 
 
-def _in_ring_order(transfer: TransferPlan, rank: int) -> list[Move]:
+def _move(plan: Plan) -> Move:
+    """The one move of a program."""
+    (move,) = (step for step in plan.program.steps if isinstance(step, Move))
+    return move
+
+
+def _staging_strides(execution: Execution, rank: int) -> _Strides:
+    """Those of a packed result in bytes."""
+    (look,) = execution.plan.program.results.values()
+    return packed_strides(look.local_shape(rank), execution.operand.itemsize, look.order)
+
+
+def _in_ring_order(transfer: TransferPlan, rank: int) -> list[BoxMove]:
     """The moves into `rank`, from the next rank first and from itself last."""
     size = transfer.src.size
     return sorted(transfer.into(rank), key=lambda move: (move.src - rank - 1) % size)
 
 
 def _reached(
-    context: Context,
-    published: dict[int, Exposed | None],
-    own: tuple[int, _Strides],
+    context: Context, published: dict[int, Exposed | None], own: tuple[int, _Strides]
 ) -> tuple[tuple[int, ...], dict[int, _Strides]]:
     """Where the element 0 of each rank's array is for this GPU, 0 if unneeded; and its strides."""
     bases = [0] * context.size
