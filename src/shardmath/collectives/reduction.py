@@ -84,6 +84,10 @@ def reduce_local(
     wide = inputs[0].dtype
     if reduction.accumulator != reduction.dtype:
         wide = dtypes.to_numpy(reduction.accumulator)
+    elif len(inputs) == 2 and len(outputs) == 1 and reduction.op != "mean":
+        with np.errstate(all="ignore"):
+            OPERATIONS[reduction.op](*inputs, out=outputs[0])
+        return
     limit = max(1, _CHUNK_BYTES // wide.itemsize)
     partial = np.empty(min(rows * columns, limit), wide)
     with np.errstate(all="ignore"):  # NaN and infinities are results, and no rank may warn alone
