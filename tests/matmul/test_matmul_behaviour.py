@@ -318,7 +318,7 @@ def alternate(context):
                     assert (d == (max(want, 0) if epilog else want)).all()
                     assert d.shape == (X.shape(context.rank, (5, n))[0], n)
             book = context.cache("plans", None)
-            made.append(book._made)
+            made.append(book._count)
     return made
 
 

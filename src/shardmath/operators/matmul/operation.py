@@ -18,7 +18,7 @@ from shardmath.operators.matmul.options import MatmulOptions, MatmulPlanPreferen
 from shardmath.operators.matmul.problem import Call, Problem, check, check_operands, describe
 from shardmath.operators.matmul.program import INPUTS, SCALES, output, product_program
 from shardmath.operators.matmul.scaling import Given, given_scales, known_scale, scales_in_order
-from shardmath.operators.matmul.strategy import Cost, Strategy, choose
+from shardmath.operators.matmul.strategy import Cost, Strategy, candidates, choose
 from shardmath.program.performing import Arguments, Names, Performer
 from shardmath.program.steps import Program
 
@@ -140,8 +140,7 @@ class _Matmul:
 
     def program(self, problem: Problem, machine: Machine, rank: int) -> Program:
         """See Operation."""
-        strategy, _ = chosen(problem, machine)
-        return product_program(problem, strategy, rank)
+        return product_program(problem, _strategy(problem, machine), rank)
 
     def explain(self, problem: Problem, machine: Machine, found: Sequence[str] = ()) -> str:
         """What was chosen, its steps, and what it was compared with, predicted by counting; and
@@ -172,6 +171,15 @@ def chosen(problem: Problem, machine: Machine) -> tuple[Strategy, Sequence[tuple
     from shardmath.operators.matmul import gpu
 
     return gpu.choose_strategy(problem, machine)
+
+
+def _strategy(problem: Problem, machine: Machine) -> Strategy:
+    """As `chosen`, without the costs of the others where the problem names one by its label."""
+    if machine.kind == "cpu" and problem.strategy is not None:
+        for each in candidates(problem.widened()):
+            if each.label == problem.strategy:
+                return each
+    return chosen(problem, machine)[0]
 
 
 @lru_cache(maxsize=64)
