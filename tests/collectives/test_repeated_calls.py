@@ -8,6 +8,7 @@ import torch as library
 
 from counted import calls_before
 from shardmath.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
+from shardmath.compiled import is_built
 from shardmath.distribution import Slab, redistribute
 from shardmath.symmetric.allocation import allocate_symmetric_memory as allocate
 from shardmath.symmetric.allocation import free_symmetric_memory as free
@@ -80,6 +81,7 @@ def test_memory_that_was_freed_is_noticed(contexts):
     assert contexts.run(free_and_call, ranks=2) == [[True, True]] * 2
 
 
+MOST = 40 if is_built("shardmath.symmetric._fingerprint") else 60
 FIRST = {"all_reduce": "reduce_local", "all_gather": "_copy", "redistribute": "copyto"}
 
 
@@ -104,4 +106,4 @@ def count(context):
 
 def test_few_calls_of_python_come_before_the_first_byte(contexts):
     for found in contexts.run(count, ranks=2):
-        assert all(len(names) <= 40 for names in found.values()), found
+        assert all(len(names) <= MOST for names in found.values()), found
