@@ -43,7 +43,7 @@ from shardmath.program.steps import (
 from shardmath.redistribution import Exposed, TransferPlan, copy_moves, window_on
 from shardmath.redistribution.host import bind_moves, pairs
 
-__all__ = ["Binding", "bind_arithmetic", "fused"]
+__all__ = ["Binding", "bind_arithmetic", "buffers_of", "fused"]
 
 _PANEL_ELEMENTS = 4 << 20  # of one gathered panel: 32 MiB in float64
 _KEPT_PANEL = 64 << 10  # bytes of one that stays for the next call
@@ -80,6 +80,15 @@ def _is_factor(move: Move, program: Program) -> bool:
         return False
     readers = [x for x in program.steps if x is not move and move.target in vars(x).values()]
     return move.target in program.workspace and all(isinstance(x, Multiply) for x in readers)
+
+
+def buffers_of(step: object) -> set[str]:
+    """The names of all buffers that a step reads or writes, among other words."""
+    if isinstance(step, str):
+        return {step}
+    if isinstance(step, Step):
+        step = tuple(vars(step).values())
+    return {name for part in step for name in buffers_of(part)} if type(step) is tuple else set()
 
 
 def _rounds(sums: str, steps: Sequence[Step]) -> bool:
@@ -179,11 +188,23 @@ class Binding:
         hosts: Mapping[str, HostArray],
         places: Mapping[str, Sequence[bytes]],
         known: Known,
+        factors: dict[Multiply, tuple[Factor, Factor]] | None = None,
     ) -> None:
         self._context = context
         self._hosts = hosts
         self._places = places
         self._known = known
+        self._factors = {} if factors is None else factors  # whose memory has an address here
+
+    def between(self, hosts: Mapping[str, HostArray]) -> Binding:
+        """The same, where these buffers are elsewhere."""
+        factors = {
+            multiply: found
+            for multiply, found in self._factors.items()
+            if not {multiply.left, multiply.right} & set(hosts)
+        }
+        hosts = {**self._hosts, **hosts}
+        return Binding(self._context, hosts, self._places, self._known, factors)
 
     def bind(self, step: Step) -> Calls:
         """What performs a step."""
@@ -251,11 +272,21 @@ class Binding:
         array = self._reached(move.source, transfer.src, transfer)
         return Factor.moved(rank, move, array, self._hosts[move.source].dtype, axis)
 
+    def _factors_of(self, step: Product) -> tuple[Factor, Factor]:
+        found = self._factors.get(step.multiply)
+        if found is None:
+            left = self._factor(step.multiply.left, step.moves[0], 1)
+            right = self._factor(step.multiply.right, step.moves[1], 0)
+            found = left, right
+            peers = [src for move in step.moves if move for src in self._sources(move)]
+            if all(self._context.reads_in_place(src) for src in peers):
+                self._factors[step.multiply] = found
+        return found
+
     def _product(self, step: Product) -> Calls:
         """What multiplies, in panels that are gathered each time, and rounds if that is all."""
         multiply, out = step.multiply, _matrix(self._hosts[step.multiply.target])
-        left = self._factor(multiply.left, step.moves[0], 1)
-        right = self._factor(multiply.right, step.moves[1], 0)
+        left, right = self._factors_of(step)
         numbers = self._known.numbers
         rounding = [
             each for one in step.rounding for each in bind_arithmetic(one, self._hosts, numbers)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from typing import Any, Literal, NamedTuple
@@ -26,7 +26,7 @@ from shardmath.local.fft import engine_for
 from shardmath.lru_cache import LRUCache
 from shardmath.operators.in_place import array_in_place
 from shardmath.operators.workspace import KEPT_STAGING, Workspace
-from shardmath.program.arithmetic import Binding, bind_arithmetic, fused
+from shardmath.program.arithmetic import Binding, bind_arithmetic, buffers_of, fused
 from shardmath.program.blocks import Blocks
 from shardmath.program.cores_blocks import Calls, Pass, run
 from shardmath.program.numbers import agree_on_numbers, numbers_bytes, pack_numbers
@@ -43,6 +43,7 @@ from shardmath.symmetric.operand import Operand
 __all__ = ["Cores"]
 
 _KEPT = 128  # calls of which the copies stay bound
+_KEPT_PLACES = 16  # of new results, of each such call
 _KEPT_SCRATCH = 256 << 10  # bytes that such a call may hold
 _TAG = 8  # bytes, of a plan
 _UNPREPARED = bytes(_TAG)
@@ -95,6 +96,27 @@ class _Prepared:
     memory: tuple[tuple[str, int, Block], ...]
 
 
+@dataclass(frozen=True, eq=False)
+class _Bound:
+    """What performs a program between the same arrays, by the number of each step: `parts`.
+
+    `by_place` is all of it, in order, by where new results lie.
+    """
+
+    arrays: dict[str, Operand]
+    places: Mapping[str, Sequence[bytes]]
+    binding: Binding
+    parts: list[tuple[int, Calls]]
+    lasting: bool
+    by_place: LRUCache[tuple[int, ...], Calls] = field(
+        default_factory=lambda: LRUCache(_KEPT_PLACES)
+    )
+
+    def calls(self) -> Calls:
+        """All, for the results that they were bound to."""
+        return [call for _, calls in self.parts for call in calls]
+
+
 class Cores:
     """Performs programs on cores.
 
@@ -109,7 +131,7 @@ class Cores:
         self.number = 0
         self._workspace = Workspace(context) if kept else Workspace.of(context)
         self._programs: LRUCache[Plan, Program] = LRUCache(_KEPT)
-        self._bound: LRUCache[Any, Calls] = LRUCache(_KEPT)
+        self._bound: LRUCache[Any, _Bound] = LRUCache(_KEPT)
         self._blocks: LRUCache[tuple[Plan, int], Blocks] = LRUCache(_KEPT)  # of steps
 
     # -- read --------------------------------------------------------------------------------------
@@ -281,15 +303,19 @@ class Cores:
         """See Performer."""
         made, known = turn.made, turn.known
         places = tuple([known.arrays.library.pointer(x) for x in made.values()]) if made else ()
-        key = turn.prepared, agreement, places
-        steps = self._bound.find(key)
-        if steps is None:
+        bound = self._bound.find((turn.prepared, agreement))
+        if bound is None:
             told, equal = agreement.notes, plan.program.equal
             agree_on_numbers(self._context.board, self._names.numbers, equal, told)
             notes = self._complete(turn, told, plan)
-            steps, lasting = self._bind(turn, plan, notes)
-            if notes is told and known.lasting and lasting and turn.held is None:
-                self._bound.keep(key, steps)
+            bound = self._bind(turn, plan, notes)
+            if notes is told and known.lasting and bound.lasting and turn.held is None:
+                self._bound.keep((turn.prepared, agreement), bound)
+            steps = bound.by_place.keep(places, bound.calls())
+        else:
+            steps = bound.by_place.find(places) or bound.by_place.keep(
+                places, self._rebound(turn, plan, bound)
+            )
         run(steps)
         given = turn.arguments.results
         if not made:
@@ -313,16 +339,13 @@ class Cores:
 
         return self._context.gather(f"{self._names.operation}, memory", prepare)
 
-    def _bind(self, turn: Turn, plan: Plan, notes: Sequence[bytes]) -> tuple[Calls, bool]:
+    def _bind(self, turn: Turn, plan: Plan, notes: Sequence[bytes]) -> _Bound:
         """What performs the program, each time that it is run between the same arrays.
 
-        And whether it is to be kept: not with large scratch, which it holds.
+        It is not to be kept with large scratch, which it holds.
         """
         program = self._fused(plan)
-        arrays = self._operands(turn, program)
-        for name, made in turn.made.items():
-            host = turn.known.arrays.library.host_view(made, writable=True)
-            arrays[name] = _operand(host, None)
+        arrays = {**self._operands(turn, program), **_made(turn)}
         arrays |= {**self._workspace_arrays(program, arrays)[0], **turn.prepared.replaced}
         room = 0
         for name, scratch in program.scratch.items():
@@ -334,18 +357,36 @@ class Cores:
         skip = numbers_bytes(self._names.numbers) + _TAG
         places = _places(tuple(program.published), notes, skip)
         binding = Binding(self._context, hosts, places, turn.known)
-        bound: Calls = []
-        for number, step in enumerate(program.steps[_agreed_at(program) :], _agreed_at(program)):
-            if isinstance(step, Synchronise):
-                bound.append(partial(self._context.board.barrier, self._names.operation))
-            elif isinstance(step, Move | Transform):
-                told = places.get(step.source, ())
-                bound += self._bind_pass(plan, number, arrays, told, turn.known)
-            else:
-                bound += binding.bind(step)
-        if _agreed_at(program) or isinstance(program.steps[0], Synchronise):
-            del bound[0]  # the exchange that carried the notes
-        return bound, room <= _KEPT_SCRATCH
+        bound = _Bound(arrays, places, binding, [], room <= _KEPT_SCRATCH)
+        first = _agreed_at(program)
+        if isinstance(program.steps[first], Synchronise):  # the exchange that carried the notes
+            first += 1
+        for number in range(first, len(program.steps)):
+            calls = self._bind_step(plan, number, bound, turn.known)
+            bound.parts.append((number, calls))
+        return bound
+
+    def _rebound(self, turn: Turn, plan: Plan, bound: _Bound) -> Calls:
+        """The same, for new results that lie elsewhere: only what reaches those is bound anew."""
+        made, steps = _made(turn), self._fused(plan).steps
+        hosts = {name: _array(array) for name, array in made.items()}
+        other = replace(
+            bound, arrays={**bound.arrays, **made}, binding=bound.binding.between(hosts)
+        )
+        found: Calls = []
+        for number, calls in bound.parts:
+            reaches = not buffers_of(steps[number]).isdisjoint(made)
+            found += self._bind_step(plan, number, other, turn.known) if reaches else calls
+        return found
+
+    def _bind_step(self, plan: Plan, number: int, bound: _Bound, known: Known) -> Calls:
+        step = self._fused(plan).steps[number]
+        if isinstance(step, Synchronise):
+            return [partial(self._context.board.barrier, self._names.operation)]
+        if isinstance(step, Move | Transform):
+            told = bound.places.get(step.source, ())
+            return self._bind_pass(plan, number, bound.arrays, told, known)
+        return bound.binding.bind(step)
 
     def _bind_pass(
         self,
@@ -416,6 +457,15 @@ class Cores:
         if self._kept:
             self._workspace.release()
             self._bound.clear()
+
+
+def _made(turn: Turn) -> dict[str, Operand]:
+    """Where new results lie."""
+    library = turn.known.arrays.library
+    return {
+        name: _operand(library.host_view(made, writable=True), None)
+        for name, made in turn.made.items()
+    }
 
 
 def _agreed_at(program: Program) -> int:
