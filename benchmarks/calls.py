@@ -20,12 +20,12 @@ import record
 from shardmath.arrays import library_named
 from shardmath.call.agreement import agree_plan
 from shardmath.collectives import all_gather, all_reduce
+from shardmath.context.startup import finalize, initialize
 from shardmath.distribution import Redistribute, Slab, redistribute
 from shardmath.fft import FFT, fft
+from shardmath.handles.allocation import empty_on_heap
 from shardmath.launch import spawn
 from shardmath.linalg.advanced import Matmul, matmul
-from shardmath.startup import finalize, initialize
-from shardmath.symmetric.allocation import empty_on_heap
 
 RANKS, TURNS, CALLS = 2, 20, 50
 SMALL, N = 256, 64

@@ -23,10 +23,11 @@ from typing import Any
 import numpy as np
 import record
 
-from shardmath import startup
-from shardmath.context import Context
+from shardmath.context import startup
+from shardmath.context.context import Context
 from shardmath.distribution import Distribution, Replicated, Slab
 from shardmath.geometry import Layout
+from shardmath.handles.allocation import allocate_symmetric_memory
 from shardmath.launch import spawn
 from shardmath.linalg.advanced import Matmul, MatmulOptions
 from shardmath.local.epilog import MatmulEpilog
@@ -34,7 +35,6 @@ from shardmath.machine import Machine
 from shardmath.operators.matmul.gpu.reduction_choice import predicted
 from shardmath.operators.matmul.problem import Problem
 from shardmath.operators.matmul.strategy import choose
-from shardmath.symmetric.allocation import allocate_symmetric_memory
 
 RANKS = 2
 MOST, RANGE = 4, 2.5  # strategies of a case, and times the choice's prediction

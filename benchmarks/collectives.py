@@ -21,8 +21,8 @@ import record
 import shardmath
 from shardmath.call.agreement import agree_plan
 from shardmath.collectives import all_reduce
+from shardmath.context.startup import finalize, initialize
 from shardmath.launch import spawn
-from shardmath.startup import finalize, initialize
 
 SIZES = (2 << 10, 64 << 10, 1 << 20, 32 << 20)
 GOALS = {"all_reduce 32 MB over gloo": 20.0, "barrier of 2 ranks, us": 30.0}
@@ -76,7 +76,7 @@ def reductions(store: str, repeats: int) -> list[dict[str, Any]]:
 
 def slowest(ways: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
     """The median over repeats of the slowest rank's milliseconds, the ways by turns."""
-    context = shardmath.context.require_context()
+    context = shardmath.context.context.require_context()
     times = np.zeros((len(ways), repeats + 2))
     for turn in range(times.shape[1]):
         for way, call in enumerate(ways.values()):

@@ -20,9 +20,9 @@ from shardmath.arrays import library_named
 from shardmath.collectives import all_gather, all_reduce
 from shardmath.distribution import Redistribute, Slab, redistribute
 from shardmath.fft import FFT, FFTOptions
+from shardmath.handles.allocation import empty_on_heap
+from shardmath.handles.rendezvous import rendezvous
 from shardmath.linalg.advanced import Matmul, matmul
-from shardmath.symmetric.allocation import empty_on_heap
-from shardmath.symmetric.rendezvous import rendezvous
 
 CALLS, WARM, LATENCIES = 200, 20, 60
 SMALL = 256  # elements of 4 bytes: 1 KiB

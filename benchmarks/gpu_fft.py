@@ -21,9 +21,9 @@ from on_gpus import command, run
 from shardmath.arrays import library_named
 from shardmath.distribution import Slab
 from shardmath.fft import FFT, FFTOptions
+from shardmath.handles.allocation import empty_on_heap
 from shardmath.operators.fft import rank_plan
 from shardmath.operators.workspace import give_back
-from shardmath.symmetric.allocation import empty_on_heap
 
 CASES = [
     (512, "complex64"),

@@ -15,7 +15,8 @@ import time
 
 from on_gpus import command, run
 
-from shardmath import config, startup
+from shardmath.base import config
+from shardmath.context import startup
 from shardmath.distribution import Redistribute, Slab
 from shardmath.fft import FFT, FFTOptions
 from shardmath.linalg.advanced import Matmul

@@ -18,8 +18,8 @@ import on_gpus
 from on_gpus import Ranks, in_turn
 
 from shardmath.distribution import BlockCyclic, ProcessGrid
+from shardmath.handles.allocation import allocate_symmetric_memory
 from shardmath.linalg.advanced import Matmul
-from shardmath.symmetric.allocation import allocate_symmetric_memory
 
 CALLS, SAMPLE = 4, 48
 GRIDS = {8: [(2, 4)], 4: [(2, 2)], 2: [(1, 2), (2, 1)]}

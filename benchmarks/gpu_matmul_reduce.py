@@ -23,13 +23,13 @@ from on_gpus import Ranks, command, in_turn, run
 
 from shardmath.arrays import dtypes, library_named
 from shardmath.distribution import Replicated, Slab
+from shardmath.handles.allocation import empty_on_heap
 from shardmath.linalg.advanced import Matmul
 from shardmath.operators.matmul.gpu.all_reduce import GemmAllReduce
 from shardmath.operators.matmul.gpu.operand_layout import OperandLayout
 from shardmath.operators.matmul.gpu.reduce_scatter import GemmReduceScatter
 from shardmath.operators.matmul.gpu.reduction_choice import CHOICES
 from shardmath.operators.matmul.gpu.split_k import SplitKProduct, even_rows
-from shardmath.symmetric.allocation import empty_on_heap
 
 SETS = 2  # of operands
 SAMPLES = 32  # rows

@@ -17,7 +17,7 @@ from on_gpus import command, run
 
 from shardmath.arrays import library_named
 from shardmath.distribution import BlockCyclic, ProcessGrid, Redistribute, Slab, redistribute
-from shardmath.symmetric.allocation import empty_on_heap
+from shardmath.handles.allocation import empty_on_heap
 
 CALLS = 4
 BLOCK = 256

@@ -19,11 +19,11 @@ from typing import Any
 import record
 from on_gpus import command, facts
 
-from shardmath import startup
 from shardmath.collectives import all_reduce
+from shardmath.context import startup
+from shardmath.handles.allocation import allocate_symmetric_memory, free_symmetric_memory
+from shardmath.handles.rendezvous import rendezvous
 from shardmath.launch.function import spawn
-from shardmath.symmetric.allocation import allocate_symmetric_memory, free_symmetric_memory
-from shardmath.symmetric.rendezvous import rendezvous
 
 AGAIN = 5
 MIB = 1 << 20

@@ -19,12 +19,12 @@ import numpy as np
 import record
 from threadpoolctl import threadpool_limits
 
-from shardmath import startup
-from shardmath.context import Context
+from shardmath.context import startup
+from shardmath.context.context import Context
 from shardmath.distribution import BlockCyclic, Distribution, ProcessGrid, Slab
+from shardmath.handles.allocation import allocate_symmetric_memory
 from shardmath.launch import spawn
 from shardmath.linalg.advanced import Matmul, matmul
-from shardmath.symmetric.allocation import allocate_symmetric_memory
 
 RANKS = 2
 REPEATS = 7

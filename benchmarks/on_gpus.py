@@ -19,8 +19,8 @@ from typing import Any
 
 import record
 
-from shardmath import startup
 from shardmath.collectives.device import DeviceCollectives
+from shardmath.context import startup
 from shardmath.launch.function import spawn
 from shardmath.symmetric.heap import Location
 

@@ -21,13 +21,13 @@ import numpy as np
 import record
 from threadpoolctl import threadpool_limits
 
-from shardmath import startup
-from shardmath.context import Context
+from shardmath.context import startup
+from shardmath.context.context import Context
 from shardmath.distribution import Distribution, Redistribute, Replicated, Slab
 from shardmath.fft import FFT
+from shardmath.handles.allocation import allocate_symmetric_memory
 from shardmath.launch import spawn
 from shardmath.linalg.advanced import Matmul
-from shardmath.symmetric.allocation import allocate_symmetric_memory
 
 RANKS = 2
 SECONDS = 1.0  # of each case

@@ -25,9 +25,9 @@ import numpy as np
 import record
 from numpy.lib.stride_tricks import as_strided
 
-from shardmath import startup
 from shardmath.arrays import library_of
-from shardmath.context import Context
+from shardmath.context import startup
+from shardmath.context.context import Context
 from shardmath.distribution import (
     BlockCyclic,
     Distribution,
@@ -36,9 +36,9 @@ from shardmath.distribution import (
     Redistribute,
     Slab,
 )
+from shardmath.handles.allocation import empty_on_heap
 from shardmath.launch import spawn
 from shardmath.redistribution import TransferPlan, stream
-from shardmath.symmetric.allocation import empty_on_heap
 
 RANKS = 2
 PAGE = 4096

@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from shardmath.compiled import library
+from shardmath.base.compiled import library
 
 
 def module_from_c(beside: ModuleType, source: str, name: str, folder: Path) -> ModuleType:

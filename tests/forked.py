@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from serve import name_of, serve
-from shardmath import config, current
+from shardmath.base import config, current
 from shardmath.group import LocalProcessGroup, SoloProcessGroup
 from shardmath.group.links import star
 from shardmath.launch.failure import Failure, died

@@ -23,11 +23,12 @@ from typing import Any
 
 import shipped
 from ranks import PATIENCE, Pool
-from shardmath import config, current, startup, wire
+from shardmath.base import config, current, wire
+from shardmath.context import startup
 from shardmath.errors import ShardmathError
 from shardmath.group.links import star
 from shardmath.group.local import LocalProcessGroup
-from shardmath.symmetric.pad_size import change_pad_setting, pad_setting
+from shardmath.handles.pad_size import change_pad_setting, pad_setting
 from started import LAUNCHER
 
 __all__ = ["ENDLESS", "Job", "Raised", "left_behind", "limit_waits", "on_ranks"]

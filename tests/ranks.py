@@ -15,10 +15,10 @@ from typing import Any
 
 from forked import Forked
 from serve import CALL, FAILED, name_of, receive, send
-from shardmath import wire
+from shardmath.base import wire
+from shardmath.context.startup import new_context
 from shardmath.errors import OpTimeout
 from shardmath.launch.failure import Failure, rebuild
-from shardmath.startup import new_context
 from started import LAUNCHER, PATIENCE, Member, Started, stacks_of
 
 __all__ = ["PATIENCE", "Pool", "with_context"]

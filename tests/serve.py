@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shardmath import config, wire
+from shardmath.base import config, wire
 from shardmath.group import LaunchFacts, as_process_group
 from shardmath.launch.failure import from_exception
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from serve import END, receive, send
-from shardmath import config, wire
+from shardmath.base import config, wire
 from shardmath.launch.failure import Failure
 from shardmath.launch.ranks import die_with
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from importlib.machinery import EXTENSION_SUFFIXES
 
 import built
+from shardmath.base.compiled import library, library_beside
 from shardmath.collectives import compiled_sum
-from shardmath.compiled import library, library_beside
 
 
 def test_beside_a_module(tmp_path):

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from shardmath.lru_cache import LRUCache
+from shardmath.base.lru_cache import LRUCache
 
 
 class Oracle:

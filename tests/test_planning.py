@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shardmath.agreement import require_equal
 from shardmath.call.agreement import HashedSpec, agree_plan
+from shardmath.context.agreement import require_equal
 
 
 class Counted:

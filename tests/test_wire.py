@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from shardmath import wire
+from shardmath.base import wire
 
 PLAIN = [
     None,

@@ -24,23 +24,23 @@ if TYPE_CHECKING:
         reshape,
         symmetric_memory,
     )
-    from shardmath.distributed_context import DistributedContext
+    from shardmath.context.distributed_context import DistributedContext
+    from shardmath.context.startup import finalize, get_context, initialize, new_context
     from shardmath.group import MPIProcessGroup, ProcessGroup, TorchProcessGroup
+    from shardmath.handles.allocation import allocate_symmetric_memory, free_symmetric_memory
     from shardmath.launch import spawn
-    from shardmath.startup import finalize, get_context, initialize, new_context
-    from shardmath.symmetric.allocation import allocate_symmetric_memory, free_symmetric_memory
 
 _HOME = {
-    "DistributedContext": "distributed_context",
+    "DistributedContext": "context.distributed_context",
     "MPIProcessGroup": "group",
     "ProcessGroup": "group",
     "TorchProcessGroup": "group",
-    "allocate_symmetric_memory": "symmetric.allocation",
-    "finalize": "startup",
-    "free_symmetric_memory": "symmetric.allocation",
-    "get_context": "startup",
-    "initialize": "startup",
-    "new_context": "startup",
+    "allocate_symmetric_memory": "handles.allocation",
+    "finalize": "context.startup",
+    "free_symmetric_memory": "handles.allocation",
+    "get_context": "context.startup",
+    "initialize": "context.startup",
+    "new_context": "context.startup",
     "spawn": "launch",
 }
 _MODULES = (

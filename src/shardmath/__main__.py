@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _print_variables() -> int:
-    from shardmath import compiled, config
+    from shardmath.base import compiled, config
 
     for name, kind, default, sentence in config.table():
         print(f"{name:26} {kind:6} {default:>10}  {sentence}")

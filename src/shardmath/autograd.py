@@ -28,16 +28,16 @@ except ImportError as error:
         "pip install 'shardmath[torch]'"
     ) from error
 
-from shardmath.agreement import require_equal
 from shardmath.arrays import library_of
-from shardmath.collective_call import collective_call
+from shardmath.base.collective_call import collective_call
+from shardmath.base.untraced import untraced
 from shardmath.collectives import all_reduce as _all_reduce
-from shardmath.context import require_context
+from shardmath.context.agreement import require_equal
+from shardmath.context.context import require_context
 from shardmath.geometry import Distribution
 from shardmath.operators.matmul import matmul as _matmul
 from shardmath.operators.matmul.options import MatmulOptions, matrix_qualifiers_dtype
 from shardmath.operators.redistribute import redistribute as _redistribute
-from shardmath.untraced import untraced
 
 __all__ = ["all_reduce", "matmul", "redistribute"]
 

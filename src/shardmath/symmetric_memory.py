@@ -22,16 +22,17 @@ import numpy as np
 
 from shardmath.arrays import Library, library_named, library_of, library_of_package
 from shardmath.arrays.dtypes import of as dtype_of
-from shardmath.context import current_context, require_context
+from shardmath.base.untraced import untraced
+from shardmath.context.context import current_context, require_context
+from shardmath.context.startup import initialize
 from shardmath.errors import BackendUnavailable
 from shardmath.geometry.integers import index
 from shardmath.group.store import StoreProcessGroup
-from shardmath.startup import initialize
-from shardmath.symmetric.allocation import block_of, empty_on_heap, is_symmetric, strided_on_heap
-from shardmath.symmetric.handle import SymmetricMemory
-from shardmath.symmetric.pad_size import change_pad_setting, pad_setting
-from shardmath.symmetric.persistent import persistent_array
-from shardmath.symmetric.rendezvous import (
+from shardmath.handles.allocation import block_of, empty_on_heap, is_symmetric, strided_on_heap
+from shardmath.handles.handle import SymmetricMemory
+from shardmath.handles.pad_size import change_pad_setting, pad_setting
+from shardmath.handles.persistent import persistent_array
+from shardmath.handles.rendezvous import (
     agreed_rendezvous,
     is_registered,
     names_a_group,
@@ -39,7 +40,6 @@ from shardmath.symmetric.rendezvous import (
     rendezvous,
 )
 from shardmath.transport.choice import transport_named
-from shardmath.untraced import untraced
 
 __all__ = [
     "SymmetricMemory",

@@ -7,11 +7,11 @@ import pytest
 import torch as library
 
 from counted import calls_before
+from shardmath.base.compiled import is_built
 from shardmath.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
-from shardmath.compiled import is_built
 from shardmath.distribution import Slab, redistribute
-from shardmath.symmetric.allocation import allocate_symmetric_memory as allocate
-from shardmath.symmetric.allocation import free_symmetric_memory as free
+from shardmath.handles.allocation import allocate_symmetric_memory as allocate
+from shardmath.handles.allocation import free_symmetric_memory as free
 
 CALLS = {
     "all_reduce": lambda x, parts, rank: (all_reduce(x), sum(parts)),
@@ -81,7 +81,7 @@ def test_memory_that_was_freed_is_noticed(contexts):
     assert contexts.run(free_and_call, ranks=2) == [[True, True]] * 2
 
 
-MOST = 40 if is_built("shardmath.symmetric._fingerprint") else 60
+MOST = 40 if is_built("shardmath.handles._fingerprint") else 60
 FIRST = {"all_reduce": "reduce_local", "all_gather": "_copy", "redistribute": "copyto"}
 
 

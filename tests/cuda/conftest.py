@@ -10,10 +10,10 @@ import pytest
 from visible import RANKS, gpu_of
 
 from ranks import Pool
-from shardmath import config
+from shardmath.base import config
+from shardmath.context.startup import new_context
 from shardmath.cuda import compile as compiling
 from shardmath.errors import BackendUnavailable
-from shardmath.startup import new_context
 
 # Bodies of the host's tests, and what files of one folder take from those of another.
 HERE = Path(__file__).parent

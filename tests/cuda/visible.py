@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shardmath.config import environment
+from shardmath.base.config import environment
 
 __all__ = ["GPUS", "RANKS", "gpu_of"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shardmath import config
+from shardmath.base import config
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "configuration.md"
 
@@ -52,7 +52,7 @@ others' writing is replaced.
 
 
 def page() -> str:
-    """The page, from the table in `shardmath.config`."""
+    """The page, from the table in `shardmath.base.config`."""
     rows = [
         f"| `{name}` | {kind} | {f'`{default}`' if default else 'empty'} | {sentence} |"
         for name, kind, default, sentence in config.table()

@@ -23,8 +23,8 @@ from shardmath.fft import (
     irfft,
     rfft,
 )
+from shardmath.handles.allocation import allocate_symmetric_memory, free_symmetric_memory
 from shardmath.program import blocks
-from shardmath.symmetric.allocation import allocate_symmetric_memory, free_symmetric_memory
 
 SHAPE = (9, 7)
 RANKS = 3

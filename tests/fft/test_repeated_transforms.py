@@ -13,7 +13,7 @@ from counted import calls_before
 from shardmath.arrays import library_named
 from shardmath.distribution import Slab
 from shardmath.fft import FFT, fft
-from shardmath.symmetric.allocation import empty_on_heap
+from shardmath.handles.allocation import empty_on_heap
 from shardmath.symmetric.board import Board
 
 SHAPE = (12, 10)

@@ -8,7 +8,7 @@ from geometry_cases import cases
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardmath import current
+from shardmath.base import current
 from shardmath.errors import ConvertDistributionError
 from shardmath.geometry import (
     BlockCyclic,

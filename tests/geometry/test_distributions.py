@@ -10,7 +10,7 @@ from geometry_cases import cases, owned
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardmath import current
+from shardmath.base import current
 from shardmath.errors import BindDistributionError
 from shardmath.geometry import (
     BlockCyclic,

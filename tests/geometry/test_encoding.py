@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardmath import wire
+from shardmath.base import wire
 from shardmath.geometry import (
     BlockCyclic,
     BlockNonCyclic,

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from shardmath.config import Settings, warn_of_unknown
+from shardmath.base.config import Settings, warn_of_unknown
 from shardmath.errors import BackendUnavailable, BootstrapError, RankFailure
 from shardmath.group import (
     LaunchFacts,

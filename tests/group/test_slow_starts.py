@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from shardmath.config import Settings
+from shardmath.base.config import Settings
+from shardmath.context.startup import initialize
 from shardmath.launch import spawn
-from shardmath.startup import initialize
 from shardmath.transport import meeting
 from shardmath.transport.handshake import Conversation
 from started import command, missing

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from ranks import Pool
-from shardmath import config
-from shardmath.startup import new_context
+from shardmath.base import config
+from shardmath.context.startup import new_context
 
 for folder in ("collectives", "redistribution", "matmul", "fft"):
     sys.path.append(str(Path(__file__).parent.parent / folder))

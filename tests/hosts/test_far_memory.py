@@ -19,10 +19,11 @@ from far_program import check as check_program
 
 from heap_use import settled_use
 from mortal import ENDLESS, Job, Raised, limit_waits, on_ranks
-from shardmath import startup, symmetric_memory
+from shardmath import symmetric_memory
+from shardmath.context import startup
 from shardmath.errors import OpTimeout
-from shardmath.symmetric.allocation import allocate_symmetric_memory as allocate
-from shardmath.symmetric.rendezvous import rendezvous
+from shardmath.handles.allocation import allocate_symmetric_memory as allocate
+from shardmath.handles.rendezvous import rendezvous
 from shardmath.transport import mesh
 from shardmath.transport.hosts import hosts_of
 

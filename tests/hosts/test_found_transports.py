@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mortal import Job
-from shardmath import startup
+from shardmath.context import startup
 from shardmath.distribution import Slab, redistribute
 from shardmath.transport import cores
 from shardmath.transport.choice import candidates, names, transport_named

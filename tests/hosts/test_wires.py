@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 
-from shardmath import wire
+from shardmath.base import wire
 from shardmath.errors import BootstrapError
 from shardmath.transport import handshake
 from shardmath.transport.far import connect_far

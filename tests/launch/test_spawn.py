@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardmath import current, startup
+from shardmath.base import current
+from shardmath.context import startup
 from shardmath.errors import BootstrapError, HeapExhausted, OpTimeout, RankFailure
 from shardmath.group import LocalProcessGroup, as_process_group
 from shardmath.launch import spawn

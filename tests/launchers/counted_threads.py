@@ -12,7 +12,7 @@ from threadpoolctl import threadpool_info
 
 import shardmath
 from shardmath.collectives import all_gather
-from shardmath.context import require_context
+from shardmath.context.context import require_context
 from shardmath.distribution import Slab
 from shardmath.fft import fft
 from shardmath.program import cores_blocks

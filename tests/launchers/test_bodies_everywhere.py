@@ -15,7 +15,7 @@ import pytest
 import mortal
 import started
 from ranks import Pool
-from shardmath.context import Context
+from shardmath.context.context import Context
 from shardmath.errors import RankFailure
 from shardmath.geometry import Slab
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import counted_threads
 import pytest
 
-from shardmath import config
+from shardmath.base import config
 from shardmath.launch.function import spawn
 from started import command, missing
 

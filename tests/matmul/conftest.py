@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 
 from ranks import Pool
+from shardmath.context.startup import new_context
 from shardmath.program import arithmetic, panels
-from shardmath.startup import new_context
 
 
 def with_thin_panels(group):

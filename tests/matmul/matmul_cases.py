@@ -13,7 +13,7 @@ from arrangements import distributions
 from shardmath.arrays import library_named
 from shardmath.arrays.dtypes import to_numpy
 from shardmath.geometry import decode
-from shardmath.symmetric.allocation import allocate_symmetric_memory
+from shardmath.handles.allocation import allocate_symmetric_memory
 
 DTYPES = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
 STORES = ("C", "F", "strided", "reversed", "heap C", "heap F", "heap strided")

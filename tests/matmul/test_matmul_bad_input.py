@@ -12,6 +12,7 @@ import torch
 from arrangements import part_of
 from shardmath.collectives import all_reduce
 from shardmath.distribution import BlockCyclic, Box, ProcessGrid, Replicated, Slab, redistribute
+from shardmath.handles.allocation import allocate_symmetric_memory, free_symmetric_memory
 from shardmath.linalg.advanced import (
     Matmul,
     MatmulComputeType,
@@ -21,7 +22,6 @@ from shardmath.linalg.advanced import (
     matmul,
     matrix_qualifiers_dtype,
 )
-from shardmath.symmetric.allocation import allocate_symmetric_memory, free_symmetric_memory
 
 M, N, K = 12, 9, 10
 X, Y = Slab.X, Slab.Y

@@ -13,9 +13,9 @@ from arrangements import part_of
 from mistakes import heard, no_memory
 from shardmath.arrays import library_named, library_of
 from shardmath.distribution import BlockCyclic, BlockNonCyclic, ProcessGrid, Replicated, Slab
+from shardmath.handles.allocation import allocate_symmetric_memory, is_symmetric
 from shardmath.linalg.advanced import Matmul, MatmulEpilog, matmul, matrix_qualifiers_dtype
 from shardmath.operators.workspace import Workspace
-from shardmath.symmetric.allocation import allocate_symmetric_memory, is_symmetric
 
 X, Y, R = Slab.X, Slab.Y, Replicated()
 

@@ -12,9 +12,9 @@ import torch
 from arrangements import part_of
 from shardmath.distribution import Slab
 from shardmath.errors import CollectiveMismatch, InvalidMatmulState, UseAfterFree
+from shardmath.handles.allocation import allocate_symmetric_memory, free_symmetric_memory
 from shardmath.linalg.advanced import Matmul, MatmulEpilog, MatmulOptions
 from shardmath.operators.workspace import Workspace
-from shardmath.symmetric.allocation import allocate_symmetric_memory, free_symmetric_memory
 
 M, N, K = 9, 7, 8
 XXX = [Slab.X, Slab.X, Slab.X]

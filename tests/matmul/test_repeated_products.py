@@ -12,9 +12,9 @@ from arrangements import part_of
 from counted import calls_before
 from shardmath.arrays import library_named
 from shardmath.distribution import BlockCyclic, ProcessGrid, Replicated, Slab
+from shardmath.handles.allocation import empty_on_heap
 from shardmath.linalg.advanced import Matmul, matmul
 from shardmath.local import gemm
-from shardmath.symmetric.allocation import empty_on_heap
 from shardmath.symmetric.board import Board
 
 X, Y, R = Slab.X, Slab.Y, Replicated()

@@ -20,6 +20,7 @@ from copying import copy_boxes
 from shardmath.arrays.dtypes import of, to_numpy
 from shardmath.distribution import Slab
 from shardmath.geometry import Layout
+from shardmath.handles.operand import Operand
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.gpu import Matrix, float8, scaled
 from shardmath.machine import Machine, h200
@@ -30,7 +31,6 @@ from shardmath.operators.matmul.gpu.scale_moves import choose_strategy
 from shardmath.operators.matmul.problem import Problem
 from shardmath.operators.matmul.scaling import OUTER, SQUARES, TENSOR, VECTORS, Scaling
 from shardmath.redistribution.boxes import Box
-from shardmath.symmetric.operand import Operand
 
 MODES = {"tensor": TENSOR, "outer": OUTER, "vectors": VECTORS, "squares": SQUARES}
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardmath.agreement import require_equal
 from shardmath.call.driver import call
 from shardmath.call.planned import Planned
+from shardmath.context.agreement import require_equal
 from shardmath.errors import InvalidRedistributeState
 from shardmath.geometry import Layout
 from shardmath.operators.layouts import bind_layout, infer_layout

@@ -18,7 +18,8 @@ from interpreter import copy_of
 
 from shardmath.arrays.dtypes import to_numpy
 from shardmath.arrays.numpy import NumPy
-from shardmath.context import Context
+from shardmath.context.context import Context
+from shardmath.handles import device_array
 from shardmath.local.rounding import round_into
 from shardmath.operators.fft import deliveries, launching, preparation, rank_plan
 from shardmath.operators.fft import gpus as fft_gpus
@@ -27,7 +28,6 @@ from shardmath.program import gpu_hosts, gpu_performing, gpus
 from shardmath.redistribution import Window
 from shardmath.redistribution import device as boxes_on_gpus
 from shardmath.redistribution.host import perform
-from shardmath.symmetric import device_array
 
 __all__ = ["pretended_gpu"]
 

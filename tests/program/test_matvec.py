@@ -19,12 +19,12 @@ from arrangements import part_of
 from heap_use import settled_use
 from mistakes import heard
 from ranks import Pool
-from shardmath import config
 from shardmath.arrays import library_named
+from shardmath.base import config
+from shardmath.context.startup import new_context
 from shardmath.distribution import Replicated, Slab
 from shardmath.geometry import decode
-from shardmath.startup import new_context
-from shardmath.symmetric.allocation import empty_on_heap, is_symmetric
+from shardmath.handles.allocation import empty_on_heap, is_symmetric
 
 FEW = settings(
     max_examples=15,

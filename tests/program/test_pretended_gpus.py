@@ -23,7 +23,7 @@ from mistakes import heard, no_memory
 from ranks import Pool
 from shardmath.arrays import library_named
 from shardmath.distribution import Redistribute, Slab, redistribute
-from shardmath.symmetric.allocation import empty_on_heap
+from shardmath.handles.allocation import empty_on_heap
 
 FEW = settings(
     max_examples=25,

@@ -16,8 +16,8 @@ from shardmath.arrays import library_named
 from shardmath.arrays.dtypes import to_numpy
 from shardmath.distribution import Box, Redistribute, Replicated, Slab, redistribute
 from shardmath.geometry import decode
+from shardmath.handles.allocation import empty_on_heap, is_symmetric
 from shardmath.reshape import Reshape, ReshapeOptions, reshape
-from shardmath.symmetric.allocation import empty_on_heap, is_symmetric
 
 
 def memory(context, library, where):

@@ -16,8 +16,8 @@ from shardmath.distribution import (
     redistribute,
 )
 from shardmath.errors import ShardmathError
+from shardmath.handles.allocation import allocate_symmetric_memory, free_symmetric_memory
 from shardmath.operators.workspace import Workspace
-from shardmath.symmetric.allocation import allocate_symmetric_memory, free_symmetric_memory
 
 SHAPE = (9, 7)
 RANKS = 3

@@ -17,13 +17,15 @@ from typing import Any
 
 import numpy as np
 
-from shardmath import collective_call, collectives, startup
+from shardmath import collectives
+from shardmath.base import collective_call
+from shardmath.context import startup
 from shardmath.distribution import Redistribute, Slab, redistribute
 from shardmath.errors import OpTimeout, ShardmathError
 from shardmath.fft import FFT, allocate_operand, fft, rfft
+from shardmath.handles.allocation import allocate_symmetric_memory, free_symmetric_memory
+from shardmath.handles.rendezvous import rendezvous
 from shardmath.linalg.advanced import Matmul, matmul
-from shardmath.symmetric.allocation import allocate_symmetric_memory, free_symmetric_memory
-from shardmath.symmetric.rendezvous import rendezvous
 
 INTERRUPTED = 1  # the rank
 FOLLOWING = 10  # calls after the one that was interrupted

@@ -7,12 +7,12 @@ from unittest.mock import patch
 import torch
 
 from shardmath import autograd, collectives, fft, get_context
+from shardmath.base.untraced import untraced
 from shardmath.distribution import Redistribute, Replicated, Slab, redistribute
 from shardmath.errors import CollectiveMismatch
+from shardmath.handles.allocation import allocate_symmetric_memory
 from shardmath.linalg.advanced import Matmul, matmul
-from shardmath.symmetric.allocation import allocate_symmetric_memory
 from shardmath.symmetric_memory import empty, get_symm_mem_workspace, memset32, rendezvous
-from shardmath.untraced import untraced
 
 X, Y = Slab.X, Slab.Y
 N = 6

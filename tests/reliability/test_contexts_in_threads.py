@@ -10,9 +10,9 @@ from mortal import on_ranks
 from shardmath import fft
 from shardmath.collectives import all_gather, all_reduce
 from shardmath.distribution import Replicated, Slab, redistribute
+from shardmath.handles.allocation import allocate_symmetric_memory as allocate
+from shardmath.handles.rendezvous import rendezvous
 from shardmath.linalg.advanced import matmul
-from shardmath.symmetric.allocation import allocate_symmetric_memory as allocate
-from shardmath.symmetric.rendezvous import rendezvous
 
 THREADS = 4
 

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from mortal import ENDLESS, Job, Raised, limit_waits
-from shardmath import startup
 from shardmath.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
+from shardmath.context import startup
 from shardmath.distribution import Slab, redistribute
 from shardmath.fft import fft
+from shardmath.handles.allocation import allocate_symmetric_memory as allocate
 from shardmath.linalg.advanced import matmul
 from shardmath.program import cores
 from shardmath.symmetric import board
-from shardmath.symmetric.allocation import allocate_symmetric_memory as allocate
 
 N = 256
 LIMIT = 0.3  # seconds for which ranks wait for the one that is late

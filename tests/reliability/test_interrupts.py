@@ -10,8 +10,8 @@ from interrupts import CALLS, Alarm, Interrupted, run_trials
 import started
 from mortal import Job, Raised
 from ranks import Pool
-from shardmath import startup
 from shardmath.collectives import all_reduce
+from shardmath.context import startup
 from shardmath.errors import RankFailure
 from shardmath.symmetric.board import Board
 from shardmath.symmetric.rows import Rows

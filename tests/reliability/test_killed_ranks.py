@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from mortal import ENDLESS, Job, Raised, left_behind, limit_waits
-from shardmath import startup
-from shardmath.symmetric.allocation import allocate_symmetric_memory as allocate
-from shardmath.symmetric.rendezvous import rendezvous
+from shardmath.context import startup
+from shardmath.handles.allocation import allocate_symmetric_memory as allocate
+from shardmath.handles.rendezvous import rendezvous
 
 # How many steps each rank has made; shared with the ranks, which are forks.
 PROGRESS = memoryview(mmap.mmap(-1, 64)).cast("Q")

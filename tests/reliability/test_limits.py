@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from mortal import Job, Raised
-from shardmath import startup
 from shardmath.collectives import all_reduce
-from shardmath.symmetric.allocation import allocate_symmetric_memory as allocate
+from shardmath.context import startup
+from shardmath.handles.allocation import allocate_symmetric_memory as allocate
 from shardmath.transport.cores import host
 
 LIMIT = {"SHARDMATH_TIMEOUT": "20"}

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from mortal import ENDLESS, Job, Raised
-from shardmath import startup
-from shardmath.agreement import require_equal
-from shardmath.symmetric.allocation import allocate_symmetric_memory as allocate
-from shardmath.symmetric.allocation import free_symmetric_memory
-from shardmath.symmetric.rendezvous import rendezvous
+from shardmath.context import startup
+from shardmath.context.agreement import require_equal
+from shardmath.handles.allocation import allocate_symmetric_memory as allocate
+from shardmath.handles.allocation import free_symmetric_memory
+from shardmath.handles.rendezvous import rendezvous
 
 CASES = 60
 

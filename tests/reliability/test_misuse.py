@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 
 from mortal import Job, Raised, on_ranks
-from shardmath import startup, wire
+from shardmath.base import wire
 from shardmath.collectives import all_reduce
+from shardmath.context import startup
 from shardmath.errors import HeapExhausted, InvalidDevice, UseAfterFree
-from shardmath.symmetric.allocation import allocate_symmetric_memory as allocate
-from shardmath.symmetric.allocation import free_symmetric_memory
-from shardmath.symmetric.rendezvous import rendezvous
+from shardmath.handles.allocation import allocate_symmetric_memory as allocate
+from shardmath.handles.allocation import free_symmetric_memory
+from shardmath.handles.rendezvous import rendezvous
 
 MIB = 1 << 20
 

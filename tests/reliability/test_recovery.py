@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from mortal import Job
-from shardmath import startup
 from shardmath.collectives import all_reduce
+from shardmath.context import startup
 from shardmath.distribution import Slab, redistribute
 from shardmath.errors import CollectiveMismatch, OpTimeout, RankFailure
-from shardmath.symmetric.allocation import allocate_symmetric_memory as allocate
+from shardmath.handles.allocation import allocate_symmetric_memory as allocate
+from shardmath.handles.rendezvous import rendezvous
 from shardmath.symmetric.board import _RECOVERY
-from shardmath.symmetric.rendezvous import rendezvous
 
 PATIENT = {"SHARDMATH_TIMEOUT": "60", "SHARDMATH_NOTICE": "100"}
 IN_PYTHON = PATIENT | {"SHARDMATH_COMPILED": "0"}  # where writes to the board can be made to raise

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from mortal import Job, Raised
-from shardmath import startup
+from shardmath.context import startup
 from shardmath.transport import mesh
 from strangers import Halting, Listener, Strangers, await_listeners, descendants
 
@@ -169,7 +169,7 @@ def test_a_rank_that_can_listen_nowhere_is_named_by_all() -> None:
 PROGRAM = """\
 import os, socket, sys, time
 import shardmath
-from shardmath.config import Settings
+from shardmath.base.config import Settings
 from shardmath.group import as_process_group
 from strangers import Halting
 

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from shardmath import autograd, collectives, get_context
 from shardmath.distribution import Box, Redistribute, Replicated, Slab, redistribute
 from shardmath.fft import FFT, fft
+from shardmath.handles.allocation import free_symmetric_memory
 from shardmath.linalg.advanced import Matmul, MatmulEpilog, matmul
 from shardmath.reshape import reshape
-from shardmath.symmetric.allocation import free_symmetric_memory
 from shardmath.symmetric_memory import empty, is_symm_mem_tensor, memset32, rendezvous
 
 X, Y = Slab.X, Slab.Y

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from mortal import on_ranks
-from shardmath.symmetric.allocation import allocate_symmetric_memory as allocate
-from shardmath.symmetric.allocation import free_symmetric_memory
-from shardmath.symmetric.rendezvous import rendezvous
+from shardmath.handles.allocation import allocate_symmetric_memory as allocate
+from shardmath.handles.allocation import free_symmetric_memory
+from shardmath.handles.rendezvous import rendezvous
 
 STEPS = 500
 SIZE = 3

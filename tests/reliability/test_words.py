@@ -17,15 +17,16 @@ import numpy as np
 import pytest
 
 from mortal import Job
-from shardmath import errors, startup
+from shardmath import errors
 from shardmath.collectives import all_gather, all_reduce
+from shardmath.context import startup
 from shardmath.distribution import BlockCyclic, Box, Redistribute, Slab
 from shardmath.fft import FFT
+from shardmath.handles.allocation import allocate_symmetric_memory as allocate
+from shardmath.handles.allocation import free_symmetric_memory
+from shardmath.handles.rendezvous import rendezvous
 from shardmath.linalg.advanced import Matmul
 from shardmath.symmetric import board
-from shardmath.symmetric.allocation import allocate_symmetric_memory as allocate
-from shardmath.symmetric.allocation import free_symmetric_memory
-from shardmath.symmetric.rendezvous import rendezvous
 
 LIMIT = {"SHARDMATH_TIMEOUT": "0.5", "SHARDMATH_NOTICE": "100"}
 AFTER = "call recover() of the context"

@@ -9,10 +9,10 @@ import torch
 
 from mortal import on_ranks
 from shardmath.arrays import library_of_package
+from shardmath.context.startup import finalize
 from shardmath.errors import CollectiveMismatch, HeapExhausted, UseAfterFree
-from shardmath.startup import finalize
-from shardmath.symmetric.allocation import allocate_symmetric_memory as allocate
-from shardmath.symmetric.allocation import (
+from shardmath.handles.allocation import allocate_symmetric_memory as allocate
+from shardmath.handles.allocation import (
     block_of,
     empty_on_heap,
     free_symmetric_memory,

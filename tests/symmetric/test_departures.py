@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from mortal import Job, Raised
-from shardmath import startup
+from shardmath.context import startup
 from shardmath.errors import OpTimeout, RankFailure
 from shardmath.symmetric import departures as module
 from shardmath.symmetric import structs, team

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from shardmath.symmetric.fingerprint import fingerprint
+from shardmath.handles.fingerprint import fingerprint
 
 torch = pytest.importorskip("torch")
 

@@ -13,8 +13,8 @@ from mortal import on_ranks
 from shardmath import symmetric_memory
 from shardmath.collectives import all_reduce
 from shardmath.group.base import GatheringGroup
-from shardmath.symmetric.allocation import allocate_symmetric_memory as allocate
-from shardmath.symmetric.rendezvous import rendezvous
+from shardmath.handles.allocation import allocate_symmetric_memory as allocate
+from shardmath.handles.rendezvous import rendezvous
 
 
 def mine(context, value):

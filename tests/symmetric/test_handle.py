@@ -11,10 +11,10 @@ import torch
 from mortal import on_ranks
 from shardmath.arrays import library_of, library_of_package
 from shardmath.errors import OpTimeout
-from shardmath.symmetric.allocation import allocate_symmetric_memory as allocate
-from shardmath.symmetric.allocation import free_symmetric_memory
-from shardmath.symmetric.handle import SymmetricMemory
-from shardmath.symmetric.rendezvous import rendezvous
+from shardmath.handles.allocation import allocate_symmetric_memory as allocate
+from shardmath.handles.allocation import free_symmetric_memory
+from shardmath.handles.handle import SymmetricMemory
+from shardmath.handles.rendezvous import rendezvous
 
 PACKAGES = [np, torch]
 TABLE = """

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from built import module_from_c
-from shardmath.symmetric import fingerprint
-from shardmath.symmetric.fingerprint import Recognised
+from shardmath.handles import fingerprint
+from shardmath.handles.fingerprint import Recognised
 
 torch = pytest.importorskip("torch")
 

@@ -6,9 +6,9 @@ import gc
 import numpy as np
 import pytest
 
-from shardmath.agreement import require_equal
+from shardmath.context.agreement import require_equal
 from shardmath.errors import CollectiveMismatch, HeapExhausted
-from shardmath.symmetric.shared_memory import allocate_on_all_ranks
+from shardmath.handles.shared_memory import allocate_on_all_ranks
 
 
 def allocation(context, nbytes):

@@ -12,8 +12,8 @@ from mortal import on_ranks
 from shardmath import get_context
 from shardmath import symmetric_memory as symm_mem
 from shardmath.errors import BackendUnavailable, CollectiveMismatch
+from shardmath.handles.allocation import block_of, free_symmetric_memory
 from shardmath.launch.function import spawn
-from shardmath.symmetric.allocation import block_of, free_symmetric_memory
 from shardmath.symmetric_memory import _SymmetricMemory
 
 
@@ -152,7 +152,7 @@ def test_the_example_of_torchs_proposal_runs_after_its_import_line_is_changed(tm
 
 
 def test_it_makes_its_context_through_the_store_when_there_is_none(tmp_path):
-    from shardmath.config import environment
+    from shardmath.base.config import environment
 
     def alone():
         rank = int(environment()["SHARDMATH_RANK"])

@@ -14,12 +14,12 @@ from collections.abc import Callable, Hashable, Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
-from shardmath import wire
-from shardmath.agreement import beginning, checked, refuse, require_accepted
-from shardmath.lru_cache import LRUCache
+from shardmath.base import wire
+from shardmath.base.lru_cache import LRUCache
+from shardmath.context.agreement import beginning, checked, refuse, require_accepted
 
 if TYPE_CHECKING:
-    from shardmath.context import Context
+    from shardmath.context.context import Context
 
 __all__ = ["Agreement", "Described", "HashedSpec", "Statement", "agree", "agree_plan"]
 

@@ -18,20 +18,20 @@ from hashlib import blake2b
 from logging import INFO
 from typing import Any, Protocol, TypeVar
 
-from shardmath import wire
 from shardmath.arrays import ArraySpec
 from shardmath.arrays.detect import library_and_spec
+from shardmath.base import wire
+from shardmath.base.collective_call import collective_call
+from shardmath.base.lru_cache import LRUCache
 from shardmath.call.agreement import HashedSpec, agree
-from shardmath.collective_call import collective_call
-from shardmath.context import Context, require_context
-from shardmath.lru_cache import LRUCache
+from shardmath.context.context import Context, require_context
+from shardmath.handles.fingerprint import Recognised
 from shardmath.machine import Machine
 from shardmath.operators.lifecycle import LOGGER, check_stream, log_plan, options_of
 from shardmath.program.cores import Cores
 from shardmath.program.numbers import PLAIN, Number, number
 from shardmath.program.performing import Arguments, Known, Names, Performer, Plan, Turn
 from shardmath.program.steps import Program
-from shardmath.symmetric.fingerprint import Recognised
 
 __all__ = ["Driver", "Operation", "call"]
 

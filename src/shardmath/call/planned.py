@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from shardmath.agreement import require_equal
 from shardmath.arrays import ArraySpec, library_of
+from shardmath.base.collective_call import collective_call
+from shardmath.base.untraced import untraced_methods
 from shardmath.call.agreement import HashedSpec, agree
 from shardmath.call.driver import Driver, Operation
-from shardmath.collective_call import collective_call
-from shardmath.context import require_context
+from shardmath.context.agreement import require_equal
+from shardmath.context.context import require_context
 from shardmath.operators.lifecycle import Lifecycle, check_stream, options_of
 from shardmath.program.performing import Arguments, Known, Plan, Turn
 from shardmath.program.steps import LocalArray, SplitArray
-from shardmath.untraced import untraced_methods
 
 __all__ = ["Planned", "misfit"]
 

@@ -17,11 +17,11 @@ from contextlib import contextmanager
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
-from shardmath import wire
-from shardmath.agreement import refused_by
+from shardmath.base import wire
 from shardmath.call.agreement import Agreement
 from shardmath.collectives.operand import OutputSpec
-from shardmath.context import Context
+from shardmath.context.agreement import refused_by
+from shardmath.context.context import Context
 from shardmath.errors import CollectiveMismatch
 from shardmath.symmetric.header import different
 

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from shardmath.arrays.base import HostArray
-from shardmath.compiled import library_beside
+from shardmath.base.compiled import library_beside
 
 __all__ = ["LEAST", "Sums", "built", "sums"]
 

@@ -19,16 +19,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardmath.arrays.dtypes import DType
+from shardmath.base.lru_cache import LRUCache
 from shardmath.collectives.far import FarCollectives
 from shardmath.collectives.operand import bounds
 from shardmath.collectives.pushes import Pushes, kernel_memory, reduction_defines
 from shardmath.cuda.kernel import Argument, ReadyLaunch
 from shardmath.cuda.stream import StreamOrder
-from shardmath.lru_cache import LRUCache
 from shardmath.symmetric.team import Team
 
 if TYPE_CHECKING:
-    from shardmath.context import Context
+    from shardmath.context.context import Context
 
 __all__ = ["DeviceCollectives", "LaunchConfig", "choose_all_reduce"]
 

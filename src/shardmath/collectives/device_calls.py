@@ -19,16 +19,16 @@ from typing import Any, ClassVar, NamedTuple
 
 from shardmath.arrays import Library, library_named
 from shardmath.arrays.spec import ArraySpec
+from shardmath.base.lru_cache import LRUCache
 from shardmath.call.agreement import HashedSpec, agree
 from shardmath.collectives.ahead import Ahead, tag_of_agreement, without_out
 from shardmath.collectives.device_operand import DeviceOperand
 from shardmath.collectives.dispatch import Call, call_spec
 from shardmath.collectives.flat import DirectLaunch
 from shardmath.collectives.repeats import Meeting, Repeats
-from shardmath.context import Context
+from shardmath.context.context import Context
 from shardmath.cuda import stream as streams
-from shardmath.lru_cache import LRUCache
-from shardmath.symmetric.fingerprint import inspect
+from shardmath.handles.fingerprint import inspect
 
 __all__ = ["perform_on_device"]
 

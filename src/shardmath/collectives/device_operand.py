@@ -20,12 +20,12 @@ from shardmath.collectives.device import DeviceCollectives
 from shardmath.collectives.flat import DirectLaunch, Flat, Launch, cast, is_numpy
 from shardmath.collectives.operand import OutputSpec, Shape, live_block
 from shardmath.collectives.reduction import Reduction
-from shardmath.context import Context
+from shardmath.context.context import Context
 from shardmath.cuda import stream as streams
 from shardmath.cuda.driver import call
-from shardmath.symmetric.allocation import array_on
-from shardmath.symmetric.device_array import require_separate
-from shardmath.symmetric.shared_memory import allocate_on_all_ranks
+from shardmath.handles.allocation import array_on
+from shardmath.handles.device_array import require_separate
+from shardmath.handles.shared_memory import allocate_on_all_ranks
 from shardmath.symmetric.team import Team
 
 __all__ = ["DeviceOperand", "DeviceOutput", "placeholder"]

@@ -33,7 +33,7 @@ from shardmath.collectives.operand import (
     view_at_address,
 )
 from shardmath.collectives.twoshot import Staged
-from shardmath.context import Context
+from shardmath.context.context import Context
 from shardmath.machine import Machine
 from shardmath.program.performing import Arguments, Names, Plan, Turn
 from shardmath.program.steps import Program

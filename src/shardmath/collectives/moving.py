@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardmath.agreement import require_equal
 from shardmath.arrays import library_named, raw_view
 from shardmath.arrays.base import HostArray
 from shardmath.arrays.spec import ArraySpec
+from shardmath.base.collective_call import collective_call
+from shardmath.base.untraced import untraced
 from shardmath.call.agreement import Statement, agree
-from shardmath.collective_call import collective_call
 from shardmath.collectives.dispatch import (
     NO_ROOT,
     AgreedCall,
@@ -46,11 +46,11 @@ from shardmath.collectives.operand import (
     span_of_columns,
 )
 from shardmath.collectives.twoshot import is_in_place
-from shardmath.context import Context
-from shardmath.distributed_context import DistributedContext
+from shardmath.context.agreement import require_equal
+from shardmath.context.context import Context
+from shardmath.context.distributed_context import DistributedContext
 from shardmath.errors import CollectiveMismatch
 from shardmath.program.performing import Turn
-from shardmath.untraced import untraced
 
 if TYPE_CHECKING:
     from shardmath.collectives.device_operand import DeviceOperand

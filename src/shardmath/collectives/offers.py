@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from shardmath.arrays.base import HostArray, raw_view
-from shardmath.context import Context
+from shardmath.context.context import Context
 from shardmath.symmetric.heap import Buffer, Location
 
 __all__ = [

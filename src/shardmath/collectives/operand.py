@@ -20,8 +20,8 @@ import numpy as np
 from shardmath.arrays import Library, array_of, library_and_spec, raw_view
 from shardmath.arrays.base import HostArray
 from shardmath.arrays.spec import ArraySpec
-from shardmath.context import Context, open_contexts, require_context
-from shardmath.distributed_context import DistributedContext
+from shardmath.context.context import Context, open_contexts, require_context
+from shardmath.context.distributed_context import DistributedContext
 from shardmath.errors import CollectiveMismatch, OpTimeout, RankFailure, UseAfterFree
 from shardmath.geometry import Spans
 from shardmath.redistribution import Window

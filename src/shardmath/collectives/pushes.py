@@ -21,12 +21,12 @@ from shardmath.cuda.driver import call
 from shardmath.cuda.kernel import Argument
 from shardmath.cuda.stream import SideStream, StreamOrder
 from shardmath.geometry.integers import up
+from shardmath.handles.shared_memory import allocate_on_all_ranks
 from shardmath.symmetric.heap import Buffer
-from shardmath.symmetric.shared_memory import allocate_on_all_ranks
 from shardmath.symmetric.team import RESERVED, Team
 
 if TYPE_CHECKING:
-    from shardmath.context import Context
+    from shardmath.context.context import Context
 
 __all__ = ["Pushes", "kernel_memory", "reduction_defines"]
 

@@ -11,10 +11,10 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from shardmath.agreement import require_equal
 from shardmath.arrays.base import HostArray
 from shardmath.arrays.spec import ArraySpec
-from shardmath.collective_call import collective_call
+from shardmath.base.collective_call import collective_call
+from shardmath.base.untraced import untraced
 from shardmath.collectives import twoshot
 from shardmath.collectives.dispatch import (
     AgreedCall,
@@ -36,10 +36,10 @@ from shardmath.collectives.operand import (
     span_of_columns,
 )
 from shardmath.collectives.reduction import Reduction, reduce_local
-from shardmath.context import Context
-from shardmath.distributed_context import DistributedContext
+from shardmath.context.agreement import require_equal
+from shardmath.context.context import Context
+from shardmath.context.distributed_context import DistributedContext
 from shardmath.program.performing import Turn
-from shardmath.untraced import untraced
 
 if TYPE_CHECKING:
     from shardmath.collectives.device_operand import DeviceOperand

@@ -17,12 +17,12 @@ from typing import Any, ClassVar, NamedTuple
 
 from shardmath.arrays import Library
 from shardmath.arrays.spec import ArraySpec
+from shardmath.base.compiled import extension
 from shardmath.call.agreement import HashedSpec, agree
 from shardmath.collectives.ahead import tag_of_agreement
 from shardmath.collectives.device import DeviceCollectives
 from shardmath.collectives.device_operand import DeviceOperand
-from shardmath.compiled import extension
-from shardmath.context import Context
+from shardmath.context.context import Context
 from shardmath.cuda import stream as streams
 from shardmath.cuda.driver import require_success
 from shardmath.cuda.kernel import ReadyLaunch

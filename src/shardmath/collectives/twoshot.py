@@ -30,7 +30,7 @@ from shardmath.arrays import dtypes, library_of, raw_view
 from shardmath.arrays.base import HostArray
 from shardmath.collectives.operand import Operand, heap_location
 from shardmath.collectives.reduction import Reduction, reduce_local
-from shardmath.context import Context
+from shardmath.context.context import Context
 from shardmath.symmetric.heap import Buffer, Location
 
 __all__ = ["Staged", "all_reduce", "is_in_place", "publish"]

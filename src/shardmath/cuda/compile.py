@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from shardmath.config import Settings, cache_folder
+from shardmath.base.config import Settings, cache_folder
 from shardmath.cuda import kernel_cache
 from shardmath.cuda.packages import unavailable
 from shardmath.errors import CudaError

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from shardmath.caller import caller_place
+from shardmath.base.caller import caller_place
 
 __all__ = ["keep", "kept"]
 

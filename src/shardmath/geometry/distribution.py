@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
-from shardmath import current
+from shardmath.base import current
 from shardmath.errors import BindDistributionError, ConvertDistributionError
 from shardmath.geometry.integers import index_within, integer, integers
 from shardmath.geometry.spans import Spans

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from shardmath.config import Settings
+from shardmath.base.config import Settings
 from shardmath.group.base import ProcessGroup, ReductionOp
 from shardmath.group.environment import LaunchFacts, from_environment
 from shardmath.group.local import LocalProcessGroup

@@ -65,9 +65,9 @@ class ProcessGroup(ABC):
     def allreduce_object(self, obj: T, *, op: Callable[[T, T], T]) -> T:
         """`op` folded over the ranks' objects in the order of the ranks. Collective.
 
-        Raises TypeError when `obj` is not plain data (see `shardmath.wire`).
+        Raises TypeError when `obj` is not plain data (see `shardmath.base.wire`).
         """
-        from shardmath import wire
+        from shardmath.base import wire
 
         objects: list[T] = [*map(wire.decode, self.allgather_bytes(wire.encode(obj)))]
         return functools.reduce(op, objects)
@@ -131,7 +131,7 @@ class GatheringGroup(ProcessGroup):
 
     def _gather_arrays(self, array: Array, *, contribute: bool) -> list[Array]:
         """Every rank's array; None for the ranks that do not contribute theirs."""
-        from shardmath import wire
+        from shardmath.base import wire
 
         form = (array.dtype.name, array.shape)
         data = wire.encode((form, array if contribute else None))

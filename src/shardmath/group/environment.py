@@ -17,9 +17,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardmath import config
-from shardmath.caller import caller_line, caller_place, process_name
-from shardmath.config import Settings
+from shardmath.base import config
+from shardmath.base.caller import caller_line, caller_place, process_name
+from shardmath.base.config import Settings
 from shardmath.errors import BackendUnavailable, BootstrapError
 from shardmath.group.base import ProcessGroup
 from shardmath.group.local import LocalProcessGroup

@@ -19,7 +19,7 @@ import time
 from collections.abc import Collection, Sequence
 from typing import Final
 
-from shardmath.caller import caller_line, process_name
+from shardmath.base.caller import caller_line, process_name
 from shardmath.errors import BootstrapError, RankFailure
 from shardmath.group.base import rank_names
 

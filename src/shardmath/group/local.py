@@ -16,7 +16,7 @@ import time
 import weakref
 from collections.abc import Sequence
 
-from shardmath.config import Settings
+from shardmath.base.config import Settings
 from shardmath.errors import BootstrapError, RankFailure
 from shardmath.group.base import GatheringGroup, parts_of
 from shardmath.group.links import (

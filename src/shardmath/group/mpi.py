@@ -10,8 +10,8 @@ import sys
 import time
 from typing import Any
 
-from shardmath.caller import caller_line, process_name
-from shardmath.config import Settings
+from shardmath.base.caller import caller_line, process_name
+from shardmath.base.config import Settings
 from shardmath.errors import BootstrapError
 from shardmath.group.base import GatheringGroup
 from shardmath.group.mpi_process import bound_end

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Iterator
 from functools import cache
 
-from shardmath.caller import caller_line
+from shardmath.base.caller import caller_line
 
 __all__ = ["bound_end", "bounded_start"]
 

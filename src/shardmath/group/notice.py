@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 
-from shardmath.caller import caller_line
+from shardmath.base.caller import caller_line
 
 __all__ = ["noticed"]
 

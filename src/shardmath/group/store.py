@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardmath.caller import caller_line, process_name
+from shardmath.base.caller import caller_line, process_name
 from shardmath.errors import BootstrapError
 from shardmath.group.base import GatheringGroup
 

@@ -10,7 +10,7 @@ import sys
 from datetime import timedelta
 from typing import Any, Final, Literal
 
-from shardmath.config import Settings
+from shardmath.base.config import Settings
 from shardmath.errors import BootstrapError, RankFailure
 from shardmath.group.base import GatheringGroup, parts_of
 
@@ -106,7 +106,7 @@ class TorchProcessGroup(GatheringGroup):
         torch numbers a group's ranks by their number in the job: a `key` that asks for another
         order raises ValueError. All ranks of the job must be in this group.
         """
-        from shardmath import wire
+        from shardmath.base import wire
 
         cards = [wire.decode(card) for card in self.allgather_bytes(wire.encode((color, key)))]
         parts = parts_of(cards)

@@ -59,7 +59,7 @@ def spawn(
         )
     if n < 1:
         raise ValueError(f"n is {n}; a job has at least one rank")
-    from shardmath import wire  # NumPy: loaded once, before the ranks are forked
+    from shardmath.base import wire  # NumPy: loaded once, before the ranks are forked
 
     _refuse_cuda()
     deadline = None if timeout is None else time.monotonic() + timeout
@@ -110,7 +110,7 @@ def _no_input(prompt: object = "", /) -> NoReturn:
 
 
 def _call(place: Place, function: Callable[..., Any], args: tuple[Any, ...]) -> Failure | None:
-    from shardmath import wire
+    from shardmath.base import wire
 
     try:
         torch: Any = sys.modules.get("torch")

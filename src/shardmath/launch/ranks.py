@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, TextIO
 
-from shardmath import config, current
+from shardmath.base import config, current
 from shardmath.group.links import star
 
 __all__ = ["REPORT_HEADER", "Place", "Rank", "die_with", "fork_ranks", "share_cores"]

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, ClassVar
 
-from shardmath import config
+from shardmath.base import config
 
 __all__ = ["ThreadLimit", "threads_per_rank"]
 

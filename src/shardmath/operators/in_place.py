@@ -14,8 +14,8 @@ import numpy as np
 from shardmath.arrays import Library, dtypes, library_of
 from shardmath.arrays.base import HostArray
 from shardmath.arrays.spec import ArraySpec, order_of, packed_strides
-from shardmath.context import Context
-from shardmath.symmetric.allocation import array_on, block_of
+from shardmath.context.context import Context
+from shardmath.handles.allocation import array_on, block_of
 from shardmath.symmetric.heap import Block, Buffer
 
 __all__ = ["array_in_place", "room_for_operand"]

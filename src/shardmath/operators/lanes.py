@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from shardmath.collectives.pushes import Pushes
-from shardmath.context import Context
+from shardmath.context.context import Context
 from shardmath.cuda.allocation import Allocation
 from shardmath.cuda.driver import call
 from shardmath.cuda.graph import Graph

@@ -14,10 +14,10 @@ from functools import lru_cache, partial
 from logging import Logger
 from typing import Any, ClassVar, Protocol, Self, TypeVar
 
-from shardmath.context import Context
+from shardmath.base.lru_cache import LRUCache
+from shardmath.base.untraced import untraced_methods
+from shardmath.context.context import Context
 from shardmath.errors import ShardmathError
-from shardmath.lru_cache import LRUCache
-from shardmath.untraced import untraced_methods
 
 __all__ = [
     "LOGGER",

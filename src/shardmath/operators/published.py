@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from shardmath.context import Context
+from shardmath.context.context import Context
 from shardmath.geometry import Move
+from shardmath.handles.exposed import Exposed
+from shardmath.handles.operand import Operand
 from shardmath.local.gpu import Matrix
 from shardmath.operators.lanes import Lane
-from shardmath.symmetric.exposed import Exposed
-from shardmath.symmetric.operand import Operand
 
 __all__ = ["Places", "PublishedMatrices", "matrix_of"]
 

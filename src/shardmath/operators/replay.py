@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
+from shardmath.base.lru_cache import LRUCache
 from shardmath.cuda.graph import Graph
-from shardmath.lru_cache import LRUCache
 from shardmath.operators.lanes import Lane
 
 __all__ = ["GraphCache"]

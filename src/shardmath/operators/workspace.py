@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from shardmath.arrays.base import HostArray
-from shardmath.context import Context
+from shardmath.context.context import Context
 from shardmath.symmetric.heap import Block, Buffer
 
 __all__ = ["KEPT_STAGING", "Workspace", "give_back"]

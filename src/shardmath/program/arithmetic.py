@@ -14,7 +14,7 @@ import numpy as np
 
 from shardmath.arrays import Library
 from shardmath.arrays.base import HostArray, raw_view
-from shardmath.context import Context
+from shardmath.context.context import Context
 from shardmath.geometry import Layout
 from shardmath.geometry.moves import shared_part
 from shardmath.local import epilog, gemm

@@ -20,10 +20,12 @@ import numpy as np
 from shardmath.arrays import Library, dtypes, library_of
 from shardmath.arrays.base import HostArray, share_memory
 from shardmath.arrays.spec import packed_strides
+from shardmath.base.lru_cache import LRUCache
 from shardmath.call.agreement import Agreement
-from shardmath.context import Context
+from shardmath.context.context import Context
+from shardmath.handles.allocation import array_on, block_of
+from shardmath.handles.operand import Operand
 from shardmath.local.fft import engine_for
-from shardmath.lru_cache import LRUCache
 from shardmath.operators.in_place import array_in_place
 from shardmath.operators.workspace import KEPT_STAGING, Workspace
 from shardmath.program.arithmetic import Binding, bind_arithmetic, buffers_of, fused
@@ -36,9 +38,7 @@ from shardmath.program.steps import Move, Program, SplitArray, Synchronise, Tran
 from shardmath.redistribution import Exposed, TransferPlan, Window, window_on
 from shardmath.redistribution.exposure import bind_stage, staged_bytes
 from shardmath.redistribution.host import bind
-from shardmath.symmetric.allocation import array_on, block_of
 from shardmath.symmetric.heap import Block, Buffer
-from shardmath.symmetric.operand import Operand
 
 __all__ = ["Cores"]
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from shardmath.arrays.base import HostArray
-from shardmath.context import Context
+from shardmath.context.context import Context
 from shardmath.local.fft import Norm, bound_transform
 from shardmath.program.blocks import Blocks
 from shardmath.redistribution import Window

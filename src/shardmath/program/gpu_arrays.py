@@ -13,14 +13,14 @@ import numpy as np
 
 from shardmath.arrays import ArraySpec, Library, library_of
 from shardmath.arrays.base import share_memory
-from shardmath.context import Context
-from shardmath.symmetric.allocation import block_of
-from shardmath.symmetric.device_array import (
+from shardmath.context.context import Context
+from shardmath.handles.allocation import block_of
+from shardmath.handles.device_array import (
     Result,
     read,
     result_in,
 )
-from shardmath.symmetric.operand import Operand
+from shardmath.handles.operand import Operand
 
 __all__ = ["GPUArrays", "read_arrays"]
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from shardmath.context import Context
-from shardmath.lru_cache import LRUCache
+from shardmath.base.lru_cache import LRUCache
+from shardmath.context.context import Context
 from shardmath.operators.lanes import Lane
 from shardmath.program.gpu_performing import Execution, Launch, Places, Ready
 from shardmath.program.hosts import FETCHED, OUTBOX, between_hosts

@@ -20,21 +20,21 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from shardmath.arrays import library_of
+from shardmath.base.lru_cache import LRUCache
 from shardmath.call.agreement import Agreement
-from shardmath.context import Context
+from shardmath.context.context import Context
 from shardmath.cuda import stream as streams
 from shardmath.cuda.driver import beside_captures
 from shardmath.errors import HeapExhausted
-from shardmath.lru_cache import LRUCache
+from shardmath.handles.allocation import block_of
+from shardmath.handles.device_array import Blank, Result, require_device, result_in, stream_of
+from shardmath.handles.exposed import Exposed
+from shardmath.handles.operand import Operand
 from shardmath.operators.in_place import array_in_place
 from shardmath.operators.lanes import Lane
 from shardmath.operators.replay import GraphCache
 from shardmath.program.gpu_arrays import GPUArrays, read_arrays
 from shardmath.program.performing import Arguments, Names, Plan, Turn
-from shardmath.symmetric.allocation import block_of
-from shardmath.symmetric.device_array import Blank, Result, require_device, result_in, stream_of
-from shardmath.symmetric.exposed import Exposed
-from shardmath.symmetric.operand import Operand
 
 __all__ = ["Execution", "Facts", "GPUPerformer", "Launch", "Places", "Ready"]
 

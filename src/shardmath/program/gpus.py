@@ -14,9 +14,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shardmath.arrays.spec import packed_strides
-from shardmath.context import Context
+from shardmath.base.lru_cache import LRUCache
+from shardmath.context.context import Context
 from shardmath.geometry import Move as BoxMove
-from shardmath.lru_cache import LRUCache
+from shardmath.handles.operand import Operand
 from shardmath.operators.lanes import LANES, Lane
 from shardmath.operators.workspace import KEPT_STAGING
 from shardmath.program.gpu_performing import (
@@ -33,7 +34,6 @@ from shardmath.program.steps import Move
 from shardmath.redistribution import Exposed, TransferPlan
 from shardmath.redistribution.copies import lowered, whole
 from shardmath.symmetric.heap import Block
-from shardmath.symmetric.operand import Operand
 
 if TYPE_CHECKING:
     from shardmath.cuda.kernel import ReadyLaunch

@@ -10,7 +10,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shardmath.agreement import checked, require_equal
+from shardmath.context.agreement import checked, require_equal
 from shardmath.symmetric.board import Board
 
 __all__ = [

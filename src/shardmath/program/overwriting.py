@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from shardmath.handles.operand import Operand
 from shardmath.program.steps import Convert, Move, Program, Step, Synchronise, Transform
-from shardmath.symmetric.operand import Operand
 
 __all__ = ["overwritten"]
 

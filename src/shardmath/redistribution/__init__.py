@@ -4,11 +4,11 @@ Every rank pulls what it needs from the ranks that own it. Plans know no array l
 memory; executors know no distribution.
 """
 
+from shardmath.handles.exposed import Exposed
 from shardmath.redistribution.copies import StridedCopy, lowered
 from shardmath.redistribution.exposure import expose, stage, window_on
 from shardmath.redistribution.host import Window, copy_moves, perform
 from shardmath.redistribution.plan import TransferPlan
-from shardmath.symmetric.exposed import Exposed
 
 __all__ = [
     "Exposed",

@@ -19,11 +19,11 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
+from shardmath.base.lru_cache import LRUCache
 from shardmath.cuda.constant import Constant
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import beside_captures
 from shardmath.cuda.kernel import Argument, Kernel, ReadyLaunch, kernel
-from shardmath.lru_cache import LRUCache
 from shardmath.redistribution.boxes import BASES, Box, tables
 
 __all__ = ["Box", "BoxCopies"]

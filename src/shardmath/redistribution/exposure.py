@@ -12,11 +12,11 @@ from math import prod
 
 from shardmath.arrays.base import HostArray
 from shardmath.arrays.spec import byte_span, packed_strides
-from shardmath.context import Context
+from shardmath.context.context import Context
+from shardmath.handles.exposed import Exposed
 from shardmath.redistribution.copies import whole
 from shardmath.redistribution.host import Window, bind
 from shardmath.redistribution.plan import TransferPlan
-from shardmath.symmetric.exposed import Exposed
 from shardmath.symmetric.heap import Block, Buffer
 
 __all__ = ["bind_stage", "expose", "stage", "staged_bytes", "window_on"]

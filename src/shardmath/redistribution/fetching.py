@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardmath.context import Context
+from shardmath.context.context import Context
 from shardmath.redistribution.parcels import Fetch
 from shardmath.symmetric.heap import Location
 from shardmath.transport.base import DeviceBytes

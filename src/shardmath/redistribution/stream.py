@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-from shardmath.compiled import library_beside
+from shardmath.base.compiled import library_beside
 from shardmath.redistribution.copies import StridedCopy
 
 __all__ = ["built", "streamer"]

@@ -39,9 +39,9 @@ from dataclasses import replace
 from hashlib import blake2b
 from typing import Any, NoReturn
 
-from shardmath.caller import caller_line
-from shardmath.collective_call import CollectiveCall, settled, this_thread
-from shardmath.compiled import extension
+from shardmath.base.caller import caller_line
+from shardmath.base.collective_call import CollectiveCall, settled, this_thread
+from shardmath.base.compiled import extension
 from shardmath.errors import (
     CollectiveMismatch,
     HeapExhausted,

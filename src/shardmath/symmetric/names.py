@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from shardmath.caller import caller_line
+from shardmath.base.caller import caller_line
 from shardmath.errors import OpTimeout, RankFailure
 from shardmath.group.base import rank_names
 from shardmath.symmetric.header import NAME_BYTES

@@ -14,15 +14,15 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Self
 
-from shardmath.caller import caller_line
-from shardmath.collective_call import settled
+from shardmath.base.caller import caller_line
+from shardmath.base.collective_call import settled
+from shardmath.base.lru_cache import LRUCache
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import bindings, call, status_of
 from shardmath.cuda.kernel import Argument, Kernel, ReadyLaunch, kernel
 from shardmath.cuda.stream import StreamOrder
 from shardmath.errors import CudaError, OpTimeout, RankFailure
 from shardmath.geometry.integers import up
-from shardmath.lru_cache import LRUCache
 from shardmath.symmetric import structs
 from shardmath.symmetric.board import Board
 from shardmath.symmetric.departures import Departures

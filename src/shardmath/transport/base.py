@@ -19,7 +19,7 @@ from shardmath.errors import CollectiveMismatch
 from shardmath.group.base import ProcessGroup
 
 if TYPE_CHECKING:
-    from shardmath.config import Settings
+    from shardmath.base.config import Settings
     from shardmath.cuda.device import Device
     from shardmath.transport.mesh import Mesh
 

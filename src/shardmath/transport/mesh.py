@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
-from shardmath import wire
+from shardmath.base import wire
 from shardmath.errors import HeapExhausted, RankFailure, ShardmathError
 from shardmath.group.base import ProcessGroup
 from shardmath.group.links import too_few_descriptors

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardmath.config import Settings
+from shardmath.base.config import Settings
 from shardmath.errors import OpTimeout, RankFailure
 from shardmath.group.base import ProcessGroup
 from shardmath.transport.base import Bytes, Memory, Segment, Transport, require_within

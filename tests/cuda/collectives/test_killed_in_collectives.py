@@ -13,7 +13,7 @@ import signal
 import pytest
 
 from mortal import ENDLESS, Job, Raised
-from shardmath import startup
+from shardmath.context import startup
 
 PROGRESS = memoryview(mmap.mmap(-1, 64)).cast("Q")  # steps of each rank; shared with the forks
 

@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import pytest
 
-from shardmath.context import Context
+from shardmath.context.context import Context
 from shardmath.distribution import Redistribute, Slab
 from shardmath.fft import FFT
 from shardmath.linalg.advanced import Matmul

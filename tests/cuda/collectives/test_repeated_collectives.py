@@ -9,7 +9,7 @@ import pytest
 
 from shardmath.arrays import library_named
 from shardmath.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
-from shardmath.symmetric.allocation import empty_on_heap, free_symmetric_memory
+from shardmath.handles.allocation import empty_on_heap, free_symmetric_memory
 
 N = 24
 TURNS = 4

@@ -9,8 +9,8 @@ from shardmath.collectives import all_reduce
 from shardmath.collectives.device import DeviceCollectives, LaunchConfig
 from shardmath.cuda.driver import call
 from shardmath.cuda.graph import Graph
-from shardmath.symmetric.allocation import allocate_symmetric_memory
-from shardmath.symmetric.rendezvous import rendezvous
+from shardmath.handles.allocation import allocate_symmetric_memory
+from shardmath.handles.rendezvous import rendezvous
 
 MIB = 1 << 20
 BLOCKS, THREADS = 132, 512

@@ -25,7 +25,7 @@ from arrangements import part_of
 from shardmath.arrays import library_named, library_of
 from shardmath.arrays.dtypes import to_numpy
 from shardmath.geometry import decode
-from shardmath.symmetric.allocation import empty_on_heap, is_symmetric
+from shardmath.handles.allocation import empty_on_heap, is_symmetric
 
 FUNCTIONS = {"C2C": "fft", "C2C inverse": "ifft", "R2C": "rfft", "C2R": "irfft"}
 

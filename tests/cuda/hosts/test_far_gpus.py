@@ -19,15 +19,15 @@ from visible import RANKS, gpu_of
 from arrangements import part_of
 from heap_use import settled_use
 from ranks import Pool
-from shardmath import config
+from shardmath.base import config
 from shardmath.collectives import all_gather, all_reduce
+from shardmath.context.startup import new_context
 from shardmath.distribution import Redistribute, Slab, redistribute
 from shardmath.errors import HeapExhausted, OpTimeout
 from shardmath.fft import fft
+from shardmath.handles.allocation import allocate_symmetric_memory
+from shardmath.handles.rendezvous import rendezvous
 from shardmath.linalg.advanced import Matmul
-from shardmath.startup import new_context
-from shardmath.symmetric.allocation import allocate_symmetric_memory
-from shardmath.symmetric.rendezvous import rendezvous
 from shardmath.transport import mesh
 
 ALL = max(RANKS, 1)

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from shardmath.arrays import library_named, library_of
-from shardmath.context import require_context
-from shardmath.symmetric.allocation import allocate_symmetric_memory
+from shardmath.context.context import require_context
+from shardmath.handles.allocation import allocate_symmetric_memory
 
 GPU_LIBRARY = {"numpy": "cupy", "torch": "torch"}
 HostStored = matmul_cases.Stored

@@ -22,10 +22,10 @@ def repeated(context, kind, dtype, heap):
 
     from shardmath.arrays import library_named
     from shardmath.distribution import Replicated, Slab
+    from shardmath.handles.allocation import empty_on_heap
     from shardmath.linalg.advanced import Matmul
     from shardmath.operators.matmul.gpu.all_reduce import GemmAllReduce
     from shardmath.operators.replay import GraphCache
-    from shardmath.symmetric.allocation import empty_on_heap
 
     torch.cuda.set_device(context.device_id)
     size, library = context.size, library_named("torch")
@@ -122,10 +122,10 @@ def varied(context, heap):
 
     from shardmath.arrays import library_named
     from shardmath.distribution import Slab
+    from shardmath.handles.allocation import empty_on_heap
     from shardmath.linalg.advanced import MatmulEpilog, MatmulOptions, matmul
     from shardmath.operators.matmul.options import matrix_qualifiers_dtype
     from shardmath.operators.replay import GraphCache
-    from shardmath.symmetric.allocation import empty_on_heap
 
     torch.cuda.set_device(context.device_id)
     size, rank = context.size, context.rank
@@ -239,9 +239,9 @@ def from_threads(context, heap):
 
     from shardmath.arrays import library_named
     from shardmath.distribution import Slab
+    from shardmath.handles.allocation import empty_on_heap
     from shardmath.linalg.advanced import MatmulEpilog, matmul
     from shardmath.operators.replay import GraphCache
-    from shardmath.symmetric.allocation import empty_on_heap
 
     torch.cuda.set_device(context.device_id)
     size, library, splits = context.size, library_named("torch"), [Slab.X] * 3

@@ -22,16 +22,16 @@ from arrangements import part_of
 from heap_use import settled_use
 from mistakes import heard
 from shardmath.arrays import library_named, library_of
-from shardmath.context import Context
+from shardmath.context.context import Context
 from shardmath.distribution import BlockCyclic, ProcessGrid, Redistribute, Slab, redistribute
 from shardmath.errors import HeapExhausted
-from shardmath.operators.lanes import Lane
-from shardmath.symmetric.allocation import (
+from shardmath.handles.allocation import (
     block_of,
     empty_on_heap,
     free_symmetric_memory,
     is_symmetric,
 )
+from shardmath.operators.lanes import Lane
 from shardmath.symmetric.heap import Heap
 
 ORDINARY = ("C", "F", "strided", "reversed")

@@ -14,8 +14,8 @@ from functools import partial
 import pytest
 
 from shardmath.distribution import Replicated, Slab, redistribute
+from shardmath.handles.allocation import allocate_symmetric_memory as allocate
 from shardmath.linalg.advanced import matmul
-from shardmath.symmetric.allocation import allocate_symmetric_memory as allocate
 
 N = 4096
 LIMIT, LATE = 1.0, 4.0  # seconds: of a wait, and that the last rank's stream is late

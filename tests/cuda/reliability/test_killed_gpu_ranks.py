@@ -12,7 +12,7 @@ import signal
 import pytest
 
 from mortal import ENDLESS, Job, Raised
-from shardmath import startup
+from shardmath.context import startup
 
 PROGRESS = memoryview(mmap.mmap(-1, 64)).cast("Q")
 
@@ -22,8 +22,8 @@ def busy(group, what):
     import torch
 
     from shardmath.collectives import all_reduce
-    from shardmath.symmetric.allocation import allocate_symmetric_memory
-    from shardmath.symmetric.rendezvous import rendezvous
+    from shardmath.handles.allocation import allocate_symmetric_memory
+    from shardmath.handles.rendezvous import rendezvous
 
     context = startup.new_context(group.rank, group)
     torch.cuda.set_device(group.rank)

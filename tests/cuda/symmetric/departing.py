@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from shardmath import config
+from shardmath.base import config
 
 # How it ends: by a signal, or by itself; interrupted, it closes its context and stays, or catches
 # nothing ("Ctrl-C"); or it closes one of its two contexts only.

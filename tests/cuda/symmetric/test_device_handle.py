@@ -8,12 +8,12 @@ import pytest
 
 from shardmath import symmetric_memory
 from shardmath.errors import OpTimeout, UseAfterFree
-from shardmath.symmetric.allocation import (
+from shardmath.handles.allocation import (
     allocate_symmetric_memory,
     free_symmetric_memory,
     is_symmetric,
 )
-from shardmath.symmetric.rendezvous import rendezvous
+from shardmath.handles.rendezvous import rendezvous
 
 PACKAGES = ["cupy", "torch"]
 

@@ -10,8 +10,8 @@ import pytest
 
 from shardmath import symmetric_memory
 from shardmath.errors import CudaError, OpTimeout
-from shardmath.symmetric.allocation import allocate_symmetric_memory
-from shardmath.symmetric.rendezvous import rendezvous
+from shardmath.handles.allocation import allocate_symmetric_memory
+from shardmath.handles.rendezvous import rendezvous
 
 SOURCE = (Path(__file__).parent / "verbs.cu").read_text()
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from test_device_handle import PACKAGES, ready
 
-from shardmath.symmetric.allocation import allocate_symmetric_memory
+from shardmath.handles.allocation import allocate_symmetric_memory
 
 # How many ranks, which test, and its arguments, where PACKAGE stands for the array library. The far
 # ones pass where ranks have no address of each other's memory, too.

@@ -192,8 +192,8 @@ def test_what_a_stream_may_be(gpus, size):
 
 
 def check_no_such_device(context):
+    from shardmath.context.startup import new_context
     from shardmath.group import SoloProcessGroup
-    from shardmath.startup import new_context
 
     try:
         new_context(999, SoloProcessGroup())

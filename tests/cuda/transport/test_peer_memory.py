@@ -134,9 +134,9 @@ def test_probe_tries_and_tells(gpus):
 
 def check_release(context):
     """What each closed context has cost the device; other processes take and give, too."""
+    from shardmath.context.startup import new_context
     from shardmath.cuda.driver import call
     from shardmath.group import SoloProcessGroup
-    from shardmath.startup import new_context
 
     free = []
     for _ in range(6):

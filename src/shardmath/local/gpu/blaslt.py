@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from shardmath.base.lru_cache import LRUCache
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import call
 from shardmath.cuda.packages import unavailable
-from shardmath.lru_cache import LRUCache
 
 __all__ = [
     "WORKSPACE",

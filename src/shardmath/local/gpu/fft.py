@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any
 
 from shardmath.arrays.dtypes import of as dtype_of
+from shardmath.base.lru_cache import LRUCache
 from shardmath.cuda import stream as streams
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import call_for_memory
@@ -21,7 +22,6 @@ from shardmath.cuda.packages import unavailable
 from shardmath.errors import CudaError
 from shardmath.local.fft import Kind
 from shardmath.local.plan_many import Dim, PlanMany, coalesced
-from shardmath.lru_cache import LRUCache
 
 __all__ = ["CuFFT", "scale"]
 

@@ -17,14 +17,14 @@ from typing import Any, Literal
 
 from shardmath.arrays import ArraySpec, Library, dtypes, library_of_package
 from shardmath.arrays.spec import packed_strides
-from shardmath.collective_call import collective_call
-from shardmath.context import require_context
+from shardmath.base.collective_call import collective_call
+from shardmath.base.untraced import untraced
+from shardmath.context.context import require_context
+from shardmath.handles.allocation import array_on
 from shardmath.operators.fft.options import FFTDirection, FFTOptions
 from shardmath.operators.fft.problem import Problem, check, describe, kind_of
 from shardmath.operators.in_place import room_for_operand
 from shardmath.operators.lifecycle import check_logger
-from shardmath.symmetric.allocation import array_on
-from shardmath.untraced import untraced
 
 __all__ = ["allocate_operand"]
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from shardmath.agreement import require_equal
 from shardmath.arrays import library_of
+from shardmath.base.collective_call import collective_call
+from shardmath.base.untraced import untraced, untraced_methods
 from shardmath.call.agreement import HashedSpec, agree
 from shardmath.call.driver import call
 from shardmath.call.planned import Planned
-from shardmath.collective_call import collective_call
+from shardmath.context.agreement import require_equal
 from shardmath.errors import InvalidFFTState, ShardmathError
 from shardmath.geometry import Layout
 from shardmath.local.fft import Norm
@@ -17,7 +18,6 @@ from shardmath.operators.fft.operation import FFT_OF_ANY_KIND, OPERATIONS
 from shardmath.operators.fft.options import FFTDirection, FFTOptions
 from shardmath.operators.lifecycle import check_stream
 from shardmath.program.performing import Arguments, Known, Plan, Turn
-from shardmath.untraced import untraced, untraced_methods
 
 __all__ = ["FFT", "fft", "ifft", "irfft", "rfft"]
 

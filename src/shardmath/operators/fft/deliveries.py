@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardmath.cuda.driver import call
+from shardmath.handles.exposed import Exposed
 from shardmath.operators.fft.program import FETCH_BUFFERS, Deliver
 from shardmath.redistribution.fetching import fetch
-from shardmath.symmetric.exposed import Exposed
 
 if TYPE_CHECKING:
     from shardmath.operators.fft.launching import Launch

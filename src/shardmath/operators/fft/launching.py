@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from shardmath.context import Context
+from shardmath.context.context import Context
+from shardmath.handles.exposed import Exposed
 from shardmath.local.gpu.fft import CuFFT, scale
 from shardmath.operators.fft.deliveries import Deliveries
 from shardmath.operators.fft.local_steps import Convert, LocalFFT, LocalStep, Scale, View
@@ -18,7 +19,6 @@ from shardmath.operators.fft.program import Deliver, PeerCopy, WaitDelivery
 from shardmath.operators.fft.push_stream import PushStream
 from shardmath.operators.fft.rank_plan import RankPlan, boxes_of_copy, boxes_of_exchange
 from shardmath.operators.lanes import Lane
-from shardmath.symmetric.exposed import Exposed
 
 __all__ = ["Launch", "is_double"]
 

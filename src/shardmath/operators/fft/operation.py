@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardmath.arrays import ArraySpec
-from shardmath.context import Context
+from shardmath.context.context import Context
 from shardmath.local.fft import Kind
 from shardmath.machine import Machine
 from shardmath.operators.fft.options import REAL_OF, FFTDirection, FFTOptions, direction_of

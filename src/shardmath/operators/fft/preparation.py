@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from shardmath.context import Context
+from shardmath.context.context import Context
 from shardmath.cuda import stream as streams
+from shardmath.handles.device_array import Result
+from shardmath.handles.exposed import Exposed
+from shardmath.handles.operand import Operand
 from shardmath.local.gpu.fft import CuFFT
 from shardmath.operators.fft.launching import Launch, is_double
 from shardmath.operators.fft.local_steps import LocalFFT, View
@@ -18,10 +21,7 @@ from shardmath.operators.fft.program import UserArrays
 from shardmath.operators.fft.push_stream import PushStream
 from shardmath.operators.fft.rank_plan import DevicePlan, RankPlan, Results
 from shardmath.operators.lanes import Lane
-from shardmath.symmetric.device_array import Result
-from shardmath.symmetric.exposed import Exposed
 from shardmath.symmetric.heap import Location
-from shardmath.symmetric.operand import Operand
 
 __all__ = ["Prepared", "prepare"]
 

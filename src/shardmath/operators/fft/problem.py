@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from shardmath import geometry
-from shardmath.agreement import require_equal
 from shardmath.arrays import ArraySpec, dtypes, library_named
+from shardmath.context.agreement import require_equal
 from shardmath.errors import BindDistributionError, CollectiveMismatch
 from shardmath.geometry import Distribution, Layout, Slab
 from shardmath.local.fft import Kind, Norm

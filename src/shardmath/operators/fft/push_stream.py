@@ -14,7 +14,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 
-from shardmath.context import Context
+from shardmath.context.context import Context
 from shardmath.cuda.constant import Constant
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import call

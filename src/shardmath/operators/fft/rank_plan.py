@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from shardmath.base.lru_cache import LRUCache
 from shardmath.cuda.device import Device
 from shardmath.geometry import moves
-from shardmath.lru_cache import LRUCache
 from shardmath.operators.fft.chunking import Chunking, chunking_for
 from shardmath.operators.fft.local_steps import Copy, LocalStep, packed
 from shardmath.operators.fft.multi_host_pipeline import make_multi_host_program

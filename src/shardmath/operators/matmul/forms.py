@@ -12,12 +12,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
-from shardmath.agreement import checked, require_equal
 from shardmath.arrays import library_of
+from shardmath.base.collective_call import collective_call
+from shardmath.base.untraced import untraced, untraced_methods
 from shardmath.call.agreement import HashedSpec, agree
 from shardmath.call.driver import call
 from shardmath.call.planned import Planned
-from shardmath.collective_call import collective_call
+from shardmath.context.agreement import checked, require_equal
 from shardmath.errors import InvalidMatmulState, ShardmathError
 from shardmath.geometry import Distribution
 from shardmath.operators.matmul.operation import MATMUL, arguments_of, given_results
@@ -26,7 +27,6 @@ from shardmath.operators.matmul.problem import Facts, place_of
 from shardmath.operators.matmul.scaling import merged
 from shardmath.operators.workspace import give_back
 from shardmath.program.performing import Arguments, Plan, Turn
-from shardmath.untraced import untraced, untraced_methods
 
 __all__ = ["Matmul", "matmul"]
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardmath.arrays import ArraySpec
-from shardmath.context import Context
+from shardmath.context.context import Context
 from shardmath.geometry import Distribution
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.machine import CORES, Machine

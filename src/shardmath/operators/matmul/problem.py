@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from shardmath.agreement import require_equal
 from shardmath.arrays import ArraySpec, dtypes
+from shardmath.context.agreement import require_equal
 from shardmath.geometry import Distribution, Layout
 from shardmath.local.epilog import MatmulEpilog, requirements
 from shardmath.local.float8 import FLOAT8

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from shardmath.base.untraced import untraced, untraced_methods
 from shardmath.call.driver import call
 from shardmath.call.planned import Planned
 from shardmath.errors import InvalidRedistributeState
 from shardmath.geometry import Distribution
 from shardmath.operators.redistribute.operation import REDISTRIBUTE, RedistributeOptions
 from shardmath.program.performing import Arguments
-from shardmath.untraced import untraced, untraced_methods
 
 __all__ = ["Redistribute", "redistribute"]
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from logging import Logger
 from typing import Any, Literal
 
-from shardmath.agreement import require_equal
 from shardmath.arrays import ArraySpec
+from shardmath.context.agreement import require_equal
 from shardmath.errors import CollectiveMismatch
 from shardmath.geometry import Distribution
 from shardmath.machine import Machine

@@ -24,7 +24,7 @@ from shardmath.transport.base import Bytes, Memory, Probe, Segment, Transport, r
 from shardmath.transport.mesh import Mesh
 
 if TYPE_CHECKING:
-    from shardmath.config import Settings
+    from shardmath.base.config import Settings
     from shardmath.cuda.device import Device
 
 __all__ = ["HostTransport", "export_memory", "map_memory"]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
-from shardmath.config import Settings
+from shardmath.base.config import Settings
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import bindings, call, call_for_memory
 from shardmath.cuda.fence import DeviceFence

@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from shardmath import wire
-from shardmath.config import Settings, environment, export
+from shardmath.base import wire
+from shardmath.base.config import Settings, environment, export
 from shardmath.cuda import stream as streams
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import call

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import struct
 
-from shardmath.context import Context
+from shardmath.context.context import Context
 from shardmath.cuda.device import Device
 from shardmath.cuda.kernel import Argument, Kernel
 from shardmath.cuda.stream import SideStream, StreamOrder

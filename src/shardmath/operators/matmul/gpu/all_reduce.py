@@ -12,7 +12,7 @@ import struct
 from collections.abc import Sequence
 from itertools import accumulate
 
-from shardmath.context import Context
+from shardmath.context.context import Context
 from shardmath.local.gpu import Matrix
 from shardmath.local.gpu.epilog import copy, finish
 from shardmath.operators.matmul.gpu.reduction_choice import choose_shared_shape

@@ -14,7 +14,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from shardmath.arrays import dtypes
-from shardmath.context import Context
+from shardmath.context.context import Context
 from shardmath.geometry import Move
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.gpu import Matrix

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from shardmath.context import Context
+from shardmath.context.context import Context
 from shardmath.geometry import Move
+from shardmath.handles.operand import Operand
 from shardmath.local.gpu import Matrix
 from shardmath.operators.lanes import Lane
 from shardmath.operators.matmul.gpu.routes import Routes
@@ -20,7 +21,6 @@ from shardmath.redistribution import Exposed
 from shardmath.redistribution.device import Box, BoxCopies
 from shardmath.redistribution.fetching import fetch
 from shardmath.symmetric.heap import Location
-from shardmath.symmetric.operand import Operand
 
 __all__ = ["FarPublishedMatrices"]
 

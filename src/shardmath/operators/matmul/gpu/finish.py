@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from math import prod
 
 from shardmath.arrays import dtypes
-from shardmath.context import Context
+from shardmath.context.context import Context
 from shardmath.cuda.driver import call
 from shardmath.geometry import Layout, Move
 from shardmath.local.epilog import MatmulEpilog

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import call
+from shardmath.handles.operand import Operand
 from shardmath.local.float8 import FLOAT8, Blocks
 from shardmath.local.gpu import Matrix, float8
 from shardmath.local.gpu.scaled import Quantized
@@ -19,7 +20,6 @@ from shardmath.operators.lanes import Lane
 from shardmath.operators.matmul.gpu.rank_plan import Operands, RankPlan, Scales
 from shardmath.operators.matmul.scaling import TENSOR, blocks_of
 from shardmath.operators.published import PublishedMatrices, matrix_of
-from shardmath.symmetric.operand import Operand
 
 __all__ = ["DequantizedOperands", "QuantizedResult", "scales_as"]
 

@@ -14,9 +14,10 @@ from functools import partial
 from hashlib import blake2b
 from typing import Any
 
-from shardmath.context import Context
+from shardmath.context.context import Context
 from shardmath.cuda.device import Device
 from shardmath.cuda.stream import StreamOrder
+from shardmath.handles.exposed import Exposed
 from shardmath.local.gpu import Matrix
 from shardmath.operators.matmul.gpu.all_gather import AllGatherGemm
 from shardmath.operators.matmul.gpu.all_reduce import GemmAllReduce
@@ -29,7 +30,6 @@ from shardmath.operators.matmul.gpu.reduction_choice import CHOICES, EPILOGS, sp
 from shardmath.operators.matmul.gpu.row_split import RowSplitProduct, is_fused_faster
 from shardmath.operators.matmul.gpu.split_k import SplitKProduct, even_rows
 from shardmath.operators.published import matrix_of
-from shardmath.symmetric.exposed import Exposed
 
 __all__ = ["Fused", "have_addresses", "is_faster", "notes"]
 

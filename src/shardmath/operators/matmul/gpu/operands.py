@@ -11,8 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from shardmath.context import Context
+from shardmath.context.context import Context
 from shardmath.cuda.driver import call
+from shardmath.handles import device_array
+from shardmath.handles.device_array import Blank, Result
+from shardmath.handles.operand import Operand
 from shardmath.local.epilog import Extra, requirements
 from shardmath.local.gpu.gemm import Algorithms
 from shardmath.operators.matmul.gpu.rank_plan import Operands, Scales
@@ -20,9 +23,6 @@ from shardmath.operators.matmul.problem import Problem, gradient_layouts
 from shardmath.operators.matmul.program import INPUTS, SCALES
 from shardmath.operators.matmul.scaling import TENSOR
 from shardmath.program.numbers import Numbers, real
-from shardmath.symmetric import device_array
-from shardmath.symmetric.device_array import Blank, Result
-from shardmath.symmetric.operand import Operand
 
 __all__ = ["Results", "blanks_of", "made_results", "operands_of"]
 

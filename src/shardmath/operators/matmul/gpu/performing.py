@@ -15,12 +15,16 @@ from typing import Any
 
 from shardmath.arrays import library_of
 from shardmath.arrays.base import share_memory
+from shardmath.base.lru_cache import LRUCache
 from shardmath.call.agreement import Agreement
-from shardmath.context import Context
+from shardmath.context.context import Context
 from shardmath.cuda import stream as streams
+from shardmath.handles import device_array
+from shardmath.handles.allocation import block_of
+from shardmath.handles.device_array import Blank
+from shardmath.handles.operand import Operand
 from shardmath.local.gpu.blaslt import bindings
 from shardmath.local.gpu.gemm import Algorithms
-from shardmath.lru_cache import LRUCache
 from shardmath.machine import Machine
 from shardmath.operators.lanes import LANES, Lane
 from shardmath.operators.matmul.gpu import tuning
@@ -33,10 +37,6 @@ from shardmath.operators.published import matrix_of
 from shardmath.operators.replay import GraphCache
 from shardmath.program.numbers import agree_on_numbers, numbers_bytes, pack_numbers
 from shardmath.program.performing import Arguments, Names, Plan, Turn
-from shardmath.symmetric import device_array
-from shardmath.symmetric.allocation import block_of
-from shardmath.symmetric.device_array import Blank
-from shardmath.symmetric.operand import Operand
 
 __all__ = ["Products", "tuned"]
 

@@ -10,10 +10,10 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from shardmath.context import Context
+from shardmath.context.context import Context
 from shardmath.cuda.device import Device
+from shardmath.handles.shared_memory import allocate_on_all_ranks
 from shardmath.symmetric.heap import Buffer
-from shardmath.symmetric.shared_memory import allocate_on_all_ranks
 from shardmath.symmetric.team import Team
 
 __all__ = ["PlanMemory"]

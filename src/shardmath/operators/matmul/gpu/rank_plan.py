@@ -12,6 +12,7 @@ from typing import Any
 
 from shardmath.arrays import dtypes
 from shardmath.geometry import Move, shared_part
+from shardmath.handles.operand import Operand
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.float8 import BLOCK, FLOAT8
 from shardmath.local.gpu.gemm import Algorithms
@@ -31,7 +32,6 @@ from shardmath.operators.matmul.program import passed
 from shardmath.operators.matmul.strategy import Strategy
 from shardmath.program import steps
 from shardmath.program.steps import Combine
-from shardmath.symmetric.operand import Operand
 
 __all__ = ["AFTERWARDS", "Operands", "RankPlan", "Scales"]
 

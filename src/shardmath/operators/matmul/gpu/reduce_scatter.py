@@ -6,7 +6,7 @@ as float32: the sum has the same bits every time.
 
 from __future__ import annotations
 
-from shardmath.context import Context
+from shardmath.context.context import Context
 from shardmath.operators.matmul.gpu.reduction_choice import choose_shape
 from shardmath.operators.matmul.gpu.split_k import SplitKProduct
 from shardmath.operators.matmul.gpu.tile_sending import Shape, TileSendingGemm

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from shardmath.arrays import dtypes
 from shardmath.collectives.device import DeviceCollectives
-from shardmath.context import Context
+from shardmath.context.context import Context
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.gpu import Matrix
 from shardmath.operators.lanes import Lane

@@ -20,7 +20,7 @@ from functools import wraps
 from types import FunctionType
 from typing import ParamSpec, Protocol, TypeVar, cast
 
-from shardmath.caller import caller_line
+from shardmath.base.caller import caller_line
 
 __all__ = ["CollectiveCall", "collective_call", "settled", "this_thread"]
 

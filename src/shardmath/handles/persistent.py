@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardmath.arrays import DType, Library
-from shardmath.context import Context
-from shardmath.symmetric.allocation import array_on, extent_of
+from shardmath.context.context import Context
+from shardmath.handles.allocation import array_on, extent_of
 from shardmath.symmetric.heap import Buffer
 
 __all__ = ["persistent_array"]

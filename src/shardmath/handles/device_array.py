@@ -18,15 +18,15 @@ import numpy as np
 from shardmath.arrays import Library, dtypes, library_of
 from shardmath.arrays.base import HostArray
 from shardmath.arrays.spec import ArraySpec, packed_strides
-from shardmath.context import Context
+from shardmath.base.lru_cache import LRUCache
+from shardmath.context.context import Context
 from shardmath.cuda import stream as streams
 from shardmath.cuda.allocation import Allocation
 from shardmath.cuda.driver import call
 from shardmath.errors import UseAfterFree
-from shardmath.lru_cache import LRUCache
-from shardmath.symmetric.allocation import array_on, block_of
+from shardmath.handles.allocation import array_on, block_of
+from shardmath.handles.operand import Operand
 from shardmath.symmetric.heap import Block
-from shardmath.symmetric.operand import Operand
 
 __all__ = [
     "Blank",

@@ -12,8 +12,8 @@ from functools import partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
-from shardmath import agreement
-from shardmath.config import Settings
+from shardmath.base.config import Settings
+from shardmath.context import agreement
 from shardmath.errors import BackendUnavailable, HeapExhausted
 from shardmath.group.base import ProcessGroup
 from shardmath.local.threads import ThreadLimit, threads_per_rank

@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from shardmath.collective_call import collective_call
+from shardmath.base.collective_call import collective_call
+from shardmath.base.untraced import untraced_methods
 from shardmath.cuda import stream as streams
 from shardmath.cuda.compile import KERNELS
 from shardmath.cuda.kernel import Extent
 from shardmath.cuda.source import SourceKernel
-from shardmath.symmetric.device_tables import DeviceTables
-from shardmath.symmetric.handle import SymmetricMemory
+from shardmath.handles.device_tables import DeviceTables
+from shardmath.handles.handle import SymmetricMemory
 from shardmath.transport.base import DeviceBytes, Memory
-from shardmath.untraced import untraced_methods
 
 if TYPE_CHECKING:
     from shardmath.arrays import Library

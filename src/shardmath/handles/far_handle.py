@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from shardmath.symmetric.device_handle import DeviceSymmetricMemory
+from shardmath.handles.device_handle import DeviceSymmetricMemory
 
 __all__ = ["FarDeviceSymmetricMemory"]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 __all__ = ["caller_line", "caller_place", "process_name"]
 
 # The package's folder, and what its context managers run through.
-_OURS = (f"{Path(__file__).parent}/", contextlib.__file__)
+_OURS = (f"{Path(__file__).parent.parent}/", contextlib.__file__)
 
 
 def caller_place() -> tuple[str, int]:

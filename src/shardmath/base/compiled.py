@@ -12,7 +12,7 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
-from shardmath import config
+from shardmath.base import config
 
 __all__ = ["BUILT", "extension", "is_built", "library", "library_beside"]
 
@@ -21,7 +21,7 @@ BUILT = {
     "shardmath.redistribution._stream": "copies of long rows",
     "shardmath.collectives._sum": "sums of long arrays",
     "shardmath.symmetric._board": "rounds of agreement",
-    "shardmath.symmetric._fingerprint": "fingerprints of arrays",
+    "shardmath.handles._fingerprint": "fingerprints of arrays",
     "shardmath.cuda._launch": "calls on GPUs that come again",
 }
 
@@ -39,7 +39,7 @@ def extension(name: str) -> Any:
 def is_built(name: str) -> bool:
     """Whether the module `name` of BUILT is there, and is used."""
     _, *folders, last = name.split(".")
-    return _wanted() and _path(Path(__file__).parent.joinpath(*folders), last) is not None
+    return _wanted() and _path(Path(__file__).parent.parent.joinpath(*folders), last) is not None
 
 
 def library_beside(module: str, name: str) -> ctypes.CDLL | None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardmath.context import Context
+from shardmath.context.context import Context
 from shardmath.symmetric.heap import Buffer, Location
 
 __all__ = ["SharedMemory", "allocate_on_all_ranks"]

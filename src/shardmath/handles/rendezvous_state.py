@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from shardmath.context import Context
+from shardmath.context.context import Context
 from shardmath.geometry.integers import up
+from shardmath.handles.pad_size import SLOT_BYTES
 from shardmath.symmetric.heap import Buffer
-from shardmath.symmetric.pad_size import SLOT_BYTES
 from shardmath.transport.base import DeviceBytes, Memory
 
 if TYPE_CHECKING:
-    from shardmath.symmetric.device_tables import DeviceTables
+    from shardmath.handles.device_tables import DeviceTables
     from shardmath.symmetric.team import Team
 
 __all__ = ["FarSignals", "PeerLocation", "RendezvousState", "address_of", "pad_bytes"]

@@ -19,15 +19,15 @@ from typing import Any, Literal
 
 import numpy as np
 
-from shardmath.agreement import require_equal
 from shardmath.arrays import ArraySpec, DType, Library, library_of, library_of_package
 from shardmath.arrays.dtypes import of as dtype_of
 from shardmath.arrays.spec import packed_strides
-from shardmath.collective_call import collective_call
-from shardmath.context import Context, open_contexts, require_context
+from shardmath.base.collective_call import collective_call
+from shardmath.base.untraced import untraced
+from shardmath.context.agreement import require_equal
+from shardmath.context.context import Context, open_contexts, require_context
 from shardmath.errors import CollectiveMismatch, UseAfterFree
 from shardmath.symmetric.heap import Block, Buffer, Heap
-from shardmath.untraced import untraced
 
 __all__ = [
     "allocate_symmetric_memory",

@@ -19,27 +19,27 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from shardmath.agreement import require_equal
 from shardmath.arrays import Library, library_of
-from shardmath.collective_call import collective_call
-from shardmath.context import Context, current_context, require_context
-from shardmath.distributed_context import DistributedContext
+from shardmath.base.collective_call import collective_call
+from shardmath.base.untraced import untraced
+from shardmath.context.agreement import require_equal
+from shardmath.context.context import Context, current_context, require_context
+from shardmath.context.distributed_context import DistributedContext
 from shardmath.errors import UseAfterFree
 from shardmath.geometry.integers import up
 from shardmath.group import ProcessGroup, as_process_group
-from shardmath.symmetric import structs
-from shardmath.symmetric.allocation import block_of
-from shardmath.symmetric.handle import SymmetricMemory
-from shardmath.symmetric.heap import Block, Buffer, Location
-from shardmath.symmetric.pad_size import SLOT_BYTES, pad_setting
-from shardmath.symmetric.rendezvous_state import (
+from shardmath.handles.allocation import block_of
+from shardmath.handles.handle import SymmetricMemory
+from shardmath.handles.pad_size import SLOT_BYTES, pad_setting
+from shardmath.handles.rendezvous_state import (
     FarSignals,
     PeerLocation,
     RendezvousState,
     pad_bytes,
 )
-from shardmath.symmetric.shared_memory import allocate_on_all_ranks
-from shardmath.untraced import untraced
+from shardmath.handles.shared_memory import allocate_on_all_ranks
+from shardmath.symmetric import structs
+from shardmath.symmetric.heap import Block, Buffer, Location
 
 if TYPE_CHECKING:
     from shardmath.symmetric.team import Team
@@ -311,9 +311,9 @@ def _class_of(state: RendezvousState) -> type[SymmetricMemory]:
     if state.team is None:
         return SymmetricMemory
     if 0 in state.team.pads:
-        from shardmath.symmetric.far_handle import FarDeviceSymmetricMemory
+        from shardmath.handles.far_handle import FarDeviceSymmetricMemory
 
         return FarDeviceSymmetricMemory
-    from shardmath.symmetric.device_handle import DeviceSymmetricMemory
+    from shardmath.handles.device_handle import DeviceSymmetricMemory
 
     return DeviceSymmetricMemory

@@ -11,8 +11,8 @@ from functools import cached_property
 
 from shardmath.arrays import dtypes
 from shardmath.arrays.spec import Order, byte_span, order_of
-from shardmath.context import Context
-from shardmath.symmetric.exposed import Exposed
+from shardmath.context.context import Context
+from shardmath.handles.exposed import Exposed
 from shardmath.symmetric.heap import Block
 
 __all__ = ["Operand"]

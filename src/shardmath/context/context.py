@@ -17,18 +17,19 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 
-from shardmath import agreement, current
-from shardmath.collective_call import collective_call, settled
-from shardmath.distributed_context import DistributedContext
+from shardmath.base import current
+from shardmath.base.collective_call import collective_call, settled
+from shardmath.base.untraced import untraced
+from shardmath.context import agreement
+from shardmath.context.distributed_context import DistributedContext
+from shardmath.context.runtime import Runtime
 from shardmath.errors import HeapExhausted, RankFailure
 from shardmath.geometry.integers import index
 from shardmath.group.base import ProcessGroup
-from shardmath.runtime import Runtime
 from shardmath.symmetric.board import Board, OperationGuard
 from shardmath.symmetric.heap import Block, Buffer, Heap, Location
 from shardmath.transport.base import Bytes, DeviceBytes, Memory, Transport
 from shardmath.transport.wires import Deliver, RankChannel
-from shardmath.untraced import untraced
 
 if TYPE_CHECKING:
     from shardmath.symmetric.team import Team

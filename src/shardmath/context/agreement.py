@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NoReturn, TypeVar
 
-from shardmath import errors, wire
-from shardmath.collective_call import settled
+from shardmath import errors
+from shardmath.base import wire
+from shardmath.base.collective_call import settled
 from shardmath.errors import CollectiveMismatch
 from shardmath.symmetric.board import Board
 from shardmath.symmetric.header import header

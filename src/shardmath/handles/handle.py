@@ -18,17 +18,17 @@ import numpy as np
 
 from shardmath.arrays import DType, Library, dtypes, library_of, raw_view
 from shardmath.arrays.spec import packed_strides
-from shardmath.collective_call import collective_call
-from shardmath.context import Context
+from shardmath.base.collective_call import collective_call
+from shardmath.base.untraced import untraced_methods
+from shardmath.context.context import Context
 from shardmath.errors import UseAfterFree
 from shardmath.geometry.integers import index
-from shardmath.symmetric.allocation import array_on
+from shardmath.handles.allocation import array_on
+from shardmath.handles.pad_size import SLOT_BYTES, PadSetting
+from shardmath.handles.rendezvous_state import RendezvousState
 from shardmath.symmetric.board import ORDERED
 from shardmath.symmetric.heap import Buffer, Location
-from shardmath.symmetric.pad_size import SLOT_BYTES, PadSetting
-from shardmath.symmetric.rendezvous_state import RendezvousState
 from shardmath.transport.base import DeviceBytes, Memory
-from shardmath.untraced import untraced_methods
 
 __all__ = ["SymmetricMemory"]
 

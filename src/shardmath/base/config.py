@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from shardmath.caller import caller_place
+from shardmath.base.caller import caller_place
 
 __all__ = [
     "PREFIX",

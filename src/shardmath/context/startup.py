@@ -14,18 +14,19 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
 
-from shardmath import agreement, current
-from shardmath.collective_call import collective_call
-from shardmath.config import Settings, warn_of_unknown
-from shardmath.context import Context, current_context, open_contexts
-from shardmath.distributed_context import DistributedContext
+from shardmath.base import current
+from shardmath.base.collective_call import collective_call
+from shardmath.base.config import Settings, warn_of_unknown
+from shardmath.base.untraced import untraced
+from shardmath.context import agreement
+from shardmath.context.context import Context, current_context, open_contexts
+from shardmath.context.distributed_context import DistributedContext
+from shardmath.context.runtime import Runtime
 from shardmath.errors import CollectiveMismatch, InvalidDevice, OpTimeout, RankFailure
 from shardmath.group import ProcessGroup, as_process_group
 from shardmath.group.base import rank_names
 from shardmath.group.notice import noticed
-from shardmath.runtime import Runtime
 from shardmath.transport.choice import candidates, names
-from shardmath.untraced import untraced
 
 __all__ = ["finalize", "get_context", "initialize", "new_context"]
 

@@ -16,16 +16,16 @@ import numpy as np
 
 from shardmath.arrays import Library, library_of
 from shardmath.arrays.spec import ArraySpec
-from shardmath.compiled import extension
-from shardmath.context import Context
-from shardmath.lru_cache import LRUCache
+from shardmath.base.compiled import extension
+from shardmath.base.lru_cache import LRUCache
+from shardmath.context.context import Context
 from shardmath.symmetric.heap import Block, Heap
 
 __all__ = ["Recognised", "fingerprint", "inspect"]
 
 V = TypeVar("V")
 
-_NAME = "shardmath.symmetric._fingerprint"  # of the module that fingerprint.c makes
+_NAME = "shardmath.handles._fingerprint"  # of the module that fingerprint.c makes
 
 Looks = Callable[..., tuple[Any, ...] | None]  # of tuples of arrays
 Inspected = tuple[Library, ArraySpec, int, Block | None]  # and the address, and the block there

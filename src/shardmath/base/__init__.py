@@ -1,0 +1,1 @@
+"""What all of the house uses: settings, callers, caches, plain data on its way between ranks."""

@@ -1,0 +1,1 @@
+"""Contexts: who computes together, over which memory, from start to end."""
