@@ -21,8 +21,8 @@ from shardmath.arrays.numpy import NumPy
 from shardmath.context.context import Context
 from shardmath.handles import device_array
 from shardmath.local.rounding import round_into
-from shardmath.operators.fft import deliveries, launching, preparation, rank_plan
 from shardmath.operators.fft import gpus as fft_gpus
+from shardmath.operators.fft import launching, preparation, rank_plan
 from shardmath.operators.fft.local_steps import Convert, LocalFFT, Scale
 from shardmath.program import gpu_hosts, gpu_performing, gpus
 from shardmath.redistribution import Window
@@ -196,8 +196,8 @@ def pretended_gpu(context, *, chunks=False):
             (rank_plan, "BoxCopies", Copies),
             (launching.Launch, "local", transformed),
             (preparation, "_plan_transforms", lambda plan, stream: None),
-            (deliveries, "call", lambda *_: None),
-            (deliveries, "fetch", fetch),
+            (launching, "call", lambda *_: None),
+            (launching, "fetch", fetch),
             (gpu_hosts, "BoxCopies", Copies),
             (gpu_hosts, "fetch", fetch),
             (boxes_on_gpus, "BoxCopies", Copies),

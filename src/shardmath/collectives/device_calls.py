@@ -22,8 +22,8 @@ from shardmath.arrays.spec import ArraySpec
 from shardmath.base.lru_cache import LRUCache
 from shardmath.call.agreement import HashedSpec, agree
 from shardmath.collectives.ahead import Ahead, tag_of_agreement, without_out
+from shardmath.collectives.descriptions import Call, call_spec
 from shardmath.collectives.device_operand import DeviceOperand
-from shardmath.collectives.dispatch import Call, call_spec
 from shardmath.collectives.flat import DirectLaunch
 from shardmath.collectives.repeats import Meeting, Repeats
 from shardmath.context.context import Context

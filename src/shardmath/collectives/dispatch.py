@@ -15,6 +15,7 @@ from shardmath.arrays.base import HostArray
 from shardmath.arrays.spec import ArraySpec
 from shardmath.call.agreement import Agreement
 from shardmath.call.driver import Driver
+from shardmath.collectives.descriptions import Call, call_spec
 from shardmath.collectives.offers import (
     INLINE,
     INLINE_BYTES,
@@ -27,7 +28,6 @@ from shardmath.collectives.offers import (
 from shardmath.collectives.operand import (
     Operand,
     Output,
-    OutputSpec,
     Shape,
     output_spec,
     view_at_address,
@@ -44,10 +44,8 @@ if TYPE_CHECKING:
 __all__ = [
     "NO_ROOT",
     "AgreedCall",
-    "Call",
     "Collective",
     "Offered",
-    "call_spec",
     "offer_operand",
     "perform",
     "perform_on_cores",
@@ -231,31 +229,6 @@ class AgreedCall(NamedTuple):
         """The array of the result, after all peers have read what they need here."""
         wait_for_readers(self.context, self.notes)
         return result.finish()
-
-
-class Call(NamedTuple):
-    """A collective on GPUs and the arguments of one call, but for `x` and `out`.
-
-    `describe(spec)` is the arguments in normal form for an `x` like that, for all ranks to compare;
-    it raises for wrong ones. `build` makes the plan of the specs of all ranks (`call_spec`), as for
-    `agree_plan`. `on_device(operand, plan)` gives the result. `result(operand, plan)`, for a call
-    in which a rank's arguments say what all ranks' are, is the dtype and shape of this rank's
-    result; None where its ranks meet all the same.
-    """
-
-    operation: str
-    arguments: tuple[Any, ...]
-    describe: Callable[[ArraySpec], tuple[Hashable, ...]]
-    build: Callable[[list[Any]], Any]
-    on_device: Callable[[DeviceOperand, Any], Any]
-    result: Callable[[DeviceOperand, Any], tuple[str, Shape] | None] | None = None
-
-
-def call_spec(
-    kind: str, spec: ArraySpec, out: OutputSpec, arguments: tuple[Hashable, ...]
-) -> tuple[Hashable, ...]:
-    """A rank's spec of a call; `kind` is the library of `x`, and where its memory is."""
-    return (kind, spec.dtype, spec.shape, out, *arguments)
 
 
 def perform(

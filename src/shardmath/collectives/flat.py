@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from shardmath.arrays import DType
+from shardmath.arrays import DType, Library
 from shardmath.arrays.dtypes import of as dtype_of
 from shardmath.arrays.dtypes import to_numpy
 from shardmath.collectives.operand import Shape
@@ -21,7 +21,7 @@ from shardmath.cuda.kernel import ReadyLaunch
 from shardmath.symmetric.heap import Buffer
 
 if TYPE_CHECKING:
-    from shardmath.collectives.device_operand import DeviceOperand
+    from shardmath.symmetric.team import Team
 
 __all__ = ["DirectLaunch", "Flat", "Launch", "cast", "is_numpy"]
 
@@ -43,10 +43,29 @@ class DirectLaunch:
     ready: ReadyLaunch | None
 
 
+class Owner(Protocol):
+    """The operand whose elements, or whose result's, lie on the GPU."""
+
+    @property
+    def library(self) -> Library:
+        """What its arrays are of."""
+        ...
+
+    @property
+    def on_host(self) -> bool:
+        """Whether it is in host memory."""
+        ...
+
+    @property
+    def team(self) -> Team:
+        """The ranks' GPUs."""
+        ...
+
+
 class Flat:
     """Elements in C order on the GPU, as an array of the operand's library or as a buffer."""
 
-    def __init__(self, operand: DeviceOperand, memory: Any, dtype: DType, shape: Shape) -> None:
+    def __init__(self, operand: Owner, memory: Any, dtype: DType, shape: Shape) -> None:
         self._operand = operand
         self._memory = memory
         self._dtype = dtype
