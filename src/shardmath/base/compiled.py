@@ -27,12 +27,14 @@ BUILT = {
 
 
 def extension(name: str) -> Any:
-    """The extension module of that name; None where it was not built, or is for another Python."""
+    """The extension module of that name; None where it was not built, is for another Python, or
+    cannot be read, as in a process that may open no more files.
+    """
     if not _wanted():
         return None
     try:
         return import_module(name)
-    except ImportError:
+    except (ImportError, OSError):
         return None
 
 
