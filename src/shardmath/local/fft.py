@@ -102,15 +102,25 @@ def _imported(module: str) -> Any:
     it as an ImportError. One that does not come a second time was no fault of the module.
     """
     try:
-        return importlib.import_module(module)
+        return _loaded(module)
     except ImportError as error:
         try:
-            importlib.import_module(module)
+            _loaded(module)
         except ImportError:
             return None
         if KeyboardInterrupt.__name__ in str(error):
             raise KeyboardInterrupt from error
         raise
+
+
+def _loaded(module: str) -> Any:
+    """The module, after the package that it is in.
+
+    An extension such as ducc0 lists its inner modules one by one while it is loaded, where another
+    thread would find some of them: to import the package waits until all are there.
+    """
+    importlib.import_module(module.partition(".")[0])
+    return importlib.import_module(module)
 
 
 _INNER = {
