@@ -34,6 +34,15 @@ class Schedule:
         self._turns = [threading.Semaphore(0) for _ in range(count)]
         self._local = threading.local()
 
+    def run(self, body, count: int) -> None:
+        """Run `body(number)` in so many threads, to their end."""
+        threads = [threading.Thread(target=body, args=(number,)) for number in range(count)]
+        for thread in threads:
+            thread.start()
+        self.begin()
+        for thread in threads:
+            thread.join()
+
     def start(self, number: int) -> None:
         """Make the calling thread that of this number, and let it wait for its turn."""
         self._local.number = number
@@ -127,12 +136,7 @@ def outcomes(seed, size, operation, monkeypatch):
         finally:
             schedule.end()
 
-    threads = [threading.Thread(target=be, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    schedule.begin()
-    for thread in threads:
-        thread.join()
+    schedule.run(be, size)
     return found
 
 

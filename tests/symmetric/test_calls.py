@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import mmap
 import random
-import threading
 import types
 
 import pytest
@@ -83,12 +82,7 @@ def outcomes(seed, programs, monkeypatch):
         finally:
             schedule.end()
 
-    threads = [threading.Thread(target=be, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    schedule.begin()
-    for thread in threads:
-        thread.join()
+    schedule.run(be, size)
     return found, furthest[0]
 
 

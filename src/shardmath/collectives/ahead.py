@@ -98,11 +98,11 @@ class Ahead:
         return made
 
     def find(self, operation: str, common: tuple[Any, ...]) -> KnownCall | None:
-        """The known call of that spec without `out`."""
+        """The known call of `operation` whose spec, leaving out `out`, is `common`."""
         return self._calls.get((operation, common))
 
     def find_fitting(self, operation: str, spec: tuple[Any, ...]) -> KnownCall | None:
-        """The same, of a spec whose `out` is what it must be: else all ranks are to say so."""
+        """The known call of this spec; None where its `out` is wrong, which a meeting reports."""
         known = self.find(operation, without_out(spec))
         return known if known is not None and spec[_OUT] in (None, known.result) else None
 
@@ -142,7 +142,7 @@ class Ahead:
 
     @contextmanager
     def meeting(self, own: tuple[Any, ...] | Exception) -> Iterator[None]:
-        """Around a meeting in which this rank has that to say."""
+        """Surround a meeting to which this rank brings `own`, a spec or an error."""
         self._own = own
         try:
             yield
@@ -158,7 +158,7 @@ class Ahead:
         return self._difference(names, [call.whole if call else None for call in calls], calls)
 
     def _explain_passed(self, tags: Mapping[int, int]) -> Exception:
-        """The same where peers have gone on with calls of these tags, and this rank meets them."""
+        """What all ranks raise where peers ran ahead by these tags, and this rank meets them."""
         operation, own = self._board.operation, self._own
         calls = [self._by_tag.get(tags[r]) if r in tags else None for r in range(self._size)]
         names = [

@@ -271,10 +271,10 @@ class DeviceCollectives(Pushes):
 
 
 def _phases(size: int) -> int:
-    """Of a step: kPhases."""
+    """The number of phases of a step, `kPhases` in kernels/cells.cuh."""
     return 4 if size == 2 else 2
 
 
 def _cells_bytes(size: int) -> int:
-    """Of one rank's cells; the blocks' counts and the words of launches follow."""
+    """The bytes of one rank's cells, behind which counts and words of launches follow."""
     return _MAX_BLOCKS * _SETS * _phases(size) * size * _MAX_THREADS * _PACKET

@@ -73,7 +73,7 @@ class Operand:
         return _flat(self.view if self.view.flags.c_contiguous else _packed(self.view))
 
     def for_one_call(self) -> Operand:
-        """The same array, whose elements are copied anew if need be."""
+        """This operand for a single call: what `flat` copies, it copies anew for each call."""
         return self if self.view.flags.c_contiguous else replace(self)
 
     def without_memory(self) -> Operand:
@@ -266,7 +266,7 @@ def require_outputs_fit(
 
 
 def view_at_address(view: HostArray) -> HostArray:
-    """The same elements, without a reference to their memory."""
+    """The elements of `view`, as an array that keeps no reference to their memory."""
     return Window(view.__array_interface__["data"][0], view.strides, None).array(
         view.shape, view.dtype
     )

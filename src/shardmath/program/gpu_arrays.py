@@ -39,7 +39,7 @@ class GPUArrays:
     on_heap: bool
 
     def without_memory(self) -> GPUArrays:
-        """The same, which keeps no array."""
+        """These arrays, without a reference to what keeps their memory."""
         target = None if self.target is None else self.target.without_memory()
         operand = self.operand.without_memory()
         return replace(self, operand=operand, target=target, result=None)

@@ -46,7 +46,7 @@ class CostModel:
     whole_arrays: bool = False
 
     def mirrored(self) -> CostModel:
-        """The same where steps are taken from the last to the first."""
+        """The costs of a program whose steps are taken from the last to the first."""
         return replace(
             self,
             first_exchange_passes=self.last_exchange_passes,

@@ -58,7 +58,7 @@ class _Arrays:
     prepared: LRUCache[Any, _Prepared] = field(default_factory=lambda: LRUCache(_KEPT), repr=False)
 
     def without_memory(self) -> _Arrays:
-        """The same, which keeps no array."""
+        """These arrays, without a reference to what keeps their memory."""
         operands = {name: x.without_memory() for name, x in self.operands.items()}
         return replace(self, operands=operands)
 
@@ -378,11 +378,11 @@ class _New:
         return [head + message for message in messages]
 
     def prepared(self, note: bytes, blanks: Mapping[str, Blank]) -> _Prepared:
-        """What the same again takes."""
+        """What an execution like this one needs before its ranks agree."""
         return _Prepared(note, self._lane, self._lane.memory(), blanks)
 
     def replay(self) -> _Replay:
-        """The same again."""
+        """A replay of this execution."""
         operands = self._operands.without_memory()
         how = self._is_fused, self._order, self._messages
         return _Replay(self._lane, self._rank_plan, operands, *how)
