@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any
 
 from shardmath.cuda.device import Device
-from shardmath.cuda.driver import call, status_of
+from shardmath.cuda.driver import beside_captures, call, status_of
 from shardmath.cuda.kernel import ReadyLaunch
 from shardmath.errors import CudaError
 
@@ -169,11 +169,12 @@ class StreamOrder:
         return stream == self._stream and stream in _DEFAULT
 
     def wait(self) -> None:
-        """Wait, on the host, until the last section has ended."""
+        """Wait, on the host, until the last section has ended; also while a stream captures."""
         self._device.activate()
         if self._stream in _DEFAULT:
             self._mark(self._stream)
-        call("cuEventSynchronize", self._done)
+        with beside_captures():  # memory of a lane may grow for what is captured on another stream
+            call("cuEventSynchronize", self._done)
 
     def _begin(self, stream: int) -> bool:
         """Whether it is to be ended: false for what is captured."""

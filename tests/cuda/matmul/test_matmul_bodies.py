@@ -448,6 +448,7 @@ def tuned(context, kind, inplace):
     from arrangements import part_of
     from shardmath.distribution import Replicated, Slab
     from shardmath.linalg.advanced import Matmul
+    from shardmath.operators.matmul.gpu.performing import rank_plan_of
 
     torch.cuda.set_device(context.device_id)
     dists = {
@@ -470,7 +471,7 @@ def tuned(context, kind, inplace):
         mm.plan(autotune=True)
         same = all(bool((x == y).all()) for x, y in zip((a, b, c), before, strict=True))
         lines = [line for line in mm.explain().splitlines() if "autotuned" in line]
-        chosen = dict(mm._plan.rank_plan.algorithms.chosen)
+        chosen = dict(rank_plan_of(context, mm._plan).algorithms.chosen)
         d = mm.execute()
         off = abs(d.double().cpu().numpy() - part_of(want, dists[2], context.rank, context.size))
         mm.plan()
