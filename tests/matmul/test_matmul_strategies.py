@@ -164,7 +164,7 @@ def test_costs_are_counted(problem):
         assert cost.received == max(nbytes for *_, nbytes in by_rank)
         slowest = 0.0
         for (m, n, k), product, after, received in by_rank:
-            seconds = 2 * m * n * k / rates.products[problem.dtype]
+            seconds = 2 * m * n * k / rates.product(problem.dtype)
             if min(m, n) > 1:
                 seconds += product / rates.packing
             own = [rates.cached if x < 100 else rates.memory for x in (product, after)]

@@ -8,7 +8,8 @@ Fourier transforms know: on the host it is a pair of float16.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -16,49 +17,127 @@ import numpy as np
 
 from shardmath.errors import BackendUnavailable
 
-__all__ = ["NAMES", "DType", "accumulator", "advice", "of", "to_numpy"]
+__all__ = [
+    "FLOAT8",
+    "HALVES",
+    "NAMES",
+    "DType",
+    "accumulator",
+    "advice",
+    "names",
+    "numbered",
+    "of",
+    "to_numpy",
+]
 
 Kind = Literal["f", "c", "i", "u", "b", "V"]
 
 
 @dataclass(frozen=True)
 class DType:
-    """A data type: canonical name, bytes per element, and kind.
+    """A data type: canonical name, bytes per element, and kind; two are equal where these are.
 
     `kind` is NumPy's letter: f float (the narrow ones too), c complex, i and u integers, b bool,
-    V opaque.
+    V opaque. What else is known of a type stands in its row of the table below:
+
+    sums        the type that its elements are added in, if not itself
+    carrier     of a type that NumPy lacks: the integers of that size, as which torch passes it
+    kernels     what kernels/elements.cuh calls it, if not by its name
+    complex     of a real type: the type of its Fourier transform
+    real        of a complex type: the type of each of its two parts
+    number      what CUDA's libraries call it, a cudaDataType; None where they lack it
+    computes    of a type that is multiplied: the numbers of what cuBLAS may sum it in, and of what
+    scalars     alpha and beta may be; the usual first
+    largest     of an eight-bit float: the greatest finite number
     """
 
     name: str
     itemsize: int
     kind: Kind
+    sums: str = field(default="", compare=False, repr=False)
+    carrier: str = field(default="", compare=False, repr=False)
+    kernels: str = field(default="", compare=False, repr=False)
+    complex: str = field(default="", compare=False, repr=False)
+    real: str = field(default="", compare=False, repr=False)
+    number: int | None = field(default=None, compare=False, repr=False)
+    computes: tuple[int, ...] = field(default=(), compare=False, repr=False)
+    scalars: tuple[int, ...] = field(default=(), compare=False, repr=False)
+    largest: float = field(default=0.0, compare=False, repr=False)
 
     def __str__(self) -> str:
         return self.name
 
 
-_KNOWN: dict[str, DType] = {
-    dtype.name: dtype
-    for dtype in (
-        DType("bool", 1, "b"),
-        *(DType(f"int{8 * size}", size, "i") for size in (1, 2, 4, 8)),
-        *(DType(f"uint{8 * size}", size, "u") for size in (1, 2, 4, 8)),
-        DType("float8_e4m3fn", 1, "f"),
-        DType("float8_e5m2", 1, "f"),
-        DType("float16", 2, "f"),
-        DType("bfloat16", 2, "f"),
-        DType("float32", 4, "f"),
-        DType("float64", 8, "f"),
-        DType("complex32", 4, "V"),
-        DType("complex64", 8, "c"),
-        DType("complex128", 16, "c"),
+_SINGLE, _FAST, _DOUBLE = (68, 69), (74, 75, 77, 78), (70, 71, 79)
+
+
+def _float8(name: str, largest: float, number: int | None = None) -> DType:
+    return DType(
+        name,
+        1,
+        "f",
+        sums="float32",
+        carrier="uint8",
+        number=number,
+        computes=_SINGLE,
+        scalars=(0,),
+        largest=largest,
     )
-}
-NAMES = tuple(name for name, known in _KNOWN.items() if known.kind != "V")
-# The types that NumPy lacks; ml_dtypes registers them under the same names.
-_EXTENDED = frozenset({"bfloat16", "float8_e4m3fn", "float8_e5m2"})
+
+
+_ROWS = (
+    DType("bool", 1, "b", kernels="boolean"),
+    *(DType(f"int{8 * size}", size, "i") for size in (1, 2, 4, 8)),
+    *(DType(f"uint{8 * size}", size, "u") for size in (1, 2, 4, 8)),
+    _float8("float8_e4m3fn", 448.0, 28),
+    _float8("float8_e5m2", 57344.0, 29),
+    DType(
+        "float16",
+        2,
+        "f",
+        sums="float32",
+        complex="complex64",
+        number=2,
+        computes=(*_SINGLE, 64, 65),
+        scalars=(0, 2),
+    ),
+    DType(
+        "bfloat16",
+        2,
+        "f",
+        sums="float32",
+        carrier="int16",
+        complex="complex64",
+        number=14,
+        computes=_SINGLE,
+        scalars=(0,),
+    ),
+    DType(
+        "float32",
+        4,
+        "f",
+        complex="complex64",
+        number=0,
+        computes=(*_SINGLE, *_FAST),
+        scalars=(0,),
+    ),
+    DType("float64", 8, "f", complex="complex128", number=1, computes=_DOUBLE, scalars=(1,)),
+    DType("complex32", 4, "V", sums="complex64", carrier="int32", real="float16"),
+    DType("complex64", 8, "c", real="float32", number=4, computes=(*_SINGLE, *_FAST), scalars=(4,)),
+    DType("complex128", 16, "c", real="float64", number=5, computes=_DOUBLE, scalars=(5,)),
+)
+_KNOWN = {row.name: row for row in _ROWS}
 _PAIR = np.dtype([("real", np.float16), ("imag", np.float16)])  # of which complex32 consists
-_WIDENED = _EXTENDED | {"float16"}
+
+
+def names(fits: Callable[[DType], object]) -> tuple[str, ...]:
+    """The names of the types in the table that fit, in its order."""
+    return tuple(row.name for row in _ROWS if fits(row))
+
+
+NAMES = names(lambda row: row.kind != "V")
+FLOAT8 = frozenset(names(lambda row: row.largest))
+HALVES = names(lambda row: row.kind == "f" and row.itemsize == 2)
 
 
 def of(dtype: Any) -> DType:
@@ -97,7 +176,7 @@ def to_numpy(dtype: Any) -> np.dtype[Any]:
     name = of(dtype).name
     if name == "complex32":
         return _PAIR
-    if name not in _EXTENDED:
+    if not (name in _KNOWN and _KNOWN[name].carrier):
         return np.dtype(name)
     try:
         import ml_dtypes
@@ -126,7 +205,12 @@ def advice(dtype: str) -> str:
 def accumulator(dtype: Any) -> DType:
     """The type to sum in: float32 for every float narrower than that, else the type itself."""
     own = of(dtype)
-    return _KNOWN["float32"] if own.name in _WIDENED else own
+    return _KNOWN[own.sums] if own.sums else own
+
+
+def numbered(number: int) -> DType | None:
+    """The type that CUDA's libraries call by a number, or None."""
+    return next((row for row in _ROWS if row.number == number), None)
 
 
 def _of_numpy(dtype: np.dtype[Any]) -> DType:

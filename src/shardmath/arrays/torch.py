@@ -19,14 +19,6 @@ from shardmath.arrays.spec import ArraySpec, overlaps
 
 __all__ = ["Torch"]
 
-# torch and NumPy exchange these through integers of the same size: NumPy has no such types itself.
-_CARRIER = {
-    "bfloat16": "int16",
-    "complex32": "int32",
-    "float8_e4m3fn": "uint8",
-    "float8_e5m2": "uint8",
-}
-
 _WORTH = 1 << 20  # multiplications of a product, at which oneDNN's is twice as fast
 
 
@@ -88,10 +80,9 @@ class Torch(Library):
             raise ValueError(f"{name} is an expanded view, and the call writes into it")
         dtype = dtypes.of(x.dtype)
         tensor = x.detach().resolve_conj().resolve_neg()
-        carrier = _CARRIER.get(dtype.name)
-        if carrier is None:
+        if not dtype.carrier:
             return np.asarray(tensor.numpy())
-        host: HostArray = tensor.view(getattr(torch, carrier)).numpy()
+        host: HostArray = tensor.view(getattr(torch, dtype.carrier)).numpy()
         return host.view(dtypes.to_numpy(dtype))
 
     def is_lazy(self, x: Any) -> bool:
@@ -116,10 +107,9 @@ class Torch(Library):
             raise ValueError(f"torch has no negative strides; numpy's are {host.strides}")
         if not host.flags.writeable:
             raise ValueError("torch has no read-only tensors, and this numpy array is read-only")
-        carrier = _CARRIER.get(dtype.name)
-        if carrier is None:
+        if not dtype.carrier:
             return torch.from_numpy(host)
-        return torch.from_numpy(host.view(carrier)).view(native)
+        return torch.from_numpy(host.view(dtype.carrier)).view(native)
 
     def from_bytes(
         self, raw: HostArray, dtype: DType | str, shape: Sequence[int], strides: Sequence[int]
@@ -154,7 +144,7 @@ class Torch(Library):
             raw = torch.as_tensor(owner, device=owner.device)
             whole = raw[: raw.numel() // kind.itemsize * kind.itemsize].view(native)
             return whole.as_strided(tuple(shape), tuple(strides))
-        carrier = _CARRIER.get(kind.name, kind.name)
+        carrier = kind.carrier or kind.name
         part = _Part(owner, carrier, shape, strides, start)
         made = torch.as_tensor(part, device=owner.device)
         return made if carrier == kind.name else made.view(native)

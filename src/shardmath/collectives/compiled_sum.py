@@ -10,6 +10,9 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
+
+from shardmath.arrays import dtypes
 from shardmath.arrays.base import HostArray
 from shardmath.base.compiled import library_beside
 
@@ -18,17 +21,7 @@ __all__ = ["LEAST", "Sums", "built", "sums"]
 Sums = Callable[[Sequence[HostArray], Sequence[HostArray]], bool]
 
 LEAST = 64 << 10  # bytes of a row from which on the call costs less than it gains
-# Of which numbers an array of each type consists, as additions see them.
-_NAMES = {
-    "float32": "float32",
-    "float64": "float64",
-    "complex64": "float32",
-    "complex128": "float64",
-    "int32": "int32",
-    "int64": "int64",
-    "uint32": "int32",
-    "uint64": "int64",
-}
+_SUMMED = ("float32", "float64", "int32", "int64")
 
 
 @lru_cache(maxsize=1)
@@ -46,7 +39,7 @@ def sums(library: ctypes.CDLL) -> Sums | None:
     """
     try:
         functions: dict[str, Any] = {
-            name: getattr(library, f"shardmath_sum_{name}") for name in set(_NAMES.values())
+            name: getattr(library, f"shardmath_sum_{name}") for name in _SUMMED
         }
     except AttributeError:
         return None
@@ -60,7 +53,7 @@ def sums(library: ctypes.CDLL) -> Sums | None:
         nbytes = columns * first.itemsize
         if nbytes < LEAST:
             return False
-        function = functions.get(_NAMES.get(first.dtype.name, ""))
+        function = functions.get(_numbers_of(first.dtype))
         whole = all(_in_rows(each, first) for each in (*inputs, *outputs))
         if function is None or not whole:
             return False
@@ -73,6 +66,13 @@ def sums(library: ctypes.CDLL) -> Sums | None:
         return True
 
     return add
+
+
+@lru_cache(maxsize=64)
+def _numbers_of(dtype: np.dtype[Any]) -> str:
+    """The type of the numbers of which such elements consist, as additions see them."""
+    known = dtypes.of(dtype)
+    return known.real or known.name.removeprefix("u")
 
 
 def _in_rows(array: HostArray, like: HostArray) -> bool:

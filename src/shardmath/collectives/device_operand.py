@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from shardmath.arrays import DType, Library, array_of, library_and_spec, library_named
+from shardmath.arrays.dtypes import HALVES
 from shardmath.arrays.dtypes import of as dtype_of
 from shardmath.arrays.spec import ArraySpec
 from shardmath.collectives.device import DeviceCollectives
@@ -384,7 +385,7 @@ class DeviceOutput:
 def _combined_type(reduction: Reduction) -> DType:
     """The type whose elements kernels combine; of half precision they widen each themselves."""
     own = dtype_of(reduction.dtype)
-    inside = own.name in ("float16", "bfloat16") or reduction.accumulator == own.name
+    inside = own.name in HALVES or reduction.accumulator == own.name
     return own if inside else dtype_of(reduction.accumulator)
 
 

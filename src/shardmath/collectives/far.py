@@ -197,7 +197,7 @@ class FarCollectives:
         item, staging = dtype.itemsize, self._staging.block.address
         stride = _STAGING_BYTES // self.team.size // _ALIGNED * _ALIGNED
         most = stride // item
-        element = "boolean" if dtype.name == "bool" else dtype.name
+        element = dtype.kernels or dtype.name
         defines = (f"ELEMENT={element}", f"OPERATION={operation}")
         for first in range(0, count, most):
             some = min(most, count - first)

@@ -260,5 +260,5 @@ def kernel_memory(context: Context, operation: str, nbytes: int) -> list[int]:
 
 def reduction_defines(dtype: DType, operation: str, aligned: bool) -> tuple[str, ...]:
     """What reduce.cu is compiled with."""
-    element = "boolean" if dtype.name == "bool" else dtype.name
+    element = dtype.kernels or dtype.name
     return f"ELEMENT={element}", f"OPERATION={operation}", f"ALIGNED={aligned:d}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from functools import lru_cache
 
+from shardmath.arrays import dtypes
 from shardmath.cuda.driver import bindings, call
 
 __all__ = ["ALIGNMENT", "BOX_BYTES", "NBYTES", "tensor_map"]
@@ -29,18 +30,14 @@ def tensor_map(
 ) -> bytes:
     """The struct `TensorMap` of `height` rows of `width` elements, `pitch` elements apart.
 
-    `dtype` is "float16", "bfloat16" or "float64". Zeros where the matrix is empty: then it must not
-    be used.
+    `dtype` is a floating type, of 16, 32 or 64 bits. Zeros where the matrix is empty: then it must
+    not be used.
     """
     if not width or not height:
         return bytes(NBYTES)
     driver = bindings()
-    kinds = driver.CUtensorMapDataType
-    kind, itemsize = {
-        "float16": (kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2),
-        "bfloat16": (kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2),
-        "float64": (kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT64, 8),
-    }[dtype]
+    kind = getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{dtype.upper()}")
+    itemsize = dtypes.of(dtype).itemsize
     made = call(
         "cuTensorMapEncodeTiled",
         kind,

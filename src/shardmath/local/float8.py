@@ -14,11 +14,9 @@ import numpy as np
 from shardmath.arrays import dtypes
 from shardmath.arrays.base import HostArray
 
-__all__ = ["BLOCK", "FLOAT8", "Blocks", "dequantize", "largest", "quantize"]
+__all__ = ["BLOCK", "Blocks", "dequantize", "quantize"]
 
-FLOAT8 = frozenset({"float8_e4m3fn", "float8_e5m2"})
 BLOCK = 128  # elements along a side of a block, as cuBLASLt has them on Hopper
-_LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 _STRIP = 1 << 20  # elements that are converted at once
 
 
@@ -35,11 +33,6 @@ class Blocks(NamedTuple):
 
 def _count(extent: int, block: int | None) -> int:
     return 1 if block is None else -(-extent // block)
-
-
-def largest(dtype: str) -> float:
-    """The greatest finite number of an eight-bit type."""
-    return _LARGEST[dtype]
 
 
 def dequantize(x: HostArray, scales: HostArray, blocks: Blocks, out: HostArray) -> None:
@@ -62,7 +55,7 @@ def quantize(x: HostArray, scale: float, out: HostArray) -> None:
 
     What is too large, infinity included, becomes the greatest finite number of its sign; NaN stays.
     """
-    most: Any = np.float32(largest(dtypes.of(out.dtype).name))
+    most: Any = np.float32(dtypes.of(out.dtype).largest)
     rows, columns = x.shape
     for top, bottom in _strips(rows, columns):
         strip = x[top:bottom] * np.float32(scale)

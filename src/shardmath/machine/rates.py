@@ -13,9 +13,9 @@ __all__ = ["Rates"]
 class Rates:
     """One rank's processor: operations, bytes and seconds.
 
-    `products` are floating-point operations per second of large matrix products by dtype: a
-    multiply-add counts as two, a complex product as one. `transforms` are those of Fourier
-    transforms in single precision.
+    `products` are floating-point operations per second of large matrix products by dtype, of all
+    eight-bit floats by "float8": a multiply-add counts as two, a complex product as one.
+    `transforms` are those of Fourier transforms in single precision.
 
     Arithmetic reads and writes `memory` bytes per second, or `cached` where all that it touches is
     less than `cache` bytes; transforms, whose blocks lie at strides, `strided` bytes. A matrix
@@ -40,6 +40,10 @@ class Rates:
     cached: float = 0.0
     cache: int = 0
     packing: float = math.inf
+
+    def product(self, dtype: str) -> float:
+        """Operations per second of a large matrix product of such elements."""
+        return self.products[dtype.partition("_")[0]]
 
     def touching(self, nbytes: float) -> float:
         """Seconds to read or write so many bytes once."""

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from shardmath.arrays import dtypes
 from shardmath.base.lru_cache import LRUCache
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import call
@@ -39,18 +40,6 @@ _KEPT = 512  # products per process
 _CANDIDATES = 8  # algorithms that can be timed
 _TIMED = 5  # runs of each
 
-_TYPES = {
-    "float32": 0,
-    "float64": 1,
-    "float16": 2,
-    "complex64": 4,
-    "complex128": 5,
-    "bfloat16": 14,
-    "float8_e4m3fn": 28,
-    "float8_e5m2": 29,
-}
-# What sums are taken in, and what alpha and beta are, for operands of a type.
-_COMPUTE = {"float64": (70, 1), "complex128": (70, 5), "complex64": (68, 4)}
 _OPERATIONS = {"N": 0, "T": 1, "C": 2}
 
 
@@ -118,14 +107,15 @@ class Product:
         self._device = device
         self._handle = _handle(device)
         self._lt = lt = bindings()
-        compute, scale = _COMPUTE.get(shape.a.dtype, (68, 0))
-        self._scale = np.dtype(_SCALES[scale])
-        self._descriptor = lt.matmul_desc_create(shape.compute or compute, scale)
+        operand = dtypes.of(shape.a.dtype)
+        scale = operand.scalars[0]
+        self._scale = _numbered(scale)
+        self._descriptor = lt.matmul_desc_create(shape.compute or operand.computes[0], scale)
         undo = [(lt.matmul_desc_destroy, self._descriptor)]
         self._layouts = []
         for side in (shape.a, shape.b, shape.c, shape.d):
             rows, columns, leading = side.rows, side.columns, side.leading
-            layout = lt.matrix_layout_create(_TYPES[side.dtype], rows, columns, leading)
+            layout = lt.matrix_layout_create(_number(side.dtype), rows, columns, leading)
             self._layouts.append(layout)
             undo.append((lt.matrix_layout_destroy, layout))
         weakref.finalize(self, _destroy, undo).atexit = False
@@ -219,9 +209,9 @@ class Product:
         if extras.aux_leading:
             self._set("EPILOGUE_AUX_LD", extras.aux_leading)
         if extras.bias_type:
-            self._set("BIAS_DATA_TYPE", _TYPES[extras.bias_type])
+            self._set("BIAS_DATA_TYPE", _number(extras.bias_type))
         if extras.aux_type:
-            self._set("EPILOGUE_AUX_DATA_TYPE", _TYPES[extras.aux_type])
+            self._set("EPILOGUE_AUX_DATA_TYPE", _number(extras.aux_type))
         if shape.processors:
             self._set("SM_COUNT_TARGET", shape.processors)
         if shape.scaled is not None:
@@ -275,7 +265,16 @@ class Product:
 
 _SCALE_POINTERS = ("A_SCALE_POINTER", "B_SCALE_POINTER", "D_SCALE_POINTER", "AMAX_D_POINTER")
 _SOMEWHERE = 1 << 20  # an aligned address that nothing reads
-_SCALES = {0: "f4", 1: "f8", 4: "c8", 5: "c16"}
+
+
+def _number(dtype: str) -> int:
+    number = dtypes.of(dtype).number
+    assert number is not None, f"cuBLASLt has no {dtype}"
+    return number
+
+
+def _numbered(number: int) -> np.dtype[Any]:
+    return dtypes.to_numpy(dtypes.numbered(number))
 
 
 def _destroy(undo: list[tuple[Any, int]]) -> None:

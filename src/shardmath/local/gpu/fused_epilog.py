@@ -9,24 +9,24 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from shardmath.arrays.dtypes import HALVES, names
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.gpu.blaslt import EpilogAttributes
 from shardmath.local.gpu.matrix import Matrix
 
 __all__ = ["FusedEpilog", "fused_epilog", "split"]
 
-_HALF_DTYPES = ("float16", "bfloat16")
-_FLOATS = (*_HALF_DTYPES, "float32", "float64")
+_FLOATS = names(lambda row: row.kind == "f" and row.itemsize > 1)
 # For which types of D its epilogs are ours, and faster than our kernel. Its masks have a bit where
 # the input of ReLU is 0, ours have none; its ReLU makes NaN 0 by some algorithms; its GELU is off
 # by 5e-6 in float32 and 3e-10 in float64, the derivative by several roundings in float16; and where
 # a mask is read our kernel is faster. Sums of rows are added across ranks before they are rounded.
 _ALIKE = {
     MatmulEpilog.BIAS: _FLOATS,
-    MatmulEpilog.GELU: _HALF_DTYPES,
-    MatmulEpilog.GELU_BIAS: _HALF_DTYPES,
-    MatmulEpilog.GELU_AUX: _HALF_DTYPES,
-    MatmulEpilog.GELU_AUX_BIAS: _HALF_DTYPES,
+    MatmulEpilog.GELU: HALVES,
+    MatmulEpilog.GELU_BIAS: HALVES,
+    MatmulEpilog.GELU_AUX: HALVES,
+    MatmulEpilog.GELU_AUX_BIAS: HALVES,
 }
 # What the product does, and what our kernel then does to D in place: ReLU and its derivative have
 # the same bits before rounding and after. DGELU is rounded twice, which may not make it infinite.

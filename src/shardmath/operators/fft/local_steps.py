@@ -18,7 +18,6 @@ from shardmath.arrays.spec import packed_strides
 from shardmath.local.fft import Kind
 from shardmath.local.plan_many import PlanMany, StridedArray, plan_many
 from shardmath.machine import h200
-from shardmath.operators.fft.options import COMPUTE_TYPE
 
 __all__ = ["Convert", "Copy", "LocalFFT", "LocalStep", "Scale", "View", "local_steps", "packed"]
 
@@ -158,14 +157,15 @@ def local_steps(
         return []
     before: list[LocalStep] = []
     after: list[LocalStep] = [Scale(target, factor)] if factor != 1 else []
-    if source.dtype in COMPUTE_TYPE:
-        wide = _like("pack wide", source, COMPUTE_TYPE[source.dtype])
+    computed = {x.dtype: dtypes.accumulator(x.dtype).name for x in (source, target)}
+    if computed[source.dtype] != source.dtype:
+        wide = _like("pack wide", source, computed[source.dtype])
         before = [Convert(source, wide)]
         source, preserve_input = wide, False
-    if target.dtype in COMPUTE_TYPE:
+    if computed[target.dtype] != target.dtype:
         made = source
         if preserve_input or kind != "C2C":
-            made = _like("pack made", target, COMPUTE_TYPE[target.dtype])
+            made = _like("pack made", target, computed[target.dtype])
         after = [Convert(made, target, factor)]
         target = made
     if kind == "C2R":

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shardmath.arrays import ArraySpec
+from shardmath.arrays import ArraySpec, dtypes
 from shardmath.context.context import Context
 from shardmath.local.fft import Kind
 from shardmath.machine import Machine
-from shardmath.operators.fft.options import REAL_OF, FFTDirection, FFTOptions, direction_of
+from shardmath.operators.fft.options import FFTDirection, FFTOptions, direction_of
 from shardmath.operators.fft.passes import cores_program
 from shardmath.operators.fft.problem import Description, Problem, check, describe, kind_of
 from shardmath.operators.fft.search import choose
@@ -87,7 +87,7 @@ class FourierTransform:
             return kind_of(dtype, asked)
         if asked not in (None, self._kind):
             raise ValueError(f"options.fft_type is {asked}, and the call is {self._kind}")
-        if self._kind == "R2C" and dtype in REAL_OF:
+        if self._kind == "R2C" and dtypes.of(dtype).real:
             raise RuntimeError(f"the operand has dtype {dtype}; rfft takes a real one: call fft")
         return kind_of(dtype, self._kind)
 

@@ -14,25 +14,12 @@ from shardmath.operators.lifecycle import check_blocking, check_logger
 
 __all__ = [
     "COMPARED",
-    "COMPLEX_OF",
-    "COMPUTE_TYPE",
-    "REAL_OF",
     "FFTDirection",
     "FFTOptions",
     "direction_of",
 ]
 
 FFTType = Literal["C2C", "C2R", "R2C"]
-
-COMPLEX_OF = {
-    "float16": "complex64",
-    "bfloat16": "complex64",
-    "float32": "complex64",
-    "float64": "complex128",
-}
-REAL_OF = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
-# The compute type of half precision: docs/decisions/half-precision-exchanges.md.
-COMPUTE_TYPE = {"float16": "float32", "bfloat16": "float32", "complex32": "complex64"}
 
 # The options that must be equal on all ranks.
 COMPARED = ("fft_type", "redistribute", "last_axis_parity", "inplace", "blocking", "halves")

@@ -15,7 +15,6 @@ from typing import Literal
 from shardmath.arrays import dtypes
 from shardmath.geometry import Layout
 from shardmath.local.fft import Kind
-from shardmath.operators.fft.options import COMPUTE_TYPE
 from shardmath.operators.fft.problem import Problem
 from shardmath.operators.fft.strategy import Strategy
 from shardmath.operators.fft.strategy import Transform as LocalTransforms
@@ -57,10 +56,11 @@ def cores_program(strategy: Strategy, problem: Problem) -> Program:
         source = "wide operand"
         workspace[source] = SplitArray(problem.source, computed.dtype, problem.order)
         steps.append(Convert("operand", source))
-    narrow = problem.result in COMPUTE_TYPE
+    wide = dtypes.accumulator(problem.result).name
+    narrow = wide != problem.result
     if narrow:
         target = "wide result"
-        workspace[target] = SplitArray(problem.target, COMPUTE_TYPE[problem.result], problem.order)
+        workspace[target] = SplitArray(problem.target, wide, problem.order)
     memories = _memories(passes)
     read = False  # whether peers may still be reading what this rank wrote
     for number, (each, memory) in enumerate(zip(passes, memories, strict=True)):

@@ -20,8 +20,6 @@ from shardmath.geometry import Distribution, Layout, Slab
 from shardmath.local.fft import Kind, Norm
 from shardmath.operators.fft.options import (
     COMPARED,
-    COMPLEX_OF,
-    REAL_OF,
     FFTDirection,
     FFTOptions,
 )
@@ -66,8 +64,8 @@ class Problem:
     def result(self) -> str:
         """The name of the result's type."""
         if self.kind == "R2C":
-            return "complex32" if self.half_precision else COMPLEX_OF[self.dtype]
-        return REAL_OF[self.dtype] if self.kind == "C2R" else self.dtype
+            return "complex32" if self.half_precision else dtypes.of(self.dtype).complex
+        return dtypes.of(self.dtype).real if self.kind == "C2R" else self.dtype
 
     @property
     def widened(self) -> Problem:
@@ -153,12 +151,13 @@ def kind_of(dtype: str, asked: str | None) -> Kind:
 
     Raises ValueError when there is none, or when it is not the one asked for.
     """
-    if dtype not in COMPLEX_OF and dtype not in REAL_OF:
-        names = ", ".join((*COMPLEX_OF, *REAL_OF))
+    known = dtypes.of(dtype)
+    if not (known.complex or known.real):
+        names = ", ".join(dtypes.names(lambda row: row.complex or row.real))
         raise ValueError(
             f"the operand has dtype {dtype}; transforms take {names}{dtypes.advice(dtype)}"
         )
-    natural: Kind = "R2C" if dtype in COMPLEX_OF else "C2C"
+    natural: Kind = "R2C" if known.complex else "C2C"
     if asked is None:
         return natural
     if (asked == "R2C") != (natural == "R2C"):

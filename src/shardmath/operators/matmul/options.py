@@ -14,11 +14,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from shardmath.local.float8 import FLOAT8
+from shardmath.arrays import dtypes
+from shardmath.arrays.dtypes import FLOAT8, HALVES
 from shardmath.operators.lifecycle import check_blocking, check_logger, options_of
 
 __all__ = [
     "FROM_FLOAT8",
+    "MULTIPLIED",
     "MatmulAlgoType",
     "MatmulComputeType",
     "MatmulEpilogPreferences",
@@ -120,13 +122,14 @@ class MatmulOptions:
         """Raise ValueError for a value out of range, or one that operands of `dtype` rule out."""
         if self.algo_type is not None and self.algo_type not in set(MatmulAlgoType):
             raise ValueError(f"algo_type {self.algo_type!r} is not a MatmulAlgoType")
-        if self.compute_type is not None and self.compute_type not in _COMPUTE[dtype]:
-            names = ", ".join(MatmulComputeType(value).name for value in sorted(_COMPUTE[dtype]))
+        computes, scalars = dtypes.of(dtype).computes, dtypes.of(dtype).scalars
+        if self.compute_type is not None and self.compute_type not in computes:
+            names = ", ".join(MatmulComputeType(value).name for value in sorted(computes))
             raise ValueError(
                 f"compute_type {self.compute_type!r} does not suit operands of {dtype}; use {names}"
             )
-        if self.scale_type is not None and self.scale_type not in _SCALE[dtype]:
-            names = " or ".join(_CUDA_TYPES[value] for value in sorted(_SCALE[dtype]))
+        if self.scale_type is not None and self.scale_type not in scalars:
+            names = " or ".join(str(dtypes.numbered(value)) for value in sorted(scalars))
             raise ValueError(
                 f"scale_type {self.scale_type!r} does not suit operands of {dtype}; use {names}"
             )
@@ -204,17 +207,17 @@ def result_dtype(options: MatmulOptions, dtype: str, addend: str | None = None) 
     """
     if options.result_type is None:
         return addend if dtype in FLOAT8 and addend in FROM_FLOAT8 else dtype
-    wanted = _CUDA_TYPES.get(options.result_type)
+    wanted = dtypes.numbered(options.result_type)
     allowed: tuple[str, ...] = (dtype,)
     if dtype in FLOAT8:
         allowed = FROM_FLOAT8
-    elif dtype in ("float16", "bfloat16"):
-        allowed = (dtype, "float32")
-    if wanted is None or wanted not in allowed:
+    elif dtype in HALVES:
+        allowed = (dtype, dtypes.accumulator(dtype).name)
+    if wanted is None or wanted.name not in allowed:
         shown = wanted or f"type number {options.result_type}"
         names = " or ".join(allowed)
         raise ValueError(f"operands of {dtype} give a result of {names}, not {shown}")
-    return wanted
+    return wanted.name
 
 
 def extras_dtype(result: str, addend: str | None = None) -> str:
@@ -229,38 +232,6 @@ def extras_dtype(result: str, addend: str | None = None) -> str:
 _FLAGS = ("inplace", "result_amax", "block_scaling")
 _NUMBERS = ("compute_type", "scale_type", "result_type", "algo_type", "sm_count_communication")
 
-_CUDA_TYPES = {
-    0: "float32",
-    1: "float64",
-    2: "float16",
-    4: "complex64",
-    5: "complex128",
-    14: "bfloat16",
-    28: "float8_e4m3fn",
-    29: "float8_e5m2",
-}
-FROM_FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32")
 
-_SINGLE = frozenset({68, 69})
-_FAST = frozenset({74, 75, 77, 78})
-_DOUBLE = frozenset({70, 71, 79})
-_COMPUTE = {
-    "float16": _SINGLE | {64, 65},
-    "bfloat16": _SINGLE,
-    "float32": _SINGLE | _FAST,
-    "complex64": _SINGLE | _FAST,
-    "float64": _DOUBLE,
-    "complex128": _DOUBLE,
-    "float8_e4m3fn": _SINGLE,
-    "float8_e5m2": _SINGLE,
-}
-_SCALE = {
-    "float16": frozenset({0, 2}),
-    "bfloat16": frozenset({0}),
-    "float32": frozenset({0}),
-    "complex64": frozenset({4}),
-    "float64": frozenset({1}),
-    "complex128": frozenset({5}),
-    "float8_e4m3fn": frozenset({0}),
-    "float8_e5m2": frozenset({0}),
-}
+MULTIPLIED = dtypes.names(lambda row: row.computes)
+FROM_FLOAT8 = dtypes.names(lambda row: row.computes and row.kind == "f" and row.itemsize <= 4)

@@ -13,13 +13,14 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from shardmath.arrays import ArraySpec, dtypes
+from shardmath.arrays.dtypes import FLOAT8
 from shardmath.context.agreement import require_equal
 from shardmath.geometry import Distribution, Layout
 from shardmath.local.epilog import MatmulEpilog, requirements
-from shardmath.local.float8 import FLOAT8
 from shardmath.operators.layouts import bind_layout, infer_layout
 from shardmath.operators.matmul.options import (
     FROM_FLOAT8,
+    MULTIPLIED,
     MatmulOptions,
     extras_dtype,
     result_dtype,
@@ -43,10 +44,6 @@ __all__ = [
     "place_of",
 ]
 
-_SUPPORTED = (
-    *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
-    *sorted(FLOAT8),
-)
 _NAMES = ("a", "b", "c")
 
 
@@ -305,9 +302,12 @@ def _check_operand(name: str, spec: ArraySpec) -> None:
     if spec.ndim != 2:
         column = f": as a column a vector is {name}[:, None]" if spec.ndim == 1 else ""
         raise ValueError(f"{name} has shape {spec.shape}; matmul takes matrices{column}")
-    if spec.dtype not in _SUPPORTED:
+    on_gpu = spec.space == "cuda" and spec.dtype in MULTIPLIED
+    if on_gpu and dtypes.of(spec.dtype).number is None:
+        raise ValueError(f"{name} has dtype {spec.dtype}, which GPUs do not multiply")
+    if spec.dtype not in MULTIPLIED:
         raise ValueError(
-            f"{name} has dtype {spec.dtype}; supported are {', '.join(_SUPPORTED)}"
+            f"{name} has dtype {spec.dtype}; supported are {', '.join(MULTIPLIED)}"
             f"{dtypes.advice(spec.dtype)}"
         )
 

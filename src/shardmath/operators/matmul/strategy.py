@@ -253,7 +253,7 @@ class _Product:
         A vector is multiplied where it lies, and so is the matrix beside it.
         """
         copied = self.touched if min(self.m, self.n) > 1 else 0
-        computing = self.flops / rates.products[dtype] + copied / rates.packing
+        computing = self.flops / rates.product(dtype) + copied / rates.packing
         return max(computing, rates.touching(self.touched))
 
 

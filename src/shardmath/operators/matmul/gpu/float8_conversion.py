@@ -10,10 +10,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
+from shardmath.arrays.dtypes import FLOAT8
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import call
 from shardmath.handles.operand import Operand
-from shardmath.local.float8 import FLOAT8, Blocks
+from shardmath.local.float8 import Blocks
 from shardmath.local.gpu import Matrix, float8
 from shardmath.local.gpu.scaled import Quantized
 from shardmath.operators.lanes import Lane

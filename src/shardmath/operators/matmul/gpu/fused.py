@@ -14,6 +14,7 @@ from functools import partial
 from hashlib import blake2b
 from typing import Any
 
+from shardmath.arrays.dtypes import HALVES
 from shardmath.context.context import Context
 from shardmath.cuda.device import Device
 from shardmath.cuda.stream import StreamOrder
@@ -21,7 +22,6 @@ from shardmath.handles.exposed import Exposed
 from shardmath.local.gpu import Matrix
 from shardmath.operators.matmul.gpu.all_gather import AllGatherGemm
 from shardmath.operators.matmul.gpu.all_reduce import GemmAllReduce
-from shardmath.operators.matmul.gpu.local_product import HALF_DTYPES
 from shardmath.operators.matmul.gpu.operand_layout import OperandLayout
 from shardmath.operators.matmul.gpu.patterns import Pattern
 from shardmath.operators.matmul.gpu.rank_plan import Operands, RankPlan
@@ -127,7 +127,7 @@ class Fused:
         operands, dtype = self._operands, self._rank_plan.strategy.problem.dtype
         plain = operands.alpha == 1 and (operands.c is None or operands.beta == 0)
         aligned = not any(x.size and x.address % _ALIGNMENT for x in (self._a, self._b))
-        return plain and aligned and self._out.dtype == dtype and dtype in HALF_DTYPES
+        return plain and aligned and self._out.dtype == dtype and dtype in HALVES
 
     def _as_kernel_problem(self, device: Device) -> RowSplitProduct | SplitKProduct | None:
         """The product as the kernel takes it; None where the arrays do not lie as it wants."""
@@ -184,7 +184,7 @@ def is_faster(rank_plan: RankPlan) -> bool:
 def _is_faster(rank_plan: RankPlan) -> bool:
     strategy, pattern = rank_plan.strategy, rank_plan.pattern
     problem = strategy.problem
-    if pattern is None or problem.dtype not in HALF_DTYPES or problem.epilog not in EPILOGS:
+    if pattern is None or problem.dtype not in HALVES or problem.epilog not in EPILOGS:
         return False
     if problem.strategy == pattern.kind:
         return True
@@ -221,7 +221,7 @@ def notes(rank_plan: RankPlan) -> list[str]:
         return [f"in one kernel: {how}, where all arrays lie in memory as it wants them"]
     if pattern.kind in CHOICES:
         return [f"by cuBLAS and one collective, of {rank_plan.parts_dtype}"]
-    if rank_plan.strategy.problem.dtype not in HALF_DTYPES:
+    if rank_plan.strategy.problem.dtype not in HALVES:
         return []
     return ["in phases, which are predicted to be faster than one kernel that moves data too"]
 

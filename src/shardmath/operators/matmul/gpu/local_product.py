@@ -6,9 +6,7 @@ from dataclasses import dataclass
 
 from shardmath.operators.matmul.gpu.operand_layout import OperandLayout
 
-__all__ = ["HALF_DTYPES", "LocalProduct"]
-
-HALF_DTYPES = ("float16", "bfloat16")
+__all__ = ["LocalProduct"]
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,7 @@ class PanelGemm:
         out = self._out
         if not any(operand_plan.gathers for operand_plan in self._rank_plan.operand_plans):
             return "nothing is gathered"
-        seconds = 2.0 * out.rows * out.columns * self._extent / H200.products[out.dtype]
+        seconds = 2.0 * out.rows * out.columns * self._extent / H200.product(out.dtype)
         if seconds < _LEAST_SECONDS or min(out.rows, out.columns, self._extent) < _LEAST_WIDTH:
             return "the product is small"
         tiles = self._tiles()

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardmath.arrays import dtypes
+from shardmath.arrays.dtypes import HALVES
 from shardmath.cuda.tensormap import ALIGNMENT, BOX_BYTES, NBYTES, tensor_map
 from shardmath.geometry import Move
 from shardmath.local.gpu import Matrix
@@ -46,7 +47,7 @@ class Tiling:
 
 _HALF = Tiling("panel_gemm", 256, 64, 2, stages=4, splits_k=True, fixup_steps=40)
 _DOUBLE = Tiling("panel_gemm_f64", 128, 16, 2, stages=6, splits_k=False, fixup_steps=10)
-TILINGS = {"float16": _HALF, "bfloat16": _HALF, "float64": _DOUBLE}
+TILINGS = {**dict.fromkeys(HALVES, _HALF), "float64": _DOUBLE}
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,10 +11,11 @@ from functools import cached_property
 from typing import Any
 
 from shardmath.arrays import dtypes
+from shardmath.arrays.dtypes import FLOAT8
 from shardmath.geometry import Move, shared_part
 from shardmath.handles.operand import Operand
 from shardmath.local.epilog import MatmulEpilog
-from shardmath.local.float8 import BLOCK, FLOAT8
+from shardmath.local.float8 import BLOCK
 from shardmath.local.gpu.gemm import Algorithms
 from shardmath.machine import Machine, h200
 from shardmath.operators.matmul.gpu.panels import Interval, OperandPlan, intervals
@@ -201,7 +202,7 @@ class RankPlan:
         itemsize = dtypes.of(dtype).itemsize
         flops = 2.0 * strategy.rows[rank].length * strategy.columns[rank].length
         came = max((a.remote + b.remote) * itemsize / self.machine.rates.link, 1e-12)
-        rate = self.machine.rates.products[dtype]
+        rate = self.machine.rates.product(dtype)
         rotate = strategy.sums.disjoint()
         grain = BLOCK if self.multiplies_elements else 64
         ratio = flops / rate / came

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
+from shardmath.arrays.dtypes import HALVES
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.machine import h200
-from shardmath.operators.matmul.gpu.local_product import HALF_DTYPES
 from shardmath.operators.matmul.gpu.operand_layout import OperandLayout
 from shardmath.operators.matmul.gpu.patterns import Pattern, pattern_of
 from shardmath.operators.matmul.gpu.split_k import SplitKProduct, even_rows
@@ -80,7 +80,7 @@ def predicted(strategy: Strategy) -> float | None:
     else.
     """
     pattern, problem = pattern_of(strategy), strategy.problem
-    if pattern is None or pattern.kind not in CHOICES or problem.dtype not in HALF_DTYPES:
+    if pattern is None or pattern.kind not in CHOICES or problem.dtype not in HALVES:
         return None
     choice = CHOICES[pattern.kind](split_k_product(strategy, pattern))
     fuses = choice.fused and problem.epilog in EPILOGS

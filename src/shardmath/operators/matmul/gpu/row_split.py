@@ -15,10 +15,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from shardmath.arrays.dtypes import HALVES
 from shardmath.cuda.device import Device
 from shardmath.cuda.tensormap import ALIGNMENT
 from shardmath.machine import h200
-from shardmath.operators.matmul.gpu.local_product import HALF_DTYPES, LocalProduct
+from shardmath.operators.matmul.gpu.local_product import LocalProduct
 
 __all__ = [
     "CHUNKS",
@@ -67,10 +68,8 @@ class RowSplitProduct(LocalProduct):
         """Why `device` cannot multiply so while rows arrive, or "" where it can."""
         if device.arch != "sm_90":
             return f"the kernel is for GPUs of capability 9.0, and this one is {device.arch}"
-        if self.dtype not in HALF_DTYPES:
-            return (
-                f"elements are {self.dtype}, and the kernel multiplies {' and '.join(HALF_DTYPES)}"
-            )
+        if self.dtype not in HALVES:
+            return f"elements are {self.dtype}, and the kernel multiplies {' and '.join(HALVES)}"
         if len(self.rows) > _MOST_RANKS:
             return f"{len(self.rows)} ranks, and the kernel gathers from {_MOST_RANKS} at most"
         for name, operand in (("A", self.a), ("B", self.b)):

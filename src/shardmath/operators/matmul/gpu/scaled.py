@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Any
 
+from shardmath.arrays.dtypes import FLOAT8
 from shardmath.geometry import Move
 from shardmath.geometry.integers import up
 from shardmath.local.epilog import MatmulEpilog
-from shardmath.local.float8 import FLOAT8
 from shardmath.local.gpu import Matrix, scaled
 from shardmath.local.gpu.blaslt import WORKSPACE
 from shardmath.local.gpu.epilog import finish

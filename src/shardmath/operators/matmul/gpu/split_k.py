@@ -14,9 +14,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+from shardmath.arrays.dtypes import HALVES
 from shardmath.cuda.device import Device
 from shardmath.cuda.tensormap import ALIGNMENT
-from shardmath.operators.matmul.gpu.local_product import HALF_DTYPES, LocalProduct
+from shardmath.operators.matmul.gpu.local_product import LocalProduct
 from shardmath.operators.matmul.gpu.tile_order import TILE_ROWS
 
 __all__ = ["SplitKProduct", "even_rows"]
@@ -46,10 +47,8 @@ class SplitKProduct(LocalProduct):
         """Why `device` cannot multiply so with tiles that are sent, or "" where it can."""
         if device.arch != "sm_90":
             return f"the kernel is for GPUs of capability 9.0, and this one is {device.arch}"
-        if self.dtype not in HALF_DTYPES:
-            return (
-                f"elements are {self.dtype}, and the kernel multiplies {' and '.join(HALF_DTYPES)}"
-            )
+        if self.dtype not in HALVES:
+            return f"elements are {self.dtype}, and the kernel multiplies {' and '.join(HALVES)}"
         if len(self.rows) > _MOST_RANKS:
             return f"{len(self.rows)} ranks, and the kernel sends to {_MOST_RANKS} at most"
         if not 0 < self.height * self.columns < _MOST_ELEMENTS:
