@@ -30,7 +30,6 @@ except ImportError as error:
 
 from shardmath.arrays import library_of
 from shardmath.base.collective_call import collective_call
-from shardmath.base.untraced import untraced
 from shardmath.collectives import all_reduce as _all_reduce
 from shardmath.context.agreement import require_equal
 from shardmath.context.context import require_context
@@ -42,7 +41,6 @@ from shardmath.operators.redistribute import redistribute as _redistribute
 __all__ = ["all_reduce", "matmul", "redistribute"]
 
 
-@untraced
 @collective_call
 def matmul(
     a: Any,
@@ -61,7 +59,6 @@ def matmul(
     return _Matmul.apply(a, b, distributions, options)
 
 
-@untraced
 @collective_call
 def redistribute(
     operand: Any, /, input_distribution: Distribution, output_distribution: Distribution
@@ -73,7 +70,6 @@ def redistribute(
     return _Redistribute.apply(operand, input_distribution, output_distribution)
 
 
-@untraced
 @collective_call
 def all_reduce(x: Any, *, op: str = "sum") -> Any:
     """The "sum" or "mean" of all ranks' `x`, on every rank, as `shardmath.collectives.all_reduce`.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shardmath.base.collective_call import collective_call
 from shardmath.call.driver import call
 from shardmath.call.planned import Planned
 from shardmath.context.agreement import require_equal
@@ -100,6 +101,7 @@ class MatrixVector:
 MATVEC = MatrixVector()
 
 
+@collective_call
 def matvec(a, x, distributions, *, out=None, options=None):
     """A x, of distributions (A, x, result). Collective."""
     return call(MATVEC, Arguments((a, x), (out,), tuple(distributions), options))
@@ -114,5 +116,6 @@ class MatVec(Planned):
     def __init__(self, a, x, distributions):
         super().__init__(MATVEC, Arguments((a, x), (None,), tuple(distributions)))
 
+    @collective_call
     def execute(self, out=None, release_workspace=False):
         return self._execute((out,), None, release_workspace=release_workspace)

@@ -79,7 +79,10 @@ def test_all_get_all_texts_and_payloads(way, size, spins):
     with ThreadPoolExecutor(size) as pool:
         results = list(pool.map(program, boards(size, spins)))
     want = [
-        tuple([text(rank, number, lengths[rank][part]) for rank in range(size)] for part in (0, 1))
+        tuple(
+            tuple(text(rank, number, lengths[rank][part]) for rank in range(size))
+            for part in (0, 1)
+        )
         for number, lengths in enumerate(LENGTHS)
     ]
     assert results == [want] * size
@@ -107,7 +110,27 @@ def test_both_ways_meet(compiled, monkeypatch):
 
     with ThreadPoolExecutor(2) as pool:
         results = list(pool.map(program, pair))
-    assert results == [[[text(r, number, 9) for r in range(2)] for number in range(50)]] * 2
+    assert results == [[tuple(text(r, number, 9) for r in range(2)) for number in range(50)]] * 2
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_texts_that_were_expected_are_not_made_anew(way, size):
+    """Equal ones are the very tuple; one that is longer, shorter or different is seen."""
+    turns = [(b"same",) * size, (b"sam",) * size, (b"some",) * size, (b"", *[b"same"] * (size - 1))]
+    turns += [(b"same",) * (size - 1), (b"same",) * (size + 1), None]
+    texts = (b"same",) * size
+
+    def program(own):
+        found = []
+        for expected in turns:
+            told, payloads = own.exchange_raw("x", texts[own.rank], b"%d" % own.rank, expected)
+            assert payloads == tuple(b"%d" % rank for rank in range(size))
+            found.append((told == texts, told is expected))
+        return found
+
+    with ThreadPoolExecutor(size) as pool:
+        results = list(pool.map(program, boards(size)))
+    assert results == [[(True, True)] + [(True, False)] * (len(turns) - 1)] * size
 
 
 def test_a_mailbox_of_another_round_is_refused(way):
@@ -127,15 +150,15 @@ def test_bounds_are_checked(compiled):
         with pytest.raises(ValueError, match="no such rows"):
             compiled.Page(*good[:index], wrong, *good[index + 1 :])
     page = compiled.Page(*good)
-    assert page.exchange(0, 2, 1, b"abc", b"de") is None
+    assert page.exchange(0, 2, 1, b"abc", b"de", None) is None
     assert memory[:8] == (2).to_bytes(8, "little") and memory[64 + 24 : 64 + 29] == b"abcde"
     assert page.arrive(1, 6) is False
     assert memory[8:16] == (6).to_bytes(8, "little")
     for wrong in ((2, 2, 1, b"", b""), (-1, 2, 1, b"", b""), (0, 2, 1, bytes(20), bytes(5))):
         with pytest.raises(ValueError, match="no such word"):
-            page.exchange(*wrong)
+            page.exchange(*wrong, None)
     with pytest.raises(ValueError, match="no such word"):
         page.arrive(2, 2)
-    for wrong in ((), (0, 2, 1, "text", b""), (0, 2, 1, b"")):
+    for wrong in ((), (0, 2, 1, "text", b"", None), (0, 2, 1, b"", b"")):
         with pytest.raises(TypeError, match="exchange"):
             page.exchange(*wrong)

@@ -17,10 +17,12 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from functools import wraps
+from sys import modules
 from types import FunctionType
 from typing import ParamSpec, Protocol, TypeVar, cast
 
 from shardmath.base.caller import caller_line
+from shardmath.base.untraced import COMPILER, is_watched, marked, unwatched
 
 __all__ = ["CollectiveCall", "collective_call", "settled", "this_thread"]
 
@@ -40,16 +42,16 @@ class Interruptible(Protocol):
 class CollectiveCall:
     """One call under way in one thread. `finished` is set once, when it can no longer be cut short.
 
-    `boards` are those that it has used, `settled` the exception that is known to leave them usable.
+    `boards` are those that it has used, `settled` the exception that is known to leave them usable;
+    `thread` is set with the first board.
     """
 
-    __slots__ = ("boards", "finished", "settled", "thread")
+    thread = 0
+    finished = False
+    settled: BaseException | None = None
 
     def __init__(self) -> None:
-        self.thread = threading.get_ident()
         self.boards: list[Interruptible] = []
-        self.finished = False
-        self.settled: BaseException | None = None
 
     def interrupt(self, error: BaseException, boards: Sequence[Interruptible]) -> None:
         """End the call because of `error`: `boards` fail unless the error is settled."""
@@ -79,10 +81,15 @@ def settled(error: E) -> E:
 
 
 def collective_call(function: Callable[P, R]) -> Callable[P, R]:
-    """`function` as a collective call; called within another, it is a part of that one."""
+    """`function` as a collective call; called within another, it is a part of that one.
+
+    `torch.compile` leaves it as it is, as what is `untraced`.
+    """
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if COMPILER in modules and is_watched():
+            return unwatched(call)(*args, **kwargs)
         if this_thread.call is not None and _is_part():
             return function(*args, **kwargs)
         record = CollectiveCall()
@@ -99,7 +106,7 @@ def collective_call(function: Callable[P, R]) -> Callable[P, R]:
             raise
         return result
 
-    return call
+    return marked(call)
 
 
 def _is_part() -> bool:
@@ -109,7 +116,7 @@ def _is_part() -> bool:
     """
     frame = sys._getframe(1).f_back
     while frame is not None:
-        if frame.f_code is _ENTRANCE:
+        if frame.f_code is _ENTRANCE and frame.f_locals.get("record") is this_thread.call:
             return True
         frame = frame.f_back
     return False

@@ -2,7 +2,8 @@
 
 Compiled code is cut at such a call, which then runs as it is, between the graphs of what is around
 it. Were it traced, parts of it would run on tensors that have no memory, after the ranks have
-agreed. torch is not imported for this: before it is, nothing is compiled.
+agreed. torch is not imported for this: before it is, nothing is compiled, and the compiler watches
+a call only where code that it has compiled makes it.
 """
 
 from __future__ import annotations
@@ -11,36 +12,54 @@ import functools
 import sys
 from collections.abc import Callable
 from types import FunctionType
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
-__all__ = ["untraced", "untraced_methods"]
+__all__ = ["COMPILER", "is_watched", "marked", "untraced", "untraced_methods", "unwatched"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Call = TypeVar("Call", bound=Callable[..., Any])
 Class = TypeVar("Class", bound=type)
 
+COMPILER = "torch._dynamo"  # until it is in sys.modules, nothing is compiled
+_MARK = "_torchdynamo_disable"  # what the compiler looks for before it goes in
 _SPECIAL = ("__init__", "__enter__", "__exit__", "__call__")
 
 
 def untraced(call: Callable[P, R]) -> Callable[P, R]:
     """`call`, which `torch.compile` leaves as it is, together with all that it calls."""
-    skipped: list[Callable[P, R]] = []
 
     @functools.wraps(call)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not skipped:  # once it is, the compiler need not look at the table of all modules
-            if "torch._dynamo" not in sys.modules:  # nothing is compiled
-                return call(*args, **kwargs)
-            skipped.append(sys.modules["torch"].compiler.disable(call))
-        return skipped[0](*args, **kwargs)
+        if COMPILER in sys.modules and is_watched():
+            return unwatched(call)(*args, **kwargs)
+        return call(*args, **kwargs)
 
-    vars(called)["_torchdynamo_disable"] = True  # what the compiler looks for before it goes in
-    return called
+    return marked(called)
+
+
+def marked(call: Call) -> Call:
+    """`call`, marked as one that begins as `untraced` calls do."""
+    vars(call)[_MARK] = True
+    return call
+
+
+def is_watched() -> bool:
+    """Whether torch's compiler would trace what this thread calls next."""
+    callback = sys.modules["torch"]._C._dynamo.eval_frame.get_eval_frame_callback()
+    return callback is not None and callback is not False
+
+
+def unwatched(call: Callable[P, R]) -> Callable[P, R]:
+    """`call` without the compiler, which does not watch what it calls either."""
+    alone: Callable[P, R] = sys.modules["torch"].compiler.disable(call)
+    return alone
 
 
 def untraced_methods(kind: Class) -> Class:
     """The class `kind`, whose public methods, and those that make and enter it, are `untraced`."""
     for name, member in list(vars(kind).items()):
-        if isinstance(member, FunctionType) and (not name.startswith("_") or name in _SPECIAL):
+        public = isinstance(member, FunctionType) and (not name.startswith("_") or name in _SPECIAL)
+        if public and _MARK not in vars(member):
             setattr(kind, name, untraced(member))
     return kind

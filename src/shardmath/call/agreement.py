@@ -26,7 +26,7 @@ __all__ = ["Agreement", "Described", "HashedSpec", "Statement", "agree", "agree_
 Plan = TypeVar("Plan")
 
 _Key = tuple[str, tuple[bytes, ...]]  # operation, digests of all ranks' specs
-_Messages = tuple[bytes, ...]  # of each rank, with the operation
+_Texts = tuple[bytes, ...]  # of each rank, with the operation
 
 _NAME = "plans"  # of what a context keeps of them
 _KEPT = 256  # plans per context
@@ -53,7 +53,8 @@ class Described(Protocol):
 
     `spec` is plain hashable data (tuples, strings, numbers, None) of which equal values mean equal
     calls, or a `HashedSpec` of such data. `note` is bytes that may differ from call to call, such
-    as where operands lie; `payload`, bytes that mostly do.
+    as where operands lie; `payload`, bytes that mostly do. `last` is what was agreed on in the last
+    such call, if any was.
     """
 
     @property
@@ -71,6 +72,11 @@ class Described(Protocol):
         """See the class."""
         ...
 
+    @property
+    def last(self) -> Agreement[Any] | None:
+        """See the class."""
+        ...
+
 
 Own = TypeVar("Own", bound=Described)
 
@@ -82,10 +88,10 @@ class Agreement(Generic[Plan]):
     so that what a rank has prepared for such calls can be found by it.
     """
 
-    __slots__ = ("key", "notes", "plan")
+    __slots__ = ("key", "notes", "plan", "texts")
 
-    def __init__(self, plan: Plan, notes: list[bytes], key: _Key) -> None:
-        self.plan, self.notes, self.key = plan, notes, key
+    def __init__(self, plan: Plan, notes: list[bytes], key: _Key, texts: _Texts) -> None:
+        self.plan, self.notes, self.key, self.texts = plan, notes, key, texts
 
 
 def agree(
@@ -94,7 +100,7 @@ def agree(
     describe: Callable[..., Own],
     build: Callable[[list[Any]], Plan],
     *arguments: Any,
-) -> tuple[Own, Agreement[Plan], list[bytes]]:
+) -> tuple[Own, Agreement[Plan], Sequence[bytes]]:
     """This rank's `describe(*arguments)`; what all ranks have agreed on; payloads. Collective.
 
     `build(specs)`, given every rank's spec in rank order, is pure: it returns the plan, or raises
@@ -122,8 +128,11 @@ def agree(
             refuse(board, operation, mistake)
         finally:
             del mistake  # its traceback refers to this frame: a cycle that would keep the operands
-    texts, payloads = board.exchange_raw(operation, text, own.payload)
-    known = plans.repeated.find(tuple(texts))
+    known = own.last
+    expected = None if known is None else known.texts
+    texts, payloads = board.exchange_raw(operation, text, own.payload, expected)
+    if known is None or texts is not known.texts:
+        known = plans.repeated.find(texts)
     if known is not None and plans.find(known.key) is not None:
         return own, known, payloads
     return own, _agreed(context, plans, operation, spec, texts, build), payloads
@@ -134,7 +143,7 @@ def _agreed(
     plans: _Plans,
     operation: str,
     spec: Hashable | HashedSpec,
-    texts: list[bytes],
+    texts: _Texts,
     build: Callable[[list[Any]], Plan],
 ) -> Agreement[Plan]:
     """What the ranks agree on, given what they have sent, which is not known so far. Collective."""
@@ -148,8 +157,8 @@ def _agreed(
         specs = context.board.exchange(operation, own)
         built = checked(context.board, build, [wire.decode(each) for each in specs])
         plan = plans.keep(key, (built,))
-        return Agreement(plan[0], notes, key)
-    return plans.repeated.keep(tuple(texts), Agreement(plan[0], notes, key))
+        return Agreement(plan[0], notes, key, texts)
+    return plans.repeated.keep(texts, Agreement(plan[0], notes, key, texts))
 
 
 def agree_plan(
@@ -169,6 +178,7 @@ class Statement(NamedTuple):
     spec: Hashable | HashedSpec
     note: bytes
     payload: bytes = b""
+    last: None = None
 
 
 class _Plans:
@@ -183,7 +193,7 @@ class _Plans:
         self.made = _MADE.pack(0)
         self._plans: LRUCache[_Key, tuple[Any]] = LRUCache(_KEPT)  # all ranks use them alike
         self._digests: LRUCache[tuple[str, Hashable], bytes] = LRUCache(_KEPT)  # this rank's own
-        self.repeated: LRUCache[_Messages, Agreement[Any]] = LRUCache(_KEPT)
+        self.repeated: LRUCache[_Texts, Agreement[Any]] = LRUCache(_KEPT)
         self.find = self._plans.find
 
     def digest(self, operation: str, spec: Hashable) -> bytes:

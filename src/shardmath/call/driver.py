@@ -21,9 +21,8 @@ from typing import Any, Protocol, TypeVar
 from shardmath.arrays import ArraySpec
 from shardmath.arrays.detect import library_and_spec
 from shardmath.base import wire
-from shardmath.base.collective_call import collective_call
 from shardmath.base.lru_cache import LRUCache
-from shardmath.call.agreement import HashedSpec, agree
+from shardmath.call.agreement import Agreement, HashedSpec, agree
 from shardmath.context.context import Context, require_context
 from shardmath.handles.fingerprint import Recognised
 from shardmath.machine import Machine
@@ -73,9 +72,8 @@ class Operation(Protocol[Problem]):
         ...
 
 
-@collective_call
 def call(operation: Operation[Any], arguments: Arguments) -> Any:
-    """The results of a call in the current context. Collective."""
+    """The results of a call in the current context. Collective; a part of a `collective_call`."""
     context = require_context()
     driver: Driver | None = context.caches.get(operation)
     return (driver or Driver.of(context, operation)).call(arguments)
@@ -109,8 +107,8 @@ class Driver:
             self.context, self.operation.names.operation, self._describe, self.build, arguments
         )
         turn.payloads, plan = payloads, agreement.plan
-        if turn.known.expected is not plan:
-            turn.known.expected = self.expect(turn.spec, plan)
+        if turn.known.last is not agreement:
+            self.expect_again(turn, agreement)
         if arguments.options is not None or LOGGER.isEnabledFor(INFO):
             self.log(arguments.options, plan)
         results = self.performer.perform(turn, agreement, plan)
@@ -180,6 +178,13 @@ class Driver:
         return self._specs.made(key, described)
 
     # -- plans -------------------------------------------------------------------------------------
+
+    def expect_again(self, turn: Turn, agreement: Agreement[Plan]) -> None:
+        """Prepare for the same agreement in the next such call. Local."""
+        known = turn.known
+        known.last = agreement
+        if known.expected is not agreement.plan:
+            known.expected = self.expect(turn.spec, agreement.plan)
 
     def expect(self, spec: HashedSpec, plan: Plan) -> Plan:
         """Prepare for `plan` in the next call of that spec. Local."""

@@ -80,7 +80,6 @@ class Planned(Lifecycle):
         self._gather("plan", lambda: check_stream(stream))
         self._planned = True
 
-    @collective_call
     def _execute(
         self,
         results: tuple[Any, ...],
@@ -106,8 +105,8 @@ class Planned(Lifecycle):
                 words,
             )
             turn.payloads, plan = payloads, agreement.plan
-            if turn.known.expected is not plan:
-                turn.known.expected = driver.expect(turn.spec, plan)
+            if turn.known.last is not agreement:
+                driver.expect_again(turn, agreement)
             given = driver.performer.perform(turn, agreement, plan)
             return given[0] if len(given) == 1 else given
         finally:

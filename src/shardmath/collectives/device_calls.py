@@ -125,6 +125,7 @@ class _DeviceCall(NamedTuple):
     note: bytes
     operand: DeviceOperand
     payload: bytes = b""
+    last: None = None
 
 
 def _describe(context: Context, call: Call, x: Any, out: Any) -> _DeviceCall | Exception:
@@ -203,6 +204,7 @@ class _CachedCall:
 
     note: ClassVar[bytes] = b""  # peers are told nothing
     payload: ClassVar[bytes] = b""
+    last: ClassVar[None] = None
 
     array_specs: tuple[ArraySpec, ArraySpec | None]
     spec: HashedSpec

@@ -20,7 +20,6 @@ from shardmath.arrays import library_named, raw_view
 from shardmath.arrays.base import HostArray
 from shardmath.arrays.spec import ArraySpec
 from shardmath.base.collective_call import collective_call
-from shardmath.base.untraced import untraced
 from shardmath.call.agreement import Statement, agree
 from shardmath.collectives.dispatch import (
     NO_ROOT,
@@ -60,7 +59,6 @@ __all__ = ["all_gather", "all_to_all", "broadcast"]
 _NO_ARRAY = (None, None, None)  # the spec of x on a rank that receives a broadcast and passes None
 
 
-@untraced
 @collective_call
 def broadcast(
     x: Any, *, root: int = 0, out: Any = None, context: DistributedContext | None = None
@@ -167,7 +165,6 @@ def _receive(
         return on_device(x, plan)
 
 
-@untraced
 @collective_call
 def all_gather(
     x: Any, *, axis: int = 0, out: Any = None, context: DistributedContext | None = None
@@ -234,7 +231,6 @@ _ALL_GATHER = Collective(
 )
 
 
-@untraced
 @collective_call
 def all_to_all(
     x: Any,

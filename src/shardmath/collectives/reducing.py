@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from shardmath.arrays.base import HostArray
 from shardmath.arrays.spec import ArraySpec
 from shardmath.base.collective_call import collective_call
-from shardmath.base.untraced import untraced
 from shardmath.collectives import twoshot
 from shardmath.collectives.dispatch import (
     AgreedCall,
@@ -52,7 +51,6 @@ _ONE_SHOT_BYTES = 1 << 20  # of one operand: what `offers` stages at most
 _ONE_SHOT_TOTAL_BYTES = 4 << 20  # of all ranks' operands
 
 
-@untraced
 @collective_call
 def all_reduce(
     x: Any, *, op: str = "sum", out: Any = None, context: DistributedContext | None = None
@@ -147,7 +145,6 @@ _ALL_REDUCE = Collective(
 )
 
 
-@untraced
 @collective_call
 def reduce_scatter(
     x: Any,

@@ -43,6 +43,7 @@ class Meeting:
 
     note: ClassVar[bytes] = b""  # peers are told nothing else
     payload: ClassVar[bytes] = b""
+    last: ClassVar[None] = None
 
     spec: HashedSpec
     plan: Any

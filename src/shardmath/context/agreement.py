@@ -88,7 +88,7 @@ def beginning(operation: str) -> bytes:
     return header(operation) + _DESCRIBED
 
 
-def require_accepted(board: Board, operation: str, texts: list[bytes]) -> list[bytes]:
+def require_accepted(board: Board, operation: str, texts: Sequence[bytes]) -> list[bytes]:
     """What all ranks describe. Raises as `gather` where one has sent something else."""
     prefix = beginning(operation)
     for text in texts:

@@ -19,7 +19,6 @@ import numpy as np
 
 from shardmath.base import current
 from shardmath.base.collective_call import collective_call, settled
-from shardmath.base.untraced import untraced
 from shardmath.context import agreement
 from shardmath.context.distributed_context import DistributedContext
 from shardmath.context.runtime import Runtime
@@ -133,7 +132,6 @@ class Context(DistributedContext):
         self.require_open()
         return agreement.gather(self.board, operation, describe)
 
-    @untraced
     @collective_call
     def barrier(self) -> None:
         """See DistributedContext. Collective."""
@@ -285,7 +283,6 @@ class Context(DistributedContext):
 
     # -- groups ------------------------------------------------------------------------------------
 
-    @untraced
     @collective_call
     def split(self, color: int | None, key: int = 0) -> Context | None:
         """See DistributedContext. Collective."""
@@ -311,7 +308,6 @@ class Context(DistributedContext):
         self.agree("split", make, lambda _: None)  # one that finds no descriptor is heard by all
         return self._derive(members, name, boards[0], parent=self) if boards else None
 
-    @untraced
     @collective_call
     def subset(self, ranks: Sequence[int]) -> Context:
         """See DistributedContext. Collective among `ranks` alone."""

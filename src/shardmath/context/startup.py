@@ -17,7 +17,6 @@ from typing import Any
 from shardmath.base import current
 from shardmath.base.collective_call import collective_call
 from shardmath.base.config import Settings, warn_of_unknown
-from shardmath.base.untraced import untraced
 from shardmath.context import agreement
 from shardmath.context.context import Context, current_context, open_contexts
 from shardmath.context.distributed_context import DistributedContext
@@ -31,7 +30,6 @@ from shardmath.transport.choice import candidates, names
 __all__ = ["finalize", "get_context", "initialize", "new_context"]
 
 
-@untraced
 @collective_call
 def initialize(
     device_id: int | str,
@@ -56,7 +54,6 @@ def initialize(
     return context
 
 
-@untraced
 @collective_call
 def new_context(
     device_id: int | str,
@@ -98,7 +95,6 @@ def get_context() -> DistributedContext | None:
     return current_context()
 
 
-@untraced
 @collective_call
 def finalize() -> None:
     """End the default context. Collective; does nothing when there is none.

@@ -47,7 +47,6 @@ _LOGGER = logging.getLogger(__name__)
 _FREED = "this array was freed with free_symmetric_memory"
 
 
-@untraced
 @collective_call
 def allocate_symmetric_memory(
     shape: int | Sequence[int],

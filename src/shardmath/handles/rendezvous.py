@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 from shardmath.arrays import Library, library_of
 from shardmath.base.collective_call import collective_call
-from shardmath.base.untraced import untraced
 from shardmath.context.agreement import require_equal
 from shardmath.context.context import Context, current_context, require_context
 from shardmath.context.distributed_context import DistributedContext
@@ -47,7 +46,6 @@ if TYPE_CHECKING:
 __all__ = ["agreed_rendezvous", "is_registered", "names_a_group", "register_group", "rendezvous"]
 
 
-@untraced
 @collective_call
 def rendezvous(tensor: Any, group: Any = None) -> SymmetricMemory:
     """The handle on the memory behind every rank's `tensor`. Collective among the ranks of `group`.

@@ -8,7 +8,7 @@ perform    the steps, when nothing may fail any more on one rank only
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -69,8 +69,8 @@ class Known:
     """What has been found out about calls whose arguments are equal, and whose arrays lie alike.
 
     `lasting`: it refers to no memory, and serves later calls. `expected` is the plan of the last
-    call with that spec, which likely is that of the next; `prepared` is the performer's. A note
-    begins with the `numbers`, packed.
+    call with that spec, which likely is that of the next; `last` is what was agreed on in the last
+    call like this. `prepared` is the performer's. A note begins with the `numbers`, packed.
     """
 
     spec: HashedSpec
@@ -79,6 +79,7 @@ class Known:
     expected: Plan | None = None
     numbers: Numbers = field(default_factory=dict)
     prepared: Any = field(default=None, repr=False)
+    last: Agreement[Any] | None = field(default=None, repr=False)
 
 
 class Turn:
@@ -89,14 +90,14 @@ class Turn:
     """
 
     __slots__ = (
-        *("arguments", "held", "known", "made", "note", "payload", "payloads"),
+        *("arguments", "held", "known", "last", "made", "note", "payload", "payloads"),
         *("prepared", "spec"),
     )
 
     def __init__(self, arguments: Arguments, known: Known, spec: HashedSpec) -> None:
-        self.arguments, self.known, self.spec = arguments, known, spec
+        self.arguments, self.known, self.spec, self.last = arguments, known, spec, known.last
         self.note = self.payload = b""
-        self.payloads: list[bytes] = []
+        self.payloads: Sequence[bytes] = ()
         self.made: dict[str, Any] = {}
         self.held: Any = None
         self.prepared: Any = None  # the performer's

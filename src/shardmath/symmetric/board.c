@@ -85,39 +85,73 @@ static int await_all(const Page *page, Py_ssize_t word, uint64_t value) {
     return done;
 }
 
-/* The bytes of all ranks' mailboxes: (texts, payloads). None where one is of another round, or its text
- * goes on in the next: board.py sees to that. */
-static PyObject *read_all(const Page *page, Py_ssize_t mailbox, uint64_t number) {
-    PyObject *texts = PyList_New(page->size), *payloads = PyList_New(page->size);
-    int found = texts != NULL && payloads != NULL;
-    for (Py_ssize_t rank = 0; found && rank < page->size; rank++) {
-        const char *mail = row_of(page, rank) + mailbox;
-        uint64_t head[3]; /* round, bytes in all, of which at the end are the payload's */
-        memcpy(head, mail, sizeof head);
-        if (head[0] != number || head[1] > (uint64_t)(page->mailbox_bytes - HEAD) || head[2] > head[1]) {
-            Py_DECREF(texts);
-            Py_DECREF(payloads);
-            Py_RETURN_NONE;
-        }
-        Py_ssize_t payload = (Py_ssize_t)head[2], text = (Py_ssize_t)head[1] - payload;
-        PyObject *one = PyBytes_FromStringAndSize(mail + HEAD, text);
-        PyObject *other = PyBytes_FromStringAndSize(mail + HEAD + text, payload);
-        found = one != NULL && other != NULL;
-        PyList_SET_ITEM(texts, rank, one);
-        PyList_SET_ITEM(payloads, rank, other);
-    }
-    if (!found) {
-        Py_XDECREF(texts);
-        Py_XDECREF(payloads);
-        return NULL;
-    }
-    return Py_BuildValue("(NN)", texts, payloads);
+typedef struct {
+    const char *text;
+    Py_ssize_t text_bytes, payload_bytes; /* which lies behind it */
+} Mail;
+
+/* A rank's mailbox. False where it is of another round, or its text goes on in the next: board.py sees
+ * to that. */
+static int open_mail(const Page *page, Py_ssize_t rank, Py_ssize_t mailbox, uint64_t number, Mail *mail) {
+    const char *from = row_of(page, rank) + mailbox;
+    uint64_t head[3]; /* round, bytes in all, of which at the end are the payload's */
+    memcpy(head, from, sizeof head);
+    *mail = (Mail){from + HEAD, (Py_ssize_t)(head[1] - head[2]), (Py_ssize_t)head[2]};
+    return head[0] == number && head[1] <= (uint64_t)(page->mailbox_bytes - HEAD) && head[2] <= head[1];
 }
 
-/* exchange(word, value, number, text, payload): round `number` of texts that a mailbox holds. */
+static PyObject *text_of(const Mail *mail) {
+    return PyBytes_FromStringAndSize(mail->text, mail->text_bytes);
+}
+
+static PyObject *payload_of(const Mail *mail) {
+    return PyBytes_FromStringAndSize(mail->text + mail->text_bytes, mail->payload_bytes);
+}
+
+static int is_expected(PyObject *expected, Py_ssize_t rank, const Mail *mail) {
+    PyObject *text = rank < PyTuple_GET_SIZE(expected) ? PyTuple_GET_ITEM(expected, rank) : NULL;
+    return text != NULL && PyBytes_Check(text) && PyBytes_GET_SIZE(text) == mail->text_bytes &&
+           memcmp(PyBytes_AS_STRING(text), mail->text, (size_t)mail->text_bytes) == 0;
+}
+
+/* What all ranks' mailboxes hold, if `made` makes an object of one. */
+static PyObject *made_of_all(const Page *page, Py_ssize_t mailbox, uint64_t number,
+                             PyObject *(*made)(const Mail *)) {
+    PyObject *all = PyTuple_New(page->size);
+    for (Py_ssize_t rank = 0; all != NULL && rank < page->size; rank++) {
+        Mail mail;
+        open_mail(page, rank, mailbox, number, &mail);
+        PyObject *one = made(&mail);
+        if (one == NULL)
+            Py_CLEAR(all);
+        else
+            PyTuple_SET_ITEM(all, rank, one);
+    }
+    return all;
+}
+
+/* (texts, payloads) of all ranks; the texts are `expected` where they are equal to those. None where
+ * board.py has to read them. */
+static PyObject *read_all(const Page *page, Py_ssize_t mailbox, uint64_t number, PyObject *expected) {
+    int as_expected = PyTuple_Check(expected) && PyTuple_GET_SIZE(expected) == page->size;
+    for (Py_ssize_t rank = 0; rank < page->size; rank++) {
+        Mail mail;
+        if (!open_mail(page, rank, mailbox, number, &mail))
+            Py_RETURN_NONE;
+        as_expected = as_expected && is_expected(expected, rank, &mail);
+    }
+    PyObject *texts = as_expected ? Py_NewRef(expected) : made_of_all(page, mailbox, number, text_of);
+    PyObject *payloads = made_of_all(page, mailbox, number, payload_of);
+    PyObject *both = texts == NULL || payloads == NULL ? NULL : PyTuple_Pack(2, texts, payloads);
+    Py_XDECREF(texts);
+    Py_XDECREF(payloads);
+    return both;
+}
+
+/* exchange(word, value, number, text, payload, expected): round `number` of texts that a mailbox holds. */
 static PyObject *exchange(Page *page, PyObject *const *given, Py_ssize_t count) {
-    if (count != 5 || !PyBytes_Check(given[3]) || !PyBytes_Check(given[4])) {
-        PyErr_SetString(PyExc_TypeError, "exchange(word, value, number, text, payload)");
+    if (count != 6 || !PyBytes_Check(given[3]) || !PyBytes_Check(given[4])) {
+        PyErr_SetString(PyExc_TypeError, "exchange(word, value, number, text, payload, expected)");
         return NULL;
     }
     Py_ssize_t word = PyLong_AsSsize_t(given[0]);
@@ -138,7 +172,7 @@ static PyObject *exchange(Page *page, PyObject *const *given, Py_ssize_t count) 
     publish(page, word, value);
     if (!await_all(page, word, value))
         Py_RETURN_NONE;
-    return read_all(page, mailbox, number);
+    return read_all(page, mailbox, number, given[5]);
 }
 
 /* arrive(word, value): set the own word, and whether all peers' have that value. */

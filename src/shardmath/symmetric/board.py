@@ -75,6 +75,8 @@ _MESSAGE_LIMIT = 64 << 20
 _LOOKS = 10  # of compiled code, in the time of one of Python's
 _NAME = "shardmath.symmetric._board"  # of the module that board.c makes
 
+Texts = tuple[tuple[bytes, ...], tuple[bytes, ...]]  # of all ranks, and their payloads
+
 
 def board_bytes(size: int) -> int:
     """Bytes of a board for `size` ranks, in whole pages."""
@@ -168,42 +170,50 @@ class Board:
             raise settled(error) from None
 
     def exchange_raw(
-        self, operation: str, text: bytes, payload: bytes = b""
-    ) -> tuple[list[bytes], list[bytes]]:
+        self,
+        operation: str,
+        text: bytes,
+        payload: bytes = b"",
+        expected: tuple[bytes, ...] | None = None,
+    ) -> Texts:
         """All ranks' texts, with their headers, which are not compared; their payloads. Collective.
 
-        A payload is part of the message that calls do not compare with the last one's.
+        Texts that are those `expected` are that very tuple. A payload is the part of the message
+        that calls do not compare with the last one's.
         """
-        self.begin(operation)
+        if not self._lock.acquire(blocking=False):
+            raise self._second_thread(operation)
         try:
+            call = this_thread.call
+            if call is not self._call:
+                self._enter(call, operation)
             if self.failure is not None:
                 self._require_usable()
             if operation != self._operation:
                 self.operation = operation
             if self.size == 1:
-                return [text], [payload]
+                return (text,), (payload,)
             calls = self.calls
             if calls is not None:
                 calls.meet()
             page, number = self._page, self._rounds + 1
-            found: tuple[list[bytes], list[bytes]] | None
-            if page is None or len(text) + len(payload) > _CHUNK:
-                found = self._gather(text, payload)
+            found: Texts | None = None
+            published = page is not None and len(text) + len(payload) <= _CHUNK
+            if published:
+                found = page.exchange(_EXCHANGE, 2 * number, number, text, payload, expected)
+            if found is None:
+                found = self._gather(text, payload, published=published)
+                if expected is not None and found[0] == expected:
+                    found = expected, found[1]
             else:
-                found = page.exchange(_EXCHANGE, 2 * number, number, text, payload)
-                if found is None:
-                    found = self._gather(text, payload, published=True)
-                else:
-                    self._rounds = number
+                self._rounds = number
             if calls is not None and calls.differ():
                 self._raise_passed(calls)
             return found
         finally:
             self._lock.release()
 
-    def _gather(
-        self, text: bytes, payload: bytes, *, published: bool = False
-    ) -> tuple[list[bytes], list[bytes]]:
+    def _gather(self, text: bytes, payload: bytes, *, published: bool) -> Texts:
         """All ranks' texts and payloads, in as many rounds as the longest needs.
 
         `published`: this rank's part of the first round is, which is all that it has.
@@ -219,8 +229,8 @@ class Board:
             parts = [a + b for a, b in zip(parts, more, strict=True)]
         ends = [length - behind for length, behind in heads]
         return (
-            [part[:end] for part, end in zip(parts, ends, strict=True)],
-            [part[end:] for part, end in zip(parts, ends, strict=True)],
+            tuple([part[:end] for part, end in zip(parts, ends, strict=True)]),
+            tuple([part[end:] for part, end in zip(parts, ends, strict=True)]),
         )
 
     def _round(
@@ -337,8 +347,12 @@ class Board:
 
         What a rank wrote before, every rank sees after.
         """
-        self.begin(operation)
+        if not self._lock.acquire(blocking=False):
+            raise self._second_thread(operation)
         try:
+            call = this_thread.call
+            if call is not self._call:
+                self._enter(call, operation)
             if self.failure is not None:
                 self._require_usable()
             if operation != self._operation:
@@ -377,9 +391,13 @@ class Board:
         """Let this thread use the board, if no other thread does. See `guard`."""
         if not self._lock.acquire(blocking=False):
             raise self._second_thread(operation)
-        call = this_thread.call
-        if call is not self._call:
-            self._enter(call, operation)
+        try:
+            call = this_thread.call
+            if call is not self._call:
+                self._enter(call, operation)
+        except BaseException:
+            self.end()
+            raise
 
     def _enter(self, call: CollectiveCall | None, operation: str) -> None:
         """Note that `call` uses this board, unless the call before it has not come to its end."""
@@ -388,9 +406,9 @@ class Board:
             if last.thread == threading.get_ident():
                 self.fail(f"{self._operation} was interrupted")
             else:
-                self.end()
                 raise self._second_thread(operation)
         if call is not None:
+            call.thread = threading.get_ident()
             call.boards.append(self)
         self._call = call
 
@@ -417,8 +435,10 @@ class Board:
         if call is not self._call:
             if not self._lock.acquire(blocking=False):
                 raise self._second_thread(operation)
-            self._enter(call, operation)
-            self._lock.release()
+            try:
+                self._enter(call, operation)
+            finally:
+                self._lock.release()
         if self.failure is not None:
             self._require_usable()
 

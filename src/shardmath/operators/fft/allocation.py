@@ -18,7 +18,6 @@ from typing import Any, Literal
 from shardmath.arrays import ArraySpec, Library, dtypes, library_of_package
 from shardmath.arrays.spec import packed_strides
 from shardmath.base.collective_call import collective_call
-from shardmath.base.untraced import untraced
 from shardmath.context.context import require_context
 from shardmath.handles.allocation import array_on
 from shardmath.operators.fft.options import FFTDirection, FFTOptions
@@ -31,7 +30,6 @@ __all__ = ["allocate_operand"]
 _LOGGER = logging.getLogger(__name__)
 
 
-@untraced
 @collective_call
 def allocate_operand(
     shape: Sequence[int],

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from shardmath.arrays import library_of
 from shardmath.base.collective_call import collective_call
-from shardmath.base.untraced import untraced, untraced_methods
+from shardmath.base.untraced import untraced_methods
 from shardmath.call.agreement import HashedSpec, agree
 from shardmath.call.driver import call
 from shardmath.call.planned import Planned
@@ -24,7 +24,7 @@ __all__ = ["FFT", "fft", "ifft", "irfft", "rfft"]
 Options = FFTOptions | dict[str, Any] | None
 
 
-@untraced
+@collective_call
 def fft(
     operand: Any,
     /,
@@ -68,7 +68,7 @@ def fft(
     return call(OPERATIONS["fft"], Arguments((operand,), (out,), words, options, stream))
 
 
-@untraced
+@collective_call
 def ifft(
     operand: Any,
     /,
@@ -90,7 +90,7 @@ def ifft(
     return call(OPERATIONS["ifft"], Arguments((operand,), (out,), words, options, stream))
 
 
-@untraced
+@collective_call
 def rfft(
     operand: Any,
     /,
@@ -114,7 +114,7 @@ def rfft(
     return call(OPERATIONS["rfft"], Arguments((operand,), (out,), words, options, stream))
 
 
-@untraced
+@collective_call
 def irfft(
     operand: Any,
     /,
@@ -185,6 +185,7 @@ class FFT(Planned):
         """Prepare for `execute`; a second call does nothing. Collective."""
         super().plan(stream)
 
+    @collective_call
     def execute(
         self,
         *,

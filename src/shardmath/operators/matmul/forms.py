@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from shardmath.arrays import library_of
 from shardmath.base.collective_call import collective_call
-from shardmath.base.untraced import untraced, untraced_methods
+from shardmath.base.untraced import untraced_methods
 from shardmath.call.agreement import HashedSpec, agree
 from shardmath.call.driver import call
 from shardmath.call.planned import Planned
@@ -31,7 +31,7 @@ from shardmath.program.performing import Arguments, Plan, Turn
 __all__ = ["Matmul", "matmul"]
 
 
-@untraced
+@collective_call
 def matmul(
     a: Any,
     b: Any,
@@ -223,6 +223,7 @@ class Matmul(Planned):
             raise RuntimeError("this Matmul is not planned yet; call plan() before explain()")
         return super().explain()
 
+    @collective_call
     def execute(self, *, release_workspace: bool = False, stream: Any = None) -> Any:
         """The product, as `matmul` returns it; a new result each time, or c if in place.
         Collective.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from shardmath.base.untraced import untraced, untraced_methods
+from shardmath.base.collective_call import collective_call
+from shardmath.base.untraced import untraced_methods
 from shardmath.call.driver import call
 from shardmath.call.planned import Planned
 from shardmath.errors import InvalidRedistributeState
@@ -15,7 +16,7 @@ from shardmath.program.performing import Arguments
 __all__ = ["Redistribute", "redistribute"]
 
 
-@untraced
+@collective_call
 def redistribute(
     operand: Any,
     /,
@@ -78,6 +79,7 @@ class Redistribute(Planned):
         words = (input_distribution, output_distribution)
         super().__init__(REDISTRIBUTE, Arguments((operand,), (None,), words, options, stream))
 
+    @collective_call
     def execute(
         self,
         stream: Any = None,
