@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from importlib.machinery import EXTENSION_SUFFIXES
+from types import SimpleNamespace
+
+import pytest
 
 import built
-from shardmath.base.compiled import library, library_beside
+from shardmath.base import compiled
+from shardmath.base.compiled import extension, library, library_beside
 from shardmath.collectives import compiled_sum
 
 
@@ -23,3 +27,13 @@ def test_what_is_no_library_is_not_loaded(tmp_path):
     path = tmp_path / "no.so"
     path.write_bytes(b"no library")
     assert library(path) is None
+
+
+@pytest.mark.parametrize(("given", "used"), [(2, True), (1, False), (3, False), (None, False)])
+def test_a_module_of_older_sources_is_not_used(monkeypatch, given, used):
+    module = SimpleNamespace() if given is None else SimpleNamespace(INTERFACE=given)
+    monkeypatch.setattr(compiled, "_INTERFACES", {"found": 2})
+    monkeypatch.setattr(compiled, "import_module", lambda _: module)
+    monkeypatch.delenv("SHARDMATH_COMPILED", raising=False)
+    assert extension("found") is (module if used else None)
+    assert extension("another") is (module if given is None else None)

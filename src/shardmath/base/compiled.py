@@ -25,17 +25,22 @@ BUILT = {
     "shardmath.cuda._launch": "calls on GPUs that come again",
 }
 
+# The number that a module gives as its INTERFACE, 0 if none: it rises when calls of it change, and
+# what was built from older sources is not used.
+_INTERFACES = {"shardmath.symmetric._board": 1}
+
 
 def extension(name: str) -> Any:
-    """The extension module of that name; None where it was not built, is for another Python, or
-    cannot be read, as in a process that may open no more files.
+    """The extension module of that name; None where it was not built, is for another Python or of
+    other sources, or cannot be read, as in a process that may open no more files.
     """
     if not _wanted():
         return None
     try:
-        return import_module(name)
+        module = import_module(name)
     except (ImportError, OSError):
         return None
+    return module if getattr(module, "INTERFACE", 0) == _INTERFACES.get(name, 0) else None
 
 
 def is_built(name: str) -> bool:

@@ -251,7 +251,8 @@ static struct PyModuleDef definition = {
 
 PyMODINIT_FUNC PyInit__board(void) {
     PyObject *module = PyModule_Create(&definition), *type = PyType_FromSpec(&page_type);
-    if (module == NULL || type == NULL || PyModule_AddObjectRef(module, "Page", type) < 0)
+    if (module == NULL || type == NULL || PyModule_AddObjectRef(module, "Page", type) < 0 ||
+        PyModule_AddIntConstant(module, "INTERFACE", 1) < 0) /* as compiled.py has it */
         Py_CLEAR(module);
     Py_XDECREF(type);
     return module;
