@@ -5,7 +5,10 @@
 Small operands, calls that come again as they were, nothing captured. `host` is the median time of a
 call in a row of them, for whose kernels nobody waits, of the slowest rank; `latency` that of a call
 which the host then waits for. "1" is a context of each GPU alone, in the same run, and so are NCCL
-and cuBLAS through torch.
+and cuBLAS through torch. `--alone 0` leaves these out, and CuPy.
+
+Then calls on the heap that take the GPU longer: in place, with new results that are dropped, and
+with new results that are kept. `done` is the time of one of many until all are done.
 """
 
 from __future__ import annotations
@@ -19,25 +22,24 @@ from on_gpus import command, run
 from shardmath.arrays import library_named
 from shardmath.collectives import all_gather, all_reduce
 from shardmath.distribution import Redistribute, Slab, redistribute
-from shardmath.fft import FFT, FFTOptions
+from shardmath.fft import FFT, FFTOptions, fft
 from shardmath.handles.allocation import empty_on_heap
 from shardmath.handles.rendezvous import rendezvous
-from shardmath.linalg.advanced import Matmul, matmul
+from shardmath.linalg.advanced import Matmul, MatmulOptions, matmul
 
 CALLS, WARM, LATENCIES = 200, 20, 60
+ROW, KEPT = 40, 24  # calls between two waits for the GPU, and results that are kept at once
 SMALL = 256  # elements of 4 bytes: 1 KiB
 N = 256  # rows of matrices, columns, and of transforms
 GOALS = {
-    "Redistribute.execute(out)": 60,
-    "Matmul.execute": 60,
-    "FFT.execute(out)": 60,
-    "redistribute(out)": 150,
-    "redistribute": 150,
-    "matmul": 150,
-    "all_reduce 1 KiB (out)": 40,
-    "all_reduce 1 KiB": 40,
-    "all_gather 1 KiB (out)": 40,
-    "all_gather 1 KiB": 40,
+    "Redistribute.execute(out)": 20,
+    "Matmul.execute": 20,
+    "FFT.execute(out)": 20,
+    "redistribute(out)": 25,
+    "fft": 25,
+    "matmul": 25,
+    "all_reduce 1 KiB (out)": 15,
+    "all_gather 1 KiB (out)": 15,
 }  # microseconds of host time, of operands on the heap
 
 
@@ -69,7 +71,8 @@ def calls(context, library, place):
     moved.plan()
     product = Matmul(a, b, distributions=splits)
     product.plan()
-    transform = FFT(waves, distribution=Slab.X, options=FFTOptions(redistribute=False))
+    kept_slabs = FFTOptions(redistribute=False)
+    transform = FFT(waves, distribution=Slab.X, options=kept_slabs)
     transform.plan()
 
     def reset():
@@ -88,6 +91,7 @@ def calls(context, library, place):
         "matmul": lambda: matmul(a, b, distributions=splits),
         "Matmul.execute": product.execute,
         "Matmul.reset_operands, execute": reset,
+        "fft": lambda: fft(waves, distribution=Slab.X, options=kept_slabs),
         "FFT.execute": transform.execute,
         "FFT.execute(out)": lambda: transform.execute(out=spectrum),
     }
@@ -110,12 +114,14 @@ def peers(ranks):
     small = torch.ones(SMALL, device=ranks.device)
     many = torch.empty(ranks.size * SMALL, device=ranks.device)
     a, b, c = (torch.ones((N, N), device=ranks.device) for _ in range(3))
+    waves = a.to(torch.complex64)
     return {
         "NCCL all_reduce 1 KiB": lambda: dist.all_reduce(small),
         "NCCL all_gather 1 KiB": lambda: dist.all_gather_into_tensor(many, small),
         "torch.matmul": lambda: torch.matmul(a, b),
         "torch.matmul(out)": lambda: torch.matmul(a, b, out=c),
         "torch.add(out)": lambda: torch.add(a, b, out=c),
+        "torch.fft.fft2": lambda: torch.fft.fft2(waves),
     }
 
 
@@ -148,15 +154,104 @@ def warm(ranks, call):
     ranks.context.barrier()
 
 
-def measure(ranks):
-    rows = []
+def large(ranks):
+    """By name: calls on the heap in place, and with a new result; the latter's calls are objects'
+    and functions'. And what is to be freed after them.
+    """
+    context, torch = ranks.context, ranks.torch
+    make, size, rank = memory(context, "torch", "heap"), context.size, context.rank
+    found, made = {}, []
+    gathers = [Slab.X, Slab.Y, Slab.Y]
+    for m, n, k in ((256, 7168, 8192), (1024, 7168, 8192)):
+        a, d = (make(shape, "bfloat16") for shape in ((m // size, k), (m, n // size)))
+        b = make((n // size, k), "bfloat16").T
+        product = Matmul(a, b, distributions=gathers)
+        inplace = Matmul(
+            a, b, d, beta=0.0, distributions=gathers, options=MatmulOptions(inplace=True)
+        )
+        for each in (product, inplace):
+            each.plan()
+        made += [product, inplace]
+        local, out = torch.ones((m, k), device=ranks.device).bfloat16(), torch.empty_like(d)
+        name = f"AllGather + GEMM {m} x {n} x {k}"
+        found[name] = {
+            "in place": inplace.execute,
+            "new": product.execute,
+            "function": lambda a=a, b=b: matmul(a, b, distributions=gathers),
+            "torch.mm, local": lambda local=local, b=b, out=out: torch.mm(local, b, out=out),
+        }
+    waves = make((256 // size, 256, 256), "complex64")
+    kept_slabs = FFTOptions(redistribute=False)
+    transform = FFT(waves, distribution=Slab.X, options=kept_slabs)
+    transform.plan()
+    spectrum = make((256, 256 // size, 256), "complex64")
+    found["FFT 256^3 complex64"] = {
+        "in place": lambda: transform.execute(out=spectrum),
+        "new": transform.execute,
+        "function": lambda: fft(waves, distribution=Slab.X, options=kept_slabs),
+        "torch.fft, a rank's part": lambda: torch.fft.fftn(waves),
+    }
+    x, y = (make(each.shape(rank, (4096, 4096))) for each in (Slab.X, Slab.Y))
+    moved = Redistribute(x, Slab.X, Slab.Y)
+    moved.plan()
+    found["redistribute 4096 x 4096 float32"] = {
+        "in place": lambda: moved.execute(out=y),
+        "new": moved.execute,
+        "function": lambda: redistribute(x, Slab.X, Slab.Y),
+        "torch copy_": lambda: y.view(-1).copy_(x.view(-1)),
+    }
+    return found, [*made, transform, moved]
+
+
+def in_a_row(ranks, call, keep):
+    """Microseconds until the call returns, and until all of a row are done, of the slowest rank."""
+    torch, hosts, rows, kept = ranks.torch, [], [], []
+    for turn in range(7):
+        torch.cuda.synchronize()
+        ranks.context.barrier()
+        start = time.perf_counter()
+        for _ in range(ROW):
+            begun = time.perf_counter()
+            made = call()
+            hosts.append(time.perf_counter() - begun)
+            if keep:
+                kept = [*kept[-KEPT:], made]
+            del made
+        torch.cuda.synchronize()
+        rows.append((time.perf_counter() - start) / ROW)
+        if turn < 2:
+            hosts.clear()
+            rows.clear()
+    return {
+        "host_us": 1e6 * ranks.largest(statistics.median(hosts)),
+        "done_us": 1e6 * ranks.largest(statistics.median(rows)),
+    }
+
+
+def measure_large(ranks):
+    with ranks.context:
+        found, made = large(ranks)
+        rows = []
+        for what, ways in found.items():
+            for way, call in ways.items():
+                for keep in (False, True) if way == "new" else (False,):
+                    result = f"{way}, {'kept' if keep else 'dropped'}" if way == "new" else way
+                    figures = in_a_row(ranks, call, keep)
+                    rows.append({"what": what, "result": result, **figures})
+        for each in made:
+            each.free()
+    return rows
+
+
+def measure(ranks, with_alone):
+    rows = measure_large(ranks)
 
     def note(what, call, **where):
         rows.append({"what": what, **where, **timed(ranks, call)})
 
-    alone = ranks.context.split(ranks.rank)
-    for context in (alone, ranks.context):
-        for library in filter(find_spec, ("torch", "cupy")):
+    contexts = [ranks.context.split(ranks.rank)] if with_alone else []
+    for context in (*contexts, ranks.context):
+        for library in filter(find_spec, ("torch", "cupy") if with_alone else ("torch",)):
             for place in ("heap", "ordinary"):
                 with context:
                     found, made = calls(context, library, place)
@@ -167,12 +262,16 @@ def measure(ranks):
     for what, call in peers(ranks).items():
         note(what, call, gpus=ranks.size, library="torch", memory="ordinary")
     for row in rows:
-        row["goal_host_us"] = GOALS.get(row["what"]) if row["memory"] == "heap" else None
+        row["goal_host_us"] = GOALS.get(row["what"]) if row.get("memory") == "heap" else None
     return rows
 
 
 def show(rows):
     """A line for each call: host time and latency by library and memory."""
+    for row in (row for row in rows if "result" in row):
+        figures = f"{row['host_us']:7.1f} us until return {row['done_us']:7.1f} until done"
+        print(f"{row['what']:36} {row['result']:24}" + figures)
+    rows = [row for row in rows if "result" not in row]
     columns = list(dict.fromkeys((r["library"], r["memory"]) for r in rows))
     for gpus in dict.fromkeys(row["gpus"] for row in rows):
         title = f"us until return (until done), {gpus} GPUs"
@@ -188,8 +287,10 @@ def show(rows):
 
 
 def main() -> None:
-    options = command(__doc__).parse_args()
-    show(run("gpu_calls", measure, options))
+    parser = command(__doc__)
+    parser.add_argument("--alone", type=int, default=1, help="contexts of one GPU, and CuPy")
+    options = parser.parse_args()
+    show(run("gpu_calls", measure, options, options.alone))
 
 
 if __name__ == "__main__":
