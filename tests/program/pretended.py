@@ -81,7 +81,7 @@ class Lane:
     def __init__(self, context, number):
         self.number = number
         self._context, self._buffers = weakref.proxy(context), {}
-        self.team = Team()
+        self.team, self.version = Team(), 0
 
     @classmethod
     def numbered(cls, context, number):
@@ -97,6 +97,7 @@ class Lane:
     def buffer(self, name, nbytes):
         held = self._buffers.get(name)
         if held is None or held.block.nbytes < nbytes:
+            self.version += 1
             self._buffers[name] = self._context.allocate_shared(nbytes)
         return self._buffers[name]
 
@@ -124,12 +125,15 @@ class Lane:
     def graph(self, launches):
         return SimpleNamespace(launch=launches)
 
+    def launch(self, graph, stream):
+        graph.launch(stream)
+
     def keep(self, used):
         pass
 
     def drop(self, *names):
         for name in names:
-            self._buffers.pop(name, None)
+            self.version += self._buffers.pop(name, None) is not None
 
 
 def fetch(context, found, outboxes, room, stream):

@@ -87,6 +87,7 @@ class Driver:
         self.operation = operation
         self.machine = Machine("cpu" if context.team is None else "cuda", context.hosts)
         self.performer = _performer(context, operation, kept=kept)
+        self._repeat = self.performer.repeat
         self._known: Recognised[Known] = Recognised(context, _KEPT)
         self._specs: LRUCache[Any, HashedSpec] = LRUCache(_KEPT)  # of arrays that look alike
         self._expected: LRUCache[bytes, Plan] = LRUCache(_KEPT)  # by the digest of this rank's spec
@@ -103,22 +104,43 @@ class Driver:
 
     def call(self, arguments: Arguments) -> Any:
         """Its results. Collective."""
+        operation = self.operation.names.operation
         turn, agreement, payloads = agree(
-            self.context, self.operation.names.operation, self._describe, self.build, arguments
+            self.context, operation, self.ready, self.build, arguments, self.spec
         )
-        turn.payloads, plan = payloads, agreement.plan
+        if arguments.options is not None or LOGGER.isEnabledFor(INFO):
+            self.log(arguments.options, agreement.plan)
+        return self.perform(turn, agreement, payloads)
+
+    def ready(self, arguments: Arguments, spec: Callable[[Arguments], HashedSpec]) -> Turn:
+        """A call of which this rank has prepared what it expects, and can be agreed on. Local.
+
+        Raises as `known`, and HeapExhausted.
+        """
+        known = self.known(arguments, spec)
+        turn = Turn(arguments, known, known.spec)
+        if self._repeat is not None:
+            turn.repeat = self._repeat(turn)
+        if turn.repeat is None:
+            self.performer.prepare(turn, known.expected)
+        else:
+            turn.last = turn.repeat.agreement
+        return turn
+
+    def perform(self, turn: Turn, agreement: Agreement[Plan], payloads: Sequence[bytes]) -> Any:
+        """The results of a call on which all ranks have agreed. Collective."""
+        repeat = turn.repeat
+        if repeat is not None and repeat.agreement is not agreement:  # a peer's arrays are others
+            self.performer.prepare(turn, turn.known.expected)
+            repeat = None
         if turn.known.last is not agreement:
             self.expect_again(turn, agreement)
-        if arguments.options is not None or LOGGER.isEnabledFor(INFO):
-            self.log(arguments.options, plan)
-        results = self.performer.perform(turn, agreement, plan)
+        if repeat is not None:
+            results = repeat.launch(turn)
+        else:
+            turn.payloads = payloads
+            results = self.performer.perform(turn, agreement, agreement.plan)
         return results[0] if len(results) == 1 else results
-
-    def _describe(self, arguments: Arguments) -> Turn:
-        known = self.known(arguments, self.spec)
-        turn = Turn(arguments, known, known.spec)
-        self.performer.prepare(turn, known.expected)
-        return turn
 
     # -- what every call begins with ---------------------------------------------------------------
 

@@ -104,11 +104,7 @@ class Planned(Lifecycle):
                 stream,
                 words,
             )
-            turn.payloads, plan = payloads, agreement.plan
-            if turn.known.last is not agreement:
-                driver.expect_again(turn, agreement)
-            given = driver.performer.perform(turn, agreement, plan)
-            return given[0] if len(given) == 1 else given
+            return driver.perform(turn, agreement, payloads)
         finally:
             if release_workspace:
                 driver.performer.release()
@@ -118,10 +114,7 @@ class Planned(Lifecycle):
     ) -> Turn:
         self._require_ready()
         arguments = self._execution_arguments(results, stream, words)
-        known = self._driver.known(arguments, self._execution_spec)
-        turn = Turn(arguments, known, known.spec)
-        self._driver.performer.prepare(turn, known.expected)
-        return turn
+        return self._driver.ready(arguments, self._execution_spec)
 
     def _execution_arguments(
         self, results: tuple[Any, ...], stream: Any, words: tuple[Any, ...]

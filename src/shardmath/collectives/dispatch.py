@@ -136,7 +136,7 @@ class _Arrays(NamedTuple):
 class OnCores:
     """Performs one collective on cores: the driver's performer."""
 
-    number = 0
+    number, repeat = 0, None
 
     def __init__(self, context: Context, collective: Collective[Any]) -> None:
         self._context = context

@@ -49,13 +49,13 @@ _Form = tuple[tuple[int, ...], tuple[int, ...], str, Block | None]  # shape, str
 class Result:
     """Where an operator writes, and what it then gives to the user."""
 
-    __slots__ = ("_array", "_host", "_user", "address")
+    __slots__ = ("_array", "_host", "address", "user")
 
     def __init__(
         self, address: int, array: Operand | _Form, user: Any, host: HostArray | None = None
     ) -> None:
         """`array` is what is there, or what it will be made of if anybody asks."""
-        self.address, self._array, self._user, self._host = address, array, user, host
+        self.address, self._array, self.user, self._host = address, array, user, host
 
     @property
     def array(self) -> Operand:
@@ -78,7 +78,7 @@ class Result:
             assert context.team is not None, "a context of GPUs"
             context.team.synchronize(stream)
             _download(self.array, self._host)
-        return self._user
+        return self.user
 
 
 def stream_of(context: Context, spec: ArraySpec, stream: Any) -> int:

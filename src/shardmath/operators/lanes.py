@@ -40,6 +40,7 @@ class Lane:
         self._context = context
         self._buffers: dict[str, Buffer] = {}
         self._allocations: dict[str, Allocation] = {}  # no name of a buffer
+        self.version = 0  # rises when a buffer comes or goes
         self._kept: list[object] = []  # what graphs refer to
         self._streams: dict[str, Any] = {}
         self._events: dict[str, Any] = {}
@@ -105,6 +106,7 @@ class Lane:
             if held is not None:
                 self._drop(self._buffers.pop(name))
             del held
+            self.version += 1
             self._buffers[name] = self._context.allocate_shared(nbytes)
         return self._buffers[name]
 
@@ -120,6 +122,7 @@ class Lane:
             if held is not None:
                 self._drop(self._allocations.pop(name))
             del held
+            self.version += 1
             self._allocations[name] = Allocation(self.team.device, nbytes)
         return self._allocations[name].address
 
@@ -155,6 +158,16 @@ class Lane:
         finally:
             self._order.captured = captured
 
+    def launch(self, graph: Graph, stream: int) -> None:
+        """Put a graph of ours on `stream`, which is not being captured, as one operation."""
+        self.team.check()
+        if self._order.continues(stream):
+            self.team.device.activate()
+            graph.launch(stream)
+            return
+        with self.section(stream):
+            graph.launch(stream)
+
     def keep(self, used: object) -> None:
         """Let what a graph refers to, captured in this lane, live as long as the lane does."""
         if not any(each is used for each in self._kept):
@@ -165,6 +178,7 @@ class Lane:
         for name in names:
             held = self._buffers.pop(name, None) or self._allocations.pop(name, None)
             if held is not None:
+                self.version += 1
                 self._drop(held)
             del held
 

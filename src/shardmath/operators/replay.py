@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from typing import Any
 
+from shardmath.base.caller import caller_line
 from shardmath.base.lru_cache import LRUCache
+from shardmath.context.context import Context
+from shardmath.cuda import stream as streams
 from shardmath.cuda.graph import Graph
 from shardmath.operators.lanes import Lane
 
-__all__ = ["GraphCache"]
+__all__ = ["GraphCache", "Launch", "Launches"]
 
 _PLACES = 32  # of results, of which the graphs are kept
 
@@ -50,3 +54,61 @@ class GraphCache:
             used_before = place in self.graphs
             graph = self.graphs.keep(place, self.lane.graph(enqueue) if used_before else None)
         return graph
+
+    def find(self, place: Hashable) -> Graph | None:
+        """The graph for results at `place`, once there is one."""
+        return self.graphs.find(place)
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """A graph that makes a call again, if all ranks agree as in `agreement`; this rank's note is
+    `note`. `check` raises where nothing more can be launched, `give(turn)` has the results.
+    """
+
+    context: Context
+    agreement: Any
+    note: bytes
+    lane: Lane
+    graph: Graph
+    give: Callable[[Any], tuple[Any, ...]]
+    check: Callable[[], None] | None = None
+
+    def launch(self, turn: Any) -> tuple[Any, ...]:
+        """See Repeat. An error here ends the wait of the peers at once."""
+        try:
+            if self.check is not None:
+                self.check()
+            self.lane.launch(self.graph, turn.held.stream)
+            return self.give(turn)
+        except BaseException as error:
+            self.context.board.interrupted(error, caller_line())
+            raise
+
+
+class Launches:
+    """Launches for calls on the same arrays, by the place of this rank's results: while `facts` are
+    what they were, and the lane's memory has that version. Calls look for them by `results`.
+    """
+
+    __slots__ = ("_lane", "facts", "places", "results", "version")
+
+    def __init__(self, lane: Lane, facts: tuple[Any, ...], results: Any) -> None:
+        self._lane, self.facts, self.results = lane, facts, results
+        self.version = lane.version
+        self.places: LRUCache[Hashable, Launch] = LRUCache(_PLACES)
+
+    @classmethod
+    def keep(
+        cls, known: Any, facts: tuple[Any, ...], results: Any, place: Hashable, launch: Launch
+    ) -> None:
+        """Let calls of which that is `known` find a launch."""
+        found: Launches | None = known.repeats
+        if found is None or found.facts != facts or found.version != launch.lane.version:
+            found = known.repeats = cls(launch.lane, facts, results)
+        found.places.keep(place, launch)
+
+    def hold(self, facts: tuple[Any, ...], stream: int) -> bool:
+        """Whether they can be launched on `stream`: what is captured is not launched now."""
+        same = self.facts == facts and self.version == self._lane.version
+        return same and not streams.capturing(stream)

@@ -124,6 +124,8 @@ class Cores:
     what is large is given back after each call.
     """
 
+    repeat = None
+
     def __init__(self, context: Context, names: Names, *, kept: bool) -> None:
         self._context = context
         self._names = names

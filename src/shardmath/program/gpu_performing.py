@@ -25,6 +25,7 @@ from shardmath.call.agreement import Agreement
 from shardmath.context.context import Context
 from shardmath.cuda import stream as streams
 from shardmath.cuda.driver import beside_captures
+from shardmath.cuda.graph import Graph
 from shardmath.errors import HeapExhausted
 from shardmath.handles.allocation import block_of
 from shardmath.handles.device_array import Blank, Result, require_device, result_in, stream_of
@@ -32,7 +33,8 @@ from shardmath.handles.exposed import Exposed
 from shardmath.handles.operand import Operand
 from shardmath.operators.in_place import array_in_place
 from shardmath.operators.lanes import Lane
-from shardmath.operators.replay import GraphCache
+from shardmath.operators.replay import GraphCache, Launches
+from shardmath.operators.replay import Launch as Replay
 from shardmath.program.gpu_arrays import GPUArrays, read_arrays
 from shardmath.program.performing import Arguments, Names, Plan, Turn
 
@@ -109,7 +111,8 @@ class GPUPerformer(ABC):
         self.number = 0
         self._decisions: LRUCache[Plan, int] = LRUCache(_KEPT)  # those of the last calls
         self._blanks: LRUCache[Any, Blank] = LRUCache(_KEPT)
-        self._launches: LRUCache[Any, Callable[[int], bool]] = LRUCache(_KEPT)
+        self._decided = 0  # how often they have changed
+        self._launches: LRUCache[Any, Launching] = LRUCache(_KEPT)
 
     # -- what depends on the operation -------------------------------------------------------------
 
@@ -161,6 +164,29 @@ class GPUPerformer(ABC):
         return arrays.without_memory()
 
     # -- prepare -----------------------------------------------------------------------------------
+
+    def repeat(self, turn: Turn) -> Replay | None:
+        """See Performer."""
+        known = turn.known
+        launches: Launches | None = known.repeats
+        if launches is None:
+            return None
+        plan, arrays = known.expected, known.arrays
+        stream = stream_of(self._context, arrays.spec, turn.arguments.stream)
+        if plan is None or not launches.hold((plan, stream, self._decided), stream):
+            return None
+        blank: Blank | None = launches.results
+        if blank is None:
+            (out,), place = turn.arguments.results, None
+            result = Result(arrays.target.address, arrays.target, out)
+        else:
+            result = blank.make()
+            place = result.address
+        turn.held = Execution(plan, stream, arrays.operand, result)
+        found = launches.places.find(place)
+        if found is not None:
+            turn.note = found.note
+        return found
 
     def prepare(self, turn: Turn, plan: Plan | None) -> None:
         """See Performer. Only memory that is there is used for what is but expected."""
@@ -239,19 +265,25 @@ class GPUPerformer(ABC):
 
     def _new_result(self, turn: Turn, plan: Plan) -> Result:
         """One that was not given: a new one, or one in the operand's memory."""
-        context, arrays, (operand,) = self._context, turn.known.arrays, turn.arguments.operands
+        context, (operand,) = self._context, turn.arguments.operands
         (look,) = plan.program.results.values()
         if plan.program.in_place:
             shape = look.local_shape(context.rank)
             place = array_in_place(context, operand, shape, look.dtype, look.order)
             return result_in(context, place, "the operand")
+        return self._blank(turn, plan).make()
+
+    def _blank(self, turn: Turn, plan: Plan) -> Blank:
+        """How new results of a call like this look."""
+        context, arrays, (operand,) = self._context, turn.known.arrays, turn.arguments.operands
+        (look,) = plan.program.results.values()
         on_heap, spec = arrays.on_heap, arrays.spec
 
         def blank() -> Blank:
             shape = look.local_shape(context.rank)
             return Blank(context, operand, shape, look.dtype, look.order, on_heap=on_heap)
 
-        return self._blanks.made((plan, spec.library, spec.space, on_heap), blank).make()
+        return self._blanks.made((plan, spec.library, spec.space, on_heap), blank)
 
     # -- perform -----------------------------------------------------------------------------------
 
@@ -279,7 +311,28 @@ class GPUPerformer(ABC):
             if plan.program.blocking:
                 lane.team.synchronize(stream)
             self._end(execution)
+        self._remember(turn, agreement, launch)
         return (given,)
+
+    def _remember(self, turn: Turn, agreement: Agreement[Any], launch: Launching) -> None:
+        """Let the next such call be a launch of the graph, where there is one by now."""
+        execution, known = turn.held, turn.known
+        plan, graph = execution.plan, launch.graph
+        if graph is None or not known.lasting or plan.program.blocking or plan.program.in_place:
+            return
+        blank = None if known.arrays.target is not None else self._blank(turn, plan)
+        place = None if blank is None else execution.result.address
+        Launches.keep(
+            known,
+            (plan, execution.stream, self._decided),
+            blank,
+            place,
+            Replay(
+                *(self._context, agreement, turn.note, self._lane, graph),
+                give=_given,
+                check=turn.prepared.ready.check,
+            ),
+        )
 
     def _complete(self, turn: Turn, notes: list[bytes], plan: Plan) -> list[bytes]:
         """All ranks' notes, when all have prepared for one decision. Collective.
@@ -290,7 +343,9 @@ class GPUPerformer(ABC):
         while True:
             heads = [_HEAD.unpack_from(note, _TAG) for note in notes]
             facts = [Facts._make((*told, order.decode())) for *told, order, _ in heads]
-            decision = self._decisions.keep(plan, self._decide(plan, facts))
+            decision = self._decide(plan, facts)
+            self._decided += self._decisions.find(plan) != decision
+            self._decisions.keep(plan, decision)
             if all(
                 note.startswith(plan.tag) and head[4] == decision
                 for note, head in zip(notes, heads, strict=True)
@@ -309,21 +364,41 @@ class GPUPerformer(ABC):
                 self._lane.drop(*(name for name in now if name not in before))
                 raise
 
-    def _launching(self, ready: Ready, notes: Sequence[bytes]) -> Callable[[int], bool]:
-        """What launches it, as one graph when it comes again; whether the user captures it."""
+    def _launching(self, ready: Ready, notes: Sequence[bytes]) -> Launching:
+        """What launches it, as one graph when it comes again."""
         run = ready.bind([_places(note) for note in notes])
-        lane = self._lane
+        return Launching(GraphCache(self._lane), run, replays=self.replays)
+
+
+@dataclass(frozen=True, eq=False)
+class Launching:
+    """What puts one execution on a stream, from the second time on as a graph where it `replays`.
+
+    Returns whether the user captures it.
+    """
+
+    graphs: GraphCache
+    run: Launch
+    replays: bool
+
+    def __call__(self, stream: int) -> bool:
         if self.replays:
-            graphs = GraphCache(lane)
-            return lambda stream: graphs.launch((), stream, run)
+            return self.graphs.launch((), stream, self.run)
+        lane = self.graphs.lane
+        lane.team.check()
+        with lane.section(stream) as section:
+            self.run(stream)
+        return bool(section.captured)
 
-        def once(stream: int) -> bool:
-            lane.team.check()
-            with lane.section(stream) as section:
-                run(stream)
-            return bool(section.captured)
+    @property
+    def graph(self) -> Graph | None:
+        """The graph, once there is one."""
+        return self.graphs.graphs.find(())
 
-        return once
+
+def _given(turn: Turn) -> tuple[Any, ...]:
+    """The user's array of a call on arrays of the GPU."""
+    return (turn.held.result.user,)
 
 
 def _is_reached(array: Operand) -> bool:

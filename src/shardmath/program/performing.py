@@ -1,6 +1,7 @@
 """What the driver and the performers of programs say to each other: a call, in four stages.
 
 read       the arrays of a call, in full: once for all calls whose arrays look and lie alike
+repeat     new results alone, where all else of an earlier call holds
 prepare    results, workspace and what peers are told, before the ranks agree
 complete   the same once more, where a rank had expected another plan
 perform    the steps, when nothing may fail any more on one rank only
@@ -16,7 +17,7 @@ from shardmath.call.agreement import Agreement, HashedSpec
 from shardmath.program.numbers import Numbers
 from shardmath.program.steps import Program
 
-__all__ = ["Arguments", "Known", "Names", "Performer", "Plan", "Turn"]
+__all__ = ["Arguments", "Known", "Names", "Performer", "Plan", "Repeat", "Turn"]
 
 
 class Names(NamedTuple):
@@ -70,7 +71,8 @@ class Known:
 
     `lasting`: it refers to no memory, and serves later calls. `expected` is the plan of the last
     call with that spec, which likely is that of the next; `last` is what was agreed on in the last
-    call like this. `prepared` is the performer's. A note begins with the `numbers`, packed.
+    call like this. `prepared` and `repeats` are the performer's. A note begins with the `numbers`,
+    packed.
     """
 
     spec: HashedSpec
@@ -80,6 +82,7 @@ class Known:
     numbers: Numbers = field(default_factory=dict)
     prepared: Any = field(default=None, repr=False)
     last: Agreement[Any] | None = field(default=None, repr=False)
+    repeats: Any = field(default=None, repr=False)
 
 
 class Turn:
@@ -91,7 +94,7 @@ class Turn:
 
     __slots__ = (
         *("arguments", "held", "known", "last", "made", "note", "payload", "payloads"),
-        *("prepared", "spec"),
+        *("prepared", "repeat", "spec"),
     )
 
     def __init__(self, arguments: Arguments, known: Known, spec: HashedSpec) -> None:
@@ -101,6 +104,20 @@ class Turn:
         self.made: dict[str, Any] = {}
         self.held: Any = None
         self.prepared: Any = None  # the performer's
+        self.repeat: Repeat | None = None
+
+
+class Repeat(Protocol):
+    """A call that can be made again as it was, if all ranks agree on it as in `agreement`."""
+
+    @property
+    def agreement(self) -> Agreement[Any]:
+        """What all ranks agreed on."""
+        ...
+
+    def launch(self, turn: Turn) -> tuple[Any, ...]:
+        """The results, when all ranks have agreed once more. Nothing may fail on one rank only."""
+        ...
 
 
 class Performer(Protocol):
@@ -110,6 +127,14 @@ class Performer(Protocol):
     """
 
     number: int
+
+    @property
+    def repeat(self) -> Callable[[Turn], Repeat | None] | None:
+        """What finds the earlier call that a turn may repeat, and adds new results and the note;
+        None where that takes more. Local. It raises as `prepare`, which can follow, and finds the
+        same note.
+        """
+        ...
 
     def inspect(self, arguments: Arguments) -> None:
         """Raise what is wrong with this rank's operands. Local. Nothing is copied."""

@@ -34,7 +34,7 @@ from shardmath.operators.matmul.gpu.operands import Results, blanks_of, made_res
 from shardmath.operators.matmul.gpu.rank_plan import Operands, RankPlan
 from shardmath.operators.matmul.gpu.scale_moves import choose_strategy
 from shardmath.operators.published import matrix_of
-from shardmath.operators.replay import GraphCache
+from shardmath.operators.replay import GraphCache, Launch, Launches
 from shardmath.program.numbers import agree_on_numbers, numbers_bytes, pack_numbers
 from shardmath.program.performing import Arguments, Names, Plan, Turn
 
@@ -161,8 +161,25 @@ class Products:
 
     # -- prepare -----------------------------------------------------------------------------------
 
+    def repeat(self, turn: Turn) -> Launch | None:
+        """See Performer."""
+        known, context = turn.known, self._context
+        launches: Launches | None = known.repeats
+        if launches is None:
+            return None
+        stream, prepared = self._stream(turn), launches.results
+        if not launches.hold((known.expected, stream), stream):
+            return None
+        results = made_results(context, prepared.blanks, turn.arguments.operands[2], stream)
+        turn.held, turn.note = _Held(stream, results, prepared), prepared.note
+        return launches.places.find(results.place)
+
     def prepare(self, turn: Turn, plan: Plan | None) -> None:
         """See Performer."""
+        held = turn.held
+        if held is not None and held.prepared is not None and turn.known.expected is plan:
+            turn.note = held.prepared.note  # `repeat` has made the results
+            return
         turn.held = None
         if plan is None:
             turn.note = pack_numbers(turn.known.numbers) + bytes(_TAG)
@@ -246,10 +263,25 @@ class Products:
             else:
                 place, stream = held.results.place, held.stream
                 replay.launch(place, stream, partial(replay.enqueue, context, held.results))
+                self._remember(turn, agreement, plan, replay)
             if plan.program.blocking:
                 assert context.team is not None, "a context of GPUs"
                 context.team.synchronize(held.stream)
             return self._given(held.results.give(context, held.stream))
+
+    def _remember(self, turn: Turn, agreement: Agreement[Any], plan: Plan, replay: _Replay) -> None:
+        """Let the next such call be a launch of the graph, where there is one by now."""
+        held, known = turn.held, turn.known
+        graph = replay.graphs.find(held.results.place)
+        if graph is None or not known.lasting or plan.program.blocking:
+            return
+        launch = Launch(self._context, agreement, turn.note, replay.lane, graph, self._results)
+        facts = known.expected, held.stream
+        Launches.keep(known, facts, held.prepared, held.results.place, launch)
+
+    def _results(self, turn: Turn) -> tuple[Any, ...]:
+        held = turn.held
+        return self._given(held.results.give(self._context, held.stream))
 
     def _given(self, result: Any) -> tuple[Any, ...]:
         """The results by the operation's names for them."""
