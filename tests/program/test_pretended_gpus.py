@@ -18,6 +18,7 @@ from redistribution_cases import cases
 from test_matvec import make_far
 
 from arrangements import part_of
+from counted import calls_before
 from heap_use import settled_use
 from mistakes import heard, no_memory
 from ranks import Pool
@@ -97,3 +98,56 @@ def test_want_of_memory_on_one_rank_is_an_error_on_all(contexts, store):
 
 def test_objects_and_groups_do_not_disturb_each_other(contexts):
     assert contexts.run(on_gpus, "interleave", ranks=5) == [3, 2, 3, 2, 3]
+
+
+def change(context, store):
+    """Calls come again, with results given and new, and then one rank's array lies elsewhere."""
+    full = np.arange(96.0).reshape(12, 8)
+    part = part_of(full, Slab.X, context.rank, context.size)
+    wanted = part_of(full, Slab.Y, context.rank, context.size)
+    right = []
+    with pretended_gpu(context), context:
+        numpy = library_named("numpy")
+
+        def made(shape):
+            on_heap = store == "heap"
+            return empty_on_heap(context, numpy, shape, "float64") if on_heap else np.empty(shape)
+
+        operand, outs = made(part.shape), [made(wanted.shape) for _ in range(3)]
+        other = np.empty(wanted.shape[::-1]).T  # of other strides, and not on the heap
+        operand[...] = part
+        with Redistribute(operand, Slab.X, Slab.Y) as moved:
+            moved.plan()
+            for turn in range(24):
+                late = turn % 8 == 7 and turn // 8 == context.rank
+                out = other if late else outs[(turn // 4) % 3 if context.rank else 0]
+                out[...] = -1
+                right += [np.array_equal(moved.execute(out=out), wanted)]
+                right += [np.array_equal(moved.execute(), wanted)]
+                right += [np.array_equal(redistribute(operand, Slab.X, Slab.Y, out=out), wanted)]
+        context.board.barrier("done")
+    return all(right)
+
+
+@pytest.mark.parametrize("store", ["heap", "ordinary"])
+def test_a_call_comes_again_and_a_peers_arrays_are_others(ranks, store):
+    assert all(ranks.run(change, store, ranks=3))
+
+
+def repeated(context):
+    """The functions of Python that a redistribution calls that comes again, until its graph."""
+    full = np.ones((12, 8))
+    part = part_of(full, Slab.X, context.rank, context.size)
+    out = part_of(full, Slab.Y, context.rank, context.size).copy()
+    with pretended_gpu(context), context, Redistribute(part, Slab.X, Slab.Y) as moved:
+        moved.plan()
+        for _ in range(4):
+            moved.execute(out=out)
+        names = calls_before("Launch.launch", lambda: moved.execute(out=out))
+        context.board.barrier("done")
+    return names
+
+
+def test_a_call_that_comes_again_is_launched_soon(contexts):
+    for names in contexts.run(repeated, ranks=2):
+        assert len(names) <= 30, names
