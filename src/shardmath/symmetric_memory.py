@@ -291,7 +291,6 @@ def stream_write_value32(tensor: Any, offset: int, val: int) -> Any:
 
 
 def _fill_on_gpu(library: Library, tensor: Any, offset: int, val: int, count: int) -> None:
-    from shardmath.cuda import stream as streams
     from shardmath.cuda.driver import call
 
     spec, team = library.spec(tensor), require_context().team
@@ -299,7 +298,7 @@ def _fill_on_gpu(library: Library, tensor: Any, offset: int, val: int, count: in
         where = "cores" if team is None else team.device.name
         raise ValueError(f"tensor is on {spec.device}, and this rank computes on {where}")
     team.device.activate()
-    stream = streams.current(library.name, team.device)
+    stream = library.stream(team.device.ordinal)
     call("cuMemsetD32Async", library.pointer(tensor) + 4 * offset, val, count, stream)
 
 

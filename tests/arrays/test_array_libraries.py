@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from shardmath.arrays import (
-    LIBRARIES,
     dtypes,
+    libraries,
     library_named,
     library_of,
     library_of_package,
     raw_view,
 )
 
-LIBRARY = {library.name: library for library in LIBRARIES}
+LIBRARY = libraries()
 NUMPY, TORCH = LIBRARY["numpy"], LIBRARY["torch"]
 
 
@@ -122,7 +122,7 @@ def test_torch_says_what_it_cannot_hold(host, message):
     "thing", [[1, 2], 3.0, np.float64(3), np.ma.zeros(3), None, memoryview(b"")]
 )
 def test_no_array_of_ours_is_a_value_error_that_names_both(thing):
-    with pytest.raises(ValueError, match=rf"numpy or torch.*{type(thing).__name__}"):
+    with pytest.raises(ValueError, match=rf"numpy or cupy or torch.*{type(thing).__name__}"):
         library_of(thing)
 
 
@@ -144,9 +144,9 @@ def test_packages_and_names():
     assert library_of_package(np) is NUMPY is library_named("numpy")
     assert library_of_package(torch) is TORCH is library_named("torch")
     for bad in (types, "numpy", None, np.linalg):
-        with pytest.raises(ValueError, match="numpy or torch"):
+        with pytest.raises(ValueError, match="numpy or cupy or torch"):
             library_of_package(bad)
-    with pytest.raises(ValueError, match=r"numpy or torch.*'jax'"):
+    with pytest.raises(ValueError, match=r"numpy or cupy or torch.*'jax'"):
         library_named("jax")
     assert NUMPY.default_dtype().name == "float64" and TORCH.default_dtype().name == "float32"
 

@@ -17,7 +17,16 @@ from shardmath.errors import BackendUnavailable
 
 # Bodies of the host's tests, and what files of one folder take from those of another.
 HERE = Path(__file__).parent
-HOST = ("autograd", "collectives", "fft", "matmul", "redistribution", "reliability", "symmetric")
+HOST = (
+    "arrays",
+    "autograd",
+    "collectives",
+    "fft",
+    "matmul",
+    "redistribution",
+    "reliability",
+    "symmetric",
+)
 sys.path += [str(folder) for folder in HERE.iterdir() if folder.is_dir()]
 sys.path += [str(HERE.parent / name) for name in HOST]
 

@@ -17,7 +17,7 @@ import numpy as np
 from interpreter import copy_of
 
 from shardmath.arrays.dtypes import to_numpy
-from shardmath.arrays.numpy import NumPy
+from shardmath.arrays.libraries.numpy import NumPy
 from shardmath.context.context import Context
 from shardmath.handles import device_array
 from shardmath.local.rounding import round_into

@@ -17,7 +17,7 @@ import test_matmul_epilogs as epilogs
 from interpreter import interpret
 
 from arrangements import part_of
-from shardmath.arrays.numpy import NumPy
+from shardmath.arrays.libraries.numpy import NumPy
 from shardmath.distribution import Replicated, Slab
 from shardmath.linalg.advanced import MatmulEpilog, MatmulOptions, matrix_qualifiers_dtype
 from shardmath.machine import Machine

@@ -23,7 +23,7 @@ from matvec import MATVEC
 
 from arrangements import distributions, part_of
 from shardmath.arrays import ArraySpec
-from shardmath.arrays.numpy import NumPy
+from shardmath.arrays.libraries.numpy import NumPy
 from shardmath.geometry import Slab, decode
 from shardmath.machine import Machine
 from shardmath.operators.fft.operation import OPERATIONS

@@ -6,8 +6,8 @@ layers above see an `ArraySpec`, a pointer, or a NumPy view on the same memory.
 
 from shardmath.arrays.base import Library, raw_view
 from shardmath.arrays.detect import (
-    LIBRARIES,
     array_of,
+    libraries,
     library_and_spec,
     library_named,
     library_of,
@@ -17,11 +17,11 @@ from shardmath.arrays.dtypes import DType
 from shardmath.arrays.spec import ArraySpec
 
 __all__ = [
-    "LIBRARIES",
     "ArraySpec",
     "DType",
     "Library",
     "array_of",
+    "libraries",
     "library_and_spec",
     "library_named",
     "library_of",

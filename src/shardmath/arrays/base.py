@@ -26,11 +26,13 @@ Space = Literal["cpu", "cuda"]
 class Library(ABC):
     """One array library. Instances have no state; `name` is the name of the module users import.
 
-    `spaces` are the kinds of memory that its arrays may lie in.
+    `spaces` are the kinds of memory that its arrays may lie in. `transforms` says whether it has
+    Fourier transforms of its own, which whoever brings its arrays gets; they start threads.
     """
 
     name: ClassVar[str]
     spaces: ClassVar[tuple[Space, ...]]
+    transforms: ClassVar[bool] = False
 
     @abstractmethod
     def owns_type(self, kind: type) -> bool:
@@ -134,6 +136,41 @@ class Library(ABC):
         than they multiply float32. Whether it is done. All are of one type, and not empty.
         """
         return False
+
+    def contiguous(self, x: Any) -> Any:
+        """`x` in C order, its values in its memory: itself, or a copy on the current stream."""
+        return x if x.flags.c_contiguous else x.copy("C")
+
+    def cast(self, x: Any, dtype: DType) -> Any:
+        """The elements of `x` in another type, in new memory."""
+        return x.astype(dtypes.to_numpy(dtype))
+
+    def resolved(self, x: Any) -> Any:
+        """`x`, where it is lazy with its values in new memory."""
+        return x
+
+    def transform(
+        self,
+        x: HostArray,
+        axes: Sequence[int],
+        *,
+        kind: str,
+        forward: bool,
+        scale: str,
+        sizes: Sequence[int] | None,
+    ) -> HostArray:
+        """The Fourier transform of `x`, "C2C", "R2C" or "C2R", in new memory.
+
+        `scale` is NumPy's `norm`; `sizes` are the extents along `axes` of what C2R gives.
+        """
+        raise NotImplementedError(f"{self.name} has no Fourier transforms")
+
+    def stream(self, ordinal: int) -> int:
+        """The calling thread's current stream on that CUDA device; 0 is the default stream.
+
+        Also where the library has not been imported.
+        """
+        return 0
 
     def device(self, name: str) -> Any:
         """A device such as "cuda:0" or "cpu", in the library's own words."""

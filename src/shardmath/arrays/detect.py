@@ -1,32 +1,53 @@
-"""Which library does this array, module or name belong to? The one list of libraries.
+"""Which library does this array, module or name belong to?
 
-The answer comes from the type's own modules: no library is imported to be asked.
+Each module of `libraries` is one, found by its name. The answer comes from the type's own modules:
+no library is imported to be asked.
 """
 
 from __future__ import annotations
 
+import pkgutil
+from collections.abc import Mapping
 from functools import lru_cache
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
+from shardmath.arrays import libraries as package
 from shardmath.arrays.base import Library
-from shardmath.arrays.cupy import CuPy
-from shardmath.arrays.numpy import NumPy
 from shardmath.arrays.spec import ArraySpec
-from shardmath.arrays.torch import Torch
 
 __all__ = [
-    "LIBRARIES",
     "array_of",
+    "libraries",
     "library_and_spec",
     "library_named",
     "library_of",
     "library_of_package",
 ]
 
-LIBRARIES: tuple[Library, ...] = (NumPy(), Torch(), CuPy())
+
+@lru_cache(maxsize=1)
+def libraries() -> Mapping[str, Library]:
+    """All libraries by name: NumPy, which is always there, and the others."""
+    names = sorted(module.name for module in pkgutil.iter_modules(package.__path__))
+    return {name: _library_in(name) for name in ("numpy", *(n for n in names if n != "numpy"))}
+
+
+@lru_cache(maxsize=64)
+def _library_in(name: str) -> Library:
+    """The library that the module of that name defines."""
+    module = import_module(f"{package.__name__}.{name}")
+    [kind] = [
+        each
+        for each in vars(module).values()
+        if isinstance(each, type)
+        and issubclass(each, Library)
+        and each.__module__ == module.__name__
+    ]
+    return kind()
 
 
 def array_of(x: Any) -> Any:
@@ -76,25 +97,25 @@ def library_and_spec(x: object, name: str) -> tuple[Library, ArraySpec]:
 
 def library_named(name: str) -> Library:
     """The library that `ArraySpec.library` names. Raises ValueError for an unknown name."""
-    for library in LIBRARIES:
-        if library.name == name:
-            return library
-    raise ValueError(f"expected an array library, {_accepted()}, got {name!r}")
+    library = libraries().get(name)
+    if library is None:
+        raise ValueError(f"expected an array library, {_accepted()}, got {name!r}")
+    return library
 
 
-def library_of_package(package: ModuleType) -> Library:
-    """The library whose module is `package`, as in `allocate_symmetric_memory(shape, numpy)`.
+def library_of_package(module: ModuleType) -> Library:
+    """The library whose module is `module`, as in `allocate_symmetric_memory(shape, numpy)`.
 
     Raises ValueError for any other object.
     """
-    if not isinstance(package, ModuleType):
-        raise ValueError(f"package is the module {_accepted()}, not {package!r}")
-    return library_named(package.__name__)
+    if not isinstance(module, ModuleType):
+        raise ValueError(f"package is the module {_accepted()}, not {module!r}")
+    return library_named(module.__name__)
 
 
 @lru_cache(maxsize=128)
 def _library_of_type(kind: type) -> Library | None:
-    return next((library for library in LIBRARIES if library.owns_type(kind)), None)
+    return next((library for library in libraries().values() if library.owns_type(kind)), None)
 
 
 def _said(kind: type) -> str:
@@ -114,4 +135,4 @@ def _advice(x: object) -> str:
 
 
 def _accepted() -> str:
-    return " or ".join(library.name for library in LIBRARIES)
+    return " or ".join(libraries())

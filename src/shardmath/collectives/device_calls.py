@@ -27,7 +27,6 @@ from shardmath.collectives.device_operand import DeviceOperand
 from shardmath.collectives.flat import DirectLaunch
 from shardmath.collectives.repeats import Meeting, Repeats
 from shardmath.context.context import Context
-from shardmath.cuda import stream as streams
 from shardmath.handles.fingerprint import inspect
 
 __all__ = ["perform_on_device"]
@@ -253,6 +252,6 @@ class _CachedCall:
             out = library.empty(self.shape, self.dtype, "C", spec.device)
             target = library.pointer(out)
         assert context.team is not None, "a context of GPUs"
-        stream = streams.current(library.name, context.team.device)
+        stream = library.stream(context.team.device.ordinal)
         self.direct.launch(arrays.source, target, stream)
         return out

@@ -13,16 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from shardmath.arrays import DType, Library, array_of, library_and_spec, library_named
+from shardmath.arrays import DType, array_of, library_and_spec, library_named, library_of
 from shardmath.arrays.dtypes import HALVES
 from shardmath.arrays.dtypes import of as dtype_of
 from shardmath.arrays.spec import ArraySpec
 from shardmath.collectives.device import DeviceCollectives
-from shardmath.collectives.flat import DirectLaunch, Flat, Launch, cast, is_numpy
+from shardmath.collectives.flat import DirectLaunch, Flat, Launch, is_numpy
 from shardmath.collectives.operand import OutputSpec, Shape, live_block
 from shardmath.collectives.reduction import Reduction
 from shardmath.context.context import Context
-from shardmath.cuda import stream as streams
 from shardmath.cuda.driver import call
 from shardmath.handles.allocation import array_on
 from shardmath.handles.device_array import require_separate
@@ -79,7 +78,7 @@ class DeviceOperand:
     @property
     def stream(self) -> int:
         """The stream of the call."""
-        return 0 if self.on_host else streams.current(self.library.name, self.team.device)
+        return 0 if self.on_host else self.library.stream(self.team.device.ordinal)
 
     # -- collectives, after agreement --------------------------------------------------------------
 
@@ -263,7 +262,7 @@ class DeviceOperand:
         """`x` in C order on the GPU: where it lies if it does, else a copy."""
         if not self.on_host:
             spec = self.spec if x is self._x else self.library.spec(x)
-            return Flat(self, _contiguous(self.library, x), dtype_of(spec.dtype), spec.shape)
+            return Flat(self, self.library.contiguous(x), dtype_of(spec.dtype), spec.shape)
         host = x if isinstance(x, np.ndarray) else self.library.host_view(x)
         host = np.ascontiguousarray(host)
         buffer = self.context.heap.allocate(host.nbytes)
@@ -278,7 +277,7 @@ class DeviceOperand:
         wide = _combined_type(reduction)
         if wide.name != reduction.dtype:
             x = self.library.host_view(x) if self.on_host and not is_numpy(x) else x
-            x = cast(x, wide)
+            x = library_of(x).cast(x, wide)
         return self._packed(x), wide, reduction.op
 
     def _result_memory(
@@ -401,15 +400,6 @@ def _require_device(spec: ArraySpec, team: Team) -> None:
         raise ValueError(
             f"an array on {spec.device} was given, and this rank computes on {team.device.name}"
         )
-
-
-def _contiguous(library: Library, x: Any) -> Any:
-    """`x` in C order, on the current stream of its library."""
-    if not hasattr(x, "is_contiguous"):
-        return x if x.flags.c_contiguous else x.copy("C")
-    if x.is_contiguous() and not library.is_lazy(x):
-        return x
-    return x.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def _ravel(x: Any) -> Any:

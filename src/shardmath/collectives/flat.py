@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from shardmath.arrays import DType, Library
+from shardmath.arrays import DType, Library, library_of
 from shardmath.arrays.dtypes import of as dtype_of
 from shardmath.arrays.dtypes import to_numpy
 from shardmath.collectives.operand import Shape
@@ -23,7 +23,7 @@ from shardmath.symmetric.heap import Buffer
 if TYPE_CHECKING:
     from shardmath.symmetric.team import Team
 
-__all__ = ["DirectLaunch", "Flat", "Launch", "cast", "is_numpy"]
+__all__ = ["DirectLaunch", "Flat", "Launch", "is_numpy"]
 
 # Of the addresses of an operand and a result; the stream. What was put there, None for nothing.
 Launch = Callable[[int, int, int], ReadyLaunch | None]
@@ -102,18 +102,10 @@ class _Cast(Flat):
         self._wide, self._as = flat, dtype
 
     def array(self) -> Any:
-        return cast(self._wide.array(), self._as)
+        array = self._wide.array()
+        return library_of(array).cast(array, self._as)
 
 
 def is_numpy(x: Any) -> bool:
     """Whether `x` is in host memory as NumPy has it."""
     return isinstance(x, np.ndarray)
-
-
-def cast(x: Any, dtype: DType) -> Any:
-    """The elements of an array of any library in another type."""
-    if is_numpy(x) or hasattr(x, "astype"):
-        return x.astype(to_numpy(dtype))
-    import torch
-
-    return x.to(getattr(torch, dtype.name))

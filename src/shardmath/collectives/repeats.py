@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from shardmath.arrays import Library
+from shardmath.arrays import Library, libraries
 from shardmath.arrays.spec import ArraySpec
 from shardmath.base.compiled import extension
 from shardmath.call.agreement import HashedSpec, agree
@@ -23,7 +23,6 @@ from shardmath.collectives.ahead import tag_of_agreement
 from shardmath.collectives.device import DeviceCollectives
 from shardmath.collectives.device_operand import DeviceOperand
 from shardmath.context.context import Context
-from shardmath.cuda import stream as streams
 from shardmath.cuda.driver import require_success
 from shardmath.cuda.kernel import ReadyLaunch
 
@@ -140,7 +139,7 @@ class Repeats:
             entry = self.calls.get((call, x.dtype, x.shape, out is None))
         except (AttributeError, TypeError):  # no array, or an argument that has no hash
             return None
-        stream = streams.current("torch", self._team.device)
+        stream = libraries()["torch"].stream(self._team.device.ordinal)
         usable = self._board.failure is None and not self._team.broken and not self._heap.freed
         if entry is None or not usable or not self._order.continues(stream):
             return None

@@ -49,7 +49,7 @@ class SourceKernel:
     ) -> None:
         """Put it on a stream."""
         packed = Argument(*(_packed(value, self._device) for value in arguments))
-        where = streams.given(stream, self._library, self._device)
+        where = streams.resolve_stream(stream, self._library, self._device)
         self._kernel.launch(where, blocks, threads, packed)
 
 

@@ -1,18 +1,16 @@
 """The user's stream: which one is current in their array library, and what an argument means.
 
-A stream is handled here as its driver handle, an int; 0 is the default stream. Libraries are found
-in `sys.modules` and never imported for the user.
+A stream is handled here as its driver handle, an int; 0 is the default stream.
 """
 
 from __future__ import annotations
 
-import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
 from typing import Any
 
+from shardmath.arrays import libraries
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import beside_captures, call, status_of
 from shardmath.cuda.kernel import ReadyLaunch
@@ -24,46 +22,21 @@ __all__ = [
     "StreamOrder",
     "any_capturing",
     "capturing",
-    "current",
-    "given",
+    "resolve_stream",
 ]
 
 _DEFAULT = (0, 1)  # handles of the default stream, which cannot be captured
 
 
-def current(library: str, device: Device) -> int:
-    """The current stream of the calling thread in the array library of that name."""
-    module = sys.modules.get(library)
-    if module is None:
-        return 0
-    if library == "torch":
-        return _of_torch(module)(device.ordinal)
-    if library == "cupy":
-        return int(module.cuda.get_current_stream(device.ordinal).ptr)
-    return 0
-
-
-@cache
-def _of_torch(torch: Any) -> Callable[[int], int]:
-    """How to ask torch for a device's current stream: what its generated code calls, if it has it.
-
-    The public function makes an object first, which takes ten times as long.
-    """
-    direct: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-    if direct is not None and torch.cuda.is_initialized():
-        return direct
-    return lambda ordinal: int(torch.cuda.current_stream(ordinal).cuda_stream)
-
-
-def given(stream: Any, library: str, device: Device) -> int:
-    """What the argument `stream` means; None is the library's current stream.
+def resolve_stream(stream: Any, library: str, device: Device) -> int:
+    """The stream that an argument means; None is the current one of the library of that name.
 
     An int is a driver handle; other objects say theirs by `__cuda_stream__`, as cuda.core's,
     torch's and CuPy's do, or by `cuda_stream` or `ptr` in older releases. Raises TypeError for
     anything else, ValueError for a stream of another device.
     """
     if stream is None:
-        return current(library, device)
+        return libraries()[library].stream(device.ordinal)
     handle = _handle(stream)
     # The default streams are those of whichever device is current; one that is being captured may
     # not be asked.
@@ -102,10 +75,7 @@ def any_capturing(device: Device) -> bool:
         if not status and int(state):
             return True
         device.captured_on = None  # the capture has ended; the stream may even be gone
-    handles = {0}
-    if "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
-        handles.add(current("torch", device))
-    handles.add(current("cupy", device))
+    handles = {0, *(library.stream(device.ordinal) for library in libraries().values())}
     answers = [status_of("cuStreamIsCapturing", handle) for handle in handles]
     return any(status or int(state) for status, state in answers)
 

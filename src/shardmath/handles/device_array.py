@@ -84,12 +84,12 @@ class Result:
 def stream_of(context: Context, spec: ArraySpec, stream: Any) -> int:
     """The stream on which a call works: `stream` if given, else the array library's current one.
 
-    Operands in host memory have none, and use the default stream. Raises as `streams.given`.
+    Operands in host memory have none, and use the default stream. Raises as `resolve_stream`.
     """
     team = _team(context)
     if spec.device == "cpu":
         return 0
-    return streams.given(stream, spec.library, team.device)
+    return streams.resolve_stream(stream, spec.library, team.device)
 
 
 def require_device(context: Context, spec: ArraySpec, name: str) -> None:
@@ -114,7 +114,7 @@ def read(
         return _uploaded(context, library.host_view(x))
     if library.is_lazy(x):  # its memory lacks its values
         require_device(context, spec, name)
-        x = x.detach().resolve_conj().resolve_neg()
+        x = library.resolved(x)
         return _seen(context, library.spec(x), library.pointer(x), x)
     return _placed(context, library, spec, x, name)
 

@@ -19,7 +19,6 @@ import numpy.typing as npt
 
 from shardmath.base.collective_call import collective_call
 from shardmath.base.untraced import untraced_methods
-from shardmath.cuda import stream as streams
 from shardmath.cuda.compile import KERNELS
 from shardmath.cuda.kernel import Extent
 from shardmath.cuda.source import SourceKernel
@@ -197,7 +196,7 @@ class DeviceSymmetricMemory(SymmetricMemory):
         if spec.device != device.name:
             raise ValueError(f"expected an array on {device.name}, got {spec}")
         memory = DeviceBytes(library.pointer(array), spec.nbytes, device.name)
-        return memory, streams.current(library.name, device)
+        return memory, library.stream(device.ordinal)
 
     def synchronize(self) -> None:
         """Wait for the current stream. Raises what a wait on it has found, as every call does."""
@@ -216,4 +215,4 @@ class DeviceSymmetricMemory(SymmetricMemory):
         return 4 * (channel * self.world_size + src)
 
     def _stream(self) -> int:
-        return streams.current(self._library.name, self._team.device)
+        return self._library.stream(self._team.device.ordinal)

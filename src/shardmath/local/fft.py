@@ -1,24 +1,24 @@
 """One rank's Fourier transforms, along axes that it holds whole.
 
-ducc0's where it is installed, else scipy's, else NumPy's; torch's for those who brought tensors.
-All keep single precision and take any strides. Results are written where the caller wants them,
-by the first two without a copy: a block of the size of a cache is read, transformed and put down
-in one go.
+ducc0's where it is installed, else scipy's, else NumPy's; a library's own, such as torch's, for
+those who brought its arrays. All keep single precision and take any strides. Results are written
+where the caller wants them, by the first two without a copy: a block of the size of a cache is
+read, transformed and put down in one go.
 """
 
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any, Literal
 
 import numpy as np
 
+from shardmath.arrays import libraries
 from shardmath.arrays.base import HostArray
 
-__all__ = ["Kind", "Norm", "bound_transform", "engine_for", "transform"]
+__all__ = ["Kind", "Norm", "bound_transform", "engine_for", "starts_threads", "transform"]
 
 Kind = Literal["C2C", "R2C", "C2R"]
 Norm = Literal["backward", "ortho", "forward"] | None
@@ -83,8 +83,13 @@ def _transform(
 
 
 def engine_for(library: str) -> str:
-    """Which transforms arrays of this library get: "torch", "ducc0", "scipy" or "numpy"."""
-    return "torch" if library == "torch" else _installed()
+    """Which transforms arrays of this library get: its own, "ducc0", "scipy" or "numpy"."""
+    return library if libraries()[library].transforms else _installed()
+
+
+def starts_threads(engine: str) -> bool:
+    """Whether these transforms share their work among threads of their own."""
+    return engine in libraries() and libraries()[engine].transforms
 
 
 @lru_cache(maxsize=1)
@@ -209,8 +214,9 @@ def _made(
 ) -> HostArray:
     """The transform as the public functions return it: in memory of its own, or in `out`."""
     sizes = [out.shape[axis] for axis in axes] if kind == "C2R" else None
-    if engine == "torch":
-        return _torch(x, axes, kind=kind, forward=forward, scale=scale, sizes=sizes)
+    if starts_threads(engine):
+        own = libraries()[engine].transform
+        return own(x, axes, kind=kind, forward=forward, scale=scale, sizes=sizes)
     library: Any = importlib.import_module("scipy.fft") if engine == "scipy" else np.fft
     more = {"overwrite_x": x is out} if engine == "scipy" else {}
     if kind == "R2C":
@@ -222,27 +228,3 @@ def _made(
     else:
         made = library.ifftn(x, axes=axes, norm=scale, **more)
     return np.asarray(made)
-
-
-def _torch(
-    x: HostArray,
-    axes: Sequence[int],
-    *,
-    kind: Kind,
-    forward: bool,
-    scale: str,
-    sizes: Sequence[int] | None,
-) -> HostArray:
-    torch: Any = sys.modules["torch"]  # whoever has a tensor has imported it
-    if any(stride < 0 for stride in x.strides) or not x.flags.writeable:
-        x = x.copy()
-    tensor, axes = torch.from_numpy(x), list(axes)
-    if kind == "R2C":
-        made = torch.fft.rfftn(tensor, dim=axes, norm=scale)
-    elif kind == "C2R":
-        made = torch.fft.irfftn(tensor, s=sizes, dim=axes, norm=scale)
-    elif forward:
-        made = torch.fft.fftn(tensor, dim=axes, norm=scale)
-    else:
-        made = torch.fft.ifftn(tensor, dim=axes, norm=scale)
-    return np.asarray(made.numpy())

@@ -18,7 +18,7 @@ import numpy as np
 
 from shardmath.arrays.base import HostArray
 from shardmath.context.context import Context
-from shardmath.local.fft import Norm, bound_transform
+from shardmath.local.fft import Norm, bound_transform, starts_threads
 from shardmath.program.blocks import Blocks
 from shardmath.redistribution import Window
 from shardmath.redistribution.host import bind
@@ -58,7 +58,7 @@ class Pass:
         """What performs it, each time that it is called."""
         count = len(self.blocks)
         # torch has threads of its own
-        threads = min(1 if self.engine == "torch" else self.context.threads, count)
+        threads = min(1 if starts_threads(self.engine) else self.context.threads, count)
         if threads <= 1:
             return self._part(range(count), 0)
         ends = [count * i // threads for i in range(threads + 1)]

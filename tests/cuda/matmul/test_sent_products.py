@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from shardmath.arrays import library_named
-from shardmath.cuda import stream as streams
 from shardmath.cuda.driver import call
 from shardmath.errors import OpTimeout, RankFailure
 from shardmath.handles.allocation import empty_on_heap
@@ -86,7 +85,7 @@ class Case:
         return KINDS[self.kind](self.context, self.problem, shape)
 
     def launch(self, plan):
-        stream = streams.current("torch", self.context.team.device)
+        stream = library_named("torch").stream(self.context.team.device.ordinal)
         addresses = self.a.data_ptr(), self.b.data_ptr(), self.result.data_ptr()
         plan.launch(*addresses, stream, pitch=self.pitch, **self.more)
 
@@ -127,7 +126,9 @@ class Case:
         return ""
 
     def done(self):
-        self.context.team.synchronize(streams.current("torch", self.context.team.device))
+        self.context.team.synchronize(
+            library_named("torch").stream(self.context.team.device.ordinal)
+        )
         self.torch.cuda.synchronize()
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from shardmath.cuda.driver import call
-from shardmath.cuda.stream import given
+from shardmath.cuda.stream import resolve_stream
 from shardmath.redistribution.boxes import Box
 from shardmath.symmetric.heap import Location
 
@@ -197,7 +197,7 @@ def check_capture(context):
     BoxCopies(device, [box]).launch(0, *addresses)  # loads the kernel
     stream = call("cuStreamCreate", 1)
     call("cuStreamBeginCapture", stream, 0)
-    assert given(int(stream), "numpy", device) == int(stream)  # as operations begin
+    assert resolve_stream(int(stream), "numpy", device) == int(stream)  # as operations begin
     copies = BoxCopies(device, [box])
     copies.launch(stream, *addresses)
     graph = call("cuGraphInstantiate", call("cuStreamEndCapture", stream), 0)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from visible import GPUS
 
+from shardmath.arrays import library_named
 from shardmath.cuda import stream as streams
 from shardmath.errors import BackendUnavailable, OpTimeout
 
 
 def current(context, library="torch"):
-    return streams.current(library, context.team.device)
+    return library_named(library).stream(context.team.device.ordinal)
 
 
 def check_order(context, rounds):
@@ -147,24 +148,24 @@ def check_arguments(context):
     torch.cuda.set_device(context.device_id)
     stream = torch.cuda.Stream()
     found = [
-        streams.given(stream, "torch", device) == stream.cuda_stream,
-        streams.given(stream.cuda_stream, "torch", device) == stream.cuda_stream,
-        streams.given(None, "numpy", device) == 0,
+        streams.resolve_stream(stream, "torch", device) == stream.cuda_stream,
+        streams.resolve_stream(stream.cuda_stream, "torch", device) == stream.cuda_stream,
+        streams.resolve_stream(None, "numpy", device) == 0,
     ]
     with torch.cuda.stream(stream):
-        found.append(streams.given(None, "torch", device) == stream.cuda_stream)
+        found.append(streams.resolve_stream(None, "torch", device) == stream.cuda_stream)
     try:
         import cupy
 
         with cupy.cuda.Device(context.device_id), cupy.cuda.Stream() as other:
-            found.append(streams.given(None, "cupy", device) == other.ptr)
-            found.append(streams.given(other, "cupy", device) == other.ptr)
+            found.append(streams.resolve_stream(None, "cupy", device) == other.ptr)
+            found.append(streams.resolve_stream(other, "cupy", device) == other.ptr)
     except ImportError:
         pass
     refused = []
     for wrong in ("stream", 1.5, object(), True):
         try:
-            streams.given(wrong, "torch", device)
+            streams.resolve_stream(wrong, "torch", device)
         except TypeError:
             refused.append(wrong)
     if GPUS > 1:
@@ -172,7 +173,7 @@ def check_arguments(context):
         with torch.cuda.device(another):
             foreign = torch.cuda.Stream()
         try:
-            streams.given(foreign, "torch", device)
+            streams.resolve_stream(foreign, "torch", device)
         except ValueError as error:
             found.append(f"device {another}" in str(error))
     for call in (

@@ -216,7 +216,7 @@ class Products:
         if device == "cpu":
             return 0
         assert self._context.team is not None, "a context of GPUs"
-        return streams.given(turn.arguments.stream, library, self._context.team.device)
+        return streams.resolve_stream(turn.arguments.stream, library, self._context.team.device)
 
     def _prepare_new(self, turn: Turn, plan: Plan, timed: Algorithms | None = None) -> bytes:
         """Prepare an execution that repeats none; what to tell the peers of it."""

@@ -5,6 +5,7 @@ CuPy is imported only inside verbs, and whoever calls them has imported it alrea
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, ClassVar, Literal
@@ -80,6 +81,11 @@ class CuPy(Library):
         place = cupy.cuda.MemoryPointer(memory, start if 0 not in shape else 0)
         steps = tuple(stride * native.itemsize for stride in strides)
         return cupy.ndarray(tuple(shape), native, memptr=place, strides=steps)
+
+    def stream(self, ordinal: int) -> int:
+        """See Library."""
+        cupy: Any = sys.modules.get("cupy")
+        return 0 if cupy is None else int(cupy.cuda.get_current_stream(ordinal).ptr)
 
     def empty(
         self,

@@ -6,8 +6,9 @@ been imported already.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -30,6 +31,7 @@ class Torch(Library):
 
     name: ClassVar[str] = "torch"
     spaces: ClassVar[tuple[Space, ...]] = ("cpu", "cuda")
+    transforms: ClassVar[bool] = True
 
     def owns_type(self, kind: type) -> bool:
         """Whether `kind` derives from torch.Tensor, judged by name: no import."""
@@ -184,6 +186,51 @@ class Torch(Library):
         torch.mm(left, right, out=product)
         return True
 
+    def contiguous(self, x: Any) -> Any:
+        """See Library."""
+        return self.resolved(x).contiguous()
+
+    def cast(self, x: Any, dtype: DType) -> Any:
+        """See Library."""
+        return x.to(_native(dtype))
+
+    def resolved(self, x: Any) -> Any:
+        """See Library."""
+        return x.detach().resolve_conj().resolve_neg() if self.is_lazy(x) else x
+
+    def transform(
+        self,
+        x: HostArray,
+        axes: Sequence[int],
+        *,
+        kind: str,
+        forward: bool,
+        scale: str,
+        sizes: Sequence[int] | None,
+    ) -> HostArray:
+        """See Library."""
+        import torch
+
+        if any(stride < 0 for stride in x.strides) or not x.flags.writeable:
+            x = x.copy()
+        tensor, axes = torch.from_numpy(x), list(axes)
+        if kind == "R2C":
+            made = torch.fft.rfftn(tensor, dim=axes, norm=scale)
+        elif kind == "C2R":
+            made = torch.fft.irfftn(tensor, s=sizes, dim=axes, norm=scale)
+        elif forward:
+            made = torch.fft.fftn(tensor, dim=axes, norm=scale)
+        else:
+            made = torch.fft.ifftn(tensor, dim=axes, norm=scale)
+        return np.asarray(made.numpy())
+
+    def stream(self, ordinal: int) -> int:
+        """See Library."""
+        try:
+            return _current_stream()(ordinal)
+        except LookupError:
+            return 0
+
     def device(self, name: str) -> Any:
         """A torch.device."""
         import torch
@@ -195,6 +242,20 @@ class Torch(Library):
         import torch
 
         return dtypes.of(torch.get_default_dtype())
+
+
+@cache
+def _current_stream() -> Callable[[int], int]:
+    """How to ask for a device's current stream: what torch's generated code calls, if it has it.
+
+    The public function makes an object first, which takes ten times as long. Until torch has begun
+    with CUDA there is nothing to ask: that LookupError is not kept.
+    """
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        raise LookupError("torch has not begun with CUDA")
+    direct: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    return direct or (lambda ordinal: int(torch.cuda.current_stream(ordinal).cuda_stream))
 
 
 def _address(x: Any) -> int:

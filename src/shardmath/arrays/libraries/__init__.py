@@ -1,0 +1,1 @@
+"""The array libraries, one file each; `detect` finds them by their names."""
