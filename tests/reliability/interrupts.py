@@ -1,9 +1,10 @@
-"""Calls that an exception leaves at a chosen bytecode, on one of several ranks.
+"""Calls that an exception leaves at a chosen place, on one of several ranks.
 
-A call is made of public functions. `Trial` runs one of them under a trace that counts the bytecodes
-executed beneath it, in whatever file, and raises at one of them: what a signal handler could do
-there. What may follow is a right number or an error that names what happened, on every rank, in
-that call and in those after it; then `recover` has to give all ranks a context that works.
+A place is one bytecode with its chain of callers, each with the bytecode that it is at. `Places`
+runs a call of public functions under a trace that records the places beneath it, in whatever file;
+`Bomb` raises at one of them, as a signal handler could do there. What may follow is a right number
+or an error that names what happened, on every rank, in that call and in those after it; then
+`recover` has to give all ranks a context that works.
 """
 
 from __future__ import annotations
@@ -12,13 +13,17 @@ import random
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, field
+from functools import cache, partial
+from pathlib import Path
+from types import CodeType
+from typing import Any, NamedTuple
+from zlib import crc32
 
 import numpy as np
 
 from shardmath import collectives
-from shardmath.base import collective_call
+from shardmath.base import collective_call, wire
 from shardmath.context import startup
 from shardmath.distribution import Redistribute, Slab, redistribute
 from shardmath.errors import OpTimeout, ShardmathError
@@ -366,15 +371,113 @@ CALLS: dict[str, Callable[[Any], list[Callable[[int], bool]]]] = {
 # -- one trial -------------------------------------------------------------------------------------
 
 
-class Bomb:
-    """A trace that raises `error` at bytecode number `at` beneath a call; `count`, those executed.
+class Place(NamedTuple):
+    """A bytecode of `code` at `offset`, reached by `callers`, executed for the `nth` time.
+
+    `digest` is the same in every process, and for the last time, after however many.
+    """
+
+    code: CodeType
+    offset: int
+    callers: tuple[tuple[CodeType, int], ...]
+    nth: int
+    digest: int
+
+    def __str__(self) -> str:
+        chain = ((self.code, self.offset), *self.callers)
+        names = [f"{code.co_qualname}+{offset}" for code, offset in chain]
+        return f"{' < '.join(names)}, time {self.nth}"
+
+
+def callers_of(frame: Any) -> tuple[tuple[CodeType, int], ...]:
+    """The chain of callers, up to the call that this module has made."""
+    chain = []
+    while (frame := frame.f_back) is not None and frame.f_code.co_filename != __file__:
+        chain.append((frame.f_code, frame.f_lasti))
+    return tuple(chain)
+
+
+def digest_of(*chain: tuple[CodeType, int]) -> int:
+    words = [f"{Path(code.co_filename).name} {code.co_qualname} {at}" for code, at in chain]
+    return crc32("\n".join(words).encode())
+
+
+@cache
+def is_pure_file(name: str) -> bool:
+    """Whether the code in a file makes values of values, and has no state.
+
+    Code that dataclasses write, which has no file, is such.
+    """
+    folder = Path(name).parent
+    known = folder.name in ("geometry", "machine") and folder.parent.name == "shardmath"
+    return known or folder.name == "json" or name in ("<string>", wire.__file__)
+
+
+def is_pure(code: CodeType) -> bool:
+    return is_pure_file(code.co_filename)
+
+
+class Places:
+    """A trace of the places beneath a call, and how often each is executed.
 
     It ends with the collective call: an exception that strikes after that is one between two calls.
     """
 
-    def __init__(self, error: BaseException | None, at: int) -> None:
-        self.count = 0
-        self._error, self._at = error, at
+    def __init__(self) -> None:
+        self._counts: dict[Any, tuple[Any, Any, dict[int, int]]] = {}
+
+    def __enter__(self) -> Places:
+        sys.settrace(self._enter)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def listed(self) -> list[Place]:
+        """Every place when it is executed first, again, and for the last time.
+
+        Those in pure code have the same digest whoever the callers are, but for the first bytecode
+        beneath code that is not pure: what leaves pure code leaves nothing behind.
+        """
+        found = []
+        for code, callers, counts in self._counts.values():
+            alone, below = digest_of((code, 0)), digest_of((code, 0), *callers)
+            entered = not (is_pure(code) and is_pure(callers[0][0]))
+            for number, (offset, count) in enumerate(counts.items()):
+                chain = below if not is_pure(code) or (entered and number == 0) else alone
+                for time, nth in enumerate(sorted({1, min(2, count), count})):
+                    digest = crc32(b"%d %d" % (offset, time), chain)
+                    found.append(Place(code, offset, callers, nth, digest))
+        return found
+
+    def _enter(self, frame: Any, *_: object) -> Any:
+        code = frame.f_code
+        if code.co_filename == __file__:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        callers = callers_of(frame)
+        # By identity: code objects take long to hash.
+        key = (id(code), *((id(caller), offset) for caller, offset in callers))
+        counts = self._counts.setdefault(key, (code, callers, {}))[2]
+        is_entrance = code is collective_call._ENTRANCE
+
+        def step(frame: Any, event: str, _: object) -> Any:
+            if event == "opcode":
+                if is_entrance and has_finished(frame):
+                    sys.settrace(None)
+                else:
+                    counts[frame.f_lasti] = counts.get(frame.f_lasti, 0) + 1
+            return step
+
+        return step
+
+
+class Bomb:
+    """A trace that raises `error` at a place; `struck` says whether that place was reached."""
+
+    def __init__(self, error: BaseException, place: Place) -> None:
+        self.struck = False
+        self._error, self._place, self._left = error, place, place.nth
 
     def __enter__(self) -> Bomb:
         sys.settrace(self._enter)
@@ -384,23 +487,18 @@ class Bomb:
         sys.settrace(None)
 
     def _enter(self, frame: Any, *_: object) -> Any:
-        if frame.f_code.co_filename == __file__:
+        if frame.f_code is not self._place.code or callers_of(frame) != self._place.callers:
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        return self._call if frame.f_code is collective_call._ENTRANCE else self._step
+        return self._step
 
-    def _call(self, frame: Any, event: str, _: object) -> None:
-        if event == "opcode" and has_finished(frame):
-            sys.settrace(None)
-        else:
-            self._step(frame, event, _)
-
-    def _step(self, _: object, event: str, __: object) -> None:
-        if event == "opcode":
-            self.count += 1
-            if self.count >= self._at and self._error is not None:
-                error, self._error = self._error, None
-                raise error
+    def _step(self, frame: Any, event: str, _: object) -> Any:
+        if event == "opcode" and frame.f_lasti == self._place.offset:
+            self._left -= 1
+            if self._left == 0:
+                self.struck = True
+                raise self._error
+        return self._step
 
 
 def has_finished(frame: Any) -> bool:
@@ -431,65 +529,98 @@ class Trials:
         self.make = CALLS[name]
         self.number = 0
 
-    def run(self, position: int, at: int, *, kind: str, warm: int) -> tuple[list[str], int]:
-        """Raise at bytecode `at` of step `position`, after `warm` calls without: what came of it.
-
-        And how many bytecodes that step has executed.
-        """
+    def run(self, position: int, trace: Places | Bomb | None, *, warm: int) -> list[str]:
+        """Run step `position`, after `warm` calls of all, on one rank under a trace: what came."""
         steps = self.make(self.context)
         for _ in range(warm):
             assert [step(self._next()) for step in steps] == [True] * len(steps)
         numbers = [self._next() for _ in range(len(steps) + FOLLOWING)]
-        found, counted = [], 0
+        found = []
         for index, (step, number) in enumerate(zip(steps, numbers, strict=False)):
             once = partial(outcome, partial(step, number))
             if index != position:
                 found.append(once())
             else:
-                error = {"base": Interrupted(), "exception": Alarm(), "none": None}[kind]
-                trace = Bomb(error, at)
-                with trace if self.context.rank == INTERRUPTED else nullcontext():
+                with trace if trace and self.context.rank == INTERRUPTED else nullcontext():
                     found.append(once())
-                counted = trace.count
                 if found[-1] in ("Interrupted", "Alarm") and self.context.board.failure is None:
                     found[-1] = once()  # it had not begun
             if found[-1] != "right":
                 break  # later steps need what this one gives
         for number in numbers[len(steps) :]:
             (step,) = all_reduce_of(4)(self.context)
+            has_failed = self.context.board.failure is not None
             found.append(outcome(partial(step, number)))
+            if has_failed:
+                break  # where calls fail before they look at a peer, all do
         self.context = self.context.recover()
-        return found, counted
+        return found
+
+    def places(self, position: int, *, warm: int) -> list[Place]:
+        """Those of a step on the rank that is to be interrupted; on the others, nothing.
+
+        What a process works out but once is known by then, and has no places.
+        """
+        places = Places()
+        for trace in (None, places):
+            found = self.run(position, trace, warm=warm)
+            assert set(found) == {"right"}, found
+        return places.listed()
 
     def _next(self) -> int:
         self.number += 1
         return self.number
 
 
-def run_trials(group: Any, name: str, chosen: int | slice, device: Any = "cpu") -> list[Any]:
-    """How many trials of a call were made on this rank, and what was not acceptable in them.
+@dataclass
+class Part:
+    """Part `number` of `parts` of all places; `seen` has those that need no trial any more."""
 
-    Each step is tried at so many of the bytecodes that it executes, or at a slice of them, and with
-    both kinds of exception: the first time that it is called in a context, and after others like
-    it.
+    number: int
+    parts: int
+    seen: set[int] = field(default_factory=set)
+
+    def take(self, places: list[Place], warm: int) -> list[Place]:
+        """The places that are in this part and were not seen before."""
+        taken = []
+        for place in places:
+            key = 2 * place.digest + (warm > 0)
+            if place.digest % self.parts == self.number and key not in self.seen:
+                self.seen.add(key)
+                taken.append(place)
+        return taken
+
+
+def run_trials(group: Any, name: str, chosen: int | Part, device: Any = "cpu") -> list[Any]:
+    """How many trials of a call were made, how many struck, and what was not acceptable in them.
+
+    Each step is tried at so many of its places, or at those of a part, and with both kinds of
+    exception: the first time that it is called in a context, and after others like it. Of a part,
+    the rank that is interrupted also returns what it has seen.
     """
     mine = Trials(group, name, device)
-    failures, made = [], 0
+    made, struck, failures = 0, 0, []
     for warm in (0, 2):
         for position in range(len(mine.make(mine.context))):
-            _, counted = mine.run(position, 0, kind="none", warm=warm)
-            counted = mine.context.agree("count", lambda n=counted: n, list)[INTERRUPTED]
+            places = mine.places(position, warm=warm)
             pick = random.Random(f"{name} {warm} {position}")
-            every = range(1, counted + 1)
-            some = isinstance(chosen, int)
-            for at in pick.sample(every, min(chosen, counted)) if some else every[chosen]:
-                kind = pick.choice(["base", "exception"])
-                found, _ = mine.run(position, at, kind=kind, warm=warm)
+            if isinstance(chosen, int):
+                places = pick.sample(places, min(chosen, len(places)))
+            else:
+                places = chosen.take(places, warm)
+            count = mine.context.agree("count", partial(len, places), list)[INTERRUPTED]
+            for number in range(count):
+                kind = pick.choice([Interrupted, Alarm])
+                bomb = Bomb(kind(), places[number]) if places else None
+                found = mine.run(position, bomb, warm=warm)
                 made += 1
+                struck += bomb is not None and bomb.struck
                 if not all(map(acceptable, found)):
-                    failures.append(f"step {position} after {warm}, {kind} at {at}: {found}")
+                    where = f"{kind.__name__} at {places[number]}" if places else "at a peer"
+                    failures.append(f"step {position} after {warm}, {where}: {found}")
     startup.finalize()
-    return [made, failures]
+    seen = [] if isinstance(chosen, int) else sorted(chosen.seen)
+    return [made, struck, failures, seen]
 
 
 def acceptable(found: str) -> bool:

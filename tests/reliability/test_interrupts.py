@@ -1,11 +1,12 @@
-"""An exception that leaves a call at any bytecode gives no wrong number, then or later.
+"""An exception that leaves a call at any place gives no wrong number, then or later.
 
-`make test` takes a sample of the bytecodes, `make torture` all of them.
+A place is a bytecode with its chain of callers. `make test` takes a sample of the places, `make
+torture` all of them.
 """
 
 import numpy as np
 import pytest
-from interrupts import CALLS, Alarm, Interrupted, run_trials
+from interrupts import CALLS, INTERRUPTED, Alarm, Interrupted, Part, run_trials
 
 import started
 from mortal import Job, Raised
@@ -17,7 +18,7 @@ from shardmath.symmetric.board import Board
 from shardmath.symmetric.rows import Rows
 
 RANKS = 3
-SAMPLE = 3  # bytecodes of each step
+SAMPLE = 3  # places of each step
 PARTS = 32  # of all of them
 VARIABLES = {"SHARDMATH_TIMEOUT": "100", "SHARDMATH_NOTICE": "100"}
 IN_PYTHON = VARIABLES | {"SHARDMATH_COMPILED": "0"}
@@ -25,30 +26,39 @@ WAYS = {"compiled": VARIABLES, "in Python": IN_PYTHON}  # the first, where a com
 
 
 def try_all(name, chosen, way):
+    """What the rank that is interrupted returns of its trials, all of which are acceptable."""
     with Job(RANKS, lambda group: run_trials(group, name, chosen), WAYS[way]) as job:
         outcomes = [job.outcome(rank, 3500) for rank in range(RANKS)]
     require_acceptable(outcomes)
+    return outcomes[INTERRUPTED]
 
 
 def require_acceptable(outcomes):
     assert not any(isinstance(each, Raised) or each is None for each in outcomes), outcomes
-    assert not any(failures for _, failures in outcomes), [f for _, f in outcomes if f]
-    assert outcomes[0][0] > 0
+    assert not any(failures for _, _, failures, _ in outcomes), [each[2] for each in outcomes]
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", CALLS)
 def test_no_interrupt_gives_a_wrong_number(name, way):
-    try_all(name, SAMPLE, way)
+    made, struck, _, _ = try_all(name, SAMPLE, way)
+    assert struck > made / 2  # at some places a rank is only when a peer is late
 
 
 @pytest.mark.torture
-@pytest.mark.parametrize("part", range(PARTS), ids="part{:02}".format)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", CALLS)
-def test_no_interrupt_at_any_bytecode_gives_a_wrong_number(name, way, part):
-    """Some 2,500,000 trials of 30 ms, in parts for many cores: every 32nd bytecode is in one."""
-    try_all(name, slice(part, None, PARTS), way)
+@pytest.mark.parametrize("number", range(PARTS), ids="part{:02}".format)
+def test_no_interrupt_at_any_place_gives_a_wrong_number(number):
+    """What one call, or one way, has in common with another is tried once."""
+    part = Part(number, PARTS)
+    made_in_all, struck_in_all = 0, 0
+    for way in WAYS:
+        for name in CALLS:
+            made, struck, _, seen = try_all(name, part, way)
+            part.seen.update(seen)
+            made_in_all += made
+            struck_in_all += struck
+    print(f"{struck_in_all} of {made_in_all} trials struck")
+    assert struck_in_all > 0.9 * made_in_all
 
 
 @pytest.fixture(scope="module", params=["shardmath", "torchrun", "mpirun"])
@@ -61,7 +71,9 @@ def launched(request):
 
 @pytest.mark.parametrize("name", ["all_reduce", "redistribute"])
 def test_no_launcher_changes_that(launched, name):
-    require_acceptable(launched.run(run_trials, name, 1, timeout=100))
+    outcomes = launched.run(run_trials, name, 1, timeout=100)
+    require_acceptable(outcomes)
+    assert outcomes[INTERRUPTED][0] > 0
 
 
 PLACES = {
