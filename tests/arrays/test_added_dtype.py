@@ -1,14 +1,7 @@
 """A data type is one row of one table: what is moved, combined and multiplied follows from it."""
 
-import os
-import shutil
-import subprocess
-import sys
-from pathlib import Path
+from changed import run_with
 
-import shardmath
-
-TABLE = "_ROWS = (\n"
 ADDED = """\
     _float8("float8_e4m3fnuz", 240.0),
     DType("float8_e8m0fnu", 1, "f", sums="float32", carrier="uint8"),
@@ -66,15 +59,5 @@ if __name__ == "__main__":
 
 
 def test_a_row_of_the_table_is_a_data_type(tmp_path):
-    tree = tmp_path / "shardmath"
-    shutil.copytree(Path(shardmath.__file__).parent, tree)
-    table = tree / "arrays" / "dtypes.py"
-    text = table.read_text()
-    assert text.count(TABLE) == 1
-    table.write_text(text.replace(TABLE, TABLE + ADDED))
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    command = [sys.executable, str(program)]
-    done = subprocess.run(command, env=environment, text=True, capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr
+    table = {"arrays/dtypes.py": {'    _float8("float8_e4m3fn", ': ADDED}}
+    run_with(tmp_path, table, PROGRAM)

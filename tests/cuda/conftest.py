@@ -22,6 +22,7 @@ HOST = (
     "autograd",
     "collectives",
     "fft",
+    "local",
     "matmul",
     "redistribution",
     "reliability",

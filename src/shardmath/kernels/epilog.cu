@@ -6,7 +6,7 @@
 // written by two.
 //
 // Compiled with ELEMENT (of D), EXTRA (of bias and GELU's aux, if not that), PART and ADDEND (of the parts and of
-// C), PARTS (how many there can be), and the switches BIAS, ACTIVATION, GRADIENT (0 none, 1 ReLU, 2 GELU), KEEP_AUX,
+// C), PARTS (how many there can be), ACTIVATION and GRADIENT (functors, below), and the switches BIAS, KEEP_AUX,
 // HALVES (D and what an epilog reads and makes have 16 bits at most), and PLAIN (there is one part, which is not
 // conjugated, alpha is 1, and there is no C: what follows a product that has done all that).
 #include "elements.cuh"
@@ -18,8 +18,8 @@
 #define ADDEND float32
 #define PARTS 8
 #define BIAS 1
-#define ACTIVATION 2
-#define GRADIENT 0
+#define ACTIVATION gelu
+#define GRADIENT identity
 #define KEEP_AUX 1
 #endif
 
@@ -79,12 +79,10 @@ __device__ W loaded(const Matrix& x, i64 i, i64 j) {
     return Wide<Element>::widen(((const Element*)x.data)[i * x.row + j * x.column]);
 }
 
-#if ACTIVATION == 2 || GRADIENT == 2
-constexpr double kC0 = 0.7978845608028654, kC1 = 0.044715;  // sqrt(2 / pi), and the cubic's factor
-
 // x / (1 + exp(y)), for halves by the multiprocessor's own exponential and reciprocal: they are off by 1e-5 at
 // most, a twentieth of what float16 rounds off, and else take longer than memory does.
-__device__ inline W over_one_plus(W x, W exponent, W& e) {
+template <class T>
+__device__ T over_one_plus(T x, T exponent, T& e) {
 #if HALVES
     e = __expf(exponent);
     return __fdividef(x, 1 + e);
@@ -93,30 +91,67 @@ __device__ inline W over_one_plus(W x, W exponent, W& e) {
     return x / (1 + e);
 #endif
 }
-#endif
 
-#if ACTIVATION
-__device__ inline W activated(W x) {
-#if ACTIVATION == 1
-    return x > 0 || x != x ? x : 0;
-#else
-    const W square = x * x;
-    W e;
-    return over_one_plus(x, (square * (W)(-2 * kC0 * kC1) - (W)(2 * kC0)) * x, e);
-#endif
-}
-#endif
+// The functions of epilogs, by the names that local/epilog.py has. The derivative of one with `kBits` is 1 where the
+// input is positive, and a bit an element is kept of that; of others inputs are kept, and `slope` is the derivative.
+struct Function {
+    static constexpr bool kBits = false, kInputs = false;
+    template <class T>
+    static __device__ bool bit(T) {
+        return false;
+    }
+    template <class T>
+    static __device__ T descend(T gradient, T) {
+        return gradient;
+    }
+};
+struct identity : Function {
+    template <class T>
+    static __device__ T apply(T x) {
+        return x;
+    }
+};
+struct relu : Function {
+    static constexpr bool kBits = true;
+    template <class T>
+    static __device__ T apply(T x) {
+        return x > 0 || x != x ? x : 0;
+    }
+    template <class T>
+    static __device__ bool bit(T x) {
+        return x > 0;
+    }
+};
+template <class Derived>
+struct Smooth : Function {
+    static constexpr bool kInputs = true;
+    template <class T>
+    static __device__ T descend(T gradient, T x) {
+        return gradient * Derived::slope(x);
+    }
+};
+struct gelu : Smooth<gelu> {
+    static constexpr double kC0 = 0.7978845608028654, kC1 = 0.044715;  // sqrt(2 / pi), and the cubic's factor
 
-#if GRADIENT == 2
-// p (1 + 2 (1 - p) x u'), p = 1 / (1 + e): see _gelu_slope of the host.
-__device__ inline W slope(W x) {
-    x = x < -10 ? -10 : x > 10 ? 10 : x;
-    const W square = x * x;
-    W e;
-    const W p = over_one_plus(1, (square * (W)(-2 * kC0 * kC1) - (W)(2 * kC0)) * x, e);
-    return (e * p * (square * (W)(6 * kC0 * kC1) + (W)(2 * kC0)) * x + 1) * p;
-}
-#endif
+    template <class T>
+    static __device__ T apply(T x) {
+        const T square = x * x;
+        T e;
+        return over_one_plus(x, (square * (T)(-2 * kC0 * kC1) - (T)(2 * kC0)) * x, e);
+    }
+    // p (1 + 2 (1 - p) x u'), p = 1 / (1 + e): see _gelu_slope of the host.
+    template <class T>
+    static __device__ T slope(T x) {
+        x = x < -10 ? -10 : x > 10 ? 10 : x;
+        const T square = x * x;
+        T e;
+        const T p = over_one_plus((T)1, (square * (T)(-2 * kC0 * kC1) - (T)(2 * kC0)) * x, e);
+        return (e * p * (square * (T)(6 * kC0 * kC1) + (T)(2 * kC0)) * x + 1) * p;
+    }
+};
+
+constexpr bool kKeepsBits = KEEP_AUX && ACTIVATION::kBits, kKeepsInputs = KEEP_AUX && ACTIVATION::kInputs;
+constexpr bool kReadsBits = GRADIENT::kBits, kReadsInputs = GRADIENT::kInputs;
 
 __device__ inline void finish(const EpilogArgument& a, i64 group, i64 j) {
     const i64 top = group * kRows;
@@ -135,9 +170,7 @@ __device__ inline void finish(const EpilogArgument& a, i64 group, i64 j) {
     }
     const bool scale = !is_one(a.alpha), add = a.c.data && !is_zero(a.beta);
     [[maybe_unused]] unsigned mask = 0;
-#if GRADIENT == 1
-    mask = ((const unsigned char*)a.aux.data)[group + j * a.aux.column];
-#endif
+    if constexpr (kReadsBits) mask = ((const unsigned char*)a.aux.data)[group + j * a.aux.column];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
         if (r >= rows) continue;
@@ -151,25 +184,17 @@ __device__ inline void finish(const EpilogArgument& a, i64 group, i64 j) {
 #if BIAS
         y = sum::combine(y, Wide<EXTRA>::widen(((const EXTRA*)a.bias)[i * a.bias_step]));
 #endif
-#if KEEP_AUX && ACTIVATION == 1
-        mask |= (unsigned)(y > 0) << r;
-#elif KEEP_AUX && ACTIVATION == 2
-        ((EXTRA*)a.aux.data)[i + j * a.aux.column] = Wide<EXTRA>::narrow(y);
-#endif
-#if ACTIVATION
-        y = activated(y);
-#endif
-#if GRADIENT == 1
-        if (!(mask >> r & 1)) y = 0;  // not a product: a masked infinity becomes 0
-#elif GRADIENT == 2
-        y *= slope(Wide<EXTRA>::widen(((const EXTRA*)a.aux.data)[i + j * a.aux.column]));
-#endif
+        if constexpr (kKeepsBits) mask |= (unsigned)ACTIVATION::bit(y) << r;
+        if constexpr (kKeepsInputs) ((EXTRA*)a.aux.data)[i + j * a.aux.column] = Wide<EXTRA>::narrow(y);
+        y = ACTIVATION::apply(y);
+        if constexpr (kReadsBits)
+            if (!(mask >> r & 1)) y = W{};  // not a product: a masked infinity becomes 0
+        if constexpr (kReadsInputs)
+            y = GRADIENT::descend(y, Wide<EXTRA>::widen(((const EXTRA*)a.aux.data)[i + j * a.aux.column]));
         if (a.kept.data) ((W*)a.kept.data)[i * a.kept.row + j * a.kept.column] = y;
         ((ELEMENT*)a.d.data)[i * a.d.row + j * a.d.column] = Wide<ELEMENT>::narrow(y);
     }
-#if KEEP_AUX && ACTIVATION == 1
-    ((unsigned char*)a.aux.data)[group + j * a.aux.column] = (unsigned char)mask;
-#endif
+    if constexpr (kKeepsBits) ((unsigned char*)a.aux.data)[group + j * a.aux.column] = (unsigned char)mask;
 }
 
 extern "C" __global__ void __launch_bounds__(256) epilog(const __grid_constant__ EpilogArgument a) {
@@ -260,32 +285,23 @@ __device__ inline void finish_run(const EpilogArgument& a, const Spot& at, const
         x[i] = sum::combine(x[i], Wide<EXTRA>::widen(((const EXTRA*)a.bias)[row * a.bias_step]));
     }
 #endif
-#if (KEEP_AUX && ACTIVATION == 1) || GRADIENT == 1
-    unsigned char* const bits = (unsigned char*)a.aux.data + at.line * a.aux.column + at.first / kRun;
-    unsigned mask = 0;
-#endif
-#if KEEP_AUX && ACTIVATION == 1
+    [[maybe_unused]] unsigned char* const bits =
+        (unsigned char*)a.aux.data + at.line * a.aux.column + at.first / kRun;
+    [[maybe_unused]] unsigned mask = 0;
+    if constexpr (kKeepsBits) {
 #pragma unroll
-    for (int i = 0; i < kRun; ++i) mask |= (unsigned)(x[i] > 0) << i;
-    *bits = (unsigned char)mask;
-#elif KEEP_AUX && ACTIVATION == 2
-    store_run<EXTRA>(a.aux, at.in(a.aux), x);
-#endif
-#if GRADIENT == 1
-    mask = *bits;
-#elif GRADIENT == 2
-    side.widen(y);
-#endif
+        for (int i = 0; i < kRun; ++i) mask |= (unsigned)ACTIVATION::bit(x[i]) << i;
+        *bits = (unsigned char)mask;
+    }
+    if constexpr (kKeepsInputs) store_run<EXTRA>(a.aux, at.in(a.aux), x);
+    if constexpr (kReadsBits) mask = *bits;
+    if constexpr (kReadsInputs) side.widen(y);
 #pragma unroll
     for (int i = 0; i < kRun; ++i) {
-#if ACTIVATION
-        x[i] = activated(x[i]);
-#endif
-#if GRADIENT == 1
-        if (!(mask >> i & 1)) x[i] = 0;
-#elif GRADIENT == 2
-        x[i] *= slope(y[i]);
-#endif
+        x[i] = ACTIVATION::apply(x[i]);
+        if constexpr (kReadsBits)
+            if (!(mask >> i & 1)) x[i] = W{};
+        if constexpr (kReadsInputs) x[i] = GRADIENT::descend(x[i], y[i]);
     }
     if (a.kept.data) store_run<W>(a.kept, at.in(a.kept), x);
     store_run<ELEMENT>(a.d, at.in(a.d), x);
@@ -315,9 +331,7 @@ extern "C" __global__ void __launch_bounds__(256) epilog_runs(const __grid_const
                 part[k].load(a.part[0], at[k].in(a.part[0]));
             else
                 part[k] = {};
-#if GRADIENT == 2
-            side[k].load(a.aux, at[k].in(a.aux));
-#endif
+            if constexpr (kReadsInputs) side[k].load(a.aux, at[k].in(a.aux));
         }
 #pragma unroll
         for (int k = 0; k < kAtOnce; ++k)

@@ -9,11 +9,11 @@ are those of cuBLASLt.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +22,8 @@ from shardmath.arrays.base import HostArray, raw_view
 from shardmath.geometry.integers import up
 
 __all__ = [
+    "INPUTS",
+    "OUTPUTS",
     "Extra",
     "MatmulEpilog",
     "Requirements",
@@ -30,10 +32,6 @@ __all__ = [
     "requirements",
     "row_sums",
 ]
-
-Activation = Literal["relu", "gelu"]
-
-_RELU, _BIAS, _DRELU, _BGRAD, _GELU, _DGELU, _AUX = 2, 4, 8, 16, 32, 64, 128
 
 
 class MatmulEpilog(IntEnum):
@@ -57,45 +55,60 @@ class MatmulEpilog(IntEnum):
     rounded up to a multiple of 16, n); gelu_aux has the elements, (m rounded up to a multiple of 8,
     n); both are column-major, and are read by the epilogs of the backward pass only. GELU is the
     tanh approximation.
+
+    A row says which of this an epilog does, and by which of `FUNCTIONS`.
     """
 
-    DEFAULT = 0
-    ALLREDUCE = 1
-    RELU = 2
-    BIAS = 4
-    RELU_BIAS = 6
-    GELU = 32
-    GELU_BIAS = 36
-    RELU_AUX = 130
-    RELU_AUX_BIAS = 134
-    DRELU = 136
-    DRELU_BGRAD = 152
-    GELU_AUX = 160
-    GELU_AUX_BIAS = 164
-    DGELU = 192
-    DGELU_BGRAD = 208
-    BGRADA = 256
-    BGRADB = 512
+    DEFAULT = 0, ""
+    ALLREDUCE = 1, ""
+    RELU = 2, "relu"
+    BIAS = 4, "bias"
+    RELU_BIAS = 6, "relu bias"
+    GELU = 32, "gelu"
+    GELU_BIAS = 36, "gelu bias"
+    RELU_AUX = 130, "relu aux"
+    RELU_AUX_BIAS = 134, "relu aux bias"
+    DRELU = 136, "derivative relu"
+    DRELU_BGRAD = 152, "derivative relu bgrad"
+    GELU_AUX = 160, "gelu aux"
+    GELU_AUX_BIAS = 164, "gelu aux bias"
+    DGELU = 192, "derivative gelu"
+    DGELU_BGRAD = 208, "derivative gelu bgrad"
+    BGRADA = 256, "bgrad"
+    BGRADB = 512, "bgrad"
+
+    words: frozenset[str]
+
+    def __new__(cls, value: int, words: str = "") -> MatmulEpilog:
+        """The epilog of that number, which does what `words` say."""
+        member = int.__new__(cls, value)
+        member._value_ = value
+        member.words = frozenset(words.split())
+        return member
 
     @property
     def has_bias(self) -> bool:
         """Whether bias[i] is added to row i."""
-        return bool(self & _BIAS)
+        return "bias" in self.words
 
     @property
-    def activation(self) -> Activation | None:
-        """The function applied to each element."""
-        return "relu" if self & _RELU else "gelu" if self & _GELU else None
+    def activation(self) -> str | None:
+        """The name of the function applied to each element."""
+        return None if "derivative" in self.words else self._function
 
     @property
-    def gradient(self) -> Activation | None:
+    def gradient(self) -> str | None:
         """The function whose derivative, taken at the auxiliary input, multiplies each element."""
-        return "relu" if self & _DRELU else "gelu" if self & _DGELU else None
+        return self._function if "derivative" in self.words else None
+
+    @property
+    def _function(self) -> str | None:
+        return next(iter(self.words & FUNCTIONS.keys()), None)
 
     @property
     def makes_aux(self) -> str | None:
         """The name of the output that keeps what the derivative will need."""
-        return f"{self.activation}_aux" if self.activation and self & _AUX else None
+        return f"{self._function}_aux" if "aux" in self.words else None
 
     @property
     def needs_aux(self) -> str | None:
@@ -105,9 +118,14 @@ class MatmulEpilog(IntEnum):
     @property
     def makes_bgrad(self) -> str | None:
         """The name of the output that sums rows of D, rows of A, or columns of B."""
-        if self in (MatmulEpilog.BGRADA, MatmulEpilog.BGRADB):
-            return self.name.lower()
-        return f"d{self.gradient}_bgrad" if self & _BGRAD else None
+        if "bgrad" not in self.words:
+            return None
+        return f"d{self.gradient}_bgrad" if self.gradient else self.name.lower()
+
+    @property
+    def changes_d(self) -> bool:
+        """Whether anything happens to the elements of D themselves."""
+        return bool(self._function) or self.has_bias
 
 
 @dataclass(frozen=True)
@@ -158,17 +176,16 @@ def requirements(epilog: MatmulEpilog, m: int, n: int, dtype: Any) -> Requiremen
     kind, name = dtypes.of(dtype).kind, dtypes.of(dtype).name
     if (epilog.activation or epilog.gradient) and kind != "f":
         raise ValueError(f"epilog {epilog.name} needs a real floating type, not {name}")
-    aux = {
-        "relu_aux": Extra("relu_aux", ((up(-(-m // 8), 16), n),), "uint8", column_major=True),
-        "gelu_aux": Extra("gelu_aux", ((up(m, 8), n),), name, column_major=True),
-    }
-    inputs, outputs = [], []
+    inputs: list[Extra] = []
+    outputs: list[Extra] = []
     if epilog.has_bias:
         inputs.append(Extra("bias", ((m,), (m, 1)), name))
-    if epilog.needs_aux:
-        inputs.append(aux[epilog.needs_aux])
-    if epilog.makes_aux:
-        outputs.append(aux[epilog.makes_aux])
+    for aux, extras in ((epilog.needs_aux, inputs), (epilog.makes_aux, outputs)):
+        if aux and _function(epilog).slope is None:
+            bits = up(-(-m // 8), 16), n
+            extras.append(Extra(aux, (bits,), "uint8", column_major=True))
+        elif aux:
+            extras.append(Extra(aux, ((up(m, 8), n),), name, column_major=True))
     if epilog.makes_bgrad:
         extent = n if epilog is MatmulEpilog.BGRADB else m
         outputs.append(Extra(epilog.makes_bgrad, ((extent,),), name))
@@ -195,7 +212,7 @@ def apply(
     made = requirements(epilog, m, n, dtype)
     if out is None:
         out = np.empty_like(acc, dtypes.to_numpy(dtype))
-    if epilog in _UNTOUCHED:
+    if not epilog.changes_d:
         if out is not acc:
             out[...] = acc
         return out, {}
@@ -215,7 +232,7 @@ def apply(
         if epilog.makes_aux:
             _keep(epilog, aux[epilog.makes_aux], tile, x)
         if epilog.activation:
-            x = _ACTIVATE[epilog.activation](x)
+            x = _function(epilog).apply(x)
         if epilog.needs_aux:
             _differentiate(epilog, inputs[epilog.needs_aux], tile, x)
         if epilog.makes_bgrad:
@@ -234,9 +251,6 @@ def column_sums(b: HostArray) -> HostArray:
     return row_sums(b.T)
 
 
-_UNTOUCHED = frozenset(
-    {MatmulEpilog.DEFAULT, MatmulEpilog.ALLREDUCE, MatmulEpilog.BGRADA, MatmulEpilog.BGRADB}
-)
 _TILE = 1 << 16  # elements: a few arrays of them stay in a core's second-level cache
 _C0, _C1 = math.sqrt(2 / math.pi), 0.044715
 
@@ -257,7 +271,7 @@ def _tiles(m: int, n: int) -> Iterator[tuple[slice, slice]]:
 def _keep(epilog: MatmulEpilog, aux: HostArray, tile: tuple[slice, slice], x: HostArray) -> None:
     """Keep of `x`, the input of the activation, what its derivative needs."""
     rows, columns = tile
-    if epilog.activation == "relu":
+    if _function(epilog).slope is None:
         positive = np.ascontiguousarray((x > 0).T)  # bits are packed fast along contiguous rows
         aux.T[columns, _bytes_of(rows)] = np.packbits(positive, axis=1, bitorder="little")
     else:
@@ -269,8 +283,9 @@ def _differentiate(
 ) -> None:
     """Multiply tile `x`, a gradient, by the activation's derivative."""
     rows, columns = tile
-    if epilog.gradient == "gelu":
-        x *= _gelu_slope(aux[rows, columns].astype(x.dtype))
+    slope = _function(epilog).slope
+    if slope is not None:
+        x *= slope(aux[rows, columns].astype(x.dtype))
         return
     packed = aux.T[columns, _bytes_of(rows)]
     raw = raw_view(x)
@@ -324,4 +339,31 @@ def _gelu_slope(x: HostArray) -> HostArray:
     return e
 
 
-_ACTIVATE = {"relu": _relu, "gelu": _gelu}
+@dataclass(frozen=True)
+class Function:
+    """An activation: `apply` may overwrite its argument, and `slope` is its derivative.
+
+    Without a `slope` the derivative is 1 where the input is greater than 0, and else 0: a bit for
+    each element is kept of that, where of others the inputs are.
+    """
+
+    apply: Callable[[HostArray], HostArray]
+    slope: Callable[[HostArray], HostArray] | None = None
+
+
+FUNCTIONS = {
+    "relu": Function(_relu),
+    "gelu": Function(_gelu, _gelu_slope),
+}
+INPUTS = ("bias", *(f"{name}_aux" for name in FUNCTIONS))
+OUTPUTS = tuple(
+    dict.fromkeys(
+        name for each in MatmulEpilog for name in (each.makes_aux, each.makes_bgrad) if name
+    )
+)
+
+
+def _function(epilog: MatmulEpilog) -> Function:
+    name = epilog.activation or epilog.gradient
+    assert name is not None, "an epilog with a function"
+    return FUNCTIONS[name]

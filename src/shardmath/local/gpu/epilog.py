@@ -22,7 +22,7 @@ _THREADS, _COLUMNS, _ROWS = 256, 4, 8
 _WAVES = 16  # blocks on each multiprocessor, beyond which they take turns
 _SIDE = 32
 _RUN = 8  # kRun
-_SWITCH = {None: 0, "relu": 1, "gelu": 2}
+_NONE = "identity"  # what the kernel calls the function that does nothing
 
 
 def finish(
@@ -60,8 +60,8 @@ def finish(
         f"ADDEND={c.dtype if c is not None else d.dtype}",
         f"PARTS={room}",
         f"BIAS={epilog.has_bias:d}",
-        f"ACTIVATION={_SWITCH[epilog.activation]}",
-        f"GRADIENT={_SWITCH[epilog.gradient]}",
+        f"ACTIVATION={epilog.activation or _NONE}",
+        f"GRADIENT={epilog.gradient or _NONE}",
         f"KEEP_AUX={bool(epilog.makes_aux):d}",
         f"PLAIN={_is_plain(parts, alpha, beta, c, conjugate=conjugate):d}",
         f"HALVES={dtypes.of(extra or d.dtype).itemsize <= 2 >= d.itemsize:d}",
@@ -93,7 +93,7 @@ def row_sums(
     if not x.rows:
         return
     wide = dtypes.accumulator(x.dtype).name
-    switches = ("PARTS=1", "BIAS=0", "ACTIVATION=0", "GRADIENT=0", "KEEP_AUX=0")
+    switches = ("PARTS=1", "BIAS=0", f"ACTIVATION={_NONE}", f"GRADIENT={_NONE}", "KEEP_AUX=0")
     defines = (f"ELEMENT={wide}", f"PART={x.dtype}", f"ADDEND={wide}", *switches)
     text = struct.pack("qq", x.rows, x.columns) + x.argument
     text += struct.pack("Qqii", sums, step, conjugate, x.by_columns)

@@ -11,12 +11,12 @@ import numpy as np
 from shardmath.arrays import ArraySpec
 from shardmath.context.context import Context
 from shardmath.geometry import Distribution
-from shardmath.local.epilog import MatmulEpilog
+from shardmath.local.epilog import INPUTS, OUTPUTS, MatmulEpilog
 from shardmath.machine import CORES, Machine
 from shardmath.operators.lifecycle import options_of
 from shardmath.operators.matmul.options import MatmulOptions, MatmulPlanPreferences
 from shardmath.operators.matmul.problem import Call, Problem, check, check_operands, describe
-from shardmath.operators.matmul.program import INPUTS, SCALES, output, product_program
+from shardmath.operators.matmul.program import SCALES, output, product_program
 from shardmath.operators.matmul.scaling import Given, given_scales, known_scale, scales_in_order
 from shardmath.operators.matmul.strategy import Cost, Strategy, candidates, choose
 from shardmath.program.performing import Arguments, Names, Performer
@@ -24,9 +24,7 @@ from shardmath.program.steps import Program
 
 __all__ = ["MATMUL", "arguments_of", "chosen", "given_results"]
 
-_OUTPUTS = (
-    *("relu_aux", "gelu_aux", "drelu_bgrad", "dgelu_bgrad", "bgrada", "bgradb", "result_amax"),
-)
+_OUTPUTS = (*OUTPUTS, "result_amax")
 _NO_EXTRAS = (None,) * (len(INPUTS) + len(SCALES))
 _NO_OUTPUTS = (None,) * len(_OUTPUTS)
 _NO_SCALES = (None,) * len(SCALES)

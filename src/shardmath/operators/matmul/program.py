@@ -39,14 +39,12 @@ from shardmath.program.steps import (
 )
 from shardmath.redistribution import TransferPlan
 
-__all__ = ["INPUTS", "SCALES", "output", "passed", "product_program"]
+__all__ = ["SCALES", "output", "passed", "product_program"]
 
-INPUTS = ("bias", "relu_aux", "gelu_aux")  # of epilogs
 SCALES = tuple(f"the scale of {name}" for name in "abcd")
 
 _READ = Synchronise((Reason.AFTER_WRITING, Reason.BEFORE_READING))
 _REUSE = Synchronise((Reason.BEFORE_REUSING,))
-_EXACT = (MatmulEpilog.DEFAULT, MatmulEpilog.ALLREDUCE, MatmulEpilog.BGRADA, MatmulEpilog.BGRADB)
 
 
 def product_program(problem: Problem, strategy: Strategy, rank: int) -> Program:
@@ -230,7 +228,7 @@ class _Product:
         )
         quantizes = scaling is not None and scaling.d
         target = last if quantizes else "d"
-        exact = problem.epilog in _EXACT
+        exact = not problem.epilog.changes_d
         if not (exact and target == last):
             inputs = tuple(extra.name for extra in made.inputs)
             how = (MatmulEpilog.DEFAULT, (), ()) if exact else (problem.epilog, inputs, outputs)

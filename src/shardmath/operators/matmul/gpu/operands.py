@@ -16,11 +16,11 @@ from shardmath.cuda.driver import call
 from shardmath.handles import device_array
 from shardmath.handles.device_array import Blank, Result
 from shardmath.handles.operand import Operand
-from shardmath.local.epilog import Extra, requirements
+from shardmath.local.epilog import INPUTS, Extra, requirements
 from shardmath.local.gpu.gemm import Algorithms
 from shardmath.operators.matmul.gpu.rank_plan import Operands, Scales
 from shardmath.operators.matmul.problem import Problem, gradient_layouts
-from shardmath.operators.matmul.program import INPUTS, SCALES
+from shardmath.operators.matmul.program import SCALES
 from shardmath.operators.matmul.scaling import TENSOR
 from shardmath.program.numbers import Numbers, real
 

@@ -37,7 +37,7 @@ from shardmath.program.steps import Combine
 __all__ = ["AFTERWARDS", "Operands", "RankPlan", "Scales"]
 
 # Epilogs of which nothing happens to D itself.
-AFTERWARDS = (MatmulEpilog.ALLREDUCE, MatmulEpilog.BGRADA, MatmulEpilog.BGRADB)
+AFTERWARDS = tuple(each for each in MatmulEpilog if each and not each.changes_d)
 
 
 @dataclass(frozen=True)
