@@ -126,7 +126,7 @@ def fill(context):
     for turn in range(600):
         agree_plan(context, "op", lambda t=turn: ((t,), b""), tuple)
     book = context.cache("plans", None)
-    return len(book._plans), len(book._digests)
+    return len(book.all), len(book._digests)
 
 
 def test_many_plans_do_not_stay(contexts):
@@ -139,9 +139,9 @@ def hurry(context):
     build, board = Counted(), context.board
     rounds = []
     for _ in range(4):
-        before = board._rounds
+        before = board.rounds
         agree_plan(context, "quick", lambda: (("a", 1, (2, 3)), b"12345678"), build)
-        rounds.append(board._rounds - before)
+        rounds.append(board.rounds - before)
     return rounds, build.calls
 
 

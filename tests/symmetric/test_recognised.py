@@ -57,7 +57,7 @@ def known(heap):
 
 def kept(known, words, *arrays, value="kept"):
     key = known.key(words, arrays)
-    return key is not None and known.keep_for(key, arrays, value)
+    return key is not None and known.keep_for(key, arrays, value) is not None
 
 
 def found(known, words, *arrays):

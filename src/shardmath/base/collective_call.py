@@ -89,6 +89,8 @@ def collective_call(function: Callable[P, R]) -> Callable[P, R]:
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if COMPILER in modules and is_watched():
+            if this_thread.call is not None and not _is_part():
+                this_thread.call = None  # or this frame would pass for its
             return unwatched(call)(*args, **kwargs)
         if this_thread.call is not None and _is_part():
             return function(*args, **kwargs)
@@ -116,7 +118,7 @@ def _is_part() -> bool:
     """
     frame = sys._getframe(1).f_back
     while frame is not None:
-        if frame.f_code is _ENTRANCE and frame.f_locals.get("record") is this_thread.call:
+        if frame.f_code is _ENTRANCE:
             return True
         frame = frame.f_back
     return False

@@ -22,6 +22,7 @@ BUILT = {
     "shardmath.collectives._sum": "sums of long arrays",
     "shardmath.symmetric._board": "rounds of agreement",
     "shardmath.handles._fingerprint": "fingerprints of arrays",
+    "shardmath.call._direct": "calls on cores that come again",
     "shardmath.cuda._launch": "calls on GPUs that come again",
 }
 

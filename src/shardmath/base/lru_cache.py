@@ -58,6 +58,13 @@ class LRUCache(Generic[K, V]):
         self._entries[key] = [value, self._uses]
         return value
 
+    def entry(self, key: K) -> list[Any]:
+        """The value of a key that is here, and the number of its last use. This is no use of it.
+
+        Whoever sets that number to one more than `_uses`, and `_uses` likewise, uses the entry.
+        """
+        return self._entries[key]
+
     def values(self) -> list[V]:
         """All of them. This is no use of them."""
         return [entry[0] for entry in self._entries.values()]

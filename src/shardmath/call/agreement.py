@@ -21,7 +21,16 @@ from shardmath.context.agreement import beginning, checked, refuse, require_acce
 if TYPE_CHECKING:
     from shardmath.context.context import Context
 
-__all__ = ["Agreement", "Described", "HashedSpec", "Statement", "agree", "agree_plan"]
+__all__ = [
+    "Agreement",
+    "Described",
+    "HashedSpec",
+    "Plans",
+    "Statement",
+    "agree",
+    "agree_plan",
+    "concluded",
+]
 
 Plan = TypeVar("Plan")
 
@@ -113,7 +122,7 @@ def agree(
     if context.closed:
         context.require_open()
     board = context.board
-    plans: _Plans = context.caches.get(_NAME) or context.cache(_NAME, _Plans)
+    plans: Plans = context.caches.get(_NAME) or Plans.of(context)
     mistake: Exception | None = None
     board.enter(operation)
     try:
@@ -132,21 +141,36 @@ def agree(
     expected = None if known is None else known.texts
     texts, payloads = board.exchange_raw(operation, text, own.payload, expected)
     if known is None or texts is not known.texts:
-        known = plans.repeated.find(texts)
-    if known is not None and plans.find(known.key) is not None:
-        return own, known, payloads
-    return own, _agreed(context, plans, operation, spec, texts, build), payloads
+        return own, concluded(context, operation, spec, texts, build), payloads
+    if plans.find(known.key) is None:
+        return own, _agreed(context, plans, operation, spec, texts, build), payloads
+    return own, known, payloads
 
 
-def _agreed(
+def concluded(
     context: Context,
-    plans: _Plans,
     operation: str,
     spec: Hashable | HashedSpec,
     texts: _Texts,
     build: Callable[[list[Any]], Plan],
 ) -> Agreement[Plan]:
-    """What the ranks agree on, given what they have sent, which is not known so far. Collective."""
+    """What the ranks agree on, given the texts that all have exchanged. Collective."""
+    plans = Plans.of(context)
+    known = plans.repeated.find(texts)
+    if known is not None and plans.find(known.key) is not None:
+        return known
+    return _agreed(context, plans, operation, spec, texts, build)
+
+
+def _agreed(
+    context: Context,
+    plans: Plans,
+    operation: str,
+    spec: Hashable | HashedSpec,
+    texts: _Texts,
+    build: Callable[[list[Any]], Plan],
+) -> Agreement[Plan]:
+    """The same, where these texts are not known so far. Collective."""
     messages = require_accepted(context.board, operation, texts)
     plans.compare(messages)
     key = (operation, tuple([text[_MADE.size : _HEADER_BYTES] for text in messages]))
@@ -181,7 +205,7 @@ class Statement(NamedTuple):
     last: None = None
 
 
-class _Plans:
+class Plans:
     """The plans that one context has agreed on; the same on all its ranks.
 
     `made` is how many there were, as messages have it. `repeated` has what was agreed on in calls
@@ -191,10 +215,16 @@ class _Plans:
     def __init__(self) -> None:
         self._count = 0
         self.made = _MADE.pack(0)
-        self._plans: LRUCache[_Key, tuple[Any]] = LRUCache(_KEPT)  # all ranks use them alike
+        self.all: LRUCache[_Key, tuple[Any]] = LRUCache(_KEPT)  # all ranks use them alike
         self._digests: LRUCache[tuple[str, Hashable], bytes] = LRUCache(_KEPT)  # this rank's own
         self.repeated: LRUCache[_Texts, Agreement[Any]] = LRUCache(_KEPT)
-        self.find = self._plans.find
+        self.find = self.all.find
+
+    @classmethod
+    def of(cls, context: Context) -> Plans:
+        """Those of a context."""
+        plans: Plans = context.cache(_NAME, cls)
+        return plans
 
     def digest(self, operation: str, spec: Hashable) -> bytes:
         """16 bytes that stand for `spec`. Raises TypeError when it is not plain hashable data."""
@@ -210,13 +240,13 @@ class _Plans:
 
     def restart(self, count: int) -> None:
         """Forget all plans, as if so many had been made."""
-        self._plans.clear()
+        self.all.clear()
         self._set_count(count)
 
     def keep(self, key: _Key, plan: tuple[Any]) -> tuple[Any]:
         """Keep one that was made now."""
         self._set_count(self._count + 1)
-        return self._plans.keep(key, plan)
+        return self.all.keep(key, plan)
 
     def _set_count(self, count: int) -> None:
         self._count, self.made = count, _MADE.pack(count)

@@ -22,7 +22,8 @@ from shardmath.arrays import ArraySpec
 from shardmath.arrays.detect import library_and_spec
 from shardmath.base import wire
 from shardmath.base.lru_cache import LRUCache
-from shardmath.call.agreement import Agreement, HashedSpec, agree
+from shardmath.call.agreement import Agreement, HashedSpec, agree, concluded
+from shardmath.call.compiled import CompiledCalls
 from shardmath.context.context import Context, require_context
 from shardmath.handles.fingerprint import Recognised
 from shardmath.machine import Machine
@@ -89,6 +90,8 @@ class Driver:
         self.performer = _performer(context, operation, kept=kept)
         self._repeat = self.performer.repeat
         self._known: Recognised[Known] = Recognised(context, _KEPT)
+        self._compiled = self.performer.direct and CompiledCalls.of(context, self._known.looks)
+        self.agreed = self.build  # the plan of all ranks' specs
         self._specs: LRUCache[Any, HashedSpec] = LRUCache(_KEPT)  # of arrays that look alike
         self._expected: LRUCache[bytes, Plan] = LRUCache(_KEPT)  # by the digest of this rank's spec
         self._plans: LRUCache[bytes, Plan]  # by tag, of all calls and objects of the operation
@@ -104,6 +107,9 @@ class Driver:
 
     def call(self, arguments: Arguments) -> Any:
         """Its results. Collective."""
+        results = self.again(arguments)
+        if results is not None:
+            return results
         operation = self.operation.names.operation
         turn, agreement, payloads = agree(
             self.context, operation, self.ready, self.build, arguments, self.spec
@@ -140,7 +146,37 @@ class Driver:
         else:
             turn.payloads = payloads
             results = self.performer.perform(turn, agreement, agreement.plan)
+            if self._compiled is not None and turn.known.direct != (agreement, turn.prepared):
+                self._keep(turn, agreement)
         return results[0] if len(results) == 1 else results
+
+    def again(self, arguments: Arguments) -> Any:
+        """The results of a call that compiled code makes; None where it does not, and nothing was
+        done. Collective where there are any.
+        """
+        return None if self._compiled is None else self._compiled.make(arguments)
+
+    def forget(self) -> None:
+        """Let compiled code make no call that was made before."""
+        if self._compiled is not None:
+            self._compiled.calls.clear()
+
+    def _keep(self, turn: Turn, agreement: Agreement[Plan]) -> None:
+        """Let compiled code make calls like this one."""
+        known, performer = turn.known, self.performer
+        known.direct = agreement, turn.prepared
+        if performer.direct is None or self._compiled is None or not known.lasting:
+            return
+        direct = performer.direct(turn, agreement)
+        if direct is not None and (direct.combine is not None or not any(turn.payloads)):
+            self._compiled.keep(turn, agreement, direct, partial(self._otherwise, agreement.key[0]))
+
+    def _otherwise(
+        self, operation: str, turn: Turn, texts: tuple[bytes, ...], payloads: Sequence[bytes]
+    ) -> Any:
+        """The results of a call that compiled code has begun, where a rank sent other words."""
+        agreement = concluded(self.context, operation, turn.spec, texts, self.agreed)
+        return self.perform(turn, agreement, payloads)
 
     # -- what every call begins with ---------------------------------------------------------------
 
@@ -169,9 +205,9 @@ class Driver:
         own = spec(arguments)
         arrays, expected = self.performer.read(arguments), self._expected.find(own.digest)
         known = Known(own, self.performer.without_memory(arrays), True, expected, by_name)
-        if key is None or not self._known.keep_for(key, (*operands, *results), known):
-            return Known(own, arrays, False, expected, by_name)
-        return known
+        if key is not None:
+            known.blocks = self._known.keep_for(key, (*operands, *results), known)
+        return known if known.blocks else Known(own, arrays, False, expected, by_name)
 
     def numbers(self, arguments: Arguments) -> tuple[Number, ...]:
         """The numbers of a call. Local. Raises ValueError for what is none."""

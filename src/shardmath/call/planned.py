@@ -38,6 +38,7 @@ class Planned(Lifecycle):
     def __init__(self, operation: Operation[Any], arguments: Arguments) -> None:
         context = require_context()
         self._driver = Driver(context, operation, kept=self.keeps_workspace)
+        self._driver.agreed = self._agreed_plan
         turn, agreement, _ = agree(context, self.noun, self._described, self._build, arguments)
         names = operation.names.operands
         super().__init__(context, dict(zip(names, arguments.operands, strict=True)))
@@ -95,6 +96,10 @@ class Planned(Lifecycle):
         self._require_open()
         driver = self._driver
         try:
+            if self._planned and self._has_operands:
+                given = driver.again(self._execution_arguments(results, stream, words))
+                if given is not None:
+                    return given
             turn, agreement, payloads = agree(
                 self.context,
                 self._execution,
@@ -181,6 +186,7 @@ class Planned(Lifecycle):
             raise ValueError(f"reset_operand needs an {name}; release_operand drops the old one")
 
     def _release(self) -> None:
+        self._driver.forget()
         self._driver.performer.release()
 
 

@@ -136,7 +136,7 @@ class _Arrays(NamedTuple):
 class OnCores:
     """Performs one collective on cores: the driver's performer."""
 
-    number, repeat = 0, None
+    number, repeat, direct = 0, None, None
 
     def __init__(self, context: Context, collective: Collective[Any]) -> None:
         self._context = context

@@ -21,7 +21,7 @@ from shardmath.base.lru_cache import LRUCache
 from shardmath.context.context import Context
 from shardmath.symmetric.heap import Block, Heap
 
-__all__ = ["Recognised", "fingerprint", "inspect"]
+__all__ = ["InBlocks", "Looks", "Recognised", "fingerprint", "inspect"]
 
 V = TypeVar("V")
 
@@ -82,12 +82,12 @@ class Recognised(LRUCache[Hashable, Any], Generic[V]):
         super().__init__(most)
         self._context = context
         self._heap = context.heap
-        self._looks = _looks()
+        self.looks = _looks()
 
     def key(self, words: Hashable, *arrays: tuple[Any, ...]) -> Hashable | None:
         """What such a call is found by; None for arrays that take a closer look. Local."""
         try:
-            found = self._looks(*arrays)
+            found = self.looks(*arrays)
         except (TypeError, ValueError, RuntimeError):  # no arrays, or such as have no memory
             return None
         return None if found is None else (found, words)
@@ -97,16 +97,16 @@ class Recognised(LRUCache[Hashable, Any], Generic[V]):
         entry = self._entries.get(key)
         if entry is None:
             return None
-        known: _Known[V] = entry[0]
+        known: InBlocks[V] = entry[0]
         if known.version != self._heap.version and not known.holds(self._heap):
             return None
         entry[1] = self._uses = self._uses + 1
         return known.value
 
-    def keep_for(self, key: Hashable, arrays: tuple[Any, ...], value: V) -> bool:
-        """Keep a value for arrays like these: whether that is so.
+    def keep_for(self, key: Hashable, arrays: tuple[Any, ...], value: V) -> InBlocks[V] | None:
+        """Keep a value for arrays like these, and return what says whether it holds.
 
-        Not of arrays that lie elsewhere than where this rank computes.
+        None for arrays that lie elsewhere than where this rank computes.
         """
         context, version = self._context, self._heap.version
         device = "cpu" if context.team is None else context.team.device.name
@@ -116,14 +116,15 @@ class Recognised(LRUCache[Hashable, Any], Generic[V]):
                 continue
             inspected = inspect(context, x)
             if inspected is None or inspected[1].device != device:
-                return False
+                return None
             library, spec, address, block = inspected
             blocks.append((address if spec.size else library.anchor(x), block))
-        self.keep(key, _Known(value, version, blocks))
-        return True
+        known = InBlocks(value, version, blocks)
+        self.keep(key, known)
+        return known
 
 
-class _Known(Generic[V]):
+class InBlocks(Generic[V]):
     """A value, and in which blocks the arrays lay when the heap had that `version`."""
 
     __slots__ = ("_blocks", "value", "version")

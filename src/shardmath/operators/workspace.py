@@ -25,6 +25,7 @@ class Workspace:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._buffers: dict[str, Buffer] = {}
+        self.version = 0  # rises before buffers come or go
 
     @classmethod
     def of(cls, context: Context) -> Workspace:
@@ -36,6 +37,7 @@ class Workspace:
         """At least `nbytes` of memory under that name. Local. Raises HeapExhausted."""
         buffer = self._buffers.get(name)
         if buffer is None or buffer.block.nbytes < nbytes:
+            self.version += 1
             self._buffers.pop(name, None)  # its memory first, then more
             del buffer
             buffer = self._buffers[name] = self._context.heap.allocate(nbytes)
@@ -54,6 +56,7 @@ class Workspace:
 
     def release(self) -> None:
         """Give all buffers back."""
+        self.version += 1
         self._buffers.clear()
 
 

@@ -9,7 +9,7 @@ out between that exchange and the first byte.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
@@ -33,7 +33,7 @@ from shardmath.program.blocks import Blocks
 from shardmath.program.cores_blocks import Calls, Pass, run
 from shardmath.program.numbers import agree_on_numbers, numbers_bytes, pack_numbers
 from shardmath.program.overwriting import overwritten
-from shardmath.program.performing import Arguments, Known, Names, Plan, Turn
+from shardmath.program.performing import Arguments, Direct, Known, Names, Plan, Turn
 from shardmath.program.steps import Move, Program, SplitArray, Synchronise, Transform
 from shardmath.redistribution import Exposed, TransferPlan, Window, window_on
 from shardmath.redistribution.exposure import bind_stage, staged_bytes
@@ -132,6 +132,7 @@ class Cores:
         self._kept = kept
         self.number = 0
         self._workspace = Workspace(context) if kept else Workspace.of(context)
+        self._barrier = partial(context.board.barrier, names.operation)
         self._programs: LRUCache[Plan, Program] = LRUCache(_KEPT)
         self._bound: LRUCache[Any, _Bound] = LRUCache(_KEPT)
         self._blocks: LRUCache[tuple[Plan, int], Blocks] = LRUCache(_KEPT)  # of steps
@@ -286,25 +287,31 @@ class Cores:
 
     def _make(self, turn: Turn, results: Sequence[_Result]) -> None:
         """New results for those that were not given."""
-        library, heap = turn.known.arrays.library, self._context.heap
-        for name, shape, dtype, order, strides, nbytes, on_heap, place in results:
+        library = turn.known.arrays.library
+        for result in results:
+            name, place = result.name, result.in_place
             if place:
                 operand = turn.arguments.operands[self._names.operands.index(place)]
+                shape, dtype, order = result.shape, result.dtype, result.order
                 made = array_in_place(self._context, operand, shape, dtype, order)
                 library.host_view(made, writable=True, name=place)  # raises what is wrong
                 turn.made[name] = made
-            elif on_heap:
-                memory = heap.allocate(nbytes)
-                turn.made[name] = array_on(memory, library, dtypes.of(dtype), shape, strides)
             else:
-                turn.made[name] = library.empty(shape, dtype, order)
+                turn.made[name] = self._new(library, result)
+
+    def _new(self, library: Library, result: _Result) -> Any:
+        """A new array for a result."""
+        _, shape, dtype, order, strides, nbytes, on_heap, _ = result
+        if not on_heap:
+            return library.empty(shape, dtype, order)
+        memory = self._context.heap.allocate(nbytes)
+        return array_on(memory, library, dtypes.of(dtype), shape, strides)
 
     # -- perform -----------------------------------------------------------------------------------
 
     def perform(self, turn: Turn, agreement: Agreement[Any], plan: Plan) -> tuple[Any, ...]:
         """See Performer."""
         made, known = turn.made, turn.known
-        places = tuple([known.arrays.library.pointer(x) for x in made.values()]) if made else ()
         bound = self._bound.find((turn.prepared, agreement))
         if bound is None:
             told, equal = agreement.notes, plan.program.equal
@@ -313,17 +320,42 @@ class Cores:
             bound = self._bind(turn, plan, notes)
             if notes is told and known.lasting and bound.lasting and turn.held is None:
                 self._bound.keep((turn.prepared, agreement), bound)
-            steps = bound.by_place.keep(places, bound.calls())
+            steps = bound.by_place.keep(_pointers(turn), bound.calls())
         else:
-            steps = bound.by_place.find(places) or bound.by_place.keep(
-                places, self._rebound(turn, plan, bound)
-            )
+            steps = self._steps(turn, plan, bound)
         run(steps)
         given = turn.arguments.results
         if not made:
             return given
         names = self._names.results
         return tuple([made.get(name, x) for name, x in zip(names, given, strict=True)])
+
+    def direct(self, turn: Turn, agreement: Agreement[Any]) -> Direct | None:
+        """See Performer."""
+        prepared: _Prepared = turn.prepared
+        bound, makes = self._bound.find((prepared, agreement)), prepared.makes
+        if bound is None or len(makes) > 1 or any(result.in_place for result in makes):
+            return None
+        known, plan, barrier = turn.known, agreement.plan, self._barrier
+        library: Library = known.arrays.library
+
+        def bind(new: Any) -> tuple[Callable[[], object] | None, ...]:
+            again = Turn(turn_arguments, known, known.spec)
+            again.prepared = prepared
+            again.made = {result.name: new for result in makes}
+            return tuple(
+                None if call is barrier else call for call in self._steps(again, plan, bound)
+            )
+
+        turn_arguments = Arguments((), ())
+        new = partial(self._new, library, makes[0]) if makes else None
+        return Direct(
+            before=tuple(prepared.copies),
+            memory=(self._workspace, self._workspace.version) if prepared.memory else None,
+            new=new,
+            result=self._names.results.index(makes[0].name) if makes else 0,
+            bind=bind,
+        )
 
     def _complete(self, turn: Turn, notes: list[bytes], plan: Plan) -> list[bytes]:
         """All ranks' notes, when all have prepared for this plan. Collective.
@@ -368,6 +400,11 @@ class Cores:
             bound.parts.append((number, calls))
         return bound
 
+    def _steps(self, turn: Turn, plan: Plan, bound: _Bound) -> Calls:
+        """What follows the exchange, for the new results of this call."""
+        places, by_place = _pointers(turn), bound.by_place
+        return by_place.find(places) or by_place.keep(places, self._rebound(turn, plan, bound))
+
     def _rebound(self, turn: Turn, plan: Plan, bound: _Bound) -> Calls:
         """The same, for new results that lie elsewhere: only what reaches those is bound anew."""
         made, steps = _made(turn), self._fused(plan).steps
@@ -384,7 +421,7 @@ class Cores:
     def _bind_step(self, plan: Plan, number: int, bound: _Bound, known: Known) -> Calls:
         step = self._fused(plan).steps[number]
         if isinstance(step, Synchronise):
-            return [partial(self._context.board.barrier, self._names.operation)]
+            return [self._barrier]
         if isinstance(step, Move | Transform):
             told = bound.places.get(step.source, ())
             return self._bind_pass(plan, number, bound.arrays, told, known)
@@ -459,6 +496,12 @@ class Cores:
         if self._kept:
             self._workspace.release()
             self._bound.clear()
+
+
+def _pointers(turn: Turn) -> tuple[int, ...]:
+    """Where new results begin."""
+    made = turn.made
+    return tuple([turn.known.arrays.library.pointer(x) for x in made.values()]) if made else ()
 
 
 def _made(turn: Turn) -> dict[str, Operand]:

@@ -104,6 +104,8 @@ class GPUPerformer(ABC):
     `kept`: for an object, whose `number` is the same on all ranks.
     """
 
+    direct = None
+
     def __init__(self, context: Context, names: Names, *, kept: bool) -> None:
         self._context = context
         self._names = names

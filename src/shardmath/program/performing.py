@@ -17,7 +17,7 @@ from shardmath.call.agreement import Agreement, HashedSpec
 from shardmath.program.numbers import Numbers
 from shardmath.program.steps import Program
 
-__all__ = ["Arguments", "Known", "Names", "Performer", "Plan", "Repeat", "Turn"]
+__all__ = ["Arguments", "Direct", "Known", "Names", "Performer", "Plan", "Repeat", "Turn"]
 
 
 class Names(NamedTuple):
@@ -83,6 +83,8 @@ class Known:
     prepared: Any = field(default=None, repr=False)
     last: Agreement[Any] | None = field(default=None, repr=False)
     repeats: Any = field(default=None, repr=False)
+    blocks: Any = field(default=None, repr=False)  # what says whether this holds
+    direct: Any = field(default=None, repr=False)  # what the driver has last asked `direct` about
 
 
 class Turn:
@@ -105,6 +107,24 @@ class Turn:
         self.held: Any = None
         self.prepared: Any = None  # the performer's
         self.repeat: Repeat | None = None
+
+
+class Direct(NamedTuple):
+    """What performs a call that comes again on all ranks, by compiled code: see call.compiled.
+
+    `before` the ranks agree these are called, while the workspace in `memory` has the version
+    there; None for steps that have no memory in one. `payload()` is sent along, and `new()` makes
+    the result of that number, if there are any. When all have agreed, `combine(payloads, result)`
+    comes first, and then the steps that `bind(result)` gives, in which None is a barrier.
+    """
+
+    before: tuple[Callable[[], object], ...] = ()
+    memory: tuple[Any, int] | None = None
+    payload: Callable[[], bytes] | None = None
+    new: Callable[[], Any] | None = None
+    result: int = 0
+    bind: Callable[[Any], tuple[Callable[[], object] | None, ...]] | None = None
+    combine: Callable[[Sequence[bytes], Any], object] | None = None
 
 
 class Repeat(Protocol):
@@ -157,6 +177,13 @@ class Performer(Protocol):
 
     def perform(self, turn: Turn, agreement: Agreement[Any], plan: Plan) -> tuple[Any, ...]:
         """The results, when all ranks have agreed. Collective."""
+        ...
+
+    @property
+    def direct(self) -> Callable[[Turn, Agreement[Any]], Direct | None] | None:
+        """What finds how such a call as this was is performed, when it has been; None where its
+        steps differ from call to call. Local.
+        """
         ...
 
     def release(self) -> None:

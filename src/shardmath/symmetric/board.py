@@ -124,14 +124,14 @@ class Board:
             processes=names,
             job=None if job is None else job.names,
         )
-        self._rounds = 0  # that all ranks have published, and
-        self._barriers = 0  # barriers that all have reached
+        self.rounds = 0  # that all ranks have published, and
+        self.barriers = 0  # barriers that all have reached
         self._operation = "start"
         # Where a rank has one peer, whom it sees, nobody else's arrival can come in between.
         self._looks_twice = size > 2 or rows.needs_polling
         self._page: Any = self._compiled_page(rows, rank, size, policy)
         self._lock = threading.RLock()
-        self._call: CollectiveCall | None = None  # the last public call that used this board
+        self.call: CollectiveCall | None = None  # the last public call that used this board
         self.recoveries = 0  # the last one that this rank has asked for
         self.failure: str | None = None
         self._watch_first: Callable[[], None] = _all_have_it
@@ -185,7 +185,7 @@ class Board:
             raise self._second_thread(operation)
         try:
             call = this_thread.call
-            if call is not self._call:
+            if call is not self.call:
                 self._enter(call, operation)
             if self.failure is not None:
                 self._require_usable()
@@ -196,24 +196,30 @@ class Board:
             calls = self.calls
             if calls is not None:
                 calls.meet()
-            page, number = self._page, self._rounds + 1
+            page, number = self._page, self.rounds + 1
             found: Texts | None = None
             published = page is not None and len(text) + len(payload) <= _CHUNK
             if published:
                 found = page.exchange(_EXCHANGE, 2 * number, number, text, payload, expected)
             if found is None:
-                found = self._gather(text, payload, published=published)
-                if expected is not None and found[0] == expected:
-                    found = expected, found[1]
+                found = self._gather(text, payload, expected, published=published)
             else:
-                self._rounds = number
+                self.rounds = number
             if calls is not None and calls.differ():
                 self._raise_passed(calls)
             return found
         finally:
             self._lock.release()
 
-    def _gather(self, text: bytes, payload: bytes, *, published: bool) -> Texts:
+    def late(self, text: bytes, payload: bytes, expected: tuple[bytes, ...]) -> Texts:
+        """What `exchange_raw` gives, where compiled code has published all that this rank has, and
+        a peer was late.
+        """
+        return self._gather(text, payload, expected, published=True)
+
+    def _gather(
+        self, text: bytes, payload: bytes, expected: tuple[bytes, ...] | None, *, published: bool
+    ) -> Texts:
         """All ranks' texts and payloads, in as many rounds as the longest needs.
 
         `published`: this rank's part of the first round is, which is all that it has.
@@ -228,10 +234,10 @@ class Board:
             _, more = self._round(message, len(payload), start)
             parts = [a + b for a, b in zip(parts, more, strict=True)]
         ends = [length - behind for length, behind in heads]
-        return (
-            tuple([part[:end] for part, end in zip(parts, ends, strict=True)]),
-            tuple([part[end:] for part, end in zip(parts, ends, strict=True)]),
-        )
+        texts = tuple([part[:end] for part, end in zip(parts, ends, strict=True)])
+        if expected is not None and texts == expected:
+            texts = expected
+        return texts, tuple([part[end:] for part, end in zip(parts, ends, strict=True)])
 
     def _round(
         self, message: bytes, payload: int, start: int, *, published: bool = False
@@ -243,14 +249,14 @@ class Board:
         the same core in the same order; a reader loads the word before the chunk. So whoever sees
         the round sees its chunk.
         """
-        number = self._rounds + 1
+        number = self.rounds + 1
         mailbox = _MAIL + (number & 1) * _MAIL_BYTES
         if not published:
             chunk = message[start : start + _CHUNK]
             self._rows.write(mailbox, _MAIL_HEAD.pack(number, len(message), payload) + chunk)
             self._rows.publish(_EXCHANGE, 2 * number)
         self._await(_EXCHANGE, 2 * number)
-        self._rounds = number
+        self.rounds = number
         word, first = mailbox // _WORD_BYTES, mailbox + _MAIL_HEAD.size
         heads, chunks = [], []
         for words, row in self._mailboxes:
@@ -351,21 +357,41 @@ class Board:
             raise self._second_thread(operation)
         try:
             call = this_thread.call
-            if call is not self._call:
+            if call is not self.call:
                 self._enter(call, operation)
             if self.failure is not None:
                 self._require_usable()
             if operation != self._operation:
                 self.operation = operation
-            number = self._barriers + 1
+            number = self.barriers + 1
             if self._page is None:
                 self._rows.publish(_BARRIER, 2 * number)
                 self._await(_BARRIER, 2 * number)
             elif not self._page.arrive(_BARRIER, 2 * number):
                 self._await(_BARRIER, 2 * number)
-            self._barriers = number
+            self.barriers = number
         finally:
             self._lock.release()
+
+    def late_barrier(self, value: int) -> bool:
+        """Wait where compiled code has set this rank's word of a barrier, and a peer was late."""
+        self._await(_BARRIER, value)
+        return True
+
+    def compiled(self) -> tuple[Callable[..., Any], ...] | None:
+        """What compiled code makes rounds of: take the board, leave it, exchange a text, arrive at
+        a barrier. None where rounds take more than that.
+
+        It counts `rounds` and `barriers`, and notes the `call`, as the methods here do.
+        """
+        page = self._page
+        if page is None or self.size == 1 or self.calls is not None:
+            return None
+        return self._lock.acquire, self._lock.release, page.exchange, page.arrive
+
+    def fits(self, nbytes: int) -> bool:
+        """Whether a message of so many bytes takes one round."""
+        return nbytes <= _CHUNK
 
     def meet(self, operation: str, watch: Callable[[], None]) -> None:
         """A barrier of ranks that may not all have this board: `watch()` raises where one has not.
@@ -393,7 +419,7 @@ class Board:
             raise self._second_thread(operation)
         try:
             call = this_thread.call
-            if call is not self._call:
+            if call is not self.call:
                 self._enter(call, operation)
         except BaseException:
             self.end()
@@ -401,7 +427,7 @@ class Board:
 
     def _enter(self, call: CollectiveCall | None, operation: str) -> None:
         """Note that `call` uses this board, unless the call before it has not come to its end."""
-        last = self._call
+        last = self.call
         if last is not None and not last.finished:
             if last.thread == threading.get_ident():
                 self.fail(f"{self._operation} was interrupted")
@@ -410,7 +436,7 @@ class Board:
         if call is not None:
             call.thread = threading.get_ident()
             call.boards.append(self)
-        self._call = call
+        self.call = call
 
     def interrupted(self, error: BaseException, line: str) -> None:
         """Tell the peers that `error` has left an operation, called in `line`, before its end."""
@@ -432,7 +458,7 @@ class Board:
         An exception that leaves it from now on fails the board. Raises RankFailure when it has.
         """
         call = this_thread.call
-        if call is not self._call:
+        if call is not self.call:
             if not self._lock.acquire(blocking=False):
                 raise self._second_thread(operation)
             try:
@@ -532,7 +558,7 @@ class Board:
         if self.failure is None:
             self.failure = why
             # Who comes now may read what has changed: what is not complete is taken back.
-            for word, done in ((_EXCHANGE, self._rounds), (_BARRIER, self._barriers)):
+            for word, done in ((_EXCHANGE, self.rounds), (_BARRIER, self.barriers)):
                 if self._own[word] > 2 * done + 1:
                     self._rows.publish(word, 2 * done + 1)
             if self._own[_STATE] == _RUNNING:

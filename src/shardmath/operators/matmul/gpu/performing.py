@@ -118,6 +118,8 @@ class _Held:
 class Products:
     """Performs products on GPUs. Workspace is the lanes', whether for an object or not."""
 
+    direct = None
+
     def __init__(self, context: Context, names: Names, *, kept: bool) -> None:
         self._context = context
         self._names = names

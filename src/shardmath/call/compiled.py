@@ -1,0 +1,85 @@
+"""Calls that come again as they were on all ranks: each is one compiled call, see direct.c.
+
+The driver makes a call the first time, and whenever something is not as it was: another array, a
+block that was freed, a plan that was made since. Without a compiler at installation it always does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from shardmath.base.collective_call import this_thread
+from shardmath.base.compiled import extension
+from shardmath.call.agreement import Agreement, Plans
+from shardmath.context.context import Context
+from shardmath.handles.fingerprint import Looks
+from shardmath.operators.lifecycle import LOGGER
+from shardmath.program.performing import Arguments, Direct, Turn
+
+__all__ = ["CompiledCalls"]
+
+_KEPT = 256  # calls
+_NAME = "shardmath.call._direct"  # of the module that direct.c makes
+
+Otherwise = Callable[[Turn, tuple[bytes, ...], tuple[bytes, ...]], Any]
+
+
+class CompiledCalls:
+    """The calls of one driver that are made so. `calls` has them by what identifies them."""
+
+    def __init__(self, context: Context, looks: Looks, compiled: Any, rounds: Any) -> None:
+        """`rounds` is what `Board.compiled` gives."""
+        self._context, self._looks, self._compiled = context, looks, compiled
+        self.calls: dict[int, tuple[Any, ...]] = {}
+        self._plans = Plans.of(context)
+        self._shared = (
+            *(looks, context, context.board, context.heap, self._plans, self._plans.all),
+            *(this_thread, LOGGER.isEnabledFor, *rounds),
+        )
+
+    @classmethod
+    def of(cls, context: Context, looks: Looks) -> CompiledCalls | None:
+        """Those of a driver on cores; None where nothing was compiled."""
+        built = extension(_NAME)
+        rounds = None if built is None else context.board.compiled()
+        return None if rounds is None else cls(context, looks, built, rounds)
+
+    def make(self, arguments: Arguments) -> Any:
+        """The results of a call that is known; None where it is another, and nothing was done."""
+        return self._compiled.direct(self._shared, self.calls, arguments)
+
+    def keep(
+        self, turn: Turn, agreement: Agreement[Any], direct: Direct, otherwise: Otherwise
+    ) -> None:
+        """Make calls like this so from now on.
+
+        `otherwise(turn, texts, payloads)` is what follows an exchange in which a rank has sent
+        another text.
+        """
+        known, arguments, board = turn.known, turn.arguments, self._context.board
+        text, made = agreement.texts[board.rank], self._plans.made
+        if self._plans.repeated.find(agreement.texts) is not agreement:
+            return  # a plan has been made since, and the texts will be others
+        looks = self._looks(arguments.operands, arguments.results)
+        if looks is None or known.blocks is None or not board.fits(len(text) + len(turn.payload)):
+            return
+        words = arguments.words, arguments.options, arguments.numbers
+        prepared, note, names = turn.prepared, turn.note, tuple(turn.made)
+
+        def others(
+            arguments: Arguments, new: Any, payload: bytes, texts: Any, payloads: Any
+        ) -> Any:
+            again = Turn(arguments, known, known.spec)
+            again.prepared, again.note, again.payload = prepared, note, payload
+            again.made = dict.fromkeys(names, new)
+            return otherwise(again, texts, payloads)
+
+        if len(self.calls) >= _KEPT:
+            self.calls.clear()
+        entry = self._plans.all.entry(agreement.key)
+        self.calls[self._compiled.key(looks, words)] = (
+            *(looks, words, known.blocks, made, direct.memory, entry, agreement.key[0], text),
+            *(agreement.texts, direct.payload, direct.before, direct.new, direct.result),
+            *({}, direct.bind, direct.combine, others),
+        )
