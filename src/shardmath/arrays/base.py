@@ -139,7 +139,7 @@ class Library(ABC):
 
     def contiguous(self, x: Any) -> Any:
         """`x` in C order, its values in its memory: itself, or a copy on the current stream."""
-        return x if x.flags.c_contiguous else x.copy("C")
+        return x if self.spec(x).order in ("C", "both") else x.copy("C")
 
     def cast(self, x: Any, dtype: DType) -> Any:
         """The elements of `x` in another type, in new memory."""
