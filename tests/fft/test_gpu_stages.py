@@ -177,7 +177,7 @@ def unpacked(steps, memories, readable):
     for step, memory in zip(steps, memories, strict=True):
         delivery = step.delivery
         starts = [memory.origin[view.buffer] + view.offset for view in (step.own, step.target)]
-        near = [(memories[peer].held[steps[peer].outbox], 0) for peer in delivery.near]
+        near = [(memories[peer].held[steps[peer].outbox], 0) for peer in delivery.same_host]
         own = (memory.held[step.own.buffer], starts[0])
         boxes = delivery.unpacking(step.own.strides, step.target.strides)
         sources = delivery.memories(own, (memory.held[step.fetch_buffer], 0), near)

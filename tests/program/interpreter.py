@@ -201,7 +201,7 @@ def get(step, rank, buffers):
 def unpack(step, rank, buffers):
     """The boxes name their memories by number: see `Delivery.memories`."""
     delivery, own, target = step.delivery, buffers[rank][step.source], buffers[rank][step.target]
-    near = [buffers[peer][step.outbox] for peer in delivery.near]
+    near = [buffers[peer][step.outbox] for peer in delivery.same_host]
     memories = dict(enumerate([own, buffers[rank][step.fetched], *near]))
     windows = {number: Window.of(memory) for number, memory in memories.items()}
     perform(

@@ -51,7 +51,7 @@ def ranks(request, contexts):
 
 def on_gpus(context, body, *args):
     """On several hosts all is delivered in parts, however small it is."""
-    chunks = context.spans_hosts
+    chunks = context.multi_host
     usual, chunking._MULTI_HOST = chunking._MULTI_HOST, ((1, chunking.Chunking((1, 2), 2)),)
     context.barrier()
     try:

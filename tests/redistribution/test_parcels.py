@@ -54,7 +54,7 @@ def delivered(transfer, parts, stores, hosts, axes):
         )
         target = bytes_of(result if whole is None else whole, result)
         memories = each.memories(
-            held[rank][1], (room, 0), [(outboxes[peer], 0) for peer in each.near]
+            held[rank][1], (room, 0), [(outboxes[peer], 0) for peer in each.same_host]
         )
         boxes = each.unpacking(held[rank][0].strides, result.strides)
         copy_boxes(boxes, memories, target)

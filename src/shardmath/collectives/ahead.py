@@ -82,7 +82,7 @@ class Ahead:
         self._rank, self._size = context.rank, context.size
         self._board = context.board
         self._context = weakref.ref(context)  # it keeps this
-        self._meets = context.spans_hosts or team.meets  # the same on all ranks
+        self._meets = context.multi_host or team.meets  # the same on all ranks
         self._calls: dict[tuple[str, Hashable], KnownCall] = {}
         self._by_tag: dict[int, KnownCall] = {}
         # What this rank says in the meeting under way: its spec, or its mistake.

@@ -89,7 +89,7 @@ class DeviceCollectives(Pushes):
     @classmethod
     def of(cls, context: Context) -> DeviceCollectives | FarCollectives:
         """The context's collectives, made at the first call. Collective."""
-        if context.spans_hosts:
+        if context.multi_host:
             return FarCollectives.of(context)
         made: DeviceCollectives = context.cache("device collectives", lambda: cls.separate(context))
         return made

@@ -124,6 +124,6 @@ def wait_for_readers(context: Context, notes: Sequence[bytes]) -> None:
     What is staged needs no such end among ranks of one host: they read it even when its owner has
     ended. From another host a rank that has ended cannot be read.
     """
-    kept = (_LENT, _STAGED) if context.spans_hosts else (_LENT,)
+    kept = (_LENT, _STAGED) if context.multi_host else (_LENT,)
     if any(note[:1] in kept for note in notes):
         context.board.barrier(context.board.operation)

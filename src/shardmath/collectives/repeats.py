@@ -76,7 +76,7 @@ class Repeats:
     def of(cls, context: Context) -> Repeats | None:
         """The context's; None where nothing was compiled."""
         if context.repeats is None:
-            compiled = None if context.spans_hosts else extension(_NAME)
+            compiled = None if context.multi_host else extension(_NAME)
             if compiled is None:
                 return None
             context.repeats = cls(context, compiled)

@@ -102,7 +102,7 @@ class _Peer:
     @property
     def is_near(self) -> bool:
         """Whether this rank and the peer are on one host, and can write each other's memory."""
-        return self.context.reads_in_place(self.rank)
+        return self.context.same_host(self.rank)
 
     @property
     def writes_result(self) -> bool:
@@ -184,7 +184,7 @@ def all_reduce(
     """Reduce the operands of all ranks, of which `operand` is this one's, into `result`."""
     peers = [_peer(context, rank, note, operand.size, staged) for rank, note in enumerate(notes)]
     whole = all(peer.operand is not None and peer.result is not None for peer in peers)
-    block = operand.size if whole and not context.spans_hosts else staged.layout.block
+    block = operand.size if whole and not context.multi_host else staged.layout.block
     own = staged.layout.views(np.asarray(staged.staging))
     pipeline = _Pipeline(context.rank, reduction, operand, result, peers, block, *own)
     count = -(-operand.size // block)
@@ -196,7 +196,7 @@ def all_reduce(
             pipeline.stage(number + 1)
         context.board.barrier("all_reduce")
     pipeline.fetch(count - 1)
-    if context.spans_hosts:
+    if context.multi_host:
         # Before reusing what a peer may still read: on its own host it can even when this rank has
         # ended, from another it cannot.
         context.board.barrier("all_reduce")

@@ -189,18 +189,18 @@ class Context(DistributedContext):
         return transport, peer
 
     @cached_property
-    def spans_hosts(self) -> bool:
+    def multi_host(self) -> bool:
         """Whether some ranks have no address for each other's memory; the same on all ranks."""
         return len(set(self.hosts)) > 1
 
     @property
     def hosts(self) -> tuple[int, ...]:
-        """The number of each rank's host, the same on all ranks: those of one host are near."""
+        """The number of each rank's host, which ranks of one host share; the same on all ranks."""
         return tuple(self._runtime.mesh.host_of[rank] for rank in self._ranks)
 
-    def reads_in_place(self, rank: int) -> bool:
+    def same_host(self, rank: int) -> bool:
         """Whether `rank` is on this rank's host: its memory has addresses here."""
-        return self._runtime.mesh.near(self._ranks[rank])
+        return self._runtime.mesh.same_host(self._ranks[rank])
 
     def read_bytes(
         self,
@@ -300,7 +300,7 @@ class Context(DistributedContext):
 
         def make() -> None:
             if own is not None:
-                sender = next(rank for rank in members if self.reads_in_place(rank))
+                sender = next(rank for rank in members if self.same_host(rank))
                 watch = partial(self._require_sender, sender)
                 boards.append(self._board(members, name, watch))
                 boards[0].enter("split")  # who waits there is told of an interrupt, too

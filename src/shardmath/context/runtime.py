@@ -131,7 +131,7 @@ class Runtime:
         """Where a board's rows lie: the first rank of a host makes memory for the others there."""
         mesh, size = self.mesh, len(ranks)
         tag = "board " + blake2b(name.encode(), digest_size=24).hexdigest()
-        first, *others = [peer for peer in ranks if mesh.near(peer)]
+        first, *others = [peer for peer in ranks if mesh.same_host(peer)]
         if first == mesh.rank:
             try:
                 fd, memory = export_memory("shardmath-board", board_bytes(size))
@@ -144,7 +144,7 @@ class Runtime:
             os.close(fd)
         else:
             memory = map_memory(mesh.receive(first, tag, watch))
-        far = {r: peer for r, peer in enumerate(ranks) if not mesh.near(peer)}
+        far = {r: peer for r, peer in enumerate(ranks) if not mesh.same_host(peer)}
         if not far:
             return Rows(memory, rank=rank, size=size, row_bytes=ROW_BYTES)
         assert mesh.wires is not None, "there are ranks on other hosts"
@@ -193,12 +193,12 @@ class Runtime:
             for peer, (segment, offset, _) in zip(ranks, places, strict=True)
         ]
         self.kept.append(pads[0])  # a peer's kernel may signal after this rank has closed the group
-        if all(map(self.mesh.near, ranks)):
+        if all(map(self.mesh.same_host, ranks)):
             team = Team(device, board, pads[0], addresses)
             team.meets = any(check for *_, check in places)
             return team
         far_team = FarTeam(device, board, pads[0], addresses)
-        far = [rank for rank, peer in enumerate(ranks) if not self.mesh.near(peer)]
+        far = [rank for rank, peer in enumerate(ranks) if not self.mesh.same_host(peer)]
         far_team.locate(transport, ranks, {rank: Location(*places[rank][:2]) for rank in far})
         return far_team
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import beside_captures, bindings, call, call_for_memory
-from shardmath.cuda.fence import Leftovers
+from shardmath.cuda.fence import DeferredReuse
 
 __all__ = ["Constant"]
 
@@ -67,7 +67,7 @@ class _Pool:
         self._pool = call("cuMemPoolCreate", props)
         threshold = driver.CUmemPool_attribute.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
         call("cuMemPoolSetAttribute", self._pool, threshold, driver.cuuint64_t(_KEPT_BYTES))
-        self.left: Leftovers[int] = Leftovers(device)
+        self.left: DeferredReuse[int] = DeferredReuse(device)
 
     def take(self, nbytes: int, stream: Any) -> int:
         """So much memory, which is there when `stream` has come so far. Raises HeapExhausted."""

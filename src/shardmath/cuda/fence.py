@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 from shardmath.cuda import stream as streams
 from shardmath.cuda.device import Device
 
-__all__ = ["DeviceFence", "Leftovers"]
+__all__ = ["DeferredReuse", "DeviceFence"]
 
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ class DeviceFence:
         return self._passed
 
 
-class Leftovers(Generic[T]):
+class DeferredReuse(Generic[T]):
     """What the host has left while kernels may still use it. Nobody waits for them.
 
     `leave` only appends to a list: the garbage collector may call it in the middle of a capture,

@@ -29,8 +29,8 @@ from shardmath.handles.operand import Operand
 from shardmath.symmetric.heap import Block
 
 __all__ = [
-    "Blank",
     "Result",
+    "ResultTemplate",
     "laid_out_alike",
     "read",
     "require_device",
@@ -144,7 +144,7 @@ def _seen(context: Context, spec: ArraySpec, address: int, x: Any) -> Operand:
     return replace(made, block=block)
 
 
-class Blank:
+class ResultTemplate:
     """How the new results of one call look, which come back as `operand` came: its library, host
     memory or GPU. It refers to no array.
     """
@@ -252,7 +252,7 @@ def _carried(
     On the heap; among hosts, where operators pack what peers read, not on one that cannot grow.
     """
     _, strides, nbytes = _packed(shape, dtype, order)
-    if context.spans_hosts and not context.heap.transport.grows:
+    if context.multi_host and not context.heap.transport.grows:
         held = Allocation(_team(context).device, nbytes)
         return Operand(held.address, shape, strides, dtype, None, held)
     buffer = context.allocate_shared(nbytes)

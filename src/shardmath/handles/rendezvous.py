@@ -189,7 +189,7 @@ def _established(context: Context, block: Block, offset: int) -> RendezvousState
     state = made.pop()
     # Two marks: array and pad may be dropped at different times.
     state.number, pad_number = context.next_shared_id(), context.next_shared_id()
-    if context.spans_hosts and context.team is None:
+    if context.multi_host and context.team is None:
         state.far = FarSignals(context, state)
     context.heap.share(block, context.number, state.number)
     context.heap.share(pad_buffer.block, context.number, pad_number)
@@ -218,7 +218,7 @@ def _team(context: Context, state: RendezvousState) -> Team | None:
     pads = [int(address) and int(address) + start for address in state.pad_table]
     channels = slots // (SLOT_BYTES * context.size)
     team = whole.with_pads(state.pad_buffer, pads, channels)
-    if context.spans_hosts:
+    if context.multi_host:
         _locate(team, whole, state, start)
     return team
 

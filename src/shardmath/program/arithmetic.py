@@ -220,7 +220,7 @@ class Binding:
 
     def _when_reached(self, ranks: Sequence[int], made: Callable[[], Calls]) -> Calls:
         """What is bound now, or at each call where what some ranks have is copied here first."""
-        if all(self._context.reads_in_place(rank) for rank in ranks):
+        if all(self._context.same_host(rank) for rank in ranks):
             return made()
         return [lambda: run(made())]
 
@@ -279,7 +279,7 @@ class Binding:
             right = self._factor(step.multiply.right, step.moves[1], 0)
             found = left, right
             peers = [src for move in step.moves if move for src in self._sources(move)]
-            if all(self._context.reads_in_place(src) for src in peers):
+            if all(self._context.same_host(src) for src in peers):
                 self._factors[step.multiply] = found
         return found
 

@@ -447,7 +447,7 @@ class Cores:
                 (plan, number), lambda: self._cut(self._fused(plan), step, arrays)
             )
             perform_now = partial(_pass, context, step, blocks, source, places, target, library)
-        if all(context.reads_in_place(src) for src in transfer.sources(context.rank)):
+        if all(context.same_host(src) for src in transfer.sources(context.rank)):
             return perform_now()
         return [lambda: run(perform_now())]  # what is elsewhere is copied here when it can be read
 

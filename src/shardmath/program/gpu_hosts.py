@@ -12,7 +12,7 @@ from typing import Any
 from shardmath.base.lru_cache import LRUCache
 from shardmath.context.context import Context
 from shardmath.operators.lanes import Lane
-from shardmath.program.gpu_performing import Execution, Launch, Places, Ready
+from shardmath.program.gpu_performing import Execution, ExposedArrays, Launch, Ready
 from shardmath.program.hosts import FETCHED, OUTBOX, between_hosts
 from shardmath.program.steps import Get, Pack, Synchronise, Unpack
 from shardmath.redistribution import Exposed
@@ -46,9 +46,9 @@ def ready_delivery(
         lambda: BoxCopies(device, delivery.unpacking(operand.strides, result.strides)),
     )
 
-    def bind(places: Sequence[Places]) -> Launch:
+    def bind(places: Sequence[ExposedArrays]) -> Launch:
         outboxes = [each[0] for each in places]
-        near = [_address(context, peer, outboxes[peer]) for peer in delivery.near]
+        near = [_address(context, peer, outboxes[peer]) for peer in delivery.same_host]
         locations = [each.location for each in outboxes if each is not None]
         sources = delivery.memories(operand.address, fetched.address, near)
 

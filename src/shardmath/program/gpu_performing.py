@@ -28,7 +28,13 @@ from shardmath.cuda.driver import beside_captures
 from shardmath.cuda.graph import Graph
 from shardmath.errors import HeapExhausted
 from shardmath.handles.allocation import block_of
-from shardmath.handles.device_array import Blank, Result, require_device, result_in, stream_of
+from shardmath.handles.device_array import (
+    Result,
+    ResultTemplate,
+    require_device,
+    result_in,
+    stream_of,
+)
 from shardmath.handles.exposed import Exposed
 from shardmath.handles.operand import Operand
 from shardmath.operators.in_place import array_in_place
@@ -38,7 +44,7 @@ from shardmath.operators.replay import Launch as Replay
 from shardmath.program.gpu_arrays import GPUArrays, read_arrays
 from shardmath.program.performing import Arguments, Names, Plan, Turn
 
-__all__ = ["Execution", "Facts", "GPUPerformer", "Launch", "Places", "Ready"]
+__all__ = ["Execution", "ExposedArrays", "Facts", "GPUPerformer", "Launch", "Ready"]
 
 _KEPT = 128  # executions that are launched as before
 _PLACES = 32  # of results of one call, for which all is prepared
@@ -50,7 +56,7 @@ _HEAD = struct.Struct("<???cB")
 _LENGTH = struct.Struct("<H")
 
 Launch = Callable[[int], None]  # puts everything on a stream
-Places = Sequence[Exposed | None]  # of one rank
+ExposedArrays = Sequence[Exposed | None]  # of one rank
 
 
 class Facts(NamedTuple):
@@ -82,7 +88,7 @@ class Ready:
     """
 
     places: tuple[bytes, ...]
-    bind: Callable[[Sequence[Places]], Launch] = field(repr=False)
+    bind: Callable[[Sequence[ExposedArrays]], Launch] = field(repr=False)
     check: Callable[[], None] | None = None
 
 
@@ -112,7 +118,7 @@ class GPUPerformer(ABC):
         self._kept = kept
         self.number = 0
         self._decisions: LRUCache[Plan, int] = LRUCache(_KEPT)  # those of the last calls
-        self._blanks: LRUCache[Any, Blank] = LRUCache(_KEPT)
+        self._templates: LRUCache[Any, ResultTemplate] = LRUCache(_KEPT)
         self._decided = 0  # how often they have changed
         self._launches: LRUCache[Any, Launching] = LRUCache(_KEPT)
 
@@ -177,12 +183,12 @@ class GPUPerformer(ABC):
         stream = stream_of(self._context, arrays.spec, turn.arguments.stream)
         if plan is None or not launches.hold((plan, stream, self._decided), stream):
             return None
-        blank: Blank | None = launches.results
-        if blank is None:
+        template: ResultTemplate | None = launches.results
+        if template is None:
             (out,), place = turn.arguments.results, None
             result = Result(arrays.target.address, arrays.target, out)
         else:
-            result = blank.make()
+            result = template.make()
             place = result.address
         turn.held = Execution(plan, stream, arrays.operand, result)
         found = launches.places.find(place)
@@ -273,19 +279,19 @@ class GPUPerformer(ABC):
             shape = look.local_shape(context.rank)
             place = array_in_place(context, operand, shape, look.dtype, look.order)
             return result_in(context, place, "the operand")
-        return self._blank(turn, plan).make()
+        return self._template(turn, plan).make()
 
-    def _blank(self, turn: Turn, plan: Plan) -> Blank:
+    def _template(self, turn: Turn, plan: Plan) -> ResultTemplate:
         """How new results of a call like this look."""
         context, arrays, (operand,) = self._context, turn.known.arrays, turn.arguments.operands
         (look,) = plan.program.results.values()
         on_heap, spec = arrays.on_heap, arrays.spec
 
-        def blank() -> Blank:
+        def template() -> ResultTemplate:
             shape = look.local_shape(context.rank)
-            return Blank(context, operand, shape, look.dtype, look.order, on_heap=on_heap)
+            return ResultTemplate(context, operand, shape, look.dtype, look.order, on_heap=on_heap)
 
-        return self._blanks.made((plan, spec.library, spec.space, on_heap), blank)
+        return self._templates.made((plan, spec.library, spec.space, on_heap), template)
 
     # -- perform -----------------------------------------------------------------------------------
 
@@ -322,12 +328,12 @@ class GPUPerformer(ABC):
         plan, graph = execution.plan, launch.graph
         if graph is None or not known.lasting or plan.program.blocking or plan.program.in_place:
             return
-        blank = None if known.arrays.target is not None else self._blank(turn, plan)
-        place = None if blank is None else execution.result.address
+        template = None if known.arrays.target is not None else self._template(turn, plan)
+        place = None if template is None else execution.result.address
         Launches.keep(
             known,
             (plan, execution.stream, self._decided),
-            blank,
+            template,
             place,
             Replay(
                 *(self._context, agreement, turn.note, self._lane, graph),

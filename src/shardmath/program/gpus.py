@@ -22,10 +22,10 @@ from shardmath.operators.lanes import LANES, Lane
 from shardmath.operators.workspace import KEPT_STAGING
 from shardmath.program.gpu_performing import (
     Execution,
+    ExposedArrays,
     Facts,
     GPUPerformer,
     Launch,
-    Places,
     Ready,
 )
 from shardmath.program.hosts import FETCHED, OUTBOX
@@ -65,7 +65,7 @@ class GPUs(GPUPerformer):
 
     def _decide(self, plan: Plan, facts: Sequence[Facts]) -> int:
         transfer = _move(plan).transfer
-        if self._context.spans_hosts and transfer.crosses:
+        if self._context.multi_host and transfer.crosses:
             return _DELIVER
         sent, received = transfer.traffic
         if all(each.result or not n for each, n in zip(facts, received, strict=True)):
@@ -117,12 +117,12 @@ class GPUs(GPUPerformer):
 
     # -- this rank's copies ------------------------------------------------------------------------
 
-    def _pulling(self, execution: Execution) -> Callable[[Sequence[Places]], Launch]:
+    def _pulling(self, execution: Execution) -> Callable[[Sequence[ExposedArrays]], Launch]:
         """Copies from the operands of all ranks."""
         plan, rank = execution.plan, self._context.rank
         transfer, (operand, result) = _move(plan).transfer, _arrays(execution)
 
-        def bind(places: Sequence[Places]) -> Launch:
+        def bind(places: Sequence[ExposedArrays]) -> Launch:
             published = {src: places[src][0] for src in transfer.sources(rank) if src != rank}
             own = operand.address, operand.strides
             bases, strides = _reached(self._context, published, own)
@@ -138,12 +138,12 @@ class GPUs(GPUPerformer):
 
     def _pushing(
         self, execution: Execution, own: tuple[int, _Strides]
-    ) -> Callable[[Sequence[Places]], Launch]:
+    ) -> Callable[[Sequence[ExposedArrays]], Launch]:
         """Copies to where all ranks' results go, this rank's at `own`; from there to the result."""
         plan, rank = execution.plan, self._context.rank
         transfer, (operand, result) = _move(plan).transfer, _arrays(execution)
 
-        def bind(places: Sequence[Places]) -> Launch:
+        def bind(places: Sequence[ExposedArrays]) -> Launch:
             moves = transfer.out_of(rank)
             published = {move.dst: places[move.dst][0] for move in moves if move.dst != rank}
             bases, strides = _reached(self._context, published, own)

@@ -21,7 +21,7 @@ from shardmath.redistribution.plan import TransferPlan
 
 __all__ = ["Delivery"]
 
-_OWN, _ROOM, _NEAR = 0, 1, 2  # the memories that are unpacked: `near[i]` is number _NEAR + i
+_OWN, _ROOM, _NEAR = 0, 1, 2  # the memories that are unpacked, see `memories`
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class Delivery:
         return room_for(self.fetches)
 
     @cached_property
-    def near(self) -> tuple[int, ...]:
-        """The peers whose outboxes are read where they lie."""
+    def same_host(self) -> tuple[int, ...]:
+        """The peers on this rank's host, whose outboxes are read where they lie."""
         here = [src for src in self._parcels if not self._is_far(src)]
         return tuple(sorted(here))
 
@@ -76,14 +76,16 @@ class Delivery:
             parcel = self._parcel(move.src)
             copy = lowered(move, self.transfer.itemsize, parcel.strides, target)
             far = self._is_far(move.src)
-            number = _ROOM if far else _NEAR + self.near.index(move.src)
+            number = _ROOM if far else _NEAR + self.same_host.index(move.src)
             offset = copy.src_offset + parcel.offset + starts.get(move.src, 0)
             found.append(Box.of(replace(copy, src=number, src_offset=offset), 0))
         return found
 
-    def memories(self, own: int, room: int, near: Sequence[int]) -> list[int]:
-        """The addresses of what is unpacked: the array before, the room, the outboxes of `near`."""
-        return [own, room, *near]
+    def memories(self, own: int, room: int, outboxes: Sequence[int]) -> list[int]:
+        """The addresses of what is unpacked: the array before, the room, the outboxes of peers on
+        this rank's host, in the order of `same_host`.
+        """
+        return [own, room, *outboxes]
 
     @cached_property
     def _parcels(self) -> dict[int, Parcel]:

@@ -80,7 +80,7 @@ def window_on(
     when the rank has no such memory.
     """
     pieces = None
-    if transfer is not None and not context.reads_in_place(rank):
+    if transfer is not None and not context.same_host(rank):
         found = transfer.pieces(context.rank, rank, exposed.strides)
         pieces = [(exposed.origin + low, exposed.origin + high) for low, high in found]
     view = context.read_bytes(rank, exposed.location, exposed.nbytes, pieces)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import call
-from shardmath.cuda.fence import Leftovers
+from shardmath.cuda.fence import DeferredReuse
 
 __all__ = ["Report", "report_of"]
 
@@ -59,7 +59,7 @@ class _Pool:
         self._count = count
         self._lock = threading.Lock()
         self._free: list[_Memory] = []
-        self.left: Leftovers[_Memory] = Leftovers(device)
+        self.left: DeferredReuse[_Memory] = DeferredReuse(device)
 
     def take(self) -> Report:
         """A report that no kernel of another team writes to."""

@@ -76,9 +76,9 @@ class Mesh:
             try:
                 self._connect(group)
                 known = {r: (self._pid(r), s.fileno()) for r, s in self._sockets.items()}
-                self.watch = PeerWatch({r: each for r, each in known.items() if self.near(r)})
+                self.watch = PeerWatch({r: each for r, each in known.items() if self.same_host(r)})
                 undo.callback(self.watch.close)
-                if self.spans_hosts:
+                if self.multi_host:
                     self.wires = self._wired(group, address)
             except OSError as error:
                 if error.errno == errno.EMFILE:
@@ -87,7 +87,7 @@ class Mesh:
             undo.pop_all()
 
     @property
-    def spans_hosts(self) -> bool:
+    def multi_host(self) -> bool:
         """Whether some ranks are on different hosts, pretended ones counted."""
         return len(set(self.host_of)) > 1
 
@@ -107,7 +107,7 @@ class Mesh:
         own = self._identities[self.rank]
         return [pid for pid, at in zip(self.pids, self._identities, strict=True) if at == own]
 
-    def near(self, rank: int) -> bool:
+    def same_host(self, rank: int) -> bool:
         """Whether `rank` is on this rank's host, and so has addresses here."""
         return self.host_of[rank] == self.host_of[self.rank]
 

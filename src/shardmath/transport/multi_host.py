@@ -69,8 +69,10 @@ class MultiHostTransport(HostTransport):
     def announce(self, index: int, peers: Iterable[int]) -> None:
         """See Transport. What ranks on other hosts need is sent over the wires."""
         peers = list(peers)
-        super().announce(index, [peer for peer in peers if self._mesh.near(peer)])
-        far = [p for p in peers if not self._mesh.near(p) and (p, index) not in self._announced_to]
+        super().announce(index, [peer for peer in peers if self._mesh.same_host(peer)])
+        far = [
+            p for p in peers if not self._mesh.same_host(p) and (p, index) not in self._announced_to
+        ]
         if far:
             assert self._announcements is not None, "there are ranks on other hosts"
             whole = self._bytes[self._mesh.rank, index]
@@ -94,7 +96,7 @@ class MultiHostTransport(HostTransport):
 
     def attach(self, rank: int, index: int) -> Segment:
         """See Transport."""
-        if self._mesh.near(rank):
+        if self._mesh.same_host(rank):
             return super().attach(rank, index)
         key = (rank, index)
         if key not in self.far:
@@ -103,21 +105,21 @@ class MultiHostTransport(HostTransport):
 
     def view(self, rank: int, index: int, offset: int, nbytes: int) -> Bytes | None:
         """See Transport."""
-        if self._mesh.near(rank):
+        if self._mesh.same_host(rank):
             return super().view(rank, index, offset, nbytes)
         require_within(self.far[rank, index][1], offset, nbytes)
         return None
 
     def address(self, rank: int, index: int, offset: int, nbytes: int) -> int | None:
         """See Transport."""
-        if self._mesh.near(rank):
+        if self._mesh.same_host(rank):
             return super().address(rank, index, offset, nbytes)
         require_within(self.far[rank, index][1], offset, nbytes)
         return None
 
     def get(self, rank: int, index: int, offset: int, into: Memory, stream: int = 0) -> None:
         """See Transport."""
-        if self._mesh.near(rank):
+        if self._mesh.same_host(rank):
             super().get(rank, index, offset, into)
             return
         assert isinstance(into, np.ndarray), "memory of the host"
@@ -126,7 +128,7 @@ class MultiHostTransport(HostTransport):
 
     def put(self, rank: int, index: int, offset: int, data: Memory, stream: int = 0) -> None:
         """See Transport."""
-        if self._mesh.near(rank):
+        if self._mesh.same_host(rank):
             super().put(rank, index, offset, data)
             return
         assert isinstance(data, np.ndarray), "memory of the host"

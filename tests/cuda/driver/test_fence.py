@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardmath.cuda import fence
-from shardmath.cuda.fence import Leftovers
+from shardmath.cuda.fence import DeferredReuse
 
 
 class Device:
@@ -43,7 +43,7 @@ CASES = [
 def test_what_is_left_is_free_behind_a_fence(steps, free, monkeypatch):
     monkeypatch.setattr(fence, "DeviceFence", Fence)
     device = Device()
-    leftovers = Leftovers(device)
+    leftovers = DeferredReuse(device)
     found = []
     for step in steps:
         if isinstance(step, str):

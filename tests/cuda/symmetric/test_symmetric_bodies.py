@@ -89,7 +89,7 @@ def check(context, size, name, package, args):
         "mine": partial(mine, module),
         "allocate": partial(allocate, module),
     }
-    if part.spans_hosts:
+    if part.multi_host:
         values["values"] = partial(fetched, module, part)
     known = {key: value for key, value in values.items() if hasattr(bodies, key)}
     with patch.multiple(bodies, **known):

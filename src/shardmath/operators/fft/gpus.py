@@ -16,7 +16,7 @@ from shardmath.operators.fft.rank_plan import DevicePlan, Results
 from shardmath.operators.lanes import LANES, Lane
 from shardmath.operators.workspace import give_back
 from shardmath.program import gpu_performing
-from shardmath.program.gpu_performing import Execution, Facts, GPUPerformer, Places, Ready
+from shardmath.program.gpu_performing import Execution, ExposedArrays, Facts, GPUPerformer, Ready
 from shardmath.program.performing import Plan
 from shardmath.program.steps import Fused
 
@@ -55,7 +55,7 @@ class GPUTransforms(GPUPerformer):
             places = prepared.exposed()
         launch = prepared.launch
 
-        def bind(all_places: Sequence[Places]) -> gpu_performing.Launch:
+        def bind(all_places: Sequence[ExposedArrays]) -> gpu_performing.Launch:
             exposed = [[each for each in places if each is not None] for places in all_places]
             lane.team.device.activate()
 

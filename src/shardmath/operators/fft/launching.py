@@ -106,7 +106,7 @@ class Deliveries:
     def _unpack(self, step: Deliver, stream: int) -> None:
         launch, delivery = self._launch, step.delivery
         outboxes = self._outboxes(step)
-        near = [launch.peer_address(peer, outboxes[peer]) for peer in delivery.near]
+        near = [launch.peer_address(peer, outboxes[peer]) for peer in delivery.same_host]
         unpacker = launch.plan.copier(
             (step, "unpack"), lambda: delivery.unpacking(step.own.strides, step.target.strides)
         )

@@ -130,13 +130,13 @@ class HostTransport(Transport):
     def view(self, rank: int, index: int, offset: int, nbytes: int) -> Bytes | None:
         """See Transport."""
         found = self._part(rank, index, offset, nbytes)
-        return found if self._mesh.near(rank) else None
+        return found if self._mesh.same_host(rank) else None
 
     def address(self, rank: int, index: int, offset: int, nbytes: int) -> int | None:
         """See Transport."""
         self._part(rank, index, offset, nbytes)
         whole = self._bytes[rank, index]
-        return int(whole.ctypes.data) + offset if self._mesh.near(rank) else None
+        return int(whole.ctypes.data) + offset if self._mesh.same_host(rank) else None
 
     def get(self, rank: int, index: int, offset: int, into: Memory, stream: int = 0) -> None:
         """See Transport."""

@@ -89,7 +89,7 @@ class MPITransport(MultiHostTransport):
 
     def quiet(self, rank: int, stream: int = 0) -> None:
         """See Transport."""
-        if not self._mesh.near(rank):
+        if not self._mesh.same_host(rank):
             self._window.Flush(rank)
 
     def _fetch(self, rank: int, index: int, offset: int, into: Bytes) -> None:

@@ -55,7 +55,7 @@ class TCPTransport(MultiHostTransport):
 
     def quiet(self, rank: int, stream: int = 0) -> None:
         """See Transport: messages arrive in order, so an answer says that all writes have."""
-        if self._mesh.near(rank):
+        if self._mesh.same_host(rank):
             return
         key = (rank, next(self._numbers))
         self._tell(rank, _FLUSH, _PART.pack(key[1], 0))

@@ -186,7 +186,7 @@ class CudaTransport(Transport):
     def address(self, rank: int, index: int, offset: int, nbytes: int) -> int | None:
         """See Transport."""
         found = self._at(rank, index, offset, nbytes)
-        return found if self._mesh.near(rank) else None
+        return found if self._mesh.same_host(rank) else None
 
     def get(self, rank: int, index: int, offset: int, into: Memory, stream: int = 0) -> None:
         """See Transport."""

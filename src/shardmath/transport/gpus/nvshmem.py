@@ -214,7 +214,7 @@ class NVSHMEMTransport(Transport):
         place = self._place(rank, offset, nbytes)
         if rank == self._mesh.rank:
             return place
-        if not self._mesh.near(rank):
+        if not self._mesh.same_host(rank):
             return None
         return int(self._bindings.ptr(place, rank)) or None
 

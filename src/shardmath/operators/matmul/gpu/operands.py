@@ -14,7 +14,7 @@ import numpy as np
 from shardmath.context.context import Context
 from shardmath.cuda.driver import call
 from shardmath.handles import device_array
-from shardmath.handles.device_array import Blank, Result
+from shardmath.handles.device_array import Result, ResultTemplate
 from shardmath.handles.operand import Operand
 from shardmath.local.epilog import INPUTS, Extra, requirements
 from shardmath.local.gpu.gemm import Algorithms
@@ -34,12 +34,12 @@ _D = "d"  # among results by name; no epilog's output has that name
 @dataclass(frozen=True)
 class Results:
     """Where one execution writes: D, and an epilog's outputs by name. The next ones are like
-    `blanks`, where D has none if it is c.
+    `templates`, where D has none if it is c.
     """
 
     d: Result
     extras: Mapping[str, Result]
-    blanks: Mapping[str, Blank]
+    templates: Mapping[str, ResultTemplate]
 
     @property
     def place(self) -> tuple[int, ...]:
@@ -59,11 +59,13 @@ class Results:
         return replace(like, out=self.d.array, outputs=outputs, stream=stream)
 
 
-def made_results(context: Context, blanks: Mapping[str, Blank], c: Any, stream: int) -> Results:
-    """New results: D, or c where there is no blank for it, and outputs that are zero where nothing
-    will be written. Local. Raises HeapExhausted.
+def made_results(
+    context: Context, templates: Mapping[str, ResultTemplate], c: Any, stream: int
+) -> Results:
+    """New results: D, or c where there is no template for it, and outputs that are zero where
+    nothing will be written. Local. Raises HeapExhausted.
     """
-    extras = {name: blank.make() for name, blank in blanks.items() if name != _D}
+    extras = {name: template.make() for name, template in templates.items() if name != _D}
     if extras:
         assert context.team is not None, "a context of GPUs"
         context.team.device.activate()  # a thread's first call may be one that comes again
@@ -71,8 +73,8 @@ def made_results(context: Context, blanks: Mapping[str, Blank], c: Any, stream: 
         nbytes = each.array.size * each.array.itemsize
         if nbytes:
             call("cuMemsetD8Async", each.array.address, 0, nbytes, stream)
-    d = blanks[_D].make() if _D in blanks else device_array.result_in(context, c, "c")
-    return Results(d, extras, blanks)
+    d = templates[_D].make() if _D in templates else device_array.result_in(context, c, "c")
+    return Results(d, extras, templates)
 
 
 def blanks_of(
@@ -82,13 +84,13 @@ def blanks_of(
     arrays: Mapping[str, Operand],
     *,
     inplace: bool,
-) -> dict[str, Blank]:
+) -> dict[str, ResultTemplate]:
     """How new results of a product of these arrays look: D, unless it is c, in the operands' order
     and memory, and the outputs of the epilog. They are of the library of `a`.
     """
 
-    def like(shape: Sequence[int], dtype: str, order: Any, *, on_heap: bool) -> Blank:
-        return Blank(context, a, shape, dtype, order, on_heap=on_heap)
+    def like(shape: Sequence[int], dtype: str, order: Any, *, on_heap: bool) -> ResultTemplate:
+        return ResultTemplate(context, a, shape, dtype, order, on_heap=on_heap)
 
     m, n = problem.d.local_shape(context.rank)
     found = {}

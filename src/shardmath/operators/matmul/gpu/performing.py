@@ -21,7 +21,7 @@ from shardmath.context.context import Context
 from shardmath.cuda import stream as streams
 from shardmath.handles import device_array
 from shardmath.handles.allocation import block_of
-from shardmath.handles.device_array import Blank
+from shardmath.handles.device_array import ResultTemplate
 from shardmath.handles.operand import Operand
 from shardmath.local.gpu.blaslt import bindings
 from shardmath.local.gpu.gemm import Algorithms
@@ -72,7 +72,7 @@ class _Prepared:
     note: bytes
     lane: Lane
     memory: Mapping[str, object]
-    blanks: Mapping[str, Blank]
+    templates: Mapping[str, ResultTemplate]
     replays: LRUCache[Any, _Replay] = field(default_factory=lambda: LRUCache(_KEPT), repr=False)
 
 
@@ -172,7 +172,7 @@ class Products:
         stream, prepared = self._stream(turn), launches.results
         if not launches.hold((known.expected, stream), stream):
             return None
-        results = made_results(context, prepared.blanks, turn.arguments.operands[2], stream)
+        results = made_results(context, prepared.templates, turn.arguments.operands[2], stream)
         turn.held, turn.note = _Held(stream, results, prepared), prepared.note
         return launches.places.find(results.place)
 
@@ -191,7 +191,7 @@ class Products:
         if prepared is not None and not self._is_ready(prepared, stream):
             prepared = None
         if prepared is not None:
-            results = made_results(context, prepared.blanks, turn.arguments.operands[2], stream)
+            results = made_results(context, prepared.templates, turn.arguments.operands[2], stream)
             turn.held, turn.note = _Held(stream, results, prepared), prepared.note
             return
         turn.note = pack_numbers(turn.known.numbers) + plan.tag + self._prepare_new(turn, plan)
@@ -224,8 +224,8 @@ class Products:
         """Prepare an execution that repeats none; what to tell the peers of it."""
         context, arrays, stream = self._context, turn.known.arrays, self._stream(turn)
         a, _, c, *_ = turn.arguments.operands
-        blanks = blanks_of(context, plan.problem, a, arrays.operands, inplace=arrays.inplace)
-        held = turn.held = _Held(stream, made_results(context, blanks, c, stream), None)
+        templates = blanks_of(context, plan.problem, a, arrays.operands, inplace=arrays.inplace)
+        held = turn.held = _Held(stream, made_results(context, templates, c, stream), None)
         held.lasting = turn.known.lasting and not streams.capturing(stream)
         self._start_new(turn, plan, timed)
         assert held.new is not None
@@ -319,7 +319,7 @@ class Products:
             told = [head + message for head, message in zip(heads, messages, strict=True)]
             prepared = held.prepared
             if prepared is None or prepared.note != told[context.rank]:
-                prepared = held.new.prepared(told[context.rank], held.results.blanks)
+                prepared = held.new.prepared(told[context.rank], held.results.templates)
                 turn.known.arrays.prepared.keep((plan, held.stream), prepared)
             self._keep(prepared, held.new.replay(), tuple(told), agreement)
         return None
@@ -411,9 +411,9 @@ class _New:
         head = self._head(_KERNEL if self._is_fused else _PHASES)
         return [head + message for message in messages]
 
-    def prepared(self, note: bytes, blanks: Mapping[str, Blank]) -> _Prepared:
+    def prepared(self, note: bytes, templates: Mapping[str, ResultTemplate]) -> _Prepared:
         """What an execution like this one needs before its ranks agree."""
-        return _Prepared(note, self._lane, self._lane.memory(), blanks)
+        return _Prepared(note, self._lane, self._lane.memory(), templates)
 
     def replay(self) -> _Replay:
         """A replay of this execution."""
