@@ -45,16 +45,17 @@ _HEADER_BYTES = _MADE.size + _DIGEST_BYTES
 
 
 class HashedSpec:
-    """A spec that many calls send, and its digest, which is what they send once it is known.
+    """A spec that many calls send, encoded, and its digest, which they send once it is known.
 
     Raises TypeError when it is not plain data.
     """
 
-    __slots__ = ("digest", "spec")
+    __slots__ = ("digest", "encoded", "spec")
 
     def __init__(self, spec: Any) -> None:
         self.spec = spec
-        self.digest = blake2b(wire.encode(spec), digest_size=_DIGEST_BYTES).digest()
+        self.encoded = wire.encode(spec)
+        self.digest = blake2b(self.encoded, digest_size=_DIGEST_BYTES).digest()
 
 
 class Described(Protocol):
@@ -177,9 +178,10 @@ def _agreed(
     notes = [text[_HEADER_BYTES:] for text in messages]
     plan = plans.find(key)
     if plan is None:
-        own = wire.encode(spec.spec if isinstance(spec, HashedSpec) else spec)
+        own = spec.encoded if isinstance(spec, HashedSpec) else wire.encode(spec)
         specs = context.board.exchange(operation, own)
-        built = checked(context.board, build, [wire.decode(each) for each in specs])
+        decoded = {each: wire.decode(each) for each in set(specs)}
+        built = checked(context.board, build, [decoded[each] for each in specs])
         plan = plans.keep(key, (built,))
         return Agreement(plan[0], notes, key, texts)
     return plans.repeated.keep(texts, Agreement(plan[0], notes, key, texts))
