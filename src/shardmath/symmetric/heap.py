@@ -37,6 +37,7 @@ from shardmath.transport.base import Fence, Transport
 __all__ = ["Block", "Buffer", "Heap", "Location"]
 
 _SMALL = 16 << 20  # bytes of a block that need not be used again at once
+_AT_ONCE = 8  # blocks that were dropped, among which one is looked for to be used again
 _AHEAD = 1e-3  # seconds that it waits for fences that are due
 _FENCE_WAIT = 0.05  # seconds that an allocation waits for fences before the heap grows
 _LAST_FENCE_WAIT = 2.0  # the same where it cannot grow
@@ -166,7 +167,7 @@ class Heap:
         self._blocks: dict[int, Block] = {}  # by address
         self._addresses: list[int] = []  # the same addresses, sorted
         self.changing = False  # a method is at work, or was when an exception left it
-        self.version = 0  # rises before blocks come, go, or are freed
+        self.version = 0  # rises before blocks come, go, or are freed, but those used again at once
         self._change = _Change(self)
         self._dropped: deque[Block] = deque()
         self._retired: dict[Block, None] = {}  # in order of arrival
@@ -186,6 +187,11 @@ class Heap:
 
         Raises HeapExhausted, and leaves the heap as it was, when memory does not suffice.
         """
+        if 0 < len(self._dropped) <= _AT_ONCE and self.transport.drops_at_once == 0:
+            with self._lock:
+                again = self._again(nbytes)
+            if again is not None:
+                return again
         reserved = aligned(max(nbytes, 1))
         with self._lock, self._change:
             if self.transport.drops_at_once == 0:
@@ -216,9 +222,39 @@ class Heap:
             block = Block(location, nbytes, reserved, segment.address + location.offset)
             self._blocks[block.address] = block
             insort(self._addresses, block.address)
-            kind, device = self.transport.interface, self.transport.device
-            buffer = Buffer(block, segment.lease, kind, device, self._dropped)
-            block.buffer = weakref.ref(buffer)
+            return self._buffer(block)
+
+    def _again(self, nbytes: int) -> Buffer | None:
+        """A buffer on a block of just so many bytes, the last of which has been dropped.
+
+        Where a device does nothing behind the host's back, results of a loop lie in the same few
+        places, and the books remain as they are: what was found out about an array there still
+        holds.
+        """
+        if self.changing:
+            return None
+        for at in range(len(self._dropped)):  # which may grow at its end meanwhile
+            block = self._dropped[at]
+            if block.nbytes == nbytes and not (block.shared or block.freed or block.handles):
+                break
+        else:
+            return None
+        if self._blocks.get(block.address) is not block or block.unused:
+            return None
+        fence = self.transport.fence()
+        if fence is None or not fence.passed():
+            return None
+        self.changing = True  # until the block has a buffer that will be dropped
+        del self._dropped[at]
+        buffer = self._buffer(block)
+        self.changing = False
+        return buffer
+
+    def _buffer(self, block: Block) -> Buffer:
+        kind, device = self.transport.interface, self.transport.device
+        lease = self._segments[block.location.segment].lease
+        buffer = Buffer(block, lease, kind, device, self._dropped)
+        block.buffer = weakref.ref(buffer)
         return buffer
 
     def find(self, address: int) -> Block | None:
