@@ -17,12 +17,12 @@ from shardmath.handles.fingerprint import Looks
 from shardmath.operators.lifecycle import LOGGER
 from shardmath.program.performing import Arguments, Direct, Turn
 
-__all__ = ["CompiledCalls"]
+__all__ = ["CompiledCalls", "turn_of"]
 
 _KEPT = 256  # calls
 _NAME = "shardmath.call._direct"  # of the module that direct.c makes
 
-Otherwise = Callable[[Turn, tuple[bytes, ...], tuple[bytes, ...]], Any]
+Otherwise = Callable[..., Any]
 
 
 class CompiledCalls:
@@ -45,18 +45,16 @@ class CompiledCalls:
         rounds = None if built is None else context.board.compiled()
         return None if rounds is None else cls(context, looks, built, rounds)
 
-    def make(self, arguments: Arguments) -> Any:
-        """The results of a call that is known; None where it is another, and nothing was done."""
-        return self._compiled.direct(self._shared, self.calls, arguments)
+    def make(self, arguments: Arguments, otherwise: Otherwise) -> Any:
+        """The results of a call that is known; None where it is another, and nothing was done.
 
-    def keep(
-        self, turn: Turn, agreement: Agreement[Any], direct: Direct, otherwise: Otherwise
-    ) -> None:
-        """Make calls like this so from now on.
-
-        `otherwise(turn, texts, payloads)` is what follows an exchange in which a rank has sent
-        another text.
+        `otherwise(begun, arguments, result, payload, texts, payloads)` is what follows an exchange
+        in which a rank has sent another text; see `turn_of`.
         """
+        return self._compiled.direct(self._shared, self.calls, arguments, otherwise)
+
+    def keep(self, turn: Turn, agreement: Agreement[Any], direct: Direct) -> None:
+        """Make calls like this so from now on."""
         known, arguments, board = turn.known, turn.arguments, self._context.board
         text, made = agreement.texts[board.rank], self._plans.made
         if self._plans.repeated.find(agreement.texts) is not agreement:
@@ -65,21 +63,21 @@ class CompiledCalls:
         if looks is None or known.blocks is None or not board.fits(len(text) + len(turn.payload)):
             return
         words = arguments.words, arguments.options, arguments.numbers
-        prepared, note, names = turn.prepared, turn.note, tuple(turn.made)
-
-        def others(
-            arguments: Arguments, new: Any, payload: bytes, texts: Any, payloads: Any
-        ) -> Any:
-            again = Turn(arguments, known, known.spec)
-            again.prepared, again.note, again.payload = prepared, note, payload
-            again.made = dict.fromkeys(names, new)
-            return otherwise(again, texts, payloads)
-
+        begun = agreement.key[0], known, turn.prepared, turn.note, tuple(turn.made)
         if len(self.calls) >= _KEPT:
             self.calls.clear()
         entry = self._plans.all.entry(agreement.key)
         self.calls[self._compiled.key(looks, words)] = (
             *(looks, words, known.blocks, made, direct.memory, entry, agreement.key[0], text),
             *(agreement.texts, direct.payload, direct.before, direct.new, direct.result),
-            *({}, direct.bind, direct.combine, others),
+            *({}, direct.bind, direct.combine, begun),
         )
+
+
+def turn_of(begun: tuple[Any, ...], arguments: Arguments, result: Any, payload: bytes) -> Turn:
+    """The turn of a call that compiled code has begun, and that it does not end."""
+    _, known, prepared, note, names = begun
+    turn = Turn(arguments, known, known.spec)
+    turn.prepared, turn.note, turn.payload = prepared, note, payload
+    turn.made = dict.fromkeys(names, result)
+    return turn

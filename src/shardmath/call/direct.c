@@ -33,7 +33,7 @@ enum {
     STEPS,    /* what follows the exchange, by the look of the new result; None is a barrier */
     BIND,     /* makes those steps, for a new result */
     COMBINE,  /* what is done first with all payloads, and the result; None for nothing */
-    OTHERWISE, /* does the rest of a call in which others sent other texts */
+    BEGUN,    /* what the driver makes the rest of, where others send other texts */
     FIELDS
 };
 
@@ -342,7 +342,8 @@ static PyObject *result_of(PyObject *call, PyObject *results, PyObject *made) {
 }
 
 /* The call, when the board is this thread's. */
-static PyObject *perform(PyObject *shared, PyObject *call, PyObject *arguments, int *left) {
+static PyObject *perform(PyObject *shared, PyObject *call, PyObject *arguments, PyObject *otherwise,
+                         int *left) {
     PyObject *board = ITEM(shared, BOARD), *made = NULL, *found = NULL, *steps = NULL, *given = NULL;
     PyObject *payload = NULL;
     if (!equal(board, s_operation, ITEM(call, OPERATION)) &&
@@ -361,8 +362,9 @@ static PyObject *perform(PyObject *shared, PyObject *call, PyObject *arguments, 
     if (found == NULL)
         goto end;
     if (ITEM(found, 0) != ITEM(call, TEXTS)) {
-        PyObject *all[] = {NULL, arguments, made == NULL ? Py_None : made, payload, ITEM(found, 0), ITEM(found, 1)};
-        given = PyObject_Vectorcall(ITEM(call, OTHERWISE), all + 1, 5 | PY_VECTORCALL_ARGUMENTS_OFFSET, NULL);
+        PyObject *all[] = {NULL, ITEM(call, BEGUN), arguments, made == NULL ? Py_None : made, payload,
+                           ITEM(found, 0), ITEM(found, 1)};
+        given = PyObject_Vectorcall(otherwise, all + 1, 6 | PY_VECTORCALL_ARGUMENTS_OFFSET, NULL);
         goto end;
     }
     if (use(shared, ITEM(call, ENTRY)) < 0)
@@ -389,12 +391,13 @@ end:
     return given;
 }
 
-/* direct(shared, kept, arguments): the results of the call; None where the driver is to make it. */
+/* direct(shared, kept, arguments, otherwise): the results of the call; None where the driver is to make it.
+ * After an exchange in which a rank has sent another text it is `otherwise` that gives the results. */
 static PyObject *direct(PyObject *module, PyObject *const *given, Py_ssize_t count) {
     (void)module;
-    if (count != 3 || !PyTuple_CheckExact(given[0]) || PyTuple_GET_SIZE(given[0]) != SHARED ||
+    if (count != 4 || !PyTuple_CheckExact(given[0]) || PyTuple_GET_SIZE(given[0]) != SHARED ||
         !PyDict_CheckExact(given[1])) {
-        PyErr_SetString(PyExc_TypeError, "direct(what calls share, calls, arguments)");
+        PyErr_SetString(PyExc_TypeError, "direct(what calls share, calls, arguments, otherwise)");
         return NULL;
     }
     PyObject *shared = given[0], *call = recognised(shared, given[1], given[2]), *found = NULL;
@@ -407,7 +410,7 @@ static PyObject *direct(PyObject *module, PyObject *const *given, Py_ssize_t cou
         goto nothing;
     int left = 0, entered = enter(shared);
     if (entered)
-        found = perform(shared, call, given[2], &left);
+        found = perform(shared, call, given[2], given[3], &left);
     PyObject *kind, *value, *trace;
     PyErr_Fetch(&kind, &value, &trace);
     PyObject *released = PyObject_CallNoArgs(ITEM(shared, RELEASE));
@@ -446,5 +449,8 @@ PyMODINIT_FUNC PyInit__direct(void) {
             return NULL;
     no_payload = PyBytes_FromStringAndSize(NULL, 0);
     information = PyLong_FromLong(20); /* logging.INFO */
-    return no_payload == NULL || information == NULL ? NULL : PyModule_Create(&definition);
+    PyObject *module = no_payload == NULL || information == NULL ? NULL : PyModule_Create(&definition);
+    if (module != NULL && PyModule_AddIntConstant(module, "INTERFACE", 1) < 0) /* as compiled.py has it */
+        Py_CLEAR(module);
+    return module;
 }

@@ -23,7 +23,7 @@ from shardmath.arrays.detect import library_and_spec
 from shardmath.base import wire
 from shardmath.base.lru_cache import LRUCache
 from shardmath.call.agreement import Agreement, HashedSpec, agree, concluded
-from shardmath.call.compiled import CompiledCalls
+from shardmath.call.compiled import CompiledCalls, turn_of
 from shardmath.context.context import Context, require_context
 from shardmath.handles.fingerprint import Recognised
 from shardmath.machine import Machine
@@ -91,7 +91,9 @@ class Driver:
         self._repeat = self.performer.repeat
         self._known: Recognised[Known] = Recognised(context, _KEPT)
         self._compiled = self.performer.direct and CompiledCalls.of(context, self._known.looks)
-        self.agreed = self.build  # the plan of all ranks' specs
+        self.agreed: Callable[[], Any] | None = (
+            None  # an object's way to `build`, referred to weakly
+        )
         self._specs: LRUCache[Any, HashedSpec] = LRUCache(_KEPT)  # of arrays that look alike
         self._expected: LRUCache[bytes, Plan] = LRUCache(_KEPT)  # by the digest of this rank's spec
         self._plans: LRUCache[bytes, Plan]  # by tag, of all calls and objects of the operation
@@ -154,7 +156,8 @@ class Driver:
         """The results of a call that compiled code makes; None where it does not, and nothing was
         done. Collective where there are any.
         """
-        return None if self._compiled is None else self._compiled.make(arguments)
+        compiled = self._compiled
+        return None if compiled is None else compiled.make(arguments, self._otherwise)
 
     def forget(self) -> None:
         """Let compiled code make no call that was made before."""
@@ -169,13 +172,21 @@ class Driver:
             return
         direct = performer.direct(turn, agreement)
         if direct is not None and (direct.combine is not None or not any(turn.payloads)):
-            self._compiled.keep(turn, agreement, direct, partial(self._otherwise, agreement.key[0]))
+            self._compiled.keep(turn, agreement, direct)
 
     def _otherwise(
-        self, operation: str, turn: Turn, texts: tuple[bytes, ...], payloads: Sequence[bytes]
+        self,
+        begun: tuple[Any, ...],
+        arguments: Arguments,
+        result: Any,
+        payload: bytes,
+        texts: tuple[bytes, ...],
+        payloads: Sequence[bytes],
     ) -> Any:
-        """The results of a call that compiled code has begun, where a rank sent other words."""
-        agreement = concluded(self.context, operation, turn.spec, texts, self.agreed)
+        """The results of a call that compiled code has begun, where a rank sent another text."""
+        turn = turn_of(begun, arguments, result, payload)
+        build = self.build if self.agreed is None else self.agreed()
+        agreement = concluded(self.context, begun[0], turn.spec, texts, build)
         return self.perform(turn, agreement, payloads)
 
     # -- what every call begins with ---------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
+from weakref import WeakMethod
 
 from shardmath.arrays import ArraySpec, library_of
 from shardmath.base.collective_call import collective_call
@@ -38,7 +39,7 @@ class Planned(Lifecycle):
     def __init__(self, operation: Operation[Any], arguments: Arguments) -> None:
         context = require_context()
         self._driver = Driver(context, operation, kept=self.keeps_workspace)
-        self._driver.agreed = self._agreed_plan
+        self._driver.agreed = WeakMethod(self._agreed_plan)
         turn, agreement, _ = agree(context, self.noun, self._described, self._build, arguments)
         names = operation.names.operands
         super().__init__(context, dict(zip(names, arguments.operands, strict=True)))

@@ -97,13 +97,14 @@ class Recognised(LRUCache[Hashable, Any], Generic[V]):
         entry = self._entries.get(key)
         if entry is None:
             return None
-        known: InBlocks[V] = entry[0]
-        if known.version != self._heap.version and not known.holds(self._heap):
+        value: V
+        blocks, value = entry[0]
+        if blocks.version != self._heap.version and not blocks.holds(self._heap):
             return None
         entry[1] = self._uses = self._uses + 1
-        return known.value
+        return value
 
-    def keep_for(self, key: Hashable, arrays: tuple[Any, ...], value: V) -> InBlocks[V] | None:
+    def keep_for(self, key: Hashable, arrays: tuple[Any, ...], value: V) -> InBlocks | None:
         """Keep a value for arrays like these, and return what says whether it holds.
 
         None for arrays that lie elsewhere than where this rank computes.
@@ -119,18 +120,18 @@ class Recognised(LRUCache[Hashable, Any], Generic[V]):
                 return None
             library, spec, address, block = inspected
             blocks.append((address if spec.size else library.anchor(x), block))
-        known = InBlocks(value, version, blocks)
-        self.keep(key, known)
-        return known
+        found = InBlocks(version, blocks)
+        self.keep(key, (found, value))
+        return found
 
 
-class InBlocks(Generic[V]):
-    """A value, and in which blocks the arrays lay when the heap had that `version`."""
+class InBlocks:
+    """In which blocks the arrays of a call lay when the heap had that `version`."""
 
-    __slots__ = ("_blocks", "value", "version")
+    __slots__ = ("_blocks", "version")
 
-    def __init__(self, value: V, version: int, blocks: list[tuple[int, Block | None]]) -> None:
-        self.value, self.version = value, version
+    def __init__(self, version: int, blocks: list[tuple[int, Block | None]]) -> None:
+        self.version = version
         self._blocks = [(address, _extent(block)) for address, block in blocks]
 
     def holds(self, heap: Heap) -> bool:
