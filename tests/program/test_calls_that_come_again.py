@@ -109,6 +109,16 @@ def read_only(calls):
         calls.out.flags.writeable = True
 
 
+def with_a_dictionary_that_was_changed(calls):
+    options = {}
+    for _ in range(4):
+        redistribute(calls.x, Slab.X, Slab.Y, out=calls.out, options=options)
+    calls.out[...] = UNTOUCHED
+    if calls.context.rank == ODD:
+        options["nonsense"] = True
+    redistribute(calls.x, Slab.X, Slab.Y, out=calls.out, options=options)
+
+
 CASES = {
     "an array elsewhere": (lambda calls: calls.again(on_odd(calls, calls.other, None)), ""),
     "in ordinary memory": (
@@ -121,6 +131,7 @@ CASES = {
     "a block is freed": (after_a_free, "freed"),
     "read-only": (read_only, "read-only"),
     "other words": (in_the_other_direction, "distribution"),
+    "other options": (with_a_dictionary_that_was_changed, "nonsense"),
     "another operation": (in_another_operation, "redistribute"),
 }
 
@@ -135,7 +146,7 @@ def body(name):
         try:
             act(calls)
             found = ""
-        except (ValueError, RuntimeError) as error:
+        except (TypeError, ValueError, RuntimeError) as error:
             found = f"{type(error).__name__}: {error}"
         assert not wrong or (calls.out == UNTOUCHED).all()
         if name not in ("a block is freed", "another operation"):

@@ -166,10 +166,12 @@ class Driver:
 
     def _keep(self, turn: Turn, agreement: Agreement[Plan]) -> None:
         """Let compiled code make calls like this one."""
-        known, performer = turn.known, self.performer
+        known, performer, options = turn.known, self.performer, turn.arguments.options
         known.direct = agreement, turn.prepared
         if performer.direct is None or self._compiled is None or not known.lasting:
             return
+        if not (options is None or isinstance(options, self.operation.options)):
+            return  # a dictionary: its owner may change it, and it would still be the same object
         direct = performer.direct(turn, agreement)
         if direct is not None and (direct.combine is not None or not any(turn.payloads)):
             self._compiled.keep(turn, agreement, direct)
