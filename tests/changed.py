@@ -29,9 +29,10 @@ def run_with(folder: Path, added: Mapping[str, Mapping[str, str]], program: str,
             text = text.replace(line, before + line)
         (copy / name).write_text(text)
     (folder / "program.py").write_text(program)
+    others = os.environ.get("PYTHONPATH", "")
     done = subprocess.run(
         [sys.executable, str(folder / "program.py"), *args],
-        env=os.environ | {"PYTHONPATH": str(folder)},
+        env=os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{others}"},
         text=True,
         capture_output=True,
         check=False,

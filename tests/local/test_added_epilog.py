@@ -43,8 +43,7 @@ def given(x):
         return x
     import torch
 
-    order = torch.from_numpy(np.ascontiguousarray(x.T)).to("cuda").T
-    return order if x.flags.f_contiguous and x.ndim > 1 else torch.from_numpy(x).to("cuda")
+    return torch.from_numpy(x).to("cuda")
 
 
 def numbers(x):
