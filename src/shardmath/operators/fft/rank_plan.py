@@ -66,20 +66,9 @@ class DevicePlan:
         """Whether ranks are on several hosts, and so have no address for each other's memory."""
         return len(set(self.hosts)) > 1
 
-    @cached_property
-    def deliver_stages(self) -> tuple[Stage, ...]:
-        """The stages where ranks are on several hosts."""
-        return stages(self.strategy, reachable=False, multi_host=True)
-
-    @cached_property
-    def push_stages(self) -> tuple[Stage, ...]:
-        """The stages where all results lie in symmetric memory."""
-        return stages(self.strategy, reachable=True)
-
-    @cached_property
-    def pull_stages(self) -> tuple[Stage, ...]:
-        """The stages where some result does not."""
-        return stages(self.strategy, reachable=False)
+    def stages(self, *, reachable: bool) -> tuple[Stage, ...]:
+        """The stages. `reachable`: all results lie in symmetric memory."""
+        return stages(self.strategy, reachable=reachable, multi_host=self.multi_host)
 
     @property
     def chunking(self) -> Chunking | None:
@@ -92,7 +81,7 @@ class DevicePlan:
 
     def explain(self) -> str:
         """The strategy, and its stages."""
-        found = self.deliver_stages if self.multi_host else self.push_stages
+        found = self.stages(reachable=True)
         lines = [f"stage {i}: {each}" for i, each in enumerate(found, 1)]
         if self.multi_host:
             lines.append(
@@ -143,7 +132,7 @@ def make_rank_plan(
     """What a rank does for these arrays: in chunks if all ranks can, or one step after another."""
     problem, chunking = plan.problem, plan.chunking
     if plan.multi_host:
-        found = plan.deliver_stages
+        found = plan.stages(reachable=False)
         program = chunking and make_multi_host_program(
             found, problem, rank, arrays, chunking, hosts=plan.hosts
         )
@@ -151,7 +140,7 @@ def make_rank_plan(
             device, program or make_program(found, problem, rank, arrays, hosts=plan.hosts)
         )
     if chunking is not None:
-        found, last = plan.push_stages, list[LocalStep]()
+        found, last = plan.stages(reachable=True), list[LocalStep]()
         if len(found) == 4 and not results.packed:
             # Through one more receive buffer, which is then copied to the result.
             found = (*found[:3], replace(found[3], target="receive 1"))
@@ -161,7 +150,7 @@ def make_rank_plan(
         pipeline = make_pipeline(found, rank, arrays, chunking, order=problem.order, last=last)
         if pipeline is not None:
             return RankPlan(device, pipeline, PushTables(device, pipeline))
-    found = plan.push_stages if results.reachable else plan.pull_stages
+    found = plan.stages(reachable=results.reachable)
     return RankPlan(device, make_program(found, problem, rank, arrays))
 
 
