@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -126,6 +127,18 @@ class Library(ABC):
         device: str = "cpu",
     ) -> Any:
         """A new array with undefined elements; ValueError where there is none on `device`."""
+
+    def maker(
+        self, shape: Sequence[int], dtype: DType | str, order: Literal["C", "F"]
+    ) -> Callable[[], Any]:
+        """What makes a new array as `empty` does, each time that it is called."""
+        return partial(self.empty, shape, dtype, order)
+
+    def viewer(
+        self, dtype: DType | str, shape: Sequence[int], strides: Sequence[int]
+    ) -> Callable[[HostArray], Any]:
+        """What makes an array on bytes as `from_bytes` does, each time that it is given them."""
+        return lambda raw: self.from_bytes(raw, dtype, shape, strides)
 
     def offers(self, dtype: str) -> bool:
         """Whether there are arrays of the type of that name for users to compute with."""

@@ -23,7 +23,7 @@ from shardmath.arrays.spec import packed_strides
 from shardmath.base.lru_cache import LRUCache
 from shardmath.call.agreement import Agreement
 from shardmath.context.context import Context
-from shardmath.handles.allocation import array_on, block_of
+from shardmath.handles.allocation import block_of
 from shardmath.handles.operand import Operand
 from shardmath.local.fft import engine_for
 from shardmath.operators.in_place import array_in_place
@@ -297,15 +297,15 @@ class Cores:
                 library.host_view(made, writable=True, name=place)  # raises what is wrong
                 turn.made[name] = made
             else:
-                turn.made[name] = self._new(library, result)
+                turn.made[name] = self._maker(library, result)()
 
-    def _new(self, library: Library, result: _Result) -> Any:
-        """A new array for a result."""
+    def _maker(self, library: Library, result: _Result) -> Callable[[], Any]:
+        """What makes a new array for a result."""
         _, shape, dtype, order, strides, nbytes, on_heap, _ = result
         if not on_heap:
-            return library.empty(shape, dtype, order)
-        memory = self._context.heap.allocate(nbytes)
-        return array_on(memory, library, dtypes.of(dtype), shape, strides)
+            return library.maker(shape, dtype, order)
+        allocate, view = self._context.heap.allocate, library.viewer(dtype, shape, strides)
+        return lambda: view(np.asarray(allocate(nbytes)))
 
     # -- perform -----------------------------------------------------------------------------------
 
@@ -348,7 +348,7 @@ class Cores:
             )
 
         turn_arguments = Arguments((), ())
-        new = partial(self._new, library, makes[0]) if makes else None
+        new = self._maker(library, makes[0]) if makes else None
         return Direct(
             before=tuple(prepared.copies),
             memory=(self._workspace, self._workspace.version) if prepared.memory else None,

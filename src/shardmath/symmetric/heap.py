@@ -67,6 +67,7 @@ class Block:
         "address",
         "announced_to",
         "buffer",
+        "description",
         "fence",
         "freed",
         "handles",
@@ -89,6 +90,13 @@ class Block:
         self.announced_to: set[int] = set()
         self.buffer: Callable[[], Buffer | None] = _nothing
         self.handles: list[weakref.ref[Any]] = []
+        self.description: dict[str, Any] = {  # of its bytes, as array libraries have it
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "strides": None,
+            "version": 3,
+        }
 
     @property
     def released(self) -> bool:
@@ -140,16 +148,9 @@ class Buffer:
         self.rendezvous_states: dict[Any, Any] = {}
         self.group: str | None = None
         self._lease = lease  # keeps the mapping
-        description: dict[str, Any] = {
-            "shape": (block.nbytes,),
-            "typestr": "|u1",
-            "data": (block.address, False),
-            "strides": None,
-            "version": 3,
-        }
         self.interface = interface
         self.device = device
-        vars(self)[interface] = description
+        vars(self)[interface] = block.description
 
     def __del__(self) -> None:
         self._dropped.append(self.block)

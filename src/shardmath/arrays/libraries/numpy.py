@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -60,10 +60,15 @@ class NumPy(Library):
         self, raw: HostArray, dtype: DType | str, shape: Sequence[int], strides: Sequence[int]
     ) -> HostArray:
         """An ndarray on `raw`."""
-        native = dtypes.to_numpy(dtype)
-        in_bytes = [stride * native.itemsize for stride in strides]
-        made: HostArray = np.ndarray(tuple(shape), native, buffer=raw, strides=in_bytes)
-        return made
+        return self.viewer(dtype, shape, strides)(raw)
+
+    def viewer(
+        self, dtype: DType | str, shape: Sequence[int], strides: Sequence[int]
+    ) -> Callable[[HostArray], HostArray]:
+        """See Library."""
+        native, extents = dtypes.to_numpy(dtype), tuple(shape)
+        in_bytes = tuple([stride * native.itemsize for stride in strides])
+        return lambda raw: np.ndarray(extents, native, raw, 0, in_bytes)
 
     def anchor(self, x: HostArray) -> int:
         """Where the array starts of which `x` is a view, or a view of a view."""
@@ -81,7 +86,13 @@ class NumPy(Library):
         """A new ndarray with undefined elements."""
         if device != "cpu":
             raise ValueError(f"numpy has no arrays on {device}")
-        return np.empty(tuple(shape), dtypes.to_numpy(dtype), order)
+        return self.maker(shape, dtype, order)()
+
+    def maker(
+        self, shape: Sequence[int], dtype: DType | str, order: Literal["C", "F"]
+    ) -> Callable[[], HostArray]:
+        """See Library."""
+        return partial(np.empty, tuple(shape), dtypes.to_numpy(dtype), order)
 
 
 @lru_cache(maxsize=1024)
