@@ -90,7 +90,7 @@ class Flat:
         return host
 
     def cast_to(self, dtype: str) -> Flat:
-        """The same elements, in another type when they are read."""
+        """These elements, in another type when they are read."""
         known = dtype_of(dtype)
         if known == self._dtype:
             return self

@@ -50,7 +50,7 @@ def require_success(name: str, status: int) -> None:
 
 
 def call_for_memory(need: int, name: str, *args: Any) -> Any:
-    """As `call`, for one that takes `need` bytes: HeapExhausted when the device lacks them."""
+    """Call a function that takes `need` bytes: HeapExhausted when the device lacks them."""
     status, results = status_of(name, *args)
     if not status:
         return results

@@ -164,7 +164,7 @@ def kernel(
 def kernel_of_source(
     device: Device, source: str, function: str, options: Sequence[str] = (), *, shared: int = 0
 ) -> Kernel:
-    """The same of source text, compiled with further `options` of NVRTC.
+    """The kernel `function` of source text, compiled with further `options` of NVRTC.
 
     Raises CudaError, with the compiler's words, or where it has no such `extern "C"` function.
     """

@@ -204,7 +204,7 @@ class Layout:
         return tuple(tuple(ranks) for ranks in by_part.values())
 
     def groups_of(self, rank: int) -> tuple[tuple[int, ...], ...]:
-        """Of the `groups` the one with `rank`; none where its part is empty."""
+        """The one of the `groups` that has `rank`; none where its part is empty."""
         return self._groups_of.get(rank, ())
 
     @cached_property

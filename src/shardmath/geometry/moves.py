@@ -261,7 +261,7 @@ def _choose(group: Sequence[int], part: Sequence[Spans], dst: Layout, d: int) ->
 def _overlapping_sources(
     src: Layout, dst: Layout, d: int, only: int | None
 ) -> Iterator[tuple[int, list[tuple[Run, ...]]]]:
-    """As `_sources`, for parts that overlap without being equal: atom by atom, each with one owner.
+    """The sources of parts that overlap without being equal: atom by atom, each with one owner.
 
     Correct for every layout; the other path gives fewer and longer runs where it applies.
     """

@@ -125,7 +125,7 @@ class DeviceSymmetricMemory(SymmetricMemory):
         return np.frombuffer(packed, np.dtype([("words", "<u8", (len(packed) // 8,))])).copy()
 
     def device_argument(self, timeout_ms: int = 0) -> Any:
-        """The same struct in memory of the device: an array of int64 of the handle's library.
+        """The struct SymmetricMemory in memory of the device: int64, of the handle's library.
 
         For kernels that take `const SymmetricMemory*`, and for Triton. It keeps the handle alive.
         Raises as `kernel_argument`.

@@ -66,7 +66,7 @@ def rendezvous(tensor: Any, group: Any = None) -> SymmetricMemory:
 
 
 def agreed_rendezvous(tensor: Any, group: Any) -> SymmetricMemory:
-    """As `rendezvous`, of tensors that some ranks may have brought before. Collective."""
+    """The handle of tensors that some ranks may have brought before, agreed on anew. Collective."""
     return _agreed(_context_of(group), tensor)
 
 

@@ -62,7 +62,7 @@ class Failure:
         return f"rank {self.rank} exited with status {self.status}"
 
     def encode(self) -> bytes:
-        """As bytes, for the pipe to the launcher."""
+        """The bytes of this failure, for the pipe to the launcher."""
         return json.dumps([*vars(self).values()]).encode()
 
     @classmethod

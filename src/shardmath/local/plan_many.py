@@ -146,7 +146,7 @@ Dim = tuple[int, int, int]  # extent, stride in the source, stride in the target
 
 
 def coalesced(dims: Sequence[Dim]) -> list[Dim]:
-    """The same elements in as few dimensions as possible, in the same order: the fastest first."""
+    """Dimensions of these elements, as few as possible, in the same order: the fastest first."""
     found: list[Dim] = []
     for extent, src, dst in dims:
         if extent == 1:

@@ -59,7 +59,7 @@ class Blocks:
         return nbytes > 8 * BLOCK_BYTES
 
     def whole(self, block: Block) -> Block:
-        """The same block after the transform, which may have changed the length of an axis."""
+        """The block after the transform, which may have changed the length of an axis."""
         if self.kind == "C2C":
             return block
         last = self.axes[-1]

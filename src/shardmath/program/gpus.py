@@ -228,7 +228,7 @@ def _move(plan: Plan) -> Move:
 
 
 def _staging_strides(execution: Execution, rank: int) -> _Strides:
-    """Those of a packed result in bytes."""
+    """The strides of a packed result in bytes."""
     (look,) = execution.plan.program.results.values()
     return packed_strides(look.local_shape(rank), execution.operand.itemsize, look.order)
 

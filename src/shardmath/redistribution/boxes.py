@@ -123,7 +123,7 @@ def tables(boxes: Iterable[Box]) -> Tables:
 
 
 def _coalesced(box: Box) -> Box:
-    """The same box with as few axes as there can be, and no negative stride in the target."""
+    """The box with as few axes as there can be, and no negative stride in the target."""
     source_offset, target_offset = box.source_offset, box.target_offset
     dims = []
     for extent, src, dst in zip(box.shape, box.source_strides, box.target_strides, strict=True):

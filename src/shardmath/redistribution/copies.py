@@ -59,7 +59,7 @@ _Dim = tuple[int, int, int]  # extent, stride in the destination, stride in the 
 def coalesced(
     rank: int, itemsize: int, dims: Sequence[_Dim], src_offset: int, dst_offset: int
 ) -> StridedCopy:
-    """As few dimensions as there can be, the destination's densest last."""
+    """A copy of as few dimensions as there can be, the destination's densest last."""
     kept = sorted(
         (dim for dim in dims if dim[0] != 1), key=lambda dim: (-abs(dim[1]), -abs(dim[2]))
     )

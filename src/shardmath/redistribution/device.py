@@ -73,7 +73,7 @@ class BoxCopies:
         function.launch(stream, min(self._count, most), _THREADS, argument)
 
     def ready(self, sources: Sequence[int], targets: Sequence[int]) -> ReadyLaunch | None:
-        """The same as a launch that can be put on streams often; None where nothing is copied."""
+        """The copies as a launch to be put on streams often; None where nothing is copied."""
         if not self._count:
             return None
         blocks = min(self._count, self.device.processors * _BLOCKS_EACH)

@@ -95,7 +95,7 @@ def bind_moves(
 def pairs(
     moves: Iterable[Move], source: Callable[[int], HostArray], destination: HostArray
 ) -> list[tuple[HostArray, HostArray]]:
-    """Of each move its elements in the source, and the elements of `destination` where they go.
+    """The elements of each move in the source, and those of `destination` where they go.
 
     Arguments as of `copy_moves`.
     """

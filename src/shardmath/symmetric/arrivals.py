@@ -50,7 +50,7 @@ class Arrivals:
         return [r for r in self._peers if words[r][word] < target]
 
     def second_look(self, word: int, target: int) -> list[int]:
-        """As `missing`, of what is to be seen now: after what the first look has seen."""
+        """The peers whose `word` is still less than `target`, after what `missing` has seen."""
         if self._rows.needs_polling:
             self._rows.poll()
         if not ORDERED:

@@ -96,11 +96,11 @@ class Calls:
         return any(words[place] != made for words in self._words)
 
     def ahead(self, ranks: Sequence[int] | None = None) -> list[int]:
-        """Those of these peers, or of all, that have listed a call that this rank has not."""
+        """The peers, all or of some ranks, that have listed a call that this rank has not."""
         return self._with(lambda number: number > self.made, ranks)
 
     def behind(self, ranks: Sequence[int] | None = None) -> list[int]:
-        """Those that have not listed a call that this rank has."""
+        """The peers that have not listed a call that this rank has."""
         return self._with(lambda number: number < self.made, ranks)
 
     def _with(self, wanted: Callable[[int], bool], ranks: Sequence[int] | None) -> list[int]:

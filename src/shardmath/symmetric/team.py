@@ -149,7 +149,7 @@ class Team:
     def enqueue_barrier(
         self, stream: int, *, channel: int = 0, timeout: float | None = None
     ) -> None:
-        """The same where the device's context is the calling thread's, as within a turn."""
+        """Put a barrier on `stream`, for a thread that has the device's context already."""
         self.check()
         self._require(channel)
         if self.size > 1:
@@ -279,7 +279,7 @@ class Team:
 
     @property
     def drop(self) -> Callable[[], None] | None:
-        """As `leave`, for the garbage collector; it keeps no team. None where there is no peer."""
+        """What the garbage collector calls to leave; it keeps no team. None without peers."""
         return None if self._departures is None else self._departures.drop
 
     def _reported_error(self) -> Exception:

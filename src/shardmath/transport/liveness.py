@@ -73,7 +73,7 @@ class PeerWatch:
         return [(fd, self._events(fd)) for fd, rank in watched if rank not in self._dead]
 
     def wait(self, seconds: float) -> frozenset[int]:
-        """The same, after waiting for a first one for up to `seconds`."""
+        """The ranks whose process has ended, after a wait for a first one of up to `seconds`."""
         if not self._dead:
             own = select.poll()  # one of these serves one thread at a time
             for fd in self._rank_of:

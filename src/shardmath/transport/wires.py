@@ -151,7 +151,7 @@ class Wires:
         self.receive()
 
     def receive(self) -> None:
-        """As `poll`, from any thread: the libraries that want to be called may be one thread's."""
+        """Apply what has arrived, from any thread: it calls no library, as `poll` does."""
         with self._lock:
             if self._busy:
                 return

@@ -67,7 +67,7 @@ class Matrix(NamedTuple):
         return distance if distance >= max(self.rows, 1) else None
 
     def transposed(self) -> Matrix:
-        """The same memory, rows and columns exchanged."""
+        """The matrix on this memory whose rows are the columns of this one."""
         address, rows, columns, row_stride, column_stride, dtype = self
         return Matrix(address, columns, rows, column_stride, row_stride, dtype)
 

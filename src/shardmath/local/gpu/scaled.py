@@ -40,7 +40,7 @@ class Quantized(NamedTuple):
     amax: int
 
     def part(self, number: int) -> Quantized:
-        """The same for one of several products that make D: each has a word for its greatest."""
+        """What one of several products that make D takes: each has a word for its greatest."""
         return self._replace(amax=self.amax and self.amax + 4 * number)
 
 

@@ -233,7 +233,7 @@ class FFT(Planned):
     def reset_operand_unchecked(
         self, operand: Any, *, distribution: Any = None, stream: Any = None
     ) -> None:
-        """As `reset_operand`, without agreement: `execute` finds what is wrong. Local."""
+        """Execute on `operand` from now on; the next `execute` finds what is wrong. Local."""
         self._require_alive()
         self._set_operands(operand=operand)
         if distribution is not None:

@@ -60,7 +60,7 @@ class View:
 
     @property
     def strided(self) -> StridedArray:
-        """The same array for `plan_many`."""
+        """This array, as `plan_many` takes it."""
         return StridedArray(self.shape, self.strides, self.itemsize, self.misalignment)
 
     def __str__(self) -> str:

@@ -254,7 +254,7 @@ class _SlabExchange:
 
     @property
     def extent(self) -> int:
-        """Of this rank's array along `u`."""
+        """The extent of this rank's array along `u`."""
         return self.stage.layout.local_shape(self.rank)[self.u]
 
     def rows(self, lo: int, hi: int, part: int, parts: int) -> tuple[Rows, ...]:

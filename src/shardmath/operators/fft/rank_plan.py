@@ -94,7 +94,7 @@ class DevicePlan:
 
     @cached_property
     def rank_plans(self) -> LRUCache[tuple[Any, ...], RankPlan]:
-        """Those made so far: see `rank_plan`."""
+        """The rank plans made so far: see `rank_plan`."""
         return LRUCache(_MAX_RANK_PLANS)
 
     def rank_plan(

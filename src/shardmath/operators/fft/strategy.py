@@ -171,7 +171,7 @@ class Strategy:
 
     @cached_property
     def _itemsizes(self) -> tuple[int, ...]:
-        """Of the elements that each step begins with."""
+        """The bytes of an element when each step begins."""
         before, after = (
             dtypes.of(name).itemsize for name in (self.problem.dtype, self.problem.result)
         )

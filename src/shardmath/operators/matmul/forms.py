@@ -280,7 +280,7 @@ class Matmul(Planned):
         epilog_inputs: Mapping[str, Any] | None = None,
         stream: Any = None,
     ) -> None:
-        """As `reset_operands`, but local: what does not fit is raised by the next `execute`."""
+        """Execute on these operands from now on; `execute` raises what does not fit. Local."""
         self._require_alive()
         self._take(self._given(a, b, c, alpha, beta, quantization_scales, epilog_inputs))
 

@@ -172,7 +172,7 @@ def chosen(problem: Problem, machine: Machine) -> tuple[Strategy, Sequence[tuple
 
 
 def _strategy(problem: Problem, machine: Machine) -> Strategy:
-    """As `chosen`, without the costs of the others where the problem names one by its label."""
+    """The strategy. Others cost nothing where the problem names one by its label."""
     if machine.kind == "cpu" and problem.strategy is not None:
         for each in candidates(problem.widened()):
             if each.label == problem.strategy:
@@ -305,7 +305,7 @@ def _qualifiers(
 
 
 def _distributions(given: Any) -> tuple[Distribution, ...]:
-    """Those of a, b and the result. Raises ValueError."""
+    """The distributions of a, b and the result. Raises ValueError."""
     found = tuple(given) if isinstance(given, (list, tuple, Sequence)) else ()
     known = len(found) == 3
     for each in found:

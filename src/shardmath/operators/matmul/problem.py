@@ -118,14 +118,14 @@ class Problem:
         return self.result if self.scaling is None else self.scaling.extras
 
     def widened(self) -> Problem:
-        """The same product of numbers in place of scaled elements: operands of float32."""
+        """The product of the numbers that scaled elements stand for: its operands are float32."""
         return self if self.scaling is None else replace(self, dtype="float32")
 
 
 def gradient_layouts(problem: Problem) -> tuple[Layout, Layout, Layout]:
-    """Of the gradient of a bias: the matrix that is summed along one axis; which elements, as a
-    column, each rank has sums of; and which it is to get: the rows that it has of D, or, of columns
-    of op(B), all.
+    """The layouts of the gradient of a bias: of the matrix that is summed along one axis; of the
+    elements, as a column, of which each rank has sums; and of those that it is to get: the rows
+    that it has of D, or, of columns of op(B), all.
     """
     layout, axis = {
         MatmulEpilog.BGRADA: (problem.a, 0),

@@ -103,7 +103,7 @@ def merged(new: Any, old: Any) -> Any:
 
 
 def scales_in_order(scales: Any) -> tuple[Any, ...]:
-    """Those of a, b, c and d, as given."""
+    """The scales of a, b, c and d, as given."""
     read = options_of(MatmulQuantizationScales, scales, "quantization_scales")
     return tuple(getattr(read, name) for name in _NAMES)
 

@@ -104,7 +104,7 @@ class Redistribute(Planned):
         self._reset({"operand": operand}, stream)
 
     def reset_operand_unchecked(self, operand: Any, *, stream: Any = None) -> None:
-        """As `reset_operand`, without agreement: `execute` finds what is wrong. Local."""
+        """Execute on `operand` from now on; the next `execute` finds what is wrong. Local."""
         self._require_alive()
         self._set_operands(operand=operand)
 
