@@ -10,9 +10,10 @@ or an error that names what happened, on every rank, in that call and in those a
 from __future__ import annotations
 
 import random
+import signal
 import sys
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -31,6 +32,7 @@ from shardmath.fft import FFT, allocate_operand, fft, rfft
 from shardmath.handles.allocation import allocate_symmetric_memory, free_symmetric_memory
 from shardmath.handles.rendezvous import rendezvous
 from shardmath.linalg.advanced import Matmul, matmul
+from started import PATIENCE
 
 INTERRUPTED = 1  # the rank
 FOLLOWING = 10  # calls after the one that was interrupted
@@ -591,6 +593,22 @@ class Part:
         return taken
 
 
+@contextmanager
+def named_if_it_hangs(trial: str) -> Iterator[None]:
+    """Raises where this rank waits, long after its peers' time is up."""
+
+    def ring(*_: object) -> None:
+        raise TimeoutError(f"it hangs: {trial}")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(int(PATIENCE))
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def run_trials(group: Any, name: str, chosen: int | Part, device: Any = "cpu") -> list[Any]:
     """How many trials of a call were made, how many struck, and what was not acceptable in them.
 
@@ -612,12 +630,14 @@ def run_trials(group: Any, name: str, chosen: int | Part, device: Any = "cpu") -
             for number in range(count):
                 kind = pick.choice([Interrupted, Alarm])
                 bomb = Bomb(kind(), places[number]) if places else None
-                found = mine.run(position, bomb, warm=warm)
+                where = f"{kind.__name__} at {places[number]}" if places else "at a peer"
+                trial = f"step {position} after {warm}, {where}"
+                with named_if_it_hangs(trial):
+                    found = mine.run(position, bomb, warm=warm)
                 made += 1
                 struck += bomb is not None and bomb.struck
                 if not all(map(acceptable, found)):
-                    where = f"{kind.__name__} at {places[number]}" if places else "at a peer"
-                    failures.append(f"step {position} after {warm}, {where}: {found}")
+                    failures.append(f"{trial}: {found}")
     startup.finalize()
     seen = [] if isinstance(chosen, int) else sorted(chosen.seen)
     return [made, struck, failures, seen]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, Literal
 
 from shardmath import geometry
@@ -18,15 +19,27 @@ def infer_layout(what: str, encoded: Sequence[Any], shapes: Sequence[Sequence[in
     `encoded` are the distributions as `Distribution.encode` returns them. Raises ValueError, which
     begins with `what`, where these do not fit together.
     """
-    distributions = [geometry.decode(each) for each in encoded]
     with _named_errors(what):
-        return Layout.bind(distributions, geometry.infer_global_shape(distributions, shapes))
+        return _inferred(tuple(encoded), tuple(shapes))
 
 
 def bind_layout(what: str, encoded: Sequence[Any], global_shape: Sequence[int]) -> Layout:
     """The layout of an array of a global shape in these distributions. See `infer_layout`."""
     with _named_errors(what):
-        return Layout.bind([geometry.decode(each) for each in encoded], global_shape)
+        return _bound(tuple(encoded), tuple(global_shape))
+
+
+# Operands and results of a program have few layouts, and one object for each also has worked out
+# only once what follows from it.
+@lru_cache(maxsize=1024)
+def _inferred(encoded: tuple[Any, ...], shapes: tuple[Sequence[int], ...]) -> Layout:
+    distributions = [geometry.decode(each) for each in encoded]
+    return _bound(encoded, tuple(geometry.infer_global_shape(distributions, shapes)))
+
+
+@lru_cache(maxsize=1024)
+def _bound(encoded: tuple[Any, ...], global_shape: tuple[int, ...]) -> Layout:
+    return Layout.bind([geometry.decode(each) for each in encoded], global_shape)
 
 
 def result_order(orders: Sequence[str]) -> Literal["C", "F"]:

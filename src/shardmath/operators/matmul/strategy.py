@@ -19,10 +19,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from math import prod
 
 from shardmath.arrays import dtypes
-from shardmath.geometry import Layout, Spans, bytes_received, common_elements, kept_elements
+from shardmath.geometry import Layout, Spans, common_elements, kept_elements
 from shardmath.machine import Rates
 from shardmath.operators.matmul.problem import Problem
 from shardmath.redistribution import TransferPlan
@@ -179,7 +180,9 @@ class Strategy:
             sums = [added[r] + prod(self.reduced.local_shape(r)) for r in ranks]
             touched = [touched[r] + 2 * wide * sums[r] for r in ranks]
         if self.moves_result:
-            moved = bytes_received(self.reduced, problem.d, wide)
+            # Every element of the sums has an owner, whatever the strategy.
+            kept = kept_elements(self.reduced, problem.d)
+            moved = [wide * (results[r] - kept[r]) for r in ranks]
             received = [received[r] + moved[r] for r in ranks]
             touched = [touched[r] + 2 * (wide * results[r] - moved[r]) for r in ranks]
         return received, touched
@@ -290,29 +293,19 @@ def candidates(problem: Problem) -> list[Strategy]:
 
 
 def _all(problem: Problem) -> Iterator[Strategy]:
-    m, n, k = problem.shape
-    whole = Strategy("", problem, _whole(m, problem), _whole(n, problem), _whole(k, problem))
-    rows, columns = problem.d.column(0), problem.d.column(1)
-    yield replace(whole, label="stationary c", rows=rows, columns=columns)
-    if problem.a.disjoint():
-        rows, depth = problem.a.column(0), problem.a.column(1)
-        yield replace(whole, label="stationary a", rows=rows, depth=depth)
-    if problem.b.disjoint():
-        depth, columns = problem.b.column(0), problem.b.column(1)
-        yield replace(whole, label="stationary b", depth=depth, columns=columns)
+    every = [(Spans.interval(0, extent),) * problem.size for extent in problem.shape]
+    d, a, b = problem.d, problem.a, problem.b
+    yield Strategy("stationary c", problem, d.column(0), d.column(1), every[2])
+    if a.disjoint():
+        yield Strategy("stationary a", problem, a.column(0), every[1], a.column(1))
+    if b.disjoint():
+        yield Strategy("stationary b", problem, every[0], b.column(1), b.column(0))
     for p, q, r in _grids(problem.size):
-        places = [(x, y, z) for x in range(p) for y in range(q) for z in range(r)]
-        yield replace(
-            whole,
-            label=f"grid {p} x {q} x {r}",
-            rows=tuple(Spans.even(m, p, x) for x, _, _ in places),
-            columns=tuple(Spans.even(n, q, y) for _, y, _ in places),
-            depth=tuple(Spans.even(k, r, z) for _, _, z in places),
-        )
-
-
-def _whole(extent: int, problem: Problem) -> Column:
-    return (Spans.interval(0, extent),) * problem.size
+        parts = [
+            [Spans.even(extent, count, number) for number in range(count)]
+            for extent, count in zip(problem.shape, (p, q, r), strict=True)
+        ]
+        yield Strategy(f"grid {p} x {q} x {r}", problem, *zip(*product(*parts), strict=True))
 
 
 def _grids(size: int) -> Iterator[tuple[int, int, int]]:
