@@ -11,7 +11,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-__all__ = ["ArraySpec", "Order", "byte_span", "order_of", "overlaps", "packed_strides"]
+__all__ = [
+    "ArraySpec",
+    "Dimension",
+    "Order",
+    "byte_span",
+    "coalesced",
+    "order_of",
+    "overlaps",
+    "packed_strides",
+]
 
 Order = Literal["C", "F", "both", "strided"]
 
@@ -128,6 +137,24 @@ def packed_strides(
         strides[axis] = step
         step *= max(shape[axis], 1)
     return tuple(strides)
+
+
+Dimension = tuple[int, int, int]  # extent, stride in one array, stride in another
+
+
+def coalesced(dimensions: Iterable[Dimension]) -> list[Dimension]:
+    """Dimensions of the same pairs of elements, as few as possible, in the order given: from the
+    fastest on.
+    """
+    kept: list[Dimension] = []
+    for extent, one, two in dimensions:
+        if extent == 1:
+            continue
+        if kept and (one, two) == (kept[-1][0] * kept[-1][1], kept[-1][0] * kept[-1][2]):
+            kept[-1] = (kept[-1][0] * extent, *kept[-1][1:])
+        else:
+            kept.append((extent, one, two))
+    return kept
 
 
 def _packed(axes: Iterable[tuple[int, int]]) -> bool:

@@ -13,9 +13,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from shardmath.arrays.spec import Dimension, coalesced
 from shardmath.local.fft import Kind
 
-__all__ = ["DataLayout", "Dim", "PlanMany", "StridedArray", "coalesced", "plan_many"]
+__all__ = ["DataLayout", "PlanMany", "StridedArray", "plan_many"]
 
 _MAX_AXES = 3  # of one plan
 _MAX_CALLS = 4096
@@ -142,23 +143,7 @@ def _embed(side: StridedArray, axes: Sequence[int]) -> tuple[tuple[int, ...], in
     return tuple(embed), inner // side.itemsize
 
 
-Dim = tuple[int, int, int]  # extent, stride in the source, stride in the target
-
-
-def coalesced(dims: Sequence[Dim]) -> list[Dim]:
-    """Dimensions of these elements, as few as possible, in the same order: the fastest first."""
-    found: list[Dim] = []
-    for extent, src, dst in dims:
-        if extent == 1:
-            continue
-        if found and (src, dst) == (found[-1][0] * found[-1][1], found[-1][0] * found[-1][2]):
-            found[-1] = (found[-1][0] * extent, *found[-1][1:])
-        else:
-            found.append((extent, src, dst))
-    return found
-
-
-def _offsets(dims: Sequence[Dim]) -> Iterator[tuple[int, int]]:
+def _offsets(dims: Sequence[Dimension]) -> Iterator[tuple[int, int]]:
     for index in itertools.product(*(range(dim[0]) for dim in dims)):
         yield (
             sum(i * dim[1] for i, dim in zip(index, dims, strict=True)),

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardmath.redistribution.copies import StridedCopy, coalesced
+from shardmath.redistribution.copies import StridedCopy, strided_copy
 
 __all__ = ["BASES", "Box", "Tables", "tables"]
 
@@ -133,7 +133,7 @@ def _coalesced(box: Box) -> Box:
             dims.append((extent, -dst, -src))
         else:
             dims.append((extent, dst, src))
-    copy = coalesced(box.source, box.unit, dims, source_offset, target_offset)
+    copy = strided_copy(box.source, box.unit, dims, source_offset, target_offset)
     return Box.of(copy, box.target)
 
 

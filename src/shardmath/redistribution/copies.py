@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shardmath.arrays.spec import Dimension, coalesced
 from shardmath.geometry import Move
 
-__all__ = ["StridedCopy", "coalesced", "lowered", "whole"]
+__all__ = ["StridedCopy", "lowered", "strided_copy", "whole"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,54 +38,39 @@ def lowered(
 ) -> StridedCopy:
     """The copy that `move` is between arrays of these strides, in bytes. The move is not empty."""
     src_offset = dst_offset = 0
-    dims: list[_Dim] = []
+    dims: list[Dimension] = []
     for run, src, dst in zip(move.runs, src_strides, dst_strides, strict=True):
         src_offset += run.src_start * src
         dst_offset += run.dst_start * dst
         dims.append((run.count, run.dst_step * dst, run.src_step * src))
         dims.append((run.length, dst, src))
-    return coalesced(move.src, itemsize, dims, src_offset, dst_offset)
+    return strided_copy(move.src, itemsize, dims, src_offset, dst_offset)
 
 
 def whole(
     shape: Sequence[int], itemsize: int, src_strides: Sequence[int], dst_strides: Sequence[int]
 ) -> StridedCopy:
     """The copy of a whole array, of `shape` without zeros, from rank 0."""
-    return coalesced(0, itemsize, list(zip(shape, dst_strides, src_strides, strict=True)), 0, 0)
+    return strided_copy(0, itemsize, list(zip(shape, dst_strides, src_strides, strict=True)), 0, 0)
 
 
-_Dim = tuple[int, int, int]  # extent, stride in the destination, stride in the source
-
-
-def coalesced(
-    rank: int, itemsize: int, dims: Sequence[_Dim], src_offset: int, dst_offset: int
+def strided_copy(
+    rank: int, itemsize: int, dims: Sequence[Dimension], src_offset: int, dst_offset: int
 ) -> StridedCopy:
     """A copy of as few dimensions as there can be, the destination's densest last."""
     kept = sorted(
         (dim for dim in dims if dim[0] != 1), key=lambda dim: (-abs(dim[1]), -abs(dim[2]))
     )
-    unit = itemsize
-    coalesced: list[_Dim] = []  # from the innermost outwards
-    for extent, dst, src in reversed(kept):
-        if not coalesced and src == dst == unit:
-            unit *= extent
-        elif coalesced and (dst, src) == _across(coalesced[-1]):
-            coalesced[-1] = (coalesced[-1][0] * extent, *coalesced[-1][1:])
-        else:
-            coalesced.append((extent, dst, src))
-    coalesced.reverse()
+    unit, dims = itemsize, coalesced(reversed(kept))
+    if dims and dims[0][1:] == (itemsize, itemsize):
+        unit *= dims.pop(0)[0]
+    dims.reverse()
     return StridedCopy(
         src=rank,
         unit=unit,
-        shape=tuple(dim[0] for dim in coalesced),
+        shape=tuple(dim[0] for dim in dims),
         src_offset=src_offset,
-        src_strides=tuple(dim[2] for dim in coalesced),
+        src_strides=tuple(dim[2] for dim in dims),
         dst_offset=dst_offset,
-        dst_strides=tuple(dim[1] for dim in coalesced),
+        dst_strides=tuple(dim[1] for dim in dims),
     )
-
-
-def _across(dim: _Dim) -> tuple[int, int]:
-    """The strides that continue a dimension past its end."""
-    extent, dst, src = dim
-    return extent * dst, extent * src

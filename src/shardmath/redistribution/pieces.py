@@ -9,7 +9,7 @@ from __future__ import annotations
 from itertools import product
 from math import prod
 
-from shardmath.redistribution.copies import StridedCopy, coalesced
+from shardmath.redistribution.copies import StridedCopy, strided_copy
 
 __all__ = ["pieces_of"]
 
@@ -23,7 +23,7 @@ def pieces_of(copy: StridedCopy) -> list[tuple[int, int]]:
     """
     dims = [(n, abs(step), step) for n, step in zip(copy.shape, copy.src_strides, strict=True)]
     low = copy.src_offset + sum((n - 1) * step for n, _, step in dims if step < 0)
-    upward = coalesced(copy.src, copy.unit, [(n, up, up) for n, up, _ in dims], low, low)
+    upward = strided_copy(copy.src, copy.unit, [(n, up, up) for n, up, _ in dims], low, low)
     extents, strides, unit = upward.shape, upward.src_strides, upward.unit
     high = low + unit + sum((n - 1) * step for n, step in zip(extents, strides, strict=True))
     if prod(extents) * (unit + _PIECE) >= high - low or 0 in strides:

@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any
 
 from shardmath.arrays.dtypes import of as dtype_of
+from shardmath.arrays.spec import Dimension, coalesced
 from shardmath.base.lru_cache import LRUCache
 from shardmath.cuda import stream as streams
 from shardmath.cuda.device import Device
@@ -21,7 +22,7 @@ from shardmath.cuda.kernel import Argument, kernel
 from shardmath.cuda.packages import unavailable
 from shardmath.errors import CudaError
 from shardmath.local.fft import Kind
-from shardmath.local.plan_many import Dim, PlanMany, coalesced
+from shardmath.local.plan_many import PlanMany
 
 __all__ = ["CuFFT", "scale"]
 
@@ -217,8 +218,8 @@ def scale(
 
 
 def _vectorized(
-    dims: list[Dim], addresses: tuple[int, int], dtypes: tuple[str, str]
-) -> tuple[int, list[Dim]]:
+    dims: list[Dimension], addresses: tuple[int, int], dtypes: tuple[str, str]
+) -> tuple[int, list[Dimension]]:
     """The elements in a vector of 16 bytes, or 1; and the dimensions, counted in vectors."""
     sizes = tuple(dtype_of(dtype).itemsize for dtype in dtypes)
     vector = 16 // max(sizes)
