@@ -15,11 +15,13 @@ import pytest
 from shardmath.base.compiled import library
 
 
-def module_from_c(beside: ModuleType, source: str, name: str, folder: Path) -> ModuleType:
-    """The module `name` of CPython's that `source` makes."""
+def module_from_c(
+    beside: ModuleType, source: str, name: str, folder: Path, *more: str
+) -> ModuleType:
+    """The module `name` of CPython's that `source` makes, given `more` arguments of the compiler."""
     path = folder / f"{name}.so"
     include = f"-I{sysconfig.get_paths()['include']}"
-    made_from_c(beside, source, path, include)
+    made_from_c(beside, source, path, include, *more)
     spec = spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = module_from_spec(spec)

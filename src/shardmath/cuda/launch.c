@@ -14,6 +14,10 @@
 #include <stdint.h>
 #include <string.h>
 
+#ifndef DRIVER
+#define DRIVER "libcuda.so.1" /* tests have another */
+#endif
+
 enum { PARAMETERS = 4096, PEERS = 256 };
 
 typedef int (*LaunchKernel)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *,
@@ -241,7 +245,7 @@ static struct PyModuleDef definition = {
 };
 
 static int find_driver(void) {
-    void *driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL);
+    void *driver = dlopen(DRIVER, RTLD_NOW | RTLD_GLOBAL);
     if (driver != NULL) {
         launch_kernel = (LaunchKernel)dlsym(driver, "cuLaunchKernel");
         current_context = (CurrentContext)dlsym(driver, "cuCtxGetCurrent");
