@@ -157,50 +157,33 @@ def reduce_scatters(ranks, nbytes):
 
 def moves(ranks, nbytes):
     """all_gather of `nbytes` from each rank, and all_to_all of `nbytes` to each rank."""
-    torch, dist, size, rank = ranks.torch, ranks.dist, ranks.size, ranks.rank
+    torch, dist, size = ranks.torch, ranks.dist, ranks.size
     data = torch.randint(0, 255, (nbytes * size,), device=ranks.device, dtype=torch.uint8)
-    buffer, places = ranks.shared(nbytes * size)
-    result = torch.as_tensor(buffer, device=ranks.device)
-    theirs = torch.empty_like(data)
-    shard = data[:nbytes]
-    targets = [place + rank * nbytes for place in places]
-    parts = [data.data_ptr() + peer * nbytes for peer in range(size)]
+    result, theirs = torch.empty_like(data), torch.empty_like(data)
+    shard, ours = data[:nbytes], ranks.moves
+    places, counts = (data.data_ptr(), result.data_ptr()), [1] * size
 
     def gather():
-        ranks.moves.move([shard.data_ptr()] * size, targets, [nbytes] * size, ranks.stream())
+        ours.all_gather(*places, counts, nbytes, ranks.stream())
 
     def to_each():
-        ranks.moves.move(parts, targets, [nbytes] * size, ranks.stream())
+        ours.all_to_all(*places, [counts] * size, nbytes, ranks.stream())
 
     rows = []
-    for what, ours, nccl in (
+    for what, call, nccl in (
         ("all_gather", gather, lambda: dist.all_gather_into_tensor(theirs, shard)),
         ("all_to_all", to_each, lambda: dist.all_to_all_single(theirs, data)),
     ):
-        ours()
+        call()
         nccl()
         torch.cuda.synchronize()
-        assert torch.equal(result[: nbytes * size], theirs), what
-        calls = calls_for(nbytes * size)
+        assert torch.equal(result, theirs), what
         row = {"what": what, "bytes": nbytes}
-        row["ours_us"] = ranks.time(ours, calls)
-        row["nccl_us"] = ranks.time(nccl, calls)
-        if nbytes <= 256 * KIB:  # ordinary memory, through cells
-            call = _through_cells(ranks, what, data, theirs, nbytes)
-            row["ours_cells_us"] = ranks.time(call, calls)
+        row |= ranks.times({"ours_us": call, "nccl_us": nccl}, calls_for(nbytes * size))
         for name in ("ours", "nccl"):
             row[f"{name}_GBps"] = nbytes * (size - 1) / row[f"{name}_us"] / 1e3
         rows.append(row)
     return rows
-
-
-def _through_cells(ranks, what, data, into, nbytes):
-    source, target = data.data_ptr(), into.data_ptr()
-    if what == "all_gather":
-        sizes = [nbytes] * ranks.size
-        return lambda: ranks.moves.all_gather(source, target, sizes, ranks.stream())
-    table = [[nbytes] * ranks.size] * ranks.size
-    return lambda: ranks.moves.all_to_all(source, target, table, ranks.stream())
 
 
 def measure(ranks):

@@ -73,8 +73,6 @@ class Gathered:
         self.plan = AllGatherGemm.create(ranks.context, self.problem) if self.fused else None
         if self.plan:
             self.how += f", {self.plan.tiling}"
-        else:
-            _, self.places = self.kept = ranks.shared(self.room.nbytes)
         self.systems = {
             "local": self.local,
             "nccl": self.nccl,
@@ -108,16 +106,9 @@ class Gathered:
         if self.plan:
             self.plan.launch(a.data_ptr(), b.data_ptr(), out.data_ptr(), stream)
             return out
-        ranks = self.ranks
-        if a.nbytes <= MOST_IN_CELLS:
-            sizes = [a.nbytes] * ranks.size
-            ranks.moves.all_gather(a.data_ptr(), self.room.data_ptr(), sizes, stream)
-            return self.torch.mm(self.room, self.b[turn], out=out)
-        targets = [place + ranks.rank * a.nbytes for place in self.places]
-        sources, sizes = [a.data_ptr()] * ranks.size, [a.nbytes] * ranks.size
-        ranks.moves.move(sources, targets, sizes, stream)
-        gathered = self.torch.as_tensor(self.kept[0], device=ranks.device)[: self.room.nbytes]
-        return self.torch.mm(gathered.view(out.dtype).view_as(self.room), self.b[turn], out=out)
+        counts, addresses = [1] * self.ranks.size, (a.data_ptr(), self.room.data_ptr())
+        self.ranks.moves.all_gather(*addresses, counts, a.nbytes, stream)
+        return self.torch.mm(self.room, self.b[turn], out=out)
 
     def error(self, out, turn):
         """The greatest error of samples from every rank's rows, relative to the result's scale."""
@@ -157,7 +148,6 @@ def compile_all(ranks: Ranks, cases: list) -> None:
         product_kernel(team, *kernels[(number + ranks.rank) % len(kernels)])
 
 
-MOST_IN_CELLS = 512 << 10  # of a rank's rows
 OPERATIONS = {"AG+GEMM": Gathered}
 NO_GRAPHS = {"torch"}  # its fused operator cannot be captured
 

@@ -18,7 +18,7 @@ from shardmath.base.compiled import library
 def module_from_c(
     beside: ModuleType, source: str, name: str, folder: Path, *more: str
 ) -> ModuleType:
-    """The module `name` of CPython's that `source` makes, given `more` arguments of the compiler."""
+    """The module `name` of CPython's that `source` makes, given `more` flags."""
     path = folder / f"{name}.so"
     include = f"-I{sysconfig.get_paths()['include']}"
     made_from_c(beside, source, path, include, *more)

@@ -1,7 +1,8 @@
 """Collectives on memory of GPUs, given by address: one kernel launch each, on a stream.
 
-Small and middle sizes travel through cells (`kernels/cells.cuh`) from and to ordinary memory. Large
-ones are pushed straight into symmetric memory (`Pushes`). After `of` no process waits for
+What is combined travels through cells (`kernels/cells.cuh`), from and to ordinary memory; large
+arrays are pushed straight into symmetric memory (`Pushes`). What is moved travels by `exchange.cu`,
+whatever its size: kernels learn from each other how much there is. After `of` no process waits for
 another here.
 
 Streams: the calls of one context follow each other on whatever streams they are put. Those of two
@@ -16,7 +17,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardmath.arrays.dtypes import DType
 from shardmath.base.lru_cache import LRUCache
@@ -42,7 +43,12 @@ _KEPT = 256  # launches that are kept ready
 # From here on an all_reduce is pushed: of a rank's slice where packets are all data, as those of
 # floats are; else of the array. It is faster on the GPU from less on, but takes the host longer.
 _PUSHED_SLICE_BYTES, _PUSHED_BYTES = 32 << 20, 16 << 20
-_PUSHED_PART_BYTES = 4 << 20  # to one rank; from here on it is moved into its place
+# Of exchange.cu: the most that goes to a rank as packets, what goes in chunks, and its launches.
+_MAIL_BYTES = 512 << 10
+_INBOX_BYTES, _LANES, _SLOTS, _SLOT_UNIT = 16 << 20, 64, 4, 2048
+_MAIL_BLOCKS, _LANE_BLOCKS = 96, 2 * _LANES
+_UNKNOWN = (1 << 64) - 1
+_POST = "MAIL_BYTES", "POST_BYTES"
 _SECOND_WAIT_BYTES = 512 << 10  # what a link carries in the time of one wait, 1.4 us
 
 
@@ -53,6 +59,29 @@ class LaunchConfig:
     function: str
     blocks: int
     threads: int
+
+
+class Parts(NamedTuple):
+    """What a rank sends in an exchange, and what it knows of what it receives.
+
+    All counts are of `width` bytes. The part for rank r lies `starts[r]` bytes into the operand,
+    and is `sent[r]`; of rank r comes `expected[r]`. `room` is what the result takes in all. Both
+    are None where they are not known.
+    """
+
+    width: int
+    starts: Sequence[int]
+    sent: Sequence[int]
+    expected: Sequence[int] | None
+    room: int | None
+
+    def most(self, rank: int) -> tuple[int, int]:
+        """The bytes of the largest part that may go to a peer or come from one; of this rank's."""
+        own, peers = self.sent[rank], [r for r in range(len(self.sent)) if r != rank]
+        counts = [self.sent[peer] for peer in peers]
+        counts += [self.expected[peer] for peer in peers] if self.expected is not None else []
+        counts += [self.room - own] if self.room is not None else []
+        return self.width * max(counts, default=0), self.width * own
 
 
 def choose_all_reduce(nbytes: int, size: int) -> LaunchConfig:
@@ -82,8 +111,12 @@ class DeviceCollectives(Pushes):
 
     def __init__(self, context: Context, team: Team, cells: Sequence[int]) -> None:
         super().__init__(context, team)
-        self._cells = tuple(cells)
+        self._cells = [cells[rank] for rank in team.ring_order]
+        self._team_bytes = team.packed()
         self._counts_address = cells[team.rank] + _cells_bytes(team.size)
+        self._posts = [each + _words_end(team.size) for each in cells]
+        self._exchanges: dict[LaunchConfig, ReadyLaunch] = {}
+        self._mail_bytes = _MAIL_BYTES
         self._launches: LRUCache[tuple[Any, ...], ReadyLaunch | None] = LRUCache(_KEPT)
 
     @classmethod
@@ -102,14 +135,10 @@ class DeviceCollectives(Pushes):
         """
         team = context.team
         assert team is not None, "a context of GPUs"
-        nbytes = _cells_bytes(team.size) + 16 * _MAX_BLOCKS * (1 + team.size)  # counts, words
+        nbytes = _words_end(team.size) + _post_bytes(team.size, _MAIL_BYTES)
         return cls(context, team, kernel_memory(context, "collectives: cells", nbytes))
 
     # -- what is pushed ----------------------------------------------------------------------------
-
-    def pushes(self, most: int) -> Pushes | None:
-        """What moves parts of up to `most` bytes to a rank into place; None where cells do it."""
-        return self if most >= _PUSHED_PART_BYTES else None
 
     def reduction_pushes(self, nbytes: int, dtype: DType) -> Pushes | None:
         """What combines `nbytes` of each rank into symmetric memory; None where cells do it."""
@@ -131,7 +160,7 @@ class DeviceCollectives(Pushes):
     @property
     def addresses_place(self) -> int:
         """Where a launch's argument has the addresses of operand and result, side by side."""
-        return len(self._argument(0, ()).first)
+        return len(self._argument(0, ()))
 
     def all_reduce(
         self,
@@ -178,49 +207,82 @@ class DeviceCollectives(Pushes):
         return self._run(key, stream, make)
 
     def all_gather(
-        self, source: int, target: int, sizes: Sequence[int], stream: int, *, tag: int = 0
-    ) -> ReadyLaunch | None:
-        """Put every rank's `sizes[rank]` bytes at `source`, in order, into everybody's `target`."""
+        self,
+        source: int,
+        target: int,
+        counts: Sequence[int],
+        width: int,
+        stream: int,
+        *,
+        tag: int = 0,
+    ) -> ReadyLaunch:
+        """Put every rank's `counts[rank]` times `width` bytes, in order, into everybody's `target`.
 
-        def make() -> ReadyLaunch | None:
-            size, own = self.team.size, sizes[self.team.rank]
-            return self._exchange(source, target, [0] * size, [own] * size, sizes, max(sizes), tag)
-
-        return self._run(("all_gather", source, target, tuple(sizes), tag), stream, make)
+        This rank's are at `source`.
+        """
+        size = self.team.size
+        parts = Parts(width, [0] * size, [counts[self.team.rank]] * size, counts, None)
+        return self.exchange(source, target, parts, stream, tag=tag)
 
     def all_to_all(
         self,
         source: int,
         target: int,
-        sizes: Sequence[Sequence[int]],
+        counts: Sequence[Sequence[int]],
+        width: int,
         stream: int,
         *,
         tag: int = 0,
-    ) -> ReadyLaunch | None:
-        """Send `sizes[src][dst]` bytes from every rank to every other; both sides lie in order."""
+    ) -> ReadyLaunch:
+        """Send `counts[src][dst]` times `width` bytes from every rank to every other.
 
-        def make() -> ReadyLaunch | None:
-            rank = self.team.rank
-            received = [row[rank] for row in sizes]
-            most, sent = max(max(row) for row in sizes), sizes[rank]
-            return self._exchange(source, target, bounds(sent)[:-1], sent, received, most, tag)
-
-        return self._run(
-            ("all_to_all", source, target, tuple(map(tuple, sizes)), tag), stream, make
-        )
+        At `source` and at `target` the parts lie in the order of the ranks.
+        """
+        rank = self.team.rank
+        sent, received = counts[rank], [row[rank] for row in counts]
+        starts = [width * start for start in bounds(sent)[:-1]]
+        parts = Parts(width, starts, sent, received, None)
+        return self.exchange(source, target, parts, stream, tag=tag)
 
     def broadcast(
         self, source: int, target: int, nbytes: int, root: int, stream: int, *, tag: int = 0
-    ) -> ReadyLaunch | None:
+    ) -> ReadyLaunch:
         """Copy `nbytes` at `source` of rank `root` to everybody's `target`."""
+        size = self.team.size
+        from_root = [int(rank == root) for rank in range(size)]
+        sent = [int(self.team.rank == root)] * size
+        parts = Parts(nbytes, [0] * size, sent, from_root, None)
+        return self.exchange(source, target, parts, stream, tag=tag)
 
-        def make() -> ReadyLaunch | None:
-            size, rank = self.team.size, self.team.rank
-            received = [nbytes if peer == root else 0 for peer in range(size)]
-            sent = [nbytes if rank == root else 0] * size
-            return self._exchange(source, target, [0] * size, sent, received, nbytes, tag)
+    def exchange(
+        self, source: int, target: int, parts: Parts, stream: int, *, tag: int = 0
+    ) -> ReadyLaunch:
+        """Send every rank its part of what is at `source`; those of all come to `target`, in order.
 
-        return self._run(("broadcast", source, target, nbytes, root, tag), stream, make)
+        Nothing is written, and all ranks report it, where what they send is not what one expects.
+        """
+        self.team.require_usable()
+        config = _exchange_config(*parts.most(self.team.rank), self._mail_bytes)
+        argument = self._argument(tag, self._exchange_words(source, target, parts))
+        launch = self._exchanges.get(config)
+        if launch is None:
+            sizes = self._mail_bytes, _post_bytes(self.team.size, self._mail_bytes)
+            defines = [f"{name}={value}" for name, value in zip(_POST, sizes, strict=True)]
+            kernel = self.team.kernel("exchange", config.function, defines)
+            launch = kernel.ready(config.blocks, config.threads, Argument(argument))
+            self._exchanges[config] = launch
+        else:
+            launch.change(argument)
+        self._order.put(launch, stream)
+        return launch
+
+    def _exchange_words(self, source: int, target: int, parts: Parts) -> list[int]:
+        """What follows the struct `Cells` in the argument of exchange.cu."""
+        unknown = (_UNKNOWN,) * self.team.size
+        row = (*parts.sent, *(parts.expected or unknown), _UNKNOWN)
+        if parts.room is not None:
+            row = (*row[:-1], parts.room)
+        return [source, target, parts.width, *parts.starts, *row, *self._posts]
 
     def _run(
         self, key: tuple[Any, ...], stream: int, make: Callable[[], ReadyLaunch | None]
@@ -232,25 +294,6 @@ class DeviceCollectives(Pushes):
             self._order.put(launch, stream)
         return launch
 
-    def _exchange(
-        self,
-        source: int,
-        target: int,
-        starts: Sequence[int],
-        sent: Sequence[int],
-        received: Sequence[int],
-        most: int,
-        tag: int,
-    ) -> ReadyLaunch | None:
-        """A launch that exchanges bytes through cells; None where there are none."""
-        if most == 0:
-            return None
-        words = (source, target, most, *starts, *sent, *bounds(received)[:-1], *received)
-        config = _launch_config("exchange", -(-most // (_PACKET // 2)))
-        aligned = not any(word % (_PACKET // 2) for word in words)
-        kernel = self.team.kernel("exchange", config.function, (f"ALIGNED={aligned:d}",))
-        return kernel.ready(config.blocks, config.threads, self._argument(tag, words))
-
     def _reduce(
         self, config: LaunchConfig, dtype: DType, operation: str, words: Sequence[int], tag: int
     ) -> ReadyLaunch | None:
@@ -261,13 +304,13 @@ class DeviceCollectives(Pushes):
         aligned = not any(word % _PACKET for word in words)
         defines = reduction_defines(dtype, operation, aligned)
         kernel = self.team.kernel("reduce", config.function, defines)
-        return kernel.ready(config.blocks, config.threads, self._argument(tag, words))
+        argument = Argument(self._argument(tag, words))
+        return kernel.ready(config.blocks, config.threads, argument)
 
-    def _argument(self, tag: int, words: Sequence[int]) -> Argument:
+    def _argument(self, tag: int, words: Sequence[int]) -> bytes:
         """The struct `Cells`, and what follows it."""
-        cells = [self._cells[rank] for rank in self.team.ring_order]
-        words = (self._counts_address, tag, *cells, *words)
-        return Argument(self.team.packed() + struct.pack(f"{len(words)}Q", *words))
+        words = (self._counts_address, tag, *self._cells, *words)
+        return self._team_bytes + struct.pack(f"{len(words)}Q", *words)
 
 
 def _phases(size: int) -> int:
@@ -278,3 +321,23 @@ def _phases(size: int) -> int:
 def _cells_bytes(size: int) -> int:
     """The bytes of one rank's cells, behind which counts and words of launches follow."""
     return _MAX_BLOCKS * _SETS * _phases(size) * size * _MAX_THREADS * _PACKET
+
+
+def _words_end(size: int) -> int:
+    """Where, in one rank's memory, the words of launches end and its `Post` follows."""
+    return _cells_bytes(size) + 16 * _MAX_BLOCKS * (1 + size)
+
+
+def _post_bytes(size: int, mail: int) -> int:
+    """The bytes of the struct `Post` of kernels/exchange.cu."""
+    rows, mails = 2 * size * (2 * size + 1) * _PACKET, 2 * size * mail // 8 * _PACKET
+    slot = _INBOX_BYTES // (_LANES * size * _SLOTS) // _SLOT_UNIT * _SLOT_UNIT
+    return rows + mails + _LANES * size * (16 + _SLOTS * slot) + _PACKET
+
+
+def _exchange_config(most: int, own: int, mail: int) -> LaunchConfig:
+    """The launch of an exchange: of `most` bytes to or from a peer, and of a rank's `own`."""
+    if most > mail:
+        return LaunchConfig("exchange", _LANE_BLOCKS, _MAX_THREADS)
+    config = _launch_config("exchange", -(-max(most, own) // (_PACKET // 2)))
+    return LaunchConfig("exchange", min(config.blocks, _MAIL_BLOCKS), config.threads)

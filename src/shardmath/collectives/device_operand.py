@@ -31,7 +31,6 @@ from shardmath.symmetric.team import Team
 __all__ = ["DeviceOperand", "DeviceOutput", "placeholder"]
 
 _ON_GPUS = " on GPUs"
-_INBOX_BYTES = 256 << 20
 
 # In the rank's own operand, the part for a rank; in the result, the part of a rank.
 Parts = Sequence[int]
@@ -133,70 +132,36 @@ class DeviceOperand:
         )
         return self._finish(flat.cast_to(reduction.result), shape, reduction.result)
 
-    def all_gather(
-        self, axis: int, shapes: Sequence[Shape], shape: Shape, *, new: bool = True
-    ) -> Any:
-        """See `moving.all_gather`; `shapes` are the ranks' own, `new` as in `all_reduce`."""
-        collectives = DeviceCollectives.of(self.context)
-        item, rank, tag = self.spec.itemsize, self.context.rank, self.tag
-        sizes = [prod(each) * item for each in shapes]
-        source, whole = self._packed(self._x), sum(sizes)
-        pushes, size = collectives.pushes(max(sizes)), self.context.size
-        if pushes is not None and self._by_inboxes(new, whole):
-            flat = self._concatenation(axis, shape, source)
-            table = [[nbytes] * size for nbytes in sizes]
-            pushes.move_by_inboxes([source.pointer] * size, table, flat.pointer, self.stream)
-        elif pushes is not None:
-            flat, addresses = self._shared_result(whole // item, dtype_of(self.spec.dtype))
-            start = sum(sizes[:rank])
-            targets = [place + start for place in addresses]
-            pushes.move([source.pointer] * size, targets, [sizes[rank]] * size, self.stream)
-        else:
-            flat = self._concatenation(axis, shape, source)
-            self._launch(
-                source,
-                flat,
-                lambda start, to, stream: collectives.all_gather(start, to, sizes, stream, tag=tag),
-            )
+    def all_gather(self, axis: int, shapes: Sequence[Shape], shape: Shape) -> Any:
+        """See `moving.all_gather`; `shapes` are the ranks' own."""
+        collectives, tag = DeviceCollectives.of(self.context), self.tag
+        counts, width = [each[axis] for each in shapes], self._width(axis)
+        source = self._packed(self._x)
+        flat = self._concatenation(axis, shape, source)
+        self._launch(
+            source,
+            flat,
+            lambda start, to, stream: collectives.all_gather(
+                start, to, counts, width, stream, tag=tag
+            ),
+        )
         return self._concatenated(flat, axis, shapes, shape)
 
     def all_to_all(
-        self,
-        axis: int,
-        sent: Sequence[Parts],
-        shapes: Sequence[Shape],
-        shape: Shape,
-        *,
-        new: bool = True,
+        self, axis: int, sent: Sequence[Parts], shapes: Sequence[Shape], shape: Shape
     ) -> Any:
-        """See `moving.all_to_all`; `sent[src][dst]` are indices of the axis, `new` as above."""
-        collectives = DeviceCollectives.of(self.context)
-        item, rank, size = self.spec.itemsize, self.context.rank, self.context.size
-        tag = self.tag
-        widths = [prod(each) // max(each[axis], 1) * item for each in shapes]
-        table = [[count * width for count in row] for row, width in zip(sent, widths, strict=True)]
+        """See `moving.all_to_all`; `sent[src][dst]` are indices of the axis."""
+        collectives, tag = DeviceCollectives.of(self.context), self.tag
+        rank, width = self.context.rank, self._width(axis)
         source = self._packed(self._ordered_by_rank(axis, sent[rank]))
-        received = [row[rank] for row in table]
-        pushes = collectives.pushes(max(map(max, table)))
-        sources = [source.pointer + sum(table[rank][:peer]) for peer in range(size)]
-        most = max(sum(row[peer] for row in table) for peer in range(size))
-        if pushes is not None and self._by_inboxes(new, most):
-            flat = self._concatenation(axis, shape, source)
-            pushes.move_by_inboxes(sources, table, flat.pointer, self.stream)
-        elif pushes is not None:
-            flat, addresses = self._shared_result(sum(received) // item, dtype_of(self.spec.dtype))
-            targets = [
-                place + sum(row[peer] for row in table[:rank])
-                for peer, place in enumerate(addresses)
-            ]
-            pushes.move(sources, targets, table[rank], self.stream)
-        else:
-            flat = self._concatenation(axis, shape, source)
-            self._launch(
-                source,
-                flat,
-                lambda start, to, stream: collectives.all_to_all(start, to, table, stream, tag=tag),
-            )
+        flat = self._concatenation(axis, shape, source)
+        self._launch(
+            source,
+            flat,
+            lambda start, to, stream: collectives.all_to_all(
+                start, to, sent, width, stream, tag=tag
+            ),
+        )
         parts = [
             (*each[:axis], row[rank], *each[axis + 1 :])
             for each, row in zip(shapes, sent, strict=True)
@@ -207,32 +172,22 @@ class DeviceOperand:
         """See `moving.broadcast`. A rank that passes None has a placeholder."""
         collectives = DeviceCollectives.of(self.context)
         dtype, tag = dtype_of(self.spec.dtype), self.tag
-        nbytes, size, rank = prod(shape) * dtype.itemsize, self.context.size, self.context.rank
+        nbytes = prod(shape) * dtype.itemsize
         source = self._packed(self._x)
-        pushes = collectives.pushes(nbytes)
-        if pushes is not None:
-            flat, addresses = self._shared_result(prod(shape), dtype)
-            sent = nbytes if rank == root else 0
-            pushes.move([source.pointer] * size, addresses, [sent] * size, self.stream)
-        else:
-            flat = self._result_memory(shape, dtype, source)
-            self._launch(
-                source,
-                flat,
-                lambda start, to, stream: collectives.broadcast(
-                    start, to, nbytes, root, stream, tag=tag
-                ),
-            )
+        flat = self._result_memory(shape, dtype, source)
+        self._launch(
+            source,
+            flat,
+            lambda start, to, stream: collectives.broadcast(
+                start, to, nbytes, root, stream, tag=tag
+            ),
+        )
         return self._finish(flat, shape, self.spec.dtype)
 
-    def _by_inboxes(self, new: bool, nbytes: int) -> bool:
-        """Whether large parts come through inboxes, not into memory that all ranks allocate.
-
-        Where some rank gives an array for its result: it is seldom memory that peers reach.
-        `nbytes` is the most that a rank receives.
-        """
-        alone = self.context.size == 1
-        return not new and not self.on_host and not alone and nbytes <= _INBOX_BYTES
+    def _width(self, axis: int) -> int:
+        """The bytes of one index of the axis."""
+        shape = self.spec.shape
+        return prod((*shape[:axis], *shape[axis + 1 :])) * self.spec.itemsize
 
     def _launch(self, source: Flat, flat: Flat, launch: Launch, *, in_place: bool = False) -> None:
         ready = launch(source.pointer, flat.pointer, self.stream)

@@ -61,20 +61,25 @@ class FarCollectives:
         made: FarCollectives = context.cache("far collectives", lambda: cls(context))
         return made
 
-    def pushes(self, most: int) -> None:
-        """See DeviceCollectives: nothing is pushed to where there is no address."""
-
     def reduction_pushes(self, nbytes: int, dtype: DType) -> None:
-        """See DeviceCollectives."""
+        """See DeviceCollectives: nothing is pushed to where there is no address."""
 
     # -- moving ------------------------------------------------------------------------------------
 
     # Ranks of several hosts meet before each call: its `tag` is not compared again.
 
     def all_gather(
-        self, source: int, target: int, sizes: Sequence[int], stream: int, *, tag: int = 0
+        self,
+        source: int,
+        target: int,
+        counts: Sequence[int],
+        width: int,
+        stream: int,
+        *,
+        tag: int = 0,
     ) -> None:
-        """Put every rank's `sizes[rank]` bytes at `source`, in order, into everybody's `target`."""
+        """See DeviceCollectives."""
+        sizes = [width * count for count in counts]
         starts, own = bounds(sizes)[:-1], sizes[self.team.rank]
         self._fetch_all(source, own, max(sizes), target, starts, [0] * len(sizes), sizes, stream)
 
@@ -82,13 +87,14 @@ class FarCollectives:
         self,
         source: int,
         target: int,
-        sizes: Sequence[Sequence[int]],
+        counts: Sequence[Sequence[int]],
+        width: int,
         stream: int,
         *,
         tag: int = 0,
     ) -> None:
-        """Send `sizes[src][dst]` bytes from every rank to every other; both sides lie in order."""
-        rank = self.team.rank
+        """See DeviceCollectives."""
+        rank, sizes = self.team.rank, [[width * count for count in row] for row in counts]
         received = [row[rank] for row in sizes]
         offsets = [sum(row[:rank]) for row in sizes]
         packed = [sum(row) for row in sizes]

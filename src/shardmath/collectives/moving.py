@@ -189,7 +189,7 @@ def all_gather(
             return found
 
     def on_device(operand: DeviceOperand, plan: _Gather) -> Any:
-        return operand.all_gather(plan.axis, plan.operands, plan.shape, new=plan.new)
+        return operand.all_gather(plan.axis, plan.operands, plan.shape)
 
     return perform(context, _ALL_GATHER, (axis,), x, out, on_device)
 
@@ -202,7 +202,6 @@ class _Gather:
     operands: tuple[Shape, ...]
     sizes: Shape
     starts: tuple[int, ...]
-    new: bool  # no rank has given an array for the result
 
 
 def _plan_gather(specs: list[Any]) -> _Gather:
@@ -213,7 +212,7 @@ def _plan_gather(specs: list[Any]) -> _Gather:
     shape = (*first[:axis], sum(counts), *first[axis + 1 :])
     require_outputs_fit(outs, libraries, dtype, [shape] * len(specs))
     sizes = tuple(prod(each) for each in shapes)
-    return _Gather(dtype, axis, shape, shapes, sizes, tuple(bounds(counts)), not any(outs))
+    return _Gather(dtype, axis, shape, shapes, sizes, tuple(bounds(counts)))
 
 
 def _gather(agreed: AgreedCall, plan: _Gather) -> Any:
@@ -266,8 +265,7 @@ def all_to_all(
             return found
 
     def on_device(operand: DeviceOperand, plan: _AllToAll) -> Any:
-        sent, operands, result = plan.sent, plan.operands, plan.results[rank]
-        return operand.all_to_all(plan.axis, sent, operands, result, new=plan.new)
+        return operand.all_to_all(plan.axis, plan.sent, plan.operands, plan.results[rank])
 
     return perform(context, _ALL_TO_ALL, words, x, out, on_device)
 
@@ -293,7 +291,6 @@ class _AllToAll:
     operands: tuple[Shape, ...]
     results: tuple[Shape, ...]
     sent: tuple[Shape, ...]
-    new: bool  # no rank has given an array for the result
 
 
 def _plan_all_to_all(specs: list[Any]) -> _AllToAll:
@@ -309,7 +306,7 @@ def _plan_all_to_all(specs: list[Any]) -> _AllToAll:
             )
         results.append((*shapes[0][:axis], sum(arriving), *shapes[0][axis + 1 :]))
     require_outputs_fit(outs, libraries, dtype, results)
-    return _AllToAll(dtype, axis, shapes, tuple(results), sent, not any(outs))
+    return _AllToAll(dtype, axis, shapes, tuple(results), sent)
 
 
 def _all_to_all(agreed: AgreedCall, plan: _AllToAll) -> Any:

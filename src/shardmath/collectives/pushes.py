@@ -15,12 +15,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from shardmath.arrays.dtypes import DType
-from shardmath.collectives.operand import bounds
 from shardmath.collectives.slices import UNIT, Slice, chunked
 from shardmath.cuda.driver import call
 from shardmath.cuda.kernel import Argument
 from shardmath.cuda.stream import SideStream, StreamOrder
-from shardmath.geometry.integers import up
 from shardmath.handles.shared_memory import allocate_on_all_ranks
 from shardmath.symmetric.heap import Buffer
 from shardmath.symmetric.team import RESERVED, Team
@@ -31,10 +29,8 @@ if TYPE_CHECKING:
 __all__ = ["Pushes", "kernel_memory", "reduction_defines"]
 
 CHANNEL = RESERVED  # of the barriers
-_ENGINE_PART_BYTES = 24 << 20  # from here on a copy engine moves what goes to one rank,
-_ENGINE_SLICE_BYTES = 48 << 20  # and the slices of a reduction
+_ENGINE_SLICE_BYTES = 48 << 20  # from here on a copy engine moves the slices of a reduction
 _SLICE_BYTES = 64 << 20  # of scratch memory for each rank's part of a reduction
-_GROWTH_BYTES = 16 << 20  # by which inboxes grow
 _THREADS, _BLOCKS_EACH = 256, 4  # blocks on a multiprocessor
 _OWN_BLOCKS = 64  # that copy a rank's own part beside the copy engine
 
@@ -76,51 +72,6 @@ class Pushes:
             argument = Argument(struct.pack(f"{len(words)}Q", *words))
             kernel = self.team.kernel("push", "push")
             kernel.launch(stream, self._blocks(most, blocks), _THREADS, argument)
-
-    def move(
-        self, sources: Sequence[int], targets: Sequence[int], sizes: Sequence[int], stream: int
-    ) -> None:
-        """Copy `sizes[r]` bytes at `sources[r]` to `targets[r]`, for every rank r, as they lie.
-
-        With a barrier on either side: before, since the owners may still use the targets; after,
-        since they will read them. Collective.
-        """
-        self.team.require_usable()
-        with self._order.section(stream):
-            self.barrier(stream)
-            by_engine = max(sizes) >= _ENGINE_PART_BYTES
-            self._send(sources, targets, sizes, stream, by_engine=by_engine)
-            self.barrier(stream)
-
-    def move_by_inboxes(
-        self, sources: Sequence[int], table: Sequence[Sequence[int]], target: int, stream: int
-    ) -> None:
-        """Send `table[src][dst]` bytes from every rank to every other, into memory of any kind.
-
-        This rank's for rank r lie at `sources[r]`; what it receives comes to `target`, in the order
-        of the ranks. It goes through memory that peers reach. Collective; where that has to grow
-        the processes wait for each other. Raises HeapExhausted on all ranks.
-        """
-        self.team.require_usable()
-        rank, ranks = self.team.rank, range(self.team.size)
-        taken = [[up(table[src][dst], UNIT) * (src != dst) for src in ranks] for dst in ranks]
-        inboxes = self._scratch("inboxes", up(max(map(sum, taken)), _GROWTH_BYTES))
-        received, own = [row[rank] for row in table], inboxes[rank]
-        starts, places = bounds(received), bounds(taken[rank])
-        targets = [inboxes[dst] + sum(taken[dst][:rank]) for dst in ranks]
-        targets[rank] = target + starts[rank]
-        with self._order.section(stream):
-            self.barrier(stream)  # the inboxes are free
-            by_engine = max(map(max, table)) >= _ENGINE_PART_BYTES
-            self._send(sources, targets, table[rank], stream, by_engine=by_engine)
-            self.barrier(stream)
-            self._send(
-                [own + place for place in places[:-1]],
-                [target + start for start in starts[:-1]],
-                [nbytes * (src != rank) for src, nbytes in enumerate(received)],
-                stream,
-                by_engine=False,
-            )
 
     def all_reduce_into(
         self,

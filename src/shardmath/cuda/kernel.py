@@ -35,6 +35,10 @@ class Argument:
         """The bytes of the first parameter."""
         return self._bytes[0].tobytes()
 
+    def change(self, packed: bytes) -> None:
+        """Let the first parameter be these bytes, of which there are as many."""
+        memoryview(self._bytes[0])[:] = packed
+
 
 class Kernel:
     """A function of a compiled file, on one device."""
@@ -131,6 +135,10 @@ class ReadyLaunch:
         self._function, self._config, self._argument = function, config, argument
         self._shape = shape
         self._stream = 0
+
+    def change(self, packed: bytes) -> None:
+        """Let its one argument be these bytes from the next time on. See Argument."""
+        self._argument.change(packed)
 
     @property
     def parts(self) -> tuple[int, Extent, Extent, bytes]:

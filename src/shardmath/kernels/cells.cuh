@@ -66,11 +66,11 @@ struct Cells {
 
     __device__ Packet* own() const { return to[kRanks - 1]; }
 
-    // Where each rank's word of a launch lies for this block, in the memory of to[i]: behind cells and counts.
-    __device__ u64* words(int i, u64 launch) const {
+    // Where each rank's word of a launch lies for a block, in the memory of to[i]: behind cells and counts.
+    __device__ u64* words(int i, u64 launch, u32 block) const {
         constexpr u64 kCells = (u64)kMaxBlocks * kSets * kPhases * kRanks * kThreads;
         u64* const first = (u64*)(to[i] + kCells + kMaxBlocks);
-        return first + (blockIdx.x * 2 + (launch & 1)) * kRanks;
+        return first + (block * 2 + (launch & 1)) * kRanks;
     }
 };
 
@@ -102,28 +102,32 @@ struct Step {
 };
 
 // The launch that a thread's block is in, as it tells the peers' when it is made. `agreed`: this thread knows that all
-// ranks are in the same. Not `usable`: an earlier launch has failed, and nobody is told of this one.
+// ranks are in the same. Not `usable`: an earlier launch has failed, and nobody is told of this one. A kernel that
+// counts by launches alone uses the words of block 0 in all its blocks; then that one tells.
 struct Launch {
     u64 number, word;
+    u32 block;
     bool usable, agreed = false, equal = false;
 
-    __device__ explicit Launch(const Cells& cells) {
-        number = cells.counts[2 * blockIdx.x + 1] + 1;
+    __device__ explicit Launch(const Cells& cells) : Launch(cells, blockIdx.x) {}
+    __device__ Launch(const Cells& cells, u32 block) : block(block) {
+        number = cells.counts[2 * block + 1] + 1;
         word = cells.tag << 16 | (number & 0xffff);
         usable = load_relaxed(&cells.team.own().broken) == 0;
-        if (usable)
+        if (usable && block == blockIdx.x)
             for (int i = threadIdx.x; i < kRanks; i += blockDim.x)
-                store_relaxed(cells.words(i, number) + cells.team.rank, word);
+                store_relaxed(words(cells, i) + cells.team.rank, word);
     }
+    __device__ u64* words(const Cells& cells, int i = kRanks - 1) const { return cells.words(i, number, block); }
     __device__ bool come(u64 seen) const { return ((seen ^ word) & 0xffff) == 0; }
 
     // Whether the words of all ranks have come; `equal` then says whether they are this rank's own.
     __device__ bool all_come(const Cells& cells) {
-        const u64* const words = cells.words(kRanks - 1, number);
+        const u64* const own = words(cells);
         bool all = equal = true;
 #pragma unroll
         for (int from = 0; from < kRanks; ++from) {
-            const u64 seen = load_relaxed(words + from);
+            const u64 seen = load_relaxed(own + from);
             all &= come(seen);
             equal &= seen == word;
         }
@@ -131,9 +135,8 @@ struct Launch {
     }
 };
 
-// Note whose words of a launch differ from this rank's `word`: of all ranks, before anybody is told that there are any.
-__device__ __noinline__ inline void refuse(const Cells& cells, u64 launch, u64 word) {
-    const u64* const words = cells.words(kRanks - 1, launch);
+// Note whose `words` of a launch differ from this rank's: of all ranks, before anybody is told that there are any.
+__device__ __noinline__ inline void refuse(const Cells& cells, const u64* words, u64 word) {
     store_relaxed(&cells.team.own().broken, 1);
 #pragma unroll 1
     for (int from = 0; from < kRanks; ++from) {
@@ -172,7 +175,7 @@ __device__ inline bool receive(const Cells& cells, Launch& launch, const Step& s
     Packet* const first = cells.own() + step.cell(phase);
     Deadline deadline;
     const auto missing = [&](int from) {
-        return !launch.come(load_relaxed(cells.words(kRanks - 1, launch.number) + from)) ||
+        return !launch.come(load_relaxed(launch.words(cells) + from)) ||
                !Format::full(load_packet(first + from * kThreads), step.number);
     };
     const auto any_gone = [&] {
@@ -190,7 +193,7 @@ __device__ inline bool receive(const Cells& cells, Launch& launch, const Step& s
             // Without waiting for the packets: those of another call never come.
             const bool come = launch.all_come(cells);
             if (come && !launch.equal) {
-                refuse(cells, launch.number, launch.word);
+                refuse(cells, launch.words(cells), launch.word);
                 return false;
             }
             full = launch.agreed = come;

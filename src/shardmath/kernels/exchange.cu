@@ -1,37 +1,387 @@
-// Any part of any rank's memory to any other rank, on cells: all_gather, all_to_all and broadcast of small
-// arrays in ordinary memory. The bits arrive as they are. Compiled with ALIGNED: 1 where all places and sizes
-// are multiples of 8.
+// Any part of any rank's memory to any other rank: all_gather, all_to_all and broadcast, from and to memory of any
+// kind and alignment. The bits arrive as they are.
+//
+// No host knows what the peers send. Each rank sends all others its row: how much goes to each rank, what it expects
+// of each if it knows that, and how much its result takes. It writes nothing of a result before all ranks' rows are
+// here and fit. All ranks see the same rows: so where they do not fit, all report it, and none writes anything.
+//
+//     to each rank  |  up to kMail bytes: packets that say of which launch they are, sent with the row.
+//                   |  More: chunks through slots at the receiver, once all rows have come. Chunk c goes by lane
+//                   |  c % kLanes, of which one block sends at one end and another receives at the other.
+//
+// Compiled with MAIL_BYTES and POST_BYTES, see kMail and Post.
+//
+// Reuse. There are two places for rows and mail, used in turn, as for the words of launches in cells.cuh. A slot is
+// free once its receiver has said that it has taken chunk k - kSlots of this lane; the slots of earlier launches
+// are, when the sender has all ranks' rows of this one. Launches are counted in the words of block 0: in its own order
+// with the launches of other kernels on these cells.
 #include "cells.cuh"
 
 using namespace shardmath;
 
-typedef PacketFormat<false> Format;
-constexpr int kBytes = Format::kBytes;
+constexpr u64 kMail = MAIL_BYTES;     // the most bytes to a rank that are sent as packets; a multiple of 8
+constexpr u32 kLanes = 64;            // of chunks; a launch that may have any has two blocks for each
+constexpr u32 kSlots = 4;             // of a lane, for each rank
+constexpr u64 kInbox = 16 << 20;      // bytes of all slots of a rank
+constexpr u64 kUnknown = ~0ull;       // a number that a rank does not know
+constexpr u32 kRow = 2 * kRanks + 1;  // packets of a row
+constexpr u64 kSlotBytes = kInbox / (kLanes * kRanks * kSlots) & ~2047ull;
+static_assert(kRanks <= 32, "the rows of all ranks fit in a block's shared memory");
+
+struct Arrival {
+    u64 sent[kRanks], taken[kRanks];  // chunks of this launch, by the rank that writes here
+};
+
+// One rank's memory for this kernel. Packets carry the number of their launch.
+struct Post {
+    Packet row[2][kRanks][kRow];
+    Packet mail[2][kRanks][kMail / 8];
+    Arrival lane[kLanes];
+    Packet slot[kLanes][kRanks][kSlots][kSlotBytes / sizeof(Packet)];
+    u64 ended;  // blocks of this rank's launch
+};
+static_assert(sizeof(Post) == POST_BYTES, "as the host has it");
 
 struct ExchangeArgument {
     Cells cells;
     char* input;
     char* output;
-    u64 most;               // bytes of the largest part that any rank sends to any other
-    u64 from[kRanks];       // where the part for each rank starts in the input
-    u64 sent[kRanks];       // its bytes
-    u64 to[kRanks];         // where the part of each rank starts in the output
-    u64 received[kRanks];   // its bytes
+    u64 width;              // bytes of what is counted
+    u64 start[kRanks];      // where the part for each rank starts in the input, in bytes
+    u64 row[kRow];          // counts: to each rank; from each rank, or kUnknown; of the result, or kUnknown
+    Post* post[kRanks];     // every rank's, by rank
 };
 
-typedef Span<kBytes, uint8, ALIGNED> Bytes;
+// -- bytes of any alignment ----------------------------------------------------------------------------
 
-// Every step joins every two ranks, also those with nothing to say: see Reuse in cells.cuh.
-extern "C" __global__ void __launch_bounds__(kThreads, 2) exchange(const __grid_constant__ ExchangeArgument a) {
-    const auto read = [&](u32 at, Packet (&out)[kRanks]) {
+// Calls `f` with a value of the widest type, of up to 16 bytes, at whose alignment the address is.
+template <class F>
+__device__ inline void by_unit(u64 address, F f) {
+    if (!(address & 15)) return f(make_ulonglong2(0, 0));
+    if (!(address & 7)) return f(u64(0));
+    if (!(address & 3)) return f(u32(0));
+    if (!(address & 1)) return f((unsigned short)0);
+    f((unsigned char)0);
+}
+
+// A word in pieces of `Unit`, or whole where that is as wide.
+template <class Unit, class Word>
+__device__ inline Word read_word(const char* from) {
+    if constexpr (sizeof(Unit) >= sizeof(Word)) {
+        return *(const Word*)from;
+    } else {
+        Word word;
 #pragma unroll
-        for (int i = 0; i < kRanks; ++i) {
-            const u32 peer = rank_at(a.cells, i);
-            out[i] = Bytes{a.input + a.from[peer], a.sent[peer]}.read(at);
+        for (u32 i = 0; i < sizeof(Word) / sizeof(Unit); ++i) ((Unit*)&word)[i] = ((const Unit*)from)[i];
+        return word;
+    }
+}
+template <class Unit, class Word>
+__device__ inline void write_word(char* to, Word word) {
+    if constexpr (sizeof(Unit) >= sizeof(Word)) {
+        *(Word*)to = word;
+    } else {
+#pragma unroll
+        for (u32 i = 0; i < sizeof(Word) / sizeof(Unit); ++i) ((Unit*)to)[i] = ((const Unit*)&word)[i];
+    }
+}
+
+// Copy `nbytes`, by threads `me` of `all`: addresses are multiples of the units' sizes.
+template <class From, class To>
+__device__ __noinline__ void copy_words(char* to, const char* from, u64 nbytes, u64 me, u64 all) {
+    typedef ulonglong2 Word;
+    constexpr int kAtOnce = 4;
+    const u64 words = nbytes / 16;
+    u64 i = me;
+    for (; i + (kAtOnce - 1) * all < words; i += kAtOnce * all) {
+        Word held[kAtOnce];
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k) held[k] = read_word<From, Word>(from + 16 * (i + k * all));
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k) write_word<To, Word>(to + 16 * (i + k * all), held[k]);
+    }
+#pragma unroll 1
+    for (; i < words; i += all) write_word<To, Word>(to + 16 * i, read_word<From, Word>(from + 16 * i));
+    for (u64 k = 16 * words + me; k < nbytes; k += all) to[k] = from[k];
+}
+
+// -- one launch ----------------------------------------------------------------------------------------
+
+// What a block knows of the exchange, once all rows have come.
+struct Table {
+    u64 row[kRanks][kRow];
+    u64 place[kRanks];  // where in the output the part of each rank starts, in bytes
+};
+
+struct Exchange {
+    const ExchangeArgument& a;
+    const Launch& launch;
+    Table& table;
+
+    __device__ int rank() const { return a.cells.team.rank; }
+    __device__ Post& own() const { return *a.post[rank()]; }
+    __device__ u64 to(int peer) const { return a.row[peer] * a.width; }
+    __device__ u64 from(int peer) const { return table.row[peer][rank()] * a.width; }
+
+    // Of a wait that has expired: whom it was for.
+    __device__ void give_up(int peer, u64 expected, u64 seen) const {
+        store_relaxed(&a.cells.team.own().broken, 1);
+        expire(a.cells.team, peer, kCollective, blockIdx.x, expected, seen);
+    }
+
+    __device__ void send_row() const {
+        const u32 place = launch.number & 1;
+        for (u32 i = threadIdx.x; i < kRanks * kRow; i += blockDim.x)
+            store_packet(&a.post[i / kRow]->row[place][rank()][i % kRow], {a.row[i % kRow], launch.number});
+    }
+
+    __device__ void send_mail(u64 me, u64 all) const {
+#pragma unroll 1
+        for (int i = 1; i < kRanks; ++i) {
+            const int peer = (rank() + i) % kRanks;
+            const u64 nbytes = to(peer);
+            if (nbytes > kMail) continue;
+            const char* const start = a.input + a.start[peer];
+            Packet* const mail = a.post[peer]->mail[launch.number & 1][rank()];
+            by_unit((u64)start, [&](auto unit) {
+                for (u64 at = me; at < nbytes / 8; at += all)
+                    store_packet(mail + at, {read_word<decltype(unit), u64>(start + 8 * at), launch.number});
+            });
+            if (me == nbytes / 8 % all && nbytes % 8)
+                store_packet(mail + nbytes / 8, {load_eight(start, nbytes / 8, nbytes), launch.number});
         }
-    };
-    run_steps<Format>(a.cells, Bytes{a.input, a.most}.packets(), read, [&](u32 at, const Packet (&have)[kRanks]) {
-#pragma unroll
-        for (int from = 0; from < kRanks; ++from) Bytes{a.output + a.to[from], a.received[from]}.write(at, have[from]);
-    });
+    }
+
+    // Wait for all ranks' words and rows. By all threads; the same for all.
+    __device__ bool receive_rows() const {
+        const Team& team = a.cells.team;
+        const Packet* const rows = &own().row[launch.number & 1][0][0];
+        bool come = true;
+        if (threadIdx.x == 0) come = receive_words();
+        for (u32 i = threadIdx.x; come && i < kRanks * kRow; i += blockDim.x) {
+            const int peer = i / kRow;
+            Deadline deadline;
+            for (bool last = false;; last = deadline.passed(team, peer)) {
+                const Packet seen = load_packet(rows + i);
+                table.row[peer][i % kRow] = seen.low;
+                if (seen.high == launch.number) break;
+                if (last) {
+                    // Of another call there are none; thread 0 says so, or whose word has not come.
+                    if (word_of(peer) == launch.word) give_up(peer, launch.number, seen.high);
+                    come = false;
+                    break;
+                }
+            }
+        }
+        return __syncthreads_and(come);
+    }
+
+    __device__ u64 word_of(int peer) const {
+        return load_relaxed(launch.words(a.cells) + peer);
+    }
+
+    // Wait for all ranks' words, which say that they make the same call. By one thread.
+    __device__ bool receive_words() const {
+        const Team& team = a.cells.team;
+        Launch own = launch;
+        const auto any_gone = [&] {
+            bool found = false;
+            for (int peer = 0; peer < kRanks && !found; ++peer) found = gone(team, peer) && !own.come(word_of(peer));
+            return found;
+        };
+        Deadline deadline;
+        for (bool last = false; !own.all_come(a.cells); last = deadline.passed(team, any_gone)) {
+            if (!last) continue;
+            for (int peer = 0; peer < kRanks; ++peer)
+                if (!own.come(word_of(peer))) give_up(peer, own.number, own.number - 1);
+            return false;
+        }
+        if (!own.equal) refuse(a.cells, own.words(a.cells), own.word);
+        return own.equal;
+    }
+
+    // Whether what all ranks send is what each of them takes. By all threads; the same for all.
+    __device__ bool fits() const {
+        bool good = true;
+        for (int peer = threadIdx.x; peer < kRanks; peer += blockDim.x) {
+            u64 total = 0, before = 0;
+            const u64* const takes = table.row[peer];
+            for (int src = 0; src < kRanks; ++src) {
+                const u64 sent = table.row[src][peer], expected = takes[kRanks + src];
+                total += sent;
+                before += src < peer ? table.row[src][rank()] : 0;
+                good &= expected == kUnknown || expected == sent;
+            }
+            good &= takes[2 * kRanks] == kUnknown || takes[2 * kRanks] == total;
+            table.place[peer] = before * a.width;
+        }
+        good = __syncthreads_and(good);
+        if (!good && threadIdx.x == 0) {
+            store_relaxed(&a.cells.team.own().broken, 1);
+            note(a.cells.team, rank(), kMisfit, 0, 0, launch.number);
+            report(a.cells.team);
+        }
+        return good;
+    }
+
+    __device__ void copy_own(u64 me, u64 all) const {
+        const char* const from_here = a.input + a.start[rank()];
+        char* const to_here = a.output + table.place[rank()];
+        if (from_here == to_here) return;
+        by_unit((u64)from_here | (u64)to_here, [&](auto unit) {
+            typedef decltype(unit) Unit;
+            copy_words<Unit, Unit>(to_here, from_here, to(rank()), me, all);
+        });
+    }
+
+    __device__ bool receive_mail(u64 me, u64 all) const {
+        bool come = true;
+#pragma unroll 1
+        for (int i = 1; i < kRanks; ++i) {
+            const int peer = (rank() + kRanks - i) % kRanks;
+            const u64 nbytes = from(peer);
+            if (nbytes > kMail) continue;
+            char* const start = a.output + table.place[peer];
+            const Packet* const mail = own().mail[launch.number & 1][peer];
+            by_unit((u64)start, [&](auto unit) {
+                u64 word;
+                for (u64 at = me; come && at < nbytes / 8; at += all)
+                    if ((come = await_mail(mail + at, peer, word))) write_word<decltype(unit), u64>(start + 8 * at, word);
+            });
+            u64 word;
+            if (come && me == nbytes / 8 % all && nbytes % 8)
+                if ((come = await_mail(mail + nbytes / 8, peer, word))) store_eight(start, nbytes / 8, nbytes, word);
+        }
+        return __syncthreads_and(come);
+    }
+
+    __device__ bool await_mail(const Packet* packet, int peer, u64& word) const {
+        Deadline deadline;
+        for (bool last = false;; last = deadline.passed(a.cells.team, peer)) {
+            const Packet seen = load_packet(packet);
+            word = seen.low;
+            if (seen.high == launch.number) return true;
+            if (last) {
+                give_up(peer, launch.number, seen.high);
+                return false;
+            }
+        }
+    }
+
+    // -- in chunks -------------------------------------------------------------------------------------
+
+    // The bytes of each chunk of a part: enough for every lane to have two, if it is short.
+    __device__ static u64 chunk_bytes(u64 nbytes) {
+        const u64 each = (nbytes / (2 * kLanes) + 2047) & ~2047ull;
+        return each < 2048 ? 2048 : each < kSlotBytes ? each : kSlotBytes;
+    }
+    __device__ static u64 chunks(u64 nbytes) {
+        return nbytes > kMail ? (nbytes + chunk_bytes(nbytes) - 1) / chunk_bytes(nbytes) : 0;
+    }
+
+    // Wait until a peer has counted so many chunks of this launch. By all threads; the same for all.
+    __device__ bool await_count(const u64* word, u64 count, int peer) const {
+        bool come = true;
+        if (threadIdx.x == 0) {
+            Deadline deadline;
+            for (bool last = false;; last = deadline.passed(a.cells.team, peer)) {
+                const u64 seen = load_acquire(word);
+                if (seen >> 24 == (launch.number & 0xffffffffffull) && (seen & 0xffffff) >= count) break;
+                if (last) {
+                    give_up(peer, count, seen & 0xffffff);
+                    come = false;
+                    break;
+                }
+            }
+        }
+        return __syncthreads_and(come);
+    }
+
+    __device__ void count_chunks(u64* word, u64 count) const { store_release(word, launch.number << 24 | count); }
+
+    __device__ bool send_chunks(u32 lane) const {
+        const auto left = [&](int peer, u64 chunk) { return peer != rank() && chunk < chunks(to(peer)); };
+        bool more = true;
+        for (u64 k = 0, chunk = lane; more; ++k, chunk += kLanes) {
+            more = false;
+#pragma unroll 1
+        for (int i = 1; i < kRanks; ++i) {
+                const int peer = (rank() + i) % kRanks;
+                if (!left(peer, chunk)) continue;
+                more = true;
+                if (k >= kSlots && !await_count(&own().lane[lane].taken[peer], k - kSlots + 1, peer)) return false;
+                const u64 nbytes = to(peer), each = chunk_bytes(nbytes), at = chunk * each;
+                const char* const start = a.input + a.start[peer] + at;
+                char* const slot = (char*)a.post[peer]->slot[lane][rank()][k % kSlots];
+                const u64 some = nbytes - at < each ? nbytes - at : each;
+                by_unit((u64)start, [&](auto unit) {
+                    copy_words<decltype(unit), ulonglong2>(slot, start, some, threadIdx.x, blockDim.x);
+                });
+            }
+            __syncthreads();
+            const int peer = threadIdx.x;  // one thread for each: their releases wait at the same time
+            if (peer < kRanks && left(peer, chunk)) count_chunks(&a.post[peer]->lane[lane].sent[rank()], k + 1);
+        }
+        return true;
+    }
+
+    __device__ bool receive_chunks(u32 lane) const {
+        bool more = true;
+        for (u64 k = 0, chunk = lane; more; ++k, chunk += kLanes) {
+            more = false;
+#pragma unroll 1
+        for (int i = 1; i < kRanks; ++i) {
+                const int peer = (rank() + kRanks - i) % kRanks;
+                const u64 nbytes = from(peer), each = chunk_bytes(nbytes), at = chunk * each;
+                if (chunk >= chunks(nbytes)) continue;
+                more = true;
+                if (!await_count(&own().lane[lane].sent[peer], k + 1, peer)) return false;
+                char* const start = a.output + table.place[peer] + at;
+                const char* const slot = (const char*)own().slot[lane][peer][k % kSlots];
+                const u64 some = nbytes - at < each ? nbytes - at : each;
+                by_unit((u64)start, [&](auto unit) {
+                    copy_words<ulonglong2, decltype(unit)>(start, slot, some, threadIdx.x, blockDim.x);
+                });
+                if (chunk + kSlots * kLanes >= chunks(nbytes)) continue;  // nobody waits for the slot
+                __syncthreads();
+                if (threadIdx.x == 0) count_chunks(&a.post[peer]->lane[lane].taken[rank()], k + 1);
+            }
+        }
+        return true;
+    }
+
+    __device__ void run() const {
+        const u64 me = (u64)blockIdx.x * blockDim.x + threadIdx.x, all = (u64)gridDim.x * blockDim.x;
+        if (!launch.usable) return;
+        if (blockIdx.x == 0) send_row();
+        send_mail(me, all);
+        if (!receive_rows() || !fits()) return;
+        // Blocks that send chunks leave the rest to the others: peers wait for them.
+        const u32 pairs = gridDim.x / 2;
+        const bool in_lanes = pairs >= kLanes, sends = in_lanes && blockIdx.x < kLanes;
+        if (sends) send_chunks(blockIdx.x);
+        const u64 first = in_lanes ? (u64)kLanes * blockDim.x : 0;
+        if (!sends) {
+            copy_own(me - first, all - first);
+            if (receive_mail(me - first, all - first) && in_lanes && blockIdx.x < 2 * kLanes)
+                receive_chunks(blockIdx.x - kLanes);
+        }
+    }
+};
+
+// The last block to end counts the launch.
+__device__ inline void end_block(const ExchangeArgument& a, const Launch& launch) {
+    __syncthreads();
+    if (threadIdx.x) return;
+    u64* const ended = &a.post[a.cells.team.rank]->ended;  // one less than the blocks: all ones at first
+    if (atomicAdd(ended, 1ull) + 2 != gridDim.x) return;
+    *ended = ~0ull;
+    a.cells.counts[1] = launch.number;
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 2) exchange(const __grid_constant__ ExchangeArgument a) {
+    __shared__ Table table;
+    const Launch launch(a.cells, 0);
+    Exchange{a, launch, table}.run();
+    end_block(a, launch);
 }

@@ -12,6 +12,7 @@ __all__ = [
     "FAILED",
     "LATE",
     "LATE_BYTES",
+    "MISFIT",
     "MISMATCH",
     "NO_CHANNEL",
     "NO_PEER",
@@ -81,6 +82,7 @@ WRONG_RANKS = 8
 OF_PRODUCT = 9
 OF_SHARD = 10
 MISMATCH = 11
+MISFIT = 12
 
 
 def pad_bytes(size: int, channels: int) -> int:

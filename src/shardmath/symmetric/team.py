@@ -45,10 +45,11 @@ _OPERATIONS = {
     structs.OF_PRODUCT: "a product",
     structs.OF_SHARD: "a product of gathered rows",
     structs.MISMATCH: "another collective",
+    structs.MISFIT: "an exchange of other counts",
 }
 _PLACES = {structs.OF_COLLECTIVE: "block", structs.OF_PRODUCT: "chunk", structs.OF_SHARD: "part"}
 # What an expired wait leaves in no known state.
-_BREAKING = (structs.OF_COLLECTIVE, structs.OF_PRODUCT, structs.MISMATCH)
+_BREAKING = (structs.OF_COLLECTIVE, structs.OF_PRODUCT, structs.MISMATCH, structs.MISFIT)
 _REFUSED = {
     structs.NO_CHANNEL: "named channel {seen}; there are {expected}, numbered from 0",
     structs.NO_PEER: "named rank {seen}; there are {expected}, numbered from 0",

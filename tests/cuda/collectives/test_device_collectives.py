@@ -165,7 +165,7 @@ def check_repeats(context, rounds):
         function = ("one_shot", "two_shot")[count % 2]
         launch = LaunchConfig(function, 1 + count % 40, 32 * (1 + count % 16))
         moves.all_reduce(source.address, target.address, count, bf16, "sum", 0, launch=launch)
-        moves.all_gather(source.address, everyone.address, [4 * count] * context.size, 0)
+        moves.all_gather(source.address, everyone.address, [count] * context.size, 4, 0)
     team.synchronize(0)
     for number, (source, target, everyone, wanted, gathered) in enumerate(unrounded):
         if not same(target.take(), wanted):
@@ -190,7 +190,8 @@ def check_moves(context):
         if not (target.take() == wanted).all():
             wrong.append(name)
 
-    for unit in (0, 1, 13, 8000, 100003):
+    # The last is more than fits in the slots of all lanes.
+    for unit in (0, 1, 13, 8000, 100003, 700001, 20_000_003 // size):
         for shift in (0, 5):
             data = [
                 np.random.default_rng([unit, r]).integers(0, 256, unit * (r + 1) * size, np.uint8)
@@ -201,7 +202,7 @@ def check_moves(context):
             source = Memory(data[rank], shift)
             wanted = np.concatenate([data[r][: sizes[r]] for r in range(size)])
             target = Memory(np.zeros_like(wanted), shift)
-            moves.all_gather(source.address, target.address, sizes, 0)
+            moves.all_gather(source.address, target.address, sizes, 1, 0)
             tell(("all_gather", unit), target, wanted)
             # all_to_all: r sends unit * (r + 1) bytes to rank p, one less for odd p
             table = [[max(0, unit * (r + 1) - p % 2) for p in range(size)] for r in range(size)]
@@ -209,7 +210,7 @@ def check_moves(context):
                 [data[r][sum(table[r][:rank]) :][: table[r][rank]] for r in range(size)]
             )
             target = Memory(np.zeros_like(wanted), shift)
-            moves.all_to_all(source.address, target.address, table, 0)
+            moves.all_to_all(source.address, target.address, table, 1, 0)
             tell(("all_to_all", unit), target, wanted)
             for root in {0, size - 1}:
                 wanted = data[root][:unit]

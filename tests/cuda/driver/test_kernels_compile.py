@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from shardmath.collectives.device import _post_bytes
 from shardmath.cuda import compile as compiling
 
 RANKS = ("SHARDMATH_RANKS=8", "SHARDMATH_CHANNELS=64")
@@ -33,7 +34,7 @@ CASES = [
         ),
         "sm_90",
     ),
-    ("exchange", (*RANKS, "ALIGNED=1"), "sm_90"),
+    ("exchange", (*RANKS, "MAIL_BYTES=4096", f"POST_BYTES={_post_bytes(8, 4096)}"), "sm_90"),
     ("far_signals", RANKS, "sm_90"),
     ("float8", ("ELEMENT=float8_e5m2",), "sm_90"),
     (
