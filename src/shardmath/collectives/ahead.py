@@ -1,9 +1,8 @@
 """Which calls of a context of GPUs need no meeting of hosts, and what is raised where ranks differ.
 
-A call may run ahead where this rank's own arguments say what all ranks' are: those of a reduction
-are equal, but for `out`, which each rank checks for itself. It is known once all ranks have agreed
-on it; from then on its tag, a digest of it, stands for it: in the words that kernels compare
-before they write, and in the list that hosts compare where they meet.
+A call is known once all ranks have agreed on the part of it that they share (`forms`); from then on
+its tag, a digest of that, stands for it: in the words that kernels compare before they write, and
+in the list that hosts compare where they meet. What is a rank's own goes along with the tag.
 
 All ranks learn such calls in the same order, and forget all of them together when there are too
 many, so a call is known on all ranks or on none.
@@ -18,18 +17,21 @@ from hashlib import blake2b
 from typing import Any, NamedTuple
 
 from shardmath.base import wire
-from shardmath.call.agreement import Agreement
-from shardmath.collectives.operand import OutputSpec
+from shardmath.base.lru_cache import LRUCache
+from shardmath.collectives.device import DeviceCollectives
+from shardmath.collectives.forms import Form, Spec
+from shardmath.collectives.operand import OutputSpec, Shape
 from shardmath.context.agreement import refused_by
 from shardmath.context.context import Context
 from shardmath.errors import CollectiveMismatch
+from shardmath.symmetric.calls import MOST_WORDS
 from shardmath.symmetric.header import different
 
-__all__ = ["Ahead", "KnownCall", "tag_of_agreement", "without_out"]
+__all__ = ["Ahead", "KnownCall"]
 
 _KEPT = 1024  # calls of a context
+_PLANS = 64  # of calls of which this rank has asked what is the peers' own
 _TAG_BYTES = 6
-_OUT = 3  # where `call_spec` has what `out` is
 
 
 def _tag_of(*what: bytes) -> int:
@@ -38,39 +40,24 @@ def _tag_of(*what: bytes) -> int:
     return int.from_bytes(digest, "little") or 1
 
 
-def tag_of_agreement(agreement: Agreement[Any]) -> int:
-    """The tag of a call for which all ranks have met."""
-    operation, digests = agreement.key
-    return _tag_of(operation.encode(), *digests)
-
-
 class KnownCall(NamedTuple):
-    """A call that all ranks know: its spec but for `out`, what that must be, and its plan.
+    """A call that all ranks know: what they share of it, what `out` must be, and its plan.
 
-    `build` makes a plan of all ranks' specs, or raises what is wrong with them.
+    `build` makes a plan of all ranks' specs, or raises what is wrong with them. What `out` must be
+    is None where that is not the same in all such calls.
     """
 
     operation: str
-    spec: tuple[Any, ...]
+    form: Form
+    common: Spec
     result: OutputSpec
     plan: Any
     build: Callable[[list[Any]], Any]
     tag: int
 
-    @property
-    def whole(self) -> tuple[Any, ...]:
-        """The spec as a rank without `out` sends it."""
-        return with_out(self.spec, None)
-
-
-def without_out(spec: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A rank's spec, as `call_spec` has it, without what is each rank's own."""
-    return (*spec[:_OUT], *spec[_OUT + 1 :])
-
-
-def with_out(spec: tuple[Any, ...], out: OutputSpec) -> tuple[Any, ...]:
-    """The spec of which that is left."""
-    return (*spec[:_OUT], out, *spec[_OUT:])
+    def whole(self, words: Sequence[int] = ()) -> Spec:
+        """The spec as a rank without `out` sends it, which has listed these words."""
+        return self.form.whole(self.common, words)
 
 
 class Ahead:
@@ -85,10 +72,11 @@ class Ahead:
         self._meets = context.multi_host or team.meets  # the same on all ranks
         self._calls: dict[tuple[str, Hashable], KnownCall] = {}
         self._by_tag: dict[int, KnownCall] = {}
+        self._plans: LRUCache[Hashable, Any] = LRUCache(_PLANS)
         # What this rank says in the meeting under way: its spec, or its mistake.
-        self._own: tuple[Any, ...] | Exception | None = None
+        self._own: Spec | Exception | None = None
         if not self._meets and context.size > 1:
-            team.explain = self._explain
+            team.explain, team.explain_misfit = self._explain, self._explain_misfit
             self._board.let_run_ahead(self._explain_passed)
 
     @classmethod
@@ -97,33 +85,45 @@ class Ahead:
         made: Ahead = context.cache("calls ahead", lambda: cls(context))
         return made
 
-    def find(self, operation: str, common: tuple[Any, ...]) -> KnownCall | None:
-        """The known call of `operation` whose spec, leaving out `out`, is `common`."""
+    def find(self, operation: str, common: Spec) -> KnownCall | None:
+        """The known call of `operation` of which all ranks share `common`."""
         return self._calls.get((operation, common))
 
-    def find_fitting(self, operation: str, spec: tuple[Any, ...]) -> KnownCall | None:
+    def find_fitting(self, operation: str, form: Form, spec: Spec) -> KnownCall | None:
         """The known call of this spec; None where its `out` is wrong, which a meeting reports."""
-        known = self.find(operation, without_out(spec))
-        return known if known is not None and spec[_OUT] in (None, known.result) else None
+        common = form.common(spec)
+        known = None if common is None else self.find(operation, common)
+        return known if known is not None and form.fits(spec, known.result) else None
+
+    def find_of(self, rank: int, operation: str) -> KnownCall | None:
+        """The known call of `operation` that `rank` makes next; None where it meets all instead.
+
+        Waits for that rank's host.
+        """
+        if self._meets or self._size == 1:
+            return None
+        tag = self._board.next_tag_of(rank)
+        known = None if tag is None else self._by_tag.get(tag)
+        return known if known is not None and known.operation == operation else None
 
     def keep(
         self,
         operation: str,
-        spec: tuple[Any, ...],
+        form: Form,
+        common: Spec,
         result: OutputSpec,
         plan: Any,
         build: Callable[[list[Any]], Any],
     ) -> None:
-        """Let a call that all ranks have agreed on be known, given this rank's spec of it."""
-        if self._meets:
+        """Let a call that all ranks have agreed on be known, given what they share of it."""
+        if self._meets or (form.counted and self._size > MOST_WORDS):
             return
         if len(self._calls) >= _KEPT:
             self._by_tag = {each.tag: each for each in self._calls.values()}
             self._calls.clear()
             self._forget()
-        common = without_out(spec)
-        tag = self.tag(operation, spec)
-        known = KnownCall(operation, common, result, plan, build, tag)
+        tag = self.tag(operation, common)
+        known = KnownCall(operation, form, common, result, plan, build, tag)
         self._by_tag[tag] = self._calls[operation, common] = known
 
     def _forget(self) -> None:
@@ -131,17 +131,48 @@ class Ahead:
         if context is not None and context.repeats is not None:
             context.repeats.calls.clear()
 
-    def tag(self, operation: str, spec: tuple[Any, ...]) -> int:
+    def tag(self, operation: str, common: Spec) -> int:
         """The tag of a call that may be known, the first time too."""
-        return _tag_of(operation.encode(), wire.encode(without_out(spec)))
+        return _tag_of(operation.encode(), wire.encode(common))
 
-    def go(self, known: KnownCall) -> None:
-        """Make a known call, without waiting for the peers."""
+    def go(self, known: KnownCall, words: Shape) -> None:
+        """Make a known call, of which this rank's own part is `words`, without waiting."""
         if self._size > 1:
-            self._board.run_ahead(known.operation, known.tag)
+            self._board.run_ahead(known.operation, known.tag, words)
+
+    def others(self, known: KnownCall, own: Shape) -> Sequence[Shape]:
+        """What is each rank's own in the known call that this one makes. Waits for their hosts."""
+        return [own] if self._size == 1 else self._board.listed_words(len(own))
+
+    def asked(self, known: KnownCall, spec: Spec) -> Sequence[Shape] | None:
+        """What `plan` has asked of the peers for the call that was made last; None for nothing."""
+        form = known.form
+        if not form.counted or form.alone(spec) is not None:
+            return None
+        return self.others(known, form.words(spec))
+
+    def plan(self, known: KnownCall, spec: Spec) -> Any:
+        """The plan of the known call that this rank makes, or its part where that is enough."""
+        form = known.form
+        if not form.counted:
+            return known.plan
+        alone = form.alone(spec)
+        if alone is not None:
+            return alone
+        others = self.others(known, form.words(spec))
+        key = known.tag, spec, tuple(others)
+        plan = self._plans.find(key)
+        if plan is None:
+            specs = [known.whole(words) for words in others]
+            specs[self._rank] = spec
+            try:
+                plan = self._plans.keep(key, known.build(specs))
+            except Exception as error:  # the peers have gone on, and are to raise it too
+                raise self._board.concluded(self._board.verdict(error)) from None
+        return plan
 
     @contextmanager
-    def meeting(self, own: tuple[Any, ...] | Exception) -> Iterator[None]:
+    def meeting(self, own: Spec | Exception) -> Iterator[None]:
         """Surround a meeting to which this rank brings `own`, a spec or an error."""
         self._own = own
         try:
@@ -155,7 +186,18 @@ class Ahead:
         """What all ranks raise whose kernels found these tags, by rank, to differ."""
         calls = [self._by_tag.get(tags[rank]) for rank in range(self._size)]
         names = [call.operation if call else "something else" for call in calls]
-        return self._difference(names, [call.whole if call else None for call in calls], calls)
+        return self._difference(names, [call.whole() if call else None for call in calls], calls)
+
+    def _explain_misfit(self, tag: int, launch: int) -> Exception:
+        """What all ranks raise where one does not take what is sent to it in that launch."""
+        known, context = self._by_tag.get(tag), self._context()
+        assert context is not None, "it is in use"
+        collectives = DeviceCollectives.of(context)
+        assert isinstance(collectives, DeviceCollectives), "ranks of one host"
+        if known is None:
+            return CollectiveMismatch("the ranks exchanged other counts than they had agreed on")
+        specs = [known.form.of_row(known.common, row) for row in collectives.rows(launch)]
+        return self._difference([known.operation], specs, [known])
 
     def _explain_passed(self, tags: Mapping[int, int]) -> Exception:
         """What all ranks raise where peers ran ahead by these tags, and this rank meets them."""
@@ -168,14 +210,20 @@ class Ahead:
         if isinstance(own, Exception):
             return refused_by(self._rank, own)
         specs = [
-            call.whole if call else None if rank in tags else own for rank, call in enumerate(calls)
+            call.whole(self._words_of(rank, call)) if call else None if rank in tags else own
+            for rank, call in enumerate(calls)
         ]
         return self._difference(names, specs, calls)
+
+    def _words_of(self, rank: int, call: KnownCall) -> Shape:
+        """What a peer has listed with the call with which it has passed this rank."""
+        calls, count = self._board.calls, len(call.form.words(call.whole((0,) * self._size)))
+        return () if calls is None else calls.next_words_of(rank, count)
 
     def _difference(
         self,
         names: Sequence[str],
-        specs: Sequence[tuple[Any, ...] | None],
+        specs: Sequence[Spec | None],
         calls: Sequence[KnownCall | None],
     ) -> Exception:
         if len(set(names)) > 1 or None in specs:

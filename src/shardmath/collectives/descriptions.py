@@ -6,30 +6,38 @@ from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardmath.arrays.spec import ArraySpec
+from shardmath.collectives.forms import Form
 from shardmath.collectives.operand import OutputSpec, Shape
 
 if TYPE_CHECKING:
     from shardmath.collectives.device_operand import DeviceOperand
 
-__all__ = ["Call", "call_spec"]
+__all__ = ["NO_ROOT", "Call", "call_spec"]
+
+NO_ROOT = "the root of a broadcast passes an array, not None"
 
 
 class Call(NamedTuple):
     """A collective on GPUs and the arguments of one call, but for `x` and `out`.
 
-    `describe(spec)` is the arguments in normal form for an `x` like that, for all ranks to compare;
-    it raises for wrong ones. `build` makes the plan of the specs of all ranks (`call_spec`), as for
-    `agree_plan`. `on_device(operand, plan)` gives the result. `result(operand, plan)`, for a call
-    in which a rank's arguments say what all ranks' are, is the dtype and shape of this rank's
-    result; None where its ranks meet all the same.
+    `x` may be left out where it is `optional`, and this rank is none that `gives` it.
+    `describe(spec)` is the arguments in normal form for an `x` like that, None without one, for all
+    ranks to compare; it raises for wrong ones. `build` makes the plan of the specs of all ranks
+    (`call_spec`), as for `agree_plan`. `on_device(operand, plan)` gives the result.
+
+    `form` says how such calls run ahead. `result(operand, plan)`, for a call whose result has the
+    same dtype and shape each time, is these of this rank's; None where its ranks meet all the same.
     """
 
     operation: str
     arguments: tuple[Any, ...]
-    describe: Callable[[ArraySpec], tuple[Hashable, ...]]
+    describe: Callable[[ArraySpec | None], tuple[Hashable, ...]]
     build: Callable[[list[Any]], Any]
     on_device: Callable[[DeviceOperand, Any], Any]
+    form: Form
     result: Callable[[DeviceOperand, Any], tuple[str, Shape] | None] | None = None
+    gives: bool = True
+    optional: bool = False
 
 
 def call_spec(

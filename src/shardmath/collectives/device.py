@@ -19,11 +19,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from shardmath.arrays.dtypes import DType
 from shardmath.base.lru_cache import LRUCache
 from shardmath.collectives.far import FarCollectives
+from shardmath.collectives.forms import UNKNOWN
 from shardmath.collectives.operand import bounds
 from shardmath.collectives.pushes import Pushes, kernel_memory, reduction_defines
+from shardmath.cuda.driver import call
 from shardmath.cuda.kernel import Argument, ReadyLaunch
 from shardmath.cuda.stream import StreamOrder
 from shardmath.symmetric.team import Team
@@ -31,7 +35,7 @@ from shardmath.symmetric.team import Team
 if TYPE_CHECKING:
     from shardmath.context.context import Context
 
-__all__ = ["DeviceCollectives", "LaunchConfig", "choose_all_reduce"]
+__all__ = ["DeviceCollectives", "LaunchConfig", "Parts", "choose_all_reduce"]
 
 
 _PACKET = 16
@@ -47,7 +51,6 @@ _PUSHED_SLICE_BYTES, _PUSHED_BYTES = 32 << 20, 16 << 20
 _MAIL_BYTES = 512 << 10
 _INBOX_BYTES, _LANES, _SLOTS, _SLOT_UNIT = 16 << 20, 64, 4, 2048
 _MAIL_BLOCKS, _LANE_BLOCKS = 96, 2 * _LANES
-_UNKNOWN = (1 << 64) - 1
 _POST = "MAIL_BYTES", "POST_BYTES"
 _SECOND_WAIT_BYTES = 512 << 10  # what a link carries in the time of one wait, 1.4 us
 
@@ -278,11 +281,20 @@ class DeviceCollectives(Pushes):
 
     def _exchange_words(self, source: int, target: int, parts: Parts) -> list[int]:
         """What follows the struct `Cells` in the argument of exchange.cu."""
-        unknown = (_UNKNOWN,) * self.team.size
-        row = (*parts.sent, *(parts.expected or unknown), _UNKNOWN)
+        unknown = (UNKNOWN,) * self.team.size
+        row = (*parts.sent, *(parts.expected or unknown), UNKNOWN)
         if parts.room is not None:
             row = (*row[:-1], parts.room)
         return [source, target, parts.width, *parts.starts, *row, *self._posts]
+
+    def rows(self, launch: int) -> list[tuple[int, ...]]:
+        """The rows that all ranks have sent to this one in a launch that was their last."""
+        size = self.team.size
+        packets = np.empty((size, 2 * size + 1, 2), np.uint64)
+        place = self._posts[self.team.rank] + (launch & 1) * packets.nbytes
+        self.team.device.activate()
+        call("cuMemcpyDtoH", packets.ctypes.data, place, packets.nbytes)
+        return [tuple(row) for row in packets[:, :, 0].tolist()]
 
     def _run(
         self, key: tuple[Any, ...], stream: int, make: Callable[[], ReadyLaunch | None]

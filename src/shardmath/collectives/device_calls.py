@@ -6,13 +6,13 @@ device, none of them lazy, freed or under a gradient. Arrays are inspected every
 may lie elsewhere. A call is cached only where its kernel read the operand and wrote the result as
 they lie, and the cache refers to no array.
 
-Where this rank knows all ranks' arguments it waits for nobody: see `ahead`. Else all ranks agree
-every time.
+A call that all ranks know waits for nobody, but where this rank's host has to learn from its peers
+how much they send: see `ahead`. Else all ranks agree every time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -21,11 +21,12 @@ from shardmath.arrays import Library, library_named
 from shardmath.arrays.spec import ArraySpec
 from shardmath.base.lru_cache import LRUCache
 from shardmath.call.agreement import HashedSpec, agree
-from shardmath.collectives.ahead import Ahead, tag_of_agreement, without_out
-from shardmath.collectives.descriptions import Call, call_spec
-from shardmath.collectives.device_operand import DeviceOperand
+from shardmath.collectives.ahead import Ahead, KnownCall
+from shardmath.collectives.descriptions import NO_ROOT, Call, call_spec
+from shardmath.collectives.device_operand import DeviceOperand, DeviceOutput, placeholder
 from shardmath.collectives.flat import DirectLaunch
-from shardmath.collectives.repeats import Meeting, Repeats
+from shardmath.collectives.forms import Form, OwnParts
+from shardmath.collectives.repeats import Repeats
 from shardmath.context.context import Context
 from shardmath.handles.fingerprint import inspect
 
@@ -42,55 +43,98 @@ def perform_on_device(context: Context, call: Call, x: Any, out: Any) -> Any:
     context.board.enter(operation)
     calls: LRUCache[Hashable, _CachedCall] = context.cache("calls: collectives", _CACHE)
     ahead = Ahead.of(context)
-    arrays = _inspected(context, call, x, out)
+    given = out if x is None and not call.gives else x  # nobody reads that
+    arrays = _inspected(context, call, given, out)
     cached = None if arrays is None else calls.find(arrays.key)
     if arrays is not None and cached is not None:
-        known = ahead.find(operation, cached.common)
-        if known is not None:
-            with context.executing(operation):
-                ahead.go(known)
-                if cached.applies(arrays):
-                    return cached.launch(context, arrays, out)
-                operand = DeviceOperand(context, x, out, tag=known.tag)
-                return call.on_device(operand, known.plan)
-        with ahead.meeting(cached.spec.spec):
-            _, agreement, _ = agree(context, operation, _repeated, call.build, cached)
-        plan = agreement.plan
-        with context.executing(operation):
-            if plan is cached.plan and cached.applies(arrays):
-                return cached.launch(context, arrays, out)
-            tag = tag_of_agreement(agreement) if call.result is None else cached.tag
-            return call.on_device(DeviceOperand(context, x, out, tag=tag), plan)
-
+        return _perform_again(context, call, cached, arrays, (given, out))
     found = _describe(context, call, x, out)
-    known = None if isinstance(found, Exception) else ahead.find_fitting(operation, found.spec)
+    known = None if isinstance(found, Exception) else _known(context, call, found)
     if known is not None and not isinstance(found, Exception):
-        operand, spec, plan = found.operand, found.spec, known.plan
-        operand.tag = known.tag
+        spec = found.spec
         with context.executing(operation):
-            ahead.go(known)
-            result = call.on_device(operand, plan)
+            ahead.go(known, known.form.words(spec))
+            plan = ahead.plan(known, spec)
+            operand = found.taking(context, known.plan, out)
+            operand.tag = known.tag
+            result = _put(call, operand, plan)
     else:
         try:
             with ahead.meeting(found if isinstance(found, Exception) else found.spec):
                 own, agreement, _ = agree(context, operation, _raised, call.build, found)
         finally:
             del found  # its traceback refers to this frame: a cycle that would keep the operands
-        operand, spec, plan = own.operand, own.spec, agreement.plan
-        alike = call.result is not None
-        operand.tag = ahead.tag(operation, spec) if alike else tag_of_agreement(agreement)
+        spec, plan = own.spec, agreement.plan
+        common = call.form.agreed(spec, plan)
         with context.executing(operation):
+            operand = own.taking(context, plan, out)
+            operand.tag = ahead.tag(operation, common)
             result = call.on_device(operand, plan)
-        of_all = None if call.result is None else call.result(operand, plan)
+        of_all = () if call.result is None else call.result(operand, plan)
         if of_all is not None:
-            ahead.keep(operation, spec, (operand.kind, *of_all), plan, call.build)
+            into = (operand.kind, *of_all) if of_all else call.form.result(common)
+            ahead.keep(operation, call.form, common, into, plan, call.build)
     if arrays is not None:
-        cached = _CachedCall.of(arrays, operand, spec, plan, result)
-        if cached is not None:
-            calls.keep(arrays.key, cached)
-            if call.result is None or ahead.find(operation, cached.common) is not None:
-                _keep_compiled(context, call, cached, x, result)
+        _keep(context, call, arrays, (operand, spec, plan), result, known)
     return result
+
+
+def _perform_again(
+    context: Context, call: Call, cached: _CachedCall, arrays: _Arrays, given: tuple[Any, Any]
+) -> Any:
+    """The result of a call on arrays that look like those of a cached one."""
+    ahead, operation, (x, out) = Ahead.of(context), call.operation, given
+    known = ahead.find(operation, cached.common)
+    if known is None:
+        with ahead.meeting(cached.spec.spec):
+            _, agreement, _ = agree(context, operation, _repeated, call.build, cached)
+    with context.executing(operation):
+        if known is None:
+            plan, same = agreement.plan, agreement.plan is cached.plan
+        else:
+            ahead.go(known, cached.words)
+            same = cached.others is None or cached.others == ahead.others(known, cached.words)
+            plan = cached.plan if same else ahead.plan(known, cached.spec.spec)
+        if same and cached.applies(arrays):
+            return cached.launch(context, arrays, out)
+        return _put(call, DeviceOperand(context, x, out, tag=cached.tag), plan)
+
+
+def _keep(
+    context: Context,
+    call: Call,
+    arrays: _Arrays,
+    made: tuple[DeviceOperand, tuple[Any, ...], Any],
+    result: Any,
+    known: KnownCall | None,
+) -> None:
+    """Let the next such call be made faster; `made` are its operand, spec and plan."""
+    operand, spec, plan = made
+    ahead, form = Ahead.of(context), call.form
+    others = None if known is None else ahead.asked(known, spec)
+    cached = _CachedCall.of(arrays, operand, form, spec, plan, others, result)
+    if cached is None:
+        return
+    runs_ahead = ahead.find(call.operation, cached.common) is not None
+    if runs_ahead and known is None and form.counted:
+        return  # the launch has the peers' parts of a call for which all have met
+    calls: LRUCache[Hashable, _CachedCall] = context.cache("calls: collectives", _CACHE)
+    calls.keep(arrays.key, cached)
+    if runs_ahead and others is None:
+        _keep_compiled(context, call, cached, operand.given, result)
+
+
+def _put(call: Call, operand: DeviceOperand, plan: Any) -> Any:
+    """The result of a known call, of which this rank may know its own part alone."""
+    return operand.exchange(plan) if isinstance(plan, OwnParts) else call.on_device(operand, plan)
+
+
+def _known(context: Context, call: Call, found: _DeviceCall) -> KnownCall | None:
+    """The known call that this is, if it is one."""
+    ahead, operation = Ahead.of(context), call.operation
+    if call.form.common(found.spec) is None:
+        return ahead.find_of(found.spec[-1], operation)
+    return ahead.find_fitting(operation, call.form, found.spec)
 
 
 def _keep_compiled(context: Context, call: Call, cached: _CachedCall, x: Any, result: Any) -> None:
@@ -103,33 +147,42 @@ def _keep_compiled(context: Context, call: Call, cached: _CachedCall, x: Any, re
         hash(call.arguments)
     except TypeError:
         return
-    library, meeting = library_named(spec.library), None
-    if call.result is None:
-        meeting = Meeting(cached.spec, cached.plan, call.build, call.on_device)
+    library = library_named(spec.library)
     repeats.keep(
         (call.operation, *call.arguments),
         (library, spec, x),
         (library.spec(result), result),
         direct.ready,
-        cached.tag,
+        (cached.tag, cached.words),
         in_place=direct.in_place,
-        meeting=meeting,
     )
 
 
 class _DeviceCall(NamedTuple):
-    """A call as this rank describes it, and its operand on the GPU."""
+    """A call as this rank describes it, and its operand on the GPU, if it gives one."""
 
     spec: tuple[Any, ...]
     note: bytes
-    operand: DeviceOperand
+    operand: DeviceOperand | None
     payload: bytes = b""
     last: None = None
+
+    def taking(self, context: Context, plan: Any, out: Any) -> DeviceOperand:
+        """The operand; where this rank gives none, what takes its place by that plan."""
+        if self.operand is not None:
+            return self.operand
+        return placeholder(context, plan.library, plan.dtype, plan.shape, out)
 
 
 def _describe(context: Context, call: Call, x: Any, out: Any) -> _DeviceCall | Exception:
     """The call, or what is wrong with it on this rank."""
     try:
+        if x is None and call.optional:
+            arguments = call.describe(None)
+            if call.gives:
+                raise ValueError(NO_ROOT)
+            into = None if out is None else DeviceOutput(context, out).spec
+            return _DeviceCall((None, None, None, into, *arguments), b"", None)
         operand = DeviceOperand(context, x, out)
         spec = call_spec(operand.kind, operand.spec, operand.into, call.describe(operand.spec))
         return _DeviceCall(spec, b"", operand)
@@ -207,7 +260,9 @@ class _CachedCall:
 
     array_specs: tuple[ArraySpec, ArraySpec | None]
     spec: HashedSpec
-    common: tuple[Any, ...]  # of all ranks, for one that may run ahead
+    common: tuple[Any, ...]  # what all ranks share of one that may run ahead,
+    words: tuple[int, ...]  # what is this rank's own,
+    others: Sequence[tuple[int, ...]] | None  # and each rank's, where the plan is made of that
     plan: Any
     tag: int
     direct: DirectLaunch
@@ -217,7 +272,14 @@ class _CachedCall:
 
     @classmethod
     def of(
-        cls, arrays: _Arrays, operand: DeviceOperand, spec: tuple[Any, ...], plan: Any, result: Any
+        cls,
+        arrays: _Arrays,
+        operand: DeviceOperand,
+        form: Form,
+        spec: tuple[Any, ...],
+        plan: Any,
+        others: Sequence[tuple[int, ...]] | None,
+        result: Any,
     ) -> _CachedCall | None:
         """None where it was not one launch, from the operand and to the result as they lie."""
         direct, found = operand.direct, arrays.library.spec(result)
@@ -228,7 +290,9 @@ class _CachedCall:
         return cls(
             (arrays.spec, arrays.into),
             HashedSpec(spec),
-            without_out(spec),
+            form.agreed(spec, plan),
+            form.words(spec),
+            others,
             plan,
             operand.tag,
             direct,

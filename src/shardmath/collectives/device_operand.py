@@ -17,9 +17,10 @@ from shardmath.arrays import DType, array_of, library_and_spec, library_named, l
 from shardmath.arrays.dtypes import HALVES
 from shardmath.arrays.dtypes import of as dtype_of
 from shardmath.arrays.spec import ArraySpec
-from shardmath.collectives.device import DeviceCollectives
+from shardmath.collectives.device import DeviceCollectives, Parts
 from shardmath.collectives.flat import DirectLaunch, Flat, Launch, is_numpy
-from shardmath.collectives.operand import OutputSpec, Shape, live_block
+from shardmath.collectives.forms import OwnParts
+from shardmath.collectives.operand import OutputSpec, Shape, bounds, live_block
 from shardmath.collectives.reduction import Reduction
 from shardmath.context.context import Context
 from shardmath.cuda.driver import call
@@ -33,7 +34,7 @@ __all__ = ["DeviceOperand", "DeviceOutput", "placeholder"]
 _ON_GPUS = " on GPUs"
 
 # In the rank's own operand, the part for a rank; in the result, the part of a rank.
-Parts = Sequence[int]
+Counts = Sequence[int]
 
 
 class DeviceOperand:
@@ -58,6 +59,11 @@ class DeviceOperand:
         self.out = None if out is None else DeviceOutput(context, out)
         self.direct: DirectLaunch | None = None  # the launch of the call, where there was only one
         self.tag = tag
+
+    @property
+    def given(self) -> Any:
+        """The array."""
+        return self._x
 
     @property
     def on_host(self) -> bool:
@@ -113,7 +119,7 @@ class DeviceOperand:
         nbytes = self.spec.size * dtype.itemsize
         return DeviceCollectives.of(self.context).reduction_pushes(nbytes, dtype) is not None
 
-    def reduce_scatter(self, reduction: Reduction, axis: int, counts: Parts, shape: Shape) -> Any:
+    def reduce_scatter(self, reduction: Reduction, axis: int, counts: Counts, shape: Shape) -> Any:
         """See `reducing.reduce_scatter`."""
         source, dtype, op = self._widened(reduction, self._ordered_by_rank(axis, counts))
         tag = self.tag
@@ -148,7 +154,7 @@ class DeviceOperand:
         return self._concatenated(flat, axis, shapes, shape)
 
     def all_to_all(
-        self, axis: int, sent: Sequence[Parts], shapes: Sequence[Shape], shape: Shape
+        self, axis: int, sent: Sequence[Counts], shapes: Sequence[Shape], shape: Shape
     ) -> Any:
         """See `moving.all_to_all`; `sent[src][dst]` are indices of the axis."""
         collectives, tag = DeviceCollectives.of(self.context), self.tag
@@ -174,15 +180,38 @@ class DeviceOperand:
         dtype, tag = dtype_of(self.spec.dtype), self.tag
         nbytes = prod(shape) * dtype.itemsize
         source = self._packed(self._x)
-        flat = self._result_memory(shape, dtype, source)
+        flat = self._result_memory(shape, dtype, source, in_place=True)
         self._launch(
             source,
             flat,
             lambda start, to, stream: collectives.broadcast(
                 start, to, nbytes, root, stream, tag=tag
             ),
+            in_place=True,
         )
         return self._finish(flat, shape, self.spec.dtype)
+
+    def exchange(self, own: OwnParts) -> Any:
+        """The result of a call that moves elements, whose kernels tell each other how many."""
+        collectives, tag, size = DeviceCollectives.of(self.context), self.tag, self.context.size
+        assert isinstance(collectives, DeviceCollectives), "ranks of one host"
+        axis, width, shape = own.axis, self._width(own.axis), own.shape
+        if own.whole:
+            source, sent, starts = self._packed(self._x), own.sent * size, [0] * size
+        else:
+            sent = own.sent
+            source = self._packed(self._ordered_by_rank(axis, sent))
+            starts = [width * start for start in bounds(sent)[:-1]]
+        flat = self._concatenation(axis, shape, source)
+        moved = Parts(width, starts, sent, own.expected, shape[axis])
+        self._launch(
+            source,
+            flat,
+            lambda start, to, stream: collectives.exchange(start, to, moved, stream, tag=tag),
+        )
+        received = own.expected or (shape[axis],)
+        parts = [(*shape[:axis], count, *shape[axis + 1 :]) for count in received]
+        return self._concatenated(flat, axis, parts, shape)
 
     def _width(self, axis: int) -> int:
         """The bytes of one index of the axis."""
@@ -195,7 +224,7 @@ class DeviceOperand:
 
     # -- memory ------------------------------------------------------------------------------------
 
-    def _ordered_by_rank(self, axis: int, counts: Parts) -> Any:
+    def _ordered_by_rank(self, axis: int, counts: Counts) -> Any:
         """The elements in the order in which the ranks will have them, each's in C order."""
         x = self.library.host_view(self._x) if self.on_host else self._x
         if prod(self.spec.shape[:axis]) == 1 or self.spec.size == 0:
@@ -344,10 +373,12 @@ def _combined_type(reduction: Reduction) -> DType:
 
 
 def placeholder(context: Context, kind: str, dtype: str, shape: Shape, out: Any) -> DeviceOperand:
-    """An operand of that kind with undefined elements, for a rank that gives none but `out`."""
+    """An operand of that kind, for a rank that gives none but `out`: nobody reads its elements."""
+    if out is not None:
+        return DeviceOperand(context, out, out)
     library = library_named(kind.removesuffix(_ON_GPUS))
     device = f"cuda:{context.device_id}" if kind.endswith(_ON_GPUS) else "cpu"
-    return DeviceOperand(context, library.empty(shape, dtype, "C", device), out)
+    return DeviceOperand(context, library.empty(shape, dtype, "C", device))
 
 
 def _require_device(spec: ArraySpec, team: Team) -> None:

@@ -15,7 +15,8 @@ from shardmath.arrays.base import HostArray
 from shardmath.arrays.spec import ArraySpec
 from shardmath.call.agreement import Agreement
 from shardmath.call.driver import Driver
-from shardmath.collectives.descriptions import Call, call_spec
+from shardmath.collectives.descriptions import NO_ROOT, Call, call_spec
+from shardmath.collectives.forms import Form
 from shardmath.collectives.offers import (
     INLINE,
     INLINE_BYTES,
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from shardmath.collectives.device_operand import DeviceOperand
 
 __all__ = [
-    "NO_ROOT",
     "AgreedCall",
     "Collective",
     "Offered",
@@ -52,8 +52,6 @@ __all__ = [
 ]
 
 P = TypeVar("P")
-
-NO_ROOT = "the root of a broadcast passes an array, not None"
 
 Offered = tuple[Operand, Offer | Staged]  # what peers can read, and the note that says where
 
@@ -238,15 +236,18 @@ def perform(
     x: Any,
     out: Any,
     on_device: Callable[[DeviceOperand, Any], Any],
+    form: Form,
     result: Callable[[DeviceOperand, Any], tuple[str, Shape] | None] | None = None,
 ) -> Any:
     """The result of a call on GPUs; see `Call`. Collective."""
     from shardmath.collectives.device_calls import perform_on_device
 
-    def describe(spec: ArraySpec) -> tuple[Hashable, ...]:
+    def describe(spec: ArraySpec | None) -> tuple[Hashable, ...]:
         return collective.arguments(spec, context.size, *words)
 
-    call = Call(collective.name, words, describe, collective.build, on_device, result)
+    gives = collective.gives is None or collective.gives(context.rank, (context.size, *words))
+    build, name = collective.build, collective.name
+    call = Call(name, words, describe, build, on_device, form, result, gives, collective.optional)
     return perform_on_device(context, call, x, out)
 
 

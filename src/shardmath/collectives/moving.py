@@ -9,7 +9,7 @@ its own. Seen along the axis, an array is a matrix whose columns are divided amo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -20,9 +20,7 @@ from shardmath.arrays import library_named, raw_view
 from shardmath.arrays.base import HostArray
 from shardmath.arrays.spec import ArraySpec
 from shardmath.base.collective_call import collective_call
-from shardmath.call.agreement import Statement, agree
 from shardmath.collectives.dispatch import (
-    NO_ROOT,
     AgreedCall,
     Collective,
     Offered,
@@ -30,7 +28,8 @@ from shardmath.collectives.dispatch import (
     perform,
     perform_on_cores,
 )
-from shardmath.collectives.offers import NOTHING, offer
+from shardmath.collectives.forms import Broadcast, Gathered, Scattered
+from shardmath.collectives.offers import offer
 from shardmath.collectives.operand import (
     Operand,
     Shape,
@@ -79,16 +78,15 @@ def broadcast(
     if context.team is None:
         return perform_on_cores(context, _BROADCAST, (root,), x, out)
     if context.repeats is not None and type(root) is int:
-        found = context.repeats.make(context, ("broadcast", root), x, out)
+        given = out if x is None and context.rank != root else x
+        found = context.repeats.make(("broadcast", root), given, out)
         if found is not None:
             return found
 
     def on_device(operand: DeviceOperand, plan: _Broadcast) -> Any:
         return operand.broadcast(plan.root, plan.shape)
 
-    if x is None:
-        return _receive(context, root, out, on_device)
-    return perform(context, _BROADCAST, (root,), x, out, on_device)
+    return perform(context, _BROADCAST, (root,), x, out, on_device, _BROADCAST_AHEAD)
 
 
 @dataclass(frozen=True)
@@ -143,26 +141,7 @@ _BROADCAST = Collective(
 )
 
 
-def _receive(
-    context: Context, root: int, out: Any, on_device: Callable[[DeviceOperand, Any], Any]
-) -> Any:
-    """A broadcast on GPUs for a rank that passes None: what nobody reads takes its place."""
-    from shardmath.collectives.ahead import tag_of_agreement
-    from shardmath.collectives.device_operand import DeviceOutput, placeholder
-
-    def describe() -> Statement:
-        source = as_index("root", root, context.size)
-        if context.rank == source:
-            raise ValueError(NO_ROOT)
-        into = None if out is None else DeviceOutput(context, out).spec
-        return Statement((*_NO_ARRAY, into, source), NOTHING)
-
-    _, agreement, _ = agree(context, "broadcast", describe, _plan_broadcast)
-    plan = agreement.plan
-    with context.executing("broadcast"):
-        x = placeholder(context, plan.library, plan.dtype, plan.shape, out)
-        x.tag = tag_of_agreement(agreement)
-        return on_device(x, plan)
+_BROADCAST_AHEAD = Broadcast()
 
 
 @collective_call
@@ -184,14 +163,14 @@ def all_gather(
     if context.team is None:
         return perform_on_cores(context, _ALL_GATHER, (axis,), x, out)
     if context.repeats is not None and type(axis) is int:
-        found = context.repeats.make(context, ("all_gather", axis), x, out)
+        found = context.repeats.make(("all_gather", axis), x, out)
         if found is not None:
             return found
 
     def on_device(operand: DeviceOperand, plan: _Gather) -> Any:
         return operand.all_gather(plan.axis, plan.operands, plan.shape)
 
-    return perform(context, _ALL_GATHER, (axis,), x, out, on_device)
+    return perform(context, _ALL_GATHER, (axis,), x, out, on_device, _ALL_GATHER_AHEAD)
 
 
 @dataclass(frozen=True)
@@ -228,6 +207,7 @@ def _gather(agreed: AgreedCall, plan: _Gather) -> Any:
 _ALL_GATHER = Collective(
     "all_gather", lambda spec, size, axis: (as_axis(axis, spec.ndim),), _plan_gather, _gather
 )
+_ALL_GATHER_AHEAD = Gathered()
 
 
 @collective_call
@@ -260,14 +240,14 @@ def all_to_all(
         return perform_on_cores(context, _ALL_TO_ALL, words, x, out)
     even = send_counts is None and receive_counts is None
     if context.repeats is not None and even and type(axis) is int:
-        found = context.repeats.make(context, ("all_to_all", axis, None, None), x, out)
+        found = context.repeats.make(("all_to_all", axis, None, None), x, out)
         if found is not None:
             return found
 
     def on_device(operand: DeviceOperand, plan: _AllToAll) -> Any:
         return operand.all_to_all(plan.axis, plan.sent, plan.operands, plan.results[rank])
 
-    return perform(context, _ALL_TO_ALL, words, x, out, on_device)
+    return perform(context, _ALL_TO_ALL, words, x, out, on_device, _ALL_TO_ALL_AHEAD)
 
 
 def _plain(counts: Sequence[int] | None) -> Sequence[int] | None:
@@ -331,6 +311,7 @@ def _all_to_all(agreed: AgreedCall, plan: _AllToAll) -> Any:
 
 
 _ALL_TO_ALL = Collective("all_to_all", _arguments_of_all_to_all, _plan_all_to_all, _all_to_all)
+_ALL_TO_ALL_AHEAD = Scattered()
 
 
 def _require_one_kind(specs: list[Any]) -> tuple[str, int]:
@@ -343,10 +324,15 @@ def _require_one_kind(specs: list[Any]) -> tuple[str, int]:
     if any(other != others[0] for other in others):
         rank = next(r for r, other in enumerate(others) if other != others[0])
         raise CollectiveMismatch(
-            f"the shapes of x must be equal but for axis {axis}: rank 0 has {specs[0][2]}, "
-            f"rank {rank} has {specs[rank][2]}"
+            f"the shapes of x must be equal but for axis {axis}: rank 0 has "
+            f"{_but_for(axis, specs[0][2])}, rank {rank} has {_but_for(axis, specs[rank][2])}"
         )
     return dtype, axis
+
+
+def _but_for(axis: int, shape: Shape) -> str:
+    """A shape, without its extent along the axis."""
+    return f"({', '.join('_' if each == axis else str(n) for each, n in enumerate(shape))})"
 
 
 def _copy(into: HostArray, source: HostArray) -> None:

@@ -22,6 +22,7 @@ from shardmath.collectives.dispatch import (
     perform,
     perform_on_cores,
 )
+from shardmath.collectives.forms import Alike
 from shardmath.collectives.offers import offer
 from shardmath.collectives.operand import (
     Operand,
@@ -49,6 +50,7 @@ __all__ = ["all_reduce", "reduce_scatter"]
 # once, and take a barrier more. Measured on 2 cores with 4 ranks: they meet between 1 and 2 MB.
 _ONE_SHOT_BYTES = 1 << 20  # of one operand: what `offers` stages at most
 _ONE_SHOT_TOTAL_BYTES = 4 << 20  # of all ranks' operands
+_ALIKE = Alike()  # how reductions run ahead on GPUs
 
 
 @collective_call
@@ -74,14 +76,14 @@ def all_reduce(
     if context.team is None:
         return perform_on_cores(context, _ALL_REDUCE, (op,), x, out)
     if context.repeats is not None:
-        found = context.repeats.make(context, ("all_reduce", op), x, out)
+        found = context.repeats.make(("all_reduce", op), x, out)
         if found is not None:
             return found
 
     def on_device(operand: DeviceOperand, plan: _AllReduce) -> Any:
         return operand.all_reduce(plan.reduction, new=plan.new)
 
-    return perform(context, _ALL_REDUCE, (op,), x, out, on_device, _result_of_all_reduce)
+    return perform(context, _ALL_REDUCE, (op,), x, out, on_device, _ALIKE, _result_of_all_reduce)
 
 
 def _offer_to_reduce(
@@ -173,7 +175,7 @@ def reduce_scatter(
     if context.team is None:
         return perform_on_cores(context, _REDUCE_SCATTER, words, x, out)
     if context.repeats is not None and counts is None and type(axis) is int:
-        found = context.repeats.make(context, ("reduce_scatter", op, axis, None), x, out)
+        found = context.repeats.make(("reduce_scatter", op, axis, None), x, out)
         if found is not None:
             return found
     rank = context.rank
@@ -184,7 +186,7 @@ def reduce_scatter(
     def result(_: DeviceOperand, plan: _ReduceScatter) -> tuple[str, Shape]:
         return plan.reduction.result, plan.results[rank]
 
-    return perform(context, _REDUCE_SCATTER, words, x, out, on_device, result)
+    return perform(context, _REDUCE_SCATTER, words, x, out, on_device, _ALIKE, result)
 
 
 def _arguments_of_reduce_scatter(

@@ -18,7 +18,7 @@
 #define DRIVER "libcuda.so.1" /* tests have another */
 #endif
 
-enum { PARAMETERS = 4096, PEERS = 256 };
+enum { PARAMETERS = 4096, PEERS = 256, WORDS = 16 };
 
 typedef int (*LaunchKernel)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *,
                             void **, void **);
@@ -44,7 +44,9 @@ typedef struct {
     uint64_t unaligned;         /* bits that no address may have */
     int in_place;               /* whether the result may lie where the operand does */
     const uint64_t *report;     /* not 0 where kernels have something to say */
-    uint64_t *made, *tags;      /* this rank's list of calls: how many, and the last `window` */
+    uint64_t *made, *tags, *words; /* this rank's list of calls: how many; of the last `window` the tags, and more */
+    uint64_t own_words[WORDS];  /* what is listed with this one, */
+    Py_ssize_t word_bytes;      /* which is so much */
     uint64_t window, tag;
     Py_ssize_t peers;
     const uint64_t *listed[PEERS]; /* how many calls each peer has listed */
@@ -100,25 +102,9 @@ static int apart(const Repeat *self, uint64_t source, uint64_t target) {
 /* Whether no peer is so far behind that it could not read this call in the list any more. */
 static int has_room(const Repeat *self, uint64_t number) {
     for (Py_ssize_t i = 0; i < self->peers; i++)
-        if (__atomic_load_n(self->listed[i], __ATOMIC_RELAXED) + self->window < number)
+        if (__atomic_load_n(self->listed[i], __ATOMIC_RELAXED) + self->window <= number)
             return 0;
     return 1;
-}
-
-/* fits(operand, result): whether `go` would find them as it must; the result may be None, which is to be made. */
-static PyObject *looks_alike(Repeat *self, PyObject *const *given, Py_ssize_t count) {
-    if (count != 2) {
-        PyErr_SetString(PyExc_TypeError, "fits(operand, result)");
-        return NULL;
-    }
-    uint64_t source = address_of(self, &self->operand, given[0]), target = 0;
-    int fit = source != 0 && (source & self->unaligned) == 0;
-    if (fit && given[1] != Py_None) {
-        target = address_of(self, &self->result, given[1]);
-        fit = apart(self, source, target);
-    }
-    PyErr_Clear();
-    return PyBool_FromLong(fit);
 }
 
 /* go(operand, result, stream): None where Python has to make the call, else what the driver answers. */
@@ -144,6 +130,7 @@ static PyObject *go(Repeat *self, PyObject *const *given, Py_ssize_t count) {
     memcpy(argument + self->place + sizeof source, &target, sizeof target);
     if (self->peers) {
         self->tags[number % self->window] = self->tag;
+        memcpy(self->words + number % self->window * WORDS, self->own_words, (size_t)self->word_bytes);
         __atomic_store_n(self->made, number, __ATOMIC_RELEASE);
     }
     void *parameters[1] = {argument};
@@ -158,21 +145,22 @@ static PyObject *go(Repeat *self, PyObject *const *given, Py_ssize_t count) {
 static void *pointer(unsigned long long value) { return (void *)(uintptr_t)value; }
 
 /* Repeat(kind, (dtype, shape, device, nbytes) of the operand, and of the result, in_place, unaligned,
- *        (function, context, blocks, threads, argument, place), report, (made, tags, window, tag, peers)) */
+ *        (function, context, blocks, threads, argument, place), report, (made, tags, words, window, tag, the words with it, peers)) */
 static PyObject *make(PyTypeObject *type, PyObject *arguments, PyObject *named) {
     Repeat *self = (Repeat *)type->tp_alloc(type, 0);
     if (self == NULL)
         return NULL;
-    unsigned long long unaligned, function, context, report, made, tags, window, tag;
+    unsigned long long unaligned, function, context, report, made, tags, words, window, tag;
     unsigned long long operand_bytes, result_bytes;
-    const char *argument;
+    const char *argument, *own_words;
     PyObject *peers;
     if ((named != NULL && PyDict_GET_SIZE(named)) ||
-        !PyArg_ParseTuple(arguments, "O(OOlK)(OOlK)pK(KKIIy#n)K(KKKKO!)", &self->kind, &self->operand.dtype,
+        !PyArg_ParseTuple(arguments, "O(OOlK)(OOlK)pK(KKIIy#n)K(KKKKKy#O!)", &self->kind, &self->operand.dtype,
                           &self->operand.shape, &self->operand.device, &operand_bytes, &self->result.dtype,
                           &self->result.shape, &self->result.device, &result_bytes, &self->in_place, &unaligned,
                           &function, &context, &self->blocks, &self->threads, &argument, &self->parameters,
-                          &self->place, &report, &made, &tags, &window, &tag, &PyTuple_Type, &peers)) {
+                          &self->place, &report, &made, &tags, &words, &window, &tag, &own_words,
+                          &self->word_bytes, &PyTuple_Type, &peers)) {
         if (!PyErr_Occurred())
             PyErr_SetString(PyExc_TypeError, "a call takes no names");
         self->kind = self->operand.dtype = self->operand.shape = self->result.dtype = self->result.shape = NULL;
@@ -186,8 +174,8 @@ static PyObject *make(PyTypeObject *type, PyObject *arguments, PyObject *named) 
     Py_INCREF(self->result.shape);
     self->peers = PyTuple_GET_SIZE(peers);
     if (self->peers > PEERS || self->parameters > PARAMETERS || self->place < 0 ||
-        self->place + 16 > self->parameters || window == 0) {
-        PyErr_SetString(PyExc_ValueError, "too many peers, or too long an argument");
+        self->place + 16 > self->parameters || window == 0 || self->word_bytes > (Py_ssize_t)sizeof self->own_words) {
+        PyErr_SetString(PyExc_ValueError, "too many peers or words, or too long an argument");
         Py_DECREF(self);
         return NULL;
     }
@@ -205,6 +193,8 @@ static PyObject *make(PyTypeObject *type, PyObject *arguments, PyObject *named) 
     self->report = pointer(report);
     self->made = pointer(made);
     self->tags = pointer(tags);
+    self->words = pointer(words);
+    memcpy(self->own_words, own_words, (size_t)self->word_bytes);
     self->window = window;
     self->tag = tag;
     memcpy(self->argument, argument, (size_t)self->parameters);
@@ -223,8 +213,6 @@ static void drop(Repeat *self) {
 }
 
 static PyMethodDef methods[] = {
-    {"fits", (PyCFunction)(void (*)(void))looks_alike, METH_FASTCALL,
-     "Whether these arrays are as they were; the result may be None."},
     {"go", (PyCFunction)(void (*)(void))go, METH_FASTCALL,
      "Make the call; None if it is not as it was, and nothing was done."},
     {NULL, NULL, 0, NULL},

@@ -54,14 +54,14 @@ struct ExchangeArgument {
 
 // -- bytes of any alignment ----------------------------------------------------------------------------
 
-// Calls `f` with a value of the widest type, of up to 16 bytes, at whose alignment the address is.
-template <class F>
-__device__ inline void by_unit(u64 address, F f) {
-    if (!(address & 15)) return f(make_ulonglong2(0, 0));
-    if (!(address & 7)) return f(u64(0));
-    if (!(address & 3)) return f(u32(0));
-    if (!(address & 1)) return f((unsigned short)0);
-    f((unsigned char)0);
+// Runs F of the widest type, of up to 16 bytes, at whose alignment the address is.
+template <template <class> class F, class... Arguments>
+__device__ inline auto by_unit(u64 address, const Arguments&... arguments) {
+    if (!(address & 15)) return F<ulonglong2>::run(arguments...);
+    if (!(address & 7)) return F<u64>::run(arguments...);
+    if (!(address & 3)) return F<u32>::run(arguments...);
+    if (!(address & 1)) return F<unsigned short>::run(arguments...);
+    return F<unsigned char>::run(arguments...);
 }
 
 // A word in pieces of `Unit`, or whole where that is as wide.
@@ -105,12 +105,51 @@ __device__ __noinline__ void copy_words(char* to, const char* from, u64 nbytes, 
     for (u64 k = 16 * words + me; k < nbytes; k += all) to[k] = from[k];
 }
 
+template <class Unit>
+struct CopyAsAligned {
+    static __device__ void run(char* to, const char* from, u64 nbytes, u64 me, u64 all) {
+        copy_words<Unit, Unit>(to, from, nbytes, me, all);
+    }
+};
+template <class Unit>
+struct CopyToSlot {
+    static __device__ void run(char* slot, const char* from, u64 nbytes, u64 me, u64 all) {
+        copy_words<Unit, ulonglong2>(slot, from, nbytes, me, all);
+    }
+};
+template <class Unit>
+struct CopyFromSlot {
+    static __device__ void run(char* to, const char* slot, u64 nbytes, u64 me, u64 all) {
+        copy_words<ulonglong2, Unit>(to, slot, nbytes, me, all);
+    }
+};
+
 // -- one launch ----------------------------------------------------------------------------------------
 
 // What a block knows of the exchange, once all rows have come.
 struct Table {
     u64 row[kRanks][kRow];
     u64 place[kRanks];  // where in the output the part of each rank starts, in bytes
+};
+
+template <class Unit>
+struct SendMail {
+    static __device__ void run(Packet* mail, const char* start, u64 words, u64 number, u64 me, u64 all) {
+        for (u64 at = me; at < words; at += all) store_packet(mail + at, {read_word<Unit, u64>(start + 8 * at), number});
+    }
+};
+
+template <class Unit>
+struct TakeMail {
+    template <class Of>
+    static __device__ bool run(const Of& exchange, int peer, const Packet* mail, char* start, u64 words, u64 me, u64 all) {
+        for (u64 at = me; at < words; at += all) {
+            u64 word;
+            if (!exchange.await_mail(mail + at, peer, word)) return false;
+            write_word<Unit, u64>(start + 8 * at, word);
+        }
+        return true;
+    }
 };
 
 struct Exchange {
@@ -143,10 +182,7 @@ struct Exchange {
             if (nbytes > kMail) continue;
             const char* const start = a.input + a.start[peer];
             Packet* const mail = a.post[peer]->mail[launch.number & 1][rank()];
-            by_unit((u64)start, [&](auto unit) {
-                for (u64 at = me; at < nbytes / 8; at += all)
-                    store_packet(mail + at, {read_word<decltype(unit), u64>(start + 8 * at), launch.number});
-            });
+            by_unit<SendMail>((u64)start, mail, start, nbytes / 8, launch.number, me, all);
             if (me == nbytes / 8 % all && nbytes % 8)
                 store_packet(mail + nbytes / 8, {load_eight(start, nbytes / 8, nbytes), launch.number});
         }
@@ -218,7 +254,7 @@ struct Exchange {
         good = __syncthreads_and(good);
         if (!good && threadIdx.x == 0) {
             store_relaxed(&a.cells.team.own().broken, 1);
-            note(a.cells.team, rank(), kMisfit, 0, 0, launch.number);
+            note(a.cells.team, rank(), kMisfit, 0, a.cells.tag, launch.number);
             report(a.cells.team);
         }
         return good;
@@ -228,10 +264,7 @@ struct Exchange {
         const char* const from_here = a.input + a.start[rank()];
         char* const to_here = a.output + table.place[rank()];
         if (from_here == to_here) return;
-        by_unit((u64)from_here | (u64)to_here, [&](auto unit) {
-            typedef decltype(unit) Unit;
-            copy_words<Unit, Unit>(to_here, from_here, to(rank()), me, all);
-        });
+        by_unit<CopyAsAligned>((u64)from_here | (u64)to_here, to_here, from_here, to(rank()), me, all);
     }
 
     __device__ bool receive_mail(u64 me, u64 all) const {
@@ -243,11 +276,7 @@ struct Exchange {
             if (nbytes > kMail) continue;
             char* const start = a.output + table.place[peer];
             const Packet* const mail = own().mail[launch.number & 1][peer];
-            by_unit((u64)start, [&](auto unit) {
-                u64 word;
-                for (u64 at = me; come && at < nbytes / 8; at += all)
-                    if ((come = await_mail(mail + at, peer, word))) write_word<decltype(unit), u64>(start + 8 * at, word);
-            });
+            come = come && by_unit<TakeMail>((u64)start, *this, peer, mail, start, nbytes / 8, me, all);
             u64 word;
             if (come && me == nbytes / 8 % all && nbytes % 8)
                 if ((come = await_mail(mail + nbytes / 8, peer, word))) store_eight(start, nbytes / 8, nbytes, word);
@@ -314,9 +343,7 @@ struct Exchange {
                 const char* const start = a.input + a.start[peer] + at;
                 char* const slot = (char*)a.post[peer]->slot[lane][rank()][k % kSlots];
                 const u64 some = nbytes - at < each ? nbytes - at : each;
-                by_unit((u64)start, [&](auto unit) {
-                    copy_words<decltype(unit), ulonglong2>(slot, start, some, threadIdx.x, blockDim.x);
-                });
+                by_unit<CopyToSlot>((u64)start, slot, start, some, threadIdx.x, blockDim.x);
             }
             __syncthreads();
             const int peer = threadIdx.x;  // one thread for each: their releases wait at the same time
@@ -339,9 +366,7 @@ struct Exchange {
                 char* const start = a.output + table.place[peer] + at;
                 const char* const slot = (const char*)own().slot[lane][peer][k % kSlots];
                 const u64 some = nbytes - at < each ? nbytes - at : each;
-                by_unit((u64)start, [&](auto unit) {
-                    copy_words<ulonglong2, decltype(unit)>(start, slot, some, threadIdx.x, blockDim.x);
-                });
+                by_unit<CopyFromSlot>((u64)start, start, slot, some, threadIdx.x, blockDim.x);
                 if (chunk + kSlots * kLanes >= chunks(nbytes)) continue;  // nobody waits for the slot
                 __syncthreads();
                 if (threadIdx.x == 0) count_chunks(&a.post[peer]->lane[lane].taken[rank()], k + 1);

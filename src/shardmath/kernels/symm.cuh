@@ -38,7 +38,7 @@ enum Operation : u32 {
     kProduct = 9,
     kShard = 10,
     kMismatch = 11,  // a peer's launch is another; the tags of both in place of `expected` and `seen`
-    kMisfit = 12,    // what the ranks send is not what one of them takes; the launch in place of `seen`
+    kMisfit = 12,    // what the ranks send is not what one takes; the tag and the launch in their place
 };
 
 // What the host reads after a wait has expired. In host memory, written by one kernel at a time.

@@ -289,8 +289,8 @@ class Board:
         if self.calls is None and not self._rows.needs_polling:
             self.calls, self._explain = Calls(self._rows, _CALLS), explain
 
-    def run_ahead(self, operation: str, tag: int) -> None:
-        """List a call that this rank makes without waiting for its peers.
+    def run_ahead(self, operation: str, tag: int, words: Sequence[int] = ()) -> None:
+        """List a call that this rank makes without waiting for its peers, and `words` of it.
 
         Waits only for those that are a whole window behind: RankFailure, OpTimeout as elsewhere.
         """
@@ -300,7 +300,32 @@ class Board:
             self._require_usable()
         if operation != self._operation:
             self.operation = operation
-        calls.add(tag, self._await_listed)
+        calls.add(tag, self._await_listed, words)
+
+    def listed_words(self, count: int) -> list[tuple[int, ...]]:
+        """So many words of each rank with the call that this one has listed last. Waits for them.
+
+        Raises, on all ranks, what is wrong where they have listed different calls.
+        """
+        calls = self.calls
+        assert calls is not None, "ranks may run ahead"
+        self._await_listed(calls.made)
+        tags = calls.tags()
+        if len(set(tags.values())) > 1:
+            raise self.concluded(self.verdict(self._explain(tags)))
+        return calls.words(count)
+
+    def next_tag_of(self, rank: int) -> int | None:
+        """The tag of the next call that `rank` lists, when it has; None where it meets instead."""
+        calls, words, own = self.calls, self._words[rank], self._own
+        assert calls is not None, "ranks may run ahead"
+
+        def missing() -> list[int]:
+            meets = any(words[each] > own[each] for each in (_EXCHANGE, _BARRIER))
+            return [] if meets or calls.ahead([rank]) else [rank]
+
+        self._await_ranks(missing)
+        return calls.next_of(rank) if calls.ahead([rank]) else None
 
     def _await_listed(self, number: int) -> None:
         calls = self.calls

@@ -9,23 +9,28 @@ calls that this rank has not, it has passed the place where this rank meets, or 
     rank 1   list 1 ── meet: 1 ────────────────────┘
 
 A row's words here are: the number of calls; that number at the last meeting, for even and for odd
-ones; and the last WINDOW calls, by their tags. A rank is never further ahead than that, so what it
-did where a peer meets can still be read there. Whoever sees the number of calls sees their tags.
+ones; and of the last WINDOW calls the tags, and what the peers cannot know of them, such as how
+much this rank sends: up to MOST_WORDS. A rank is always less than that ahead, so what it did where
+a peer meets, or in the call that a peer has listed last, can still be read there. Whoever sees the
+number of calls sees what is listed of them.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from shardmath.symmetric.rows import Rows
 
-__all__ = ["LIST_BYTES", "WINDOW", "Calls"]
+__all__ = ["LIST_BYTES", "MOST_WORDS", "WINDOW", "Calls"]
 
-WINDOW = 64  # calls that a rank may be ahead of its slowest peer
-_MADE, _MET, _TAGS = 0, 1, 3
-LIST_BYTES = 8 * (_TAGS + WINDOW + 1)  # a multiple of 32
+WINDOW = 64  # a rank is less than so many calls ahead of its slowest peer
+MOST_WORDS = 16  # that are listed with a call
+_MADE, _MET, _TAGS = 0, 1, 4
+_WORDS = _TAGS + WINDOW
+LIST_BYTES = 8 * (_WORDS + WINDOW * MOST_WORDS)  # a multiple of 32
 
 
 class Calls:
@@ -47,29 +52,52 @@ class Calls:
         """How many this rank has listed."""
         return self._rows.words[self._rows.rank][self._first]
 
-    def places(self, tag: int) -> tuple[int, int, int, int, tuple[int, ...]]:
-        """What compiled code lists a call by: the addresses of `made` and of the tags, how many
-        there are, this call's, and the addresses of the peers' `made`.
+    def places(
+        self, tag: int, words: Sequence[int]
+    ) -> tuple[int, int, int, int, int, bytes, tuple[int, ...]]:
+        """What compiled code lists a call by: the addresses of `made`, of the tags and of the words
+        with them, how many tags there are, this call's, its words, and the addresses of the peers'
+        `made`.
         """
         made, *peers = [
             np.frombuffer(self._rows.bytes[rank], np.uint8).ctypes.data + 8 * self._first
             for rank in (self._rows.rank, *self._peers)
         ]
-        return made, made + 8 * _TAGS, WINDOW, tag, tuple(peers)
+        packed = _packed(words)
+        places = made + 8 * _TAGS, made + 8 * _WORDS
+        return made, *places, WINDOW, tag, packed, tuple(peers)
 
-    def add(self, tag: int, wait_for_room: Callable[[int], None]) -> None:
+    def add(
+        self, tag: int, wait_for_room: Callable[[int], None], words: Sequence[int] = ()
+    ) -> None:
         """List one more call.
 
         `wait_for_room(number)` returns when no peer has listed less than so many calls.
         """
-        number = self.made + 1
-        if number > self._room:
-            if self._listed() + WINDOW < number:
-                wait_for_room(number - WINDOW)
+        number, first = self.made + 1, self._first
+        if number >= self._room:
+            if self._listed() + WINDOW <= number:
+                wait_for_room(number + 1 - WINDOW)
             self._room = self._listed() + WINDOW
-        first = self._first
         self._rows.words[self._rows.rank][first + _TAGS + number % WINDOW] = tag
+        if words:
+            place = 8 * (first + _WORDS + number % WINDOW * MOST_WORDS)
+            self._rows.write(place, _packed(words))
         self._rows.publish(first + _MADE, number)
+
+    def tags(self) -> dict[int, int]:
+        """The tags of all ranks' calls of the number of this rank's last, once all have listed it.
+
+        As `words`, until this rank lists another.
+        """
+        place = self._first + _TAGS + self.made % WINDOW
+        return {rank: words[place] for rank, words in enumerate(self._rows.words)}
+
+    def words(self, count: int) -> list[tuple[int, ...]]:
+        """So many words of each rank's call of that number."""
+        place = self._first + _WORDS + self.made % WINDOW * MOST_WORDS
+        places = range(place, place + count)
+        return [tuple([words[each] for each in places]) for words in self._rows.words]
 
     def _listed(self) -> int:
         """The calls that all peers have listed."""
@@ -111,3 +139,13 @@ class Calls:
     def next_of(self, rank: int) -> int:
         """The tag of the call of a peer that is ahead with which it has passed this rank."""
         return self._rows.words[rank][self._first + _TAGS + (self.made + 1) % WINDOW]
+
+    def next_words_of(self, rank: int, count: int) -> tuple[int, ...]:
+        """So many words of that call."""
+        place = self._first + _WORDS + (self.made + 1) % WINDOW * MOST_WORDS
+        return tuple([self._rows.words[rank][each] for each in range(place, place + count)])
+
+
+def _packed(words: Sequence[int]) -> bytes:
+    assert len(words) <= MOST_WORDS, words
+    return struct.pack(f"={len(words)}Q", *words)

@@ -85,6 +85,8 @@ class Team:
         self.meets = False  # hosts meet at each call: SHARDMATH_CHECK on some rank
         # What all ranks raise where kernels found these tags of their calls, by rank, to differ.
         self.explain: Callable[[Mapping[int, int]], Exception] | None = None
+        # And where what they exchange in a launch of such a tag is not what one of them takes.
+        self.explain_misfit: Callable[[int, int], Exception] | None = None
         self._expired = False  # a kernel's wait, at any time
         self._board = board
         self._own = own
@@ -309,6 +311,9 @@ class Team:
             tags = dict.fromkeys(range(self.size), own)
             tags |= {rank: int(late[rank, 2]) for rank in different}
             return self._board.concluded(self._board.verdict(self.explain(tags)))
+        if refused[0] & 0xFFFFFFFF == structs.MISFIT and self.explain_misfit is not None:
+            found = self.explain_misfit(refused[1], refused[2])
+            return self._board.concluded(self._board.verdict(found))
         gone = self._board.silent_peer_error(ranks)
         if gone is not None:
             return self._board.concluded(gone)

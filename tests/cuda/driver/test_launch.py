@@ -31,6 +31,7 @@ int cuLaunchKernel(void *f, unsigned x, unsigned y, unsigned z, unsigned a, unsi
 }
 """
 WINDOW, TAG, COUNT = 4, 99, 8
+TOLD = 5, 6  # with each call
 FUNCTION, CONTEXT, BLOCKS, THREADS, STREAM = 11, 7, 3, 64, 5
 
 
@@ -51,11 +52,13 @@ class Calls:
         pretended = f'-DDRIVER="{made}"'  # the real one may be loaded
         module = module_from_c(shardmath.cuda, "launch.c", "_launch", folder, pretended)
         self.torch = torch
-        self.words = np.zeros(3 + WINDOW, np.uint64)  # report, a peer's calls, own calls, tags
+        # A report, a peer's calls, this rank's, their tags, and the words with them.
+        self.words = np.zeros(3 + WINDOW + 16 * WINDOW, np.uint64)
         at = self.words.ctypes.data
         look = (torch.float32, torch.Size([COUNT]), -1, 4 * COUNT)
         kernel = (FUNCTION, CONTEXT, BLOCKS, THREADS, bytes(range(32)), 8)
-        listed = (at + 16, at + 24, WINDOW, TAG, (at + 8,))
+        told = struct.pack("2Q", *TOLD)
+        listed = (at + 16, at + 24, at + 24 + 8 * WINDOW, WINDOW, TAG, told, (at + 8,))
         self.repeat = module.Repeat(torch.Tensor, look, look, True, 15, kernel, at, listed)
         self.x, self.out = self.tensor(), self.tensor()
 
@@ -82,8 +85,9 @@ def check_launched(_, folder):
     x = calls.x.data_ptr()
     wanted = bytes(range(8)) + struct.pack("QQ", x, x) + bytes(range(24, 32))
     names = ("launches", "blocks", "threads")
-    words = [int(word) for word in calls.words]
-    return found, argument == wanted, [calls.integer(name) for name in names], words
+    words = [int(word) for word in calls.words[: 3 + WINDOW]]
+    told = calls.words[3 + WINDOW :].reshape(WINDOW, 16)[:, :3].tolist()
+    return found, argument == wanted, [calls.integer(name) for name in names], words, told
 
 
 def check_left(_, folder):
@@ -108,15 +112,12 @@ def check_left(_, folder):
     }
     calls.words[0] = 1
     found["a report"] = calls.go()
-    calls.words[:3] = 0, 3, 3 + WINDOW
+    calls.words[:3] = 0, 3, 2 + WINDOW
     found["a peer that is far behind"] = calls.go()
     calls.words[:3] = 0
     calls.set("context", ctypes.c_void_p, 8)
     found["another context"] = calls.go()
     calls.set("context", ctypes.c_void_p, CONTEXT)
-    fitting = [calls.repeat.fits(x, out) for out in (None, calls.out, x, both[4 : 4 + COUNT], 3)]
-    assert fitting == [True, True, True, True, False], fitting
-    assert not calls.repeat.fits(both[:COUNT], both[4 : 4 + COUNT])
     left = calls.integer("launches"), int(calls.words[2])
     calls.set("answer", ctypes.c_int, 1)
     return found, left, calls.go(x)
@@ -124,10 +125,11 @@ def check_left(_, folder):
 
 def test_a_call_is_listed_and_launched(tmp_path):
     with Pool(1) as ranks:
-        ((found, same, driver, words),) = ranks.run(check_launched, str(tmp_path))
+        ((found, same, driver, words, told),) = ranks.run(check_launched, str(tmp_path))
     assert found == [0, 0] and same
     assert driver == [2, BLOCKS, THREADS]
     assert words == [0, 0, 2, 0, TAG, TAG, 0]
+    assert told == [[0, 0, 0], [*TOLD, 0], [*TOLD, 0], [0, 0, 0]]
 
 
 def test_what_is_not_as_it_was_is_left_to_python(tmp_path):

@@ -1,0 +1,233 @@
+"""Which part of a call all ranks share, and which is each rank's own: what lets calls run ahead.
+
+A rank that knows the shared part of a call knows the call: it sends what is its own along with its
+elements, and the kernels of the peers see whether that fits what they have room for. Only where the
+host has to know it, as for the shape of a new result, does it wait for the peers' hosts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any, NamedTuple, Protocol
+
+from shardmath.collectives.operand import OutputSpec, Shape
+
+__all__ = ["UNKNOWN", "Alike", "Broadcast", "Form", "Gathered", "OwnParts", "Scattered", "Spec"]
+
+UNKNOWN = (1 << 64) - 1  # in a row that kernels send, what a rank does not know
+_OUT = 3  # where `call_spec` has what `out` is
+
+Spec = tuple[Any, ...]  # of a rank's call: `call_spec`
+
+
+class OwnParts(NamedTuple):
+    """What a rank knows of a call that moves elements when it has not heard of its peers.
+
+    Of the axis, `sent[r]` indices go to rank r, or all that there are if `whole`; `expected[r]`
+    come from it, where that is known. `shape` is the result's.
+    """
+
+    axis: int
+    sent: Shape
+    expected: Shape | None
+    shape: Shape
+    whole: bool
+
+
+class Form(Protocol):
+    """How the calls of one collective run ahead."""
+
+    counted: bool  # whether a rank lists words with a call
+
+    def common(self, spec: Spec) -> Spec | None:
+        """The shared part of a rank's spec; None where this rank does not know it."""
+        ...
+
+    def agreed(self, spec: Spec, plan: Any) -> Spec:
+        """That of a call on which all ranks have agreed."""
+        ...
+
+    def whole(self, common: Spec, words: Sequence[int] = ()) -> Spec:
+        """The spec of a rank without `out`, given the words that it has listed."""
+        ...
+
+    def words(self, spec: Spec) -> Shape:
+        """What a rank lists with a call: the rest of its spec."""
+        ...
+
+    def fits(self, spec: Spec, result: OutputSpec) -> bool:
+        """Whether `out` may be right; `result` is what it must be where that is known."""
+        ...
+
+    def result(self, common: Spec) -> OutputSpec:
+        """What `out` must be, where the shared part says it."""
+        ...
+
+    def alone(self, spec: Spec) -> OwnParts | None:
+        """What this rank knows, if that is enough to make the call; None where it is not."""
+        ...
+
+    def of_row(self, common: Spec, row: Sequence[int]) -> Spec:
+        """The spec of the rank that has sent this row to its peers' kernels; see exchange.cu."""
+        ...
+
+
+class Alike:
+    """A reduction: all ranks' arguments are equal but for `out`."""
+
+    counted = False
+
+    def common(self, spec: Spec) -> Spec | None:
+        """See Form."""
+        return (*spec[:_OUT], *spec[_OUT + 1 :])
+
+    def agreed(self, spec: Spec, plan: Any) -> Spec:
+        """See Form."""
+        return (*spec[:_OUT], *spec[_OUT + 1 :])
+
+    def whole(self, common: Spec, words: Sequence[int] = ()) -> Spec:
+        """See Form."""
+        return (*common[:_OUT], None, *common[_OUT:])
+
+    def words(self, spec: Spec) -> Shape:
+        """See Form."""
+        return ()
+
+    def fits(self, spec: Spec, result: OutputSpec) -> bool:
+        """See Form."""
+        return spec[_OUT] in (None, result)
+
+    def result(self, common: Spec) -> OutputSpec:
+        """See Form."""
+        return None
+
+    def alone(self, spec: Spec) -> OwnParts | None:
+        """See Form."""
+        return None
+
+    def of_row(self, common: Spec, row: Sequence[int]) -> Spec:
+        """See Form."""
+        return self.whole(common)
+
+
+class Broadcast(Alike):
+    """A broadcast, of which a rank that has an array, or an `out`, knows all."""
+
+    def common(self, spec: Spec) -> Spec | None:
+        """See Form."""
+        *given, out, root = spec
+        kind = out if given[0] is None else given
+        return None if kind is None else (*kind, root)
+
+    def agreed(self, spec: Spec, plan: Any) -> Spec:
+        """See Form."""
+        return plan.library, plan.dtype, plan.shape, plan.root
+
+    def result(self, common: Spec) -> OutputSpec:
+        """See Form."""
+        kind, dtype, shape, _ = common
+        return kind, dtype, shape
+
+
+class Gathered:
+    """An all_gather: extents along the axis are each rank's own."""
+
+    counted = True
+
+    def common(self, spec: Spec) -> Spec | None:
+        """See Form."""
+        kind, dtype, shape, _, axis = spec[:5]
+        return kind, dtype, _others(shape, axis), axis
+
+    def agreed(self, spec: Spec, plan: Any) -> Spec:
+        """See Form."""
+        common = self.common(spec)
+        assert common is not None, "every rank has an array"
+        return common
+
+    def whole(self, common: Spec, words: Sequence[int] = ()) -> Spec:
+        """See Form."""
+        kind, dtype, others, axis = common
+        return kind, dtype, _shape(others, axis, sum(words)), None, axis
+
+    def words(self, spec: Spec) -> Shape:
+        """See Form."""
+        return (spec[2][spec[4]],)
+
+    def fits(self, spec: Spec, result: OutputSpec) -> bool:
+        """See Form."""
+        kind, dtype, shape, out, axis = spec[:5]
+        if out is None:
+            return True
+        into = out[2]
+        alike = out[:2] == (kind, dtype) and len(into) == len(shape)
+        return alike and _others(into, axis) == _others(shape, axis)
+
+    def result(self, common: Spec) -> OutputSpec:
+        """See Form."""
+        return None
+
+    def alone(self, spec: Spec) -> OwnParts | None:
+        """See Form."""
+        _, _, shape, out, axis = spec
+        if out is None or prod(shape[:axis]) != 1:
+            return None
+        return OwnParts(axis, (shape[axis],), None, out[2], True)
+
+    def of_row(self, common: Spec, row: Sequence[int]) -> Spec:
+        """See Form."""
+        return _with_room(self.whole(common, row[:1]), row)
+
+
+class Scattered(Gathered):
+    """An all_to_all: how much a rank sends to each is its own, and what it expects of each."""
+
+    def whole(self, common: Spec, words: Sequence[int] = ()) -> Spec:
+        """See Form."""
+        return (*super().whole(common, words), tuple(words), None)
+
+    def words(self, spec: Spec) -> Shape:
+        """See Form."""
+        sent: Shape = spec[5]
+        return sent
+
+    def fits(self, spec: Spec, result: OutputSpec) -> bool:
+        """See Form."""
+        out, axis, expected = spec[3], spec[4], spec[6]
+        if not super().fits(spec, result):
+            return False
+        return out is None or expected is None or sum(expected) == out[2][axis]
+
+    def alone(self, spec: Spec) -> OwnParts | None:
+        """See Form."""
+        _, _, shape, out, axis, sent, expected = spec
+        if expected is not None:
+            whole = _shape(_others(shape, axis), axis, sum(expected))
+            return OwnParts(axis, sent, expected, whole, False)
+        if out is None or prod(shape[:axis]) != 1:
+            return None
+        return OwnParts(axis, sent, None, out[2], False)
+
+    def of_row(self, common: Spec, row: Sequence[int]) -> Spec:
+        """See Form."""
+        size = len(row) // 2
+        *spec, _ = _with_room(self.whole(common, row[:size]), row)
+        expected = tuple(row[size : 2 * size])
+        return (*spec, None if UNKNOWN in expected else expected)
+
+
+def _others(shape: Shape, axis: int) -> Shape:
+    return (*shape[:axis], *shape[axis + 1 :])
+
+
+def _shape(others: Shape, axis: int, extent: int) -> Shape:
+    return (*others[:axis], extent, *others[axis:])
+
+
+def _with_room(spec: Spec, row: Sequence[int]) -> Spec:
+    """The spec, with the `out` of which a row says how much it takes."""
+    kind, dtype, shape, _, axis, *rest = spec
+    room = row[-1]
+    into = _shape(_others(shape, axis), axis, room)
+    return (kind, dtype, shape, None if room == UNKNOWN else (kind, dtype, into), axis, *rest)
