@@ -3,7 +3,7 @@
     python benchmarks/gpu_ahead.py 2
 
 `host` is the median time of a call in a row of them, for whose kernels nobody waits, of the slowest
-rank; `graph` the time of one of many in a CUDA graph. `step` is a local product of some 0.3 ms and
+rank; `done` the time of one of 40, until all are; `graph` of one of many in a CUDA graph. `step` is a local product of some 0.3 ms and
 an all_reduce of 8 MiB; in `late hosts` each rank's host in turn sleeps 1 ms before every fourth.
 """
 
@@ -15,7 +15,7 @@ import time
 
 from on_gpus import command, run
 
-from shardmath.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
+from shardmath.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
 
 CALLS, WARM, GRAPH = 300, 30, 50
 STEPS, RUNS = 60, 5
@@ -62,9 +62,15 @@ def moves(ranks, count):
         "all_gather(out)": lambda: all_gather(part, out=out),
         "reduce_scatter(out)": lambda: reduce_scatter(x, out=part),
         "all_to_all(out)": lambda: all_to_all(x, out=out),
+        "broadcast(out)": lambda: broadcast(x, out=out),
         "NCCL all_gather": lambda: dist.all_gather_into_tensor(out, part),
         "NCCL reduce_scatter": lambda: dist.reduce_scatter_tensor(part, x),
+        "all_gather": lambda: all_gather(part),
+        "reduce_scatter": lambda: reduce_scatter(x),
+        "all_to_all": lambda: all_to_all(x),
+        "broadcast": lambda: broadcast(x),
         "NCCL all_to_all": lambda: dist.all_to_all_single(out, x),
+        "NCCL broadcast": lambda: dist.broadcast(x, 0),
     }
 
 
@@ -145,7 +151,8 @@ def measure(ranks):
                 us = {"host_us": host(ranks, call), "graph_us": graphs[what]}
                 rows.append({"what": what, "size": name, **us})
         for what, call in moves(ranks, 8 << 10).items():
-            rows.append({"what": what, "size": "16 KiB", "host_us": host(ranks, call)})
+            us = {"host_us": host(ranks, call), "done_us": elapsed(ranks, call)}
+            rows.append({"what": what, "size": "16 KiB", **us})
         for what, call in uneven(ranks).items():
             us = {"host_us": host(ranks, call), "done_us": elapsed(ranks, call)}
             rows.append({"what": what, "size": "16 MiB", **us})
