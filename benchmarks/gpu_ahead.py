@@ -3,8 +3,9 @@
     python benchmarks/gpu_ahead.py 2
 
 `host` is the median time of a call in a row of them, for whose kernels nobody waits, of the slowest
-rank; `done` the time of one of 40, until all are; `graph` of one of many in a CUDA graph. `step` is a local product of some 0.3 ms and
-an all_reduce of 8 MiB; in `late hosts` each rank's host in turn sleeps 1 ms before every fourth.
+rank; `done` the time of one of 40, until all are; `graph` of one of many in a CUDA graph. `step` is
+a local product of some 0.3 ms and an all_reduce of 8 MiB; in `late hosts` each rank's host in turn
+sleeps 1 ms before every fourth.
 """
 
 from __future__ import annotations
