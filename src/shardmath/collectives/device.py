@@ -165,6 +165,14 @@ class DeviceCollectives(Pushes):
         """Where a launch's argument has the addresses of operand and result, side by side."""
         return len(self._argument(0, ()))
 
+    @property
+    def counted(self) -> tuple[tuple[int, int], tuple[int, int, int, int]]:
+        """How compiled code launches an exchange of any counts: blocks and threads, and the number
+        of ranks, this one, the most bytes for which those will do, and the blocks for more.
+        """
+        team = self.team
+        return (_MAIL_BLOCKS, _MAX_THREADS), (team.size, team.rank, self._mail_bytes, _LANE_BLOCKS)
+
     def all_reduce(
         self,
         source: int,

@@ -139,7 +139,7 @@ def _known(context: Context, call: Call, found: _DeviceCall) -> KnownCall | None
 
 def _keep_compiled(context: Context, call: Call, cached: _CachedCall, x: Any, result: Any) -> None:
     """Let the next such call be made by compiled code, where that was built."""
-    direct, (spec, _) = cached.direct, cached.array_specs
+    direct, (spec, into) = cached.direct, cached.array_specs
     repeats = Repeats.of(context)
     if repeats is None or direct.ready is None:
         return
@@ -147,14 +147,16 @@ def _keep_compiled(context: Context, call: Call, cached: _CachedCall, x: Any, re
         hash(call.arguments)
     except TypeError:
         return
-    library = library_named(spec.library)
+    counted = call.form.takes_counts(cached.spec.spec, call.arguments)
     repeats.keep(
-        (call.operation, *call.arguments),
-        (library, spec, x),
-        (library.spec(result), result),
+        (call.operation, *(call.arguments[:1] if counted else call.arguments)),
+        (library_named(spec.library), spec, x),
+        (library_named(spec.library).spec(result), result),
         direct.ready,
         (cached.tag, cached.words),
         in_place=direct.in_place,
+        new=into is None or not call.form.counted,
+        counted=counted,
     )
 
 

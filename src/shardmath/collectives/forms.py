@@ -68,6 +68,12 @@ class Form(Protocol):
         """What this rank knows, if that is enough to make the call; None where it is not."""
         ...
 
+    def takes_counts(self, spec: Spec, arguments: tuple[Any, ...]) -> bool:
+        """Whether the next such call, with the same first argument, may have other counts along the
+        first axis.
+        """
+        ...
+
     def of_row(self, common: Spec, row: Sequence[int]) -> Spec:
         """The spec of the rank that has sent this row to its peers' kernels; see exchange.cu."""
         ...
@@ -105,6 +111,10 @@ class Alike:
     def alone(self, spec: Spec) -> OwnParts | None:
         """See Form."""
         return None
+
+    def takes_counts(self, spec: Spec, arguments: tuple[Any, ...]) -> bool:
+        """See Form."""
+        return False
 
     def of_row(self, common: Spec, row: Sequence[int]) -> Spec:
         """See Form."""
@@ -175,6 +185,10 @@ class Gathered:
             return None
         return OwnParts(axis, (shape[axis],), None, out[2], True)
 
+    def takes_counts(self, spec: Spec, arguments: tuple[Any, ...]) -> bool:
+        """See Form."""
+        return False
+
     def of_row(self, common: Spec, row: Sequence[int]) -> Spec:
         """See Form."""
         return _with_room(self.whole(common, row[:1]), row)
@@ -208,6 +222,10 @@ class Scattered(Gathered):
         if out is None or prod(shape[:axis]) != 1:
             return None
         return OwnParts(axis, sent, None, out[2], False)
+
+    def takes_counts(self, spec: Spec, arguments: tuple[Any, ...]) -> bool:
+        """See Form."""
+        return spec[4] == 0 and arguments[1] is not None
 
     def of_row(self, common: Spec, row: Sequence[int]) -> Spec:
         """See Form."""

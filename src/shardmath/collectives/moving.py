@@ -238,9 +238,11 @@ def all_to_all(
     rank, words = context.rank, (axis, _plain(send_counts), _plain(receive_counts))
     if context.team is None:
         return perform_on_cores(context, _ALL_TO_ALL, words, x, out)
-    even = send_counts is None and receive_counts is None
-    if context.repeats is not None and even and type(axis) is int:
-        found = context.repeats.make(("all_to_all", axis, None, None), x, out)
+    if context.repeats is not None and type(axis) is int:
+        if send_counts is not None:
+            found = context.repeats.make_counted(("all_to_all", axis), x, out, *words[1:])
+        else:
+            found = context.repeats.make(("all_to_all", *words), x, out)
         if found is not None:
             return found
 

@@ -32,7 +32,7 @@ class _Entry(NamedTuple):
     """A call that may come again: compiled, and what makes a new result."""
 
     repeat: Any
-    new: Callable[[Any], Any]
+    new: Callable[..., Any]
 
 
 class Repeats:
@@ -47,6 +47,7 @@ class Repeats:
         assert isinstance(collectives, DeviceCollectives), "ranks of one host"
         self._order = collectives.order
         self._place = collectives.addresses_place
+        self._counted = collectives.counted
         self._compiled = compiled
 
     @classmethod
@@ -69,11 +70,14 @@ class Repeats:
         listed: tuple[int, Sequence[int]],
         *,
         in_place: bool,
+        new: bool,
+        counted: bool,
     ) -> None:
         """Let a call be made again that was this launch, from the operand to the result.
 
         Both are given by their specs and arrays, of which is kept how they look. `listed` are the
-        tag and the words by which such a call is listed.
+        tag and the words by which such a call is listed. `new`: it may come without an array for
+        the result. `counted`: with other counts along the first axis, see `make_counted`.
         """
         library, spec, x = operand
         like, made = result
@@ -85,25 +89,36 @@ class Repeats:
         calls = self._board.calls
         places = (0, 0, 0, 1, 0, b"", ()) if calls is None else calls.places(*listed)
         function, *grid = launch.parts
+        sizes, counts, shape = (spec.nbytes, like.nbytes), (0, 0, 0, 0), tuple(made.shape)
+        if counted:
+            grid[:2], counts = self._counted
+            sizes = (x[:1].nbytes, x[:1].nbytes)
         repeat = self._compiled.Repeat(
             torch.Tensor,
-            (x.dtype, x.shape, x.get_device(), spec.nbytes),
-            (made.dtype, made.shape, made.get_device(), like.nbytes),
+            (x.dtype, x.shape, x.get_device(), sizes[0]),
+            (made.dtype, made.shape, made.get_device(), sizes[1]),
             in_place,
             _UNIT - 1,
             (function, self._team.device.context_address, *grid, self._place),
             self._team.report_address,
             places,
+            counts,
         )
-        new: Callable[[Any], Any] = torch.empty_like
-        if (x.dtype, x.shape) != (made.dtype, made.shape):
-            shape, dtype, device = tuple(made.shape), made.dtype, made.device
-            new = lambda _: torch.empty(shape, dtype=dtype, device=device)  # noqa: E731
-        entry = _Entry(repeat, new)
+        dtype, device = made.dtype, made.device
+
+        def empty(like: Any, counts: Sequence[int] | None = None) -> Any:
+            if counts is not None:
+                return torch.empty((sum(counts), *shape[1:]), dtype=dtype, device=device)
+            if (like.dtype, like.shape) == (dtype, shape):
+                return torch.empty_like(like)
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        entry = _Entry(repeat, empty)
         if len(self.calls) >= _KEPT:
             self.calls.clear()
-        for is_new in (False, True):
-            self.calls[call, x.dtype, x.shape, is_new] = entry
+        looks = x.shape[1:] if counted else x.shape
+        for is_new in (False, True)[: 1 + new]:
+            self.calls[call, x.dtype, looks, is_new] = entry
 
     def make(self, call: tuple[Any, ...], x: Any, out: Any) -> Any:
         """The result of a call that comes again; None where it is another, and nothing was done.
@@ -114,17 +129,35 @@ class Repeats:
             entry = self.calls.get((call, x.dtype, x.shape, out is None))
         except (AttributeError, TypeError):  # no array, or an argument that has no hash
             return None
+        return None if entry is None else self._made(entry, call[0], x, out)
+
+    def make_counted(
+        self,
+        call: tuple[Any, ...],
+        x: Any,
+        out: Any,
+        sent: Sequence[int],
+        expected: Sequence[int] | None,
+    ) -> Any:
+        """As `make`, of a call with counts for and of all ranks; they may differ each time."""
+        try:
+            entry = self.calls.get((call, x.dtype, x.shape[1:], out is None))
+        except (AttributeError, TypeError):
+            return None
+        return None if entry is None else self._made(entry, call[0], x, out, sent, expected)
+
+    def _made(self, entry: _Entry, operation: str, x: Any, out: Any, *counts: Any) -> Any:
+        """The result, None where nothing was done after all."""
         stream = libraries()["torch"].stream(self._team.device.ordinal)
         usable = self._board.failure is None and not self._team.broken and not self._heap.freed
-        if entry is None or not usable or not self._order.continues(stream):
+        if not usable or not self._order.continues(stream):
             return None
-        operation = call[0]
         self._board.enter(operation)
         if operation != self._board.operation:
             self._board.operation = operation
         if out is None:
-            out = entry.new(x)
-        status = entry.repeat.go(x, out, stream)
+            out = entry.new(x, *counts[1:])
+        status = entry.repeat.go(x, out, stream, *counts)
         if status is None:
             return None
         require_success("cuLaunchKernel", status)

@@ -27,12 +27,17 @@ typedef int (*CurrentContext)(void **);
 static LaunchKernel launch_kernel;
 static CurrentContext current_context;
 
-/* What an array of torch's must be. */
+/* What an array of torch's must be. Of a call with counts the first extent may be any: `nbytes` are of one index. */
 typedef struct {
     PyObject *dtype, *shape;
     long device;
     uint64_t nbytes;
 } Expected;
+
+/* An array that is as expected: where it lies (0 for one that is not), its bytes, and its first extent. */
+typedef struct {
+    uint64_t address, nbytes, extent;
+} Found;
 
 typedef struct {
     PyObject_HEAD
@@ -47,6 +52,9 @@ typedef struct {
     uint64_t *made, *tags, *words; /* this rank's list of calls: how many; of the last `window` the tags, and more */
     uint64_t own_words[WORDS];  /* what is listed with this one, */
     Py_ssize_t word_bytes;      /* which is so much */
+    Py_ssize_t ranks;           /* of a call with counts; 0 for others */
+    uint64_t mail;              /* the most bytes to or from a peer for which there are `blocks`, else `lane_blocks` */
+    unsigned lane_blocks, rank;
     uint64_t window, tag;
     Py_ssize_t peers;
     const uint64_t *listed[PEERS]; /* how many calls each peer has listed */
@@ -65,38 +73,100 @@ static int truth(PyObject *found) {
     return is;
 }
 
-/* The address of an array that is as expected; 0 where it is not, or where that cannot be asked. */
-static uint64_t address_of(const Repeat *self, const Expected *expected, PyObject *x) {
-    if ((PyObject *)Py_TYPE(x) != self->kind)
+/* Whether a shape is as expected, but for the first extent of a call with counts; that is `extent`. 1, 0 or -1. */
+static int fits(const Repeat *self, const Expected *expected, PyObject *shape, uint64_t *extent) {
+    if (shape == NULL || !self->ranks)
+        return shape == NULL ? -1 : PyObject_RichCompareBool(shape, expected->shape, Py_EQ);
+    Py_ssize_t ndim = PyTuple_Check(shape) ? PyTuple_GET_SIZE(shape) : 0;
+    if (ndim == 0 || ndim != PyTuple_GET_SIZE(expected->shape))
         return 0;
+    for (Py_ssize_t i = 1; i < ndim; i++) {
+        int same = PyObject_RichCompareBool(PyTuple_GET_ITEM(shape, i), PyTuple_GET_ITEM(expected->shape, i), Py_EQ);
+        if (same != 1)
+            return same;
+    }
+    *extent = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(shape, 0));
+    return PyErr_Occurred() ? -1 : 1;
+}
+
+/* An array, if it is as expected and that can be asked. */
+static Found look(const Repeat *self, const Expected *expected, PyObject *x) {
+    Found found = {0, expected->nbytes, 1};
+    if ((PyObject *)Py_TYPE(x) != self->kind)
+        return found;
     PyObject *dtype = PyObject_GetAttr(x, s_dtype);
     Py_XDECREF(dtype); /* the type of an array lives as long as torch */
     if (dtype != expected->dtype)
-        return 0;
+        return found;
     PyObject *shape = PyObject_GetAttr(x, s_shape);
-    int same = shape == NULL ? -1 : PyObject_RichCompareBool(shape, expected->shape, Py_EQ);
+    int same = fits(self, expected, shape, &found.extent);
     Py_XDECREF(shape);
     if (same != 1 || truth(PyObject_GetAttr(x, s_requires_grad)) != 0 ||
         truth(PyObject_CallMethodNoArgs(x, s_is_contiguous)) != 1 ||
         truth(PyObject_CallMethodNoArgs(x, s_is_neg)) != 0 || truth(PyObject_CallMethodNoArgs(x, s_is_conj)) != 0)
-        return 0;
+        return found;
     PyObject *device = PyObject_CallMethodNoArgs(x, s_get_device);
     long number = device == NULL ? -1 : PyLong_AsLong(device);
     Py_XDECREF(device);
     if (number != expected->device)
-        return 0;
+        return found;
     PyObject *pointer = PyObject_CallMethodNoArgs(x, s_data_ptr);
     uint64_t address = pointer == NULL ? 0 : PyLong_AsUnsignedLongLong(pointer);
     Py_XDECREF(pointer);
-    return PyErr_Occurred() ? 0 : address;
+    found.nbytes *= found.extent;
+    found.address = PyErr_Occurred() ? 0 : address;
+    return found;
 }
 
 /* Whether the result can be written where it lies: apart from the operand, or just there. */
-static int apart(const Repeat *self, uint64_t source, uint64_t target) {
-    if (source == 0 || target == 0 || ((source | target) & self->unaligned) != 0)
+static int apart(const Repeat *self, Found x, Found out) {
+    if (x.address == 0 || out.address == 0 || ((x.address | out.address) & self->unaligned) != 0)
         return 0;
-    return target + self->result.nbytes <= source || source + self->operand.nbytes <= target ||
-           (self->in_place && source == target);
+    return out.address + out.nbytes <= x.address || x.address + x.nbytes <= out.address ||
+           (self->in_place && x.address == out.address);
+}
+
+/* So many counts of a tuple; 0 where it has others, or no counts. */
+static int counts_of(PyObject *given, Py_ssize_t ranks, uint64_t *counts, uint64_t *sum) {
+    if (!PyTuple_CheckExact(given) || PyTuple_GET_SIZE(given) != ranks)
+        return 0;
+    *sum = 0;
+    for (Py_ssize_t r = 0; r < ranks; r++) {
+        PyObject *each = PyTuple_GET_ITEM(given, r);
+        if (!PyLong_CheckExact(each))
+            return 0;
+        counts[r] = PyLong_AsUnsignedLongLong(each);
+        *sum += counts[r];
+        if (PyErr_Occurred() || counts[r] > UINT32_MAX) /* negative ones, and such as make sums wrap */
+            return 0;
+    }
+    return 1;
+}
+
+/* Write into the argument of exchange.cu, behind the addresses, what goes where: starts of parts; counts sent,
+ * expected and in all. Returns how many blocks the launch needs; 0 for what Python has to look at. */
+static unsigned write_counts(const Repeat *self, char *argument, uint64_t *words, Found x, Found out,
+                             PyObject *sent, PyObject *expected) {
+    uint64_t tail[3 * WORDS + 1], *starts = tail, *row = tail + self->ranks, sum, most = 0;
+    const uint64_t width = self->operand.nbytes;
+    const Py_ssize_t ranks = self->ranks;
+    if (!counts_of(sent, ranks, row, &sum) || sum != x.extent)
+        return 0;
+    if (expected == Py_None)
+        memset(row + ranks, 0xff, (size_t)ranks * sizeof *row);
+    else if (!counts_of(expected, ranks, row + ranks, &sum) || sum != out.extent)
+        return 0;
+    row[2 * ranks] = out.extent;
+    for (Py_ssize_t r = 0, at = 0; r < ranks; at += row[r++]) {
+        starts[r] = (uint64_t)at * width;
+        if (r != self->rank && row[r] > most)
+            most = row[r];
+    }
+    if (out.extent > row[self->rank] && out.extent - row[self->rank] > most)
+        most = out.extent - row[self->rank];
+    memcpy(words, row, (size_t)ranks * sizeof *row);
+    memcpy(argument + self->place + 24, tail, (size_t)(3 * ranks + 1) * sizeof *tail);
+    return most * width > self->mail ? self->lane_blocks : self->blocks;
 }
 
 /* Whether no peer is so far behind that it could not read this call in the list any more. */
@@ -107,37 +177,44 @@ static int has_room(const Repeat *self, uint64_t number) {
     return 1;
 }
 
-/* go(operand, result, stream): None where Python has to make the call, else what the driver answers. */
+/* go(operand, result, stream[, counts sent, counts expected or None]): None where Python has to make the call, else
+ * what the driver answers. */
 static PyObject *go(Repeat *self, PyObject *const *given, Py_ssize_t count) {
-    if (count != 3) {
-        PyErr_SetString(PyExc_TypeError, "go(operand, result, stream)");
+    if (count != (self->ranks ? 5 : 3)) {
+        PyErr_SetString(PyExc_TypeError, "go(operand, result, stream), and counts where there are any");
         return NULL;
     }
     uint64_t stream = PyLong_AsUnsignedLongLong(given[2]);
     if (PyErr_Occurred())
         return NULL;
-    uint64_t source = address_of(self, &self->operand, given[0]);
-    uint64_t target = source ? address_of(self, &self->result, given[1]) : 0;
+    Found x = look(self, &self->operand, given[0]), out = x;
+    if (x.address)
+        out = look(self, &self->result, given[1]);
+    char argument[PARAMETERS] __attribute__((aligned(16)));
+    uint64_t words[WORDS];
+    unsigned blocks = self->blocks;
+    memcpy(argument, self->argument, (size_t)self->parameters);
+    memcpy(words, self->own_words, sizeof words);
+    if (self->ranks && x.address && out.address)
+        blocks = write_counts(self, argument, words, x, out, given[3], given[4]);
     PyErr_Clear(); /* what cannot be asked here, Python asks */
     void *context = NULL;
     uint64_t number = self->peers ? *self->made + 1 : 0;
-    if (!apart(self, source, target) || __atomic_load_n(self->report, __ATOMIC_RELAXED) != 0 ||
+    if (!apart(self, x, out) || blocks == 0 || __atomic_load_n(self->report, __ATOMIC_RELAXED) != 0 ||
         !has_room(self, number) || current_context(&context) != 0 || context != self->context)
         Py_RETURN_NONE;
-    char argument[PARAMETERS] __attribute__((aligned(16)));
-    memcpy(argument, self->argument, (size_t)self->parameters);
-    memcpy(argument + self->place, &source, sizeof source);
-    memcpy(argument + self->place + sizeof source, &target, sizeof target);
+    memcpy(argument + self->place, &x.address, sizeof x.address);
+    memcpy(argument + self->place + sizeof x.address, &out.address, sizeof out.address);
     if (self->peers) {
         self->tags[number % self->window] = self->tag;
-        memcpy(self->words + number % self->window * WORDS, self->own_words, (size_t)self->word_bytes);
+        memcpy(self->words + number % self->window * WORDS, words, (size_t)self->word_bytes);
         __atomic_store_n(self->made, number, __ATOMIC_RELEASE);
     }
     void *parameters[1] = {argument};
     int status;
     Py_BEGIN_ALLOW_THREADS
-    status = launch_kernel(self->function, self->blocks, 1, 1, self->threads, 1, 1, 0, (void *)(uintptr_t)stream,
-                           parameters, NULL);
+    status = launch_kernel(self->function, blocks, 1, 1, self->threads, 1, 1, 0, (void *)(uintptr_t)stream, parameters,
+                           NULL);
     Py_END_ALLOW_THREADS
     return PyLong_FromLong(status);
 }
@@ -145,22 +222,23 @@ static PyObject *go(Repeat *self, PyObject *const *given, Py_ssize_t count) {
 static void *pointer(unsigned long long value) { return (void *)(uintptr_t)value; }
 
 /* Repeat(kind, (dtype, shape, device, nbytes) of the operand, and of the result, in_place, unaligned,
- *        (function, context, blocks, threads, argument, place), report, (made, tags, words, window, tag, the words with it, peers)) */
+ *        (function, context, blocks, threads, argument, place), report, (made, tags, words, window, tag, the words with it, peers),
+ *        (ranks, rank, mail, lane_blocks); ranks is 0 for a call without counts) */
 static PyObject *make(PyTypeObject *type, PyObject *arguments, PyObject *named) {
     Repeat *self = (Repeat *)type->tp_alloc(type, 0);
     if (self == NULL)
         return NULL;
     unsigned long long unaligned, function, context, report, made, tags, words, window, tag;
-    unsigned long long operand_bytes, result_bytes;
+    unsigned long long operand_bytes, result_bytes, mail;
     const char *argument, *own_words;
     PyObject *peers;
     if ((named != NULL && PyDict_GET_SIZE(named)) ||
-        !PyArg_ParseTuple(arguments, "O(OOlK)(OOlK)pK(KKIIy#n)K(KKKKKy#O!)", &self->kind, &self->operand.dtype,
+        !PyArg_ParseTuple(arguments, "O(OOlK)(OOlK)pK(KKIIy#n)K(KKKKKy#O!)(nIKI)", &self->kind, &self->operand.dtype,
                           &self->operand.shape, &self->operand.device, &operand_bytes, &self->result.dtype,
                           &self->result.shape, &self->result.device, &result_bytes, &self->in_place, &unaligned,
                           &function, &context, &self->blocks, &self->threads, &argument, &self->parameters,
                           &self->place, &report, &made, &tags, &words, &window, &tag, &own_words,
-                          &self->word_bytes, &PyTuple_Type, &peers)) {
+                          &self->word_bytes, &PyTuple_Type, &peers, &self->ranks, &self->rank, &mail, &self->lane_blocks)) {
         if (!PyErr_Occurred())
             PyErr_SetString(PyExc_TypeError, "a call takes no names");
         self->kind = self->operand.dtype = self->operand.shape = self->result.dtype = self->result.shape = NULL;
@@ -174,7 +252,10 @@ static PyObject *make(PyTypeObject *type, PyObject *arguments, PyObject *named) 
     Py_INCREF(self->result.shape);
     self->peers = PyTuple_GET_SIZE(peers);
     if (self->peers > PEERS || self->parameters > PARAMETERS || self->place < 0 ||
-        self->place + 16 > self->parameters || window == 0 || self->word_bytes > (Py_ssize_t)sizeof self->own_words) {
+        self->place + 16 > self->parameters || window == 0 || self->word_bytes > (Py_ssize_t)sizeof self->own_words ||
+        self->ranks > WORDS || self->rank >= WORDS ||
+        (self->ranks && (self->place + 24 + (3 * self->ranks + 1) * 8 > self->parameters ||
+                         !PyTuple_Check(self->operand.shape) || !PyTuple_Check(self->result.shape)))) {
         PyErr_SetString(PyExc_ValueError, "too many peers or words, or too long an argument");
         Py_DECREF(self);
         return NULL;
@@ -192,6 +273,7 @@ static PyObject *make(PyTypeObject *type, PyObject *arguments, PyObject *named) 
     self->context = pointer(context);
     self->report = pointer(report);
     self->made = pointer(made);
+    self->mail = mail;
     self->tags = pointer(tags);
     self->words = pointer(words);
     memcpy(self->own_words, own_words, (size_t)self->word_bytes);

@@ -19,7 +19,7 @@ DRIVER = """
 #include <string.h>
 void *context = (void *)7, *stream, *function;
 unsigned blocks, threads;
-char argument[32];
+char argument[96];
 int launches, answer;
 int cuCtxGetCurrent(void **found) { *found = context; return 0; }
 int cuLaunchKernel(void *f, unsigned x, unsigned y, unsigned z, unsigned a, unsigned b, unsigned c,
@@ -38,7 +38,7 @@ FUNCTION, CONTEXT, BLOCKS, THREADS, STREAM = 11, 7, 3, 64, 5
 class Calls:
     """A compiled call on torch's tensors of COUNT float32, and the words that it looks at."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, counts=(0, 0, 0, 0)):
         folder = Path(folder)
         torch = pytest.importorskip("torch")
         compiler = shutil.which("cc")
@@ -55,11 +55,12 @@ class Calls:
         # A report, a peer's calls, this rank's, their tags, and the words with them.
         self.words = np.zeros(3 + WINDOW + 16 * WINDOW, np.uint64)
         at = self.words.ctypes.data
-        look = (torch.float32, torch.Size([COUNT]), -1, 4 * COUNT)
-        kernel = (FUNCTION, CONTEXT, BLOCKS, THREADS, bytes(range(32)), 8)
+        nbytes = 4 if counts[0] else 4 * COUNT
+        look = (torch.float32, torch.Size([COUNT]), -1, nbytes)
+        kernel = (FUNCTION, CONTEXT, BLOCKS, THREADS, bytes(range(96)), 8)
         told = struct.pack("2Q", *TOLD)
         listed = (at + 16, at + 24, at + 24 + 8 * WINDOW, WINDOW, TAG, told, (at + 8,))
-        self.repeat = module.Repeat(torch.Tensor, look, look, True, 15, kernel, at, listed)
+        self.repeat = module.Repeat(torch.Tensor, look, look, True, 15, kernel, at, listed, counts)
         self.x, self.out = self.tensor(), self.tensor()
 
     def tensor(self, count=COUNT, shift=0, **options):
@@ -70,9 +71,9 @@ class Calls:
     def integer(self, name):
         return ctypes.c_int.in_dll(self.driver, name).value
 
-    def go(self, x=None, out=None):
+    def go(self, x=None, out=None, *counts):
         x, out = self.x if x is None else x, self.out if out is None else out
-        return self.repeat.go(x, out, STREAM)
+        return self.repeat.go(x, out, STREAM, *counts)
 
     def set(self, name, kind, value):
         kind.in_dll(self.driver, name).value = value
@@ -81,13 +82,50 @@ class Calls:
 def check_launched(_, folder):
     calls = Calls(folder)
     found = [calls.go(), calls.go(out=calls.x)]
-    argument = bytes((ctypes.c_char * 32).in_dll(calls.driver, "argument"))
+    argument = bytes((ctypes.c_char * 96).in_dll(calls.driver, "argument"))
     x = calls.x.data_ptr()
-    wanted = bytes(range(8)) + struct.pack("QQ", x, x) + bytes(range(24, 32))
+    wanted = bytes(range(8)) + struct.pack("QQ", x, x) + bytes(range(24, 96))
     names = ("launches", "blocks", "threads")
     words = [int(word) for word in calls.words[: 3 + WINDOW]]
     told = calls.words[3 + WINDOW :].reshape(WINDOW, 16)[:, :3].tolist()
     return found, argument == wanted, [calls.integer(name) for name in names], words, told
+
+
+def check_counted(_, folder):
+    """Two ranks, of which this one is the second: for more than 8 bytes to a peer, 9 blocks."""
+    calls = Calls(folder, (2, 1, 8, 9))
+    found = []
+    cases = [
+        (COUNT, COUNT, (2, 6), None),
+        (5, 8, (2, 3), (5, 3)),
+        (6, 3, (1, 5), None),
+        (2, 5, (2, 0), (5, 0)),
+    ]
+    for rows, takes, sent, expected in cases:
+        status = calls.go(calls.tensor(rows), calls.tensor(takes), sent, expected)
+        argument = bytes((ctypes.c_char * 96).in_dll(calls.driver, "argument"))
+        told = calls.words[3 + WINDOW :].reshape(WINDOW, 16)[int(calls.words[2]) % WINDOW, :2]
+        words = struct.unpack("7Q", argument[32:88])
+        found.append((status, calls.integer("blocks"), told.tolist(), words, argument[88:]))
+        calls.words[1] = calls.words[2]  # the peer follows
+    launches = calls.integer("launches")
+    two = [calls.go(None, None, *each) for each in [((4, 5), None), ((8,), None), ([8, 0], None)]]
+    two += [calls.go(None, None, (-1, 9), None), calls.go(None, None, (4, 4), (4, 5))]
+    two += [calls.go(calls.tensor(COUNT).reshape(2, 4), None, (1, 1), None)]
+    return found, two, calls.integer("launches") - launches
+
+
+def test_counts_go_into_the_argument(tmp_path):
+    with Pool(1) as ranks:
+        ((found, left, more),) = ranks.run(check_counted, str(tmp_path))
+    unknown, rest = (1 << 64) - 1, bytes(range(88, 96))
+    assert found == [
+        (0, BLOCKS, [2, 6], (0, 8, 2, 6, unknown, unknown, 8), rest),
+        (0, 9, [2, 3], (0, 8, 2, 3, 5, 3, 8), rest),
+        (0, BLOCKS, [1, 5], (0, 4, 1, 5, unknown, unknown, 3), rest),
+        (0, 9, [2, 0], (0, 8, 2, 0, 5, 0, 5), rest),
+    ]
+    assert left == [None] * len(left) and more == 0
 
 
 def check_left(_, folder):
