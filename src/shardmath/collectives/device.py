@@ -30,6 +30,7 @@ from shardmath.collectives.pushes import Pushes, kernel_memory, reduction_define
 from shardmath.cuda.driver import call
 from shardmath.cuda.kernel import Argument, ReadyLaunch
 from shardmath.cuda.stream import StreamOrder
+from shardmath.geometry.integers import up
 from shardmath.symmetric.team import Team
 
 if TYPE_CHECKING:
@@ -48,9 +49,9 @@ _KEPT = 256  # launches that are kept ready
 # floats are; else of the array. It is faster on the GPU from less on, but takes the host longer.
 _PUSHED_SLICE_BYTES, _PUSHED_BYTES = 32 << 20, 16 << 20
 # Of exchange.cu: the most that goes to a rank as packets, what goes in chunks, and its launches.
-_MAIL_BYTES = 512 << 10
+_MAIL_BYTES = 4 << 20  # of all ranks; packets are twice as long
 _INBOX_BYTES, _LANES, _SLOTS, _SLOT_UNIT = 16 << 20, 64, 4, 2048
-_MAIL_BLOCKS, _LANE_BLOCKS = 96, 2 * _LANES
+_MAIL_BLOCKS, _LANE_BLOCKS = 2 * _LANES - 1, 2 * _LANES
 _POST = "MAIL_BYTES", "POST_BYTES"
 _SECOND_WAIT_BYTES = 512 << 10  # what a link carries in the time of one wait, 1.4 us
 
@@ -114,13 +115,18 @@ class DeviceCollectives(Pushes):
 
     def __init__(self, context: Context, team: Team, cells: Sequence[int]) -> None:
         super().__init__(context, team)
+        self._launches: LRUCache[tuple[Any, ...], ReadyLaunch | None] = LRUCache(_KEPT)
+        self._lay_out(cells)
+
+    def _lay_out(self, cells: Sequence[int]) -> None:
+        """Note where every rank's memory lies, by rank: cells, counts, words, and its `Post`."""
+        team = self.team
         self._cells = [cells[rank] for rank in team.ring_order]
         self._team_bytes = team.packed()
         self._counts_address = cells[team.rank] + _cells_bytes(team.size)
         self._posts = [each + _words_end(team.size) for each in cells]
         self._exchanges: dict[LaunchConfig, ReadyLaunch] = {}
-        self._mail_bytes = _MAIL_BYTES
-        self._launches: LRUCache[tuple[Any, ...], ReadyLaunch | None] = LRUCache(_KEPT)
+        self._mail_bytes = _mail_bytes(team.size)
 
     @classmethod
     def of(cls, context: Context) -> DeviceCollectives | FarCollectives:
@@ -138,7 +144,7 @@ class DeviceCollectives(Pushes):
         """
         team = context.team
         assert team is not None, "a context of GPUs"
-        nbytes = _words_end(team.size) + _post_bytes(team.size, _MAIL_BYTES)
+        nbytes = _words_end(team.size) + _post_bytes(team.size, _mail_bytes(team.size))
         return cls(context, team, kernel_memory(context, "collectives: cells", nbytes))
 
     # -- what is pushed ----------------------------------------------------------------------------
@@ -346,6 +352,11 @@ def _cells_bytes(size: int) -> int:
 def _words_end(size: int) -> int:
     """Where, in one rank's memory, the words of launches end and its `Post` follows."""
     return _cells_bytes(size) + 16 * _MAX_BLOCKS * (1 + size)
+
+
+def _mail_bytes(size: int) -> int:
+    """The most bytes that go to a rank as packets: of all together a link has its fill."""
+    return up(_MAIL_BYTES // size, 8)
 
 
 def _post_bytes(size: int, mail: int) -> int:

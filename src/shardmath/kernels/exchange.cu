@@ -86,6 +86,15 @@ __device__ inline void write_word(char* to, Word word) {
     }
 }
 
+// As store_eight, which is long where it is slow.
+__device__ __noinline__ void write_slowly(char* memory, u64 i, u64 nbytes, u64 data) {
+    store_eight(memory, i, nbytes, data);
+}
+__device__ inline void write_eight(char* memory, u64 i, u64 nbytes, u64 data) {
+    if (((u64)memory & 7) || 8 * i + 8 > nbytes) return write_slowly(memory, i, nbytes, data);
+    ((u64*)memory)[i] = data;
+}
+
 // Copy `nbytes`, by threads `me` of `all`: addresses are multiples of the units' sizes.
 template <class From, class To>
 __device__ __noinline__ void copy_words(char* to, const char* from, u64 nbytes, u64 me, u64 all) {
@@ -130,26 +139,7 @@ struct CopyFromSlot {
 struct Table {
     u64 row[kRanks][kRow];
     u64 place[kRanks];  // where in the output the part of each rank starts, in bytes
-};
-
-template <class Unit>
-struct SendMail {
-    static __device__ void run(Packet* mail, const char* start, u64 words, u64 number, u64 me, u64 all) {
-        for (u64 at = me; at < words; at += all) store_packet(mail + at, {read_word<Unit, u64>(start + 8 * at), number});
-    }
-};
-
-template <class Unit>
-struct TakeMail {
-    template <class Of>
-    static __device__ bool run(const Of& exchange, int peer, const Packet* mail, char* start, u64 words, u64 me, u64 all) {
-        for (u64 at = me; at < words; at += all) {
-            u64 word;
-            if (!exchange.await_mail(mail + at, peer, word)) return false;
-            write_word<Unit, u64>(start + 8 * at, word);
-        }
-        return true;
-    }
+    u64 counted;        // the chunks that a peer has counted, as was seen last
 };
 
 struct Exchange {
@@ -179,21 +169,21 @@ struct Exchange {
         for (int i = 1; i < kRanks; ++i) {
             const int peer = (rank() + i) % kRanks;
             const u64 nbytes = to(peer);
-            if (nbytes > kMail) continue;
             const char* const start = a.input + a.start[peer];
             Packet* const mail = a.post[peer]->mail[launch.number & 1][rank()];
-            by_unit<SendMail>((u64)start, mail, start, nbytes / 8, launch.number, me, all);
-            if (me == nbytes / 8 % all && nbytes % 8)
-                store_packet(mail + nbytes / 8, {load_eight(start, nbytes / 8, nbytes), launch.number});
+            for (u64 at = me; at < mail_packets(nbytes); at += all)
+                store_packet(mail + at, {load_eight(start, at, nbytes), launch.number});
         }
     }
+
+    __device__ static u64 mail_packets(u64 nbytes) { return nbytes > kMail ? 0 : packets_for(nbytes); }
 
     // Wait for all ranks' words and rows. By all threads; the same for all.
     __device__ bool receive_rows() const {
         const Team& team = a.cells.team;
         const Packet* const rows = &own().row[launch.number & 1][0][0];
         bool come = true;
-        if (threadIdx.x == 0) come = receive_words();
+        if (threadIdx.x == blockDim.x - 1) come = receive_words();  // of another warp than who waits for rows
         for (u32 i = threadIdx.x; come && i < kRanks * kRow; i += blockDim.x) {
             const int peer = i / kRow;
             Deadline deadline;
@@ -202,7 +192,7 @@ struct Exchange {
                 table.row[peer][i % kRow] = seen.low;
                 if (seen.high == launch.number) break;
                 if (last) {
-                    // Of another call there are none; thread 0 says so, or whose word has not come.
+                    // Of another call there are none; who waits for words says so, or whose has not come.
                     if (word_of(peer) == launch.word) give_up(peer, launch.number, seen.high);
                     come = false;
                     break;
@@ -260,41 +250,43 @@ struct Exchange {
         return good;
     }
 
-    __device__ void copy_own(u64 me, u64 all) const {
-        const char* const from_here = a.input + a.start[rank()];
-        char* const to_here = a.output + table.place[rank()];
-        if (from_here == to_here) return;
-        by_unit<CopyAsAligned>((u64)from_here | (u64)to_here, to_here, from_here, to(rank()), me, all);
-    }
-
+    // Several packets of each thread are looked at together: the next of all peers, or the next few of the only one.
     __device__ bool receive_mail(u64 me, u64 all) const {
+        constexpr int kAhead = kRanks == 2 ? 4 : 1, kPeers = kRanks < 8 ? kRanks - 1 : 7, kMany = kAhead * kPeers;
+        const Packet(&mails)[kRanks][kMail / 8] = own().mail[launch.number & 1];
         bool come = true;
 #pragma unroll 1
-        for (int i = 1; i < kRanks; ++i) {
-            const int peer = (rank() + kRanks - i) % kRanks;
-            const u64 nbytes = from(peer);
-            if (nbytes > kMail) continue;
-            char* const start = a.output + table.place[peer];
-            const Packet* const mail = own().mail[launch.number & 1][peer];
-            come = come && by_unit<TakeMail>((u64)start, *this, peer, mail, start, nbytes / 8, me, all);
-            u64 word;
-            if (come && me == nbytes / 8 % all && nbytes % 8)
-                if ((come = await_mail(mail + nbytes / 8, peer, word))) store_eight(start, nbytes / 8, nbytes, word);
-        }
-        return __syncthreads_and(come);
-    }
-
-    __device__ bool await_mail(const Packet* packet, int peer, u64& word) const {
-        Deadline deadline;
-        for (bool last = false;; last = deadline.passed(a.cells.team, peer)) {
-            const Packet seen = load_packet(packet);
-            word = seen.low;
-            if (seen.high == launch.number) return true;
-            if (last) {
-                give_up(peer, launch.number, seen.high);
-                return false;
+        for (int first = 1; first < kRanks; first += kPeers) {
+            const auto peer_of = [&](int j) { return (rank() + 2 * kRanks - first - j / kAhead) % kRanks; };
+            const auto packets = [&](int j) { return first + j / kAhead < kRanks ? mail_packets(from(peer_of(j))) : 0; };
+            u64 most = 0;
+            for (int j = 0; j < kMany; j += kAhead) most = packets(j) > most ? packets(j) : most;
+            for (u64 at = me; come && at < most; at += kAhead * all) {
+                u32 left = 0;
+#pragma unroll
+                for (int j = 0; j < kMany; ++j) left |= (u32)(at + j % kAhead * all < packets(j)) << j;
+                const auto any_gone = [&] { return gone(a.cells.team, peer_of(__ffs(left) - 1)); };
+                Deadline deadline;
+                for (bool last = false; left; last = deadline.passed(a.cells.team, any_gone)) {
+                    Packet seen[kMany + !kMany];
+#pragma unroll
+                    for (int j = 0; j < kMany; ++j)
+                        if (left >> j & 1) seen[j] = load_packet(&mails[peer_of(j)][at + j % kAhead * all]);
+#pragma unroll
+                    for (int j = 0; j < kMany; ++j) {
+                        if (!(left >> j & 1) || seen[j].high != launch.number) continue;
+                        const int peer = peer_of(j);
+                        write_eight(a.output + table.place[peer], at + j % kAhead * all, from(peer), seen[j].low);
+                        left &= ~(1u << j);
+                    }
+                    if (!last || !left) continue;
+                    give_up(peer_of(__ffs(left) - 1), launch.number, launch.number - 1);
+                    come = false;
+                    break;
+                }
             }
         }
+        return __syncthreads_and(come);
     }
 
     // -- in chunks -------------------------------------------------------------------------------------
@@ -308,37 +300,46 @@ struct Exchange {
         return nbytes > kMail ? (nbytes + chunk_bytes(nbytes) - 1) / chunk_bytes(nbytes) : 0;
     }
 
-    // Wait until a peer has counted so many chunks of this launch. By all threads; the same for all.
-    __device__ bool await_count(const u64* word, u64 count, int peer) const {
+    // Wait until a peer has counted `target` chunks of this launch, and say how many it has; 0 when they do not come.
+    // By all threads; the same for all.
+    __device__ u64 await_count(const u64* word, u64 target, int peer) const {
         bool come = true;
         if (threadIdx.x == 0) {
             Deadline deadline;
             for (bool last = false;; last = deadline.passed(a.cells.team, peer)) {
                 const u64 seen = load_acquire(word);
-                if (seen >> 24 == (launch.number & 0xffffffffffull) && (seen & 0xffffff) >= count) break;
+                table.counted = seen & 0xffffff;
+                if (seen >> 24 == (launch.number & 0xffffffffffull) && table.counted >= target) break;
                 if (last) {
-                    give_up(peer, count, seen & 0xffffff);
+                    give_up(peer, target, table.counted);
                     come = false;
                     break;
                 }
             }
         }
-        return __syncthreads_and(come);
+        return __syncthreads_and(come) ? table.counted : 0;
     }
 
-    __device__ void count_chunks(u64* word, u64 count) const { store_release(word, launch.number << 24 | count); }
+    __device__ u64 counted(u64 chunks) const { return launch.number << 24 | chunks; }
 
+    // Those who have copied a chunk go on while one thread for each peer waits until it is there, and says so.
     __device__ bool send_chunks(u32 lane) const {
         const auto left = [&](int peer, u64 chunk) { return peer != rank() && chunk < chunks(to(peer)); };
+        u64 room[kRanks];  // chunks that a peer is known to have room for
+        for (int i = 0; i < kRanks; ++i) room[i] = kSlots;
         bool more = true;
         for (u64 k = 0, chunk = lane; more; ++k, chunk += kLanes) {
             more = false;
 #pragma unroll 1
-        for (int i = 1; i < kRanks; ++i) {
+            for (int i = 1; i < kRanks; ++i) {
                 const int peer = (rank() + i) % kRanks;
                 if (!left(peer, chunk)) continue;
                 more = true;
-                if (k >= kSlots && !await_count(&own().lane[lane].taken[peer], k - kSlots + 1, peer)) return false;
+                if (k >= room[i]) {
+                    const u64 taken = await_count(&own().lane[lane].taken[peer], k - kSlots + 1, peer);
+                    if (!taken) return false;
+                    room[i] = taken + kSlots;
+                }
                 const u64 nbytes = to(peer), each = chunk_bytes(nbytes), at = chunk * each;
                 const char* const start = a.input + a.start[peer] + at;
                 char* const slot = (char*)a.post[peer]->slot[lane][rank()][k % kSlots];
@@ -346,18 +347,19 @@ struct Exchange {
                 by_unit<CopyToSlot>((u64)start, slot, start, some, threadIdx.x, blockDim.x);
             }
             __syncthreads();
-            const int peer = threadIdx.x;  // one thread for each: their releases wait at the same time
-            if (peer < kRanks && left(peer, chunk)) count_chunks(&a.post[peer]->lane[lane].sent[rank()], k + 1);
+            const int peer = blockDim.x - 1 - threadIdx.x;
+            if (peer < kRanks && left(peer, chunk)) store_release(&a.post[peer]->lane[lane].sent[rank()], counted(k + 1));
         }
         return true;
     }
 
+    // This rank's own part comes in between, while the peers' chunks are under way.
     __device__ bool receive_chunks(u32 lane) const {
         bool more = true;
         for (u64 k = 0, chunk = lane; more; ++k, chunk += kLanes) {
-            more = false;
+            more = copy_own(chunk);
 #pragma unroll 1
-        for (int i = 1; i < kRanks; ++i) {
+            for (int i = 1; i < kRanks; ++i) {
                 const int peer = (rank() + kRanks - i) % kRanks;
                 const u64 nbytes = from(peer), each = chunk_bytes(nbytes), at = chunk * each;
                 if (chunk >= chunks(nbytes)) continue;
@@ -367,29 +369,40 @@ struct Exchange {
                 const char* const slot = (const char*)own().slot[lane][peer][k % kSlots];
                 const u64 some = nbytes - at < each ? nbytes - at : each;
                 by_unit<CopyFromSlot>((u64)start, start, slot, some, threadIdx.x, blockDim.x);
-                if (chunk + kSlots * kLanes >= chunks(nbytes)) continue;  // nobody waits for the slot
                 __syncthreads();
-                if (threadIdx.x == 0) count_chunks(&a.post[peer]->lane[lane].taken[rank()], k + 1);
+                // Nothing that was written needs to be seen with it: the slot has been read, or nothing was stored.
+                if (threadIdx.x == 0) store_relaxed(&a.post[peer]->lane[lane].taken[rank()], counted(k + 1));
             }
         }
         return true;
     }
 
+    // One chunk of this rank's own part; false where there is none. All of it are chunks for a block of all.
+    __device__ bool copy_own(u64 chunk) const {
+        const u64 nbytes = to(rank()), each = chunk_bytes(nbytes), at = chunk * each;
+        const char* const from_here = a.input + a.start[rank()];
+        char* const to_here = a.output + table.place[rank()];
+        if (at >= nbytes || from_here == to_here) return false;
+        const u64 some = nbytes - at < each ? nbytes - at : each;
+        by_unit<CopyAsAligned>((u64)from_here | (u64)to_here, to_here + at, from_here + at, some, threadIdx.x, blockDim.x);
+        return true;
+    }
+
     __device__ void run() const {
         const u64 me = (u64)blockIdx.x * blockDim.x + threadIdx.x, all = (u64)gridDim.x * blockDim.x;
-        if (!launch.usable) return;
+        if (!__syncthreads_and(launch.usable)) return;  // another block may just have failed
         if (blockIdx.x == 0) send_row();
         send_mail(me, all);
         if (!receive_rows() || !fits()) return;
-        // Blocks that send chunks leave the rest to the others: peers wait for them.
-        const u32 pairs = gridDim.x / 2;
-        const bool in_lanes = pairs >= kLanes, sends = in_lanes && blockIdx.x < kLanes;
-        if (sends) send_chunks(blockIdx.x);
-        const u64 first = in_lanes ? (u64)kLanes * blockDim.x : 0;
-        if (!sends) {
-            copy_own(me - first, all - first);
-            if (receive_mail(me - first, all - first) && in_lanes && blockIdx.x < 2 * kLanes)
-                receive_chunks(blockIdx.x - kLanes);
+        const bool in_lanes = gridDim.x >= 2 * kLanes;
+        if (in_lanes && blockIdx.x < kLanes) {
+            send_chunks(blockIdx.x);  // the rest is left to the others: peers wait for these
+        } else if (in_lanes) {
+            const u64 first = (u64)kLanes * blockDim.x;
+            if (receive_mail(me - first, all - first)) receive_chunks(blockIdx.x - kLanes);
+        } else {
+            for (u64 chunk = blockIdx.x; copy_own(chunk);) chunk += gridDim.x;
+            receive_mail(me, all);
         }
     }
 };

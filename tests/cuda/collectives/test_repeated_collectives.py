@@ -159,7 +159,7 @@ def check_moved(context):
     make, host = maker(context, "torch")
     rank, size = context.rank, context.size
     wrong = []
-    with patch("shardmath.collectives.device._MAIL_BYTES", 4096), context.split(0):
+    with patch("shardmath.collectives.device._MAIL_BYTES", 8192), context.split(0):
         for turn, unit in enumerate((16, 7, 1, 48)):
             for given_by in ((), (size - 1,), range(size)):
                 ranks = range(size)

@@ -1,0 +1,253 @@
+"""The kernel that exchanges parts of any size, on this computer's threads in place of GPUs'.
+
+Every rank puts all its launches on its stream at once; the host's code packs their arguments. Lanes
+are few and slots small here, so that parts of some ten thousand bytes go through every slot again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import struct
+import subprocess
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+
+from shardmath.collectives import device
+from shardmath.collectives.device import DeviceCollectives, Parts
+from shardmath.cuda.compile import KERNELS
+from shardmath.symmetric import structs
+
+HERE = Path(__file__).parent
+LANES, INBOX, MAIL, THREADS = 2, 64 << 10, 3 * 256, 4
+SMALLER = {"_LANES": LANES, "_INBOX_BYTES": INBOX, "_MAIL_BYTES": MAIL, "_LANE_BLOCKS": 2 * LANES}
+SECONDS = 60
+OURS, OTHER = 7, 8  # tags
+
+RUN = """
+extern "C" void run(const ExchangeArgument* argument, unsigned blocks, unsigned threads) {
+    std::vector<std::thread> all;
+    std::vector<std::unique_ptr<Block>> made;
+    for (unsigned b = 0; b < blocks; ++b) made.push_back(std::make_unique<Block>(threads));
+    for (unsigned b = 0; b < blocks; ++b)
+        for (unsigned t = 0; t < threads; ++t)
+            all.emplace_back([=, block = made[b].get()] {
+                threadIdx = {t, 0, 0}, blockIdx = {b, 0, 0};
+                blockDim = {threads, 1, 1}, gridDim = {blocks, 1, 1};
+                block_of_thread = block, meetings = 0;
+                exchange(*argument);
+            });
+    for (auto& each : all) each.join();
+}
+"""
+
+
+def on_threads(text):
+    """A kernel's source for the host: what it says in assembly is `device_words.hh`'s."""
+    before, _, after = text.partition("// -- words ---")
+    if after:
+        _, later, rest = after.partition("// The threads of a block in a row.")
+        text = before + (HERE / "device_words.hh").read_text() + later + rest
+    return re.sub(r"__shared__ (\w+) (\w+);", r"\1& \2 = *(\1*)block_of_thread->shared;", text)
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def kernel(request, tmp_path_factory):
+    """The number of ranks, and the library of a kernel for them."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no C++ compiler here")
+    size, folder = request.param, tmp_path_factory.mktemp("exchange")
+    for name in ("symm.cuh", "elements.cuh", "cells.cuh"):
+        (folder / name).write_text(on_threads((KERNELS / name).read_text()))
+    (folder / "elements.cuh").write_text("#pragma once\n")
+    text = on_threads((KERNELS / "exchange.cu").read_text())
+    for name, value in (("u32 kLanes", LANES), ("u64 kInbox", INBOX)):
+        text, count = re.subn(rf"(constexpr {name} =)[^;]*;", rf"\1 {value};", text)
+        assert count == 1, name
+    source, made = folder / "exchange.cc", folder / "exchange.so"
+    source.write_text(f'#include "{HERE}/device_threads.hh"\n{text}{RUN}')
+    with patch.multiple(device, **SMALLER):
+        mail = device._mail_bytes(size)
+        defines = [f"-DMAIL_BYTES={mail}", f"-DPOST_BYTES={device._post_bytes(size, mail)}"]
+    command = [compiler, "-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", "-msse2"]
+    defines += [f"-DSHARDMATH_RANKS={size}"]
+    subprocess.run([*command, *defines, str(source), "-o", str(made)], check=True)
+    return size, ctypes.CDLL(str(made))
+
+
+def aligned(nbytes, value=0):
+    """Bytes at a multiple of 64."""
+    whole = np.full(nbytes + 64, value, np.uint8)
+    start = -whole.ctypes.data % 64
+    return whole[start : start + nbytes]
+
+
+class Rank(DeviceCollectives):
+    """One rank's exchanges; `launches` are what is on its stream."""
+
+    def __init__(self, rank, ranks, library):
+        size = len(ranks)
+        self.launches, self._library = [], library
+        self.pad = aligned(64)
+        self.report = np.zeros(2 + 3 * size, np.uint64)
+        self.memory = aligned(
+            device._words_end(size) + device._post_bytes(size, device._mail_bytes(size)), 0xFF
+        )
+        ranks[rank] = self
+        self.team = SimpleNamespace(rank=rank, size=size, require_usable=lambda: None)
+
+    def begin(self, ranks):
+        """When all ranks have memory."""
+        rank, size = self.team.rank, len(ranks)
+        self.team.ring_order = [(rank + step) % size for step in range(1, size + 1)]
+        pads = [each.pad.ctypes.data for each in ranks]
+        head = rank, size, 1, 0, int(SECONDS * 1e9), self.report.ctypes.data
+        packed = struct.pack(f"iiIIQQ{size}Q", *head, *pads)
+        self.team.packed = lambda: packed
+        self.team.kernel = lambda *_: self
+        self._order = self
+        self._lay_out([each.memory.ctypes.data for each in ranks])
+
+    def ready(self, blocks, threads, argument):
+        """A launch."""
+        blocks = min(blocks, 2 * LANES - 1 + (blocks == 2 * LANES))
+        return SimpleNamespace(blocks=blocks, argument=argument, change=argument.change)
+
+    def put(self, launch, stream):
+        """Put it on the stream."""
+        self.launches.append((launch.argument.first, launch.blocks))
+
+    def run(self):
+        """All launches, one after the other."""
+        for argument, blocks in self.launches:
+            place = aligned(len(argument))
+            place[:] = np.frombuffer(argument, np.uint8)
+            self._library.run(ctypes.c_void_p(place.ctypes.data), blocks, THREADS)
+
+    @property
+    def noted(self):
+        """What the kernel has noted of each rank: the kinds of it."""
+        return [int(word) & 0xFFFFFFFF for word in self.report[1:].reshape(-1)[0:-1:3]]
+
+
+class Exchanges:
+    """Exchanges of all ranks: put on their streams one by one, run together, and looked at."""
+
+    def __init__(self, kernel):
+        self.size, library = kernel
+        self.patches = patch.multiple(device, **SMALLER)
+        with self.patches:
+            self.ranks = [None] * self.size
+            for rank in range(self.size):
+                Rank(rank, self.ranks, library)
+            for rank in self.ranks:
+                rank.begin(self.ranks)
+        self.results = []
+
+    def put(self, table, width=1, *, rooms=None, told=False, tags=None, shift=0):
+        """One more, of `table[src][dst]` times `width` bytes.
+
+        `rooms` are what the ranks have room for; `told`: they know what comes from whom.
+        """
+        ranks = range(self.size)
+        rng = np.random.default_rng([len(self.results), width])
+        data = [[rng.integers(0, 256, table[s][d] * width, np.uint8) for d in ranks] for s in ranks]
+        for rank in ranks:
+            sent = np.concatenate(data[rank])
+            source = aligned(sent.size + shift)[shift:]
+            source[:] = sent
+            wanted = np.concatenate([row[rank] for row in data])
+            room = len(wanted) // width if rooms is None else rooms[rank]
+            target = aligned(room * width + 2 * shift + 64, 0xA5)
+            starts = np.cumsum([0, *(width * count for count in table[rank])])[:-1].tolist()
+            expected = [row[rank] for row in table] if told else None
+            parts = Parts(width, starts, table[rank], expected, room)
+            place = target.ctypes.data + 2 * shift
+            tag = OURS if tags is None else tags[rank]
+            with self.patches:
+                self.ranks[rank].exchange(source.ctypes.data, place, parts, 0, tag=tag)
+            self.results.append((rank, source, target, 2 * shift, wanted))
+
+    def run(self):
+        streams = [threading.Thread(target=rank.run) for rank in self.ranks]
+        for stream in streams:
+            stream.start()
+        for stream in streams:
+            stream.join()
+
+    def wrong(self):
+        """The results that are not what they should be, or have a byte beside them."""
+        found = []
+        for number, (rank, _, target, start, wanted) in enumerate(self.results):
+            right = np.full_like(target, 0xA5)
+            right[start : start + wanted.size] = wanted
+            if not np.array_equal(target, right):
+                found.append((number // self.size, rank))
+        return found
+
+    def untouched(self, first):
+        """Whether no byte was written from that exchange on."""
+        return all(bool((each[2] == 0xA5).all()) for each in self.results[first * self.size :])
+
+
+def tables(size):
+    """Parts as packets, in chunks, in chunks through slots that were used before, and none."""
+    rng = np.random.default_rng(size)
+    yield np.full((size, size), 8)
+    yield rng.integers(0, 500, (size, size))
+    yield np.zeros((size, size), int)
+    yield rng.choice([0, 1, 255, 390, 5000, 41_003], (size, size))
+    yield np.full((size, size), 3000) * np.eye(size, dtype=int)
+    yield rng.integers(0, 60_000, (size, size))
+    yield rng.choice([0, 400], (size, size))
+
+
+@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.parametrize(("width", "shift"), [(1, 0), (1, 1), (16, 0), (6, 2), (4, 4)])
+def test_every_part_comes_to_its_place(kernel, width, shift, told):
+    exchanges = Exchanges(kernel)
+    for table in tables(exchanges.size):
+        exchanges.put((table // (1 + width // 4)).tolist(), width, told=told, shift=shift)
+    exchanges.run()
+    assert exchanges.wrong() == []
+    assert [rank.noted for rank in exchanges.ranks] == [[0] * exchanges.size] * exchanges.size
+
+
+@pytest.mark.parametrize("count", [5, 3000])
+def test_nothing_is_written_where_one_has_other_room(kernel, count):
+    """All ranks report it, and what comes after writes nothing either."""
+    exchanges, size = Exchanges(kernel), kernel[0]
+    table = np.full((size, size), count).tolist()
+    exchanges.put(table)
+    exchanges.put(table, rooms=[count * size] * (size - 1) + [count * size - 1])
+    exchanges.put(table)
+    exchanges.run()
+    assert [n for n, _ in exchanges.wrong() if n == 0] == [] and exchanges.untouched(1)
+    for rank in exchanges.ranks:
+        assert rank.noted[rank.team.rank] == structs.MISFIT
+        with patch.object(device, "call", lambda _, to, place, n: ctypes.memmove(to, place, n)):
+            rank.team.device = SimpleNamespace(activate=lambda: None)
+            rows = rank.rows(int(rank.report[1 + 3 * rank.team.rank + 2]))
+        assert [row[:size] for row in rows] == [(count,) * size] * size
+        assert [row[-1] for row in rows] == [count * size] * (size - 1) + [count * size - 1]
+
+
+@pytest.mark.parametrize("count", [5, 3000])
+def test_nothing_is_written_where_one_makes_another_call(kernel, count):
+    exchanges, size = Exchanges(kernel), kernel[0]
+    table = np.full((size, size), count).tolist()
+    exchanges.put(table)
+    exchanges.put(table, tags=[OURS] * (size - 1) + [OTHER])
+    exchanges.put(table)
+    exchanges.run()
+    assert [n for n, _ in exchanges.wrong() if n == 0] == [] and exchanges.untouched(1)
+    for rank in exchanges.ranks:
+        others = [r for r in range(size) if (r == size - 1) != (rank.team.rank == size - 1)]
+        assert [r for r in range(size) if rank.noted[r] == structs.MISMATCH] == others
