@@ -153,7 +153,8 @@ def all_gather(
         matrix = all_gather(rows)
 
     The extent of `x` along `axis` may differ by rank, and be 0; everything else is equal. Returns
-    `out` where it is given, else a new C-ordered array of the library of `x`.
+    `out` where it is given, else a new C-ordered array of the library of `x`; on GPUs a rank with
+    an `out` waits for no other's host.
 
     Raises on all ranks: CollectiveMismatch when dtype, library, axis, or another extent differ,
     ValueError for an axis that `x` does not have, and for an `out` of another shape, dtype or
@@ -228,7 +229,8 @@ def all_to_all(
     them, as evenly as possible, the first ranks having one more. The result holds the parts that
     the ranks sent to this one, in their order. `receive_counts` says how large they are; it need
     not be given, and is only compared with what is sent. Extents along `axis` may differ by rank.
-    Returns `out` where it is given, else a new C-ordered array of the library of `x`.
+    Returns `out` where it is given, else a new C-ordered array of the library of `x`; on GPUs a
+    rank with an `out`, or with `receive_counts`, waits for no other's host.
 
     Raises on all ranks: CollectiveMismatch when dtype, library, axis or another extent differ, or a
     rank expects another count than is sent to it; ValueError for counts that do not add up, an axis
