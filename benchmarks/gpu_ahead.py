@@ -21,6 +21,7 @@ from shardmath.collectives import all_gather, all_reduce, all_to_all, broadcast,
 CALLS, WARM, GRAPH = 300, 30, 50
 STEPS, RUNS = 60, 5
 SIZES = {"2 KiB": 1 << 10, "16 KiB": 8 << 10, "256 KiB": 128 << 10, "1 MiB": 512 << 10}  # elements
+MOVES = {"16 KiB": 8 << 10, "4 MiB": 2 << 20, "64 MiB": 32 << 20}  # of all ranks
 K = 5632  # of the local product
 
 
@@ -151,9 +152,14 @@ def measure(ranks):
             for what, call in systems.items():
                 us = {"host_us": host(ranks, call), "graph_us": graphs[what]}
                 rows.append({"what": what, "size": name, **us})
-        for what, call in moves(ranks, 8 << 10).items():
-            us = {"host_us": host(ranks, call), "done_us": elapsed(ranks, call)}
-            rows.append({"what": what, "size": "16 KiB", **us})
+        for name, count in MOVES.items():
+            systems = moves(ranks, count)
+            given = {k: v for k, v in systems.items() if "(out)" in k or k.startswith("NCCL")}
+            graphs = ranks.times(given, GRAPH if count < 1 << 20 else 8)
+            for what, call in systems.items():
+                us = {"host_us": host(ranks, call), "done_us": elapsed(ranks, call)}
+                us |= {"graph_us": graphs[what]} if what in graphs else {}
+                rows.append({"what": what, "size": name, **us})
         for what, call in uneven(ranks).items():
             us = {"host_us": host(ranks, call), "done_us": elapsed(ranks, call)}
             rows.append({"what": what, "size": "16 MiB", **us})
