@@ -93,7 +93,14 @@ class Ahead:
         """The known call of this spec; None where its `out` is wrong, which a meeting reports."""
         common = form.common(spec)
         known = None if common is None else self.find(operation, common)
-        return known if known is not None and form.fits(spec, known.result) else None
+        if known is None or not form.fits(spec, known.result):
+            return None
+        if form.counted and self._size == 1:  # nobody has to be asked whether it is right
+            try:
+                known.build([spec])
+            except Exception:
+                return None
+        return known
 
     def find_of(self, rank: int, operation: str) -> KnownCall | None:
         """The known call of `operation` that `rank` makes next; None where it meets all instead.

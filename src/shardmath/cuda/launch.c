@@ -156,6 +156,8 @@ static unsigned write_counts(const Repeat *self, char *argument, uint64_t *words
         memset(row + ranks, 0xff, (size_t)ranks * sizeof *row);
     else if (!counts_of(expected, ranks, row + ranks, &sum) || sum != out.extent)
         return 0;
+    if (ranks == 1 && sum != out.extent) /* an error, of which no kernel is needed to tell */
+        return 0;
     row[2 * ranks] = out.extent;
     for (Py_ssize_t r = 0, at = 0; r < ranks; at += row[r++]) {
         starts[r] = (uint64_t)at * width;

@@ -305,3 +305,24 @@ def check_alike(context):
 
 def test_what_is_each_ranks_own(gpus, size):
     assert gpus.run(check_alike, ranks=size) == [[]] * size
+
+
+def check_alone(context):
+    """One rank hears at once that an `out` is wrong, also of a call that it knows."""
+    torch = torch_on(context)
+    x = torch.ones(N, device="cuda")
+    found = []
+    with context.split(context.rank):
+        for count in (N, N, N + 1, N):
+            out = torch.full((count,), UNTOUCHED, device="cuda")
+            found.append(said(lambda out=out: all_gather(x, out=out))[0])
+            found.append(said(lambda out=out: all_to_all(x, send_counts=[N], out=out))[0])
+            if count > N:
+                found.append(bool((out == UNTOUCHED).all()))
+    context.barrier()
+    return found
+
+
+def test_one_rank_alone(gpus):
+    fine, wrong = ["fine", "fine"], ["ValueError", "ValueError", True]
+    assert gpus.run(check_alone, ranks=1) == [[*fine, *fine, *wrong, *fine]]
