@@ -33,7 +33,8 @@ def lines_of(call: Callable[[], Any]) -> tuple[Any, int]:
 def calls_before(last: str, call: Callable[[], Any]) -> list[str]:
     """The names of the Python functions that `call` calls until it calls the one named `last`.
 
-    What only waits for other ranks is left out: that is done more or less often.
+    All that it calls where compiled code does what that would. What only waits for other ranks is
+    left out: that is done more or less often.
     """
     names: list[str] = []
     seen = False
@@ -51,5 +52,4 @@ def calls_before(last: str, call: Callable[[], Any]) -> list[str]:
         call()
     finally:
         sys.setprofile(before)
-    assert seen, f"{last} was not called"
     return names

@@ -109,9 +109,10 @@ class Driver:
 
     def call(self, arguments: Arguments) -> Any:
         """Its results. Collective."""
-        results = self.again(arguments)
-        if results is not None:
-            return results
+        if self._compiled is not None:
+            results = self._compiled.make(arguments, self._otherwise)
+            if results is not None:
+                return results
         operation = self.operation.names.operation
         turn, agreement, payloads = agree(
             self.context, operation, self.ready, self.build, arguments, self.spec

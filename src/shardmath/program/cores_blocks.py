@@ -21,7 +21,7 @@ from shardmath.context.context import Context
 from shardmath.local.fft import Norm, bound_transform, starts_threads
 from shardmath.program.blocks import Blocks
 from shardmath.redistribution import Window
-from shardmath.redistribution.host import bind
+from shardmath.redistribution.host import bind, bind_array
 
 __all__ = ["Calls", "Pass", "run"]
 
@@ -112,12 +112,12 @@ class Pass:
                 engine=self.engine,
             )
             if out is not target:
-                yield partial(np.copyto, target, out)
+                yield from bind_array(out, target)
 
     def _gathering(self, number: int, into: HostArray) -> Calls:
         blocks = self.blocks
         if blocks.stays:
-            return [partial(np.copyto, into, self.source[blocks[number]])]
+            return bind_array(self.source[blocks[number]], into)
         strides = {src: window.strides for src, window in self.windows.items()}
         copies = blocks.copies(number, strides, into.strides)
         return bind(copies, self.windows, Window.of(into))

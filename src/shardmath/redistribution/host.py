@@ -8,7 +8,7 @@ down a column fetches a cache line, and a page, for every element.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import product
 from math import prod
 from typing import Any
@@ -16,17 +16,29 @@ from typing import Any
 import numpy as np
 
 from shardmath.arrays.base import HostArray
+from shardmath.base.compiled import extension
 from shardmath.geometry import Move
 from shardmath.redistribution import stream
 from shardmath.redistribution.copies import StridedCopy, lowered, whole
 
-__all__ = ["Window", "bind", "bind_moves", "copy_array", "copy_moves", "pairs", "perform"]
+__all__ = [
+    "Window",
+    "bind",
+    "bind_array",
+    "bind_moves",
+    "copy_array",
+    "copy_moves",
+    "pairs",
+    "perform",
+]
 
 _LINE = 64  # bytes of a cache line: units as long as this can be copied in any order
 _ROW = 1 << 10  # bytes of a unit that is worth a compiled copy
 _COMPILED = 64 << 10  # bytes of units from which on its call pays
 _STREAMED = 32 << 20  # bytes from which on nobody will find them in a cache of the own core
 _CACHED = 32 << 10  # bytes of a copy that stays in the first cache in any order
+_MOST_AXES = 16  # of a box that box.c copies
+_NAME = "shardmath.redistribution._box"  # of the module that box.c makes
 
 
 class Window:
@@ -127,9 +139,16 @@ def _lowered(
 
 def copy_array(src: HostArray, dst: HostArray) -> None:
     """Copy the bits of `src` to `dst`, of the same shape and itemsize, at any strides."""
-    if src.size:
-        copy = whole(src.shape, src.itemsize, src.strides, dst.strides)
-        perform([copy], {0: Window.of(src)}, Window.of(dst))
+    for copy in bind_array(src, dst):
+        copy()
+
+
+def bind_array(src: HostArray, dst: HostArray) -> list[Callable[[], object]]:
+    """What copies as `copy_array` does, each time that it is called."""
+    if not src.size:
+        return []
+    copy = whole(src.shape, src.itemsize, src.strides, dst.strides)
+    return bind([copy], {0: Window.of(src)}, Window.of(dst))
 
 
 def perform(
@@ -148,6 +167,12 @@ def bind(
     It keeps what the windows keep.
     """
     copies = list(copies)
+    if 0 < sum(copy.unit * prod(copy.shape) for copy in copies) <= _CACHED:
+        boxes = _boxes()
+        if boxes is not None and all(len(copy.shape) <= _MOST_AXES for copy in copies):
+            ends = [(destination.address, sources[copy.src].address) for copy in copies]
+            keep = destination.keep, [sources[copy.src].keep for copy in copies]
+            return [boxes(tuple(map(_box, copies, ends)), keep)]
     in_rows = _bytes_in_rows(copies)
     compiled = stream.built() if in_rows >= _COMPILED else None
     bound = []
@@ -161,6 +186,19 @@ def bind(
             plain = partial(_compiled_or, run, plain)
         bound.append(plain)
     return bound
+
+
+@lru_cache(maxsize=1)
+def _boxes() -> Any:
+    """What copies small boxes in one call, where box.c was built."""
+    built = extension(_NAME)
+    return None if built is None else built.Boxes
+
+
+def _box(copy: StridedCopy, ends: tuple[int, int]) -> tuple[Any, ...]:
+    to, source = ends[0] + copy.dst_offset, ends[1] + copy.src_offset
+    strides = tuple(copy.dst_strides), tuple(copy.src_strides)
+    return (to, source, tuple(copy.shape), *strides, copy.unit)
 
 
 def _compiled_or(compiled: Callable[[], bool], plain: Callable[[], object]) -> None:
