@@ -11,8 +11,8 @@ from shardmath.operators.matmul.gpu.operand_layout import OperandLayout
 from shardmath.operators.matmul.gpu.reduction_choice import (
     choose_all_reduce,
     choose_reduce_scatter,
-    choose_shape,
-    choose_shared_shape,
+    choose_schedule,
+    choose_shared_schedule,
     rounds_parts,
 )
 from shardmath.operators.matmul.gpu.split_k import SplitKProduct
@@ -104,7 +104,7 @@ def test_chunks_are_what_is_multiplied_at_once(
     size: int, m: int, n: int, k: int, chunks: int, chunk_columns: int
 ) -> None:
     part = product(m, n, k, size)
-    shape = choose_shared_shape(part)
+    shape = choose_shared_schedule(part)
     assert (shape.chunks, shape.chunk_columns) == (chunks, chunk_columns)
     tile_order = TileOrder(part.rows, n, chunks, chunk_columns)
     for owner in range(size):
@@ -119,8 +119,10 @@ def test_blocks_begin_apart_where_each_has_several_tiles() -> None:
             product(*shape, size)
             for shape in ((1024, 4096, 28672), (1024, 8192, 28672), (1024, 8192, 512))
         )
-        assert choose_shape(once).stagger_cycles == choose_shared_shape(once).stagger_cycles == 0
-        stagger_cycles = choose_shape(twice).stagger_cycles
+        assert (
+            choose_schedule(once).stagger_cycles == choose_shared_schedule(once).stagger_cycles == 0
+        )
+        stagger_cycles = choose_schedule(twice).stagger_cycles
         sending = 128 * 128 * 256 * 2 * (1 - 1 / size) / h200.BURST
         assert stagger_cycles * 64 == pytest.approx(sending * h200.CLOCK, rel=0.01)
-        assert 0 < choose_shared_shape(flat).stagger_cycles < stagger_cycles
+        assert 0 < choose_shared_schedule(flat).stagger_cycles < stagger_cycles

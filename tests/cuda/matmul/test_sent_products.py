@@ -16,7 +16,7 @@ from shardmath.operators.matmul.gpu.operand_layout import OperandLayout
 from shardmath.operators.matmul.gpu.reduce_scatter import GemmReduceScatter
 from shardmath.operators.matmul.gpu.split_k import SplitKProduct, even_rows
 from shardmath.operators.matmul.gpu.tile_order import TILE_COLUMNS, TILE_ROWS
-from shardmath.operators.matmul.gpu.tile_sending import Shape
+from shardmath.operators.matmul.gpu.tile_sending import TileSchedule
 from shardmath.symmetric.heap import Location
 
 KINDS = {  # how each is planned
@@ -143,7 +143,7 @@ def shared_out(total, size):
 
 
 CASES = [
-    # rows, columns, depth, orders of A and B, dtype, and the Shape
+    # rows, columns, depth, orders of A and B, dtype, and the TileSchedule
     (256, 512, 512, "CC", "bfloat16", (1, 4)),
     (1000, 601, 203, "CC", "bfloat16", (3, 2)),
     (1000, 601, 203, "CF", "float16", (2, 4)),
@@ -164,7 +164,7 @@ def check_case(context, kind, rows, columns, depth, orders, dtype, shape):
         parts = [unit * part for part in shared_out(rows // unit, context.size)]
         depths = shared_out(depth, context.size)
         case = Case(context, kind, parts, columns, depths, orders, dtype, gap=gap)
-        plan = case.plan(Shape(*shape))
+        plan = case.plan(TileSchedule(*shape))
         seen = []
         for _ in range(3):
             case.poison(plan)
@@ -192,7 +192,7 @@ def check_poisoned(context, kind, reducer_blocks):
     """Chunks are taken while others come: in none of many launches before a tile has come."""
     rows = even_rows(1024 * context.size, context.size)
     case = Case(context, kind, rows, 2048, [512] * context.size, "CC", "bfloat16")
-    plan = case.plan(Shape(8, reducer_blocks))
+    plan = case.plan(TileSchedule(8, reducer_blocks))
     faults = []
     for _ in range(12):
         case.poison(plan)
@@ -214,7 +214,7 @@ def check_hurry(context):
     """A product that ends long before the takers could have added up all chunks but the last."""
     rows = even_rows(8192, context.size)
     case = Case(context, "scatter", rows, 4096, [64] * context.size, "CC", "bfloat16")
-    plan = case.plan(Shape(8))
+    plan = case.plan(TileSchedule(8))
     sending, claimed = plan._sending, np.zeros(8, np.uint32)
     rest = sending._reduce_rest
 

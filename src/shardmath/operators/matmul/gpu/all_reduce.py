@@ -15,9 +15,9 @@ from itertools import accumulate
 from shardmath.context.context import Context
 from shardmath.local.gpu import Matrix
 from shardmath.local.gpu.epilog import copy, finish
-from shardmath.operators.matmul.gpu.reduction_choice import choose_shared_shape
+from shardmath.operators.matmul.gpu.reduction_choice import choose_shared_schedule
 from shardmath.operators.matmul.gpu.split_k import SplitKProduct
-from shardmath.operators.matmul.gpu.tile_sending import Shape, TileSendingGemm
+from shardmath.operators.matmul.gpu.tile_sending import TileSchedule, TileSendingGemm
 
 __all__ = ["GemmAllReduce"]
 
@@ -37,7 +37,7 @@ class GemmAllReduce:
         cls,
         context: Context,
         problem: SplitKProduct,
-        shape: Shape | None = None,
+        shape: TileSchedule | None = None,
         *,
         result_addresses: bool = False,
     ) -> GemmAllReduce:
@@ -47,7 +47,7 @@ class GemmAllReduce:
         memory for sums. Raises ValueError on all ranks where they do not mean the same product, or
         where `problem.unsupported` speaks on one of them; HeapExhausted.
         """
-        shape = shape or choose_shared_shape(problem)
+        shape = shape or choose_shared_schedule(problem)
         extra = 0 if result_addresses else problem.height * _pitch(problem)
         return cls(TileSendingGemm.create(context, problem, shape, extra=extra))
 

@@ -7,9 +7,9 @@ as float32: the sum has the same bits every time.
 from __future__ import annotations
 
 from shardmath.context.context import Context
-from shardmath.operators.matmul.gpu.reduction_choice import choose_shape
+from shardmath.operators.matmul.gpu.reduction_choice import choose_schedule
 from shardmath.operators.matmul.gpu.split_k import SplitKProduct
-from shardmath.operators.matmul.gpu.tile_sending import Shape, TileSendingGemm
+from shardmath.operators.matmul.gpu.tile_sending import TileSchedule, TileSendingGemm
 
 __all__ = ["GemmReduceScatter"]
 
@@ -22,14 +22,14 @@ class GemmReduceScatter:
 
     @classmethod
     def create(
-        cls, context: Context, problem: SplitKProduct, shape: Shape | None = None
+        cls, context: Context, problem: SplitKProduct, shape: TileSchedule | None = None
     ) -> GemmReduceScatter:
         """A plan. Collective.
 
         Raises ValueError on all ranks where they do not mean the same product, or where
         `problem.unsupported` speaks on one of them; HeapExhausted.
         """
-        return cls(TileSendingGemm.create(context, problem, shape or choose_shape(problem)))
+        return cls(TileSendingGemm.create(context, problem, shape or choose_schedule(problem)))
 
     def launch(self, a: int, b: int, result: int, stream: int, *, pitch: int | None = None) -> None:
         """Put the product of A and B on `stream`; A, B and this rank's rows lie at these addresses.

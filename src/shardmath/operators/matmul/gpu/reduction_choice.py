@@ -17,7 +17,7 @@ from shardmath.operators.matmul.gpu.operand_layout import OperandLayout
 from shardmath.operators.matmul.gpu.patterns import Pattern, pattern_of
 from shardmath.operators.matmul.gpu.split_k import SplitKProduct, even_rows
 from shardmath.operators.matmul.gpu.tile_order import TILE_COLUMNS, TILE_ROWS, TileOrder
-from shardmath.operators.matmul.gpu.tile_sending import Shape
+from shardmath.operators.matmul.gpu.tile_sending import TileSchedule
 from shardmath.operators.matmul.strategy import Strategy
 
 __all__ = [
@@ -26,8 +26,8 @@ __all__ = [
     "Choice",
     "choose_all_reduce",
     "choose_reduce_scatter",
-    "choose_shape",
-    "choose_shared_shape",
+    "choose_schedule",
+    "choose_shared_schedule",
     "predicted",
     "rounds_parts",
     "split_k_product",
@@ -107,14 +107,16 @@ def rounds_parts(elements: int) -> bool:
     return 2 * elements > _EXACT_BYTES
 
 
-def choose_shape(problem: SplitKProduct) -> Shape:
+def choose_schedule(problem: SplitKProduct) -> TileSchedule:
     """How to cut the work. Four multiprocessors take, and 128 multiply: most large products have
     tiles for 128 in even numbers, and not for 132.
     """
-    return Shape(min(8, _down(problem)), _REDUCER_BLOCKS, stagger_cycles=_stagger_cycles(problem))
+    return TileSchedule(
+        min(8, _down(problem)), _REDUCER_BLOCKS, stagger_cycles=_stagger_cycles(problem)
+    )
 
 
-def choose_shared_shape(problem: SplitKProduct) -> Shape:
+def choose_shared_schedule(problem: SplitKProduct) -> TileSchedule:
     """How to cut the work where all ranks get the sums.
 
     A chunk is half of what all multiprocessors multiply at once, or more: bands of few rows of
@@ -126,7 +128,7 @@ def choose_shared_shape(problem: SplitKProduct) -> Shape:
     chunk_columns = max(
         1, min(across // 4, round(2 * tiles / bands / _MULTIPLIERS), _MOST_CHUNKS // bands)
     )
-    return Shape(
+    return TileSchedule(
         bands * chunk_columns, chunk_columns=chunk_columns, stagger_cycles=_stagger_cycles(problem)
     )
 

@@ -30,7 +30,7 @@ from shardmath.operators.matmul.gpu.plan_memory import PlanMemory
 from shardmath.operators.matmul.gpu.split_k import SplitKProduct
 from shardmath.operators.matmul.gpu.tile_order import TILE_COLUMNS, TILE_ROWS, TileOrder
 
-__all__ = ["Shape", "TileSendingGemm"]
+__all__ = ["TileSchedule", "TileSendingGemm"]
 
 _TILE_BYTES = TILE_ROWS * TILE_COLUMNS * 2
 _ROUND = 1024  # bytes that the parts of a plan's memory are rounded up to
@@ -44,7 +44,7 @@ _MOST_ARGUMENTS = 256
 
 
 @dataclass(frozen=True)
-class Shape:
+class TileSchedule:
     """How the work is cut. Each owner's tiles are added up in `chunks`, `chunk_columns` side by
     side in bands of its rows. `reducer_blocks` blocks do not multiply: they wait for all tiles, and
     those of a ReduceScatter add up. Each cluster begins `stagger_cycles` cycles later than the one
@@ -60,7 +60,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Places:
+class SlotLayout:
     """Where the parts of one rank's memory begin, in bytes."""
 
     tile_order: TileOrder
@@ -131,8 +131,8 @@ class TileSendingGemm:
     def __init__(
         self,
         problem: SplitKProduct,
-        shape: Shape,
-        places: Sequence[Places],
+        shape: TileSchedule,
+        places: Sequence[SlotLayout],
         memory: PlanMemory,
     ) -> None:
         self.team = memory.team
@@ -150,7 +150,7 @@ class TileSendingGemm:
         cls,
         context: Context,
         problem: SplitKProduct,
-        shape: Shape,
+        shape: TileSchedule,
         *,
         extra: int = 0,
     ) -> TileSendingGemm:
@@ -160,7 +160,7 @@ class TileSendingGemm:
         on all ranks where they disagree or one rank's device cannot, HeapExhausted.
         """
         tile_order = TileOrder(problem.rows, problem.columns, shape.chunks, shape.chunk_columns)
-        places = [Places(tile_order, rank, extra) for rank in range(context.size)]
+        places = [SlotLayout(tile_order, rank, extra) for rank in range(context.size)]
 
         def begin(address: int) -> None:
             assert context.team is not None, "a context of GPUs"
