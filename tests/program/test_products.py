@@ -42,7 +42,7 @@ def described(a, b, c, **named):
     arrays = dict(zip(MATMUL.names.operands, arguments.operands, strict=True))
     specs = {name: None if x is None else NumPy().spec(x) for name, x in arrays.items()}
     specs |= dict.fromkeys(MATMUL.names.results)
-    spec = MATMUL.describe(specs, arguments.words, MatmulOptions())
+    spec = MATMUL.describe(specs, arguments.words, arguments.options or MatmulOptions())
     numbers = dict(zip(MATMUL.names.numbers, arguments.numbers, strict=True))
     return {name: x for name, x in arrays.items() if x is not None}, spec, numbers
 
@@ -57,9 +57,8 @@ def every_strategy(calls, order):
         yield strategy.label, interpret(programs, arrays, order, numbers)
 
 
-@ANY
-@given(data=st.data(), case=cases.cases())
-def test_any_product(data, case):
+def calls_of(case):
+    """The calls of all ranks of a product; what D is to be, and how far it may be from that."""
     rng = np.random.default_rng(case.seed)
     a, b, c = (cases.random_matrix(rng, shape, case.dtype) for shape in case.shapes)
     if case.beta == 0:
@@ -79,6 +78,13 @@ def test_any_product(data, case):
         parts[2] = None if case.beta is None else parts[2]
         named = {"distributions": given, "alpha": case.alpha, "beta": case.beta}
         calls.append(described(*parts, **named, qualifiers=qualifiers))
+    return calls, want, bound
+
+
+@ANY
+@given(data=st.data(), case=cases.cases())
+def test_any_product(data, case):
+    calls, want, bound = calls_of(case)
     order = data.draw(st.permutations(range(case.size)))
     for label, results in every_strategy(calls, order):
         for rank, result in enumerate(results):
@@ -87,11 +93,9 @@ def test_any_product(data, case):
             assert (abs(cases.wide(result["d"]) - mine) <= most).all(), label
 
 
-@pytest.mark.parametrize("kind", epilogs.KINDS)
-@pytest.mark.parametrize("size", [1, 4])
-@pytest.mark.parametrize("name", epilogs.EPILOGS)
-def test_every_epilog(name, size, kind):
-    whole, calls = epilogs.Whole(5, "float64"), []
+def calls_with_epilog(whole, name, kind, size, first=Slab.X, second=Slab.X):
+    """The calls of all ranks."""
+    calls = []
     for rank in range(size):
         d = epilogs.d_distribution(kind, rank, size)
 
@@ -101,34 +105,49 @@ def test_every_epilog(name, size, kind):
         rows = mine(whole.bias.repeat(epilogs.N, 1))
         inputs = {}
         if "BIAS" in name:
-            inputs["bias"] = rows[:, 0] if rows.shape[1] else np.array(whole.bias[: len(rows), 0])
+            inputs["bias"] = np.array(rows[:, 0] if rows.shape[1] else whole.bias[: len(rows), 0])
         if name.startswith("DRELU"):
             inputs["relu_aux"] = np.asfortranarray(epilogs.packed(mine(whole.mask)))
         if name.startswith("DGELU"):
-            inputs["gelu_aux"] = np.asfortranarray(epilogs.padded(mine(whole.slopes)))
-        a, b = (np.array(part_of(x, Slab.X, rank, size)) for x in (whole.a, whole.b))
+            slopes = epilogs.padded(mine(whole.slopes)).astype(whole.slopes.dtype)
+            inputs["gelu_aux"] = np.asfortranarray(slopes)
+        parts = ((whole.a, first), (whole.b, second))
+        a, b = (np.array(part_of(x, slab, rank, size)) for x, slab in parts)
         calls.append(
             described(
                 *(a, b, mine(whole.c)),
-                distributions=[Slab.X, Slab.X, d],
+                distributions=[first, second, d],
                 alpha=0.5,
                 beta=2,
                 epilog=MatmulEpilog[name],
                 inputs=inputs or None,
             )
         )
+    return calls
+
+
+def check_epilog(whole, name, kind, results, near):
+    """D and what the epilog makes beside it, of all ranks."""
     want, vector = whole.result(name)
+    for rank, result in enumerate(results):
+        d, size = epilogs.d_distribution(kind, rank, len(results)), len(results)
+        x = part_of(whole.biased if "BIAS" in name else whole.sums, d, rank, size)
+        np.testing.assert_allclose(result["d"], part_of(want, d, rank, size), **near)
+        aux = {key.split()[-1]: array for key, array in result.items() if key != "d"}
+        mine = vector
+        if name.endswith("_BGRAD") or name == "BGRADA":
+            mine = part_of(vector[:, None].repeat(epilogs.N, 1), d, rank, size)
+        epilogs.check_aux(name, aux, x, mine, lambda got, want: np.allclose(got, want, **near))
+
+
+@pytest.mark.parametrize("kind", epilogs.KINDS)
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("name", epilogs.EPILOGS)
+def test_every_epilog(name, size, kind):
+    whole = epilogs.Whole(5, "float64")
+    calls = calls_with_epilog(whole, name, kind, size)
     for _, results in every_strategy(calls, range(size)[::-1]):
-        for rank, result in enumerate(results):
-            d = epilogs.d_distribution(kind, rank, size)
-            x = part_of(whole.biased if "BIAS" in name else whole.sums, d, rank, size)
-            near = {"rtol": 0, "atol": 1e-11}
-            np.testing.assert_allclose(result["d"], part_of(want, d, rank, size), **near)
-            aux = {key.split()[-1]: array for key, array in result.items() if key != "d"}
-            mine = vector
-            if name.endswith("_BGRAD") or name == "BGRADA":
-                mine = part_of(vector[:, None].repeat(epilogs.N, 1), d, rank, size)
-            epilogs.check_aux(name, aux, x, mine, np.allclose)
+        check_epilog(whole, name, kind, results, {"rtol": 0, "atol": 1e-11})
 
 
 def test_every_rank_s_c_is_added():

@@ -221,11 +221,16 @@ class Dequantize:
 
 @dataclass(frozen=True)
 class Quantize:
-    """`source` times the number `scale`, rounded to the eight-bit type of `target`."""
+    """`source` times the number `scale`, rounded to the eight-bit type of `target`.
+
+    On GPUs buffer `largest`, if any, gets the greatest absolute value in `source` where that is
+    greater than what it has.
+    """
 
     source: str
     scale: str
     target: str
+    largest: str = ""
 
     def __str__(self) -> str:
         return f"quantize {self.source} by {self.scale} to {self.target}"
@@ -270,11 +275,12 @@ class Transform:
 
 @dataclass(frozen=True)
 class Fused:
-    """Steps that a performer of the operator's own does together: what they are, its `plan` says,
-    and explains.
+    """Steps that a performer of the operator's own does together: how, its `plan` says, and
+    explains. Where it cannot, and in the tests, the steps that it `replaces` are performed.
     """
 
     plan: Any
+    replaces: tuple[Any, ...] = ()
 
     def __str__(self) -> str:
         return str(self.plan.explain())

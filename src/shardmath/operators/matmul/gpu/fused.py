@@ -26,12 +26,12 @@ from shardmath.operators.matmul.gpu.operand_layout import OperandLayout
 from shardmath.operators.matmul.gpu.patterns import Pattern
 from shardmath.operators.matmul.gpu.rank_plan import Operands, RankPlan
 from shardmath.operators.matmul.gpu.reduce_scatter import GemmReduceScatter
-from shardmath.operators.matmul.gpu.reduction_choice import CHOICES, EPILOGS, split_k_product
-from shardmath.operators.matmul.gpu.row_split import RowSplitProduct, is_fused_faster
+from shardmath.operators.matmul.gpu.reduction_choice import CHOICES
+from shardmath.operators.matmul.gpu.row_split import RowSplitProduct
 from shardmath.operators.matmul.gpu.split_k import SplitKProduct, even_rows
 from shardmath.operators.published import matrix_of
 
-__all__ = ["Fused", "have_addresses", "is_faster", "notes"]
+__all__ = ["Fused", "have_addresses", "notes"]
 
 _ALIGNMENT = 16
 _DIGEST_BYTES = 16  # bytes that say which product it is; behind them, where its result lies
@@ -82,7 +82,7 @@ class Fused:
         return (
             all(messages)
             and len({text[0] for text in messages}) == 1
-            and is_faster(self._rank_plan)
+            and self._rank_plan.one_kernel
         )
 
     def run(self, context: Context, messages: Sequence[bytes]) -> None:
@@ -172,31 +172,6 @@ def have_addresses(messages: Sequence[bytes]) -> bool:
     return all(text[_DIGEST_BYTES:] for text in messages)
 
 
-def is_faster(rank_plan: RankPlan) -> bool:
-    """Whether the kernel for the pattern is predicted to be faster than the phases, or was asked
-    for by the name of its kind. The same on all ranks.
-    """
-    if "pays" not in rank_plan.cache:
-        rank_plan.cache["pays"] = _is_faster(rank_plan)
-    return bool(rank_plan.cache["pays"])
-
-
-def _is_faster(rank_plan: RankPlan) -> bool:
-    strategy, pattern = rank_plan.strategy, rank_plan.pattern
-    problem = strategy.problem
-    if pattern is None or problem.dtype not in HALVES or problem.epilog not in EPILOGS:
-        return False
-    if problem.strategy == pattern.kind:
-        return True
-    if pattern.kind != "all-gather":
-        return CHOICES[pattern.kind](split_k_product(strategy, pattern)).fused
-    columns = strategy.rows if pattern.transposed else strategy.columns
-    k = problem.shape[2]
-    plain = OperandLayout("C", k)
-    widest = max(part.length for part in columns)
-    return is_fused_faster(RowSplitProduct(pattern.rows, widest, k, problem.dtype, plain, plain))
-
-
 _NOTES = {
     "all-gather": "{rows} come from all ranks while those that are here are multiplied",
     "reduce-scatter": "tiles are sent to their owners while others are multiplied",
@@ -214,7 +189,7 @@ def notes(rank_plan: RankPlan) -> list[str]:
     pattern = rank_plan.pattern
     if pattern is None:
         return [] if rank_plan.strategy.problem.scaling is None else [_scaled_note(rank_plan)]
-    if is_faster(rank_plan):
+    if rank_plan.one_kernel:
         how = _NOTES[pattern.kind].format(
             rows="columns of b" if pattern.transposed else "rows of a"
         )

@@ -26,7 +26,6 @@ from shardmath.cuda.driver import call
 from shardmath.cuda.kernel import Argument
 from shardmath.cuda.tensormap import ALIGNMENT
 from shardmath.geometry import Move
-from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.gpu import Matrix
 from shardmath.machine import H200
 from shardmath.operators.lanes import Lane
@@ -104,24 +103,15 @@ class PanelGemm:
         return self._unsupported_kind() or self._unsupported_size()
 
     def _unsupported_kind(self) -> str:
-        strategy, operands, out = self._rank_plan.strategy, self._operands, self._out
-        problem = strategy.problem
-        if self._device.arch != "sm_90" or problem.dtype not in TILINGS:
-            return "the kernels multiply 16-bit floats and float64 on GPUs of capability 9.0"
-        if strategy.reduces or strategy.moves_result or not strategy.sums.disjoint():
-            return "ranks share elements of the result"
-        if out.dtype != problem.dtype or out.column_stride != 1 or out.row_stride < out.columns:
-            return "the kernels write the operands' type, row by row or column by column"
-        if problem.epilog is not MatmulEpilog.DEFAULT or operands.alpha != 1:
-            return "the kernels have no epilog and no alpha"
-        if operands.c is not None and operands.beta != 0:
-            return "the kernels add no C"
+        out = self._out
+        if self._device.arch != "sm_90":
+            return "the kernels are for GPUs of capability 9.0"
+        if out.column_stride != 1 or out.row_stride < out.columns:
+            return "the kernels write row by row, or column by column"
         return ""
 
     def _unsupported_size(self) -> str:
         out = self._out
-        if not any(operand_plan.gathers for operand_plan in self._rank_plan.operand_plans):
-            return "nothing is gathered"
         seconds = 2.0 * out.rows * out.columns * self._extent / H200.product(out.dtype)
         if seconds < _LEAST_SECONDS or min(out.rows, out.columns, self._extent) < _LEAST_WIDTH:
             return "the product is small"
@@ -158,9 +148,10 @@ class PanelGemm:
         """Multiprocessors, and blocks at most."""
         return self._device.processors
 
-    def panel_bytes(self, index: int) -> int:
-        """Bytes of the panel of an operand, in the lane's buffer for it."""
-        return self._panel_operands[self._order.index(index)].panel_bytes()
+    @property
+    def panels(self) -> dict[str, int]:
+        """Bytes of the panel of each operand, by the name of the lane's memory for it."""
+        return {f"panel {'ab'[x.index]}": x.panel_bytes() for x in self._panel_operands}
 
     def run(self, places_of: Callable[[int], Places]) -> bool:
         """Put it on the stream; false, with nothing done, where copy engines do not suit.

@@ -28,9 +28,9 @@ from shardmath.local.gpu.gemm import Algorithms
 from shardmath.machine import Machine
 from shardmath.operators.lanes import LANES, Lane
 from shardmath.operators.matmul.gpu import tuning
-from shardmath.operators.matmul.gpu.execution import Execution
-from shardmath.operators.matmul.gpu.fused import Fused, have_addresses, is_faster
+from shardmath.operators.matmul.gpu.fused import Fused, have_addresses
 from shardmath.operators.matmul.gpu.operands import Results, blanks_of, made_results, operands_of
+from shardmath.operators.matmul.gpu.phases import Phases
 from shardmath.operators.matmul.gpu.rank_plan import Operands, RankPlan
 from shardmath.operators.matmul.gpu.scale_moves import choose_strategy
 from shardmath.operators.published import matrix_of
@@ -98,7 +98,7 @@ class _Replay(GraphCache):
             fused.run(context, self.messages)
             return
         order = self.addition_order
-        phases = Execution(context, self.rank_plan, operands, self.lane, addition_order=order)
+        phases = Phases(context, self.rank_plan, operands, self.lane, addition_order=order)
         phases.prepare()
         phases.meet()  # they have, when this was executed first
         phases.run(self.messages)
@@ -351,14 +351,14 @@ class _New:
         self._context, self._rank_plan, self._operands = context, rank_plan, operands
         self._lane = Lane.of(context, operands.stream)
         self._fused: Fused | None = None
-        self._phases: Execution | None = None
+        self._phases: Phases | None = None
         self._is_fused = False
 
     def message(self) -> bytes:
         """Whether one kernel could do it, the lane, the order, and what either needs."""
         rank_plan, out = self._rank_plan, matrix_of(self._operands.out)
         self._order = rank_plan.addition_order("F" if out.by_columns else "C")
-        if rank_plan.pattern is None or not is_faster(rank_plan):
+        if rank_plan.pattern is None or not rank_plan.one_kernel:
             return self._head(_PHASES) + self._prepare_phases()
         return self._head(_KERNEL) + self._prepare_kernel()
 
@@ -376,7 +376,7 @@ class _New:
     def _prepare_phases(self) -> bytes:
         """Take memory for a product in phases; what to tell the peers. Raises HeapExhausted."""
         context, rank_plan = self._context, self._rank_plan
-        self._phases = Execution(
+        self._phases = Phases(
             context, rank_plan, self._operands, self._lane, addition_order=self._order
         )
         return self._phases.prepare()

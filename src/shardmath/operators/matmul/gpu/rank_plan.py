@@ -8,36 +8,55 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardmath.arrays import dtypes
-from shardmath.arrays.dtypes import FLOAT8
+from shardmath.arrays.dtypes import FLOAT8, HALVES
 from shardmath.geometry import Move, shared_part
 from shardmath.handles.operand import Operand
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.float8 import BLOCK
+from shardmath.local.gpu import Matrix
 from shardmath.local.gpu.gemm import Algorithms
 from shardmath.machine import Machine, h200
+from shardmath.operators.matmul.gpu.operand_layout import OperandLayout
 from shardmath.operators.matmul.gpu.panels import Interval, OperandPlan, intervals
 from shardmath.operators.matmul.gpu.patterns import Pattern, pattern_of
-from shardmath.operators.matmul.gpu.reduction_choice import rounds_parts
+from shardmath.operators.matmul.gpu.reduction_choice import (
+    CHOICES,
+    EPILOGS,
+    rounds_parts,
+    split_k_product,
+)
 from shardmath.operators.matmul.gpu.rounds import Rounds, rounds_of
 from shardmath.operators.matmul.gpu.routes import Routes
+from shardmath.operators.matmul.gpu.row_split import RowSplitProduct, is_fused_faster
 from shardmath.operators.matmul.gpu.scale_moves import (
     ScaleMoves,
     amax_transfer,
     modes,
     scale_moves,
 )
-from shardmath.operators.matmul.program import passed
+from shardmath.operators.matmul.program import SCALES, output, passed
 from shardmath.operators.matmul.strategy import Strategy
+from shardmath.operators.published import matrix_of
 from shardmath.program import steps
 from shardmath.program.steps import Combine
 
-__all__ = ["AFTERWARDS", "Operands", "RankPlan", "Scales"]
+__all__ = ["ALIGNMENT", "Lying", "Operands", "RankPlan", "Scales"]
 
-# Epilogs of which nothing happens to D itself.
-AFTERWARDS = tuple(each for each in MatmulEpilog if each and not each.changes_d)
+ALIGNMENT = 256  # bytes, where memory of a GPU begins
+
+
+class Lying(NamedTuple):
+    """How an execution's arrays lie: their matrices by name, with addresses modulo ALIGNMENT, and
+    which of a and b are on the heap. Of its numbers those that are 1, and those that are 0.
+    """
+
+    arrays: tuple[tuple[str, Matrix], ...]
+    on_heap: tuple[bool, bool]
+    ones: frozenset[str]
+    zeros: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -85,6 +104,43 @@ class Operands:
         if epilog.needs_aux:
             return self.inputs[epilog.needs_aux]
         return self.outputs[epilog.makes_aux] if epilog.makes_aux else None
+
+    @property
+    def arrays(self) -> dict[str, Operand]:
+        """All of them by the names that programs have for them."""
+        found = {"a": self.a, "b": self.b, "d": self.out, **self.inputs}
+        if self.c is not None:
+            found["c"] = self.c
+        found |= {output(name): array for name, array in self.outputs.items()}
+        if self.scales is not None:
+            arrays = zip(SCALES, self.scales.arrays, strict=True)
+            found |= {name: array for name, array in arrays if array is not None}
+        return found
+
+    @property
+    def values(self) -> dict[str, complex]:
+        """The numbers by name."""
+        scales = (1.0,) * len(SCALES) if self.scales is None else self.scales.numbers
+        names, values = ("alpha", "beta", *SCALES), (self.alpha, self.beta, *scales)
+        return {name: complex(value) for name, value in zip(names, values, strict=True)}
+
+    def lying(self) -> Lying:
+        """How the arrays lie, as far as a program depends on it."""
+        matrices = []
+        for name, array in self.arrays.items():
+            if name in SCALES and len(array.shape) < 2:  # one axis fits one of its matrix
+                step = 0 if not array.shape else array.strides[0] // array.itemsize
+                x = Matrix(array.address, array.size, 1, step, step, array.dtype)
+            else:
+                x = matrix_of(array)
+            matrices.append((name, x._replace(address=x.address % ALIGNMENT)))
+        values = self.values.items()
+        return Lying(
+            tuple(matrices),
+            (self.a.block is not None, self.b.block is not None),
+            frozenset(name for name, value in values if value == 1),
+            frozenset(name for name, value in values if value == 0),
+        )
 
     def without_memory(self) -> Operands:
         """The same, which keep nothing."""
@@ -279,6 +335,26 @@ class RankPlan:
     def pattern(self) -> Pattern | None:
         """What the strategy is, if one kernel can do all of it."""
         return None if self.multi_host else pattern_of(self.strategy)
+
+    @cached_property
+    def one_kernel(self) -> bool:
+        """Whether the kernel for the pattern is predicted to be faster than the phases, or was
+        asked for by the name of its kind. The same on all ranks.
+        """
+        strategy, pattern = self.strategy, self.pattern
+        problem = strategy.problem
+        if pattern is None or problem.dtype not in HALVES or problem.epilog not in EPILOGS:
+            return False
+        if problem.strategy == pattern.kind:
+            return True
+        if pattern.kind != "all-gather":
+            return CHOICES[pattern.kind](split_k_product(strategy, pattern)).fused
+        columns = strategy.rows if pattern.transposed else strategy.columns
+        k = problem.shape[2]
+        plain = OperandLayout("C", k)
+        widest = max(part.length for part in columns)
+        product = RowSplitProduct(pattern.rows, widest, k, problem.dtype, plain, plain)
+        return is_fused_faster(product)
 
     @cached_property
     def parts_dtype(self) -> str:

@@ -1,0 +1,722 @@
+"""The phases of a product on one rank, as steps over named matrices: what its rank plan means.
+
+    publish a, b ── synchronise ── gather, multiply ──► "sums" ── synchronise ── add up ──► d
+
+It follows from the rank plan and from how the arrays lie, and is the same for all executions that
+are alike in this. Products never read a peer's memory themselves: what lies there is gathered
+first, on a second stream while the last panel is multiplied. Sums of several ranks are added in
+rank order, so that the bits are the same every time. Between hosts what peers take is packed before
+they read it, and fetched by them. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from shardmath.arrays import dtypes
+from shardmath.arrays.dtypes import FLOAT8
+from shardmath.geometry import Move
+from shardmath.local.epilog import MatmulEpilog
+from shardmath.local.gpu import Matrix
+from shardmath.local.gpu.fused_epilog import fused_epilog, split
+from shardmath.local.gpu.gemm import fits, takes_result
+from shardmath.operators.matmul.gpu.panel_operand import TILINGS
+from shardmath.operators.matmul.gpu.panels import Interval
+from shardmath.operators.matmul.gpu.rank_plan import Lying, RankPlan
+from shardmath.operators.matmul.gpu.steps import (
+    AddUp,
+    Await,
+    Clear,
+    Collective,
+    EpilogProduct,
+    Fetched,
+    Gather,
+    Gemm,
+    Greatest,
+    Memory,
+    Name,
+    On,
+    OneKernel,
+    Packed,
+    PanelProduct,
+    Peer,
+    ProductProgram,
+    Published,
+    Record,
+    View,
+)
+from shardmath.operators.matmul.problem import gradient_layouts
+from shardmath.operators.matmul.program import SCALES, output
+from shardmath.operators.matmul.scaling import TENSOR, blocks_of
+from shardmath.program.steps import (
+    Convert,
+    Dequantize,
+    Fused,
+    Quantize,
+    Reason,
+    SumLines,
+    Synchronise,
+)
+from shardmath.redistribution.parcels import room_for
+
+__all__ = ["Lowering", "lowered"]
+
+_READ = Synchronise((Reason.AFTER_WRITING, Reason.BEFORE_READING))
+_REUSE = Synchronise((Reason.BEFORE_REUSING,))
+_SIDE = "side"  # the stream of what is gathered while something else is multiplied
+
+
+def lowered(rank_plan: RankPlan, lying: Lying, addition_order: str = "") -> ProductProgram:
+    """What the rank does. `addition_order` is the order of products that one collective adds up,
+    the same on all ranks; "" where peers read them.
+    """
+    return Lowering(rank_plan, lying, addition_order).program()
+
+
+class Lowering:
+    """Puts the steps together."""
+
+    def __init__(self, rank_plan: RankPlan, lying: Lying, addition_order: str = "") -> None:
+        self.rank_plan = rank_plan
+        self.strategy, self.rank = rank_plan.strategy, rank_plan.rank
+        self.problem = rank_plan.strategy.problem
+        self.lying = lying
+        self.wide = dtypes.accumulator(self.problem.dtype).name
+        self.steps: list[Any] = []
+        self.buffers: dict[Name, View | Peer] = {n: View(n, x) for n, x in lying.arrays}
+        self.memories: dict[str, Memory] = {}
+        self.published: dict[str, Published] = {}
+        self.factors = ["a", "b"]  # buffers of op(A) and op(B)
+        self.out = self.matrix("d")
+        self.order = "F" if self.out.by_columns else "C"
+        self.addend = "c" if "c" in self.buffers and "beta" not in lying.zeros else ""
+        self._own: dict[str, Name] = {}  # buffers of what this rank has itself of what is moved
+        self._addition_order = addition_order
+        scaling = self.problem.scaling
+        self.quantizes = scaling is not None and scaling.d
+        self._wants_amax = scaling is not None and scaling.amax and scaling.d
+        self.sums = self._sums()  # this rank's product, to be added or moved; "" if that is D
+
+    def program(self) -> ProductProgram:
+        """All of it."""
+        self._dequantize()
+        for index in (0, 1):
+            self._publish_factor(index)
+        scaled = None
+        if self.rank_plan.multiplies_elements:
+            from shardmath.operators.matmul.gpu.scaled_lowering import ScaledProducts
+
+            scaled = ScaledProducts(self)
+            scaled.begin()
+        if self._wants_amax:
+            self.new("amax", (1, self.words), "float32", "C", shared=True)
+            self.emit(Clear("amax"))
+        together = self._publish_c() or self.rank_plan.reads_peers
+        if together:
+            self.emit(_READ)
+        if not self.rank_plan.multiplies:
+            parts: tuple[Name, ...] | None = ()
+            if self.sums:
+                self.emit(AddUp((), self.sums))  # zeros
+        elif scaled is not None:
+            parts = scaled.multiply()
+        else:
+            parts = self._multiply()
+        if self._finish(parts) or together:
+            self.emit(_REUSE)
+        steps = tuple(self.steps)
+        if self.rank_plan.one_kernel:
+            assert self.rank_plan.pattern is not None
+            steps = (Fused(OneKernel(self.rank_plan.pattern.kind), steps),)
+        return ProductProgram(steps, self.buffers, self.memories, self.published)
+
+    # -- buffers -----------------------------------------------------------------------------------
+
+    def emit(self, *steps: Any, stream: str = "") -> None:
+        """Steps that follow, on a stream of the lane's or the user's."""
+        self.steps += [On(stream, step) for step in steps] if stream else steps
+
+    def matrix(self, name: Name) -> Matrix:
+        """That of a buffer in a memory of this rank."""
+        view = self.buffers[name]
+        assert isinstance(view, View), name
+        return view.matrix
+
+    def take(self, memory: str, nbytes: int, *, shared: bool = False) -> None:
+        """Memory of the lane of at least that size."""
+        held = self.memories.get(memory, Memory(0))
+        self.memories[memory] = Memory(max(held.nbytes, nbytes), shared or held.shared)
+
+    def lay(self, name: Name, memory: str, x: Matrix) -> Name:
+        """A buffer of that name at a place of a memory."""
+        self.buffers[name] = View(memory, x)
+        return name
+
+    def new(
+        self, name: Name, shape: tuple[int, ...], dtype: str, order: str, *, shared: bool = False
+    ) -> Name:
+        """A packed matrix in memory of the same name; one that peers reach is published."""
+        rows, columns = shape
+        x = Matrix.packed(0, (rows, columns), dtype, order)
+        self.take(name, x.size * x.itemsize, shared=shared and not self.rank_plan.multi_host)
+        if shared:
+            self._own[name] = name
+            if self.rank_plan.multi_host:
+                self._make_outbox(name, x.itemsize)
+            else:
+                self.published[name] = Published(name)
+        return self.lay(name, name, x)
+
+    def part(self, name: Name, of: Name, rows: tuple[int, int], columns: tuple[int, int]) -> Name:
+        """A buffer of that name that is a part of another."""
+        self.buffers[name] = self.buffers[of].part(rows, columns)
+        return name
+
+    # -- what peers read ---------------------------------------------------------------------------
+
+    def _make_outbox(self, name: str, itemsize: int) -> None:
+        nbytes = self.rank_plan.routes.outbox(name, self.rank, itemsize).nbytes
+        if nbytes:
+            outbox = f"outbox {name}"
+            self.take(outbox, nbytes, shared=True)
+            self.lay(outbox, outbox, Matrix.packed(0, (1, nbytes), "uint8", "C"))
+            self.published[name] = Published(outbox)
+
+    def publish(self, name: str) -> None:
+        """What peers take of this rank's matrix of that name is there for them, when all have
+        synchronised.
+        """
+        if self.rank_plan.multi_host and name in self.published:
+            own = self._own[name]
+            outbox = self.rank_plan.routes.outbox(name, self.rank, self.matrix(own).itemsize)
+            self.emit(Packed(outbox, own, self.published[name].buffer))
+
+    def meet(self, name: str) -> None:
+        """After writing what a peer will read, the matrix of that name, and before reading what it
+        wrote.
+        """
+        self.publish(name)
+        self.emit(_READ)
+
+    def reach(
+        self, name: str, part: str, moves: Sequence[Move], *, stream: str = ""
+    ) -> dict[int, Name]:
+        """The buffers of the ranks' matrices of that name that `moves` read, by rank; between hosts
+        a `part` of them is fetched, and what was fetched for another part is gone.
+        """
+        own = self._own[name]
+        itemsize, dtype = self.matrix(own).itemsize, self.matrix(own).dtype
+        starts: dict[int, int] = {}
+        if self.rank_plan.multi_host:
+            found = self.rank_plan.routes.fetches(name, part, moves, itemsize)
+            starts = {each.src: each.at - each.offset for each in found}
+            if found:
+                room = f"room {name}"
+                self.take(room, room_for(found), shared=True)
+                self.lay(room, room, Matrix(0, 0, 0, 0, 0, "uint8"))
+                self.emit(Fetched(found, name, room), stream=stream)
+        sources: dict[int, Name] = {}
+        for src in dict.fromkeys(move.src for move in moves if move.elements):
+            buffer = sources[src] = own if src == self.rank else f"{name} of {src}"
+            if src == self.rank:
+                continue
+            if not self.rank_plan.multi_host:
+                self.buffers[buffer] = Peer(name, src, dtype)
+                continue
+            parcel = self.rank_plan.routes.parcel(name, src, itemsize)
+            if src not in starts:
+                place = parcel.offset, parcel.strides
+                self.buffers[buffer] = Peer(name, src, dtype, parcel=place)
+                continue
+            sources[src] = buffer = f"{name} of {src}, {part}"
+            (rows, columns), (one, two) = parcel.shape, parcel.strides
+            start, strides = starts[src] + parcel.offset, (one // itemsize, two // itemsize)
+            self.lay(buffer, f"room {name}", Matrix(start, rows, columns, *strides, dtype))
+        return sources
+
+    def gather(
+        self, name: str, part: str, moves: Sequence[Move], target: Name, *, stream: str = ""
+    ) -> None:
+        """What moves bring of the ranks' matrices of that name."""
+        moves = tuple(move for move in moves if move.elements)
+        sources = self.reach(name, part, moves, stream=stream)
+        if moves:
+            step = Gather(f"{part} of {name}", moves, tuple(sources.items()), target)
+            self.emit(step, stream=stream)
+
+    # -- before the product ------------------------------------------------------------------------
+
+    def _dequantize(self) -> None:
+        """Eight-bit operands that are not multiplied as they are become numbers."""
+        scaling = self.problem.scaling
+        if scaling is None:
+            return
+        if not self.rank_plan.multiplies_elements:
+            for index, granularity in enumerate((scaling.a, scaling.b)):
+                self.factors[index] = self._numbers("ab"[index], index, granularity)
+        if self.addend and self.matrix("c").dtype in FLOAT8:
+            self.addend = self._numbers("c", 2, TENSOR)
+
+    def _numbers(self, name: str, index: int, granularity: str) -> Name:
+        x, numbers = self.matrix(name), f"numbers {name}"
+        order = "F" if x.by_columns else "C"
+        packed = Matrix.packed(0, (x.rows, x.columns), "float32", order)
+        self.take(numbers, 4 * x.size, shared=index < 2 and not self.rank_plan.multi_host)
+        self.lay(numbers, numbers, packed)
+        blocks = blocks_of(granularity, index if index < 2 else 0)
+        self.emit(Dequantize(name, self.scales_as(index, blocks.shape(x.rows, x.columns)), blocks,
+                             numbers))  # fmt: skip
+        return numbers
+
+    def scales_as(self, index: int, shape: tuple[int, int]) -> Name:
+        """The scales of a matrix, which are of that shape, an array or a number."""
+        name = SCALES[index]
+        if name in self.buffers:
+            self.lay(name, name, self.matrix(name)._replace(rows=shape[0], columns=shape[1]))
+        return name
+
+    def _publish_factor(self, index: int) -> None:
+        """Op(A), index 0, or op(B), where peers read it: in place if it is on the heap, else as a
+        copy of what they read.
+        """
+        name, factor = "ab"[index], self.factors[index]
+        self._own[name] = factor
+        read = self.strategy.transfers[index].read_by_peers(self.rank)
+        if read is None or self.rank_plan.rounds is not None:
+            return
+        x = self.matrix(factor)
+        if self.rank_plan.multi_host:
+            self._make_outbox(name, x.itemsize)
+            self.publish(name)
+        elif self.lying.on_heap[index] or factor != name:
+            self.published[name] = Published(factor)
+        else:
+            rows, columns = read
+            part, copy = self.part(f"read of {name}", factor, rows, columns), f"copy of {name}"
+            shape = rows[1] - rows[0], columns[1] - columns[0]
+            packed = Matrix.packed(0, shape, x.dtype, "F" if self.matrix(part).by_columns else "C")
+            self.take(copy, packed.size * packed.itemsize, shared=True)
+            self.published[name] = Published(self.lay(copy, copy, packed), (rows[0], columns[0]))
+            self.emit(Convert(part, copy))
+
+    def _publish_c(self) -> bool:
+        """Copy C to where peers read it, if each rank has one: true on all ranks if so."""
+        if not self.problem.sums_c or "c" not in self.buffers:
+            return False
+        given = self.addend or "c"
+        c = self.matrix(given)
+        self.new("own c", (c.rows, c.columns), c.dtype, self.order)
+        self._own["c"] = "own c"
+        if self.rank_plan.multi_host:
+            self._make_outbox("c", c.itemsize)
+        else:
+            self.take("own c", 0, shared=True)
+            self.published["c"] = Published("own c")
+        self.emit(Convert(given, "own c"))
+        self.publish("c")
+        return True
+
+    # -- the product -------------------------------------------------------------------------------
+
+    def _sums(self) -> Name:
+        """Memory for this rank's product, where it is added to others or moved."""
+        if not (self.strategy.reduces or self.strategy.moves_result):
+            return ""
+        shape, dtype, order = self.strategy.sums.local_shape(self.rank), self.wide, self.order
+        if self._addition_order:
+            dtype, order = self.rank_plan.parts_dtype, self._addition_order
+        return self.new("sums", shape, dtype, order, shared=True)
+
+    def _multiply(self) -> tuple[Name, ...] | None:
+        """The product of the work's rows and columns as what is to be finished; None if it is."""
+        target, epilog = self.sums, self.problem.epilog
+        writes_d = not target and self._can_write_d()
+        in_panels = self._may_come_in_panels()
+        before = self.steps
+        if not (target or (writes_d and not epilog.changes_d)):
+            x = Matrix.packed(0, (self.out.rows, self.out.columns), self.wide, self.order)
+            self.take("product", x.size * x.itemsize)
+            target = self.lay("product", "product", x)
+            writes_d = writes_d and self._does_epilog()
+        fused: tuple[Any, ...] = ()
+        if writes_d and epilog.changes_d:  # within the product, if there is an algorithm
+            self.steps = []
+            first, rest = split(epilog, self.out.dtype)
+            self._multiply_into("d", first, ends=True)
+            if rest is not MatmulEpilog.DEFAULT:
+                self.emit(AddUp(("d",), "d", epilog=rest, aux=self._aux(rest)))
+            fused = tuple(self.steps)
+        self.steps = []
+        self._multiply_into(target or "d", ends=not target)
+        if target and (fused or in_panels):
+            self._finish_sums((target,))
+        if fused:
+            self.steps = [Fused(EpilogProduct(fused), tuple(self.steps))]
+        elif in_panels:
+            self.steps = [Fused(PanelProduct(), tuple(self.steps))]
+        self.steps = before + self.steps
+        return None if fused or in_panels or not target else (target,)
+
+    def _may_come_in_panels(self) -> bool:
+        """Whether nothing is asked for that the kernel lacks which multiplies panels as they come:
+        it writes D, in the operands' type, and has no epilog, no alpha and no C.
+        """
+        strategy, problem = self.strategy, self.problem
+        return (
+            not self.rank_plan.multi_host
+            and not (strategy.reduces or strategy.moves_result)
+            and strategy.sums.disjoint()
+            and any(operand_plan.gathers for operand_plan in self.rank_plan.operand_plans)
+            and problem.dtype in TILINGS
+            and self.out.dtype == problem.dtype
+            and problem.epilog is MatmulEpilog.DEFAULT
+            and "alpha" in self.lying.ones
+            and not self.addend
+        )
+
+    def _can_write_d(self) -> bool:
+        """Whether a product can be written to D, if the epilog can be done within it."""
+        several = len(self.rank_plan.schedule[0]) > 1
+        return not (
+            self.problem.sums_c
+            or "alpha" in self.lying.zeros  # NaN times 0 is NaN, which BLAS does not look for
+            or not takes_result(self.out)
+            or (several and self.out.dtype != self.wide)
+            or (self.problem.scaling is not None and self.out.dtype != self.wide)
+            or (self.addend and not self._takes_c(self.matrix(self.addend)))
+        )
+
+    def _takes_c(self, c: Matrix) -> bool:
+        if c.dtype != self.out.dtype:
+            return False
+        if self.out.leading is None:
+            c = c.transposed()
+        return c.leading is not None
+
+    def _does_epilog(self) -> bool:
+        """Whether a product can do the epilog's first part, as far as can be seen here."""
+        first, _ = split(self.problem.epilog, self.out.dtype)
+        aux, bias = self._aux(first), self._bias
+        found = fused_epilog(
+            first,
+            self.out,
+            bias=(self.matrix(bias).address, self.matrix(bias).row_stride) if bias else None,
+            aux=self.matrix(aux) if aux else None,
+        )
+        wider = self.problem.result != self.problem.dtype  # not seen with a bias
+        return found is not None and not wider and len(self.rank_plan.schedule[0]) == 1
+
+    def _aux(self, epilog: MatmulEpilog) -> Name:
+        """The auxiliary matrix that an epilog reads or makes."""
+        if epilog.needs_aux:
+            return epilog.needs_aux
+        return output(epilog.makes_aux) if epilog.makes_aux else ""
+
+    @property
+    def _bias(self) -> Name:
+        return "bias" if "bias" in self.buffers else ""
+
+    def _multiply_into(
+        self, target: Name, epilog: MatmulEpilog = MatmulEpilog.DEFAULT, *, ends: bool
+    ) -> None:
+        """One interval's product after the other, each added to those before it. With `ends`, they
+        are D.
+        """
+        intervals, _ = self.rank_plan.schedule
+        overlaps = len(intervals) > 1
+        dense = [self._dense(index, target) for index in (0, 1)]
+        if overlaps:
+            self.fork()
+        for number, interval in enumerate(intervals):
+            pair = []
+            for index, operand_plan in enumerate(self.rank_plan.operand_plans):
+                held, name = dense[index], f"{'ab'[index]} {number}"
+                if held:
+                    lo, hi = interval.lo, interval.hi
+                    x = self.matrix(held)
+                    ranges = [(0, x.rows), (0, x.columns)]
+                    ranges[operand_plan.axis] = lo, hi
+                    pair.append(self.part(name, held, ranges[0], ranges[1]))
+                    continue
+                stream = self.beside(interval, overlaps=overlaps)
+                pair.append(self._panel(index, name, interval, target))
+                moves = operand_plan.gather_moves(interval.lo, interval.hi)
+                self.gather("ab"[index], name, moves, pair[-1], stream=stream)
+            self.await_panels(number, overlaps=overlaps)
+            addend, beta = (target, "") if number else (self.addend, "beta") if ends else ("", "")
+            step = Gemm(
+                pair[0],
+                pair[1],
+                target,
+                self.problem.conjugate,
+                alpha=("alpha",) if ends else (),
+                addend=addend,
+                beta=beta,
+                epilog=epilog,
+                bias=self._bias if epilog.has_bias else "",
+                aux=self._aux(epilog),
+            )
+            self.emit(step)
+            self.release(number, overlaps=overlaps)
+
+    def fork(self) -> None:
+        """What is gathered from here on runs on a stream of its own."""
+        self.emit(Record("fork"))
+        self.emit(Await("fork"), stream=_SIDE)
+
+    def beside(self, interval: Interval, *, overlaps: bool) -> str:
+        """The stream on which an interval's panels are gathered, once their memory is free."""
+        if overlaps and interval.after is not None:
+            self.emit(Await(f"used {interval.after}"), stream=_SIDE)
+        return _SIDE if overlaps else ""
+
+    def await_panels(self, number: int, *, overlaps: bool) -> None:
+        """The product of interval `number` comes after its panels."""
+        if overlaps:
+            self.emit(Record(f"come {number}"), stream=_SIDE)
+            self.emit(Await(f"come {number}"))
+
+    def release(self, number: int, *, overlaps: bool) -> None:
+        """The product of interval `number` has been put on its stream."""
+        if overlaps:
+            self.emit(Record(f"used {number}"))
+
+    def own_part(self, index: int) -> Name:
+        """This rank's own part of an operand that needs no gathering."""
+        operand_plan = self.rank_plan.operand_plans[index]
+        assert operand_plan.place is not None, operand_plan
+        row, column = operand_plan.place
+        rows, columns = operand_plan.shape(0, operand_plan.extent)
+        name = f"own {'ab'[index]}"
+        return self.part(name, self.factors[index], (row, row + rows), (column, column + columns))
+
+    def _dense(self, index: int, target: Name) -> Name:
+        """An operand that needs no gathering in a form that BLAS takes; "" for one that does."""
+        operand_plan = self.rank_plan.operand_plans[index]
+        if operand_plan.gathers:
+            return ""
+        own = self.own_part(index)
+        if self._fits(index, self.matrix(own), target):
+            return own
+        packed = f"packed {'ab'[index]}"
+        x = self._oriented(index, self.matrix(own), target)
+        self.take(packed, x.size * x.itemsize)
+        self.emit(AddUp((own,), self.lay(packed, packed, x)))
+        return packed
+
+    def _fits(self, index: int, x: Matrix, target: Name) -> bool:
+        return fits(x, self.matrix(target), conjugate=self.problem.conjugate[index])
+
+    def _panel(self, index: int, name: Name, interval: Interval, target: Name) -> Name:
+        """Memory for an interval of an operand, in its order where BLAS takes that."""
+        operand_plan, like = self.rank_plan.operand_plans[index], self.matrix(self.factors[index])
+        rows, columns = operand_plan.shape(interval.lo, interval.hi)
+        x = self._oriented(index, like._replace(rows=rows, columns=columns), target)
+        line, memory = operand_plan.width * x.itemsize, f"panel {'ab'[index]}"
+        self.take(memory, self.rank_plan.schedule[1] * line)
+        return self.lay(name, memory, x._replace(address=interval.offset * line))
+
+    def _oriented(self, index: int, like: Matrix, target: Name) -> Matrix:
+        orders = ("F", "C") if like.by_columns else ("C", "F")
+        shape = like.rows, like.columns
+        packed = [Matrix.packed(0, shape, like.dtype, order) for order in orders]
+        return next(x for x in packed if self._fits(index, x, target))
+
+    # -- after the product -------------------------------------------------------------------------
+
+    def _finish(self, parts: tuple[Name, ...] | None) -> bool:
+        """What follows the products of all ranks, `parts` of this one, None if that is D already;
+        whether peers may still read when it is done.
+        """
+        strategy, reads_peers = self.strategy, bool(self.problem.epilog.makes_bgrad)
+        if self._addition_order:
+            parts = self._add_by_collective()
+        else:
+            reads_peers |= strategy.reduces or strategy.moves_result
+            if strategy.reduces:
+                parts = self._added()
+            if strategy.moves_result:
+                name = "reduced" if strategy.reduces else "sums"
+                self.meet(name)
+                shape = self.problem.d.local_shape(self.rank)
+                parts = self._collected((self.rank_plan.last_moves,), name, shape, "final")
+        if parts is not None:
+            self._finish_sums(parts)
+        if self.problem.epilog.makes_bgrad:
+            self._add_gradients()
+        if self._wants_amax:
+            self.meet("amax")
+            self._find_greatest()
+            reads_peers = True
+        return reads_peers
+
+    def _added(self) -> tuple[Name, ...]:
+        """The ranks' products of this rank's part, to be added in rank order."""
+        shape = self.strategy.reduced.local_shape(self.rank)
+        if self.strategy.moves_result:
+            self.new("reduced", shape, self.wide, self.order, shared=True)
+        self.meet("sums")
+        parts = self._collected(self.rank_plan.additions, "sums", shape, "pieces")
+        if not self.strategy.moves_result:
+            return parts
+        self.emit(AddUp(parts, "reduced"))
+        return ("reduced",)
+
+    def _add_by_collective(self) -> tuple[Name, ...] | None:
+        """The sum of all ranks' products by one collective; None where it is D: nothing follows,
+        and D lies as the collective writes.
+        """
+        pattern, out, dtype = self.rank_plan.pattern, self.out, self.rank_plan.parts_dtype
+        assert pattern is not None
+        shape = out.rows, out.columns
+        packed = Matrix.packed(out.address, shape, dtype, self._addition_order)
+        is_last = (
+            "alpha" in self.lying.ones and not self.addend and not self.problem.epilog.changes_d
+        )
+        is_last = is_last and (packed == out or (not out.size and out.dtype == dtype))
+        counts: tuple[int, ...] = ()
+        total = "sums"
+        if pattern.kind != "all-reduce":
+            width = self.strategy.sums.local_shape(self.rank)[not pattern.transposed]
+            counts = tuple(width * lines for lines in pattern.rows)
+            total = "total"
+        if is_last:
+            total = "d"
+        elif total == "total":
+            self.new("total", shape, dtype, self._addition_order)
+        before, self.steps = self.steps, [_READ]
+        if counts:
+            parts = self._collected(self.rank_plan.additions, "sums", shape, "pieces")
+        else:
+            sources = {rank: f"sums of {rank}" for rank in range(self.problem.size)}
+            self.buffers |= {name: Peer("sums", rank, dtype) for rank, name in sources.items()}
+            parts = self._whole("sums", sources)
+        if total == "sums":  # which peers read until all have
+            x = self.matrix("sums")
+            self.take("added", x.size * x.itemsize)
+            self.emit(AddUp(parts, self.lay("added", "added", x)), _REUSE, Convert("added", "sums"))
+        else:
+            self.emit(AddUp(parts, total), _REUSE)
+        self.steps = [*before, Fused(Collective("sums", total, counts), tuple(self.steps))]
+        return None if is_last else (total,)
+
+    def _collected(
+        self, groups: Sequence[tuple[Move, ...]], name: str, shape: tuple[int, ...], room: str
+    ) -> tuple[Name, ...]:
+        """What each group of moves brings of the ranks' matrices of that name, as one matrix each.
+
+        What is one dense box is read in place; the rest is gathered in memory `room`.
+        """
+        if 0 in shape:
+            return ()
+        every = tuple(move for found in groups for move in found)
+        sources = self.reach(name, "", every)
+        dtype, order = self.matrix(self._own[name]).dtype, "C" if name == "vector" else self.order
+        rows, columns = shape
+        parts, used = [], 0
+        for number, found in enumerate(groups):
+            if not found:
+                continue
+            piece = f"{room} {number}"
+            if _is_whole(found, shape):
+                top, left = (run.src_start for run in found[0].runs)
+                box = (top, top + rows), (left, left + columns)
+                parts.append(self.part(piece, sources[found[0].src], *box))
+                continue
+            x = Matrix.packed(used, (rows, columns), dtype, order)
+            used += x.size * x.itemsize
+            parts.append(self.lay(piece, room, x))
+            if sum(move.elements for move in found) < x.size:
+                self.emit(Clear(piece))
+            moves = tuple(move for move in found if move.elements)
+            if moves:
+                taken = tuple((src, sources[src]) for src in dict.fromkeys(m.src for m in moves))
+                self.emit(Gather(f"{piece} of {name}", moves, taken, piece))
+        if used:
+            self.take(room, used)
+        return tuple(parts)
+
+    def _finish_sums(self, parts: tuple[Name, ...]) -> None:
+        """Add the parts, apply alpha, beta C and the epilog; D is rounded once."""
+        epilog, target, unrounded = self.problem.epilog, "d", ""
+        shape = self.out.rows, self.out.columns
+        if epilog.makes_bgrad and epilog.gradient:
+            unrounded = self.new("kept", shape, self.wide, self.order)
+        if self.quantizes:
+            target = self.new("numbers d", shape, "float32", self.order)
+        addend = self._sum_of_c()
+        step = AddUp(
+            parts,
+            target,
+            alpha="alpha",
+            addend=addend,
+            beta="beta" if addend else "",
+            epilog=epilog if epilog.changes_d else MatmulEpilog.DEFAULT,
+            bias=self._bias if epilog.has_bias else "",
+            aux=self._aux(epilog),
+            unrounded=unrounded,
+            extras=self.problem.extras if self.quantizes else "",
+        )
+        self.emit(step)
+        if self.quantizes:
+            amax = "amax" if self._wants_amax else ""
+            self.emit(Quantize(target, self.scales_as(3, (1, 1)), "d", amax))
+
+    def _sum_of_c(self) -> Name:
+        """C; where each rank has one, their sum."""
+        if not self.addend or "c" not in self._own:
+            return self.addend
+        x = self.matrix("own c")
+        self.new("all c", (x.rows, x.columns), self.wide, self.order)
+        sources = self.reach("c", "", self.rank_plan.all_c)
+        self.emit(AddUp(self._whole("own c", sources), "all c"))
+        return "all c"
+
+    def _whole(self, own: Name, sources: Mapping[int, Name]) -> tuple[Name, ...]:
+        """All of each rank's matrix, which has the shape of this rank's own, in rank order."""
+        x = self.matrix(own)
+        box = (0, x.rows), (0, x.columns)
+        ranks = sorted(sources) if x.size else []
+        return tuple(self.part(f"all of {sources[src]}", sources[src], *box) for src in ranks)
+
+    def _add_gradients(self) -> None:
+        """Bias gradients: each rank sums what it holds, and all ranks' sums add up."""
+        epilog, conjugate = self.problem.epilog, False
+        _, held, need = gradient_layouts(self.problem)
+        self.new("vector", held.local_shape(self.rank), self.wide, "C", shared=True)
+        lines = "kept"
+        if not epilog.gradient:
+            index = 0 if epilog is MatmulEpilog.BGRADA else 1
+            lines, conjugate = self.factors[index], self.problem.conjugate[index]
+        self.emit(SumLines(lines, "vector", epilog is MatmulEpilog.BGRADB, conjugate))
+        self.meet("vector")
+        assert epilog.makes_bgrad is not None
+        shape = need.local_shape(self.rank)
+        parts = self._collected(self.rank_plan.vectors, "vector", shape, "vectors")
+        self.emit(AddUp(parts, output(epilog.makes_bgrad)))
+
+    # -- eight-bit results -------------------------------------------------------------------------
+
+    @property
+    def words(self) -> int:
+        """Greatest values of this rank's part of D: of each product that may make it, one."""
+        return self.problem.size if self.rank_plan.rounds is not None else 1
+
+    def _find_greatest(self) -> None:
+        """The greatest of all ranks' values."""
+        sources = self.reach("amax", "", self.rank_plan.amax_moves)
+        parts = [
+            self.part(f"amax of {rank}, {word}", sources[rank], (0, 1), (word, word + 1))
+            for rank in sorted(sources)
+            for word in range(self.words)
+        ]
+        self.emit(Greatest(tuple(parts), output("result_amax")))
+
+
+def _is_whole(found: Iterable[Move], shape: tuple[int, ...]) -> bool:
+    """Whether moves are one dense box that covers the destination."""
+    moves = tuple(found)
+    if len(moves) != 1 or moves[0].shape != shape:
+        return False
+    return all(run.count == 1 for run in moves[0].runs)
