@@ -8,20 +8,15 @@ cuBLASLt asks of its factors is asserted.
 
 from __future__ import annotations
 
-import ctypes
 import random
 from itertools import pairwise
 
+import gpu_arithmetic as arithmetic
 import numpy as np
+from gpu_arithmetic import ALIGNMENT, copy_between, move_bytes, room, view
 
-from copying import copy_boxes
-from shardmath.arrays import dtypes
-from shardmath.arrays.dtypes import of, to_numpy
-from shardmath.handles.operand import Operand
-from shardmath.local import epilog, float8
-from shardmath.local.epilog import MatmulEpilog
-from shardmath.local.gpu import Matrix, scaled
-from shardmath.local.gpu.gemm import fits, takes_result
+from shardmath.arrays.dtypes import of
+from shardmath.local.gpu import Matrix
 from shardmath.local.rounding import round_into
 from shardmath.operators.matmul.gpu.lowering import lowered
 from shardmath.operators.matmul.gpu.steps import (
@@ -52,40 +47,7 @@ from shardmath.program.steps import (
 from shardmath.redistribution.boxes import Box
 from shardmath.redistribution.copies import lowered as lowered_move
 
-__all__ = ["interpret_products", "on_gpu", "view"]
-
-ALIGNMENT = 256
-
-
-def room(nbytes):
-    """Memory at a multiple of ALIGNMENT, full of NaN."""
-    whole = np.full(nbytes + ALIGNMENT, 0xFF, np.uint8)
-    start = -whole.ctypes.data % ALIGNMENT
-    return whole[start : start + nbytes]
-
-
-def on_gpu(x, shift=0):
-    """An operand with the elements and strides of an array, `shift` bytes behind an alignment."""
-    span = [(n - 1) * step for n, step in zip(x.shape, x.strides, strict=True)]
-    low = sum(min(0, each) for each in span) if x.size else 0
-    high = sum(max(0, each) for each in span) + x.itemsize if x.size else 0
-    memory = room(shift + high - low)
-    held = np.ndarray(x.shape, x.dtype, memory, offset=shift - low, strides=x.strides)
-    held[...] = x
-    address = memory.ctypes.data + shift - low
-    return Operand(address, x.shape, x.strides, of(x.dtype).name, None, memory)
-
-
-def view(x: Matrix):
-    """A matrix of the "GPU" as NumPy sees it."""
-    if not x.size:
-        return np.zeros((x.rows, x.columns), to_numpy(x.dtype))
-    item = x.itemsize
-    steps = (x.row_stride * item, x.column_stride * item)
-    ends = [(n - 1) * step for n, step in zip((x.rows, x.columns), steps, strict=True)]
-    low, high = (sum(pick(0, end) for end in ends) for pick in (min, max))
-    buffer = (ctypes.c_char * (high - low + item)).from_address(x.address + low)
-    return np.ndarray((x.rows, x.columns), to_numpy(x.dtype), buffer, offset=-low, strides=steps)
+__all__ = ["interpret_products", "schedule"]
 
 
 class Rank:
@@ -138,6 +100,12 @@ class Rank:
         steps = x.row_stride * x.itemsize, x.column_stride * x.itemsize
         origin = sum(start * step for start, step in zip(first, steps, strict=True))
         return address - origin, steps
+
+    def optional(self, name):
+        return self.matrix(name) if name else None
+
+    def address(self, name):
+        return self.matrix(name).address if name else 0
 
     def view(self, name):
         return view(self.matrix(name))
@@ -236,37 +204,16 @@ def clear(step, rank):
 def gather(step, rank):
     target, sources = rank.matrix(step.target), dict(step.sources)
     assert set(sources) == {move.src for move in step.moves}
-    item = target.itemsize
-    strides = target.row_stride * item, target.column_stride * item
+    strides = target.row_stride * target.itemsize, target.column_stride * target.itemsize
     for move in step.moves:
         address, there = rank.place(sources[move.src])
-        box = Box.of(lowered_move(move, item, there, strides), 0)
-        copy_boxes([box], {box.source: (memory_at(address), 1 << 40)},
-                   (memory_at(target.address), 1 << 40))  # fmt: skip
-
-
-def memory_at(address):
-    """Bytes around an address."""
-    return Around(address)
-
-
-class Around:
-    """All memory, of which byte 1 << 40 is at an address."""
-
-    size = 1 << 60
-
-    def __init__(self, address):
-        self.address = address - (1 << 40)
-
-    def __getitem__(self, part):
-        buffer = (ctypes.c_ubyte * (1 << 31)).from_address(self.address + part.start)
-        return np.frombuffer(buffer, np.uint8)
+        box = Box.of(lowered_move(move, target.itemsize, there, strides), 0)
+        copy_between([box], {box.source: address}, target.address)
 
 
 def packed(step, rank):
-    x, target = rank.matrix(step.source), rank.matrix(step.target)
     boxes = [Box.of(each, 0) for each in step.outbox.packing(rank.place(step.source)[1])]
-    copy_boxes(boxes, {0: (memory_at(x.address), 1 << 40)}, (memory_at(target.address), 1 << 40))
+    copy_between(boxes, {0: rank.address(step.source)}, rank.address(step.target))
 
 
 def fetched(step, rank):
@@ -276,7 +223,7 @@ def fetched(step, rank):
         there = rank.ranks[each.src]
         buffer, _ = there.program.published[step.name]
         outbox = there.view(buffer).reshape(-1)[each.offset : each.offset + each.nbytes]
-        ctypes.memmove(target + each.at, np.ascontiguousarray(outbox).ctypes.data, outbox.size)
+        move_bytes(target + each.at, np.ascontiguousarray(outbox).ctypes.data, outbox.size)
 
 
 def push(step, rank):
@@ -284,7 +231,7 @@ def push(step, rank):
     for name in step.targets:
         target = rank.matrix(name)
         assert not any(word % 16 for word in (source.address, source.size, target.address))
-        ctypes.memmove(target.address, source.address, source.size)
+        move_bytes(target.address, source.address, source.size)
 
 
 def convert(step, rank):
@@ -292,152 +239,70 @@ def convert(step, rank):
 
 
 def gemm(step, rank):
-    left, right, target = (rank.matrix(name) for name in (step.left, step.right, step.target))
-    alpha = np.prod([rank.numbers[name] for name in step.alpha] or [1])
-    factors = [view(left), view(right)]
-    wide = np.result_type(to_numpy(dtypes.accumulator(target.dtype)), np.float64)
+    matrix = rank.optional
+    left, right, target = (matrix(name) for name in (step.left, step.right, step.target))
+    how = {
+        "alpha": np.prod([rank.numbers[name] for name in step.alpha] or [1]),
+        "beta": rank.numbers[step.beta] if step.beta else float(bool(step.addend)),
+        "c": matrix(step.addend),
+    }
     if step.scales is None:
-        for x, conjugate in zip((left, right), step.conjugate, strict=True):
-            assert fits(x, target, conjugate=conjugate) and takes_result(target)
-        factors = [x.conj() if c else x for x, c in zip(factors, step.conjugate, strict=True)]
-        factors = [x.astype(wide) for x in factors]
-    else:
-        factors = scaled_factors(step, rank, left, right, target)
-    total = factors[0] @ factors[1] * alpha
-    if step.addend:
-        beta = rank.numbers[step.beta] if step.beta else 1
-        total = total + beta * rank.view(step.addend).astype(wide)
-    if not np.iscomplexobj(view(target)):
-        total = total.real
-    if step.quantized is not None:
-        scale, largest = step.quantized
-        if largest:
-            raise_to(rank, largest, total)
-        number = rank.view(scale)[0, 0] if scale else 1.0
-        float8.quantize(total.astype(np.float32), number, view(target))
+        assert step.quantized is None
+        of_epilog = {"epilog": step.epilog, "bias": matrix(step.bias), "aux": matrix(step.aux)}
+        arithmetic.multiply(left, right, target, *step.conjugate, **how, **of_epilog)
         return
-    finished(step, rank, total, target, target.dtype)
-
-
-def scaled_factors(step, rank, left, right, target):
-    """The numbers that eight-bit factors stand for."""
-    one, two = left.transposed(), right
-    assert scaled.fits(one) and scaled.fits(two)
-    modes = [each.mode for each in step.scales]
-    assert scaled.takes_result(target, blocks=bool({"vectors", "squares"} & set(modes))), target
-    pairs = {"tensor": {"tensor"}, "outer": {"outer"}, "vectors": {"vectors", "squares"},
-             "squares": {"vectors"}}  # fmt: skip
-    assert modes[1] in pairs[modes[0]]
-    addresses = [rank.matrix(x.buffer).address if x.buffer else 0 for x in step.scales]
-    of_left = decoded(modes[0], addresses[0], left.rows, left.columns)
-    of_right = decoded(modes[1], addresses[1], right.columns, right.rows).T
-    return view(left).astype(float) * of_left, view(right).astype(float) * of_right
-
-
-def decoded(mode, address, lines, k):
-    """The scale of each element of a factor, lines first, from cuBLASLt's layouts."""
-    deep = -(-k // 128)
-    if mode == "tensor":
-        one = 1.0 if not address else view(Matrix(address, 1, 1, 1, 1, "float32"))
-        return np.broadcast_to(one, (lines, k))
-    assert address % 16 == 0
-    if mode == "outer":
-        vector = view(Matrix(address, lines, 1, 1, lines, "float32"))
-        return np.broadcast_to(vector, (lines, k))
-    if mode == "vectors":
-        assert lines % 4 == 0
-        made = view(Matrix(address, lines, deep, 1, lines, "float32"))
-    else:
-        step = -(-deep // 4) * 4
-        made = view(Matrix(address, -(-lines // 128), deep, step, 1, "float32"))
-        made = made.repeat(128, 0)[:lines]
-    return made.repeat(128, 1)[:, :k]
+    scales = [(each.mode, rank.address(each.buffer)) for each in step.scales]
+    quantized = None if step.quantized is None else [rank.address(x) for x in step.quantized]
+    arithmetic.multiply_scaled(left, right, target, scales, quantized=quantized, **how)
 
 
 def add_up(step, rank):
-    target = rank.matrix(step.target)
-    wide = to_numpy(dtypes.accumulator(target.dtype))
-    total = np.zeros((target.rows, target.columns), wide)
-    for name in step.parts:
-        total = total + rank.view(name).astype(wide)
-    total = total * (rank.numbers[step.alpha] if step.alpha else 1)
-    if step.addend:
-        beta = rank.numbers[step.beta] if step.beta else 1
-        total = total + beta * rank.view(step.addend).astype(wide)
-    total = total if np.issubdtype(wide, np.complexfloating) else total.real
-    finished(step, rank, total, target, step.extras or target.dtype)
-
-
-def finished(step, rank, total, target, extras):
-    """The epilog of sums, rounded once."""
-    total = np.ascontiguousarray(total, to_numpy(dtypes.accumulator(target.dtype)))
-    if step.epilog is not MatmulEpilog.DEFAULT:
-        inputs = {step.epilog.needs_aux: rank.view(step.aux)} if step.epilog.needs_aux else {}
-        if step.bias:
-            inputs["bias"] = rank.view(step.bias)
-        total, made = epilog.apply(
-            step.epilog, total, inputs, dtype=extras, out=np.empty_like(total)
-        )
-        if step.epilog.makes_aux:
-            rank.view(step.aux)[...] = made[step.epilog.makes_aux]
-    if getattr(step, "unrounded", ""):
-        rank.view(step.unrounded)[...] = total
-    round_into(total, view(target))
+    arithmetic.add_up(
+        rank.matrix(step.target),
+        [rank.matrix(name) for name in step.parts],
+        alpha=rank.numbers[step.alpha] if step.alpha else 1,
+        beta=rank.numbers[step.beta] if step.beta else 1,
+        c=rank.optional(step.addend),
+        epilog=step.epilog,
+        bias=rank.optional(step.bias),
+        aux=rank.optional(step.aux),
+        unrounded=rank.optional(step.unrounded),
+        extra=step.extras,
+    )
 
 
 def sum_lines(step, rank):
-    source, target = rank.view(step.source), rank.view(step.target)
-    source = source.conj() if step.conjugate else source
-    target[...] = source.astype(target.dtype).sum(axis=int(not step.columns))[:, None]
-
-
-def scale_of(rank, name, blocks, shape):
-    """The scale of each element."""
-    number = rank.numbers[name].real if name in rank.numbers else 1.0
-    if name not in rank.program.buffers:
-        return np.full(shape, number)
-    return expanded(rank.view(name), blocks, shape) * number
-
-
-def expanded(scales, blocks, shape, known=None):
-    i, j = np.indices(shape)
-    last = (shape[0] if known is None else known) - 1
-    row = np.minimum(i, last) // (blocks.rows or 1 << 40)
-    return scales[row, j // (blocks.columns or 1 << 40)]
+    x = rank.matrix(step.source)
+    x = x.transposed() if step.columns else x
+    arithmetic.sum_rows(x, rank.matrix(step.target).address, conjugate=step.conjugate)
 
 
 def dequantize(step, rank):
-    elements, target = rank.view(step.source), rank.view(step.target)
-    target[...] = elements.astype("f4") * scale_of(rank, step.scale, step.blocks, elements.shape)
+    elements, factor = rank.matrix(step.source), rank.numbers[step.scale].real
+    scales = rank.matrix(step.scale) if step.scale in rank.program.buffers else None
+    target = rank.matrix(step.target)
+    arithmetic.dequantize(target, elements, scales, step.blocks, factor=factor)
 
 
 def lay_out(step, rank):
-    first = rank.matrix(step.targets[0])
-    shape = first.rows, first.columns
-    values = np.full(shape, rank.numbers[step.number].real if step.number else 1.0, np.float32)
-    if step.source and step.known:
-        values = values * expanded(rank.view(step.source), step.blocks, shape, step.known)
-    values[step.known :] = 0
-    for name in step.targets:
-        rank.view(name)[...] = values
+    target, *also = (rank.matrix(name) for name in step.targets)
+    factor = rank.numbers[step.number].real if step.number else 1.0
+    given = rank.optional(step.source)
+    arithmetic.dequantize(
+        target, None, given, step.blocks, factor=factor, known_rows=step.known, also=also
+    )
 
 
 def quantize(step, rank):
-    source = rank.view(step.source)
-    number = rank.numbers[step.scale].real
-    number *= rank.view(step.scale)[0, 0] if step.scale in rank.program.buffers else 1
-    float8.quantize(source.astype(np.float32), np.float32(number), rank.view(step.target))
-    if step.largest:
-        raise_to(rank, step.largest, source)
-
-
-def raise_to(rank, name, numbers):
-    word = rank.view(name)
-    word[0, 0] = max(word[0, 0], np.abs(numbers).max(initial=0))
+    factor = rank.numbers[step.scale].real
+    scale = rank.address(step.scale) if step.scale in rank.program.buffers else 0
+    source, target = rank.matrix(step.source), rank.matrix(step.target)
+    arithmetic.quantize(target, source, factor=factor, scale=scale, amax=rank.address(step.largest))
 
 
 def greatest(step, rank):
-    rank.view(step.target)[...] = max(rank.view(name)[0, 0] for name in step.parts)
+    addresses = [rank.matrix(name).address for name in step.parts]
+    arithmetic.greatest(rank.matrix(step.target).address, addresses)
 
 
 PERFORM = {

@@ -21,7 +21,9 @@ import float8_cases
 import matmul_cases as cases
 import test_matmul_epilogs as epilogs
 from float8_cases import E4, E5
-from gpu_interpreter import interpret_products, on_gpu, view
+from gpu_arithmetic import on_gpu, view
+from gpu_interpreter import interpret_products
+from pretended_products import block_at, perform_phases
 from test_products import calls_of, calls_with_epilog, check_epilog, described
 
 from arrangements import part_of
@@ -71,7 +73,8 @@ def operands_of(problem, call, rank, order="C", heap=(True, True), shift=0):
     held = {name: on_gpu(x, shift) for name, x in arrays.items()}
     for index, name in enumerate("ab"):
         turned = held[name].transposed() if problem.transpose[index] else held[name]
-        held[name] = replace(turned, block=object() if heap[index] else None)
+        block = block_at(turned.address + turned.span[0]) if heap[index] else None
+        held[name] = replace(turned, block=block)
     scales = None
     if problem.scaling is not None:
         whole = [kind == TENSOR for kind in (problem.scaling.a, problem.scaling.b)]
@@ -107,27 +110,38 @@ def operands_of(problem, call, rank, order="C", heap=(True, True), shift=0):
 
 
 def performed(problem, strategy, calls, *, hosts=None, orders=("C",), heaps=((True, True),), **how):
-    """What all ranks have at last, by name, and the programs."""
+    """What all ranks have at last, by name, and the programs.
+
+    The same, to the bit, where what performs the programs on GPUs does.
+    """
     hosts = hosts or (0,) * problem.size
     rank_plans = [RankPlan(strategy, rank, hosts) for rank in range(problem.size)]
-    operands = [
-        operands_of(problem, call, rank, orders[rank % len(orders)], heaps[rank % len(heaps)])
-        for rank, call in enumerate(calls)
-    ]
-    added = {
-        plan.addition_order("F" if matrix_of(own.out).by_columns else "C")
-        for plan, own in zip(rank_plans, operands, strict=True)
-    }
-    addition_order = added.pop() if len(added) == 1 else ""
-    ranks = interpret_products(rank_plans, operands, addition_order, **how)
-    results = []
-    for own in operands:
-        found = {"d": view(matrix_of(own.out)).copy("K")}
-        for name, array in own.outputs.items():
-            x = view(matrix_of(array)).copy("K")
-            found[output(name)] = x[:, 0] if len(array.shape) == 1 else x
-        results.append(found)
-    return results, [rank.program for rank in ranks]
+    found = []
+    for perform in (interpret_products, perform_phases):
+        operands = [
+            operands_of(problem, call, rank, orders[rank % len(orders)], heaps[rank % len(heaps)])
+            for rank, call in enumerate(calls)
+        ]
+        added = {
+            plan.addition_order("F" if matrix_of(own.out).by_columns else "C")
+            for plan, own in zip(rank_plans, operands, strict=True)
+        }
+        ranks = perform(rank_plans, operands, added.pop() if len(added) == 1 else "", **how)
+        found.append([results_of(own) for own in operands])
+        if perform is interpret_products:
+            programs = [rank.program for rank in ranks]
+    for one, two in zip(*found, strict=True):
+        assert {n: x.tobytes() for n, x in one.items()} == {n: x.tobytes() for n, x in two.items()}
+    return found[0], programs
+
+
+def results_of(operands):
+    """Copies of D and of what is beside it, in their order."""
+    found = {"d": view(matrix_of(operands.out)).copy("K")}
+    for name, array in operands.outputs.items():
+        x = view(matrix_of(array)).copy("K")
+        found[output(name)] = x[:, 0] if len(array.shape) == 1 else x
+    return found
 
 
 def fused_in(programs):

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from shardmath.arrays import dtypes
 from shardmath.arrays.dtypes import FLOAT8
 from shardmath.geometry import Move
 from shardmath.local.epilog import MatmulEpilog
@@ -23,80 +22,47 @@ from shardmath.local.gpu.fused_epilog import fused_epilog, split
 from shardmath.local.gpu.gemm import fits, takes_result
 from shardmath.operators.matmul.gpu.panel_operand import TILINGS
 from shardmath.operators.matmul.gpu.panels import Interval
+from shardmath.operators.matmul.gpu.program_builder import READ, REUSE, ProgramBuilder
 from shardmath.operators.matmul.gpu.rank_plan import Lying, RankPlan
+from shardmath.operators.matmul.gpu.scaled_lowering import ScaledProducts
 from shardmath.operators.matmul.gpu.steps import (
     AddUp,
-    Await,
     Clear,
     Collective,
     EpilogProduct,
-    Fetched,
     Gather,
     Gemm,
     Greatest,
-    Memory,
     Name,
-    On,
     OneKernel,
-    Packed,
     PanelProduct,
     Peer,
     ProductProgram,
     Published,
-    Record,
-    View,
 )
 from shardmath.operators.matmul.problem import gradient_layouts
-from shardmath.operators.matmul.program import SCALES, output
+from shardmath.operators.matmul.program import output
 from shardmath.operators.matmul.scaling import TENSOR, blocks_of
 from shardmath.program.steps import (
     Convert,
     Dequantize,
     Fused,
     Quantize,
-    Reason,
     SumLines,
-    Synchronise,
 )
-from shardmath.redistribution.parcels import room_for
 
-__all__ = ["Lowering", "lowered"]
-
-_READ = Synchronise((Reason.AFTER_WRITING, Reason.BEFORE_READING))
-_REUSE = Synchronise((Reason.BEFORE_REUSING,))
-_SIDE = "side"  # the stream of what is gathered while something else is multiplied
+__all__ = ["lowered"]
 
 
 def lowered(rank_plan: RankPlan, lying: Lying, addition_order: str = "") -> ProductProgram:
     """What the rank does. `addition_order` is the order of products that one collective adds up,
     the same on all ranks; "" where peers read them.
     """
-    return Lowering(rank_plan, lying, addition_order).program()
+    return _Lowering(rank_plan, lying, addition_order).program()
 
 
-class Lowering:
+class _Lowering(ProgramBuilder):
     """Puts the steps together."""
-
-    def __init__(self, rank_plan: RankPlan, lying: Lying, addition_order: str = "") -> None:
-        self.rank_plan = rank_plan
-        self.strategy, self.rank = rank_plan.strategy, rank_plan.rank
-        self.problem = rank_plan.strategy.problem
-        self.lying = lying
-        self.wide = dtypes.accumulator(self.problem.dtype).name
-        self.steps: list[Any] = []
-        self.buffers: dict[Name, View | Peer] = {n: View(n, x) for n, x in lying.arrays}
-        self.memories: dict[str, Memory] = {}
-        self.published: dict[str, Published] = {}
-        self.factors = ["a", "b"]  # buffers of op(A) and op(B)
-        self.out = self.matrix("d")
-        self.order = "F" if self.out.by_columns else "C"
-        self.addend = "c" if "c" in self.buffers and "beta" not in lying.zeros else ""
-        self._own: dict[str, Name] = {}  # buffers of what this rank has itself of what is moved
-        self._addition_order = addition_order
-        scaling = self.problem.scaling
-        self.quantizes = scaling is not None and scaling.d
-        self._wants_amax = scaling is not None and scaling.amax and scaling.d
-        self.sums = self._sums()  # this rank's product, to be added or moved; "" if that is D
 
     def program(self) -> ProductProgram:
         """All of it."""
@@ -105,16 +71,14 @@ class Lowering:
             self._publish_factor(index)
         scaled = None
         if self.rank_plan.multiplies_elements:
-            from shardmath.operators.matmul.gpu.scaled_lowering import ScaledProducts
-
             scaled = ScaledProducts(self)
             scaled.begin()
-        if self._wants_amax:
+        if self.wants_amax:
             self.new("amax", (1, self.words), "float32", "C", shared=True)
             self.emit(Clear("amax"))
         together = self._publish_c() or self.rank_plan.reads_peers
         if together:
-            self.emit(_READ)
+            self.emit(READ)
         if not self.rank_plan.multiplies:
             parts: tuple[Name, ...] | None = ()
             if self.sums:
@@ -124,126 +88,12 @@ class Lowering:
         else:
             parts = self._multiply()
         if self._finish(parts) or together:
-            self.emit(_REUSE)
+            self.emit(REUSE)
         steps = tuple(self.steps)
         if self.rank_plan.one_kernel:
             assert self.rank_plan.pattern is not None
             steps = (Fused(OneKernel(self.rank_plan.pattern.kind), steps),)
         return ProductProgram(steps, self.buffers, self.memories, self.published)
-
-    # -- buffers -----------------------------------------------------------------------------------
-
-    def emit(self, *steps: Any, stream: str = "") -> None:
-        """Steps that follow, on a stream of the lane's or the user's."""
-        self.steps += [On(stream, step) for step in steps] if stream else steps
-
-    def matrix(self, name: Name) -> Matrix:
-        """That of a buffer in a memory of this rank."""
-        view = self.buffers[name]
-        assert isinstance(view, View), name
-        return view.matrix
-
-    def take(self, memory: str, nbytes: int, *, shared: bool = False) -> None:
-        """Memory of the lane of at least that size."""
-        held = self.memories.get(memory, Memory(0))
-        self.memories[memory] = Memory(max(held.nbytes, nbytes), shared or held.shared)
-
-    def lay(self, name: Name, memory: str, x: Matrix) -> Name:
-        """A buffer of that name at a place of a memory."""
-        self.buffers[name] = View(memory, x)
-        return name
-
-    def new(
-        self, name: Name, shape: tuple[int, ...], dtype: str, order: str, *, shared: bool = False
-    ) -> Name:
-        """A packed matrix in memory of the same name; one that peers reach is published."""
-        rows, columns = shape
-        x = Matrix.packed(0, (rows, columns), dtype, order)
-        self.take(name, x.size * x.itemsize, shared=shared and not self.rank_plan.multi_host)
-        if shared:
-            self._own[name] = name
-            if self.rank_plan.multi_host:
-                self._make_outbox(name, x.itemsize)
-            else:
-                self.published[name] = Published(name)
-        return self.lay(name, name, x)
-
-    def part(self, name: Name, of: Name, rows: tuple[int, int], columns: tuple[int, int]) -> Name:
-        """A buffer of that name that is a part of another."""
-        self.buffers[name] = self.buffers[of].part(rows, columns)
-        return name
-
-    # -- what peers read ---------------------------------------------------------------------------
-
-    def _make_outbox(self, name: str, itemsize: int) -> None:
-        nbytes = self.rank_plan.routes.outbox(name, self.rank, itemsize).nbytes
-        if nbytes:
-            outbox = f"outbox {name}"
-            self.take(outbox, nbytes, shared=True)
-            self.lay(outbox, outbox, Matrix.packed(0, (1, nbytes), "uint8", "C"))
-            self.published[name] = Published(outbox)
-
-    def publish(self, name: str) -> None:
-        """What peers take of this rank's matrix of that name is there for them, when all have
-        synchronised.
-        """
-        if self.rank_plan.multi_host and name in self.published:
-            own = self._own[name]
-            outbox = self.rank_plan.routes.outbox(name, self.rank, self.matrix(own).itemsize)
-            self.emit(Packed(outbox, own, self.published[name].buffer))
-
-    def meet(self, name: str) -> None:
-        """After writing what a peer will read, the matrix of that name, and before reading what it
-        wrote.
-        """
-        self.publish(name)
-        self.emit(_READ)
-
-    def reach(
-        self, name: str, part: str, moves: Sequence[Move], *, stream: str = ""
-    ) -> dict[int, Name]:
-        """The buffers of the ranks' matrices of that name that `moves` read, by rank; between hosts
-        a `part` of them is fetched, and what was fetched for another part is gone.
-        """
-        own = self._own[name]
-        itemsize, dtype = self.matrix(own).itemsize, self.matrix(own).dtype
-        starts: dict[int, int] = {}
-        if self.rank_plan.multi_host:
-            found = self.rank_plan.routes.fetches(name, part, moves, itemsize)
-            starts = {each.src: each.at - each.offset for each in found}
-            if found:
-                room = f"room {name}"
-                self.take(room, room_for(found), shared=True)
-                self.lay(room, room, Matrix(0, 0, 0, 0, 0, "uint8"))
-                self.emit(Fetched(found, name, room), stream=stream)
-        sources: dict[int, Name] = {}
-        for src in dict.fromkeys(move.src for move in moves if move.elements):
-            buffer = sources[src] = own if src == self.rank else f"{name} of {src}"
-            if src == self.rank:
-                continue
-            if not self.rank_plan.multi_host:
-                self.buffers[buffer] = Peer(name, src, dtype)
-                continue
-            parcel = self.rank_plan.routes.parcel(name, src, itemsize)
-            if src not in starts:
-                place = parcel.offset, parcel.strides
-                self.buffers[buffer] = Peer(name, src, dtype, parcel=place)
-                continue
-            sources[src] = buffer = f"{name} of {src}, {part}"
-            (rows, columns), (one, two) = parcel.shape, parcel.strides
-            start, strides = starts[src] + parcel.offset, (one // itemsize, two // itemsize)
-            self.lay(buffer, f"room {name}", Matrix(start, rows, columns, *strides, dtype))
-        return sources
-
-    def gather(
-        self, name: str, part: str, moves: Sequence[Move], target: Name, *, stream: str = ""
-    ) -> None:
-        """What moves bring of the ranks' matrices of that name."""
-        moves = tuple(move for move in moves if move.elements)
-        sources = self.reach(name, part, moves, stream=stream)
-        if moves:
-            step = Gather(f"{part} of {name}", moves, tuple(sources.items()), target)
-            self.emit(step, stream=stream)
 
     # -- before the product ------------------------------------------------------------------------
 
@@ -269,19 +119,12 @@ class Lowering:
                              numbers))  # fmt: skip
         return numbers
 
-    def scales_as(self, index: int, shape: tuple[int, int]) -> Name:
-        """The scales of a matrix, which are of that shape, an array or a number."""
-        name = SCALES[index]
-        if name in self.buffers:
-            self.lay(name, name, self.matrix(name)._replace(rows=shape[0], columns=shape[1]))
-        return name
-
     def _publish_factor(self, index: int) -> None:
         """Op(A), index 0, or op(B), where peers read it: in place if it is on the heap, else as a
         copy of what they read.
         """
         name, factor = "ab"[index], self.factors[index]
-        self._own[name] = factor
+        self.own[name] = factor
         read = self.strategy.transfers[index].read_by_peers(self.rank)
         if read is None or self.rank_plan.rounds is not None:
             return
@@ -307,7 +150,7 @@ class Lowering:
         given = self.addend or "c"
         c = self.matrix(given)
         self.new("own c", (c.rows, c.columns), c.dtype, self.order)
-        self._own["c"] = "own c"
+        self.own["c"] = "own c"
         if self.rank_plan.multi_host:
             self._make_outbox("c", c.itemsize)
         else:
@@ -318,15 +161,6 @@ class Lowering:
         return True
 
     # -- the product -------------------------------------------------------------------------------
-
-    def _sums(self) -> Name:
-        """Memory for this rank's product, where it is added to others or moved."""
-        if not (self.strategy.reduces or self.strategy.moves_result):
-            return ""
-        shape, dtype, order = self.strategy.sums.local_shape(self.rank), self.wide, self.order
-        if self._addition_order:
-            dtype, order = self.rank_plan.parts_dtype, self._addition_order
-        return self.new("sums", shape, dtype, order, shared=True)
 
     def _multiply(self) -> tuple[Name, ...] | None:
         """The product of the work's rows and columns as what is to be finished; None if it is."""
@@ -460,37 +294,6 @@ class Lowering:
             self.emit(step)
             self.release(number, overlaps=overlaps)
 
-    def fork(self) -> None:
-        """What is gathered from here on runs on a stream of its own."""
-        self.emit(Record("fork"))
-        self.emit(Await("fork"), stream=_SIDE)
-
-    def beside(self, interval: Interval, *, overlaps: bool) -> str:
-        """The stream on which an interval's panels are gathered, once their memory is free."""
-        if overlaps and interval.after is not None:
-            self.emit(Await(f"used {interval.after}"), stream=_SIDE)
-        return _SIDE if overlaps else ""
-
-    def await_panels(self, number: int, *, overlaps: bool) -> None:
-        """The product of interval `number` comes after its panels."""
-        if overlaps:
-            self.emit(Record(f"come {number}"), stream=_SIDE)
-            self.emit(Await(f"come {number}"))
-
-    def release(self, number: int, *, overlaps: bool) -> None:
-        """The product of interval `number` has been put on its stream."""
-        if overlaps:
-            self.emit(Record(f"used {number}"))
-
-    def own_part(self, index: int) -> Name:
-        """This rank's own part of an operand that needs no gathering."""
-        operand_plan = self.rank_plan.operand_plans[index]
-        assert operand_plan.place is not None, operand_plan
-        row, column = operand_plan.place
-        rows, columns = operand_plan.shape(0, operand_plan.extent)
-        name = f"own {'ab'[index]}"
-        return self.part(name, self.factors[index], (row, row + rows), (column, column + columns))
-
     def _dense(self, index: int, target: Name) -> Name:
         """An operand that needs no gathering in a form that BLAS takes; "" for one that does."""
         operand_plan = self.rank_plan.operand_plans[index]
@@ -530,7 +333,7 @@ class Lowering:
         whether peers may still read when it is done.
         """
         strategy, reads_peers = self.strategy, bool(self.problem.epilog.makes_bgrad)
-        if self._addition_order:
+        if self.addition_order:
             parts = self._add_by_collective()
         else:
             reads_peers |= strategy.reduces or strategy.moves_result
@@ -545,7 +348,7 @@ class Lowering:
             self._finish_sums(parts)
         if self.problem.epilog.makes_bgrad:
             self._add_gradients()
-        if self._wants_amax:
+        if self.wants_amax:
             self.meet("amax")
             self._find_greatest()
             reads_peers = True
@@ -570,7 +373,7 @@ class Lowering:
         pattern, out, dtype = self.rank_plan.pattern, self.out, self.rank_plan.parts_dtype
         assert pattern is not None
         shape = out.rows, out.columns
-        packed = Matrix.packed(out.address, shape, dtype, self._addition_order)
+        packed = Matrix.packed(out.address, shape, dtype, self.addition_order)
         is_last = (
             "alpha" in self.lying.ones and not self.addend and not self.problem.epilog.changes_d
         )
@@ -584,8 +387,8 @@ class Lowering:
         if is_last:
             total = "d"
         elif total == "total":
-            self.new("total", shape, dtype, self._addition_order)
-        before, self.steps = self.steps, [_READ]
+            self.new("total", shape, dtype, self.addition_order)
+        before, self.steps = self.steps, [READ]
         if counts:
             parts = self._collected(self.rank_plan.additions, "sums", shape, "pieces")
         else:
@@ -595,9 +398,9 @@ class Lowering:
         if total == "sums":  # which peers read until all have
             x = self.matrix("sums")
             self.take("added", x.size * x.itemsize)
-            self.emit(AddUp(parts, self.lay("added", "added", x)), _REUSE, Convert("added", "sums"))
+            self.emit(AddUp(parts, self.lay("added", "added", x)), REUSE, Convert("added", "sums"))
         else:
-            self.emit(AddUp(parts, total), _REUSE)
+            self.emit(AddUp(parts, total), REUSE)
         self.steps = [*before, Fused(Collective("sums", total, counts), tuple(self.steps))]
         return None if is_last else (total,)
 
@@ -612,7 +415,7 @@ class Lowering:
             return ()
         every = tuple(move for found in groups for move in found)
         sources = self.reach(name, "", every)
-        dtype, order = self.matrix(self._own[name]).dtype, "C" if name == "vector" else self.order
+        dtype, order = self.matrix(self.own[name]).dtype, "C" if name == "vector" else self.order
         rows, columns = shape
         parts, used = [], 0
         for number, found in enumerate(groups):
@@ -660,12 +463,12 @@ class Lowering:
         )
         self.emit(step)
         if self.quantizes:
-            amax = "amax" if self._wants_amax else ""
+            amax = "amax" if self.wants_amax else ""
             self.emit(Quantize(target, self.scales_as(3, (1, 1)), "d", amax))
 
     def _sum_of_c(self) -> Name:
         """C; where each rank has one, their sum."""
-        if not self.addend or "c" not in self._own:
+        if not self.addend or "c" not in self.own:
             return self.addend
         x = self.matrix("own c")
         self.new("all c", (x.rows, x.columns), self.wide, self.order)
@@ -697,11 +500,6 @@ class Lowering:
         self.emit(AddUp(parts, output(epilog.makes_bgrad)))
 
     # -- eight-bit results -------------------------------------------------------------------------
-
-    @property
-    def words(self) -> int:
-        """Greatest values of this rank's part of D: of each product that may make it, one."""
-        return self.problem.size if self.rank_plan.rounds is not None else 1
 
     def _find_greatest(self) -> None:
         """The greatest of all ranks' values."""

@@ -25,8 +25,8 @@ from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.float8 import BLOCK, Blocks
 from shardmath.local.gpu import Matrix
 from shardmath.local.gpu.scaled import GRAIN, fits, takes_result
-from shardmath.operators.matmul.gpu.lowering import Lowering
 from shardmath.operators.matmul.gpu.panels import Interval
+from shardmath.operators.matmul.gpu.program_builder import READ, REUSE, ProgramBuilder
 from shardmath.operators.matmul.gpu.rounds import Rounds, Stage
 from shardmath.operators.matmul.gpu.scale_moves import ScaleMoves
 from shardmath.operators.matmul.gpu.steps import (
@@ -45,15 +45,12 @@ from shardmath.operators.matmul.gpu.steps import (
 )
 from shardmath.operators.matmul.program import SCALES
 from shardmath.operators.matmul.scaling import Scaling
-from shardmath.program.steps import Convert, Reason, Synchronise
+from shardmath.program.steps import Convert
 
 __all__ = ["ScaledProducts"]
 
 _SPARE_PROCESSORS = 4  # multiprocessors, for what runs beside products: the barriers of the rounds
 _LINES, _LINE_SCALES = "lines", "line scales"  # what peers write, by name
-
-_COME = Synchronise((Reason.AFTER_WRITING, Reason.BEFORE_READING))
-_FREE = Synchronise((Reason.BEFORE_REUSING,))
 
 
 class _Source(NamedTuple):
@@ -69,14 +66,14 @@ class _Source(NamedTuple):
 class ScaledProducts:
     """Adds the products of one rank to its steps."""
 
-    def __init__(self, lowering: Lowering) -> None:
-        self._steps = lowering
-        self._plan = lowering.rank_plan
-        self._problem = lowering.problem
-        self._rank = lowering.rank
-        self._rounds = lowering.rank_plan.rounds
+    def __init__(self, steps: ProgramBuilder) -> None:
+        self._steps = steps
+        self._plan = steps.rank_plan
+        self._problem = steps.problem
+        self._rank = steps.rank
+        self._rounds = steps.rank_plan.rounds
         self._blocks = bool({"vectors", "squares"} & set(self._plan.modes))
-        self._target = lowering.sums or "d"
+        self._target = steps.sums or "d"
 
     # -- where things lie --------------------------------------------------------------------------
 
@@ -469,12 +466,12 @@ class ScaledProducts:
         steps, ranks = self._steps, range(len(rounds.lines))
         places = [self._place(rounds, rank) for rank in ranks]
         if not rounds.cuts:
-            steps.emit(_FREE)
+            steps.emit(REUSE)
             self._send_scales(rounds, ranks)
-            steps.emit(Push(self._sent, tuple(places)), _COME)
+            steps.emit(Push(self._sent, tuple(places)), READ)
             return
         self._follow("side", "", "begun")
-        steps.emit(_FREE, stream="side")
+        steps.emit(REUSE, stream="side")
         self._follow("copies", "side", "free")
         self._send_scales(rounds, [rank for rank in ranks if rank != self._rank], stream="side")
         for number in range(1, rounds.count + 1):
@@ -483,7 +480,7 @@ class ScaledProducts:
                 steps.emit(Convert(self._columns_of_sent(rounds.index), to), stream="copies")
             if number in rounds.cuts:
                 self._follow("side", "copies", f"sent {number}")
-                steps.emit(_COME, Record(f"come {number}"), stream="side")
+                steps.emit(READ, Record(f"come {number}"), stream="side")
 
     def _columns_of_sent(self, index: int) -> Name:
         """The lines that are sent, as columns."""

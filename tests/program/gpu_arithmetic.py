@@ -1,0 +1,214 @@
+"""What GPUs do with matrices at addresses, by NumPy: `local/gpu` where memory is the host's.
+
+Memories begin at multiples of 256 bytes and are full of NaN. What cuBLASLt asks of its factors is
+asserted.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+
+from copying import copy_boxes
+from shardmath.arrays import dtypes
+from shardmath.arrays.dtypes import of, to_numpy
+from shardmath.handles.operand import Operand
+from shardmath.local import epilog as epilogs
+from shardmath.local import float8
+from shardmath.local.epilog import MatmulEpilog
+from shardmath.local.gpu import Matrix, scaled
+from shardmath.local.gpu.gemm import fits, takes_result
+from shardmath.local.rounding import round_into
+
+ALIGNMENT = 256
+
+
+def room(nbytes):
+    """Memory at a multiple of ALIGNMENT, full of NaN."""
+    whole = np.full(nbytes + ALIGNMENT, 0xFF, np.uint8)
+    start = -whole.ctypes.data % ALIGNMENT
+    return whole[start : start + nbytes]
+
+
+def on_gpu(x, shift=0):
+    """An operand with the elements and strides of an array, `shift` bytes behind an alignment."""
+    span = [(n - 1) * step for n, step in zip(x.shape, x.strides, strict=True)]
+    low = sum(min(0, each) for each in span) if x.size else 0
+    high = sum(max(0, each) for each in span) + x.itemsize if x.size else 0
+    memory = room(shift + high - low)
+    held = np.ndarray(x.shape, x.dtype, memory, offset=shift - low, strides=x.strides)
+    held[...] = x
+    address = memory.ctypes.data + shift - low
+    return Operand(address, x.shape, x.strides, of(x.dtype).name, None, memory)
+
+
+def view(x: Matrix):
+    """A matrix of the "GPU" as NumPy sees it."""
+    if not x.size:
+        return np.zeros((x.rows, x.columns), to_numpy(x.dtype))
+    item = x.itemsize
+    steps = (x.row_stride * item, x.column_stride * item)
+    ends = [(n - 1) * step for n, step in zip((x.rows, x.columns), steps, strict=True)]
+    low, high = (sum(pick(0, end) for end in ends) for pick in (min, max))
+    buffer = (ctypes.c_char * (high - low + item)).from_address(x.address + low)
+    return np.ndarray((x.rows, x.columns), to_numpy(x.dtype), buffer, offset=-low, strides=steps)
+
+
+def copy_between(boxes, sources, target):
+    """The copies that boxes are, from memories at addresses, by number, to one at an address."""
+    places = {number: (Around(address), MIDDLE) for number, address in sources.items()}
+    copy_boxes(boxes, places, (Around(target), MIDDLE))
+
+
+MIDDLE = 1 << 40
+
+
+class Around:
+    """All memory, of which byte MIDDLE is at an address."""
+
+    size = 1 << 60
+
+    def __init__(self, address):
+        self.address = address - MIDDLE
+
+    def __getitem__(self, part):
+        buffer = (ctypes.c_ubyte * (1 << 31)).from_address(self.address + part.start)
+        return np.frombuffer(buffer, np.uint8)
+
+
+move_bytes = ctypes.memmove
+
+
+def multiply(
+    left, right, target, conj_left=False, conj_right=False, *, alpha=1, beta=0, c=None,
+    epilog=MatmulEpilog.DEFAULT, bias=None, aux=None,
+):  # fmt: skip
+    """See `local.gpu.gemm.multiply`; sums are of double precision."""
+    factors = []
+    wide = np.result_type(to_numpy(dtypes.accumulator(target.dtype)), np.float64)
+    for x, conjugate in ((left, conj_left), (right, conj_right)):
+        assert fits(x, target, conjugate=conjugate) and takes_result(target)
+        factors.append((view(x).conj() if conjugate else view(x)).astype(wide))
+    total = add_to(factors[0] @ factors[1] * alpha, beta, c, target)
+    finish(total, target, epilog, bias, aux, target.dtype)
+
+
+def add_to(total, beta, c, target):
+    if beta != 0:
+        total = total + beta * view(c or target).astype(total.dtype)
+    return total if np.iscomplexobj(view(target)) else total.real
+
+
+def multiply_scaled(left, right, target, scales, *, alpha=1, beta=0, c=None, quantized=None):
+    """See `local.gpu.scaled.multiply`; scales are pairs of a mode and an address."""
+    one, two = left.transposed(), right
+    assert scaled.fits(one) and scaled.fits(two)
+    modes = [mode for mode, _ in scales]
+    assert scaled.takes_result(target, blocks=bool({"vectors", "squares"} & set(modes))), target
+    pairs = {"tensor": {"tensor"}, "outer": {"outer"}, "vectors": {"vectors", "squares"},
+             "squares": {"vectors"}}  # fmt: skip
+    assert modes[1] in pairs[modes[0]]
+    of_left = decoded(*scales[0], left.rows, left.columns)
+    of_right = decoded(*scales[1], right.columns, right.rows).T
+    total = (view(left).astype(float) * of_left) @ (view(right).astype(float) * of_right)
+    total = add_to(total * np.real(alpha), np.real(beta), c, target)
+    if quantized is not None:
+        raise_to(quantized[1], total)
+        number = word(quantized[0]) if quantized[0] else 1.0
+        float8.quantize(total.astype(np.float32), number, view(target))
+    else:
+        round_into(total.astype(to_numpy(dtypes.accumulator(target.dtype))), view(target))
+
+
+def decoded(mode, address, lines, k):
+    """The scale of each element of a factor, lines first, from cuBLASLt's layouts."""
+    deep = -(-k // 128)
+    if mode == "tensor":
+        return np.full((lines, k), word(address) if address else 1.0)
+    assert address % 16 == 0
+    if mode == "outer":
+        vector = view(Matrix(address, lines, 1, 1, lines, "float32"))
+        return np.broadcast_to(vector, (lines, k))
+    if mode == "vectors":
+        assert lines % 4 == 0
+        made = view(Matrix(address, lines, deep, 1, lines, "float32"))
+    else:
+        step = -(-deep // 4) * 4
+        made = view(Matrix(address, -(-lines // 128), deep, step, 1, "float32"))
+        made = made.repeat(128, 0)[:lines]
+    return made.repeat(128, 1)[:, :k]
+
+
+def add_up(
+    target, parts, *, alpha=1, beta=1, c=None, epilog=MatmulEpilog.DEFAULT, bias=None, aux=None,
+    unrounded=None, extra="",
+):  # fmt: skip
+    """See `local.gpu.epilog.finish`."""
+    wide = to_numpy(dtypes.accumulator(target.dtype))
+    total = np.zeros((target.rows, target.columns), np.result_type(wide, type(alpha), type(beta)))
+    for part in parts:
+        assert (part.rows, part.columns) == total.shape
+        total = total + view(part).astype(wide)
+    total = add_to(total * alpha, beta if c else 0, c, target)
+    finish(total, target, epilog, bias, aux, extra or target.dtype, unrounded)
+
+
+def finish(total, target, epilog, bias, aux, extra, unrounded=None):
+    """The epilog of sums, rounded once."""
+    total = np.ascontiguousarray(total, to_numpy(dtypes.accumulator(target.dtype)))
+    if epilog.changes_d:
+        inputs = {epilog.needs_aux: view(aux)} if epilog.needs_aux else {}
+        if epilog.has_bias:
+            inputs["bias"] = view(bias)
+        out = np.empty_like(total)
+        total, made = epilogs.apply(epilog, total, inputs, dtype=extra, out=out)
+        if epilog.makes_aux:
+            view(aux)[...] = made[epilog.makes_aux]
+    if unrounded is not None:
+        view(unrounded)[...] = total
+    round_into(total, view(target))
+
+
+def sum_rows(x, address, *, conjugate=False):
+    """See `local.gpu.epilog.row_sums`."""
+    wide = dtypes.accumulator(x.dtype).name
+    values = view(x).conj() if conjugate else view(x)
+    sums = view(Matrix(address, x.rows, 1, 1, max(1, x.rows), wide))
+    sums[...] = values.astype(to_numpy(wide)).sum(axis=1)[:, None]
+
+
+def dequantize(out, elements, scales, blocks, *, factor=1.0, known_rows=None, also=()):
+    """See `local.gpu.float8.dequantize`."""
+    i, j = np.indices((out.rows, out.columns))
+    values = np.full(i.shape, factor, np.float32)
+    known = out.rows if known_rows is None else known_rows
+    if scales is not None and known:
+        row = np.minimum(i, known - 1) // (blocks.rows or 1 << 40)
+        values = values * view(scales)[row, j // (blocks.columns or 1 << 40)]
+    if elements is not None:
+        values = values * view(elements).astype(np.float32)
+    for each in (out, *also):
+        view(each)[...] = np.where(i < known, values, 0)
+
+
+def quantize(out, source, *, factor, scale=0, amax=0):
+    """See `local.gpu.float8.quantize`."""
+    number = np.float32(factor * (word(scale) if scale else 1))
+    float8.quantize(view(source).astype(np.float32), number, view(out))
+    raise_to(amax, view(source))
+
+
+def raise_to(address, numbers):
+    if address:
+        held = view(Matrix(address, 1, 1, 1, 1, "float32"))
+        held[0, 0] = max(held[0, 0], np.abs(numbers).max(initial=0))
+
+
+def word(address):
+    return view(Matrix(address, 1, 1, 1, 1, "float32"))[0, 0]
+
+
+def greatest(address, each):
+    """See `local.gpu.float8.amax`."""
+    view(Matrix(address, 1, 1, 1, 1, "float32"))[...] = max(map(word, each))

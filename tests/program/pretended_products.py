@@ -1,0 +1,258 @@
+"""Products performed by what performs them on GPUs, where host memory stands for the GPU's.
+
+Launches go to queues, one for each stream of each rank, and are performed when all ranks have put
+theirs there, in an order in which streams might. What is launched is `gpu_arithmetic`.
+"""
+
+from __future__ import annotations
+
+import random
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import gpu_arithmetic as arithmetic
+from gpu_interpreter import PERFORM, schedule
+
+from shardmath.geometry.integers import up
+from shardmath.local.epilog import MatmulEpilog
+from shardmath.local.gpu import Matrix
+from shardmath.local.rounding import round_into
+from shardmath.operators.matmul.gpu import phases
+from shardmath.operators.matmul.gpu.phases import Phases
+from shardmath.operators.matmul.gpu.steps import Await, On, Record
+from shardmath.program.steps import Synchronise
+from shardmath.symmetric.heap import Location
+
+__all__ = ["block_at", "perform_phases"]
+
+SYNCHRONISE = Synchronise(())
+
+
+@dataclass(frozen=True, eq=False)
+class Launched:
+    """What is done when its turn has come."""
+
+    run: Any
+
+
+def block_at(address):
+    """A block of the heap which begins there: its address is where peers find it."""
+    return SimpleNamespace(address=address, location=Location(0, address))
+
+
+class Rank:
+    """As context, lane and device of one rank. `steps` is what has been launched."""
+
+    processors, number = 132, 0
+
+    def __init__(self, rank, everyone):
+        self.rank, self.everyone = rank, everyone
+        self.steps, self.held, self.events = [], {}, {}
+        self.team = SimpleNamespace(device=self)
+        self.pushes = SimpleNamespace(push_to_all=self.push)
+
+    def put(self, step, stream):
+        self.steps.append(On(str(stream), step) if stream else step)
+
+    def launch(self, stream, function, *args, **named):
+        self.put(Launched(lambda: function(*args, **named)), stream)
+
+    # -- a lane --
+
+    def buffer(self, name, nbytes):
+        if name not in self.held or self.held[name].nbytes < nbytes:
+            self.held[name] = arithmetic.room(nbytes)
+        return SimpleNamespace(block=block_at(self.address(name)))
+
+    def private(self, name, nbytes):
+        return self.buffer(name, nbytes).block.address
+
+    def address(self, name):
+        return self.held[name].ctypes.data
+
+    def stream(self, name):
+        return ["", "side", "copies"].index(name)
+
+    def event(self, name):
+        return name
+
+    def section(self, stream):
+        return nullcontext()
+
+    def barrier(self, stream):
+        self.put(SYNCHRONISE, stream)
+
+    def push(self, source, targets, nbytes, stream):
+        assert not any(word % 16 for word in (source, nbytes, *targets))
+        for target in targets:
+            self.launch(stream, arithmetic.move_bytes, target, source, nbytes)
+
+    # -- a context --
+
+    def announce(self, block): ...
+
+    def cache(self, name, make):
+        return self
+
+    def peer_address(self, rank, location, nbytes):
+        return location.offset
+
+    # -- collectives --
+
+    def all_reduce(self, source, target, size, dtype, how, stream):
+        self.add_up(source, 0, target, size, dtype, stream)
+
+    def reduce_scatter(self, source, target, counts, dtype, how, stream):
+        first = sum(counts[: self.rank])
+        self.add_up(source, first, target, counts[self.rank], dtype, stream)
+
+    def add_up(self, source, first, target, size, dtype, stream):
+        def line(address):
+            return Matrix(address, 1, size, max(1, size), 1, dtype.name)
+
+        def read():
+            parts = [line(each.source + first * dtype.itemsize) for each in self.everyone]
+            self.sum = arithmetic.room(size * dtype.itemsize)
+            arithmetic.add_up(line(self.sum.ctypes.data), parts)
+
+        self.source = source
+        self.put(SYNCHRONISE, stream)
+        self.launch(stream, read)
+        self.put(SYNCHRONISE, stream)
+        self.launch(
+            stream, lambda: arithmetic.move_bytes(target, self.sum.ctypes.data, self.sum.nbytes)
+        )
+
+
+class Copies:
+    """As BoxCopies."""
+
+    def __init__(self, device, boxes):
+        self.device, self.boxes = device, list(boxes)
+
+    def launch(self, stream, sources, targets):
+        places = dict(enumerate(sources))
+        self.device.launch(stream, arithmetic.copy_between, self.boxes, places, targets[0])
+
+
+class Panels:
+    """As PanelGemm where copy engines do not suit; `unsupported` where it is not asked at all."""
+
+    unsupported, panels = "", {"panel a": 1 << 12}
+
+    def __init__(self, *_): ...
+
+    def prepare(self): ...
+
+    def run(self, places):
+        return False
+
+
+def multiply(device, a, b, d, *, stream, extras, bias, aux, conj_a, conj_b, **how):
+    assert how.pop("workspace") and not how.pop("processors")
+    epilog = MatmulEpilog.DEFAULT if extras.epilog == 1 else MatmulEpilog(extras.epilog)
+    of_epilog = {
+        "epilog": epilog,
+        "bias": Matrix(bias, d.rows, 1, 1, 1, d.dtype) if bias else None,
+        "aux": Matrix(aux, up(d.rows, 8), d.columns, 1, extras.aux_leading, d.dtype),
+    }
+    how = {name: how[name] for name in ("alpha", "beta", "c")}
+    device.launch(stream, arithmetic.multiply, a, b, d, conj_a, conj_b, **how, **of_epilog)
+
+
+def multiply_scaled(device, a, b, d, *, scale_a, scale_b, stream, **how):
+    assert how.pop("workspace")
+    how = {name: how[name] for name in ("alpha", "beta", "c", "quantized")}
+    device.launch(stream, arithmetic.multiply_scaled, a, b, d, (scale_a, scale_b), **how)
+
+
+def finish(device, stream, d, parts, *, bias=None, extra="", **how):
+    if d.size:
+        dtype = extra or d.dtype
+        bias = None if bias is None else Matrix(bias[0], d.rows, 1, bias[1], 1, dtype)
+        device.launch(stream, arithmetic.add_up, d, parts, bias=bias, extra=extra, **how)
+
+
+def copy(device, stream, target, source):
+    assert target.dtype == source.dtype
+    device.launch(stream, lambda: round_into(arithmetic.view(source), arithmetic.view(target)))
+
+
+def launches(function):
+    """A function of `local.gpu` that launches one of `gpu_arithmetic`."""
+
+    def launch(device, stream, *args, **named):
+        device.launch(stream, function, *args, **named)
+
+    return launch
+
+
+def call_of(rank):
+    """As cuda.driver.call."""
+
+    def clear(address, pitch, width, lines):
+        held = arithmetic.view(Matrix(address, lines, width, pitch, 1, "uint8"))
+        held[...] = 0
+
+    def call(name, *args):
+        if name == "cuEventRecord":
+            rank.put(Record(args[0]), args[1])
+        elif name == "cuStreamWaitEvent":
+            rank.put(Await(args[1]), args[0])
+        elif name == "cuMemsetD8Async":
+            address, value, nbytes, stream = args
+            assert value == 0
+            rank.launch(stream, clear, address, nbytes, nbytes, 1)
+        else:
+            assert name == "cuMemsetD2D8Async"
+            address, pitch, value, width, lines, stream = args
+            assert value == 0
+            rank.launch(stream, clear, address, pitch, width, lines)
+
+    return call
+
+
+def fetch(rank, found, outboxes, target, stream):
+    for each in found:
+        source = outboxes[each.src].offset + each.offset
+        rank.launch(stream, arithmetic.move_bytes, target + each.at, source, each.nbytes)
+
+
+def perform_phases(rank_plans, operands, addition_order="", *, seed=0, within=False):
+    """See `interpret_products`."""
+    ranks: list[Rank] = []
+    ranks += [Rank(rank_plan.rank, ranks) for rank_plan in rank_plans]
+    panels = Panels if seed % 2 else type("Refused", (Panels,), {"unsupported": "not here"})
+    with ExitStack() as stack:
+        for owner, name, stand_in in (
+            (phases, "BoxCopies", Copies),
+            (phases, "engine_copies", lambda found: None),
+            (phases, "fetch", fetch),
+            (phases, "multiply", multiply),
+            (phases, "has_algorithm", lambda *_, **__: within),
+            (phases, "finish", finish),
+            (phases, "copy", copy),
+            (phases, "row_sums", launches(arithmetic.sum_rows)),
+            (phases, "PanelGemm", panels),
+            (phases, "WORKSPACE", 1),
+            (phases.scaled, "multiply", multiply_scaled),
+            (phases.float8, "dequantize", launches(arithmetic.dequantize)),
+            (phases.float8, "quantize", launches(arithmetic.quantize)),
+            (phases.float8, "amax", launches(arithmetic.greatest)),
+        ):
+            stack.enter_context(patch.object(owner, name, stand_in))
+        made = [
+            Phases(rank, plan, own, rank, addition_order=addition_order)
+            for rank, plan, own in zip(ranks, rank_plans, operands, strict=True)
+        ]
+        messages = [each.prepare() for each in made]
+        for each in made:
+            each.meet()
+        for rank, each in zip(ranks, made, strict=True):
+            with patch.object(phases, "call", call_of(rank)):
+                each.run(messages)
+    PERFORM[Launched] = lambda step, rank: step.run()
+    schedule(ranks, random.Random(seed))
