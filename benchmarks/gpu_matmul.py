@@ -20,7 +20,7 @@ import json
 from on_gpus import Ranks, command, in_turn, run
 
 from shardmath.operators.matmul.gpu.all_gather import AllGatherGemm, product_kernel
-from shardmath.operators.matmul.gpu.operand_layout import OperandLayout
+from shardmath.operators.matmul.gpu.local_product import OperandLayout
 from shardmath.operators.matmul.gpu.row_split import RowSplitProduct, choose_tiling, is_fused_faster
 
 SETS = 2  # of operands

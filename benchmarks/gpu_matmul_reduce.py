@@ -26,7 +26,7 @@ from shardmath.distribution import Replicated, Slab
 from shardmath.handles.allocation import empty_on_heap
 from shardmath.linalg.advanced import Matmul
 from shardmath.operators.matmul.gpu.all_reduce import GemmAllReduce
-from shardmath.operators.matmul.gpu.operand_layout import OperandLayout
+from shardmath.operators.matmul.gpu.local_product import OperandLayout
 from shardmath.operators.matmul.gpu.reduce_scatter import GemmReduceScatter
 from shardmath.operators.matmul.gpu.reduction_choice import CHOICES
 from shardmath.operators.matmul.gpu.split_k import SplitKProduct, even_rows

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from shardmath.machine import h200
-from shardmath.operators.matmul.gpu.operand_layout import OperandLayout
+from shardmath.operators.matmul.gpu.local_product import OperandLayout
 from shardmath.operators.matmul.gpu.reduction_choice import (
     choose_all_reduce,
     choose_reduce_scatter,

@@ -50,11 +50,11 @@ class Ranks:
             copy_boxes(boxes, [(bytes_of(array), 0)], (held, 0))
             self.outboxes[name].append(held)
 
-    def gathered(self, rank, name, part, moves, shape):
+    def gathered(self, rank, name, moves, shape):
         """The matrix that moves fill."""
         rank_plan, arrays = self.rank_plans[rank], self.arrays[name]
         itemsize = arrays[rank].itemsize
-        found = rank_plan.routes.fetches(name, part, moves, itemsize)
+        found = rank_plan.routes.fetches(name, moves, itemsize)
         room = np.full(room_for(found), 0xA5, np.uint8)
         starts = {}
         for each in found:
@@ -103,11 +103,11 @@ def check(strategy, hosts):
             for index, operand_plan in enumerate(rank_plan.operand_plans):
                 if not operand_plan.gathers:
                     continue
-                for number, interval in enumerate(rank_plan.schedule[0]):
+                for interval in rank_plan.schedule[0]:
                     moves = operand_plan.gather_moves(interval.lo, interval.hi)
                     cut = (slice(None),) * operand_plan.axis + (slice(interval.lo, interval.hi),)
                     shape = operand_plan.shape(interval.lo, interval.hi)
-                    panel = ranks.gathered(rank, "ab"[index], f"{index} {number}", moves, shape)
+                    panel = ranks.gathered(rank, "ab"[index], moves, shape)
                     assert panel.tobytes() == needed[index][cut].tobytes()
         sums.append(needed[0] @ needed[1])
     final = finished(strategy, ranks, sums) if strategy.reduces or strategy.moves_result else sums
@@ -126,17 +126,14 @@ def finished(strategy, ranks, sums):
             shape = strategy.reduced.local_shape(rank)
             every = [move for found in rank_plan.additions for move in found]
             assert len({move.src for move in every}) <= size
-            parts = [
-                ranks.gathered(rank, "sums", f"{at}", found, shape)
-                for at, found in enumerate(rank_plan.additions)
-            ]
+            parts = [ranks.gathered(rank, "sums", found, shape) for found in rank_plan.additions]
             totals.append(sum(parts, np.zeros(shape)))
         sums = totals
     if not strategy.moves_result:
         return sums
     ranks.pack(name, sums)
     return [
-        ranks.gathered(r, name, "", rank_plan.last_moves, strategy.problem.d.local_shape(r))
+        ranks.gathered(r, name, rank_plan.last_moves, strategy.problem.d.local_shape(r))
         for r, rank_plan in enumerate(ranks.rank_plans)
     ]
 
@@ -179,9 +176,9 @@ def test_intervals_fetch_what_they_need(sides, monkeypatch):
                     continue
                 fetched = sum(
                     each.nbytes
-                    for number, interval in enumerate(rank_plan.schedule[0])
+                    for interval in rank_plan.schedule[0]
                     for each in rank_plan.routes.fetches(
-                        name, f"{number}", operand_plan.gather_moves(interval.lo, interval.hi), 8
+                        name, operand_plan.gather_moves(interval.lo, interval.hi), 8
                     )
                 )
                 far = [move for move in transfer.into(rank) if hosts[move.src] != hosts[rank]]

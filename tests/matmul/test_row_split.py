@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from shardmath.operators.matmul.gpu.operand_layout import OperandLayout
+from shardmath.operators.matmul.gpu.local_product import OperandLayout
 from shardmath.operators.matmul.gpu.row_push import copy_steps
 from shardmath.operators.matmul.gpu.row_split import (
     CHUNKS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardmath.operators.matmul.gpu.all_gather import AllGatherGemm
-from shardmath.operators.matmul.gpu.operand_layout import OperandLayout
+from shardmath.operators.matmul.gpu.local_product import OperandLayout
 from shardmath.operators.matmul.gpu.row_split import RowSplitProduct, Tiling
 
 EPSILON = {"float16": 2.0**-11, "bfloat16": 2.0**-8}

@@ -12,7 +12,7 @@ from shardmath.cuda.driver import call
 from shardmath.errors import OpTimeout, RankFailure
 from shardmath.handles.allocation import empty_on_heap
 from shardmath.operators.matmul.gpu.all_reduce import GemmAllReduce
-from shardmath.operators.matmul.gpu.operand_layout import OperandLayout
+from shardmath.operators.matmul.gpu.local_product import OperandLayout
 from shardmath.operators.matmul.gpu.reduce_scatter import GemmReduceScatter
 from shardmath.operators.matmul.gpu.split_k import SplitKProduct, even_rows
 from shardmath.operators.matmul.gpu.tile_order import TILE_COLUMNS, TILE_ROWS

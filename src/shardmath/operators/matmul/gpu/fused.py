@@ -22,7 +22,7 @@ from shardmath.handles.exposed import Exposed
 from shardmath.local.gpu import Matrix
 from shardmath.operators.matmul.gpu.all_gather import AllGatherGemm
 from shardmath.operators.matmul.gpu.all_reduce import GemmAllReduce
-from shardmath.operators.matmul.gpu.operand_layout import OperandLayout
+from shardmath.operators.matmul.gpu.local_product import OperandLayout
 from shardmath.operators.matmul.gpu.patterns import Pattern
 from shardmath.operators.matmul.gpu.rank_plan import Operands, RankPlan
 from shardmath.operators.matmul.gpu.reduce_scatter import GemmReduceScatter

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardmath.operators.matmul.gpu.operand_layout import OperandLayout
+__all__ = ["LocalProduct", "OperandLayout"]
 
-__all__ = ["LocalProduct"]
+
+@dataclass(frozen=True)
+class OperandLayout:
+    """How a matrix lies: rows ("C") or columns ("F") are contiguous, and `pitch` elements apart."""
+
+    order: str
+    pitch: int
 
 
 @dataclass(frozen=True)

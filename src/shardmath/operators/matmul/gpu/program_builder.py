@@ -141,7 +141,7 @@ class ProgramBuilder:
         itemsize, dtype = self.matrix(own).itemsize, self.matrix(own).dtype
         starts: dict[int, int] = {}
         if self.rank_plan.multi_host:
-            found = self.rank_plan.routes.fetches(name, part, moves, itemsize)
+            found = self.rank_plan.routes.fetches(name, moves, itemsize)
             starts = {each.src: each.at - each.offset for each in found}
             if found:
                 room = f"room {name}"

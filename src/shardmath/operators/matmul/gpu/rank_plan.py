@@ -14,12 +14,11 @@ from shardmath.arrays import dtypes
 from shardmath.arrays.dtypes import FLOAT8, HALVES
 from shardmath.geometry import Move, shared_part
 from shardmath.handles.operand import Operand
-from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.float8 import BLOCK
 from shardmath.local.gpu import Matrix
 from shardmath.local.gpu.gemm import Algorithms
 from shardmath.machine import Machine, h200
-from shardmath.operators.matmul.gpu.operand_layout import OperandLayout
+from shardmath.operators.matmul.gpu.local_product import OperandLayout
 from shardmath.operators.matmul.gpu.panels import Interval, OperandPlan, intervals
 from shardmath.operators.matmul.gpu.patterns import Pattern, pattern_of
 from shardmath.operators.matmul.gpu.reduction_choice import (
@@ -92,18 +91,6 @@ class Operands:
     scales: Scales | None = None
     compute: int | None = None  # a MatmulComputeType that is faster, and less exact
     algorithms: Algorithms | None = None  # of cuBLASLt: the share's, or a dictionary to fill
-
-    @property
-    def bias(self) -> tuple[int, int] | None:
-        """The address of the epilog's bias, and how many elements apart its elements are."""
-        found = self.inputs.get("bias")
-        return None if found is None else (found.address, found.strides[0] // found.itemsize)
-
-    def aux(self, epilog: MatmulEpilog) -> Operand | None:
-        """The auxiliary matrix that an epilog reads or makes."""
-        if epilog.needs_aux:
-            return self.inputs[epilog.needs_aux]
-        return self.outputs[epilog.makes_aux] if epilog.makes_aux else None
 
     @property
     def arrays(self) -> dict[str, Operand]:
@@ -196,14 +183,6 @@ class RankPlan:
             OperandPlan.plan(self._published_moves("a", one.into(rank)), shapes[0], rank, 1),
             OperandPlan.plan(self._published_moves("b", two.into(rank)), shapes[1], rank, 0),
         )
-
-    def parts(self, index: int) -> list[tuple[str, list[Move]]]:
-        """What is gathered of an operand for each interval, by name."""
-        operand_plan = self.operand_plans[index]
-        return [
-            (f"{'ab'[index]} {number}", operand_plan.gather_moves(interval.lo, interval.hi))
-            for number, interval in enumerate(self.schedule[0])
-        ]
 
     @cached_property
     def passed(self) -> dict[str, steps.Move | Combine]:

@@ -13,7 +13,7 @@ from functools import lru_cache
 from shardmath.arrays.dtypes import HALVES
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.machine import h200
-from shardmath.operators.matmul.gpu.operand_layout import OperandLayout
+from shardmath.operators.matmul.gpu.local_product import OperandLayout
 from shardmath.operators.matmul.gpu.patterns import Pattern, pattern_of
 from shardmath.operators.matmul.gpu.split_k import SplitKProduct, even_rows
 from shardmath.operators.matmul.gpu.tile_order import TILE_COLUMNS, TILE_ROWS, TileOrder

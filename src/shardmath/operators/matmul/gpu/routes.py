@@ -5,7 +5,7 @@ Of an operand every parcel has k slowest: an interval of k is one range of its b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from shardmath.geometry import Move, shared_part
@@ -20,7 +20,6 @@ from shardmath.redistribution.parcels import (
     Parcel,
     fetches,
     parcel_of,
-    room_for,
 )
 
 __all__ = ["Routes"]
@@ -31,19 +30,17 @@ _SLOWEST = {"a": (1, 0), "b": (0, 1)}
 class Routes:
     """Where `rank` finds what the ranks pack, each on the host of that number.
 
-    `name` is one of those that `finish.PUBLISHED` lists. All is worked out when it is asked for.
+    All is worked out when it is asked for.
     """
 
     def __init__(self, strategy: Strategy, rank: int, hosts: Sequence[int]) -> None:
         self._strategy = strategy
         self._rank = rank
         self._hosts = tuple(hosts)
-        self._outboxes: dict[tuple[str, int, int], Outbox] = {}
         self._passed = passed(strategy)
+        self._outboxes: dict[tuple[str, int, int], Outbox] = {}
         self._parcels: dict[tuple[str, int, int], Parcel] = {}
         self._transfers: dict[tuple[str, int], TransferPlan] = {}
-        self._fetches: dict[tuple[str, str, int], tuple[Fetch, ...]] = {}
-        self._rooms: dict[tuple[str, int], int] = {}
 
     def outbox(self, name: str, src: int, itemsize: int) -> Outbox:
         """What `src` packs of its matrix, whose elements have so many bytes."""
@@ -77,28 +74,13 @@ class Routes:
                 made += self.parcel(name, move.src, itemsize).boxed(move)
         return tuple(made)
 
-    def fetches(
-        self, name: str, part: str, boxed: Sequence[Move], itemsize: int
-    ) -> tuple[Fetch, ...]:
-        """What moves read of outboxes on other hosts; a `part` names the same moves each time."""
-        key = (name, part, itemsize)
-        if key not in self._fetches:
-            self._fetches[key] = fetches(
-                boxed,
-                lambda src: self.parcel(name, src, itemsize),
-                lambda src: self._hosts[src] != self._hosts[self._rank],
-            )
-        return self._fetches[key]
-
-    def room(
-        self, name: str, parts: Callable[[], Iterable[tuple[str, Sequence[Move]]]], itemsize: int
-    ) -> int:
-        """The bytes that the fetches of the largest of `parts` need; each is named, and boxed."""
-        key = (name, itemsize)
-        if key not in self._rooms:
-            rooms = [room_for(self.fetches(name, part, boxed, itemsize)) for part, boxed in parts()]
-            self._rooms[key] = max(rooms, default=0)
-        return self._rooms[key]
+    def fetches(self, name: str, boxed: Sequence[Move], itemsize: int) -> tuple[Fetch, ...]:
+        """What moves read of outboxes on other hosts."""
+        return fetches(
+            boxed,
+            lambda src: self.parcel(name, src, itemsize),
+            lambda src: self._hosts[src] != self._hosts[self._rank],
+        )
 
     def _transfer(self, name: str, itemsize: int) -> TransferPlan | None:
         """What moves of the matrices of that name; None where they are added up."""

@@ -25,7 +25,7 @@ from shardmath.context.context import Context
 from shardmath.cuda.driver import call
 from shardmath.cuda.kernel import Argument
 from shardmath.cuda.tensormap import ALIGNMENT, tensor_map
-from shardmath.operators.matmul.gpu.operand_layout import OperandLayout
+from shardmath.operators.matmul.gpu.local_product import OperandLayout
 from shardmath.operators.matmul.gpu.plan_memory import PlanMemory
 from shardmath.operators.matmul.gpu.split_k import SplitKProduct
 from shardmath.operators.matmul.gpu.tile_order import TILE_COLUMNS, TILE_ROWS, TileOrder
