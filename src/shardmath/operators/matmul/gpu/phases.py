@@ -109,10 +109,10 @@ class Phases:
         self._arrays, self._numbers = operands.arrays, operands.values
         self._panel_gemm: PanelGemm | None = None
         lying = operands.lying()
-        key = ("phases", lying, addition_order)
-        if key not in rank_plan.cache:
-            rank_plan.cache[key] = self._chosen(lowered(rank_plan, lying, addition_order))
-        chosen: _Chosen = rank_plan.cache[key]
+        chosen: _Chosen = rank_plan.programs.made(
+            (lying, addition_order),
+            lambda: self._chosen(lowered(rank_plan, lying, addition_order)),
+        )
         self._program, self._steps, self._memories = chosen
         self._buffers = self._program.buffers
         self._bound: dict[Name, Matrix] = {}

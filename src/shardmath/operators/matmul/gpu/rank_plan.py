@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from shardmath.arrays import dtypes
 from shardmath.arrays.dtypes import FLOAT8, HALVES
+from shardmath.base.lru_cache import LRUCache
 from shardmath.geometry import Move, shared_part
 from shardmath.handles.operand import Operand
 from shardmath.local.float8 import BLOCK
@@ -45,6 +46,7 @@ from shardmath.program.steps import Combine
 __all__ = ["ALIGNMENT", "Lying", "Operands", "RankPlan", "Scales"]
 
 ALIGNMENT = 256  # bytes, where memory of a GPU begins
+_KEPT = 32  # programs
 
 
 class Lying(NamedTuple):
@@ -304,6 +306,11 @@ class RankPlan:
     def cache(self) -> dict[Any, Any]:
         """What executions of this share keep for the next: geometry that is on the device."""
         return {}
+
+    @cached_property
+    def programs(self) -> LRUCache[Any, Any]:
+        """Those of executions of this share whose arrays lay alike, as this GPU performs them."""
+        return LRUCache(_KEPT)
 
     @cached_property
     def algorithms(self) -> Algorithms:
