@@ -51,7 +51,7 @@ from shardmath.operators.published import matrix_of
 from shardmath.program.steps import Fused
 
 ANY = settings(
-    max_examples=60, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+    max_examples=40, deadline=None, database=None, suppress_health_check=list(HealthCheck)
 )
 ORDERS = ("C", "F", "strided", "reversed")
 
@@ -213,7 +213,8 @@ def test_many_intervals(name, turns, dtype, hosts, monkeypatch):
         parts = [np.array(part_of(x, d, rank, 4)) for x, d in zip(whole, SIDES[name], strict=True)]
         calls.append(described(*parts, distributions=SIDES[name], alpha=0.5, beta=2.0))
     problem, several = MATMUL.check([spec for _, spec, _ in calls]), 0
-    for seed, strategy in enumerate(candidates(problem)):
+    first = list(SIDES).index(name) + len(set(hosts)) + turns
+    for seed, strategy in enumerate(candidates(problem)[first % 2 :: 2]):
         plans = [RankPlan(strategy, rank, hosts) for rank in range(4)]
         several += max(len(plan.schedule[0]) for plan in plans) > 1
         how = {"orders": ("C", "F")[seed % 2 :], "heaps": HEAPS[seed % 4 :], "seed": seed}
@@ -397,7 +398,7 @@ def test_products_of_scaled_elements(layout, shape, hosts):
     kinds = cycle([("bfloat16", "C"), ("float32", "F"), ("float16", "C")])
     pairs = list(product(float8_cases.MODES, repeat=2))
     first = list(float8_cases.LAYOUTS).index(layout) + list(SHAPES).index(shape) + len(set(hosts))
-    for number, modes in enumerate(pairs[first % 4 :: 4]):
+    for number, modes in enumerate(pairs[first % 7 :: 7]):
         result, order = next(kinds)
         calls, (one, two), dists = eight_bit_calls(layout, modes, SHAPES[shape], 4, result=result)
         problem = MATMUL.check([spec for _, spec, _ in calls])
