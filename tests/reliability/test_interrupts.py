@@ -13,6 +13,7 @@ from mortal import Job, Raised
 from ranks import Pool
 from shardmath.collectives import all_reduce
 from shardmath.context import startup
+from shardmath.distribution import Slab, redistribute
 from shardmath.errors import RankFailure
 from shardmath.symmetric.board import Board
 from shardmath.symmetric.rows import Rows
@@ -143,3 +144,18 @@ def test_a_rank_that_refuses_a_split_while_peers_await_its_memory():
         outcomes = [job.outcome(rank, 60) for rank in range(RANKS)]
     assert [list(each[1:]) for each in outcomes] == [[2, 3.0], [1, 3.0], [0, 3.0]]
     assert all("rank 2" in each[0] for each in outcomes), outcomes
+
+
+def test_a_lock_that_an_exception_left_held_stops_no_later_call():
+    """As one does that strikes after the last statement of a `with` block, before its release."""
+
+    def body(group):
+        context = startup.initialize("cpu", group)
+        transport = context._runtime.transport
+        for lock in (transport._introducing, *transport._mesh._reading):
+            lock.acquire()
+        part = np.full((2, 12), float(context.rank))
+        return redistribute(part, Slab.X, Slab.Y)[:, 0].tolist()
+
+    with Job(RANKS, body, VARIABLES) as job:
+        assert [job.outcome(rank, 60) for rank in range(RANKS)] == [[0, 0, 1, 1, 2, 2]] * RANKS

@@ -51,7 +51,9 @@ class HostTransport(Transport):
         self._announced: set[tuple[int, int]] = set()  # (peer, index of an own segment)
         self._maps: dict[tuple[int, int], mmap.mmap] = {}
         self._bytes: dict[tuple[int, int], Bytes] = {}
-        self._introducing = threading.Lock()  # each segment is sent, and received, by one thread
+        # Each segment is sent, and received, by one thread, which an exception before the release
+        # of this lock must not keep from going on: so it may enter again.
+        self._introducing = threading.RLock()
 
     @classmethod
     def probe(cls, ordinal: int = 0) -> Probe:

@@ -84,7 +84,9 @@ class CudaTransport(Transport):
         self._segments: dict[tuple[int, int], _Held] = {}
         self._own = 0
         self._announced: set[tuple[int, int]] = set()  # (peer, index of an own segment)
-        self._introducing = threading.Lock()  # each segment is sent, and received, by one thread
+        # Each segment is sent, and received, by one thread, which an exception before the release
+        # of this lock must not keep from going on: so it may enter again.
+        self._introducing = threading.RLock()
         device.activate()
         _require_support(device)
 
