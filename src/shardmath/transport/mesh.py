@@ -70,7 +70,7 @@ class Mesh:
         self._sockets: dict[int, socket.socket] = {}
         # By peer and tag, a descriptor and its bytes, or why there is none.
         self._arrived: dict[int, dict[bytes, tuple[int, int] | str]] = {}
-        # One thread reads for all; it may enter again, should an exception have kept it from leaving.
+        # One thread reads for all; it may enter again, as in transport/cores/host.py.
         self._reading = [threading.RLock() for _ in range(self.size)]
         with ExitStack() as undo:
             undo.callback(self._close_sockets)
