@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Hashable, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 from shardmath.arrays import Library, libraries
@@ -92,7 +93,8 @@ class Repeats:
         sizes, counts, shape = (spec.nbytes, like.nbytes), (0, 0, 0, 0), tuple(made.shape)
         if counted:
             grid[:2], counts = self._counted
-            sizes = (x[:1].nbytes, x[:1].nbytes)
+            width = prod(x.shape[1:]) * x.element_size()
+            sizes = width, width
         repeat = self._compiled.Repeat(
             torch.Tensor,
             (x.dtype, x.shape, x.get_device(), sizes[0]),
