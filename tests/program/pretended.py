@@ -66,7 +66,7 @@ class Team:
 class Device:
     """As cuda.device.Device."""
 
-    name = NAME
+    name, ordinal = NAME, 0
 
     def activate(self):
         pass
@@ -101,6 +101,14 @@ class Lane:
             self._buffers[name] = self._context.allocate_shared(nbytes)
         return self._buffers[name]
 
+    def room(self, nbytes):
+        held = self._buffers.get("new result") if nbytes else None
+        return None if held is None or held.block.nbytes < nbytes else held.block
+
+    def make_room(self, nbytes):
+        if nbytes and self.room(nbytes) is None:
+            self.buffer("new result", nbytes)
+
     def private(self, name, nbytes):
         return self.buffer(name, nbytes).block.address
 
@@ -125,8 +133,13 @@ class Lane:
     def graph(self, launches):
         return SimpleNamespace(launch=launches)
 
-    def launch(self, graph, stream):
+    def launch(self, graph, copy, stream):
         graph.launch(stream)
+        self.copy(copy, stream)
+
+    def copy(self, copy, stream):
+        if copy is not None:
+            ctypes.memmove(*copy)
 
     def keep(self, used):
         pass

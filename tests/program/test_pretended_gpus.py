@@ -23,6 +23,7 @@ from heap_use import settled_use
 from mistakes import heard, no_memory
 from ranks import Pool
 from shardmath.arrays import library_named
+from shardmath.base.compiled import extension
 from shardmath.distribution import Redistribute, Slab, redistribute
 from shardmath.handles.allocation import empty_on_heap
 
@@ -143,11 +144,12 @@ def repeated(context):
         moved.plan()
         for _ in range(4):
             moved.execute(out=out)
-        names = calls_before("Launch.launch", lambda: moved.execute(out=out))
+        names = calls_before("Lane.launch", lambda: moved.execute(out=out))
         context.board.barrier("done")
     return names
 
 
 def test_a_call_that_comes_again_is_launched_soon(contexts):
+    most = 36 if extension("shardmath.call._direct") is None else 20
     for names in contexts.run(repeated, ranks=2):
-        assert len(names) <= 30, names
+        assert len(names) <= most, names

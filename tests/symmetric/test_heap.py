@@ -221,11 +221,15 @@ def test_a_group_may_fail_when_all_its_ranks_have_left(heap):
     assert heap.groups.may_write([1]) is False
 
 
-@pytest.mark.parametrize(("meets", "fences"), [(False, 5), (True, 11)], ids=["alone", "barriers"])
-def test_small_blocks_of_a_loop_take_turns_where_a_fence_is_dear(heap, meets, fences):
+@pytest.mark.parametrize(
+    ("meets", "fences", "count"), [(False, 5, 4), (True, 11, 3)], ids=["alone", "barriers"]
+)
+def test_small_blocks_of_a_loop_take_turns_where_a_fence_is_dear(heap, meets, fences, count):
     made = []
 
     def fence():
+        for each in made:  # the device is as fast as the host
+            each.done = True
         made.append(Pending())
         return made[-1]
 
@@ -233,21 +237,18 @@ def test_small_blocks_of_a_loop_take_turns_where_a_fence_is_dear(heap, meets, fe
         address = heap.allocate(nbytes).block.address  # and dropped
         return address, heap.marks(1) if meets else []
 
-    def pass_all_but_the_last(_):
-        for each in made[:-1]:
-            each.done = True
+    def wait(_):
+        raise AssertionError("the host waits for the device")
 
     with (
         patch.object(heap.transport, "fence", fence),
         patch.object(type(heap.transport), "drops_at_once", 2),
         patch.object(heap_module, "_SMALL", MIB),
+        patch("time.sleep", wait),
     ):
-        with patch("time.sleep", pass_all_but_the_last):
-            places = [turn(100)[0] for _ in range(12)]
-        assert places == places[:4] * 3 and len(set(places)) == 4
+        places = [turn(100)[0] for _ in range(12)]
+        assert places == places[:count] * (12 // count) and len(set(places)) == count
         assert len(made) == fences + meets
-        with patch.object(heap_module, "_AHEAD", 0):
-            assert not {turn(100)[0] for _ in range(2)} <= set(places), "nobody waits for ever"
         before = len(made)
         turn(MIB + 1)
         turn(MIB + 1)
@@ -255,6 +256,39 @@ def test_small_blocks_of_a_loop_take_turns_where_a_fence_is_dear(heap, meets, fe
         with patch.object(Pending, "done", True):
             whole = heap.allocate(4 * MIB - 256)  # there is room when all that was dropped is free
         assert whole.block.location.segment == 0
+
+
+def test_a_device_that_is_behind_is_not_waited_for_until_much_memory_waits(heap):
+    made = []
+
+    def fence():
+        made.append(Pending())
+        return made[-1]
+
+    def pass_the_first(_):
+        next(each for each in made if not each.done).done = True
+
+    def turn(nbytes=100):
+        return heap.allocate(nbytes).block.address
+
+    with (
+        patch.object(heap.transport, "fence", fence),
+        patch.object(type(heap.transport), "drops_at_once", 2),
+        patch.object(heap_module, "_SMALL", 1000),
+    ):
+        with patch("time.sleep", pass_the_first):
+            places = [turn() for _ in range(20)]
+            assert len(set(places)) == 20 and not any(each.done for each in made)
+            with patch.object(heap_module, "_MOST_WAITING", 0):
+                version = heap.version
+                assert [turn() for _ in range(18)] == places[:18]
+                assert heap.version == version, "what was found out about the heap still holds"
+            large = [turn(2000) for _ in range(12)]
+            assert large == large[:3] * 4 and len(set(large)) == 3, "large ones wait"
+        heap.changing = True  # an exception has left a method half way
+        held = [heap.allocate(100) for _ in range(5)]
+        assert len({each.block.address for each in held}) == 5
+        assert all(heap.find(each.block.address) is each.block for each in held)
 
 
 def test_an_allocation_waits_for_a_fence_before_the_heap_grows(heap):

@@ -40,9 +40,9 @@ class CompiledCalls:
 
     @classmethod
     def of(cls, context: Context, looks: Looks) -> CompiledCalls | None:
-        """Those of a driver on cores; None where nothing was compiled."""
+        """Those of a driver; None where nothing was compiled."""
         built = extension(_NAME)
-        rounds = None if built is None else context.board.compiled()
+        rounds = built and context.board.compiled(ahead=context.team is not None)
         return None if rounds is None else cls(context, looks, built, rounds)
 
     def make(self, arguments: Arguments, otherwise: Otherwise) -> Any:

@@ -149,8 +149,8 @@ class Driver:
         else:
             turn.payloads = payloads
             results = self.performer.perform(turn, agreement, agreement.plan)
-            if self._compiled is not None and turn.known.direct != (agreement, turn.prepared):
-                self._keep(turn, agreement)
+        if self._compiled is not None and turn.known.direct != (agreement, turn.prepared):
+            self._keep(turn, agreement)
         return results[0] if len(results) == 1 else results
 
     def again(self, arguments: Arguments) -> Any:

@@ -118,7 +118,8 @@ class Planned(Lifecycle):
     def _described_execution(
         self, results: tuple[Any, ...], stream: Any, words: tuple[Any, ...]
     ) -> Turn:
-        self._require_ready()
+        if self._freed or not (self._planned and self._has_operands):
+            self._require_ready()
         arguments = self._execution_arguments(results, stream, words)
         return self._driver.ready(arguments, self._execution_spec)
 

@@ -29,8 +29,9 @@ from shardmath.handles.operand import Operand
 from shardmath.symmetric.heap import Block
 
 __all__ = [
-    "Result",
     "ResultTemplate",
+    "Copy",
+    "Result",
     "laid_out_alike",
     "read",
     "require_device",
@@ -40,22 +41,32 @@ __all__ = [
 ]
 
 
+_MOST_CARRIED = 16 << 20  # bytes, which a GPU copies in the time of a few launches
 _LATEST = partial(LRUCache[Any, Any], 256)  # places of arrays, of a context
 
 
+Copy = tuple[int, int, int]  # target, source, bytes
 _Form = tuple[tuple[int, ...], tuple[int, ...], str, Block | None]  # shape, strides, dtype, block
 
 
 class Result:
     """Where an operator writes, and what it then gives to the user."""
 
-    __slots__ = ("_array", "_host", "address", "user")
+    __slots__ = ("_array", "_host", "address", "copy", "user")
 
     def __init__(
-        self, address: int, array: Operand | _Form, user: Any, host: HostArray | None = None
+        self,
+        address: int,
+        array: Operand | _Form,
+        user: Any,
+        host: HostArray | None = None,
+        copy: Copy | None = None,
     ) -> None:
-        """`array` is what is there, or what it will be made of if anybody asks."""
+        """`array` is what is there, or what it will be made of if anybody asks. `copy` is what then
+        brings it to the user's array on this GPU, where that lies elsewhere.
+        """
         self.address, self._array, self.user, self._host = address, array, user, host
+        self.copy = copy
 
     @property
     def array(self) -> Operand:
@@ -86,7 +97,8 @@ def stream_of(context: Context, spec: ArraySpec, stream: Any) -> int:
 
     Operands in host memory have none, and use the default stream. Raises as `resolve_stream`.
     """
-    team = _team(context)
+    team = context.team
+    assert team is not None, "a context of GPUs"
     if spec.device == "cpu":
         return 0
     return streams.resolve_stream(stream, spec.library, team.device)
@@ -179,6 +191,36 @@ class ResultTemplate:
         block = buffer.block
         array = array_on(buffer, library, dtypes.of(dtype), shape, self._steps)
         return Result(block.address, (shape, strides, dtype, block), array)
+
+    @property
+    def carried(self) -> int:
+        """The bytes of a result that is better written elsewhere and copied; 0 where it is not.
+
+        Peers then write to the same place each time, and a call is the same for all ranks wherever
+        its result lies.
+        """
+        context = self._context
+        fits = self._on_heap and not self._on_host and 0 < self._nbytes <= _MOST_CARRIED
+        return self._nbytes if fits and context.size > 1 and not context.multi_host else 0
+
+    def through(self, block: Block | None, array: Any = None) -> Result:
+        """One more of them, which is written to `block` and copied from there to `array`, or a new
+        one; as `make` where there is no block. Local. Raises as `make`.
+        """
+        if block is None:
+            return self.make()
+        array = self.array() if array is None else array
+        form = self._shape, self._strides, self._dtype, block
+        return Result(block.address, form, array, copy=self.copy(block, array))
+
+    def array(self) -> Any:
+        """A new array on the heap, of which peers are told nothing. Local. Raises HeapExhausted."""
+        buffer = self._context.heap.allocate(self._nbytes)
+        return array_on(buffer, self._library, dtypes.of(self._dtype), self._shape, self._steps)
+
+    def copy(self, block: Block, array: Any) -> Copy:
+        """What brings a result from `block` to such an array."""
+        return self._library.pointer(array), block.address, self._nbytes
 
 
 @lru_cache(maxsize=1024)

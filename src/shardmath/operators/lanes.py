@@ -13,19 +13,23 @@ that stream, are to run one at a time.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from shardmath.collectives.pushes import Pushes
 from shardmath.context.context import Context
 from shardmath.cuda.allocation import Allocation
-from shardmath.cuda.driver import call
+from shardmath.cuda.driver import beside_captures, call
 from shardmath.cuda.graph import Graph
 from shardmath.cuda.stream import OrderedSection, StreamOrder
-from shardmath.symmetric.heap import Buffer
+from shardmath.errors import HeapExhausted
+from shardmath.handles.device_array import Copy
+from shardmath.symmetric.heap import Block, Buffer
 
-__all__ = ["LANES", "Lane"]
+__all__ = ["LANES", "NEW_RESULT", "Lane"]
 
 LANES = 16
+NEW_RESULT = "new result"  # of the buffers
 _FIRST_CHANNEL = 32  # of the team's; the others are those of collectives and of the user
 
 
@@ -110,6 +114,19 @@ class Lane:
             self._buffers[name] = self._context.allocate_shared(nbytes)
         return self._buffers[name]
 
+    def room(self, nbytes: int) -> Block | None:
+        """Memory for a new result of so many bytes, which is then copied to its place; None where
+        nobody has made it so far, or nothing is to be copied.
+        """
+        held = self._buffers.get(NEW_RESULT) if nbytes else None
+        return None if held is None or held.block.nbytes < nbytes else held.block
+
+    def make_room(self, nbytes: int) -> None:
+        """Let the next operation have that, if there is memory for it."""
+        if nbytes and self.room(nbytes) is None:
+            with suppress(HeapExhausted), beside_captures():
+                self.buffer(NEW_RESULT, nbytes)
+
     def private(self, name: str, nbytes: int) -> int:
         """The address of at least `nbytes` under that name, which no peer reaches. Local.
 
@@ -158,15 +175,25 @@ class Lane:
         finally:
             self._order.captured = captured
 
-    def launch(self, graph: Graph, stream: int) -> None:
-        """Put a graph of ours on `stream`, which is not being captured, as one operation."""
+    def launch(self, graph: Graph, copy: Copy | None, stream: int) -> None:
+        """Put a graph of ours on `stream`, which is not being captured, and the copy after it, as
+        one operation.
+        """
         self.team.check()
         if self._order.continues(stream):
             self.team.device.activate()
             graph.launch(stream)
+            self.copy(copy, stream)
             return
         with self.section(stream):
             graph.launch(stream)
+            self.copy(copy, stream)
+
+    def copy(self, copy: Copy | None, stream: int) -> None:
+        """Put a copy on `stream`, within a section."""
+        if copy is not None:
+            target, source, nbytes = copy
+            call("cuMemcpyDtoDAsync", target, source, nbytes, stream)
 
     def keep(self, used: object) -> None:
         """Let what a graph refers to, captured in this lane, live as long as the lane does."""

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any
 
-from shardmath.base.caller import caller_line
 from shardmath.base.lru_cache import LRUCache
-from shardmath.context.context import Context
-from shardmath.cuda import stream as streams
 from shardmath.cuda.graph import Graph
+from shardmath.handles.device_array import Copy
 from shardmath.operators.lanes import Lane
 
-__all__ = ["GraphCache", "Launch", "Launches"]
+__all__ = ["GraphCache"]
 
 _PLACES = 32  # of results, of which the graphs are kept
 
@@ -33,8 +30,14 @@ class GraphCache:
         init=False, repr=False, default_factory=lambda: LRUCache(_PLACES)
     )
 
-    def launch(self, place: Hashable, stream: int, enqueue: Callable[[int], None]) -> bool:
-        """Launch on `stream` what `enqueue(stream)` enqueues, for results at `place`.
+    def launch(
+        self,
+        place: Hashable,
+        stream: int,
+        enqueue: Callable[[int], None],
+        copy: Copy | None = None,
+    ) -> bool:
+        """Launch on `stream` what `enqueue(stream)` enqueues, for results at `place`, and the copy.
 
         Returns whether the stream is being captured into a graph of the user's: then nothing is
         launched as a graph of ours.
@@ -46,6 +49,7 @@ class GraphCache:
                 enqueue(stream)
             else:
                 graph.launch(stream)
+            self.lane.copy(copy, stream)
         return turn.captured
 
     def _graph(self, place: Hashable, enqueue: Callable[[int], None]) -> Graph | None:
@@ -58,57 +62,3 @@ class GraphCache:
     def find(self, place: Hashable) -> Graph | None:
         """The graph for results at `place`, once there is one."""
         return self.graphs.find(place)
-
-
-@dataclass(frozen=True, eq=False)
-class Launch:
-    """A graph that makes a call again, if all ranks agree as in `agreement`; this rank's note is
-    `note`. `check` raises where nothing more can be launched, `give(turn)` has the results.
-    """
-
-    context: Context
-    agreement: Any
-    note: bytes
-    lane: Lane
-    graph: Graph
-    give: Callable[[Any], tuple[Any, ...]]
-    check: Callable[[], None] | None = None
-
-    def launch(self, turn: Any) -> tuple[Any, ...]:
-        """See Repeat. An error here ends the wait of the peers at once."""
-        try:
-            if self.check is not None:
-                self.check()
-            self.lane.launch(self.graph, turn.held.stream)
-            return self.give(turn)
-        except BaseException as error:
-            self.context.board.interrupted(error, caller_line())
-            raise
-
-
-class Launches:
-    """Launches for calls on the same arrays, by the place of this rank's results: while `facts` are
-    what they were, and the lane's memory has that version. Calls look for them by `results`.
-    """
-
-    __slots__ = ("_lane", "facts", "places", "results", "version")
-
-    def __init__(self, lane: Lane, facts: tuple[Any, ...], results: Any) -> None:
-        self._lane, self.facts, self.results = lane, facts, results
-        self.version = lane.version
-        self.places: LRUCache[Hashable, Launch] = LRUCache(_PLACES)
-
-    @classmethod
-    def keep(
-        cls, known: Any, facts: tuple[Any, ...], results: Any, place: Hashable, launch: Launch
-    ) -> None:
-        """Let calls of which that is `known` find a launch."""
-        found: Launches | None = known.repeats
-        if found is None or found.facts != facts or found.version != launch.lane.version:
-            found = known.repeats = cls(launch.lane, facts, results)
-        found.places.keep(place, launch)
-
-    def hold(self, facts: tuple[Any, ...], stream: int) -> bool:
-        """Whether they can be launched on `stream`: what is captured is not launched now."""
-        same = self.facts == facts and self.version == self._lane.version
-        return same and not streams.capturing(stream)

@@ -29,8 +29,9 @@ from shardmath.cuda.graph import Graph
 from shardmath.errors import HeapExhausted
 from shardmath.handles.allocation import block_of
 from shardmath.handles.device_array import (
-    Result,
     ResultTemplate,
+    Copy,
+    Result,
     require_device,
     result_in,
     stream_of,
@@ -39,16 +40,18 @@ from shardmath.handles.exposed import Exposed
 from shardmath.handles.operand import Operand
 from shardmath.operators.in_place import array_in_place
 from shardmath.operators.lanes import Lane
-from shardmath.operators.replay import GraphCache, Launches
-from shardmath.operators.replay import Launch as Replay
+from shardmath.operators.replay import GraphCache
 from shardmath.program.gpu_arrays import GPUArrays, read_arrays
-from shardmath.program.performing import Arguments, Names, Plan, Turn
+from shardmath.program.gpu_repeats import Launch as Replay
+from shardmath.program.gpu_repeats import Launches
+from shardmath.program.performing import Arguments, Direct, Names, Plan, Turn
 
 __all__ = ["Execution", "ExposedArrays", "Facts", "GPUPerformer", "Launch", "Ready"]
 
 _KEPT = 128  # executions that are launched as before
 _PLACES = 32  # of results of one call, for which all is prepared
 _TAG = 8  # bytes, of a plan
+_NEW = "new"  # among what a turn has made
 _UNPREPARED = bytes(_TAG)
 # Whether peers reach the operand, and the result; whether this is packed; its order; the decision
 # for which the places behind this have been prepared, or 0.
@@ -109,8 +112,6 @@ class GPUPerformer(ABC):
 
     `kept`: for an object, whose `number` is the same on all ranks.
     """
-
-    direct = None
 
     def __init__(self, context: Context, names: Names, *, kept: bool) -> None:
         self._context = context
@@ -184,17 +185,36 @@ class GPUPerformer(ABC):
         if plan is None or not launches.hold((plan, stream, self._decided), stream):
             return None
         template: ResultTemplate | None = launches.results
-        if template is None:
-            (out,), place = turn.arguments.results, None
-            result = Result(arrays.target.address, arrays.target, out)
-        else:
-            result = template.make()
+        place = None
+        if template is not None:
+            result = self._new(template, stream)
             place = result.address
-        turn.held = Execution(plan, stream, arrays.operand, result)
+            turn.held = Execution(plan, stream, arrays.operand, result)
         found = launches.places.find(place)
         if found is not None:
             turn.note = found.note
         return found
+
+    def direct(self, turn: Turn, agreement: Agreement[Any]) -> Direct | None:
+        """See Performer."""
+        launches: Launches | None = turn.known.repeats
+        if launches is None:
+            return None
+        template: ResultTemplate | None = launches.results
+        place = None if template is None else turn.held.result.address
+        turn.made = {} if template is None else {_NEW: None}
+        library = turn.known.arrays.spec.library
+        return launches.direct(turn, agreement, place, template, library, lambda: self._decided)
+
+    def _resume(self, turn: Turn, launch: Replay) -> None:
+        """Take a turn up that compiled code has begun, and which is no launch after all."""
+        plan, stream, arrays = launch.agreement.plan, launch.stream, turn.known.arrays
+        if arrays.target is None:
+            result = self._new(self._template(turn, plan), stream, turn.made.get(_NEW))
+        else:
+            (out,) = turn.arguments.results
+            result = Result(arrays.target.address, arrays.target, out)
+        turn.prepared, turn.held = launch.prepared, Execution(plan, stream, arrays.operand, result)
 
     def prepare(self, turn: Turn, plan: Plan | None) -> None:
         """See Performer. Only memory that is there is used for what is but expected."""
@@ -268,10 +288,10 @@ class GPUPerformer(ABC):
             result = Result(arrays.target.address, arrays.target, out)
         else:
             with beside_captures() if streams.capturing(stream) else nullcontext():
-                result = self._new_result(turn, plan)
+                result = self._new_result(turn, plan, stream)
         return result
 
-    def _new_result(self, turn: Turn, plan: Plan) -> Result:
+    def _new_result(self, turn: Turn, plan: Plan, stream: int) -> Result:
         """One that was not given: a new one, or one in the operand's memory."""
         context, (operand,) = self._context, turn.arguments.operands
         (look,) = plan.program.results.values()
@@ -279,7 +299,14 @@ class GPUPerformer(ABC):
             shape = look.local_shape(context.rank)
             place = array_in_place(context, operand, shape, look.dtype, look.order)
             return result_in(context, place, "the operand")
-        return self._template(turn, plan).make()
+        return self._new(self._template(turn, plan), stream, turn.made.get(_NEW))
+
+    def _new(self, template: ResultTemplate, stream: int, array: Any = None) -> Result:
+        """A new result: written to memory of the lane, and copied, where that is better; then to
+        that array if it has been made.
+        """
+        block = self._lane.room(template.carried)
+        return template.make() if streams.capturing(stream) else template.through(block, array)
 
     def _template(self, turn: Turn, plan: Plan) -> ResultTemplate:
         """How new results of a call like this look."""
@@ -300,6 +327,8 @@ class GPUPerformer(ABC):
         program blocks, when all is done.
         """
         context, lane = self._context, self._lane
+        if isinstance(turn.prepared, Replay):
+            self._resume(turn, turn.prepared)
         launch = self._launches.find((turn.prepared, agreement))
         notes: list[bytes] = []
         if launch is None:
@@ -313,7 +342,7 @@ class GPUPerformer(ABC):
                     self._launches.keep((prepared, agreement), launch)
             if prepared.ready.check is not None:
                 prepared.ready.check()
-            if launch(stream):
+            if launch(stream, result.copy):
                 lane.keep(launch)  # the user's graph reads its tables
             given = result.give(context, stream)
             if plan.program.blocking:
@@ -326,9 +355,13 @@ class GPUPerformer(ABC):
         """Let the next such call be a launch of the graph, where there is one by now."""
         execution, known = turn.held, turn.known
         plan, graph = execution.plan, launch.graph
-        if graph is None or not known.lasting or plan.program.blocking or plan.program.in_place:
+        if not known.lasting or plan.program.blocking or plan.program.in_place:
             return
         template = None if known.arrays.target is not None else self._template(turn, plan)
+        if template is not None and not streams.capturing(execution.stream):
+            self._lane.make_room(template.carried)
+        if graph is None:
+            return
         place = None if template is None else execution.result.address
         Launches.keep(
             known,
@@ -336,8 +369,9 @@ class GPUPerformer(ABC):
             template,
             place,
             Replay(
-                *(self._context, agreement, turn.note, self._lane, graph),
-                give=_given,
+                *(self._context, agreement, turn.note, turn.prepared),
+                *(self._lane, graph, execution.stream),
+                give=_out if template is None else _given,
                 check=turn.prepared.ready.check,
             ),
         )
@@ -389,13 +423,14 @@ class Launching:
     run: Launch
     replays: bool
 
-    def __call__(self, stream: int) -> bool:
+    def __call__(self, stream: int, copy: Copy | None) -> bool:
         if self.replays:
-            return self.graphs.launch((), stream, self.run)
+            return self.graphs.launch((), stream, self.run, copy)
         lane = self.graphs.lane
         lane.team.check()
         with lane.section(stream) as section:
             self.run(stream)
+            lane.copy(copy, stream)
         return bool(section.captured)
 
     @property
@@ -404,9 +439,15 @@ class Launching:
         return self.graphs.graphs.find(())
 
 
-def _given(turn: Turn) -> tuple[Any, ...]:
-    """The user's array of a call on arrays of the GPU."""
-    return (turn.held.result.user,)
+def _out(turn: Turn) -> tuple[tuple[Any, ...], Copy | None]:
+    """The user's array for the result, which is written where it lies."""
+    return turn.arguments.results, None
+
+
+def _given(turn: Turn) -> tuple[tuple[Any, ...], Copy | None]:
+    """A new array for the result, and the copy that it takes."""
+    result = turn.held.result
+    return (result.user,), result.copy
 
 
 def _is_reached(array: Operand) -> bool:

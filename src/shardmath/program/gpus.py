@@ -18,7 +18,7 @@ from shardmath.base.lru_cache import LRUCache
 from shardmath.context.context import Context
 from shardmath.geometry import Move as BoxMove
 from shardmath.handles.operand import Operand
-from shardmath.operators.lanes import LANES, Lane
+from shardmath.operators.lanes import LANES, NEW_RESULT, Lane
 from shardmath.operators.workspace import KEPT_STAGING
 from shardmath.program.gpu_performing import (
     Execution,
@@ -113,7 +113,7 @@ class GPUs(GPUPerformer):
         """See Performer. What calls without an object keep is the context's."""
         if self._kept and self._used is not None:
             self._launches.clear()
-            self._used.drop(_STAGING, OUTBOX, FETCHED)
+            self._used.drop(_STAGING, NEW_RESULT, OUTBOX, FETCHED)
 
     # -- this rank's copies ------------------------------------------------------------------------
 

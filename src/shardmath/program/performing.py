@@ -112,14 +112,15 @@ class Turn:
 class Direct(NamedTuple):
     """What performs a call that comes again on all ranks, by compiled code: see call.compiled.
 
-    `before` the ranks agree these are called, while the workspace in `memory` has the version
-    there; None for steps that have no memory in one. `payload()` is sent along, and `new()` makes
-    the result of that number, if there are any. When all have agreed, `combine(payloads, result)`
-    comes first, and then the steps that `bind(result)` gives, in which None is a barrier.
+    `before` the ranks agree these are called, while what is in `memory` has the `version` there,
+    of the workspace and of whatever else may change; None where nothing does. `payload()` is sent
+    along, and `new()` makes the result of that number, if there are any. When all have agreed,
+    `combine(payloads, result)` comes first, and then the steps that `bind(result)` gives, in which
+    None is a barrier.
     """
 
     before: tuple[Callable[[], object], ...] = ()
-    memory: tuple[Any, int] | None = None
+    memory: tuple[Any, Any] | None = None
     payload: Callable[[], bytes] | None = None
     new: Callable[[], Any] | None = None
     result: int = 0

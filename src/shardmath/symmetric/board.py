@@ -205,8 +205,7 @@ class Board:
                 found = self._gather(text, payload, expected, published=published)
             else:
                 self.rounds = number
-            if calls is not None and calls.differ():
-                self._raise_passed(calls)
+            self._require_level()
             return found
         finally:
             self._lock.release()
@@ -215,7 +214,28 @@ class Board:
         """What `exchange_raw` gives, where compiled code has published all that this rank has, and
         a peer was late.
         """
-        return self._gather(text, payload, expected, published=True)
+        found = self._gather(text, payload, expected, published=True)
+        self._require_level()
+        return found
+
+    def _require_level(self) -> None:
+        """Raise, on all ranks, where they have met after different numbers of calls."""
+        calls = self.calls
+        if calls is not None and calls.differ():
+            self._raise_passed(calls)
+
+    def _exchange(
+        self, word: int, value: int, number: int, text: bytes, payload: bytes, expected: Any
+    ) -> Texts | None:
+        """What compiled code calls where ranks may have run ahead of each other."""
+        calls, page = self.calls, self._page
+        if calls is not None:
+            calls.meet()
+        found: Texts | None = page.exchange(word, value, number, text, payload, expected)
+        if calls is not None and found is not None:
+            self.rounds = number
+            self._require_level()
+        return found
 
     def _gather(
         self, text: bytes, payload: bytes, expected: tuple[bytes, ...] | None, *, published: bool
@@ -403,16 +423,17 @@ class Board:
         self._await(_BARRIER, value)
         return True
 
-    def compiled(self) -> tuple[Callable[..., Any], ...] | None:
+    def compiled(self, *, ahead: bool) -> tuple[Callable[..., Any], ...] | None:
         """What compiled code makes rounds of: take the board, leave it, exchange a text, arrive at
-        a barrier. None where rounds take more than that.
+        a barrier. None where rounds take more than that. `ahead`: ranks may run ahead.
 
         It counts `rounds` and `barriers`, and notes the `call`, as the methods here do.
         """
         page = self._page
-        if page is None or self.size == 1 or self.calls is not None:
+        if page is None or self.size == 1:
             return None
-        return self._lock.acquire, self._lock.release, page.exchange, page.arrive
+        exchange = self._exchange if ahead else page.exchange
+        return self._lock.acquire, self._lock.release, exchange, page.arrive
 
     def fits(self, nbytes: int) -> bool:
         """Whether a message of so many bytes takes one round."""

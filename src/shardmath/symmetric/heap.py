@@ -10,7 +10,9 @@ until it can be reused.
 Streams. What a rank has dropped, kernels on any of its streams may still read. So a dropped block
 is retired behind a fence, set on all streams of the device once the drop has been seen: before the
 fence has passed, the rank neither reuses the block nor marks it for its peers. Small blocks wait
-for each other where a fence is dear, and take turns.
+for each other where a fence is dear. There, blocks of one size take turns: the one that was
+dropped first is used again where it lies, while a few that were dropped later wait. If the device
+is behind, a small array takes more memory rather than wait for it, up to a limit.
 
 Timeouts. Where an operation of GPUs was given up, what its peers were told of is never used again.
 
@@ -38,7 +40,10 @@ __all__ = ["Block", "Buffer", "Heap", "Location"]
 
 _SMALL = 16 << 20  # bytes of a block that need not be used again at once
 _AT_ONCE = 8  # blocks that were dropped, among which one is looked for to be used again
-_AHEAD = 1e-3  # seconds that it waits for fences that are due
+_IN_TURN = 2  # larger ones that wait behind the one whose turn it is
+_SIZES = 64  # of blocks that take turns
+_MOST_WAITING = 256 << 20  # bytes of one size that wait for the device before the host does
+_AHEAD = 1e-3  # seconds that the host waits then for fences that are due
 _FENCE_WAIT = 0.05  # seconds that an allocation waits for fences before the heap grows
 _LAST_FENCE_WAIT = 2.0  # the same where it cannot grow
 _PAUSE = 2e-5
@@ -174,6 +179,8 @@ class Heap:
         self._retired: dict[Block, None] = {}  # in order of arrival
         self.freed: set[Block] = set()  # what was freed, and still has an array
         self._full_at = 0  # how many blocks are retired when small ones are reused next
+        self._turns: dict[int, deque[Block]] = {}  # retired behind fences, by bytes; some no more
+        self._late: Fence | None = None  # one that had not passed when last asked
         self._lock = threading.RLock()
 
     @property
@@ -194,7 +201,15 @@ class Heap:
             if again is not None:
                 return again
         reserved = aligned(max(nbytes, 1))
-        with self._lock, self._change:
+        with self._lock:
+            if self.transport.drops_at_once:
+                buffer = self._in_turn(nbytes, reserved)
+                if buffer is not None:
+                    return buffer
+            return self._allocate(nbytes, reserved)
+
+    def _allocate(self, nbytes: int, reserved: int) -> Buffer:
+        with self._change:
             if self.transport.drops_at_once == 0:
                 self._recycle()
             elif reserved > _SMALL:
@@ -257,6 +272,60 @@ class Heap:
         buffer = Buffer(block, lease, kind, device, self._dropped)
         block.buffer = weakref.ref(buffer)
         return buffer
+
+    def _in_turn(self, nbytes: int, reserved: int) -> Buffer | None:
+        """A buffer where an array of so many bytes lay whose turn it is; None if there is none.
+
+        For whoever has found out which blocks there are, nothing has changed.
+        """
+        if self.changing:
+            self.restore_order()
+        self.changing = True
+        found = self._next_in_turn(nbytes, reserved)
+        buffer = None
+        if found is not None:
+            block = Block(found.location, nbytes, reserved, found.address)
+            self._blocks[block.address] = block
+            buffer = self._buffer(block)
+        self.changing = False
+        return buffer
+
+    def _next_in_turn(self, nbytes: int, reserved: int) -> Block | None:
+        """The block whose turn it is, which is retired no more."""
+        small, many = reserved <= _SMALL, self.transport.drops_at_once
+        collects = len(self._dropped) >= (many if small else 1)
+        if collects:
+            self._collect()
+        turn, waiting = self._turns.get(nbytes), many if small else _IN_TURN
+        while turn is not None and len(turn) > waiting:
+            block = turn[0]
+            if block in self._retired and not block.shared:
+                if not self._is_due(
+                    block, small and len(turn) * reserved <= _MOST_WAITING, collects
+                ):
+                    return None
+                del self._retired[block]
+                turn.popleft()
+                if not self.groups.may_write(block.announced_to):
+                    return block
+            else:
+                turn.popleft()
+        return None
+
+    def _is_due(self, block: Block, may_grow: bool, ask: bool) -> bool:
+        """Whether the device is done with a block; the host waits for it unless more memory may be
+        taken, and does not `ask` each time then.
+        """
+        if not may_grow:
+            return _await(
+                block, time.monotonic() + (_AHEAD if block.reserved <= _SMALL else _FENCE_WAIT)
+            )
+        if block.fence is self._late and not ask:
+            return False
+        if block.idle:
+            return True
+        self._late = block.fence
+        return False
 
     def find(self, address: int) -> Block | None:
         """The block that holds `address`, freed or not, or None for ordinary memory."""
@@ -352,6 +421,12 @@ class Heap:
         fence = self.transport.fence() if fresh else None
         for block in fresh:
             block.fence = fence
+        if fence is not None and self.transport.drops_at_once:
+            if len(self._turns) > _SIZES:
+                self._turns.clear()
+            for block in fresh:
+                if block.unused and not block.freed:
+                    self._turns.setdefault(block.nbytes, deque()).append(block)
 
     def _reuse(self, block: Block) -> None:
         """Give memory to other arrays, unless a late peer may write there: then to nobody."""
@@ -380,6 +455,7 @@ class Heap:
                 block.unused, block.fence = True, None  # nobody was given it, or has it any more
                 retired[block] = None
         self._retired = retired
+        self._turns.clear()
         self.changing = False
 
     # -- segments ----------------------------------------------------------------------------------
@@ -392,20 +468,14 @@ class Heap:
         return None
 
     def _reuse_small_blocks(self, many: int) -> None:
-        """Let small blocks that were dropped share fences, and reuse all but the last so `many`.
-
-        So the blocks of a loop lie in the same few places, on all ranks, however fast the device
-        is: whether the last fence has passed is not asked, and the one before is waited for, but
-        not long. The device has the work since then.
-        """
+        """Let small blocks that were dropped share fences, and reuse all but the last so `many`."""
         if len(self._dropped) >= many:
             self._collect()
         if len(self._retired) < self._full_at:
             return
         reusable = [b for b in self._retired if b.unused and b.fence and not b.shared]
-        give_up = time.monotonic() + _AHEAD
         for block in [b for b in reusable if b.reserved <= _SMALL][:-many]:
-            if not _await(block, give_up):
+            if not block.idle:
                 break
             del self._retired[block]
             self._reuse(block)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from unittest.mock import patch
 
 import pytest
@@ -12,6 +13,26 @@ KINDS = {
     "move": ("X", "Y", "Y"),
     "share": ("Y", "X", None),  # on the heap peers write the results, and know where they lie
 }
+
+
+@contextmanager
+def noted(note):
+    """Within, `note()` is called where an earlier execution is launched again: once, or twice."""
+    from shardmath.cuda.graph import Graph
+    from shardmath.operators.replay import GraphCache
+
+    def noting(launch):
+        def noted(self, *args):
+            note()
+            return launch(self, *args)
+
+        return noted
+
+    with (
+        patch.object(GraphCache, "launch", noting(GraphCache.launch)),
+        patch.object(Graph, "launch", noting(Graph.launch)),
+    ):
+        yield
 
 
 def repeated(context, kind, dtype, heap):
@@ -25,7 +46,6 @@ def repeated(context, kind, dtype, heap):
     from shardmath.handles.allocation import empty_on_heap
     from shardmath.linalg.advanced import Matmul
     from shardmath.operators.matmul.gpu.all_reduce import GemmAllReduce
-    from shardmath.operators.replay import GraphCache
 
     torch.cuda.set_device(context.device_id)
     size, library = context.size, library_named("torch")
@@ -43,11 +63,10 @@ def repeated(context, kind, dtype, heap):
         return torch.zeros(local, device="cuda", dtype=getattr(torch, dtype))
 
     a, other, b = part(0, (m, k)), part(0, (m, k)), part(1, (k, n))
-    again, wrong, launch, share = [], [], GraphCache.launch, GemmAllReduce.launch
+    again, wrong, share = [], [], GemmAllReduce.launch
 
-    def counted(self, *args):
+    def note():
         again[-1] = True
-        return launch(self, *args)
 
     def checked(product, value):
         again.append(False)
@@ -58,7 +77,7 @@ def repeated(context, kind, dtype, heap):
 
     with (
         context,
-        patch.object(GraphCache, "launch", counted),
+        noted(note),
         patch.object(GemmAllReduce, "launch", autospec=True, side_effect=share) as shared,
     ):
         with Matmul(a, b, **named) as product:
@@ -125,7 +144,6 @@ def varied(context, heap):
     from shardmath.handles.allocation import empty_on_heap
     from shardmath.linalg.advanced import MatmulEpilog, MatmulOptions, matmul
     from shardmath.operators.matmul.options import matrix_qualifiers_dtype
-    from shardmath.operators.replay import GraphCache
 
     torch.cuda.set_device(context.device_id)
     size, rank = context.size, context.rank
@@ -168,16 +186,13 @@ def varied(context, heap):
         "parameter": (lambda: matmul(x, weight, **splits), product),
         "alpha": (lambda: matmul(x, y, alpha=next(scales), **splits), None),
     }
-    splits, found, launch = {"distributions": [Slab.X] * 3}, {}, GraphCache.launch
+    splits, found = {"distributions": [Slab.X] * 3}, {}
     for name, (call, expected) in forms.items():
-        again, wrong = [], []
+        again, wrong, seen = set(), [], [0]
 
-        def counted(self, *args, seen=again):
-            seen.append(True)
-            return launch(self, *args)
-
-        with context, torch.no_grad(), patch.object(GraphCache, "launch", counted):
+        with context, torch.no_grad(), noted(lambda again=again, seen=seen: again.add(seen[-1])):
             for turn in range(6):
+                seen.append(turn)
                 full = product * (2 + turn % 2) if expected is None else expected
                 if not torch.equal(call().cpu(), full.tensor_split(size)[rank]):
                     wrong.append(turn)
@@ -241,7 +256,6 @@ def from_threads(context, heap):
     from shardmath.distribution import Slab
     from shardmath.handles.allocation import empty_on_heap
     from shardmath.linalg.advanced import MatmulEpilog, matmul
-    from shardmath.operators.replay import GraphCache
 
     torch.cuda.set_device(context.device_id)
     size, library, splits = context.size, library_named("torch"), [Slab.X] * 3
@@ -254,7 +268,7 @@ def from_threads(context, heap):
         return torch.full(shape, value, dtype=dtype, device=device)
 
     x, y = (full(shape, torch.float64, 1) for shape in ((16, 8 * size), (8, 24)))
-    side, again, launch, results = torch.cuda.Stream(device), [], GraphCache.launch, []
+    side, again, results = torch.cuda.Stream(device), set(), []
     side.wait_stream(torch.cuda.current_stream())
 
     def called(stream=None):
@@ -278,10 +292,6 @@ def from_threads(context, heap):
         thread.join()
         return errors
 
-    def counted(self, *args):
-        again.append(True)
-        return launch(self, *args)
-
     def on_side():
         with torch.cuda.stream(side):
             called()
@@ -294,7 +304,7 @@ def from_threads(context, heap):
     del dirty
     assert context.heap.used >= 0  # what was dropped is free now, and as it was
     results.clear()
-    with patch.object(GraphCache, "launch", counted):
+    with noted(lambda: again.add(len(results))):
         errors = [in_a_thread(called), in_a_thread(on_side)]
     torch.cuda.synchronize()
     rows = [

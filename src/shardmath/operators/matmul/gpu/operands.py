@@ -14,10 +14,11 @@ import numpy as np
 from shardmath.context.context import Context
 from shardmath.cuda.driver import call
 from shardmath.handles import device_array
-from shardmath.handles.device_array import Result, ResultTemplate
+from shardmath.handles.device_array import ResultTemplate, Result
 from shardmath.handles.operand import Operand
 from shardmath.local.epilog import INPUTS, Extra, requirements
 from shardmath.local.gpu.gemm import Algorithms
+from shardmath.operators.lanes import Lane
 from shardmath.operators.matmul.gpu.rank_plan import Operands, Scales
 from shardmath.operators.matmul.problem import Problem, gradient_layouts
 from shardmath.operators.matmul.program import SCALES
@@ -42,6 +43,11 @@ class Results:
     templates: Mapping[str, ResultTemplate]
 
     @property
+    def carried(self) -> int:
+        """The bytes of a D that is better copied to its place."""
+        return self.templates[_D].carried if _D in self.templates else 0
+
+    @property
     def place(self) -> tuple[int, ...]:
         """Where they lie."""
         return self.d.address, *(each.address for each in self.extras.values())
@@ -60,10 +66,16 @@ class Results:
 
 
 def made_results(
-    context: Context, templates: Mapping[str, ResultTemplate], c: Any, stream: int
+    context: Context,
+    templates: Mapping[str, ResultTemplate],
+    c: Any,
+    stream: int,
+    lane: Lane | None = None,
 ) -> Results:
-    """New results: D, or c where there is no template for it, and outputs that are zero where
-    nothing will be written. Local. Raises HeapExhausted.
+    """New results: D, or c where there is no template for it, and outputs that are zero where nothing
+    will be written. Local. Raises HeapExhausted.
+
+    D may be written to memory of the `lane`, and copied.
     """
     extras = {name: template.make() for name, template in templates.items() if name != _D}
     if extras:
@@ -73,7 +85,11 @@ def made_results(
         nbytes = each.array.size * each.array.itemsize
         if nbytes:
             call("cuMemsetD8Async", each.array.address, 0, nbytes, stream)
-    d = templates[_D].make() if _D in templates else device_array.result_in(context, c, "c")
+    template = templates.get(_D)
+    if template is None:
+        d = device_array.result_in(context, c, "c")
+    else:
+        d = template.through(None if lane is None else lane.room(template.carried))
     return Results(d, extras, templates)
 
 

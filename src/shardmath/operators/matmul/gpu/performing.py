@@ -21,7 +21,7 @@ from shardmath.context.context import Context
 from shardmath.cuda import stream as streams
 from shardmath.handles import device_array
 from shardmath.handles.allocation import block_of
-from shardmath.handles.device_array import ResultTemplate
+from shardmath.handles.device_array import ResultTemplate, Copy
 from shardmath.handles.operand import Operand
 from shardmath.local.gpu.blaslt import bindings
 from shardmath.local.gpu.gemm import Algorithms
@@ -34,9 +34,10 @@ from shardmath.operators.matmul.gpu.phases import Phases
 from shardmath.operators.matmul.gpu.rank_plan import Operands, RankPlan
 from shardmath.operators.matmul.gpu.scale_moves import choose_strategy
 from shardmath.operators.published import matrix_of
-from shardmath.operators.replay import GraphCache, Launch, Launches
+from shardmath.operators.replay import GraphCache
+from shardmath.program.gpu_repeats import Launch, Launches
 from shardmath.program.numbers import agree_on_numbers, numbers_bytes, pack_numbers
-from shardmath.program.performing import Arguments, Names, Plan, Turn
+from shardmath.program.performing import Arguments, Direct, Names, Plan, Turn
 
 __all__ = ["Products", "tuned"]
 
@@ -118,8 +119,6 @@ class _Held:
 class Products:
     """Performs products on GPUs. Workspace is the lanes', whether for an object or not."""
 
-    direct = None
-
     def __init__(self, context: Context, names: Names, *, kept: bool) -> None:
         self._context = context
         self._names = names
@@ -165,34 +164,49 @@ class Products:
 
     def repeat(self, turn: Turn) -> Launch | None:
         """See Performer."""
-        known, context = turn.known, self._context
+        known = turn.known
         launches: Launches | None = known.repeats
         if launches is None:
             return None
         stream, prepared = self._stream(turn), launches.results
         if not launches.hold((known.expected, stream), stream):
             return None
-        results = made_results(context, prepared.templates, turn.arguments.operands[2], stream)
+        self._hold(turn, stream, prepared)
+        return launches.places.find(turn.held.results.place)
+
+    def _hold(self, turn: Turn, stream: int, prepared: _Prepared) -> None:
+        """Make the results, and the note, of a call for which that has been prepared."""
+        c, lane = turn.arguments.operands[2], prepared.lane
+        results = made_results(self._context, prepared.templates, c, stream, lane)
         turn.held, turn.note = _Held(stream, results, prepared), prepared.note
-        return launches.places.find(results.place)
+
+    def direct(self, turn: Turn, agreement: Agreement[Any]) -> Direct | None:
+        """See Performer."""
+        launches: Launches | None = turn.known.repeats
+        held = turn.held
+        if launches is None or held.results.extras:
+            return None
+        templates = tuple(held.results.templates.values())
+        library, _ = turn.known.arrays.first
+        place = held.results.place
+        return launches.direct(turn, agreement, place, templates[0] if templates else None, library)
 
     def prepare(self, turn: Turn, plan: Plan | None) -> None:
         """See Performer."""
         held = turn.held
-        if held is not None and held.prepared is not None and turn.known.expected is plan:
-            turn.note = held.prepared.note  # `repeat` has made the results
-            return
+        held_for = b"" if held is None or held.prepared is None else held.prepared.note
+        if plan is not None and held_for.startswith(plan.tag, self._start):
+            return  # as has been told
         turn.held = None
         if plan is None:
             turn.note = pack_numbers(turn.known.numbers) + bytes(_TAG)
             return
-        context, stream = self._context, self._stream(turn)
+        stream = self._stream(turn)
         prepared: _Prepared | None = turn.known.arrays.prepared.find((plan, stream))
         if prepared is not None and not self._is_ready(prepared, stream):
             prepared = None
         if prepared is not None:
-            results = made_results(context, prepared.templates, turn.arguments.operands[2], stream)
-            turn.held, turn.note = _Held(stream, results, prepared), prepared.note
+            self._hold(turn, stream, prepared)
             return
         turn.note = pack_numbers(turn.known.numbers) + plan.tag + self._prepare_new(turn, plan)
 
@@ -252,6 +266,8 @@ class Products:
 
     def perform(self, turn: Turn, agreement: Agreement[Any], plan: Plan) -> tuple[Any, ...]:
         """See Performer."""
+        if isinstance(turn.prepared, Launch):  # compiled code has begun the turn
+            self._hold(turn, turn.prepared.stream, turn.prepared.prepared)
         context, operation, held = self._context, self._names.operation, turn.held
         replay = None
         if held is not None and held.prepared is not None:
@@ -261,10 +277,11 @@ class Products:
             held = turn.held
         with context.executing(operation):
             if replay is None:
-                held.new.launch()
+                held.new.launch(held.results.d.copy)
             else:
-                place, stream = held.results.place, held.stream
-                replay.launch(place, stream, partial(replay.enqueue, context, held.results))
+                results, stream = held.results, held.stream
+                enqueue = partial(replay.enqueue, context, results)
+                replay.launch(results.place, stream, enqueue, results.d.copy)
                 self._remember(turn, agreement, plan, replay)
             if plan.program.blocking:
                 assert context.team is not None, "a context of GPUs"
@@ -274,16 +291,23 @@ class Products:
     def _remember(self, turn: Turn, agreement: Agreement[Any], plan: Plan, replay: _Replay) -> None:
         """Let the next such call be a launch of the graph, where there is one by now."""
         held, known = turn.held, turn.known
+        if held.prepared is not None:
+            replay.lane.make_room(held.results.carried)
         graph = replay.graphs.find(held.results.place)
         if graph is None or not known.lasting or plan.program.blocking:
             return
-        launch = Launch(self._context, agreement, turn.note, replay.lane, graph, self._results)
+        if held.prepared is None:
+            return
+        call = self._context, agreement, turn.note, held.prepared, replay.lane, graph, held.stream
+        launch = Launch(*call, give=self._results)
         facts = known.expected, held.stream
         Launches.keep(known, facts, held.prepared, held.results.place, launch)
 
-    def _results(self, turn: Turn) -> tuple[Any, ...]:
+    def _results(self, turn: Turn) -> tuple[tuple[Any, ...], Copy | None]:
+        """What a repeat gives, and the copy that it takes."""
         held = turn.held
-        return self._given(held.results.give(self._context, held.stream))
+        results = held.results
+        return self._given(results.give(self._context, held.stream)), results.d.copy
 
     def _given(self, result: Any) -> tuple[Any, ...]:
         """The results by the operation's names for them."""
@@ -421,14 +445,18 @@ class _New:
         how = self._is_fused, self._order, self._messages
         return _Replay(self._lane, self._rank_plan, operands, *how)
 
-    def launch(self) -> None:
-        """Put all of it on the stream, as it was agreed on."""
+    def launch(self, copy: Copy | None = None) -> None:
+        """Put all of it on the stream, as it was agreed on, and then the copy."""
         if self._is_fused:
             assert self._fused is not None
             self._fused.run(self._context, self._messages)
         else:
             assert self._phases is not None
             self._phases.run(self._messages)
+        if copy is not None:
+            stream = self._operands.stream
+            with self._lane.section(stream):
+                self._lane.copy(copy, stream)
 
 
 def rank_plan_of(context: Context, plan: Plan) -> RankPlan:

@@ -1,0 +1,139 @@
+"""Calls on GPUs that come again: each is a CUDA graph, launched if all ranks agree as before.
+
+A launch is found by what the call depends on besides its arrays: the plan, the stream, the lane's
+memory. Where a new result is written to memory of the lane and copied from there, it may lie
+anywhere; else there is a launch for each of its places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from shardmath.arrays import library_named
+from shardmath.base.caller import caller_line
+from shardmath.base.lru_cache import LRUCache
+from shardmath.call.agreement import Agreement
+from shardmath.context.context import Context
+from shardmath.cuda import stream as streams
+from shardmath.cuda.graph import Graph
+from shardmath.handles.device_array import ResultTemplate, Copy
+from shardmath.operators.lanes import Lane
+from shardmath.program.performing import Direct, Known, Turn
+
+__all__ = ["Launch", "Launches"]
+
+_PLACES = 32  # of results, of which the launches are kept
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """A graph that makes a call again on `stream`, if all ranks agree as in `agreement`.
+
+    This rank's note is `note`, and `prepared` what the performer had prepared. `check` raises where
+    nothing more can be launched; `give(turn)` has the results, and the copy that brings a new one
+    to its place.
+    """
+
+    context: Context
+    agreement: Agreement[Any]
+    note: bytes
+    prepared: Any
+    lane: Lane
+    graph: Graph
+    stream: int
+    give: Callable[[Turn], tuple[tuple[Any, ...], Copy | None]]
+    check: Callable[[], None] | None = None
+
+    def launch(self, turn: Turn) -> tuple[Any, ...]:
+        """See Repeat. An error here ends the wait of the peers at once."""
+        try:
+            if self.check is not None:
+                self.check()
+            given, copy = self.give(turn)
+            self.lane.launch(self.graph, copy, self.stream)
+            return given
+        except BaseException as error:
+            self.context.board.interrupted(error, caller_line())
+            raise
+
+
+class _Facts:
+    """What a launch depends on besides the arrays: its `version` is equal while all of it holds."""
+
+    __slots__ = ("_decided", "_device", "_lane", "_library")
+
+    def __init__(self, lane: Lane, library: str, decided: Callable[[], int]) -> None:
+        self._lane, self._device = lane, lane.team.device.ordinal
+        self._library, self._decided = library_named(library), decided
+
+    @property
+    def version(self) -> tuple[int, int, int] | None:
+        """None while the current stream is being captured."""
+        stream = self._library.stream(self._device)
+        if stream and streams.capturing(stream):
+            return None
+        return stream, self._lane.version, self._decided()
+
+
+class Launches:
+    """Launches for calls on the same arrays, by the place of this rank's results: while `facts` are
+    what they were, and the lane's memory has that version. Calls look for them by `results`.
+    """
+
+    __slots__ = ("_lane", "facts", "places", "results", "version")
+
+    def __init__(self, lane: Lane, facts: tuple[Any, ...], results: Any) -> None:
+        self._lane, self.facts, self.results = lane, facts, results
+        self.version = lane.version
+        self.places: LRUCache[Hashable, Launch] = LRUCache(_PLACES)
+
+    @classmethod
+    def keep(
+        cls, known: Known, facts: tuple[Any, ...], results: Any, place: Hashable, launch: Launch
+    ) -> None:
+        """Let calls of which that is `known` find a launch."""
+        found: Launches | None = known.repeats
+        if found is None or found.facts != facts or found.version != launch.lane.version:
+            found = known.repeats = cls(launch.lane, facts, results)
+        found.places.keep(place, launch)
+
+    def direct(
+        self,
+        turn: Turn,
+        agreement: Agreement[Any],
+        place: Hashable,
+        template: ResultTemplate | None,
+        library: str,
+        decided: Callable[[], int] = int,
+    ) -> Direct | None:
+        """What compiled code does in place of `Launch.launch`, for a given result, or a new one.
+
+        None where a new one is not copied to its place: of that the ranks tell each other each
+        time. `decided()` counts decisions.
+        """
+        launch, lane = self.places.find(place), self._lane
+        turn.prepared = launch  # what is told from now on
+        room = None if template is None else lane.room(template.carried)
+        if launch is None or launch.agreement is not agreement or (template and room is None):
+            return None
+        graph, stream = launch.graph, launch.stream
+        facts = _Facts(lane, library, decided)
+        version = facts.version
+        if version is None or version[:2] != (stream, self.version):
+            return None
+        check = () if launch.check is None else (launch.check,)
+
+        def bind(new: Any) -> tuple[Callable[[], object], ...]:
+            copy = None if template is None or room is None else template.copy(room, new)
+            return (*check, partial(lane.launch, graph, copy, stream))
+
+        new = None if template is None else template.array
+        return Direct(memory=(facts, version), new=new, bind=bind)
+
+    def hold(self, facts: tuple[Any, ...], stream: int) -> bool:
+        """Whether they can be launched on `stream`: what is captured is not launched now."""
+        same = self.facts == facts and self.version == self._lane.version
+        return same and (stream == 0 or not streams.capturing(stream))
