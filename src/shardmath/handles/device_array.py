@@ -29,9 +29,9 @@ from shardmath.handles.operand import Operand
 from shardmath.symmetric.heap import Block
 
 __all__ = [
-    "ResultTemplate",
     "Copy",
     "Result",
+    "ResultTemplate",
     "laid_out_alike",
     "read",
     "require_device",

@@ -29,9 +29,9 @@ from shardmath.cuda.graph import Graph
 from shardmath.errors import HeapExhausted
 from shardmath.handles.allocation import block_of
 from shardmath.handles.device_array import (
-    ResultTemplate,
     Copy,
     Result,
+    ResultTemplate,
     require_device,
     result_in,
     stream_of,

@@ -19,7 +19,7 @@ from shardmath.call.agreement import Agreement
 from shardmath.context.context import Context
 from shardmath.cuda import stream as streams
 from shardmath.cuda.graph import Graph
-from shardmath.handles.device_array import ResultTemplate, Copy
+from shardmath.handles.device_array import Copy, ResultTemplate
 from shardmath.operators.lanes import Lane
 from shardmath.program.performing import Direct, Known, Turn
 

@@ -14,7 +14,7 @@ import numpy as np
 from shardmath.context.context import Context
 from shardmath.cuda.driver import call
 from shardmath.handles import device_array
-from shardmath.handles.device_array import ResultTemplate, Result
+from shardmath.handles.device_array import Result, ResultTemplate
 from shardmath.handles.operand import Operand
 from shardmath.local.epilog import INPUTS, Extra, requirements
 from shardmath.local.gpu.gemm import Algorithms
@@ -72,8 +72,8 @@ def made_results(
     stream: int,
     lane: Lane | None = None,
 ) -> Results:
-    """New results: D, or c where there is no template for it, and outputs that are zero where nothing
-    will be written. Local. Raises HeapExhausted.
+    """New results: D, or c where there is no template for it, and outputs that are zero where
+    nothing will be written. Local. Raises HeapExhausted.
 
     D may be written to memory of the `lane`, and copied.
     """

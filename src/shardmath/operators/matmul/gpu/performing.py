@@ -21,7 +21,7 @@ from shardmath.context.context import Context
 from shardmath.cuda import stream as streams
 from shardmath.handles import device_array
 from shardmath.handles.allocation import block_of
-from shardmath.handles.device_array import ResultTemplate, Copy
+from shardmath.handles.device_array import Copy, ResultTemplate
 from shardmath.handles.operand import Operand
 from shardmath.local.gpu.blaslt import bindings
 from shardmath.local.gpu.gemm import Algorithms
