@@ -96,6 +96,19 @@ def told(calls):
     assert lines, "the plan is told once"
 
 
+def told_each_time(calls):
+    """A logger of the options' own is told of each call; options may change from call to call."""
+    lines, options = [], {"logger": logging.Logger("own", logging.INFO)}
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    options["logger"].addHandler(handler)
+    for number in range(4):
+        redistribute(calls.x, Slab.X, Slab.Y, options=options)
+        assert len(lines) == number + 1
+    options["blocking"] = "never"
+    redistribute(calls.x, Slab.X, Slab.Y, options=options)
+
+
 def in_the_other_direction(calls):
     calls.again(words=on_odd(calls, (Slab.Y, Slab.X), (Slab.X, Slab.Y)))
 
@@ -128,6 +141,7 @@ CASES = {
     "a new result": (lambda calls: calls.again(out=on_odd(calls, None, "")), ""),
     "a plan is made": (with_a_new_plan, ""),
     "the logger is told": (told, ""),
+    "a logger is told each time": (told_each_time, "blocking"),
     "a block is freed": (after_a_free, "freed"),
     "read-only": (read_only, "read-only"),
     "other words": (in_the_other_direction, "distribution"),

@@ -109,7 +109,7 @@ class Driver:
 
     def call(self, arguments: Arguments) -> Any:
         """Its results. Collective."""
-        if self._compiled is not None:
+        if self._compiled is not None and arguments.options is None:  # which may name a logger
             results = self._compiled.make(arguments, self._otherwise)
             if results is not None:
                 return results
