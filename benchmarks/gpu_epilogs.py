@@ -19,7 +19,7 @@ from shardmath.arrays import dtypes
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.gpu import Matrix
 from shardmath.local.gpu.blaslt import WORKSPACE
-from shardmath.local.gpu.epilog import finish
+from shardmath.local.gpu.epilog import combine
 from shardmath.local.gpu.fused_epilog import fused_epilog, split
 from shardmath.local.gpu.gemm import has_algorithm, multiply
 
@@ -74,7 +74,7 @@ class Case:
         """The product, then our kernel."""
         self._multiply(turn, self.wide)
         d, parts = self.matrix(self.d), [self.matrix(self.wide)]
-        finish(self.device, self.ranks.stream(), d, parts, epilog=self.epilog, **self.given)
+        combine(self.device, self.ranks.stream(), d, parts, epilog=self.epilog, **self.given)
 
     @property
     def _found(self):
@@ -88,7 +88,7 @@ class Case:
         self._multiply(turn, self.d, extras=found.extras, bias=found.bias, aux=found.aux)
         if self.rest:
             aux = self.given["aux"]
-            finish(self.device, self.ranks.stream(), d, [d], epilog=self.rest, aux=aux)
+            combine(self.device, self.ranks.stream(), d, [d], epilog=self.rest, aux=aux)
 
     def by_torch(self, turn):
         """The same for a user of torch; its GELU is the one by tanh."""

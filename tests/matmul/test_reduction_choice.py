@@ -9,11 +9,11 @@ import pytest
 from shardmath.machine import h200
 from shardmath.operators.matmul.gpu.local_product import OperandLayout
 from shardmath.operators.matmul.gpu.reduction_choice import (
+    adds_in_half_precision,
     choose_all_reduce,
     choose_reduce_scatter,
     choose_schedule,
     choose_shared_schedule,
-    rounds_parts,
 )
 from shardmath.operators.matmul.gpu.split_k import SplitKProduct
 from shardmath.operators.matmul.gpu.tile_order import TileOrder
@@ -80,7 +80,7 @@ def test_two_steps_take_no_less_than_their_bytes() -> None:
 
 
 def test_small_results_are_sums_of_float32() -> None:
-    assert [rounds_parts(elements) for elements in (0, 1, 1 << 18, (1 << 18) + 1)] == [
+    assert [adds_in_half_precision(elements) for elements in (0, 1, 1 << 18, (1 << 18) + 1)] == [
         *(False, False, False),
         True,
     ]

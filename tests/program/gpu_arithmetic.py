@@ -144,7 +144,7 @@ def add_up(
     target, parts, *, alpha=1, beta=1, c=None, epilog=MatmulEpilog.DEFAULT, bias=None, aux=None,
     unrounded=None, extra="",
 ):  # fmt: skip
-    """See `local.gpu.epilog.finish`."""
+    """See `local.gpu.epilog.combine`."""
     wide = to_numpy(dtypes.accumulator(target.dtype))
     total = np.zeros((target.rows, target.columns), np.result_type(wide, type(alpha), type(beta)))
     for part in parts:

@@ -169,7 +169,7 @@ def multiply_scaled(device, a, b, d, *, scale_a, scale_b, stream, **how):
     device.launch(stream, arithmetic.multiply_scaled, a, b, d, (scale_a, scale_b), **how)
 
 
-def finish(device, stream, d, parts, *, bias=None, extra="", **how):
+def combine(device, stream, d, parts, *, bias=None, extra="", **how):
     if d.size:
         dtype = extra or d.dtype
         bias = None if bias is None else Matrix(bias[0], d.rows, 1, bias[1], 1, dtype)
@@ -233,7 +233,7 @@ def perform_phases(rank_plans, operands, addition_order="", *, seed=0, within=Fa
             (phases, "fetch", fetch),
             (phases, "multiply", multiply),
             (phases, "has_algorithm", lambda *_, **__: within),
-            (phases, "finish", finish),
+            (phases, "combine", combine),
             (phases, "copy", copy),
             (phases, "row_sums", launches(arithmetic.sum_rows)),
             (phases, "PanelGemm", panels),

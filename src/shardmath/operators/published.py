@@ -12,10 +12,10 @@ from shardmath.handles.exposed import Exposed
 from shardmath.handles.operand import Operand
 from shardmath.local.gpu import Matrix
 
-__all__ = ["Place", "Places", "matrix_of", "pack_exposed", "unpack_exposed"]
+__all__ = ["AddressTable", "Place", "matrix_of", "pack_exposed", "unpack_exposed"]
 
 Place = tuple[int, tuple[int, ...]]  # the address of element (0, 0), strides in bytes
-Places = Callable[[int], Place]  # by rank
+AddressTable = Callable[[int], Place]  # by rank
 
 
 def matrix_of(array: Operand) -> Matrix:

@@ -155,7 +155,7 @@ def inputs_of(epilog, rng, m, n, dtype):
 
 def check_epilogs(context, dtype):
     """Names of epilogs and forms for which the kernel and the host differ."""
-    from shardmath.local.gpu.epilog import finish
+    from shardmath.local.gpu.epilog import combine
 
     rng = np.random.default_rng(2)
     accumulator = dtypes.accumulator(dtype).name
@@ -191,7 +191,7 @@ def check_epilogs(context, dtype):
                     given = inputs.get(name)
                     given = np.zeros_like(aux[name]) if given is None else given
                     other = OnDevice(context, given, "F")
-                finish(
+                combine(
                     device,
                     0,
                     d.matrix,
@@ -239,7 +239,7 @@ def check_epilogs_within(context, dtype):
     """
     from shardmath.cuda.driver import call
     from shardmath.local.gpu.blaslt import WORKSPACE
-    from shardmath.local.gpu.epilog import finish
+    from shardmath.local.gpu.epilog import combine
     from shardmath.local.gpu.fused_epilog import fused_epilog, split
     from shardmath.local.gpu.gemm import Algorithms, has_algorithm, multiply
 
@@ -295,7 +295,7 @@ def check_epilogs_within(context, dtype):
                     algorithms=algorithms,
                 )
                 if rest:
-                    finish(device, 0, d.matrix, [d.matrix], epilog=rest, aux=matrix)
+                    combine(device, 0, d.matrix, [d.matrix], epilog=rest, aux=matrix)
 
             timed = Algorithms(timings={})
             run(timed)

@@ -16,7 +16,7 @@ from shardmath.cuda.kernel import Argument, kernel
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.gpu.matrix import NO_MATRIX, Matrix
 
-__all__ = ["copy", "finish", "row_sums"]
+__all__ = ["combine", "copy", "row_sums"]
 
 _THREADS, _COLUMNS, _ROWS = 256, 4, 8
 _WAVES = 16  # blocks on each multiprocessor, beyond which they take turns
@@ -25,7 +25,7 @@ _RUN = 8  # kRun
 _NONE = "identity"  # what the kernel calls the function that does nothing
 
 
-def finish(
+def combine(
     device: Device,
     stream: int,
     d: Matrix,
@@ -139,4 +139,4 @@ def copy(device: Device, stream: int, target: Matrix, source: Matrix) -> None:
             stream,
         )
     else:
-        finish(device, stream, target, [source])
+        combine(device, stream, target, [source])

@@ -65,7 +65,7 @@ def fused_epilog(
 ) -> FusedEpilog | None:
     """How a product that writes `d` does `epilog` too, or None where cuBLASLt cannot.
 
-    `bias` and `aux` are as for `epilog.finish`.
+    `bias` and `aux` are as for `epilog.combine`.
     """
     if epilog is MatmulEpilog.DEFAULT:
         return FusedEpilog(EpilogAttributes())

@@ -14,7 +14,7 @@ from itertools import accumulate
 
 from shardmath.context.context import Context
 from shardmath.local.gpu import Matrix
-from shardmath.local.gpu.epilog import copy, finish
+from shardmath.local.gpu.epilog import combine, copy
 from shardmath.operators.matmul.gpu.reduction_choice import choose_shared_schedule
 from shardmath.operators.matmul.gpu.split_k import SplitKProduct
 from shardmath.operators.matmul.gpu.tile_sending import TileSchedule, TileSendingGemm
@@ -88,7 +88,7 @@ class GemmAllReduce:
             here = Matrix(result + low * nbytes, *shape, nbytes // 2, 1, sending.problem.dtype)
             come = here._replace(address=addresses[rank] + low * between, row_stride=between // 2)
             if nbytes > 2 * columns:  # what lies between rows of the result stays
-                finish(sending.team.device, stream, here, [come])
+                combine(sending.team.device, stream, here, [come])
             else:
                 copy(sending.team.device, stream, here, come)
 

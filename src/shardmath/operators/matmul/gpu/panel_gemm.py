@@ -40,7 +40,7 @@ from shardmath.operators.matmul.gpu.panel_schedule import (
     make_schedule,
 )
 from shardmath.operators.matmul.gpu.rank_plan import Operands, RankPlan
-from shardmath.operators.published import Places, matrix_of
+from shardmath.operators.published import AddressTable, matrix_of
 from shardmath.redistribution.copies import StridedCopy, lowered
 from shardmath.redistribution.device import Box, BoxCopies
 
@@ -153,7 +153,7 @@ class PanelGemm:
         """Bytes of the panel of each operand, by the name of the lane's memory for it."""
         return {f"panel {'ab'[x.index]}": x.panel_bytes() for x in self._panel_operands}
 
-    def run(self, places_of: Callable[[int], Places]) -> bool:
+    def run(self, places_of: Callable[[int], AddressTable]) -> bool:
         """Put it on the stream; false, with nothing done, where copy engines do not suit.
 
         `places_of(index)` says where each rank's part of an operand lies.
@@ -191,7 +191,7 @@ class PanelGemm:
         call("cuStreamWaitEvent", stream, lane.event("join"), 0)
         return True
 
-    def _oriented(self, places: Places) -> Places:
+    def _oriented(self, places: AddressTable) -> AddressTable:
         """The same for the transposed product."""
         if not self._transposed:
             return places
@@ -204,7 +204,7 @@ class PanelGemm:
 
     # -- the plan, cached with the rank plan -------------------------------------------------------
 
-    def _plan(self, places: Sequence[Places]) -> _Plan | None:
+    def _plan(self, places: Sequence[AddressTable]) -> _Plan | None:
         sources = [
             {move.src for move in operand.moves} if operand.place is None else set()
             for operand in self._panel_operands
@@ -221,7 +221,9 @@ class PanelGemm:
         plan: _Plan | None = cache[key]
         return plan
 
-    def _make_plan(self, places: Sequence[Places], sources: Sequence[set[int]]) -> _Plan | None:
+    def _make_plan(
+        self, places: Sequence[AddressTable], sources: Sequence[set[int]]
+    ) -> _Plan | None:
         out, (left, right), tiles = self._out, self._panel_operands, self._tiles()
         wave = [units * unit for units, unit in zip(tiles.first_wave, tiles.units, strict=True)]
         costs = wave[0] * float(out.itemsize), wave[1] * float(out.itemsize)
@@ -251,7 +253,7 @@ class PanelGemm:
             schedule, tuple(fetches), tuple(own), reached, k_order.steps, local_steps, step_table
         )
 
-    def _own_copies(self, operand: PanelOperand, place: Places) -> BoxCopies | None:
+    def _own_copies(self, operand: PanelOperand, place: AddressTable) -> BoxCopies | None:
         """What this rank has but cannot load in place, into its panel."""
         if operand.place is not None:
             return None
@@ -332,7 +334,9 @@ class _Plan:
     step_table: Constant
 
 
-def _lowered(operand: PanelOperand, moves: Sequence[Move], places: Places) -> list[StridedCopy]:
+def _lowered(
+    operand: PanelOperand, moves: Sequence[Move], places: AddressTable
+) -> list[StridedCopy]:
     """Moves into an operand's panel as strided copies."""
     panel = operand.panel(0)
     item = panel.itemsize

@@ -21,7 +21,7 @@ from shardmath.handles.exposed import Exposed
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.gpu import Matrix, float8, scaled
 from shardmath.local.gpu.blaslt import WORKSPACE
-from shardmath.local.gpu.epilog import copy, finish, row_sums
+from shardmath.local.gpu.epilog import combine, copy, row_sums
 from shardmath.local.gpu.fused_epilog import FusedEpilog, fused_epilog
 from shardmath.local.gpu.gemm import has_algorithm, multiply
 from shardmath.operators.lanes import Lane
@@ -53,7 +53,13 @@ from shardmath.operators.matmul.gpu.steps import (
     Record,
     View,
 )
-from shardmath.operators.published import Place, Places, matrix_of, pack_exposed, unpack_exposed
+from shardmath.operators.published import (
+    AddressTable,
+    Place,
+    matrix_of,
+    pack_exposed,
+    unpack_exposed,
+)
 from shardmath.program.steps import (
     Convert,
     Dequantize,
@@ -417,7 +423,7 @@ class Phases:
         )
 
     def _add_up(self, step: AddUp, stream: int) -> None:
-        finish(
+        combine(
             self._device,
             stream,
             self._matrix(step.target),
@@ -496,7 +502,7 @@ class Phases:
         if not self._panel_gemm.run(self._places):
             self._perform(step.replaces, stream)
 
-    def _places(self, index: int) -> Places:
+    def _places(self, index: int) -> AddressTable:
         """Where each rank's part of an operand lies."""
         name, rank = "ab"[index], self._rank_plan.rank
         own, dtype = self._buffers[name], self._arrays[name].dtype

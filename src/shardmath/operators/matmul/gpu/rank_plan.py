@@ -25,7 +25,7 @@ from shardmath.operators.matmul.gpu.patterns import Pattern, pattern_of
 from shardmath.operators.matmul.gpu.reduction_choice import (
     CHOICES,
     EPILOGS,
-    rounds_parts,
+    adds_in_half_precision,
     split_k_product,
 )
 from shardmath.operators.matmul.gpu.rounds import Rounds, rounds_of
@@ -349,7 +349,7 @@ class RankPlan:
         m, n, _ = problem.shape
         is_half = dtypes.of(problem.result).itemsize == 2
         added = self.pattern is not None and self.pattern.kind != "all-gather"
-        if is_half and added and rounds_parts(m * n):
+        if is_half and added and adds_in_half_precision(m * n):
             return problem.result
         return dtypes.accumulator(problem.dtype).name
 

@@ -24,12 +24,12 @@ __all__ = [
     "CHOICES",
     "EPILOGS",
     "Choice",
+    "adds_in_half_precision",
     "choose_all_reduce",
     "choose_reduce_scatter",
     "choose_schedule",
     "choose_shared_schedule",
     "predicted",
-    "rounds_parts",
     "split_k_product",
 ]
 
@@ -97,7 +97,7 @@ def split_k_product(strategy: Strategy, pattern: Pattern) -> SplitKProduct:
     return SplitKProduct(rows, m * n // max(1, sum(rows)), most, problem.dtype, *factors)
 
 
-def rounds_parts(elements: int) -> bool:
+def adds_in_half_precision(elements: int) -> bool:
     """Whether the ranks' parts of so many 16-bit floats are rounded before a collective adds them
     up.
 
@@ -172,7 +172,7 @@ def _separate(problem: SplitKProduct, *, ways: int) -> float:
 
     cuBLAS cuts k where there are few tiles: it is bound by operations, or by memory.
     """
-    wide = not rounds_parts(problem.height * problem.columns)
+    wide = not adds_in_half_precision(problem.height * problem.columns)
     sent = (2 if wide else 1) * ways * _sent(problem) / (h200.SCATTERED, h200.SHARED)[ways - 1]
     rounding = wide * (h200.GRAPH_STEP + 3 * _result(problem) / h200.READING)
     product = max(problem.flops / h200.HALF_PRODUCT, _reading(problem))
