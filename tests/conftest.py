@@ -12,34 +12,39 @@ import pytest
 import one_thread  # noqa: F401  (before NumPy)
 from ranks import Pool, with_context
 
-# The files that take longest, most of them more than 20 s of a core. They come first, so that what
-# is left for the end is short.
+# The files that take most of a core, 8 s or more of a slow one, the longest first, so that what is
+# left for the end is short.
 LONG = [
-    "docs/test_pages",
-    "matmul/test_matmul_behaviour",
-    "launchers/test_threads_counted",
     "matmul/test_float8_products",
-    "reliability/test_interrupts",
+    "launchers/test_threads_counted",
+    "matmul/test_matmul_behaviour",
     "fft/test_gpu_stages",
+    "reliability/test_interrupts",
+    "matmul/test_scaled_products",
+    "docs/test_pages",
     "launchers/test_one_program",
     "matmul/test_matmul_any",
-    "hosts/test_far_bodies",
-    "matmul/test_scaled_products",
     "launchers/test_bodies_everywhere",
-    "hosts/test_far_memory",
     "fft/test_fft_any",
     "collectives/test_reducing",
+    "hosts/test_far_memory",
+    "hosts/test_far_bodies",
+    "autograd/test_gradients",
+    "test_layers",
+    "redistribution/test_redistribute_any",
+    "matmul/test_matmul_epilogs",
+    "reliability/test_mismatches",
     "group/test_slow_starts",
     "reliability/test_compiled_callers",
-    "autograd/test_gradients",
     "launch/test_run",
-    "redistribution/test_redistribute_any",
-    "reliability/test_given_up",
-    "reliability/test_words",
-    "symmetric/test_departures",
-    "matmul/test_matmul_epilogs",
+    "local/test_epilog",
+    "program/test_products",
     "collectives/test_moving",
-    "test_layers",
+    "program/test_pretended_gpus",
+    "matmul/test_matmul_bad_input",
+    "reliability/test_words",
+    "matmul/test_matmul_strategies",
+    "group/test_launchers",
 ]
 
 
