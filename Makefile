@@ -27,7 +27,7 @@ demo: $(VENV)/.has-demo
 test: $(VENV)/.has-test
 	@PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -n 2
 
-# Interrupts at every place take some two hours of one core; -k part07 is a 32nd of them.
+# Interrupts at every place take two to three hours of one core; -k part07 is a 32nd of them.
 torture: $(VENV)/.has-test
 	@$(RUN) -m pytest -m torture --timeout 3600 -n $$(nproc)
 
