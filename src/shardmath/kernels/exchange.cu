@@ -139,13 +139,14 @@ struct CopyFromSlot {
 struct Table {
     u64 row[kRanks][kRow];
     u64 place[kRanks];  // where in the output the part of each rank starts, in bytes
-    u64 counted;        // the chunks that a peer has counted, as was seen last
+    u64 counted[2];     // the chunks that a peer has counted, as was seen last: in turn, since who reads may be late
 };
 
 struct Exchange {
     const ExchangeArgument& a;
     const Launch& launch;
     Table& table;
+    mutable u32 waits = 0;  // for counts, the same for all threads of a block
 
     __device__ int rank() const { return a.cells.team.rank; }
     __device__ Post& own() const { return *a.post[rank()]; }
@@ -303,24 +304,25 @@ struct Exchange {
     // Wait until a peer has counted `target` chunks of this launch, and say how many it has; 0 when they do not come.
     // By all threads; the same for all.
     __device__ u64 await_count(const u64* word, u64 target, int peer) const {
+        u64& counted = table.counted[++waits & 1];
         bool come = true;
         if (threadIdx.x == 0) {
             Deadline deadline;
             for (bool last = false;; last = deadline.passed(a.cells.team, peer)) {
                 const u64 seen = load_acquire(word);
-                table.counted = seen & 0xffffff;
-                if (seen >> 24 == (launch.number & 0xffffffffffull) && table.counted >= target) break;
+                counted = seen & 0xffffff;
+                if (seen >> 24 == (launch.number & 0xffffffffffull) && counted >= target) break;
                 if (last) {
-                    give_up(peer, target, table.counted);
+                    give_up(peer, target, counted);
                     come = false;
                     break;
                 }
             }
         }
-        return __syncthreads_and(come) ? table.counted : 0;
+        return __syncthreads_and(come) ? counted : 0;
     }
 
-    __device__ u64 counted(u64 chunks) const { return launch.number << 24 | chunks; }
+    __device__ u64 count_of(u64 chunks) const { return launch.number << 24 | chunks; }
 
     // Those who have copied a chunk go on while one thread for each peer waits until it is there, and says so.
     __device__ bool send_chunks(u32 lane) const {
@@ -348,7 +350,7 @@ struct Exchange {
             }
             __syncthreads();
             const int peer = blockDim.x - 1 - threadIdx.x;
-            if (peer < kRanks && left(peer, chunk)) store_release(&a.post[peer]->lane[lane].sent[rank()], counted(k + 1));
+            if (peer < kRanks && left(peer, chunk)) store_release(&a.post[peer]->lane[lane].sent[rank()], count_of(k + 1));
         }
         return true;
     }
@@ -371,7 +373,7 @@ struct Exchange {
                 by_unit<CopyFromSlot>((u64)start, start, slot, some, threadIdx.x, blockDim.x);
                 __syncthreads();
                 // Nothing that was written needs to be seen with it: the slot has been read, or nothing was stored.
-                if (threadIdx.x == 0) store_relaxed(&a.post[peer]->lane[lane].taken[rank()], counted(k + 1));
+                if (threadIdx.x == 0) store_relaxed(&a.post[peer]->lane[lane].taken[rank()], count_of(k + 1));
             }
         }
         return true;

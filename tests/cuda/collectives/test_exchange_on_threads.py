@@ -25,7 +25,7 @@ from shardmath.cuda.compile import KERNELS
 from shardmath.symmetric import structs
 
 HERE = Path(__file__).parent
-LANES, INBOX, MAIL, THREADS = 2, 64 << 10, 3 * 256, 4
+LANES, INBOX, MAIL, THREADS = 2, 48 << 10, 3 * 256, 3
 SMALLER = {"_LANES": LANES, "_INBOX_BYTES": INBOX, "_MAIL_BYTES": MAIL, "_LANE_BLOCKS": 2 * LANES}
 SECONDS = 3600  # nobody waits in vain here
 OURS, OTHER = 7, 8  # tags
@@ -203,14 +203,16 @@ def tables(size):
     yield np.full((size, size), 8)
     yield rng.integers(0, 500, (size, size))
     yield np.zeros((size, size), int)
-    yield rng.choice([0, 1, 255, 390, 5000, 41_003], (size, size))
+    yield rng.choice([0, 1, 255, 390, 5000, 17_003], (size, size))
     yield np.full((size, size), 3000) * np.eye(size, dtype=int)
-    yield rng.integers(0, 60_000, (size, size))
+    yield rng.integers(0, 20_000, (size, size))
     yield rng.choice([0, 400], (size, size))
 
 
-@pytest.mark.parametrize("told", [False, True])
-@pytest.mark.parametrize(("width", "shift"), [(1, 0), (1, 1), (16, 0), (6, 2), (4, 4)])
+@pytest.mark.parametrize(
+    ("width", "shift", "told"),
+    [(1, 0, True), (1, 1, False), (16, 0, False), (6, 2, True), (4, 4, False)],
+)
 def test_every_part_comes_to_its_place(kernel, width, shift, told):
     exchanges = Exchanges(kernel)
     for table in tables(exchanges.size):
