@@ -285,6 +285,7 @@ class Heap:
         buffer = None
         if found is not None:
             block = Block(found.location, nbytes, reserved, found.address)
+            block.announced_to |= found.announced_to  # what was found out about it says where it is
             self._blocks[block.address] = block
             buffer = self._buffer(block)
         self.changing = False
@@ -300,9 +301,7 @@ class Heap:
         while turn is not None and len(turn) > waiting:
             block = turn[0]
             if block in self._retired and not block.shared:
-                if not self._is_due(
-                    block, small and len(turn) * reserved <= _MOST_WAITING, collects
-                ):
+                if not self._is_due(block, len(turn) * reserved <= _MOST_WAITING, collects):
                     return None
                 del self._retired[block]
                 turn.popleft()
@@ -313,13 +312,11 @@ class Heap:
         return None
 
     def _is_due(self, block: Block, may_grow: bool, ask: bool) -> bool:
-        """Whether the device is done with a block; the host waits for it unless more memory may be
-        taken, and does not `ask` each time then.
+        """Whether the device is done with a block. The host waits for it, but not long, where small
+        ones may take no more memory; where they may, it does not `ask` each time.
         """
-        if not may_grow:
-            return _await(
-                block, time.monotonic() + (_AHEAD if block.reserved <= _SMALL else _FENCE_WAIT)
-            )
+        if not may_grow and block.reserved <= _SMALL:
+            return _await(block, time.monotonic() + _AHEAD)
         if block.fence is self._late and not ask:
             return False
         if block.idle:
