@@ -29,7 +29,11 @@ BUILT = {
 
 # The number that a module gives as its INTERFACE, 0 if none: it rises when calls of it change, and
 # what was built from older sources is not used.
-_INTERFACES = {"shardmath.symmetric._board": 1, "shardmath.call._direct": 1}
+_INTERFACES = {
+    "shardmath.symmetric._board": 1,
+    "shardmath.call._direct": 1,
+    "shardmath.cuda._launch": 1,
+}
 
 
 def extension(name: str) -> Any:

@@ -12,7 +12,7 @@ how much they send: see `ahead`. Else all ranks agree every time.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -57,7 +57,7 @@ def perform_on_device(context: Context, call: Call, x: Any, out: Any) -> Any:
             plan = ahead.plan(known, spec)
             operand = found.taking(context, known.plan, out)
             operand.tag = known.tag
-            result = _put(call, operand, plan)
+            result = _put(call.on_device, operand, plan)
     else:
         try:
             with ahead.meeting(found if isinstance(found, Exception) else found.spec):
@@ -97,7 +97,11 @@ def _perform_again(
             plan = cached.plan if same else ahead.plan(known, cached.spec.spec)
         if same and cached.applies(arrays):
             return cached.launch(context, arrays, out)
-        return _put(call, DeviceOperand(context, x, out, tag=cached.tag), plan)
+        operand = DeviceOperand(context, x, out, tag=cached.tag)
+        result = _put(call.on_device, operand, plan)
+    if not same and known is not None:
+        _keep(context, call, arrays, (operand, cached.spec.spec, plan), result, known)
+    return result
 
 
 def _keep(
@@ -115,18 +119,20 @@ def _keep(
     cached = _CachedCall.of(arrays, operand, form, spec, plan, others, result)
     if cached is None:
         return
-    runs_ahead = ahead.find(call.operation, cached.common) is not None
-    if runs_ahead and known is None and form.counted:
+    met = known is None
+    if known is None:
+        known = ahead.find(call.operation, cached.common)
+    if met and known is not None and form.counted:
         return  # the launch has the peers' parts of a call for which all have met
     calls: LRUCache[Hashable, _CachedCall] = context.cache("calls: collectives", _CACHE)
     calls.keep(arrays.key, cached)
-    if runs_ahead and others is None:
-        _keep_compiled(context, call, cached, operand.given, result)
+    if known is not None:
+        _keep_compiled(context, call, known, cached, operand.given, result)
 
 
-def _put(call: Call, operand: DeviceOperand, plan: Any) -> Any:
+def _put(on_device: Callable[[DeviceOperand, Any], Any], operand: DeviceOperand, plan: Any) -> Any:
     """The result of a known call, of which this rank may know its own part alone."""
-    return operand.exchange(plan) if isinstance(plan, OwnParts) else call.on_device(operand, plan)
+    return operand.exchange(plan) if isinstance(plan, OwnParts) else on_device(operand, plan)
 
 
 def _known(context: Context, call: Call, found: _DeviceCall) -> KnownCall | None:
@@ -137,9 +143,12 @@ def _known(context: Context, call: Call, found: _DeviceCall) -> KnownCall | None
     return ahead.find_fitting(operation, call.form, found.spec)
 
 
-def _keep_compiled(context: Context, call: Call, cached: _CachedCall, x: Any, result: Any) -> None:
+def _keep_compiled(
+    context: Context, call: Call, known: KnownCall, cached: _CachedCall, x: Any, result: Any
+) -> None:
     """Let the next such call be made by compiled code, where that was built."""
     direct, (spec, into) = cached.direct, cached.array_specs
+    operation, on_device, tag, own = call.operation, call.on_device, cached.tag, cached.spec.spec
     repeats = Repeats.of(context)
     if repeats is None or direct.ready is None:
         return
@@ -147,14 +156,28 @@ def _keep_compiled(context: Context, call: Call, cached: _CachedCall, x: Any, re
         hash(call.arguments)
     except TypeError:
         return
-    counted = call.form.takes_counts(cached.spec.spec, call.arguments)
+    counted = call.form.takes_counts(own, call.arguments)
+    words, others = cached.words, cached.others
+    asks = others is not None
+    if counted and asks:
+        return  # which of the launches is right, the peers' words say
+
+    def end(context: Context, x: Any, out: Any) -> tuple[Any, bool]:
+        ahead = Ahead.of(context)
+        with context.executing(operation):
+            plan, same = ahead.plan(known, own), ahead.others(known, words) == others
+            return _put(on_device, DeviceOperand(context, x, out, tag=tag), plan), same
+
     repeats.keep(
-        (call.operation, *(call.arguments[:1] if counted else call.arguments)),
+        (operation, *(call.arguments[:1] if counted else call.arguments)),
         (library_named(spec.library), spec, x),
         (library_named(spec.library).spec(result), result),
         direct.ready,
-        (cached.tag, cached.words),
+        (tag, words),
+        others,
+        end,
         in_place=direct.in_place,
+        given=not (asks and into is None),
         new=into is None or not call.form.counted,
         counted=counted,
     )

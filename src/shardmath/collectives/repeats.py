@@ -4,13 +4,15 @@ What `cuda/launch.c` makes again was made before by `device_calls`, which makes 
 something is not as it was: another stream, an array that is not aligned, a peer that is far behind,
 a report of a kernel. Without a compiler at installation it always does.
 
-Calls that meet, or wait for what the peers' hosts say, are not among them.
+A call whose host has to know what its peers send looks into their lists, and launches if they send
+what they sent the last time. Calls that meet are not among those that are made so.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -21,6 +23,7 @@ from shardmath.collectives.device import DeviceCollectives
 from shardmath.context.context import Context
 from shardmath.cuda.driver import require_success
 from shardmath.cuda.kernel import ReadyLaunch
+from shardmath.symmetric.calls import packed
 
 __all__ = ["Repeats"]
 
@@ -29,11 +32,19 @@ _UNIT = 16  # bytes: addresses are multiples of it
 _NAME = "shardmath.cuda._launch"
 
 
+_Key = tuple[tuple[Any, ...], Any, Any, bool]  # a call, type and shape of x, whether out is new
+End = Callable[[Context, Any, Any], tuple[Any, bool]]
+
+
 class _Entry(NamedTuple):
-    """A call that may come again: compiled, and what makes a new result."""
+    """A call that may come again: compiled, what makes a new result, and `end(context, x, out)`,
+    if it may be listed and not launched: it gives the result then, and whether the peers have
+    listed what they did.
+    """
 
     repeat: Any
     new: Callable[..., Any]
+    end: End | None
 
 
 class Repeats:
@@ -42,7 +53,8 @@ class Repeats:
     def __init__(self, context: Context, compiled: Any) -> None:
         team = context.team
         assert team is not None, "a context of GPUs"
-        self.calls: dict[Hashable, _Entry] = {}
+        self.calls: dict[_Key, _Entry] = {}
+        self._context = weakref.ref(context)  # it keeps this
         self._team, self._board, self._heap = team, context.board, context.heap
         collectives = DeviceCollectives.of(context)
         assert isinstance(collectives, DeviceCollectives), "ranks of one host"
@@ -69,16 +81,21 @@ class Repeats:
         result: tuple[ArraySpec, Any],
         launch: ReadyLaunch,
         listed: tuple[int, Sequence[int]],
+        others: Sequence[Sequence[int]] | None,
+        end: End,
         *,
         in_place: bool,
+        given: bool,
         new: bool,
         counted: bool,
     ) -> None:
         """Let a call be made again that was this launch, from the operand to the result.
 
         Both are given by their specs and arrays, of which is kept how they look. `listed` are the
-        tag and the words by which such a call is listed. `new`: it may come without an array for
-        the result. `counted`: with other counts along the first axis, see `make_counted`.
+        tag and the words by which such a call is listed. If the launch depends on what the peers
+        list, `others` has all ranks' words, and `end` is what follows where they have listed
+        others, or are late. The call may come with an array for the result (`given`), without one
+        (`new`), and with other counts along the first axis (`counted`), see `make_counted`.
         """
         library, spec, x = operand
         like, made = result
@@ -105,6 +122,7 @@ class Repeats:
             self._team.report_address,
             places,
             counts,
+            None if others is None else self._of_peers(others),
         )
         dtype, device = made.dtype, made.device
 
@@ -115,12 +133,17 @@ class Repeats:
                 return torch.empty_like(like)
             return torch.empty(shape, dtype=dtype, device=device)
 
-        entry = _Entry(repeat, empty)
+        entry = _Entry(repeat, empty, None if others is None else end)
         if len(self.calls) >= _KEPT:
             self.calls.clear()
         looks = x.shape[1:] if counted else x.shape
-        for is_new in (False, True)[: 1 + new]:
-            self.calls[call, x.dtype, looks, is_new] = entry
+        for is_new, may_come in ((False, given), (True, new)):
+            if may_come:
+                self.calls[call, x.dtype, looks, is_new] = entry
+
+    def _of_peers(self, words: Sequence[Sequence[int]]) -> bytes:
+        """What the peers list, given what all ranks do."""
+        return b"".join(packed(each) for r, each in enumerate(words) if r != self._board.rank)
 
     def make(self, call: tuple[Any, ...], x: Any, out: Any) -> Any:
         """The result of a call that comes again; None where it is another, and nothing was done.
@@ -128,10 +151,11 @@ class Repeats:
         `call` is the operation and its other arguments.
         """
         try:
-            entry = self.calls.get((call, x.dtype, x.shape, out is None))
+            key = call, x.dtype, x.shape, out is None
+            entry = self.calls.get(key)
         except (AttributeError, TypeError):  # no array, or an argument that has no hash
             return None
-        return None if entry is None else self._made(entry, call[0], x, out)
+        return None if entry is None else self._made(key, entry, x, out)
 
     def make_counted(
         self,
@@ -143,24 +167,31 @@ class Repeats:
     ) -> Any:
         """As `make`, of a call with counts for and of all ranks; they may differ each time."""
         try:
-            entry = self.calls.get((call, x.dtype, x.shape[1:], out is None))
+            key = call, x.dtype, x.shape[1:], out is None
+            entry = self.calls.get(key)
         except (AttributeError, TypeError):
             return None
-        return None if entry is None else self._made(entry, call[0], x, out, sent, expected)
+        return None if entry is None else self._made(key, entry, x, out, sent, expected)
 
-    def _made(self, entry: _Entry, operation: str, x: Any, out: Any, *counts: Any) -> Any:
+    def _made(self, key: _Key, entry: _Entry, x: Any, out: Any, *counts: Any) -> Any:
         """The result, None where nothing was done after all."""
         stream = libraries()["torch"].stream(self._team.device.ordinal)
         usable = self._board.failure is None and not self._team.broken and not self._heap.freed
         if not usable or not self._order.continues(stream):
             return None
+        operation = key[0][0]
         self._board.enter(operation)
         if operation != self._board.operation:
             self._board.operation = operation
-        if out is None:
-            out = entry.new(x, *counts[1:])
-        status = entry.repeat.go(x, out, stream, *counts)
+        result = entry.new(x, *counts[1:]) if out is None else out
+        status = entry.repeat.go(x, result, stream, *counts)
         if status is None:
             return None
+        context = self._context()
+        if entry.end is not None and status == self._compiled.LISTED and context is not None:
+            result, same = entry.end(context, x, out)
+            if not same:
+                self.calls.pop(key, None)
+            return result
         require_success("cuLaunchKernel", status)
-        return out
+        return result

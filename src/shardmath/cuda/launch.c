@@ -11,6 +11,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <dlfcn.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -18,7 +19,16 @@
 #define DRIVER "libcuda.so.1" /* tests have another */
 #endif
 
-enum { PARAMETERS = 4096, PEERS = 256, WORDS = 16 };
+enum { PARAMETERS = 4096, PEERS = 256, WORDS = 16, SPINS = 1 << 12 };
+enum { LISTED = -1 }; /* no answer of the driver: the call is listed, and Python does the rest */
+
+#if defined(__x86_64__) || defined(__i386__)
+#define PAUSE() __builtin_ia32_pause()
+#elif defined(__aarch64__)
+#define PAUSE() __asm__ __volatile__("yield")
+#else
+#define PAUSE() (void)0
+#endif
 
 typedef int (*LaunchKernel)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *,
                             void **, void **);
@@ -58,6 +68,8 @@ typedef struct {
     uint64_t window, tag;
     Py_ssize_t peers;
     const uint64_t *listed[PEERS]; /* how many calls each peer has listed */
+    int asks;                   /* whether the launch is right only if each peer lists these words, too: */
+    uint64_t others[WORDS][WORDS];
     char argument[PARAMETERS];
 } Repeat;
 
@@ -179,8 +191,27 @@ static int has_room(const Repeat *self, uint64_t number) {
     return 1;
 }
 
-/* go(operand, result, stream[, counts sent, counts expected or None]): None where Python has to make the call, else
- * what the driver answers. */
+/* Whether all peers list this call, and with the words that they listed the last time. A peer that is late is
+ * left to Python, which notices whether it has died. */
+static int peers_agree(const Repeat *self, uint64_t number) {
+    const ptrdiff_t tags = self->tags - self->made, words = self->words - self->made;
+    const uint64_t place = number % self->window;
+    for (Py_ssize_t i = 0; i < self->peers; i++) {
+        const uint64_t *listed = self->listed[i];
+        for (int spins = 0; __atomic_load_n(listed, __ATOMIC_ACQUIRE) < number; spins++) {
+            if (spins == SPINS)
+                return 0;
+            PAUSE();
+        }
+        if (listed[tags + (ptrdiff_t)place] != self->tag ||
+            memcmp(listed + words + (ptrdiff_t)place * WORDS, self->others[i], (size_t)self->word_bytes) != 0)
+            return 0;
+    }
+    return 1;
+}
+
+/* go(operand, result, stream[, counts sent, counts expected or None]): None where Python has to make the call, LISTED
+ * where it has to end it, else what the driver answers. */
 static PyObject *go(Repeat *self, PyObject *const *given, Py_ssize_t count) {
     if (count != (self->ranks ? 5 : 3)) {
         PyErr_SetString(PyExc_TypeError, "go(operand, result, stream), and counts where there are any");
@@ -213,10 +244,11 @@ static PyObject *go(Repeat *self, PyObject *const *given, Py_ssize_t count) {
         __atomic_store_n(self->made, number, __ATOMIC_RELEASE);
     }
     void *parameters[1] = {argument};
-    int status;
+    int status = LISTED;
     Py_BEGIN_ALLOW_THREADS
-    status = launch_kernel(self->function, blocks, 1, 1, self->threads, 1, 1, 0, (void *)(uintptr_t)stream, parameters,
-                           NULL);
+    if (!self->asks || peers_agree(self, number))
+        status = launch_kernel(self->function, blocks, 1, 1, self->threads, 1, 1, 0, (void *)(uintptr_t)stream,
+                               parameters, NULL);
     Py_END_ALLOW_THREADS
     return PyLong_FromLong(status);
 }
@@ -232,15 +264,17 @@ static PyObject *make(PyTypeObject *type, PyObject *arguments, PyObject *named) 
         return NULL;
     unsigned long long unaligned, function, context, report, made, tags, words, window, tag;
     unsigned long long operand_bytes, result_bytes, mail;
-    const char *argument, *own_words;
+    const char *argument, *own_words, *others;
+    Py_ssize_t other_bytes;
     PyObject *peers;
     if ((named != NULL && PyDict_GET_SIZE(named)) ||
-        !PyArg_ParseTuple(arguments, "O(OOlK)(OOlK)pK(KKIIy#n)K(KKKKKy#O!)(nIKI)", &self->kind, &self->operand.dtype,
+        !PyArg_ParseTuple(arguments, "O(OOlK)(OOlK)pK(KKIIy#n)K(KKKKKy#O!)(nIKI)z#", &self->kind, &self->operand.dtype,
                           &self->operand.shape, &self->operand.device, &operand_bytes, &self->result.dtype,
                           &self->result.shape, &self->result.device, &result_bytes, &self->in_place, &unaligned,
                           &function, &context, &self->blocks, &self->threads, &argument, &self->parameters,
                           &self->place, &report, &made, &tags, &words, &window, &tag, &own_words,
-                          &self->word_bytes, &PyTuple_Type, &peers, &self->ranks, &self->rank, &mail, &self->lane_blocks)) {
+                          &self->word_bytes, &PyTuple_Type, &peers, &self->ranks, &self->rank, &mail, &self->lane_blocks, &others,
+                          &other_bytes)) {
         if (!PyErr_Occurred())
             PyErr_SetString(PyExc_TypeError, "a call takes no names");
         self->kind = self->operand.dtype = self->operand.shape = self->result.dtype = self->result.shape = NULL;
@@ -253,6 +287,12 @@ static PyObject *make(PyTypeObject *type, PyObject *arguments, PyObject *named) 
     Py_INCREF(self->result.dtype);
     Py_INCREF(self->result.shape);
     self->peers = PyTuple_GET_SIZE(peers);
+    self->asks = others != NULL;
+    if (self->asks && (self->peers > WORDS || self->ranks || other_bytes != self->peers * self->word_bytes)) {
+        PyErr_SetString(PyExc_ValueError, "words of each peer, in a call without counts");
+        Py_DECREF(self);
+        return NULL;
+    }
     if (self->peers > PEERS || self->parameters > PARAMETERS || self->place < 0 ||
         self->place + 16 > self->parameters || window == 0 || self->word_bytes > (Py_ssize_t)sizeof self->own_words ||
         self->ranks > WORDS || self->rank >= WORDS ||
@@ -279,6 +319,8 @@ static PyObject *make(PyTypeObject *type, PyObject *arguments, PyObject *named) 
     self->tags = pointer(tags);
     self->words = pointer(words);
     memcpy(self->own_words, own_words, (size_t)self->word_bytes);
+    for (Py_ssize_t i = 0; self->asks && i < self->peers; i++)
+        memcpy(self->others[i], others + i * self->word_bytes, (size_t)self->word_bytes);
     self->window = window;
     self->tag = tag;
     memcpy(self->argument, argument, (size_t)self->parameters);
@@ -298,7 +340,7 @@ static void drop(Repeat *self) {
 
 static PyMethodDef methods[] = {
     {"go", (PyCFunction)(void (*)(void))go, METH_FASTCALL,
-     "Make the call; None if it is not as it was, and nothing was done."},
+     "Make the call; None if it is not as it was, and nothing was done; LISTED where it was only listed."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -344,7 +386,8 @@ PyMODINIT_FUNC PyInit__launch(void) {
     if (find_driver() < 0 || find_names() < 0)
         return NULL;
     PyObject *module = PyModule_Create(&definition), *type = PyType_FromSpec(&repeat_type);
-    if (module == NULL || type == NULL || PyModule_AddObjectRef(module, "Repeat", type) < 0)
+    if (module == NULL || type == NULL || PyModule_AddObjectRef(module, "Repeat", type) < 0 ||
+        PyModule_AddIntMacro(module, LISTED) < 0 || PyModule_AddIntConstant(module, "INTERFACE", 1) < 0)
         Py_CLEAR(module);
     Py_XDECREF(type);
     return module;

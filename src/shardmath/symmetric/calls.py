@@ -24,7 +24,7 @@ import numpy as np
 
 from shardmath.symmetric.rows import Rows
 
-__all__ = ["LIST_BYTES", "MOST_WORDS", "WINDOW", "Calls"]
+__all__ = ["LIST_BYTES", "MOST_WORDS", "WINDOW", "Calls", "packed"]
 
 WINDOW = 64  # a rank is less than so many calls ahead of its slowest peer
 MOST_WORDS = 16  # that are listed with a call
@@ -63,9 +63,8 @@ class Calls:
             np.frombuffer(self._rows.bytes[rank], np.uint8).ctypes.data + 8 * self._first
             for rank in (self._rows.rank, *self._peers)
         ]
-        packed = _packed(words)
         places = made + 8 * _TAGS, made + 8 * _WORDS
-        return made, *places, WINDOW, tag, packed, tuple(peers)
+        return made, *places, WINDOW, tag, packed(words), tuple(peers)
 
     def add(
         self, tag: int, wait_for_room: Callable[[int], None], words: Sequence[int] = ()
@@ -82,7 +81,7 @@ class Calls:
         self._rows.words[self._rows.rank][first + _TAGS + number % WINDOW] = tag
         if words:
             place = 8 * (first + _WORDS + number % WINDOW * MOST_WORDS)
-            self._rows.write(place, _packed(words))
+            self._rows.write(place, packed(words))
         self._rows.publish(first + _MADE, number)
 
     def tags(self) -> dict[int, int]:
@@ -146,6 +145,7 @@ class Calls:
         return tuple([self._rows.words[rank][each] for each in range(place, place + count)])
 
 
-def _packed(words: Sequence[int]) -> bytes:
+def packed(words: Sequence[int]) -> bytes:
+    """Words as a row has them."""
     assert len(words) <= MOST_WORDS, words
     return struct.pack(f"={len(words)}Q", *words)

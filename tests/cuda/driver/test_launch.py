@@ -60,7 +60,13 @@ class Calls:
         kernel = (FUNCTION, CONTEXT, BLOCKS, THREADS, bytes(range(96)), 8)
         told = struct.pack("2Q", *TOLD)
         listed = (at + 16, at + 24, at + 24 + 8 * WINDOW, WINDOW, TAG, told, (at + 8,))
-        self.repeat = module.Repeat(torch.Tensor, look, look, True, 15, kernel, at, listed, counts)
+        fixed = torch.Tensor, look, look, True, 15, kernel, at
+        self.repeat = module.Repeat(*fixed, listed, counts, None)
+        # One that depends on what the peer lists, in a row like this rank's.
+        self.peer = self.words[2:].copy()
+        peers = (self.peer.ctypes.data,)
+        self.asking = module.Repeat(*fixed, (*listed[:-1], peers), (0, 0, 0, 0), told)
+        self.listed = module.LISTED
         self.x, self.out = self.tensor(), self.tensor()
 
     def tensor(self, count=COUNT, shift=0, **options):
@@ -113,6 +119,40 @@ def check_counted(_, folder):
     two += [calls.go(None, None, (-1, 9), None), calls.go(None, None, (4, 4), (4, 5))]
     two += [calls.go(calls.tensor(COUNT).reshape(2, 4), None, (1, 1), None)]
     return found, two, calls.integer("launches") - launches
+
+
+def check_asked(_, folder):
+    """What is answered, and launched, where a peer lists this call or another, or is late."""
+    calls, found = Calls(folder), {}
+    peer = calls.peer
+    tags, told = peer[1 : 1 + WINDOW], peer[1 + WINDOW :].reshape(WINDOW, 16)
+    cases = (
+        ("the same", TAG, TOLD, 0),
+        ("the same, and more", TAG, TOLD, 2),
+        ("another call", TAG + 1, TOLD, 0),
+        ("other words", TAG, (TOLD[0], TOLD[1] + 1), 0),
+        ("late", TAG, TOLD, -1),
+    )
+    for number, (name, tag, words, ahead) in enumerate(cases, 1):
+        place = number % WINDOW
+        tags[place], told[place, :2], peer[0] = tag, words, number + ahead
+        before = calls.integer("launches")
+        status = calls.asking.go(calls.x, calls.out, STREAM)
+        launched = calls.integer("launches") - before
+        found[name] = status == calls.listed, launched, int(calls.words[2])
+    return found
+
+
+def test_a_call_is_launched_if_the_peers_list_what_they_did(tmp_path):
+    with Pool(1) as ranks:
+        (found,) = ranks.run(check_asked, str(tmp_path))
+    assert found == {
+        "the same": (False, 1, 1),
+        "the same, and more": (False, 1, 2),
+        "another call": (True, 0, 3),
+        "other words": (True, 0, 4),
+        "late": (True, 0, 5),
+    }
 
 
 def test_counts_go_into_the_argument(tmp_path):
