@@ -107,7 +107,7 @@ class Repeats:
         calls = self._board.calls
         places = (0, 0, 0, 1, 0, b"", ()) if calls is None else calls.places(*listed)
         function, *grid = launch.parts
-        sizes, counts, shape = (spec.nbytes, like.nbytes), (0, 0, 0, 0), tuple(made.shape)
+        sizes, counts = (spec.nbytes, like.nbytes), (0, 0, 0, 0)
         if counted:
             grid[:2], counts = self._counted
             width = prod(x.shape[1:]) * x.element_size()
@@ -124,16 +124,7 @@ class Repeats:
             counts,
             None if others is None else self._of_peers(others),
         )
-        dtype, device = made.dtype, made.device
-
-        def empty(like: Any, counts: Sequence[int] | None = None) -> Any:
-            if counts is not None:
-                return torch.empty((sum(counts), *shape[1:]), dtype=dtype, device=device)
-            if (like.dtype, like.shape) == (dtype, shape):
-                return torch.empty_like(like)
-            return torch.empty(shape, dtype=dtype, device=device)
-
-        entry = _Entry(repeat, empty, None if others is None else end)
+        entry = _Entry(repeat, _new_like(made), None if others is None else end)
         if len(self.calls) >= _KEPT:
             self.calls.clear()
         looks = x.shape[1:] if counted else x.shape
@@ -195,3 +186,20 @@ class Repeats:
             return result
         require_success("cuLaunchKernel", status)
         return result
+
+
+def _new_like(result: Any) -> Callable[..., Any]:
+    """What makes results like this one, of torch's: `new(x)`, or `new(x, counts)` where its first
+    extent is the sum of those.
+    """
+    torch, shape = sys.modules["torch"], tuple(result.shape)
+    dtype, device = result.dtype, result.device
+
+    def new(x: Any, counts: Sequence[int] | None = None) -> Any:
+        if counts is not None:
+            return torch.empty((sum(counts), *shape[1:]), dtype=dtype, device=device)
+        if (x.dtype, x.shape) == (dtype, shape):
+            return torch.empty_like(x)
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    return new
