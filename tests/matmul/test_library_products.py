@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from arrangements import part_of
-from shardmath.arrays import torch as torch_arrays
+from shardmath.arrays.libraries import torch as torch_arrays
 from shardmath.distribution import BlockCyclic, ProcessGrid, Replicated, Slab
 from shardmath.linalg.advanced import MatmulEpilog, matmul
 from shardmath.program import arithmetic
