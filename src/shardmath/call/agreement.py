@@ -171,7 +171,7 @@ def _agreed(
     texts: _Texts,
     build: Callable[[list[Any]], Plan],
 ) -> Agreement[Plan]:
-    """The same, where these texts are not known so far. Collective."""
+    """What the ranks agree on by texts that have not come together before. Collective."""
     messages = require_accepted(context.board, operation, texts)
     plans.compare(messages)
     key = (operation, tuple([text[_MADE.size : _HEADER_BYTES] for text in messages]))
@@ -224,7 +224,7 @@ class Plans:
 
     @classmethod
     def of(cls, context: Context) -> Plans:
-        """Those of a context."""
+        """The plans of a context."""
         plans: Plans = context.cache(_NAME, cls)
         return plans
 

@@ -40,7 +40,7 @@ class CompiledCalls:
 
     @classmethod
     def of(cls, context: Context, looks: Looks) -> CompiledCalls | None:
-        """Those of a driver; None where nothing was compiled."""
+        """The compiled calls of a driver; None where nothing was built from C."""
         built = extension(_NAME)
         rounds = built and context.board.compiled(ahead=context.team is not None)
         return None if rounds is None else cls(context, looks, built, rounds)

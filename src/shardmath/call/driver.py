@@ -91,9 +91,7 @@ class Driver:
         self._repeat = self.performer.repeat
         self._known: Recognised[Known] = Recognised(context, _KEPT)
         self._compiled = self.performer.direct and CompiledCalls.of(context, self._known.looks)
-        self.agreed: Callable[[], Any] | None = (
-            None  # an object's way to `build`, referred to weakly
-        )
+        self.agreed: Callable[[], Any] | None = None  # a weak reference to an object's `build`
         self._specs: LRUCache[Any, HashedSpec] = LRUCache(_KEPT)  # of arrays that look alike
         self._expected: LRUCache[bytes, Plan] = LRUCache(_KEPT)  # by the digest of this rank's spec
         self._plans: LRUCache[bytes, Plan]  # by tag, of all calls and objects of the operation
@@ -109,7 +107,8 @@ class Driver:
 
     def call(self, arguments: Arguments) -> Any:
         """Its results. Collective."""
-        if self._compiled is not None and arguments.options is None:  # which may name a logger
+        # Options may name a logger, and a dictionary of them may have changed since the last call.
+        if self._compiled is not None and arguments.options is None:
             results = self._compiled.make(arguments, self._otherwise)
             if results is not None:
                 return results
@@ -167,12 +166,10 @@ class Driver:
 
     def _keep(self, turn: Turn, agreement: Agreement[Plan]) -> None:
         """Let compiled code make calls like this one."""
-        known, performer, options = turn.known, self.performer, turn.arguments.options
+        known, performer = turn.known, self.performer
         known.direct = agreement, turn.prepared
         if performer.direct is None or self._compiled is None or not known.lasting:
             return
-        if not (options is None or isinstance(options, self.operation.options)):
-            return  # a dictionary: its owner may change it, and it would still be the same object
         direct = performer.direct(turn, agreement)
         if direct is not None and (direct.combine is not None or not any(turn.payloads)):
             self._compiled.keep(turn, agreement, direct)

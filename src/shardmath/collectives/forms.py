@@ -45,7 +45,7 @@ class Form(Protocol):
         ...
 
     def agreed(self, spec: Spec, plan: Any) -> Spec:
-        """That of a call on which all ranks have agreed."""
+        """The shared part of a call on which all ranks have agreed."""
         ...
 
     def whole(self, common: Spec, words: Sequence[int] = ()) -> Spec:

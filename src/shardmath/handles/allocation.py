@@ -32,7 +32,6 @@ from shardmath.symmetric.heap import Block, Buffer, Heap
 __all__ = [
     "allocate_symmetric_memory",
     "array_on",
-    "block_at",
     "block_of",
     "empty_on_heap",
     "extent_of",
@@ -136,14 +135,6 @@ def block_of(context: Context, array: Any) -> _Place | None:
     block. Raises UseAfterFree when the block was freed, ValueError when `array` is no array.
     """
     found = _find(context.heap, library_of(array), array)
-    if found is not None and found[0].freed:
-        raise UseAfterFree(_FREED)
-    return found
-
-
-def block_at(context: Context, spec: ArraySpec, address: int) -> _Place | None:
-    """As `block_of`, for an array that has elements, of which these are known."""
-    found = _located(context.heap, spec, address)
     if found is not None and found[0].freed:
         raise UseAfterFree(_FREED)
     return found

@@ -106,7 +106,7 @@ class _Product:
         self.passed = passed(self.strategy)
 
     def program(self) -> Program:
-        """All of it."""
+        """The whole program."""
         problem, scaling = self.problem, self.problem.scaling
         factors = self._prepare()
         self.steps.append(_READ)

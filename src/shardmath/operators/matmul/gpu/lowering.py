@@ -65,7 +65,7 @@ class _Lowering(ProgramBuilder):
     """Puts the steps together."""
 
     def program(self) -> ProductProgram:
-        """All of it."""
+        """The whole program."""
         self._dequantize()
         for index in (0, 1):
             self._publish_factor(index)

@@ -216,7 +216,7 @@ class Phases:
             self._collectives()
 
     def _collectives(self) -> DeviceCollectives:
-        """Those of the lane: operations in other lanes never wait for them.
+        """The collectives of the lane: operations in other lanes never wait for them.
 
         Large ones take up to half of each multiprocessor, so those of two lanes find room at once;
         of three lanes and more they are to begin in the same order on all ranks (see

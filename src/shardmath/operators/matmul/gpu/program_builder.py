@@ -70,7 +70,7 @@ class ProgramBuilder:
         self.steps += [On(stream, step) for step in steps] if stream else steps
 
     def matrix(self, name: Name) -> Matrix:
-        """That of a buffer in a memory of this rank."""
+        """The matrix of a buffer that lies in memory of this rank."""
         view = self.buffers[name]
         assert isinstance(view, View), name
         return view.matrix

@@ -309,7 +309,7 @@ class RankPlan:
 
     @cached_property
     def programs(self) -> LRUCache[Any, Any]:
-        """Those of executions of this share whose arrays lay alike, as this GPU performs them."""
+        """The programs of executions whose arrays lay alike, as this GPU performs them."""
         return LRUCache(_KEPT)
 
     @cached_property
