@@ -1,15 +1,18 @@
 """A pretended GPU: programs are lowered, agreed on and launched as on GPUs, and NumPy copies.
 
-Host memory stands for the GPU's: launches happen at once, and a barrier on a stream is one on the
-board. What the driver, the notes of ranks, push, pull and staging do is the package's own.
+Host memory stands for the GPU's: launches happen at once, or when the graph is launched into which
+they were captured, and a barrier on a stream is one on the board. What the driver, the notes of
+ranks, push, pull and staging do is the package's own.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import weakref
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -41,6 +44,9 @@ class Copies:
         self.boxes = list(boxes)
 
     def launch(self, stream, sources, targets, *, blocks=0):
+        Device.launch(stream, self.copy, tuple(sources), tuple(targets))
+
+    def copy(self, sources, targets):
         windows = {number: Window(address, (), None) for number, address in enumerate(sources)}
         for box in self.boxes:
             perform([copy_of(box)], windows, Window(targets[box.target], (), None))
@@ -66,7 +72,25 @@ class Team:
 class Device:
     """As cuda.device.Device."""
 
-    name, ordinal = NAME, 0
+    name, ordinal, processors = NAME, 0, 132
+    captured = None  # what is launched while a graph is captured
+
+    @classmethod
+    def launch(cls, stream, function, *args, **named):
+        run = partial(function, *args, **named)
+        if cls.captured is None:
+            run()
+        else:
+            cls.captured.append(run)
+
+    @classmethod
+    def graph(cls, launches):
+        cls.captured = captured = []
+        try:
+            launches(0)
+        finally:
+            cls.captured = None
+        return SimpleNamespace(launch=lambda stream: [run() for run in captured])
 
     def activate(self):
         pass
@@ -87,12 +111,16 @@ class Lane:
     def numbered(cls, context, number):
         return context.cache(f"lane {number}", lambda: cls(context, number))
 
+    @classmethod
+    def of(cls, context, stream):
+        return cls.numbered(context, 0)
+
     @contextmanager
     def section(self, stream):
         yield SimpleNamespace(captured=False)
 
     def barrier(self, stream):
-        self._context.board.barrier("lane")
+        Device.launch(stream, self._context.board.barrier, "lane")
 
     def buffer(self, name, nbytes):
         held = self._buffers.get(name)
@@ -131,7 +159,7 @@ class Lane:
         )
 
     def graph(self, launches):
-        return SimpleNamespace(launch=launches)
+        return Device.graph(launches)
 
     def launch(self, graph, copy, stream):
         graph.launch(stream)
@@ -149,17 +177,47 @@ class Lane:
             self.version += self._buffers.pop(name, None) is not None
 
 
+class Pool:
+    """Memory of arrays, which the next array of that size has when one is dropped, as torch's."""
+
+    def __init__(self):
+        self.free = {}
+
+    def maker(self, shape, dtype, order, device=NAME):
+        """As Library.maker."""
+        native = to_numpy(dtype)
+        nbytes = 16 + math.prod(shape) * native.itemsize
+
+        def make():
+            free = self.free.setdefault(nbytes, [])
+            memory = free.pop() if free else np.empty(nbytes, np.uint8)
+            owner = (ctypes.c_char * nbytes).from_buffer(memory)  # one for this array and its views
+            weakref.finalize(owner, free.append, memory)
+            start = -memory.ctypes.data % 16
+            return np.ndarray(shape, native, owner, start, order=order)
+
+        return make
+
+
 def fetch(context, found, outboxes, room, stream):
     """As redistribution.fetching.fetch."""
+
+    def get(src, place, nbytes, target):
+        data = np.ascontiguousarray(context.read_bytes(src, place, nbytes))
+        ctypes.memmove(target, data.ctypes.data, nbytes)
+
     for each in found:
         where = outboxes[each.src]
         place = replace(where, offset=where.offset + each.offset)
-        data = np.ascontiguousarray(context.read_bytes(each.src, place, each.nbytes))
-        ctypes.memmove(room + each.at, data.ctypes.data, each.nbytes)
+        Device.launch(stream, get, each.src, place, each.nbytes, room + each.at)
 
 
 def transformed(launch, stream, step):
     """As Launch.local, by NumPy."""
+    Device.launch(stream, transform, launch, step)
+
+
+def transform(launch, step):
     if isinstance(step, Scale):
         at(launch, step.target)[...] *= step.factor
         return
@@ -199,7 +257,7 @@ def pretended_gpu(context, *, chunks=False):
     With `chunks` transforms overlap with deliveries: there is no pretended push stream.
     """
     team = Team()
-    plain_spec, plain_empty = NumPy.spec, NumPy.empty
+    plain_spec, pool = NumPy.spec, Pool()
     with ExitStack() as stack:
         for owner, name, stand_in in (
             (context, "team", team),
@@ -221,7 +279,7 @@ def pretended_gpu(context, *, chunks=False):
             (device_array, "stream_of", lambda context, spec, stream: 0),
             (NumPy, "spec", lambda self, x: replace(plain_spec(self, x), device=NAME)),
             (NumPy, "identity", lambda self, x: (self.spec(x), self.pointer(x))),
-            (NumPy, "empty", lambda self, s, d, o="C", device=NAME: plain_empty(self, s, d, o)),
+            (NumPy, "maker", pool.maker),
         ):
             stack.enter_context(patch.object(owner, name, stand_in))
         assert isinstance(context, Context)

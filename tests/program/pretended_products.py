@@ -1,13 +1,14 @@
 """Products performed by what performs them on GPUs, where host memory stands for the GPU's.
 
-Launches go to queues, one for each stream of each rank, and are performed when all ranks have put
-theirs there, in an order in which streams might. What is launched is `gpu_arithmetic`.
+Of ranks in one process, launches go to queues, one for each stream of each rank, and are performed
+when all ranks have put theirs there, in an order in which streams might. Ranks that are processes,
+on the pretended GPUs of `pretended`, launch at once. What is launched is `gpu_arithmetic`.
 """
 
 from __future__ import annotations
 
 import random
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -15,18 +16,19 @@ from unittest.mock import patch
 
 import gpu_arithmetic as arithmetic
 from gpu_interpreter import PERFORM, schedule
+from pretended import Device, Lane
 
 from shardmath.geometry.integers import up
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.gpu import Matrix
 from shardmath.local.rounding import round_into
-from shardmath.operators.matmul.gpu import phases
+from shardmath.operators.matmul.gpu import performing, phases
 from shardmath.operators.matmul.gpu.phases import Phases
 from shardmath.operators.matmul.gpu.steps import Await, On, Record
 from shardmath.program.steps import Synchronise
 from shardmath.symmetric.heap import Location
 
-__all__ = ["block_at", "perform_phases"]
+__all__ = ["block_at", "perform_phases", "products_at_once"]
 
 SYNCHRONISE = Synchronise(())
 
@@ -225,7 +227,28 @@ def perform_phases(rank_plans, operands, addition_order="", *, seed=0, within=Fa
     """See `interpret_products`."""
     ranks: list[Rank] = []
     ranks += [Rank(rank_plan.rank, ranks) for rank_plan in rank_plans]
-    panels = Panels if seed % 2 else type("Refused", (Panels,), {"unsupported": "not here"})
+    panels = Panels if seed % 2 else REFUSED
+    with by_numpy(panels, within):
+        made = [
+            Phases(rank, plan, own, rank, addition_order=addition_order)
+            for rank, plan, own in zip(ranks, rank_plans, operands, strict=True)
+        ]
+        messages = [each.prepare() for each in made]
+        for each in made:
+            each.meet()
+        for rank, each in zip(ranks, made, strict=True):
+            with patch.object(phases, "call", call_of(rank)):
+                each.run(messages)
+    PERFORM[Launched] = lambda step, rank: step.run()
+    schedule(ranks, random.Random(seed))
+
+
+REFUSED = type("Refused", (Panels,), {"unsupported": "not here"})
+
+
+@contextmanager
+def by_numpy(panels, within):
+    """Within, what products launch is `gpu_arithmetic`."""
     with ExitStack() as stack:
         for owner, name, stand_in in (
             (phases, "BoxCopies", Copies),
@@ -244,15 +267,17 @@ def perform_phases(rank_plans, operands, addition_order="", *, seed=0, within=Fa
             (phases.float8, "amax", launches(arithmetic.greatest)),
         ):
             stack.enter_context(patch.object(owner, name, stand_in))
-        made = [
-            Phases(rank, plan, own, rank, addition_order=addition_order)
-            for rank, plan, own in zip(ranks, rank_plans, operands, strict=True)
-        ]
-        messages = [each.prepare() for each in made]
-        for each in made:
-            each.meet()
-        for rank, each in zip(ranks, made, strict=True):
-            with patch.object(phases, "call", call_of(rank)):
-                each.run(messages)
-    PERFORM[Launched] = lambda step, rank: step.run()
-    schedule(ranks, random.Random(seed))
+        yield
+
+
+@contextmanager
+def products_at_once():
+    """Within, products of a `pretended_gpu` are performed when they are launched."""
+    events = SimpleNamespace(put=lambda step, stream: None, launch=Device.launch)
+    with (
+        by_numpy(REFUSED, within=False),
+        patch.object(performing, "Lane", Lane),
+        patch.object(performing, "bindings", lambda: None),
+        patch.object(phases, "call", call_of(events)),
+    ):
+        yield

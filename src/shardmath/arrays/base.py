@@ -129,10 +129,14 @@ class Library(ABC):
         """A new array with undefined elements; ValueError where there is none on `device`."""
 
     def maker(
-        self, shape: Sequence[int], dtype: DType | str, order: Literal["C", "F"]
+        self,
+        shape: Sequence[int],
+        dtype: DType | str,
+        order: Literal["C", "F"],
+        device: str = "cpu",
     ) -> Callable[[], Any]:
         """What makes a new array as `empty` does, each time that it is called."""
-        return partial(self.empty, shape, dtype, order)
+        return partial(self.empty, shape, dtype, order, device)
 
     def viewer(
         self, dtype: DType | str, shape: Sequence[int], strides: Sequence[int]

@@ -23,7 +23,7 @@ BUILT = {
     "shardmath.collectives._sum": "sums of long arrays",
     "shardmath.symmetric._board": "rounds of agreement",
     "shardmath.handles._fingerprint": "fingerprints of arrays",
-    "shardmath.call._direct": "calls on cores that come again",
+    "shardmath.call._direct": "calls that come again",
     "shardmath.cuda._launch": "calls on GPUs that come again",
 }
 
@@ -31,7 +31,7 @@ BUILT = {
 # what was built from older sources is not used.
 _INTERFACES = {
     "shardmath.symmetric._board": 1,
-    "shardmath.call._direct": 1,
+    "shardmath.call._direct": 2,
     "shardmath.cuda._launch": 1,
 }
 

@@ -31,7 +31,7 @@ enum {
     NEW,      /* makes the new result; None where none is */
     RESULT,   /* which one it is */
     STEPS,    /* what follows the exchange, by the look of the new result; None is a barrier */
-    BIND,     /* makes those steps, for a new result */
+    BIND,     /* makes those steps, for a new result; None where the driver is to make the call */
     COMBINE,  /* what is done first with all payloads, and the result; None for nothing */
     BEGUN,    /* what the driver makes the rest of, where others send other texts */
     FIELDS
@@ -287,7 +287,17 @@ static int run(PyObject *shared, PyObject *steps) {
     return 0;
 }
 
-/* The steps that end in this result, a new reference: those of the last results that lay there. */
+/* What the call binds to a result, a new reference: a tuple; None where the driver is to make the call. */
+static PyObject *bound(PyObject *call, PyObject *result) {
+    PyObject *steps = PyObject_CallOneArg(ITEM(call, BIND), result);
+    if (steps != NULL && steps != Py_None && !PyTuple_CheckExact(steps)) {
+        PyErr_SetString(PyExc_TypeError, "the steps of a call are a tuple, or None");
+        Py_CLEAR(steps);
+    }
+    return steps;
+}
+
+/* The steps that end in this result, a new reference: those of the last results that lay there; as `bound`. */
 static PyObject *steps_into(PyObject *shared, PyObject *call, PyObject *made) {
     PyObject *by_place = ITEM(call, STEPS), *place = Py_None, *looks = NULL;
     if (made != NULL) {
@@ -298,7 +308,7 @@ static PyObject *steps_into(PyObject *shared, PyObject *call, PyObject *made) {
         if (PyErr_Occurred())
             return NULL;
         if (looks == NULL) /* its place cannot be told */
-            return PyObject_CallOneArg(ITEM(call, BIND), made);
+            return bound(call, made);
         place = ITEM(looks, 0);
     }
     if (PyDict_GET_SIZE(by_place) >= PLACES)
@@ -307,8 +317,8 @@ static PyObject *steps_into(PyObject *shared, PyObject *call, PyObject *made) {
     if (steps != NULL)
         Py_INCREF(steps);
     else if (!PyErr_Occurred()) {
-        steps = PyObject_CallOneArg(ITEM(call, BIND), made == NULL ? Py_None : made);
-        if (steps != NULL && PyDict_SetItem(by_place, place, steps) < 0)
+        steps = bound(call, made == NULL ? Py_None : made);
+        if (steps != NULL && steps != Py_None && PyDict_SetItem(by_place, place, steps) < 0)
             Py_CLEAR(steps);
     }
     Py_XDECREF(looks);
@@ -351,12 +361,16 @@ static PyObject *perform(PyObject *shared, PyObject *call, PyObject *arguments, 
         return NULL;
     if (run(shared, ITEM(call, BEFORE)) < 0)
         return NULL;
-    if (ITEM(call, NEW) != Py_None && (made = PyObject_CallNoArgs(ITEM(call, NEW))) == NULL) {
+    if ((ITEM(call, NEW) != Py_None && (made = PyObject_CallNoArgs(ITEM(call, NEW))) == NULL) ||
+        (ITEM(call, BIND) != Py_None && (steps = steps_into(shared, call, made)) == NULL)) {
         *left = PyErr_ExceptionMatches(PyExc_Exception); /* the driver finds it again, and tells the others */
         if (*left)
             PyErr_Clear();
-        return NULL;
+        goto end;
     }
+    *left = steps == Py_None;
+    if (*left)
+        goto end;
     payload = ITEM(call, PAYLOAD) == Py_None ? Py_NewRef(no_payload) : PyObject_CallNoArgs(ITEM(call, PAYLOAD));
     found = payload == NULL ? NULL : exchanged(shared, call, payload);
     if (found == NULL)
@@ -377,11 +391,8 @@ static PyObject *perform(PyObject *shared, PyObject *call, PyObject *arguments, 
             goto end;
         Py_DECREF(done);
     }
-    if (ITEM(call, BIND) != Py_None) {
-        steps = steps_into(shared, call, made);
-        if (steps == NULL || !PyTuple_CheckExact(steps) || run(shared, steps) < 0)
-            goto end;
-    }
+    if (steps != NULL && run(shared, steps) < 0)
+        goto end;
     given = result_of(call, ITEM(arguments, RESULTS), made);
 end:
     Py_XDECREF(made);
@@ -450,7 +461,7 @@ PyMODINIT_FUNC PyInit__direct(void) {
     no_payload = PyBytes_FromStringAndSize(NULL, 0);
     information = PyLong_FromLong(20); /* logging.INFO */
     PyObject *module = no_payload == NULL || information == NULL ? NULL : PyModule_Create(&definition);
-    if (module != NULL && PyModule_AddIntConstant(module, "INTERFACE", 1) < 0) /* as compiled.py has it */
+    if (module != NULL && PyModule_AddIntConstant(module, "INTERFACE", 2) < 0) /* as compiled.py has it */
         Py_CLEAR(module);
     return module;
 }

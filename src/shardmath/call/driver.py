@@ -107,8 +107,10 @@ class Driver:
 
     def call(self, arguments: Arguments) -> Any:
         """Its results. Collective."""
-        # Options may name a logger, and a dictionary of them may have changed since the last call.
-        if self._compiled is not None and arguments.options is None:
+        options = arguments.options
+        # A dictionary may have changed since the last call, and a logger is told of each.
+        fixed = options is None or (type(options) is self.operation.options and not options.logger)
+        if fixed and self._compiled is not None:
             results = self._compiled.make(arguments, self._otherwise)
             if results is not None:
                 return results
@@ -116,8 +118,8 @@ class Driver:
         turn, agreement, payloads = agree(
             self.context, operation, self.ready, self.build, arguments, self.spec
         )
-        if arguments.options is not None or LOGGER.isEnabledFor(INFO):
-            self.log(arguments.options, agreement.plan)
+        if options is not None or LOGGER.isEnabledFor(INFO):
+            self.log(options, agreement.plan)
         return self.perform(turn, agreement, payloads)
 
     def ready(self, arguments: Arguments, spec: Callable[[Arguments], HashedSpec]) -> Turn:
@@ -144,6 +146,7 @@ class Driver:
         if turn.known.last is not agreement:
             self.expect_again(turn, agreement)
         if repeat is not None:
+            turn.prepared = repeat
             results = repeat.launch(turn)
         else:
             turn.payloads = payloads

@@ -7,7 +7,7 @@ operator is written once for CuPy, torch and NumPy, and never asks which it has.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from math import prod
@@ -171,21 +171,34 @@ class ResultTemplate:
         *,
         on_heap: bool,
     ) -> None:
-        """`on_heap` is for a result on the GPU; where one for host memory is, `_carried` says."""
+        """`on_heap` is for a result on the GPU; where one for host memory is, `_carried` says.
+
+        Raises ValueError where the library has no such arrays.
+        """
         self._context, self._library = context, library_of(operand)
         self._shape, self._dtype, self._order = tuple(shape), dtype, order
         self._steps, self._strides, self._nbytes = _packed(self._shape, dtype, order)
         self._on_host = self._library.spec(operand).device == "cpu"
-        self._on_heap = on_heap
+        self.on_heap = on_heap and not self._on_host
+        device = "cpu" if self._on_host else _team(context).device.name
+        # Makes an array like that, of which peers are told nothing. Local. Raises as `make`.
+        self.array: Callable[[], Any] = (
+            self._allocated
+            if self.on_heap
+            else self._library.maker(self._shape, dtype, order, device)
+        )
 
-    def make(self) -> Result:
-        """One more of them. Local. Raises HeapExhausted, or what a library without memory does."""
+    def make(self, array: Any = None) -> Result:
+        """One more of them, or that array in ordinary memory of the GPU. Local.
+
+        Raises HeapExhausted, or what a library without memory does.
+        """
         context, library, shape = self._context, self._library, self._shape
         dtype, order, strides = self._dtype, self._order, self._strides
         if self._on_host:
-            return _back_to(context, library.empty(shape, dtype, order), order)
-        if not self._on_heap:
-            array = library.empty(shape, dtype, order, _team(context).device.name)
+            return _back_to(context, self.array(), order)
+        if not self.on_heap:
+            array = self.array() if array is None else array
             return Result(library.pointer(array), (shape, strides, dtype, None), array)
         buffer = context.allocate_shared(self._nbytes)
         block = buffer.block
@@ -200,7 +213,7 @@ class ResultTemplate:
         its result lies.
         """
         context = self._context
-        fits = self._on_heap and not self._on_host and 0 < self._nbytes <= _MOST_CARRIED
+        fits = self.on_heap and 0 < self._nbytes <= _MOST_CARRIED
         return self._nbytes if fits and context.size > 1 and not context.multi_host else 0
 
     def through(self, block: Block | None, array: Any = None) -> Result:
@@ -208,19 +221,22 @@ class ResultTemplate:
         one; as `make` where there is no block. Local. Raises as `make`.
         """
         if block is None:
-            return self.make()
+            return self.make(array)
         array = self.array() if array is None else array
         form = self._shape, self._strides, self._dtype, block
         return Result(block.address, form, array, copy=self.copy(block, array))
 
-    def array(self) -> Any:
-        """A new array on the heap, of which peers are told nothing. Local. Raises HeapExhausted."""
+    def _allocated(self) -> Any:
         buffer = self._context.heap.allocate(self._nbytes)
         return array_on(buffer, self._library, dtypes.of(self._dtype), self._shape, self._steps)
 
+    def place(self, array: Any) -> int:
+        """The address of such an array."""
+        return self._library.pointer(array)
+
     def copy(self, block: Block, array: Any) -> Copy:
         """What brings a result from `block` to such an array."""
-        return self._library.pointer(array), block.address, self._nbytes
+        return self.place(array), block.address, self._nbytes
 
 
 @lru_cache(maxsize=1024)

@@ -188,7 +188,7 @@ class GPUPerformer(ABC):
         place = None
         if template is not None:
             result = self._new(template, stream)
-            place = result.address
+            place = (result.address,)
             turn.held = Execution(plan, stream, arrays.operand, result)
         found = launches.places.find(place)
         if found is not None:
@@ -201,7 +201,7 @@ class GPUPerformer(ABC):
         if launches is None:
             return None
         template: ResultTemplate | None = launches.results
-        place = None if template is None else turn.held.result.address
+        place = None if template is None else (turn.held.result.address,)
         turn.made = {} if template is None else {_NEW: None}
         library = turn.known.arrays.spec.library
         return launches.direct(turn, agreement, place, template, library, lambda: self._decided)
@@ -214,7 +214,8 @@ class GPUPerformer(ABC):
         else:
             (out,) = turn.arguments.results
             result = Result(arrays.target.address, arrays.target, out)
-        turn.prepared, turn.held = launch.prepared, Execution(plan, stream, arrays.operand, result)
+        turn.held = Execution(plan, stream, arrays.operand, result)
+        self._prepare(turn, plan, stream, self._decisions.find(plan) or 0, allocate=False)
 
     def prepare(self, turn: Turn, plan: Plan | None) -> None:
         """See Performer. Only memory that is there is used for what is but expected."""
@@ -362,7 +363,7 @@ class GPUPerformer(ABC):
             self._lane.make_room(template.carried)
         if graph is None:
             return
-        place = None if template is None else execution.result.address
+        place = None if template is None else (execution.result.address,)
         Launches.keep(
             known,
             (plan, execution.stream, self._decided),

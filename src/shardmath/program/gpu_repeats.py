@@ -111,24 +111,33 @@ class Launches:
     ) -> Direct | None:
         """What compiled code does in place of `Launch.launch`, for a given result, or a new one.
 
-        None where a new one is not copied to its place: of that the ranks tell each other each
-        time. `decided()` counts decisions.
+        A new one is copied to its place, or there is a launch for that by now. None for one on the
+        heap that is not copied: of its place the ranks tell each other each time. `decided()`
+        counts decisions.
         """
         launch, lane = self.places.find(place), self._lane
         turn.prepared = launch  # what is told from now on
         room = None if template is None else lane.room(template.carried)
-        if launch is None or launch.agreement is not agreement or (template and room is None):
+        if launch is None or launch.agreement is not agreement:
             return None
-        graph, stream = launch.graph, launch.stream
-        facts = _Facts(lane, library, decided)
+        if template is not None and template.on_heap and room is None:
+            return None
+        stream, facts = launch.stream, _Facts(lane, library, decided)
         version = facts.version
         if version is None or version[:2] != (stream, self.version):
             return None
-        check = () if launch.check is None else (launch.check,)
 
-        def bind(new: Any) -> tuple[Callable[[], object], ...]:
-            copy = None if template is None or room is None else template.copy(room, new)
-            return (*check, partial(lane.launch, graph, copy, stream))
+        def bind(new: Any) -> tuple[Callable[[], object], ...] | None:
+            same: Launch | None = launch
+            copy = None
+            if template is not None and room is not None:
+                copy = template.copy(room, new)
+            elif template is not None:
+                same = self.places.find((template.place(new),))
+            if same is None or same.agreement is not agreement:
+                return None
+            check = () if same.check is None else (same.check,)
+            return (*check, partial(lane.launch, same.graph, copy, stream))
 
         new = None if template is None else template.array
         return Direct(memory=(facts, version), new=new, bind=bind)

@@ -114,9 +114,9 @@ class Direct(NamedTuple):
 
     `before` the ranks agree these are called, while what is in `memory` has the `version` there,
     of the workspace and of whatever else may change; None where nothing does. `payload()` is sent
-    along, and `new()` makes the result of that number, if there are any. When all have agreed,
-    `combine(payloads, result)` comes first, and then the steps that `bind(result)` gives, in which
-    None is a barrier.
+    along, and `new()` makes the result of that number, if there are any; `bind(result)` gives the
+    steps that end there, in which None is a barrier, or None where the driver is to make this call.
+    When all have agreed, `combine(payloads, result)` comes first, and then those steps.
     """
 
     before: tuple[Callable[[], object], ...] = ()
@@ -124,7 +124,7 @@ class Direct(NamedTuple):
     payload: Callable[[], bytes] | None = None
     new: Callable[[], Any] | None = None
     result: int = 0
-    bind: Callable[[Any], tuple[Callable[[], object] | None, ...]] | None = None
+    bind: Callable[[Any], tuple[Callable[[], object] | None, ...] | None] | None = None
     combine: Callable[[Sequence[bytes], Any], object] | None = None
 
 

@@ -6,7 +6,7 @@ CuPy is imported only inside verbs, and whoever calls them has imported it alrea
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, ClassVar, Literal
 
@@ -95,12 +95,28 @@ class CuPy(Library):
         device: str = "cpu",
     ) -> Any:
         """A new array on `device`, such as "cuda:0", with undefined elements."""
+        return self.maker(shape, dtype, order, device)()
+
+    def maker(
+        self,
+        shape: Sequence[int],
+        dtype: DType | str,
+        order: Literal["C", "F"],
+        device: str = "cpu",
+    ) -> Callable[[], Any]:
+        """See Library."""
         import cupy
 
         if not device.startswith("cuda:"):
             raise ValueError(f"cupy has no arrays on {device}")
-        with cupy.cuda.Device(int(device.removeprefix("cuda:"))):
-            return cupy.empty(tuple(shape), dtypes.to_numpy(dtype), order)
+        extents, native = tuple(shape), dtypes.to_numpy(dtype)
+        ordinal = int(device.removeprefix("cuda:"))
+
+        def make() -> Any:
+            with cupy.cuda.Device(ordinal):
+                return cupy.ndarray(extents, native, order=order)
+
+        return make
 
 
 @lru_cache(maxsize=1024)

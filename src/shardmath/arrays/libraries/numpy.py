@@ -84,14 +84,18 @@ class NumPy(Library):
         device: str = "cpu",
     ) -> HostArray:
         """A new ndarray with undefined elements."""
-        if device != "cpu":
-            raise ValueError(f"numpy has no arrays on {device}")
-        return self.maker(shape, dtype, order)()
+        return self.maker(shape, dtype, order, device)()
 
     def maker(
-        self, shape: Sequence[int], dtype: DType | str, order: Literal["C", "F"]
+        self,
+        shape: Sequence[int],
+        dtype: DType | str,
+        order: Literal["C", "F"],
+        device: str = "cpu",
     ) -> Callable[[], HostArray]:
         """See Library."""
+        if device != "cpu":
+            raise ValueError(f"numpy has no arrays on {device}")
         return partial(np.empty, tuple(shape), dtypes.to_numpy(dtype), order)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy as np
 from shardmath.arrays import dtypes
 from shardmath.arrays.base import HostArray, Library, Space
 from shardmath.arrays.dtypes import DType
-from shardmath.arrays.spec import ArraySpec, overlaps
+from shardmath.arrays.spec import ArraySpec, overlaps, packed_strides
 
 __all__ = ["Torch"]
 
@@ -159,13 +159,23 @@ class Torch(Library):
         device: str = "cpu",
     ) -> Any:
         """A new tensor with undefined elements."""
+        return self.maker(shape, dtype, order, device)()
+
+    def maker(
+        self,
+        shape: Sequence[int],
+        dtype: DType | str,
+        order: Literal["C", "F"],
+        device: str = "cpu",
+    ) -> Callable[[], Any]:
+        """See Library."""
         import torch
 
-        native = _native(dtypes.of(dtype))
+        extents, native, place = tuple(shape), _native(dtypes.of(dtype)), torch.device(device)
         if order == "C":
-            return torch.empty(tuple(shape), dtype=native, device=device)
-        reverse = tuple(range(len(shape)))[::-1]
-        return torch.empty(tuple(shape)[::-1], dtype=native, device=device).permute(reverse)
+            return partial(torch.empty, extents, dtype=native, device=place)
+        strides = packed_strides(extents, 1, order)
+        return partial(torch.empty_strided, extents, strides, dtype=native, device=place)
 
     def offers(self, dtype: str) -> bool:
         """See Library."""

@@ -1,0 +1,202 @@
+"""New results of calls that come again, on pretended GPUs: wherever they lie, in few steps."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+sys.path.append(str(Path(__file__).parent))
+
+from pretended import pretended_gpu
+from pretended_products import products_at_once
+
+from arrangements import part_of
+from counted import calls_before
+from mistakes import heard
+from shardmath.arrays import library_named
+from shardmath.base.compiled import extension
+from shardmath.distribution import Redistribute, Slab, redistribute
+from shardmath.fft import FFT, FFTOptions, fft
+from shardmath.handles.allocation import empty_on_heap
+from shardmath.linalg.advanced import Matmul, MatmulOptions, matmul
+
+M, N = 12, 8
+SPLITS = [Slab.X, Slab.X, Slab.Y]
+KEPT_SLABS, CHOSEN = FFTOptions(redistribute=False), MatmulOptions(strategy="stationary-c")
+STORES = ["heap", "ordinary"]
+
+
+class Redistribution:
+    """Of real numbers, from rows to columns."""
+
+    dtype = "float64"
+    forms: ClassVar = {
+        "function": lambda self, x: redistribute(x, Slab.X, Slab.Y),
+        "object": lambda self, x: executed(self.object, x),
+    }
+
+    def __init__(self, context, x, made):
+        self.object = Redistribute(x, Slab.X, Slab.Y)
+
+    def of(self, whole):
+        return whole
+
+
+class Transform:
+    """Of complex numbers, which leaves columns where it does without the last exchange."""
+
+    dtype = "complex128"
+    forms: ClassVar = {
+        "function": lambda self, x: fft(x, distribution=Slab.X, options=KEPT_SLABS),
+        "object": lambda self, x: executed(self.object, x),
+    }
+
+    def __init__(self, context, x, made):
+        self.object = FFT(x, distribution=Slab.X, options=KEPT_SLABS)
+
+    def of(self, whole):
+        return np.fft.fft2(whole)
+
+
+class Product:
+    """With a matrix of rows, so that columns come out."""
+
+    dtype = "float64"
+    forms: ClassVar = {
+        "function": lambda self, x: matmul(x, self.b, distributions=SPLITS),
+        "options": lambda self, x: matmul(x, self.b, distributions=SPLITS, options=CHOSEN),
+        "object": lambda self, x: executed(self.object, a=x),
+    }
+
+    def __init__(self, context, x, made):
+        self.right = np.arange(64.0).reshape(N, N)
+        self.b = made(part_of(self.right, Slab.X, context.rank, context.size))
+        self.object = Matmul(x, self.b, distributions=SPLITS)
+
+    def of(self, whole):
+        return whole @ self.right
+
+
+def executed(planned, *operand, **named):
+    """What an object gives for an operand."""
+    reset = getattr(planned, "reset_operands_unchecked", None) or planned.reset_operand_unchecked
+    reset(*operand, **named)
+    return planned.execute()
+
+
+def arrays(context, store):
+    """What makes a copy of an array in memory of this store."""
+
+    def made(x):
+        where = np.empty_like(x)
+        if store == "heap":
+            where = empty_on_heap(context, library_named("numpy"), x.shape, x.dtype)
+        where[...] = x
+        return where
+
+    return made
+
+
+def keep(context, name, form, store):
+    """Wrong results among those that are kept for a while, each rank as long as it likes; now and
+    then one rank's operand lies elsewhere, in memory of the other kind.
+    """
+    operation, rank, size, wrong, kept = OPERATIONS[name], context.rank, context.size, [], []
+    mine, everyones = random.Random(rank), random.Random(11)
+    with pretended_gpu(context), products_at_once(), context:
+        made = arrays(context, store)
+        empty = np.zeros(part_of(np.zeros((M, N)), Slab.X, rank, size).shape, operation.dtype)
+        (beside,) = {*STORES} - {store}
+        x, other = made(empty), arrays(context, beside)(empty)
+        work = operation(context, x, made)
+        work.object.plan()
+        for turn in range(80):
+            late = everyones.randrange(4 * size)  # a rank, mostly none
+            operand = other if late == rank else x
+            whole = np.arange(float(M * N)).reshape(M, N) % (7 + turn)
+            operand[...] = part_of(whole, Slab.X, rank, size)
+            context.board.barrier("written")
+            result = work.forms[form](work, operand)
+            kept.append((turn, result, part_of(work.of(whole), Slab.Y, rank, size)))
+            for _ in range(mine.choice((0, 1, 1, 1, 2, 3))):
+                if kept:
+                    number, found, wanted = kept.pop(mine.randrange(len(kept)))
+                    if not np.allclose(found, wanted, rtol=1e-13, atol=1e-9):
+                        wrong.append((turn, number))
+            del result
+        work.object.free()
+        context.board.barrier("done")
+    return wrong
+
+
+OPERATIONS = {"redistribution": Redistribution, "transform": Transform, "product": Product}
+CASES = [(name, form) for name, operation in OPERATIONS.items() for form in operation.forms]
+
+
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize(("name", "form"), CASES)
+def test_results_lie_wherever_they_are_made(contexts, name, form, store):
+    assert contexts.run(keep, name, form, store, ranks=3) == [[]] * 3
+
+
+def count(context, name, form, store):
+    """The functions of Python that a call with a new result calls until its graph."""
+    operation = OPERATIONS[name]
+    with pretended_gpu(context), products_at_once(), context:
+        made = arrays(context, store)
+        x = made(np.ones(part_of(np.zeros((M, N)), Slab.X, context.rank, context.size).shape))
+        x = made(x.astype(operation.dtype))
+        work = operation(context, x, made)
+        work.object.plan()
+        call = work.forms[form] if form != "object" else lambda work, _: work.object.execute()
+        for _ in range(8):
+            result = call(work, x)
+        names = calls_before("Lane.launch", lambda: call(work, x))
+        del result
+        work.object.free()
+        context.board.barrier("done")
+    return [name for name in names if not name.startswith(("Pool.", "finalize."))]
+
+
+@pytest.mark.parametrize(("store", "most"), [("heap", 34), ("ordinary", 24)])
+@pytest.mark.parametrize(("name", "form"), CASES)
+def test_a_new_result_takes_few_steps(contexts, name, form, store, most):
+    most = most if extension("shardmath.call._direct") else 140
+    for names in contexts.run(count, name, form, store, ranks=2):
+        assert len(names) <= most, names
+
+
+def differ(context, name, form, store):
+    """What is raised where one rank's call is another, after calls that came again; what comes next
+    is right.
+    """
+    operation, rank, size = OPERATIONS[name], context.rank, context.size
+    whole = np.arange(float(M * N)).reshape(M, N)
+    with pretended_gpu(context), products_at_once(), context:
+        made = arrays(context, store)
+        x = made(part_of(whole, Slab.X, rank, size).astype(operation.dtype))
+        work = operation(context, x, made)
+        work.object.plan()
+        for _ in range(6):
+            work.forms[form](work, x)
+        given = made(np.zeros((3, N + 1), operation.dtype)) if rank == 1 else x
+        told = heard(lambda: work.forms[form](work, given))[0]
+        found = [work.forms[form](work, x) for _ in range(3)]
+        wanted = part_of(work.of(whole), Slab.Y, rank, size)
+        right = [np.allclose(one, wanted, rtol=1e-13, atol=1e-9) for one in found]
+        work.object.free()
+        context.board.barrier("done")
+    return told, right
+
+
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize(("name", "form"), CASES)
+def test_all_ranks_raise_the_same_where_one_calls_otherwise(contexts, name, form, store):
+    found = contexts.run(differ, name, form, store, ranks=3)
+    assert found == [found[0]] * 3
+    assert found[0][0] in ("ValueError", "CollectiveMismatch") and found[0][1] == [True] * 3
