@@ -28,7 +28,7 @@ from shardmath.context import startup
 from shardmath.errors import ShardmathError
 from shardmath.group.links import star
 from shardmath.group.local import LocalProcessGroup
-from shardmath.handles.pad_size import change_pad_setting, pad_setting
+from shardmath.handles.rendezvous_state import change_pad_setting, pad_setting
 from started import LAUNCHER
 
 __all__ = ["ENDLESS", "Job", "Raised", "left_behind", "limit_waits", "on_ranks"]

@@ -28,10 +28,14 @@ from shardmath.context.startup import initialize
 from shardmath.errors import BackendUnavailable
 from shardmath.geometry.integers import index
 from shardmath.group.store import StoreProcessGroup
-from shardmath.handles.allocation import block_of, empty_on_heap, is_symmetric, strided_on_heap
+from shardmath.handles.allocation import (
+    block_of,
+    empty_on_heap,
+    is_symmetric,
+    persistent_array,
+    strided_on_heap,
+)
 from shardmath.handles.handle import SymmetricMemory
-from shardmath.handles.pad_size import change_pad_setting, pad_setting
-from shardmath.handles.persistent import persistent_array
 from shardmath.handles.rendezvous import (
     agreed_rendezvous,
     is_registered,
@@ -39,6 +43,7 @@ from shardmath.handles.rendezvous import (
     register_group,
     rendezvous,
 )
+from shardmath.handles.rendezvous_state import change_pad_setting, pad_setting
 from shardmath.transport.choice import transport_named
 
 __all__ = [

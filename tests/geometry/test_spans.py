@@ -22,13 +22,9 @@ def test_positions_and_equality(pair):
     for i in range(62):
         assert (i in one) == (i in held)
         assert one.before(i) == sum(j < i for j in held)
-        assert one.local(i) == (held.index(i) if i in held else None)
         # A cut is where membership changes.
         later = (j for j in range(i + 1, 62) if (j in held) != (j - 1 in held))
         assert one.cut_after(i) == next(later, None)
-    assert [one.global_index(k) for k in range(len(held))] == held
-    with pytest.raises(IndexError):
-        one.global_index(len(held))
     assert (one == two) == (held == elements(two))
     assert one != two or hash(one) == hash(two)
 

@@ -8,7 +8,7 @@ import pytest
 
 from shardmath.context.agreement import require_equal
 from shardmath.errors import CollectiveMismatch, HeapExhausted
-from shardmath.handles.shared_memory import allocate_on_all_ranks
+from shardmath.handles.allocation import allocate_on_all_ranks
 
 
 def allocation(context, nbytes):

@@ -24,9 +24,8 @@ from shardmath.collectives.operand import OutputSpec, Shape, bounds, live_block
 from shardmath.collectives.reduction import Reduction
 from shardmath.context.context import Context
 from shardmath.cuda.driver import call
-from shardmath.handles.allocation import array_on
+from shardmath.handles.allocation import allocate_on_all_ranks, array_on
 from shardmath.handles.device_array import require_separate
-from shardmath.handles.shared_memory import allocate_on_all_ranks
 from shardmath.symmetric.team import Team
 
 __all__ = ["DeviceOperand", "DeviceOutput", "placeholder"]

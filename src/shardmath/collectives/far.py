@@ -21,7 +21,7 @@ from shardmath.cuda.driver import call
 from shardmath.cuda.kernel import Argument
 from shardmath.cuda.stream import StreamOrder
 from shardmath.geometry import Spans
-from shardmath.handles.shared_memory import allocate_on_all_ranks
+from shardmath.handles.allocation import allocate_on_all_ranks
 from shardmath.symmetric.heap import Buffer, Location
 from shardmath.symmetric.team import RESERVED, Team
 from shardmath.transport.base import DeviceBytes

@@ -19,7 +19,7 @@ from shardmath.collectives.slices import UNIT, Slice, chunked
 from shardmath.cuda.driver import call
 from shardmath.cuda.kernel import Argument
 from shardmath.cuda.stream import SideStream, StreamOrder
-from shardmath.handles.shared_memory import allocate_on_all_ranks
+from shardmath.handles.allocation import allocate_on_all_ranks
 from shardmath.symmetric.heap import Buffer
 from shardmath.symmetric.team import RESERVED, Team
 

@@ -5,8 +5,14 @@ compute what every other rank owns.
 """
 
 from shardmath.geometry.distribution import Binding, Distribution, infer_global_shape
-from shardmath.geometry.distributions import BlockCyclic, BlockNonCyclic, Box, Replicated, Slab
-from shardmath.geometry.encoding import decode
+from shardmath.geometry.distributions import (
+    BlockCyclic,
+    BlockNonCyclic,
+    Box,
+    Replicated,
+    Slab,
+    decode,
+)
 from shardmath.geometry.grid import ProcessGrid
 from shardmath.geometry.layout import Layout
 from shardmath.geometry.moves import (

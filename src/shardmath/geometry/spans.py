@@ -151,19 +151,6 @@ class Spans:
         full, rest = divmod(index - self.start, self.period)
         return full * self.block + min(rest, self.block)
 
-    def local(self, index: int) -> int | None:
-        """The position of a global index in the rank's local axis; None where it is not owned."""
-        return self.before(index) if index in self else None
-
-    def global_index(self, local: int) -> int:
-        """The global index at position `local`. Raises IndexError outside 0 <= local < length."""
-        if not 0 <= local < self.length:
-            raise IndexError(f"position {local} of a local axis of {self.length}")
-        if self.period == 0:
-            return self.start + local
-        full, rest = divmod(local, self.block)
-        return self.start + full * self.period + rest
-
     def cut_after(self, index: int) -> int | None:
         """The smallest start or end of a block that is greater than `index`; None past the last."""
         if index >= self.stop:

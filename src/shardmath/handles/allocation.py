@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import operator
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from logging import Logger
@@ -27,9 +28,13 @@ from shardmath.base.untraced import untraced
 from shardmath.context.agreement import require_equal
 from shardmath.context.context import Context, open_contexts, require_context
 from shardmath.errors import CollectiveMismatch, UseAfterFree
-from shardmath.symmetric.heap import Block, Buffer, Heap
+from shardmath.symmetric.heap import Block, Buffer, Heap, Location
+from shardmath.transport.base import Memory
 
 __all__ = [
+    "Owner",
+    "SharedMemory",
+    "allocate_on_all_ranks",
     "allocate_symmetric_memory",
     "array_on",
     "block_of",
@@ -37,6 +42,7 @@ __all__ = [
     "extent_of",
     "free_symmetric_memory",
     "is_symmetric",
+    "persistent_array",
     "strided_on_heap",
 ]
 
@@ -181,11 +187,113 @@ def array_on(
     return library.from_bytes(raw[start:] if math.prod(shape) else raw, dtype, shape, strides)
 
 
+class Owner:
+    """Memory as arrays take it from `array_on`: they keep this, and so the memory and what is
+    `kept` beside it.
+    """
+
+    def __init__(self, memory: Memory | Buffer, *kept: object) -> None:
+        self._kept = (memory, *kept)
+        source: Any = memory
+        if hasattr(source, "__cuda_array_interface__"):
+            self.device = source.device
+            self.__cuda_array_interface__ = source.__cuda_array_interface__
+        else:
+            self.__array_interface__ = source.__array_interface__
+
+
+def persistent_array(
+    context: Context,
+    library: Library,
+    shape: Sequence[int],
+    dtype: DType,
+    strides: Sequence[int],
+    *,
+    number: int,
+    group: str | None,
+) -> Any:
+    """An array on the memory of `number`, which is reserved when first asked for. Local.
+
+    That memory is never given back while the context lives; it can be asked for again once the last
+    array on it has gone, or was freed.
+    Raises RuntimeError while an earlier array of the number is alive, or when it had another size;
+    HeapExhausted.
+    """
+    kept: dict[int, tuple[Buffer, weakref.ref[Owner]]] = context.cache("persistent", dict)
+    nbytes = extent_of(shape, strides) * dtype.itemsize
+    if number in kept:
+        buffer, lease_of = kept[number]
+        if lease_of() is not None and not buffer.block.freed:
+            raise RuntimeError(f"alloc_id {number} is in use: an array allocated with it is alive")
+        if buffer.block.nbytes != nbytes:
+            raise RuntimeError(
+                f"alloc_id {number} has {buffer.block.nbytes} bytes; asked for were {nbytes}"
+            )
+        if buffer.block.freed:
+            context.heap.restore(buffer.block)
+    else:
+        buffer = context.heap.allocate(nbytes)
+    lease = Owner(buffer)
+    array = array_on(lease, library, dtype, shape, strides)
+    buffer.group = group
+    kept[number] = (buffer, weakref.ref(lease))
+    return array
+
+
 def extent_of(shape: Sequence[int], strides: Sequence[int]) -> int:
     """How many elements an array spans from its first to its last, gaps included."""
     if 0 in shape:
         return 0
     return 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+
+
+@dataclass(frozen=True)
+class SharedMemory:
+    """One buffer on every rank. This rank's is kept by `buffer`, and by nothing else.
+
+    By rank: `locations` and `sizes` of all of them, and the `notes` that came with them.
+    """
+
+    buffer: Buffer
+    locations: tuple[Location, ...]
+    sizes: tuple[int, ...]
+    notes: tuple[Any, ...]
+
+    def addresses(self, context: Context) -> list[int]:
+        """Where each rank's lies for this rank's cores or GPU; 0 where it has no address."""
+        return [
+            context.peer_address(rank, location, nbytes) or 0
+            for rank, (location, nbytes) in enumerate(zip(self.locations, self.sizes, strict=True))
+        ]
+
+
+def allocate_on_all_ranks(
+    context: Context,
+    operation: str,
+    allocate: Callable[[], tuple[Buffer, Any]],
+    check: Callable[[Sequence[Any]], None] = lambda notes: None,
+) -> SharedMemory:
+    """What `allocate()` made on every rank: a buffer, and a note for the peers. Collective.
+
+    A note is plain data. Peers may read and write the buffer as soon as they know of it, so
+    `allocate` initializes it. `check(notes)`, given those of all ranks, is pure. Raises on all
+    ranks what `allocate` raised on one, HeapExhausted for example, or what `check` raises.
+    """
+    made: list[Buffer] = []
+
+    def describe() -> tuple[int, int, int, Any]:
+        buffer, note = allocate()
+        made.append(buffer)
+        context.announce(buffer.block)
+        location = buffer.block.location
+        return location.segment, location.offset, buffer.block.nbytes, note
+
+    def checked(found: list[tuple[int, int, int, Any]]) -> list[tuple[int, int, int, Any]]:
+        check([note for *_, note in found])
+        return found
+
+    segments, offsets, sizes, notes = zip(*context.agree(operation, describe, checked), strict=True)
+    return SharedMemory(made.pop(), tuple(map(Location, segments, offsets)), sizes, notes)
 
 
 @dataclass(frozen=True)

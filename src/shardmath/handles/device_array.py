@@ -23,7 +23,6 @@ from shardmath.context.context import Context
 from shardmath.cuda import stream as streams
 from shardmath.cuda.allocation import Allocation
 from shardmath.cuda.driver import call
-from shardmath.errors import UseAfterFree
 from shardmath.handles.allocation import array_on, block_of
 from shardmath.handles.operand import Operand
 from shardmath.symmetric.heap import Block
@@ -149,11 +148,11 @@ def _seen(context: Context, spec: ArraySpec, address: int, x: Any) -> Operand:
     """Memory of this rank's GPU, and the block of the heap that it lies in. Raises UseAfterFree."""
     strides = tuple(stride * spec.itemsize for stride in spec.strides)
     made = Operand(address, spec.shape, strides, spec.dtype, None, x)
-    block = _block(context, made, x)
-    if block is None:
+    place = block_of(context, x)
+    if place is None:
         return made
-    context.announce(block)
-    return replace(made, block=block)
+    context.announce(place[0])
+    return replace(made, block=place[0])
 
 
 class ResultTemplate:
@@ -277,22 +276,6 @@ def laid_out_alike(context: Context, array: Operand) -> Operand:
     low, high = array.span
     buffer = context.heap.allocate(high - low)
     return replace(array, address=buffer.block.address - low, block=None, keep=buffer)
-
-
-def _block(context: Context, array: Operand, x: Any) -> Block | None:
-    """The block of the heap that all of an array lies in. Raises UseAfterFree."""
-    if not array.size:
-        found = block_of(context, x)
-        return None if found is None else found[0]
-    block = context.heap.find(array.address)
-    if block is None:
-        return None
-    (low, high), start = array.span, array.address - block.address
-    if start + low < 0 or start + high > block.nbytes:
-        return None
-    if block.freed:
-        raise UseAfterFree("this array was freed with free_symmetric_memory")
-    return block
 
 
 def _back_to(context: Context, user: Any, order: Literal["C", "F"], name: str = "out") -> Result:

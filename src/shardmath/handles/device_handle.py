@@ -12,59 +12,85 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
+from shardmath.arrays import Library, library_of
 from shardmath.base.collective_call import collective_call
 from shardmath.base.untraced import untraced_methods
+from shardmath.cuda import stream as streams
 from shardmath.cuda.compile import KERNELS
-from shardmath.cuda.kernel import Extent
-from shardmath.cuda.source import SourceKernel
-from shardmath.handles.device_tables import DeviceTables
+from shardmath.cuda.device import Device
+from shardmath.cuda.kernel import Argument, Extent, kernel_of_source
+from shardmath.handles.allocation import Owner
 from shardmath.handles.handle import SymmetricMemory
+from shardmath.handles.rendezvous_state import DeviceTables
 from shardmath.transport.base import DeviceBytes, Memory
 
 if TYPE_CHECKING:
-    from shardmath.arrays import Library
     from shardmath.symmetric.team import Team
 
-__all__ = ["DeviceSymmetricMemory", "HandleKernel"]
-
-
-class _Struct:
-    """The struct on the device as an owner of arrays: it keeps the handle, which keeps all."""
-
-    def __init__(self, address: int, nbytes: int, handle: DeviceSymmetricMemory) -> None:
-        self._kept = handle
-        self.device = handle._team.device.name
-        self.__cuda_array_interface__ = DeviceBytes(
-            address, nbytes, self.device
-        ).__cuda_array_interface__
+__all__ = ["DeviceSymmetricMemory", "FarDeviceSymmetricMemory", "HandleKernel"]
 
 
 @untraced_methods
 class HandleKernel:
     """A kernel of the user's for one handle: `kernel(blocks, threads, *arguments, stream=None)`.
 
-    The handle itself, as an argument, is the struct SymmetricMemory by value. See SourceKernel.
+    `blocks` and `threads` are integers, or up to three along x, y, z. Arguments are what the
+    kernel's parameters say: the handle itself for the struct SymmetricMemory by value; an array of
+    CuPy or torch for a pointer; an int for `long long`, a float for `double`; a NumPy scalar or
+    array for its own bytes, structs too. `stream` is None for the current one of the handle's
+    library.
+
+    Raises ValueError for another argument, or an array of another device.
     """
 
-    def __init__(self, handle: DeviceSymmetricMemory, kernel: SourceKernel) -> None:
+    def __init__(
+        self,
+        handle: DeviceSymmetricMemory,
+        source: str,
+        function: str,
+        options: Sequence[str] = (),
+        *,
+        shared: int = 0,
+    ) -> None:
+        device = handle._team.device
         self._handle = handle
-        self._kernel = kernel
+        self._kernel = kernel_of_source(device, source, function, options, shared=shared)
 
     def __call__(
         self, blocks: Extent, threads: Extent, *arguments: Any, stream: Any = None
     ) -> None:
         """Put it on a stream. Raises what an earlier kernel's wait has found, too."""
         self._handle.check()
-        given = [
-            value.kernel_argument() if isinstance(value, DeviceSymmetricMemory) else value
-            for value in arguments
-        ]
-        self._kernel(blocks, threads, *given, stream=stream)
+        device = self._kernel.device
+        packed = Argument(*(_packed(value, device) for value in arguments))
+        where = streams.resolve_stream(stream, self._handle._library.name, device)
+        self._kernel.launch(where, blocks, threads, packed)
+
+
+def _packed(value: Any, device: Device) -> bytes:
+    """What a kernel gets for `value`, in its parameter's layout."""
+    if isinstance(value, DeviceSymmetricMemory):
+        value = value.kernel_argument()
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tobytes()
+    if isinstance(value, bool):
+        return np.bool_(value).tobytes()
+    if isinstance(value, int):
+        return np.int64(value).tobytes()
+    if isinstance(value, float):
+        return np.float64(value).tobytes()
+    library = library_of(value)
+    spec = library.spec(value)
+    if spec.device != device.name:
+        raise ValueError(
+            f"an argument of the kernel is on {spec.device}, and the kernel runs on {device.name}"
+        )
+    return np.uint64(library.pointer(value)).tobytes()
 
 
 @untraced_methods
@@ -135,8 +161,8 @@ class DeviceSymmetricMemory(SymmetricMemory):
         timeout = self._seconds(timeout_ms)
         packed = self._packed(timeout)
         address = self._tables.argument(self._context.heap, self._team, packed, timeout)
-        owner = _Struct(address, len(packed), self)
-        return self._library.on_device(owner, "int64", [len(packed) // 8], [1])
+        memory = DeviceBytes(address, len(packed), self._team.device.name)
+        return self._library.on_device(Owner(memory, self), "int64", [len(packed) // 8], [1])
 
     def kernel(
         self, source: str, function: str, options: Sequence[str] = (), *, shared: int = 0
@@ -146,10 +172,8 @@ class DeviceSymmetricMemory(SymmetricMemory):
         It is compiled when first asked for, with further `options` of NVRTC, and kept on disk;
         `shared` is its dynamic shared memory in bytes. Raises CudaError with the compiler's words.
         """
-        device, library = self._team.device, self._library.name
         options = (*(f"-D{text}" for text in self._team.defines), *options)
-        made = SourceKernel(device, source, function, options, shared=shared, library=library)
-        return HandleKernel(self, made)
+        return HandleKernel(self, source, function, options, shared=shared)
 
     def _packed(self, timeout: float | None) -> bytes:
         peers, start = self._state.peers, self._state.buffer_table.tolist()
@@ -216,3 +240,18 @@ class DeviceSymmetricMemory(SymmetricMemory):
 
     def _stream(self) -> int:
         return self._library.stream(self._team.device.ordinal)
+
+
+class FarDeviceSymmetricMemory(DeviceSymmetricMemory):
+    """A handle whose memory is on GPUs of several hosts. See SymmetricMemory.
+
+    No kernel is given it: it would find no addresses. Signals travel beside the memory, so
+    `get_signal_pad` does not show them.
+    """
+
+    def _packed(self, timeout: float | None) -> NoReturn:
+        """Raise NotImplementedError: a kernel would find no addresses."""
+        raise NotImplementedError(
+            "some ranks are on other hosts, where a kernel of this GPU cannot write: use put, get "
+            "and the signals of the handle, or a handle of the ranks of one host"
+        )

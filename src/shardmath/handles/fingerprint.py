@@ -21,7 +21,7 @@ from shardmath.base.lru_cache import LRUCache
 from shardmath.context.context import Context
 from shardmath.symmetric.heap import Block, Heap
 
-__all__ = ["InBlocks", "Looks", "Recognised", "fingerprint", "inspect"]
+__all__ = ["InBlocks", "Looks", "Recognised", "inspect"]
 
 V = TypeVar("V")
 
@@ -47,28 +47,6 @@ def inspect(context: Context, x: Any) -> Inspected | None:
     spec, address = identity
     block = context.heap.find(address if spec.size else library.anchor(x))
     return None if block is not None and block.freed else (library, spec, address, block)
-
-
-def fingerprint(context: Context, *arrays: Any) -> tuple[Hashable, ...] | None:
-    """Equal for arrays that look and lie alike; it refers to none of them. Local.
-
-    None where `inspect` returns None for one of them, or one lies elsewhere than where this rank
-    computes. An array may be None.
-    """
-    device = "cpu" if context.team is None else context.team.device.name
-    found: list[Hashable] = []
-    for x in arrays:
-        if x is None:
-            found.append(None)
-            continue
-        inspected = inspect(context, x)
-        if inspected is None or inspected[1].device != device:
-            return None
-        _, spec, address, block = inspected
-        found += spec, address
-        if block is not None:
-            found += block.address, block.nbytes
-    return tuple(found)
 
 
 class Recognised(LRUCache[Hashable, Any], Generic[V]):

@@ -23,26 +23,13 @@ from shardmath.base.untraced import untraced_methods
 from shardmath.context.context import Context
 from shardmath.errors import UseAfterFree
 from shardmath.geometry.integers import index
-from shardmath.handles.allocation import array_on
-from shardmath.handles.pad_size import SLOT_BYTES, PadSetting
-from shardmath.handles.rendezvous_state import RendezvousState
+from shardmath.handles.allocation import Owner, array_on
+from shardmath.handles.rendezvous_state import SLOT_BYTES, PadSetting, RendezvousState
 from shardmath.symmetric.board import ORDERED
 from shardmath.symmetric.heap import Buffer, Location
-from shardmath.transport.base import DeviceBytes, Memory
+from shardmath.transport.base import Memory
 
 __all__ = ["SymmetricMemory"]
-
-
-class _Owner:
-    """Memory of some rank as an owner of arrays: it keeps the mapping and the handle alive."""
-
-    def __init__(self, view: Memory, handle: SymmetricMemory) -> None:
-        self._kept = (view, handle)
-        if isinstance(view, DeviceBytes):
-            self.device = view.device
-            self.__cuda_array_interface__ = view.__cuda_array_interface__
-        else:
-            self.__array_interface__ = view.__array_interface__
 
 
 @untraced_methods
@@ -205,7 +192,7 @@ class SymmetricMemory(metaclass=PadSetting):
                 "here; reach it with the handle's put and get"
             )
         strides = packed_strides(shape)
-        return array_on(_Owner(memory, self), self._library, dtype, shape, strides, start=start)
+        return array_on(Owner(memory, self), self._library, dtype, shape, strides, start=start)
 
     def _require_array(self) -> None:
         if self._buffer.block.freed:

@@ -27,16 +27,16 @@ from shardmath.context.distributed_context import DistributedContext
 from shardmath.errors import UseAfterFree
 from shardmath.geometry.integers import up
 from shardmath.group import ProcessGroup, as_process_group
-from shardmath.handles.allocation import block_of
+from shardmath.handles.allocation import allocate_on_all_ranks, block_of
 from shardmath.handles.handle import SymmetricMemory
-from shardmath.handles.pad_size import SLOT_BYTES, pad_setting
 from shardmath.handles.rendezvous_state import (
+    SLOT_BYTES,
     FarSignals,
     PeerLocation,
     RendezvousState,
     pad_bytes,
+    pad_setting,
 )
-from shardmath.handles.shared_memory import allocate_on_all_ranks
 from shardmath.symmetric import structs
 from shardmath.symmetric.heap import Block, Buffer, Location
 
@@ -308,10 +308,6 @@ def _handle_of(
 def _class_of(state: RendezvousState) -> type[SymmetricMemory]:
     if state.team is None:
         return SymmetricMemory
-    if 0 in state.team.pads:
-        from shardmath.handles.far_handle import FarDeviceSymmetricMemory
+    from shardmath.handles.device_handle import DeviceSymmetricMemory, FarDeviceSymmetricMemory
 
-        return FarDeviceSymmetricMemory
-    from shardmath.handles.device_handle import DeviceSymmetricMemory
-
-    return DeviceSymmetricMemory
+    return FarDeviceSymmetricMemory if 0 in state.team.pads else DeviceSymmetricMemory

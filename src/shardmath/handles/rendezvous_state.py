@@ -19,20 +19,61 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from shardmath.context.context import Context
-from shardmath.geometry.integers import up
-from shardmath.handles.pad_size import SLOT_BYTES
-from shardmath.symmetric.heap import Buffer
+from shardmath.geometry.integers import index, up
+from shardmath.symmetric.heap import Buffer, Heap
 from shardmath.transport.base import DeviceBytes, Memory
 
 if TYPE_CHECKING:
-    from shardmath.handles.device_tables import DeviceTables
     from shardmath.symmetric.team import Team
 
-__all__ = ["FarSignals", "PeerLocation", "RendezvousState", "address_of", "pad_bytes"]
+__all__ = [
+    "SLOT_BYTES",
+    "DeviceTables",
+    "FarSignals",
+    "PadSetting",
+    "PeerLocation",
+    "RendezvousState",
+    "address_of",
+    "change_pad_setting",
+    "pad_bytes",
+    "pad_setting",
+]
 
+SLOT_BYTES = 4
 _WORD = 8
+
+_Table = npt.NDArray[np.uint64]
+
+
+class PadSetting(type):
+    """Makes `signal_pad_size` of the class the setting for later ones, of a handle its own."""
+
+    _setting = 9216  # 32 blocks of 72 ranks' slots, torch's figure
+
+    @property
+    def signal_pad_size(cls) -> int:
+        """Bytes of signal slots that each rank gets at its next rendezvous; equal on all ranks."""
+        return PadSetting._setting
+
+    @signal_pad_size.setter
+    def signal_pad_size(cls, nbytes: int) -> None:
+        change_pad_setting(nbytes)
+
+
+def pad_setting() -> int:
+    """Bytes of signal slots that this rank brings to its next rendezvous."""
+    return PadSetting._setting
+
+
+def change_pad_setting(nbytes: int) -> None:
+    """Set it. Raises ValueError when it is not a positive multiple of 4."""
+    size = index(nbytes, "the size of a signal pad")
+    if size <= 0 or size % SLOT_BYTES:
+        raise ValueError(f"a signal pad has a positive multiple of {SLOT_BYTES} bytes, not {size}")
+    PadSetting._setting = size
 
 
 @dataclass(frozen=True)
@@ -163,3 +204,28 @@ def _weakly(signals: FarSignals) -> Callable[[int, int, bytes], None]:
             found.deliver(src, place, data)
 
     return deliver
+
+
+class DeviceTables:
+    """The addresses of all ranks' allocations and pads, in memory of the device."""
+
+    def __init__(self, heap: Heap, team: Team, buffers: _Table, pads: _Table) -> None:
+        self._kept: list[Buffer] = []
+        self.buffers = self._on_device(heap, team, buffers.tobytes())
+        self.pads = self._on_device(heap, team, pads.tobytes())
+        self.arguments: dict[float | None, int] = {}  # the struct SymmetricMemory, by its timeout
+
+    def argument(self, heap: Heap, team: Team, packed: bytes, timeout: float | None) -> int:
+        """Where the struct `packed` lies, put there when first asked for."""
+        if timeout not in self.arguments:
+            self.arguments[timeout] = self._on_device(heap, team, packed)
+        return self.arguments[timeout]
+
+    def _on_device(self, heap: Heap, team: Team, data: bytes) -> int:
+        from shardmath.cuda.driver import call
+
+        buffer = heap.allocate(len(data))
+        self._kept.append(buffer)
+        team.device.activate()
+        call("cuMemcpyHtoD", buffer.block.address, data, len(data))
+        return buffer.block.address

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from shardmath.handles.exposed import Exposed
-from shardmath.handles.operand import Operand
+from shardmath.handles.operand import Exposed, Operand
 from shardmath.local.gpu import Matrix
 
 __all__ = ["AddressTable", "Place", "matrix_of", "pack_exposed", "unpack_exposed"]

@@ -36,8 +36,7 @@ from shardmath.handles.device_array import (
     result_in,
     stream_of,
 )
-from shardmath.handles.exposed import Exposed
-from shardmath.handles.operand import Operand
+from shardmath.handles.operand import Exposed, Operand
 from shardmath.operators.in_place import array_in_place
 from shardmath.operators.lanes import Lane
 from shardmath.operators.replay import GraphCache

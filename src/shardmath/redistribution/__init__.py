@@ -4,7 +4,7 @@ Every rank pulls what it needs from the ranks that own it. Plans know no array l
 memory; executors know no distribution.
 """
 
-from shardmath.handles.exposed import Exposed
+from shardmath.handles.operand import Exposed
 from shardmath.redistribution.copies import StridedCopy, lowered
 from shardmath.redistribution.exposure import expose, stage, window_on
 from shardmath.redistribution.host import Window, copy_moves, perform

@@ -13,7 +13,7 @@ from math import prod
 from shardmath.arrays.base import HostArray
 from shardmath.arrays.spec import byte_span, packed_strides
 from shardmath.context.context import Context
-from shardmath.handles.exposed import Exposed
+from shardmath.handles.operand import Exposed
 from shardmath.redistribution.copies import whole
 from shardmath.redistribution.host import Window, bind
 from shardmath.redistribution.plan import TransferPlan

@@ -383,11 +383,9 @@ def check_misuse(context, language):
         else:
             wrong.append((kind, "nothing was said"))
     if language == "cuda":
-        from shardmath.cuda.source import SourceKernel
+        from shardmath.handles.device_handle import HandleKernel
 
-        other = SourceKernel(
-            context.team.device, SOURCE, "misuse", [f"-DSHARDMATH_RANKS={size + 1}"]
-        )
+        other = HandleKernel(handle, SOURCE, "misuse", [f"-DSHARDMATH_RANKS={size + 1}"])
         other(1, 64, memory, 7, out)
         try:
             handle.check()

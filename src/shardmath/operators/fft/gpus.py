@@ -15,8 +15,7 @@ from shardmath.context.context import Context
 from shardmath.cuda import stream as streams
 from shardmath.cuda.driver import beside_captures
 from shardmath.handles.device_array import Result
-from shardmath.handles.exposed import Exposed
-from shardmath.handles.operand import Operand
+from shardmath.handles.operand import Exposed, Operand
 from shardmath.local.gpu.fft import CuFFT
 from shardmath.operators.fft import rank_plan
 from shardmath.operators.fft.launching import Launch, is_double

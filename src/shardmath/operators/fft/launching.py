@@ -12,7 +12,7 @@ from typing import Any
 
 from shardmath.context.context import Context
 from shardmath.cuda.driver import call
-from shardmath.handles.exposed import Exposed
+from shardmath.handles.operand import Exposed
 from shardmath.local.gpu.fft import CuFFT, scale
 from shardmath.operators.fft.local_steps import Convert, LocalFFT, LocalStep, Scale, View
 from shardmath.operators.fft.pipeline import Pipeline

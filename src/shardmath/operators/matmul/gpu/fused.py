@@ -18,7 +18,7 @@ from shardmath.arrays.dtypes import HALVES
 from shardmath.context.context import Context
 from shardmath.cuda.device import Device
 from shardmath.cuda.stream import StreamOrder
-from shardmath.handles.exposed import Exposed
+from shardmath.handles.operand import Exposed
 from shardmath.local.gpu import Matrix
 from shardmath.operators.matmul.gpu.all_gather import AllGatherGemm
 from shardmath.operators.matmul.gpu.all_reduce import GemmAllReduce

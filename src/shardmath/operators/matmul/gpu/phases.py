@@ -17,7 +17,7 @@ from shardmath.collectives.device import DeviceCollectives
 from shardmath.context.context import Context
 from shardmath.cuda.driver import call
 from shardmath.geometry import Move
-from shardmath.handles.exposed import Exposed
+from shardmath.handles.operand import Exposed
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.gpu import Matrix, float8, scaled
 from shardmath.local.gpu.blaslt import WORKSPACE

@@ -12,7 +12,7 @@ from typing import Any
 
 from shardmath.context.context import Context
 from shardmath.cuda.device import Device
-from shardmath.handles.shared_memory import allocate_on_all_ranks
+from shardmath.handles.allocation import allocate_on_all_ranks
 from shardmath.symmetric.heap import Buffer
 from shardmath.symmetric.team import Team
 
