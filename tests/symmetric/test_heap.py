@@ -304,6 +304,22 @@ def test_an_allocation_waits_for_a_fence_before_the_heap_grows(heap):
         assert heap.find(first.address) is not first
 
 
+def test_the_heap_grows_rather_than_wait_while_little_waits_for_the_device(heap):
+    def wait(_):
+        raise AssertionError("the host waits for the device")
+
+    with (
+        patch.object(heap.transport, "fence", Pending),
+        patch.object(type(heap.transport), "runs_ahead_by", 9 * MIB),
+    ):
+        with patch("time.sleep", wait):
+            segments = [heap.allocate(3 * MIB).block.location.segment for _ in range(3)]
+        assert len(set(segments)) == len(heap._segments) == 3
+        with patch("time.sleep", lambda _: setattr(Pending, "done", True)):
+            assert heap.allocate(3 * MIB).block.location.segment in segments
+        Pending.done = False
+
+
 def test_a_heap_that_cannot_grow_says_what_it_has(heap):
     with (
         patch.object(type(heap.transport), "grows", False),

@@ -39,6 +39,8 @@ class Groups:
         One in which all went well is watched until its last kernels are done here: `fence()` is
         behind what the device does, None while none can be set.
         """
+        if not self._left and not self._ending:
+            return []
         left = [self._left.popleft() for _ in range(len(self._left))]
         found = [group for group, ended in left if ended()]
         self._left.extend(each for each in left if each[0] not in found)

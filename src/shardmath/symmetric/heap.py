@@ -139,26 +139,49 @@ class Buffer:
     any.
     """
 
+    __slots__ = (
+        *("__weakref__", "_dropped", "_lease", "_protocol"),
+        *("block", "group", "rendezvous_states"),
+    )
+
     def __init__(
-        self,
-        block: Block,
-        lease: object,
-        interface: str,
-        device: str,
-        dropped: deque[Block],
+        self, block: Block, lease: object, protocol: tuple[str, str], dropped: deque[Block]
     ) -> None:
-        """`dropped` is told of the block at the end: the garbage collector only ever appends."""
+        """`protocol` is the interface and the device. `dropped` is told of the block at the end:
+        the garbage collector only ever appends.
+        """
         self.block = block
         self._dropped = dropped
+        self._lease = lease  # keeps the mapping
+        self._protocol = protocol
         self.rendezvous_states: dict[Any, Any] = {}
         self.group: str | None = None
-        self._lease = lease  # keeps the mapping
-        self.interface = interface
-        self.device = device
-        vars(self)[interface] = block.description
 
     def __del__(self) -> None:
         self._dropped.append(self.block)
+
+    @property
+    def interface(self) -> str:
+        """The name of the protocol."""
+        return self._protocol[0]
+
+    @property
+    def device(self) -> str:
+        """Where the block lies: "cpu", or like "cuda:0"."""
+        return self._protocol[1]
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        return self._described("__array_interface__")
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return self._described("__cuda_array_interface__")
+
+    def _described(self, interface: str) -> dict[str, Any]:
+        if interface != self._protocol[0]:
+            raise AttributeError(f"these bytes are taken by {self._protocol[0]}")
+        return self.block.description
 
 
 class Heap:
@@ -180,7 +203,9 @@ class Heap:
         self.freed: set[Block] = set()  # what was freed, and still has an array
         self._full_at = 0  # how many blocks are retired when small ones are reused next
         self._turns: dict[int, deque[Block]] = {}  # retired behind fences, by bytes; some no more
+        self._fresh: list[Block] = []  # retired, and without a fence so far
         self._late: Fence | None = None  # one that had not passed when last asked
+        self._protocol = transport.interface, transport.device
         self._lock = threading.RLock()
 
     @property
@@ -195,18 +220,14 @@ class Heap:
 
         Raises HeapExhausted, and leaves the heap as it was, when memory does not suffice.
         """
-        if 0 < len(self._dropped) <= _AT_ONCE and self.transport.drops_at_once == 0:
-            with self._lock:
-                again = self._again(nbytes)
-            if again is not None:
-                return again
-        reserved = aligned(max(nbytes, 1))
         with self._lock:
-            if self.transport.drops_at_once:
-                buffer = self._in_turn(nbytes, reserved)
-                if buffer is not None:
-                    return buffer
-            return self._allocate(nbytes, reserved)
+            if self.changing:
+                self.restore_order()
+            self.changing = True  # until the block has a buffer that will be dropped
+            block = self._again(nbytes)
+            buffer = None if block is None else self._buffer(block)
+            self.changing = False
+            return buffer or self._allocate(nbytes, aligned(max(nbytes, 1)))
 
     def _allocate(self, nbytes: int, reserved: int) -> Buffer:
         with self._change:
@@ -220,7 +241,9 @@ class Heap:
             location = self._take(reserved)
             if location is None:
                 self._recycle()
-                location = self._take(reserved) or self._take_after_fences(reserved)
+                location = self._take(reserved)
+                if location is None and not self._may_run_ahead(reserved):
+                    location = self._take_after_fences(reserved)
             grown = location is None
             if location is None:
                 self._grow(reserved)
@@ -240,17 +263,27 @@ class Heap:
             insort(self._addresses, block.address)
             return self._buffer(block)
 
-    def _again(self, nbytes: int) -> Buffer | None:
-        """A buffer on a block of just so many bytes, the last of which has been dropped.
+    def _buffer(self, block: Block) -> Buffer:
+        lease = self._segments[block.location.segment].lease
+        buffer = Buffer(block, lease, self._protocol, self._dropped)
+        block.buffer = weakref.ref(buffer)
+        return buffer
 
-        Where a device does nothing behind the host's back, results of a loop lie in the same few
-        places, and the books remain as they are: what was found out about an array there still
-        holds.
+    def _again(self, nbytes: int) -> Block | None:
+        """A block of just so many bytes that was dropped and can be used again where it lies; None
+        if there is none.
+
+        The books remain as they are: what was found out about an array there still holds.
         """
-        if self.changing:
-            return None
-        for at in range(len(self._dropped)):  # which may grow at its end meanwhile
-            block = self._dropped[at]
+        if self.transport.drops_at_once:
+            return self._next_in_turn(nbytes, self.transport.drops_at_once)
+        return self._last_dropped(nbytes) if len(self._dropped) <= _AT_ONCE else None
+
+    def _last_dropped(self, nbytes: int) -> Block | None:
+        """One of the last that were dropped, where a device does nothing behind the host's back."""
+        dropped = self._dropped
+        for place in range(len(dropped)):  # which may grow at its end meanwhile
+            block = dropped[place]
             if block.nbytes == nbytes and not (block.shared or block.freed or block.handles):
                 break
         else:
@@ -260,62 +293,35 @@ class Heap:
         fence = self.transport.fence()
         if fence is None or not fence.passed():
             return None
-        self.changing = True  # until the block has a buffer that will be dropped
-        del self._dropped[at]
-        buffer = self._buffer(block)
-        self.changing = False
-        return buffer
+        del dropped[place]
+        return block
 
-    def _buffer(self, block: Block) -> Buffer:
-        kind, device = self.transport.interface, self.transport.device
-        lease = self._segments[block.location.segment].lease
-        buffer = Buffer(block, lease, kind, device, self._dropped)
-        block.buffer = weakref.ref(buffer)
-        return buffer
-
-    def _in_turn(self, nbytes: int, reserved: int) -> Buffer | None:
-        """A buffer where an array of so many bytes lay whose turn it is; None if there is none.
-
-        For whoever has found out which blocks there are, nothing has changed.
-        """
-        if self.changing:
-            self.restore_order()
-        self.changing = True
-        found = self._next_in_turn(nbytes, reserved)
-        buffer = None
-        if found is not None:
-            block = Block(found.location, nbytes, reserved, found.address)
-            block.announced_to |= found.announced_to  # what was found out about it says where it is
-            self._blocks[block.address] = block
-            buffer = self._buffer(block)
-        self.changing = False
-        return buffer
-
-    def _next_in_turn(self, nbytes: int, reserved: int) -> Block | None:
-        """The block whose turn it is, which is retired no more."""
-        small, many = reserved <= _SMALL, self.transport.drops_at_once
+    def _next_in_turn(self, nbytes: int, many: int) -> Block | None:
+        """The block of this size whose turn it is, which is retired no more."""
+        small = nbytes <= _SMALL
         collects = len(self._dropped) >= (many if small else 1)
         if collects:
             self._collect()
         turn, waiting = self._turns.get(nbytes), many if small else _IN_TURN
         while turn is not None and len(turn) > waiting:
             block = turn[0]
-            if block in self._retired and not block.shared:
-                if not self._is_due(block, len(turn) * reserved <= _MOST_WAITING, collects):
+            if block in self._retired and not (block.shared or block.handles):
+                if not self._is_due(block, len(turn) * block.reserved, collects):
                     return None
                 del self._retired[block]
                 turn.popleft()
                 if not self.groups.may_write(block.announced_to):
+                    block.unused, block.fence = False, None
                     return block
             else:
                 turn.popleft()
         return None
 
-    def _is_due(self, block: Block, may_grow: bool, ask: bool) -> bool:
-        """Whether the device is done with a block. The host waits for it, but not long, where small
-        ones may take no more memory; where they may, it does not `ask` each time.
+    def _is_due(self, block: Block, waiting: int, ask: bool) -> bool:
+        """Whether the device is done with a block. The host waits for it, but not long, where so
+        many bytes of small ones are `waiting`; where they are few, it does not `ask` each time.
         """
-        if not may_grow and block.reserved <= _SMALL:
+        if waiting > _MOST_WAITING and block.reserved <= _SMALL:
             return _await(block, time.monotonic() + _AHEAD)
         if block.fence is self._late and not ask:
             return False
@@ -342,6 +348,7 @@ class Heap:
             self.freed.add(block)
             block.fence = None
             self._retired[block] = None
+            self._fresh.append(block)
             self._recycle()
 
     def restore(self, block: Block) -> None:
@@ -414,16 +421,19 @@ class Heap:
             block.unused = True
             block.fence = None
             self._retired[block] = None
-        fresh = [block for block in self._retired if block.fence is None]
-        fence = self.transport.fence() if fresh else None
-        for block in fresh:
+            self._fresh.append(block)
+        fence = self.transport.fence() if self._fresh else None
+        if fence is None:
+            return
+        for block in self._fresh:
             block.fence = fence
-        if fence is not None and self.transport.drops_at_once:
+        if self.transport.drops_at_once:
             if len(self._turns) > _SIZES:
                 self._turns.clear()
-            for block in fresh:
+            for block in self._fresh:
                 if block.unused and not block.freed:
                     self._turns.setdefault(block.nbytes, deque()).append(block)
+        self._fresh = []
 
     def _reuse(self, block: Block) -> None:
         """Give memory to other arrays, unless a late peer may write there: then to nobody."""
@@ -452,6 +462,7 @@ class Heap:
                 block.unused, block.fence = True, None  # nobody was given it, or has it any more
                 retired[block] = None
         self._retired = retired
+        self._fresh = [block for block in retired if block.fence is None]
         self._turns.clear()
         self.changing = False
 
@@ -477,6 +488,11 @@ class Heap:
             del self._retired[block]
             self._reuse(block)
         self._full_at = max(2 * many, len(self._retired) + many)
+
+    def _may_run_ahead(self, reserved: int) -> bool:
+        """Whether the heap grows by so much rather than wait for the device."""
+        waiting = sum(block.reserved for block in self._retired if block.unused)
+        return self.transport.grows and waiting + reserved <= self.transport.runs_ahead_by
 
     def _take_after_fences(self, reserved: int) -> Location | None:
         """Wait for fences, but not long: what is before one may wait for this rank's next call."""

@@ -105,6 +105,7 @@ class Transport(ABC):
     spare_bytes: ClassVar[int]  # the most that a segment should exceed what was asked for
     drops_at_once: ClassVar[int] = 0  # so many small blocks that were dropped share a fence
     grows: ClassVar[bool] = True  # whether there can be more segments than one
+    runs_ahead_by: int = 0  # bytes that may wait for the device before the host does
     device: str  # where the memory is: "cpu", or like "cuda:0"
 
     @classmethod

@@ -38,6 +38,7 @@ _SEGMENT = "segment "  # and its index: the tag of a descriptor
 __all__ = ["CudaTransport", "Mapping"]
 
 GRANULE = 2 << 20
+_RUNS_AHEAD_BY = 32  # of the GPU's memory, one part in so many
 
 
 class Mapping:
@@ -89,6 +90,7 @@ class CudaTransport(Transport):
         self._introducing = threading.RLock()
         device.activate()
         _require_support(device)
+        self.runs_ahead_by = int(call("cuDeviceTotalMem", device.handle)) // _RUNS_AHEAD_BY
 
     @classmethod
     def probe(cls, ordinal: int = 0) -> Probe:
