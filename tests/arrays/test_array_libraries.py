@@ -80,6 +80,49 @@ def test_from_host_shares_memory_and_keeps_the_owner(library, name):
     assert watch() is None
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("name", [*dtypes.NAMES, "complex32"])
+@pytest.mark.parametrize(
+    "library", [LIBRARY[name] for name in ("numpy", "torch")], ids=lambda library: library.name
+)
+def test_arrays_on_memory_are_made_of_its_owner_which_they_keep(
+    library, name, compiled, monkeypatch
+):
+    class Owner:
+        """What arrays keep alive, as a block of the heap does."""
+
+        def __init__(self, memory):
+            self.memory, self.__array_interface__ = memory, memory.__array_interface__
+
+    monkeypatch.setenv("SHARDMATH_COMPILED", str(int(compiled)))
+    itemsize = dtypes.of(name).itemsize
+    for shape, strides in (
+        ((7, 9), (9, 1)),
+        ((3, 5), (1, 4)),
+        ((8,), (3,)),
+        ((), ()),
+        ((0, 4), (4, 1)),
+    ):
+        make = library.viewer(name, shape, strides, "cpu")
+        for _ in range(2):
+            memory = np.zeros(64 * itemsize, np.uint8)
+            owner = Owner(memory)
+            watch = weakref.ref(owner)
+            x = make(owner, memory.ctypes.data)
+            del owner
+            spec = library.spec(x)
+            assert (spec.dtype, spec.shape) == (name, shape)
+            if spec.size:
+                assert spec.strides == strides and library.pointer(x) == memory.ctypes.data
+            part = x[:1] if shape else x
+            del x
+            assert watch() is not None
+            library.host_view(part)[...] = 1
+            assert memory.any() == bool(spec.size)
+            del part
+            assert watch() is None
+
+
 def test_zero_strides_pass_for_reading_only():
     x, t = np.broadcast_to(np.float32(3), (7, 8)), torch.tensor(3.0).expand(7, 8)
     for library, array in ((NUMPY, x), (TORCH, t)):

@@ -139,10 +139,14 @@ class Library(ABC):
         return partial(self.empty, shape, dtype, order, device)
 
     def viewer(
-        self, dtype: DType | str, shape: Sequence[int], strides: Sequence[int]
-    ) -> Callable[[HostArray], Any]:
-        """What makes an array on bytes as `from_bytes` does, each time that it is given them."""
-        return lambda raw: self.from_bytes(raw, dtype, shape, strides)
+        self, dtype: DType | str, shape: Sequence[int], strides: Sequence[int], device: str
+    ) -> Callable[[Any, int], Any]:
+        """What makes an array on memory of `device`, each time that it is given the memory's owner,
+        bytes as `from_bytes` or `on_device` takes them, and its address.
+        """
+        if device == "cpu":
+            return lambda owner, _: self.from_bytes(np.asarray(owner), dtype, shape, strides)
+        return lambda owner, _: self.on_device(owner, dtype, shape, strides)
 
     def offers(self, dtype: str) -> bool:
         """Whether there are arrays of the type of that name for users to compute with."""

@@ -23,6 +23,7 @@ BUILT = {
     "shardmath.collectives._sum": "sums of long arrays",
     "shardmath.symmetric._board": "rounds of agreement",
     "shardmath.handles._fingerprint": "fingerprints of arrays",
+    "shardmath.arrays._dlpack": "torch's arrays on the heap",
     "shardmath.call._direct": "calls that come again",
     "shardmath.cuda._launch": "calls on GPUs that come again",
 }

@@ -23,7 +23,7 @@ from shardmath.context.context import Context
 from shardmath.cuda import stream as streams
 from shardmath.cuda.allocation import Allocation
 from shardmath.cuda.driver import call
-from shardmath.handles.allocation import array_on, block_of
+from shardmath.handles.allocation import block_of
 from shardmath.handles.operand import Operand
 from shardmath.symmetric.heap import Block
 
@@ -181,11 +181,13 @@ class ResultTemplate:
         self.on_heap = on_heap and not self._on_host
         device = "cpu" if self._on_host else _team(context).device.name
         # Makes an array like that, of which peers are told nothing. Local. Raises as `make`.
-        self.array: Callable[[], Any] = (
-            self._allocated
-            if self.on_heap
-            else self._library.maker(self._shape, dtype, order, device)
-        )
+        self.array: Callable[[], Any]
+        if self.on_heap:
+            place = context.heap.transport.device
+            self._view = self._library.viewer(dtype, self._shape, self._steps, place)
+            self.array = self._allocated
+        else:
+            self.array = self._library.maker(self._shape, dtype, order, device)
 
     def make(self, array: Any = None) -> Result:
         """One more of them, or that array in ordinary memory of the GPU. Local.
@@ -201,7 +203,7 @@ class ResultTemplate:
             return Result(library.pointer(array), (shape, strides, dtype, None), array)
         buffer = context.allocate_shared(self._nbytes)
         block = buffer.block
-        array = array_on(buffer, library, dtypes.of(dtype), shape, self._steps)
+        array = self._view(buffer, block.address)
         return Result(block.address, (shape, strides, dtype, block), array)
 
     @property
@@ -227,7 +229,7 @@ class ResultTemplate:
 
     def _allocated(self) -> Any:
         buffer = self._context.heap.allocate(self._nbytes)
-        return array_on(buffer, self._library, dtypes.of(self._dtype), self._shape, self._steps)
+        return self._view(buffer, buffer.block.address)
 
     def place(self, array: Any) -> int:
         """The address of such an array."""

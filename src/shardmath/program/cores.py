@@ -304,8 +304,14 @@ class Cores:
         _, shape, dtype, order, strides, nbytes, on_heap, _ = result
         if not on_heap:
             return library.maker(shape, dtype, order)
-        allocate, view = self._context.heap.allocate, library.viewer(dtype, shape, strides)
-        return lambda: view(np.asarray(allocate(nbytes)))
+        heap = self._context.heap
+        allocate, view = heap.allocate, library.viewer(dtype, shape, strides, heap.transport.device)
+
+        def made() -> Any:
+            buffer = allocate(nbytes)
+            return view(buffer, buffer.block.address)
+
+        return made
 
     # -- perform -----------------------------------------------------------------------------------
 

@@ -60,15 +60,18 @@ class NumPy(Library):
         self, raw: HostArray, dtype: DType | str, shape: Sequence[int], strides: Sequence[int]
     ) -> HostArray:
         """An ndarray on `raw`."""
-        return self.viewer(dtype, shape, strides)(raw)
+        array: HostArray = self.viewer(dtype, shape, strides, "cpu")(raw, 0)
+        return array
 
     def viewer(
-        self, dtype: DType | str, shape: Sequence[int], strides: Sequence[int]
-    ) -> Callable[[HostArray], HostArray]:
+        self, dtype: DType | str, shape: Sequence[int], strides: Sequence[int], device: str
+    ) -> Callable[[Any, int], Any]:
         """See Library."""
+        if device != "cpu":
+            return super().viewer(dtype, shape, strides, device)
         native, extents = dtypes.to_numpy(dtype), tuple(shape)
         in_bytes = tuple([stride * native.itemsize for stride in strides])
-        return lambda raw: np.ndarray(extents, native, raw, 0, in_bytes)
+        return lambda owner, _: np.ndarray(extents, native, np.asarray(owner), 0, in_bytes)
 
     def anchor(self, x: HostArray) -> int:
         """Where the array starts of which `x` is a view, or a view of a view."""

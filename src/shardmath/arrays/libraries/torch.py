@@ -17,9 +17,13 @@ from shardmath.arrays import dtypes
 from shardmath.arrays.base import HostArray, Library, Space
 from shardmath.arrays.dtypes import DType
 from shardmath.arrays.spec import ArraySpec, overlaps, packed_strides
+from shardmath.base.compiled import extension
 
 __all__ = ["Torch"]
 
+_DLPACK = "shardmath.arrays._dlpack"  # the module that dlpack.c makes
+_INTEGERS, _BFLOAT = 0, 4  # what DLPack calls kinds of elements
+_CODES = {"i": _INTEGERS, "f": 2, "c": 5, "b": 6}
 _WORTH = 1 << 20  # multiplications of a product, at which oneDNN's is twice as fast
 
 
@@ -146,10 +150,21 @@ class Torch(Library):
             raw = torch.as_tensor(owner, device=owner.device)
             whole = raw[: raw.numel() // kind.itemsize * kind.itemsize].view(native)
             return whole.as_strided(tuple(shape), tuple(strides))
+        address = owner.__cuda_array_interface__["data"][0] + start
+        view = _viewer(kind, tuple(shape), tuple(strides), owner.device)
+        if view is not None:
+            return view(owner, address)
         carrier = kind.carrier or kind.name
-        part = _Part(owner, carrier, shape, strides, start)
+        part = _Part(owner, carrier, shape, strides, address)
         made = torch.as_tensor(part, device=owner.device)
         return made if carrier == kind.name else made.view(native)
+
+    def viewer(
+        self, dtype: DType | str, shape: Sequence[int], strides: Sequence[int], device: str
+    ) -> Callable[[Any, int], Any]:
+        """See Library."""
+        view = _viewer(dtypes.of(dtype), tuple(shape), tuple(strides), device)
+        return view or super().viewer(dtype, shape, strides, device)
 
     def empty(
         self,
@@ -280,17 +295,40 @@ class _Part:
     """An array on a part of `owner`, as torch takes it, in one step: it keeps the owner."""
 
     def __init__(
-        self, owner: Any, dtype: str, shape: Sequence[int], strides: Sequence[int], start: int
+        self, owner: Any, dtype: str, shape: Sequence[int], strides: Sequence[int], address: int
     ) -> None:
         native = np.dtype(dtype)
         self._owner = owner
         self.__cuda_array_interface__ = {
             "shape": tuple(shape),
             "typestr": native.str,
-            "data": (owner.__cuda_array_interface__["data"][0] + start, False),
+            "data": (address, False),
             "strides": tuple([stride * native.itemsize for stride in strides]),
             "version": 3,
         }
+
+
+def _viewer(
+    dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...], device: str
+) -> Callable[[Any, int], Any] | None:
+    """What makes a tensor on memory of `device`, of its owner and its address, by compiled code.
+
+    None where that was not built, and for tensors without elements, which need no address. Raises
+    ValueError for a data type that torch lacks.
+    """
+    built, native = extension(_DLPACK), _native(dtype)
+    if built is None or 0 in shape:
+        return None
+    import torch
+
+    code = _BFLOAT if dtype.name == "bfloat16" else _CODES.get("" if dtype.carrier else dtype.kind)
+    ordinal = -1 if device == "cpu" else int(device.removeprefix("cuda:"))
+    passed = _INTEGERS if code is None else code
+    capsule = partial(built.capsule, passed, 8 * dtype.itemsize, ordinal, shape, strides)
+    made: Callable[[Any], Any] = torch.utils.dlpack.from_dlpack
+    if code is None:
+        return lambda owner, address: made(capsule(owner, address)).view(native)
+    return lambda owner, address: made(capsule(owner, address))
 
 
 @lru_cache(maxsize=1)
