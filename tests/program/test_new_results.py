@@ -6,6 +6,7 @@ import random
 import sys
 from pathlib import Path
 from typing import ClassVar
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from shardmath.distribution import Redistribute, Slab, redistribute
 from shardmath.fft import FFT, FFTOptions, fft
 from shardmath.handles.allocation import empty_on_heap
 from shardmath.linalg.advanced import Matmul, MatmulOptions, matmul
+from shardmath.operators.matmul.gpu import performing
 
 M, N = 12, 8
 SPLITS = [Slab.X, Slab.X, Slab.Y]
@@ -200,3 +202,31 @@ def test_all_ranks_raise_the_same_where_one_calls_otherwise(contexts, name, form
     found = contexts.run(differ, name, form, store, ranks=3)
     assert found == [found[0]] * 3
     assert found[0][0] in ("ValueError", "CollectiveMismatch") and found[0][1] == [True] * 3
+
+
+def grow(context):
+    """How often a product is prepared, whose result needs more room than those before it."""
+    prepared, plain = [], performing._New.message
+
+    def message(self):
+        prepared.append(self._operands.out.shape[0])
+        return plain(self)
+
+    with (
+        pretended_gpu(context),
+        products_at_once(),
+        patch.object(performing._New, "message", message),
+        context,
+    ):
+        made = arrays(context, "heap")
+        b = made(part_of(np.ones((N, N)), Slab.X, context.rank, context.size))
+        for rows in (M, 8 * M):
+            a = made(part_of(np.ones((rows, N)), Slab.X, context.rank, context.size))
+            for _ in range(5):
+                matmul(a, b, distributions=SPLITS)
+        context.board.barrier("done")
+    return prepared
+
+
+def test_room_that_grows_lets_products_come_again(contexts):
+    assert contexts.run(grow, ranks=2) == [[M, 8 * M]] * 2

@@ -26,7 +26,7 @@ from shardmath.handles.operand import Operand
 from shardmath.local.gpu.blaslt import bindings
 from shardmath.local.gpu.gemm import Algorithms
 from shardmath.machine import Machine
-from shardmath.operators.lanes import LANES, Lane
+from shardmath.operators.lanes import LANES, NEW_RESULT, Lane
 from shardmath.operators.matmul.gpu import tuning
 from shardmath.operators.matmul.gpu.fused import Fused, have_addresses
 from shardmath.operators.matmul.gpu.operands import Results, blanks_of, made_results, operands_of
@@ -437,7 +437,9 @@ class _New:
 
     def prepared(self, note: bytes, templates: Mapping[str, ResultTemplate]) -> _Prepared:
         """What an execution like this one needs before its ranks agree."""
-        return _Prepared(note, self._lane, self._lane.memory(), templates)
+        memory = self._lane.memory()
+        memory.pop(NEW_RESULT, None)  # graphs are found by its address, of which no peer is told
+        return _Prepared(note, self._lane, memory, templates)
 
     def replay(self) -> _Replay:
         """A replay of this execution."""
