@@ -22,7 +22,7 @@ from shardmath.arrays import library_named
 from shardmath.distribution import Slab
 from shardmath.fft import FFT, FFTOptions
 from shardmath.handles.allocation import empty_on_heap
-from shardmath.operators.fft import rank_plan
+from shardmath.operators.fft import gpus, lowering
 from shardmath.operators.workspace import give_back
 
 CASES = [
@@ -116,9 +116,8 @@ def measured(ranks, x, n, dtype, back):
         result = transform.execute()
 
         def ours(chunks=True):
-            rank_plan.USE_CHUNKS = rank_plan.USE_GRAPHS = (
-                chunks  # what is done step by step is not remembered
-            )
+            # What is done step by step is not remembered.
+            lowering.USE_CHUNKS = gpus.USE_GRAPHS = chunks
             transform.execute(out=result)
 
         compare(ranks, baseline, result, ours, dtype)
@@ -143,7 +142,7 @@ def measured(ranks, x, n, dtype, back):
 
 
 def compare(ranks, baseline, result, ours, dtype):
-    """Raise ArithmeticError unless a first call and later ones, both rank_plan, make the same."""
+    """Raise ArithmeticError unless a first call and later ones, in chunks and not, make the same."""
     wanted = baseline()
     tolerance = 1e-5 if dtype in ("complex64", "float32") else 1e-13
     for chunks in (True, True, True, False):
@@ -166,7 +165,7 @@ def measure(ranks, seconds):
                 row = measured(ranks, x, n, dtype, back)
             except Exception:
                 failure = traceback.format_exc(limit=-3)
-            rank_plan.USE_CHUNKS = rank_plan.USE_GRAPHS = True
+            lowering.USE_CHUNKS = gpus.USE_GRAPHS = True
             ranks.torch.cuda.empty_cache()
             if ranks.largest(bool(failure)):
                 print(f"{n}^3 {dtype}, back: {back}: {failure or 'failed elsewhere'}", flush=True)

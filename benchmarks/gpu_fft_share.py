@@ -17,6 +17,9 @@ import json
 from dataclasses import dataclass, replace
 
 from on_gpus import command, run
+from shardmath.operators.fft.launching import Launch, is_double
+from shardmath.operators.fft.pipeline import Pipeline
+from shardmath.operators.fft.program import UserArrays
 
 from shardmath.arrays import library_named
 from shardmath.cuda.graph import Graph
@@ -24,11 +27,8 @@ from shardmath.distribution import Slab
 from shardmath.fft import FFTDirection, FFTOptions
 from shardmath.local.gpu.fft import CuFFT
 from shardmath.operators.fft import rank_plan
-from shardmath.operators.fft.launching import Launch, is_double
 from shardmath.operators.fft.local_steps import LocalFFT, packed
-from shardmath.operators.fft.pipeline import Pipeline
 from shardmath.operators.fft.problem import check, describe
-from shardmath.operators.fft.program import UserArrays
 from shardmath.operators.fft.push_stream import PushStream, PushTables
 from shardmath.operators.fft.search import choose
 from shardmath.operators.fft.strategy import ON_GPUS

@@ -18,7 +18,7 @@ LONG = [
     "matmul/test_float8_products",
     "launchers/test_threads_counted",
     "matmul/test_matmul_behaviour",
-    "fft/test_gpu_stages",
+    "program/test_gpu_transforms",
     "reliability/test_interrupts",
     "matmul/test_scaled_products",
     "docs/test_pages",

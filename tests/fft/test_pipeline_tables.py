@@ -10,15 +10,14 @@ import pytest
 from shardmath.arrays import ArraySpec
 from shardmath.geometry import Slab
 from shardmath.operators.fft.chunking import chunking_for
-from shardmath.operators.fft.local_steps import packed
+from shardmath.operators.fft.lowering import GPUPlan, Results, UserArrays, lowered
 from shardmath.operators.fft.options import FFTDirection, FFTOptions
-from shardmath.operators.fft.pipeline import Rows, make_pipeline
 from shardmath.operators.fft.problem import check, describe
-from shardmath.operators.fft.program import UserArrays
 from shardmath.operators.fft.push_stream import cluster_size, push_blocks
+from shardmath.operators.fft.pushes import Rows, tables
 from shardmath.operators.fft.search import choose
-from shardmath.operators.fft.stages import stages
 from shardmath.operators.fft.strategy import ON_GPUS
+from shardmath.program.rank_program import packed
 
 LARGE = {"512^3": (512,) * 3, "1024^3": (1024,) * 3, "uneven": (2047, 1032, 1024)}
 
@@ -38,18 +37,18 @@ def test_tables_of_large_arrays(name, size):
     problem = check(
         [describe(s, slab, None, None, "C2C", FFTDirection.FORWARD, options, None) for s in specs]
     )
-    found = stages(choose(problem, ON_GPUS), reachable=True)
+    plan = GPUPlan(problem, choose(problem, ON_GPUS), (0,) * size)
+    found = plan.stages(reachable=True)
+    chunking = chunking_for(problem, two_exchanges=True)
     written = np.zeros((2, size), np.int64)
     for rank in range(size):
-        operand, result = (
-            packed(name, locals_[rank], "complex128") for name in ("operand", "result")
-        )
-        chunking = chunking_for(problem, two_exchanges=True)
-        pipeline = make_pipeline(found, rank, UserArrays(operand, result), chunking, order="C")
-        chunks, rows = pipeline.tables(1 << 14)
-        sizes = pipeline.buffers | {"result": result.size * 16}
+        operand, out = (packed(name, locals_[rank], "complex128") for name in ("operand", "out"))
+        program = lowered(plan, rank, UserArrays(operand, out), Results(True, True), chunking)
+        start = program.steps[0].plan
+        chunks, rows = tables(start, 1 << 14)
+        sizes = {name: memory.nbytes for name, memory in program.memories.items()}
         for chunk in chunks.tolist():
-            nbytes = sizes[pipeline.sources[chunk[4]]]
+            nbytes = sizes[start.sources[chunk[4]]]
             for row in rows[chunk[0] : chunk[0] + chunk[1]].tolist():
                 source, target, source_pitch, target_pitch, width, count, copies, peer = row
                 exchange, peer = divmod(peer, size)

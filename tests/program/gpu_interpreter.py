@@ -1,19 +1,17 @@
 """Programs of products on GPUs performed by NumPy, every rank in one process.
 
-Memory is the host's, each at a multiple of 256 bytes and full of NaN. A rank's streams run as they
-like: which of the steps that may come next is next, a random number says. So a step that awaits
-nothing, or a synchronisation that is missing, gives another result for another number. What
-cuBLASLt asks of its factors is asserted.
+Memory is the host's, each at a multiple of 256 bytes and full of NaN. A rank's `streams` run as
+they like. What cuBLASLt asks of its factors is asserted.
 """
 
 from __future__ import annotations
 
 import random
-from itertools import pairwise
 
 import gpu_arithmetic as arithmetic
 import numpy as np
 from gpu_arithmetic import ALIGNMENT, copy_between, move_bytes, room, view
+from streams import schedule
 
 from shardmath.arrays.dtypes import of
 from shardmath.local.gpu import Matrix
@@ -21,7 +19,6 @@ from shardmath.local.rounding import round_into
 from shardmath.operators.matmul.gpu.lowering import lowered
 from shardmath.operators.matmul.gpu.steps import (
     AddUp,
-    Await,
     Clear,
     EpilogProduct,
     Fetched,
@@ -29,12 +26,9 @@ from shardmath.operators.matmul.gpu.steps import (
     Gemm,
     Greatest,
     LayOut,
-    On,
     Packed,
     Push,
-    Record,
     View,
-    plain,
 )
 from shardmath.program.steps import (
     Convert,
@@ -42,12 +36,12 @@ from shardmath.program.steps import (
     Fused,
     Quantize,
     SumLines,
-    Synchronise,
+    plain,
 )
 from shardmath.redistribution.boxes import Box
 from shardmath.redistribution.copies import lowered as lowered_move
 
-__all__ = ["interpret_products", "schedule"]
+__all__ = ["interpret_products"]
 
 
 class Rank:
@@ -132,66 +126,8 @@ def interpret_products(rank_plans, operands, addition_order="", *, seed=0, withi
     ranks = []
     for rank_plan, own in zip(rank_plans, operands, strict=True):
         ranks.append(Rank(rank_plan, own, addition_order, ranks, within))
-    schedule(ranks, random.Random(seed))
+    schedule(ranks, random.Random(seed), PERFORM)
     return ranks
-
-
-def schedule(ranks, chance):
-    """Perform all steps, in an order in which streams might."""
-    every = [streams_of(rank.steps) for rank in ranks]
-    counts = {sum(isinstance(step, Synchronise) for step, _ in steps) for steps, _ in every}
-    assert len(counts) <= 1, "all ranks synchronise alike"
-    done = [set() for _ in ranks]
-    left = [{name: list(reversed(at)) for name, at in streams.items()} for _, streams in every]
-    prefer = chance.choice(["", "side", None])  # the user's stream, what is beside it, or any
-
-    def finish(number, name):
-        done[number].add(left[number][name].pop())
-        if not left[number][name]:
-            del left[number][name]
-
-    while any(left):
-        ready, waiting = [], {}
-        for number, ((steps, _), streams) in enumerate(zip(every, left, strict=True)):
-            for name, numbers in streams.items():
-                step, after = steps[numbers[-1]]
-                if after <= done[number]:
-                    if not isinstance(step, Synchronise):
-                        ready.append((number, name))
-                    elif number not in waiting or numbers[-1] < waiting[number][0]:
-                        waiting[number] = numbers[-1], name
-        if not ready:
-            assert len(waiting) == len(ranks), "all ranks synchronise"
-            for number, (_, name) in waiting.items():
-                finish(number, name)
-            continue
-        ready = [each for each in ready if bool(each[1]) == bool(prefer)] or ready
-        number, name = chance.choice(ready)
-        step = every[number][0][left[number][name][-1]][0]
-        if not isinstance(step, Record | Await):
-            PERFORM[type(step)](step, ranks[number])
-        finish(number, name)
-
-
-def streams_of(steps):
-    """Each step and what it awaits; and by stream, the numbers of its steps."""
-    found, streams, events = [], {}, {}
-    for at, each in enumerate(steps):
-        name, step = (each.stream, each.step) if isinstance(each, On) else ("", each)
-        found.append((step, {events[step.event]} if isinstance(step, Await) else set()))
-        if isinstance(step, Record):
-            events[step.event] = at
-        streams.setdefault(name, []).append(at)
-    follows = {two: one for each in streams.values() for one, two in pairwise(each)}
-    joined, front = set(), streams.get("", [])[-1:]
-    while front:
-        at = front.pop()
-        if at not in joined:
-            joined.add(at)
-            front += [*found[at][1], *([follows[at]] if at in follows else [])]
-    loose = [str(found[at][0]) for at in range(len(found)) if at not in joined]
-    assert not loose, f"what is beside the user's stream comes to it at last: {loose}"
-    return found, streams
 
 
 # -- steps -----------------------------------------------------------------------------------------

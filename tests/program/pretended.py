@@ -25,11 +25,11 @@ from shardmath.context.context import Context
 from shardmath.handles import device_array
 from shardmath.local.rounding import round_into
 from shardmath.operators.fft import gpus as fft_gpus
-from shardmath.operators.fft import launching, rank_plan
+from shardmath.operators.fft import lowering
+from shardmath.operators.fft.gpus import TransformProgram
 from shardmath.operators.fft.local_steps import Convert, LocalFFT, Scale
-from shardmath.program import gpu_hosts, gpu_performing, gpus
+from shardmath.program import gpu_performing, gpu_steps, gpus
 from shardmath.redistribution import Window
-from shardmath.redistribution import device as boxes_on_gpus
 from shardmath.redistribution.host import perform
 
 __all__ = ["pretended_gpu"]
@@ -99,6 +99,13 @@ class Device:
         pass
 
 
+class CuFFT:
+    """As local.gpu.fft.CuFFT, which prepares what is then done by `transformed`."""
+
+    def prepare(self, kind, *, double, plan, stream):
+        pass
+
+
 class Lane:
     """As operators.lanes.Lane, for one stream."""
 
@@ -136,6 +143,12 @@ class Lane:
     def make_room(self, nbytes):
         if nbytes and self.room(nbytes) is None:
             self.buffer("new result", nbytes)
+
+    def has(self, name, nbytes):
+        return name in self._buffers and self._buffers[name].block.nbytes >= nbytes
+
+    def shared(self, name, nbytes):
+        return self.buffer(name, nbytes).block.address
 
     def private(self, name, nbytes):
         return self.buffer(name, nbytes).block.address
@@ -212,42 +225,44 @@ def fetch(context, found, outboxes, room, stream):
         Device.launch(stream, get, each.src, place, each.nbytes, room + each.at)
 
 
-def transformed(launch, stream, step):
-    """As Launch.local, by NumPy."""
-    Device.launch(stream, transform, launch, step)
+def transformed(program, step, memories):
+    """As TransformProgram's local transforms, by NumPy."""
+    return lambda stream: Device.launch(stream, transform, program, step, memories)
 
 
-def transform(launch, step):
+def transform(program, step, memories):
+    target = array_at(memories, step.target)
     if isinstance(step, Scale):
-        at(launch, step.target)[...] *= step.factor
+        target[...] *= step.factor
         return
-    source, target = at(launch, step.source), at(launch, step.target)
-    if isinstance(step, LocalFFT):
-        wide = source.astype(np.complex128 if source.dtype.kind == "c" else np.float64)
-        if step.kind == "R2C":
-            made = np.fft.rfftn(wide, axes=step.axes)
-        elif step.kind == "C2R":
-            sizes = [target.shape[axis] for axis in step.axes]
-            made = np.fft.irfftn(wide, s=sizes, axes=step.axes, norm="forward")
-        elif launch.forward:
-            made = np.fft.fftn(wide, axes=step.axes)
-        else:
-            made = np.fft.ifftn(wide, axes=step.axes, norm="forward")
-        target[...] = made
-    elif isinstance(step, Convert):
+    source = array_at(memories, step.source)
+    if isinstance(step, Convert):
         round_into(source, target)
         if step.factor != 1:
             raise NotImplementedError("half precision is for torch")
+        return
+    wide = source.astype(np.complex128 if source.dtype.kind == "c" else np.float64)
+    if step.kind == "R2C":
+        made = np.fft.rfftn(wide, axes=step.axes)
+    elif step.kind == "C2R":
+        sizes = [target.shape[axis] for axis in step.axes]
+        made = np.fft.irfftn(wide, s=sizes, axes=step.axes, norm="forward")
+    elif program.forward:
+        made = np.fft.fftn(wide, axes=step.axes)
     else:
-        target[...] = source
+        made = np.fft.ifftn(wide, axes=step.axes, norm="forward")
+    target[...] = made
 
 
-def at(launch, view):
+def array_at(memories, view):
     """The array of a view."""
     dtype = to_numpy(view.dtype)
     if not view.size:
         return np.empty(view.shape, dtype)
-    return Window(launch.address(view), view.strides, None).array(view.shape, dtype)
+    return Window(memories.address(view), view.strides, None).array(view.shape, dtype)
+
+
+PERFORMERS = TransformProgram.PERFORMERS | dict.fromkeys((LocalFFT, Scale, Convert), transformed)
 
 
 @contextmanager
@@ -266,16 +281,12 @@ def pretended_gpu(context, *, chunks=False):
             (gpu_performing, "stream_of", lambda context, spec, stream: 0),
             (gpu_performing, "beside_captures", nullcontext),
             (fft_gpus, "Lane", Lane),
-            (fft_gpus, "beside_captures", nullcontext),
-            (rank_plan, "USE_CHUNKS", chunks),
-            (rank_plan, "BoxCopies", Copies),
-            (launching.Launch, "local", transformed),
-            (fft_gpus, "_plan_transforms", lambda plan, stream: None),
-            (launching, "call", lambda *_: None),
-            (launching, "fetch", fetch),
-            (gpu_hosts, "BoxCopies", Copies),
-            (gpu_hosts, "fetch", fetch),
-            (boxes_on_gpus, "BoxCopies", Copies),
+            (fft_gpus, "CuFFT", SimpleNamespace(of=lambda device: CuFFT())),
+            (lowering, "USE_CHUNKS", chunks),
+            (TransformProgram, "PERFORMERS", PERFORMERS),
+            (gpu_steps, "BoxCopies", Copies),
+            (gpu_steps, "call", lambda *_: None),
+            (gpu_steps, "fetch", fetch),
             (device_array, "stream_of", lambda context, spec, stream: 0),
             (NumPy, "spec", lambda self, x: replace(plain_spec(self, x), device=NAME)),
             (NumPy, "identity", lambda self, x: (self.spec(x), self.pointer(x))),

@@ -15,8 +15,9 @@ from typing import Any
 from unittest.mock import patch
 
 import gpu_arithmetic as arithmetic
-from gpu_interpreter import PERFORM, schedule
+from gpu_interpreter import PERFORM
 from pretended import Device, Lane
+from streams import schedule
 
 from shardmath.geometry.integers import up
 from shardmath.local.epilog import MatmulEpilog
@@ -24,8 +25,7 @@ from shardmath.local.gpu import Matrix
 from shardmath.local.rounding import round_into
 from shardmath.operators.matmul.gpu import performing, phases
 from shardmath.operators.matmul.gpu.phases import Phases
-from shardmath.operators.matmul.gpu.steps import Await, On, Record
-from shardmath.program.steps import Synchronise
+from shardmath.program.steps import Await, On, Record, Synchronise
 from shardmath.symmetric.heap import Location
 
 __all__ = ["block_at", "perform_phases", "products_at_once"]
@@ -240,7 +240,7 @@ def perform_phases(rank_plans, operands, addition_order="", *, seed=0, within=Fa
             with patch.object(phases, "call", call_of(rank)):
                 each.run(messages)
     PERFORM[Launched] = lambda step, rank: step.run()
-    schedule(ranks, random.Random(seed))
+    schedule(ranks, random.Random(seed), PERFORM)
 
 
 REFUSED = type("Refused", (Panels,), {"unsupported": "not here"})

@@ -4,7 +4,7 @@
 //
 // Compiled with COPY_BYTES (of one bulk copy), STAGES (copies in shared memory) and PREFETCH (copies loaded
 // ahead of the one that is stored). Addresses, pitches and sizes are multiples of 16. The tables are those of
-// operators/fft/pipeline.py.
+// operators/fft/pushes.py.
 //
 //   user's stream    transform 0, ready | transform 1, ready   | ...    | wait, transform | ...
 //   push stream      wait               | push 0, wait, push 1, signal  | ...

@@ -143,6 +143,16 @@ class Lane:
             self._allocations[name] = Allocation(self.team.device, nbytes)
         return self._allocations[name].address
 
+    def shared(self, name: str, nbytes: int) -> int:
+        """The address of a buffer, which peers reach. Local. Raises HeapExhausted."""
+        return self.buffer(name, nbytes).block.address
+
+    def has(self, name: str, nbytes: int) -> bool:
+        """Whether at least `nbytes` have been asked for under that name."""
+        if name in self._buffers:
+            return self._buffers[name].block.nbytes >= nbytes
+        return name in self._allocations and self._allocations[name].nbytes >= nbytes
+
     def address(self, name: str) -> int:
         """Where memory that has been asked for lies."""
         if name in self._allocations:

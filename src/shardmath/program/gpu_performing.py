@@ -43,11 +43,14 @@ from shardmath.operators.replay import GraphCache
 from shardmath.program.gpu_arrays import GPUArrays, read_arrays
 from shardmath.program.gpu_repeats import Launch as Replay
 from shardmath.program.gpu_repeats import Launches
+from shardmath.program.gpu_steps import ExposedArrays, GPUProgram, Launch, Memories
 from shardmath.program.performing import Arguments, Direct, Names, Plan, Turn
+from shardmath.program.rank_program import USERS
 
-__all__ = ["Execution", "ExposedArrays", "Facts", "GPUPerformer", "Launch", "Ready"]
+__all__ = ["Execution", "Facts", "GPUPerformer", "Ready"]
 
 _KEPT = 128  # executions that are launched as before
+_PROGRAMS = 64  # of this rank, for arrays that lie differently
 _PLACES = 32  # of results of one call, for which all is prepared
 _TAG = 8  # bytes, of a plan
 _NEW = "new"  # among what a turn has made
@@ -56,9 +59,6 @@ _UNPREPARED = bytes(_TAG)
 # for which the places behind this have been prepared, or 0.
 _HEAD = struct.Struct("<???cB")
 _LENGTH = struct.Struct("<H")
-
-Launch = Callable[[int], None]  # puts everything on a stream
-ExposedArrays = Sequence[Exposed | None]  # of one rank
 
 
 class Facts(NamedTuple):
@@ -121,6 +121,7 @@ class GPUPerformer(ABC):
         self._templates: LRUCache[Any, ResultTemplate] = LRUCache(_KEPT)
         self._decided = 0  # how often they have changed
         self._launches: LRUCache[Any, Launching] = LRUCache(_KEPT)
+        self._programs: LRUCache[Any, GPUProgram] = LRUCache(_PROGRAMS)
 
     # -- what depends on the operation -------------------------------------------------------------
 
@@ -139,11 +140,8 @@ class GPUPerformer(ABC):
         """How all ranks perform it, from what all have told: a number from 1 to 255. Pure."""
 
     @abstractmethod
-    def _ready(self, execution: Execution, decision: int, *, allocate: bool) -> Ready | None:
-        """Prepare an execution. Local. None where it would have to `allocate`, and may not.
-
-        Raises HeapExhausted.
-        """
+    def _program(self, execution: Execution, decision: int) -> GPUProgram:
+        """What this rank does where its arrays lie so, kept in `_programs`. It holds no array."""
 
     @abstractmethod
     def release(self) -> None:
@@ -151,6 +149,40 @@ class GPUPerformer(ABC):
 
     def _end(self, execution: Execution) -> None:  # noqa: B027
         """Give back what is not to be kept, after an execution."""
+
+    def _ready(self, execution: Execution, decision: int, *, allocate: bool) -> Ready | None:
+        """Prepare an execution. Local. None where it would have to `allocate`, and may not.
+
+        Raises HeapExhausted.
+        """
+        lane, stream, result = self._lane, execution.stream, execution.result.array
+        with beside_captures():  # memory and plans are no part of what is captured
+            gpu_program = self._program(execution, decision)
+            program = gpu_program.program
+            own = {"operand": execution.operand.address, "out": result.address}
+            for name, memory in program.memories.items():
+                if not allocate and not lane.has(name, memory.nbytes):
+                    return None
+                take = lane.shared if memory.shared else lane.private
+                own[name] = take(name, memory.nbytes)
+            gpu_program.prepare(own, stream, result.span)
+            places = tuple(self._told(execution, name) for name in program.shared)
+
+        def bind(peers: Sequence[ExposedArrays]) -> Launch:
+            lane.team.device.activate()
+            return gpu_program.bind(Memories(own, peers, stream))
+
+        return Ready(places, bind, gpu_program.check)
+
+    def _told(self, execution: Execution, memory: str) -> bytes:
+        """Where peers find memory that is shared, packed; b"" for ordinary memory."""
+        if memory not in USERS:
+            block = self._lane.buffer(memory, 0).block
+            return Exposed(block.location, block.nbytes, 0, ()).pack()
+        array = execution.operand if memory == "operand" else execution.result.array
+        if array.block is not None:
+            self._context.announce(array.block)
+        return array.told
 
     # -- read --------------------------------------------------------------------------------------
 

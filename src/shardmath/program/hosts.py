@@ -21,15 +21,14 @@ from shardmath.program.steps import (
     Synchronise,
     Unpack,
 )
-from shardmath.redistribution import TransferPlan
 from shardmath.redistribution.delivery import Delivery
 
-__all__ = ["FETCHED", "OUTBOX", "between_hosts", "delivery_of"]
+__all__ = ["FETCHED", "OUTBOX", "TAKEN", "between_hosts", "delivered"]
 
 OUTBOX, FETCHED = "moved outbox", "moved fetch buffer"  # names among those of all operations
 
 _PACKED = Synchronise((Reason.AFTER_WRITING, Reason.BEFORE_READING))
-_TAKEN = Synchronise((Reason.BEFORE_REUSING,))
+TAKEN = Synchronise((Reason.BEFORE_REUSING,))
 
 
 def between_hosts(program: Program, rank: int, hosts: tuple[int, ...]) -> Program:
@@ -42,22 +41,22 @@ def between_hosts(program: Program, rank: int, hosts: tuple[int, ...]) -> Progra
         if isinstance(step, Move) and step.transfer.crosses:
             target = program.results.get(step.target) or program.workspace[step.target]
             assert isinstance(target, SplitArray), "what is moved to"
-            delivery = delivery_of(step.transfer, rank, hosts, target)
-            steps += [
-                Pack(delivery, step.source, OUTBOX),
-                _PACKED,
-                Get(delivery, OUTBOX, FETCHED),
-                Unpack(delivery, step.source, OUTBOX, FETCHED, step.target),
-                _TAKEN,
-            ]
+            axes = tuple(range(len(step.transfer.src.global_shape)))
+            axes = axes if target.order == "C" else axes[::-1]  # in the memory order of the target
+            delivery = Delivery(step.transfer, rank, hosts, axes)
+            steps += delivered(delivery, step.source, step.target, OUTBOX, FETCHED)
+            steps.append(TAKEN)
         elif not isinstance(step, Synchronise):
             steps.append(step)
     return replace(program, steps=tuple(steps))
 
 
-def delivery_of(
-    transfer: TransferPlan, rank: int, hosts: tuple[int, ...], target: SplitArray
-) -> Delivery:
-    """What this rank packs, fetches and unpacks; parcels are in the memory order of the target."""
-    axes = tuple(range(len(transfer.src.global_shape)))
-    return Delivery(transfer, rank, hosts, axes if target.order == "C" else axes[::-1])
+def delivered(
+    delivery: Delivery, source: str, target: str, outbox: str, fetched: str
+) -> tuple[Pack, Synchronise, Get, Unpack]:
+    """What brings array `source` to `target` in place of a move.
+
+    The outbox may be packed again when all ranks have synchronised after this: see TAKEN.
+    """
+    unpack = Unpack(delivery, source, outbox, fetched, target)
+    return Pack(delivery, source, outbox), _PACKED, Get(delivery, outbox, fetched), unpack

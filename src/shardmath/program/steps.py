@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from shardmath.geometry import Layout
 from shardmath.local.epilog import MatmulEpilog
@@ -22,6 +22,7 @@ from shardmath.redistribution.delivery import Delivery
 from shardmath.redistribution.plan import TransferPlan
 
 __all__ = [
+    "Await",
     "Axpby",
     "Combine",
     "Convert",
@@ -31,13 +32,16 @@ __all__ = [
     "Get",
     "Largest",
     "LocalArray",
+    "Memory",
     "Move",
     "Multiply",
+    "On",
     "Pack",
     "Product",
     "Program",
     "Quantize",
     "Reason",
+    "Record",
     "Scratch",
     "SplitArray",
     "Step",
@@ -45,6 +49,7 @@ __all__ = [
     "Synchronise",
     "Transform",
     "Unpack",
+    "plain",
 ]
 
 
@@ -326,6 +331,63 @@ class Unpack:
     def __str__(self) -> str:
         return f"unpack into {self.target}"
 
+
+# -- streams of GPUs -------------------------------------------------------------------------------
+
+
+class Memory(NamedTuple):
+    """Memory of the lane; peers reach what is `shared`."""
+
+    nbytes: int
+    shared: bool = False
+
+
+@dataclass(frozen=True)
+class On:
+    """A step on a stream of the lane's, by name, in place of the user's."""
+
+    stream: str
+    step: Any
+
+    def __str__(self) -> str:
+        return f"beside, on {self.stream}: {self.step}"
+
+
+@dataclass(frozen=True)
+class Record:
+    """All that is on the stream so far is known by the name of an event."""
+
+    event: str
+
+    def __str__(self) -> str:
+        return f"record {self.event!r}"
+
+
+@dataclass(frozen=True)
+class Await:
+    """What follows on the stream comes after what the event was last recorded for: on this rank, or
+    `everywhere`, on all.
+
+        side     gather ── record "come 0" ── gather ── record "come 1"
+        user's   await "come 0" ── multiply ── await "come 1" ── multiply
+    """
+
+    event: str
+    everywhere: bool = False
+
+    def __str__(self) -> str:
+        return f"await {self.event!r}{' of all ranks' * self.everywhere}"
+
+
+def plain(steps: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Steps with what fused ones replace in their place."""
+    found: list[Any] = []
+    for step in steps:
+        found += plain(step.replaces) if isinstance(step, Fused) else [step]
+    return tuple(found)
+
+
+# -- programs --------------------------------------------------------------------------------------
 
 Step = (
     Synchronise

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 from shardmath.arrays import dtypes
 from shardmath.geometry import Layout
-from shardmath.operators.fft.local_steps import LocalStep, View, local_steps
 from shardmath.operators.fft.problem import Problem
 from shardmath.operators.fft.stages import Stage
 
@@ -27,7 +26,6 @@ __all__ = [
     "first_parts",
     "second_parts",
     "split_axes",
-    "transform_part",
 ]
 
 
@@ -114,17 +112,6 @@ def _split_axis(layout: Layout) -> int | None:
         return None
     ranges = [layout.spans(rank)[axes[0]] for rank in range(layout.size)]
     return axes[0] if all(spans.count <= 1 for spans in ranges) else None
-
-
-def transform_part(
-    stage: Stage, source: View, target: View, *, preserve_input: bool
-) -> tuple[LocalStep, ...]:
-    """The `local_steps` of a stage's transform, for one part of its arrays."""
-    assert stage.kind is not None, "a transform"
-    steps = local_steps(
-        stage.kind, stage.axes, source, target, preserve_input=preserve_input, factor=stage.factor
-    )
-    return tuple(steps)
 
 
 def first_parts(extent: int, weights: Sequence[int]) -> list[tuple[int, int]]:

@@ -1,37 +1,37 @@
-"""Transforms on the ranks' GPUs: what performs their programs there, in stages or in chunks.
+"""Transforms on the ranks' GPUs: what performs their programs there.
 
-Which buffers peers reach depends on where all ranks' results lie. Transforms of a context have one
-lane, and follow each other on any streams. What takes memory or time before a launch, buffers,
-plans of cuFFT and the first launch of each kernel, is done while the ranks agree: what fails on one
-rank is raised on all, before an element is touched.
+Which memory peers reach depends on where all ranks' results lie. Transforms of a context have one
+lane, and follow each other on any streams. What takes memory or time before a launch, memory, plans
+of cuFFT and the first launch of each kernel, is done while the ranks agree: what fails on one rank
+is raised on all, before an element is touched.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any, ClassVar
 
 from shardmath.context.context import Context
 from shardmath.cuda import stream as streams
-from shardmath.cuda.driver import beside_captures
-from shardmath.handles.device_array import Result
-from shardmath.handles.operand import Exposed, Operand
-from shardmath.local.gpu.fft import CuFFT
-from shardmath.operators.fft import rank_plan
-from shardmath.operators.fft.launching import Launch, is_double
-from shardmath.operators.fft.local_steps import LocalFFT, View
-from shardmath.operators.fft.program import UserArrays
-from shardmath.operators.fft.push_stream import PushStream
-from shardmath.operators.fft.rank_plan import DevicePlan, RankPlan, Results
+from shardmath.handles.operand import Operand
+from shardmath.local.gpu.fft import CuFFT, scale
+from shardmath.operators.fft.local_steps import Convert, LocalFFT, LocalStep, Scale
+from shardmath.operators.fft.lowering import GPUPlan, Results, UserArrays, lowered
+from shardmath.operators.fft.push_stream import PushStream, PushTables
+from shardmath.operators.fft.pushes import Arrive, Join, Ready, Start
 from shardmath.operators.lanes import LANES, Lane
 from shardmath.operators.workspace import give_back
-from shardmath.program import gpu_performing
-from shardmath.program.gpu_performing import Execution, ExposedArrays, Facts, GPUPerformer, Ready
+from shardmath.program.gpu_performing import Execution, Facts, GPUPerformer
+from shardmath.program.gpu_steps import GPUProgram, Launch, Memories
 from shardmath.program.performing import Plan
+from shardmath.program.rank_program import RankProgram, View
 from shardmath.program.steps import Fused
-from shardmath.symmetric.heap import Location
+from shardmath.symmetric.heap import Buffer
 
-__all__ = ["GPUTransforms"]
+__all__ = ["GPUTransforms", "TransformProgram"]
+
+USE_GRAPHS = True  # whether an execution that comes again is replayed as one graph
 
 _DECISIONS = {Results(False, False): 1, Results(True, False): 2, Results(True, True): 3}
 
@@ -42,7 +42,7 @@ class GPUTransforms(GPUPerformer):
     @property
     def replays(self) -> bool:
         """See GPUPerformer."""
-        return rank_plan.USE_GRAPHS
+        return USE_GRAPHS
 
     @property
     def _lane(self) -> Lane:
@@ -54,123 +54,177 @@ class GPUTransforms(GPUPerformer):
         packed = all(each.packed and each.order in wanted for each in facts)
         return _DECISIONS[Results(reachable, reachable and packed)]
 
-    def _ready(self, execution: Execution, decision: int, *, allocate: bool) -> Ready | None:
+    def _program(self, execution: Execution, decision: int) -> GPUProgram:
         (step,) = execution.plan.program.steps
         assert isinstance(step, Fused), "as the operation makes it"
-        plan: DevicePlan = step.plan
+        plan: GPUPlan = step.plan
         results = next(each for each, number in _DECISIONS.items() if number == decision)
-        _, stream, operand, result = execution
-        context, lane = self._context, self._lane
-        with beside_captures():  # memory and plans are no part of what is captured
-            launch = _prepared(context, lane, stream, plan, operand, result, results)
-            places = tuple(
-                _exposed(launch, buffer, result.array).pack()
-                for buffer in launch.plan.program.shared
-            )
+        operand, out = execution.operand, execution.result.array
+        sides = [(x.address, x.strides, x.dtype) for x in (operand, out)]
+        arrays = UserArrays(
+            *(_view("operand", operand), _view("out", out)),
+            overlap=operand.overlaps(out),
+            in_place=sides[0] == sides[1],
+        )
+        chunking = plan.chunking
 
-        def bind(all_places: Sequence[ExposedArrays]) -> gpu_performing.Launch:
-            exposed = [[each for each in places if each is not None] for places in all_places]
-            lane.team.device.activate()
+        def make() -> GPUProgram:
+            program = lowered(plan, self._context.rank, arrays, results, chunking)
+            forward = plan.problem.direction < 0
+            return TransformProgram(self._context, self._lane, program, forward=forward)
 
-            def run(stream: int) -> None:
-                launch.run(stream, exposed)
-
-            return run
-
-        pushes = launch.plan.tables is not None
-        return Ready(places, bind, PushStream.of(context).require_usable if pushes else None)
+        return self._programs.made((execution.plan, arrays, results, chunking), make)
 
     def release(self) -> None:
         """Give back the workspace, which is that of all operations of the context. Local."""
         give_back(self._context)
 
 
-def _prepared(
-    context: Context,
-    lane: Lane,
-    stream: int,
-    plan: DevicePlan,
-    operand: Operand,
-    result: Result,
-    results: Results,
-) -> Launch:
-    """An execution of `plan` with these arrays, on `stream`. Local.
+class TransformProgram(GPUProgram):
+    """The program of a transform: local transforms, and what is pushed beside them."""
 
-    Raises HeapExhausted, and BackendUnavailable or CudaError where cuFFT has no plan.
-    """
-    device, array = lane.team.device, result.array
-    overlap = operand.overlaps(array)
-    in_place = (operand.address, operand.strides, operand.dtype) == (
-        array.address,
-        array.strides,
-        array.dtype,
-    )
-    arrays = UserArrays(_view("operand", operand), _view("result", array), overlap, in_place)
-    own = plan.rank_plan(device, context.rank, arrays, results)
-    addresses = {"operand": operand.address, "result": array.address}
-    addresses |= _buffers(lane, own)
-    forward = plan.problem.direction < 0
-    launch = Launch(context, own, addresses, lane, forward, stream)
-    if stream not in own.streams:
-        _plan_transforms(own, stream)
-    if own.tables is not None and not own.warmed_up:
-        _warm_up(launch, stream, array.span)
-    return launch
+    def __init__(
+        self, context: Context, lane: Lane, program: RankProgram, *, forward: bool
+    ) -> None:
+        super().__init__(context, lane, program)
+        self.forward = forward
+        start = next((step.plan for _, step in self.steps if _starts(step)), None)
+        self._tables = None if start is None else PushTables(self.device, start)
+        self._streams: set[int] = set()  # for which cuFFT has plans and a work area
+        self._warmed_up = False  # whether all kernels beside pushes have been launched before
+        self._graph_buffers: list[Buffer] = []  # what the user's graphs write to
 
+    @property
+    def check(self) -> Callable[[], None] | None:
+        """See GPUProgram."""
+        return None if self._tables is None else PushStream.of(self.context).require_usable
 
-def _exposed(launch: Launch, buffer: str, result: Operand) -> Exposed:
-    """Where peers find a buffer that is shared."""
-    if buffer != "result":
-        block = launch.lane.buffer(f"fft {buffer}", 0).block
-        return Exposed(block.location, block.nbytes, 0, ())
-    if result.size == 0:
-        return Exposed(Location(0, 0), 0, 0, result.strides)
-    assert result.block is not None, "peers reach all results"
-    launch.context.announce(result.block)
-    return result.exposed
+    @property
+    def local(self) -> list[LocalStep]:
+        """What this rank does alone."""
+        return [step for _, step in self.steps if isinstance(step, LocalStep)]
 
+    def prepare(self, own: Mapping[str, int], stream: int, span: tuple[int, int]) -> None:
+        """See GPUProgram. Raises BackendUnavailable and CudaError where cuFFT has no plan."""
+        super().prepare(own, stream, span)
+        if stream not in self._streams:
+            cufft = CuFFT.of(self.device)
+            for step in self.local:
+                if isinstance(step, LocalFFT):
+                    cufft.prepare(step.kind, double=step.double, plan=step.plan, stream=stream)
+            self._streams.add(stream)
+        if self._tables is not None and not self._warmed_up:
+            self._warm_up(own, stream, span)
 
-def _view(buffer: str, array: Operand) -> View:
-    return View(buffer, array.shape, array.strides, array.dtype, array.address % 16)
+    def _warm_up(self, own: Mapping[str, int], stream: int, span: tuple[int, int]) -> None:
+        """Launch each local step once, into a result that nobody reads.
 
-
-def _buffers(lane: Lane, plan: RankPlan) -> dict[str, int]:
-    """The addresses of the buffers of a plan, in the lane's workspace."""
-    found: dict[str, int] = {}
-    for buffer, nbytes in plan.program.buffers.items():
-        name = f"fft {buffer}"
-        if buffer in plan.program.on_heap:
-            found[buffer] = lane.buffer(name, nbytes).block.address
+        The first launch of a kernel loads it, and loading may wait for all that runs: it must not
+        happen while the push stream's kernel runs, which waits for this stream.
+        """
+        PushStream.of(self.context)
+        low, high = span
+        spare = self.context.heap.allocate(high - low)
+        memories = Memories({**own, "out": spare.block.address - low}, (), stream)
+        with self.lane.section(stream):
+            for step in self.local:
+                launch = self.bound(step, memories)
+                if launch is not None:
+                    launch(stream)
+        if streams.capturing(stream):
+            self._graph_buffers.append(spare)  # each replay of the graph will write there
         else:
-            found[buffer] = lane.private(name, nbytes)
-    return found
+            self.lane.team.synchronize(stream)
+        self._warmed_up = True
+
+    # -- local transforms --------------------------------------------------------------------------
+
+    def _transform(self, step: LocalFFT, memories: Memories) -> Launch:
+        source, target = memories.address(step.source), memories.address(step.target)
+        cufft, forward, work_area = CuFFT.of(self.device), self.forward, memories.stream
+
+        def launch(stream: int) -> None:
+            cufft.run(
+                step.kind,
+                source,
+                target,
+                stream,
+                double=step.double,
+                plan=step.plan,
+                forward=forward,
+                work_area=work_area,
+            )
+
+        return launch
+
+    def _scale(self, step: Convert | Scale, memories: Memories) -> Launch:
+        source, target = step.source if isinstance(step, Convert) else step.target, step.target
+        one, two = _real(source), _real(target)
+        addresses = memories.address(source), memories.address(target)
+
+        def launch(stream: int) -> None:
+            scale(
+                self.device,
+                *addresses,
+                one.shape,
+                (one.strides, two.strides),
+                stream,
+                dtypes=(one.dtype, two.dtype),
+                factor=step.factor,
+            )
+
+        return launch
+
+    # -- pushes ------------------------------------------------------------------------------------
+
+    def _start(self, step: Fused, memories: Memories) -> Launch:
+        start: Start = step.plan
+        tables, pushing = self._tables, PushStream.of(self.context)
+        assert tables is not None, "made with the program"
+        sources = [memories.own[name] for name in start.sources]
+        targets = [
+            [self.reached(peer, name, memories)[0] for peer in range(start.size)]
+            for name in start.targets
+        ]
+        return lambda stream: pushing.start(tables, stream, sources, targets)
+
+    def _ready(self, step: Fused, memories: Memories) -> Launch:
+        return PushStream.of(self.context).signal_ready
+
+    def _arrive(self, step: Fused, memories: Memories) -> Launch:
+        return PushStream.of(self.context).wait_for_chunk
+
+    def _join(self, step: Fused, memories: Memories) -> Launch:
+        return PushStream.of(self.context).join
+
+    PERFORMERS: ClassVar[Mapping[type, Any]] = {
+        **GPUProgram.PERFORMERS,
+        LocalFFT: _transform,
+        Convert: _scale,
+        Scale: _scale,
+        Start: _start,
+        Ready: _ready,
+        Arrive: _arrive,
+        Join: _join,
+    }
 
 
-def _plan_transforms(plan: RankPlan, stream: int) -> None:
-    """Make cuFFT's plans, and their work area for this stream."""
-    cufft = CuFFT.of(plan.device)
-    for step in plan.program.local:
-        if isinstance(step, LocalFFT):
-            cufft.prepare(step.kind, double=is_double(step), plan=step.plan, stream=stream)
-    plan.streams.add(stream)
+def _starts(step: Any) -> bool:
+    return isinstance(step, Fused) and isinstance(step.plan, Start)
 
 
-def _warm_up(launch: Launch, stream: int, span: tuple[int, int]) -> None:
-    """Launch each local step once, into a result that nobody reads, of that `span`.
+def _view(memory: str, array: Operand) -> View:
+    return View(memory, array.shape, array.strides, array.dtype, array.address % 16)
 
-    The first launch of a kernel loads it, and loading may wait for all that runs: it must not
-    happen while the push stream's kernel runs, which waits for this stream.
-    """
-    context, lane, plan = launch.context, launch.lane, launch.plan
-    PushStream.of(context)
-    low, high = span
-    spare = context.heap.allocate(high - low)
-    trial = replace(launch, addresses={**launch.addresses, "result": spare.block.address - low})
-    with lane.section(stream):
-        for step in plan.program.local:
-            trial.local(stream, step)
-    if streams.capturing(stream):
-        plan.graph_buffers.append(spare)  # each replay of the graph will write there
-    else:
-        lane.team.synchronize(stream)
-    plan.warmed_up = True
+
+def _real(view: View) -> View:
+    """The real numbers that an array consists of."""
+    if not view.dtype.startswith("complex"):
+        return view
+    size = view.itemsize // 2
+    return replace(
+        view,
+        shape=(*view.shape, 2),
+        strides=(*view.strides, size),
+        dtype=f"float{8 * size}",
+    )

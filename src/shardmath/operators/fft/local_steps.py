@@ -1,90 +1,23 @@
 """One rank's transforms on a GPU as steps: copies, conversions, and batched FFTs.
 
 A GPU transforms whole arrays at once, in place or out of place. Which axes one plan transforms
-together is found by counting bytes and calls. Pure: buffers are names, and strides are bytes.
+together is found by counting bytes and calls. Pure: memories are names, and strides are bytes.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 from shardmath.arrays import dtypes
-from shardmath.arrays.spec import packed_strides
 from shardmath.local.fft import Kind
 from shardmath.local.plan_many import PlanMany, StridedArray, plan_many
 from shardmath.machine import h200
+from shardmath.program.rank_program import Copy, View, packed
 
-__all__ = ["Convert", "Copy", "LocalFFT", "LocalStep", "Scale", "View", "local_steps", "packed"]
-
-
-@dataclass(frozen=True)
-class View:
-    """An array in a buffer: strides in bytes from the element with index 0 along every axis.
-
-    That element is `offset` bytes into the buffer, and `misalignment` is its address modulo 16;
-    buffers of ours are aligned to 16 bytes.
-    """
-
-    buffer: str
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: str
-    misalignment: int = 0
-    offset: int = 0
-
-    def part(self, axis: int, first: int, last: int) -> View:
-        """The indices first, ..., last - 1 of an axis."""
-        step = first * self.strides[axis]
-        shape = (*self.shape[:axis], last - first, *self.shape[axis + 1 :])
-        return replace(
-            self,
-            shape=shape,
-            offset=self.offset + step,
-            misalignment=(self.misalignment + step) % 16,
-        )
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element."""
-        return dtypes.of(self.dtype).itemsize
-
-    @property
-    def size(self) -> int:
-        """The number of elements."""
-        return math.prod(self.shape)
-
-    @property
-    def strided(self) -> StridedArray:
-        """This array, as `plan_many` takes it."""
-        return StridedArray(self.shape, self.strides, self.itemsize, self.misalignment)
-
-    def __str__(self) -> str:
-        return f"{self.buffer} {self.dtype} {self.shape}"
-
-
-def packed(
-    buffer: str, shape: Sequence[int], dtype: str, axes: Sequence[int] | Literal["C", "F"] = "C"
-) -> View:
-    """A view without gaps; `axes` are "C", "F", or all axes from the slowest in memory on."""
-    fastest_first = axes if isinstance(axes, str) else axes[::-1]
-    strides = packed_strides(shape, dtypes.of(dtype).itemsize, fastest_first)
-    return View(buffer, tuple(shape), strides, dtype)
-
-
-@dataclass(frozen=True)
-class Copy:
-    """Copy the bits of one array to another of the same shape."""
-
-    source: View
-    target: View
-
-    def __str__(self) -> str:
-        return f"copy {self.source} to {self.target.buffer}"
+__all__ = ["Convert", "LocalFFT", "LocalStep", "Scale", "local_steps", "strided"]
 
 
 @dataclass(frozen=True)
@@ -123,9 +56,14 @@ class LocalFFT:
     @cached_property
     def plan(self) -> PlanMany:
         """The plan of cuFFT, and its calls."""
-        found = plan_many(self.kind, self.axes, self.source.strided, self.target.strided)
+        found = plan_many(self.kind, self.axes, strided(self.source), strided(self.target))
         assert found is not None, "chosen because there is a plan"
         return found
+
+    @property
+    def double(self) -> bool:
+        """Whether it is in double precision."""
+        return "complex128" in (self.source.dtype, self.target.dtype)
 
     def __str__(self) -> str:
         where = f"in {self.target}"
@@ -151,7 +89,7 @@ def local_steps(
 
     They are one array, or do not overlap. `preserve_input`: the source must not be overwritten. The
     output is multiplied by `factor`. Half precision is transformed in float32, and scaled before it
-    is rounded. Extra buffers that the steps use have names that begin with "pack".
+    is rounded. Extra memories that the steps use have names that begin with "pack".
     """
     if source.size == 0 or target.size == 0:
         return []
@@ -175,10 +113,15 @@ def local_steps(
     return [*before, *_group_steps(kind, groups, source, target), *after]
 
 
-def _like(buffer: str, view: View, dtype: str) -> View:
+def strided(view: View) -> StridedArray:
+    """A view, as `plan_many` takes it."""
+    return StridedArray(view.shape, view.strides, view.itemsize, view.misalignment)
+
+
+def _like(memory: str, view: View, dtype: str) -> View:
     """A packed view whose axes lie in memory in the order that those of `view` have."""
     axes = sorted(range(len(view.shape)), key=lambda axis: -abs(view.strides[axis]))
-    return packed(buffer, view.shape, dtype, axes)
+    return packed(memory, view.shape, dtype, axes)
 
 
 def _c2r_steps(
@@ -249,7 +192,7 @@ def _plan(
     kind: Kind, group: _Group, source: View, target: View
 ) -> tuple[float, Callable[[], list[LocalStep]]]:
     """One plan: its predicted time, and a function that makes its steps."""
-    found = plan_many(kind, group, source.strided, target.strided)
+    found = plan_many(kind, group, strided(source), strided(target))
     nbytes = source.size * source.itemsize + target.size * target.itemsize
     # In packed buffers the transform is dense, at the price of two copies.
     packed_seconds = 3 * nbytes / h200.H200.memory + 3 * h200.PLAN_CALL

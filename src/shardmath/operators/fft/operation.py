@@ -58,10 +58,10 @@ class FourierTransform:
         """
         if machine.kind == "cpu":
             return cores_program(choose(problem.widened), problem)
-        from shardmath.operators.fft.rank_plan import DevicePlan
+        from shardmath.operators.fft.lowering import GPUPlan
 
         model = ON_GPUS_OF_HOSTS if machine.multi_host else ON_GPUS
-        plan = DevicePlan(problem, choose(problem, model), machine.hosts)
+        plan = GPUPlan(problem, choose(problem, model), machine.hosts)
         result = SplitArray(problem.target, problem.result, problem.order)
         in_place = {"out": "operand"} if problem.inplace else {}
         return Program(

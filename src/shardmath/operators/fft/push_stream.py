@@ -19,7 +19,7 @@ from shardmath.cuda.constant import Constant
 from shardmath.cuda.device import Device
 from shardmath.cuda.driver import call
 from shardmath.cuda.kernel import Argument, Kernel
-from shardmath.operators.fft.pipeline import Pipeline
+from shardmath.operators.fft.pushes import Start, tables
 from shardmath.symmetric.team import Team
 
 __all__ = ["PushStream", "PushTables", "cluster_size", "push_blocks"]
@@ -33,12 +33,12 @@ _CLUSTER_SIZES = (16, 8)  # see docs/notebook/chunked-exchanges.md
 
 
 class PushTables:
-    """The tables of a pipeline on a device. Keep it while a launch or a graph may use it."""
+    """The tables of what is pushed, on a device. Keep it while a launch or a graph may use it."""
 
-    def __init__(self, device: Device, pipeline: Pipeline) -> None:
-        chunks, rows = pipeline.tables(_COPY_BYTES)
+    def __init__(self, device: Device, start: Start) -> None:
+        chunks, rows = tables(start, _COPY_BYTES)
         self.count = len(chunks)
-        self.blocks = push_blocks(pipeline.size, two_exchanges=pipeline.two_exchanges)
+        self.blocks = push_blocks(start.size, two_exchanges=len(start.targets) > 1)
         self.chunks = Constant(device, chunks)
         self.rows = Constant(device, rows)
         self.arguments: dict[tuple[int, ...], Argument] = {}

@@ -2,10 +2,10 @@
 
 Ranks push into each other's receive buffers, two in turn, or into the results where peers reach all
 of them; otherwise the last exchange is pulled. Pure, like the strategy, and the same on every rank;
-`program` has what each of them does for it.
+`lowering` has what each of them does for it.
 
-    operand --transform--> work --push--> receive 0 --transform--> result      a slab, transposed
-                                                    --transform--> receive 0 --push--> result
+    operand --transform--> work --push--> receive 0 --transform--> out      a slab, transposed
+                                                    --transform--> receive 0 --push--> out
 
 On several hosts no rank writes to another's memory: arrays are delivered, by way of outboxes, to
 receive buffers, and to results in any memory.
@@ -64,14 +64,14 @@ def stages(strategy: Strategy, *, reachable: bool, multi_host: bool = False) -> 
     for number, step in enumerate(steps):
         last = number == len(steps) - 1
         if isinstance(step, Exchange):
-            target = "result" if last else f"receive {received % 2}"
+            target = "out" if last else f"receive {received % 2}"
             received += not last
             mode: Mode = "deliver" if multi_host else "pull" if last and not reachable else "push"
             found.append(Stage(None, (), step.src, step.dst, dtype, dtype, buffer, target, mode))
         else:
             kind, made = _kind(problem, step, dtype)
             if last:
-                target = "result"
+                target = "out"
             elif buffer == "operand" or kind != "C2C":
                 target = "work 1" if buffer == "work" else "work"
             else:

@@ -32,7 +32,6 @@ from shardmath.operators.matmul.gpu.rank_plan import Operands, RankPlan
 from shardmath.operators.matmul.gpu.steps import (
     ALIGNMENT,
     AddUp,
-    Await,
     Clear,
     Collective,
     EpilogProduct,
@@ -41,16 +40,13 @@ from shardmath.operators.matmul.gpu.steps import (
     Gemm,
     Greatest,
     LayOut,
-    Memory,
     Name,
-    On,
     OneKernel,
     Packed,
     PanelProduct,
     Peer,
     ProductProgram,
     Push,
-    Record,
     View,
 )
 from shardmath.operators.published import (
@@ -61,10 +57,14 @@ from shardmath.operators.published import (
     unpack_exposed,
 )
 from shardmath.program.steps import (
+    Await,
     Convert,
     Dequantize,
     Fused,
+    Memory,
+    On,
     Quantize,
+    Record,
     SumLines,
     Synchronise,
 )

@@ -15,20 +15,23 @@ from shardmath.local.gpu import Matrix
 from shardmath.operators.matmul.gpu.panels import Interval
 from shardmath.operators.matmul.gpu.rank_plan import Lying, RankPlan
 from shardmath.operators.matmul.gpu.steps import (
-    Await,
     Fetched,
     Gather,
-    Memory,
     Name,
-    On,
     Packed,
     Peer,
     Published,
-    Record,
     View,
 )
 from shardmath.operators.matmul.program import SCALES
-from shardmath.program.steps import Reason, Synchronise
+from shardmath.program.steps import (
+    Await,
+    Memory,
+    On,
+    Reason,
+    Record,
+    Synchronise,
+)
 from shardmath.redistribution.parcels import room_for
 
 __all__ = ["READ", "REUSE", "ProgramBuilder"]

@@ -31,7 +31,6 @@ from shardmath.operators.matmul.gpu.rounds import Rounds, Stage
 from shardmath.operators.matmul.gpu.scale_moves import ScaleMoves
 from shardmath.operators.matmul.gpu.steps import (
     AddUp,
-    Await,
     Clear,
     Gather,
     Gemm,
@@ -39,13 +38,16 @@ from shardmath.operators.matmul.gpu.steps import (
     Name,
     Peer,
     Push,
-    Record,
     ScaleOf,
     View,
 )
 from shardmath.operators.matmul.program import SCALES
 from shardmath.operators.matmul.scaling import Scaling
-from shardmath.program.steps import Convert
+from shardmath.program.steps import (
+    Await,
+    Convert,
+    Record,
+)
 
 __all__ = ["ScaledProducts"]
 

@@ -1,11 +1,7 @@
 """What a product is made of on GPUs, beside the steps of all programs. Pure data.
 
 A buffer is a matrix in a memory of this rank, or in what a peer publishes. Memories are the user's
-arrays, by their names, and the lane's. Steps are on the user's stream or, `On` another, beside it;
-what has to come after what, `Record` and `Await` say.
-
-    side     gather ── record "come 0" ── gather ── record "come 1"
-    user's   await "come 0" ── multiply ── await "come 1" ── multiply
+arrays, by their names, and the lane's.
 """
 
 from __future__ import annotations
@@ -20,13 +16,12 @@ from shardmath.local.epilog import MatmulEpilog
 from shardmath.local.float8 import Blocks
 from shardmath.local.gpu import Matrix
 from shardmath.operators.matmul.gpu.rank_plan import ALIGNMENT
-from shardmath.program.steps import Fused
+from shardmath.program.steps import Memory, plain
 from shardmath.redistribution.parcels import Fetch, Outbox
 
 __all__ = [
     "ALIGNMENT",
     "AddUp",
-    "Await",
     "Clear",
     "Collective",
     "EpilogProduct",
@@ -35,9 +30,7 @@ __all__ = [
     "Gemm",
     "Greatest",
     "LayOut",
-    "Memory",
     "Name",
-    "On",
     "OneKernel",
     "Packed",
     "PanelProduct",
@@ -45,7 +38,6 @@ __all__ = [
     "ProductProgram",
     "Published",
     "Push",
-    "Record",
     "ScaleOf",
     "View",
 ]
@@ -86,52 +78,11 @@ class Peer(NamedTuple):
         return self._replace(box=(rows, columns))
 
 
-class Memory(NamedTuple):
-    """Memory of the lane; peers reach what is `shared`."""
-
-    nbytes: int
-    shared: bool = False
-
-
 class Published(NamedTuple):
     """A buffer that peers read or write, which is their matrix from row and column `first` on."""
 
     buffer: Name
     first: tuple[int, int] = (0, 0)
-
-
-# -- order -----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class On:
-    """A step on a stream of the lane's, by name, in place of the user's."""
-
-    stream: str
-    step: Any
-
-    def __str__(self) -> str:
-        return f"beside, on {self.stream}: {self.step}"
-
-
-@dataclass(frozen=True)
-class Record:
-    """All that is on the stream so far is known by the name of an event."""
-
-    event: str
-
-    def __str__(self) -> str:
-        return f"record {self.event!r}"
-
-
-@dataclass(frozen=True)
-class Await:
-    """What follows on the stream comes after what the event was last recorded for."""
-
-    event: str
-
-    def __str__(self) -> str:
-        return f"await {self.event!r}"
 
 
 # -- moves -----------------------------------------------------------------------------------------
@@ -364,14 +315,6 @@ class ProductProgram:
     def plain(self) -> tuple[Any, ...]:
         """The steps without any that are fused: what those replace stands in their place."""
         return plain(self.steps)
-
-
-def plain(steps: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Steps with what fused ones replace in their place."""
-    found: list[Any] = []
-    for step in steps:
-        found += plain(step.replaces) if isinstance(step, Fused) else [step]
-    return tuple(found)
 
 
 def buffer_names(step: Any) -> Iterator[Name]:

@@ -1,0 +1,470 @@
+"""A strategy as what one rank's GPU does: a program of steps, in the order of its stages. Pure.
+
+Stages follow each other whole, or slabs go in parts, as `chunking` says, so that exchanges overlap
+with transforms. A part of an exchange is sent when it is ready, and awaited where it is needed: on
+one host a kernel pushes it, as `pushes` says; between hosts it is packed, and two more streams
+bring it. Of those one synchronises and fetches, the other unpacks, so that the wire does not wait
+for what unpacks. A buffer that is fetched into is filled again when what it held has been unpacked.
+
+    user's      transform 0, pack 0 | transform 1, pack 1 |          await 0 | transform a | ...
+    fetch                    synchronise, get 0 | synchronise, get 1 | ...
+    unpack                                      unpack 0 |             unpack 1 | ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from shardmath.arrays import dtypes
+from shardmath.geometry import Layout, Move
+from shardmath.operators.fft.chunking import (
+    Chunking,
+    chunking_for,
+    first_parts,
+    second_parts,
+    split_axes,
+)
+from shardmath.operators.fft.local_steps import LocalStep, Scale, local_steps
+from shardmath.operators.fft.problem import Problem
+from shardmath.operators.fft.pushes import (
+    MAX_CHUNKS,
+    Arrive,
+    Chunk,
+    Join,
+    Ready,
+    Start,
+    pushed_rows,
+)
+from shardmath.operators.fft.stages import Stage, stages
+from shardmath.operators.fft.strategy import Strategy
+from shardmath.program.hosts import TAKEN, delivered
+from shardmath.program.rank_program import USERS, Copy, RankProgram, View, packed
+from shardmath.program.steps import Await, Memory, On, Reason, Record, Synchronise
+from shardmath.program.steps import Move as MoveStep
+from shardmath.redistribution import TransferPlan
+from shardmath.redistribution.delivery import Delivery
+
+__all__ = ["GPUPlan", "PartOfTransfer", "Results", "UserArrays", "lowered"]
+
+USE_CHUNKS = True  # whether exchanges overlap with transforms, where they can and that pays
+
+_FETCH, _UNPACK = "fetch", "unpack"  # streams of the lane
+_FETCH_BUFFERS = 2  # into which parts of peers' outboxes are fetched, in turn
+
+_FREE = Synchronise((Reason.BEFORE_REUSING,))
+_WRITTEN = Synchronise((Reason.AFTER_WRITING, Reason.BEFORE_READING))
+
+_Ranges = tuple[tuple[int, int], ...]  # of every rank: indices of its local array along an axis
+
+
+class Results(NamedTuple):
+    """Whether peers reach the results of all ranks, and find them packed in the problem's order."""
+
+    reachable: bool
+    packed: bool
+
+
+@dataclass(frozen=True)
+class UserArrays:
+    """The operand and the result of one execution on one rank.
+
+    `overlap`: writing the result may change the operand. `in_place`: the result takes the operand's
+    place, element by element.
+    """
+
+    operand: View
+    out: View
+    overlap: bool = False
+    in_place: bool = False
+
+
+@dataclass(frozen=True)
+class GPUPlan:
+    """A strategy, on ranks of which the hosts have these numbers."""
+
+    problem: Problem
+    strategy: Strategy
+    hosts: tuple[int, ...]
+
+    @property
+    def multi_host(self) -> bool:
+        """Whether ranks are on several hosts, and so have no address for each other's memory."""
+        return len(set(self.hosts)) > 1
+
+    def stages(self, *, reachable: bool) -> tuple[Stage, ...]:
+        """The stages. `reachable`: all results lie in symmetric memory."""
+        return stages(self.strategy, reachable=reachable, multi_host=self.multi_host)
+
+    @property
+    def chunking(self) -> Chunking | None:
+        """How exchanges overlap with transforms; None where they come one after the other."""
+        if not USE_CHUNKS:
+            return None
+        return chunking_for(
+            self.problem, two_exchanges=self.strategy.exchanges > 1, multi_host=self.multi_host
+        )
+
+    def explain(self) -> str:
+        """The strategy, and its stages."""
+        found = self.stages(reachable=True)
+        lines = [f"stage {i}: {stage}" for i, stage in enumerate(found, 1)]
+        if self.multi_host:
+            lines.append(
+                f"{len(set(self.hosts))} hosts: what is delivered is packed by each rank, and taken"
+                " by its peers, in place on the same host, by `get` from another"
+            )
+        if self.chunking is not None:
+            lines.append(f"in chunks, where these stages allow it: {self.chunking}")
+        return "\n".join([self.strategy.explain(), *lines])
+
+
+def lowered(
+    plan: GPUPlan,
+    rank: int,
+    arrays: UserArrays,
+    results: Results,
+    chunking: Chunking | None = None,
+) -> RankProgram:
+    """What `rank` does for these arrays: in parts if all ranks can, or one stage after another."""
+    if plan.multi_host:
+        found = plan.stages(reachable=False)
+        deliveries = _Deliveries(plan, rank, arrays)
+        if chunking is None or not deliveries.in_parts(found, chunking):
+            deliveries.whole(found)
+        return deliveries.program()
+    if chunking is not None:
+        found, last = plan.stages(reachable=True), list[Copy]()
+        if len(found) == 4 and not results.packed:
+            # Through one more receive buffer, which is then copied to the result.
+            found = (*found[:3], replace(found[3], target="receive 1"))
+            received = packed("receive 1", arrays.out.shape, arrays.out.dtype, plan.problem.order)
+            last += [Copy(received, arrays.out)] if received.size else []
+        pushes = _Pushes(plan, rank, arrays)
+        if pushes.in_parts(found, chunking) and pushes.possible:
+            pushes.steps += last
+            return pushes.program()
+    pushes = _Pushes(plan, rank, arrays)
+    pushes.whole(plan.stages(reachable=results.reachable))
+    return pushes.program()
+
+
+@dataclass(frozen=True)
+class PartOfTransfer(TransferPlan):
+    """The part of a transfer between slabs that is in `source_ranges` of the sources' arrays along
+    axis `u`, and in `target_ranges` of the destinations' along axis `v`.
+
+    Moves are between whole local arrays.
+    """
+
+    u: int
+    source_ranges: _Ranges
+    v: int
+    target_ranges: _Ranges
+
+    def into(self, rank: int) -> tuple[Move, ...]:
+        """See TransferPlan."""
+        return tuple(self._cut(super().into(rank)))
+
+    def out_of(self, rank: int) -> tuple[Move, ...]:
+        """See TransferPlan."""
+        return tuple(self._cut(super().out_of(rank)))
+
+    def parts_out_of(self, rank: int) -> list[tuple[int, int]]:
+        """See TransferPlan."""
+        return sorted((m.dst, m.elements) for m in self.out_of(rank) if m.dst != rank)
+
+    def _cut(self, found: tuple[Move, ...]) -> Iterator[Move]:
+        for move in found:
+            runs = list(move.runs)
+            (lo, hi), run = self.source_ranges[move.src], runs[self.u]  # all that the source has
+            runs[self.u] = replace(run, length=hi - lo, src_start=lo, dst_start=run.dst_start + lo)
+            (lo, hi), run = self.target_ranges[move.dst], runs[self.v]
+            runs[self.v] = replace(run, length=hi - lo, src_start=run.src_start + lo, dst_start=lo)
+            cut = replace(move, runs=tuple(runs))
+            if cut.elements:
+                yield cut
+
+
+class _Lowering:
+    """The steps of one rank, as far as they have been put together. `array` holds its part."""
+
+    def __init__(self, plan: GPUPlan, rank: int, arrays: UserArrays) -> None:
+        self.problem, self.rank, self.hosts = plan.problem, rank, plan.hosts
+        self.user = arrays
+        self.arrays = {"operand": arrays.operand, "out": arrays.out}
+        self.array = "operand"
+        self.steps: list[Any] = []
+        self.shared: list[str] = []  # memories that peers reach
+        self.buffers: dict[str, int] = {}  # memories without an array, which peers reach
+        self.exchanges = 0
+        self.arrivals: list[str] = []  # events after which a part has come, that nobody awaited
+
+    # -- what depends on where ranks are -----------------------------------------------------------
+
+    def send(
+        self, source: str, target: str, parts: Sequence[TransferPlan], *, signals: bool
+    ) -> None:
+        """Let these parts of an exchange go. That they have come is awaited if this `signals`."""
+        raise NotImplementedError
+
+    def arrive(self) -> None:
+        """What follows comes after the next part that signals has come from all ranks."""
+        raise NotImplementedError
+
+    def exchange(self, stage: Stage, source: str, target: str) -> None:
+        """All of an exchange, before what follows."""
+        raise NotImplementedError
+
+    def end(self) -> None:
+        """What was begun beside the user's stream has ended."""
+        raise NotImplementedError
+
+    # -- stages ------------------------------------------------------------------------------------
+
+    def whole(self, found: Sequence[Stage]) -> None:
+        """One stage after the other."""
+        for stage in found:
+            target = self._target(stage)
+            if stage.kind is None:
+                self.exchange(stage, self.array, target)
+                self.exchanges += 1
+            else:
+                self._transform(stage, self._source(target), self.arrays[target])
+            self.array = target
+        self.end()
+
+    def in_parts(self, found: Sequence[Stage], chunking: Chunking) -> bool:
+        """Slabs in parts; False, on all ranks, and nothing, for stages that cannot be cut.
+
+        The result may overlap the operand: nothing is written to it before all of the operand has
+        been read.
+        """
+        axes = split_axes(found)
+        if axes is None:
+            return False
+        u, v = axes[:2]
+        first_fft, exchange, second_fft, *second_exchange = found
+        work, received, made, *last = (self._target(stage) for stage in found)
+        firsts = _first_ranges(exchange.layout, u, chunking.first)
+        seconds = _second_ranges(exchange.result, v, chunking.second)
+        tail = len(firsts) - min(chunking.tail, len(firsts))  # the first part of it
+        ends = zip(firsts[tail], firsts[-1], strict=True)
+        rest = tuple((lo, hi) for (lo, _), (_, hi) in ends)
+        for number, ranges in enumerate(firsts):
+            self._transform(first_fft, self.arrays["operand"], self.arrays[work], u, ranges)
+            parts, signals = list[TransferPlan](), number + 1 == len(firsts)
+            if number < tail:
+                parts = [_part(exchange, u, ranges, v, _full_ranges(exchange.result, v))]
+            elif signals:
+                parts = [_part(exchange, u, rest, v, each) for each in seconds]
+            self.send(work, received, parts, signals=signals)
+        self.exchanges += 1
+        for number, ranges in enumerate(seconds, 1):
+            self.arrive()
+            self._transform(second_fft, self.arrays[received], self.arrays[made], v, ranges)
+            for stage, target in zip(second_exchange, last, strict=True):
+                everything = _full_ranges(stage.result, axes[2])
+                parts = [_part(stage, v, ranges, axes[2], everything)]
+                self.send(made, target, parts, signals=number == len(seconds))
+        if last:
+            self.arrive()
+        self.end()
+        return True
+
+    def program(self) -> RankProgram:
+        """The program of these steps."""
+        shared = tuple(dict.fromkeys(self.shared))
+        memories = {name: Memory(nbytes, shared=True) for name, nbytes in self.buffers.items()}
+        views = [*self.arrays.values()]
+        for step in self.steps:
+            if isinstance(step, LocalStep):
+                views += [step.target] if isinstance(step, Scale) else [step.source, step.target]
+        for view in views:
+            if view.memory not in USERS:
+                nbytes, _ = memories.get(view.memory, Memory(0))
+                memories[view.memory] = Memory(max(nbytes, view.end), view.memory in shared)
+        return RankProgram(tuple(self.steps), self.arrays, memories, shared, self.problem.order)
+
+    def _target(self, stage: Stage) -> str:
+        """The name of the array after a stage."""
+        if stage.target == "out":
+            return stage.target
+        shape = stage.result.local_shape(self.rank)
+        view = packed(stage.target, shape, stage.result_dtype, self.problem.order)
+        name, number = stage.target, 1
+        while self.arrays.setdefault(name, view) != view:
+            number += 1
+            name = f"{stage.target}, array {number}"
+        return name
+
+    def _source(self, target: str) -> View:
+        """What is transformed into `target`: a copy of an operand that would be overwritten."""
+        source = self.arrays[self.array]
+        if (self.array, target) != ("operand", "out") or not self.user.overlap:
+            return source
+        if self.user.in_place:
+            return self.user.out
+        kept = packed("pack operand", source.shape, source.dtype)
+        self.steps.append(Copy(source, kept))
+        return kept
+
+    def _transform(
+        self, stage: Stage, source: View, target: View, axis: int = 0, ranges: _Ranges = ()
+    ) -> None:
+        """A stage's transform, of all or of this rank's range along an axis."""
+        assert stage.kind is not None, "a transform"
+        if ranges:
+            lo, hi = ranges[self.rank]
+            source, target = source.part(axis, lo, hi), target.part(axis, lo, hi)
+        self.steps += local_steps(
+            stage.kind,
+            stage.axes,
+            source,
+            target,
+            preserve_input=source.memory == "operand",
+            factor=stage.factor,
+        )
+
+
+class _Pushes(_Lowering):
+    """On one host: one kernel pushes parts; whole exchanges are pushed or pulled by all at once."""
+
+    def __init__(self, plan: GPUPlan, rank: int, arrays: UserArrays) -> None:
+        super().__init__(plan, rank, arrays)
+        self.chunks: list[Chunk] = []
+        self.ready = 0
+        self.possible = True  # for the kernel, on all ranks
+
+    def send(
+        self, source: str, target: str, parts: Sequence[TransferPlan], *, signals: bool
+    ) -> None:
+        """See _Lowering."""
+        self.ready += 1
+        memories = [self.arrays[name].memory for name in (source, target)]
+        found = []
+        for part in parts:
+            rows = [
+                tuple(pushed_rows(part, rank, self.problem.order)) for rank in range(part.src.size)
+            ]
+            self.possible = self.possible and all(row.fits for each in rows for row in each)
+            where = memories[0], memories[1], self.exchanges
+            found.append(Chunk(rows[self.rank], *where, self.ready, signals))
+        names = [f"arrived {len(self.chunks) + number}" for number in range(len(found) * signals)]
+        self.steps.append(Ready(self.ready).step(found, names))
+        self.arrivals += names
+        self.chunks += found
+        self.shared.append(memories[1])
+        self.possible = self.possible and len(self.chunks) <= MAX_CHUNKS
+
+    def arrive(self) -> None:
+        """See _Lowering."""
+        self.steps.append(Arrive(self.arrivals.pop(0)).step())
+
+    def exchange(self, stage: Stage, source: str, target: str) -> None:
+        """See _Lowering. Owners may still use what is pushed into first."""
+        transfer = _transfer(stage)
+        pulls = stage.mode == "pull"
+        if pulls:
+            self.steps.append(_WRITTEN)
+        elif not self.shared:
+            self.steps.append(_FREE)
+        self.steps += [MoveStep(transfer, source, target), _FREE if pulls else _WRITTEN]
+        self.shared.append(self.arrays[source if pulls else target].memory)
+
+    def end(self) -> None:
+        """See _Lowering."""
+        if self.chunks:
+            pairs = dict.fromkeys((chunk.source, chunk.target) for chunk in self.chunks)
+            sources, targets = zip(*pairs, strict=True)
+            start = Start(len(self.hosts), tuple(self.chunks), sources, targets)
+            self.steps = [start.step(), *self.steps, Join().step()]
+
+
+class _Deliveries(_Lowering):
+    """Between hosts: each part is packed, and brought by two streams beside the user's."""
+
+    def __init__(self, plan: GPUPlan, rank: int, arrays: UserArrays) -> None:
+        super().__init__(plan, rank, arrays)
+        axes = tuple(range(self.problem.source.ndim))
+        self.axes = axes if self.problem.order == "C" else axes[::-1]  # of parcels: as the results
+        self.sent = 0
+
+    def send(
+        self, source: str, target: str, parts: Sequence[TransferPlan], *, signals: bool
+    ) -> None:
+        """See _Lowering. Each part has an outbox, and whole exchanges have two in turn: all ranks
+        have synchronised in between, after they read it.
+        """
+        for part in parts:
+            number = self.sent
+            delivery = Delivery(part, self.rank, self.hosts, self.axes)
+            outbox, fetched = self._buffers(delivery)
+            pack, synchronise, get, unpack = delivered(delivery, source, target, outbox, fetched)
+            self.steps += [pack, Record(f"packed {number}"), On(_FETCH, Await(f"packed {number}"))]
+            if number >= _FETCH_BUFFERS:
+                self.steps.append(On(_FETCH, Await(f"unpacked {number - _FETCH_BUFFERS}")))
+            beside = (
+                (_FETCH, (synchronise, get, Record(f"fetched {number}"))),
+                (
+                    _UNPACK,
+                    (Await(f"fetched {number}"), unpack, Record(f"unpacked {number}")),
+                ),
+            )
+            self.steps += [On(stream, step) for stream, steps in beside for step in steps]
+            self.arrivals += [f"unpacked {number}"] * signals
+            self.sent += 1
+
+    def arrive(self) -> None:
+        """See _Lowering."""
+        self.steps.append(Await(self.arrivals.pop(0)))
+
+    def exchange(self, stage: Stage, source: str, target: str) -> None:
+        """See _Lowering."""
+        self.send(source, target, [_transfer(stage)], signals=True)
+        self.arrive()
+
+    def end(self) -> None:
+        """See _Lowering."""
+        if self.sent:
+            self.steps += [On(_UNPACK, TAKEN), On(_UNPACK, Record("delivered")), Await("delivered")]
+
+    def _buffers(self, delivery: Delivery) -> tuple[str, str]:
+        """The outbox and the fetch buffer of the next delivery."""
+        number = self.sent if isinstance(delivery.transfer, PartOfTransfer) else self.sent % 2
+        outbox, fetched = f"outbox {number}", f"fetched {self.sent % _FETCH_BUFFERS}"
+        self.shared.append(outbox)
+        for name, nbytes in ((outbox, delivery.outbox.nbytes), (fetched, delivery.room)):
+            self.buffers[name] = max(self.buffers.get(name, 0), nbytes)
+        return outbox, fetched
+
+
+def _transfer(stage: Stage) -> TransferPlan:
+    return TransferPlan(stage.layout, stage.result, dtypes.of(stage.dtype).itemsize)
+
+
+def _part(stage: Stage, u: int, sources: _Ranges, v: int, targets: _Ranges) -> TransferPlan:
+    itemsize = dtypes.of(stage.dtype).itemsize
+    return PartOfTransfer(stage.layout, stage.result, itemsize, u, sources, v, targets)
+
+
+def _first_ranges(layout: Layout, axis: int, weights: Sequence[int]) -> list[_Ranges]:
+    """By part of the first transform, the ranges of all ranks: as many as the shortest has."""
+    extents = [layout.local_shape(rank)[axis] for rank in range(layout.size)]
+    ranges = [first_parts(extent, weights) for extent in extents]
+    least = min(map(len, ranges))
+    if least < len(weights):
+        ranges = [first_parts(extent, [1] * least) for extent in extents]
+    return list(zip(*ranges, strict=True))
+
+
+def _second_ranges(layout: Layout, axis: int, parts: int) -> list[_Ranges]:
+    """By part of the second transform, the ranges of all ranks."""
+    extents = [layout.local_shape(rank)[axis] for rank in range(layout.size)]
+    return list(zip(*(second_parts(extent, parts) for extent in extents), strict=True))
+
+
+def _full_ranges(layout: Layout, axis: int) -> _Ranges:
+    """All indices of every rank."""
+    return tuple((0, layout.local_shape(rank)[axis]) for rank in range(layout.size))

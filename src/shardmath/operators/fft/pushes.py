@@ -1,0 +1,202 @@
+"""Exchanges that one kernel pushes beside the transforms that feed it, in chunks.
+
+A chunk is part of an exchange. It is pushed to its final place when the transforms have been ready
+so often: nothing is packed. What the kernel does, the steps that it replaces say. Pure;
+`kernels/pipeline.cu` reads the tables.
+
+    user's stream    transform 0, ready | transform 1, ready | await, transform a | ...
+    push stream      synchronise | push 0           | push 1, record "arrived 0" | ...
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from shardmath.arrays.spec import packed_strides
+from shardmath.program.steps import Await, Fused, On, Reason, Record, Synchronise
+from shardmath.redistribution import TransferPlan, lowered
+
+__all__ = [
+    "MAX_CHUNKS",
+    "Arrive",
+    "Chunk",
+    "Join",
+    "Ready",
+    "Rows",
+    "Start",
+    "pushed_rows",
+    "tables",
+]
+
+MAX_CHUNKS = 62  # kMaxChunks
+_ALIGNMENT = 16  # bytes, of bulk copies
+_MIN_WIDTH = 512  # bytes of a row that is worth a bulk copy
+_MAX_WIDTH = (1 << 32) - 1  # bytes, as the tables count them
+_PUSH = "push"  # the stream of what the kernel replaces
+
+_ROWS = np.dtype(
+    [
+        *((name, "<i8") for name in ("source", "target", "source_pitch", "target_pitch")),
+        *((name, "<u4") for name in ("width", "count", "copies", "peer")),
+    ]
+)
+_CHUNK = np.dtype(
+    [
+        (name, "<u4")
+        for name in ("first", "rows", "max_copies", "ready_count", "exchange", "signals")
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """`count` rows of `width` bytes for rank `peer`, as cudaMemcpy2D takes them. All in bytes."""
+
+    peer: int
+    width: int
+    count: int
+    source: int
+    source_pitch: int
+    target: int
+    target_pitch: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether bulk copies can move the rows, and are worth it."""
+        steps = (self.width, self.source, self.source_pitch, self.target, self.target_pitch)
+        fits = _MIN_WIDTH <= self.width <= _MAX_WIDTH
+        return fits and not any(step % _ALIGNMENT for step in steps)
+
+
+def pushed_rows(transfer: TransferPlan, rank: int, order: Literal["C", "F"]) -> Iterator[Rows]:
+    """What `rank` pushes of a transfer, the next rank's first, between arrays packed in `order`."""
+    size = transfer.itemsize
+    for move in transfer.out_of(rank):
+        shapes = transfer.src.local_shape(rank), transfer.dst.local_shape(move.dst)
+        copy = lowered(move, size, *(packed_strides(shape, size, order) for shape in shapes))
+        outer = list(zip(copy.shape, copy.src_strides, copy.dst_strides, strict=True))
+        count, source_pitch, target_pitch = max(outer, default=(1, 0, 0))
+        if outer:
+            outer.remove((count, source_pitch, target_pitch))
+        for index in itertools.product(*(range(dim[0]) for dim in outer)):
+            source, target = (
+                start + sum(i * dim[side] for i, dim in zip(index, outer, strict=True))
+                for side, start in ((1, copy.src_offset), (2, copy.dst_offset))
+            )
+            yield Rows(move.dst, copy.unit, count, source, source_pitch, target, target_pitch)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Rows from memory `source` into memory `target` of the ranks, pushed when the transforms have
+    been ready `ready_count` times.
+
+    `exchange` is 0 or 1; of a chunk that `signals` all ranks are told when all of it has arrived.
+    """
+
+    rows: tuple[Rows, ...] = field(repr=False)
+    source: str
+    target: str
+    exchange: int
+    ready_count: int
+    signals: bool
+
+    def __str__(self) -> str:
+        nbytes = sum(rows.width * rows.count for rows in self.rows)
+        return f"push {nbytes:,} bytes of {self.source} to {self.target}"
+
+
+# -- what is launched, each in place of these steps ------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Start:
+    """The kernel starts. Exchange i goes from memory `sources[i]` to memory `targets[i]` of all."""
+
+    size: int
+    chunks: tuple[Chunk, ...] = field(repr=False)
+    sources: tuple[str, ...]
+    targets: tuple[str, ...]
+
+    def step(self) -> Fused:
+        """The step: owners may still use what is overwritten."""
+        all_come = On(_PUSH, Synchronise((Reason.BEFORE_REUSING,)))
+        return Fused(self, (Record("begin"), On(_PUSH, Await("begin")), all_come))
+
+    def explain(self) -> str:
+        """How, in a few words."""
+        return f"push {len(self.chunks)} chunks beside the steps that follow, by one kernel"
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The transforms are ready for the `number`th time."""
+
+    number: int
+
+    def step(self, chunks: Sequence[Chunk], arrivals: Sequence[str]) -> Fused:
+        """The step: these chunks are pushed, and those that signal arrive by these names."""
+        events, ready = iter(arrivals), f"ready {self.number}"
+        replaced: list[Any] = [Record(ready), On(_PUSH, Await(ready))]
+        for chunk in chunks:
+            replaced.append(On(_PUSH, chunk))
+            if chunk.signals:
+                replaced.append(On(_PUSH, Record(next(events))))
+        return Fused(self, tuple(replaced))
+
+    def explain(self) -> str:
+        """How, in a few words."""
+        return f"ready {self.number}"
+
+
+@dataclass(frozen=True)
+class Arrive:
+    """What follows comes after one more chunk of all ranks."""
+
+    event: str
+
+    def step(self) -> Fused:
+        """The step."""
+        return Fused(self, (Await(self.event, everywhere=True),))
+
+    def explain(self) -> str:
+        """How, in a few words."""
+        return f"wait for {self.event!r} of all ranks"
+
+
+@dataclass(frozen=True)
+class Join:
+    """What follows comes after all pushes."""
+
+    def step(self) -> Fused:
+        """The step."""
+        return Fused(self, (On(_PUSH, Record("pushed")), Await("pushed")))
+
+    def explain(self) -> str:
+        """How, in a few words."""
+        return "all is pushed"
+
+
+def tables(start: Start, copy_bytes: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """(chunks, rows) for the kernel, which cuts rows into copies of so many bytes."""
+    chunks = np.zeros(len(start.chunks), _CHUNK)
+    table = np.zeros(sum(len(chunk.rows) for chunk in start.chunks), _ROWS)
+    first = 0
+    for number, chunk in enumerate(start.chunks):
+        most = 0
+        for line, rows in enumerate(chunk.rows, first):
+            copies = -(-rows.width // copy_bytes)  # of a row
+            most = max(most, rows.count * copies)
+            places = (rows.source, rows.target, rows.source_pitch, rows.target_pitch)
+            peer = chunk.exchange * start.size + rows.peer
+            table[line] = (*places, rows.width, rows.count, copies, peer)
+        counts = len(chunk.rows), most, chunk.ready_count, chunk.exchange, chunk.signals
+        chunks[number] = (first, *counts)
+        first += len(chunk.rows)
+    return chunks, table

@@ -1,0 +1,107 @@
+"""A program as one rank's GPU performs it: steps over arrays that lie in named memories. Pure data.
+
+    operand ── transform ──► work ── move ──► "receive 0" of all ranks ── transform ──► out
+
+Memories are the user's arrays, "operand" and "out", and the lane's. Of those that peers reach,
+ranks tell each other where they lie.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from shardmath.arrays import dtypes
+from shardmath.arrays.spec import packed_strides
+from shardmath.program.steps import Memory
+
+__all__ = ["USERS", "Copy", "RankProgram", "View", "packed"]
+
+USERS = ("operand", "out")  # memories; they begin at the element with index 0 along every axis
+
+
+@dataclass(frozen=True)
+class View:
+    """An array in a memory: strides in bytes from the element with index 0 along every axis.
+
+    That element is `offset` bytes into the memory, and `misalignment` is its address modulo 16;
+    memory of the lane is aligned to 16 bytes.
+    """
+
+    memory: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    misalignment: int = 0
+    offset: int = 0
+
+    def part(self, axis: int, first: int, last: int) -> View:
+        """The indices first, ..., last - 1 of an axis."""
+        step = first * self.strides[axis]
+        shape = (*self.shape[:axis], last - first, *self.shape[axis + 1 :])
+        return replace(
+            self,
+            shape=shape,
+            offset=self.offset + step,
+            misalignment=(self.misalignment + step) % 16,
+        )
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return dtypes.of(self.dtype).itemsize
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def end(self) -> int:
+        """The bytes of a memory of the lane that this array, which has no gaps, needs."""
+        return self.offset + self.size * self.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.memory} {self.dtype} {self.shape}"
+
+
+def packed(
+    memory: str, shape: Sequence[int], dtype: str, axes: Sequence[int] | Literal["C", "F"] = "C"
+) -> View:
+    """A view without gaps; `axes` are "C", "F", or all axes from the slowest in memory on."""
+    fastest_first = axes if isinstance(axes, str) else axes[::-1]
+    strides = packed_strides(shape, dtypes.of(dtype).itemsize, fastest_first)
+    return View(memory, tuple(shape), strides, dtype)
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Copy the bits of one array to another of the same shape, both on this rank."""
+
+    source: View
+    target: View
+
+    def __str__(self) -> str:
+        return f"copy {self.source} to {self.target.memory}"
+
+
+@dataclass(frozen=True)
+class RankProgram:
+    """What one rank does, in order. The steps of all programs name `arrays`; others hold views.
+
+    A `Move` pushes into arrays of its target where that is in memory that peers reach, and else
+    pulls from its source, which is. Of the memories in `shared` ranks tell each other, in this
+    order: the first of one rank is the first of another, whatever their names. Peers' arrays in
+    memory of the lane have no gaps, and lie in memory `order`.
+    """
+
+    steps: tuple[Any, ...]
+    arrays: Mapping[str, View] = field(repr=False)
+    memories: Mapping[str, Memory] = field(repr=False, default_factory=dict)
+    shared: tuple[str, ...] = ()
+    order: Literal["C", "F"] = "C"
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.steps))

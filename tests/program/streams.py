@@ -1,0 +1,87 @@
+"""Steps on streams of all ranks, in one process: in any order that their events allow.
+
+A rank's streams run as they like: which of the steps that may come next is next, a random number
+says. So a step that awaits nothing, or a synchronisation that is missing, gives another result for
+another number.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from shardmath.program.steps import Await, On, Record, Synchronise
+
+__all__ = ["schedule"]
+
+
+def schedule(ranks, chance, performers):
+    """Perform all ranks' `steps`, in an order in which streams might.
+
+    `performers` are called with a step and its rank, by type.
+    """
+    every = [streams_of(rank.steps) for rank in ranks]
+    counts = {sum(isinstance(step, Synchronise) for step, _ in steps) for steps, _ in every}
+    assert len(counts) <= 1, "all ranks synchronise alike"
+    done = [set() for _ in ranks]
+    left = [{name: list(reversed(at)) for name, at in streams.items()} for _, streams in every]
+    prefer = chance.choice(["", "side", None])  # the user's stream, what is beside it, or any
+
+    def finish(number, name):
+        done[number].add(left[number][name].pop())
+        if not left[number][name]:
+            del left[number][name]
+
+    while any(left):
+        ready, waiting = [], {}
+        for number, ((steps, _), streams) in enumerate(zip(every, left, strict=True)):
+            for name, numbers in streams.items():
+                step, after = steps[numbers[-1]]
+                if after <= done[number] and all_recorded(step, every, done):
+                    if not isinstance(step, Synchronise):
+                        ready.append((number, name))
+                    elif number not in waiting or numbers[-1] < waiting[number][0]:
+                        waiting[number] = numbers[-1], name
+        if not ready:
+            assert len(waiting) == len(ranks), "all ranks synchronise"
+            for number, (_, name) in waiting.items():
+                finish(number, name)
+            continue
+        ready = [each for each in ready if bool(each[1]) == bool(prefer)] or ready
+        number, name = chance.choice(ready)
+        step = every[number][0][left[number][name][-1]][0]
+        if not isinstance(step, Record | Await):
+            performers[type(step)](step, ranks[number])
+        finish(number, name)
+
+
+def streams_of(steps):
+    """Each step and what it awaits; and by stream, the numbers of its steps."""
+    found, streams, events = [], {}, {}
+    for at, each in enumerate(steps):
+        name, step = (each.stream, each.step) if isinstance(each, On) else ("", each)
+        awaits = isinstance(step, Await) and not step.everywhere
+        found.append((step, {events[step.event]} if awaits else set()))
+        if isinstance(step, Record):
+            events[step.event] = at
+        streams.setdefault(name, []).append(at)
+    follows = {two: one for each in streams.values() for one, two in pairwise(each)}
+    joined, front = set(), streams.get("", [])[-1:]
+    while front:
+        at = front.pop()
+        if at not in joined:
+            joined.add(at)
+            front += [*found[at][1], *([follows[at]] if at in follows else [])]
+    loose = [str(found[at][0]) for at in range(len(found)) if at not in joined]
+    assert not loose, f"what is beside the user's stream comes to it at last: {loose}"
+    return found, streams
+
+
+def all_recorded(step, every, done):
+    """Whether an event that is awaited of all ranks has been recorded on all."""
+    if not (isinstance(step, Await) and step.everywhere):
+        return True
+    record = Record(step.event)
+    return all(
+        any(steps[number][0] == record for number in past)
+        for (steps, _), past in zip(every, done, strict=True)
+    )

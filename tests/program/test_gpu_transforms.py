@@ -1,0 +1,281 @@
+"""What GPUs do for a transform, performed with NumPy: plans, copies and exchanges are pure data."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parent.parent / "fft"))
+
+import fft_cases
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from rank_interpreter import Rank, interpret_ranks, perform
+
+from arrangements import part_of
+from shardmath import geometry
+from shardmath.arrays import dtypes
+from shardmath.geometry import decode
+from shardmath.local.plan_many import StridedArray, plan_many
+from shardmath.operators.fft.chunking import Chunking, first_parts
+from shardmath.operators.fft.local_steps import LocalFFT, local_steps, strided
+from shardmath.operators.fft.lowering import GPUPlan, Results, UserArrays, lowered
+from shardmath.operators.fft.options import FFTDirection, FFTOptions
+from shardmath.operators.fft.problem import check, describe
+from shardmath.operators.fft.pushes import Start, tables
+from shardmath.operators.fft.search import choose
+from shardmath.operators.fft.strategy import ON_GPUS, ON_GPUS_OF_HOSTS
+from shardmath.program.rank_program import RankProgram, View, packed
+from shardmath.program.steps import Fused, Memory
+
+RISES = (1, 2, 3, 4, 4, 4, 4, 4)
+
+
+def laid_out(part, store):
+    """`part` in memory of its own: raw bytes, origin, strides in bytes."""
+    if store.endswith(("strided", "reversed")):
+        whole = np.zeros(tuple(2 * n + 3 for n in part.shape), part.dtype)
+        view = whole[tuple(slice(1, 1 + 2 * n, 2) for n in part.shape)]
+        if store == "reversed":
+            view = view[(slice(None, None, -1),) * part.ndim]
+    else:
+        whole = np.zeros(part.shape, part.dtype, order="F" if store.endswith("F") else "C")
+        view = whole
+    view[...] = part
+    raw = np.ndarray((whole.nbytes,), np.uint8, whole.ravel("K").data) if whole.size else None
+    assert raw is None or np.shares_memory(raw, whole)
+    raw = np.zeros(0, np.uint8) if raw is None else raw
+    origin = 0
+    if part.size:
+        first = view.__array_interface__["data"][0]
+        origin = first - whole.__array_interface__["data"][0]
+    return raw, origin, view.strides
+
+
+def case_problem(case, parts, sources, targets):
+    kind = case["kind"].split()[0]
+    inverse = kind == "C2R" or case["kind"].endswith("inverse")
+    options = FFTOptions(**fft_cases.options_of(case))
+    descriptions = []
+    for part, source, target in zip(parts, sources, targets, strict=True):
+        strides = tuple(step // part.itemsize for step in part.strides)
+        spec = dtypes_spec(case, part, strides)
+        pair = source if target is None else (source, target)
+        direction = FFTDirection.INVERSE if inverse else FFTDirection.FORWARD
+        described = describe(spec, pair, case["axes"], case["norm"], kind, direction, options, None)
+        descriptions.append(described)
+    return check(descriptions)
+
+
+def dtypes_spec(case, part, strides):
+    from shardmath.arrays import ArraySpec
+
+    dtype = case["dtype"].split()[0]
+    return ArraySpec(case["library"], dtype, part.shape, strides, "cpu", part.itemsize)
+
+
+def plan_of(problem, size, hosts):
+    numbers = tuple(rank * hosts // size for rank in range(size))
+    return GPUPlan(problem, choose(problem, ON_GPUS if hosts == 1 else ON_GPUS_OF_HOSTS), numbers)
+
+
+def run_case(case, results, hosts=1, chunking=None, seed=0):
+    size = case["size"]
+    array = fft_cases.operand_of(case)
+    full = fft_cases.wanted(case, array)
+    sources = [decode(each) for each in case["inputs"]]
+    targets = [None if case["outputs"] is None else decode(case["outputs"][r]) for r in range(size)]
+    parts = [part_of(array, sources[r], r, size) for r in range(size)]
+    problem = case_problem(case, parts, sources, targets)
+    plan = plan_of(problem, size, hosts)
+    ranks = []
+    for number in range(size):
+        shape = problem.target.local_shape(number)
+        store = case["stores"][number]
+        blank = np.zeros(shape, dtypes.to_numpy(problem.result))
+        users, views = {}, []
+        for name, part in (("operand", parts[number].copy()), ("out", blank)):
+            raw, origin, strides = laid_out(part, store)
+            users[name] = raw, origin
+            views.append(View(name, part.shape, strides, dtypes.of(part.dtype).name))
+        program = lowered(
+            plan, number, UserArrays(*views), results, chunking and Chunking(*chunking)
+        )
+        ranks.append(Rank(number, program, users, forward=problem.direction < 0))
+    interpret_ranks(ranks, seed=seed)
+    axes = range(array.ndim) if case["axes"] is None else case["axes"]
+    count = math.prod(full.shape[axis] for axis in axes)
+    for number, rank in enumerate(ranks):
+        target = sources[number] if targets[number] is None else targets[number]
+        got = rank.array(rank.named("out"))
+        assert fft_cases.close(got, part_of(full, target, number, size), count), number
+        if parts[number].size:
+            left = rank.array(rank.named("operand"))
+            assert left.tobytes() == parts[number].tobytes(), "the operand is left as it was"
+    return ranks
+
+
+@settings(max_examples=300, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@given(case=fft_cases.cases(), seed=st.integers(0, 99))
+def test_any_program(case, seed):
+    for reachable in (True, False):
+        run_case(case, Results(reachable, False), seed=seed)
+
+
+@settings(max_examples=150, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@given(case=fft_cases.cases(), hosts=st.integers(2, 3), seed=st.integers(0, 99))
+def test_any_program_of_ranks_on_several_hosts(case, hosts, seed):
+    run_case(case, Results(False, False), hosts, seed=seed)
+
+
+@settings(max_examples=200, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@given(
+    case=fft_cases.cases(least=2),
+    hosts=st.integers(2, 3),
+    chunking=st.sampled_from([((1,), 1, 1), ((1,) * 3, 2, 1), ((1, 2), 3, 2), (RISES, 4, 3)]),
+    seed=st.integers(0, 99),
+)
+def test_any_program_with_deliveries_in_parts(case, hosts, chunking, seed):
+    run_case(case, Results(False, False), hosts, chunking, seed)
+
+
+PIPELINES = {
+    "X to Y": ((24, 16, 64), "complex64", None, "X", "Y"),
+    "X to X": ((24, 24, 64), "complex64", None, "X", "X"),
+    "Y to X in double": ((24, 16, 64), "complex128", None, "Y", "X"),
+    "real": ((16, 24, 254), "float32", None, "X", "Y"),
+    "real, there and back": ((24, 24, 254), "float32", None, "X", "X"),
+    "uneven": ((13, 22, 64), "complex64", None, "X", "Y"),
+    "fewer than ranks": ((2, 22, 64), "complex64", None, "X", "Y"),
+    "batches": ((12, 16, 8, 64), "complex64", (0, 1), "X", "Y"),
+    "matrix": ((64, 4608), "complex64", None, "X", "Y"),
+    "to real": ((48, 48, 33), "complex64", None, "Y", "X"),
+    "half precision": ((24, 16, 128), "complex32", None, "X", "Y"),
+    "half precision, there and back": ((24, 24, 128), "complex32", None, "X", "X"),
+    "real, half precision": ((16, 24, 510), "float16 halves", None, "X", "Y"),
+}
+
+
+@pytest.mark.parametrize("chunking", [((1,), 1), ((1,) * 3, 2), (RISES, 4, 3)])
+@pytest.mark.parametrize("hosts", [1, 2, 3])
+@pytest.mark.parametrize("size", [2, 3, 8])
+@pytest.mark.parametrize("name", PIPELINES)
+def test_pipelines(name, size, hosts, chunking):
+    """On one host by the push stream, on several by deliveries in parts."""
+    shape, dtype, axes, one, two = PIPELINES[name]
+    kind = "R2C" if dtype.startswith("float") else "C2R" if name == "to real" else "C2C"
+    case = {"size": size, "shape": shape, "axes": axes, "kind": kind, "parity": "even",
+            "norm": "ortho", "dtype": dtype,
+            "library": "torch"}  # fmt: skip
+    array = fft_cases.operand_of(case)
+    full = fft_cases.wanted(case, array)
+    slabs = [getattr(geometry.Slab, axis) for axis in (one, two)]
+    parts = [part_of(array, slabs[0], r, size) for r in range(size)]
+    problem = case_problem(case, parts, [slabs[0]] * size, [slabs[1]] * size)
+    plan = plan_of(problem, size, hosts)
+    for seed, (packed_results, order) in enumerate(((True, "C"), (False, "F"))):
+        ranks = []
+        for number in range(size):
+            operand = packed("operand", parts[number].shape, problem.dtype)
+            out = packed("out", problem.target.local_shape(number), problem.result, order)
+            users = {view.memory: (np.zeros(view.end, np.uint8), 0) for view in (operand, out)}
+            program = lowered(
+                plan,
+                number,
+                UserArrays(operand, out),
+                Results(True, packed_results),
+                Chunking(*chunking),
+            )
+            rank = Rank(number, program, users, forward=problem.direction < 0)
+            rank.array(operand)[...] = parts[number]
+            ranks.append(rank)
+            starts = [step.plan for step in program.steps if is_start(step)]
+            assert len(starts) == (hosts == 1)
+            for start in starts:
+                chunks, rows = tables(start, 1 << 14)
+                assert chunks["rows"].sum() == len(rows)
+        interpret_ranks(ranks, seed=seed)
+        count = math.prod(full.shape[axis] for axis in axes or range(full.ndim))
+        for number, rank in enumerate(ranks):
+            want = part_of(full, slabs[1], number, size)
+            assert fft_cases.close(rank.array(rank.named("out")), want, count)
+
+
+def is_start(step):
+    return isinstance(step, Fused) and isinstance(step.plan, Start)
+
+
+GRID = (5, 4, 6)
+ORDERS = [(0, 1, 2), (2, 1, 0), (1, 0, 2), (2, 0, 1)]
+
+
+@pytest.mark.parametrize("axes", [(0,), (1,), (2,), (0, 1), (1, 2), (0, 2), (0, 1, 2)])
+@pytest.mark.parametrize("orders", list(itertools.product(ORDERS, ORDERS)))
+@pytest.mark.parametrize("kind", ["C2C", "R2C", "C2R"])
+def test_a_plan_for_any_order_of_memory(kind, axes, orders):
+    """A plan exists for packed arrays of the same order; where one exists, it is right."""
+    half = (*GRID[: axes[-1]], GRID[axes[-1]] // 2 + 1, *GRID[axes[-1] + 1 :])
+    shapes = {"C2C": (GRID, GRID), "R2C": (GRID, half), "C2R": (half, GRID)}[kind]
+    names = {"C2C": ("complex64",) * 2, "R2C": ("float32", "complex64"),
+             "C2R": ("complex64", "float32")}[kind]  # fmt: skip
+    views = [
+        packed(place, shape, name, order)
+        for place, shape, name, order in zip("ab", shapes, names, orders, strict=True)
+    ]
+    found = plan_many(kind, axes, *(strided(view) for view in views))
+    if found is None:
+        assert orders[0] != orders[1] or kind != "C2C"
+        return
+    step = LocalFFT(kind, axes, *views)
+    rng = np.random.default_rng(7)
+
+    memories = {view.memory: Memory(view.end) for view in views}
+    rank = Rank(0, RankProgram((step,), {}, memories), {})
+    source = rank.array(views[0])
+    source[...] = rng.standard_normal(shapes[0])
+    if kind != "R2C":
+        source[...] += 1j * rng.standard_normal(shapes[0]).astype(np.float32)
+    before = source.copy()
+    perform(step, rank)
+    want = {
+        "C2C": lambda: np.fft.fftn(before, axes=axes),
+        "R2C": lambda: np.fft.rfftn(before, axes=axes),
+        "C2R": lambda: np.fft.irfftn(before, s=[GRID[a] for a in axes], axes=axes, norm="forward"),
+    }[kind]()
+    assert np.abs(rank.array(views[1]) - want).max() < 1e-3
+
+
+@pytest.mark.parametrize("extent", [0, 1, 2, 7, 12, 13, 31, 32, 64, 129])
+@pytest.mark.parametrize("weights", [(1,), (1, 1), (1, 2, 3, 4, 4, 4), (2, 3, *[4] * 14)])
+def test_parts_cover_all_and_none_is_empty(extent, weights):
+    ranges = first_parts(extent, weights)
+    assert [i for lo, hi in ranges for i in range(lo, hi)] == list(range(extent))
+    assert len(ranges) == max(1, min(len(weights), extent // 2))
+    assert extent == 0 or all(lo < hi for lo, hi in ranges)
+    lengths = [hi - lo for lo, hi in ranges]
+    assert lengths[0] == min(lengths[:-1], default=lengths[0])
+
+
+def test_one_real_number_from_one_complex():
+    """cuFFT leaves an axis of length 1 away: the others are transformed before it."""
+    target = packed("b", (20, 20, 1), "float32")
+    for order in ("C", "F"):
+        source = packed("a", (20, 20, 1), "complex64", order)
+        steps = local_steps("C2R", (0, 1, 2), source, target, preserve_input=False)
+        done = [step.axes for step in steps if isinstance(step, LocalFFT)]
+        assert [set(each) for each in done] == [{0, 1}, {2}]
+        assert plan_many("C2R", (1, 2), strided(source), strided(target)) is None
+
+
+def test_what_no_plan_can_do():
+    reversed_rows = StridedArray((4, 6), (-48, 8), 8)
+    plain = StridedArray((4, 6), (48, 8), 8)
+    assert plan_many("C2C", (1,), plain, plain) is not None
+    assert plan_many("C2C", (1,), reversed_rows, plain) is None
+    assert plan_many("C2C", (1,), StridedArray((4, 6), (0, 8), 8), plain) is None
+    assert plan_many("C2C", (1,), StridedArray((4, 6), (48, 8), 8, misalignment=4), plain) is None
+    assert plan_many("R2C", (1,), StridedArray((4, 6), (24, 4), 4, misalignment=4), plain) is None
