@@ -142,7 +142,7 @@ def measured(ranks, x, n, dtype, back):
 
 
 def compare(ranks, baseline, result, ours, dtype):
-    """Raise ArithmeticError unless a first call and later ones, in chunks and not, make the same."""
+    """Raise ArithmeticError unless first calls and later ones, in chunks or not, make the same."""
     wanted = baseline()
     tolerance = 1e-5 if dtype in ("complex64", "float32") else 1e-13
     for chunks in (True, True, True, False):

@@ -14,25 +14,26 @@ from __future__ import annotations
 
 import itertools
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from on_gpus import command, run
-from shardmath.operators.fft.launching import Launch, is_double
-from shardmath.operators.fft.pipeline import Pipeline
-from shardmath.operators.fft.program import UserArrays
 
 from shardmath.arrays import library_named
 from shardmath.cuda.graph import Graph
 from shardmath.distribution import Slab
 from shardmath.fft import FFTDirection, FFTOptions
-from shardmath.local.gpu.fft import CuFFT
-from shardmath.operators.fft import rank_plan
-from shardmath.operators.fft.local_steps import LocalFFT, packed
+from shardmath.operators.fft.gpus import TransformProgram
+from shardmath.operators.fft.local_steps import LocalStep
+from shardmath.operators.fft.lowering import GPUPlan, Results, UserArrays, lowered
 from shardmath.operators.fft.problem import check, describe
-from shardmath.operators.fft.push_stream import PushStream, PushTables
+from shardmath.operators.fft.push_stream import PushStream
+from shardmath.operators.fft.pushes import Arrive, Join, Start
 from shardmath.operators.fft.search import choose
 from shardmath.operators.fft.strategy import ON_GPUS
 from shardmath.operators.lanes import LANES, Lane
+from shardmath.program.gpu_steps import Memories
+from shardmath.program.rank_program import packed
+from shardmath.program.steps import Fused
 
 CASES = [
     *itertools.product((256, 512), ("complex64", "float32"), (False, True)),
@@ -44,38 +45,35 @@ TIMELINES = [(512, "complex64"), (1024, "complex64")]
 HEAD_START = 20_000_000  # cycles that the GPU sleeps while an execution is put on its stream
 
 
-@dataclass(frozen=True)
-class Played(Launch):
-    """Rank 0's launches, with its peers' buffers on the other GPUs.
+class Played(TransformProgram):
+    """Rank 0's program on every GPU, with its peers' memories on the other GPUs.
 
-    `shared` has, by name, the addresses of a buffer on this GPU and then on the others, and the
+    `places` has, by name, the addresses of a memory on this GPU and then on the others, and the
     distance of the blocks that rank 0 writes to its peers.
     """
 
-    shared: dict
-    peers: int
+    def __init__(self, context, lane, program, places, peers):
+        self.places, self.peers = places, peers
+        super().__init__(context, lane, program, forward=True)
+        self.rank = 0  # or boxes would end behind their memories
 
-    @property
-    def rank(self):
-        """Rank 0 on all GPUs, or boxes would end behind their buffers."""
-        return 0
-
-    def peer_addresses(self, buffer, strides):
-        """See Launch; `strides` are those of all results."""
-        where, block_bytes = self.shared[buffer]
-        if isinstance(self.plan.program, Pipeline):  # whose rows know how far
-            return where, []
-        players = [player(peer, len(where)) for peer in range(self.peers)]
-        return [where[gpu] + peer * block_bytes for peer, gpu in enumerate(players)], strides
+    def reached(self, peer, memory, memories):
+        """See GPUProgram. The rows of chunks know how far; results lie as this one."""
+        where, block_bytes = self.places[memory]
+        if self.tables is not None:
+            return where[peer], ()
+        strides = self.program.arrays["out"].strides if memory == "out" else ()
+        return where[player(peer, len(where))] + peer * block_bytes, strides
 
 
 def player(peer, gpus):
-    """Which GPU has a peer's buffers, counted from this one."""
+    """Which GPU has a peer's memory, counted from this one."""
     return 1 + (peer - 1) % (gpus - 1) if peer else 0
 
 
-def on_gpus(pipeline, block_bytes, gpus):
-    """The rows of all peers as rows for so many GPUs, at a distance from each other."""
+def on_gpus(program, block_bytes, gpus):
+    """Chunks for all peers as chunks for so many GPUs, at a distance from each other."""
+    first, *others = program.steps
     chunks = [
         replace(
             chunk,
@@ -88,9 +86,10 @@ def on_gpus(pipeline, block_bytes, gpus):
                 for rows in chunk.rows
             ),
         )
-        for chunk in pipeline.chunks
+        for chunk in first.plan.chunks
     ]
-    return replace(pipeline, size=gpus, chunks=tuple(chunks))
+    start = replace(first.plan, size=gpus, chunks=tuple(chunks))
+    return replace(program, steps=(start.step(), *others))
 
 
 class Share:
@@ -107,12 +106,12 @@ class Share:
         options = FFTOptions(redistribute=back)
         said = describe(spec, Slab.X, None, None, kind, FFTDirection.FORWARD, options, None)
         self.problem = check([said] * size)
-        self.plan = rank_plan.DevicePlan(self.problem, choose(self.problem, ON_GPUS), (0,) * size)
-        self.result = packed("result", self.problem.target.local_shape(0), self.problem.result)
+        self.plan = GPUPlan(self.problem, choose(self.problem, ON_GPUS), (0,) * size)
+        self.result = packed("out", self.problem.target.local_shape(0), self.problem.result)
         nbytes = self.result.size * self.result.itemsize
         block = nbytes // size  # what goes to one peer
-        buffers = {"receive 0": block, "result": block // own if back else block}
-        self.block_bytes = [buffers["receive 0"], buffers["result"]]
+        buffers = {"receive 0": block, "out": block // own if back else block}
+        self.block_bytes = [buffers["receive 0"], buffers["out"]]
         self.shared, self.held = {}, []
         for place, block_bytes in buffers.items():
             buffer, addresses = ranks.shared(nbytes)
@@ -127,36 +126,22 @@ class Share:
             **{place: where[0] for place, (where, _) in self.shared.items()},
         }
 
-    def launch(self, chunks):
-        """Rank 0's launches; None where there are no chunks."""
-        ranks, team = self.ranks, self.ranks.context.team
-        rank_plan.USE_CHUNKS = chunks
+    def program(self, chunking):
+        """(rank 0's program, its memories); None where it is not cut."""
+        context = self.ranks.context
         source = packed("operand", tuple(self.operand.shape), self.problem.dtype)
-        arrays, results = UserArrays(source, self.result), rank_plan.Results(True, True)
-        plan = rank_plan.make_rank_plan(self.plan, team.device, 0, arrays, results)
-        rank_plan.USE_CHUNKS = True
-        if isinstance(plan.program, Pipeline) != chunks:
-            return None
-        if chunks:
-            program = on_gpus(plan.program, self.block_bytes, ranks.size)
-            plan = rank_plan.RankPlan(team.device, program, PushTables(team.device, program))
-        stream, cufft = ranks.stream(), CuFFT.of(team.device)
-        for step in plan.program.local:
-            if isinstance(step, LocalFFT):
-                cufft.prepare(step.kind, double=is_double(step), plan=step.plan, stream=stream)
-        made = Played(
-            ranks.context,
-            plan,
-            self.addresses,
-            Lane.numbered(ranks.context, LANES - 1),
-            True,
-            stream,
-            self.shared,
-            self.size,
-        )
-        for step in plan.program.local:  # loads the kernels
-            made.local(stream, step)
-        return made
+        arrays, results = UserArrays(source, self.result), Results(True, True)
+        program = lowered(self.plan, 0, arrays, results, chunking)
+        if chunking is not None:
+            if not starts(program.steps[0]):
+                return None
+            program = on_gpus(program, self.block_bytes, self.ranks.size)
+        lane = Lane.numbered(context, LANES - 1)
+        made = Played(context, lane, program, self.shared, self.size)
+        own = {name: lane.private(name, memory.nbytes) for name, memory in program.memories.items()}
+        own |= self.addresses
+        made.prepare(own, self.ranks.stream(), (0, self.result.end))
+        return made, Memories(own, (), self.ranks.stream())
 
     def time(self, launches):
         """Milliseconds."""
@@ -166,38 +151,36 @@ class Share:
         return float(f"{micros / 1e3:.4g}")
 
 
-def piped(launch, stream, *, local, mark=lambda name, stream: None):
-    """What a pipeline launches, with or without its transforms; after each part, `mark`."""
-    program, push_stream = launch.plan.program, PushStream.of(launch.context)
-    sources = [launch.addresses[place] for place in program.sources]
-    targets = [launch.peer_addresses(place, ())[0] for place in program.shared]
-
-    def transform(steps, name):
-        if local:
-            for step in steps:
-                launch.local(stream, step)
-        mark(name, stream)
-
-    mark("begin", stream)
-    push_stream.start(launch.plan.tables, stream, sources, targets)
-    mark("all pushed", push_stream.stream)
-    for number, steps in enumerate(program.first):
-        transform(steps, f"first {number}")
-        push_stream.signal_ready(stream)
-    for number, steps in enumerate(program.second):
-        push_stream.wait_for_chunk(stream)
-        mark(f"arrived {number}", stream)
-        transform(steps, f"second {number}")
-        if program.two_exchanges:
-            push_stream.signal_ready(stream)
-    if program.two_exchanges:
-        push_stream.wait_for_chunk(stream)
-    transform(program.last, "last")
-    push_stream.join(stream)
-    mark("end", stream)
+def starts(step):
+    """Whether a step starts the kernel that pushes."""
+    return isinstance(step, Fused) and isinstance(step.plan, Start)
 
 
-def timeline(ranks, launch):
+def piped(program, memories, *, local=True, pushes=True, mark=lambda name, stream: None):
+    """What launches a program, with or without its transforms or pushes; `mark` at each part."""
+    launches = []
+    for _, step in program.steps:
+        name = str(step) if isinstance(step, Fused) else ""
+        launch = program.bound(step, memories)
+        wanted = local if isinstance(step, LocalStep) else pushes
+        if launch is not None and wanted:
+            launches.append((name, step, launch))
+
+    def run(stream):
+        mark("begin", stream)
+        for name, step, launch in launches:
+            if name and not isinstance(step.plan, Arrive | Join):
+                mark(f"before {name}", stream)
+            launch(stream)
+            if starts(step):
+                mark("all pushed", PushStream.of(program.context).stream)
+            elif name:
+                mark(name, stream)
+
+    return run
+
+
+def timeline(ranks, program, memories):
     """{what: microseconds after the begin when it had ended}, of one execution."""
     torch, marks = ranks.torch, []
 
@@ -207,12 +190,13 @@ def timeline(ranks, launch):
         event.record(torch.cuda.ExternalStream(int(stream)) if pushing else None)
         marks.append((name, event))
 
+    run = piped(program, memories, mark=mark)
     for _ in range(3):
         marks.clear()
         torch.cuda.synchronize()
         ranks.context.barrier()
         torch.cuda._sleep(HEAD_START)
-        piped(launch, ranks.stream(), local=True, mark=mark)
+        run(ranks.stream())
     torch.cuda.synchronize()
     begin = marks[0][1]
     found = [(begin.elapsed_time(event) * 1e3, name) for name, event in marks]
@@ -223,19 +207,15 @@ def measured(ranks, n, dtype, back, size):
     """One row."""
     share = Share(ranks, n, dtype, back, size)
     row = {"n": n, "dtype": dtype, "result": "back" if back else "transposed", "of": size}
-    strides = [share.result.strides] * size
-    steps, chunks = share.launch(False), share.launch(True)
-    row["steps_ms"] = share.time(lambda on: steps.run(on, strides))
+    steps, chunks = share.program(None), share.program(share.plan.chunking)
+    row["steps_ms"] = share.time(piped(*steps))
     if chunks is not None:
-        row["chunks_ms"] = share.time(lambda on: chunks.run(on, strides))
-        row["wire_ms"] = share.time(lambda on: piped(chunks, on, local=False))
+        row["chunks_ms"] = share.time(piped(*chunks))
+        row["wire_ms"] = share.time(piped(*chunks, local=False))
         row["cuts"] = str(share.plan.chunking)
         if (n, dtype) in TIMELINES:
-            row["timeline_us"] = timeline(ranks, chunks)
-    alone = chunks or steps
-    row["local_ms"] = share.time(
-        lambda on: [alone.local(on, step) for step in alone.plan.program.local]
-    )
+            row["timeline_us"] = timeline(ranks, *chunks)
+    row["local_ms"] = share.time(piped(*(chunks or steps), pushes=False))
     return row
 
 

@@ -89,7 +89,7 @@ class TransformProgram(GPUProgram):
         super().__init__(context, lane, program)
         self.forward = forward
         start = next((step.plan for _, step in self.steps if _starts(step)), None)
-        self._tables = None if start is None else PushTables(self.device, start)
+        self.tables = None if start is None else PushTables(self.device, start)
         self._streams: set[int] = set()  # for which cuFFT has plans and a work area
         self._warmed_up = False  # whether all kernels beside pushes have been launched before
         self._graph_buffers: list[Buffer] = []  # what the user's graphs write to
@@ -97,7 +97,7 @@ class TransformProgram(GPUProgram):
     @property
     def check(self) -> Callable[[], None] | None:
         """See GPUProgram."""
-        return None if self._tables is None else PushStream.of(self.context).require_usable
+        return None if self.tables is None else PushStream.of(self.context).require_usable
 
     @property
     def local(self) -> list[LocalStep]:
@@ -113,7 +113,7 @@ class TransformProgram(GPUProgram):
                 if isinstance(step, LocalFFT):
                     cufft.prepare(step.kind, double=step.double, plan=step.plan, stream=stream)
             self._streams.add(stream)
-        if self._tables is not None and not self._warmed_up:
+        if self.tables is not None and not self._warmed_up:
             self._warm_up(own, stream, span)
 
     def _warm_up(self, own: Mapping[str, int], stream: int, span: tuple[int, int]) -> None:
@@ -179,7 +179,7 @@ class TransformProgram(GPUProgram):
 
     def _start(self, step: Fused, memories: Memories) -> Launch:
         start: Start = step.plan
-        tables, pushing = self._tables, PushStream.of(self.context)
+        tables, pushing = self.tables, PushStream.of(self.context)
         assert tables is not None, "made with the program"
         sources = [memories.own[name] for name in start.sources]
         targets = [
