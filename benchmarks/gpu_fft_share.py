@@ -27,7 +27,7 @@ from shardmath.operators.fft.local_steps import LocalStep
 from shardmath.operators.fft.lowering import GPUPlan, Results, UserArrays, lowered
 from shardmath.operators.fft.problem import check, describe
 from shardmath.operators.fft.push_stream import PushStream
-from shardmath.operators.fft.pushes import Arrive, Join, Start
+from shardmath.operators.fft.pushes import Signal, Start, started
 from shardmath.operators.fft.search import choose
 from shardmath.operators.fft.strategy import ON_GPUS
 from shardmath.operators.lanes import LANES, Lane
@@ -41,6 +41,7 @@ CASES = [
     *itertools.product((1024,), ("complex64", "float32", "complex128"), (False, True)),
 ]
 CALLS = {256: 20, 512: 8, 1024: 3}
+READY = Signal("signal_ready")
 TIMELINES = [(512, "complex64"), (1024, "complex64")]
 HEAD_START = 20_000_000  # cycles that the GPU sleeps while an execution is put on its stream
 
@@ -89,7 +90,7 @@ def on_gpus(program, block_bytes, gpus):
         for chunk in first.plan.chunks
     ]
     start = replace(first.plan, size=gpus, chunks=tuple(chunks))
-    return replace(program, steps=(start.step(), *others))
+    return replace(program, steps=(started(start), *others))
 
 
 class Share:
@@ -169,8 +170,8 @@ def piped(program, memories, *, local=True, pushes=True, mark=lambda name, strea
     def run(stream):
         mark("begin", stream)
         for name, step, launch in launches:
-            if name and not isinstance(step.plan, Arrive | Join):
-                mark(f"before {name}", stream)
+            if name == READY.explain():
+                mark("transformed", stream)
             launch(stream)
             if starts(step):
                 mark("all pushed", PushStream.of(program.context).stream)

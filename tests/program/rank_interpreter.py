@@ -8,6 +8,10 @@ pushed row by row, as the kernel's tables have it.
 from __future__ import annotations
 
 import random
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parent.parent / "fft"))
 
 import fft_cases
 import numpy as np

@@ -19,7 +19,7 @@ from shardmath.local.gpu.fft import CuFFT, scale
 from shardmath.operators.fft.local_steps import Convert, LocalFFT, LocalStep, Scale
 from shardmath.operators.fft.lowering import GPUPlan, Results, UserArrays, lowered
 from shardmath.operators.fft.push_stream import PushStream, PushTables
-from shardmath.operators.fft.pushes import Arrive, Join, Ready, Start
+from shardmath.operators.fft.pushes import Signal, Start
 from shardmath.operators.lanes import LANES, Lane
 from shardmath.operators.workspace import give_back
 from shardmath.program.gpu_performing import Execution, Facts, GPUPerformer
@@ -188,14 +188,9 @@ class TransformProgram(GPUProgram):
         ]
         return lambda stream: pushing.start(tables, stream, sources, targets)
 
-    def _ready(self, step: Fused, memories: Memories) -> Launch:
-        return PushStream.of(self.context).signal_ready
-
-    def _arrive(self, step: Fused, memories: Memories) -> Launch:
-        return PushStream.of(self.context).wait_for_chunk
-
-    def _join(self, step: Fused, memories: Memories) -> Launch:
-        return PushStream.of(self.context).join
+    def _signal(self, step: Fused, memories: Memories) -> Launch:
+        launch: Launch = getattr(PushStream.of(self.context), step.plan.verb)
+        return launch
 
     PERFORMERS: ClassVar[Mapping[type, Any]] = {
         **GPUProgram.PERFORMERS,
@@ -203,9 +198,7 @@ class TransformProgram(GPUProgram):
         Convert: _scale,
         Scale: _scale,
         Start: _start,
-        Ready: _ready,
-        Arrive: _arrive,
-        Join: _join,
+        Signal: _signal,
     }
 
 

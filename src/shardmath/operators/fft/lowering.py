@@ -30,12 +30,13 @@ from shardmath.operators.fft.local_steps import LocalStep, Scale, local_steps
 from shardmath.operators.fft.problem import Problem
 from shardmath.operators.fft.pushes import (
     MAX_CHUNKS,
-    Arrive,
     Chunk,
-    Join,
-    Ready,
     Start,
+    arrived,
+    joined,
     pushed_rows,
+    ready,
+    started,
 )
 from shardmath.operators.fft.stages import Stage, stages
 from shardmath.operators.fft.strategy import Strategy
@@ -352,7 +353,7 @@ class _Pushes(_Lowering):
             where = memories[0], memories[1], self.exchanges
             found.append(Chunk(rows[self.rank], *where, self.ready, signals))
         names = [f"arrived {len(self.chunks) + number}" for number in range(len(found) * signals)]
-        self.steps.append(Ready(self.ready).step(found, names))
+        self.steps.append(ready(self.ready, found, names))
         self.arrivals += names
         self.chunks += found
         self.shared.append(memories[1])
@@ -360,7 +361,7 @@ class _Pushes(_Lowering):
 
     def arrive(self) -> None:
         """See _Lowering."""
-        self.steps.append(Arrive(self.arrivals.pop(0)).step())
+        self.steps.append(arrived(self.arrivals.pop(0)))
 
     def exchange(self, stage: Stage, source: str, target: str) -> None:
         """See _Lowering. Owners may still use what is pushed into first."""
@@ -379,7 +380,7 @@ class _Pushes(_Lowering):
             pairs = dict.fromkeys((chunk.source, chunk.target) for chunk in self.chunks)
             sources, targets = zip(*pairs, strict=True)
             start = Start(len(self.hosts), tuple(self.chunks), sources, targets)
-            self.steps = [start.step(), *self.steps, Join().step()]
+            self.steps = [started(start), *self.steps, joined()]
 
 
 class _Deliveries(_Lowering):

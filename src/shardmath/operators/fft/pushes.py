@@ -24,13 +24,15 @@ from shardmath.redistribution import TransferPlan, lowered
 
 __all__ = [
     "MAX_CHUNKS",
-    "Arrive",
     "Chunk",
-    "Join",
-    "Ready",
     "Rows",
+    "Signal",
     "Start",
+    "arrived",
+    "joined",
     "pushed_rows",
+    "ready",
+    "started",
     "tables",
 ]
 
@@ -38,7 +40,7 @@ MAX_CHUNKS = 62  # kMaxChunks
 _ALIGNMENT = 16  # bytes, of bulk copies
 _MIN_WIDTH = 512  # bytes of a row that is worth a bulk copy
 _MAX_WIDTH = (1 << 32) - 1  # bytes, as the tables count them
-_PUSH = "push"  # the stream of what the kernel replaces
+PUSH = "push"  # the stream of what the kernel replaces
 
 _ROWS = np.dtype(
     [
@@ -124,63 +126,49 @@ class Start:
     sources: tuple[str, ...]
     targets: tuple[str, ...]
 
-    def step(self) -> Fused:
-        """The step: owners may still use what is overwritten."""
-        all_come = On(_PUSH, Synchronise((Reason.BEFORE_REUSING,)))
-        return Fused(self, (Record("begin"), On(_PUSH, Await("begin")), all_come))
-
     def explain(self) -> str:
         """How, in a few words."""
         return f"push {len(self.chunks)} chunks beside the steps that follow, by one kernel"
 
 
 @dataclass(frozen=True)
-class Ready:
-    """The transforms are ready for the `number`th time."""
+class Signal:
+    """What the user's stream tells the kernel, or awaits of it: a verb of PushStream."""
 
-    number: int
-
-    def step(self, chunks: Sequence[Chunk], arrivals: Sequence[str]) -> Fused:
-        """The step: these chunks are pushed, and those that signal arrive by these names."""
-        events, ready = iter(arrivals), f"ready {self.number}"
-        replaced: list[Any] = [Record(ready), On(_PUSH, Await(ready))]
-        for chunk in chunks:
-            replaced.append(On(_PUSH, chunk))
-            if chunk.signals:
-                replaced.append(On(_PUSH, Record(next(events))))
-        return Fused(self, tuple(replaced))
+    verb: Literal["signal_ready", "wait_for_chunk", "join"]
 
     def explain(self) -> str:
         """How, in a few words."""
-        return f"ready {self.number}"
+        return self.verb.replace("_", " ")
 
 
-@dataclass(frozen=True)
-class Arrive:
-    """What follows comes after one more chunk of all ranks."""
-
-    event: str
-
-    def step(self) -> Fused:
-        """The step."""
-        return Fused(self, (Await(self.event, everywhere=True),))
-
-    def explain(self) -> str:
-        """How, in a few words."""
-        return f"wait for {self.event!r} of all ranks"
+def started(start: Start) -> Fused:
+    """The kernel starts: owners may still use what it overwrites."""
+    all_come = On(PUSH, Synchronise((Reason.BEFORE_REUSING,)))
+    return Fused(start, (Record("begin"), On(PUSH, Await("begin")), all_come))
 
 
-@dataclass(frozen=True)
-class Join:
+def ready(number: int, chunks: Sequence[Chunk], arrivals: Sequence[str]) -> Fused:
+    """The transforms are ready for the `number`th time, for these chunks; those that signal arrive
+    by these names.
+    """
+    events, event = iter(arrivals), f"ready {number}"
+    replaced: list[Any] = [Record(event), On(PUSH, Await(event))]
+    for chunk in chunks:
+        replaced.append(On(PUSH, chunk))
+        if chunk.signals:
+            replaced.append(On(PUSH, Record(next(events))))
+    return Fused(Signal("signal_ready"), tuple(replaced))
+
+
+def arrived(event: str) -> Fused:
+    """What follows comes after one more chunk of all ranks, which arrives by that name."""
+    return Fused(Signal("wait_for_chunk"), (Await(event, everywhere=True),))
+
+
+def joined() -> Fused:
     """What follows comes after all pushes."""
-
-    def step(self) -> Fused:
-        """The step."""
-        return Fused(self, (On(_PUSH, Record("pushed")), Await("pushed")))
-
-    def explain(self) -> str:
-        """How, in a few words."""
-        return "all is pushed"
+    return Fused(Signal("join"), (On(PUSH, Record("pushed")), Await("pushed")))
 
 
 def tables(start: Start, copy_bytes: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
