@@ -26,6 +26,7 @@ import record
 from numpy.lib.stride_tricks import as_strided
 
 from shardmath.arrays import library_of
+from shardmath.base.compiled import is_built
 from shardmath.context import startup
 from shardmath.context.context import Context
 from shardmath.distribution import (
@@ -38,7 +39,7 @@ from shardmath.distribution import (
 )
 from shardmath.handles.allocation import empty_on_heap
 from shardmath.launch import spawn
-from shardmath.redistribution import TransferPlan, stream
+from shardmath.redistribution import TransferPlan
 
 RANKS = 2
 PAGE = 4096
@@ -200,7 +201,12 @@ def main() -> None:
     for entry in rows:
         cells = "".join(f"{entry['GB/s'].get(name, ''):>16}" for name in names)
         print(f"{entry['case']:64}{cells}{entry['heap, out / contiguous']:25.2f}")
-    facts = {"n": n, "ranks": RANKS, "repeats": REPEATS, "compiled": stream.built() is not None}
+    facts = {
+        "n": n,
+        "ranks": RANKS,
+        "repeats": REPEATS,
+        "compiled": is_built("shardmath.redistribution._stream"),
+    }
     path = record.write("redistribution", rows, **facts)
     print(f"written: {path.relative_to(path.parent.parent.parent)}")
 

@@ -1,11 +1,31 @@
-"""Copies of boxes as the kernel performs them, between memories of bytes in this process."""
+"""Copies that are bound and made at once, and copies of boxes as the kernel makes them."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-__all__ = ["copy_boxes"]
+from shardmath.redistribution.bound_copies import bind, bind_array, bind_moves
+
+__all__ = ["copy_array", "copy_boxes", "copy_moves", "perform"]
+
+
+def perform(copies, sources, destination):
+    """Bind strided copies and make them, in order."""
+    for copy in bind(copies, sources, destination):
+        copy()
+
+
+def copy_array(source, target):
+    """Copy the bits of one array to another, at any strides."""
+    for copy in bind_array(source, target):
+        copy()
+
+
+def copy_moves(moves, source, destination, *, rank=0):
+    """Execute moves into a local array of `rank`; `source(r)` is rank r's."""
+    for copy in bind_moves(moves, source, destination, rank=rank):
+        copy()
 
 
 def copy_boxes(boxes, sources, target):

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arrangements import distributions
+from copying import copy_moves
 from shardmath.geometry import BlockCyclic, Layout, ProcessGrid, Replicated, Slab, decode
 from shardmath.local.epilog import MatmulEpilog
 from shardmath.machine import CORES, H200, H200_MULTI_HOST
@@ -20,7 +21,7 @@ from shardmath.operators.matmul.problem import Problem
 from shardmath.operators.matmul.strategy import candidates, choose
 from shardmath.program import panels
 from shardmath.program.panels import Source, intervals
-from shardmath.redistribution import TransferPlan, copy_moves
+from shardmath.redistribution import TransferPlan
 
 X, Y, R = Slab.X, Slab.Y, Replicated()
 GRID = ProcessGrid(shape=(2, 2), layout=ProcessGrid.Layout.ROW_MAJOR)

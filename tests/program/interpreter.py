@@ -11,6 +11,7 @@ import math
 
 import numpy as np
 
+from copying import copy_moves, perform
 from shardmath.arrays.dtypes import to_numpy
 from shardmath.geometry import moves, shared_part
 from shardmath.local import epilog, float8
@@ -34,7 +35,6 @@ from shardmath.program.steps import (
     Unpack,
 )
 from shardmath.redistribution import StridedCopy, Window
-from shardmath.redistribution.host import copy_moves, perform
 
 __all__ = ["interpret"]
 

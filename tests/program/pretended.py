@@ -19,6 +19,7 @@ from unittest.mock import patch
 import numpy as np
 from interpreter import copy_of
 
+from copying import perform
 from shardmath.arrays.dtypes import to_numpy
 from shardmath.arrays.libraries.numpy import NumPy
 from shardmath.context.context import Context
@@ -30,7 +31,6 @@ from shardmath.operators.fft.gpus import TransformProgram
 from shardmath.operators.fft.local_steps import Convert, LocalFFT, Scale
 from shardmath.program import gpu_performing, gpu_steps, gpus
 from shardmath.redistribution import Window
-from shardmath.redistribution.host import perform
 
 __all__ = ["pretended_gpu"]
 
@@ -213,7 +213,7 @@ class Pool:
 
 
 def fetch(context, found, outboxes, room, stream):
-    """As redistribution.fetching.fetch."""
+    """As redistribution.delivery.fetch."""
 
     def get(src, place, nbytes, target):
         data = np.ascontiguousarray(context.read_bytes(src, place, nbytes))

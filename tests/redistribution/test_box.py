@@ -6,20 +6,21 @@ import numpy as np
 import pytest
 
 from built import module_from_c
-from shardmath.redistribution import host
+from copying import copy_array
+from shardmath.redistribution import bound_copies
 
 ROOM = 4096
 
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
-    return module_from_c(host, "box.c", "_box", tmp_path_factory.mktemp("box"))
+    return module_from_c(bound_copies, "box.c", "_box", tmp_path_factory.mktemp("box"))
 
 
 @pytest.fixture(params=["python", "compiled"])
 def way(request, monkeypatch):
     found = None if request.param == "python" else request.getfixturevalue("compiled").Boxes
-    monkeypatch.setattr(host, "_boxes", lambda: found)
+    monkeypatch.setattr(bound_copies, "_boxes", lambda: found)
 
 
 def cut(x, part):
@@ -51,20 +52,20 @@ def test_the_same_bytes(way, name, dtype):
     wanted = target.copy()
     into = PARTS[name][1]
     cut(wanted, into)[...] = cut(source, PARTS[name][0])
-    copies = host.bind_array(cut(source, PARTS[name][0]), cut(target, into))
+    copies = bound_copies.bind_array(cut(source, PARTS[name][0]), cut(target, into))
     for copy in copies * 2:
         copy()
     assert target.tobytes() == wanted.tobytes()
 
 
 def test_few_copies_are_one_call(compiled, monkeypatch):
-    monkeypatch.setattr(host, "_boxes", lambda: compiled.Boxes)
+    monkeypatch.setattr(bound_copies, "_boxes", lambda: compiled.Boxes)
     x, y = np.arange(64.0).reshape(8, 8), np.zeros((8, 8))
-    assert type(host.bind_array(x, y.T)[0]) is compiled.Boxes
+    assert type(bound_copies.bind_array(x, y.T)[0]) is compiled.Boxes
     large = np.zeros((256, 256))
-    assert type(host.bind_array(large, large.copy())[0]) is not compiled.Boxes
+    assert type(bound_copies.bind_array(large, large.copy())[0]) is not compiled.Boxes
     many = np.zeros((1,) * 20 + (2,)), np.zeros((1,) * 20 + (3,))[..., :2]
-    host.copy_array(*many)
+    copy_array(*many)
 
 
 def test_what_is_no_box_is_refused(compiled):

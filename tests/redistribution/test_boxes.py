@@ -223,12 +223,12 @@ class Loaded:
 @pytest.mark.parametrize("address", [4096, 4096 + 8])
 @pytest.mark.parametrize("unit", [64, 60])
 def test_the_kernel_is_the_one_for_such_rows(unit, address, monkeypatch):
-    from shardmath.redistribution import device
+    from shardmath.redistribution import box_copies
 
-    monkeypatch.setattr(device, "kernel", Loaded)
-    monkeypatch.setattr(device, "Constant", lambda device, array: SimpleNamespace(address=0))
-    monkeypatch.setattr(device, "beside_captures", nullcontext)
-    copies = device.BoxCopies(Device(), [box((3,), unit, (64,), (64,))])
+    monkeypatch.setattr(box_copies, "kernel", Loaded)
+    monkeypatch.setattr(box_copies, "Constant", lambda device, array: SimpleNamespace(address=0))
+    monkeypatch.setattr(box_copies, "beside_captures", nullcontext)
+    copies = box_copies.BoxCopies(Device(), [box((3,), unit, (64,), (64,))])
     want = (f"UNALIGNED={unit % 16 != 0 or address % 16 != 0:d}",)
     put = []
     copies.launch(put, [0], [address])

@@ -9,13 +9,16 @@ import pytest
 import redistribution_cases as cases
 
 from built import built_from_c
-from shardmath.redistribution import host, stream
+from copying import copy_array
+from shardmath.redistribution import bound_copies
 from shardmath.redistribution.copies import StridedCopy
 
 
 @pytest.fixture(scope="module")
 def streamer(tmp_path_factory):
-    return stream.streamer(built_from_c(stream, "stream.c", tmp_path_factory.mktemp("stream")))
+    return bound_copies.streamer(
+        built_from_c(bound_copies, "stream.c", tmp_path_factory.mktemp("stream"))
+    )
 
 
 PAGE = 4096
@@ -66,15 +69,15 @@ def test_large_copies_with_and_without_it(streamer, monkeypatch, compiled, past_
         used.append(arguments)
         return streamer(*arguments)
 
-    monkeypatch.setattr(host.stream, "built", lambda: counted if compiled else None)
-    monkeypatch.setattr(host, "_COMPILED", 1 << 16)
-    monkeypatch.setattr(host, "_STREAMED", 1 << 16 if past_caches else 1 << 30)
+    monkeypatch.setattr(bound_copies, "_streamer", lambda: counted if compiled else None)
+    monkeypatch.setattr(bound_copies, "_COMPILED", 1 << 16)
+    monkeypatch.setattr(bound_copies, "_STREAMED", 1 << 16 if past_caches else 1 << 30)
     array = cases.global_array((90, 300), "f8")
     for one, two in (("C", "C"), ("strided", "C"), ("C", "F"), ("F", "strided"), ("F", "F")):
         source, _ = cases.stored(array, one, np.empty)
         target, whole = cases.stored(np.zeros_like(array), two, np.empty)
-        host.copy_array(source[:, 3:], target[:, 3:])
-        host.copy_array(source[:, :3], target[:, :3])
+        copy_array(source[:, 3:], target[:, 3:])
+        copy_array(source[:, :3], target[:, :3])
         assert target.tobytes() == array.tobytes()
         assert cases.untouched(target, whole)
     assert bool(used) == compiled
@@ -82,4 +85,4 @@ def test_large_copies_with_and_without_it(streamer, monkeypatch, compiled, past_
 
 
 def test_another_library_is_not_used():
-    assert stream.streamer(ctypes.CDLL(None)) is None
+    assert bound_copies.streamer(ctypes.CDLL(None)) is None

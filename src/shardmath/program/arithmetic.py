@@ -40,8 +40,8 @@ from shardmath.program.steps import (
     Step,
     SumLines,
 )
-from shardmath.redistribution import Exposed, TransferPlan, copy_moves, window_on
-from shardmath.redistribution.host import bind_moves, pairs
+from shardmath.redistribution import Exposed, TransferPlan, window_on
+from shardmath.redistribution.bound_copies import bind_moves, pairs
 
 __all__ = ["Binding", "bind_arithmetic", "buffers_of", "fused"]
 
@@ -436,7 +436,9 @@ class Factor:
         hi = min(lo + source.panel, source.extent)
         if self._panel.shape[source.axis] != hi - lo:
             self._panel = self._room(hi - lo)
-        copy_moves(source.gather_moves(lo, hi), self._array, self._panel, rank=self._rank)
+        moves = source.gather_moves(lo, hi)
+        for copy in bind_moves(moves, self._array, self._panel, rank=self._rank):
+            copy()
         self._filled = (lo, hi)
 
     def _cut(self, lo: int, hi: int, across: slice) -> tuple[slice, slice]:

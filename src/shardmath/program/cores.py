@@ -36,8 +36,8 @@ from shardmath.program.overwriting import overwritten
 from shardmath.program.performing import Arguments, Direct, Known, Names, Plan, Turn
 from shardmath.program.steps import Move, Program, SplitArray, Synchronise, Transform
 from shardmath.redistribution import Exposed, TransferPlan, Window, window_on
+from shardmath.redistribution.bound_copies import bind
 from shardmath.redistribution.exposure import bind_stage, staged_bytes
-from shardmath.redistribution.host import bind
 from shardmath.symmetric.heap import Block, Buffer
 
 __all__ = ["Cores"]

@@ -21,7 +21,7 @@ from shardmath.context.context import Context
 from shardmath.local.fft import Norm, bound_transform, starts_threads
 from shardmath.program.blocks import Blocks
 from shardmath.redistribution import Window
-from shardmath.redistribution.host import bind, bind_array
+from shardmath.redistribution.bound_copies import bind, bind_array
 
 __all__ = ["Calls", "Pass", "run"]
 

@@ -30,9 +30,9 @@ from shardmath.program.steps import (
     Synchronise,
     Unpack,
 )
+from shardmath.redistribution.box_copies import Box, BoxCopies
 from shardmath.redistribution.copies import lowered, whole
-from shardmath.redistribution.device import Box, BoxCopies
-from shardmath.redistribution.fetching import fetch
+from shardmath.redistribution.delivery import fetch
 
 __all__ = ["ExposedArrays", "GPUProgram", "Launch", "Memories"]
 

@@ -5,20 +5,9 @@ memory; executors know no distribution.
 """
 
 from shardmath.handles.operand import Exposed
+from shardmath.redistribution.bound_copies import Window
 from shardmath.redistribution.copies import StridedCopy, lowered
-from shardmath.redistribution.exposure import expose, stage, window_on
-from shardmath.redistribution.host import Window, copy_moves, perform
+from shardmath.redistribution.exposure import window_on
 from shardmath.redistribution.plan import TransferPlan
 
-__all__ = [
-    "Exposed",
-    "StridedCopy",
-    "TransferPlan",
-    "Window",
-    "copy_moves",
-    "expose",
-    "lowered",
-    "perform",
-    "stage",
-    "window_on",
-]
+__all__ = ["Exposed", "StridedCopy", "TransferPlan", "Window", "lowered", "window_on"]

@@ -9,11 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
+from math import prod
 
 from shardmath.arrays.spec import Dimension, coalesced
 from shardmath.geometry import Move
 
-__all__ = ["StridedCopy", "lowered", "strided_copy", "whole"]
+__all__ = ["StridedCopy", "lowered", "pieces_of", "strided_copy", "whole"]
+
+_PIECE = 32 << 10  # bytes that a network carries in about the time that one more piece takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,3 +78,21 @@ def strided_copy(
         dst_offset=dst_offset,
         dst_strides=tuple(dim[1] for dim in dims),
     )
+
+
+def pieces_of(copy: StridedCopy) -> list[tuple[int, int]]:
+    """Ranges of bytes of the source, from its element 0, that hold what `copy` reads.
+
+    Fetching costs by the number of pieces and by their bytes: each unit is one where they are long
+    enough or far enough apart, else all are one piece, with what lies between.
+    """
+    dims = [(n, abs(step), step) for n, step in zip(copy.shape, copy.src_strides, strict=True)]
+    low = copy.src_offset + sum((n - 1) * step for n, _, step in dims if step < 0)
+    upward = strided_copy(copy.src, copy.unit, [(n, up, up) for n, up, _ in dims], low, low)
+    extents, strides, unit = upward.shape, upward.src_strides, upward.unit
+    high = low + unit + sum((n - 1) * step for n, step in zip(extents, strides, strict=True))
+    if prod(extents) * (unit + _PIECE) >= high - low or 0 in strides:
+        return [(low, high)]
+    steps = [range(0, n * step, step) for n, step in zip(extents, strides, strict=True)]
+    starts = (low + sum(offsets) for offsets in product(*steps))
+    return [(start, start + unit) for start in starts]

@@ -4,7 +4,7 @@ A rank packs what its peers take into its outbox, and all ranks wait for each ot
 its own parcel from every outbox: from one on its own host where that lies, from any other by `get`
 into its room. One launch copies from there to where the elements belong; what stays on the rank
 goes there straight from the array before. The outbox may be written again once all ranks have met
-after that. Pure: `fetching` performs the copies between hosts.
+after that. A `Delivery` is pure; `fetch` puts the copies between hosts on a stream.
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from shardmath.context.context import Context
 from shardmath.geometry import Move
 from shardmath.redistribution.boxes import Box
 from shardmath.redistribution.copies import lowered
 from shardmath.redistribution.parcels import Fetch, Outbox, Parcel, fetches, parcel_of, room_for
 from shardmath.redistribution.plan import TransferPlan
+from shardmath.symmetric.heap import Location
+from shardmath.transport.base import DeviceBytes
 
-__all__ = ["Delivery"]
+__all__ = ["Delivery", "fetch"]
 
 _OWN, _ROOM, _NEAR = 0, 1, 2  # the memories that are unpacked, see `memories`
 
@@ -110,3 +113,21 @@ class Delivery:
 
     def _is_far(self, rank: int) -> bool:
         return self.hosts[rank] != self.hosts[self.rank]
+
+
+def fetch(
+    context: Context,
+    fetches: Sequence[Fetch],
+    outboxes: Sequence[Location],
+    room: int,
+    stream: int,
+) -> None:
+    """Put the copies of parts of the ranks' outboxes to this rank's room on `stream`.
+
+    Before reading what a peer wrote: all ranks have met on their streams since they packed.
+    """
+    for part in fetches:
+        outbox = outboxes[part.src]
+        place = Location(outbox.segment, outbox.offset + part.offset)
+        into = DeviceBytes(room + part.at, part.nbytes, context.heap.transport.device)
+        context.get(part.src, place, into, stream)

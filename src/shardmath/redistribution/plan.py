@@ -24,8 +24,7 @@ from shardmath.geometry import (
     moves,
 )
 from shardmath.machine import Rates
-from shardmath.redistribution.copies import StridedCopy, lowered
-from shardmath.redistribution.pieces import pieces_of
+from shardmath.redistribution.copies import StridedCopy, lowered, pieces_of
 
 __all__ = ["TransferPlan"]
 
@@ -127,7 +126,7 @@ class TransferPlan:
     def pieces(self, rank: int, src: int, strides: Strides) -> list[tuple[int, int]]:
         """The bytes of `src`'s local array, from its element 0, that move to `rank`; or a few more.
 
-        See `pieces.pieces_of`.
+        See `pieces_of`.
         """
         return [
             piece

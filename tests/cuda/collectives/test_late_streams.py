@@ -17,7 +17,7 @@ from shardmath.distribution import Redistribute, Slab
 from shardmath.fft import FFT
 from shardmath.linalg.advanced import Matmul
 from shardmath.operators.lanes import Lane
-from shardmath.redistribution.device import BoxCopies
+from shardmath.redistribution.box_copies import BoxCopies
 
 CYCLES = (50_000, 2_000_000)  # about 25 us, and 1 ms
 STEPS = [(BoxCopies, "launch", 0), (Lane, "barrier", 0), (Context, "get", 3)]

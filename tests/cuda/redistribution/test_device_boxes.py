@@ -94,7 +94,7 @@ def random_bytes(seed, count):
 
 def check_local(context, seed, cases):
     """Boxes within one GPU, with sentinels between them."""
-    from shardmath.redistribution.device import BoxCopies
+    from shardmath.redistribution.box_copies import BoxCopies
 
     wrong = []
     for case in range(cases):
@@ -124,7 +124,7 @@ def test_random_boxes_on_one_gpu(gpus, seed):
 
 def check_peers(context, seed, cases):
     """Every rank pushes its boxes to all ranks, and then pulls boxes from all of them."""
-    from shardmath.redistribution.device import BoxCopies
+    from shardmath.redistribution.box_copies import BoxCopies
 
     size, rank, team, wrong = context.size, context.rank, context.team, []
     for case in range(cases):
@@ -187,7 +187,7 @@ def test_random_boxes_between_gpus(gpus, size, seed):
 
 def check_capture(context):
     """A launch in a graph, of an object that is made while the graph is captured, and replayed."""
-    from shardmath.redistribution.device import BoxCopies
+    from shardmath.redistribution.box_copies import BoxCopies
 
     device = context.team.device
     data = random_bytes(1, 6000)
@@ -229,7 +229,7 @@ def check_dropped(context):
     """
     import torch
 
-    from shardmath.redistribution.device import BoxCopies
+    from shardmath.redistribution.box_copies import BoxCopies
 
     device = context.team.device
     torch.cuda.set_device(device.ordinal)

@@ -41,8 +41,8 @@ from shardmath.operators.matmul.gpu.panel_schedule import (
 )
 from shardmath.operators.matmul.gpu.rank_plan import Operands, RankPlan
 from shardmath.operators.published import AddressTable, matrix_of
+from shardmath.redistribution.box_copies import Box, BoxCopies
 from shardmath.redistribution.copies import StridedCopy, lowered
-from shardmath.redistribution.device import Box, BoxCopies
 
 __all__ = ["PanelGemm"]
 

@@ -68,10 +68,10 @@ from shardmath.program.steps import (
     SumLines,
     Synchronise,
 )
+from shardmath.redistribution.box_copies import Box, BoxCopies
 from shardmath.redistribution.copies import StridedCopy
 from shardmath.redistribution.copies import lowered as lowered_move
-from shardmath.redistribution.device import Box, BoxCopies
-from shardmath.redistribution.fetching import fetch
+from shardmath.redistribution.delivery import fetch
 from shardmath.symmetric.heap import Location
 
 __all__ = ["Phases"]

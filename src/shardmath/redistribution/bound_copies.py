@@ -1,12 +1,19 @@
-"""Copy on host memory: a rank pulls what it needs from its peers' local arrays.
+"""Copies on host memory: a rank pulls what it needs from its peers' local arrays.
 
+A copy is bound once, which works out its addresses, and then made as often as it is called.
 Bits are copied, never values: the element type plays no role. What is contiguous on both sides is
 copied in one piece; a transposing copy goes in tiles that stay in the first caches, since walking
 down a column fetches a cache line, and a page, for every element.
+
+Few bytes are copied by `box.c` in one call, long rows by `stream.c`, which says why, where the
+package was installed with a C compiler at hand. Without them every copy goes through NumPy: the
+results are the same, large ones take about half as long again, and those of some alignments several
+times as long.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import product
@@ -16,9 +23,8 @@ from typing import Any
 import numpy as np
 
 from shardmath.arrays.base import HostArray
-from shardmath.base.compiled import extension
+from shardmath.base.compiled import extension, library_beside
 from shardmath.geometry import Move
-from shardmath.redistribution import stream
 from shardmath.redistribution.copies import StridedCopy, lowered, whole
 
 __all__ = [
@@ -26,10 +32,8 @@ __all__ = [
     "bind",
     "bind_array",
     "bind_moves",
-    "copy_array",
-    "copy_moves",
     "pairs",
-    "perform",
+    "streamer",
 ]
 
 _LINE = 64  # bytes of a cache line: units as long as this can be copied in any order
@@ -39,6 +43,8 @@ _STREAMED = 32 << 20  # bytes from which on nobody will find them in a cache of 
 _CACHED = 32 << 10  # bytes of a copy that stays in the first cache in any order
 _MOST_AXES = 16  # of a box that box.c copies
 _NAME = "shardmath.redistribution._box"  # of the module that box.c makes
+
+Streamer = Callable[[StridedCopy, int, int, bool], bool]
 
 
 class Window:
@@ -68,29 +74,6 @@ class Window:
         return f"Window({self.address:#x}, strides {self.strides})"
 
 
-def copy_moves(
-    moves: Iterable[Move],
-    source: Callable[[int], HostArray],
-    destination: HostArray,
-    *,
-    rank: int = 0,
-    add: bool = False,
-) -> None:
-    """Execute `moves` into `destination`, a local array of `rank`.
-
-    `source(r)` is rank r's local array, in memory that can be read here; it is of the destination's
-    dtype. With `add` elements are added to what is there, in the order of the moves, instead of
-    replacing it. Otherwise the own part comes first, then rank + 1 and onwards, so that ranks do
-    not all read from one.
-    """
-    if add:
-        for theirs, own in pairs(moves, source, destination):
-            np.add(own, theirs, out=own)
-        return
-    for copy in bind_moves(moves, source, destination, rank=rank):
-        copy()
-
-
 def bind_moves(
     moves: Iterable[Move],
     source: Callable[[int], HostArray],
@@ -98,7 +81,12 @@ def bind_moves(
     *,
     rank: int = 0,
 ) -> list[Callable[[], object]]:
-    """What executes `moves` as `copy_moves` does, each time that it is called."""
+    """Calls that execute `moves` into `destination`, a local array of `rank`.
+
+    `source(r)` is rank r's local array, in memory that can be read here; it is of the destination's
+    dtype. The own part comes first, then rank + 1 and onwards, so that ranks do not all read from
+    one.
+    """
     copies, windows = _lowered(moves, source, destination)
     copies.sort(key=lambda copy: (copy.src < rank, copy.src))
     return bind(copies, windows, Window.of(destination))
@@ -109,7 +97,7 @@ def pairs(
 ) -> list[tuple[HostArray, HostArray]]:
     """The elements of each move in the source, and those of `destination` where they go.
 
-    Arguments as of `copy_moves`.
+    Arguments as of `bind_moves`.
     """
     copies, windows = _lowered(moves, source, destination)
     dtype, own = destination.dtype, Window.of(destination)
@@ -137,34 +125,20 @@ def _lowered(
     return copies, {src: Window.of(array) for src, array in arrays.items()}
 
 
-def copy_array(src: HostArray, dst: HostArray) -> None:
-    """Copy the bits of `src` to `dst`, of the same shape and itemsize, at any strides."""
-    for copy in bind_array(src, dst):
-        copy()
-
-
 def bind_array(src: HostArray, dst: HostArray) -> list[Callable[[], object]]:
-    """What copies as `copy_array` does, each time that it is called."""
+    """Calls that copy the bits of `src` to `dst`, of the same shape and itemsize, any strides."""
     if not src.size:
         return []
     copy = whole(src.shape, src.itemsize, src.strides, dst.strides)
     return bind([copy], {0: Window.of(src)}, Window.of(dst))
 
 
-def perform(
-    copies: Iterable[StridedCopy], sources: Mapping[int, Window], destination: Window
-) -> None:
-    """Perform `copies` in order; `sources[r]` is the window on rank r's local array."""
-    for copy in bind(copies, sources, destination):
-        copy()
-
-
 def bind(
     copies: Iterable[StridedCopy], sources: Mapping[int, Window], destination: Window
 ) -> list[Callable[[], object]]:
-    """What performs `copies`, in order, each time that it is called: addresses are worked out.
+    """Calls that perform `copies`, in order, each time that they are made.
 
-    It keeps what the windows keep.
+    `sources[r]` is the window on rank r's local array. The calls keep what the windows keep.
     """
     copies = list(copies)
     if 0 < sum(copy.unit * prod(copy.shape) for copy in copies) <= _CACHED:
@@ -174,7 +148,7 @@ def bind(
             keep = destination.keep, [sources[copy.src].keep for copy in copies]
             return [boxes(tuple(map(_box, copies, ends)), keep)]
     in_rows = _bytes_in_rows(copies)
-    compiled = stream.built() if in_rows >= _COMPILED else None
+    compiled = _streamer() if in_rows >= _COMPILED else None
     bound = []
     for copy in copies:
         src = _view(sources[copy.src], copy.src_offset, copy.src_strides, copy.shape, copy.unit)
@@ -193,6 +167,46 @@ def _boxes() -> Any:
     """What copies small boxes in one call, where box.c was built."""
     built = extension(_NAME)
     return None if built is None else built.Boxes
+
+
+@lru_cache(maxsize=1)
+def _streamer() -> Streamer | None:
+    """`streamer` of the library that was built with the package, None without it."""
+    library = library_beside(__file__, "_stream")
+    return None if library is None else streamer(library)
+
+
+def streamer(library: ctypes.CDLL) -> Streamer | None:
+    """`copy(strided copy, source address, destination address, whether past the caches)`; None if
+    that is another library.
+
+    The copy returns False, having done nothing, on a processor that `stream.c` does not know.
+    """
+    function: Any = getattr(library, "shardmath_copy", None)
+    if function is None:
+        return None
+    numbers = ctypes.POINTER(ctypes.c_int64)
+    function.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_int,
+        numbers,
+        numbers,
+        numbers,
+        ctypes.c_size_t,
+        ctypes.c_int,
+    ]
+
+    def copy(box: StridedCopy, src: int, dst: int, past_caches: bool) -> bool:
+        axes = [
+            (ctypes.c_int64 * len(values))(*values)
+            for values in (box.shape, box.dst_strides, box.src_strides)
+        ]
+        ends = dst + box.dst_offset, src + box.src_offset
+        done = function(*ends, len(box.shape), *axes, box.unit, past_caches)
+        return int(done) == 0
+
+    return copy
 
 
 def _box(copy: StridedCopy, ends: tuple[int, int]) -> tuple[Any, ...]:
