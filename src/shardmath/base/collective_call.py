@@ -17,12 +17,11 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from functools import wraps
-from sys import modules
 from types import FunctionType
 from typing import ParamSpec, Protocol, TypeVar, cast
 
 from shardmath.base.caller import caller_line
-from shardmath.base.untraced import COMPILER, is_watched, marked, unwatched
+from shardmath.base.untraced import COMPILER, is_loaded, is_watched, marked, unwatched
 
 __all__ = ["CollectiveCall", "collective_call", "settled", "this_thread"]
 
@@ -88,7 +87,7 @@ def collective_call(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if COMPILER in modules and is_watched():
+        if is_loaded(COMPILER) and is_watched():
             if this_thread.call is not None and not _is_part():
                 this_thread.call = None  # or this frame would pass for its
             return unwatched(call)(*args, **kwargs)

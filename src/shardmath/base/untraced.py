@@ -14,7 +14,15 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any, ParamSpec, TypeVar
 
-__all__ = ["COMPILER", "is_watched", "marked", "untraced", "untraced_methods", "unwatched"]
+__all__ = [
+    "COMPILER",
+    "is_loaded",
+    "is_watched",
+    "marked",
+    "untraced",
+    "untraced_methods",
+    "unwatched",
+]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -22,6 +30,9 @@ Call = TypeVar("Call", bound=Callable[..., Any])
 Class = TypeVar("Class", bound=type)
 
 COMPILER = "torch._dynamo"  # until it is in sys.modules, nothing is compiled
+# Whether a module is in sys.modules, asked so that the compiler does not look into it: of a `dict`
+# that it sees read it models every key, and there are thousands.
+is_loaded = sys.modules.keys().__contains__
 _MARK = "_torchdynamo_disable"  # what the compiler looks for before it goes in
 _SPECIAL = ("__init__", "__enter__", "__exit__", "__call__")
 
@@ -31,7 +42,7 @@ def untraced(call: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(call)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
-        if COMPILER in sys.modules and is_watched():
+        if is_loaded(COMPILER) and is_watched():
             return unwatched(call)(*args, **kwargs)
         return call(*args, **kwargs)
 
@@ -44,6 +55,7 @@ def marked(call: Call) -> Call:
     return call
 
 
+@marked
 def is_watched() -> bool:
     """Whether torch's compiler would trace what this thread calls next."""
     callback = sys.modules["torch"]._C._dynamo.eval_frame.get_eval_frame_callback()
