@@ -63,10 +63,14 @@ def every_strategy(context, shape, dtype):
     return sorted(kinds)
 
 
+# Shapes for panels of the usual size, and for those of three indices of k: some 35 of them.
+SHAPES = {"deep": ((33, 20, 700), (33, 20, 105)), "small": ((9, 8, 7), (9, 8, 7))}
+
+
 @pytest.mark.parametrize("size", [2, 4, 5])
-@pytest.mark.parametrize("shape", [(33, 20, 700), (9, 8, 7)], ids=["deep", "small"])
-def test_every_kind_of_strategy(contexts, thin_contexts, size, shape):
-    for pool in (contexts, thin_contexts):
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_kind_of_strategy(contexts, thin_contexts, size, name):
+    for pool, shape in zip((contexts, thin_contexts), SHAPES[name], strict=True):
         for dtype in ("float64", "float16"):
             kinds = set(pool.run(every_strategy, shape, dtype, ranks=size)[0])
             assert kinds >= {"local", "all-gather", "reduce-scatter", "all-reduce", "redistribute"}
