@@ -6,8 +6,9 @@ What was found out about arrays is kept for others that look and lie alike.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -15,72 +16,83 @@ from shardmath.arrays import ArraySpec, Library, library_of
 from shardmath.arrays.base import share_memory
 from shardmath.context.context import Context
 from shardmath.handles.allocation import block_of
-from shardmath.handles.device_array import (
-    Result,
-    read,
-    result_in,
-)
+from shardmath.handles.device_array import Result, read, result_in
 from shardmath.handles.operand import Operand
+from shardmath.program.performing import Arguments, Names
+from shardmath.program.steps import LocalArray, SplitArray
 
-__all__ = ["GPUArrays", "read_arrays"]
+__all__ = ["GPUArrays", "order_like", "read_arrays"]
 
 
 @dataclass(frozen=True)
 class GPUArrays:
-    """What was found out about the user's arrays, `spec` being the operand's, `target` being `out`.
+    """What was found out about the user's arrays by name, `spec` being the first operand's:
+    `operands`, and as `targets` the results that were given.
 
-    `result` is the place of `out`, where that is not to be found anew in each call.
+    `places` are those of targets that are not to be found anew in each call.
     """
 
     spec: ArraySpec
-    operand: Operand
-    target: Operand | None
-    result: Result | None
+    operands: Mapping[str, Operand]
+    targets: Mapping[str, Operand]
+    places: Mapping[str, Result]
     on_heap: bool
 
     def without_memory(self) -> GPUArrays:
         """These arrays, without a reference to what keeps their memory."""
-        target = None if self.target is None else self.target.without_memory()
-        operand = self.operand.without_memory()
-        return replace(self, operand=operand, target=target, result=None)
+        operands = {name: x.without_memory() for name, x in self.operands.items()}
+        targets = {name: x.without_memory() for name, x in self.targets.items()}
+        return replace(self, operands=operands, targets=targets, places={})
 
 
-def read_arrays(context: Context, operand: Any, out: Any, separate: str) -> GPUArrays:
+def read_arrays(context: Context, names: Names, arguments: Arguments) -> GPUArrays:
     """Read the user's arrays, a copy of those in host memory. Local.
 
-    Raises ValueError when one lies on another GPU, `out` cannot be written to or overlaps the
-    operand where it has to be `separate`; UseAfterFree; HeapExhausted when there is no room for an
-    operand in host memory.
+    Raises ValueError when one lies on another GPU, or a result cannot be written to or overlaps an
+    operand from which it has to be `separate`; UseAfterFree; HeapExhausted when there is no room
+    for an operand in host memory.
     """
-    library = library_of(operand)
-    spec = library.spec(operand)
-    result, on_host = None, spec.device == "cpu"
-    if on_host and out is not None:
-        _require_disjoint(library, operand, out, separate)
-    array = read(context, operand, spec=spec)
-    on_heap = array.block is not None
-    if not on_heap and library.is_lazy(operand):  # it was read into a copy
-        on_heap = block_of(context, operand) is not None
-    if out is not None:
-        result = result_in(context, out)
-        if not on_host and array.overlaps(result.array):
-            _require_disjoint(library, operand, out, separate)
-    target = None if result is None else result.array
-    return GPUArrays(spec, array, target, result, on_heap)
+    given = {n: x for n, x in zip(names.operands, arguments.operands, strict=True) if x is not None}
+    operands: dict[str, Operand] = {}
+    on_heap = True
+    for name, x in given.items():
+        library = library_of(x, name)
+        array = operands[name] = read(context, x, name, spec=library.spec(x))
+        if name not in names.beside and array.block is None:
+            lazy = library.is_lazy(x)  # it was read into a copy
+            on_heap = on_heap and lazy and block_of(context, x) is not None
+    places = {}
+    for name, out in zip(names.results, arguments.results, strict=True):
+        if out is None:
+            continue
+        own = [other for other, x in given.items() if x is out and other in names.optional]
+        label = own[0] if own else name
+        result = places[name] = result_in(context, out, label)
+        for other, x in given.items() if names.separate else ():
+            near = library_of(x).spec(x).device == "cpu" or operands[other].overlaps(result.array)
+            if near and other not in own and _share_memory(x, out):
+                raise ValueError(f"{label} overlaps {names.separate}")
+    first = arguments.operands[0]
+    targets = {name: place.array for name, place in places.items()}
+    return GPUArrays(library_of(first).spec(first), operands, targets, places, on_heap)
 
 
-def _require_disjoint(library: Library, operand: Any, out: Any, separate: str) -> None:
-    """Raise ValueError when `out` and the operand share memory."""
-    other = library_of(out, "out")
+def order_like(look: SplitArray | LocalArray, arrays: Mapping[str, Operand]) -> Literal["C", "F"]:
+    """The memory order of a new result: its own, or that of the operands that it is like."""
+    if isinstance(look, SplitArray) and look.like:
+        return "F" if all(arrays[name].order == "F" for name in look.like) else "C"
+    return look.order
+
+
+def _share_memory(operand: Any, out: Any) -> bool:
+    """Whether two arrays of the user's, one of them to be written to, share memory."""
+    library, other = library_of(operand), library_of(out, "out")
     specs = library.spec(operand), other.spec(out)
-    if not separate or specs[0].space != specs[1].space:
-        return
+    if specs[0].space != specs[1].space:
+        return False
     if specs[0].space == "cpu":
-        views = library.host_view(operand), other.host_view(out)
-    else:
-        views = _address_range(library, operand), _address_range(other, out)
-    if share_memory(*views):
-        raise ValueError(f"out overlaps {separate}")
+        return share_memory(library.host_view(operand), other.host_view(out))
+    return share_memory(_address_range(library, operand), _address_range(other, out))
 
 
 def _address_range(library: Library, x: Any) -> Any:

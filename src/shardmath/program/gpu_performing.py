@@ -5,8 +5,8 @@
 
 After the ranks have agreed, no process waits for another: GPUs do, by barriers on the stream. What
 takes memory is made before, so want of it on one rank is an error on all before an element is
-touched. How a program is performed may depend on where all ranks' arrays lie. So a rank tells that,
-and for which decision it has prepared: that of the last call of the plan. From what all have told
+touched. How a program is performed may depend on how all ranks' arrays lie. So a rank tells that,
+and for which decision it has prepared: that of the last call like this. From what all have told
 all decide alike; those that had prepared for another prepare once more, and tell each other.
 """
 
@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from shardmath.arrays import library_of
@@ -24,7 +25,7 @@ from shardmath.base.lru_cache import LRUCache
 from shardmath.call.agreement import Agreement
 from shardmath.context.context import Context
 from shardmath.cuda import stream as streams
-from shardmath.cuda.driver import beside_captures
+from shardmath.cuda.driver import beside_captures, call
 from shardmath.cuda.graph import Graph
 from shardmath.errors import HeapExhausted
 from shardmath.handles.allocation import block_of
@@ -38,60 +39,84 @@ from shardmath.handles.device_array import (
 )
 from shardmath.handles.operand import Exposed, Operand
 from shardmath.operators.in_place import array_in_place
-from shardmath.operators.lanes import Lane
+from shardmath.operators.lanes import NEW_RESULT, Lane
 from shardmath.operators.replay import GraphCache
-from shardmath.program.gpu_arrays import GPUArrays, read_arrays
+from shardmath.program.gpu_arrays import GPUArrays, order_like, read_arrays
 from shardmath.program.gpu_repeats import Launch as Replay
 from shardmath.program.gpu_repeats import Launches
-from shardmath.program.gpu_steps import ExposedArrays, GPUProgram, Launch, Memories
+from shardmath.program.gpu_steps import GPUProgram, Launch, Memories
+from shardmath.program.numbers import Numbers, agree_on_numbers, numbers_bytes, pack_numbers
 from shardmath.program.performing import Arguments, Direct, Names, Plan, Turn
 from shardmath.program.rank_program import USERS
+from shardmath.program.steps import SplitArray
 
-__all__ = ["Execution", "Facts", "GPUPerformer", "Ready"]
+__all__ = ["Execution", "Facts", "GPUPerformer", "Ready", "Told"]
 
 _KEPT = 128  # executions that are launched as before
 _PROGRAMS = 64  # of this rank, for arrays that lie differently
 _PLACES = 32  # of results of one call, for which all is prepared
 _TAG = 8  # bytes, of a plan
-_NEW = "new"  # among what a turn has made
 _UNPREPARED = bytes(_TAG)
-# Whether peers reach the operand, and the result; whether this is packed; its order; the decision
-# for which the places behind this have been prepared, or 0.
-_HEAD = struct.Struct("<???cB")
+# Whether peers reach the operand, and the result; whether this is packed; its order; the lane; the
+# decision for which the places at the end have been prepared, or 0; how long the form before is.
+_HEAD = struct.Struct("<???cBBB")
 _LENGTH = struct.Struct("<H")
 
 
 class Facts(NamedTuple):
     """What a rank says of its arrays in one execution: whether peers reach operand and result, and
     whether the result is packed, from an address on that is aligned, and in which order: the first
-    letter of C, F or both.
+    letter of C, F or both. The number of the lane that its stream has, and the `form` of its arrays
+    as the operation's performer describes it.
     """
 
     operand: bool
     result: bool
     packed: bool
     order: str
+    lane: int = 0
+    form: bytes = b""
+
+
+class Told(NamedTuple):
+    """A rank's facts in one execution, and where its arrays lie that peers reach."""
+
+    facts: Facts
+    places: tuple[Exposed | None, ...]
 
 
 class Execution(NamedTuple):
-    """One rank's arrays in one execution of a plan, on a stream."""
+    """One rank's arrays in one execution of a plan, by name, and its numbers, on a stream."""
 
     plan: Plan
     stream: int
-    operand: Operand
-    result: Result
+    lane: Lane
+    operands: Mapping[str, Operand]
+    results: Mapping[str, Result]
+    numbers: Numbers
+
+    @property
+    def operand(self) -> Operand:
+        """The first operand."""
+        return next(iter(self.operands.values()))
+
+    @property
+    def result(self) -> Result:
+        """The first result."""
+        return next(iter(self.results.values()))
 
 
 @dataclass(frozen=True, eq=False)
 class Ready:
     """One rank's side of an execution: where peers find what they reach, packed, and what binds the
-    launches to where all ranks' are. These keep their tables, and no array. `check` raises, before
-    each launch, where nothing more can be launched.
+    launches to what all ranks have told. These keep their tables, and no array. `check` raises,
+    before each launch, where nothing more can be launched. `lasting`: it can be launched again.
     """
 
     places: tuple[bytes, ...]
-    bind: Callable[[Sequence[ExposedArrays]], Launch] = field(repr=False)
+    bind: Callable[[Sequence[Told]], Launch] = field(repr=False)
     check: Callable[[], None] | None = None
+    lasting: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,14 +125,15 @@ class _Prepared:
     are this `memory`. `ready` is None where that needs memory which is not there.
     """
 
-    stream: int
+    lane: Lane
+    decision: int
     note: bytes
     ready: Ready | None
     memory: Mapping[str, object] = field(repr=False)
 
 
 class GPUPerformer(ABC):
-    """Performs programs of one operand and one result on GPUs.
+    """Performs the programs of an operation on GPUs.
 
     `kept`: for an object, whose `number` is the same on all ranks.
     """
@@ -116,10 +142,10 @@ class GPUPerformer(ABC):
         self._context = context
         self._names = names
         self._kept = kept
+        self._start = numbers_bytes(names.numbers)
         self.number = 0
-        self._decisions: LRUCache[Plan, int] = LRUCache(_KEPT)  # those of the last calls
-        self._templates: LRUCache[Any, ResultTemplate] = LRUCache(_KEPT)
-        self._decided = 0  # how often they have changed
+        self._decisions: LRUCache[Any, int] = LRUCache(_KEPT)  # the last ones, by call and by plan
+        self._templates: LRUCache[Any, Mapping[str, ResultTemplate]] = LRUCache(_KEPT)
         self._launches: LRUCache[Any, Launching] = LRUCache(_KEPT)
         self._programs: LRUCache[Any, GPUProgram] = LRUCache(_PROGRAMS)
 
@@ -130,32 +156,28 @@ class GPUPerformer(ABC):
         """Whether an execution that comes again is launched as it was, as one graph."""
         return True
 
-    @property
     @abstractmethod
-    def _lane(self) -> Lane:
-        """The lane of its executions: the same on all ranks."""
+    def _lane(self, stream: int, decision: int) -> Lane:
+        """The lane of an execution: the same on all ranks that have decided so. 0: not decided."""
 
     @abstractmethod
     def _decide(self, plan: Plan, facts: Sequence[Facts]) -> int:
         """How all ranks perform it, from what all have told: a number from 1 to 255. Pure."""
 
-    @abstractmethod
     def _program(self, execution: Execution, decision: int) -> GPUProgram:
         """What this rank does where its arrays lie so, kept in `_programs`. It holds no array."""
+        raise NotImplementedError("where `_ready` is not this class's")
 
     @abstractmethod
     def release(self) -> None:
         """See Performer."""
-
-    def _end(self, execution: Execution) -> None:  # noqa: B027
-        """Give back what is not to be kept, after an execution."""
 
     def _ready(self, execution: Execution, decision: int, *, allocate: bool) -> Ready | None:
         """Prepare an execution. Local. None where it would have to `allocate`, and may not.
 
         Raises HeapExhausted.
         """
-        lane, stream, result = self._lane, execution.stream, execution.result.array
+        lane, stream, result = execution.lane, execution.stream, execution.result.array
         with beside_captures():  # memory and plans are no part of what is captured
             gpu_program = self._program(execution, decision)
             program = gpu_program.program
@@ -168,36 +190,56 @@ class GPUPerformer(ABC):
             gpu_program.prepare(own, stream, result.span)
             places = tuple(self._told(execution, name) for name in program.shared)
 
-        def bind(peers: Sequence[ExposedArrays]) -> Launch:
+        def bind(told: Sequence[Told]) -> Launch:
             lane.team.device.activate()
-            return gpu_program.bind(Memories(own, peers, stream))
+            return gpu_program.bind(Memories(own, [each.places for each in told], stream))
 
         return Ready(places, bind, gpu_program.check)
 
     def _told(self, execution: Execution, memory: str) -> bytes:
         """Where peers find memory that is shared, packed; b"" for ordinary memory."""
         if memory not in USERS:
-            block = self._lane.buffer(memory, 0).block
+            block = execution.lane.buffer(memory, 0).block
             return Exposed(block.location, block.nbytes, 0, ()).pack()
         array = execution.operand if memory == "operand" else execution.result.array
         if array.block is not None:
             self._context.announce(array.block)
         return array.told
 
+    def _facts(self, execution: Execution) -> Facts:
+        """What this rank says of its arrays."""
+        array = execution.result.array
+        packed = array.address % 16 == 0 and array.order != "strided"
+        return Facts(_is_reached(execution.operand), _is_reached(array), packed, array.order[0])
+
+    def _foreseen(self, turn: Turn, stream: int) -> Facts:
+        """The facts of a call of which the plan is not known: a new result is packed."""
+        arrays: GPUArrays = turn.known.arrays
+        on_heap = arrays.on_heap or arrays.spec.device == "cpu"
+        for target in arrays.targets.values():
+            on_heap = _is_reached(target)
+        return Facts(_is_reached(next(iter(arrays.operands.values()))), on_heap, True, "b")
+
+    def _meet(self, lane: Lane, decision: int) -> None:  # noqa: B027
+        """Make what all ranks make together before. Collective. Raises HeapExhausted on all."""
+
+    def _end(self, execution: Execution) -> None:  # noqa: B027
+        """Give back what is not to be kept, after an execution."""
+
     # -- read --------------------------------------------------------------------------------------
 
     def inspect(self, arguments: Arguments) -> None:
         """See Performer."""
-        (operand,), context = arguments.operands, self._context
-        spec = library_of(operand).spec(operand)
-        stream_of(context, spec, arguments.stream)
-        require_device(context, spec, "the operand")
-        block_of(context, operand)  # raises UseAfterFree
+        context, first = self._context, arguments.operands[0]
+        stream_of(context, library_of(first).spec(first), arguments.stream)
+        for name, x in zip(self._names.operands, arguments.operands, strict=True):
+            if x is not None:
+                require_device(context, library_of(x, name).spec(x), name)
+                block_of(context, x)  # raises UseAfterFree
 
     def read(self, arguments: Arguments) -> GPUArrays:
         """See Performer, and `read_arrays`."""
-        (operand,), (out,) = arguments.operands, arguments.results
-        return read_arrays(self._context, operand, out, self._names.separate)
+        return read_arrays(self._context, self._names, arguments)
 
     def without_memory(self, arrays: GPUArrays) -> GPUArrays:
         """See Performer."""
@@ -211,146 +253,170 @@ class GPUPerformer(ABC):
         launches: Launches | None = known.repeats
         if launches is None:
             return None
-        plan, arrays = known.expected, known.arrays
-        stream = stream_of(self._context, arrays.spec, turn.arguments.stream)
-        if plan is None or not launches.hold((plan, stream, self._decided), stream):
+        plan = known.expected
+        stream = stream_of(self._context, known.arrays.spec, turn.arguments.stream)
+        if plan is None or not launches.hold((plan, stream), stream):
             return None
-        template: ResultTemplate | None = launches.results
         place = None
-        if template is not None:
-            result = self._new(template, stream)
-            place = (result.address,)
-            turn.held = Execution(plan, stream, arrays.operand, result)
-        found = launches.places.find(place)
-        if found is not None:
-            turn.note = found.note
-        return found
+        if launches.results:
+            results = self._new(launches.results, launches.lane, stream)
+            place = _place(results)
+            turn.held = self._execution(turn, plan, stream, launches.lane, results)
+        launch = launches.places.find(place)
+        if launch is not None:
+            turn.note = launch.note
+        return launch
 
     def direct(self, turn: Turn, agreement: Agreement[Any]) -> Direct | None:
         """See Performer."""
         launches: Launches | None = turn.known.repeats
         if launches is None:
             return None
-        template: ResultTemplate | None = launches.results
-        place = None if template is None else (turn.held.result.address,)
-        turn.made = {} if template is None else {_NEW: None}
+        templates: Mapping[str, ResultTemplate] = launches.results
+        name = self._names.results[0]
+        if any(other != name for other in templates):
+            return None
+        place = _place({name: turn.held.results[name]}) if templates else None
+        turn.made = dict.fromkeys(templates)
         library = turn.known.arrays.spec.library
-        return launches.direct(turn, agreement, place, template, library, lambda: self._decided)
+        return launches.direct(turn, agreement, place, templates.get(name), library)
 
     def _resume(self, turn: Turn, launch: Replay) -> None:
         """Take a turn up that compiled code has begun, and which is no launch after all."""
-        plan, stream, arrays = launch.agreement.plan, launch.stream, turn.known.arrays
-        if arrays.target is None:
-            result = self._new(self._template(turn, plan), stream, turn.made.get(_NEW))
-        else:
-            (out,) = turn.arguments.results
-            result = Result(arrays.target.address, arrays.target, out)
-        turn.held = Execution(plan, stream, arrays.operand, result)
-        self._prepare(turn, plan, stream, self._decisions.find(plan) or 0, allocate=False)
+        plan, stream, lane = launch.agreement.plan, launch.stream, launch.lane
+        results = self._new(self._new_like(turn, plan), lane, stream, turn.made)
+        turn.held = self._execution(turn, plan, stream, lane, results)
+        self._prepare(turn, plan, stream, launch.prepared.decision, allocate=False)
+
+    def _execution(
+        self, turn: Turn, plan: Plan, stream: int, lane: Lane, new: Mapping[str, Result]
+    ) -> Execution:
+        """The execution of a call with these new results, and those that were given."""
+        known, given = turn.known, {}
+        for name, target in known.arrays.targets.items():
+            out = turn.arguments.results[self._names.results.index(name)]
+            place: Result | None = known.arrays.places.get(name)
+            given[name] = place or Result(target.address, target, out)
+        results = {**given, **new}
+        return Execution(plan, stream, lane, known.arrays.operands, results, known.numbers)
 
     def prepare(self, turn: Turn, plan: Plan | None) -> None:
         """See Performer. Only memory that is there is used for what is but expected."""
         stream = stream_of(self._context, turn.known.arrays.spec, turn.arguments.stream)
         if plan is not None:
             try:
-                self._prepare(turn, plan, stream, self._decisions.find(plan) or 0, allocate=False)
+                self._prepare(turn, plan, stream, None, allocate=False)
                 return
             except HeapExhausted:
                 if self._kept:
                     raise
-                turn.held = None
-        turn.note = _UNPREPARED + _HEAD.pack(*self._foreseen(turn), 0)
+        turn.held = None
+        told = _pack(_UNPREPARED, self._foreseen(turn, stream), 0, ())
+        turn.note = pack_numbers(turn.known.numbers) + told
 
     def _prepare(
-        self, turn: Turn, plan: Plan, stream: int, decision: int, *, allocate: bool
+        self, turn: Turn, plan: Plan, stream: int, decision: int | None, *, allocate: bool
     ) -> None:
+        """Prepare for a decision; with None, for that of the last call like this."""
         known = turn.known
-        result = self._result(turn, plan, stream)
-        execution = turn.held = Execution(plan, stream, known.arrays.operand, result)
-        if not (known.lasting and self.replays):
-            turn.prepared = self._prepared(execution, decision, allocate=allocate)
-        else:
-            if known.prepared is None:
-                known.prepared = LRUCache(_PLACES)
-            key = plan, stream, decision, result.place
-            found: _Prepared | None = known.prepared.find(key)
-            if found is None or found.ready is None or not self._lane.holds(found.memory):
-                found = self._prepared(execution, decision, allocate=allocate)
+        if decision is None:
+            of_call = self._decisions.find((known, plan, stream))
+            decision = of_call or self._decisions.find(plan) or 0
+        execution = self._held(turn, plan, stream, self._lane(stream, decision))
+        if known.prepared is None:
+            known.prepared = LRUCache(_PLACES)
+        key = plan, stream, tuple([result.place for result in execution.results.values()])
+        found: _Prepared | None = known.prepared.find(key)
+        if (
+            found is None
+            or found.ready is None
+            or decision not in (0, found.decision)
+            or found.lane is not execution.lane
+            or not found.lane.holds(found.memory)
+        ):
+            found = self._prepared(execution, decision, allocate=allocate)
+            if known.lasting and self.replays and (found.ready is None or found.ready.lasting):
                 known.prepared.keep(key, found)
-            turn.prepared = found
-        turn.note = turn.prepared.note
+        turn.prepared, turn.note = found, pack_numbers(known.numbers) + found.note
 
     def _prepared(self, execution: Execution, decision: int, *, allocate: bool) -> _Prepared:
-        plan, stream, operand, result = execution
-        array = result.array
-        facts = (
-            _is_reached(operand),
-            _is_reached(array),
-            array.address % 16 == 0 and array.order != "strided",
-            array.order[0].encode(),
-        )
-        ready = self._ready(execution, decision, allocate=allocate) if decision else None
-        head = _HEAD.pack(*facts, 0 if ready is None else decision)
+        plan, lane, facts = execution.plan, execution.lane, self._facts(execution)
+        decision = decision or self._decide(plan, [facts] * self._context.size)
+        ready = self._ready(execution, decision, allocate=allocate)
         places = () if ready is None else ready.places
-        told = b"".join(_LENGTH.pack(len(place)) + place for place in places)
-        return _Prepared(stream, plan.tag + head + told, ready, self._lane.memory())
+        note = _pack(plan.tag, facts, 0 if ready is None else decision, places)
+        memory = lane.memory()
+        memory.pop(NEW_RESULT, None)  # executions are found by its address
+        return _Prepared(lane, decision, note, ready, memory)
 
-    def _foreseen(self, turn: Turn) -> tuple[bool, bool, bool, bytes]:
-        """The facts of a call of which the plan is not known: a new result is packed."""
-        arrays = turn.known.arrays
-        on_heap = arrays.on_heap or arrays.spec.device == "cpu"
-        target = arrays.target
-        if target is not None:
-            on_heap = _is_reached(target)
-        return _is_reached(arrays.operand), on_heap, True, b"b"
-
-    def _result(self, turn: Turn, plan: Plan, stream: int) -> Result:
-        """Where this rank's result goes. Raises HeapExhausted; RuntimeError when it is to take the
-        memory of an operand that is too small for it.
+    def _held(self, turn: Turn, plan: Plan, stream: int, lane: Lane) -> Execution:
+        """The execution of a call, with places for its results. Raises HeapExhausted; RuntimeError
+        when one is to take the memory of an operand that is too small for it.
         """
-        result: Result
-        if turn.held is not None and turn.held.plan is plan:
-            result = turn.held.result
-            return result
-        turn.held = None
-        arrays, (out,) = turn.known.arrays, turn.arguments.results
-        if arrays.result is not None:
-            result = arrays.result
-        elif arrays.target is not None:
-            result = Result(arrays.target.address, arrays.target, out)
+        held: Execution | None = turn.held
+        if held is not None and held.plan is plan and held.lane is lane:
+            return held
+        turn.held = held = None
+        if plan.program.in_place:
+            new = self._in_place(turn, plan)
         else:
             with beside_captures() if streams.capturing(stream) else nullcontext():
-                result = self._new_result(turn, plan, stream)
-        return result
+                new = self._new(self._new_like(turn, plan), lane, stream, turn.made)
+        turn.held = held = self._execution(turn, plan, stream, lane, new)
+        return held
 
-    def _new_result(self, turn: Turn, plan: Plan, stream: int) -> Result:
-        """One that was not given: a new one, or one in the operand's memory."""
+    def _in_place(self, turn: Turn, plan: Plan) -> dict[str, Result]:
+        """The result in the operand's memory."""
         context, (operand,) = self._context, turn.arguments.operands
-        (look,) = plan.program.results.values()
-        if plan.program.in_place:
-            shape = look.local_shape(context.rank)
-            place = array_in_place(context, operand, shape, look.dtype, look.order)
-            return result_in(context, place, "the operand")
-        return self._new(self._template(turn, plan), stream, turn.made.get(_NEW))
+        ((name, look),) = plan.program.results.items()
+        shape = look.local_shape(context.rank)
+        place = array_in_place(context, operand, shape, look.dtype, look.order)
+        return {name: result_in(context, place, "the operand")}
 
-    def _new(self, template: ResultTemplate, stream: int, array: Any = None) -> Result:
-        """A new result: written to memory of the lane, and copied, where that is better; then to
-        that array if it has been made.
+    def _new(
+        self,
+        templates: Mapping[str, ResultTemplate],
+        lane: Lane,
+        stream: int,
+        made: Mapping[str, Any] = MappingProxyType({}),
+    ) -> dict[str, Result]:
+        """New results. The first is written to memory of the lane, and copied, where that is
+        better; to an array that has been made for it, if there is one. Others begin as zeros.
         """
-        block = self._lane.room(template.carried)
-        return template.make() if streams.capturing(stream) else template.through(block, array)
+        found: dict[str, Result] = {}
+        for name, template in templates.items():
+            if name == self._names.results[0]:
+                block = None if streams.capturing(stream) else lane.room(template.carried)
+                found[name] = template.through(block, made.get(name))
+                continue
+            result = found[name] = template.make()
+            if result.array.nbytes:
+                lane.team.device.activate()  # a thread's first call may be one that comes again
+                call("cuMemsetD8Async", result.address, 0, result.array.nbytes, stream)
+        return found
 
-    def _template(self, turn: Turn, plan: Plan) -> ResultTemplate:
-        """How new results of a call like this look."""
-        context, arrays, (operand,) = self._context, turn.known.arrays, turn.arguments.operands
-        (look,) = plan.program.results.values()
-        on_heap, spec = arrays.on_heap, arrays.spec
+    def _new_like(self, turn: Turn, plan: Plan) -> Mapping[str, ResultTemplate]:
+        """How the new results of a call like this look, by name."""
+        context, arrays, operand = self._context, turn.known.arrays, turn.arguments.operands[0]
+        looks = {
+            name: (look, order_like(look, arrays.operands))
+            for name, look in plan.program.results.items()
+            if name not in arrays.targets
+        }
 
-        def template() -> ResultTemplate:
-            shape = look.local_shape(context.rank)
-            return ResultTemplate(context, operand, shape, look.dtype, look.order, on_heap=on_heap)
+        def templates() -> dict[str, ResultTemplate]:
+            made = {}
+            for name, (look, order) in looks.items():
+                shape, on_heap = look.local_shape(context.rank), arrays.on_heap
+                on_heap = on_heap and isinstance(look, SplitArray)
+                made[name] = ResultTemplate(
+                    context, operand, shape, look.dtype, order, on_heap=on_heap
+                )
+            return made
 
-        return self._templates.made((plan, spec.library, spec.space, on_heap), template)
+        orders = tuple([(name, order) for name, (_, order) in looks.items()])
+        key = plan, arrays.spec.library, arrays.spec.space, arrays.on_heap, orders
+        return self._templates.made(key, templates)
 
     # -- perform -----------------------------------------------------------------------------------
 
@@ -358,90 +424,98 @@ class GPUPerformer(ABC):
         """See Performer. Returns when all is launched; for an operand in host memory, or where the
         program blocks, when all is done.
         """
-        context, lane = self._context, self._lane
+        context = self._context
         if isinstance(turn.prepared, Replay):
             self._resume(turn, turn.prepared)
         launch = self._launches.find((turn.prepared, agreement))
         notes: list[bytes] = []
         if launch is None:
-            notes = self._complete(turn, agreement.notes, plan)
-        execution, prepared = turn.held, turn.prepared
-        stream, result = execution.stream, execution.result
+            notes = self.complete(turn, agreement.notes, plan)
+        execution, ready = turn.held, turn.prepared.ready
+        stream, lane = execution.stream, execution.lane
         with context.executing(self._names.operation):
             if launch is None:
-                launch = self._launching(prepared.ready, notes)
-                if notes is agreement.notes and turn.known.lasting and self.replays:
-                    self._launches.keep((prepared, agreement), launch)
-            if prepared.ready.check is not None:
-                prepared.ready.check()
-            if launch(stream, result.copy):
+                launch = self.launching(turn, notes)
+                again = turn.known.lasting and self.replays and ready.lasting
+                if notes is agreement.notes and again:
+                    self._launches.keep((turn.prepared, agreement), launch)
+            if ready.check is not None:
+                ready.check()
+            if launch(stream, execution.result.copy):
                 lane.keep(launch)  # the user's graph reads its tables
-            given = result.give(context, stream)
+            given = {name: x.give(context, stream) for name, x in execution.results.items()}
             if plan.program.blocking:
                 lane.team.synchronize(stream)
             self._end(execution)
         self._remember(turn, agreement, launch)
-        return (given,)
+        return tuple([given.get(name) for name in self._names.results])
 
     def _remember(self, turn: Turn, agreement: Agreement[Any], launch: Launching) -> None:
         """Let the next such call be a launch of the graph, where there is one by now."""
-        execution, known = turn.held, turn.known
-        plan, graph = execution.plan, launch.graph
-        if not known.lasting or plan.program.blocking or plan.program.in_place:
+        execution, known, ready = turn.held, turn.known, turn.prepared.ready
+        plan, lane, stream = execution.plan, execution.lane, execution.stream
+        if not (known.lasting and ready.lasting) or plan.program.blocking or plan.program.in_place:
             return
-        template = None if known.arrays.target is not None else self._template(turn, plan)
-        if template is not None and not streams.capturing(execution.stream):
-            self._lane.make_room(template.carried)
+        templates, graph = self._new_like(turn, plan), launch.graph
+        first = templates.get(self._names.results[0])
+        if first is not None and not streams.capturing(stream):
+            lane.make_room(first.carried)
         if graph is None:
             return
-        place = None if template is None else (execution.result.address,)
+        place = _place({name: execution.results[name] for name in templates}) or None
         Launches.keep(
             known,
-            (plan, execution.stream, self._decided),
-            template,
+            (plan, stream),
+            templates,
             place,
             Replay(
-                *(self._context, agreement, turn.note, turn.prepared),
-                *(self._lane, graph, execution.stream),
-                give=_out if template is None else _given,
-                check=turn.prepared.ready.check,
+                *(self._context, agreement, turn.note, turn.prepared, lane, graph, stream),
+                give=self._new_ones if templates else _out,
+                check=ready.check,
             ),
         )
 
-    def _complete(self, turn: Turn, notes: list[bytes], plan: Plan) -> list[bytes]:
+    def _new_ones(self, turn: Turn) -> tuple[tuple[Any, ...], Copy | None]:
+        """The results of a repeat, of which some are new, and the copy that the first one takes."""
+        results = turn.held.results
+        given = [results[name].user if name in results else None for name in self._names.results]
+        return tuple(given), results[self._names.results[0]].copy
+
+    def complete(self, turn: Turn, notes: list[bytes], plan: Plan) -> list[bytes]:
         """All ranks' notes, when all have prepared for one decision. Collective.
 
         What had to be allocated for a call that is refused goes again.
         """
-        stream = stream_of(self._context, turn.known.arrays.spec, turn.arguments.stream)
+        context, names, known = self._context, self._names, turn.known
+        agree_on_numbers(context.board, names.numbers, plan.program.equal, notes)
+        stream = stream_of(context, known.arrays.spec, turn.arguments.stream)
         while True:
-            heads = [_HEAD.unpack_from(note, _TAG) for note in notes]
-            facts = [Facts._make((*told, order.decode())) for *told, order, _ in heads]
-            decision = self._decide(plan, facts)
-            self._decided += self._decisions.find(plan) != decision
+            heads = [_unpack(note[self._start :]) for note in notes]
+            decision = self._decide(plan, [told.facts for _, _, told in heads])
             self._decisions.keep(plan, decision)
-            if all(
-                note.startswith(plan.tag) and head[4] == decision
-                for note, head in zip(notes, heads, strict=True)
-            ):
+            if known.lasting and self._decisions.find((known, plan, stream)) != decision:
+                self._decisions.keep((known, plan, stream), decision)
+                known.repeats = None  # they tell of another one
+            if all((tag, prepared) == (plan.tag, decision) for tag, prepared, _ in heads):
+                self._meet(turn.held.lane, decision)
                 return notes
 
             def prepared(decision: int = decision) -> bytes:
                 self._prepare(turn, plan, stream, decision, allocate=True)
                 return turn.note
 
-            before = self._lane.memory()
+            lane = self._lane(stream, decision)
+            before = lane.memory()
             try:
-                notes = self._context.gather(f"{self._names.operation}, memory", prepared)
+                notes = context.gather(f"{names.operation}, memory", prepared)
             except Exception:
-                now = self._lane.memory()
-                self._lane.drop(*(name for name in now if name not in before))
+                lane.drop(*(name for name in lane.memory() if name not in before))
                 raise
 
-    def _launching(self, ready: Ready, notes: Sequence[bytes]) -> Launching:
+    def launching(self, turn: Turn, notes: Sequence[bytes]) -> Launching:
         """What launches it, as one graph when it comes again."""
-        run = ready.bind([_places(note) for note in notes])
-        return Launching(GraphCache(self._lane), run, replays=self.replays)
+        run = turn.prepared.ready.bind([_unpack(note[self._start :])[2] for note in notes])
+        return Launching(GraphCache(turn.held.lane), run, replays=self.replays)
 
 
 @dataclass(frozen=True, eq=False)
@@ -476,10 +550,9 @@ def _out(turn: Turn) -> tuple[tuple[Any, ...], Copy | None]:
     return turn.arguments.results, None
 
 
-def _given(turn: Turn) -> tuple[tuple[Any, ...], Copy | None]:
-    """A new array for the result, and the copy that it takes."""
-    result = turn.held.result
-    return (result.user,), result.copy
+def _place(results: Mapping[str, Result]) -> tuple[int, ...]:
+    """Where results lie."""
+    return tuple([result.address for result in results.values()])
 
 
 def _is_reached(array: Operand) -> bool:
@@ -487,12 +560,24 @@ def _is_reached(array: Operand) -> bool:
     return array.block is not None or not array.size
 
 
-def _places(note: bytes) -> list[Exposed | None]:
-    """Where a rank's arrays lie that peers reach."""
-    found: list[Exposed | None] = []
-    at = _TAG + _HEAD.size
-    while at < len(note):
-        (length,) = _LENGTH.unpack_from(note, at)
-        at += _LENGTH.size + length
-        found.append(Exposed.unpack(note[at - length : at]) if length else None)
-    return found
+def _pack(tag: bytes, facts: Facts, decision: int, places: Sequence[bytes]) -> bytes:
+    """What a rank tells of an execution."""
+    *reached, order, lane, form = facts
+    head = _HEAD.pack(*reached, order.encode(), lane, decision, len(form))
+    return tag + head + form + b"".join(_LENGTH.pack(len(place)) + place for place in places)
+
+
+def _unpack(text: bytes) -> tuple[bytes, int, Told]:
+    """The tag of the plan, the decision that a rank has prepared for, and what it has told."""
+    operand, result, packed, order, *numbers = _HEAD.unpack_from(text, _TAG)
+    lane, decision, length = numbers
+    start = _TAG + _HEAD.size
+    form = text[start : start + length]
+    facts = Facts(operand, result, packed, order.decode(), lane, form)
+    places: list[Exposed | None] = []
+    start += length
+    while start < len(text):
+        (length,) = _LENGTH.unpack_from(text, start)
+        start += _LENGTH.size + length
+        places.append(Exposed.unpack(text[start - length : start]) if length else None)
+    return text[:_TAG], decision, Told(facts, tuple(places))

@@ -83,10 +83,10 @@ class Launches:
     what they were, and the lane's memory has that version. Calls look for them by `results`.
     """
 
-    __slots__ = ("_lane", "facts", "places", "results", "version")
+    __slots__ = ("facts", "lane", "places", "results", "version")
 
     def __init__(self, lane: Lane, facts: tuple[Any, ...], results: Any) -> None:
-        self._lane, self.facts, self.results = lane, facts, results
+        self.lane, self.facts, self.results = lane, facts, results
         self.version = lane.version
         self.places: LRUCache[Hashable, Launch] = LRUCache(_PLACES)
 
@@ -115,7 +115,7 @@ class Launches:
         heap that is not copied: of its place the ranks tell each other each time. `decided()`
         counts decisions.
         """
-        launch, lane = self.places.find(place), self._lane
+        launch, lane = self.places.find(place), self.lane
         turn.prepared = launch  # what is told from now on
         room = None if template is None else lane.room(template.carried)
         if launch is None or launch.agreement is not agreement:
@@ -144,5 +144,5 @@ class Launches:
 
     def hold(self, facts: tuple[Any, ...], stream: int) -> bool:
         """Whether they can be launched on `stream`: what is captured is not launched now."""
-        same = self.facts == facts and self.version == self._lane.version
+        same = self.facts == facts and self.version == self.lane.version
         return same and (stream == 0 or not streams.capturing(stream))

@@ -33,8 +33,7 @@ class GPUs(GPUPerformer):
 
     _used: Lane | None = None
 
-    @property
-    def _lane(self) -> Lane:
+    def _lane(self, stream: int, decision: int) -> Lane:
         if self._used is None or self._used.number != self.number % (LANES - 1):
             self._used = Lane.numbered(self._context, self.number % (LANES - 1))
         return self._used
@@ -51,7 +50,7 @@ class GPUs(GPUPerformer):
         return _STAGED
 
     def _program(self, execution: Execution, decision: int) -> GPUProgram:
-        context, lane, plan = self._context, self._lane, execution.plan
+        context, lane, plan = self._context, execution.lane, execution.plan
         operand, out = (
             View(name, array.shape, array.strides, array.dtype)
             for name, array in (("operand", execution.operand), ("out", execution.result.array))
@@ -73,7 +72,7 @@ class GPUs(GPUPerformer):
 
     def _end(self, execution: Execution) -> None:
         if not self._kept and execution.result.array.nbytes > KEPT_STAGING:
-            self._lane.drop(_STAGING)
+            execution.lane.drop(_STAGING)
 
     def release(self) -> None:
         """See Performer. What calls without an object keep is the context's."""

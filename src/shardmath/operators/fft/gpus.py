@@ -44,8 +44,7 @@ class GPUTransforms(GPUPerformer):
         """See GPUPerformer."""
         return USE_GRAPHS
 
-    @property
-    def _lane(self) -> Lane:
+    def _lane(self, stream: int, decision: int) -> Lane:
         return Lane.numbered(self._context, LANES - 1)
 
     def _decide(self, plan: Plan, facts: Sequence[Facts]) -> int:
@@ -71,7 +70,7 @@ class GPUTransforms(GPUPerformer):
         def make() -> GPUProgram:
             program = lowered(plan, self._context.rank, arrays, results, chunking)
             forward = plan.problem.direction < 0
-            return TransformProgram(self._context, self._lane, program, forward=forward)
+            return TransformProgram(self._context, execution.lane, program, forward=forward)
 
         return self._programs.made((execution.plan, arrays, results, chunking), make)
 
